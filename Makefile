@@ -1,0 +1,62 @@
+# Each command creates the environment it needs and is quick when that is there already.
+#
+#   make quickstart   train a small model, dense and sparse, and compare
+#   make test         the test suite (GPU tests too where there is a GPU)
+#   make lint         ruff
+#   make clean        remove the environment and what the commands wrote
+#
+# Variables: PYTHON (an interpreter, 3.10 to 3.13; found by itself), VENV (where the environment
+# goes), MCORE (a Megatron-Core version, for example 0.16.1; newest by default), ARGS (options of
+# the command: make quickstart ARGS="--steps 20", make test ARGS="tests/test_layout.py -x").
+
+VENV ?= .venv
+PYTHON ?=
+MCORE ?=
+ARGS ?=
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready$(if $(MCORE),-$(MCORE))
+
+.PHONY: quickstart test lint clean env
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help:
+	@sed -n 's/^#   //p' Makefile
+
+quickstart: $(READY)
+	$(BIN)/python -m megatron_mtraining.quickstart $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+env: $(READY)
+
+clean:
+	rm -rf $(VENV) build dist quickstart-out .pytest_cache .ruff_cache *.egg-info
+
+# An interpreter counts only if it runs and can make environments: version managers leave commands
+# such as python3.12 on the PATH that fail, and some systems ship Python without venv.
+$(READY): setup.py pyproject.toml
+	@usable() { "$$1" -c 'import ensurepip, sys, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' >/dev/null 2>&1; }; \
+	set -e; \
+	if [ -n "$(PYTHON)" ]; then \
+	  usable "$(PYTHON)" || { echo "make: PYTHON=$(PYTHON) is not a working Python 3.10 to 3.13 with venv" >&2; exit 1; }; \
+	  python="$(PYTHON)"; \
+	else \
+	  python=; \
+	  for name in python3 python3.12 python3.11 python3.13 python3.10 "$$HOME"/.pyenv/versions/3.1[0-3]*/bin/python; do \
+	    if usable "$$name"; then python="$$name"; break; fi; \
+	  done; \
+	  [ -n "$$python" ] || { echo "make: found no Python 3.10 to 3.13 that can make environments; install one (with its venv module) or name it: make PYTHON=/path/to/python" >&2; exit 1; }; \
+	fi; \
+	if [ -x "$(BIN)/python" ] && ! usable "$(BIN)/python"; then rm -rf "$(VENV)"; fi; \
+	if [ ! -x "$(BIN)/python" ]; then \
+	  echo "Creating $(VENV) with $$($$python --version)"; "$$python" -m venv "$(VENV)"; \
+	fi; \
+	echo "Installing into $(VENV) (torch is large: this takes a minute or more)"; \
+	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check --editable ".[quickstart,test,lint]" $(if $(MCORE),"megatron-core==$(MCORE)"); \
+	rm -f "$(VENV)"/.ready*; touch $@
