@@ -1,0 +1,220 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Gradients of the keys and values of one ring step.
+
+    dv = sum over queries of p dout        dk = scale * sum over queries of ds q
+
+Two kernels, both deterministic, without atomics. The column kernel walks all later queries for a tile
+of one head's columns and writes their gradients to a buffer; the key kernel holds one key block, walks
+the slash list of every query head of its group the other way round (``a = c + e + wrap``), and adds
+the buffered rows of the columns that lie in its block, in a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .tiles import LOG2E, gather_rows, load_rows, precision_for, store_rows, tile_for
+
+
+@triton.jit
+def _add_tile(
+    q, k, v, do, keep, dk, dv, lse, delta, scale, MASKED: tl.constexpr, PREC: tl.constexpr
+):
+    """Scores transposed, keys in rows, so that no operand has to be turned in registers."""
+    scores = tl.dot(k, tl.trans(q), input_precision=PREC)
+    if MASKED:
+        scores = tl.where(keep, scores, float("-inf"))
+    p = tl.math.exp2(scores * scale - lse[None, :])
+    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PREC)
+    dp = tl.dot(v, tl.trans(do), input_precision=PREC)
+    ds = p * (dp - delta[None, :])
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PREC)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["residue", "first_owned", "wrap"])
+def _column_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    member, columns, column_ptr,
+    q_ss, q_sb, q_sh, k_ss, k_sb, k_sh, v_ss, v_sb, v_sh, do_ss, do_sb, do_sh,
+    ptr_len, column_len, query_len, nb, softmax_scale,
+    residue, first_owned, wrap,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    KEEP: tl.constexpr, WALK: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    walks: tl.constexpr = BLOCK // WALK
+    split = tl.program_id(1)
+    bh = tl.program_id(2).to(tl.int64)
+    column_ptr += bh * ptr_len + first_owned
+    first = tl.load(column_ptr) + tl.program_id(0) * KEEP
+    end = tl.load(column_ptr + nb)
+    if first >= end:
+        return
+    batch = bh // HEADS
+    head = bh % HEADS
+    kv_head = head // GROUP
+    q_ptr += batch * q_sb + head * q_sh
+    do_ptr += batch * do_sb + head * do_sh
+    lse_ptr += bh * query_len
+    delta_ptr += bh * query_len
+    member += bh * (ptr_len - 1) + residue
+    columns += bh * column_len
+
+    entry = first + tl.arange(0, KEEP)
+    listed = entry < end
+    position = tl.load(columns + entry, mask=listed, other=0)
+    block = position // BLOCK
+    k = gather_rows(k_ptr + batch * k_sb + kv_head * k_sh, position, k_ss, D)
+    v = gather_rows(v_ptr + batch * v_sb + kv_head * v_sh, position, v_ss, D)
+    dk = tl.zeros([KEEP, D], tl.float32)
+    dv = tl.zeros([KEEP, D], tl.float32)
+    scale = softmax_scale * LOG2E
+    queries = tl.arange(0, WALK)
+    # Columns are sorted: no query block before the first one's sees any of this tile.
+    a_first = tl.load(columns + first) // BLOCK + wrap + split
+    # Query blocks go round the splits, so that each split has as many near and far ones.
+    for j in range(0, tl.cdiv(tl.maximum(nb - a_first, 0), SPLITS) * walks):
+        a = a_first + j // walks * SPLITS
+        quotient = a - block - wrap
+        seen = listed & (quotient >= 0)
+        covered = tl.load(member + quotient, mask=seen, other=1)
+        keep = seen & (covered == 0)
+        at = a * BLOCK + j % walks * WALK
+        inside = at + queries < query_len
+        q = load_rows(q_ptr, at, q_ss, queries, query_len, D, EVEN)
+        do = load_rows(do_ptr, at, do_ss, queries, query_len, D, EVEN)
+        lse = tl.load(lse_ptr + at + queries, mask=inside, other=float("inf")) * LOG2E
+        delta = tl.load(delta_ptr + at + queries, mask=inside, other=0.0)
+        dk, dv = _add_tile(q, k, v, do, keep[:, None], dk, dv, lse, delta, scale, True, PREC)
+    line = (bh * SPLITS + split) * column_len + first
+    rows = tl.arange(0, KEEP)
+    store_rows(dk_ptr, line, D, rows, line + end - first, dk, D, False)
+    store_rows(dv_ptr, line, D, rows, line + end - first, dv, D, False)
+
+
+@triton.jit(do_not_specialize=["residue", "first_owned", "wrap"])
+def _key_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, column_dk, column_dv,
+    slash_ptr, slash_list, columns, column_ptr,
+    q_ss, q_sb, q_sh, k_ss, k_sb, k_sh, v_ss, v_sb, v_sh,
+    do_ss, do_sb, do_sh, dk_ss, dk_sb, dk_sh, dv_ss, dv_sb, dv_sh,
+    ptr_len, list_len, column_len, query_len, key_len, nb, softmax_scale,
+    residue, first_owned, wrap,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    KEEP: tl.constexpr, WALK: tl.constexpr, SPLITS: tl.constexpr, DIAGONAL: tl.constexpr,
+    COLUMNS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    parts: tl.constexpr = BLOCK // KEEP
+    walks: tl.constexpr = BLOCK // WALK
+    c = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
+    kv_heads: tl.constexpr = HEADS // GROUP
+    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
+    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
+    rows = tl.arange(0, KEEP)
+    queries = tl.arange(0, WALK)
+    start = c * BLOCK + part * KEEP
+    k = load_rows(k_ptr + batch * k_sb + kv_head * k_sh, start, k_ss, rows, key_len, D, EVEN)
+    v = load_rows(v_ptr + batch * v_sb + kv_head * v_sh, start, v_ss, rows, key_len, D, EVEN)
+    dk = tl.zeros([KEEP, D], tl.float32)
+    dv = tl.zeros([KEEP, D], tl.float32)
+    scale = softmax_scale * LOG2E
+    for g in range(GROUP):
+        head = kv_head * GROUP + g
+        bh = batch * HEADS + head
+        q_head = q_ptr + batch * q_sb + head * q_sh
+        do_head = do_ptr + batch * do_sb + head * do_sh
+        lse_head = lse_ptr + bh * query_len
+        delta_head = delta_ptr + bh * query_len
+        low = tl.load(slash_ptr + bh * ptr_len + residue)
+        high = tl.load(slash_ptr + bh * ptr_len + residue + nb - c - wrap)
+        if DIAGONAL:
+            low += 1
+            for walk in range(part * KEEP // WALK, walks):
+                at = c * BLOCK + walk * WALK
+                inside = at + queries < query_len
+                q = load_rows(q_head, at, q_ss, queries, query_len, D, EVEN)
+                do = load_rows(do_head, at, do_ss, queries, query_len, D, EVEN)
+                lse = tl.load(lse_head + at + queries, mask=inside, other=float("inf")) * LOG2E
+                delta = tl.load(delta_head + at + queries, mask=inside, other=0.0)
+                keep = (start + rows)[:, None] <= (at + queries)[None, :]
+                dk, dv = _add_tile(q, k, v, do, keep, dk, dv, lse, delta, scale, True, PREC)
+        for j in range(low * walks, high * walks):
+            a = c + tl.load(slash_list + bh * list_len + j // walks) + wrap
+            at = a * BLOCK + j % walks * WALK
+            inside = at + queries < query_len
+            q = load_rows(q_head, at, q_ss, queries, query_len, D, EVEN)
+            do = load_rows(do_head, at, do_ss, queries, query_len, D, EVEN)
+            lse = tl.load(lse_head + at + queries, mask=inside, other=float("inf")) * LOG2E
+            delta = tl.load(delta_head + at + queries, mask=inside, other=0.0)
+            dk, dv = _add_tile(q, k, v, do, None, dk, dv, lse, delta, scale, False, PREC)
+        if COLUMNS:
+            own = column_ptr + bh * ptr_len + first_owned + c
+            dims = tl.arange(0, D)
+            for j in range(tl.load(own), tl.load(own + 1)):
+                row = tl.load(columns + bh * column_len + j) - start
+                for split in range(SPLITS):
+                    line = ((bh * SPLITS + split) * column_len + j) * D
+                    here = (rows == row)[:, None]
+                    dk += tl.where(here, tl.load(column_dk + line + dims)[None, :], 0.0)
+                    dv += tl.where(here, tl.load(column_dv + line + dims)[None, :], 0.0)
+    dk_ptr += batch * dk_sb + kv_head * dk_sh
+    dv_ptr += batch * dv_sb + kv_head * dv_sh
+    store_rows(dk_ptr, start, dk_ss, rows, key_len, dk * softmax_scale, D, EVEN)
+    store_rows(dv_ptr, start, dv_ss, rows, key_len, dv, D, EVEN)
+
+
+def _column_splits(index, heads: int, keep: int) -> int:
+    """Parts that the queries of a column tile are cut in, to have about 4 programs a multiprocessor.
+
+    Columns of a ring step are about 1 / world of all; more splits cost buffer and additions."""
+    tiles = max(1, index.columns.shape[-1] // index.world // keep) * heads
+    splits = 1
+    while splits < 8 and tiles * splits < 512 and splits * 4 <= index.local_blocks:
+        splits *= 2
+    return splits
+
+
+def backward_key(
+    query, key, value, grad_out, lse, delta, index, step, softmax_scale, grad_key, grad_value
+):
+    """Launch the keys' and values' gradients of one ring step; they overwrite the outputs."""
+    length, batch, heads, dim = query.shape
+    kv_heads, nb, block = key.shape[2], index.local_blocks, index.block_size
+    num_columns = index.columns.shape[-1]
+    splits = 1
+    buffers = (lse, lse)
+    common = (index.slash_ptr.shape[-1],)
+    position = (step.distance * nb, step.source * nb, step.wrap)
+    even, precision = length % block == 0, precision_for(query)
+    if num_columns:
+        tile = tile_for("column", dim, block, query)
+        splits = _column_splits(index, batch * heads, tile.keep)
+        shape = (batch, heads, splits, num_columns, dim)
+        buffers = tuple(
+            torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2)
+        )
+        _column_kernel[(triton.cdiv(num_columns, tile.keep), splits, batch * heads)](
+            query, key, value, grad_out, lse, delta, *buffers,
+            index.slash_member, index.columns, index.column_ptr,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3],
+            *common, num_columns, length, nb, softmax_scale, *position,
+            HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block, KEEP=tile.keep,
+            WALK=tile.walk, SPLITS=splits, EVEN=even, PREC=precision,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    tile = tile_for("key", dim, block, query)
+    _key_kernel[(nb * (block // tile.keep), batch * kv_heads)](
+        query, key, value, grad_out, lse, delta, grad_key, grad_value, *buffers,
+        index.slash_ptr, index.slash_list, index.columns, index.column_ptr,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3],
+        *grad_key.stride()[:3], *grad_value.stride()[:3],
+        *common, index.slash_list.shape[-1], num_columns, length, key.shape[0], nb, softmax_scale,
+        *position,
+        HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block, KEEP=tile.keep, WALK=tile.walk,
+        SPLITS=splits, DIAGONAL=step.distance == 0, COLUMNS=num_columns > 0, EVEN=even,
+        PREC=precision, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip

@@ -1,0 +1,148 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Gradient of the queries of one ring step, and the row sums that both gradients need.
+
+With ``p = exp(scale q.k - lse)`` and ``delta = sum(out * dout)``,
+
+    ds = p * (dout.v - delta)        dq = carried + scale * sum_k ds k
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tiles import LOG2E, column_tile, gather_rows, load_rows, precision_for, store_rows, tile_for
+
+
+@triton.jit
+def _delta_kernel(
+    out_ptr, grad_ptr, delta_ptr, o_ss, o_sb, o_sh, g_ss, g_sb, g_sh, length,
+    HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    bh = tl.program_id(1).to(tl.int64)
+    start = tl.program_id(0) * ROWS
+    rows = tl.arange(0, ROWS)
+    out_ptr += bh // HEADS * o_sb + bh % HEADS * o_sh
+    grad_ptr += bh // HEADS * g_sb + bh % HEADS * g_sh
+    out = load_rows(out_ptr, start, o_ss, rows, length, D, False).to(tl.float32)
+    grad = load_rows(grad_ptr, start, g_ss, rows, length, D, False).to(tl.float32)
+    delta_ptr += bh * length + start + rows
+    tl.store(delta_ptr, tl.sum(out * grad, 1), mask=start + rows < length)
+
+
+def delta(out, grad_out, result):
+    """Launch ``result[b, h, s] = sum over d of out * grad_out``."""
+    length, batch, heads, dim = out.shape
+    rows = 64
+    _delta_kernel[(triton.cdiv(length, rows), batch * heads)](
+        out, grad_out, result, *out.stride()[:3], *grad_out.stride()[:3], length,
+        HEADS=heads, D=dim, ROWS=rows,
+    )  # fmt: skip
+
+
+@triton.jit
+def _add_tile(q, k, v, do, keep, acc, lse, delta, scale, MASKED: tl.constexpr, PREC: tl.constexpr):
+    scores = tl.dot(q, tl.trans(k), input_precision=PREC)
+    if MASKED:
+        scores = tl.where(keep, scores, float("-inf"))
+    p = tl.math.exp2(scores * scale - lse[:, None])
+    dp = tl.dot(do, tl.trans(v), input_precision=PREC)
+    ds = p * (dp - delta[:, None])
+    return tl.dot(ds.to(k.dtype), k, acc, input_precision=PREC)
+
+
+@triton.jit(do_not_specialize=["residue", "first_owned", "wrap"])
+def _query_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, carry_ptr, dq_ptr, lse_ptr, delta_ptr,
+    slash_ptr, slash_list, member, columns, column_ptr,
+    q_ss, q_sb, q_sh, k_ss, k_sb, k_sh, v_ss, v_sb, v_sh,
+    do_ss, do_sb, do_sh, c_ss, c_sb, c_sh, dq_ss, dq_sb, dq_sh,
+    ptr_len, list_len, column_len, query_len, key_len, nb, softmax_scale,
+    residue, first_owned, wrap,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    KEEP: tl.constexpr, WALK: tl.constexpr, DIAGONAL: tl.constexpr, CARRY: tl.constexpr,
+    COLUMNS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    parts: tl.constexpr = BLOCK // KEEP
+    walks: tl.constexpr = BLOCK // WALK
+    program = nb * parts - 1 - tl.program_id(0)
+    a = program // parts
+    part = program % parts
+    bh = tl.program_id(1).to(tl.int64)
+    batch = bh // HEADS
+    head = bh % HEADS
+    kv_head = head // GROUP
+    q_ptr += batch * q_sb + head * q_sh
+    k_ptr += batch * k_sb + kv_head * k_sh
+    v_ptr += batch * v_sb + kv_head * v_sh
+    do_ptr += batch * do_sb + head * do_sh
+    slash_ptr += bh * ptr_len + residue
+    slash_list += bh * list_len
+    member += bh * (ptr_len - 1) + residue
+    columns += bh * column_len
+    column_ptr += bh * ptr_len + first_owned
+
+    rows = tl.arange(0, KEEP)
+    keys = tl.arange(0, WALK)
+    start = a * BLOCK + part * KEEP
+    inside = start + rows < query_len
+    q = load_rows(q_ptr, start, q_ss, rows, query_len, D, EVEN)
+    do = load_rows(do_ptr, start, do_ss, rows, query_len, D, EVEN)
+    # A row past the end gets lse = inf, hence p = 0.
+    lse = tl.load(lse_ptr + bh * query_len + start + rows, mask=inside, other=float("inf")) * LOG2E
+    delta = tl.load(delta_ptr + bh * query_len + start + rows, mask=inside, other=0.0)
+    scale = softmax_scale * LOG2E
+    acc = tl.zeros([KEEP, D], tl.float32)
+
+    low = tl.load(slash_ptr)
+    high = tl.load(slash_ptr + a + 1 - wrap)
+    if DIAGONAL:
+        low += 1
+        for walk in range(tl.cdiv((part + 1) * KEEP, WALK)):
+            at = a * BLOCK + walk * WALK
+            k = load_rows(k_ptr, at, k_ss, keys, key_len, D, EVEN)
+            v = load_rows(v_ptr, at, v_ss, keys, key_len, D, EVEN)
+            keep = (start + rows)[:, None] >= (at + keys)[None, :]
+            acc = _add_tile(q, k, v, do, keep, acc, lse, delta, scale, True, PREC)
+    for j in range(low * walks, high * walks):
+        at = (a - tl.load(slash_list + j // walks) - wrap) * BLOCK + j % walks * WALK
+        k = load_rows(k_ptr, at, k_ss, keys, key_len, D, True)
+        v = load_rows(v_ptr, at, v_ss, keys, key_len, D, True)
+        acc = _add_tile(q, k, v, do, None, acc, lse, delta, scale, False, PREC)
+    if COLUMNS:
+        low = tl.load(column_ptr)
+        high = tl.load(column_ptr + a + 1 - wrap)
+        for first in range(low, high, WALK):
+            position, keep = column_tile(columns, member, first, high, a, wrap, BLOCK, WALK)
+            k = gather_rows(k_ptr, position, k_ss, D)
+            v = gather_rows(v_ptr, position, v_ss, D)
+            acc = _add_tile(q, k, v, do, keep[None, :], acc, lse, delta, scale, True, PREC)
+
+    acc = acc * softmax_scale
+    if CARRY:
+        carry_ptr += batch * c_sb + head * c_sh
+        acc += load_rows(carry_ptr, start, c_ss, rows, query_len, D, EVEN).to(tl.float32)
+    store_rows(dq_ptr + batch * dq_sb + head * dq_sh, start, dq_ss, rows, query_len, acc, D, EVEN)
+
+
+def backward_query(
+    query, key, value, grad_out, lse, delta, index, step, softmax_scale, carry, grad_query
+):
+    """Launch the queries' gradient of one ring step; ``carry`` is read unless ``step.first``."""
+    length, batch, heads, dim = query.shape
+    kv_heads, nb, block = key.shape[2], index.local_blocks, index.block_size
+    tile = tile_for("query", dim, block, query)
+    carried = grad_query if carry is None else carry
+    _query_kernel[(nb * (block // tile.keep), batch * heads)](
+        query, key, value, grad_out, carried, grad_query, lse, delta,
+        index.slash_ptr, index.slash_list, index.slash_member, index.columns, index.column_ptr,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3],
+        *carried.stride()[:3], *grad_query.stride()[:3],
+        index.slash_ptr.shape[-1], index.slash_list.shape[-1], index.columns.shape[-1],
+        length, key.shape[0], nb, softmax_scale,
+        step.distance * nb, step.source * nb, step.wrap,
+        HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
+        KEEP=tile.keep, WALK=tile.walk, DIAGONAL=step.distance == 0, CARRY=not step.first,
+        COLUMNS=index.columns.shape[-1] > 0, EVEN=length % block == 0, PREC=precision_for(query),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip

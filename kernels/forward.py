@@ -1,0 +1,143 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Forward of one ring step: slash blocks and columns in one online softmax.
+
+For a query row ``i`` over the keys ``k`` of the step that its head attends to,
+
+    lse_i = log( exp(lse_i carried) + sum_k exp(scale q_i.k_k) )
+    out_i = exp(lse_i carried - lse_i) out_i carried + sum_k exp(scale q_i.k_k - lse_i) v_k
+
+with the sums in float32. Each program holds one query block of one head.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tiles import (
+    LN2,
+    LOG2E,
+    column_tile,
+    gather_rows,
+    load_rows,
+    precision_for,
+    store_rows,
+    tile_for,
+)
+
+
+@triton.jit
+def _online_softmax(q, k, v, keep, acc, m, l, scale, MASKED: tl.constexpr, PREC: tl.constexpr):
+    """Add one tile of keys to the running (acc, max, sum); base-2 logits."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PREC)
+    if MASKED:
+        scores = tl.where(keep, scores, float("-inf"))
+    m_new = tl.maximum(m, tl.max(scores, 1) * scale)
+    p = tl.math.exp2(scores * scale - m_new[:, None])
+    alpha = tl.math.exp2(m - m_new)
+    l = l * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None]
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PREC)
+    return acc, m_new, l
+
+
+@triton.jit(do_not_specialize=["residue", "first_owned", "wrap"])
+def _forward_kernel(
+    q_ptr, k_ptr, v_ptr, carry_ptr, out_ptr, lse_ptr,
+    slash_ptr, slash_list, member, columns, column_ptr,
+    q_ss, q_sb, q_sh, k_ss, k_sb, k_sh, v_ss, v_sb, v_sh,
+    c_ss, c_sb, c_sh, o_ss, o_sb, o_sh,
+    ptr_len, list_len, column_len, query_len, key_len, nb, scale,
+    residue, first_owned, wrap,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    KEEP: tl.constexpr, WALK: tl.constexpr, DIAGONAL: tl.constexpr, CARRY: tl.constexpr,
+    COLUMNS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    parts: tl.constexpr = BLOCK // KEEP
+    walks: tl.constexpr = BLOCK // WALK
+    # The last query blocks have the most keys: start them first.
+    program = nb * parts - 1 - tl.program_id(0)
+    a = program // parts
+    part = program % parts
+    bh = tl.program_id(1).to(tl.int64)
+    batch = bh // HEADS
+    head = bh % HEADS
+    kv_head = head // GROUP
+    q_ptr += batch * q_sb + head * q_sh
+    k_ptr += batch * k_sb + kv_head * k_sh
+    v_ptr += batch * v_sb + kv_head * v_sh
+    slash_ptr += bh * ptr_len + residue
+    slash_list += bh * list_len
+    member += bh * (ptr_len - 1) + residue
+    columns += bh * column_len
+    column_ptr += bh * ptr_len + first_owned
+
+    rows = tl.arange(0, KEEP)
+    keys = tl.arange(0, WALK)
+    start = a * BLOCK + part * KEEP
+    q = load_rows(q_ptr, start, q_ss, rows, query_len, D, EVEN)
+    scale = scale * LOG2E
+    lse_ptr += bh * query_len + start + rows
+    inside = start + rows < query_len
+    if CARRY:
+        carry_ptr += batch * c_sb + head * c_sh
+        acc = load_rows(carry_ptr, start, c_ss, rows, query_len, D, EVEN).to(tl.float32)
+        m = tl.load(lse_ptr, mask=inside, other=0.0) * LOG2E
+        l = tl.full([KEEP], 1.0, tl.float32)
+    else:
+        acc = tl.zeros([KEEP, D], tl.float32)
+        m = tl.full([KEEP], float("-inf"), tl.float32)
+        l = tl.zeros([KEEP], tl.float32)
+
+    low = tl.load(slash_ptr)
+    high = tl.load(slash_ptr + a + 1 - wrap)
+    if DIAGONAL:
+        # Distance 0 is first in the list of residue 0, and the only block that needs a token mask.
+        low += 1
+        for walk in range(tl.cdiv((part + 1) * KEEP, WALK)):
+            at = a * BLOCK + walk * WALK
+            k = load_rows(k_ptr, at, k_ss, keys, key_len, D, EVEN)
+            v = load_rows(v_ptr, at, v_ss, keys, key_len, D, EVEN)
+            keep = (start + rows)[:, None] >= (at + keys)[None, :]
+            acc, m, l = _online_softmax(q, k, v, keep, acc, m, l, scale, True, PREC)
+    for j in range(low * walks, high * walks):
+        at = (a - tl.load(slash_list + j // walks) - wrap) * BLOCK + j % walks * WALK
+        k = load_rows(k_ptr, at, k_ss, keys, key_len, D, True)
+        v = load_rows(v_ptr, at, v_ss, keys, key_len, D, True)
+        acc, m, l = _online_softmax(q, k, v, None, acc, m, l, scale, False, PREC)
+    if COLUMNS:
+        low = tl.load(column_ptr)
+        high = tl.load(column_ptr + a + 1 - wrap)
+        for first in range(low, high, WALK):
+            position, keep = column_tile(columns, member, first, high, a, wrap, BLOCK, WALK)
+            k = gather_rows(k_ptr, position, k_ss, D)
+            v = gather_rows(v_ptr, position, v_ss, D)
+            acc, m, l = _online_softmax(q, k, v, keep[None, :], acc, m, l, scale, True, PREC)
+
+    out_ptr += batch * o_sb + head * o_sh
+    store_rows(out_ptr, start, o_ss, rows, query_len, acc / l[:, None], D, EVEN)
+    tl.store(lse_ptr, (m + tl.math.log2(l)) * LN2, mask=inside)
+
+
+def forward(query, key, value, index, step, softmax_scale, carry, out, lse):
+    """Launch the forward of one ring step; see :func:`kernels.attention_forward` for the operands.
+
+    ``carry`` is read unless ``step.first``, and may be ``out`` itself.
+    """
+    length, batch, heads, dim = query.shape
+    kv_heads, nb, block = key.shape[2], index.local_blocks, index.block_size
+    tile = tile_for("forward", dim, block, query)
+    carried = out if carry is None else carry
+    _forward_kernel[(nb * (block // tile.keep), batch * heads)](
+        query, key, value, carried, out, lse,
+        index.slash_ptr, index.slash_list, index.slash_member, index.columns, index.column_ptr,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        *carried.stride()[:3], *out.stride()[:3],
+        index.slash_ptr.shape[-1], index.slash_list.shape[-1], index.columns.shape[-1],
+        length, key.shape[0], nb, softmax_scale,
+        step.distance * nb, step.source * nb, step.wrap,
+        HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
+        KEEP=tile.keep, WALK=tile.walk, DIAGONAL=step.distance == 0, CARRY=not step.first,
+        COLUMNS=index.columns.shape[-1] > 0, EVEN=length % block == 0, PREC=precision_for(query),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip

@@ -1,0 +1,107 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Tile sizes of the kernels, one table per architecture, and what all of them share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+class Tile(NamedTuple):
+    """Rows of the operand that a program keeps, rows of the one it walks, warps, pipeline stages."""
+
+    keep: int
+    walk: int
+    warps: int
+    stages: int
+
+
+# By (operation, head dim); a tile is cut to the block size where it is larger.
+_HOPPER = {
+    ("forward", 64): Tile(128, 128, 8, 3),
+    ("forward", 128): Tile(128, 64, 8, 3),
+    ("query", 64): Tile(128, 64, 8, 3),
+    ("query", 128): Tile(128, 64, 8, 3),
+    ("key", 64): Tile(128, 64, 8, 3),
+    ("key", 128): Tile(128, 64, 8, 2),
+    ("column", 64): Tile(64, 128, 8, 2),
+    ("column", 128): Tile(64, 64, 4, 2),
+}
+# 100 KB of shared memory and no wgmma (Ampere, Ada): smaller tiles, fewer stages.
+_SMALL = {
+    ("forward", 64): Tile(128, 64, 4, 3),
+    ("forward", 128): Tile(64, 64, 4, 2),
+    ("query", 64): Tile(64, 64, 4, 2),
+    ("query", 128): Tile(64, 32, 4, 2),
+    ("key", 64): Tile(64, 64, 4, 2),
+    ("key", 128): Tile(64, 32, 4, 2),
+    ("column", 64): Tile(64, 64, 4, 2),
+    ("column", 128): Tile(32, 32, 4, 2),
+}
+
+
+def tile_for(operation: str, head_dim: int, block_size: int, tensor: torch.Tensor) -> Tile:
+    """The tile of an operation on the tensor's device. float32 inputs take the small tiles, as do
+    devices other than Hopper."""
+    hopper = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] == 9
+    table = _HOPPER if hopper and tensor.dtype != torch.float32 else _SMALL
+    tile = table[operation, head_dim]
+    return tile._replace(keep=min(tile.keep, block_size), walk=min(tile.walk, block_size))
+
+
+def precision_for(tensor: torch.Tensor) -> str:
+    """Triton's ``input_precision``: float32 inputs are multiplied as float32, not as tf32."""
+    return "ieee" if tensor.dtype == torch.float32 else "tf32"
+
+
+@triton.jit
+def load_rows(base, start, stride, rows, limit, D: tl.constexpr, EVEN: tl.constexpr):
+    """Rows ``start + rows`` of a matrix with ``D`` columns, zeros from row ``limit`` on. The offset of
+    ``start`` is taken in 64 bits."""
+    pointers = base + start.to(tl.int64) * stride
+    pointers = pointers + rows[:, None] * stride + tl.arange(0, D)[None, :]
+    if EVEN:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=(start + rows)[:, None] < limit, other=0.0)
+
+
+@triton.jit
+def store_rows(base, start, stride, rows, limit, values, D: tl.constexpr, EVEN: tl.constexpr):
+    """The counterpart of ``load_rows``, in the dtype of the target."""
+    pointers = base + start.to(tl.int64) * stride
+    pointers = pointers + rows[:, None] * stride + tl.arange(0, D)[None, :]
+    values = values.to(base.dtype.element_ty)
+    if EVEN:
+        tl.store(pointers, values)
+    else:
+        tl.store(pointers, values, mask=(start + rows)[:, None] < limit)
+
+
+@triton.jit
+def gather_rows(base, positions, stride, D: tl.constexpr):
+    """The rows of a matrix at ``positions``."""
+    offsets = positions.to(tl.int64)[:, None] * stride + tl.arange(0, D)[None, :]
+    return tl.load(base + offsets)
+
+
+@triton.jit
+def column_tile(columns, member, first, end, a, wrap, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns ``first .. first + WIDTH`` of the list, for local query block ``a``.
+
+    Returns their positions in their owner's part, and which of them count here: the list's own, in
+    earlier blocks, at a distance that no slash covers already. ``member`` points at the residue of
+    this ring step.
+    """
+    entry = first + tl.arange(0, WIDTH)
+    listed = entry < end
+    position = tl.load(columns + entry, mask=listed, other=0)
+    quotient = a - position // BLOCK - wrap
+    listed = listed & (quotient >= 0)
+    covered = tl.load(member + quotient, mask=listed, other=1)
+    return position, listed & (covered == 0)

@@ -1,0 +1,50 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Dynamic sparse attention over a context-parallel group: choose the pattern, run the ring."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .config import MTrainingConfig
+from .kernels import check_operands
+from .pattern import VerticalSlashIndex, choose_index
+from .ring import Ring, ring_attention
+
+
+def sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    config: MTrainingConfig,
+    cp_group: dist.ProcessGroup | None = None,
+    softmax_scale: float | None = None,
+) -> tuple[Tensor, VerticalSlashIndex]:
+    """Causal self-attention to the keys that each head's pattern keeps.
+
+    Args:
+        query: ``[s, b, h, d]``, this rank's part of the sequence in the block-striped layout.
+        key, value: ``[s, b, hk, d]``. Head dim 64 or 128; bf16, fp16 or fp32.
+        config: the settings; ``s * world`` must be a multiple of ``block_size * world`` (on one rank
+            the last block may be partial).
+        cp_group: the context-parallel group; None for a single process.
+        softmax_scale: default ``d ** -0.5``.
+
+    Returns:
+        out ``[s, b, h, d]`` in the query's dtype, and the pattern it was computed with.
+
+    Raises:
+        ValueError: on operands or a sequence length that do not fit, before any communication.
+    """
+    ring = Ring(cp_group)
+    check_operands(query, key, value)
+    if ring.world > 1 and query.shape[0] % config.block_size:
+        raise ValueError(
+            f"each of the {ring.world} context-parallel ranks has {query.shape[0]} tokens, which is "
+            f"not a multiple of the block size {config.block_size}"
+        )
+    if softmax_scale is None:
+        softmax_scale = query.shape[-1] ** -0.5
+    index = choose_index(query, key, config, ring, softmax_scale)
+    return ring_attention(query, key, value, index, ring, softmax_scale), index

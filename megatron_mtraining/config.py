@@ -1,0 +1,92 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Every knob of the backend, in one dataclass, validated once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+BLOCK_SIZES = (64, 128)
+HEAD_DIMS = (64, 128)
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; the message names the option, its value and what to do."""
+
+
+@dataclass(frozen=True)
+class MTrainingConfig:
+    """Settings of dynamic sparse attention, as a user gives them with ``--mtraining-*``.
+
+    Each field ``name`` is the option ``--mtraining-name`` (underscores become hyphens), its
+    ``help`` metadata is the option's help text. Sizes are in tokens unless said otherwise.
+    """
+
+    vertical: int = 1000
+    """Key columns each query head keeps, the first ``sink`` columns counted in."""
+    slash: int = 100
+    """Token diagonals each query head keeps beside the local window; the sequence length (or
+    more) keeps every diagonal, which is dense causal attention."""
+    window: int = 128
+    """Tokens before each query that are always kept (rounded up to whole blocks)."""
+    sink: int = 4
+    """First columns of the sequence that are always kept."""
+    block_size: int = 128
+    """Tokens in a block: the granularity of slashes and of the striped layout."""
+    sample_strata: int = 64
+    """Stretches of the sequence that the pattern is estimated from, spread over all of it."""
+    sample_rows: int = 1
+    """Query rows sampled in each stretch."""
+
+    def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ConfigError(f"{option(field.name)} must be a whole number, but is {value!r}")
+        if self.block_size not in BLOCK_SIZES:
+            raise ConfigError(
+                f"{option('block_size')} is {self.block_size}: use one of {BLOCK_SIZES}"
+            )
+        at_least = dict(vertical=0, slash=0, window=1, sink=0, sample_strata=2, sample_rows=1)
+        for name, low in at_least.items():
+            if getattr(self, name) < low:
+                raise ConfigError(f"{option(name)} is {getattr(self, name)}: use {low} or more")
+        if self.sink > self.vertical > 0:
+            raise ConfigError(
+                f"{option('sink')} is {self.sink}, more than {option('vertical')} "
+                f"({self.vertical}), which counts the sink columns in: raise "
+                f"{option('vertical')} or lower {option('sink')}"
+            )
+
+    def check_sequence(self, seq_length: int, cp_size: int) -> None:
+        """Raise :class:`ConfigError` if a sequence of ``seq_length`` tokens cannot be laid out
+        over ``cp_size`` ranks, or the budgets do not fit it."""
+        multiple = self.block_size * cp_size
+        if seq_length <= 0 or seq_length % multiple:
+            near = max(multiple, round(seq_length / multiple) * multiple)
+            raise ConfigError(
+                f"--seq-length is {seq_length}, which is not a multiple of {multiple} = "
+                f"{option('block_size')} ({self.block_size}) x --context-parallel-size "
+                f"({cp_size}): use {near}, for example"
+            )
+        for name in ("vertical", "sink", "window"):
+            if getattr(self, name) > seq_length:
+                raise ConfigError(
+                    f"{option(name)} is {getattr(self, name)}, more than --seq-length "
+                    f"({seq_length}): use at most {seq_length}"
+                )
+        if self.keeps_all(seq_length):
+            return
+        if self.sample_strata * self.sample_rows > seq_length:
+            raise ConfigError(
+                f"{option('sample_strata')} x {option('sample_rows')} = {self.sample_strata} x "
+                f"{self.sample_rows} rows are more than --seq-length ({seq_length})"
+            )
+
+    def keeps_all(self, seq_length: int) -> bool:
+        """Whether the budgets keep every pair of a sequence of ``seq_length`` tokens."""
+        return self.slash >= seq_length or self.window >= seq_length
+
+
+def option(name: str) -> str:
+    """The command-line option of a field."""
+    return "--mtraining-" + name.replace("_", "-")

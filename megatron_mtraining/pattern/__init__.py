@@ -1,0 +1,7 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Which keys each query head sees: estimation, choice, and the index."""
+
+from .index import VerticalSlashIndex, build_index, full_index
+from .select import choose_index
+
+__all__ = ["VerticalSlashIndex", "build_index", "choose_index", "full_index"]

@@ -1,0 +1,181 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The vertical-slash index: which keys each query head sees, in the coordinates the kernels use.
+
+With blocks of ``B`` tokens, query ``i`` attends to key ``k`` exactly when
+
+    k <= i   and   ( blk(i) - blk(k) in D   or   k in V )
+
+for a set ``D`` of block distances (0 always in) and a set ``V`` of token columns, per batch entry and
+query head. Nothing of the size of blocks x blocks is built: the index is a few KB a head.
+
+In the block-striped layout over ``W`` ranks with ``nb`` local blocks each, a ring step whose queries
+and keys are ``t`` ranks apart sees the distances ``d = e * W + t``: local query block ``a`` meets local
+key block ``c = a - e - wrap``, where ``wrap`` is 1 if the keys come from a higher rank, else 0. So every
+list here is sorted by (residue t, quotient e), and prefix counts give any loop its bounds without a
+search, forward (query blocks) and backward (key blocks) alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class VerticalSlashIndex:
+    """A step's pattern of one layer. Every tensor is on the device of the queries, and identical on
+    all context-parallel ranks.
+
+    Attributes:
+        slash_member: uint8 ``[b, h, W, nb]``: whether distance ``e * W + t`` is in D, at ``[t, e]``.
+        slash_list: int32 ``[b, h, L]``: quotients ``e`` of D sorted by (t, e); undefined past the count.
+        slash_ptr: int32 ``[b, h, W * nb + 1]``: how many of D come before ``(t, e)``, at ``t * nb + e``.
+        columns: int32 ``[b, h, C]``: positions of V within their owner's part, sorted by (owner,
+            position); undefined past the count.
+        column_ptr: int32 ``[b, h, W * nb + 1]``: how many of V come before local block c of owner s,
+            at ``s * nb + c``.
+        seq_length, block_size, world: N tokens in all, B, W.
+    """
+
+    slash_member: Tensor
+    slash_list: Tensor
+    slash_ptr: Tensor
+    columns: Tensor
+    column_ptr: Tensor
+    seq_length: int
+    block_size: int
+    world: int
+
+    @property
+    def local_blocks(self) -> int:
+        """Blocks on each rank (nb)."""
+        return self.slash_member.shape[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the index holds on the device."""
+        tensors = (
+            self.slash_member, self.slash_list, self.slash_ptr, self.columns, self.column_ptr,
+        )  # fmt: skip
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def work(self) -> Tensor:
+        """Attended pairs, float64 ``[b, h, rank, ring step]``, exact; on the index's device.
+
+        Ring step ``t`` of rank ``r`` takes the keys of rank ``(r - t) % W``.
+        """
+        world, nb, block = self.world, self.local_blocks, self.block_size
+        device = self.slash_member.device
+        member = self.slash_member.double()
+        e = torch.arange(nb, device=device)
+        # Queries of the global last block are fewer when N is not a multiple of B (one rank only).
+        missing = world * nb * block - self.seq_length
+        per_column_block = self.column_ptr.diff(dim=-1).unflatten(-1, (world, nb)).double()
+        outside = torch.nn.functional.pad((1 - member).cumsum(-1), (1, 0))  # [b, h, t, nb + 1]
+        out = member.new_zeros(*member.shape[:2], world, world)
+        for rank in range(world):
+            for t in range(world):
+                source = (rank - t) % world
+                wrap = int(source > rank)
+                blocks = (nb - e - wrap).clamp(min=0)
+                slash = (member[:, :, t] * blocks).sum(-1) * block * block
+                if t == 0:
+                    slash = slash - nb * block * (block - 1) / 2
+                # A column in local block c is seen by the e with e + wrap <= nb - 1 - c, not in D.
+                seen = outside[:, :, t].index_select(-1, (nb - wrap - e).clamp(min=0))
+                column = (per_column_block[:, :, source] * seen).sum(-1) * block
+                out[:, :, rank, t] = slash + column
+        if missing:
+            out[:, :, 0, 0] -= missing * self._keys_of_last_query(per_column_block)
+        return out
+
+    def _keys_of_last_query(self, per_column_block: Tensor) -> Tensor:
+        """Keys that a query past the end would see, averaged over those of the last block: [b, h]."""
+        nb, block = self.local_blocks, self.block_size
+        kept = block - (self.seq_length - (nb - 1) * block)
+        member = self.slash_member[:, :, 0].double()
+        columns = (per_column_block[:, :, 0].flip(-1) * (1 - member)).sum(-1)
+        return (member.sum(-1) - 1) * block + columns + (block + kept + 1) / 2
+
+    def density(self) -> Tensor:
+        """Share of the causal pairs that is attended: float32 ``[b, h]``, on the index's device."""
+        pairs = self.seq_length * (self.seq_length + 1) / 2
+        return (self.work().sum((-1, -2)) / pairs).float()
+
+    def distances(self) -> Tensor:
+        """D as bool ``[b, h, W * nb]``, by global block distance."""
+        return self.slash_member.transpose(-1, -2).flatten(-2).bool()
+
+    def token_mask(self, batch: int, head: int) -> Tensor:
+        """The pattern of one head written out: bool ``[N, N]`` (query, key). For small N only."""
+        distances = self.distances()[batch, head]
+        position = torch.arange(self.seq_length, device=distances.device)
+        block = position // self.block_size
+        mask = distances[(block[:, None] - block[None, :]).clamp(min=0)]
+        count = int(self.column_ptr[batch, head, -1])
+        local = self.columns[batch, head, :count].long()
+        owned = self.column_ptr[batch, head, :: self.local_blocks].diff().long()
+        owner = torch.repeat_interleave(torch.arange(self.world, device=local.device), owned)
+        column = (local // self.block_size * self.world + owner) * self.block_size
+        mask[:, column + local % self.block_size] = True
+        return mask & (position[:, None] >= position[None, :])
+
+
+def build_index(
+    distances: Tensor, columns: Tensor, seq_length: int, block_size: int, world: int
+) -> VerticalSlashIndex:
+    """Put chosen distances and columns into the coordinates of the ring; reads nothing on the host.
+
+    Args:
+        distances: bool ``[b, h, NB]``, D by block distance, NB = ceil(N / B). Distance 0 is added.
+        columns: int64 ``[b, h, C]``, V as global token positions, in any order, each once; entries
+            of N or more stand for no column.
+        seq_length, block_size, world: N, B and the number of context-parallel ranks W.
+    """
+    num_blocks = -(-seq_length // block_size)
+    if distances.shape[-1] != num_blocks or num_blocks % world:
+        raise ValueError(
+            f"distances for {distances.shape[-1]} blocks, but {seq_length} tokens make {num_blocks} "
+            f"blocks of {block_size}, to be divided by {world} ranks"
+        )
+    local_blocks = num_blocks // world
+    member = distances.unflatten(-1, (local_blocks, world)).transpose(-1, -2).contiguous()
+    member[..., 0, 0] = True
+    flat = member.flatten(-2)
+    count = flat.cumsum(-1, dtype=torch.int32)
+    slash_ptr = torch.nn.functional.pad(count, (1, 0))
+    quotient = torch.arange(local_blocks, device=flat.device, dtype=torch.int32).repeat(world)
+    # Non-members are all written to one spare slot at the end.
+    slot = torch.where(flat, slash_ptr[..., :-1], num_blocks).long()
+    slash_list = flat.new_zeros((*flat.shape[:-1], num_blocks + 1), dtype=torch.int32)
+    slash_list.scatter_(-1, slot, quotient.expand_as(slot))
+
+    block = columns // block_size
+    owner = torch.where(columns < seq_length, block % world, world)
+    local = block // world * block_size + columns % block_size
+    local_length = local_blocks * block_size
+    key = (owner * local_length + torch.where(columns < seq_length, local, 0)).sort(-1).values
+    starts = torch.arange(num_blocks + 1, device=key.device) * block_size
+    column_ptr = torch.searchsorted(key, starts.expand(*key.shape[:-1], -1).contiguous())
+    return VerticalSlashIndex(
+        slash_member=member.to(torch.uint8),
+        slash_list=slash_list,
+        slash_ptr=slash_ptr,
+        columns=(key % local_length).to(torch.int32),
+        column_ptr=column_ptr.to(torch.int32),
+        seq_length=seq_length,
+        block_size=block_size,
+        world=world,
+    )
+
+
+def full_index(
+    batch: int, heads: int, seq_length: int, block_size: int, world: int, device
+) -> VerticalSlashIndex:
+    """The index that keeps every pair: dense causal attention."""
+    num_blocks = -(-seq_length // block_size)
+    distances = torch.ones(batch, heads, num_blocks, dtype=torch.bool, device=device)
+    columns = torch.zeros(batch, heads, 0, dtype=torch.int64, device=device)
+    return build_index(distances, columns, seq_length, block_size, world)
