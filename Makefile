@@ -58,5 +58,5 @@ $(READY): setup.py pyproject.toml
 	  echo "Creating $(VENV) with $$($$python --version)"; "$$python" -m venv "$(VENV)"; \
 	fi; \
 	echo "Installing into $(VENV) (torch is large: this takes a minute or more)"; \
-	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check --editable ".[quickstart,test,lint]" $(if $(MCORE),"megatron-core==$(MCORE)"); \
+	"$(BIN)/python" -m pip install -qq --disable-pip-version-check --editable ".[quickstart,test,lint]" $(if $(MCORE),"megatron-core==$(MCORE)"); \
 	rm -f "$(VENV)"/.ready*; touch $@

@@ -1,0 +1,141 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The quickstart's options, checked before any process starts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config import ConfigError, MTrainingConfig
+
+HEAD_DIM = 64
+
+
+@dataclass(frozen=True)
+class Options:
+    """One run of the quickstart; sizes in tokens, ``batch`` in sequences a step."""
+
+    device: str
+    processes: int
+    seq_length: int
+    batch: int
+    steps: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab_size: int
+    held_out: int
+    lr: float
+    seed: int
+    output: Path
+    sparse: MTrainingConfig
+
+    @property
+    def hidden(self) -> int:
+        return self.heads * HEAD_DIM
+
+    @property
+    def ffn(self) -> int:
+        """SwiGLU's inner width, about 8/3 of the hidden size as Qwen2.5 has it or more."""
+        return -(-self.hidden * 8 // 3 // 64) * 64
+
+    @property
+    def dense(self) -> MTrainingConfig:
+        """The same backend with a budget that keeps every pair: dense causal attention."""
+        return MTrainingConfig(slash=self.seq_length, block_size=self.sparse.block_size)
+
+
+def parse(argv: list[str] | None) -> Options:
+    """Options from the command line; a value that cannot work ends the program with one error."""
+    import torch
+
+    parser = argparse.ArgumentParser(
+        prog="mtraining quickstart",
+        description="Train a small Qwen2.5-shaped GPTModel twice from one seed, with dense and "
+        "with dynamic sparse attention, over context-parallel processes; end with a table and "
+        "a folder of pictures.",
+    )
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    add = parser.add_argument
+    add("--steps", type=int, default=60, help="training steps of each run (%(default)s)")
+    add("--seq-length", type=int, help="tokens in a sequence (2048; on GPUs 8192)")
+    add("--batch", type=int, default=1, help="sequences in a step (%(default)s)")
+    add("--processes", type=int, help="context-parallel processes (2; every GPU where there are)")
+    add("--device", choices=["cpu", "cuda"], help="cuda where there is a GPU, else cpu")
+    add("--output", type=Path, default=Path("quickstart-out"), help="folder for what it writes")
+    add("--seed", type=int, default=1234, help="of the weights (%(default)s)")
+    add("--lr", type=float, default=2e-3, help="peak learning rate of AdamW (%(default)s)")
+    add("--layers", type=int, default=2, help="transformer layers (%(default)s)")
+    add("--heads", type=int, default=4, help="query heads, of dimension 64 (%(default)s)")
+    add("--kv-heads", type=int, default=2, help="key/value heads (%(default)s)")
+    add("--vocab-size", type=int, default=2048, help="of the tokenizer (%(default)s)")
+    add("--held-out", type=int, default=4, help="held-out sequences to judge by (%(default)s)")
+    add("--vertical", type=int, default=64, help="key columns a head keeps (%(default)s)")
+    add("--slash", type=int, default=128, help="token diagonals a head keeps (%(default)s)")
+    add("--window", type=int, default=64, help="local window, always kept (%(default)s)")
+    add("--block-size", type=int, default=64, help="64 or 128 (%(default)s)")
+    values = parser.parse_args(argv)
+
+    device = values.device or ("cuda" if gpus else "cpu")
+    if device == "cuda" and not gpus:
+        parser.error("--device is cuda, but torch finds no GPU here: use --device cpu")
+    processes = values.processes
+    if processes is None:
+        processes = min(gpus, 8) if device == "cuda" else 2
+    if device == "cuda" and processes > gpus:
+        parser.error(f"--processes is {processes}, but there are {gpus} GPUs: use at most {gpus}")
+    seq_length = values.seq_length or (8192 if device == "cuda" else 2048)
+
+    lowest = dict(steps=2, batch=1, layers=1, heads=1, kv_heads=1, vocab_size=512, held_out=1)
+    for name, low in lowest.items():
+        if getattr(values, name) < low:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(values, name)}: use {low} or more")
+    if processes < 1:
+        parser.error(f"--processes is {processes}: use 1 or more")
+    if values.heads % values.kv_heads:
+        parser.error(
+            f"--heads is {values.heads}, not a multiple of --kv-heads ({values.kv_heads})"
+        )
+    if not 0 < values.lr < 1:
+        parser.error(f"--lr is {values.lr}: use a learning rate between 0 and 1, such as 0.002")
+    if values.output.exists() and not values.output.is_dir():
+        parser.error(f"--output is {values.output}, which is a file: name a folder")
+    try:
+        sparse = MTrainingConfig(
+            vertical=values.vertical,
+            slash=values.slash,
+            window=values.window,
+            block_size=values.block_size,
+        )
+        sparse.check_sequence(seq_length, processes)
+    except ConfigError as error:
+        # The plug-in's options carry a prefix that those of this program do not.
+        text = str(error).replace("--mtraining-", "--")
+        parser.error(text.replace("--context-parallel-size", "--processes"))
+    return Options(
+        device=device,
+        processes=processes,
+        seq_length=seq_length,
+        batch=values.batch,
+        steps=values.steps,
+        layers=values.layers,
+        heads=values.heads,
+        kv_heads=values.kv_heads,
+        vocab_size=values.vocab_size,
+        held_out=values.held_out,
+        lr=values.lr,
+        seed=values.seed,
+        output=values.output,
+        sparse=sparse,
+    )
+
+
+def threads_a_process(options: Options) -> int:
+    """CPU threads for each process, so that together they use the cores of the machine once."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on this system
+        cores = os.cpu_count() or 1
+    return max(1, cores // options.processes)
