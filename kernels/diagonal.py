@@ -22,7 +22,8 @@ def _diagonal_kernel(
         block = key // BLOCK
         here = (key >= 0) & (block % world == rank)
         local = block // world * BLOCK + key % BLOCK
-        mass += tl.load(p_ptr + i.to(tl.int64) * length + local, mask=here, other=0.0)
+        mass += tl.load(p_ptr + local, mask=here, other=0.0)
+        p_ptr += length
     tl.store(out_ptr + bh * seq_length + distance, mass, mask=distance < seq_length)
 
 

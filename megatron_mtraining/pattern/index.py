@@ -94,7 +94,7 @@ class VerticalSlashIndex:
     def _keys_of_last_query(self, per_column_block: Tensor) -> Tensor:
         """Keys that a query past the end would see, averaged over those of the last block: [b, h]."""
         nb, block = self.local_blocks, self.block_size
-        kept = block - (self.seq_length - (nb - 1) * block)
+        kept = self.seq_length - (nb - 1) * block
         member = self.slash_member[:, :, 0].double()
         columns = (per_column_block[:, :, 0].flip(-1) * (1 - member)).sum(-1)
         return (member.sum(-1) - 1) * block + columns + (block + kept + 1) / 2
