@@ -1,0 +1,105 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""What the attention tests share: a dense float64 reference, random patterns, a ring in one process."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megatron_mtraining.kernels import attention_backward, attention_delta, attention_forward
+from megatron_mtraining.layout import stripe, unstripe
+from megatron_mtraining.pattern import build_index
+from megatron_mtraining.ring import flat_ring
+
+
+def random_operands(seq_length, batch, heads, kv_heads, dim, dtype, device):
+    """query, key, value and a gradient of out; the value as Megatron gives it, a strided view."""
+
+    def draw(h):
+        return torch.randn(seq_length, batch, h, dim, device=device).to(dtype)
+
+    query = draw(heads)
+    both = torch.randn(seq_length, batch, kv_heads, 2 * dim, device=device).to(dtype)
+    return query, draw(kv_heads), both[..., dim:], draw(heads)
+
+
+def random_index(seq_length, batch, heads, block_size, world, budget, device):
+    """A random pattern: ``budget`` is "none" (distance 0 alone), "columns", "few" or "all"."""
+    num_blocks = math.ceil(seq_length / block_size)
+    distances = torch.zeros(batch, heads, num_blocks, dtype=torch.bool)
+    count = 0
+    if budget == "all":
+        distances[:] = True
+    elif budget == "few":
+        distances = torch.rand(batch, heads, num_blocks) < 0.3
+    if budget in ("few", "columns"):
+        count = max(1, seq_length // 7)
+    columns = torch.stack([torch.randperm(seq_length)[:count] for _ in range(batch * heads)])
+    columns = columns.view(batch, heads, count)
+    if count > 2:
+        columns[..., -2:] = seq_length  # heads may have fewer columns than the budget
+    return build_index(distances.to(device), columns.to(device), seq_length, block_size, world)
+
+
+def written_out_mask(index, batch, heads):
+    """bool ``[b, h, N, N]``."""
+    rows = [
+        torch.stack([index.token_mask(b, h) for h in range(heads)]) for b in range(batch)
+    ]
+    return torch.stack(rows)
+
+
+def dense_attention(query, key, value, grad_out, mask, scale):
+    """out and the gradients of query, key, value in float64, under a bool mask ``[b, h, N, N]``."""
+    leaves = [t.detach().double().requires_grad_() for t in (query, key, value)]
+    group = query.shape[2] // key.shape[2]
+    q, k, v = (t.permute(1, 2, 0, 3) for t in leaves)
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~mask, float("-inf"))
+    out = (scores.softmax(-1) @ v).permute(2, 0, 1, 3)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad_out.double())
+
+
+def simulated_ring(query, key, value, grad_out, index, scale):
+    """Forward and backward of all ranks of a ring, one after the other, in this process.
+
+    Returns out and the gradients over the whole sequence, as a ring over processes would give them.
+    """
+    world, block = index.world, index.block_size
+    parts = []
+    for tensor in (query, key, value, grad_out):
+        if world == 1:
+            parts.append([tensor])
+        else:
+            parts.append([stripe(tensor, r, world, block) for r in range(world)])
+    q, k, v, do = parts
+    outs, dqs = [], []
+    dkvs = [torch.zeros((2, *k[0].shape), dtype=torch.float32, device=key.device)] * world
+    dkvs = [d.to(torch.promote_types(key.dtype, torch.float32)) for d in dkvs]
+    for rank in range(world):
+        length, batch, heads, _ = q[rank].shape
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        lse = torch.full((batch, heads, length), float("nan"), dtype=dtype, device=query.device)
+        out = dq = None
+        for step in flat_ring(rank, world):
+            s = step.source
+            out = attention_forward(q[rank], k[s], v[s], index, step, scale, out, lse)
+        delta = attention_delta(out, do[rank])
+        for step in flat_ring(rank, world):
+            s = step.source
+            dq, dkv = attention_backward(
+                q[rank], k[s], v[s], do[rank], lse, delta, index, step, scale, dq
+            )
+            dkvs[s] = dkvs[s] + dkv
+        outs.append(out)
+        dqs.append(dq)
+    if world == 1:
+        return outs[0], dqs[0], dkvs[0][0], dkvs[0][1]
+    dk, dv = ([d[i] for d in dkvs] for i in range(2))
+    return tuple(unstripe(t, block) for t in (outs, dqs, dk, dv))
+
+
+def relative_error(actual, expected):
+    """Norm of the difference over the norm expected; NaN anywhere never passes a comparison."""
+    return ((actual.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()

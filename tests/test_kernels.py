@@ -1,0 +1,120 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Kernels and their twins against dense attention under the same mask in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_cases import (
+    dense_attention,
+    random_index,
+    random_operands,
+    relative_error,
+    simulated_ring,
+    written_out_mask,
+)
+
+NAMES = ("out", "grad_query", "grad_key", "grad_value")
+GROUPS = [(1, 1), (4, 2), (7, 1), (8, 1)]
+# (seq_length, world): odd block counts, a partial last block (one rank only), sizes of no power of 2
+SEQUENCES = [(64, 1), (320, 1), (500, 1), (37, 1), (768, 2), (576, 3), (768, 6)]
+
+
+@pytest.fixture(autouse=True)
+def fresh_inputs():
+    """Different inputs in every run; pytest shows the seed of a failure."""
+    print("torch seed", torch.seed())
+
+
+@pytest.fixture
+def interpreter(monkeypatch):
+    """Triton's interpreter: the kernels run on CPU tensors. Must be on when they are first imported."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def check(seq_length, world, heads, dim, budget, dtype, block, tolerance, device="cpu", batch=2):
+    operands = random_operands(seq_length, batch, *heads, dim, dtype, device)
+    index = random_index(seq_length, batch, heads[0], block, world, budget, device)
+    mask = written_out_mask(index, batch, heads[0])
+    scale = 0.7 * dim**-0.5
+    expected = dense_attention(*operands, mask, scale)
+    actual = simulated_ring(*operands, index, scale)
+    for name, a, e in zip(NAMES, actual, expected):
+        assert a.shape == e.shape
+        error = relative_error(a, e)
+        assert error < tolerance, f"{name}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("budget", ["none", "columns", "few", "all"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("heads", GROUPS)
+@pytest.mark.parametrize(("seq_length", "world"), SEQUENCES)
+def test_twins(seq_length, world, heads, dim, budget):
+    check(seq_length, world, heads, dim, budget, torch.float64, 64, 1e-12, batch=1)
+
+
+@pytest.mark.parametrize(
+    ("seq_length", "world", "heads", "dim", "budget", "block"),
+    [
+        (192, 1, (2, 1), 64, "few", 64),
+        (150, 1, (2, 2), 64, "few", 64),
+        (200, 1, (7, 1), 64, "columns", 128),
+        (128, 1, (1, 1), 128, "none", 64),
+        (384, 2, (4, 2), 64, "few", 64),
+        (384, 3, (2, 1), 128, "few", 64),
+        (256, 2, (2, 1), 64, "all", 128),
+    ],
+)
+def test_kernels_interpreted(interpreter, seq_length, world, heads, dim, budget, block):
+    if torch.cuda.is_available():
+        pytest.skip("the kernels run compiled here: see test_kernels_compiled")
+    check(seq_length, world, heads, dim, budget, torch.float32, block, 1e-5, batch=1)
+
+
+# A gradient's operands are rounded to 16 bits: 3 mantissa digits in bf16.
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-6}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("budget", ["none", "columns", "few", "all"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("seq_length", "world", "heads", "block"),
+    [
+        (1152, 1, (1, 1), 128),
+        (1000, 1, (7, 1), 128),
+        (1000, 1, (4, 2), 64),
+        (1536, 2, (8, 1), 128),
+        (1152, 3, (4, 2), 128),
+        (768, 4, (2, 2), 64),
+    ],
+)
+def test_kernels_compiled(seq_length, world, heads, dim, budget, block, dtype):
+    check(seq_length, world, heads, dim, budget, dtype, block, TOLERANCE[dtype], "cuda")
+
+
+@pytest.mark.gpu
+def test_bitwise_equal_from_run_to_run():
+    operands = random_operands(4096, 1, 8, 2, 128, torch.bfloat16, "cuda")
+    index = random_index(4096, 1, 8, 128, 2, "few", "cuda")
+    first = simulated_ring(*operands, index, 0.1)
+    for _ in range(3):
+        again = simulated_ring(*operands, index, 0.1)
+        assert all(torch.equal(a, b) for a, b in zip(first, again))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_future_token_leaks(world):
+    """Changing keys and values from a token on changes nothing before it, in any budget."""
+    seq_length, cut = 512, 300
+    query, key, value, grad_out = random_operands(seq_length, 1, 4, 2, 64, torch.float32, "cpu")
+    for budget in ("none", "columns", "few", "all"):
+        index = random_index(seq_length, 1, 4, 64, world, budget, "cpu")
+        before = simulated_ring(query, key, value, grad_out, index, 0.1)[0]
+        other_key, other_value = key.clone(), value.clone()
+        other_key[cut:] = torch.randn_like(key[cut:])
+        other_value[cut:] = torch.randn_like(value[cut:])
+        after = simulated_ring(query, other_key, other_value, grad_out, index, 0.1)[0]
+        assert torch.equal(before[:cut], after[:cut])
+        assert not torch.equal(before[cut:], after[cut:])
