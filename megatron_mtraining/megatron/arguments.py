@@ -1,0 +1,217 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The options ``--mtraining-*``: one for each field of :class:`MTrainingConfig`, and their
+validation before anything is built.
+
+Defaults are filled in after parsing: an option that was given without the backend must be told from
+one that was not given. What is kept in Megatron's arguments are plain numbers (they are pickled
+into checkpoints, which must stay readable without this package).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import sys
+import textwrap
+from dataclasses import MISSING, fields
+from itertools import pairwise
+
+from ..config import ConfigError, MTrainingConfig, option
+from .backend import is_active, training_arguments
+from .checks import check_settings
+from .wrapping import is_first_local_rank
+
+ALL = "all"
+SIZES = ("vertical", "slash", "window", "sink")
+"""Fields counted in tokens, which cannot be more than the sequence is long."""
+
+
+class ArgumentsError(ConfigError, SystemExit):
+    """A refused command line.
+
+    Every rank raises it at the same place, before any process group exists. Uncaught, it ends the
+    process with status 1 and the message instead of a traceback, once on each node.
+    """
+
+    def __init__(self, message: str):
+        ConfigError.__init__(self, message)
+        self.code = f"error: {message}" if is_first_local_rank() else 1
+
+
+def attribute(name: str) -> str:
+    """Where Megatron's arguments hold a field."""
+    return "mtraining_" + name
+
+
+def help_texts() -> dict[str, str]:
+    """The text under each field of :class:`MTrainingConfig`, which is its option's help."""
+    try:
+        source = textwrap.dedent(inspect.getsource(MTrainingConfig))
+    except OSError:  # installed without sources
+        return {}
+    body = ast.parse(source).body[0].body
+    texts = {}
+    for statement, following in pairwise(body):
+        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+            texts[statement.target.id] = " ".join(ast.literal_eval(following.value).split())
+    return texts
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the group "mtraining" to a parser and return the parser."""
+    group = parser.add_argument_group(
+        title="mtraining",
+        description="dynamic sparse ring attention; only with --attention-backend mtraining",
+    )
+    texts = help_texts()
+    for field in fields(MTrainingConfig):
+        default = None if field.default is MISSING else field.default
+        text = texts.get(field.name, "").replace("%", "%%")
+        how = {"type": type(default)}
+        if isinstance(default, bool):
+            how = {"action": argparse.BooleanOptionalAction}
+        elif field.name == "slash":
+            how = {"type": _size_or_all, "metavar": f"N|{ALL}"}
+            text += f" '{ALL}' stands for the sequence length."
+        group.add_argument(
+            option(field.name),
+            dest=attribute(field.name),
+            default=argparse.SUPPRESS,
+            help=f"{text} (default: {default})",
+            **how,
+        )
+    return parser
+
+
+def _size_or_all(text: str) -> int | str:
+    return text if text == ALL else int(text)
+
+
+_size_or_all.__name__ = f"whole number (or '{ALL}')"
+
+
+def config_from_args(args) -> MTrainingConfig:
+    """The settings in Megatron's arguments, whether filled in yet or not."""
+    seq_length = getattr(args, "seq_length", None) or getattr(args, "encoder_seq_length", None)
+    values = {}
+    for field in fields(MTrainingConfig):
+        value = getattr(args, attribute(field.name), None)
+        if value == ALL:
+            if seq_length is None:
+                raise ConfigError(f"{option(field.name)} {ALL} needs --seq-length")
+            value = seq_length
+        elif value is None:
+            value = field.default
+            if field.name in SIZES and seq_length is not None:
+                value = min(value, seq_length)
+        values[field.name] = value
+    return MTrainingConfig(**values)
+
+
+def settings(config=None) -> MTrainingConfig:
+    """The settings that a layer or a model built with ``config`` runs with.
+
+    Args:
+        config: a TransformerConfig, or None.
+
+    Returns:
+        ``config.mtraining`` where the user of megatron-core has set it; else what Megatron-LM's
+        command line said; else the defaults.
+    """
+    own = getattr(config, "mtraining", None)
+    if own is not None:
+        if not isinstance(own, MTrainingConfig):
+            raise ConfigError(f"config.mtraining is {own!r}: set it to an MTrainingConfig")
+        return own
+    args = training_arguments()
+    return MTrainingConfig() if args is None else config_from_args(args)
+
+
+def check_arguments(args) -> None:
+    """Refuse what cannot run, and fill in what was left out.
+
+    Called before and after Megatron's own validation: before, so that our message comes first
+    and the printed arguments are the ones used; after, for what Megatron derives.
+
+    Raises:
+        ArgumentsError: names the option, its value and what to do.
+    """
+    try:
+        if not is_active(args):
+            given = [
+                field.name
+                for field in fields(MTrainingConfig)
+                if getattr(args, attribute(field.name), None) is not None
+            ]
+            if given:
+                name = given[0]
+                raise ConfigError(
+                    f"{option(name)} {getattr(args, attribute(name))} is given, but the attention "
+                    f"backend is {getattr(args.attention_backend, 'name', 'not chosen')}: add "
+                    f"--attention-backend mtraining or leave {option(name)} out"
+                )
+            return
+        check_settings(args, command_line=True)
+        config = config_from_args(args)
+        seq_length = args.seq_length or getattr(args, "encoder_seq_length", None)
+        if seq_length is not None:
+            config.check_sequence(seq_length, args.context_parallel_size)
+            for field in fields(MTrainingConfig):
+                setattr(args, attribute(field.name), getattr(config, field.name))
+        if getattr(args, "create_attention_mask_in_dataloader", False):
+            args.create_attention_mask_in_dataloader = False
+            if getattr(args, "rank", 0) == 0:
+                print(
+                    "[mtraining] attention is causal by itself: the data loader makes no "
+                    "[sequence, sequence] mask (as with --no-create-attention-mask-in-dataloader)",
+                    flush=True,
+                )
+    except ArgumentsError:
+        raise
+    except ConfigError as error:
+        raise ArgumentsError(str(error)) from None
+
+
+def wrap_add_megatron_arguments(original):
+    def add_megatron_arguments(parser):
+        """Adds the options of attention backend mtraining after Megatron's own: no hook of
+        Megatron lets a package that is not the training script add options."""
+        return add_arguments(original(parser))
+
+    return add_megatron_arguments
+
+
+def wrap_validate_args(original):
+    def validate_args(args, *others, **named):
+        """Refuses what cannot run with attention backend mtraining before any process group
+        exists, so that all ranks stop with one message and none waits for another."""
+        check_arguments(args)
+        result = original(args, *others, **named)
+        check_arguments(args if result is None else result)
+        return result
+
+    return validate_args
+
+
+def wrap_parse_args(original):
+    def parse_args(*others, **named):
+        """Refuses --yaml-cfg with attention backend mtraining: Megatron replaces the whole
+        command line by the file's contents then, and would drop these options unseen."""
+        words = [word.split("=")[0] for word in sys.argv[1:]]
+        ours = [word for word in words if word.startswith("--mtraining-")]
+        if ours and "--yaml-cfg" in words:
+            raise ArgumentsError(
+                f"{ours[0]} cannot be used with --yaml-cfg, which replaces the command line: give "
+                "the settings on the command line instead"
+            )
+        return original(*others, **named)
+
+    return parse_args
+
+
+WRAPPERS = {
+    "add_megatron_arguments": wrap_add_megatron_arguments,
+    "validate_args": wrap_validate_args,
+    "parse_args": wrap_parse_args,
+}

@@ -1,0 +1,80 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The batch in the striped layout, in runs that have chosen the backend."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import Tensor
+
+from ..config import ConfigError
+from ..layout import stripe_batch
+from .arguments import config_from_args
+from .backend import is_active, training_arguments
+
+PACKED = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
+SEQUENCES = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+def wrap_get_batch(original):
+    signature = inspect.signature(original)
+
+    def get_batch_on_this_cp_rank(*args, **kwargs):
+        """Slices the batch in stripes of blocks instead of zigzag halves when the run's
+        arguments choose attention backend mtraining; Megatron's data path knows one layout."""
+        arguments = training_arguments()
+        if not is_active(arguments):
+            return original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        if given.get("is_hybrid_cp"):
+            raise ConfigError("attention backend mtraining does not support hybrid CP")
+        group = given.get("cp_group")
+        if group is None:
+            from megatron.core import parallel_state
+
+            group = parallel_state.get_context_parallel_group()
+        block_size = config_from_args(arguments).block_size
+        return slice_batch(given["batch"], group.rank(), group.size(), block_size)
+
+    return get_batch_on_this_cp_rank
+
+
+def slice_batch(batch: dict, cp_rank: int, cp_size: int, block_size: int) -> dict:
+    """This rank's part of a Megatron batch.
+
+    Args:
+        batch: ``tokens``, ``labels``, ``loss_mask``, ``position_ids`` ``[b, s]``, perhaps
+            ``attention_mask`` ``[b, 1, s, s]``, and entries without a sequence dimension (such as
+            the ``[b]`` numbers that data sets add), which stay as they are; None stays None.
+        cp_rank, cp_size: position in, and size of, the context-parallel group.
+        block_size: tokens in a block.
+
+    Returns:
+        The same dict.
+
+    Raises:
+        ConfigError: packed sequences, or an entry with another length.
+    """
+    packed = [name for name in PACKED if batch.get(name) is not None]
+    if packed:
+        raise ConfigError(
+            f"the batch has {', '.join(packed)}: attention backend mtraining does not support "
+            "packed sequences or hybrid context parallelism"
+        )
+    lengths = {batch[name].shape[1] for name in SEQUENCES if batch.get(name) is not None}
+    if not lengths:
+        return batch
+    ours = {}
+    for name, value in batch.items():
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            continue
+        lengths.add(value.shape[2 if name == "attention_mask" else 1])
+        ours[name] = value
+    if len(lengths) > 1:
+        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in ours.items())
+        raise ConfigError(
+            f"the entries of the batch are not of one sequence length: {shapes}; attention backend "
+            "mtraining does not know how to slice them"
+        )
+    batch.update(stripe_batch(ours, cp_rank, cp_size, block_size))
+    return batch

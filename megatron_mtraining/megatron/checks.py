@@ -1,0 +1,207 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""What the backend refuses, and what to do instead: one table, applied early on every rank.
+
+The same table reads Megatron-LM's arguments (when they are validated) and a megatron-core
+``TransformerConfig`` (when a layer is built), because most settings have one name in both. A name
+that a Megatron version does not have is passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import HEAD_DIMS, ConfigError
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A setting that cannot run with the backend."""
+
+    name: str
+    """Attribute of the arguments or of the TransformerConfig."""
+    works: Callable[[Any], bool]
+    """Whether a value can run."""
+    why: str
+    advice: str
+    option: str = ""
+    """The command-line option, where it is not the name with hyphens."""
+
+
+def _unset(value) -> bool:
+    return value is None or value is False or value == 0 or value == [] or value == ""
+
+
+def _is_p2p(value) -> bool:
+    kinds = value if isinstance(value, list | tuple) else [value]
+    return all(kind in (None, "p2p") for kind in kinds)
+
+
+LEAVE_OUT = "leave it out"
+NOT_SOFTMAX = "it is another kind of attention than the causal softmax attention done here"
+
+REFUSALS = (
+    Refusal(
+        "attention_dropout",
+        _unset,
+        "attention weights are never all held, so that they cannot be dropped",
+        "use --attention-dropout 0",
+    ),
+    Refusal("multi_latent_attention", _unset, NOT_SOFTMAX, LEAVE_OUT),
+    Refusal("experimental_attention_variant", _unset, NOT_SOFTMAX, LEAVE_OUT),
+    Refusal("linear_attention_freq", _unset, NOT_SOFTMAX, LEAVE_OUT),
+    Refusal("use_kitchen_attention", _unset, NOT_SOFTMAX, LEAVE_OUT),
+    Refusal(
+        "window_size",
+        lambda value: value is None,
+        "sliding windows are not supported",
+        "leave it out; --mtraining-window sets the tokens before each query that are kept",
+    ),
+    Refusal(
+        "softmax_type",
+        lambda value: value in (None, "vanilla"),
+        "softmax offsets are not supported",
+        "use --softmax-type vanilla",
+    ),
+    Refusal(
+        "position_embedding_type",
+        lambda value: value not in ("mrope", "relative"),
+        "only position embeddings that can be striped over ranks are supported",
+        "use rope, yarn, learned_absolute or none",
+    ),
+    Refusal(
+        "reset_attention_mask",
+        _unset,
+        "a mask that keeps documents apart is not supported, attention is causal",
+        LEAVE_OUT,
+    ),
+    Refusal("sft", _unset, "packed (THD) sequences are not supported", LEAVE_OUT),
+    Refusal(
+        "rl_use_sequence_packing", _unset, "packed (THD) sequences are not supported", LEAVE_OUT
+    ),
+    Refusal(
+        "hybrid_context_parallel",
+        _unset,
+        "each sequence is laid out over the whole context-parallel group",
+        LEAVE_OUT,
+    ),
+    Refusal(
+        "dynamic_context_parallel",
+        _unset,
+        "each sequence is laid out over the whole context-parallel group",
+        LEAVE_OUT,
+    ),
+    Refusal(
+        "hierarchical_context_parallel_sizes",
+        _unset,
+        "there is one flat ring over the context-parallel group",
+        LEAVE_OUT,
+    ),
+    Refusal(
+        "cp_comm_type",
+        _is_p2p,
+        "the backend has a ring of its own and would ignore it",
+        "use p2p or leave it out",
+    ),
+    Refusal(
+        "mtp_num_layers",
+        _unset,
+        "multi-token prediction shifts tokens in Megatron's own context-parallel layout",
+        LEAVE_OUT,
+    ),
+    Refusal("is_hybrid_model", _unset, "only GPT models are supported, not Mamba", LEAVE_OUT),
+    Refusal("hybrid_layer_pattern", _unset, "only GPT models are supported", LEAVE_OUT),
+    Refusal("hybrid_override_pattern", _unset, "only GPT models are supported", LEAVE_OUT),
+    Refusal("hybrid_attention_ratio", _unset, "only GPT models are supported", LEAVE_OUT),
+    Refusal("hybrid_mlp_ratio", _unset, "only GPT models are supported", LEAVE_OUT),
+    Refusal(
+        "use_legacy_models", _unset, "legacy models have no layer specs", "use megatron-core models"
+    ),
+    Refusal(
+        "yaml_cfg",
+        lambda value: value is None,
+        "Megatron then drops the other command-line options, --mtraining-* too",
+        "give the settings on the command line",
+    ),
+    Refusal(
+        "cuda_graph_impl",
+        lambda value: value in (None, "none"),
+        "the ring cannot be captured in a CUDA graph",
+        "use --cuda-graph-impl none",
+    ),
+    Refusal("enable_cuda_graph", _unset, "the ring cannot be captured in a CUDA graph", LEAVE_OUT),
+    Refusal(
+        "external_cuda_graph", _unset, "the ring cannot be captured in a CUDA graph", LEAVE_OUT
+    ),
+    Refusal(
+        "transformer_impl",
+        lambda value: value != "inference_optimized",
+        "inference is not supported",
+        "use --transformer-impl transformer_engine or local",
+    ),
+    Refusal("flash_decode", _unset, "inference is not supported", LEAVE_OUT),
+    Refusal("perform_rl_step", _unset, "inference is not supported", LEAVE_OUT),
+    Refusal(
+        "batch_invariant_mode", _unset, "its kernels would be used for part of a step", LEAVE_OUT
+    ),
+    Refusal("qk_clip", _unset, "the largest attention logit is not kept track of", LEAVE_OUT),
+    Refusal(
+        "log_max_attention_logit",
+        _unset,
+        "the largest attention logit is not kept track of",
+        LEAVE_OUT,
+    ),
+    Refusal("flash_attention_version", _unset, "it would be ignored", LEAVE_OUT),
+    Refusal(
+        "fp8_dot_product_attention",
+        _unset,
+        "attention runs in bf16, fp16 or fp32",
+        "leave it out; --fp8-format for the linear layers can stay",
+    ),
+    Refusal(
+        "fp8_multi_head_attention",
+        _unset,
+        "attention runs in bf16, fp16 or fp32",
+        "leave it out; --fp8-format for the linear layers can stay",
+    ),
+)
+
+
+def check_settings(settings, command_line: bool) -> None:
+    """Raise :class:`ConfigError` for the first entry of :data:`REFUSALS` that ``settings`` hold.
+
+    Args:
+        settings: Megatron-LM's arguments, or a TransformerConfig.
+        command_line: whether to name the option, or the attribute of the TransformerConfig.
+    """
+    for refusal in REFUSALS:
+        value = getattr(settings, refusal.name, None)
+        if refusal.works(value):
+            continue
+        option = refusal.option or "--" + refusal.name.replace("_", "-")
+        name = option if command_line else f"config.{refusal.name}"
+        raise ConfigError(
+            f"{name} is {_show(value)}, which does not work with attention backend mtraining: "
+            f"{refusal.why}; {refusal.advice}"
+        )
+    check_head_dim(settings, command_line)
+
+
+def check_head_dim(settings, command_line: bool) -> None:
+    """Raise :class:`ConfigError` unless there are kernels for the head dimension."""
+    head_dim = getattr(settings, "kv_channels", None)
+    hidden = getattr(settings, "hidden_size", None)
+    heads = getattr(settings, "num_attention_heads", None)
+    name = "--kv-channels" if command_line else "config.kv_channels"
+    if head_dim is None and hidden and heads:
+        head_dim = hidden // heads
+    if head_dim is not None and head_dim not in HEAD_DIMS:
+        raise ConfigError(
+            f"the head dimension ({name}, by default hidden size / attention heads) is {head_dim}, "
+            f"for which attention backend mtraining has no kernels: use one of {HEAD_DIMS}"
+        )
+
+
+def _show(value) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -1,0 +1,155 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Megatron's core attention, sparse: what a layer calls between its QKV and output projections."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from ..attention import sparse_attention
+from ..config import HEAD_DIMS, ConfigError
+from .arguments import settings
+from .checks import check_settings
+from .density import DensityMeter
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class MTrainingAttention(MegatronModule):
+    """Dynamic sparse ring attention in place of ``DotProductAttention``.
+
+    Put into layer specs when the config chooses attention backend ``mtraining``, or by hand as
+    ``SelfAttentionSubmodules(core_attention=MTrainingAttention, ...)``; then batches and position
+    embeddings must be striped by the caller (see :mod:`megatron_mtraining.layout`). No parameters,
+    so no keys in checkpoints.
+
+    Args:
+        config: a TransformerConfig; :func:`~megatron_mtraining.megatron.settings` says where the
+            backend's own settings come from.
+        layer_number, attn_mask_type, attention_type, cp_comm_type: as Megatron gives them; the
+            mask must be causal, attention self-attention.
+        attention_dropout: must be 0; None takes it from the config.
+        softmax_scale: 1 / sqrt(head dim) if None. ``apply_query_key_layer_scaling`` changes
+            nothing: Megatron divides the scores by the layer number and multiplies them again
+            inside the softmax, for fp16's sake, and scores are float32 here.
+        pg_collection: its ``cp`` is the ring's group; without one, Megatron's global group.
+
+    Raises:
+        ConfigError: a setting that is not supported; names it, its value and what to do.
+    """
+
+    def __init__(
+        self,
+        config,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection=None,
+        **unknown,
+    ):
+        super().__init__(config=config)
+        place = f"attention of layer {layer_number}"
+        if unknown:
+            # k_channels and v_channels: multi-latent attention's two head dimensions.
+            raise ConfigError(
+                f"the {place} is given {', '.join(sorted(unknown))}: attention backend mtraining "
+                "does not support it (multi-latent attention, for example)"
+            )
+        check_settings(config, command_line=False)
+        if attention_dropout:
+            raise ConfigError(f"the {place} has dropout {attention_dropout}: use 0")
+        if attention_type != "self":
+            raise ConfigError(
+                f"the {place} is {attention_type} attention: attention backend mtraining supports "
+                "self-attention only"
+            )
+        _check_mask_type(attn_mask_type, place)
+        self.layer_number = layer_number
+        self.softmax_scale = softmax_scale
+        self.mtraining = settings(config)
+        group = (
+            parallel_state.get_context_parallel_group(check_initialized=False)
+            if pg_collection is None
+            else pg_collection.cp
+        )
+        self.cp_group = group if group is not None and group.size() > 1 else None
+        self.density = DensityMeter()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params=None,
+    ) -> Tensor:
+        """Attention of this rank's queries to the keys of all ranks.
+
+        Args:
+            query: ``[s/cp, b, heads, d]``, bf16, fp16 or fp32, in the striped layout.
+            key, value: ``[s/cp, b, query groups, d]``, any strides.
+            attention_mask: not looked at; attention is causal, as for TEDotProductAttention.
+            attn_mask_type: causal, or None for the one given at construction.
+            attention_bias, packed_seq_params: must be None.
+
+        Returns:
+            ``[s/cp, b, heads * d]``, contiguous, of the query's dtype.
+        """
+        place = f"attention of layer {self.layer_number}"
+        if attention_bias is not None:
+            raise ConfigError(f"the {place} is given an attention_bias, which is not supported")
+        if packed_seq_params is not None:
+            raise ConfigError(
+                f"the {place} is given packed_seq_params: attention backend mtraining does not "
+                "support packed sequences"
+            )
+        if attn_mask_type is not None:
+            _check_mask_type(attn_mask_type, place)
+        _check_tensors(query, key, value, place)
+        out, index = sparse_attention(
+            query,
+            key,
+            value,
+            config=self.mtraining,
+            cp_group=self.cp_group,
+            softmax_scale=self.softmax_scale,
+        )
+        if self.training:
+            self.density.add(index.density())
+        return out.reshape(*out.shape[:2], -1)
+
+
+def _check_mask_type(mask_type: AttnMaskType, place: str) -> None:
+    if mask_type is not AttnMaskType.causal:
+        raise ConfigError(
+            f"the {place} has mask type {getattr(mask_type, 'name', mask_type)}: attention backend "
+            "mtraining supports AttnMaskType.causal only"
+        )
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, place: str) -> None:
+    if query.dtype not in DTYPES:
+        raise ConfigError(
+            f"the {place} runs in {query.dtype}: attention backend mtraining supports bf16, fp16 "
+            "and fp32"
+        )
+    if query.shape[-1] not in HEAD_DIMS or key.shape[-1] != value.shape[-1]:
+        raise ConfigError(
+            f"the {place} has head dimensions {query.shape[-1]} (queries, keys) and "
+            f"{value.shape[-1]} (values): attention backend mtraining supports {HEAD_DIMS}, the "
+            "same for both"
+        )
+    if query.dim() != 4 or query.shape[:2] != key.shape[:2]:
+        raise ConfigError(
+            f"the {place} has queries {list(query.shape)} and keys {list(key.shape)}: attention "
+            "backend mtraining trains on whole sequences [s, b, heads, d] and supports neither "
+            "packed sequences nor inference with a key-value cache"
+        )

@@ -1,0 +1,60 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``GPTModel`` with attention backend ``mtraining``: what its construction is given and leaves."""
+
+from __future__ import annotations
+
+import inspect
+
+from ..config import ConfigError
+from .arguments import settings
+from .backend import is_active
+
+
+def wrap_gpt_model(original):
+    signature = inspect.signature(original)
+
+    def __init__(self, *args, **kwargs):
+        """Puts our core attention into the layer spec and stripes the rotary embedding, when
+        the config chooses attention backend mtraining. Megatron has no registry of core
+        attentions; this is the one place that every version builds its GPT models through."""
+        bound = signature.bind(self, *args, **kwargs)
+        config = bound.arguments["config"]
+        if not is_active(config):
+            return original(self, *args, **kwargs)
+        from . import rotary
+        from .spec import replace_core_attention
+
+        given = bound.arguments
+        if given.get("mtp_block_spec") is not None:
+            raise ConfigError(
+                "mtp_block_spec is given (--mtp-num-layers): multi-token prediction shifts tokens "
+                "in Megatron's own context-parallel layout, which attention backend mtraining "
+                "does not use; leave it out"
+            )
+        given["transformer_layer_spec"] = replace_core_attention(given["transformer_layer_spec"])
+        with rotary.building():
+            original(*bound.args, **bound.kwargs)
+        embedding = getattr(self, "rotary_pos_emb", None)
+        if embedding is not None:
+            rotary.stripe_embedding(embedding, self.pg_collection.cp, settings(config).block_size)
+
+    return __init__
+
+
+def wrap_language_module(original):
+    signature = inspect.signature(original)
+
+    def __init__(self, *args, **kwargs):
+        """Refuses models other than GPTModel with attention backend mtraining: Megatron does
+        nothing on a backend that it does not know, so they would run dense, unseen."""
+        from megatron.core.models.gpt.gpt_model import GPTModel
+
+        config = signature.bind(self, *args, **kwargs).arguments["config"]
+        if is_active(config) and not isinstance(self, GPTModel):
+            raise ConfigError(
+                f"attention backend mtraining works with GPTModel only, not with "
+                f"{type(self).__name__}: choose another --attention-backend"
+            )
+        return original(self, *args, **kwargs)
+
+    return __init__

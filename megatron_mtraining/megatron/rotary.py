@@ -1,0 +1,116 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Rotary embeddings in the striped layout, for the models that use it and no others."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from torch import Tensor
+
+from ..config import ConfigError
+from ..layout import stripe
+
+CACHED = 4
+"""Lengths of which a model keeps the table: training and evaluation have one each."""
+
+_building: ContextVar[bool] = ContextVar("mtraining_building_a_model", default=False)
+
+
+@contextmanager
+def building():
+    """Marks the construction of one of our models; see :func:`wrap_yarn_cache`."""
+    token = _building.set(True)
+    try:
+        yield
+    finally:
+        _building.reset(token)
+
+
+class _Striped:
+    """The part of a rotary table that lives on this rank.
+
+    In place of upstream's ``forward``, which slices in zigzag order and keeps whole tables in a
+    cache shared by all models (``functools.lru_cache``, keyed by the module).
+    """
+
+    def _own_part(self, max_seq_len: int, offset: int, packed_seq: bool, cp_group):
+        if packed_seq:
+            raise ConfigError("attention backend mtraining does not support packed sequences")
+        group = self.mtraining_cp_group if cp_group is None else cp_group
+        rank, size = (0, 1) if group is None else (group.rank(), group.size())
+        key = (max_seq_len, offset, rank, size)
+        cache = self.mtraining_cache
+        if key not in cache:
+            if len(cache) == CACHED:
+                del cache[next(iter(cache))]
+            table = self.get_emb(max_seq_len, offset)
+            table, rest = table if isinstance(table, tuple) else (table, None)
+            cache[key] = (stripe(table, rank, size, self.mtraining_block_size), rest)
+        return cache[key]
+
+
+class StripedRotaryEmbedding(_Striped, RotaryEmbedding):
+    """RoPE; made from a ``RotaryEmbedding`` by :func:`stripe_embedding`."""
+
+    def forward(
+        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None
+    ) -> Tensor:
+        """``[max_seq_len / cp, 1, 1, dim]`` float32, as upstream's, of this rank's tokens."""
+        return self._own_part(max_seq_len, offset, packed_seq, cp_group)[0]
+
+
+class StripedYarnRotaryEmbedding(_Striped, YarnRotaryEmbedding):
+    """YaRN; made from a ``YarnRotaryEmbedding`` by :func:`stripe_embedding`."""
+
+    def forward(
+        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None
+    ) -> tuple[Tensor, float]:
+        """As upstream's: the table ``[max_seq_len / cp, 1, 1, dim]`` and the concentration."""
+        return self._own_part(max_seq_len, offset, packed_seq, cp_group)
+
+
+STRIPED = {
+    RotaryEmbedding: StripedRotaryEmbedding,
+    YarnRotaryEmbedding: StripedYarnRotaryEmbedding,
+}
+
+
+def stripe_embedding(embedding: torch.nn.Module, cp_group, block_size: int) -> None:
+    """Turn one model's rotary embedding into its striped twin, in place.
+
+    The class is exchanged rather than ``forward`` set on the instance, so that copies and pickles
+    of the model have their own.
+
+    Args:
+        embedding: ``model.rotary_pos_emb``.
+        cp_group: the model's context-parallel group, or None.
+        block_size: tokens in a block of the layout.
+
+    Raises:
+        ConfigError: it is neither RoPE nor YaRN.
+    """
+    if isinstance(embedding, _Striped):
+        return
+    if type(embedding) not in STRIPED:
+        raise ConfigError(
+            f"the position embedding is {type(embedding).__name__}: attention backend mtraining "
+            "supports --position-embedding-type rope and yarn (and those without a table)"
+        )
+    embedding.mtraining_cp_group = cp_group
+    embedding.mtraining_block_size = block_size
+    embedding.mtraining_cache = {}
+    embedding.__class__ = STRIPED[type(embedding)]
+
+
+def wrap_yarn_cache(original):
+    def _set_cos_sin_cache(self, seq_len, offset, dtype, packed_seq=False):
+        """Builds YaRN's tables unsliced while one of our models is built: the constructor slices
+        a table of the original length in zigzag order, which fails for context-parallel
+        sizes that do not divide it (3, for example), and its result is not used by us."""
+        return original(self, seq_len, offset, dtype, packed_seq or _building.get())
+
+    return _set_cos_sin_cache
