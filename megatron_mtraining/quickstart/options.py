@@ -91,13 +91,13 @@ def parse(argv: list[str] | None) -> Options:
     lowest = dict(steps=2, batch=1, layers=1, heads=1, kv_heads=1, vocab_size=512, held_out=1)
     for name, low in lowest.items():
         if getattr(values, name) < low:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(values, name)}: use {low} or more")
+            parser.error(
+                f"--{name.replace('_', '-')} is {getattr(values, name)}: use {low} or more"
+            )
     if processes < 1:
         parser.error(f"--processes is {processes}: use 1 or more")
     if values.heads % values.kv_heads:
-        parser.error(
-            f"--heads is {values.heads}, not a multiple of --kv-heads ({values.kv_heads})"
-        )
+        parser.error(f"--heads is {values.heads}, not a multiple of --kv-heads ({values.kv_heads})")
     if not 0 < values.lr < 1:
         parser.error(f"--lr is {values.lr}: use a learning rate between 0 and 1, such as 0.002")
     if values.output.exists() and not values.output.is_dir():

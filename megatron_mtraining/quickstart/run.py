@@ -61,7 +61,10 @@ def prepare(options: Options, folder: Path) -> None:
     tokenizer = text.train_tokenizer(files, options.vocab_size, folder / "tokenizer")
     count = options.steps * options.batch
     length = options.seq_length
-    np.save(folder / "train.npy", text.tokenize(files, tokenizer, count, length))
+    sequences = text.tokenize(files, tokenizer, count, length)
+    # A long file is many sequences in a row: mixed, so that no stretch of steps is one file only.
+    np.random.default_rng(0).shuffle(sequences)
+    np.save(folder / "train.npy", sequences)
     np.save(folder / "held_out.npy", text.tokenize(held_out, tokenizer, options.held_out, length))
 
 

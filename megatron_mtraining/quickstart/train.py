@@ -9,9 +9,11 @@ import os
 import sys
 import time
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -102,27 +104,30 @@ def _work(rank: int, options: Options, folder: Path) -> None:
                 for step in range(options.steps):
                     started = time.perf_counter()
                     sequences = train[step * options.batch : (step + 1) * options.batch]
-                    loss = loss_of(model, batch_of(sequences, rank, size, block_size))
+                    with _recorded() as indices:
+                        loss = loss_of(model, batch_of(sequences, rank, size, block_size))
                     loss.backward()
                     optimizer.step(step)
                     run.losses.append(total(loss))  # waits for the GPU, so the time is right
                     run.seconds.append(time.perf_counter() - started)
-                    indices = _indices(model)
                     run.density.append(_mean([index.density() for index in indices]))
                     if not math.isfinite(run.losses[-1]):
                         raise FloatingPointError(f"{name} loss is {run.losses[-1]} at step {step}")
                     progress.show(run)
             run.work = sum(index.work().flatten(0, -3).sum(0).cpu() for index in indices).tolist()
-            losses = judge(model, held_out)
+            with _recorded() as indices:
+                losses = judge(model, held_out)
             run.held_out = sum(losses) / len(losses)
             if name == "dense":
                 dense_losses, weights = losses, model.state_dict()
             elif rank == 0:
-                np.savez_compressed(folder / "patterns.npz", **_patterns(model, options))
+                patterns = _patterns(indices[-options.layers :], options)
+                np.savez_compressed(folder / "patterns.npz", **patterns)
 
     with context_parallel(1, options.seed):
         if rank == 0:
-            _compare(rank, options, "trained", megatron_loss(options, weights, held_out), dense_losses)
+            expected = megatron_loss(options, weights, held_out)
+            _compare(rank, options, "trained", expected, dense_losses)
     if rank == 0:
         results = {name: vars(run) for name, run in runs.items()}
         (folder / "runs.json").write_text(json.dumps(results))
@@ -213,27 +218,39 @@ def _compare(rank: int, options: Options, which: str, expected: list, found: lis
     )
 
 
-def _attentions(model) -> list:
-    return [module for module in model.modules() if hasattr(module, "last_index")]
+@contextmanager
+def _recorded():
+    """A list that gets the pattern of every attention call, in order, while the context lasts.
 
+    The plug-in's layers keep no pattern once a step is over, so the calls are listened to here.
+    """
+    from ..megatron import core_attention
 
-def _indices(model) -> list:
-    """The patterns of the last forward pass, first layer first."""
-    indices = [module.last_index for module in _attentions(model)]
-    if not indices or any(index is None for index in indices):
-        raise RuntimeError("no layer of the model ran mtraining attention")
-    return indices
+    original = core_attention.sparse_attention
+    indices: list = []
+
+    def listen(*args, **kwargs):
+        out, index = original(*args, **kwargs)
+        indices.append(index)
+        return out, index
+
+    with mock.patch.object(core_attention, "sparse_attention", listen):
+        yield indices
 
 
 def _mean(tensors: list[Tensor]) -> float:
     return torch.stack([tensor.float().mean() for tensor in tensors]).mean().item()
 
 
-def _patterns(model, options: Options) -> dict[str, np.ndarray]:
-    """Shares of kept pairs in small squares of every head's pattern: ``layerL_headH``."""
+def _patterns(indices: list, options: Options) -> dict[str, np.ndarray]:
+    """Shares of kept pairs in small squares of every head's pattern: ``layerL_headH``.
+
+    Args:
+        indices: of one forward pass, first layer first.
+    """
     cell = max(1, options.seq_length // 256)
     patterns = {}
-    for layer, index in enumerate(_indices(model)):
+    for layer, index in enumerate(indices):
         for head in range(options.heads):
             mask = torch.as_tensor(index.token_mask(0, head)).float()
             shares = torch.nn.functional.avg_pool2d(mask[None, None], cell)[0, 0]

@@ -98,14 +98,16 @@ def work(path: Path, pairs: np.ndarray, dense_pairs: float, title: str) -> Path:
     pairs = np.asarray(pairs, dtype=np.float64)
     ranks, steps = pairs.shape
     percent = 100 * pairs / dense_pairs
-    figure, axes = pyplot.subplots(
-        figsize=(max(5.5, 1.4 * ranks + 3), 4.6), layout="constrained"
-    )
+    figure, axes = pyplot.subplots(figsize=(max(5.5, 1.4 * ranks + 3), 4.6), layout="constrained")
     bottom = np.zeros(ranks)
     for step in range(steps):
         colour = COLOURS[step % len(COLOURS)]
         bars = axes.bar(
-            np.arange(ranks), percent[:, step], bottom=bottom, color=colour, width=0.6,
+            np.arange(ranks),
+            percent[:, step],
+            bottom=bottom,
+            color=colour,
+            width=0.6,
             label=f"ring step {step}",
         )
         labels = [f"{value:.2f}%" for value in percent[:, step]]
@@ -115,7 +117,10 @@ def work(path: Path, pairs: np.ndarray, dense_pairs: float, title: str) -> Path:
     axes.axhline(even, color="black", linestyle="--", linewidth=1)
     axes.annotate(
         f"dense attention, shared evenly: {even:.1f}%",
-        (ranks - 0.6, even), ha="right", va="bottom", fontsize=9,
+        (ranks - 0.6, even),
+        ha="right",
+        va="bottom",
+        fontsize=9,
     )
     axes.set_ylim(0, even * 1.12)
     axes.set_xlim(-0.6, ranks - 0.4)
