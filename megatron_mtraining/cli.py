@@ -23,6 +23,11 @@ class Command:
 
 COMMANDS = (
     Command(
+        "quickstart",
+        "megatron_mtraining.quickstart.main",
+        "train a small model on this machine, dense and sparse, and compare the two",
+    ),
+    Command(
         "patch",
         "megatron_mtraining.megatron.patching",
         "add the attention backend to a Megatron-LM checkout, look whether it is there, remove it",

@@ -47,17 +47,8 @@ class Options:
         return MTrainingConfig(slash=self.seq_length, block_size=self.sparse.block_size)
 
 
-def parse(argv: list[str] | None) -> Options:
-    """Options from the command line; a value that cannot work ends the program with one error."""
-    import torch
-
-    parser = argparse.ArgumentParser(
-        prog="mtraining quickstart",
-        description="Train a small Qwen2.5-shaped GPTModel twice from one seed, with dense and "
-        "with dynamic sparse attention, over context-parallel processes; end with a table and "
-        "a folder of pictures.",
-    )
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the quickstart's options to ``parser``."""
     add = parser.add_argument
     add("--steps", type=int, default=60, help="training steps of each run (%(default)s)")
     add("--seq-length", type=int, help="tokens in a sequence (2048; on GPUs 8192)")
@@ -72,36 +63,52 @@ def parse(argv: list[str] | None) -> Options:
     add("--kv-heads", type=int, default=2, help="key/value heads (%(default)s)")
     add("--vocab-size", type=int, default=2048, help="of the tokenizer (%(default)s)")
     add("--held-out", type=int, default=4, help="held-out sequences to judge by (%(default)s)")
-    add("--vertical", type=int, default=64, help="key columns a head keeps (%(default)s)")
-    add("--slash", type=int, default=128, help="token diagonals a head keeps (%(default)s)")
+    add("--vertical", type=int, default=48, help="key columns a head keeps (%(default)s)")
+    add("--slash", type=int, default=8, help="token diagonals a head keeps (%(default)s)")
     add("--window", type=int, default=64, help="local window, always kept (%(default)s)")
     add("--block-size", type=int, default=64, help="64 or 128 (%(default)s)")
-    values = parser.parse_args(argv)
 
+
+def options_from(values: argparse.Namespace) -> Options:
+    """The run that parsed arguments ask for.
+
+    Raises:
+        ConfigError: a value that cannot work; names the option, its value and what to do.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = values.device or ("cuda" if gpus else "cpu")
     if device == "cuda" and not gpus:
-        parser.error("--device is cuda, but torch finds no GPU here: use --device cpu")
+        raise ConfigError("--device is cuda, but torch finds no GPU here: use --device cpu")
     processes = values.processes
     if processes is None:
         processes = min(gpus, 8) if device == "cuda" else 2
     if device == "cuda" and processes > gpus:
-        parser.error(f"--processes is {processes}, but there are {gpus} GPUs: use at most {gpus}")
-    seq_length = values.seq_length or (8192 if device == "cuda" else 2048)
-
+        raise ConfigError(
+            f"--processes is {processes}, but there are {gpus} GPUs: use at most {gpus}"
+        )
+    seq_length = values.seq_length
+    if seq_length is None:
+        seq_length = 8192 if device == "cuda" else 2048
     lowest = dict(steps=2, batch=1, layers=1, heads=1, kv_heads=1, vocab_size=512, held_out=1)
     for name, low in lowest.items():
         if getattr(values, name) < low:
-            parser.error(
+            raise ConfigError(
                 f"--{name.replace('_', '-')} is {getattr(values, name)}: use {low} or more"
             )
     if processes < 1:
-        parser.error(f"--processes is {processes}: use 1 or more")
+        raise ConfigError(f"--processes is {processes}: use 1 or more")
     if values.heads % values.kv_heads:
-        parser.error(f"--heads is {values.heads}, not a multiple of --kv-heads ({values.kv_heads})")
+        raise ConfigError(
+            f"--heads is {values.heads}, not a multiple of --kv-heads ({values.kv_heads})"
+        )
     if not 0 < values.lr < 1:
-        parser.error(f"--lr is {values.lr}: use a learning rate between 0 and 1, such as 0.002")
+        raise ConfigError(
+            f"--lr is {values.lr}: use a learning rate between 0 and 1, such as 0.002"
+        )
     if values.output.exists() and not values.output.is_dir():
-        parser.error(f"--output is {values.output}, which is a file: name a folder")
+        raise ConfigError(f"--output is {values.output}, which is a file: name a folder")
     try:
         sparse = MTrainingConfig(
             vertical=values.vertical,
@@ -113,7 +120,8 @@ def parse(argv: list[str] | None) -> Options:
     except ConfigError as error:
         # The plug-in's options carry a prefix that those of this program do not.
         text = str(error).replace("--mtraining-", "--")
-        parser.error(text.replace("--context-parallel-size", "--processes"))
+        text = text.replace("--context-parallel-size", "--processes")
+        raise ConfigError(text) from None
     return Options(
         device=device,
         processes=processes,

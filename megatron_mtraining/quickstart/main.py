@@ -12,12 +12,18 @@ from pathlib import Path
 
 import numpy as np
 
-from . import options as option
-from .options import HEAD_DIM, Options
+from .options import HEAD_DIM, Options, add_arguments, options_from
+
+__all__ = ["add_arguments", "run"]  # what megatron_mtraining.cli asks of a subcommand
 
 
-def main(argv: list[str] | None = None) -> int:
-    options = option.parse(argv)
+def run(args) -> int:
+    """The quickstart with parsed arguments; returns the exit status.
+
+    Raises:
+        ConfigError: an option's value cannot work.
+    """
+    options = options_from(args)
     missing = _missing()
     if missing:
         print(
