@@ -6,15 +6,16 @@
 #   make clean        remove the environment and what the commands wrote
 #
 # Variables: PYTHON (an interpreter, 3.10 to 3.13; found by itself), VENV (where the environment
-# goes), MCORE (a Megatron-Core version, for example 0.16.1; newest by default), ARGS (options of
-# the command: make quickstart ARGS="--steps 20", make test ARGS="tests/test_layout.py -x").
+# goes), MCORE and TORCH (versions of Megatron-Core and torch; by default the newest that fit), ARGS
+# (options of the command: make quickstart ARGS="--steps 20", make test ARGS="tests/test_layout.py").
 
 VENV ?= .venv
 PYTHON ?=
 MCORE ?=
+TORCH ?=
 ARGS ?=
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready$(if $(MCORE),-$(MCORE))
+READY := $(VENV)/.ready$(if $(MCORE),-mcore-$(MCORE))$(if $(TORCH),-torch-$(TORCH))
 
 .PHONY: quickstart test lint clean env
 .DEFAULT_GOAL := help
@@ -58,5 +59,5 @@ $(READY): setup.py pyproject.toml
 	  echo "Creating $(VENV) with $$($$python --version)"; "$$python" -m venv "$(VENV)"; \
 	fi; \
 	echo "Installing into $(VENV) (torch is large: this takes a minute or more)"; \
-	"$(BIN)/python" -m pip install -qq --disable-pip-version-check --editable ".[quickstart,test,lint]" $(if $(MCORE),"megatron-core==$(MCORE)"); \
+	"$(BIN)/python" -m pip install -qq --disable-pip-version-check --editable ".[quickstart,test,lint]" $(if $(MCORE),"megatron-core==$(MCORE)") $(if $(TORCH),"torch==$(TORCH)"); \
 	rm -f "$(VENV)"/.ready*; touch $@
