@@ -24,13 +24,13 @@ class Tile(NamedTuple):
 
 # By (operation, head dim); a tile is cut to the block size where it is larger.
 _HOPPER = {
-    ("forward", 64): Tile(128, 128, 8, 3),
-    ("forward", 128): Tile(128, 64, 8, 3),
-    ("query", 64): Tile(128, 64, 8, 3),
-    ("query", 128): Tile(128, 64, 8, 3),
-    ("key", 64): Tile(128, 64, 8, 3),
+    ("forward", 64): Tile(128, 64, 8, 3),
+    ("forward", 128): Tile(128, 128, 8, 3),
+    ("query", 64): Tile(128, 64, 4, 2),
+    ("query", 128): Tile(128, 32, 4, 2),
+    ("key", 64): Tile(64, 64, 4, 2),
     ("key", 128): Tile(128, 64, 8, 2),
-    ("column", 64): Tile(64, 128, 8, 2),
+    ("column", 64): Tile(64, 64, 4, 3),
     ("column", 128): Tile(64, 64, 4, 2),
 }
 # 100 KB of shared memory and no wgmma (Ampere, Ada): smaller tiles, fewer stages.

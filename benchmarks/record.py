@@ -1,0 +1,49 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""What every benchmark row says of where it was measured, and how rows are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def provenance() -> dict:
+    """GPU, versions, commit and command of this run. A commit with uncommitted changes gets a "+".
+
+    ``MTRAINING_COMMIT`` names the commit where the tree was copied without its history.
+    """
+    import triton
+
+    commit = os.environ.get("MTRAINING_COMMIT")
+    if not commit:
+        root = Path(__file__).parent
+
+        def git(*words):
+            run = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True)
+            return run.stdout.strip()
+
+        commit = git("rev-parse", "--short", "HEAD") or "unknown"
+        commit += "+" if git("status", "--porcelain", "--untracked-files=no") else ""
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit,
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def append(path: Path, rows: list[dict]) -> None:
+    """Add rows to a JSON-lines file, each with the run's provenance."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    common = provenance()
+    with open(path, "a", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps({**row, **common}) + "\n")

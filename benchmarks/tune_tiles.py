@@ -1,0 +1,70 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Times each kernel with several tile sizes on one GPU, for the table in ``kernels/tiles.py``.
+
+    python benchmarks/tune_tiles.py
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import triton
+from kernels import draw_index
+
+from megatron_mtraining.kernels import attention_delta, attention_forward, tiles
+from megatron_mtraining.kernels.backward_key import backward_key as launch_key
+from megatron_mtraining.kernels.backward_query import backward_query as launch_query
+from megatron_mtraining.ring import flat_ring
+
+SWEEP = {
+    "forward": itertools.product((128,), (64, 128), (4, 8), (2, 3, 4)),
+    "query": itertools.product((128,), (32, 64), (4, 8), (2, 3)),
+    "key": itertools.product((64, 128), (32, 64), (4, 8), (2, 3)),
+    "column": itertools.product((32, 64, 128), (64, 128), (4, 8), (2, 3)),
+}
+
+
+def main():
+    torch.manual_seed(0)
+    step = flat_ring(0, 1)[0]
+    sweep = {name: list(sizes) for name, sizes in SWEEP.items()}
+    for dim, heads in ((128, 16), (64, 14)):
+        q = torch.randn(65536, 1, heads, dim, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.randn(65536, 1, 2, dim, device="cuda", dtype=q.dtype) for _ in range(2))
+        do = torch.randn_like(q)
+        slashes = draw_index(65536, heads, 0.1, 0, "cuda")
+        columns = draw_index(65536, heads, 0.0, 1000, "cuda")
+        lse = torch.empty(1, heads, 65536, device="cuda")
+        out = attention_forward(q, k, v, slashes, step, dim**-0.5, None, lse)
+        delta = attention_delta(out, do)
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        runs = {
+            "forward": lambda: attention_forward(q, k, v, slashes, step, dim**-0.5, None, lse),
+            "query": lambda: launch_query(
+                q, k, v, do, lse, delta, slashes, step, dim**-0.5, None, dq
+            ),
+            "key": lambda: launch_key(q, k, v, do, lse, delta, slashes, step, dim**-0.5, dk, dv),
+            "column": lambda: launch_key(
+                q, k, v, do, lse, delta, columns, step, dim**-0.5, dk, dv
+            ),
+        }
+        flops = slashes.work().sum().item() * dim * 2
+        products = {"forward": 2, "query": 3, "key": 4}
+        for name, run in runs.items():
+            before = tiles._HOPPER[name, dim]
+            found = []
+            for sizes in sweep[name]:
+                tiles._HOPPER[name, dim] = tiles.Tile(*sizes)
+                try:
+                    found.append((triton.testing.do_bench(run, return_mode="median"), sizes))
+                except (triton.runtime.errors.OutOfResources, triton.CompilationError) as error:
+                    print(name, dim, sizes, type(error).__name__)
+            tiles._HOPPER[name, dim] = before
+            for ms, sizes in sorted(found)[:4]:
+                rate = f"{flops * products[name] / ms / 1e9:.0f} TFLOP/s" if name in products else ""
+                print(f"{name} d{dim} {sizes} {ms:.3f} ms {rate}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
