@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+# Pretrain a model of Qwen2.5-3B's shape on 128K-token sequences, context parallel over 4 GPUs.
+#
+#   examples/pretrain_qwen2.5_3b.sh /path/to/Megatron-LM [MORE MEGATRON ARGUMENTS]
+#
+# Needs a Megatron-LM checkout (patched or not) and Transformer Engine. ATTENTION=fused gives the
+# dense run to compare with. README.md beside this file explains the settings.
+set -euo pipefail
+
+if [ $# -lt 1 ] || [ ! -f "$1/pretrain_gpt.py" ]; then
+  echo "usage: $0 /path/to/Megatron-LM [MORE MEGATRON ARGUMENTS]" >&2
+  [ $# -lt 1 ] || echo "there is no pretrain_gpt.py in $1" >&2
+  exit 2
+fi
+MEGATRON_LM=$1
+shift
+
+GPUS=${GPUS:-4}
+SEQ_LENGTH=${SEQ_LENGTH:-131072}
+ITERATIONS=${ITERATIONS:-30}
+ATTENTION=${ATTENTION:-mtraining}
+VERTICAL=${VERTICAL:-1000}
+SLASH=${SLASH:-100}
+
+MODEL=(
+  --use-mcore-models --transformer-impl transformer_engine
+  --num-layers 36 --hidden-size 2048 --ffn-hidden-size 11008
+  --num-attention-heads 16 --group-query-attention --num-query-groups 2 --kv-channels 128
+  --position-embedding-type rope --rotary-base 1000000
+  --normalization RMSNorm --swiglu --disable-bias-linear --add-qkv-bias
+  --attention-dropout 0 --hidden-dropout 0
+  --seq-length "$SEQ_LENGTH" --max-position-embeddings "$SEQ_LENGTH"
+)
+PARALLEL=(
+  --context-parallel-size "$GPUS" --cp-comm-type p2p --use-distributed-optimizer
+  --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+)
+TRAIN=(
+  --bf16 --micro-batch-size 1 --global-batch-size 1 --train-iters "$ITERATIONS"
+  --lr 1e-5 --lr-decay-style constant
+  --no-gradient-accumulation-fusion --cross-entropy-loss-fusion
+  --no-create-attention-mask-in-dataloader
+  --log-interval 1 --eval-iters 0
+)
+# Random tokens: replace by --data-path and a tokenizer to train on text.
+DATA=(--mock-data --tokenizer-type NullTokenizer --vocab-size 151936)
+
+# A checkpoint, if CHECKPOINT names a folder: loaded if there is one in it, and saved to.
+CHECKPOINTING=()
+if [ -n "${CHECKPOINT:-}" ]; then
+  CHECKPOINTING=(
+    --save "$CHECKPOINT" --load "$CHECKPOINT" --save-interval "${SAVE_INTERVAL:-$ITERATIONS}"
+    --ckpt-format torch_dist
+  )
+fi
+
+ATTENTION_ARGUMENTS=(--attention-backend "$ATTENTION")
+if [ "$ATTENTION" = mtraining ]; then
+  ATTENTION_ARGUMENTS+=(--mtraining-vertical "$VERTICAL" --mtraining-slash "$SLASH")
+fi
+
+export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron asks for it with context parallelism
+exec torchrun --standalone --nproc-per-node "$GPUS" \
+  -m megatron_mtraining.launch "$MEGATRON_LM/pretrain_gpt.py" \
+  "${MODEL[@]}" "${PARALLEL[@]}" "${TRAIN[@]}" "${DATA[@]}" "${CHECKPOINTING[@]}" \
+  "${ATTENTION_ARGUMENTS[@]}" "$@"
