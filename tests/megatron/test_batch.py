@@ -1,0 +1,115 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core import utils
+from megatron.core.transformer.enums import AttnBackend
+
+from megatron_mtraining import ConfigError
+from megatron_mtraining.layout import token_positions
+from megatron_mtraining.megatron import batch as batch_module
+from megatron_mtraining.megatron.batch import slice_batch
+
+SEQUENCE, BLOCK = 768, 64
+
+
+def whole_batch(**others) -> dict:
+    tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE)
+    return {
+        "tokens": tokens,
+        "labels": tokens + 1,
+        "loss_mask": torch.ones(2, SEQUENCE),
+        "position_ids": torch.arange(SEQUENCE).repeat(2, 1),
+        "attention_mask": None,
+        **others,
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_every_rank_gets_its_stripes(size):
+    for rank in range(size):
+        ours = slice_batch(whole_batch(), rank, size, BLOCK)
+        positions = token_positions(SEQUENCE, rank, size, BLOCK)
+        assert torch.equal(ours["position_ids"], positions.repeat(2, 1))
+        assert torch.equal(ours["tokens"][1], positions + SEQUENCE)
+        assert torch.equal(ours["labels"], ours["tokens"] + 1)
+        assert ours["attention_mask"] is None
+
+
+def test_mask_is_sliced_by_query_row():
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril() < 0.5
+    ours = slice_batch(whole_batch(attention_mask=mask), 1, 2, BLOCK)
+    positions = token_positions(SEQUENCE, 1, 2, BLOCK)
+    assert torch.equal(ours["attention_mask"], mask[:, :, positions])
+
+
+def test_entries_without_a_sequence_stay():
+    numbers = torch.tensor([3, 4])
+    ours = slice_batch(whole_batch(dataset_id=numbers, cu_seqlens=None), 0, 2, BLOCK)
+    assert ours["dataset_id"] is numbers and ours["cu_seqlens"] is None
+
+
+def test_a_stage_without_tokens():
+    empty = dict.fromkeys(["tokens", "labels", "loss_mask", "position_ids"])
+    assert slice_batch(empty, 0, 2, BLOCK) is empty
+
+
+@pytest.mark.parametrize("name", batch_module.PACKED)
+def test_packed_sequences_are_refused(name):
+    with pytest.raises(ConfigError, match=name):
+        slice_batch(whole_batch(**{name: torch.tensor([0])}), 0, 2, BLOCK)
+
+
+def test_another_length_is_refused():
+    with pytest.raises(ConfigError, match=r"extra \[2, 100\]"):
+        slice_batch(whole_batch(extra=torch.zeros(2, 100)), 0, 2, BLOCK)
+    with pytest.raises(ConfigError, match="768"):
+        slice_batch(whole_batch(), 0, 5, BLOCK)
+
+
+def call(batch, group):
+    """megatron-core's function, as its version wants to be called."""
+    names = inspect.signature(utils.get_batch_on_this_cp_rank).parameters
+    more = {"is_hybrid_cp": False} if "is_hybrid_cp" in names else {}
+    return utils.get_batch_on_this_cp_rank(batch, cp_group=group, **more)
+
+
+def run_with(monkeypatch, backend, **others):
+    args = SimpleNamespace(
+        attention_backend=backend, seq_length=SEQUENCE, mtraining_block_size=BLOCK, **others
+    )
+    monkeypatch.setattr(batch_module, "training_arguments", lambda: args)
+
+
+def test_wrapper_stripes_in_a_run_of_ours(monkeypatch, group):
+    run_with(monkeypatch, AttnBackend.mtraining)
+    ours = call(whole_batch(), group(1, 3))
+    assert torch.equal(ours["position_ids"][0], token_positions(SEQUENCE, 1, 3, BLOCK))
+
+
+@pytest.mark.parametrize("backend", [AttnBackend.auto, None])
+def test_wrapper_hands_over_in_other_runs(monkeypatch, backend, group):
+    """None: no training arguments at all."""
+    calls = []
+
+    def original(batch, cp_group=None):
+        calls.append(cp_group)
+        return batch
+
+    if backend is None:
+        monkeypatch.setattr(batch_module, "training_arguments", lambda: None)
+    else:
+        run_with(monkeypatch, backend)
+    batch, cp_group = whole_batch(), group(0, 2)
+    assert batch_module.wrap_get_batch(original)(batch, cp_group) is batch
+    assert calls == [cp_group]
+
+
+def test_hybrid_context_parallelism_is_refused(monkeypatch, group):
+    def original(batch, is_hybrid_cp, cp_group=None): ...
+
+    run_with(monkeypatch, AttnBackend.mtraining)
+    with pytest.raises(ConfigError, match="hybrid"):
+        batch_module.wrap_get_batch(original)(whole_batch(), True, group(0, 2))
