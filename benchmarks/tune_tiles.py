@@ -1,12 +1,13 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Times each kernel with several tile sizes on one GPU, for the table in ``kernels/tiles.py``.
 
-    python benchmarks/tune_tiles.py
+    python benchmarks/tune_tiles.py [OPERATION ...]
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 
 import torch
 import triton
@@ -19,8 +20,8 @@ from megatron_mtraining.ring import flat_ring
 
 SWEEP = {
     "forward": itertools.product((128,), (64, 128), (4, 8), (2, 3, 4)),
-    "query": itertools.product((128,), (32, 64), (4, 8), (2, 3)),
-    "key": itertools.product((64, 128), (32, 64), (4, 8), (2, 3)),
+    "query": itertools.product((64, 128), (32, 64), (4, 8), (2, 3)),
+    "key": itertools.product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3)),
     "column": itertools.product((32, 64, 128), (64, 128), (4, 8), (2, 3)),
 }
 
@@ -51,7 +52,8 @@ def main():
         }
         flops = slashes.work().sum().item() * dim * 2
         products = {"forward": 2, "query": 3, "key": 4}
-        for name, run in runs.items():
+        for name in sys.argv[1:] or runs:
+            run = runs[name]
             before = tiles._HOPPER[name, dim]
             found = []
             for sizes in sweep[name]:

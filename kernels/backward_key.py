@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles import LOG2E, gather_rows, load_rows, precision_for, store_rows, tile_for
+from .tiles import LOG2E, gather_rows, load_line, load_rows, precision_for, store_rows, tile_for
 
 
 @triton.jit
@@ -24,11 +24,12 @@ def _add_tile(
 ):
     """Scores transposed, keys in rows, so that no operand has to be turned in registers."""
     scores = tl.dot(k, tl.trans(q), input_precision=PREC)
+    # Both products are under way before the exponentials, which hide behind the second.
+    dp = tl.dot(v, tl.trans(do), input_precision=PREC)
     if MASKED:
         scores = tl.where(keep, scores, float("-inf"))
     p = tl.math.exp2(scores * scale - lse[None, :])
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PREC)
-    dp = tl.dot(v, tl.trans(do), input_precision=PREC)
     ds = p * (dp - delta[None, :])
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PREC)
     return dk, dv
@@ -83,11 +84,10 @@ def _column_kernel(
         covered = tl.load(member + quotient, mask=seen, other=1)
         keep = seen & (covered == 0)
         at = a * BLOCK + j % walks * WALK
-        inside = at + queries < query_len
         q = load_rows(q_ptr, at, q_ss, queries, query_len, D, EVEN)
         do = load_rows(do_ptr, at, do_ss, queries, query_len, D, EVEN)
-        lse = tl.load(lse_ptr + at + queries, mask=inside, other=float("inf")) * LOG2E
-        delta = tl.load(delta_ptr + at + queries, mask=inside, other=0.0)
+        lse = load_line(lse_ptr, at, queries, query_len, float("inf"), EVEN) * LOG2E
+        delta = load_line(delta_ptr, at, queries, query_len, 0.0, EVEN)
         dk, dv = _add_tile(q, k, v, do, keep[:, None], dk, dv, lse, delta, scale, True, PREC)
     line = (bh * SPLITS + split) * column_len + first
     rows = tl.arange(0, KEEP)
@@ -135,21 +135,19 @@ def _key_kernel(
             low += 1
             for walk in range(part * KEEP // WALK, walks):
                 at = c * BLOCK + walk * WALK
-                inside = at + queries < query_len
                 q = load_rows(q_head, at, q_ss, queries, query_len, D, EVEN)
                 do = load_rows(do_head, at, do_ss, queries, query_len, D, EVEN)
-                lse = tl.load(lse_head + at + queries, mask=inside, other=float("inf")) * LOG2E
-                delta = tl.load(delta_head + at + queries, mask=inside, other=0.0)
+                lse = load_line(lse_head, at, queries, query_len, float("inf"), EVEN) * LOG2E
+                delta = load_line(delta_head, at, queries, query_len, 0.0, EVEN)
                 keep = (start + rows)[:, None] <= (at + queries)[None, :]
                 dk, dv = _add_tile(q, k, v, do, keep, dk, dv, lse, delta, scale, True, PREC)
         for j in range(low * walks, high * walks):
             a = c + tl.load(slash_list + bh * list_len + j // walks) + wrap
             at = a * BLOCK + j % walks * WALK
-            inside = at + queries < query_len
             q = load_rows(q_head, at, q_ss, queries, query_len, D, EVEN)
             do = load_rows(do_head, at, do_ss, queries, query_len, D, EVEN)
-            lse = tl.load(lse_head + at + queries, mask=inside, other=float("inf")) * LOG2E
-            delta = tl.load(delta_head + at + queries, mask=inside, other=0.0)
+            lse = load_line(lse_head, at, queries, query_len, float("inf"), EVEN) * LOG2E
+            delta = load_line(delta_head, at, queries, query_len, 0.0, EVEN)
             dk, dv = _add_tile(q, k, v, do, None, dk, dv, lse, delta, scale, False, PREC)
         if COLUMNS:
             own = column_ptr + bh * ptr_len + first_owned + c

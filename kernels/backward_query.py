@@ -43,10 +43,10 @@ def delta(out, grad_out, result):
 @triton.jit
 def _add_tile(q, k, v, do, keep, acc, lse, delta, scale, MASKED: tl.constexpr, PREC: tl.constexpr):
     scores = tl.dot(q, tl.trans(k), input_precision=PREC)
+    dp = tl.dot(do, tl.trans(v), input_precision=PREC)
     if MASKED:
         scores = tl.where(keep, scores, float("-inf"))
     p = tl.math.exp2(scores * scale - lse[:, None])
-    dp = tl.dot(do, tl.trans(v), input_precision=PREC)
     ds = p * (dp - delta[:, None])
     return tl.dot(ds.to(k.dtype), k, acc, input_precision=PREC)
 

@@ -26,8 +26,8 @@ class Tile(NamedTuple):
 _HOPPER = {
     ("forward", 64): Tile(128, 64, 8, 3),
     ("forward", 128): Tile(128, 128, 8, 3),
-    ("query", 64): Tile(128, 64, 4, 2),
-    ("query", 128): Tile(128, 32, 4, 2),
+    ("query", 64): Tile(64, 64, 4, 3),
+    ("query", 128): Tile(64, 64, 4, 2),
     ("key", 64): Tile(64, 64, 4, 2),
     ("key", 128): Tile(128, 64, 8, 2),
     ("column", 64): Tile(64, 64, 4, 3),
@@ -69,6 +69,14 @@ def load_rows(base, start, stride, rows, limit, D: tl.constexpr, EVEN: tl.conste
     if EVEN:
         return tl.load(pointers)
     return tl.load(pointers, mask=(start + rows)[:, None] < limit, other=0.0)
+
+
+@triton.jit
+def load_line(base, start, offsets, limit, other: tl.constexpr, EVEN: tl.constexpr):
+    """Entries ``start + offsets`` of a vector, ``other`` from ``limit`` on."""
+    if EVEN:
+        return tl.load(base + start + offsets)
+    return tl.load(base + start + offsets, mask=start + offsets < limit, other=other)
 
 
 @triton.jit
