@@ -125,18 +125,18 @@ def report(options: Options, folder: Path) -> None:
         name.replace("_head", ", head ").replace("layer", "layer "): shares
         for name, shares in patterns.items()
     }
-    first = next(iter(titled))
+    last = list(titled)[-options.heads]  # the first head of the last layer
     pictures.pattern(
         output / "pattern.png",
-        titled[first],
+        titled[last],
         options.seq_length,
-        f"Query-key pairs that {first} keeps, chosen from held-out text",
+        f"Query-key pairs that {last} keeps, chosen from held-out text (grey: the future)",
     )
     pictures.patterns(
         output / "patterns.png",
         titled,
         options.seq_length,
-        "Query-key pairs that each head keeps, chosen from held-out text",
+        "Query-key pairs that each head keeps, chosen from held-out text (grey: the future)",
     )
     pictures.work(
         output / "work.png",
