@@ -39,11 +39,6 @@ def sparse_attention(
     """
     ring = Ring(cp_group)
     check_operands(query, key, value)
-    if ring.world > 1 and query.shape[0] % config.block_size:
-        raise ValueError(
-            f"each of the {ring.world} context-parallel ranks has {query.shape[0]} tokens, which is "
-            f"not a multiple of the block size {config.block_size}"
-        )
     if softmax_scale is None:
         softmax_scale = query.shape[-1] ** -0.5
     index = choose_index(query, key, config, ring, softmax_scale)

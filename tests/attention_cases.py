@@ -44,9 +44,7 @@ def random_index(seq_length, batch, heads, block_size, world, budget, device):
 
 def written_out_mask(index, batch, heads):
     """bool ``[b, h, N, N]``."""
-    rows = [
-        torch.stack([index.token_mask(b, h) for h in range(heads)]) for b in range(batch)
-    ]
+    rows = [torch.stack([index.token_mask(b, h) for h in range(heads)]) for b in range(batch)]
     return torch.stack(rows)
 
 

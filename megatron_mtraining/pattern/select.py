@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..layout import check_layout
 from .estimate import column_mass, sample_attention, slash_mass
 from .index import VerticalSlashIndex, build_index, full_index
 
@@ -27,11 +28,17 @@ def choose_index(query, key, config, ring, softmax_scale: float) -> VerticalSlas
 
     Returns:
         The same index on all ranks.
+
+    Raises:
+        ConfigError: the sequence is not a multiple of ``block_size`` x ranks (on one rank, any
+            length will do).
     """
     query, key = query.detach(), key.detach()
     length, batch, heads, _ = query.shape
     block, world = config.block_size, ring.world
     seq_length = length * world
+    if world > 1:
+        check_layout(seq_length, world, block)
     if config.keeps_all(seq_length):
         return full_index(batch, heads, seq_length, block, world, query.device)
     num_blocks = -(-seq_length // block)

@@ -1,0 +1,118 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The whole of sparse attention on GPUs: against the CPU twins, over NCCL, and at large sizes."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from attention_cases import (
+    dense_attention,
+    random_index,
+    random_operands,
+    relative_error,
+    simulated_ring,
+    written_out_mask,
+)
+
+from megatron_mtraining import MTrainingConfig
+from megatron_mtraining.attention import sparse_attention
+from megatron_mtraining.layout import stripe, unstripe
+from megatron_mtraining.pattern import choose_index
+from megatron_mtraining.ring import Ring
+
+pytestmark = pytest.mark.gpu
+CONFIG = MTrainingConfig(vertical=64, slash=6, window=100, block_size=64, sample_strata=32)
+
+
+def test_gpu_chooses_what_the_cpu_chooses():
+    query, key, _, _ = random_operands(4096, 2, 8, 2, 128, torch.float32, "cpu")
+    query[:, :, :, :64] += 2 * torch.roll(key, 777, 0)[:, :, :1, :64]  # a diagonal to find
+    on_cpu = choose_index(query, key, CONFIG, Ring(None), 0.09)
+    on_gpu = choose_index(query.cuda(), key.cuda(), CONFIG, Ring(None), 0.09)
+    # Sums round differently; candidates of nearly equal mass may swap.
+    assert (on_cpu.distances() != on_gpu.distances().cpu()).float().mean() < 0.01
+    assert on_gpu.distances()[:, :, 777 // 64].all()
+
+
+def test_sparse_attention_against_its_own_mask():
+    print("torch seed", torch.seed())
+    operands = random_operands(2048, 1, 8, 2, 128, torch.bfloat16, "cuda")
+    leaves = [t.clone().requires_grad_() for t in operands[:3]]
+    out, index = sparse_attention(*leaves, config=CONFIG)
+    out.backward(operands[3])
+    expected = dense_attention(*operands, written_out_mask(index, 1, 8), 128**-0.5)
+    for actual, truth in zip((out, *(leaf.grad for leaf in leaves)), expected):
+        assert actual.dtype == torch.bfloat16
+        assert relative_error(actual, truth) < 1e-2
+
+
+def test_nothing_is_read_back_to_the_host():
+    operands = random_operands(4096, 1, 4, 2, 128, torch.bfloat16, "cuda")
+    leaves = [t.clone().requires_grad_() for t in operands[:3]]
+
+    def step():
+        sparse_attention(*leaves, config=CONFIG)[0].backward(operands[3])
+
+    step()  # compilation may synchronise
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_offsets_beyond_32_bits():
+    """1M tokens x 16 heads x 128: element 2^31 lies in the last rows. A window of the last rows is
+    compared with attention over just the keys they can see."""
+    if torch.cuda.get_device_properties(0).total_memory < 60e9:
+        pytest.skip("needs 60 GB of GPU memory")
+    seq = 2**20
+    query = torch.randn(seq, 1, 16, 128, device="cuda", dtype=torch.bfloat16)
+    key, value = (torch.randn(seq, 1, 2, 128, device="cuda").bfloat16() for _ in range(2))
+    grad_out = torch.randn_like(query)
+    index = random_index(seq, 1, 16, 128, 1, "none", "cuda")
+    actual = simulated_ring(query, key, value, grad_out, index, 0.1)
+    tail = slice(seq - 256, seq)
+    mask = torch.zeros(256, 256, dtype=torch.bool, device="cuda")
+    mask[:128, :128] = mask[128:, 128:] = torch.ones(128, 128, device="cuda").tril().bool()
+    parts = (t[tail] for t in (query, key, value, grad_out))
+    expected = dense_attention(*parts, mask, 0.1)
+    for a, e in zip(actual, expected):
+        assert relative_error(a[tail], e) < 1e-2
+
+
+def _nccl_rank(rank, world, port, operands, results):
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+    )
+    parts = [stripe(t, rank, world, CONFIG.block_size).cuda() for t in operands]
+    leaves = [t.requires_grad_() for t in parts[:3]]
+    out, index = sparse_attention(*leaves, config=CONFIG, cp_group=dist.group.WORLD)
+    out.backward(parts[3])
+    masks = torch.stack([index.token_mask(0, h) for h in range(operands[0].shape[2])])
+    results[rank] = [t.detach().cpu() for t in (out, *(leaf.grad for leaf in leaves), masks)]
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_nccl_ring(world):
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs, and there are {torch.cuda.device_count()}")
+    operands = random_operands(64 * world * 8, 1, 8, 2, 128, torch.bfloat16, "cpu")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    results = mp.get_context("spawn").Manager().dict()
+    mp.start_processes(_nccl_rank, (world, port, operands, results), nprocs=world)
+    parts = [results[rank] for rank in range(world)]
+    masks = parts[0][4]
+    assert all(torch.equal(p[4], masks) for p in parts), "ranks chose different patterns"
+    expected = dense_attention(*operands, masks[None], 128**-0.5)
+    for i, truth in enumerate(expected):
+        assert relative_error(unstripe([p[i] for p in parts], CONFIG.block_size), truth) < 1e-2
