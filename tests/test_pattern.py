@@ -172,6 +172,8 @@ def test_work_is_exact_and_balanced(world, budget):
         assert work[0, h].sum() == index.token_mask(0, h).sum()
     per_rank = work[0].sum((0, 2))
     assert per_rank.max() / per_rank.mean() < 1.15
+    causal = index.seq_length * (index.seq_length + 1) / 2
+    assert torch.allclose(index.density().double(), work.sum((-1, -2)) / causal)
     if budget == "all":
         assert (index.density() == 1).all()
 
@@ -181,7 +183,9 @@ def test_work_with_a_partial_last_block():
         index = random_index(500, 2, 3, 64, 1, budget, "cpu")
         for b in range(2):
             for h in range(3):
-                assert index.work()[b, h].sum() == index.token_mask(b, h).sum()
+                pairs = index.token_mask(b, h).sum()
+                assert index.work()[b, h].sum() == pairs
+                assert index.density()[b, h].item() == pytest.approx(pairs / (500 * 501 / 2))
 
 
 def test_index_is_small():
