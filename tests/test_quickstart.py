@@ -177,7 +177,7 @@ def test_summary_counts_work_against_dense():
         "sparse": run | dict(density=[0.2, 0.4], work=[[5, 5], [10, 0]]),
     }
     lines = summary(Some(), runs).splitlines()
-    found = {label: values for label, *values in (re.split(r"  +", line) for line in lines[2:-2])}
+    found = {label: values for label, *values in (re.split(r"  +", line) for line in lines[2:-3])}
     assert found["density (pairs kept)"] == ["100.0%", "30.0%"]
     assert found["tokens/s"] == ["200", "200"]
     assert found["work of rank 0"] == ["50.0%", "10.0%"]
