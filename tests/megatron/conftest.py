@@ -11,11 +11,8 @@ import torch
 
 from megatron_mtraining.megatron import register
 
-
-@pytest.fixture(scope="session", autouse=True)
-def registered():
-    """The tests' own process has the plug-in; that it changes nothing else is tested too."""
-    register()
+# The tests' own process has the plug-in; that it changes nothing else is tested too.
+register()
 
 
 @pytest.fixture

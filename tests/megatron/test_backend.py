@@ -54,7 +54,9 @@ def test_a_value_that_is_taken_is_not_stolen():
 
 def test_argparse_choice_as_megatron_makes_it():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--attention-backend", type=lambda t: AttnBackend[t], choices=[*AttnBackend])
+    parser.add_argument(
+        "--attention-backend", type=lambda t: AttnBackend[t], choices=[*AttnBackend]
+    )
     args = parser.parse_args(["--attention-backend", "mtraining"])
     assert is_active(args)
     assert not is_active(parser.parse_args(["--attention-backend", "flash"]))

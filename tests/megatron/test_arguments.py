@@ -1,0 +1,256 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+import argparse
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+from megatron.core.transformer.enums import AttnBackend
+
+from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining.config import option
+from megatron_mtraining.megatron import arguments as module
+from megatron_mtraining.megatron import settings
+from megatron_mtraining.megatron.arguments import (
+    ArgumentsError,
+    add_arguments,
+    check_arguments,
+    config_from_args,
+    help_texts,
+)
+from megatron_mtraining.megatron.checks import REFUSALS
+
+
+def parse(*words: str, backend=AttnBackend.mtraining, **others) -> argparse.Namespace:
+    """Arguments as Megatron would have them, with our options parsed from ``words``."""
+    args = add_arguments(argparse.ArgumentParser()).parse_args(words)
+    usual = {
+        "attention_backend": backend,
+        "attention_dropout": 0.0,
+        "seq_length": 4096,
+        "encoder_seq_length": None,
+        "context_parallel_size": 2,
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "kv_channels": None,
+        "cp_comm_type": ["p2p"],
+        "softmax_type": "vanilla",
+        "create_attention_mask_in_dataloader": False,
+        "rank": 0,
+    }
+    for name, value in {**usual, **others}.items():
+        setattr(args, name, value)
+    return args
+
+
+def test_an_option_and_a_help_text_for_every_field():
+    text = " ".join(add_arguments(argparse.ArgumentParser()).format_help().split())
+    for field in fields(MTrainingConfig):
+        assert option(field.name) in text
+        assert len(help_texts()[field.name]) > 20
+        assert f"(default: {field.default})" in text
+
+
+def test_values_reach_the_config():
+    args = parse(
+        "--mtraining-vertical", "500", "--mtraining-slash=20", "--mtraining-block-size", "64"
+    )
+    check_arguments(args)
+    assert config_from_args(args) == MTrainingConfig(vertical=500, slash=20, block_size=64)
+    assert (args.mtraining_vertical, args.mtraining_sink) == (500, MTrainingConfig.sink)
+
+
+def test_all_diagonals():
+    args = parse("--mtraining-slash", "all")
+    check_arguments(args)
+    assert args.mtraining_slash == 4096
+    assert config_from_args(args).keeps_all(4096)
+
+
+def test_defaults_fit_a_short_sequence_but_given_values_must():
+    args = parse(seq_length=512)
+    check_arguments(args)
+    assert args.mtraining_vertical == 512
+    with pytest.raises(ConfigError, match="--mtraining-vertical is 1000"):
+        check_arguments(parse("--mtraining-vertical", "1000", seq_length=512))
+
+
+def test_words_that_are_no_number(capsys):
+    with pytest.raises(SystemExit):
+        parse("--mtraining-slash", "most")
+    assert "--mtraining-slash" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(MTrainingConfig)])
+def test_options_without_the_backend_are_refused(field):
+    with pytest.raises(ArgumentsError) as raised:
+        check_arguments(parse(option(field), "64", backend=AttnBackend.auto))
+    assert f"{option(field)} 64" in str(raised.value)
+    assert "--attention-backend mtraining" in str(raised.value)
+
+
+def test_runs_with_other_backends_are_unchanged():
+    args = parse(backend=AttnBackend.auto, attention_dropout=0.1, mtp_num_layers=1, seq_length=17)
+    before = dict(vars(args))
+    check_arguments(args)
+    assert vars(args) == before
+    assert not [name for name in before if name.startswith("mtraining")]
+
+
+def test_checking_twice_changes_nothing_more():
+    args = parse("--mtraining-slash", "all")
+    check_arguments(args)
+    once = dict(vars(args))
+    check_arguments(args)
+    assert vars(args) == once
+
+
+def test_the_data_loader_makes_no_mask_and_says_so_once(capsys):
+    args = parse(create_attention_mask_in_dataloader=True)
+    check_arguments(args)
+    check_arguments(args)
+    assert args.create_attention_mask_in_dataloader is False
+    assert capsys.readouterr().out.count("[mtraining]") == 1
+
+
+REFUSED = {
+    "attention_dropout": 0.1,
+    "multi_latent_attention": True,
+    "experimental_attention_variant": "dsa",
+    "linear_attention_freq": 2,
+    "use_kitchen_attention": True,
+    "window_size": (128, 0),
+    "softmax_type": "learnable",
+    "position_embedding_type": "mrope",
+    "reset_attention_mask": True,
+    "sft": True,
+    "rl_use_sequence_packing": True,
+    "hybrid_context_parallel": True,
+    "dynamic_context_parallel": True,
+    "hierarchical_context_parallel_sizes": [2, 2],
+    "cp_comm_type": ["a2a"],
+    "mtp_num_layers": 1,
+    "is_hybrid_model": True,
+    "hybrid_layer_pattern": "M*M*",
+    "hybrid_override_pattern": "M*M*",
+    "hybrid_attention_ratio": 0.5,
+    "hybrid_mlp_ratio": 0.5,
+    "use_legacy_models": True,
+    "yaml_cfg": "run.yaml",
+    "cuda_graph_impl": "local",
+    "enable_cuda_graph": True,
+    "external_cuda_graph": True,
+    "transformer_impl": "inference_optimized",
+    "flash_decode": True,
+    "perform_rl_step": True,
+    "batch_invariant_mode": True,
+    "qk_clip": True,
+    "log_max_attention_logit": True,
+    "flash_attention_version": 3,
+    "fp8_dot_product_attention": True,
+    "fp8_multi_head_attention": True,
+}
+
+
+def test_every_refusal_is_tried():
+    assert {refusal.name for refusal in REFUSALS} == set(REFUSED)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_name_option_value_and_what_to_do(name):
+    value = REFUSED[name]
+    refusal = next(refusal for refusal in REFUSALS if refusal.name == name)
+    with pytest.raises(ArgumentsError) as raised:
+        check_arguments(parse(**{name: value}))
+    message = str(raised.value)
+    assert "--" + name.replace("_", "-") in message
+    shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    assert f"is {shown}," in message
+    assert refusal.advice in message and refusal.why in message
+    check_arguments(parse(backend=AttnBackend.auto, **{name: value}))
+
+
+OTHERS = {
+    "sequence not a multiple": ({"seq_length": 1000}, "--seq-length is 1000", "1024"),
+    "sequence from the old option": (
+        {"seq_length": None, "encoder_seq_length": 1000},
+        "--seq-length is 1000",
+        "1024",
+    ),
+    "head dim given": ({"kv_channels": 80}, "--kv-channels", "is 80"),
+    "head dim derived": ({"hidden_size": 8 * 32}, "is 32", "(64, 128)"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_refusals(name):
+    given, *words = OTHERS[name]
+    with pytest.raises(ArgumentsError) as raised:
+        check_arguments(parse(**given))
+    assert all(word in str(raised.value) for word in words)
+
+
+BUDGETS = ["--mtraining-block-size 100", "--mtraining-vertical -1", "--mtraining-window 0"]
+BUDGETS += ["--mtraining-sink 5000", "--mtraining-sample-strata 1", "--mtraining-vertical 5000"]
+
+
+@pytest.mark.parametrize("words", BUDGETS)
+def test_budgets_out_of_range(words):
+    with pytest.raises(ArgumentsError) as raised:
+        check_arguments(parse(*words.split()))
+    assert all(word in str(raised.value) for word in words.split())
+
+
+def test_uncaught_it_ends_the_process_with_the_message_once_a_node():
+    code = (
+        "from megatron_mtraining.megatron.arguments import ArgumentsError\n"
+        "raise ArgumentsError('use 64')"
+    )
+    for rank, message in (("0", "error: use 64\n"), ("1", "")):
+        run = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code],
+            env={**os.environ, "LOCAL_RANK": rank},
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 1 and "Traceback" not in run.stderr
+        assert run.stderr.endswith(message) and ("error:" in run.stderr) == bool(message)
+
+
+def test_where_settings_come_from(monkeypatch):
+    own = MTrainingConfig(slash=7)
+    args = parse("--mtraining-slash", "9")
+    assert settings() == MTrainingConfig()
+    assert settings(SimpleNamespace(mtraining=own)) is own
+    monkeypatch.setattr(module, "training_arguments", lambda: args)
+    assert settings(SimpleNamespace()).slash == 9
+    assert settings(SimpleNamespace(mtraining=own)) is own, "the config's own settings come first"
+    with pytest.raises(ConfigError, match="MTrainingConfig"):
+        settings(SimpleNamespace(mtraining={"slash": 7}))
+
+
+def test_validation_is_wrapped_around_megatron_s():
+    seen = []
+
+    def original(args, defaults=None):
+        seen.append(args.mtraining_slash)
+        args.kv_channels = args.kv_channels or 80
+
+    with pytest.raises(ArgumentsError, match="is 80"):
+        module.wrap_validate_args(original)(parse("--mtraining-slash", "all"), {})
+    assert seen == [4096]
+    seen.clear()
+    with pytest.raises(ArgumentsError):
+        module.wrap_validate_args(original)(parse(seq_length=1000))
+    assert not seen, "ours come before Megatron's"
+
+
+def test_yaml_would_drop_our_options(monkeypatch):
+    parse_args = module.wrap_parse_args(lambda: "parsed")
+    monkeypatch.setattr(sys, "argv", ["x", "--yaml-cfg", "f"])
+    assert parse_args() == "parsed"
+    monkeypatch.setattr(sys, "argv", ["x", "--yaml-cfg=f", "--mtraining-slash=3"])
+    with pytest.raises(ArgumentsError, match="--mtraining-slash"):
+        parse_args()

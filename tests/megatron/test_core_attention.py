@@ -1,0 +1,134 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+import math
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining.megatron import MTrainingAttention
+from megatron_mtraining.megatron import core_attention as module
+from megatron_mtraining.megatron.density import take_density
+
+SEQUENCE, BATCH, HEADS, GROUPS, DIM = 128, 2, 4, 2, 64
+
+
+def make_config(**others) -> TransformerConfig:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HEADS * DIM,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        attention_backend=AttnBackend.mtraining,
+    )
+    config.mtraining = MTrainingConfig(block_size=64, slash=SEQUENCE, vertical=0)
+    for name, value in others.items():
+        setattr(config, name, value)
+    return config
+
+
+def make(config=None, **others) -> MTrainingAttention:
+    given = {"layer_number": 3, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
+    return MTrainingAttention(config or make_config(), **{**given, **others})
+
+
+def operands(dim=DIM, dtype=torch.float32, queries=SEQUENCE):
+    torch.manual_seed(0)
+    query = torch.randn(queries, BATCH, HEADS, dim).to(dtype)
+    packed = torch.randn(SEQUENCE, BATCH, GROUPS, 2 * dim).to(dtype)
+    return query, packed[..., :dim].contiguous(), packed[..., dim:]  # as Megatron's value: strided
+
+
+def dense(query, key, value, scale):
+    """Causal attention in plain PyTorch, ``[s, b, h * d]``."""
+    query, key, value = (x.permute(1, 2, 0, 3).double() for x in (query, key, value))
+    key, value = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2) * scale
+    hidden = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    out = scores.masked_fill(hidden, -math.inf).softmax(-1) @ value
+    return out.permute(2, 0, 1, 3).flatten(2)
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("layer_scaling", [False, True])
+def test_dense_attention_where_everything_is_kept(scale, layer_scaling):
+    attention = make(make_config(apply_query_key_layer_scaling=layer_scaling), softmax_scale=scale)
+    query, key, value = operands()
+    assert not value.is_contiguous()
+    out = attention(query, key, value, None, attn_mask_type=AttnMaskType.causal)
+    expected = dense(query, key, value, DIM**-0.5 if scale is None else scale)
+    assert out.shape == (SEQUENCE, BATCH, HEADS * DIM)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_as_megatron_builds_it_without_parameters(group):
+    attention = make(cp_comm_type="p2p", pg_collection=type("Groups", (), {"cp": group(0, 1)})())
+    assert not list(attention.parameters()) and not attention.state_dict()
+    assert attention.cp_group is None
+
+
+def test_density_counts_training_only():
+    attention = make()
+    take_density()
+    attention.eval()(*operands())
+    assert take_density() is None
+    attention.train()(*operands())
+    assert take_density().mean == pytest.approx(1.0)
+
+
+BUILT = {
+    "dropout in the config": (dict(config=dict(attention_dropout=0.1)), "config.attention_dropout"),
+    "dropout given": (dict(attention_dropout=0.1), "dropout 0.1"),
+    "window": (dict(config=dict(window_size=(8, 0))), "config.window_size is 8 0"),
+    "softmax offset": (dict(config=dict(softmax_type="off-by-one")), "config.softmax_type"),
+    "fp8": (dict(config=dict(fp8_dot_product_attention=True)), "fp8_dot_product_attention"),
+    "MLA": (dict(config=dict(multi_latent_attention=True)), "config.multi_latent_attention"),
+    "MLA's head dims": (dict(k_channels=192, v_channels=128), "k_channels, v_channels"),
+    "cross": (dict(attention_type="cross"), "cross attention"),
+    "mask": (dict(attn_mask_type=AttnMaskType.padding), "mask type padding"),
+    "no mask": (dict(attn_mask_type=AttnMaskType.no_mask), "mask type no_mask"),
+    "head dim": (dict(config=dict(kv_channels=96)), "is 96"),
+    "settings": (dict(config=dict(mtraining=5)), "config.mtraining is 5"),
+}
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_refused_when_built(name):
+    given, message = BUILT[name]
+    given = dict(given)
+    config = make_config(**given.pop("config", {}))
+    with pytest.raises(ConfigError) as raised:
+        make(config, **given)
+    assert message in str(raised.value)
+
+
+CALLED = {
+    "bias": (dict(attention_bias=torch.zeros(1)), "attention_bias"),
+    "packed": (dict(packed_seq_params=object()), "packed_seq_params"),
+    "mask": (dict(attn_mask_type=AttnMaskType.arbitrary), "mask type arbitrary"),
+}
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_refused_when_called(name):
+    given, message = CALLED[name]
+    with pytest.raises(ConfigError, match=message):
+        make()(*operands(), None, **given)
+
+
+def test_refused_tensors():
+    for made, message in (
+        (operands(dtype=torch.float64), "float64"),
+        (operands(dim=32), "32"),
+        (operands(queries=1), "key-value cache"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make()(*made)
+
+
+def test_arbitrary_masks_have_a_name_in_this_version():
+    assert AttnMaskType.arbitrary is not AttnMaskType.causal
+    assert module.DTYPES
