@@ -1,7 +1,7 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Times each kernel with several tile sizes on one GPU, for the table in ``kernels/tiles.py``.
 
-    python benchmarks/tune_tiles.py [OPERATION ...]
+python benchmarks/tune_tiles.py [OPERATION ...]
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ def main():
                 q, k, v, do, lse, delta, slashes, step, dim**-0.5, None, dq
             ),
             "key": lambda: launch_key(q, k, v, do, lse, delta, slashes, step, dim**-0.5, dk, dv),
-            "column": lambda: launch_key(
-                q, k, v, do, lse, delta, columns, step, dim**-0.5, dk, dv
-            ),
+            "column": lambda: launch_key(q, k, v, do, lse, delta, columns, step, dim**-0.5, dk, dv),
         }
         flops = slashes.work().sum().item() * dim * 2
         products = {"forward": 2, "query": 3, "key": 4}
@@ -64,7 +62,9 @@ def main():
                     print(name, dim, sizes, type(error).__name__)
             tiles._HOPPER[name, dim] = before
             for ms, sizes in sorted(found)[:4]:
-                rate = f"{flops * products[name] / ms / 1e9:.0f} TFLOP/s" if name in products else ""
+                rate = (
+                    f"{flops * products[name] / ms / 1e9:.0f} TFLOP/s" if name in products else ""
+                )
                 print(f"{name} d{dim} {sizes} {ms:.3f} ms {rate}", flush=True)
 
 

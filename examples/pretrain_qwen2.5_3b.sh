@@ -43,8 +43,13 @@ TRAIN=(
   --no-create-attention-mask-in-dataloader
   --log-interval 1 --eval-iters 0
 )
-# Random tokens: replace by --data-path and a tokenizer to train on text.
-DATA=(--mock-data --tokenizer-type NullTokenizer --vocab-size 151936)
+# DATA_PATH: an indexed dataset of Megatron's, without .bin and .idx; made-up tokens otherwise.
+DATA=(--tokenizer-type NullTokenizer --vocab-size 151936)
+if [ -n "${DATA_PATH:-}" ]; then
+  DATA+=(--data-path "$DATA_PATH" --split 100,0,0)
+else
+  DATA+=(--mock-data)
+fi
 
 # A checkpoint, if CHECKPOINT names a folder: loaded if there is one in it, and saved to.
 CHECKPOINTING=()
