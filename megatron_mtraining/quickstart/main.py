@@ -176,7 +176,7 @@ def summary(options: Options, runs: dict) -> str:
     note = (
         f"{options.steps} steps of {tokens} tokens. Dense is the same backend with a slash budget "
         "of the whole sequence.\nWork: query-key pairs in the last step, as a share of all pairs "
-        "of dense attention.\nOne seed and a short run: small differences in loss are chance."
+        "of dense attention.\nOne seed and a short run: a small difference in loss, either way, says little."
     )
     return f"{table(header, rows)}\n{note}"
 

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=["cpu", "cuda"], help="cuda where there is a GPU, else cpu")
     add("--output", type=Path, default=Path("quickstart-out"), help="folder for what it writes")
     add("--seed", type=int, default=1234, help="of the weights (%(default)s)")
-    add("--lr", type=float, default=2e-3, help="peak learning rate of AdamW (%(default)s)")
+    add("--lr", type=float, default=1e-3, help="peak learning rate of AdamW (%(default)s)")
     add("--layers", type=int, default=2, help="transformer layers (%(default)s)")
     add("--heads", type=int, default=4, help="query heads, of dimension 64 (%(default)s)")
     add("--kv-heads", type=int, default=2, help="key/value heads (%(default)s)")
@@ -105,7 +105,7 @@ def options_from(values: argparse.Namespace) -> Options:
         )
     if not 0 < values.lr < 1:
         raise ConfigError(
-            f"--lr is {values.lr}: use a learning rate between 0 and 1, such as 0.002"
+            f"--lr is {values.lr}: use a learning rate between 0 and 1, such as 0.001"
         )
     if values.output.exists() and not values.output.is_dir():
         raise ConfigError(f"--output is {values.output}, which is a file: name a folder")

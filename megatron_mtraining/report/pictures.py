@@ -55,7 +55,7 @@ def pattern(path: Path, shares: np.ndarray, seq_length: int, title: str) -> Path
     """
     figure, axes = pyplot.subplots(figsize=(7.4, 6.4), layout="constrained")
     image = _heat_map(axes, shares, seq_length)
-    axes.set_title(title, fontsize=11)
+    axes.set_title(title, fontsize=10)
     axes.set_xlabel("key position (tokens)")
     axes.set_ylabel("query position (tokens)")
     figure.colorbar(image, ax=axes, shrink=0.85, label="share of the pairs that is kept")
