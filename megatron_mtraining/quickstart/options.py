@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import ConfigError, MTrainingConfig
@@ -44,7 +44,7 @@ class Options:
     @property
     def dense(self) -> MTrainingConfig:
         """The same backend with a budget that keeps every pair: dense causal attention."""
-        return MTrainingConfig(slash=self.seq_length, block_size=self.sparse.block_size)
+        return replace(self.sparse, slash=self.seq_length)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
