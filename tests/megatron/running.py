@@ -1,0 +1,36 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Starting several processes from a test, with a limit of time."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def torchrun(processes: int, *words, timeout: float = 240, **environment):
+    """``torchrun words`` with ``processes`` ranks. Fails when it takes longer than ``timeout``
+    seconds: that is a hang."""
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += ["--nproc-per-node", str(processes), "--master-port", str(free_port())]
+    return subprocess.run(
+        [*command, *map(str, words)],
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )

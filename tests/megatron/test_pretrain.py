@@ -1,0 +1,201 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Megatron-LM's own pretrain_gpt.py on CPU, through the launcher and with the patch.
+
+    MEGATRON_LM_PATH=/path/to/Megatron-LM[:/another] pytest tests/megatron/test_pretrain.py
+
+A copy of what is needed of each checkout is worked on, never the checkout. It needs what that
+checkout needs (pybind11, a C++ compiler, make and others) for the Python that runs the tests.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+
+import cpu_shim
+import pytest
+from running import torchrun
+
+from megatron_mtraining.cli import main
+
+SHIM = Path(cpu_shim.__file__)
+STEPS = 20
+SEQUENCE = 512
+MODEL = f"""
+    --transformer-impl local --num-layers 2 --hidden-size 256 --ffn-hidden-size 256
+    --num-attention-heads 4 --group-query-attention --num-query-groups 2 --kv-channels 64
+    --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE} --position-embedding-type rope
+    --normalization RMSNorm --swiglu --disable-bias-linear --add-qkv-bias --attention-dropout 0
+    --hidden-dropout 0
+"""
+# The shim has one random generator: tensor-parallel weights are the same if made on the CPU.
+TRAINING = f"""
+    --distributed-backend gloo --use-cpu-initialization --no-rope-fusion --no-persist-layer-norm
+    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion
+    --no-bias-dropout-fusion --micro-batch-size 1 --global-batch-size 2 --mock-data
+    --tokenizer-type NullTokenizer --vocab-size 500 --lr 1e-4 --lr-decay-style constant
+    --train-iters {STEPS} --log-interval 1 --eval-iters 0 --eval-interval 1000 --seed 11
+"""
+OURS = ["--attention-backend", "mtraining", "--mtraining-block-size", "64"]
+EVERYTHING = [*OURS, "--mtraining-slash", "all"]
+PARALLEL = {
+    "CP 1": ("launcher", 1, ""),
+    "CP 2": ("launcher", 2, "--context-parallel-size 2"),
+    "TP 2": ("launcher", 2, "--tensor-model-parallel-size 2"),
+    "CP 2 x TP 2": (
+        "launcher",
+        4,
+        "--context-parallel-size 2 --tensor-model-parallel-size 2",
+    ),
+    "CP 1, patched": ("patch", 1, ""),
+    "CP 2, patched, distributed optimizer, full recompute": (
+        "patch",
+        2,
+        "--context-parallel-size 2 --use-distributed-optimizer --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1",
+    ),
+}
+
+
+class Tree:
+    """A copy of a checkout, and the runs made with it."""
+
+    def __init__(self, checkout: Path, root: Path):
+        self.roots = {"launcher": root / "plain", "patch": root / "patched"}
+        plain, patched = self.roots.values()
+        plain.mkdir()
+        for script in checkout.glob("*.py"):
+            shutil.copy(script, plain)
+        shutil.copytree(
+            checkout / "megatron", plain / "megatron", ignore=shutil.ignore_patterns("*.so")
+        )
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        includes = subprocess.run(
+            [sys.executable, "-m", "pybind11", "--includes"], capture_output=True, text=True
+        ).stdout.strip()
+        subprocess.run(
+            ["make", "-s", f"LIBEXT={suffix}", f"CPPFLAGS={includes}"],
+            cwd=plain / "megatron/core/datasets",
+            check=True,
+        )
+        shutil.copytree(plain, patched)
+        assert main(["patch", "apply", str(patched)]) == 0
+        self._dense = {}
+
+    def run(self, way: str, processes: int, *words: str, timeout: float = 300):
+        """pretrain_gpt.py: ``way`` is "launcher", "patch", or "plain" for neither."""
+        root = self.roots["patch" if way == "patch" else "launcher"]
+        how = ["-m", "megatron_mtraining.launch"] if way == "launcher" else []
+        script = root / "pretrain_gpt.py"
+        command = [SHIM, *how, script, *MODEL.split(), *TRAINING.split(), *words]
+        return torchrun(processes, *command, timeout=timeout, PYTHONPATH=str(root))
+
+    def dense(self, *words: str) -> list[float]:
+        """The losses of Megatron's own attention in one process, without the plug-in."""
+        if words not in self._dense:
+            self._dense[words] = losses(self.run("plain", 1, *words))
+        return self._dense[words]
+
+
+@pytest.fixture(scope="session")
+def tree(checkout, tmp_path_factory) -> Tree:
+    if find_spec("pybind11") is None or not shutil.which("make"):
+        pytest.skip("Megatron-LM's data sets need pybind11, make and a C++ compiler")
+    return Tree(checkout, tmp_path_factory.mktemp("trees"))
+
+
+def losses(run) -> list[float]:
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
+    found = [float(loss) for loss in re.findall(r"lm loss: (\S+)", run.stdout)]
+    assert len(found) == STEPS, run.stdout[-4000:]
+    return found
+
+
+def densities(run) -> list[float]:
+    found = re.findall(r"^ \[mtraining\] iteration \d+ \| density (\S+) ", run.stdout, re.M)
+    return [float(density) for density in found]
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_with_everything_kept_losses_are_those_of_dense_attention(name, tree):
+    way, processes, words = PARALLEL[name]
+    run = tree.run(way, processes, *words.split(), *EVERYTHING)
+    assert losses(run) == pytest.approx(tree.dense(), abs=1e-5, rel=1e-5)
+    assert densities(run) == [1.0] * STEPS
+    assert run.stdout.count("the data loader makes no") == 1
+
+
+@pytest.mark.parametrize("way", ["launcher", "patch"])
+def test_a_sparse_run_trains(way, tree):
+    sparse = ["--mtraining-slash", "0", "--mtraining-vertical", "16", "--mtraining-window", "1"]
+    run = tree.run(way, 2, "--context-parallel-size", "2", *OURS, *sparse)
+    found, dense = losses(run), tree.dense()
+    assert found[-1] < found[0] - 0.05
+    assert found != pytest.approx(dense, abs=1e-5), "it is sparse"
+    assert found == pytest.approx(dense, rel=0.2)
+    assert all(0.2 < density < 0.9 for density in densities(run)), densities(run)
+
+
+def test_pipeline_stages_and_yarn(tree):
+    words = "--position-embedding-type yarn --yarn-rotary-scaling-factor 4 "
+    words += "--yarn-original-max-position-embeddings 128 --yarn-beta-fast 32 --yarn-beta-slow 1"
+    words = words.split()
+    stages = ["--pipeline-model-parallel-size", "2"]
+    run = tree.run("launcher", 2, *words, *stages, *EVERYTHING)
+    if "unrecognized arguments: --yarn" in run.stderr:
+        pytest.skip("this Megatron-LM has no options for YaRN")
+    assert losses(run) == pytest.approx(tree.dense(*words), abs=1e-5, rel=1e-5)
+    assert densities(run) == [1.0] * STEPS
+
+
+@pytest.mark.parametrize("way", ["launcher", "patch"])
+def test_other_runs_are_unchanged_by_an_installed_plug_in(way, tree):
+    assert losses(tree.run(way, 1)) == tree.dense()
+
+
+BAD = {
+    "dropout": (["--attention-dropout", "0.1", *OURS], "--attention-dropout 0"),
+    "length": (["--seq-length", "200", *OURS], "--seq-length is 200"),
+    "no backend": (["--mtraining-slash", "8"], "--mtraining-slash 8 is given"),
+    "budget": ([*OURS, "--mtraining-vertical", "-5"], "--mtraining-vertical is -5"),
+    "window": ([*OURS, "--window-size", "8,0"], "--window-size is 8 0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_option_stops_all_ranks_with_one_message(name, tree):
+    words, message = BAD[name]
+    way = "patch" if name in ("length", "no backend") else "launcher"
+    run = tree.run(way, 2, "--context-parallel-size", "2", *words, timeout=120)
+    assert run.returncode != 0
+    said = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and message in said[0], run.stderr[-4000:]
+    assert "iteration " not in run.stdout
+
+
+def test_help_shows_the_options(tree):
+    run = tree.run("launcher", 1, "--help")
+    assert run.returncode == 0
+    assert "--mtraining-vertical" in run.stdout and "AttnBackend.mtraining" in run.stdout
+
+
+def test_a_patched_tree_without_the_package(tree):
+    """Other backends run; ours says what is missing."""
+    root = tree.roots["patch"]
+    code = (
+        "import sys; sys.modules['megatron_mtraining'] = None; import runpy; "
+        f"sys.path.insert(0, {str(root)!r}); sys.argv = sys.argv[1:]; "
+        "runpy.run_path(sys.argv[0], run_name='not_main')"
+    )
+
+    def run(*words):
+        command = [sys.executable, "-c", code, str(root / "pretrain_gpt.py"), *words]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    chosen = run("--attention-backend", "mtraining")
+    assert chosen.returncode == 1 and "needs the package megatron-mtraining" in chosen.stderr
+    other = run("--attention-backend", "flash")
+    assert other.returncode == 0, other.stderr[-3000:]
