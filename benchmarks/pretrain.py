@@ -168,8 +168,8 @@ def main() -> None:
     runs.add_argument("--memory-interval", action="store_true", help="log memory each iteration")
     runs.add_argument("--log", type=Path, help="keep Megatron's log here")
     runs.add_argument("--output", type=Path, default=record.RESULTS / "pretrain.jsonl")
-    runs.add_argument("more", nargs="*", help="arguments for Megatron, after --")
-    options = parser.parse_args()
+    # What this does not know goes to Megatron.
+    options, options.more = parser.parse_known_args()
     if options.command == "data":
         make_data(options.folder, options.tokens)
     else:

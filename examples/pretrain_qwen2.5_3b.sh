@@ -41,7 +41,7 @@ TRAIN=(
   --lr 1e-5 --lr-decay-style constant
   --no-gradient-accumulation-fusion --cross-entropy-loss-fusion
   --no-create-attention-mask-in-dataloader
-  --log-interval 1 --eval-iters 0
+  --log-interval 1 --eval-interval 1000 --eval-iters 0
 )
 # DATA_PATH: an indexed dataset of Megatron's, without .bin and .idx; made-up tokens otherwise.
 DATA=(--tokenizer-type NullTokenizer --vocab-size 151936)
