@@ -6,8 +6,34 @@ import os
 # Before torch starts its threads: several test processes share the cores of the machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import importlib
+import pkgutil
+
 import pytest
 import torch
+
+
+def import_kernels_interpreted() -> None:
+    """Import the kernels' modules under Triton's interpreter, which is chosen as they are imported.
+
+    Else the tests that interpret them pass or fail by what was imported before. The variable does
+    not stay set: CPU tensors take the PyTorch twins again, except in those tests.
+    """
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        package = importlib.import_module("megatron_mtraining.kernels")
+        for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+            importlib.import_module(module.name)
+    finally:
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+        else:
+            os.environ["TRITON_INTERPRET"] = before
+
+
+if not torch.cuda.is_available():
+    import_kernels_interpreted()
 
 
 def pytest_collection_modifyitems(config, items):
