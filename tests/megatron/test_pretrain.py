@@ -83,7 +83,7 @@ class Tree:
         )
         shutil.copytree(plain, patched)
         assert main(["patch", "apply", str(patched)]) == 0
-        self._dense = {}
+        self._dense = None
 
     def run(self, way: str, processes: int, *words: str, timeout: float = 300):
         """pretrain_gpt.py: ``way`` is "launcher", "patch", or "plain" for neither."""
@@ -93,11 +93,11 @@ class Tree:
         command = [SHIM, *how, script, *MODEL.split(), *TRAINING.split(), *words]
         return torchrun(processes, *command, timeout=timeout, PYTHONPATH=str(root))
 
-    def dense(self, *words: str) -> list[float]:
+    def dense(self) -> list[float]:
         """The losses of Megatron's own attention in one process, without the plug-in."""
-        if words not in self._dense:
-            self._dense[words] = losses(self.run("plain", 1, *words))
-        return self._dense[words]
+        if self._dense is None:
+            self._dense = losses(self.run("plain", 1))
+        return self._dense
 
 
 @pytest.fixture(scope="session")
@@ -136,18 +136,13 @@ def test_a_sparse_run_trains(way, tree):
     assert found[-1] < found[0] - 0.05
     assert found != pytest.approx(dense, abs=1e-5), "it is sparse"
     assert found == pytest.approx(dense, rel=0.2)
-    assert all(0.2 < density < 0.9 for density in densities(run)), densities(run)
+    assert all(0.1 < density < 0.5 for density in densities(run)), densities(run)
 
 
-def test_pipeline_stages_and_yarn(tree):
-    words = "--position-embedding-type yarn --yarn-rotary-scaling-factor 4 "
-    words += "--yarn-original-max-position-embeddings 128 --yarn-beta-fast 32 --yarn-beta-slow 1"
-    words = words.split()
-    stages = ["--pipeline-model-parallel-size", "2"]
-    run = tree.run("launcher", 2, *words, *stages, *EVERYTHING)
-    if "unrecognized arguments: --yarn" in run.stderr:
-        pytest.skip("this Megatron-LM has no options for YaRN")
-    assert losses(run) == pytest.approx(tree.dense(*words), abs=1e-5, rel=1e-5)
+def test_pipeline_stages(tree):
+    stages = ["--pipeline-model-parallel-size", "2"]  # with weights of their own
+    run, dense = tree.run("launcher", 2, *stages, *EVERYTHING), tree.run("plain", 2, *stages)
+    assert losses(run) == pytest.approx(losses(dense), abs=1e-5, rel=1e-5)
     assert densities(run) == [1.0] * STEPS
 
 
@@ -178,7 +173,11 @@ def test_a_bad_option_stops_all_ranks_with_one_message(name, tree):
 
 def test_help_shows_the_options(tree):
     run = tree.run("launcher", 1, "--help")
-    assert run.returncode == 0
+    if run.returncode and "unsupported format character" in run.stderr:
+        # 0.19.0: a bare % in one of Megatron's own help texts.
+        assert tree.run("plain", 1, "--help").returncode
+        pytest.skip("this Megatron-LM's own --help fails")
+    assert run.returncode == 0, run.stderr[-3000:]
     assert "--mtraining-vertical" in run.stdout and "AttnBackend.mtraining" in run.stdout
 
 
