@@ -105,7 +105,11 @@ def run(options) -> None:
             text=True,
         )
         lines = []
-        with open(options.log, "w", encoding="utf-8") if options.log else open(os.devnull, "w") as log:
+        with (
+            open(options.log, "w", encoding="utf-8")
+            if options.log
+            else open(os.devnull, "w") as log
+        ):
             for line in process.stdout:
                 lines.append(line)
                 log.write(line)

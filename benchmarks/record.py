@@ -36,8 +36,18 @@ def provenance() -> dict:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "commit": commit,
-        "command": " ".join(["python", *sys.argv]),
+        "command": command(),
     }
+
+
+def command() -> str:
+    """This run's command without what says only where its output was kept."""
+    words = ["python", *sys.argv]
+    for name in ("--output", "--log"):
+        while name in words:
+            at = words.index(name)
+            del words[at : at + 2]
+    return " ".join(words)
 
 
 def append(path: Path, rows: list[dict]) -> None:

@@ -11,8 +11,8 @@ import sys
 
 import torch
 import triton
-from kernels import draw_index
 
+from kernels import draw_index
 from megatron_mtraining.kernels import attention_delta, attention_forward, tiles
 from megatron_mtraining.kernels.backward_key import backward_key as launch_key
 from megatron_mtraining.kernels.backward_query import backward_query as launch_query
