@@ -17,8 +17,8 @@ class ConfigError(ValueError):
 class MTrainingConfig:
     """Settings of dynamic sparse attention, as a user gives them with ``--mtraining-*``.
 
-    Each field ``name`` is the option ``--mtraining-name`` (underscores become hyphens), its
-    ``help`` metadata is the option's help text. Sizes are in tokens unless said otherwise.
+    Each field ``name`` is the option ``--mtraining-name`` (underscores become hyphens), the string
+    under it the option's help text. Sizes are in tokens unless said otherwise.
     """
 
     vertical: int = 1000
