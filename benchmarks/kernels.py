@@ -17,8 +17,8 @@ import torch
 import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from workloads import BLOCK, draw_index
 
-from megatron_mtraining.pattern import build_index
 from megatron_mtraining.ring import Ring, ring_attention
 
 # seq, heads, kv_heads, dim, share of far block distances kept, columns
@@ -31,18 +31,6 @@ CASES = [
     (131072, 16, 2, 128, 0.01, 1000),
     (131072, 16, 2, 128, 0.01, 3500),
 ]
-BLOCK = 128
-
-
-def draw_index(seq, heads, share, columns, device):
-    """A local band of 4 distances, far ones at random, columns at random (denser at the start)."""
-    blocks = seq // BLOCK
-    distances = torch.rand(1, heads, blocks) < share
-    distances[..., :4] = True
-    weights = 1 / (1 + torch.arange(seq, dtype=torch.float32) / 1000)
-    picks = [torch.multinomial(weights, columns) for _ in range(heads)] if columns else []
-    picked = torch.stack(picks)[None] if columns else torch.zeros(1, heads, 0, dtype=torch.int64)
-    return build_index(distances.to(device), picked.to(device), seq, BLOCK, 1)
 
 
 def flex_attention_for(index):

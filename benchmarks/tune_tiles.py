@@ -1,7 +1,11 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Times each kernel with several tile sizes on one GPU, for the table in ``kernels/tiles.py``.
 
-python benchmarks/tune_tiles.py [OPERATION ...]
+    python benchmarks/tune_tiles.py [OPERATION ...]
+
+Prints the four fastest of each, and appends them to ``results/tiles.jsonl``: ``keep`` and ``walk`` are
+the rows of the operand that a program keeps and of the one it walks; rates count the products the
+kernel itself does.
 """
 
 from __future__ import annotations
@@ -9,10 +13,11 @@ from __future__ import annotations
 import itertools
 import sys
 
+import record
 import torch
 import triton
+from workloads import draw_index
 
-from kernels import draw_index
 from megatron_mtraining.kernels import attention_delta, attention_forward, tiles
 from megatron_mtraining.kernels.backward_key import backward_key as launch_key
 from megatron_mtraining.kernels.backward_query import backward_query as launch_query
@@ -62,10 +67,11 @@ def main():
                     print(name, dim, sizes, type(error).__name__)
             tiles._HOPPER[name, dim] = before
             for ms, sizes in sorted(found)[:4]:
-                rate = (
-                    f"{flops * products[name] / ms / 1e9:.0f} TFLOP/s" if name in products else ""
-                )
-                print(f"{name} d{dim} {sizes} {ms:.3f} ms {rate}", flush=True)
+                rate = round(flops * products[name] / ms / 1e9) if name in products else None
+                print(f"{name} d{dim} {sizes} {ms:.3f} ms {rate or ''}", flush=True)
+                row = dict(zip(("keep", "walk", "warps", "stages"), sizes))
+                row = dict(op=name, dim=dim, **row, ms=round(ms, 3), tflops=rate)
+                record.append(record.RESULTS / "tiles.jsonl", [row])
 
 
 if __name__ == "__main__":
