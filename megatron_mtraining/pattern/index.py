@@ -73,7 +73,9 @@ class VerticalSlashIndex:
         # Queries of the global last block are fewer when N is not a multiple of B (one rank only).
         missing = world * nb * block - self.seq_length
         per_column_block = self._columns_per_block()
-        outside = torch.nn.functional.pad((1 - member).cumsum(-1), (1, 0))  # [b, h, t, nb + 1]
+        # Integers: CUDA has no deterministic cumulative sum of floats.
+        outside = (1 - self.slash_member.long()).cumsum(-1)
+        outside = torch.nn.functional.pad(outside, (1, 0)).double()  # [b, h, t, nb + 1]
         out = member.new_zeros(*member.shape[:2], world, world)
         for rank in range(world):
             for t in range(world):
@@ -113,7 +115,7 @@ class VerticalSlashIndex:
         slash = (kept * (num_blocks - far)).sum(-1) * block * block
         slash = slash - num_blocks * block * (block - 1) / 2
         # A column in block c is seen by the distances up to NB - 1 - c that are not in D.
-        outside = (1 - kept).cumsum(-1).flip(-1)
+        outside = (~self.distances()).long().cumsum(-1).flip(-1).double()
         pairs = slash + (by_block * outside).sum(-1) * block
         if missing:
             pairs = pairs - missing * self._keys_of_last_query(columns)
