@@ -81,6 +81,12 @@ REFUSALS = (
         "rl_use_sequence_packing", _unset, "packed (THD) sequences are not supported", LEAVE_OUT
     ),
     Refusal(
+        "dataloader_inter_document_masking",
+        _unset,
+        "packed (THD) sequences are not supported",
+        LEAVE_OUT,
+    ),
+    Refusal(
         "hybrid_context_parallel",
         _unset,
         "each sequence is laid out over the whole context-parallel group",

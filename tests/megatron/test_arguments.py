@@ -127,6 +127,7 @@ REFUSED = {
     "reset_attention_mask": True,
     "sft": True,
     "rl_use_sequence_packing": True,
+    "dataloader_inter_document_masking": True,
     "hybrid_context_parallel": True,
     "dynamic_context_parallel": True,
     "hierarchical_context_parallel_sizes": [2, 2],
