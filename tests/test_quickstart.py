@@ -1,6 +1,7 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """The quickstart from its command line to its pictures, small; and its parts."""
 
+import argparse
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import pytest
 from megatron_mtraining import cli
 from megatron_mtraining.quickstart import text
 from megatron_mtraining.quickstart.main import summary
+from megatron_mtraining.quickstart.options import add_arguments, options_from
 
 STEPS = 4
 VOCABULARY = 512
@@ -181,3 +183,21 @@ def test_summary_counts_work_against_dense():
     assert found["density (pairs kept)"] == ["100.0%", "30.0%"]
     assert found["tokens/s"] == ["200", "200"]
     assert found["work of rank 0"] == ["50.0%", "10.0%"]
+
+
+@pytest.mark.parametrize("processes", [1, 3, 6])
+def test_the_default_length_fits_any_number_of_processes(processes, tmp_path):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = ["--device", "cpu", "--processes", str(processes), "--output", str(tmp_path / "out")]
+    options = options_from(parser.parse_args(words))
+    assert 2048 <= options.seq_length < 2048 + 64 * processes
+    options.sparse.check_sequence(options.seq_length, processes)
+
+
+@pytest.mark.gpu
+def test_on_gpus(tmp_path):
+    done = run_quickstart(tmp_path, "--device", "cuda", "--output", "out")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert (tmp_path / "out" / "pattern.png").exists()
+    assert "GPUs, NCCL" in done.stdout

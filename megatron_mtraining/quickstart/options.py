@@ -88,9 +88,6 @@ def options_from(values: argparse.Namespace) -> Options:
         raise ConfigError(
             f"--processes is {processes}, but there are {gpus} GPUs: use at most {gpus}"
         )
-    seq_length = values.seq_length
-    if seq_length is None:
-        seq_length = 8192 if device == "cuda" else 2048
     lowest = dict(steps=2, batch=1, layers=1, heads=1, kv_heads=1, vocab_size=512, held_out=1)
     for name, low in lowest.items():
         if getattr(values, name) < low:
@@ -99,6 +96,11 @@ def options_from(values: argparse.Namespace) -> Options:
             )
     if processes < 1:
         raise ConfigError(f"--processes is {processes}: use 1 or more")
+    seq_length = values.seq_length
+    if seq_length is None:
+        # Rounded up to what any number of processes can share: 3 or 6 GPUs too.
+        multiple = max(1, values.block_size) * processes
+        seq_length = -(-(8192 if device == "cuda" else 2048) // multiple) * multiple
     if values.heads % values.kv_heads:
         raise ConfigError(
             f"--heads is {values.heads}, not a multiple of --kv-heads ({values.kv_heads})"

@@ -52,8 +52,8 @@ def worker(rank: int, options: Options, folder: str) -> None:
     torch.set_num_threads(threads_a_process(options))
     on_gpu = options.device == "cuda"
     if on_gpu:
-        torch.cuda.set_device(rank)
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron wants it with CP
+        torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         init_method=(Path(folder).absolute() / "rendezvous").as_uri(),
@@ -252,7 +252,7 @@ def _patterns(indices: list, options: Options) -> dict[str, np.ndarray]:
     patterns = {}
     for layer, index in enumerate(indices):
         for head in range(options.heads):
-            mask = torch.as_tensor(index.token_mask(0, head)).float()
+            mask = index.token_mask(0, head).cpu().float()
             shares = torch.nn.functional.avg_pool2d(mask[None, None], cell)[0, 0]
             patterns[f"layer{layer}_head{head}"] = shares.numpy()
     return patterns
