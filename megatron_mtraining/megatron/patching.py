@@ -1,9 +1,9 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """``mtraining patch apply|check|revert DIR``: the backend in a Megatron-LM checkout.
 
-The patches are genuine unified diffs, one for each Megatron line (``git apply`` takes them too);
-``table.json`` beside them says which versions they are for and what they touch. They are applied
-here by exact context, so that neither git nor a repository is needed.
+A patch is a genuine unified diff (``git apply`` takes it too); ``table.json`` beside it says which
+Megatron lines it is for and what it touches. It is applied here by exact context, so that neither
+git nor a repository is needed. One serves all lines so far: where it goes, they have the same text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 from ..config import ConfigError
@@ -39,7 +38,7 @@ class Hunk:
 
 @dataclass(frozen=True)
 class Line:
-    """A supported Megatron line, such as 0.16: one entry of ``table.json``."""
+    """A supported Megatron line, such as 0.16, and the patch that ``table.json`` has for it."""
 
     version: str
     patch: str
@@ -47,24 +46,22 @@ class Line:
     hunks: dict[str, tuple[Hunk, ...]]
 
 
-def patches_folder():
-    """Where the patches are: installed as package data, or the top folder of a source checkout."""
-    try:
-        folder = resources.files("megatron_mtraining.patches")
-        if folder.joinpath("table.json").is_file():
-            return folder
-    except (ModuleNotFoundError, NotADirectoryError):
-        pass
-    return Path(__file__).parents[2] / "patches"
+def patches_folder() -> Path:
+    """Where the patches are: inside the package once it is installed, or, in a source checkout
+    (used as it is, or by an editable install), the checkout's top folder."""
+    inside = Path(__file__).parents[1] / "patches"
+    return inside if (inside / "table.json").is_file() else Path(__file__).parents[2] / "patches"
 
 
 def supported_lines() -> list[Line]:
-    """The entries of ``table.json``, with their patches read."""
+    """The lines that ``table.json`` has patches for, with these read."""
     folder = patches_folder()
     lines = []
-    for entry in json.loads(folder.joinpath("table.json").read_text(encoding="utf-8")):
-        hunks = parse_patch(folder.joinpath(entry["patch"]).read_text(encoding="utf-8"))
-        lines.append(Line(entry["version"], entry["patch"], entry["touches"], hunks))
+    for entry in json.loads((folder / "table.json").read_text(encoding="utf-8")):
+        hunks = parse_patch((folder / entry["patch"]).read_text(encoding="utf-8"))
+        lines += [
+            Line(version, entry["patch"], entry["touches"], hunks) for version in entry["made_for"]
+        ]
     return lines
 
 
@@ -84,7 +81,9 @@ def parse_patch(text: str) -> dict[str, tuple[Hunk, ...]]:
 
 def edit(content: bytes, hunks: tuple[Hunk, ...], reverse: bool = False) -> bytes | None:
     """``content`` with every hunk applied (or taken back); None unless each fits at exactly one
-    place. Lines keep their ends, new ones take those of their neighbours."""
+    place. One with nothing after its change fits the file's end only, as for git: or else a change
+    edited later would pass for one not there. Lines keep their ends, new ones take those of their
+    neighbours."""
     lines = content.decode("utf-8", "surrogateescape").splitlines(keepends=True)
     for given in hunks:
         hunk = given.reversed() if reverse else given
@@ -92,13 +91,16 @@ def edit(content: bytes, hunks: tuple[Hunk, ...], reverse: bool = False) -> byte
         bare = [line.rstrip("\r\n") for line in lines]
         size = len(old)
         starts = [i for i in range(len(bare) - size + 1) if bare[i : i + size] == old]
-        if len(starts) != 1:
+        at_the_end = hunk.rows[-1][0] != " "
+        if len(starts) != 1 or (at_the_end and starts[0] + size != len(bare)):
             return None
         found = iter(lines[starts[0] : starts[0] + size])
         end = "\r\n" if lines[starts[0]].endswith("\r\n") else "\n"
         new = []
         for row in hunk.rows:
             if row[0] == "+":
+                if new and not new[-1].endswith(("\r", "\n")):
+                    return None  # the file's last line has no end: upstream's have one
                 new.append(row[1:] + end)
             elif row[0] == " ":
                 new.append(next(found))

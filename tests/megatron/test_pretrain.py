@@ -7,6 +7,8 @@ A copy of what is needed of each checkout is worked on, never the checkout. It n
 checkout needs (pybind11, a C++ compiler, make and others) for the Python that runs the tests.
 """
 
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -181,8 +183,45 @@ def test_help_shows_the_options(tree):
     assert "--mtraining-vertical" in run.stdout and "AttnBackend.mtraining" in run.stdout
 
 
+SCRIPT = """
+import json
+import sys
+from megatron.core.utils import get_batch_on_this_cp_rank as before
+from megatron.training import get_args
+from megatron.core.utils import get_batch_on_this_cp_rank as after
+from megatron.training import training
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.training import training_log
+
+functions = [before, after, parse_args, validate_args, training_log, training.training_log]
+print(json.dumps([getattr(function, "_mtraining_wrapper", False) for function in functions]))
+if sys.argv[1:]:
+    validate_args(parse_args())
+"""
+
+
+def test_any_script_of_a_patched_tree_has_the_plug_in(tree, tmp_path):
+    """Not only pretrain_gpt.py: a backend that is chosen but not registered would run dense."""
+    script = tmp_path / "another.py"
+    script.write_text(SCRIPT)
+
+    def run(*words):
+        env = {**os.environ, "PYTHONPATH": str(tree.roots["patch"])}
+        command = [sys.executable, str(script), *words]
+        return subprocess.run(command, env=env, capture_output=True, text=True)
+
+    registered = run()
+    assert registered.returncode == 0, registered.stderr[-3000:]
+    assert json.loads(registered.stdout.splitlines()[-1]) == [True] * 6
+    # What pretrain_mamba.py is given.
+    hybrid = run(*MODEL.split(), *TRAINING.split(), *OURS, "--hybrid-override-pattern", "M*")
+    said = [line for line in hybrid.stderr.splitlines() if line.startswith("error: ")]
+    assert hybrid.returncode == 1 and len(said) == 1, hybrid.stderr[-3000:]
+    assert "only GPT models are supported" in said[0]
+
+
 def test_a_patched_tree_without_the_package(tree):
-    """Other backends run; ours says what is missing."""
+    """Other backends run; ours says what is missing, in every script."""
     root = tree.roots["patch"]
     code = (
         "import sys; sys.modules['megatron_mtraining'] = None; import runpy; "
