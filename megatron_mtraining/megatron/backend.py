@@ -41,8 +41,12 @@ def add_member(enum: type[Enum] = AttnBackend) -> Enum:
 
 
 def is_active(settings) -> bool:
-    """Whether ``settings`` (training arguments or a TransformerConfig) choose this backend."""
-    return getattr(getattr(settings, "attention_backend", None), "name", None) == NAME
+    """Whether ``settings`` (training arguments or a TransformerConfig) choose this backend.
+
+    A name in place of the enum's member counts too: Megatron's YAML configs leave it a string.
+    """
+    backend = getattr(settings, "attention_backend", None)
+    return getattr(backend, "name", backend) == NAME
 
 
 def training_arguments():

@@ -41,12 +41,13 @@ def wrap_gpt_model(original):
     return __init__
 
 
-def wrap_language_module(original):
+def wrap_any_model(original):
     signature = inspect.signature(original)
 
     def __init__(self, *args, **kwargs):
-        """Refuses models other than GPTModel with attention backend mtraining: Megatron does
-        nothing on a backend that it does not know, so they would run dense, unseen."""
+        """Refuses models other than GPTModel with attention backend mtraining, vision encoders
+        too: Megatron does nothing on a backend that it does not know, so they would run dense,
+        unseen."""
         from megatron.core.models.gpt.gpt_model import GPTModel
 
         config = signature.bind(self, *args, **kwargs).arguments["config"]

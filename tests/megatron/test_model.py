@@ -1,0 +1,43 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Models other than GPTModel must not run dense, unseen."""
+
+import pytest
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.common.vision_module.vision_module import VisionModule
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_mtraining import ConfigError
+from megatron_mtraining.megatron import register
+
+
+class Encoder(VisionModule):
+    pass
+
+
+class Translator(LanguageModule):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    register()
+
+
+def config(backend):
+    made = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1)
+    made.attention_backend = backend
+    return made
+
+
+# Megatron's YAML files leave the backend's name a string.
+@pytest.mark.parametrize("backend", ["member", "mtraining"])
+@pytest.mark.parametrize("model", [Encoder, Translator])
+def test_other_models_are_refused(model, backend):
+    chosen = AttnBackend["mtraining"] if backend == "member" else backend
+    with pytest.raises(ConfigError, match=f"GPTModel only, not with {model.__name__}"):
+        model(config=config(chosen))
+
+
+def test_other_backends_are_left_alone():
+    assert Encoder(config=config(AttnBackend.auto)).config.attention_backend is AttnBackend.auto
