@@ -18,9 +18,9 @@ import os
 import torch
 from torch import Tensor
 
+from ..config import HEAD_DIMS
 from . import reference
 
-HEAD_DIMS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 __all__ = [

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 BLOCK_SIZES = (64, 128)
 HEAD_DIMS = (64, 128)
+"""Head dimensions there are kernels for."""
 
 
 class ConfigError(ValueError):
@@ -22,14 +23,15 @@ class MTrainingConfig:
     """
 
     vertical: int = 1000
-    """Key columns each query head keeps, the first ``sink`` columns counted in."""
+    """Key columns each query head keeps, the first ``sink`` columns counted in; the sequence length
+    keeps everything."""
     slash: int = 100
-    """Token diagonals each query head keeps beside the local window; the sequence length (or
-    more) keeps every diagonal, which is dense causal attention."""
+    """Token diagonals each query head keeps beside the local window; the sequence length keeps
+    every diagonal, which is dense causal attention."""
     window: int = 128
     """Tokens before each query that are always kept (rounded up to whole blocks)."""
     sink: int = 4
-    """First columns of the sequence that are always kept."""
+    """First columns of the sequence that are always kept, also if ``vertical`` is 0."""
     block_size: int = 128
     """Tokens in a block: the granularity of slashes and of the striped layout."""
     sample_strata: int = 64
@@ -46,7 +48,7 @@ class MTrainingConfig:
             raise ConfigError(
                 f"{option('block_size')} is {self.block_size}: use one of {BLOCK_SIZES}"
             )
-        at_least = dict(vertical=0, slash=0, window=1, sink=0, sample_strata=2, sample_rows=1)
+        at_least = dict(vertical=0, slash=0, window=0, sink=0, sample_strata=2, sample_rows=1)
         for name, low in at_least.items():
             if getattr(self, name) < low:
                 raise ConfigError(f"{option(name)} is {getattr(self, name)}: use {low} or more")
@@ -59,7 +61,7 @@ class MTrainingConfig:
 
     def check_sequence(self, seq_length: int, cp_size: int) -> None:
         """Raise :class:`ConfigError` if a sequence of ``seq_length`` tokens cannot be laid out
-        over ``cp_size`` ranks, or the budgets do not fit it."""
+        over ``cp_size`` ranks, or :meth:`check_budgets` does."""
         multiple = self.block_size * cp_size
         if seq_length <= 0 or seq_length % multiple:
             near = max(multiple, round(seq_length / multiple) * multiple)
@@ -68,7 +70,11 @@ class MTrainingConfig:
                 f"{option('block_size')} ({self.block_size}) x --context-parallel-size "
                 f"({cp_size}): use {near}, for example"
             )
-        for name in ("vertical", "sink", "window"):
+        self.check_budgets(seq_length)
+
+    def check_budgets(self, seq_length: int) -> None:
+        """Raise :class:`ConfigError` if the budgets do not fit ``seq_length`` tokens."""
+        for name in ("vertical", "slash", "sink", "window"):
             if getattr(self, name) > seq_length:
                 raise ConfigError(
                     f"{option(name)} is {getattr(self, name)}, more than --seq-length "
@@ -84,7 +90,7 @@ class MTrainingConfig:
 
     def keeps_all(self, seq_length: int) -> bool:
         """Whether the budgets keep every pair of a sequence of ``seq_length`` tokens."""
-        return self.slash >= seq_length or self.window >= seq_length
+        return max(self.vertical, self.slash, self.window) >= seq_length
 
 
 def option(name: str) -> str:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from attention_cases import (
     dense_attention,
-    random_index,
     random_operands,
     relative_error,
     simulated_ring,
@@ -21,7 +20,7 @@ from attention_cases import (
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.layout import stripe, unstripe
-from megatron_mtraining.pattern import choose_index
+from megatron_mtraining.pattern import build_index, choose_index
 from megatron_mtraining.ring import Ring
 
 pytestmark = pytest.mark.gpu
@@ -50,12 +49,15 @@ def test_sparse_attention_against_its_own_mask():
         assert relative_error(actual, truth) < 1e-2
 
 
-def test_nothing_is_read_back_to_the_host():
-    operands = random_operands(4096, 1, 4, 2, 128, torch.bfloat16, "cuda")
+@pytest.mark.parametrize(
+    ("length", "config"), [(4096, CONFIG), (131072, MTrainingConfig())], ids=["4K", "128K"]
+)
+def test_nothing_is_read_back_to_the_host(length, config):
+    operands = random_operands(length, 1, 4, 2, 128, torch.bfloat16, "cuda")
     leaves = [t.clone().requires_grad_() for t in operands[:3]]
 
     def step():
-        sparse_attention(*leaves, config=CONFIG)[0].backward(operands[3])
+        sparse_attention(*leaves, config=config)[0].backward(operands[3])
 
     step()  # compilation may synchronise
     torch.cuda.synchronize()
@@ -67,23 +69,30 @@ def test_nothing_is_read_back_to_the_host():
 
 
 def test_offsets_beyond_32_bits():
-    """1M tokens x 16 heads x 128: element 2^31 lies in the last rows. A window of the last rows is
-    compared with attention over just the keys they can see."""
-    if torch.cuda.get_device_properties(0).total_memory < 60e9:
-        pytest.skip("needs 60 GB of GPU memory")
-    seq = 2**20
+    """1.25M tokens x 16 heads x 128: offsets in the last rows are beyond 2^31. The last 512 tokens see
+    their own block, the one before, and two columns there: attention over just these must agree."""
+    if torch.cuda.get_device_properties(0).total_memory < 75e9:
+        pytest.skip("needs 75 GB of GPU memory")
+    seq, tail = 2**20 + 2**18, 512
+    assert (seq - tail) * 16 * 128 > 2**31
+
+    def index_of(length):
+        distances = torch.zeros(1, 16, length // 128, dtype=torch.bool)
+        distances[..., :2] = True
+        columns = torch.tensor([length - 400, length - 300]).expand(1, 16, -1)
+        return build_index(distances.cuda(), columns.cuda(), length, 128, 1)
+
     query = torch.randn(seq, 1, 16, 128, device="cuda", dtype=torch.bfloat16)
-    key, value = (torch.randn(seq, 1, 2, 128, device="cuda").bfloat16() for _ in range(2))
+    # Keys in one tensor with the heads' stride of the queries, so that their offsets are as large.
+    both = torch.randn(seq, 1, 16, 128, device="cuda", dtype=torch.bfloat16)
+    key, value = both[:, :, :2], both[:, :, 2:4]
     grad_out = torch.randn_like(query)
-    index = random_index(seq, 1, 16, 128, 1, "none", "cuda")
-    actual = simulated_ring(query, key, value, grad_out, index, 0.1)
-    tail = slice(seq - 256, seq)
-    mask = torch.zeros(256, 256, dtype=torch.bool, device="cuda")
-    mask[:128, :128] = mask[128:, 128:] = torch.ones(128, 128, device="cuda").tril().bool()
-    parts = (t[tail] for t in (query, key, value, grad_out))
-    expected = dense_attention(*parts, mask, 0.1)
+    actual = simulated_ring(query, key, value, grad_out, index_of(seq), 0.1)
+    parts = [t[-tail:] for t in (query, key, value, grad_out)]
+    expected = dense_attention(*parts, written_out_mask(index_of(tail), 1, 16), 0.1)
+    # The first half of the tail has neighbours outside of it.
     for a, e in zip(actual, expected):
-        assert relative_error(a[tail], e) < 1e-2
+        assert relative_error(a[-tail // 2 :], e[-tail // 2 :]) < 1e-2
 
 
 def _nccl_rank(rank, world, port, operands, results):

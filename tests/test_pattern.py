@@ -14,7 +14,7 @@ from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.layout import stripe
 from megatron_mtraining.pattern import build_index, choose_index
 from megatron_mtraining.pattern.estimate import sample_attention, sample_rows, slash_mass
-from megatron_mtraining.ring import Ring
+from megatron_mtraining.ring import Ring, ring_attention
 
 SEQ = 768
 
@@ -54,13 +54,13 @@ def test_rows_are_spread_each_once_and_the_same_everywhere():
 
 def test_distance_0_window_and_sinks_always_hold():
     query, key, _, _ = random_operands(SEQ, 1, 4, 2, 64, torch.float32, "cpu")
-    for changes in ({}, dict(slash=0), dict(vertical=0, sink=0), dict(slash=0, vertical=4)):
+    for changes in ({}, dict(slash=0), dict(vertical=0), dict(slash=0, vertical=0), dict(sink=0)):
         config = settings(**changes)
         index = choose_index(query, key, config, Ring(None), 0.125)
         for h in range(4):
             mask = index.token_mask(0, h)
             i = torch.arange(SEQ)
-            for back in (0, 1, 63, 64, 69):
+            for back in (0, 1, 63, 64, 70):
                 assert mask[i[back:], i[: SEQ - back]].all()
             assert mask[:, : config.sink].tril().sum() == torch.ones(SEQ, config.sink).tril().sum()
             assert not mask.triu(1).any()
@@ -89,6 +89,52 @@ def test_a_planted_diagonal_and_a_planted_column_are_found():
     assert 200 in columns_of(index, 0, 1)
 
 
+@pytest.mark.parametrize(("window", "block"), [(0, 64), (1, 64), (64, 64), (129, 64), (128, 128)])
+def test_the_window_is_as_wide_as_asked(window, block):
+    query, key, _, _ = random_operands(512, 1, 2, 2, 64, torch.float32, "cpu")
+    config = settings(window=window, block_size=block, slash=0, vertical=0, sink=0)
+    mask = choose_index(query, key, config, Ring(None), 0.125).token_mask(0, 0)
+    i = torch.arange(512)
+    for back in (window, max(0, window - 1)):
+        assert mask[i[back:], i[: 512 - back]].all()
+    # No block more than it takes: the first query of a block sees no farther.
+    farthest = -(-window // block) * block
+    assert mask[256].int().argmax() == 256 - farthest
+
+
+def test_the_callers_distances_are_left_alone():
+    distances = torch.zeros(1, 1, 4, dtype=torch.bool)
+    build_index(distances, torch.zeros(1, 1, 0, dtype=torch.int64), 256, 64, 1)
+    assert not distances.any()
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), -float("inf")])
+def test_what_is_not_a_number_does_not_break_the_choice(bad):
+    query, key, _, _ = random_operands(SEQ, 1, 2, 2, 64, torch.float32, "cpu")
+    key[500, 0, 0, 3] = bad
+    config = settings()
+    index = choose_index(query, key, config, Ring(None), 0.125)
+    for h in range(2):
+        found = columns_of(index, 0, h)
+        assert len(set(found)) == len(found) and set(range(config.sink)) <= set(found)
+        assert index.distances()[0, h, :3].all()
+
+
+def test_the_future_can_change_the_choice_but_nothing_else():
+    """A step's pattern is chosen from all of its queries and keys; under one pattern, attention is
+    causal. With a pattern that no input can change, the future changes nothing."""
+    query, key, value, _ = random_operands(SEQ, 1, 4, 2, 64, torch.float32, "cpu")
+    cut = 300
+    later = [torch.cat((t[:cut], torch.randn_like(t[cut:]))) for t in (query, key, value)]
+    for config in (settings(slash=0, vertical=0), settings(slash=SEQ)):
+        before, _ = sparse_attention(query, key, value, config=config)
+        after, _ = sparse_attention(*later, config=config)
+        assert torch.equal(before[:cut], after[:cut])
+    before, index = sparse_attention(query, key, value, config=settings())
+    after = ring_attention(*later, index, Ring(None), 64**-0.5)
+    assert torch.equal(before[:cut], after[:cut])
+
+
 def test_budgets_are_kept_to():
     query, key, _, _ = random_operands(SEQ, 2, 4, 2, 64, torch.float32, "cpu")
     config = settings()
@@ -97,16 +143,17 @@ def test_budgets_are_kept_to():
     near = 3  # a window of 70 tokens reaches into the second block before
     assert (index.slash_ptr[..., -1] <= near + 2 * config.slash).all()
     assert (index.slash_ptr[..., -1] > near).all()
-    everything = choose_index(query, key, settings(slash=SEQ), Ring(None), 0.125)
-    assert (everything.density() == 1).all()
+    for changes in (dict(slash=SEQ), dict(vertical=SEQ), dict(window=SEQ)):
+        everything = choose_index(query, key, settings(**changes), Ring(None), 0.125)
+        assert (everything.density() == 1).all()
 
 
 def test_fewer_columns_than_the_budget_is_no_column_twice():
     query, key, _, _ = random_operands(256, 1, 2, 2, 64, torch.float32, "cpu")
-    index = choose_index(query, key, settings(vertical=256), Ring(None), 0.125)
+    index = choose_index(query, key, settings(vertical=255), Ring(None), 0.125)
     for h in range(2):
         positions = columns_of(index, 0, h)
-        assert len(set(positions)) == len(positions) <= 256
+        assert len(set(positions)) == len(positions) <= 255
 
 
 def test_slash_mass_is_the_sum_over_the_sampled_rows():
@@ -193,7 +240,7 @@ def test_index_is_small():
     assert index.nbytes < 150_000
 
 
-def test_a_replay_chooses_the_same_pattern():
+def test_the_same_inputs_choose_the_same_pattern():
     query, key, value, _ = random_operands(SEQ, 1, 4, 2, 64, torch.float32, "cpu")
     first, one = sparse_attention(query, key, value, config=settings())
     again, two = sparse_attention(query, key, value, config=settings())
@@ -207,7 +254,7 @@ def test_a_replay_chooses_the_same_pattern():
         (dict(block_size=100), "--mtraining-block-size is 100"),
         (dict(vertical=-1), "--mtraining-vertical is -1"),
         (dict(slash=-2), "--mtraining-slash is -2"),
-        (dict(window=0), "--mtraining-window is 0"),
+        (dict(window=-1), "--mtraining-window is -1"),
         (dict(sink=25), "--mtraining-sink is 25"),
         (dict(sample_strata=1), "--mtraining-sample-strata is 1"),
         (dict(sample_rows=0), "--mtraining-sample-rows is 0"),
@@ -225,6 +272,7 @@ def test_settings_out_of_range_are_named(changes, named):
         ({}, 1000, 2, "--seq-length is 1000.*128"),
         (dict(vertical=2000), 1024, 2, "--mtraining-vertical is 2000"),
         (dict(window=2000), 1024, 2, "--mtraining-window is 2000"),
+        (dict(slash=2000), 1024, 2, "--mtraining-slash is 2000"),
         (dict(sample_strata=64, sample_rows=32), 1024, 2, "64 x 32"),
     ],
 )

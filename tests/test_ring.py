@@ -15,6 +15,8 @@ from attention_cases import (
 )
 from ranks import run_ranks
 
+from megatron_mtraining import MTrainingConfig
+from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.layout import stripe, unstripe
 from megatron_mtraining.pattern import build_index
 from megatron_mtraining.ring import Ring, flat_ring, ring_attention
@@ -97,6 +99,41 @@ def test_a_ring_need_not_be_the_whole_world():
     for ring in (results[:2], results[2:]):
         for parts, truth in zip(zip(*ring), expected):
             assert relative_error(unstripe(list(parts), BLOCK), truth) < 1e-12
+
+
+BUDGETS = [
+    dict(vertical=20, slash=3, window=0, sink=4),
+    dict(vertical=0, slash=0, window=0, sink=0),
+    dict(vertical=64, slash=0, window=64, sink=64),
+    dict(vertical=0, slash=5, window=1, sink=2, sample_rows=2),
+]
+
+
+def run_sparse(rank, world, operands):
+    results = []
+    for budget in BUDGETS:
+        config = MTrainingConfig(block_size=BLOCK, sample_strata=16, **budget)
+        parts = [stripe(t, rank, world, BLOCK) for t in operands]
+        leaves = [t.clone().requires_grad_() for t in parts[:3]]
+        out, index = sparse_attention(*leaves, config=config, cp_group=dist.group.WORLD)
+        out.backward(parts[3])
+        masks = written_out_mask(index, 2, 4)
+        results.append([out.detach(), *(leaf.grad for leaf in leaves), masks])
+    return results
+
+
+@pytest.mark.parametrize(("world", "blocks"), [(2, 3), (3, 2), (6, 1)])
+def test_choosing_and_attending_over_processes(world, blocks):
+    print("torch seed", torch.seed())
+    operands = random_operands(BLOCK * world * blocks, 2, 4, 2, 64, torch.float64, "cpu")
+    results = run_ranks(world, run_sparse, operands)
+    for case in range(len(BUDGETS)):
+        ranks = [result[case] for result in results]
+        masks = ranks[0][4]
+        assert all(torch.equal(rank[4], masks) for rank in ranks)
+        expected = dense_attention(*operands, masks, 64**-0.5)
+        for i, truth in enumerate(expected):
+            assert relative_error(unstripe([rank[i] for rank in ranks], BLOCK), truth) < 1e-12
 
 
 def test_operands_that_do_not_fit_are_named():

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -11,11 +10,10 @@ from torch import Tensor
 
 from ..attention import sparse_attention
 from ..config import HEAD_DIMS, ConfigError
+from ..kernels import DTYPES
 from .arguments import settings
 from .checks import check_settings
 from .density import DensityMeter
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class MTrainingAttention(MegatronModule):

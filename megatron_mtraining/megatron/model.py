@@ -6,8 +6,8 @@ from __future__ import annotations
 import inspect
 
 from ..config import ConfigError
-from .arguments import settings
-from .backend import is_active
+from .arguments import config_from_args, settings
+from .backend import is_active, training_arguments
 
 
 def wrap_gpt_model(original):
@@ -31,6 +31,7 @@ def wrap_gpt_model(original):
                 "in Megatron's own context-parallel layout, which attention backend mtraining "
                 "does not use; leave it out"
             )
+        _check_one_block_size(config)
         given["transformer_layer_spec"] = replace_core_attention(given["transformer_layer_spec"])
         with rotary.building():
             original(*bound.args, **bound.kwargs)
@@ -39,6 +40,19 @@ def wrap_gpt_model(original):
             rotary.stripe_embedding(embedding, self.pg_collection.cp, settings(config).block_size)
 
     return __init__
+
+
+def _check_one_block_size(config) -> None:
+    """The batch is striped by the command line's block size, the model by its config's."""
+    arguments = training_arguments()
+    if arguments is None or not is_active(arguments):
+        return
+    batch, model = config_from_args(arguments).block_size, settings(config).block_size
+    if batch != model:
+        raise ConfigError(
+            f"config.mtraining has block_size {model}, but --mtraining-block-size, which batches are "
+            f"cut by, is {batch}: make them equal"
+        )
 
 
 def wrap_any_model(original):

@@ -1,9 +1,9 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Attention mass of this step's own queries and keys, from a sample of query rows.
 
-Follows the idea of MTraining (arXiv 2510.18830, section 3: the pattern is found online, in each step)
-with rows spread over the whole sequence in place of its last rows: measured on real weights they need
-far less density for the same recall (docs/design.md).
+Follows the idea of MTraining (arXiv 2510.18830): the pattern is found online, in each step. Its sample is
+the last rows of the sequence; here rows are spread over all of it, so that columns and diagonals
+that only earlier parts use are seen too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class SampledAttention:
 
 
 def sample_rows(seq_length: int, strata: int, rows: int, device=None) -> Tensor:
-    """Query rows to look at: int64 ``[strata * rows]``, ascending, each once.
+    """Query rows to look at: int64 ``[strata * rows]``, ascending, each once if there are no more of
+    them than tokens.
 
     The sequence is cut into ``strata`` stretches with ``rows`` evenly spread rows in each, at an
     offset that differs from stretch to stretch (multiples of the golden ratio): equal offsets would

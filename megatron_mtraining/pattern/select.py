@@ -31,7 +31,7 @@ def choose_index(query, key, config, ring, softmax_scale: float) -> VerticalSlas
 
     Raises:
         ConfigError: the sequence is not a multiple of ``block_size`` x ranks (on one rank, any
-            length will do).
+            length will do), or the budgets do not fit it.
     """
     query, key = query.detach(), key.detach()
     length, batch, heads, _ = query.shape
@@ -39,14 +39,15 @@ def choose_index(query, key, config, ring, softmax_scale: float) -> VerticalSlas
     seq_length = length * world
     if world > 1:
         check_layout(seq_length, world, block)
+    config.check_budgets(seq_length)
     if config.keeps_all(seq_length):
         return full_index(batch, heads, seq_length, block, world, query.device)
     num_blocks = -(-seq_length // block)
-    # The farthest key of the window is window - 1 away and may lie one block further on.
-    near = min(num_blocks, (config.window - 1 + block - 1) // block + 1)
+    # From the first query of a block, the window's farthest key is a block further than from its last.
+    near = min(num_blocks, -(-config.window // block) + 1)
     distances = torch.zeros(batch, heads, num_blocks, dtype=torch.bool, device=query.device)
     distances[..., :near] = True
-    columns = torch.arange(min(config.sink, config.vertical), device=query.device)
+    columns = torch.arange(config.sink, device=query.device)
     columns = columns.expand(batch, heads, -1)
     more_columns = config.vertical > columns.shape[-1]
     if config.slash or more_columns:
@@ -68,6 +69,8 @@ def _sort_key(mass: Tensor, position: Tensor, mandatory: Tensor | None = None) -
     Non-negative floats order like their bits. ``mandatory`` ones come before all others; what has no
     mass gets -1 - position, below every choice.
     """
+    # What is not a number counts as no mass: its bits have a sign and an order of their own.
+    mass = torch.nan_to_num(mass, nan=0.0)
     bits = mass.contiguous().view(torch.int32).long()
     if mandatory is not None:
         bits = torch.where(mandatory, 2**31 - 1, bits)

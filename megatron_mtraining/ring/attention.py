@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..kernels import attention_backward, attention_delta, attention_forward, check_operands
 from ..pattern.index import VerticalSlashIndex
@@ -35,6 +36,7 @@ class _RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_out):
         query, key, value, out, lse = ctx.saved_tensors
         ring, scale = ctx.ring, ctx.softmax_scale

@@ -8,7 +8,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.megatron import MTrainingAttention
-from megatron_mtraining.megatron import core_attention as module
 from megatron_mtraining.megatron.density import take_density
 
 SEQUENCE, BATCH, HEADS, GROUPS, DIM = 128, 2, 4, 2, 64
@@ -127,8 +126,3 @@ def test_refused_tensors():
     ):
         with pytest.raises(ConfigError, match=message):
             make()(*made)
-
-
-def test_arbitrary_masks_have_a_name_in_this_version():
-    assert AttnMaskType.arbitrary is not AttnMaskType.causal
-    assert module.DTYPES
