@@ -42,16 +42,18 @@ def register() -> None:
 
     try:
         arguments = _module("megatron.training.arguments")
+        checkpointing = _module("megatron.training.checkpointing")
         training = _module("megatron.training.training")
     except ImportError:
         # megatron-core alone, or without what Megatron-LM needs: then no script can use it either.
         return
-    from . import density
+    from . import checkpoint, density
     from .arguments import WRAPPERS
 
     for name, make in WRAPPERS.items():
         wrap(arguments, name, make)
     wrap(training, "training_log", density.wrap_training_log)
+    wrap(checkpointing, "generate_state_dict", checkpoint.wrap_generate_state_dict)
 
 
 def check_version(version: str) -> None:

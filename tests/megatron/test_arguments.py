@@ -193,7 +193,7 @@ def test_other_refusals(name):
     assert all(word in str(raised.value) for word in words)
 
 
-BUDGETS = ["--mtraining-block-size 100", "--mtraining-vertical -1", "--mtraining-window 0"]
+BUDGETS = ["--mtraining-block-size 100", "--mtraining-vertical -1", "--mtraining-window -1"]
 BUDGETS += ["--mtraining-sink 5000", "--mtraining-sample-strata 1", "--mtraining-vertical 5000"]
 
 

@@ -1,13 +1,18 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Models other than GPTModel must not run dense, unseen."""
 
+from argparse import Namespace
+
 import pytest
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.common.vision_module.vision_module import VisionModule
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_mtraining import ConfigError
+from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining.megatron import model as model_module
 from megatron_mtraining.megatron import register
 
 
@@ -37,6 +42,31 @@ def test_other_models_are_refused(model, backend):
     chosen = AttnBackend["mtraining"] if backend == "member" else backend
     with pytest.raises(ConfigError, match=f"GPTModel only, not with {model.__name__}"):
         model(config=config(chosen))
+
+
+def test_multi_token_prediction_is_refused():
+    with pytest.raises(ConfigError, match="--mtp-num-layers"):
+        GPTModel(
+            config=config(AttnBackend["mtraining"]),
+            transformer_layer_spec=get_gpt_layer_local_spec(),
+            vocab_size=64,
+            max_sequence_length=128,
+            mtp_block_spec=get_gpt_layer_local_spec(),
+        )
+
+
+def test_batch_and_model_must_be_cut_alike(monkeypatch):
+    made = config(AttnBackend["mtraining"])
+    made.mtraining = MTrainingConfig(block_size=64)
+    arguments = Namespace(attention_backend=AttnBackend["mtraining"], mtraining_block_size=128)
+    monkeypatch.setattr(model_module, "training_arguments", lambda: arguments)
+    with pytest.raises(ConfigError, match="block_size 64.*--mtraining-block-size.*128"):
+        GPTModel(
+            config=made,
+            transformer_layer_spec=get_gpt_layer_local_spec(),
+            vocab_size=64,
+            max_sequence_length=128,
+        )
 
 
 def test_other_backends_are_left_alone():

@@ -125,14 +125,14 @@ def densities(run) -> list[float]:
 def test_with_everything_kept_losses_are_those_of_dense_attention(name, tree):
     way, processes, words = PARALLEL[name]
     run = tree.run(way, processes, *words.split(), *EVERYTHING)
-    assert losses(run) == pytest.approx(tree.dense(), abs=1e-5, rel=1e-5)
+    assert losses(run) == pytest.approx(tree.dense(), abs=1e-5, rel=0)
     assert densities(run) == [1.0] * STEPS
     assert run.stdout.count("the data loader makes no") == 1
 
 
 @pytest.mark.parametrize("way", ["launcher", "patch"])
 def test_a_sparse_run_trains(way, tree):
-    sparse = ["--mtraining-slash", "0", "--mtraining-vertical", "16", "--mtraining-window", "1"]
+    sparse = ["--mtraining-slash", "0", "--mtraining-vertical", "16", "--mtraining-window", "0"]
     run = tree.run(way, 2, "--context-parallel-size", "2", *OURS, *sparse)
     found, dense = losses(run), tree.dense()
     assert found[-1] < found[0] - 0.05
@@ -144,7 +144,7 @@ def test_a_sparse_run_trains(way, tree):
 def test_pipeline_stages(tree):
     stages = ["--pipeline-model-parallel-size", "2"]  # with weights of their own
     run, dense = tree.run("launcher", 2, *stages, *EVERYTHING), tree.run("plain", 2, *stages)
-    assert losses(run) == pytest.approx(losses(dense), abs=1e-5, rel=1e-5)
+    assert losses(run) == pytest.approx(losses(dense), abs=1e-5, rel=0)
     assert densities(run) == [1.0] * STEPS
 
 

@@ -55,6 +55,16 @@ def test_local_specs_dense_and_moe(experts):
     assert ours.submodules.mlp is spec.submodules.mlp, "what does not change is not copied"
 
 
+@pytest.mark.parametrize("experts", [None, 4])
+def test_transformer_engine_specs_dense_and_moe(experts):
+    pytest.importorskip("transformer_engine", reason="needs Transformer Engine")
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    spec = get_gpt_layer_with_transformer_engine_spec(num_experts=experts)
+    assert core_of(replace_core_attention(spec)) is MTrainingAttention
+    assert core_of(spec).__name__ == "TEDotProductAttention"
+
+
 @pytest.mark.parametrize("core", [DotProductAttention, TEDotProductAttention])
 @pytest.mark.parametrize(
     "given", [lambda core: core, lambda core: ModuleSpec(module=core), lambda core: partial(core)]
