@@ -133,6 +133,7 @@ if any("spawn_main" in word for word in sys.argv) or "multiprocessing.spawn" in 
         (["--vertical", "-5"], ["--vertical", "-5"]),
         (["--block-size", "48"], ["--block-size", "48", "64"]),
         (["--output", __file__], ["--output", __file__]),
+        (["--output", __file__ + "/out"], ["--output", __file__]),
         (["--vertical", "9999"], ["--vertical", "9999"]),
     ],
 )
@@ -193,6 +194,11 @@ def test_the_default_length_fits_any_number_of_processes(processes, tmp_path):
     options = options_from(parser.parse_args(words))
     assert 2048 <= options.seq_length < 2048 + 64 * processes
     options.sparse.check_sequence(options.seq_length, processes)
+
+
+def test_a_vocabulary_that_the_text_does_not_give_is_named(tmp_path):
+    with pytest.raises(text.TextError, match="--vocab-size is 900000"):
+        text.train_tokenizer(text.source_files()[:5], 900000, tmp_path / "tokenizer")
 
 
 @pytest.mark.gpu

@@ -28,7 +28,7 @@ def run(args) -> int:
     if missing:
         print(
             f"mtraining quickstart: {', '.join(missing)} not installed: "
-            "pip install 'megatron-mtraining[quickstart]'",
+            "pip install '.[quickstart]' in the checkout of megatron-mtraining",
             file=sys.stderr,
         )
         return 1

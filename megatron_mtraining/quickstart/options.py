@@ -109,8 +109,13 @@ def options_from(values: argparse.Namespace) -> Options:
         raise ConfigError(
             f"--lr is {values.lr}: use a learning rate between 0 and 1, such as 0.001"
         )
-    if values.output.exists() and not values.output.is_dir():
-        raise ConfigError(f"--output is {values.output}, which is a file: name a folder")
+    try:
+        values.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # now, not after all the training
+        raise ConfigError(
+            f"--output is {values.output}, which cannot be made a folder "
+            f"({error.strerror or error}): name another"
+        ) from None
     try:
         sparse = MTrainingConfig(
             vertical=values.vertical,

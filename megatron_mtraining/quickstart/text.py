@@ -42,7 +42,11 @@ def read(path: Path) -> str:
 
 
 def train_tokenizer(files: list[Path], vocab_size: int, prefix: Path) -> Path:
-    """Train a sentencepiece BPE model on the head of ``files``; returns the model file's path."""
+    """Train a sentencepiece BPE model on the head of ``files``; returns the model file's path.
+
+    Raises:
+        TextError: the text does not give that many pieces.
+    """
     import sentencepiece
 
     lines: list[str] = []
@@ -54,7 +58,7 @@ def train_tokenizer(files: list[Path], vocab_size: int, prefix: Path) -> Path:
         if size >= TOKENIZER_CHARACTERS:
             break
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
+    trainer = dict(
         sentence_iterator=iter(lines),
         model_writer=model,
         vocab_size=vocab_size,
@@ -68,6 +72,13 @@ def train_tokenizer(files: list[Path], vocab_size: int, prefix: Path) -> Path:
         num_threads=2,
         minloglevel=2,
     )
+    try:
+        sentencepiece.SentencePieceTrainer.train(**trainer)
+    except RuntimeError as error:
+        raise TextError(
+            f"--vocab-size is {vocab_size}: no tokenizer of that size can be trained on Python's "
+            f"standard library ({str(error).strip().splitlines()[-1]}); use a smaller one"
+        ) from None
     path = prefix.with_suffix(".model")
     path.write_bytes(model.getvalue())
     return path

@@ -12,7 +12,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.config import option
 from megatron_mtraining.megatron import arguments as module
-from megatron_mtraining.megatron import settings
+from megatron_mtraining.megatron import register, settings
 from megatron_mtraining.megatron.arguments import (
     ArgumentsError,
     add_arguments,
@@ -255,3 +255,43 @@ def test_yaml_would_drop_our_options(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["x", "--yaml-cfg=f", "--mtraining-slash=3"])
     with pytest.raises(ArgumentsError, match="--mtraining-slash"):
         parse_args()
+
+
+REAL = "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 4096 --bf16"
+
+
+@pytest.fixture
+def real_parser():
+    """Megatron-LM's own parser, where the installed megatron-core carries it (0.18 on)."""
+    arguments = pytest.importorskip(
+        "megatron.training.arguments", reason="this megatron-core has no megatron.training"
+    )
+    register()
+    return arguments.add_megatron_arguments(argparse.ArgumentParser())
+
+
+def test_megatron_s_own_parser_has_the_group_and_the_choice(real_parser):
+    (group,) = [g for g in real_parser._action_groups if g.title == "mtraining"]
+    names = {name for action in group._group_actions for name in action.option_strings}
+    assert names == {option(field.name) for field in fields(MTrainingConfig)}
+    args = real_parser.parse_args(
+        [*REAL.split(), "--attention-backend", "mtraining", "--mtraining-slash", "7"]
+    )
+    assert args.attention_backend is AttnBackend["mtraining"] and args.mtraining_slash == 7
+
+
+def test_megatron_s_own_arguments_are_checked(real_parser):
+    def parsed(*words):
+        words = [*REAL.split(), *words, "--attention-backend", "mtraining"]
+        args = real_parser.parse_args(words)
+        args.rank = 0
+        return args
+
+    with pytest.raises(ArgumentsError, match="--attention-dropout is 0.1"):
+        check_arguments(parsed())
+    check_arguments(parsed("--attention-dropout", "0"))
+    with pytest.raises(ArgumentsError, match="--window-size"):
+        check_arguments(parsed("--attention-dropout", "0", "--window-size", "128,0"))
+    dense = real_parser.parse_args([*REAL.split(), "--mtraining-slash", "7"])
+    with pytest.raises(ArgumentsError, match="--mtraining-slash 7"):
+        check_arguments(dense)
