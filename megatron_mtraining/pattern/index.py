@@ -108,16 +108,16 @@ class VerticalSlashIndex:
 
         The sum of :meth:`work`, in a few operations whatever the number of ranks.
         """
-        block, kept = self.block_size, self.distances().double()
-        num_blocks = kept.shape[-1]
+        block, distances = self.block_size, self.distances()
+        num_blocks = distances.shape[-1]
         missing = num_blocks * block - self.seq_length
         columns = self._columns_per_block()
         by_block = columns.transpose(-1, -2).flatten(-2)
-        far = torch.arange(num_blocks, device=kept.device)
-        slash = (kept * (num_blocks - far)).sum(-1) * block * block
+        far = torch.arange(num_blocks, device=distances.device)
+        slash = (distances.double() * (num_blocks - far)).sum(-1) * block * block
         slash = slash - num_blocks * block * (block - 1) / 2
         # A column in block c is seen by the distances up to NB - 1 - c that are not in D.
-        outside = (~self.distances()).long().cumsum(-1).flip(-1).double()
+        outside = (~distances).long().cumsum(-1).flip(-1).double()
         pairs = slash + (by_block * outside).sum(-1) * block
         if missing:
             pairs = pairs - missing * self._keys_of_last_query(columns)
@@ -166,8 +166,8 @@ def build_index(
         )
     local_blocks = num_blocks // world
     # A copy even where this is the order already: the caller's distances stay as they are.
-    member = distances.unflatten(-1, (local_blocks, world)).transpose(-1, -2).clone()
-    member = member.contiguous()
+    member = distances.unflatten(-1, (local_blocks, world)).transpose(-1, -2)
+    member = member.clone(memory_format=torch.contiguous_format)
     member[..., 0, 0] = True
     flat = member.flatten(-2)
     count = flat.cumsum(-1, dtype=torch.int32)
