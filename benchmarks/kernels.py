@@ -1,41 +1,96 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Attention kernels side by side on one GPU: ours, FlexAttention on the same blocks, cuDNN and flash
-dense. Prints a table and appends rows to ``results/kernels.jsonl``.
+dense. Prints a table, appends rows to ``results/kernels.jsonl`` and draws ``kernels.png`` beside it.
 
-Rates count the work of what is kept: pairs x 4 x dim forward, x 2.5 backward.
+Rates count the work of what is kept: pairs x 4 x dim forward, x 2.5 backward. A GPU's clock falls with
+the power it has drawn, so what is compared runs in turns of equal length, and figures are medians of
+the turns. Each implementation gets the same numbers in its own layout. FlexAttention runs up to 64K
+tokens: its mask lists every pair of blocks of each head (67 MB there, 4.3 GB at 512K). Dense attention
+runs at up to ``--dense-seq`` tokens: ``dense_seq`` in a row says where its cuDNN rate was measured.
 
-    python benchmarks/kernels.py [--quick] [--output FILE]
+    python benchmarks/kernels.py [--quick] [--case TEXT ...] [--impl NAME ...] [--output FILE]
+    python benchmarks/kernels.py --plot-only
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import json
+import statistics
+import time
 from pathlib import Path
+from typing import NamedTuple
 
+import plots
 import record
 import torch
-import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from workloads import BLOCK, draw_index
+from workloads import BLOCK, draw_index, draw_operands, heads_first, share_for
 
 from megatron_mtraining.ring import Ring, ring_attention
 
-# seq, heads, kv_heads, dim, share of far block distances kept, columns
-CASES = [
-    (65536, 16, 2, 128, 0.055, 0),
-    (65536, 16, 2, 128, 0.25, 0),
-    (65536, 14, 2, 64, 0.055, 0),
-    (65536, 16, 2, 128, 1.0, 0),
-    (131072, 16, 2, 128, 0.05, 0),
-    (131072, 16, 2, 128, 0.01, 1000),
-    (131072, 16, 2, 128, 0.01, 3500),
-]
+IMPLEMENTATIONS = ("mtraining", "flex", "cudnn", "flash")
+QUICK = ("mtraining", "cudnn")
+DENSE = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+FLEX_SEQ = 65536
+TURN = 0.1  # seconds; a turn is at least one run
 
 
-def flex_attention_for(index):
+class Case(NamedTuple):
+    name: str
+    seq: int
+    heads: int
+    kv_heads: int
+    dim: int
+    share: float  # of far block distances that are kept
+    columns: int
+    quick: bool = False
+
+    @property
+    def shape(self):
+        return self.seq, self.heads, self.kv_heads, self.dim
+
+
+def _cases() -> list[Case]:
+    def slashes(thousands, heads, dim, percent, quick=False):
+        seq = thousands * 1024
+        share = share_for(percent / 100, seq)
+        name = f"{thousands}K d{dim} slash {percent}%"
+        return Case(name, seq, heads, 2, dim, share, 0, quick)
+
+    cases = [slashes(64, 16, 128, percent, True) for percent in (5, 25)]
+    cases.append(Case("64K d128 all distances", 65536, 16, 2, 128, 1.0, 0, True))
+    cases += [slashes(64, 14, 64, percent, True) for percent in (5, 25)]
+    cases += [slashes(seq, 16, 128, percent) for seq in (128, 256) for percent in (5, 25)]
+    for seq in (128, 512):
+        for columns in (1000, 3500):
+            for percent in (1, 5):
+                name = f"{seq}K d128 {percent}% + {columns} columns"
+                quick = (seq, columns, percent) == (128, 1000, 1)
+                share = percent / 100
+                cases.append(Case(name, seq * 1024, 16, 2, 128, share, columns, quick))
+    return cases
+
+
+CASES = _cases()
+
+
+def _causal(batch, head, query, key):
+    return query >= key
+
+
+@functools.cache
+def _compiled_flex():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def flex_for(index):
     """FlexAttention compiled for the same slash blocks."""
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+    from torch.nn.attention.flex_attention import BlockMask
 
     distances = index.distances()  # [b, h, NB]
     blocks = distances.shape[-1]
@@ -52,10 +107,9 @@ def flex_attention_for(index):
         count,
         order.contiguous(),
         BLOCK_SIZE=BLOCK,
-        mask_mod=lambda b, h, q, k: q >= k,
+        mask_mod=_causal,
     )
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=True)
+    return lambda q, k, v: _compiled_flex()(q, k, v, block_mask=mask, enable_gqa=True)
 
 
 def dense_with(backend):
@@ -66,75 +120,173 @@ def dense_with(backend):
     return run
 
 
-def measure(run, leaves, grad_out):
-    """Milliseconds of forward and of backward, medians."""
-    out = run(*leaves)
+def seconds(run, count: int, device: str) -> float:
+    """What one of ``count`` runs takes, one right after the other."""
+    if device == "cpu":
+        start = time.perf_counter()
+        for _ in range(count):
+            run()
+        return (time.perf_counter() - start) / count
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000 / count
+
+
+def take_turns(runs: dict, budget: float, device: str) -> dict[str, float]:
+    """Milliseconds of each run: medians over at least three rounds, within about ``budget`` seconds."""
+    for run in runs.values():
+        run()  # compiles
+    once = {name: seconds(run, 1, device) for name, run in runs.items()}
+    # Flash is the slowest and nothing is set against it: it does not lengthen the others' turns.
+    turn = max([TURN] + [s for name, s in once.items() if name != "flash"])
+    counts = {name: max(1, round(turn / s)) for name, s in once.items()}
+    a_round = sum(counts[name] * once[name] for name in runs)
+    rounds = min(9, max(3, int(budget / a_round)))
+    times = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            times[name].append(seconds(run, counts[name], device))
+    return {name: 1000 * statistics.median(found) for name, found in times.items()}
+
+
+def attention_runs(case: Case, index, implementations, dense_seq: int, device: str) -> dict:
+    """For each implementation, a function and its operands: query, key, value, gradient of out."""
+    operands = draw_operands(*case.shape, torch.bfloat16, device)
+    dense = operands if dense_seq == case.seq else draw_operands(
+        dense_seq, *case.shape[1:], torch.bfloat16, device
+    )  # fmt: skip
+    dense = tuple(heads_first(t) for t in dense)
+    ring, scale = Ring(None), case.dim**-0.5
+    found = {}
+    if "mtraining" in implementations:
+        ours = functools.partial(ring_attention, index=index, ring=ring, softmax_scale=scale)
+        found["mtraining"] = (ours, operands)
+    fits = case.seq <= min(FLEX_SEQ, dense_seq) and not case.columns and case.share < 1
+    if "flex" in implementations and fits:
+        found["flex"] = (flex_for(index), dense)
+    for name in DENSE:
+        if name in implementations:
+            found[name] = (dense_with(DENSE[name]), dense)
+    return found
+
+
+def measure(runs: dict, budget: float, device: str) -> dict[str, dict[str, float]]:
+    """Milliseconds by op and implementation."""
+    forward, backward = {}, {}
+    for name, (run, (q, k, v, grad_out)) in runs.items():
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = run(*leaves)
+        forward[name] = functools.partial(run, *leaves)
+        backward[name] = functools.partial(
+            torch.autograd.grad, out, leaves, grad_out, retain_graph=True
+        )
     with torch.no_grad():
-        forward = triton.testing.do_bench(lambda: run(*leaves), return_mode="median")
-    backward = triton.testing.do_bench(
-        lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True),
-        return_mode="median",
-    )
-    return forward, backward
+        times = {"forward": take_turns(forward, budget, device)}
+    times["backward"] = take_turns(backward, budget, device)
+    return times
 
 
-def run_case(seq, heads, kv_heads, dim, share, columns, implementations):
-    device = "cuda"
-    index = draw_index(seq, heads, share, columns, device)
-    pairs = index.work().sum().item()
-    causal = heads * seq * (seq + 1) / 2
-
-    def draw(h):
-        return torch.randn(1, h, seq, dim, device=device, dtype=torch.bfloat16)
-
-    leaves = [draw(h).requires_grad_() for h in (heads, kv_heads, kv_heads)]
-    grad_out = draw(heads)
-    ring = Ring(None)
-
-    def ours(q, k, v):
-        q, k, v = (t.permute(2, 0, 1, 3) for t in (q, k, v))
-        return ring_attention(q, k, v, index, ring, dim**-0.5).permute(1, 2, 0, 3)
-
-    candidates = {"mtraining": (ours, pairs)}
-    if columns == 0 and seq <= 65536 and share < 1:
-        candidates["flex"] = (flex_attention_for(index), pairs)
-    if "cudnn" in implementations:
-        candidates["cudnn"] = (dense_with(SDPBackend.CUDNN_ATTENTION), causal)
-    if "flash" in implementations:
-        candidates["flash"] = (dense_with(SDPBackend.FLASH_ATTENTION), causal)
+def rows_of(case: Case, pairs: float, slash: int, dense_seq: int, times: dict) -> list[dict]:
+    """The rows of one case; ``pairs`` and ``slash`` (mean distances a head) are the pattern's."""
     rows = []
-    for name, (run, work) in candidates.items():
-        for op, ms in zip(("forward", "backward"), measure(run, leaves, grad_out)):
-            flops = work * 4 * dim * (1 if op == "forward" else 2.5)
+    for op, found in times.items():
+        rates = {}
+        for name, ms in found.items():
+            dense = name in DENSE
+            seq = dense_seq if dense else case.seq
+            causal = case.heads * seq * (seq + 1) / 2
+            work = causal if dense else pairs
+            flops = work * 4 * case.dim * (1 if op == "forward" else 2.5)
+            rates[name] = flops / ms / 1e9
             rows.append(
                 dict(
-                    op=op, impl=name, seq=seq, heads=heads, kv_heads=kv_heads, dim=dim,
-                    density=round(work / causal, 5), vertical=columns if name == "mtraining" else 0,
-                    slash=int(index.distances().sum(-1).float().mean()),
-                    ms=round(ms, 4), tflops=round(flops / ms / 1e9, 1),
+                    op=op, impl=name, case=case.name, seq=seq, heads=case.heads,
+                    kv_heads=case.kv_heads, dim=case.dim, density=round(work / causal, 5),
+                    vertical=0 if dense else case.columns, slash=seq // BLOCK if dense else slash,
+                    ms=round(ms, 4), tflops=round(rates[name], 1),
                 )
             )  # fmt: skip
-            print(
-                f"{op:9s} {name:10s} {seq:8d} {heads:3d}/{kv_heads} d{dim:<4d} "
-                f"density {rows[-1]['density']:<8} columns {rows[-1]['vertical']:<5} "
-                f"{ms:9.3f} ms {rows[-1]['tflops']:7.1f} TFLOP/s",
-                flush=True,
-            )
+        for row in rows[-len(found) :]:
+            share = rates[row["impl"]] / rates["cudnn"] if "cudnn" in rates else None
+            row["share_of_cudnn"] = share and round(share, 3)
+            row["dense_seq"] = dense_seq if share else None
     return rows
 
 
+def run_case(
+    case: Case, implementations, dense_seq: int, budget: float, device: str = "cuda"
+) -> list[dict]:
+    torch.manual_seed(0)  # the same pattern, whichever cases run
+    index = draw_index(case.seq, case.heads, case.share, case.columns, device)
+    pairs = index.work().sum().item()
+    slash = round(index.distances().sum(-1).float().mean().item())
+    runs = attention_runs(case, index, implementations, dense_seq, device)
+    return rows_of(case, pairs, slash, dense_seq, measure(runs, budget, device))
+
+
+def line(row: dict) -> str:
+    share = row["share_of_cudnn"]
+    return (
+        f"{row['op']:8s} {row['impl']:9s} {row['seq']:7d} {row['heads']:2d}/{row['kv_heads']} "
+        f"d{row['dim']:<3d} density {row['density']:<8g} columns {row['vertical']:<4d} "
+        f"{row['ms']:10.3f} ms {row['tflops']:6.1f} TFLOP/s"
+        + (f"  {share:5.2f} of cuDNN" if share is not None else "")
+    )
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines() if text]
+
+
+def selected(quick: bool, wanted: list[str] | None) -> list[Case]:
+    """The cases to run: all, the quick ones, or those with one of the texts in their name."""
+    if wanted:
+        return [case for case in CASES if any(text in case.name for text in wanted)]
+    return [case for case in CASES if case.quick or not quick]
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="the first three cases only")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="six cases, ours and cuDNN, fewer rounds"
+    )
+    parser.add_argument("--case", nargs="+", metavar="TEXT", help="cases with such a name only")
+    parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS)
+    parser.add_argument("--no-flex", action="store_true")
+    parser.add_argument("--list", action="store_true", help="print the cases' names and stop")
+    parser.add_argument("--dense-seq", type=int, default=131072, metavar="TOKENS")
+    parser.add_argument("--plot-only", action="store_true", help="draw what the file has already")
     parser.add_argument("--output", type=Path, default=record.RESULTS / "kernels.jsonl")
     options = parser.parse_args()
-    torch.manual_seed(0)
-    dense_done = set()
-    for case in CASES[:3] if options.quick else CASES:
-        shape = case[:4]
-        dense = {"cudnn", "flash"} if shape not in dense_done else set()
-        dense_done.add(shape)
-        record.append(options.output, run_case(*case, dense))
+    cases = selected(options.quick, options.case)
+    if options.list:
+        print("\n".join(case.name for case in cases))
+        return
+    if not cases:
+        parser.error(f"no case has any of {options.case} in its name; --list names them")
+    picture = options.output.with_suffix(".png")
+    if not options.plot_only:
+        implementations = set(options.impl or (QUICK if options.quick else IMPLEMENTATIONS))
+        if options.no_flex:
+            implementations.discard("flex")
+        start, flash_done = time.perf_counter(), set()
+        for case in cases:
+            dense_seq = min(case.seq, options.dense_seq)
+            shape = (dense_seq, *case.shape[1:])
+            now = implementations - ({"flash"} if shape in flash_done else set())
+            flash_done.add(shape)
+            rows = run_case(case, now, dense_seq, 0.5 if options.quick else 1.0)
+            print(f"{case.name}  ({time.perf_counter() - start:.0f} s)")
+            print("\n".join("  " + line(row) for row in rows), flush=True)
+            record.append(options.output, rows)
+            torch.cuda.empty_cache()
+    print(plots.kernels(picture, read_rows(options.output)))
 
 
 if __name__ == "__main__":

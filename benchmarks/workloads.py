@@ -1,21 +1,68 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Patterns that the kernel benchmarks share."""
+"""Patterns and operands that the kernel benchmarks share."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from megatron_mtraining.pattern import build_index
 
 BLOCK = 128
+BAND = 4  # block distances that every pattern keeps
 
 
-def draw_index(seq, heads, share, columns, device):
-    """A local band of 4 distances, far ones at random, columns at random (denser at the start)."""
-    blocks = seq // BLOCK
-    distances = torch.rand(1, heads, blocks) < share
-    distances[..., :4] = True
+def share_for(density: float, seq: int) -> float:
+    """The share of far distances with which slashes alone keep about ``density`` of the pairs."""
+    band = min(1.0, 2 * BAND * BLOCK / seq)
+    return max(0.0, (density - band) / max(1 - band, 1e-9))
+
+
+def draw_pattern(seq: int, heads: int, share: float, columns: int) -> tuple[Tensor, Tensor]:
+    """A local band, far distances at random, columns at random (denser at the start).
+
+    Returns:
+        distances, bool ``[1, heads, blocks]``, and column positions ``[1, heads, columns]``, on the CPU.
+    """
+    distances = torch.rand(1, heads, -(-seq // BLOCK)) < share
+    distances[..., :BAND] = True
     weights = 1 / (1 + torch.arange(seq, dtype=torch.float32) / 1000)
     picks = [torch.multinomial(weights, columns) for _ in range(heads)] if columns else []
     picked = torch.stack(picks)[None] if columns else torch.zeros(1, heads, 0, dtype=torch.int64)
+    return distances, picked
+
+
+def draw_index(seq, heads, share, columns, device):
+    """The index of a drawn pattern, on one rank."""
+    distances, picked = draw_pattern(seq, heads, share, columns)
     return build_index(distances.to(device), picked.to(device), seq, BLOCK, 1)
+
+
+def draw_operands(seq, heads, kv_heads, dim, dtype, device) -> tuple[Tensor, ...]:
+    """query, key, value and a gradient of out, ``[s, 1, h, d]``, as Megatron gives them: the value is a
+    view into the projection's result, query and key are new tensors (they had their rotary embedding).
+    """
+    group = heads // kv_heads
+    mixed = torch.randn(seq, 1, kv_heads, (group + 2) * dim, device=device, dtype=dtype)
+    query = mixed[..., : group * dim].reshape(seq, 1, heads, dim).contiguous()
+    key = mixed[..., group * dim : (group + 1) * dim].contiguous()
+    value = mixed[..., (group + 1) * dim :]
+    return query, key, value, torch.randn_like(query)
+
+
+def heads_first(tensor: Tensor) -> Tensor:
+    """``[s, b, h, d]`` as the contiguous ``[b, h, s, d]`` that dense attention takes."""
+    return tensor.detach().permute(1, 2, 0, 3).contiguous()
+
+
+def mask_rows(distances: Tensor, columns: Tensor, rows: Tensor, keys: int) -> Tensor:
+    """Which of the first ``keys`` keys some query rows of one head attend to: bool ``[rows, keys]``.
+
+    From the drawn pattern, not from the index, so that an error in the index would show.
+    """
+    position = torch.arange(keys, device=rows.device)
+    block = torch.arange(-(-keys // BLOCK), device=rows.device)
+    apart = (rows[:, None] // BLOCK - block[None, :]).clamp(min=0)
+    mask = distances[apart].repeat_interleave(BLOCK, 1)[:, :keys]
+    mask[:, columns[columns < keys]] = True
+    return mask & (rows[:, None] >= position[None, :])

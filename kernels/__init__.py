@@ -13,13 +13,12 @@ and delta ``[b, h, s]``. ``s`` is this rank's part of the sequence. ``index`` is
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
 from ..config import HEAD_DIMS
-from . import reference
+from . import reference, reference_choice
+from .dispatch import uses_hopper, uses_triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -28,13 +27,14 @@ __all__ = [
     "attention_delta",
     "attention_forward",
     "check_operands",
+    "column_mass",
     "diagonal_mass",
+    "index_lists",
+    "lse_parts",
+    "merge_lse",
+    "merge_selections",
+    "select_largest",
 ]
-
-
-def uses_triton(tensor: Tensor) -> bool:
-    """Whether the Triton kernels run on this tensor; read at call time, as tests switch it."""
-    return tensor.is_cuda or os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -80,7 +80,10 @@ def attention_forward(
     if not uses_triton(query):
         out = reference.attention_forward(query, key, value, index, step, softmax_scale, carry, lse)
         return out.to(query.dtype) if step.last else out
-    from .forward import forward
+    if uses_hopper(index, query, key, value):
+        from .hopper_forward import forward
+    else:
+        from .forward import forward
 
     out = carry
     if step.last or carry is None:
@@ -131,40 +134,158 @@ def attention_backward(
             query, key, value, grad_out, lse, delta, index, step, softmax_scale, grad_query
         )
         return dq.to(query.dtype) if step.last else dq, dkv.to(key.dtype) if single else dkv
-    from .backward_key import backward_key
-    from .backward_query import backward_query
-
     out_dtype = query.dtype if step.last else torch.float32
     dq = grad_query
     if step.last or grad_query is None:
         dq = torch.empty(query.shape, dtype=out_dtype, device=query.device)
-    backward_query(
-        query, key, value, grad_out, lse, delta, index, step, softmax_scale, grad_query, dq
-    )
     kv_dtype = key.dtype if single else torch.float32
     dkv = torch.empty((2, *key.shape), dtype=kv_dtype, device=key.device)
-    backward_key(
-        query, key, value, grad_out, lse, delta, index, step, softmax_scale, dkv[0], dkv[1]
-    )
+    operands = (query, key, value, grad_out, lse, delta, index, step, softmax_scale)
+    if uses_hopper(index, query, key, value, grad_out):
+        from . import hopper_backward_key, hopper_backward_query
+        from .hopper import gather_columns
+
+        columns = gather_columns(key, value, index, step) if index.columns.shape[-1] else None
+        hopper_backward_query.backward_query(*operands, grad_query, dq, columns)
+        hopper_backward_key.backward_key(*operands, dkv[0], dkv[1], columns)
+    else:
+        from .backward_key import backward_key
+        from .backward_query import backward_query
+
+        backward_query(*operands, grad_query, dq)
+        backward_key(*operands, dkv[0], dkv[1])
     return dq, dkv
 
 
-def diagonal_mass(
-    probabilities: Tensor, rows: Tensor, seq_length: int, rank: int, world: int, block_size: int
-) -> Tensor:
-    """Sum attention probabilities by token distance.
+def lse_parts(sample, key: Tensor) -> Tensor:
+    """Log-sum-exp of each sampled row's scores over this rank's keys, in parts.
 
     Args:
-        probabilities: float32 ``[b, h, R, s]``, contiguous, of sampled query rows over this rank's
-            keys; 0 where the key comes after the query.
-        rows: int64 ``[R]``, the rows' global positions.
-        seq_length, rank, world, block_size: the striped layout of the keys.
+        sample: a :class:`~megatron_mtraining.pattern.estimate.Sample`.
 
     Returns:
-        float32 ``[b, h, seq_length]``: this rank's share, by ``row - key``.
+        float32 ``[parts, b, h, R]``, natural logarithms, for :func:`merge_lse`; -inf where a part has
+        no key that the row sees.
     """
-    if not uses_triton(probabilities):
-        return reference.diagonal_mass(probabilities, rows, seq_length, rank, world, block_size)
+    if not uses_triton(key):
+        return reference_choice.lse_parts(sample, key)
+    from .scores import lse_parts as launch
+
+    return launch(sample, key)
+
+
+def merge_lse(parts: Tensor) -> Tensor:
+    """Log-sum-exp over the first dimension: float32 ``[parts, ...]`` to ``[...]``."""
+    if not uses_triton(parts):
+        return reference_choice.merge_lse(parts)
+    from .scores import merge_lse as launch
+
+    return launch(parts)
+
+
+def column_mass(sample, key: Tensor, lse: Tensor, sink: int) -> Tensor:
+    """Attention mass of each of this rank's columns beyond the rows' window.
+
+    The largest share that a single stratum of rows gives is left out. What is not a number counts as
+    no mass.
+
+    Args:
+        lse: the sampled rows' log-sum-exp over all ranks, float32 ``[b, h, R]``.
+        sink: so many first columns of the sequence come before all others.
+
+    Returns:
+        int32 ``[b, h, s]``: the bits of the mass in float32, which order like it; 2^31 - 1 for sinks.
+    """
+    if not uses_triton(key):
+        return reference_choice.column_mass(sample, key, lse, sink)
+    from .scores import column_mass as launch
+
+    return launch(sample, key, lse, sink)
+
+
+def diagonal_mass(
+    sample, key: Tensor, lse: Tensor, sink: int, columns: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """Attention mass by token distance, over this rank's keys, beyond the rows' window and outside
+    columns.
+
+    Args:
+        lse, sink: as for :func:`column_mass`; sinks are columns always.
+        columns: the result of :func:`column_mass`, and the cut (of all ranks) that columns were
+            taken at, as :func:`select_largest` gives it; None if there are none beside sinks.
+
+    Returns:
+        int32 ``[b, h, N]`` by ``row - key``, in fixed point: a probability of 1 is the largest number,
+        up to 8 bits, that as many rows as there are can add up to. Ranks' results add up exactly.
+    """
+    if not uses_triton(key):
+        return reference_choice.diagonal_mass(sample, key, lse, sink, columns)
     from .diagonal import diagonal_mass as launch
 
-    return launch(probabilities, rows, seq_length, rank, world, block_size)
+    return launch(sample, key, lse, sink, columns)
+
+
+def select_largest(
+    values: Tensor, count: int, none: int, rank: int = 0, world: int = 1, block_size: int = 128
+) -> tuple[Tensor, Tensor]:
+    """The ``count`` largest of positive values along the last dimension, ties to the lower position.
+
+    Args:
+        values: int32 ``[b, h, L]``, contiguous, 0 or more; those of 0 are never taken.
+        count: 1 to L.
+        none: stands for the position of nothing, where fewer than ``count`` are positive.
+        rank, world, block_size: the striped layout that gives positions; the default is 0, 1, ...
+
+    Returns:
+        int32 ``[2, b, h, count]``, values and positions in no particular order (0 and ``none`` where
+        there are no more); int32 ``[2, b, h]``, value and position of the last one taken in order of
+        value and position: exactly those at or before it are taken. The position may be larger than
+        any; without a value to stop at the cut is (0, -1).
+    """
+    if not uses_triton(values):
+        return reference_choice.select_largest(values, count, none, rank, world, block_size)
+    from .select import select_largest as launch
+
+    return launch(values, count, none, rank, world, block_size)
+
+
+def merge_selections(offers: Tensor, count: int, none: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` largest of several selections, as :func:`select_largest` of what they were from.
+
+    Args:
+        offers: int32 ``[ranks, 2, b, h, offered]``, contiguous, with different positions.
+    """
+    if not uses_triton(offers):
+        return reference_choice.merge_selections(offers, count, none)
+    from .select import merge_selections as launch
+
+    return launch(offers, count, none)
+
+
+def index_lists(
+    distances: Tensor | None,
+    diagonals: Tensor | None,
+    near: int,
+    columns: Tensor,
+    seq_length: int,
+    block_size: int,
+    world: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The five tensors of a :class:`~megatron_mtraining.pattern.index.VerticalSlashIndex`.
+
+    Args:
+        distances: bool ``[b, h, NB]``, block distances kept; None to make them from the next two.
+        diagonals: int ``[b, h, K]``, token distances, whose block distances are kept; N or more is
+            none. Not read if ``distances`` are given.
+        near: so many first block distances are kept. Not read if ``distances`` are given.
+        columns: int ``[b, h, C]``, token positions, each once; N or more is none.
+
+    Returns:
+        slash_member, slash_list, slash_ptr, columns, column_ptr. Lists are 0 past their counts.
+    """
+    arguments = (distances, diagonals, near, columns, seq_length, block_size, world)
+    if not uses_triton(columns):
+        return reference_choice.index_lists(*arguments)
+    from .lists import index_lists as launch
+
+    return launch(*arguments)

@@ -165,7 +165,7 @@ def _key_kernel(
     store_rows(dv_ptr, start, dv_ss, rows, key_len, dv, D, EVEN)
 
 
-def _column_splits(index, heads: int, keep: int) -> int:
+def column_splits(index, heads: int, keep: int) -> int:
     """Parts that the queries of a column tile are cut in, to have about 4 programs a multiprocessor.
 
     Columns of a ring step are about 1 / world of all; more splits cost buffer and additions."""
@@ -190,7 +190,7 @@ def backward_key(
     even, precision = length % block == 0, precision_for(query)
     if num_columns:
         tile = tile_for("column", dim, block, query)
-        splits = _column_splits(index, batch * heads, tile.keep)
+        splits = column_splits(index, batch * heads, tile.keep)
         shape = (batch, heads, splits, num_columns, dim)
         buffers = tuple(
             torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2)

@@ -1,5 +1,9 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Attention mass by token distance, summed in a fixed order (no atomics)."""
+"""Attention mass of sampled rows by token distance, in fixed point.
+
+Probabilities are computed again and added as integers by atomics: integers add up to the same bits in
+any order, within a rank and over ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +11,78 @@ import torch
 import triton
 import triton.language as tl
 
+from .reference_choice import fixed_point_one
+from .scores import far_probabilities, load_sampled
+from .tiles import LOG2E, load_rows, precision_for
+
 
 @triton.jit(do_not_specialize=["rank"])
 def _diagonal_kernel(
-    p_ptr, rows_ptr, out_ptr, num_rows, length, seq_length, rank, world,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    q_ptr, rows_ptr, k_ptr, lse_ptr, column_ptr, cut_ptr, out_ptr,
+    k_ss, k_sb, k_sh, num_rows, batch_heads, length, seq_length, rank, world, near, sink, scale, one,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, ALL_ROWS: tl.constexpr, ROWS: tl.constexpr,
+    EVEN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    bh = tl.program_id(1).to(tl.int64)
-    distance = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    p_ptr += bh * num_rows * length
-    mass = tl.zeros([WIDTH], tl.float32)
-    for i in range(num_rows):
-        key = tl.load(rows_ptr + i) - distance
-        block = key // BLOCK
-        here = (key >= 0) & (block % world == rank)
-        local = block // world * BLOCK + key % BLOCK
-        mass += tl.load(p_ptr + local, mask=here, other=0.0)
-        p_ptr += length
-    tl.store(out_ptr + bh * seq_length + distance, mass, mask=distance < seq_length)
+    kv_heads: tl.constexpr = HEADS // GROUP
+    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
+    kv_head = tl.program_id(1) % kv_heads
+    # One block of keys, backwards: distances to a row then ascend along with the addresses of their
+    # sums, which the compiler must see to give a warp's addends places side by side.
+    start = tl.program_id(0) * BLOCK
+    keys = BLOCK - 1 - tl.arange(0, BLOCK)
+    k = load_rows(k_ptr + batch * k_sb + kv_head * k_sh, start, k_ss, keys, length, D, EVEN)
+    local = start + keys
+    block = tl.program_id(0) * world + rank
+    position = block * BLOCK + keys
+    scale = scale * LOG2E
+    # Rows ascend: how many come too early to have any of these keys beyond their window.
+    every = tl.arange(0, ALL_ROWS)
+    row_blocks = tl.load(rows_ptr + every, mask=every < num_rows, other=2147483647) // BLOCK
+    early = tl.sum((row_blocks - block < near).to(tl.int32), 0)
+    for g in range(GROUP):
+        head = batch * HEADS + kv_head * GROUP + g
+        column = position < sink
+        if COLUMNS:
+            # The columns taken are those up to the cut, in the order of their choice.
+            mass = tl.load(column_ptr + head * length + local, mask=local < length, other=0)
+            cut = tl.load(cut_ptr + head)
+            tied = (mass == cut) & (position <= tl.load(cut_ptr + batch_heads + head))
+            column = column | (mass > cut) | tied
+        # No row is far enough from a block that is past the end.
+        key_block = tl.where(column, 1073741824, block)
+        for at in range(early // ROWS * ROWS, num_rows, ROWS):
+            r = at + tl.arange(0, ROWS)
+            row = tl.load(rows_ptr + r, mask=r < num_rows, other=-1073741824)
+            lse = tl.load(lse_ptr + head * num_rows + r, mask=r < num_rows, other=0.0) * LOG2E
+            q = load_sampled(q_ptr, r, head, batch_heads, num_rows, D)
+            scores = tl.dot(k, tl.trans(q), input_precision=PREC) * scale
+            p = far_probabilities(
+                scores, lse[None, :], (row // BLOCK)[None, :], key_block[:, None], near
+            )
+            addend = (p * one + 0.5).to(tl.int32)
+            nearest = row - (block * BLOCK + BLOCK - 1)
+            distance = nearest[None, :] + tl.arange(0, BLOCK)[:, None]
+            to = out_ptr + head * seq_length + distance
+            tl.atomic_add(to, addend, mask=addend > 0, sem="relaxed")
 
 
-def diagonal_mass(probabilities, rows, seq_length, rank, world, block_size):
-    """Launch the sums; see :func:`kernels.diagonal_mass`."""
-    batch, heads, num_rows, length = probabilities.shape
-    mass = torch.empty(batch, heads, seq_length, dtype=torch.float32, device=probabilities.device)
-    width = 256
-    _diagonal_kernel[(triton.cdiv(seq_length, width), batch * heads)](
-        probabilities, rows, mass, num_rows, length, seq_length, rank, world,
-        BLOCK=block_size, WIDTH=width, num_warps=4,
+def diagonal_mass(sample, key, lse, sink, columns):
+    """Launch the diagonals' sums; see :func:`kernels.diagonal_mass`."""
+    length, batch, kv_heads, dim = key.shape
+    num_rows, _, heads, _ = sample.query.shape
+    seq_length = length * sample.world
+    mass = torch.zeros(batch, heads, seq_length, dtype=torch.int32, device=key.device)
+    column, cut = (sample.rows, sample.rows) if columns is None else columns
+    block = sample.block_size
+    # Without tensor cores a product's operands are held in registers.
+    rows, warps = (16, 8) if key.dtype == torch.float32 else (32, 4)
+    _diagonal_kernel[(triton.cdiv(length, block), batch * kv_heads)](
+        sample.query, sample.rows, key, lse, column, cut, mass,
+        *key.stride()[:3], num_rows, batch * heads, length, seq_length, sample.rank, sample.world,
+        sample.near, sink, sample.softmax_scale, fixed_point_one(num_rows),
+        HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
+        COLUMNS=columns is not None, ALL_ROWS=triton.next_power_of_2(num_rows), ROWS=rows,
+        EVEN=length % block == 0, PREC=precision_for(key), num_warps=warps, num_stages=2,
     )  # fmt: skip
     return mass

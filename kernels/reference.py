@@ -58,6 +58,8 @@ def attention_forward(query, key, value, index, step, softmax_scale, carry, lse)
     v = _heads_first(value, query.shape[2])
     step_lse = torch.logsumexp(scores, -1)
     new_lse = step_lse if step.first else torch.logaddexp(lse.to(scores.dtype), step_lse)
+    # A score of +inf makes all of its row NaN, as in a softmax, also in the backward.
+    new_lse = new_lse.masked_fill(new_lse == float("inf"), float("nan"))
     # A float64 caller gets its log-sum-exp in float64 too: the buffer's dtype is the caller's.
     out = torch.exp(scores - new_lse[..., None]) @ v
     if not step.first:
@@ -95,15 +97,3 @@ def attention_backward(
 
     dk = to_groups(ds.transpose(-1, -2) @ q) * softmax_scale
     return dq, torch.stack((dk, to_groups(p.transpose(-1, -2) @ do)))
-
-
-def diagonal_mass(probabilities, rows, seq_length, rank, world, block_size):
-    """See :func:`kernels.diagonal_mass`."""
-    batch, heads, _, length = probabilities.shape
-    local = torch.arange(length, device=probabilities.device)
-    key = (local // block_size * world + rank) * block_size + local % block_size
-    mass = probabilities.new_zeros(batch, heads, seq_length)
-    for i, row in enumerate(rows):
-        # Keys after the row have probability 0, wherever it is added.
-        mass.index_add_(-1, (row - key).clamp(min=0), probabilities[:, :, i])
-    return mass

@@ -108,7 +108,8 @@ def column_tile(columns, member, first, end, a, wrap, BLOCK: tl.constexpr, WIDTH
     """
     entry = first + tl.arange(0, WIDTH)
     listed = entry < end
-    position = tl.load(columns + entry, mask=listed, other=0)
+    # Missing entries repeat the first: any other token's numbers could be NaN, which 0 does not hide.
+    position = tl.load(columns + entry, mask=listed, other=tl.load(columns + first))
     quotient = a - position // BLOCK - wrap
     listed = listed & (quotient >= 0)
     covered = tl.load(member + quotient, mask=listed, other=1)

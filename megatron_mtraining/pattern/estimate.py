@@ -9,27 +9,36 @@ that only earlier parts use are seen too.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ..kernels import diagonal_mass
-from ..layout import locate, token_positions
+from ..kernels import lse_parts, merge_lse
+from ..layout import locate
 
 
-@dataclass
-class SampledAttention:
-    """Softmax probabilities of sampled query rows over this rank's keys.
+@dataclass(frozen=True)
+class Sample:
+    """Query rows of all ranks, and what it takes to score them against this rank's keys.
 
     Attributes:
-        probabilities: float32 ``[b, h, R, s]``; each row sums to 1 over all ranks.
-        rows: int64 ``[R]``, global positions of the rows, ascending, ``sample_rows`` a stratum.
-        keys: int64 ``[s]``, global positions of this rank's keys, ascending.
+        query: ``[R, b, h, d]`` in the queries' dtype, contiguous, the same on all ranks.
+        rows: int32 ``[R]``, global positions of the rows, ascending.
+        rows_in_stratum: so many rows in a row are of one stretch of the sequence.
+        near: query and key blocks fewer apart than this are in the local window; 1 or more.
+        rank, world, block_size: the striped layout of the keys.
+        softmax_scale: factor of the scores.
     """
 
-    probabilities: Tensor
+    query: Tensor
     rows: Tensor
-    keys: Tensor
+    rows_in_stratum: int
+    near: int
+    rank: int
+    world: int
+    block_size: int
+    softmax_scale: float
 
 
 def sample_rows(seq_length: int, strata: int, rows: int, device=None) -> Tensor:
@@ -48,50 +57,37 @@ def sample_rows(seq_length: int, strata: int, rows: int, device=None) -> Tensor:
     return low + (high - low) * golden // 65536
 
 
-def sample_attention(query, key, config, ring, softmax_scale: float) -> SampledAttention:
-    """Score the sampled rows against this rank's keys in float32; softmax over all ranks' keys.
+@lru_cache(maxsize=16)
+def _rows_here(seq_length, strata, rows, rank, world, block_size, device):
+    """The rows, int32; where a rank has them, int64 (0 for others); which it has not, bool. The same
+    in every layer and step, so kept: they take a dozen launches."""
+    with torch.inference_mode(False):
+        row = sample_rows(seq_length, strata, rows, device)
+        owner, local = locate(row, world, block_size)
+        here = owner == rank
+        return row.int(), torch.where(here, local, 0), ~here[:, None, None, None]
+
+
+def draw_sample(query: Tensor, config, ring, near: int, softmax_scale: float) -> Sample:
+    """Bring the sampled rows to all ranks, in one small collective.
 
     Args:
-        query ``[s, b, h, d]``, key ``[s, b, hk, d]``: this rank's parts, block-striped.
-
-    Two small collectives: the rows themselves, and each rank's log-sum-exp.
+        query ``[s, b, h, d]``: this rank's part, block-striped.
+        near: see :class:`Sample`.
     """
-    length, batch, heads, dim = query.shape
-    kv_heads, seq_length = key.shape[2], length * ring.world
-    rows = sample_rows(seq_length, config.sample_strata, config.sample_rows, query.device)
-    owner, local = locate(rows, ring.world, config.block_size)
-    mine = owner == ring.rank
-    sampled = query.index_select(0, torch.where(mine, local, 0)).float()
-    sampled = ring.all_reduce(sampled.masked_fill(~mine[:, None, None, None], 0))
-    # [R, b, h, d] -> [b, hk, group * R, d], to multiply a group's heads with their keys at once.
-    sampled = sampled.permute(1, 2, 0, 3).reshape(batch, kv_heads, -1, dim) * softmax_scale
-    scores = sampled @ key.permute(1, 2, 3, 0).float()
-    scores = scores.view(batch, heads, rows.numel(), length)
-    if seq_length % config.block_size == 0:
-        keys = token_positions(seq_length, ring.rank, ring.world, config.block_size, query.device)
-    else:  # a partial last block, on one rank alone
-        keys = torch.arange(seq_length, device=query.device)
-    scores.masked_fill_(keys[None, :] > rows[:, None], float("-inf"))
-    lse = torch.logsumexp(ring.all_gather(torch.logsumexp(scores, -1)), 0)
-    return SampledAttention(scores.sub_(lse[..., None]).exp_(), rows, keys)
-
-
-def column_mass(sample: SampledAttention, rows_in_stratum: int) -> Tensor:
-    """Mass of each of this rank's columns: float32 ``[b, h, s]``.
-
-    The largest share that a single stratum gives is left out: a column must show in two strata, or it
-    is a sighting that only hides diagonals.
-    """
-    mass = sample.probabilities
-    if rows_in_stratum > 1:
-        mass = mass.unflatten(2, (-1, rows_in_stratum)).sum(3)
-    return (mass.sum(2) - mass.amax(2)).clamp_(min=0)
-
-
-def slash_mass(sample: SampledAttention, config, ring) -> Tensor:
-    """Mass of each token diagonal, over all ranks: float32 ``[b, h, N]``, by ``query - key``."""
-    seq_length = sample.keys.numel() * ring.world
-    mass = diagonal_mass(
-        sample.probabilities, sample.rows, seq_length, ring.rank, ring.world, config.block_size
+    block, strata, rows = config.block_size, config.sample_strata, config.sample_rows
+    seq_length = query.shape[0] * ring.world
+    row, local, elsewhere = _rows_here(
+        seq_length, strata, rows, ring.rank, ring.world, block, query.device
     )
-    return ring.all_reduce(mass)
+    sampled = query.index_select(0, local)
+    if ring.world > 1:
+        # One rank has each row, so the sum is exact in any dtype.
+        sampled = ring.all_reduce(sampled.masked_fill_(elsewhere, 0))
+    return Sample(sampled, row, rows, near, ring.rank, ring.world, block, softmax_scale)
+
+
+def sample_lse(sample: Sample, key: Tensor, ring) -> Tensor:
+    """Log-sum-exp of the rows' scores over the keys of all ranks: float32 ``[b, h, R]``, in one small
+    collective. ``key`` ``[s, b, hk, d]`` is this rank's part."""
+    return merge_lse(ring.all_gather(lse_parts(sample, key)).flatten(0, 1))

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels import index_lists
+
 
 @dataclass(frozen=True)
 class VerticalSlashIndex:
@@ -154,7 +156,7 @@ def build_index(
 
     Args:
         distances: bool ``[b, h, NB]``, D by block distance, NB = ceil(N / B). Distance 0 is added.
-        columns: int64 ``[b, h, C]``, V as global token positions, in any order, each once; entries
+        columns: int ``[b, h, C]``, V as global token positions, in any order, each once; entries
             of N or more stand for no column.
         seq_length, block_size, world: N, B and the number of context-parallel ranks W.
     """
@@ -164,33 +166,25 @@ def build_index(
             f"distances for {distances.shape[-1]} blocks, but {seq_length} tokens make {num_blocks} "
             f"blocks of {block_size}, to be divided by {world} ranks"
         )
-    local_blocks = num_blocks // world
-    # A copy even where this is the order already: the caller's distances stay as they are.
-    member = distances.unflatten(-1, (local_blocks, world)).transpose(-1, -2)
-    member = member.clone(memory_format=torch.contiguous_format)
-    member[..., 0, 0] = True
-    flat = member.flatten(-2)
-    count = flat.cumsum(-1, dtype=torch.int32)
-    slash_ptr = torch.nn.functional.pad(count, (1, 0))
-    quotient = torch.arange(local_blocks, device=flat.device, dtype=torch.int32).repeat(world)
-    # Non-members are all written to one spare slot at the end.
-    slot = torch.where(flat, slash_ptr[..., :-1], num_blocks).long()
-    slash_list = flat.new_zeros((*flat.shape[:-1], num_blocks + 1), dtype=torch.int32)
-    slash_list.scatter_(-1, slot, quotient.expand_as(slot))
-
-    block = columns // block_size
-    owner = torch.where(columns < seq_length, block % world, world)
-    local = block // world * block_size + columns % block_size
-    local_length = local_blocks * block_size
-    key = (owner * local_length + torch.where(columns < seq_length, local, 0)).sort(-1).values
-    starts = torch.arange(num_blocks + 1, device=key.device) * block_size
-    column_ptr = torch.searchsorted(key, starts.expand(*key.shape[:-1], -1).contiguous())
     return VerticalSlashIndex(
-        slash_member=member.to(torch.uint8),
-        slash_list=slash_list,
-        slash_ptr=slash_ptr,
-        columns=(key % local_length).to(torch.int32),
-        column_ptr=column_ptr.to(torch.int32),
+        *index_lists(distances, None, 0, columns, seq_length, block_size, world),
+        seq_length=seq_length,
+        block_size=block_size,
+        world=world,
+    )
+
+
+def index_of_choice(
+    near: int, diagonals: Tensor, columns: Tensor, seq_length: int, block_size: int, world: int
+) -> VerticalSlashIndex:
+    """:func:`build_index` of the ``near`` first block distances, and of those that token diagonals
+    cross: two, unless the diagonal is a multiple of the block size.
+
+    Args:
+        diagonals: int ``[b, h, K]``, token distances; those of N or more stand for none.
+    """
+    return VerticalSlashIndex(
+        *index_lists(None, diagonals, near, columns, seq_length, block_size, world),
         seq_length=seq_length,
         block_size=block_size,
         world=world,

@@ -1,0 +1,138 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""What it costs to choose a step's pattern: one rank of a simulated ring, on one GPU.
+
+There is no process group: a stand-in for the ring of W ranks makes all-reduce a no-op, and all-gather
+gives zeros for the other ranks. So times have every kernel of the choice at the sizes of a rank (the
+merge of W ranks' offers too) and no communication, and the chosen sets are of this rank's keys alone.
+Prints a table and appends rows to ``results/kernels.jsonl``: milliseconds of
+GPU time back to back (``ms``) and of the host to launch it all (``host_ms``), medians; transient
+memory at its peak, and what the index keeps.
+
+    python benchmarks/index.py [--quick] [--profile] [--output FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import record
+import torch
+import triton
+
+from megatron_mtraining import MTrainingConfig
+from megatron_mtraining.pattern import choose_index
+
+HEADS, KV_HEADS, DIM = 16, 2, 128
+# seq, ranks
+LAYOUTS = [(131072, 1), (131072, 4), (524288, 4)]
+# vertical, sampled strata x rows
+BUDGETS = [(1000, 64, 1), (3500, 64, 1), (1000, 64, 4), (3500, 64, 4)]
+
+
+class RankAlone:
+    """The first rank of a ring of ``world``, with no other there; see the module's text."""
+
+    def __init__(self, world: int):
+        self.rank, self.world = 0, world
+
+    def all_reduce(self, tensor):
+        return tensor
+
+    def all_gather(self, tensor):
+        if self.world == 1:
+            return tensor[None]
+        parts = tensor.new_zeros(self.world, *tensor.shape)
+        parts[self.rank] = tensor
+        return parts
+
+
+def host_milliseconds(run) -> float:
+    """Median time until the host has launched everything."""
+    times = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return sorted(times)[len(times) // 2] * 1e3
+
+
+def transient_bytes(run) -> int:
+    """Peak of the memory that one choice allocates, its result counted in."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def print_profile(run) -> None:
+    """GPU time by kernel, of ten choices."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(10):
+            run()
+        torch.cuda.synchronize()
+    averages = [
+        event
+        for event in profiler.key_averages()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    print(f"  {'kernel':70s} {'launches':>8s} {'ms each choice':>14s}")
+    for event in sorted(averages, key=lambda event: -event.device_time_total):
+        print(
+            f"  {event.key[:70]:70s} {event.count / 10:8.1f} {event.device_time_total / 1e4:14.4f}"
+        )
+    launches = sum(event.count for event in averages) / 10
+    total = sum(event.device_time_total for event in averages) / 1e4
+    print(f"  {'sum':70s} {launches:8.1f} {total:14.4f}", flush=True)
+
+
+def run_case(seq, world, vertical, strata, rows, show_profile):
+    config = MTrainingConfig(vertical=vertical, slash=100, sample_strata=strata, sample_rows=rows)
+    length = seq // world
+    query = torch.randn(length, 1, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    key = torch.randn(length, 1, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    ring = RankAlone(world)
+
+    def run():
+        return choose_index(query, key, config, ring, DIM**-0.5)
+
+    nbytes = run().nbytes
+    ms = triton.testing.do_bench(run, warmup=50, rep=200, return_mode="median")
+    row = dict(
+        op="index", impl="mtraining", seq=seq, world=world, heads=HEADS, kv_heads=KV_HEADS, dim=DIM,
+        vertical=vertical, slash=config.slash, rows=strata * rows, ms=round(ms, 4),
+        host_ms=round(host_milliseconds(run), 4), transient_bytes=transient_bytes(run),
+        index_bytes=nbytes,
+    )  # fmt: skip
+    print(
+        f"index {seq:7d} tokens / {world} ranks, vertical {vertical:4d}, {strata * rows:3d} rows: "
+        f"{ms:.3f} ms, host {row['host_ms']:.3f} ms, "
+        f"transient {row['transient_bytes'] / 1e6:.1f} MB, index {nbytes / 1e6:.2f} MB",
+        flush=True,
+    )
+    if show_profile:
+        print_profile(run)
+    return row
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="vertical 1000 and 64 rows only")
+    parser.add_argument("--profile", action="store_true", help="also GPU time by kernel")
+    parser.add_argument("--output", type=Path, default=record.RESULTS / "kernels.jsonl")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    for layout in LAYOUTS:
+        for budget in BUDGETS[:1] if options.quick else BUDGETS:
+            record.append(options.output, [run_case(*layout, *budget, options.profile)])
+
+
+if __name__ == "__main__":
+    main()

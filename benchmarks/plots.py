@@ -1,0 +1,97 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Pictures of benchmark rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_mtraining.report.pictures import COLOURS, pyplot
+
+# What a colour stands for, by (implementation, whether the pattern has columns).
+SERIES = {
+    ("mtraining", False): ("mtraining, slashes", COLOURS[0]),
+    ("mtraining", True): ("mtraining, slashes and so many columns", COLOURS[1]),
+    ("flex", False): ("FlexAttention, the same blocks", COLOURS[2]),
+    ("cudnn", False): ("cuDNN, dense", COLOURS[4]),
+    ("flash", False): ("flash, dense", COLOURS[5]),
+}
+MARKERS = {65536: "o", 131072: "s", 262144: "^", 524288: "D"}
+
+
+def newest(rows: list[dict]) -> list[dict]:
+    """The rows measured with the last row's commit on its GPU, the last of each kind."""
+    kept = {}
+    for row in rows:
+        if (row["commit"], row["gpu"]) == (rows[-1]["commit"], rows[-1]["gpu"]):
+            names = ("op", "impl", "seq", "heads", "dim", "density", "vertical")
+            kept[tuple(row[name] for name in names)] = row
+    return list(kept.values())
+
+
+def kernels(path: Path, rows: list[dict]) -> Path:
+    """Rates of the attention kernels against density, forward and backward side by side.
+
+    Lines join what differs in density alone; hollow markers are head dim 64.
+    """
+    rows = newest(rows)
+    figure, panels = pyplot.subplots(1, 2, figsize=(12, 5.6), sharey=True)
+    for axes, op in zip(panels, ("forward", "backward")):
+        _panel(axes, [row for row in rows if row["op"] == op])
+        axes.set_title(op)
+        axes.set_xlabel("share of the causal pairs that is kept")
+    panels[0].set_ylabel("TFLOP/s of what is kept")
+    panels[0].set_ylim(bottom=0)
+    figure.suptitle(f"Attention kernels, bf16, {rows[0]['gpu']}, commit {rows[0]['commit']}")
+    figure.legend(handles=_legend(rows), loc="lower center", ncols=4, fontsize=9, frameon=False)
+    figure.tight_layout(rect=(0, 0.11, 1, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return path
+
+
+def _panel(axes, rows: list[dict]) -> None:
+    lines = {}
+    for row in rows:
+        lines.setdefault((row["impl"], row["dim"], row["seq"], row["vertical"]), []).append(row)
+    for (name, dim, seq, columns), found in lines.items():
+        colour = SERIES[name, columns > 0][1]
+        found.sort(key=lambda row: row["density"])
+        rates = [row["tflops"] for row in found]
+        axes.plot(
+            [row["density"] for row in found],
+            rates,
+            color=colour,
+            marker=MARKERS.get(seq, "v"),
+            markerfacecolor="white" if dim == 64 else colour,
+            linewidth=1.2,
+        )
+        if columns:
+            far = (found[-1]["density"], rates[-1])
+            axes.annotate(f" {columns}", far, fontsize=7, va="bottom", color=colour)
+        if name == "cudnn":  # the rate to reach at any density
+            axes.axhline(rates[-1], color=colour, linestyle=":", linewidth=0.8, alpha=0.6)
+    axes.set_xscale("log")
+    ticks = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1)
+    axes.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlim(0.009, 1.2)
+    axes.grid(alpha=0.3)
+
+
+def _legend(rows: list[dict]) -> list:
+    """A handle for each colour and each marker that the rows have."""
+    drawn = {(row["impl"], row["vertical"] > 0) for row in rows}
+    handles = [
+        pyplot.Line2D([], [], color=colour, label=label)
+        for key, (label, colour) in SERIES.items()
+        if key in drawn
+    ]
+    grey = dict(color="#444444", linestyle="none")
+    for seq in sorted({row["seq"] for row in rows}):
+        label = f"{seq // 1024}K tokens"
+        handles.append(pyplot.Line2D([], [], marker=MARKERS.get(seq, "v"), label=label, **grey))
+    if any(row["dim"] == 64 for row in rows):
+        hollow = dict(marker="o", markerfacecolor="white", label="hollow: head dim 64")
+        handles.append(pyplot.Line2D([], [], **hollow, **grey))
+    return handles

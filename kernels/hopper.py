@@ -1,0 +1,213 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""What the Hopper kernels share: tensor descriptors, and the gathered copy of the columns."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+# Triton 3.9 renamed these.
+load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+def descriptor(tensor, block_shape):
+    """A tensor ``[s, b, h, d]`` as ``[b, h, s, d]``, to be moved in tiles of ``block_shape``."""
+    layout = gl.NVMMASharedLayout.get_default_for(block_shape, _TYPES[tensor.dtype])
+    s, b, h, d = tensor.shape
+    ss, sb, sh, _ = tensor.stride()
+    return TensorDescriptor(tensor, [b, h, s, d], [sb, sh, ss, 1], block_shape, layout)
+
+
+@functools.cache
+def _multiprocessors(device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def programs(tensor, items: int) -> int:
+    """How many programs to start for so many items: each takes items in turn until there are none."""
+    return min(_multiprocessors(tensor.device) if tensor.is_cuda else 132, items)
+
+
+def line_descriptor(tensor, width):
+    """A float32 tensor ``[b, h, s]``, to be moved in stretches of ``width`` rows."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    batch, heads, length = tensor.shape
+    return TensorDescriptor(tensor, [batch * heads, length], [length, 1], [1, width], layout)
+
+
+@triton.jit(do_not_specialize=["first_owned"])
+def _gather_kernel(
+    k_ptr, v_ptr, kc_ptr, vc_ptr, columns, column_ptr,
+    k_ss, k_sb, k_sh, v_ss, v_sb, v_sh, ptr_len, column_len, padded, nb, first_owned,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    bh = tl.program_id(1).to(tl.int64)
+    batch = bh // HEADS
+    kv_head = bh % HEADS // GROUP
+    column_ptr += bh * ptr_len + first_owned
+    entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    owned = (entry >= tl.load(column_ptr)) & (entry < tl.load(column_ptr + nb))
+    position = tl.load(columns + bh * column_len + entry, mask=owned, other=0).to(tl.int64)
+    d = tl.arange(0, D)
+    to = (bh * padded + entry)[:, None] * D + d[None, :]
+    inside = (entry < padded)[:, None]
+    # Rows that are not this step's become zero: what is masked must still be finite.
+    k = tl.load(
+        k_ptr + batch * k_sb + kv_head * k_sh + position[:, None] * k_ss + d[None, :],
+        mask=owned[:, None], other=0.0,
+    )  # fmt: skip
+    tl.store(kc_ptr + to, k, mask=inside)
+    v = tl.load(
+        v_ptr + batch * v_sb + kv_head * v_sh + position[:, None] * v_ss + d[None, :],
+        mask=owned[:, None], other=0.0,
+    )  # fmt: skip
+    tl.store(vc_ptr + to, v, mask=inside)
+
+
+def gather_columns(key, value, index, step):
+    """Each head's columns that the step's keys hold, in the list's order, the other entries zero.
+
+    Returns:
+        Two of ``[C, b, h, d]`` in the key's dtype.
+    """
+    batch, heads, columns = index.columns.shape
+    dim, rows = key.shape[3], 32
+    gathered = [
+        torch.empty(batch, heads, columns, dim, dtype=key.dtype, device=key.device)
+        for _ in range(2)
+    ]
+    _gather_kernel[(triton.cdiv(columns, rows), batch * heads)](
+        key, value, *gathered, index.columns, index.column_ptr,
+        *key.stride()[:3], *value.stride()[:3], index.column_ptr.shape[-1], columns, columns,
+        index.local_blocks, step.source * index.local_blocks,
+        HEADS=heads, GROUP=heads // key.shape[2], D=dim, ROWS=rows,
+    )  # fmt: skip
+    return tuple(t.permute(2, 0, 1, 3) for t in gathered)
+
+
+@triton.jit(do_not_specialize=["first_owned"])
+def _invert_kernel(
+    entries, columns, column_ptr, ptr_len, column_len, key_len, nb, first_owned, ROWS: tl.constexpr
+):
+    bh = tl.program_id(1).to(tl.int64)
+    column_ptr += bh * ptr_len + first_owned
+    entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    owned = (entry >= tl.load(column_ptr)) & (entry < tl.load(column_ptr + nb))
+    position = tl.load(columns + bh * column_len + entry, mask=owned, other=0)
+    tl.store(entries + bh * key_len + position, entry, mask=owned)
+
+
+def invert_columns(index, step, key_len):
+    """Which entry of the list of columns each of the step's keys is: int32 ``[b, h, s]``, -1 if none."""
+    batch, heads, columns = index.columns.shape
+    shape = (batch, heads, key_len)
+    entries = torch.full(shape, -1, dtype=torch.int32, device=index.columns.device)
+    rows = 128
+    _invert_kernel[(triton.cdiv(columns, rows), batch * heads)](
+        entries, index.columns, index.column_ptr, index.column_ptr.shape[-1], columns, key_len,
+        index.local_blocks, step.source * index.local_blocks, ROWS=rows,
+    )  # fmt: skip
+    return entries
+
+
+@gluon.jit
+def query_item(
+    item, items, nb, slash_ptr, column_ptr, ptr_len, residue, first_owned, wrap,
+    COLUMNS: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """What is to be done as ``item`` of heads x blocks; nothing from ``items`` on.
+
+    The last query blocks have the most keys: they come first, so that all programs end together.
+
+    Returns:
+        where the item's slashes start in their list, and their number; the stretch of its columns in
+        theirs.
+    """
+    bh = item // nb
+    a = nb - 1 - item % nb
+    inside = item < items
+    slash_ptr += bh.to(gl.int64) * ptr_len + residue
+    low = gl.load(slash_ptr, mask=inside, other=0)
+    slashes = gl.load(slash_ptr + a + 1 - wrap, mask=inside, other=0) - low
+    column_low = 0
+    column_high = 0
+    if COLUMNS:
+        column_ptr += bh.to(gl.int64) * ptr_len + first_owned
+        column_low = gl.load(column_ptr, mask=inside, other=0)
+        column_high = gl.load(column_ptr + a + 1 - wrap, mask=inside, other=0)
+    return low, slashes, column_low, column_high
+
+
+@gluon.jit
+def tiles_of(slashes, column_low, column_high, BLOCK: gl.constexpr):
+    """Tiles of an item; one of which nothing counts if it has no key at all."""
+    return gl.maximum(slashes + (column_high - column_low + BLOCK - 1) // BLOCK, 1)
+
+
+@gluon.jit
+def send_item(turn, smem, ready, free, item, slashes, column_low, column_high):
+    """Hand an item to the computing warpgroups, two items deep."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    slot = turn & 1
+    mbarrier.wait(free.index(slot), ((turn >> 1) & 1) ^ 1)
+    smem.index(slot).store(gl.full([1], item, gl.int32, one))
+    smem.index(2 + slot).store(gl.full([1], slashes, gl.int32, one))
+    smem.index(4 + slot).store(gl.full([1], column_low, gl.int32, one))
+    smem.index(6 + slot).store(gl.full([1], column_high, gl.int32, one))
+    gl.thread_barrier()
+    mbarrier.arrive(ready.index(slot), count=1)
+
+
+@gluon.jit
+def receive_item(turn, smem, ready, free):
+    """The counterpart of ``send_item``."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    slot = turn & 1
+    mbarrier.wait(ready.index(slot), (turn >> 1) & 1)
+    item = gl.sum(smem.index(slot).load(one), 0)
+    slashes = gl.sum(smem.index(2 + slot).load(one), 0)
+    column_low = gl.sum(smem.index(4 + slot).load(one), 0)
+    column_high = gl.sum(smem.index(6 + slot).load(one), 0)
+    gl.thread_barrier()
+    mbarrier.arrive(free.index(slot), count=1)
+    return item, slashes, column_low, column_high
+
+
+@gluon.jit
+def column_bias(columns, member, first, end, a, wrap, BLOCK: gl.constexpr):
+    """0 for the columns that count here, -inf for the others; see ``tiles.column_tile``. A thread
+    each."""
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    entry = first + gl.arange(0, BLOCK, layout=line)
+    listed = entry < end
+    position = gl.load(columns + entry, mask=listed, other=0)
+    quotient = a - position // BLOCK - wrap
+    listed = listed & (quotient >= 0)
+    covered = gl.load(member + quotient, mask=listed, other=1)
+    return gl.where(listed & (covered == 0), 0.0, float("-inf"))
+
+
+@gluon.jit
+def first_bias(
+    columns, member, slashes, low, high, a, wrap, COLUMNS: gl.constexpr, BLOCK: gl.constexpr
+):
+    """What is added to the scores of the first tile where it is not the diagonal block: nothing to a
+    slash; a query block without any key gets a tile of which nothing counts."""
+    if COLUMNS:
+        bias = column_bias(columns, member, low, high, a, wrap, BLOCK)
+    else:
+        line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        bias = gl.full([BLOCK], float("-inf"), gl.float32, line)
+    return gl.where(slashes > 0, 0.0, bias)

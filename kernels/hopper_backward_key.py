@@ -1,0 +1,489 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Gradients of the keys and values of one ring step on Hopper GPUs, in Gluon: the same sums as
+``backward_key.py``, in the same two kernels, deterministic and without atomics.
+
+A program holds 128 keys (a key block, or a tile of one head's gathered columns), 64 for each of two
+warpgroups, with their gradients in registers, and walks query tiles of 64 rows. Scores are computed
+transposed, keys in rows, so that probabilities and their gradients are operands in place.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from .hopper import (
+    LOG2E,
+    descriptor,
+    gather_columns,
+    invert_columns,
+    line_descriptor,
+    load_tile,
+)
+
+QROWS = gl.constexpr(64)
+
+
+@gluon.jit
+def _load_keys(
+    k_desc, v_desc, k_smem, v_smem, kv_ready, batch, head, start,
+    ROWS: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    mbarrier.expect(kv_ready, 4 * ROWS * D * 2)
+    for i in gl.static_range(2):
+        at = [batch, head, start + i * ROWS, 0]
+        load_tile(k_desc, at, kv_ready, k_smem.index(i))
+        load_tile(v_desc, at, kv_ready, v_smem.index(i))
+
+
+@gluon.jit
+def _load_queries(
+    n, q_desc, do_desc, lse_desc, delta_desc, q_smem, do_smem, lse_smem, delta_smem,
+    q_ready, do_ready, free, batch, head, bh, at, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Tile n of queries, rows ``at`` on, with their log-sum-exp and delta."""
+    slot = n % STAGES
+    mbarrier.wait(free.index(slot), ((n // STAGES) & 1) ^ 1)
+    ready = q_ready.index(slot)
+    mbarrier.expect(ready, QROWS * D * 2 + QROWS * 4)
+    load_tile(q_desc, [batch, head, at, 0], ready, q_smem.index(slot))
+    load_tile(lse_desc, [bh, at], ready, lse_smem.index(slot))
+    ready = do_ready.index(slot)
+    mbarrier.expect(ready, QROWS * D * 2 + QROWS * 4)
+    load_tile(do_desc, [batch, head, at, 0], ready, do_smem.index(slot))
+    load_tile(delta_desc, [bh, at], ready, delta_smem.index(slot))
+
+
+@gluon.jit
+def _step(
+    n, total, dk, dv, p_operand, ds_operand, k, v, q_smem, do_smem, lse_smem, delta_smem,
+    q_ready, do_ready, free, scale, bias,
+    s_layout: gl.constexpr, a_layout: gl.constexpr,
+    ROWS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    """Add query tile n. ``bias`` is added to the scores (MASK 1), to the scores of a key each (MASK 2), or
+    holds the keys' first query in the tile (MASK 3)."""
+    dtype: gl.constexpr = q_smem.dtype
+    slot = n % STAGES
+    phase = (n // STAGES) & 1
+    q = q_smem.index(slot).reshape([QROWS, D])
+    do = do_smem.index(slot).reshape([QROWS, D])
+    zero = gl.zeros([ROWS, QROWS], gl.float32, s_layout)
+    scores = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dk, dv, p_operand, ds_operand = warpgroup_mma_wait(1, deps=[dk, dv, p_operand, ds_operand])
+    mbarrier.arrive(free.index((n + STAGES - 1) % STAGES), pred=n > 0)
+    mbarrier.wait(do_ready.index(slot), phase)
+    dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    lse = lse_smem.index(slot).load(s_layout) * LOG2E
+    scores = scores * scale - lse
+    if MASK == 1:
+        scores = scores + bias
+    if MASK == 2:
+        scores = scores + bias[:, None]
+    if MASK == 3:
+        queries = gl.arange(0, QROWS, layout=gl.SliceLayout(0, s_layout))
+        scores = gl.where(bias[:, None] <= queries[None, :], scores, float("-inf"))
+    p = gl.exp2(scores)
+    p_operand = gl.convert_layout(p.to(dtype), a_layout)
+    dv = warpgroup_mma(p_operand, do, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    delta = delta_smem.index(slot).load(s_layout)
+    ds_operand = gl.convert_layout((p * (dp - delta)).to(dtype), a_layout)
+    dk = warpgroup_mma(ds_operand, q, warpgroup_mma_init(dk), is_async=True)
+    mbarrier.wait(q_ready.index((n + 1) % STAGES), ((n + 1) // STAGES) & 1, pred=n + 1 < total)
+    return dk, dv, p_operand, ds_operand
+
+
+@gluon.jit
+def _load_slashes(
+    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, slash_ptr, slash_list,
+    q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, kv_ready, q_ready, do_ready, free,
+    ptr_len, list_len, residue, batch, kv_head, c, wrap, nb,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    ROWS: gl.constexpr = BLOCK // 2
+    _load_keys(k_desc, v_desc, k_smem, v_smem, kv_ready, batch, kv_head, c * BLOCK, ROWS, D)
+    n = 0
+    for g in range(GROUP):
+        head = kv_head * GROUP + g
+        bh = batch * HEADS + head
+        bounds = slash_ptr + bh.to(gl.int64) * ptr_len + residue
+        low = gl.load(bounds)
+        high = gl.load(bounds + nb - c - wrap)
+        entries = slash_list + bh.to(gl.int64) * list_len
+        for j in range(low, high):
+            at = (c + gl.load(entries + j) + wrap) * BLOCK
+            for i in gl.static_range(BLOCK // QROWS):
+                _load_queries(
+                    n, q_desc, do_desc, lse_desc, delta_desc,
+                    q_smem, do_smem, lse_smem, delta_smem, q_ready, do_ready, free,
+                    batch, head, bh, at + i * QROWS, D, STAGES,
+                )  # fmt: skip
+                n += 1
+    if n == 0:
+        # No query sees this block: a tile of zeros past the end.
+        _load_queries(
+            0, q_desc, do_desc, lse_desc, delta_desc,
+            q_smem, do_smem, lse_smem, delta_smem, q_ready, do_ready, free,
+            batch, kv_head * GROUP, batch * HEADS, nb * BLOCK, D, STAGES,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _attend_slashes(
+    dk_ptr, dv_ptr, column_dk, column_dv, entry_ptr, slash_ptr,
+    q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, kv_ready, q_ready, do_ready, free,
+    dk_ss, dv_ss, ptr_len, column_len, residue, batch, kv_head, c, wrap, nb, total, key_len,
+    softmax_scale,
+    HALF: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr, DIAGONAL: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):  # fmt: skip
+    ROWS: gl.constexpr = BLOCK // 2
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QROWS, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    dtype: gl.constexpr = q_smem.dtype
+    zero = gl.zeros([ROWS, D], gl.float32, o_layout)
+    dk = warpgroup_mma_init(zero)
+    dv = warpgroup_mma_init(zero)
+    p_operand = gl.zeros([ROWS, QROWS], dtype, a_layout)
+    ds_operand = gl.zeros([ROWS, QROWS], dtype, a_layout)
+    scale = softmax_scale * LOG2E
+    keys = HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
+    queries = gl.arange(0, QROWS, layout=gl.SliceLayout(0, s_layout))
+    mbarrier.wait(kv_ready, 0)
+    k = k_smem.index(HALF).reshape([ROWS, D])
+    v = v_smem.index(HALF).reshape([ROWS, D])
+    mbarrier.wait(q_ready.index(0), 0)
+    # The first tile is not in the loop, so that the compiler finds the loop's operands in place.
+    if DIAGONAL:
+        # Each head's first two tiles are of the diagonal block.
+        heads = slash_ptr + (batch * HEADS + kv_head * GROUP).to(gl.int64) * ptr_len + residue
+        left = 2 * (gl.load(heads + nb - c - wrap) - gl.load(heads))
+        tile = 0
+        bias = gl.where(keys[:, None] <= queries[None, :], 0.0, float("-inf"))
+        dk, dv, p_operand, ds_operand = _step(
+            0, total, dk, dv, p_operand, ds_operand, k, v,
+            q_smem, do_smem, lse_smem, delta_smem, q_ready, do_ready, free, scale,
+            bias, s_layout, a_layout, ROWS, D, STAGES, 1,
+        )  # fmt: skip
+        for n in range(1, total):
+            tile += 1
+            if tile == left:
+                heads += ptr_len
+                left = 2 * (gl.load(heads + nb - c - wrap) - gl.load(heads))
+                tile = 0
+            # Queries of later blocks are beyond every key of this one.
+            shift = gl.where(tile < 2, tile * QROWS, BLOCK)
+            dk, dv, p_operand, ds_operand = _step(
+                n, total, dk, dv, p_operand, ds_operand, k, v,
+                q_smem, do_smem, lse_smem, delta_smem, q_ready, do_ready, free, scale,
+                keys - shift, s_layout, a_layout, ROWS, D, STAGES, 3,
+            )  # fmt: skip
+    else:
+        dk, dv, p_operand, ds_operand = _step(
+            0, total, dk, dv, p_operand, ds_operand, k, v,
+            q_smem, do_smem, lse_smem, delta_smem, q_ready, do_ready, free, scale,
+            0.0, s_layout, a_layout, ROWS, D, STAGES, 0,
+        )  # fmt: skip
+        for n in range(1, total):
+            dk, dv, p_operand, ds_operand = _step(
+                n, total, dk, dv, p_operand, ds_operand, k, v,
+                q_smem, do_smem, lse_smem, delta_smem, q_ready, do_ready, free, scale,
+                0.0, s_layout, a_layout, ROWS, D, STAGES, 0,
+            )  # fmt: skip
+    dk, dv, p_operand, ds_operand = warpgroup_mma_wait(0, deps=[dk, dv, p_operand, ds_operand])
+
+    rows = c * BLOCK + HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, o_layout))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, o_layout))
+    inside = rows < key_len
+    if COLUMNS:
+        for g in range(GROUP):
+            bh = (batch * HEADS + kv_head * GROUP + g).to(gl.int64)
+            entry = gl.load(entry_ptr + bh * key_len + rows, mask=inside, other=-1)
+            for split in range(SPLITS):
+                line = ((bh * SPLITS + split) * column_len + entry)[:, None] * D + d[None, :]
+                dk += gl.load(column_dk + line, mask=(entry >= 0)[:, None], other=0.0)
+                dv += gl.load(column_dv + line, mask=(entry >= 0)[:, None], other=0.0)
+    at = rows.to(gl.int64)[:, None]
+    dk = (dk * softmax_scale).to(dk_ptr.dtype.element_ty)
+    gl.store(dk_ptr + at * dk_ss + d[None, :], dk, mask=inside[:, None])
+    gl.store(dv_ptr + at * dv_ss + d[None, :], dv.to(dv_ptr.dtype.element_ty), mask=inside[:, None])
+
+
+@gluon.jit(do_not_specialize=["residue", "first_owned", "wrap"])
+def _key_kernel(
+    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc,
+    dk_ptr, dv_ptr, column_dk, column_dv, entry_ptr, slash_ptr, slash_list,
+    dk_ss, dk_sb, dk_sh, dv_ss, dv_sb, dv_sh,
+    ptr_len, list_len, column_len, key_len, nb, softmax_scale, residue, wrap,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, SPLITS: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    # The first key blocks are seen by the most queries: start them first.
+    c = gl.program_id(0)
+    batch = gl.program_id(1) // (HEADS // GROUP)
+    kv_head = gl.program_id(1) % (HEADS // GROUP)
+    dk_ptr += batch.to(gl.int64) * dk_sb + kv_head.to(gl.int64) * dk_sh
+    dv_ptr += batch.to(gl.int64) * dv_sb + kv_head.to(gl.int64) * dv_sh
+    total = 0
+    for g in range(GROUP):
+        bounds = slash_ptr + (batch * HEADS + kv_head * GROUP + g).to(gl.int64) * ptr_len + residue
+        total += 2 * (gl.load(bounds + nb - c - wrap) - gl.load(bounds))
+    total = gl.maximum(total, 1)
+
+    dtype: gl.constexpr = q_desc.dtype
+    ROWS: gl.constexpr = BLOCK // 2
+    k_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], v_desc.layout)
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QROWS, D], q_desc.layout)
+    do_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QROWS, D], do_desc.layout)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QROWS], lse_desc.layout)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QROWS], lse_desc.layout)
+    kv_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    do_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_ready, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_ready.index(i), count=1)
+        mbarrier.init(do_ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+
+    gl.warp_specialize(
+        [
+            (_attend_slashes, (
+                dk_ptr, dv_ptr, column_dk, column_dv, entry_ptr, slash_ptr,
+                q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem,
+                kv_ready, q_ready, do_ready, free,
+                dk_ss, dv_ss, ptr_len, column_len, residue, batch, kv_head, c, wrap, nb, total,
+                key_len, softmax_scale,
+                0, HEADS, GROUP, BLOCK, D, STAGES, SPLITS, DIAGONAL, COLUMNS,
+            )),
+            (_attend_slashes, (
+                dk_ptr, dv_ptr, column_dk, column_dv, entry_ptr, slash_ptr,
+                q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem,
+                kv_ready, q_ready, do_ready, free,
+                dk_ss, dv_ss, ptr_len, column_len, residue, batch, kv_head, c, wrap, nb, total,
+                key_len, softmax_scale,
+                1, HEADS, GROUP, BLOCK, D, STAGES, SPLITS, DIAGONAL, COLUMNS,
+            )),
+            (_load_slashes, (
+                q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, slash_ptr, slash_list,
+                q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem,
+                kv_ready, q_ready, do_ready, free,
+                ptr_len, list_len, residue, batch, kv_head, c, wrap, nb,
+                HEADS, GROUP, BLOCK, D, STAGES,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load_columns(
+    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc,
+    q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, kv_ready, q_ready, do_ready, free,
+    batch, head, bh, first, a_first, total,
+    BLOCK: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    ROWS: gl.constexpr = BLOCK // 2
+    tiles: gl.constexpr = BLOCK // QROWS
+    _load_keys(k_desc, v_desc, k_smem, v_smem, kv_ready, batch, head, first, ROWS, D)
+    for n in range(total):
+        at = (a_first + n // tiles * SPLITS) * BLOCK + n % tiles * QROWS
+        _load_queries(
+            n, q_desc, do_desc, lse_desc, delta_desc,
+            q_smem, do_smem, lse_smem, delta_smem, q_ready, do_ready, free,
+            batch, head, bh, at, D, STAGES,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _column_keep(member, block, listed, a, wrap):
+    """0 for the columns that query block ``a`` attends to as columns, -inf for the others."""
+    quotient = a - block - wrap
+    seen = listed & (quotient >= 0)
+    return gl.where(gl.load(member + quotient, mask=seen, other=1) == 0, 0.0, float("-inf"))
+
+
+@gluon.jit
+def _attend_columns(
+    dk_ptr, dv_ptr, columns, member,
+    q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, kv_ready, q_ready, do_ready, free,
+    line, first, end, a_first, wrap, total, softmax_scale,
+    HALF: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    SPLITS: gl.constexpr,
+):  # fmt: skip
+    ROWS: gl.constexpr = BLOCK // 2
+    tiles: gl.constexpr = BLOCK // QROWS
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QROWS, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    dtype: gl.constexpr = q_smem.dtype
+    zero = gl.zeros([ROWS, D], gl.float32, o_layout)
+    dk = warpgroup_mma_init(zero)
+    dv = warpgroup_mma_init(zero)
+    p_operand = gl.zeros([ROWS, QROWS], dtype, a_layout)
+    ds_operand = gl.zeros([ROWS, QROWS], dtype, a_layout)
+    scale = softmax_scale * LOG2E
+    entry = first + HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
+    listed = entry < end
+    block = gl.load(columns + entry, mask=listed, other=0) // BLOCK
+    mbarrier.wait(kv_ready, 0)
+    k = k_smem.index(HALF).reshape([ROWS, D])
+    v = v_smem.index(HALF).reshape([ROWS, D])
+    mbarrier.wait(q_ready.index(0), 0)
+    bias = _column_keep(member, block, listed, a_first, wrap)
+    dk, dv, p_operand, ds_operand = _step(
+        0, total, dk, dv, p_operand, ds_operand, k, v,
+        q_smem, do_smem, lse_smem, delta_smem, q_ready, do_ready, free, scale,
+        bias, s_layout, a_layout, ROWS, D, STAGES, 2,
+    )  # fmt: skip
+    bias = _column_keep(member, block, listed, a_first + 1 // tiles * SPLITS, wrap)
+    for n in range(1, total):
+        # The next tile's are on their way while this one is computed.
+        following = _column_keep(
+            member, block, listed & (n + 1 < total), a_first + (n + 1) // tiles * SPLITS, wrap
+        )
+        dk, dv, p_operand, ds_operand = _step(
+            n, total, dk, dv, p_operand, ds_operand, k, v,
+            q_smem, do_smem, lse_smem, delta_smem, q_ready, do_ready, free, scale,
+            bias, s_layout, a_layout, ROWS, D, STAGES, 2,
+        )  # fmt: skip
+        bias = following
+    dk, dv, p_operand, ds_operand = warpgroup_mma_wait(0, deps=[dk, dv, p_operand, ds_operand])
+    rows = HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, o_layout))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, o_layout))
+    at = (line + rows)[:, None] * D + d[None, :]
+    inside = (first + rows < end)[:, None]
+    gl.store(dk_ptr + at, dk, mask=inside)
+    gl.store(dv_ptr + at, dv, mask=inside)
+
+
+@gluon.jit(do_not_specialize=["residue", "first_owned", "wrap"])
+def _column_kernel(
+    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc,
+    dk_ptr, dv_ptr, member, columns, column_ptr,
+    ptr_len, column_len, nb, softmax_scale, residue, first_owned, wrap,
+    HEADS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    SPLITS: gl.constexpr,
+):  # fmt: skip
+    split = gl.program_id(1)
+    batch = gl.program_id(2) // HEADS
+    head = gl.program_id(2) % HEADS
+    bh = gl.program_id(2).to(gl.int64)
+    column_ptr += bh * ptr_len + first_owned
+    first = gl.load(column_ptr) + gl.program_id(0) * BLOCK
+    end = gl.load(column_ptr + nb)
+    member += bh * (ptr_len - 1) + residue
+    columns += bh * column_len
+    # Columns are sorted: no query block before the first one's sees any of this tile. Query blocks
+    # go round the splits, so that each split has as many near and far ones.
+    tiles: gl.constexpr = BLOCK // QROWS
+    a_first = gl.load(columns + first, mask=first < end, other=0) // BLOCK + wrap + split
+    total = (gl.maximum(nb - a_first, 0) + SPLITS - 1) // SPLITS * tiles
+    # No query sees a tile of these: one tile of zeros past the end.
+    a_first = gl.where((first < end) & (total > 0), a_first, nb)
+    total = gl.where(a_first < nb, total, 1)
+    line = (bh * SPLITS + split) * column_len + first
+
+    dtype: gl.constexpr = q_desc.dtype
+    ROWS: gl.constexpr = BLOCK // 2
+    k_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], v_desc.layout)
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QROWS, D], q_desc.layout)
+    do_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QROWS, D], do_desc.layout)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QROWS], lse_desc.layout)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QROWS], lse_desc.layout)
+    kv_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    do_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_ready, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_ready.index(i), count=1)
+        mbarrier.init(do_ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+
+    gl.warp_specialize(
+        [
+            (_attend_columns, (
+                dk_ptr, dv_ptr, columns, member,
+                q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem,
+                kv_ready, q_ready, do_ready, free,
+                line, first, end, a_first, wrap, total, softmax_scale, 0, BLOCK, D, STAGES, SPLITS,
+            )),
+            (_attend_columns, (
+                dk_ptr, dv_ptr, columns, member,
+                q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem,
+                kv_ready, q_ready, do_ready, free,
+                line, first, end, a_first, wrap, total, softmax_scale, 1, BLOCK, D, STAGES, SPLITS,
+            )),
+            (_load_columns, (
+                q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc,
+                q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem,
+                kv_ready, q_ready, do_ready, free,
+                batch, head, gl.program_id(2), first, a_first, total, BLOCK, D, STAGES, SPLITS,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+def backward_key(
+    query, key, value, grad_out, lse, delta, index, step, softmax_scale, grad_key, grad_value,
+    columns_of=None,
+):  # fmt: skip
+    """Launch the keys' and values' gradients of one ring step; they overwrite the outputs.
+
+    ``columns_of``: what :func:`.hopper.gather_columns` gives for this step, if it is there already.
+    """
+    from .backward_key import column_splits
+
+    length, batch, heads, dim = query.shape
+    kv_heads, nb, block = key.shape[2], index.local_blocks, index.block_size
+    num_columns = index.columns.shape[-1]
+    rows, half = [1, 1, QROWS.value, dim], [1, 1, block // 2, dim]
+    queries = (descriptor(query, rows), descriptor(grad_out, rows))
+    lines = (line_descriptor(lse, QROWS.value), line_descriptor(delta, QROWS.value))
+    position = (step.distance * nb, step.wrap)
+    splits, buffers, entries = 1, (lse, lse), index.columns
+    if num_columns:
+        if columns_of is None:
+            columns_of = gather_columns(key, value, index, step)
+        splits = column_splits(index, batch * heads, block)
+        shape = (batch, heads, splits, num_columns, dim)
+        buffers = tuple(
+            torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2)
+        )
+        _column_kernel[(triton.cdiv(num_columns, block), splits, batch * heads)](
+            *queries, *(descriptor(t, half) for t in columns_of), *lines, *buffers,
+            index.slash_member, index.columns, index.column_ptr,
+            index.slash_ptr.shape[-1], num_columns, nb, softmax_scale,
+            step.distance * nb, step.source * nb, step.wrap,
+            HEADS=heads, D=dim, BLOCK=block, STAGES=3, SPLITS=splits, num_warps=4, maxnreg=168,
+        )  # fmt: skip
+        entries = invert_columns(index, step, key.shape[0])
+    _key_kernel[(nb, batch * kv_heads)](
+        *queries, descriptor(key, half), descriptor(value, half), *lines,
+        grad_key, grad_value, *buffers, entries, index.slash_ptr, index.slash_list,
+        *grad_key.stride()[:3], *grad_value.stride()[:3],
+        index.slash_ptr.shape[-1], index.slash_list.shape[-1], num_columns, key.shape[0], nb,
+        softmax_scale, *position,
+        HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block, STAGES=3, SPLITS=splits,
+        DIAGONAL=step.distance == 0, COLUMNS=num_columns > 0, num_warps=4, maxnreg=168,
+    )  # fmt: skip

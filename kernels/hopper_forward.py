@@ -1,0 +1,374 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Forward of one ring step on Hopper GPUs, in Gluon: the same sums as ``forward.py``.
+
+A program holds one query block of one head. One warp brings keys and values by the tensor memory
+accelerator; two warpgroups hold 64 query rows each and walk the tiles: the diagonal block, the slash
+blocks, then tiles of the gathered columns. While a warpgroup's values product of one tile and scores
+product of the next are under way, it computes the exponentials of the scores that are there.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .hopper import (
+    LN2,
+    LOG2E,
+    column_bias,
+    descriptor,
+    first_bias,
+    gather_columns,
+    load_tile,
+    programs,
+    query_item,
+    receive_item,
+    send_item,
+    store_tile,
+    tiles_of,
+)
+
+
+@gluon.jit
+def _load(
+    counter, item_smem, item_ready, item_free,
+    q_desc, k_desc, v_desc, kc_desc, vc_desc, slash_ptr, slash_list, column_ptr,
+    q_smem, k_smem, v_smem, q_ready, q_free, k_ready, v_ready, k_free, v_free,
+    ptr_len, list_len, nb, items, residue, first_owned, wrap,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The loading warp. Tile j of an item is a slash while j < ``slashes``, then gathered columns."""
+    half: gl.constexpr = BLOCK // 2
+    n = 0
+    turn = 0
+    item = gl.atomic_add(counter, 1)
+    low, slashes, column_low, column_high = query_item(
+        item, items, nb, slash_ptr, column_ptr, ptr_len, residue, first_owned, wrap, COLUMNS, BLOCK
+    )
+    send_item(0, item_smem, item_ready, item_free, item, slashes, column_low, column_high)
+    while item < items:
+        # The item after this one is drawn and sent ahead, so that nobody waits for it.
+        following = gl.atomic_add(counter, 1)
+        low_then, slashes_then, column_low_then, column_high_then = query_item(
+            following, items, nb, slash_ptr, column_ptr, ptr_len, residue, first_owned, wrap,
+            COLUMNS, BLOCK,
+        )  # fmt: skip
+        send_item(
+            turn + 1, item_smem, item_ready, item_free,
+            following, slashes_then, column_low_then, column_high_then,
+        )  # fmt: skip
+        tiles = tiles_of(slashes, column_low, column_high, BLOCK)
+        bh = item // nb
+        a = nb - 1 - item % nb
+        batch = bh // HEADS
+        head = bh % HEADS
+        kv_head = head // GROUP
+        entries = slash_list + bh.to(gl.int64) * list_len + low
+        for j in range(tiles):
+            slot = n % STAGES
+            free = ((n // STAGES) & 1) ^ 1
+            k_bar = k_ready.index(slot)
+            v_bar = v_ready.index(slot)
+            mbarrier.wait(k_free.index(slot), free)
+            mbarrier.expect(k_bar, BLOCK * D * 2)
+            if j < slashes:
+                at = (a - gl.load(entries + j) - wrap) * BLOCK
+                load_tile(k_desc, [batch, kv_head, at, 0], k_bar, k_smem.index(slot))
+            else:
+                # Past the end of everything if the query block has no key: zeros.
+                at = gl.where(
+                    column_low == column_high, 1 << 30, column_low + (j - slashes) * BLOCK
+                )
+                load_tile(kc_desc, [batch, head, at, 0], k_bar, k_smem.index(slot))
+            if j == 0:
+                mbarrier.wait(q_free, (turn & 1) ^ 1)
+                mbarrier.expect(q_ready, BLOCK * D * 2)
+                for i in gl.static_range(2):
+                    rows = [batch, head, a * BLOCK + i * half, 0]
+                    load_tile(q_desc, rows, q_ready, q_smem.index(i))
+            mbarrier.wait(v_free.index(slot), free)
+            mbarrier.expect(v_bar, BLOCK * D * 2)
+            if j < slashes:
+                load_tile(v_desc, [batch, kv_head, at, 0], v_bar, v_smem.index(slot))
+            else:
+                load_tile(vc_desc, [batch, head, at, 0], v_bar, v_smem.index(slot))
+            n += 1
+        turn += 1
+        item = following
+        low = low_then
+        slashes = slashes_then
+        column_low = column_low_then
+        column_high = column_high_then
+
+
+@gluon.jit
+def _softmax(scores, bias, m, l, scale, MASK: gl.constexpr):
+    """Running (max, sum) in base 2, the tile's probabilities, and the factor on what came before."""
+    if MASK:
+        scores = scores * scale + bias
+        m_new = gl.maximum(m, gl.max(scores, 1))
+        p = gl.exp2(scores - m_new[:, None])
+    else:
+        m_new = gl.maximum(m, gl.max(scores, 1) * scale)
+        p = gl.exp2(scores * scale - m_new[:, None])
+    alpha = gl.exp2(m - m_new)
+    l = l * alpha + gl.sum(p, 1)
+    return p, m_new, l, alpha
+
+
+@gluon.jit
+def _step(
+    n, more, p, acc, m, l, scale, bias, q, k_smem, v_smem, q_free, k_ready, v_ready, k_free, v_free,
+    s_layout: gl.constexpr, p_layout: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    """Scores of tile n and the values product of tile n - 1, with tile n's exponentials between.
+    ``more``: whether the item has another tile."""
+    slot = n % STAGES
+    before = (n - 1) % STAGES
+    zero = gl.zeros([ROWS, BLOCK], gl.float32, s_layout)
+    k = k_smem.index(slot).reshape([BLOCK, D])
+    v = v_smem.index(before).reshape([BLOCK, D])
+    scores = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(v_ready.index(before), ((n - 1) // STAGES) & 1)
+    acc = warpgroup_mma(p, v, acc, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    mbarrier.arrive(k_free.index(slot))
+    mbarrier.arrive(q_free, pred=more == 0)
+    new, m, l, alpha = _softmax(scores, bias, m, l, scale, MASK)
+    new = new.to(p.dtype)
+    # The next tile's keys are waited for here because ptxas moves the exponentials across anything but
+    # a branch, and they must come before the wait for the values product.
+    mbarrier.wait(k_ready.index((n + 1) % STAGES), ((n + 1) // STAGES) & 1, pred=more)
+    acc, p, new = warpgroup_mma_wait(0, deps=[acc, p, new])
+    mbarrier.arrive(v_free.index(before))
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
+    p = gl.convert_layout(new, p_layout)
+    return p, acc, m, l
+
+
+@gluon.jit
+def _attend(
+    item_smem, item_ready, item_free,
+    carry_ptr, out_ptr, out_desc, lse_ptr, member, columns, column_ptr,
+    q_smem, k_smem, v_smem, out_smem, q_ready, q_free, k_ready, v_ready, k_free, v_free,
+    c_ss, c_sb, c_sh, o_ss, o_sb, o_sh, ptr_len, column_len, query_len, nb, items, scale,
+    residue, wrap,
+    HALF: gl.constexpr, HEADS: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, DIAGONAL: gl.constexpr, CARRY: gl.constexpr, COLUMNS: gl.constexpr,
+    LAST: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: rows ``HALF`` of each item's query block."""
+    ROWS: gl.constexpr = BLOCK // 2
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    key_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    out_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    dtype: gl.constexpr = q_smem.dtype
+    scale = scale * LOG2E
+    q = q_smem.index(HALF).reshape([ROWS, D])
+    n = 0
+    turn = 0
+    item, slashes, column_low, column_high = receive_item(0, item_smem, item_ready, item_free)
+    while item < items:
+        tiles = tiles_of(slashes, column_low, column_high, BLOCK)
+        bh = item // nb
+        a = nb - 1 - item % nb
+        batch = (bh // HEADS).to(gl.int64)
+        head = (bh % HEADS).to(gl.int64)
+        start = a * BLOCK + HALF * ROWS
+        rows = start + gl.arange(0, ROWS, layout=row_layout)
+        lse = lse_ptr + bh.to(gl.int64) * query_len + rows
+        seen = member + bh.to(gl.int64) * (ptr_len - 1) + residue
+        listed = columns + bh.to(gl.int64) * column_len
+        if CARRY:
+            out_at = start + gl.arange(0, ROWS, layout=out_rows)
+            d = gl.arange(0, D, layout=gl.SliceLayout(0, o_layout))
+            carried = carry_ptr + batch * c_sb + head * c_sh
+            acc = gl.load(
+                carried + out_at.to(gl.int64)[:, None] * c_ss + d[None, :],
+                mask=(out_at < query_len)[:, None], other=0.0,
+            )  # fmt: skip
+            m = gl.load(lse, mask=rows < query_len, other=0.0) * LOG2E
+            l = gl.full([ROWS], 1.0, gl.float32, row_layout)
+        else:
+            acc = gl.zeros([ROWS, D], gl.float32, o_layout)
+            m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+            l = gl.zeros([ROWS], gl.float32, row_layout)
+
+        # The first tile: there is no values product yet to run beside its exponentials.
+        mbarrier.wait(k_ready.index(n % STAGES), (n // STAGES) & 1)
+        mbarrier.wait(q_ready, turn & 1)
+        k = k_smem.index(n % STAGES).reshape([BLOCK, D])
+        zero = gl.zeros([ROWS, BLOCK], gl.float32, s_layout)
+        scores = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if DIAGONAL:
+            keys = a * BLOCK + gl.arange(0, BLOCK, layout=key_layout)
+            bias = gl.where(rows[:, None] >= keys[None, :], 0.0, float("-inf"))
+        else:
+            bias = first_bias(
+                listed, seen, slashes, column_low, column_high, a, wrap, COLUMNS, BLOCK
+            )
+            bias = gl.convert_layout(bias, key_layout)[None, :]
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(k_free.index(n % STAGES))
+        mbarrier.arrive(q_free, pred=tiles == 1)
+        new, m, l, alpha = _softmax(scores, bias, m, l, scale, True)
+        if CARRY:
+            acc = acc * gl.convert_layout(alpha, out_rows)[:, None]
+        p = gl.convert_layout(new.to(dtype), p_layout)
+        mbarrier.wait(k_ready.index((n + 1) % STAGES), ((n + 1) // STAGES) & 1, pred=tiles > 1)
+
+        for j in range(1, slashes):
+            p, acc, m, l = _step(
+                n + j, j + 1 < tiles, p, acc, m, l, scale, 0.0, q, k_smem, v_smem,
+                q_free, k_ready, v_ready, k_free, v_free,
+                s_layout, p_layout, BLOCK, ROWS, D, STAGES, False,
+            )  # fmt: skip
+        if COLUMNS:
+            for j in range(gl.maximum(slashes, 1), tiles):
+                first = column_low + (j - slashes) * BLOCK
+                mask = column_bias(listed, seen, first, column_high, a, wrap, BLOCK)
+                mask = gl.convert_layout(mask, key_layout)[None, :]
+                p, acc, m, l = _step(
+                    n + j, j + 1 < tiles, p, acc, m, l, scale, mask, q, k_smem, v_smem,
+                    q_free, k_ready, v_ready, k_free, v_free,
+                    s_layout, p_layout, BLOCK, ROWS, D, STAGES, True,
+                )  # fmt: skip
+        n += tiles
+        turn += 1
+        final = (n - 1) % STAGES
+        mbarrier.wait(v_ready.index(final), ((n - 1) // STAGES) & 1)
+        acc = warpgroup_mma(p, v_smem.index(final).reshape([BLOCK, D]), acc, is_async=True)
+        gl.store(lse, (m + gl.log2(l)) * LN2, mask=rows < query_len)
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        mbarrier.arrive(v_free.index(final))
+        acc = acc / gl.convert_layout(l, out_rows)[:, None]
+        if LAST:
+            # The store of the item before has read the memory; it was given this item's time.
+            tma.store_wait(0)
+            gl.thread_barrier()
+            out_smem.index(HALF).reshape([ROWS, D]).store(acc.to(dtype))
+            fence_async_shared()
+            store_tile(out_desc, [bh // HEADS, bh % HEADS, start, 0], out_smem.index(HALF))
+        else:
+            out_at = start + gl.arange(0, ROWS, layout=out_rows)
+            d = gl.arange(0, D, layout=gl.SliceLayout(0, o_layout))
+            written = out_ptr + batch * o_sb + head * o_sh
+            gl.store(
+                written + out_at.to(gl.int64)[:, None] * o_ss + d[None, :], acc,
+                mask=(out_at < query_len)[:, None],
+            )  # fmt: skip
+        item, slashes, column_low, column_high = receive_item(
+            turn, item_smem, item_ready, item_free
+        )
+    if LAST:
+        tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["residue", "first_owned", "wrap"])
+def _forward_kernel(
+    counter, q_desc, k_desc, v_desc, kc_desc, vc_desc, out_desc, carry_ptr, out_ptr, lse_ptr,
+    slash_ptr, slash_list, member, columns, column_ptr,
+    c_ss, c_sb, c_sh, o_ss, o_sb, o_sh,
+    ptr_len, list_len, column_len, query_len, nb, items, scale, residue, first_owned, wrap,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, DIAGONAL: gl.constexpr, CARRY: gl.constexpr, COLUMNS: gl.constexpr,
+    LAST: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q_desc.dtype
+    ROWS: gl.constexpr = BLOCK // 2
+    q_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], v_desc.layout)
+    out_smem = q_smem
+    if LAST:
+        out_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], out_desc.layout)
+    item_smem = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    item_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    item_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(item_ready.index(i), count=1)
+        mbarrier.init(item_free.index(i), count=2)
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_ready, count=1)
+    mbarrier.init(q_free, count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=2)
+        mbarrier.init(v_free.index(i), count=2)
+
+    gl.warp_specialize(
+        [
+            (_attend, (
+                item_smem, item_ready, item_free,
+                carry_ptr, out_ptr, out_desc, lse_ptr, member, columns, column_ptr,
+                q_smem, k_smem, v_smem, out_smem, q_ready, q_free, k_ready, v_ready, k_free, v_free,
+                c_ss, c_sb, c_sh, o_ss, o_sb, o_sh, ptr_len, column_len, query_len, nb, items,
+                scale, residue, wrap,
+                0, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, LAST,
+            )),
+            (_attend, (
+                item_smem, item_ready, item_free,
+                carry_ptr, out_ptr, out_desc, lse_ptr, member, columns, column_ptr,
+                q_smem, k_smem, v_smem, out_smem, q_ready, q_free, k_ready, v_ready, k_free, v_free,
+                c_ss, c_sb, c_sh, o_ss, o_sb, o_sh, ptr_len, column_len, query_len, nb, items,
+                scale, residue, wrap,
+                1, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, LAST,
+            )),
+            (_load, (
+                counter, item_smem, item_ready, item_free,
+                q_desc, k_desc, v_desc, kc_desc, vc_desc, slash_ptr, slash_list, column_ptr,
+                q_smem, k_smem, v_smem, q_ready, q_free, k_ready, v_ready, k_free, v_free,
+                ptr_len, list_len, nb, items, residue, first_owned, wrap,
+                HEADS, GROUP, COLUMNS, BLOCK, D, STAGES,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+def forward(query, key, value, index, step, softmax_scale, carry, out, lse):
+    """Launch the forward of one ring step; operands as in ``forward.py``."""
+    length, batch, heads, dim = query.shape
+    nb, block = index.local_blocks, index.block_size
+    num_columns = index.columns.shape[-1]
+    columns_of = (key, value)
+    if num_columns:
+        columns_of = gather_columns(key, value, index, step)
+    carried = out if carry is None else carry
+    half, whole = [1, 1, block // 2, dim], [1, 1, block, dim]
+    items = nb * batch * heads
+    # Programs draw their items from a counter: heads differ much in work.
+    counter = torch.zeros(1, dtype=torch.int32, device=query.device)
+    _forward_kernel[(programs(query, items),)](
+        counter,
+        descriptor(query, half), descriptor(key, whole), descriptor(value, whole),
+        *(descriptor(t, whole) for t in columns_of),
+        descriptor(out if step.last else query, half), carried, out, lse,
+        index.slash_ptr, index.slash_list, index.slash_member, index.columns, index.column_ptr,
+        *carried.stride()[:3], *out.stride()[:3],
+        index.slash_ptr.shape[-1], index.slash_list.shape[-1], num_columns,
+        length, nb, items, softmax_scale, step.distance * nb, step.source * nb, step.wrap,
+        HEADS=heads, GROUP=heads // key.shape[2], D=dim, BLOCK=block, STAGES=2,
+        DIAGONAL=step.distance == 0, CARRY=not step.first, COLUMNS=num_columns > 0,
+        LAST=step.last, num_warps=4, maxnreg=168,
+    )  # fmt: skip

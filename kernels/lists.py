@@ -1,0 +1,133 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The lists of a vertical-slash index from chosen diagonals and columns, in two launches."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _slash_kernel(
+    distances_ptr, diagonals_ptr, member_ptr, list_ptr, ptr_ptr, count, near, world, nb,
+    GIVEN: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, WALK: tl.constexpr,
+):  # fmt: skip
+    bh = tl.program_id(0).to(tl.int64)
+    num_blocks = world * nb
+    member_ptr += bh * num_blocks
+    list_ptr += bh * num_blocks
+    ptr_ptr += bh * (num_blocks + 1)
+    entry = tl.arange(0, WIDTH)
+    for first in range(0, num_blocks, WIDTH):
+        at = first + entry
+        distance = at % nb * world + at // nb
+        inside = at < num_blocks
+        if GIVEN:
+            member = tl.load(distances_ptr + bh * num_blocks + distance, mask=inside, other=0) != 0
+        else:
+            member = distance < near
+        tl.store(member_ptr + at, (member | (at == 0)).to(tl.uint8), mask=inside)
+    tl.debug_barrier()  # the marks below fall on entries that other threads have just written
+    if not GIVEN:
+        for first in range(0, count, WALK):
+            j = first + tl.arange(0, WALK)
+            diagonal = tl.load(diagonals_ptr + bh * count + j, mask=j < count, other=0)
+            # A token diagonal crosses two block distances, unless it is a multiple of the block.
+            one = diagonal // BLOCK
+            two = one + (diagonal % BLOCK != 0).to(tl.int32)
+            mark = tl.full([WALK], 1, tl.uint8)
+            there = (j < count) & (one < num_blocks)
+            tl.store(member_ptr + one % world * nb + one // world, mark, mask=there)
+            there = (j < count) & (two < num_blocks)
+            tl.store(member_ptr + two % world * nb + two // world, mark, mask=there)
+    tl.debug_barrier()
+    tl.store(ptr_ptr, 0)
+    before = 0
+    for first in range(0, num_blocks, WIDTH):
+        at = first + entry
+        inside = at < num_blocks
+        member = tl.load(member_ptr + at, mask=inside, other=0).to(tl.int32)
+        upto = before + tl.cumsum(member, 0)
+        tl.store(ptr_ptr + at + 1, upto, mask=inside)
+        # What is no member fills the list from its end, with zeros.
+        slot = tl.where(member != 0, upto - 1, num_blocks - 1 - (at - upto))
+        tl.store(list_ptr + slot, tl.where(member != 0, at % nb, 0), mask=inside)
+        before += tl.sum(member, 0)
+
+
+@triton.jit
+def _ring_order(column, seq_length, world, nb, BLOCK: tl.constexpr):
+    """Sort keys of columns by (owner, position there); what is no column comes after all."""
+    block = column // BLOCK
+    key = (block % world * nb + block // world) * BLOCK + column % BLOCK
+    return tl.where(column < seq_length, key, world * nb * BLOCK).to(tl.int32)
+
+
+@triton.jit
+def _column_kernel(
+    columns_ptr, list_ptr, ptr_ptr, count, seq_length, world, nb,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, WALK: tl.constexpr,
+):  # fmt: skip
+    # Each program counts how many columns come before each of its own: before a column that is its
+    # place in the sorted list, before a local block an entry of the prefix counts.
+    bh = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0)
+    tiles = tl.cdiv(count, WIDTH)
+    columns_ptr += bh * count
+    place = tile * WIDTH + tl.arange(0, WIDTH)
+    if tile < tiles:
+        column = tl.load(columns_ptr + place, mask=place < count, other=0)
+        own = _ring_order(column, seq_length, world, nb, BLOCK)
+        order = place
+    else:
+        place = place - tiles * WIDTH
+        own = place * BLOCK
+        order = tl.zeros([WIDTH], tl.int32)
+    before = tl.zeros([WIDTH], tl.int32)
+    for first in range(0, count, WALK):
+        j = first + tl.arange(0, WALK)
+        column = tl.load(columns_ptr + j, mask=j < count, other=0)
+        key = _ring_order(column, seq_length, world, nb, BLOCK)
+        key = tl.where(j < count, key, 2147483647)
+        # Equal keys, all of no column, take places by their order; a block start counts none of them.
+        earlier = (key[None, :] == own[:, None]) & (j[None, :] < order[:, None])
+        earlier = earlier | (key[None, :] < own[:, None])
+        before += tl.sum(earlier.to(tl.int32), 1)
+    if tile < tiles:
+        tl.store(list_ptr + bh * count + before, own % (nb * BLOCK), mask=place < count)
+    else:
+        limit = world * nb + 1
+        tl.store(ptr_ptr + bh * limit + place, before, mask=place < limit)
+
+
+def index_lists(distances, diagonals, near, columns, seq_length, block_size, world):
+    """Launch the lists; see :func:`kernels.index_lists`."""
+    batch, heads, count = columns.shape
+    num_blocks = triton.cdiv(seq_length, block_size)
+    local_blocks = num_blocks // world
+    lines, device = batch * heads, columns.device
+
+    def empty(length, dtype=torch.int32):
+        return torch.empty(batch, heads, length, dtype=dtype, device=device)
+
+    member = torch.empty(batch, heads, world, local_blocks, dtype=torch.uint8, device=device)
+    slash_list, slash_ptr = empty(num_blocks), empty(num_blocks + 1)
+    column_list, column_ptr = empty(count), empty(num_blocks + 1)
+    if distances is not None:
+        distances = diagonals = distances.contiguous().view(torch.uint8)
+    else:
+        distances = diagonals = diagonals.contiguous()
+    given = distances.dtype == torch.uint8
+    width = min(4096, triton.next_power_of_2(num_blocks))
+    _slash_kernel[(lines,)](
+        distances, diagonals, member, slash_list, slash_ptr, diagonals.shape[-1], near, world,
+        local_blocks, GIVEN=given, BLOCK=block_size, WIDTH=width, WALK=128, num_warps=4,
+    )  # fmt: skip
+    width = 64
+    programs = triton.cdiv(count, width) + triton.cdiv(num_blocks + 1, width)
+    _column_kernel[(programs, lines)](
+        columns.contiguous(), column_list, column_ptr, count, seq_length, world, local_blocks,
+        BLOCK=block_size, WIDTH=width, WALK=64, num_warps=4,
+    )  # fmt: skip
+    return member, slash_list, slash_ptr, column_list, column_ptr

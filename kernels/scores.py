@@ -1,0 +1,197 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Scores of sampled query rows, kept as sums only: log-sum-exp of each row, mass of each column.
+
+Products of 16-bit operands are exact in float32, so tensor cores give float32 scores; to compute them
+again for every kind of sum takes less time and memory than to keep rows x keys of them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .tiles import LN2, LOG2E, load_rows, precision_for
+
+
+@triton.jit
+def key_positions(local, rank, world, BLOCK: tl.constexpr):
+    """Global positions of a rank's keys."""
+    return (local // BLOCK * world + rank) * BLOCK + local % BLOCK
+
+
+@triton.jit
+def load_sampled(q_ptr, r, head, lines, num_rows, D: tl.constexpr):
+    """Sampled rows ``r`` of head(s) ``head`` (batch entries counted in), zeros past the last row."""
+    line = r.to(tl.int64) * lines + head
+    pointers = q_ptr + line[:, None] * D + tl.arange(0, D)[None, :]
+    return tl.load(pointers, mask=(r < num_rows)[:, None], other=0.0)
+
+
+@triton.jit
+def far_probabilities(scores, lse, row_block, key_block, near):
+    """``exp(scores - lse)`` where the row is ``near`` or more blocks after the key, else 0; at most 1.
+
+    Base-2 logarithms. Operands broadcast to the shape of ``scores``. With ``near`` of 1 or more no
+    future key is left. What is not a number counts as no mass.
+    """
+    p = tl.math.exp2(scores - lse)
+    return tl.where((row_block - key_block >= near) & (p == p), tl.where(p < 1, p, 1.0), 0.0)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _lse_kernel(
+    q_ptr, rows_ptr, k_ptr, out_ptr,
+    k_ss, k_sb, k_sh, num_rows, batch_heads, length, rank, world, splits, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    kv_heads: tl.constexpr = HEADS // GROUP
+    # The last rows have the most keys: start them first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    split = tl.program_id(1)
+    batch = (tl.program_id(2) // kv_heads).to(tl.int64)
+    kv_head = tl.program_id(2) % kv_heads
+    # Heads of a group side by side, so that a tile's rows are near each other and end together.
+    m = tile * ROWS + tl.arange(0, ROWS)
+    r = m // GROUP
+    head = batch * HEADS + kv_head * GROUP + m % GROUP
+    q = load_sampled(q_ptr, r, head, batch_heads, num_rows, D)
+    row = tl.load(rows_ptr + r, mask=r < num_rows, other=-1)
+    scale = scale * LOG2E
+    k_ptr += batch * k_sb + kv_head * k_sh
+    keys = tl.arange(0, KEYS)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    blocks = (tl.max(row, 0) // BLOCK - rank + world) // world
+    # The splits take turns, so that each has as many tiles to do.
+    seen = tl.cdiv(tl.minimum(blocks * BLOCK, length), KEYS)
+    for turn in range(tl.cdiv(seen - split, splits)):
+        at = (split + turn * splits) * KEYS
+        k = load_rows(k_ptr, at, k_ss, keys, length, D, EVEN)
+        scores = tl.dot(q, tl.trans(k), input_precision=PREC) * scale
+        # Keys past the end have positions past every row.
+        position = key_positions(at + keys, rank, world, BLOCK)
+        scores = tl.where(position[None, :] <= row[:, None], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.math.exp2(top - base) + tl.sum(tl.math.exp2(scores - base[:, None]), 1)
+        top = higher
+    out_ptr += split.to(tl.int64) * batch_heads * num_rows
+    tl.store(out_ptr + head * num_rows + r, (top + tl.math.log2(total)) * LN2, mask=r < num_rows)
+
+
+def lse_parts(sample, key):
+    """Launch the log-sum-exps; see :func:`kernels.lse_parts`."""
+    length, batch, kv_heads, dim = key.shape
+    num_rows, _, heads, _ = sample.query.shape
+    wide = key.dtype != torch.float32
+    tile = 128 if wide else 32
+    tiles = triton.cdiv(num_rows * (heads // kv_heads), tile)
+    # About 8 programs a multiprocessor.
+    splits = max(1, min(64, 1024 // (tiles * batch * kv_heads), triton.cdiv(length, tile)))
+    shape = (splits, batch, heads, num_rows)
+    parts = torch.empty(shape, dtype=torch.float32, device=key.device)
+    _lse_kernel[(tiles, splits, batch * kv_heads)](
+        sample.query, sample.rows, key, parts,
+        *key.stride()[:3], num_rows, batch * heads, length, sample.rank, sample.world, splits,
+        sample.softmax_scale,
+        HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=sample.block_size,
+        ROWS=tile, KEYS=tile, EVEN=length % tile == 0, PREC=precision_for(key),
+        num_warps=8 if wide else 4, num_stages=2,
+    )  # fmt: skip
+    return parts
+
+
+@triton.jit
+def _merge_kernel(parts_ptr, out_ptr, parts, lines, PARTS: tl.constexpr, LINES: tl.constexpr):
+    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    top = tl.full([LINES], float("-inf"), tl.float32)
+    total = tl.zeros([LINES], tl.float32)
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        inside = (part < parts)[:, None] & (line < lines)[None, :]
+        at = parts_ptr + part.to(tl.int64)[:, None] * lines + line[None, :]
+        lse = tl.load(at, mask=inside, other=float("-inf")) * LOG2E
+        higher = tl.maximum(top, tl.max(lse, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.math.exp2(top - base) + tl.sum(tl.math.exp2(lse - base[None, :]), 0)
+        top = higher
+    tl.store(out_ptr + line, (top + tl.math.log2(total)) * LN2, mask=line < lines)
+
+
+def merge_lse(parts):
+    """Launch the merge; see :func:`kernels.merge_lse`."""
+    out = torch.empty(parts.shape[1:], dtype=torch.float32, device=parts.device)
+    width = 16
+    _merge_kernel[(triton.cdiv(out.numel(), width),)](
+        parts, out, parts.shape[0], out.numel(), PARTS=64, LINES=width, num_warps=4
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _column_kernel(
+    q_ptr, rows_ptr, k_ptr, lse_ptr, out_ptr,
+    k_ss, k_sb, k_sh, num_rows, batch_heads, length, rank, world, near, sink, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    IN_STRATUM: tl.constexpr, ALL_ROWS: tl.constexpr, STRATA: tl.constexpr,
+    KEYS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    kv_heads: tl.constexpr = HEADS // GROUP
+    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
+    kv_head = tl.program_id(1) % kv_heads
+    start = tl.program_id(0) * KEYS
+    keys = tl.arange(0, KEYS)
+    k = load_rows(k_ptr + batch * k_sb + kv_head * k_sh, start, k_ss, keys, length, D, EVEN)
+    local = start + keys
+    position = key_positions(local, rank, world, BLOCK)
+    key_block = position // BLOCK
+    scale = scale * LOG2E
+    # Rows ascend: how many come too early to have any of these keys beyond their window.
+    every = tl.arange(0, ALL_ROWS)
+    row_blocks = tl.load(rows_ptr + every, mask=every < num_rows, other=2147483647) // BLOCK
+    first_block = start // BLOCK * world + rank
+    early = tl.sum((row_blocks - first_block < near).to(tl.int32), 0)
+    strata = num_rows // IN_STRATUM
+    first = early // IN_STRATUM // STRATA * STRATA
+    for g in range(GROUP):
+        head = batch * HEADS + kv_head * GROUP + g
+        total = tl.zeros([KEYS], tl.float32)
+        largest = tl.zeros([KEYS], tl.float32)
+        for stratum in range(first, strata, STRATA):
+            mass = tl.zeros([KEYS, STRATA], tl.float32)
+            for j in range(IN_STRATUM):
+                r = (stratum + tl.arange(0, STRATA)) * IN_STRATUM + j
+                # A row past the last is before every key.
+                row = tl.load(rows_ptr + r, mask=r < num_rows, other=-1073741824)
+                lse = tl.load(lse_ptr + head * num_rows + r, mask=r < num_rows, other=0.0) * LOG2E
+                q = load_sampled(q_ptr, r, head, batch_heads, num_rows, D)
+                scores = tl.dot(k, tl.trans(q), input_precision=PREC) * scale
+                mass += far_probabilities(
+                    scores, lse[None, :], (row // BLOCK)[None, :], key_block[:, None], near
+                )
+            total += tl.sum(mass, 1)
+            largest = tl.maximum(largest, tl.max(mass, 1))
+        bits = tl.maximum(total - largest, 0.0).to(tl.int32, bitcast=True)
+        bits = tl.where(position < sink, 2147483647, bits)
+        tl.store(out_ptr + head * length + local, bits, mask=local < length)
+
+
+def column_mass(sample, key, lse, sink):
+    """Launch the columns' sums; see :func:`kernels.column_mass`."""
+    length, batch, kv_heads, dim = key.shape
+    num_rows, _, heads, _ = sample.query.shape
+    mass = torch.empty(batch, heads, length, dtype=torch.int32, device=key.device)
+    # Without tensor cores a product's operands are held in registers.
+    keys, warps = (64, 8) if key.dtype == torch.float32 else (128, 4)
+    _column_kernel[(triton.cdiv(length, keys), batch * kv_heads)](
+        sample.query, sample.rows, key, lse, mass,
+        *key.stride()[:3], num_rows, batch * heads, length, sample.rank, sample.world,
+        sample.near, sink, sample.softmax_scale,
+        HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=sample.block_size,
+        IN_STRATUM=sample.rows_in_stratum, ALL_ROWS=triton.next_power_of_2(num_rows), STRATA=32,
+        KEYS=keys, EVEN=length % keys == 0, PREC=precision_for(key),
+        num_warps=warps, num_stages=2,
+    )  # fmt: skip
+    return mass

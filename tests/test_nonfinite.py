@@ -1,0 +1,160 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""NaN and infinities in the inputs come out where attention over the kept pairs has them.
+
+The truth takes, for each query, the softmax over the keys it attends to and no others, in float64, with
+autograd's gradients. Two things are asked:
+
+- Nothing is hidden: what the truth says is not finite is not finite. A loss must show it.
+- It does not spread: attention computed in tiles multiplies a masked pair's probability, 0, with what
+  the tile holds, and 0 x NaN is NaN (as in cuDNN and flash within a tile). So the other tokens of a
+  block pair that is computed may be touched; a head's columns share tiles, so a bad column may touch
+  any query of the head, and a bad query's tile any column. No others: no query block that attends to
+  nothing bad, no other head, no dv of a bad value.
+
+The twins write dense scores out, where 0 x NaN reaches every query: of them only the first is asked, and
+that KV heads stay apart.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_cases import (
+    random_operands,
+    relative_error,
+    simulated_ring,
+    written_out_mask,
+)
+
+from megatron_mtraining.pattern import build_index
+
+NAMES = ("out", "grad_query", "grad_key", "grad_value")
+OPERANDS = ("query", "key", "value")
+HEADS, KV_HEADS, DIM, SCALE = 4, 2, 64, 0.1
+# Token 0 is what a tile with fewer columns than it has room for may load in their stead.
+TOKENS = {"first": 0, "inner": 70, "last": -1}
+PLACES = [
+    *[("query", "inner"), ("key", "first"), ("key", "inner"), ("key", "column")],
+    *[("value", "first"), ("value", "inner"), ("value", "column"), ("value", "last")],
+]
+BAD = [float("nan"), float("inf"), float("-inf")]
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+
+
+def columns_of(seq_length, block):
+    return [3, block - 1, block + 8, seq_length - block + 1]
+
+
+def some_index(seq_length, block, world, device):
+    """Few distances, so that most pairs of blocks are not computed, and few columns."""
+    distances = torch.zeros(1, HEADS, seq_length // block, dtype=torch.bool)
+    distances[:, 1:3, 1] = True  # the heads of a group differ
+    columns = torch.tensor([*columns_of(seq_length, block), seq_length]).expand(1, HEADS, -1)
+    return build_index(
+        distances.to(device), columns.contiguous().to(device), seq_length, block, world
+    )
+
+
+def truth(query, key, value, grad_out, mask):
+    """out and the gradients, float64: each query has its own copy of the keys and values, zeros where it
+    does not attend, and masked pairs are cut out on both sides of the softmax: what they hold reaches
+    nothing, forward or backward."""
+    leaves = [t.detach().double().requires_grad_() for t in (query, key, value)]
+    outs = []
+    for head in range(HEADS):
+        q, k, v = leaves[0][:, 0, head], *(t[:, 0, head * KV_HEADS // HEADS] for t in leaves[1:])
+        kept = mask[0, head]
+        keys, values = (torch.where(kept[..., None], t, 0.0) for t in (k, v))
+        scores = (q[:, None] * keys).sum(-1) * SCALE
+        p = scores.masked_fill(~kept, float("-inf")).softmax(-1).masked_fill(~kept, 0.0)
+        outs.append((p[..., None] * values).sum(1))
+    out = torch.stack(outs, 1)[:, None]
+    return out.detach(), *torch.autograd.grad(out, leaves, grad_out.double())
+
+
+def reach(where, token, mask, block):
+    """Where tiles may carry what is bad at head 0: for each result a bool ``[s, heads or KV heads]``."""
+    length, group = mask.shape[-1], HEADS // KV_HEADS
+    sees = mask[0].unflatten(1, (-1, block)).any(2)  # [h, query block, key]
+    rows, keys = torch.zeros(2, length, HEADS, dtype=torch.bool).unbind()
+    for head in range(1 if where == "query" else group):
+        if where == "query":
+            rows[token, head] = True
+        else:
+            rows[:, head] = sees[head, :, token].repeat_interleave(block)
+            rows[:, head] |= token in columns_of(length, block)
+        touched = rows[:, head].unflatten(0, (-1, block)).any(1)
+        keys[:, head] = (sees[head] & touched[:, None]).any(0)
+        keys[columns_of(length, block), head] = True
+    keys = keys.unflatten(1, (KV_HEADS, group)).any(2)
+    return rows, rows, keys, keys & (where != "value")
+
+
+def reach_of_twins(mask):
+    """The whole of the first KV head's group."""
+    rows, keys = (torch.zeros(mask.shape[-1], h, dtype=torch.bool) for h in (HEADS, KV_HEADS))
+    rows[:, : HEADS // KV_HEADS] = True
+    keys[:, 0] = True
+    return rows, rows, keys, keys
+
+
+def check(where, token, bad, size, dtype=torch.float32, device="cpu", tiles=True):
+    seq_length, world, block = size
+    token = columns_of(seq_length, block)[2] if token == "column" else TOKENS[token] % seq_length
+    operands = random_operands(seq_length, 1, HEADS, KV_HEADS, DIM, dtype, device)
+    operands[OPERANDS.index(where)][token, 0, 0, 5] = bad
+    index = some_index(seq_length, block, world, device)
+    mask = written_out_mask(index, 1, HEADS)
+    expected = [t.cpu() for t in truth(*operands, mask)]
+    actual = [t.cpu() for t in simulated_ring(*operands, index, SCALE)]
+    allowed = reach(where, token, mask.cpu(), block) if tiles else reach_of_twins(mask)
+    for name, a, e, may in zip(NAMES, actual, expected, allowed):
+        assert not (~e[:, 0].isfinite().all(-1) & ~may).any(), f"the test's own reach, {name}"
+        hidden = a.isfinite() & ~e.isfinite()
+        assert not hidden.any(), (
+            f"{name} hides what is not finite at {hidden.nonzero()[:4].tolist()}"
+        )
+        clean = a[:, 0].isfinite().all(-1)
+        spread = ~clean & ~may
+        assert not spread.any(), f"{name} is not finite at {spread.nonzero()[:4].tolist()}"
+        error = relative_error(a[:, 0][clean], e[:, 0][clean])
+        assert error < TOLERANCE[dtype], f"{name}: relative error {error:.1e} where it is finite"
+
+
+@pytest.fixture(autouse=True)
+def fresh_inputs():
+    """Different inputs in every run; pytest shows the seed of a failure."""
+    print("torch seed", torch.seed())
+
+
+every_bad = pytest.mark.parametrize("bad", BAD, ids=str)
+every_place = pytest.mark.parametrize(("where", "token"), PLACES)
+# (tokens, ranks, block), what is bad
+small = pytest.mark.parametrize(
+    ("size", "bad"), [((192, 1, 64), bad) for bad in BAD] + [((256, 2, 64), BAD[0])]
+)
+
+
+@every_place
+@small
+def test_twins(size, where, token, bad):
+    check(where, token, bad, size, tiles=False)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, in the interpreter
+@every_place
+@small
+def test_kernels_interpreted(monkeypatch, size, where, token, bad):
+    if torch.cuda.is_available():
+        pytest.skip("the kernels run compiled here: see test_kernels_compiled")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    check(where, token, bad, size)
+
+
+@pytest.mark.gpu
+@every_bad
+@every_place
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("size", [(320, 1, 64), (512, 1, 128), (512, 2, 64)])
+def test_kernels_compiled(size, dtype, where, token, bad):
+    check(where, token, bad, size, dtype, "cuda")
