@@ -15,8 +15,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-# Triton 3.9 renamed these.
+# Later versions of Triton call these otherwise.
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
@@ -166,7 +167,7 @@ def send_item(turn, smem, ready, free, item, slashes, column_low, column_high):
     smem.index(2 + slot).store(gl.full([1], slashes, gl.int32, one))
     smem.index(4 + slot).store(gl.full([1], column_low, gl.int32, one))
     smem.index(6 + slot).store(gl.full([1], column_high, gl.int32, one))
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(ready.index(slot), count=1)
 
 
@@ -180,7 +181,7 @@ def receive_item(turn, smem, ready, free):
     slashes = gl.sum(smem.index(2 + slot).load(one), 0)
     column_low = gl.sum(smem.index(4 + slot).load(one), 0)
     column_high = gl.sum(smem.index(6 + slot).load(one), 0)
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(free.index(slot), count=1)
     return item, slashes, column_low, column_high
 

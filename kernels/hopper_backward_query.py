@@ -32,6 +32,7 @@ from .hopper import (
     receive_item,
     send_item,
     store_tile,
+    thread_barrier,
     tiles_of,
 )
 
@@ -247,7 +248,7 @@ def _attend(
         if LAST:
             # The store of the item before has read the memory; it was given this item's time.
             tma.store_wait(0)
-            gl.thread_barrier()
+            thread_barrier()
             dq_smem.index(HALF).reshape([ROWS, D]).store(acc.to(dtype))
             fence_async_shared()
             store_tile(dq_desc, [bh // HEADS, bh % HEADS, start, 0], dq_smem.index(HALF))

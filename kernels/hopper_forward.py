@@ -33,6 +33,7 @@ from .hopper import (
     receive_item,
     send_item,
     store_tile,
+    thread_barrier,
     tiles_of,
 )
 
@@ -258,7 +259,7 @@ def _attend(
         if LAST:
             # The store of the item before has read the memory; it was given this item's time.
             tma.store_wait(0)
-            gl.thread_barrier()
+            thread_barrier()
             out_smem.index(HALF).reshape([ROWS, D]).store(acc.to(dtype))
             fence_async_shared()
             store_tile(out_desc, [bh // HEADS, bh % HEADS, start, 0], out_smem.index(HALF))

@@ -1,0 +1,96 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The Hopper kernels compile for sm_90 on any machine, and the compiler keeps what makes them fast:
+matrix products in flight together (ptxas serialises them, silently, when registers run short or it cannot
+follow an accumulator), and registers that are not spilled to memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron_mtraining.kernels.dispatch import GLUON_VERSIONS
+
+COMPILE = """
+import itertools, json, os, re, subprocess, sys
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+class Hopper:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device=0): return 0
+    def get_active_torch_device(self): return torch.device("cpu")
+
+driver.set_active(Hopper())
+found = {}
+
+def compile_only(function, *arguments, grid, warmup=False, **options):
+    kernel = launch(function, *arguments, grid=grid, warmup=True, **options)
+    path = os.path.join(sys.argv[1], function.__name__ + ".cubin")
+    with open(path, "wb") as file:
+        file.write(kernel.asm["cubin"])
+    binary = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    sass = subprocess.run([binary, "-sass", path], capture_output=True, text=True, check=True).stdout
+    count = lambda pattern: len(re.findall(pattern, sass))
+    found[label + function.__name__] = dict(
+        products=count(r" HGMMA"), waits=count("WARPGROUP.DEPBAR"), spills=count(r" STL"),
+        shared=kernel.metadata.shared,
+    )
+
+launch, JITFunction.run = JITFunction.run, compile_only
+
+from megatron_mtraining.kernels import hopper_backward_key, hopper_backward_query, hopper_forward
+from megatron_mtraining.pattern import build_index
+from megatron_mtraining.ring import flat_ring
+
+for dim, columns in json.loads(sys.argv[2]):
+    for step in flat_ring(1, 2):
+        label = f"{dim} {columns} {step.distance} "
+        distances = torch.ones(1, 4, 8, dtype=torch.bool)
+        picks = torch.arange(columns).expand(1, 4, -1)
+        index = build_index(distances, picks, 1024, 128, 2)
+        q = torch.zeros(512, 1, 4, dim, dtype=torch.bfloat16)
+        k = torch.zeros(512, 1, 2, dim, dtype=torch.bfloat16)
+        lse, carry = torch.zeros(1, 4, 512), torch.zeros(512, 1, 4, dim)
+        result = q.clone() if step.last else carry
+        before = None if step.first else carry
+        hopper_forward.forward(q, k, k, index, step, 0.1, before, result, lse)
+        hopper_backward_query.backward_query(
+            q, k, k, q, lse, lse, index, step, 0.1, before, result
+        )
+        hopper_backward_key.backward_key(
+            q, k, k, q, lse, lse, index, step, 0.1, k.float(), k.float()
+        )
+print(json.dumps(found))
+"""
+
+
+def test_products_stay_in_flight(tmp_path):
+    triton = pytest.importorskip("triton")
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if not GLUON_VERSIONS[0] <= version <= GLUON_VERSIONS[1]:
+        pytest.skip(f"the Hopper kernels do not run with Triton {triton.__version__}")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environment.pop("TRITON_INTERPRET", None)
+    cases = json.dumps([[128, 64], [64, 0]])
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(tmp_path), cases],
+        env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[:6000]
+    found = json.loads(done.stdout.splitlines()[-1])
+    kernels = {name: numbers for name, numbers in found.items() if numbers["products"]}
+    # Two ring steps of each; columns have a key kernel of their own.
+    assert len(kernels) == 2 * 4 + 2 * 3, sorted(found)
+    for name, numbers in kernels.items():
+        # A product of 64 x 128 x 128 is 8 instructions; serialised, each has a wait of its own.
+        assert numbers["waits"] * 2 < numbers["products"], (name, numbers)
+        # A few numbers that are needed once an item may be; operands would be hundreds.
+        assert numbers["spills"] < 100, (name, numbers)
+        assert numbers["shared"] <= 227 * 1024, (name, numbers)
