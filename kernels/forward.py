@@ -33,8 +33,10 @@ def _online_softmax(q, k, v, keep, acc, m, l, scale, MASKED: tl.constexpr, PREC:
     if MASKED:
         scores = tl.where(keep, scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 1) * scale)
-    p = tl.math.exp2(scores * scale - m_new[:, None])
-    alpha = tl.math.exp2(m - m_new)
+    # A row that has seen nothing but scores of -inf has a maximum to subtract only later.
+    finite = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.math.exp2(scores * scale - finite[:, None])
+    alpha = tl.math.exp2(m - finite)
     l = l * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PREC)
@@ -51,7 +53,7 @@ def _forward_kernel(
     residue, first_owned, wrap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     KEEP: tl.constexpr, WALK: tl.constexpr, DIAGONAL: tl.constexpr, CARRY: tl.constexpr,
-    COLUMNS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+    LAST: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     parts: tl.constexpr = BLOCK // KEEP
     walks: tl.constexpr = BLOCK // WALK
@@ -115,7 +117,9 @@ def _forward_kernel(
             acc, m, l = _online_softmax(q, k, v, keep[None, :], acc, m, l, scale, True, PREC)
 
     out_ptr += batch * o_sb + head * o_sh
-    store_rows(out_ptr, start, o_ss, rows, query_len, acc / l[:, None], D, EVEN)
+    # What has no weight yet is carried as 0, and is NaN only if it has none at the end.
+    weight = l if LAST else tl.where(l == 0.0, 1.0, l)
+    store_rows(out_ptr, start, o_ss, rows, query_len, acc / weight[:, None], D, EVEN)
     tl.store(lse_ptr, (m + tl.math.log2(l)) * LN2, mask=inside)
 
 
@@ -138,6 +142,7 @@ def forward(query, key, value, index, step, softmax_scale, carry, out, lse):
         step.distance * nb, step.source * nb, step.wrap,
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
         KEEP=tile.keep, WALK=tile.walk, DIAGONAL=step.distance == 0, CARRY=not step.first,
+        LAST=step.last,
         COLUMNS=index.columns.shape[-1] > 0, EVEN=length % block == 0, PREC=precision_for(query),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -117,11 +117,15 @@ def _softmax(scores, bias, m, l, scale, MASK: gl.constexpr):
     if MASK:
         scores = scores * scale + bias
         m_new = gl.maximum(m, gl.max(scores, 1))
-        p = gl.exp2(scores - m_new[:, None])
     else:
         m_new = gl.maximum(m, gl.max(scores, 1) * scale)
-        p = gl.exp2(scores * scale - m_new[:, None])
-    alpha = gl.exp2(m - m_new)
+    # A row that has seen nothing but scores of -inf has a maximum to subtract only later.
+    finite = gl.where(m_new == float("-inf"), 0.0, m_new)
+    if MASK:
+        p = gl.exp2(scores - finite[:, None])
+    else:
+        p = gl.exp2(scores * scale - finite[:, None])
+    alpha = gl.exp2(m - finite)
     l = l * alpha + gl.sum(p, 1)
     return p, m_new, l, alpha
 
@@ -255,7 +259,9 @@ def _attend(
         gl.store(lse, (m + gl.log2(l)) * LN2, mask=rows < query_len)
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         mbarrier.arrive(v_free.index(final))
-        acc = acc / gl.convert_layout(l, out_rows)[:, None]
+        # What has no weight yet is carried as 0, and is NaN only if it has none at the end.
+        weight = l if LAST else gl.where(l == 0.0, 1.0, l)
+        acc = acc / gl.convert_layout(weight, out_rows)[:, None]
         if LAST:
             # The store of the item before has read the memory; it was given this item's time.
             tma.store_wait(0)

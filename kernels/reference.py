@@ -60,10 +60,14 @@ def attention_forward(query, key, value, index, step, softmax_scale, carry, lse)
     new_lse = step_lse if step.first else torch.logaddexp(lse.to(scores.dtype), step_lse)
     # A score of +inf makes all of its row NaN, as in a softmax, also in the backward.
     new_lse = new_lse.masked_fill(new_lse == float("inf"), float("nan"))
+    finite = new_lse
+    if not step.last:
+        # A row that has seen nothing but scores of -inf is 0 so far; it is NaN if this stays so.
+        finite = new_lse.masked_fill(new_lse == float("-inf"), 0)
     # A float64 caller gets its log-sum-exp in float64 too: the buffer's dtype is the caller's.
-    out = torch.exp(scores - new_lse[..., None]) @ v
+    out = torch.exp(scores - finite[..., None]) @ v
     if not step.first:
-        weight = torch.exp(lse.to(scores.dtype) - new_lse)[..., None]
+        weight = torch.exp(lse.to(scores.dtype) - finite)[..., None]
         out = out + carry.permute(1, 2, 0, 3).to(scores.dtype) * weight
     lse.copy_(new_lse)
     return out.permute(2, 0, 1, 3)

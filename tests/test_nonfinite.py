@@ -158,3 +158,44 @@ def test_kernels_interpreted(monkeypatch, size, where, token, bad):
 @pytest.mark.parametrize("size", [(320, 1, 64), (512, 1, 128), (512, 2, 64)])
 def test_kernels_compiled(size, dtype, where, token, bad):
     check(where, token, bad, size, dtype, "cuda")
+
+
+def check_late_maximum(size, dtype, device):
+    """A row's first tile gives nothing but scores of -inf, and a later tile, or rank, finite ones."""
+    seq_length, world, block = size
+    query, key, value, grad_out = random_operands(
+        seq_length, 1, HEADS, KV_HEADS, DIM, dtype, device
+    )
+    index = some_index(seq_length, block, world, device)
+    mask = written_out_mask(index, 1, HEADS)
+    token = seq_length // block // 2 * block  # the first of a block sees itself alone there
+    query[..., 0] = query[..., 0].abs() + 0.1
+    key[token, :, :, 0] = float("-inf")
+    out = simulated_ring(query, key, value, grad_out, index, SCALE)[0]
+    expected = truth(query, key, value, grad_out, mask)[0]
+    assert mask[0, 0, token].sum() > 1 and expected.isfinite().all()
+    assert relative_error(out, expected) < TOLERANCE[dtype]
+
+
+LATE = [(192, 1, 64), (256, 2, 64)]
+
+
+@pytest.mark.parametrize("size", LATE)
+def test_twins_late_maximum(size):
+    check_late_maximum(size, torch.float32, "cpu")
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("size", LATE)
+def test_kernels_interpreted_late_maximum(monkeypatch, size):
+    if torch.cuda.is_available():
+        pytest.skip("the kernels run compiled here: see test_kernels_compiled_late_maximum")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    check_late_maximum(size, torch.float32, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("size", [(320, 1, 64), (512, 1, 128), (512, 2, 128), (768, 3, 128)])
+def test_kernels_compiled_late_maximum(size, dtype):
+    check_late_maximum(size, dtype, "cuda")
