@@ -1,7 +1,7 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """What it costs to choose a step's pattern: one rank of a simulated ring, on one GPU.
 
-There is no process group: a stand-in for the ring of W ranks makes all-reduce a no-op, and all-gather
+There is no process group: a stand-in for the ring of W ranks makes sums a no-op, and all-gather
 gives zeros for the other ranks. So times have every kernel of the choice at the sizes of a rank (the
 merge of W ranks' offers too) and no communication, and the chosen sets are of this rank's keys alone.
 Prints a table and appends rows to ``results/kernels.jsonl``: milliseconds of
@@ -39,6 +39,12 @@ class RankAlone:
 
     def all_reduce(self, tensor):
         return tensor
+
+    def reduce_scatter(self, tensor):
+        if self.world == 1:
+            return tensor
+        # The copy that the collective needs is made; its transfer is not.
+        return tensor.unflatten(-1, (self.world, -1)).movedim(-2, 0).contiguous()[self.rank]
 
     def all_gather(self, tensor):
         if self.world == 1:

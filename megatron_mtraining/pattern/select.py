@@ -59,8 +59,8 @@ def choose_index(query, key, config, ring, softmax_scale: float) -> VerticalSlas
         columns = torch.arange(config.sink, dtype=torch.int32, device=query.device)
         columns = columns.expand(batch, heads, -1)
     if config.slash:
-        mass = ring.all_reduce(diagonal_mass(sample, key, lse, config.sink, taken))
-        diagonals = select_largest(mass, config.slash, seq_length)[0][1]
+        mass = diagonal_mass(sample, key, lse, config.sink, taken)
+        diagonals = _choose_diagonals(mass, config, ring)
     else:
         diagonals = columns.new_empty(batch, heads, 0)
     return index_of_choice(near, diagonals, columns, seq_length, block, world)
@@ -81,3 +81,22 @@ def _choose_columns(mass: Tensor, config, ring) -> tuple[Tensor, Tensor]:
         count = min(config.vertical, seq_length)
         offer, cut = merge_selections(ring.all_gather(offer), count, seq_length)
     return offer[1], cut
+
+
+def _choose_diagonals(mass: Tensor, config, ring) -> Tensor:
+    """The budget's token diagonals with the most mass over all ranks: int32 ``[b, h, slash]``, N where
+    none is left.
+
+    Each rank sums a stretch of the distances over all ranks, and offers its best.
+    """
+    seq_length = mass.shape[-1]
+    mass = ring.reduce_scatter(mass)
+    length = mass.shape[-1]
+    # With blocks as long as a stretch, positions in the striped layout are distances.
+    offer, _ = select_largest(
+        mass, min(config.slash, length), seq_length, ring.rank, ring.world, length
+    )
+    if ring.world > 1:
+        count = min(config.slash, seq_length)
+        offer, _ = merge_selections(ring.all_gather(offer), count, seq_length)
+    return offer[1]

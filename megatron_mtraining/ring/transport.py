@@ -66,6 +66,21 @@ class Ring:
         """Every rank's tensor, stacked in rank order: ``[world, ...]``."""
         if self.world == 1:
             return tensor[None]
-        parts = [torch.empty_like(tensor) for _ in range(self.world)]
-        dist.all_gather(parts, tensor.contiguous(), group=self.group)
-        return torch.stack(parts)
+        parts = tensor.new_empty(self.world, *tensor.shape)
+        if tensor.is_cuda:
+            dist.all_gather_into_tensor(parts, tensor.contiguous(), group=self.group)
+        else:
+            dist.all_gather(list(parts.unbind()), tensor.contiguous(), group=self.group)
+        return parts
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """This rank's stretch of the sum over all ranks, cut along the last dimension: ``[...,
+        length / world]``, contiguous."""
+        if self.world == 1:
+            return tensor
+        if not tensor.is_cuda:  # gloo has no such collective in all versions of torch
+            return self.all_reduce(tensor).chunk(self.world, -1)[self.rank].contiguous()
+        parts = tensor.unflatten(-1, (self.world, -1)).movedim(-2, 0).contiguous()
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter_tensor(own, parts, group=self.group)
+        return own
