@@ -1,5 +1,6 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""What the Hopper kernels share: tensor descriptors, and the gathered copy of the columns."""
+"""What the Hopper kernels share: tensor descriptors, the gathered copy of the columns, and the walk over
+items of the kernels that hold queries (forward and their gradient)."""
 
 from __future__ import annotations
 
@@ -13,8 +14,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
 # Later versions of Triton call these otherwise.
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
@@ -51,7 +50,7 @@ def line_descriptor(tensor, width):
 @triton.jit(do_not_specialize=["first_owned"])
 def _gather_kernel(
     k_ptr, v_ptr, kc_ptr, vc_ptr, columns, column_ptr,
-    k_ss, k_sb, k_sh, v_ss, v_sb, v_sh, ptr_len, column_len, padded, nb, first_owned,
+    k_ss, k_sb, k_sh, v_ss, v_sb, v_sh, ptr_len, column_len, nb, first_owned,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     bh = tl.program_id(1).to(tl.int64)
@@ -62,8 +61,8 @@ def _gather_kernel(
     owned = (entry >= tl.load(column_ptr)) & (entry < tl.load(column_ptr + nb))
     position = tl.load(columns + bh * column_len + entry, mask=owned, other=0).to(tl.int64)
     d = tl.arange(0, D)
-    to = (bh * padded + entry)[:, None] * D + d[None, :]
-    inside = (entry < padded)[:, None]
+    to = (bh * column_len + entry)[:, None] * D + d[None, :]
+    inside = (entry < column_len)[:, None]
     # Rows that are not this step's become zero: what is masked must still be finite.
     k = tl.load(
         k_ptr + batch * k_sb + kv_head * k_sh + position[:, None] * k_ss + d[None, :],
@@ -91,7 +90,7 @@ def gather_columns(key, value, index, step):
     ]
     _gather_kernel[(triton.cdiv(columns, rows), batch * heads)](
         key, value, *gathered, index.columns, index.column_ptr,
-        *key.stride()[:3], *value.stride()[:3], index.column_ptr.shape[-1], columns, columns,
+        *key.stride()[:3], *value.stride()[:3], index.column_ptr.shape[-1], columns,
         index.local_blocks, step.source * index.local_blocks,
         HEADS=heads, GROUP=heads // key.shape[2], D=dim, ROWS=rows,
     )  # fmt: skip
@@ -184,6 +183,112 @@ def receive_item(turn, smem, ready, free):
     thread_barrier()
     mbarrier.arrive(free.index(slot), count=1)
     return item, slashes, column_low, column_high
+
+
+@gluon.jit
+def item_barriers(STAGES: gl.constexpr):
+    """Shared memory and barriers of a program that draws items: (items and their two barriers), (ready and
+    free of queries, keys and values)."""
+    items = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    item_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    item_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(item_ready.index(i), count=1)
+        mbarrier.init(item_free.index(i), count=2)
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_ready, count=1)
+    mbarrier.init(q_free, count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=2)
+        mbarrier.init(v_free.index(i), count=2)
+    barriers = (q_ready, q_free, k_ready, v_ready, k_free, v_free)
+    return (items, item_ready, item_free), barriers
+
+
+@gluon.jit
+def load_items(
+    counter, item_channel, barriers, query_descs, query_smems, k_descs, v_descs, k_smem, v_smem,
+    slash_ptr, slash_list, column_ptr, ptr_len, list_len, nb, items, residue, first_owned, wrap,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: draws items, and brings what they need.
+
+    Tile j of an item is a slash while j < ``slashes``, then gathered columns; ``k_descs`` and ``v_descs``
+    are of the keys and of their gathered copy. ``query_descs`` are what is held of a query block.
+    """
+    item_smem, item_ready, item_free = item_channel
+    q_ready, q_free, k_ready, v_ready, k_free, v_free = barriers
+    half: gl.constexpr = BLOCK // 2
+    held: gl.constexpr = len(query_descs)
+    n = 0
+    turn = 0
+    item = gl.atomic_add(counter, 1)
+    low, slashes, column_low, column_high = query_item(
+        item, items, nb, slash_ptr, column_ptr, ptr_len, residue, first_owned, wrap, COLUMNS, BLOCK
+    )
+    send_item(0, item_smem, item_ready, item_free, item, slashes, column_low, column_high)
+    while item < items:
+        # The item after this one is drawn and sent ahead, so that nobody waits for it.
+        following = gl.atomic_add(counter, 1)
+        low_then, slashes_then, column_low_then, column_high_then = query_item(
+            following, items, nb, slash_ptr, column_ptr, ptr_len, residue, first_owned, wrap,
+            COLUMNS, BLOCK,
+        )  # fmt: skip
+        send_item(
+            turn + 1, item_smem, item_ready, item_free,
+            following, slashes_then, column_low_then, column_high_then,
+        )  # fmt: skip
+        tiles = tiles_of(slashes, column_low, column_high, BLOCK)
+        bh = item // nb
+        a = nb - 1 - item % nb
+        batch = bh // HEADS
+        head = bh % HEADS
+        kv_head = head // GROUP
+        entries = slash_list + bh.to(gl.int64) * list_len + low
+        for j in range(tiles):
+            slot = n % STAGES
+            free = ((n // STAGES) & 1) ^ 1
+            k_bar = k_ready.index(slot)
+            v_bar = v_ready.index(slot)
+            mbarrier.wait(k_free.index(slot), free)
+            mbarrier.expect(k_bar, BLOCK * D * 2)
+            if j < slashes:
+                at = (a - gl.load(entries + j) - wrap) * BLOCK
+                load_tile(k_descs[0], [batch, kv_head, at, 0], k_bar, k_smem.index(slot))
+            else:
+                # Past the end of everything if the query block has no key: zeros.
+                at = gl.where(
+                    column_low == column_high, 1 << 30, column_low + (j - slashes) * BLOCK
+                )
+                load_tile(k_descs[1], [batch, head, at, 0], k_bar, k_smem.index(slot))
+            if j == 0:
+                mbarrier.wait(q_free, (turn & 1) ^ 1)
+                mbarrier.expect(q_ready, held * BLOCK * D * 2)
+                for i in gl.static_range(2):
+                    rows = [batch, head, a * BLOCK + i * half, 0]
+                    for x in gl.static_range(held):
+                        load_tile(query_descs[x], rows, q_ready, query_smems[x].index(i))
+            mbarrier.wait(v_free.index(slot), free)
+            mbarrier.expect(v_bar, BLOCK * D * 2)
+            if j < slashes:
+                load_tile(v_descs[0], [batch, kv_head, at, 0], v_bar, v_smem.index(slot))
+            else:
+                load_tile(v_descs[1], [batch, head, at, 0], v_bar, v_smem.index(slot))
+            n += 1
+        turn += 1
+        item = following
+        low = low_then
+        slashes = slashes_then
+        column_low = column_low_then
+        column_high = column_high_then
 
 
 @gluon.jit

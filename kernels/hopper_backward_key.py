@@ -21,22 +21,47 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper import (
-    LOG2E,
     descriptor,
-    gather_columns,
     invert_columns,
     line_descriptor,
     load_tile,
 )
+from .tiles import LOG2E
 
 QROWS = gl.constexpr(64)
 
 
 @gluon.jit
-def _load_keys(
-    k_desc, v_desc, k_smem, v_smem, kv_ready, batch, head, start,
-    ROWS: gl.constexpr, D: gl.constexpr,
+def _buffers(
+    q_desc, do_desc, k_desc, v_desc, lse_desc, ROWS: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
+    """Shared memory and barriers of a program: its keys, and the query tiles under way."""
+    dtype: gl.constexpr = q_desc.dtype
+    k_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], v_desc.layout)
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QROWS, D], q_desc.layout)
+    do_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QROWS, D], do_desc.layout)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QROWS], lse_desc.layout)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QROWS], lse_desc.layout)
+    kv_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    do_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_ready, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_ready.index(i), count=1)
+        mbarrier.init(do_ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    tiles = (q_smem, do_smem, lse_smem, delta_smem, q_ready, do_ready, free)
+    return (k_smem, v_smem, kv_ready), tiles
+
+
+@gluon.jit
+def _load_keys(
+    k_desc, v_desc, held, batch, head, start, ROWS: gl.constexpr, D: gl.constexpr
+):  # fmt: skip
+    k_smem, v_smem, kv_ready = held
     mbarrier.expect(kv_ready, 4 * ROWS * D * 2)
     for i in gl.static_range(2):
         at = [batch, head, start + i * ROWS, 0]
@@ -46,10 +71,11 @@ def _load_keys(
 
 @gluon.jit
 def _load_queries(
-    n, q_desc, do_desc, lse_desc, delta_desc, q_smem, do_smem, lse_smem, delta_smem,
-    q_ready, do_ready, free, batch, head, bh, at, D: gl.constexpr, STAGES: gl.constexpr,
+    n, descs, moving, batch, head, bh, at, D: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """Tile n of queries, rows ``at`` on, with their log-sum-exp and delta."""
+    q_desc, do_desc, lse_desc, delta_desc = descs
+    q_smem, do_smem, lse_smem, delta_smem, q_ready, do_ready, free = moving
     slot = n % STAGES
     mbarrier.wait(free.index(slot), ((n // STAGES) & 1) ^ 1)
     ready = q_ready.index(slot)
@@ -64,13 +90,13 @@ def _load_queries(
 
 @gluon.jit
 def _step(
-    n, total, dk, dv, p_operand, ds_operand, k, v, q_smem, do_smem, lse_smem, delta_smem,
-    q_ready, do_ready, free, scale, bias,
+    n, total, dk, dv, p_operand, ds_operand, k, v, moving, scale, bias,
     s_layout: gl.constexpr, a_layout: gl.constexpr,
     ROWS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Add query tile n. ``bias`` is added to the scores (MASK 1), to the scores of a key each (MASK 2), or
     holds the keys' first query in the tile (MASK 3)."""
+    q_smem, do_smem, lse_smem, delta_smem, q_ready, do_ready, free = moving
     dtype: gl.constexpr = q_smem.dtype
     slot = n % STAGES
     phase = (n // STAGES) & 1
@@ -104,15 +130,34 @@ def _step(
 
 
 @gluon.jit
+def _start(
+    held, moving, HALF: gl.constexpr, o_layout: gl.constexpr, a_layout: gl.constexpr,
+    ROWS: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Wait for the keys and the first query tile. Returns a warpgroup's keys and values; dk and dv; the
+    operands of their products, which are under way from one step to the next."""
+    k_smem, v_smem, kv_ready = held
+    zero = gl.zeros([ROWS, D], gl.float32, o_layout)
+    dk = warpgroup_mma_init(zero)
+    dv = warpgroup_mma_init(zero)
+    p_operand = gl.zeros([ROWS, QROWS], k_smem.dtype, a_layout)
+    ds_operand = gl.zeros([ROWS, QROWS], k_smem.dtype, a_layout)
+    mbarrier.wait(kv_ready, 0)
+    k = k_smem.index(HALF).reshape([ROWS, D])
+    v = v_smem.index(HALF).reshape([ROWS, D])
+    mbarrier.wait(moving[4].index(0), 0)
+    return k, v, dk, dv, p_operand, ds_operand
+
+
+@gluon.jit
 def _load_slashes(
-    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, slash_ptr, slash_list,
-    q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, kv_ready, q_ready, do_ready, free,
+    descs, k_desc, v_desc, held, moving, slash_ptr, slash_list,
     ptr_len, list_len, residue, batch, kv_head, c, wrap, nb,
     HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = BLOCK // 2
-    _load_keys(k_desc, v_desc, k_smem, v_smem, kv_ready, batch, kv_head, c * BLOCK, ROWS, D)
+    _load_keys(k_desc, v_desc, held, batch, kv_head, c * BLOCK, ROWS, D)
     n = 0
     for g in range(GROUP):
         head = kv_head * GROUP + g
@@ -124,25 +169,19 @@ def _load_slashes(
         for j in range(low, high):
             at = (c + gl.load(entries + j) + wrap) * BLOCK
             for i in gl.static_range(BLOCK // QROWS):
-                _load_queries(
-                    n, q_desc, do_desc, lse_desc, delta_desc,
-                    q_smem, do_smem, lse_smem, delta_smem, q_ready, do_ready, free,
-                    batch, head, bh, at + i * QROWS, D, STAGES,
-                )  # fmt: skip
+                _load_queries(n, descs, moving, batch, head, bh, at + i * QROWS, D, STAGES)
                 n += 1
     if n == 0:
         # No query sees this block: a tile of zeros past the end.
         _load_queries(
-            0, q_desc, do_desc, lse_desc, delta_desc,
-            q_smem, do_smem, lse_smem, delta_smem, q_ready, do_ready, free,
-            batch, kv_head * GROUP, batch * HEADS, nb * BLOCK, D, STAGES,
-        )  # fmt: skip
+            0, descs, moving, batch, kv_head * GROUP, batch * HEADS, nb * BLOCK, D, STAGES
+        )
 
 
 @gluon.jit
 def _attend_slashes(
     dk_ptr, dv_ptr, column_dk, column_dv, entry_ptr, slash_ptr,
-    q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, kv_ready, q_ready, do_ready, free,
+    held, moving,
     dk_ss, dv_ss, ptr_len, column_len, residue, batch, kv_head, c, wrap, nb, total, key_len,
     softmax_scale,
     HALF: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr,
@@ -153,19 +192,10 @@ def _attend_slashes(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QROWS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    dtype: gl.constexpr = q_smem.dtype
-    zero = gl.zeros([ROWS, D], gl.float32, o_layout)
-    dk = warpgroup_mma_init(zero)
-    dv = warpgroup_mma_init(zero)
-    p_operand = gl.zeros([ROWS, QROWS], dtype, a_layout)
-    ds_operand = gl.zeros([ROWS, QROWS], dtype, a_layout)
     scale = softmax_scale * LOG2E
     keys = HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
     queries = gl.arange(0, QROWS, layout=gl.SliceLayout(0, s_layout))
-    mbarrier.wait(kv_ready, 0)
-    k = k_smem.index(HALF).reshape([ROWS, D])
-    v = v_smem.index(HALF).reshape([ROWS, D])
-    mbarrier.wait(q_ready.index(0), 0)
+    k, v, dk, dv, p_operand, ds_operand = _start(held, moving, HALF, o_layout, a_layout, ROWS, D)
     # The first tile is not in the loop, so that the compiler finds the loop's operands in place.
     if DIAGONAL:
         # Each head's first two tiles are of the diagonal block.
@@ -174,8 +204,7 @@ def _attend_slashes(
         tile = 0
         bias = gl.where(keys[:, None] <= queries[None, :], 0.0, float("-inf"))
         dk, dv, p_operand, ds_operand = _step(
-            0, total, dk, dv, p_operand, ds_operand, k, v,
-            q_smem, do_smem, lse_smem, delta_smem, q_ready, do_ready, free, scale,
+            0, total, dk, dv, p_operand, ds_operand, k, v, moving, scale,
             bias, s_layout, a_layout, ROWS, D, STAGES, 1,
         )  # fmt: skip
         for n in range(1, total):
@@ -187,20 +216,17 @@ def _attend_slashes(
             # Queries of later blocks are beyond every key of this one.
             shift = gl.where(tile < 2, tile * QROWS, BLOCK)
             dk, dv, p_operand, ds_operand = _step(
-                n, total, dk, dv, p_operand, ds_operand, k, v,
-                q_smem, do_smem, lse_smem, delta_smem, q_ready, do_ready, free, scale,
+                n, total, dk, dv, p_operand, ds_operand, k, v, moving, scale,
                 keys - shift, s_layout, a_layout, ROWS, D, STAGES, 3,
             )  # fmt: skip
     else:
         dk, dv, p_operand, ds_operand = _step(
-            0, total, dk, dv, p_operand, ds_operand, k, v,
-            q_smem, do_smem, lse_smem, delta_smem, q_ready, do_ready, free, scale,
+            0, total, dk, dv, p_operand, ds_operand, k, v, moving, scale,
             0.0, s_layout, a_layout, ROWS, D, STAGES, 0,
         )  # fmt: skip
         for n in range(1, total):
             dk, dv, p_operand, ds_operand = _step(
-                n, total, dk, dv, p_operand, ds_operand, k, v,
-                q_smem, do_smem, lse_smem, delta_smem, q_ready, do_ready, free, scale,
+                n, total, dk, dv, p_operand, ds_operand, k, v, moving, scale,
                 0.0, s_layout, a_layout, ROWS, D, STAGES, 0,
             )  # fmt: skip
     dk, dv, p_operand, ds_operand = warpgroup_mma_wait(0, deps=[dk, dv, p_operand, ds_operand])
@@ -243,46 +269,26 @@ def _key_kernel(
         total += 2 * (gl.load(bounds + nb - c - wrap) - gl.load(bounds))
     total = gl.maximum(total, 1)
 
-    dtype: gl.constexpr = q_desc.dtype
-    ROWS: gl.constexpr = BLOCK // 2
-    k_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], v_desc.layout)
-    q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QROWS, D], q_desc.layout)
-    do_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QROWS, D], do_desc.layout)
-    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QROWS], lse_desc.layout)
-    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QROWS], lse_desc.layout)
-    kv_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    do_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_ready, count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_ready.index(i), count=1)
-        mbarrier.init(do_ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
-
+    held, moving = _buffers(q_desc, do_desc, k_desc, v_desc, lse_desc, BLOCK // 2, D, STAGES)
+    descs = (q_desc, do_desc, lse_desc, delta_desc)
     gl.warp_specialize(
         [
             (_attend_slashes, (
                 dk_ptr, dv_ptr, column_dk, column_dv, entry_ptr, slash_ptr,
-                q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem,
-                kv_ready, q_ready, do_ready, free,
+                held, moving,
                 dk_ss, dv_ss, ptr_len, column_len, residue, batch, kv_head, c, wrap, nb, total,
                 key_len, softmax_scale,
                 0, HEADS, GROUP, BLOCK, D, STAGES, SPLITS, DIAGONAL, COLUMNS,
             )),
             (_attend_slashes, (
                 dk_ptr, dv_ptr, column_dk, column_dv, entry_ptr, slash_ptr,
-                q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem,
-                kv_ready, q_ready, do_ready, free,
+                held, moving,
                 dk_ss, dv_ss, ptr_len, column_len, residue, batch, kv_head, c, wrap, nb, total,
                 key_len, softmax_scale,
                 1, HEADS, GROUP, BLOCK, D, STAGES, SPLITS, DIAGONAL, COLUMNS,
             )),
             (_load_slashes, (
-                q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, slash_ptr, slash_list,
-                q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem,
-                kv_ready, q_ready, do_ready, free,
+                descs, k_desc, v_desc, held, moving, slash_ptr, slash_list,
                 ptr_len, list_len, residue, batch, kv_head, c, wrap, nb,
                 HEADS, GROUP, BLOCK, D, STAGES,
             )),
@@ -294,21 +300,16 @@ def _key_kernel(
 
 @gluon.jit
 def _load_columns(
-    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc,
-    q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, kv_ready, q_ready, do_ready, free,
+    descs, k_desc, v_desc, held, moving,
     batch, head, bh, first, a_first, total,
     BLOCK: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = BLOCK // 2
     tiles: gl.constexpr = BLOCK // QROWS
-    _load_keys(k_desc, v_desc, k_smem, v_smem, kv_ready, batch, head, first, ROWS, D)
+    _load_keys(k_desc, v_desc, held, batch, head, first, ROWS, D)
     for n in range(total):
         at = (a_first + n // tiles * SPLITS) * BLOCK + n % tiles * QROWS
-        _load_queries(
-            n, q_desc, do_desc, lse_desc, delta_desc,
-            q_smem, do_smem, lse_smem, delta_smem, q_ready, do_ready, free,
-            batch, head, bh, at, D, STAGES,
-        )  # fmt: skip
+        _load_queries(n, descs, moving, batch, head, bh, at, D, STAGES)
 
 
 @gluon.jit
@@ -322,7 +323,7 @@ def _column_keep(member, block, listed, a, wrap):
 @gluon.jit
 def _attend_columns(
     dk_ptr, dv_ptr, columns, member,
-    q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, kv_ready, q_ready, do_ready, free,
+    held, moving,
     line, first, end, a_first, wrap, total, softmax_scale,
     HALF: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
@@ -332,24 +333,14 @@ def _attend_columns(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QROWS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    dtype: gl.constexpr = q_smem.dtype
-    zero = gl.zeros([ROWS, D], gl.float32, o_layout)
-    dk = warpgroup_mma_init(zero)
-    dv = warpgroup_mma_init(zero)
-    p_operand = gl.zeros([ROWS, QROWS], dtype, a_layout)
-    ds_operand = gl.zeros([ROWS, QROWS], dtype, a_layout)
     scale = softmax_scale * LOG2E
     entry = first + HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
     listed = entry < end
     block = gl.load(columns + entry, mask=listed, other=0) // BLOCK
-    mbarrier.wait(kv_ready, 0)
-    k = k_smem.index(HALF).reshape([ROWS, D])
-    v = v_smem.index(HALF).reshape([ROWS, D])
-    mbarrier.wait(q_ready.index(0), 0)
+    k, v, dk, dv, p_operand, ds_operand = _start(held, moving, HALF, o_layout, a_layout, ROWS, D)
     bias = _column_keep(member, block, listed, a_first, wrap)
     dk, dv, p_operand, ds_operand = _step(
-        0, total, dk, dv, p_operand, ds_operand, k, v,
-        q_smem, do_smem, lse_smem, delta_smem, q_ready, do_ready, free, scale,
+        0, total, dk, dv, p_operand, ds_operand, k, v, moving, scale,
         bias, s_layout, a_layout, ROWS, D, STAGES, 2,
     )  # fmt: skip
     bias = _column_keep(member, block, listed, a_first + 1 // tiles * SPLITS, wrap)
@@ -359,8 +350,7 @@ def _attend_columns(
             member, block, listed & (n + 1 < total), a_first + (n + 1) // tiles * SPLITS, wrap
         )
         dk, dv, p_operand, ds_operand = _step(
-            n, total, dk, dv, p_operand, ds_operand, k, v,
-            q_smem, do_smem, lse_smem, delta_smem, q_ready, do_ready, free, scale,
+            n, total, dk, dv, p_operand, ds_operand, k, v, moving, scale,
             bias, s_layout, a_layout, ROWS, D, STAGES, 2,
         )  # fmt: skip
         bias = following
@@ -400,42 +390,22 @@ def _column_kernel(
     total = gl.where(a_first < nb, total, 1)
     line = (bh * SPLITS + split) * column_len + first
 
-    dtype: gl.constexpr = q_desc.dtype
-    ROWS: gl.constexpr = BLOCK // 2
-    k_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], v_desc.layout)
-    q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QROWS, D], q_desc.layout)
-    do_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QROWS, D], do_desc.layout)
-    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QROWS], lse_desc.layout)
-    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QROWS], lse_desc.layout)
-    kv_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    do_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_ready, count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_ready.index(i), count=1)
-        mbarrier.init(do_ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
-
+    held, moving = _buffers(q_desc, do_desc, k_desc, v_desc, lse_desc, BLOCK // 2, D, STAGES)
+    descs = (q_desc, do_desc, lse_desc, delta_desc)
     gl.warp_specialize(
         [
             (_attend_columns, (
                 dk_ptr, dv_ptr, columns, member,
-                q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem,
-                kv_ready, q_ready, do_ready, free,
+                held, moving,
                 line, first, end, a_first, wrap, total, softmax_scale, 0, BLOCK, D, STAGES, SPLITS,
             )),
             (_attend_columns, (
                 dk_ptr, dv_ptr, columns, member,
-                q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem,
-                kv_ready, q_ready, do_ready, free,
+                held, moving,
                 line, first, end, a_first, wrap, total, softmax_scale, 1, BLOCK, D, STAGES, SPLITS,
             )),
             (_load_columns, (
-                q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc,
-                q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem,
-                kv_ready, q_ready, do_ready, free,
+                descs, k_desc, v_desc, held, moving,
                 batch, head, gl.program_id(2), first, a_first, total, BLOCK, D, STAGES, SPLITS,
             )),
         ],
@@ -445,12 +415,22 @@ def _column_kernel(
 
 
 def backward_key(
-    query, key, value, grad_out, lse, delta, index, step, softmax_scale, grad_key, grad_value,
-    columns_of=None,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    grad_out,
+    lse,
+    delta,
+    index,
+    step,
+    softmax_scale,
+    grad_key,
+    grad_value,
+    columns,
+):
     """Launch the keys' and values' gradients of one ring step; they overwrite the outputs.
 
-    ``columns_of``: what :func:`.hopper.gather_columns` gives for this step, if it is there already.
+    ``columns``: what :func:`.hopper.gather_columns` gives for this step, None if there are none.
     """
     from .backward_key import column_splits
 
@@ -463,15 +443,13 @@ def backward_key(
     position = (step.distance * nb, step.wrap)
     splits, buffers, entries = 1, (lse, lse), index.columns
     if num_columns:
-        if columns_of is None:
-            columns_of = gather_columns(key, value, index, step)
         splits = column_splits(index, batch * heads, block)
         shape = (batch, heads, splits, num_columns, dim)
         buffers = tuple(
             torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2)
         )
         _column_kernel[(triton.cdiv(num_columns, block), splits, batch * heads)](
-            *queries, *(descriptor(t, half) for t in columns_of), *lines, *buffers,
+            *queries, *(descriptor(t, half) for t in columns), *lines, *buffers,
             index.slash_member, index.columns, index.column_ptr,
             index.slash_ptr.shape[-1], num_columns, nb, softmax_scale,
             step.distance * nb, step.source * nb, step.wrap,

@@ -21,94 +21,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper import (
-    LOG2E,
     column_bias,
     descriptor,
     first_bias,
-    gather_columns,
-    load_tile,
+    item_barriers,
+    load_items,
     programs,
-    query_item,
     receive_item,
-    send_item,
     store_tile,
     thread_barrier,
     tiles_of,
 )
-
-
-@gluon.jit
-def _load(
-    counter, item_smem, item_ready, item_free,
-    q_desc, do_desc, k_desc, v_desc, kc_desc, vc_desc, slash_ptr, slash_list, column_ptr,
-    q_smem, do_smem, k_smem, v_smem, q_ready, q_free, k_ready, v_ready, k_free, v_free,
-    ptr_len, list_len, nb, items, residue, first_owned, wrap,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The loading warp. Tile j of an item is a slash while j < ``slashes``, then gathered columns."""
-    half: gl.constexpr = BLOCK // 2
-    n = 0
-    turn = 0
-    item = gl.atomic_add(counter, 1)
-    low, slashes, column_low, column_high = query_item(
-        item, items, nb, slash_ptr, column_ptr, ptr_len, residue, first_owned, wrap, COLUMNS, BLOCK
-    )
-    send_item(0, item_smem, item_ready, item_free, item, slashes, column_low, column_high)
-    while item < items:
-        # The item after this one is drawn and sent ahead, so that nobody waits for it.
-        following = gl.atomic_add(counter, 1)
-        low_then, slashes_then, column_low_then, column_high_then = query_item(
-            following, items, nb, slash_ptr, column_ptr, ptr_len, residue, first_owned, wrap,
-            COLUMNS, BLOCK,
-        )  # fmt: skip
-        send_item(
-            turn + 1, item_smem, item_ready, item_free,
-            following, slashes_then, column_low_then, column_high_then,
-        )  # fmt: skip
-        tiles = tiles_of(slashes, column_low, column_high, BLOCK)
-        bh = item // nb
-        a = nb - 1 - item % nb
-        batch = bh // HEADS
-        head = bh % HEADS
-        kv_head = head // GROUP
-        entries = slash_list + bh.to(gl.int64) * list_len + low
-        for j in range(tiles):
-            slot = n % STAGES
-            free = ((n // STAGES) & 1) ^ 1
-            k_bar = k_ready.index(slot)
-            v_bar = v_ready.index(slot)
-            mbarrier.wait(k_free.index(slot), free)
-            mbarrier.expect(k_bar, BLOCK * D * 2)
-            if j < slashes:
-                at = (a - gl.load(entries + j) - wrap) * BLOCK
-                load_tile(k_desc, [batch, kv_head, at, 0], k_bar, k_smem.index(slot))
-            else:
-                # Past the end of everything if the query block has no key: zeros.
-                at = gl.where(
-                    column_low == column_high, 1 << 30, column_low + (j - slashes) * BLOCK
-                )
-                load_tile(kc_desc, [batch, head, at, 0], k_bar, k_smem.index(slot))
-            if j == 0:
-                mbarrier.wait(q_free, (turn & 1) ^ 1)
-                mbarrier.expect(q_ready, 2 * BLOCK * D * 2)
-                for i in gl.static_range(2):
-                    rows = [batch, head, a * BLOCK + i * half, 0]
-                    load_tile(q_desc, rows, q_ready, q_smem.index(i))
-                    load_tile(do_desc, rows, q_ready, do_smem.index(i))
-            mbarrier.wait(v_free.index(slot), free)
-            mbarrier.expect(v_bar, BLOCK * D * 2)
-            if j < slashes:
-                load_tile(v_desc, [batch, kv_head, at, 0], v_bar, v_smem.index(slot))
-            else:
-                load_tile(vc_desc, [batch, head, at, 0], v_bar, v_smem.index(slot))
-            n += 1
-        turn += 1
-        item = following
-        low = low_then
-        slashes = slashes_then
-        column_low = column_low_then
-        column_high = column_high_then
+from .tiles import LOG2E
 
 
 @gluon.jit
@@ -154,17 +78,19 @@ def _step(
 
 @gluon.jit
 def _attend(
-    item_smem, item_ready, item_free,
-    carry_ptr, dq_ptr, dq_desc, lse_ptr, delta_ptr, member, columns, column_ptr,
-    q_smem, do_smem, k_smem, v_smem, bias_smem, dq_smem,
-    q_ready, q_free, k_ready, v_ready, k_free, v_free,
-    c_ss, c_sb, c_sh, dq_ss, dq_sb, dq_sh, ptr_len, column_len, query_len, nb, items,
-    softmax_scale, residue, wrap,
+    item_channel, barriers, smems, pointers, dq_desc, strides,
+    ptr_len, column_len, query_len, nb, items, softmax_scale, residue, wrap,
     HALF: gl.constexpr, HEADS: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, DIAGONAL: gl.constexpr, CARRY: gl.constexpr, COLUMNS: gl.constexpr,
     LAST: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: rows ``HALF`` of each item's query block."""
+    item_smem, item_ready, item_free = item_channel
+    q_ready, q_free, k_ready, v_ready, k_free, v_free = barriers
+    q_smem, do_smem, k_smem, v_smem, dq_smem, biases = smems
+    bias_smem = biases.index(HALF)
+    carry_ptr, dq_ptr, lse_ptr, delta_ptr, member, columns = pointers
+    c_ss, c_sb, c_sh, dq_ss, dq_sb, dq_sh = strides
     ROWS: gl.constexpr = BLOCK // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -292,51 +218,26 @@ def _query_kernel(
         dq_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], dq_desc.layout)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     bias_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK], line)
-    item_smem = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    item_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    item_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(item_ready.index(i), count=1)
-        mbarrier.init(item_free.index(i), count=2)
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_ready, count=1)
-    mbarrier.init(q_free, count=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(v_ready.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=2)
-        mbarrier.init(v_free.index(i), count=2)
-
+    item_channel, barriers = item_barriers(STAGES)
+    smems = (q_smem, do_smem, k_smem, v_smem, dq_smem, bias_smem)
+    pointers = (carry_ptr, dq_ptr, lse_ptr, delta_ptr, member, columns)
+    strides = (c_ss, c_sb, c_sh, dq_ss, dq_sb, dq_sh)
     gl.warp_specialize(
         [
             (_attend, (
-                item_smem, item_ready, item_free,
-                carry_ptr, dq_ptr, dq_desc, lse_ptr, delta_ptr, member, columns,
-                column_ptr, q_smem, do_smem, k_smem, v_smem, bias_smem.index(0), dq_smem,
-                q_ready, q_free, k_ready, v_ready, k_free, v_free,
-                c_ss, c_sb, c_sh, dq_ss, dq_sb, dq_sh, ptr_len, column_len, query_len, nb, items,
-                softmax_scale, residue, wrap,
+                item_channel, barriers, smems, pointers, dq_desc, strides,
+                ptr_len, column_len, query_len, nb, items, softmax_scale, residue, wrap,
                 0, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, LAST,
             )),
             (_attend, (
-                item_smem, item_ready, item_free,
-                carry_ptr, dq_ptr, dq_desc, lse_ptr, delta_ptr, member, columns,
-                column_ptr, q_smem, do_smem, k_smem, v_smem, bias_smem.index(1), dq_smem,
-                q_ready, q_free, k_ready, v_ready, k_free, v_free,
-                c_ss, c_sb, c_sh, dq_ss, dq_sb, dq_sh, ptr_len, column_len, query_len, nb, items,
-                softmax_scale, residue, wrap,
+                item_channel, barriers, smems, pointers, dq_desc, strides,
+                ptr_len, column_len, query_len, nb, items, softmax_scale, residue, wrap,
                 1, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, LAST,
             )),
-            (_load, (
-                counter, item_smem, item_ready, item_free,
-                q_desc, do_desc, k_desc, v_desc, kc_desc, vc_desc, slash_ptr, slash_list,
-                column_ptr, q_smem, do_smem, k_smem, v_smem,
-                q_ready, q_free, k_ready, v_ready, k_free, v_free,
+            (load_items, (
+                counter, item_channel, barriers, (q_desc, do_desc), (q_smem, do_smem),
+                (k_desc, kc_desc), (v_desc, vc_desc), k_smem, v_smem,
+                slash_ptr, slash_list, column_ptr,
                 ptr_len, list_len, nb, items, residue, first_owned, wrap,
                 HEADS, GROUP, COLUMNS, BLOCK, D, STAGES,
             )),
@@ -347,18 +248,15 @@ def _query_kernel(
 
 
 def backward_query(
-    query, key, value, grad_out, lse, delta, index, step, softmax_scale, carry, grad_query,
-    columns_of=None,
-):  # fmt: skip
+    query, key, value, grad_out, lse, delta, index, step, softmax_scale, carry, grad_query, columns
+):
     """Launch the queries' gradient of one ring step; operands as in ``backward_query.py``.
 
-    ``columns_of``: what :func:`.hopper.gather_columns` gives for this step, if it is there already.
+    ``columns``: what :func:`.hopper.gather_columns` gives for this step, None if there are none.
     """
     length, batch, heads, dim = query.shape
     nb, block = index.local_blocks, index.block_size
     num_columns = index.columns.shape[-1]
-    if num_columns and columns_of is None:
-        columns_of = gather_columns(key, value, index, step)
     carried = grad_query if carry is None else carry
     half, whole = [1, 1, block // 2, dim], [1, 1, block, dim]
     items = nb * batch * heads
@@ -368,7 +266,7 @@ def backward_query(
         counter,
         descriptor(query, half), descriptor(grad_out, half),
         descriptor(key, whole), descriptor(value, whole),
-        *(descriptor(t, whole) for t in columns_of or (key, value)),
+        *(descriptor(t, whole) for t in columns or (key, value)),
         descriptor(grad_query if step.last else query, half), carried, grad_query, lse, delta,
         index.slash_ptr, index.slash_list, index.slash_member, index.columns, index.column_ptr,
         *carried.stride()[:3], *grad_query.stride()[:3],

@@ -21,94 +21,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper import (
-    LN2,
-    LOG2E,
     column_bias,
     descriptor,
     first_bias,
     gather_columns,
-    load_tile,
+    item_barriers,
+    load_items,
     programs,
-    query_item,
     receive_item,
-    send_item,
     store_tile,
     thread_barrier,
     tiles_of,
 )
-
-
-@gluon.jit
-def _load(
-    counter, item_smem, item_ready, item_free,
-    q_desc, k_desc, v_desc, kc_desc, vc_desc, slash_ptr, slash_list, column_ptr,
-    q_smem, k_smem, v_smem, q_ready, q_free, k_ready, v_ready, k_free, v_free,
-    ptr_len, list_len, nb, items, residue, first_owned, wrap,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The loading warp. Tile j of an item is a slash while j < ``slashes``, then gathered columns."""
-    half: gl.constexpr = BLOCK // 2
-    n = 0
-    turn = 0
-    item = gl.atomic_add(counter, 1)
-    low, slashes, column_low, column_high = query_item(
-        item, items, nb, slash_ptr, column_ptr, ptr_len, residue, first_owned, wrap, COLUMNS, BLOCK
-    )
-    send_item(0, item_smem, item_ready, item_free, item, slashes, column_low, column_high)
-    while item < items:
-        # The item after this one is drawn and sent ahead, so that nobody waits for it.
-        following = gl.atomic_add(counter, 1)
-        low_then, slashes_then, column_low_then, column_high_then = query_item(
-            following, items, nb, slash_ptr, column_ptr, ptr_len, residue, first_owned, wrap,
-            COLUMNS, BLOCK,
-        )  # fmt: skip
-        send_item(
-            turn + 1, item_smem, item_ready, item_free,
-            following, slashes_then, column_low_then, column_high_then,
-        )  # fmt: skip
-        tiles = tiles_of(slashes, column_low, column_high, BLOCK)
-        bh = item // nb
-        a = nb - 1 - item % nb
-        batch = bh // HEADS
-        head = bh % HEADS
-        kv_head = head // GROUP
-        entries = slash_list + bh.to(gl.int64) * list_len + low
-        for j in range(tiles):
-            slot = n % STAGES
-            free = ((n // STAGES) & 1) ^ 1
-            k_bar = k_ready.index(slot)
-            v_bar = v_ready.index(slot)
-            mbarrier.wait(k_free.index(slot), free)
-            mbarrier.expect(k_bar, BLOCK * D * 2)
-            if j < slashes:
-                at = (a - gl.load(entries + j) - wrap) * BLOCK
-                load_tile(k_desc, [batch, kv_head, at, 0], k_bar, k_smem.index(slot))
-            else:
-                # Past the end of everything if the query block has no key: zeros.
-                at = gl.where(
-                    column_low == column_high, 1 << 30, column_low + (j - slashes) * BLOCK
-                )
-                load_tile(kc_desc, [batch, head, at, 0], k_bar, k_smem.index(slot))
-            if j == 0:
-                mbarrier.wait(q_free, (turn & 1) ^ 1)
-                mbarrier.expect(q_ready, BLOCK * D * 2)
-                for i in gl.static_range(2):
-                    rows = [batch, head, a * BLOCK + i * half, 0]
-                    load_tile(q_desc, rows, q_ready, q_smem.index(i))
-            mbarrier.wait(v_free.index(slot), free)
-            mbarrier.expect(v_bar, BLOCK * D * 2)
-            if j < slashes:
-                load_tile(v_desc, [batch, kv_head, at, 0], v_bar, v_smem.index(slot))
-            else:
-                load_tile(vc_desc, [batch, head, at, 0], v_bar, v_smem.index(slot))
-            n += 1
-        turn += 1
-        item = following
-        low = low_then
-        slashes = slashes_then
-        column_low = column_low_then
-        column_high = column_high_then
+from .tiles import LN2, LOG2E
 
 
 @gluon.jit
@@ -163,16 +88,18 @@ def _step(
 
 @gluon.jit
 def _attend(
-    item_smem, item_ready, item_free,
-    carry_ptr, out_ptr, out_desc, lse_ptr, member, columns, column_ptr,
-    q_smem, k_smem, v_smem, out_smem, q_ready, q_free, k_ready, v_ready, k_free, v_free,
-    c_ss, c_sb, c_sh, o_ss, o_sb, o_sh, ptr_len, column_len, query_len, nb, items, scale,
-    residue, wrap,
+    item_channel, barriers, smems, pointers, out_desc, strides,
+    ptr_len, column_len, query_len, nb, items, scale, residue, wrap,
     HALF: gl.constexpr, HEADS: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, DIAGONAL: gl.constexpr, CARRY: gl.constexpr, COLUMNS: gl.constexpr,
     LAST: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: rows ``HALF`` of each item's query block."""
+    item_smem, item_ready, item_free = item_channel
+    q_ready, q_free, k_ready, v_ready, k_free, v_free = barriers
+    q_smem, k_smem, v_smem, out_smem = smems
+    carry_ptr, out_ptr, lse_ptr, member, columns = pointers
+    c_ss, c_sb, c_sh, o_ss, o_sb, o_sh = strides
     ROWS: gl.constexpr = BLOCK // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -302,48 +229,26 @@ def _forward_kernel(
     out_smem = q_smem
     if LAST:
         out_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], out_desc.layout)
-    item_smem = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    item_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    item_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(item_ready.index(i), count=1)
-        mbarrier.init(item_free.index(i), count=2)
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_ready, count=1)
-    mbarrier.init(q_free, count=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(v_ready.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=2)
-        mbarrier.init(v_free.index(i), count=2)
-
+    item_channel, barriers = item_barriers(STAGES)
+    smems = (q_smem, k_smem, v_smem, out_smem)
+    pointers = (carry_ptr, out_ptr, lse_ptr, member, columns)
+    strides = (c_ss, c_sb, c_sh, o_ss, o_sb, o_sh)
     gl.warp_specialize(
         [
             (_attend, (
-                item_smem, item_ready, item_free,
-                carry_ptr, out_ptr, out_desc, lse_ptr, member, columns, column_ptr,
-                q_smem, k_smem, v_smem, out_smem, q_ready, q_free, k_ready, v_ready, k_free, v_free,
-                c_ss, c_sb, c_sh, o_ss, o_sb, o_sh, ptr_len, column_len, query_len, nb, items,
-                scale, residue, wrap,
+                item_channel, barriers, smems, pointers, out_desc, strides,
+                ptr_len, column_len, query_len, nb, items, scale, residue, wrap,
                 0, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, LAST,
             )),
             (_attend, (
-                item_smem, item_ready, item_free,
-                carry_ptr, out_ptr, out_desc, lse_ptr, member, columns, column_ptr,
-                q_smem, k_smem, v_smem, out_smem, q_ready, q_free, k_ready, v_ready, k_free, v_free,
-                c_ss, c_sb, c_sh, o_ss, o_sb, o_sh, ptr_len, column_len, query_len, nb, items,
-                scale, residue, wrap,
+                item_channel, barriers, smems, pointers, out_desc, strides,
+                ptr_len, column_len, query_len, nb, items, scale, residue, wrap,
                 1, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, LAST,
             )),
-            (_load, (
-                counter, item_smem, item_ready, item_free,
-                q_desc, k_desc, v_desc, kc_desc, vc_desc, slash_ptr, slash_list, column_ptr,
-                q_smem, k_smem, v_smem, q_ready, q_free, k_ready, v_ready, k_free, v_free,
+            (load_items, (
+                counter, item_channel, barriers, (q_desc,), (q_smem,),
+                (k_desc, kc_desc), (v_desc, vc_desc), k_smem, v_smem,
+                slash_ptr, slash_list, column_ptr,
                 ptr_len, list_len, nb, items, residue, first_owned, wrap,
                 HEADS, GROUP, COLUMNS, BLOCK, D, STAGES,
             )),

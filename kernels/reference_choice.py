@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..layout import locate, positions_at
+
 
 def fixed_point_one(num_rows: int) -> int:
     """The integer that stands for a probability of 1: exact in float32, and ``num_rows`` of them fit
@@ -18,8 +20,8 @@ def fixed_point_one(num_rows: int) -> int:
 
 
 def _positions(length: int, rank: int, world: int, block_size: int, device) -> Tensor:
-    local = torch.arange(length, device=device)
-    return (local // block_size * world + rank) * block_size + local % block_size
+    # Unlike token_positions, also where the last block is partial.
+    return positions_at(torch.arange(length, device=device), rank, world, block_size)
 
 
 def _scores(sample, key) -> tuple[Tensor, Tensor]:
@@ -127,9 +129,9 @@ def index_lists(distances, diagonals, near, columns, seq_length, block_size, wor
     quotient = torch.where(flat, entry % local_blocks, 0)
     slash_list = torch.zeros_like(count).scatter_(-1, slot, quotient)
 
-    columns = columns.long()
-    block, local_length = columns // block_size, local_blocks * block_size
-    key = (block % world * local_blocks + block // world) * block_size + columns % block_size
+    columns, local_length = columns.long(), local_blocks * block_size
+    owner, local = locate(columns, world, block_size)
+    key = owner * local_length + local
     key = torch.where(columns < seq_length, key, world * local_length).sort(-1).values
     starts = torch.arange(num_blocks + 1, device=key.device) * block_size
     column_ptr = torch.searchsorted(key, starts.expand(*key.shape[:-1], -1).contiguous())

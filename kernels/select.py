@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from . import reference_choice
+from .scores import key_positions
 
 TILE = 16384
 """Values a program holds. Counts of more than half of it take the twin: offers would not get fewer."""
@@ -34,7 +35,7 @@ def _select_kernel(
         position = tl.load(position_ptr + at, mask=inside, other=none)
     else:
         value = tl.load(value_ptr + bh * line + j, mask=inside, other=0)
-        position = (j // BLOCK * world + rank) * BLOCK + j % BLOCK
+        position = key_positions(j, rank, world, BLOCK)
     # The largest value that `count` of the tile's reach; 0, which none is taken at, if fewer have any.
     cut = tile * 0
     for i in range(31):

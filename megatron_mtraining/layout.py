@@ -71,14 +71,21 @@ def token_positions(
     seq_length: int, cp_rank: int, cp_size: int, block_size: int, device=None
 ) -> Tensor:
     """Global positions of the tokens on ``cp_rank``: int64 ``[seq_length // cp_size]``, ascending."""
-    positions = torch.arange(seq_length, device=device)
-    return stripe(positions, cp_rank, cp_size, block_size)
+    check_layout(seq_length, cp_size, block_size)
+    local = torch.arange(seq_length // cp_size, device=device)
+    return positions_at(local, cp_rank, cp_size, block_size)
 
 
 def locate(positions: Tensor, cp_size: int, block_size: int) -> tuple[Tensor, Tensor]:
     """Where tokens live: the rank, and the position within that rank's part, of global positions."""
     block = positions // block_size
     return block % cp_size, block // cp_size * block_size + positions % block_size
+
+
+def positions_at(local: Tensor, cp_rank, cp_size: int, block_size: int) -> Tensor:
+    """The inverse of :func:`locate`: global positions of the tokens at ``local`` in the part of
+    ``cp_rank``, a number or a tensor of them."""
+    return (local // block_size * cp_size + cp_rank) * block_size + local % block_size
 
 
 def stripe_batch(batch: dict, cp_rank: int, cp_size: int, block_size: int) -> dict:

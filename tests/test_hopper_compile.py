@@ -15,7 +15,7 @@ import pytest
 from megatron_mtraining.kernels.dispatch import GLUON_VERSIONS
 
 COMPILE = """
-import itertools, json, os, re, subprocess, sys
+import json, os, re, subprocess, sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -46,6 +46,7 @@ def compile_only(function, *arguments, grid, warmup=False, **options):
 launch, JITFunction.run = JITFunction.run, compile_only
 
 from megatron_mtraining.kernels import hopper_backward_key, hopper_backward_query, hopper_forward
+from megatron_mtraining.kernels.hopper import gather_columns
 from megatron_mtraining.pattern import build_index
 from megatron_mtraining.ring import flat_ring
 
@@ -61,11 +62,12 @@ for dim, columns in json.loads(sys.argv[2]):
         result = q.clone() if step.last else carry
         before = None if step.first else carry
         hopper_forward.forward(q, k, k, index, step, 0.1, before, result, lse)
+        gathered = gather_columns(k, k, index, step) if columns else None
         hopper_backward_query.backward_query(
-            q, k, k, q, lse, lse, index, step, 0.1, before, result
+            q, k, k, q, lse, lse, index, step, 0.1, before, result, gathered
         )
         hopper_backward_key.backward_key(
-            q, k, k, q, lse, lse, index, step, 0.1, k.float(), k.float()
+            q, k, k, q, lse, lse, index, step, 0.1, k.float(), k.float(), gathered
         )
 print(json.dumps(found))
 """

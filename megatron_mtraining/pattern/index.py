@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import index_lists
+from ..layout import positions_at
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,7 @@ class VerticalSlashIndex:
         local = self.columns[batch, head, :count].long()
         owned = self.column_ptr[batch, head, :: self.local_blocks].diff().long()
         owner = torch.repeat_interleave(torch.arange(self.world, device=local.device), owned)
-        column = (local // self.block_size * self.world + owner) * self.block_size
-        mask[:, column + local % self.block_size] = True
+        mask[:, positions_at(local, owner, self.world, self.block_size)] = True
         return mask & (position[:, None] >= position[None, :])
 
 

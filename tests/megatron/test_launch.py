@@ -56,20 +56,22 @@ def test_megatron_that_is_not_there(tmp_path):
     stopped(launch(tmp_path / "script.py"), "Megatron is not importable", "megatron.core")
 
 
-def test_megatron_that_is_too_old(tmp_path):
+def fake_core(tmp_path, text):
+    """A Megatron-Core of one file, and a script beside it."""
     core = tmp_path / "megatron/core"
     core.mkdir(parents=True)
     (tmp_path / "megatron/__init__.py").write_text("")
-    (core / "__init__.py").write_text("__version__ = '0.15.3'\n")
+    (core / "__init__.py").write_text(text)
     (tmp_path / "script.py").write_text("")
+    return core
+
+
+def test_megatron_that_is_too_old(tmp_path):
+    core = fake_core(tmp_path, "__version__ = '0.15.3'\n")
     stopped(launch(tmp_path / "script.py"), "0.15.3", "0.16", str(core))
 
 
 def test_an_error_in_megatron_itself_is_not_hidden(tmp_path):
-    core = tmp_path / "megatron/core"
-    core.mkdir(parents=True)
-    (tmp_path / "megatron/__init__.py").write_text("")
-    (core / "__init__.py").write_text("import a_module_that_is_missing\n")
-    (tmp_path / "script.py").write_text("")
+    fake_core(tmp_path, "import a_module_that_is_missing\n")
     run = launch(tmp_path / "script.py")
     assert run.returncode != 0 and "a_module_that_is_missing" in run.stderr
