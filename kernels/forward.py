@@ -85,7 +85,8 @@ def _forward_kernel(
         carry_ptr += batch * c_sb + head * c_sh
         acc = load_rows(carry_ptr, start, c_ss, rows, query_len, D, EVEN).to(tl.float32)
         m = tl.load(lse_ptr, mask=inside, other=0.0) * LOG2E
-        l = tl.full([KEEP], 1.0, tl.float32)
+        # A row without weight so far may meet no tile here either.
+        l = tl.where(m == float("-inf"), 0.0, 1.0)
     else:
         acc = tl.zeros([KEEP, D], tl.float32)
         m = tl.full([KEEP], float("-inf"), tl.float32)
