@@ -238,8 +238,8 @@ def select_largest(
 
     Returns:
         int32 ``[2, b, h, count]``, values and positions in no particular order (0 and ``none`` where
-        there are no more); int32 ``[2, b, h]``, value and position of the last one taken in order of
-        value and position: exactly those at or before it are taken. The position may be larger than
+        there are no more); int32 ``[2, b, h]``, a value and a position: exactly what is larger than the
+        value, or is equal to it at that position or before, is taken. The position may be larger than
         any; without a value to stop at the cut is (0, -1).
     """
     if not uses_triton(values):

@@ -171,9 +171,9 @@ def send_item(turn, smem, ready, free, item, slashes, column_low, column_high):
 
 
 @gluon.jit
-def receive_item(turn, smem, ready, free):
-    """The counterpart of ``send_item``."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+def receive_item(turn, smem, ready, free, WARPS: gl.constexpr):
+    """The counterpart of ``send_item``, in a partition of so many warps."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     slot = turn & 1
     mbarrier.wait(ready.index(slot), (turn >> 1) & 1)
     item = gl.sum(smem.index(slot).load(one), 0)
@@ -194,7 +194,7 @@ def item_barriers(STAGES: gl.constexpr):
     item_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(item_ready.index(i), count=1)
-        mbarrier.init(item_free.index(i), count=2)
+        mbarrier.init(item_free.index(i), count=3)
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -213,16 +213,27 @@ def item_barriers(STAGES: gl.constexpr):
 
 
 @gluon.jit
-def load_items(
-    counter, item_channel, barriers, query_descs, query_smems, k_descs, v_descs, k_smem, v_smem,
+def _tile_at(j, item, low, slashes, column_low, column_high, slash_list, list_len, nb, wrap,
+             HEADS: gl.constexpr, BLOCK: gl.constexpr):  # fmt: skip
+    """First row of an item's tile j: in the keys while j < ``slashes``, then in the gathered columns."""
+    entry = slash_list + (item // nb).to(gl.int64) * list_len + low + j
+    distance = gl.load(entry, mask=j < slashes, other=0)
+    # Past the end of everything if the query block has no key: zeros.
+    column = gl.where(column_low == column_high, 1 << 30, column_low + (j - slashes) * BLOCK)
+    return gl.where(j < slashes, (nb - 1 - item % nb - distance - wrap) * BLOCK, column)
+
+
+@gluon.jit
+def load_keys(
+    counter, item_channel, barriers, query_descs, query_smems, k_descs, k_smem,
     slash_ptr, slash_list, column_ptr, ptr_len, list_len, nb, items, residue, first_owned, wrap,
     HEADS: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: draws items, and brings what they need.
+    """A loading warp: draws items, and brings their queries and keys.
 
-    Tile j of an item is a slash while j < ``slashes``, then gathered columns; ``k_descs`` and ``v_descs``
-    are of the keys and of their gathered copy. ``query_descs`` are what is held of a query block.
+    ``k_descs`` are of the keys and of the gathered columns, ``query_descs`` what is held of a query
+    block.
     """
     item_smem, item_ready, item_free = item_channel
     q_ready, q_free, k_ready, v_ready, k_free, v_free = barriers
@@ -248,40 +259,26 @@ def load_items(
         )  # fmt: skip
         tiles = tiles_of(slashes, column_low, column_high, BLOCK)
         bh = item // nb
-        a = nb - 1 - item % nb
         batch = bh // HEADS
         head = bh % HEADS
-        kv_head = head // GROUP
-        entries = slash_list + bh.to(gl.int64) * list_len + low
         for j in range(tiles):
+            at = _tile_at(j, item, low, slashes, column_low, column_high, slash_list, list_len,
+                          nb, wrap, HEADS, BLOCK)  # fmt: skip
             slot = n % STAGES
-            free = ((n // STAGES) & 1) ^ 1
             k_bar = k_ready.index(slot)
-            v_bar = v_ready.index(slot)
-            mbarrier.wait(k_free.index(slot), free)
+            mbarrier.wait(k_free.index(slot), ((n // STAGES) & 1) ^ 1)
             mbarrier.expect(k_bar, BLOCK * D * 2)
             if j < slashes:
-                at = (a - gl.load(entries + j) - wrap) * BLOCK
-                load_tile(k_descs[0], [batch, kv_head, at, 0], k_bar, k_smem.index(slot))
+                load_tile(k_descs[0], [batch, head // GROUP, at, 0], k_bar, k_smem.index(slot))
             else:
-                # Past the end of everything if the query block has no key: zeros.
-                at = gl.where(
-                    column_low == column_high, 1 << 30, column_low + (j - slashes) * BLOCK
-                )
                 load_tile(k_descs[1], [batch, head, at, 0], k_bar, k_smem.index(slot))
             if j == 0:
                 mbarrier.wait(q_free, (turn & 1) ^ 1)
                 mbarrier.expect(q_ready, held * BLOCK * D * 2)
                 for i in gl.static_range(2):
-                    rows = [batch, head, a * BLOCK + i * half, 0]
+                    rows = [batch, head, (nb - 1 - item % nb) * BLOCK + i * half, 0]
                     for x in gl.static_range(held):
                         load_tile(query_descs[x], rows, q_ready, query_smems[x].index(i))
-            mbarrier.wait(v_free.index(slot), free)
-            mbarrier.expect(v_bar, BLOCK * D * 2)
-            if j < slashes:
-                load_tile(v_descs[0], [batch, kv_head, at, 0], v_bar, v_smem.index(slot))
-            else:
-                load_tile(v_descs[1], [batch, head, at, 0], v_bar, v_smem.index(slot))
             n += 1
         turn += 1
         item = following
@@ -289,6 +286,42 @@ def load_items(
         slashes = slashes_then
         column_low = column_low_then
         column_high = column_high_then
+
+
+@gluon.jit
+def load_values(
+    item_channel, barriers, v_descs, v_smem, slash_ptr, slash_list, ptr_len, list_len, nb, items,
+    residue, wrap,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Another, for the values: keys and values are free at different times."""
+    item_smem, item_ready, item_free = item_channel
+    q_ready, q_free, k_ready, v_ready, k_free, v_free = barriers
+    n = 0
+    turn = 0
+    item, slashes, column_low, column_high = receive_item(0, item_smem, item_ready, item_free, 1)
+    while item < items:
+        bh = item // nb
+        batch = bh // HEADS
+        head = bh % HEADS
+        low = gl.load(slash_ptr + bh.to(gl.int64) * ptr_len + residue)
+        for j in range(tiles_of(slashes, column_low, column_high, BLOCK)):
+            at = _tile_at(j, item, low, slashes, column_low, column_high, slash_list, list_len,
+                          nb, wrap, HEADS, BLOCK)  # fmt: skip
+            slot = n % STAGES
+            v_bar = v_ready.index(slot)
+            mbarrier.wait(v_free.index(slot), ((n // STAGES) & 1) ^ 1)
+            mbarrier.expect(v_bar, BLOCK * D * 2)
+            if j < slashes:
+                load_tile(v_descs[0], [batch, head // GROUP, at, 0], v_bar, v_smem.index(slot))
+            else:
+                load_tile(v_descs[1], [batch, head, at, 0], v_bar, v_smem.index(slot))
+            n += 1
+        turn += 1
+        item, slashes, column_low, column_high = receive_item(
+            turn, item_smem, item_ready, item_free, 1
+        )
 
 
 @gluon.jit

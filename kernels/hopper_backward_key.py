@@ -90,12 +90,12 @@ def _load_queries(
 
 @gluon.jit
 def _step(
-    n, total, dk, dv, p_operand, ds_operand, k, v, moving, scale, bias,
+    n, before, more, dk, dv, p_operand, ds_operand, k, v, moving, scale, bias,
     s_layout: gl.constexpr, a_layout: gl.constexpr,
     ROWS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
-    """Add query tile n. ``bias`` is added to the scores (MASK 1), to the scores of a key each (MASK 2), or
-    holds the keys' first query in the tile (MASK 3)."""
+    """Add query tile n, the next after tile ``before`` (-1: there is none); ``more``: whether tile n + 1
+    is there. ``bias`` is added to the scores (MASK 1), or to the scores of a key each (MASK 2)."""
     q_smem, do_smem, lse_smem, delta_smem, q_ready, do_ready, free = moving
     dtype: gl.constexpr = q_smem.dtype
     slot = n % STAGES
@@ -105,7 +105,7 @@ def _step(
     zero = gl.zeros([ROWS, QROWS], gl.float32, s_layout)
     scores = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     dk, dv, p_operand, ds_operand = warpgroup_mma_wait(1, deps=[dk, dv, p_operand, ds_operand])
-    mbarrier.arrive(free.index((n + STAGES - 1) % STAGES), pred=n > 0)
+    mbarrier.arrive(free.index((before + STAGES) % STAGES), pred=before >= 0)
     mbarrier.wait(do_ready.index(slot), phase)
     dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
@@ -115,9 +115,6 @@ def _step(
         scores = scores + bias
     if MASK == 2:
         scores = scores + bias[:, None]
-    if MASK == 3:
-        queries = gl.arange(0, QROWS, layout=gl.SliceLayout(0, s_layout))
-        scores = gl.where(bias[:, None] <= queries[None, :], scores, float("-inf"))
     p = gl.exp2(scores)
     p_operand = gl.convert_layout(p.to(dtype), a_layout)
     dv = warpgroup_mma(p_operand, do, dv, is_async=True)
@@ -125,7 +122,7 @@ def _step(
     delta = delta_smem.index(slot).load(s_layout)
     ds_operand = gl.convert_layout((p * (dp - delta)).to(dtype), a_layout)
     dk = warpgroup_mma(ds_operand, q, warpgroup_mma_init(dk), is_async=True)
-    mbarrier.wait(q_ready.index((n + 1) % STAGES), ((n + 1) // STAGES) & 1, pred=n + 1 < total)
+    mbarrier.wait(q_ready.index((n + 1) % STAGES), ((n + 1) // STAGES) & 1, pred=more)
     return dk, dv, p_operand, ds_operand
 
 
@@ -154,17 +151,27 @@ def _load_slashes(
     descs, k_desc, v_desc, held, moving, slash_ptr, slash_list,
     ptr_len, list_len, residue, batch, kv_head, c, wrap, nb,
     HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, DIAGONAL: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = BLOCK // 2
     _load_keys(k_desc, v_desc, held, batch, kv_head, c * BLOCK, ROWS, D)
     n = 0
+    if DIAGONAL:
+        # The diagonal block of every head first, then all that needs no mask.
+        for g in range(GROUP):
+            head = kv_head * GROUP + g
+            bh = batch * HEADS + head
+            for i in gl.static_range(BLOCK // QROWS):
+                _load_queries(n, descs, moving, batch, head, bh, c * BLOCK + i * QROWS, D, STAGES)
+                n += 1
     for g in range(GROUP):
         head = kv_head * GROUP + g
         bh = batch * HEADS + head
         bounds = slash_ptr + bh.to(gl.int64) * ptr_len + residue
         low = gl.load(bounds)
         high = gl.load(bounds + nb - c - wrap)
+        if DIAGONAL:
+            low += 1
         entries = slash_list + bh.to(gl.int64) * list_len
         for j in range(low, high):
             at = (c + gl.load(entries + j) + wrap) * BLOCK
@@ -180,10 +187,8 @@ def _load_slashes(
 
 @gluon.jit
 def _attend_slashes(
-    dk_ptr, dv_ptr, column_dk, column_dv, entry_ptr, slash_ptr,
-    held, moving,
-    dk_ss, dv_ss, ptr_len, column_len, residue, batch, kv_head, c, wrap, nb, total, key_len,
-    softmax_scale,
+    dk_ptr, dv_ptr, column_dk, column_dv, entry_ptr, held, moving,
+    dk_ss, dv_ss, column_len, batch, kv_head, c, total, key_len, softmax_scale,
     HALF: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr, DIAGONAL: gl.constexpr,
     COLUMNS: gl.constexpr,
@@ -193,42 +198,50 @@ def _attend_slashes(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     scale = softmax_scale * LOG2E
-    keys = HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
-    queries = gl.arange(0, QROWS, layout=gl.SliceLayout(0, s_layout))
     k, v, dk, dv, p_operand, ds_operand = _start(held, moving, HALF, o_layout, a_layout, ROWS, D)
-    # The first tile is not in the loop, so that the compiler finds the loop's operands in place.
+    # The first tile is not in a loop, so that the compiler finds the loops' operands in place.
+    first = 1
     if DIAGONAL:
-        # Each head's first two tiles are of the diagonal block.
-        heads = slash_ptr + (batch * HEADS + kv_head * GROUP).to(gl.int64) * ptr_len + residue
-        left = 2 * (gl.load(heads + nb - c - wrap) - gl.load(heads))
-        tile = 0
+        # Each head's diagonal block is two tiles: of the first, only the first 64 keys see anything, and
+        # of the second these see everything. A skipped tile is freed two ahead of the one in use.
+        gl.static_assert(STAGES > 2)
+        q_ready = moving[4]
+        free = moving[6]
+        keys = gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
+        queries = gl.arange(0, QROWS, layout=gl.SliceLayout(0, s_layout))
         bias = gl.where(keys[:, None] <= queries[None, :], 0.0, float("-inf"))
+        if HALF == 1:
+            mbarrier.arrive(free.index(0), count=1)
+            mbarrier.wait(q_ready.index(1), 0)
         dk, dv, p_operand, ds_operand = _step(
-            0, total, dk, dv, p_operand, ds_operand, k, v, moving, scale,
+            HALF, -1, HALF + 1 < total, dk, dv, p_operand, ds_operand, k, v, moving, scale,
             bias, s_layout, a_layout, ROWS, D, STAGES, 1,
         )  # fmt: skip
-        for n in range(1, total):
-            tile += 1
-            if tile == left:
-                heads += ptr_len
-                left = 2 * (gl.load(heads + nb - c - wrap) - gl.load(heads))
-                tile = 0
-            # Queries of later blocks are beyond every key of this one.
-            shift = gl.where(tile < 2, tile * QROWS, BLOCK)
+        for g in range(1, GROUP):
+            n = 2 * g
+            if HALF == 0:
+                dk, dv, p_operand, ds_operand = _step(
+                    n - 1, n - 2, True, dk, dv, p_operand, ds_operand, k, v, moving, scale,
+                    0.0, s_layout, a_layout, ROWS, D, STAGES, 0,
+                )  # fmt: skip
+            else:
+                mbarrier.arrive(free.index(n % STAGES), count=1)
+                mbarrier.wait(q_ready.index((n + 1) % STAGES), ((n + 1) // STAGES) & 1)
             dk, dv, p_operand, ds_operand = _step(
-                n, total, dk, dv, p_operand, ds_operand, k, v, moving, scale,
-                keys - shift, s_layout, a_layout, ROWS, D, STAGES, 3,
+                n + HALF, n - 1, n + HALF + 1 < total, dk, dv, p_operand, ds_operand, k, v,
+                moving, scale, bias, s_layout, a_layout, ROWS, D, STAGES, 1,
             )  # fmt: skip
+        first = 2 * GROUP - 1 + HALF
     else:
         dk, dv, p_operand, ds_operand = _step(
-            0, total, dk, dv, p_operand, ds_operand, k, v, moving, scale,
+            0, -1, total > 1, dk, dv, p_operand, ds_operand, k, v, moving, scale,
             0.0, s_layout, a_layout, ROWS, D, STAGES, 0,
         )  # fmt: skip
-        for n in range(1, total):
-            dk, dv, p_operand, ds_operand = _step(
-                n, total, dk, dv, p_operand, ds_operand, k, v, moving, scale,
-                0.0, s_layout, a_layout, ROWS, D, STAGES, 0,
-            )  # fmt: skip
+    for n in range(first, total):
+        dk, dv, p_operand, ds_operand = _step(
+            n, n - 1, n + 1 < total, dk, dv, p_operand, ds_operand, k, v, moving, scale,
+            0.0, s_layout, a_layout, ROWS, D, STAGES, 0,
+        )  # fmt: skip
     dk, dv, p_operand, ds_operand = warpgroup_mma_wait(0, deps=[dk, dv, p_operand, ds_operand])
 
     rows = c * BLOCK + HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, o_layout))
@@ -274,23 +287,19 @@ def _key_kernel(
     gl.warp_specialize(
         [
             (_attend_slashes, (
-                dk_ptr, dv_ptr, column_dk, column_dv, entry_ptr, slash_ptr,
-                held, moving,
-                dk_ss, dv_ss, ptr_len, column_len, residue, batch, kv_head, c, wrap, nb, total,
-                key_len, softmax_scale,
+                dk_ptr, dv_ptr, column_dk, column_dv, entry_ptr, held, moving,
+                dk_ss, dv_ss, column_len, batch, kv_head, c, total, key_len, softmax_scale,
                 0, HEADS, GROUP, BLOCK, D, STAGES, SPLITS, DIAGONAL, COLUMNS,
             )),
             (_attend_slashes, (
-                dk_ptr, dv_ptr, column_dk, column_dv, entry_ptr, slash_ptr,
-                held, moving,
-                dk_ss, dv_ss, ptr_len, column_len, residue, batch, kv_head, c, wrap, nb, total,
-                key_len, softmax_scale,
+                dk_ptr, dv_ptr, column_dk, column_dv, entry_ptr, held, moving,
+                dk_ss, dv_ss, column_len, batch, kv_head, c, total, key_len, softmax_scale,
                 1, HEADS, GROUP, BLOCK, D, STAGES, SPLITS, DIAGONAL, COLUMNS,
             )),
             (_load_slashes, (
                 descs, k_desc, v_desc, held, moving, slash_ptr, slash_list,
                 ptr_len, list_len, residue, batch, kv_head, c, wrap, nb,
-                HEADS, GROUP, BLOCK, D, STAGES,
+                HEADS, GROUP, BLOCK, D, STAGES, DIAGONAL,
             )),
         ],
         [4, 1],
@@ -340,7 +349,7 @@ def _attend_columns(
     k, v, dk, dv, p_operand, ds_operand = _start(held, moving, HALF, o_layout, a_layout, ROWS, D)
     bias = _column_keep(member, block, listed, a_first, wrap)
     dk, dv, p_operand, ds_operand = _step(
-        0, total, dk, dv, p_operand, ds_operand, k, v, moving, scale,
+        0, -1, total > 1, dk, dv, p_operand, ds_operand, k, v, moving, scale,
         bias, s_layout, a_layout, ROWS, D, STAGES, 2,
     )  # fmt: skip
     bias = _column_keep(member, block, listed, a_first + 1 // tiles * SPLITS, wrap)
@@ -350,7 +359,7 @@ def _attend_columns(
             member, block, listed & (n + 1 < total), a_first + (n + 1) // tiles * SPLITS, wrap
         )
         dk, dv, p_operand, ds_operand = _step(
-            n, total, dk, dv, p_operand, ds_operand, k, v, moving, scale,
+            n, n - 1, n + 1 < total, dk, dv, p_operand, ds_operand, k, v, moving, scale,
             bias, s_layout, a_layout, ROWS, D, STAGES, 2,
         )  # fmt: skip
         bias = following

@@ -25,7 +25,8 @@ from .hopper import (
     descriptor,
     first_bias,
     item_barriers,
-    load_items,
+    load_keys,
+    load_values,
     programs,
     receive_item,
     store_tile,
@@ -104,7 +105,7 @@ def _attend(
     do = do_smem.index(HALF).reshape([ROWS, D])
     n = 0
     turn = 0
-    item, slashes, column_low, column_high = receive_item(0, item_smem, item_ready, item_free)
+    item, slashes, column_low, column_high = receive_item(0, item_smem, item_ready, item_free, 4)
     while item < items:
         tiles = tiles_of(slashes, column_low, column_high, BLOCK)
         bh = item // nb
@@ -189,7 +190,7 @@ def _attend(
                 mask=(out_at < query_len)[:, None],
             )  # fmt: skip
         item, slashes, column_low, column_high = receive_item(
-            turn, item_smem, item_ready, item_free
+            turn, item_smem, item_ready, item_free, 4
         )
     if LAST:
         tma.store_wait(0)
@@ -234,16 +235,20 @@ def _query_kernel(
                 ptr_len, column_len, query_len, nb, items, softmax_scale, residue, wrap,
                 1, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, LAST,
             )),
-            (load_items, (
+            (load_keys, (
                 counter, item_channel, barriers, (q_desc, do_desc), (q_smem, do_smem),
-                (k_desc, kc_desc), (v_desc, vc_desc), k_smem, v_smem,
+                (k_desc, kc_desc), k_smem,
                 slash_ptr, slash_list, column_ptr,
                 ptr_len, list_len, nb, items, residue, first_owned, wrap,
                 HEADS, GROUP, COLUMNS, BLOCK, D, STAGES,
             )),
+            (load_values, (
+                item_channel, barriers, (v_desc, vc_desc), v_smem, slash_ptr, slash_list,
+                ptr_len, list_len, nb, items, residue, wrap, HEADS, GROUP, BLOCK, D, STAGES,
+            )),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1, 1],
+        [240, 24, 24],
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Forward of one ring step on Hopper GPUs, in Gluon: the same sums as ``forward.py``.
 
-A program holds one query block of one head. One warp brings keys and values by the tensor memory
+A program holds one query block of one head. Two warps bring keys and values by the tensor memory
 accelerator; two warpgroups hold 64 query rows each and walk the tiles: the diagonal block, the slash
 blocks, then tiles of the gathered columns. While a warpgroup's values product of one tile and scores
 product of the next are under way, it computes the exponentials of the scores that are there.
@@ -26,7 +26,8 @@ from .hopper import (
     first_bias,
     gather_columns,
     item_barriers,
-    load_items,
+    load_keys,
+    load_values,
     programs,
     receive_item,
     store_tile,
@@ -112,7 +113,7 @@ def _attend(
     q = q_smem.index(HALF).reshape([ROWS, D])
     n = 0
     turn = 0
-    item, slashes, column_low, column_high = receive_item(0, item_smem, item_ready, item_free)
+    item, slashes, column_low, column_high = receive_item(0, item_smem, item_ready, item_free, 4)
     while item < items:
         tiles = tiles_of(slashes, column_low, column_high, BLOCK)
         bh = item // nb
@@ -205,7 +206,7 @@ def _attend(
                 mask=(out_at < query_len)[:, None],
             )  # fmt: skip
         item, slashes, column_low, column_high = receive_item(
-            turn, item_smem, item_ready, item_free
+            turn, item_smem, item_ready, item_free, 4
         )
     if LAST:
         tma.store_wait(0)
@@ -245,16 +246,19 @@ def _forward_kernel(
                 ptr_len, column_len, query_len, nb, items, scale, residue, wrap,
                 1, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, LAST,
             )),
-            (load_items, (
-                counter, item_channel, barriers, (q_desc,), (q_smem,),
-                (k_desc, kc_desc), (v_desc, vc_desc), k_smem, v_smem,
+            (load_keys, (
+                counter, item_channel, barriers, (q_desc,), (q_smem,), (k_desc, kc_desc), k_smem,
                 slash_ptr, slash_list, column_ptr,
                 ptr_len, list_len, nb, items, residue, first_owned, wrap,
                 HEADS, GROUP, COLUMNS, BLOCK, D, STAGES,
             )),
+            (load_values, (
+                item_channel, barriers, (v_desc, vc_desc), v_smem, slash_ptr, slash_list,
+                ptr_len, list_len, nb, items, residue, wrap, HEADS, GROUP, BLOCK, D, STAGES,
+            )),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1, 1],
+        [240, 24, 24],
     )  # fmt: skip
 
 

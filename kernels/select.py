@@ -1,8 +1,8 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """The exact largest of many integers, ties to the lower position, without sorting.
 
-A program holds a tile and finds its ``count``-th largest value bit by bit: a bit stays if as many
-values reach it. Tiles offer what they took to a next level, until one tile holds all offers.
+A program holds a tile and finds a value that its ``count`` largest reach bit by bit: a bit stays if
+as many values reach it. Tiles offer what they took to a next level, until one tile holds all offers.
 """
 
 from __future__ import annotations
@@ -36,12 +36,16 @@ def _select_kernel(
     else:
         value = tl.load(value_ptr + bh * line + j, mask=inside, other=0)
         position = key_positions(j, rank, world, BLOCK)
-    # The largest value that `count` of the tile's reach; 0, which none is taken at, if fewer have any.
+    # A value that `count` of the tile's reach, and no more that can be told apart; 0, which none is taken
+    # at, if fewer have any.
+    # If just so many reach what is found by then, its lower bits do not matter.
     cut = tile * 0
-    for i in range(31):
-        higher = cut | (1 << (30 - i))
-        enough = tl.sum((value >= higher).to(tl.int32), 0) >= count
-        cut = tl.where(enough, higher, cut)
+    bit = cut + (1 << 30)
+    while bit > 0:
+        higher = cut | bit
+        reach = tl.sum((value >= higher).to(tl.int32), 0)
+        cut = tl.where(reach >= count, higher, cut)
+        bit = tl.where(reach == count, 0, bit >> 1)
     ties = value == cut
     wanted = count - tl.sum((value > cut).to(tl.int32), 0)
     tied = (cut > 0) & (tl.sum(ties.to(tl.int32), 0) > wanted)
