@@ -128,7 +128,7 @@ def _attend(
                 carried + out_at.to(gl.int64)[:, None] * c_ss + d[None, :],
                 mask=(out_at < query_len)[:, None], other=0.0,
             )  # fmt: skip
-            acc = warpgroup_mma_init(acc / softmax_scale)
+            acc = warpgroup_mma_init(acc * (1.0 / softmax_scale))
         else:
             acc = warpgroup_mma_init(gl.zeros([ROWS, D], gl.float32, o_layout))
 

@@ -189,7 +189,7 @@ def _attend(
         mbarrier.arrive(v_free.index(final))
         # What has no weight yet is carried as 0, and is NaN only if it has none at the end.
         weight = l if LAST else gl.where(l == 0.0, 1.0, l)
-        acc = acc / gl.convert_layout(weight, out_rows)[:, None]
+        acc = acc * gl.convert_layout(1.0 / weight, out_rows)[:, None]
         if LAST:
             # The store of the item before has read the memory; it was given this item's time.
             tma.store_wait(0)
