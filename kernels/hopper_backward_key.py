@@ -29,6 +29,8 @@ from .hopper import (
 from .tiles import LOG2E
 
 QROWS = gl.constexpr(64)
+CHAIN = 256
+"""Query tiles that are summed in registers, at least; see ``_chain``."""
 
 
 @gluon.jit
@@ -86,6 +88,15 @@ def _load_queries(
     mbarrier.expect(ready, QROWS * D * 2 + QROWS * 4)
     load_tile(do_desc, [batch, head, at, 0], ready, do_smem.index(slot))
     load_tile(delta_desc, [bh, at], ready, delta_smem.index(slot))
+
+
+@gluon.jit
+def _put_aside(to, total, inside, first):
+    """Store a sum, or add it to what is there; nobody else writes there."""
+    if first:
+        gl.store(to, total, mask=inside)
+    else:
+        gl.atomic_add(to, total, mask=inside, sem="relaxed")
 
 
 @gluon.jit
@@ -187,11 +198,10 @@ def _load_slashes(
 
 @gluon.jit
 def _attend_slashes(
-    dk_ptr, dv_ptr, column_dk, column_dv, entry_ptr, held, moving,
-    dk_ss, dv_ss, column_len, batch, kv_head, c, total, key_len, softmax_scale,
+    pointers, strides, held, moving, column_len, total, key_len, softmax_scale,
     HALF: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr, DIAGONAL: gl.constexpr,
-    COLUMNS: gl.constexpr,
+    COLUMNS: gl.constexpr, CHAIN: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = BLOCK // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QROWS, 16])
@@ -237,16 +247,50 @@ def _attend_slashes(
             0, -1, total > 1, dk, dv, p_operand, ds_operand, k, v, moving, scale,
             0.0, s_layout, a_layout, ROWS, D, STAGES, 0,
         )  # fmt: skip
-    for n in range(first, total):
+    end = gl.minimum(total, CHAIN) if CHAIN > 0 else total
+    for n in range(first, end):
         dk, dv, p_operand, ds_operand = _step(
             n, n - 1, n + 1 < total, dk, dv, p_operand, ds_operand, k, v, moving, scale,
             0.0, s_layout, a_layout, ROWS, D, STAGES, 0,
         )  # fmt: skip
     dk, dv, p_operand, ds_operand = warpgroup_mma_wait(0, deps=[dk, dv, p_operand, ds_operand])
-
-    rows = c * BLOCK + HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, o_layout))
+    # Only now: registers are full until here.
+    dk_ptr, dv_ptr, partial_ptr, column_dk, column_dv, entry_ptr = pointers
+    dk_ss, dk_sb, dk_sh, dv_ss, dv_sb, dv_sh, partial_ss = strides
+    batch = gl.program_id(1) // (HEADS // GROUP)
+    kv_head = gl.program_id(1) % (HEADS // GROUP)
+    rows = gl.program_id(0) * BLOCK + HALF * ROWS
+    rows += gl.arange(0, ROWS, layout=gl.SliceLayout(1, o_layout))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, o_layout))
     inside = rows < key_len
+    at = rows.to(gl.int64)[:, None]
+    dk_ptr += batch.to(gl.int64) * dk_sb + kv_head.to(gl.int64) * dk_sh
+    dv_ptr += batch.to(gl.int64) * dv_sb + kv_head.to(gl.int64) * dv_sh
+    partial_ptr += (batch * (HEADS // GROUP) + kv_head) * D
+    if CHAIN > 0:
+        dk_aside = partial_ptr + at * partial_ss + d[None, :]
+        dv_aside = dk_aside + key_len.to(gl.int64) * partial_ss
+        zero = gl.zeros([ROWS, D], gl.float32, o_layout)
+        none = gl.zeros([ROWS, QROWS], k.dtype, a_layout)
+        for start in range(CHAIN, total, CHAIN):
+            _put_aside(dk_aside, dk, inside[:, None], start == CHAIN)
+            _put_aside(dv_aside, dv, inside[:, None], start == CHAIN)
+            dk, dv, p_operand, ds_operand = _step(
+                start, start - 1, start + 1 < total, warpgroup_mma_init(zero),
+                warpgroup_mma_init(zero), none, none, k, v, moving, scale,
+                0.0, s_layout, a_layout, ROWS, D, STAGES, 0,
+            )  # fmt: skip
+            for n in range(start + 1, gl.minimum(start + CHAIN, total)):
+                dk, dv, p_operand, ds_operand = _step(
+                    n, n - 1, n + 1 < total, dk, dv, p_operand, ds_operand, k, v, moving, scale,
+                    0.0, s_layout, a_layout, ROWS, D, STAGES, 0,
+                )  # fmt: skip
+            dk, dv, p_operand, ds_operand = warpgroup_mma_wait(
+                0, deps=[dk, dv, p_operand, ds_operand]
+            )
+        there = (total > CHAIN) & inside[:, None]
+        dk += gl.load(dk_aside, mask=there, other=0.0, cache_modifier=".cg")
+        dv += gl.load(dv_aside, mask=there, other=0.0, cache_modifier=".cg")
     if COLUMNS:
         for g in range(GROUP):
             bh = (batch * HEADS + kv_head * GROUP + g).to(gl.int64)
@@ -255,7 +299,6 @@ def _attend_slashes(
                 line = ((bh * SPLITS + split) * column_len + entry)[:, None] * D + d[None, :]
                 dk += gl.load(column_dk + line, mask=(entry >= 0)[:, None], other=0.0)
                 dv += gl.load(column_dv + line, mask=(entry >= 0)[:, None], other=0.0)
-    at = rows.to(gl.int64)[:, None]
     dk = (dk * softmax_scale).to(dk_ptr.dtype.element_ty)
     gl.store(dk_ptr + at * dk_ss + d[None, :], dk, mask=inside[:, None])
     gl.store(dv_ptr + at * dv_ss + d[None, :], dv.to(dv_ptr.dtype.element_ty), mask=inside[:, None])
@@ -264,18 +307,19 @@ def _attend_slashes(
 @gluon.jit(do_not_specialize=["residue", "first_owned", "wrap"])
 def _key_kernel(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc,
-    dk_ptr, dv_ptr, column_dk, column_dv, entry_ptr, slash_ptr, slash_list,
-    dk_ss, dk_sb, dk_sh, dv_ss, dv_sb, dv_sh,
+    dk_ptr, dv_ptr, partial_ptr, column_dk, column_dv, entry_ptr, slash_ptr, slash_list,
+    dk_ss, dk_sb, dk_sh, dv_ss, dv_sb, dv_sh, partial_ss,
     ptr_len, list_len, column_len, key_len, nb, softmax_scale, residue, wrap,
     HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
     STAGES: gl.constexpr, SPLITS: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr,
+    CHAIN: gl.constexpr,
 ):  # fmt: skip
     # The first key blocks are seen by the most queries: start them first.
     c = gl.program_id(0)
     batch = gl.program_id(1) // (HEADS // GROUP)
     kv_head = gl.program_id(1) % (HEADS // GROUP)
-    dk_ptr += batch.to(gl.int64) * dk_sb + kv_head.to(gl.int64) * dk_sh
-    dv_ptr += batch.to(gl.int64) * dv_sb + kv_head.to(gl.int64) * dv_sh
+    pointers = (dk_ptr, dv_ptr, partial_ptr, column_dk, column_dv, entry_ptr)
+    strides = (dk_ss, dk_sb, dk_sh, dv_ss, dv_sb, dv_sh, partial_ss)
     total = 0
     for g in range(GROUP):
         bounds = slash_ptr + (batch * HEADS + kv_head * GROUP + g).to(gl.int64) * ptr_len + residue
@@ -287,14 +331,12 @@ def _key_kernel(
     gl.warp_specialize(
         [
             (_attend_slashes, (
-                dk_ptr, dv_ptr, column_dk, column_dv, entry_ptr, held, moving,
-                dk_ss, dv_ss, column_len, batch, kv_head, c, total, key_len, softmax_scale,
-                0, HEADS, GROUP, BLOCK, D, STAGES, SPLITS, DIAGONAL, COLUMNS,
+                pointers, strides, held, moving, column_len, total, key_len, softmax_scale,
+                0, HEADS, GROUP, BLOCK, D, STAGES, SPLITS, DIAGONAL, COLUMNS, CHAIN,
             )),
             (_attend_slashes, (
-                dk_ptr, dv_ptr, column_dk, column_dv, entry_ptr, held, moving,
-                dk_ss, dv_ss, column_len, batch, kv_head, c, total, key_len, softmax_scale,
-                1, HEADS, GROUP, BLOCK, D, STAGES, SPLITS, DIAGONAL, COLUMNS,
+                pointers, strides, held, moving, column_len, total, key_len, softmax_scale,
+                1, HEADS, GROUP, BLOCK, D, STAGES, SPLITS, DIAGONAL, COLUMNS, CHAIN,
             )),
             (_load_slashes, (
                 descs, k_desc, v_desc, held, moving, slash_ptr, slash_list,
@@ -423,6 +465,23 @@ def _column_kernel(
     )  # fmt: skip
 
 
+def _chain(grad_key, grad_value, blocks, group):
+    """After how many query tiles sums are put aside, 0 for never; and where to, float32 ``[2, s, b, hk, d]``.
+
+    Tensor cores cut off what does not fit as they add, always towards zero: after 500 thousand rows, all
+    a key block sees of 8 heads of 64K tokens, 0.1% of the sum is gone.
+    """
+    chain = max(CHAIN, 4 * group)  # past the diagonal tiles
+    if 2 * blocks * group <= chain:
+        return 0, grad_key
+    together = grad_value.data_ptr() == grad_key.data_ptr() + grad_key.nbytes
+    if grad_key.dtype == torch.float32 and grad_key.is_contiguous() and together:
+        return chain, grad_key
+    # Not touched unless a key block has so much to add.
+    shape = (2, *grad_key.shape)
+    return chain, torch.empty(shape, dtype=torch.float32, device=grad_key.device)
+
+
 def backward_key(
     query,
     key,
@@ -465,12 +524,14 @@ def backward_key(
             HEADS=heads, D=dim, BLOCK=block, STAGES=3, SPLITS=splits, num_warps=4, maxnreg=168,
         )  # fmt: skip
         entries = invert_columns(index, step, key.shape[0])
+    chain, partial = _chain(grad_key, grad_value, nb, heads // kv_heads)
     _key_kernel[(nb, batch * kv_heads)](
         *queries, descriptor(key, half), descriptor(value, half), *lines,
-        grad_key, grad_value, *buffers, entries, index.slash_ptr, index.slash_list,
-        *grad_key.stride()[:3], *grad_value.stride()[:3],
+        grad_key, grad_value, partial, *buffers, entries, index.slash_ptr, index.slash_list,
+        *grad_key.stride()[:3], *grad_value.stride()[:3], batch * kv_heads * dim,
         index.slash_ptr.shape[-1], index.slash_list.shape[-1], num_columns, key.shape[0], nb,
         softmax_scale, *position,
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block, STAGES=3, SPLITS=splits,
-        DIAGONAL=step.distance == 0, COLUMNS=num_columns > 0, num_warps=4, maxnreg=168,
+        DIAGONAL=step.distance == 0, COLUMNS=num_columns > 0, CHAIN=chain,
+        num_warps=4, maxnreg=168,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_mtraining.kernels.dispatch import GLUON_VERSIONS
 
-COMPILE = """
+COMPILE = r'''
 import json, os, re, subprocess, sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
@@ -37,11 +37,26 @@ def compile_only(function, *arguments, grid, warmup=False, **options):
         file.write(kernel.asm["cubin"])
     binary = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
     sass = subprocess.run([binary, "-sass", path], capture_output=True, text=True, check=True).stdout
-    count = lambda pattern: len(re.findall(pattern, sass))
+    count = lambda pattern, text: len(re.findall(pattern, text))
     found[label + function.__name__] = dict(
-        products=count(r" HGMMA"), waits=count("WARPGROUP.DEPBAR"), spills=count(r" STL"),
+        products=count(r" HGMMA", sass), waits=count("WARPGROUP.DEPBAR", sass),
+        spills=max([count(r" STL", loop) for loop in inner_loops(sass)], default=0),
         shared=kernel.metadata.shared,
     )
+
+def inner_loops(sass):
+    """The loops with matrix products that hold no other such loop."""
+    lines = re.findall(r"/\*([0-9a-f]{4,5})\*/ +(.*?);", sass)
+    place = {int(address, 16): i for i, (address, _) in enumerate(lines)}
+    loops = []
+    for i, (_, text) in enumerate(lines):
+        target = re.search(r"\bBRA(?:\.U)? .*?0x([0-9a-f]+)", text)
+        first = place.get(int(target[1], 16), i) if target else i
+        if any(" HGMMA" in " " + line for _, line in lines[first:i]):
+            loops.append((first, i))
+    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    assert inner or " HGMMA" not in sass
+    return ["\n".join(" " + text for _, text in lines[first:last]) for first, last in inner]
 
 launch, JITFunction.run = JITFunction.run, compile_only
 
@@ -49,6 +64,8 @@ from megatron_mtraining.kernels import hopper_backward_key, hopper_backward_quer
 from megatron_mtraining.kernels.hopper import gather_columns
 from megatron_mtraining.pattern import build_index
 from megatron_mtraining.ring import flat_ring
+
+hopper_backward_key.CHAIN = 8  # as if the sequences were long
 
 for dim, columns in json.loads(sys.argv[2]):
     for step in flat_ring(1, 2):
@@ -70,7 +87,7 @@ for dim, columns in json.loads(sys.argv[2]):
             q, k, k, q, lse, lse, index, step, 0.1, k.float(), k.float(), gathered
         )
 print(json.dumps(found))
-"""
+'''
 
 
 def test_products_stay_in_flight(tmp_path):
@@ -93,6 +110,6 @@ def test_products_stay_in_flight(tmp_path):
     for name, numbers in kernels.items():
         # A product of 64 x 128 x 128 is 8 instructions; serialised, each has a wait of its own.
         assert numbers["waits"] * 2 < numbers["products"], (name, numbers)
-        # A few numbers that are needed once an item may be; operands would be hundreds.
-        assert numbers["spills"] < 100, (name, numbers)
+        # An address or two; operands would be dozens. What is needed once an item may be, outside.
+        assert numbers["spills"] < 8, (name, numbers)
         assert numbers["shared"] <= 227 * 1024, (name, numbers)

@@ -98,6 +98,20 @@ def test_kernels_compiled(seq_length, world, heads, dim, budget, block, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("budget", ["few", "all"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("seq_length", "world"), [(2996, 1), (3072, 2)])
+def test_long_sums(monkeypatch, seq_length, world, dim, budget):
+    """Hopper kernels put a key block's sums aside every so many query tiles: here often."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip(f"no Hopper GPU: {torch.cuda.get_device_name()}")
+    from megatron_mtraining.kernels import hopper_backward_key
+
+    monkeypatch.setattr(hopper_backward_key, "CHAIN", 32)
+    check(seq_length, world, (8, 2), dim, budget, torch.bfloat16, 128, 1e-2, "cuda", batch=1)
+
+
+@pytest.mark.gpu
 def test_bitwise_equal_from_run_to_run():
     operands = random_operands(4096, 1, 8, 2, 128, torch.bfloat16, "cuda")
     index = random_index(4096, 1, 8, 128, 2, "few", "cuda")

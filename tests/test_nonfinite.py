@@ -60,16 +60,21 @@ def truth(query, key, value, grad_out, mask):
     does not attend, and masked pairs are cut out on both sides of the softmax: what they hold reaches
     nothing, forward or backward."""
     leaves = [t.detach().double().requires_grad_() for t in (query, key, value)]
-    outs = []
+    outs, gradients = [], [torch.zeros_like(t) for t in leaves]
     for head in range(HEADS):
         q, k, v = leaves[0][:, 0, head], *(t[:, 0, head * KV_HEADS // HEADS] for t in leaves[1:])
         kept = mask[0, head]
         keys, values = (torch.where(kept[..., None], t, 0.0) for t in (k, v))
         scores = (q[:, None] * keys).sum(-1) * SCALE
         p = scores.masked_fill(~kept, float("-inf")).softmax(-1).masked_fill(~kept, 0.0)
-        outs.append((p[..., None] * values).sum(1))
-    out = torch.stack(outs, 1)[:, None]
-    return out.detach(), *torch.autograd.grad(out, leaves, grad_out.double())
+        out = (p[..., None] * values).sum(1)
+        # Head by head: a head's copies of the keys take gigabytes.
+        for total, part in zip(
+            gradients, torch.autograd.grad(out, leaves, grad_out[:, 0, head].double())
+        ):
+            total += part
+        outs.append(out.detach())
+    return torch.stack(outs, 1)[:, None], *gradients
 
 
 def reach(where, token, mask, block):
@@ -155,7 +160,7 @@ def test_kernels_interpreted(monkeypatch, size, where, token, bad):
 @every_bad
 @every_place
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda d: str(d).removeprefix("torch."))
-@pytest.mark.parametrize("size", [(320, 1, 64), (512, 1, 128), (512, 2, 64), (768, 2, 128)])
+@pytest.mark.parametrize("size", [(320, 1, 64), (512, 1, 128), (512, 2, 64), (512, 2, 128)])
 def test_kernels_compiled(size, dtype, where, token, bad):
     check(where, token, bad, size, dtype, "cuda")
 
