@@ -239,8 +239,8 @@ def select_largest(
     Returns:
         int32 ``[2, b, h, count]``, values and positions in no particular order (0 and ``none`` where
         there are no more); int32 ``[2, b, h]``, a value and a position: exactly what is larger than the
-        value, or is equal to it at that position or before, is taken. The position may be larger than
-        any; without a value to stop at the cut is (0, -1).
+        value, or is equal to it at that position or before, is taken. Where nothing is
+        taken it is (0, -1).
     """
     if not uses_triton(values):
         return reference_choice.select_largest(values, count, none, rank, world, block_size)

@@ -36,8 +36,7 @@ def _select_kernel(
     else:
         value = tl.load(value_ptr + bh * line + j, mask=inside, other=0)
         position = key_positions(j, rank, world, BLOCK)
-    # A value that `count` of the tile's reach, and no more that can be told apart; 0, which none is taken
-    # at, if fewer have any.
+    # The largest value that `count` of the tile's reach; 0, which none is taken at, if fewer have any.
     # If just so many reach what is found by then, its lower bits do not matter.
     cut = tile * 0
     bit = cut + (1 << 30)
@@ -46,11 +45,14 @@ def _select_kernel(
         reach = tl.sum((value >= higher).to(tl.int32), 0)
         cut = tl.where(reach >= count, higher, cut)
         bit = tl.where(reach == count, 0, bit >> 1)
+    # Exactly the least of them: what tiles before did not offer may lie between.
+    least = tl.min(tl.where(value >= cut, value, 2147483647), 0)
+    cut = tl.where(cut > 0, least, 0)
     ties = value == cut
     wanted = count - tl.sum((value > cut).to(tl.int32), 0)
     tied = (cut > 0) & (tl.sum(ties.to(tl.int32), 0) > wanted)
     # Of values at the cut, those up to this position: all or none, unless there are too many.
-    last = tl.where(cut > 0, 2147483647, -1)
+    last = tl.max(tl.where(ties & (cut > 0), position, -1), 0)
     last = tl.where(tied, 0, last)
     for i in range(tl.where(tied, 31, 0)):
         higher = last | (1 << (30 - i))

@@ -200,6 +200,8 @@ def test_selection(device, monkeypatch, length, count, top):
     values = torch.randint(0, top + 1 if top < 2**31 - 1 else top, (2, 3, length), device=device)
     values[0, 0, 5:] = 0  # fewer than are asked for
     values[0, 1] = 7  # only ties
+    values[1, 0, length // 2 :] = 0
+    values[1, 0, : length // 2] = 3  # more ties in one tile than it offers to the next level
     values = values.int()
     none = 10_000
     expected, _ = twins.select_largest(values, count, none, rank, world, block)
