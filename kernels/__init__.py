@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..config import HEAD_DIMS
+from ..config import HEAD_DIMS, MAX_BLOCKS
 from . import reference, reference_choice
 from .dispatch import uses_hopper, uses_triton
 
@@ -282,7 +282,15 @@ def index_lists(
 
     Returns:
         slash_member, slash_list, slash_ptr, columns, column_ptr. Lists are 0 past their counts.
+
+    Raises:
+        ValueError: a rank has more than :data:`~megatron_mtraining.config.MAX_BLOCKS` blocks.
     """
+    if seq_length > MAX_BLOCKS * block_size * world:
+        raise ValueError(
+            f"{seq_length} tokens over {world} ranks are more than {MAX_BLOCKS} blocks of {block_size} "
+            "on each: use more context-parallel ranks"
+        )
     arguments = (distances, diagonals, near, columns, seq_length, block_size, world)
     if not uses_triton(columns):
         return reference_choice.index_lists(*arguments)

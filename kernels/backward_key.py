@@ -142,7 +142,7 @@ def _key_kernel(
                 keep = (start + rows)[:, None] <= (at + queries)[None, :]
                 dk, dv = _add_tile(q, k, v, do, keep, dk, dv, lse, delta, scale, True, PREC)
         for j in range(low * walks, high * walks):
-            a = c + tl.load(slash_list + bh * list_len + j // walks) + wrap
+            a = c + tl.load(slash_list + bh * list_len + j // walks).to(tl.int32) + wrap
             at = a * BLOCK + j % walks * WALK
             q = load_rows(q_head, at, q_ss, queries, query_len, D, EVEN)
             do = load_rows(do_head, at, do_ss, queries, query_len, D, EVEN)

@@ -105,7 +105,7 @@ def _query_kernel(
             keep = (start + rows)[:, None] >= (at + keys)[None, :]
             acc = _add_tile(q, k, v, do, keep, acc, lse, delta, scale, True, PREC)
     for j in range(low * walks, high * walks):
-        at = (a - tl.load(slash_list + j // walks) - wrap) * BLOCK + j % walks * WALK
+        at = (a - tl.load(slash_list + j // walks).to(tl.int32) - wrap) * BLOCK + j % walks * WALK
         k = load_rows(k_ptr, at, k_ss, keys, key_len, D, True)
         v = load_rows(v_ptr, at, v_ss, keys, key_len, D, True)
         acc = _add_tile(q, k, v, do, None, acc, lse, delta, scale, False, PREC)

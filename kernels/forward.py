@@ -104,7 +104,7 @@ def _forward_kernel(
             keep = (start + rows)[:, None] >= (at + keys)[None, :]
             acc, m, l = _online_softmax(q, k, v, keep, acc, m, l, scale, True, PREC)
     for j in range(low * walks, high * walks):
-        at = (a - tl.load(slash_list + j // walks) - wrap) * BLOCK + j % walks * WALK
+        at = (a - tl.load(slash_list + j // walks).to(tl.int32) - wrap) * BLOCK + j % walks * WALK
         k = load_rows(k_ptr, at, k_ss, keys, key_len, D, True)
         v = load_rows(v_ptr, at, v_ss, keys, key_len, D, True)
         acc, m, l = _online_softmax(q, k, v, None, acc, m, l, scale, False, PREC)

@@ -217,7 +217,7 @@ def _tile_at(j, item, low, slashes, column_low, column_high, slash_list, list_le
              HEADS: gl.constexpr, BLOCK: gl.constexpr):  # fmt: skip
     """First row of an item's tile j: in the keys while j < ``slashes``, then in the gathered columns."""
     entry = slash_list + (item // nb).to(gl.int64) * list_len + low + j
-    distance = gl.load(entry, mask=j < slashes, other=0)
+    distance = gl.load(entry, mask=j < slashes, other=0).to(gl.int32)
     # Past the end of everything if the query block has no key: zeros.
     column = gl.where(column_low == column_high, 1 << 30, column_low + (j - slashes) * BLOCK)
     return gl.where(j < slashes, (nb - 1 - item % nb - distance - wrap) * BLOCK, column)

@@ -185,7 +185,7 @@ def _load_slashes(
             low += 1
         entries = slash_list + bh.to(gl.int64) * list_len
         for j in range(low, high):
-            at = (c + gl.load(entries + j) + wrap) * BLOCK
+            at = (c + gl.load(entries + j).to(gl.int32) + wrap) * BLOCK
             for i in gl.static_range(BLOCK // QROWS):
                 _load_queries(n, descs, moving, batch, head, bh, at + i * QROWS, D, STAGES)
                 n += 1

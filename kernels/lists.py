@@ -52,7 +52,7 @@ def _slash_kernel(
         tl.store(ptr_ptr + at + 1, upto, mask=inside)
         # What is no member fills the list from its end, with zeros.
         slot = tl.where(member != 0, upto - 1, num_blocks - 1 - (at - upto))
-        tl.store(list_ptr + slot, tl.where(member != 0, at % nb, 0), mask=inside)
+        tl.store(list_ptr + slot, tl.where(member != 0, at % nb, 0).to(tl.int16), mask=inside)
         before += tl.sum(member, 0)
 
 
@@ -112,7 +112,7 @@ def index_lists(distances, diagonals, near, columns, seq_length, block_size, wor
         return torch.empty(batch, heads, length, dtype=dtype, device=device)
 
     member = torch.empty(batch, heads, world, local_blocks, dtype=torch.uint8, device=device)
-    slash_list, slash_ptr = empty(num_blocks), empty(num_blocks + 1)
+    slash_list, slash_ptr = empty(num_blocks, torch.int16), empty(num_blocks + 1)
     column_list, column_ptr = empty(count), empty(num_blocks + 1)
     if distances is not None:
         distances = diagonals = distances.contiguous().view(torch.uint8)

@@ -136,6 +136,6 @@ def index_lists(distances, diagonals, near, columns, seq_length, block_size, wor
     starts = torch.arange(num_blocks + 1, device=key.device) * block_size
     column_ptr = torch.searchsorted(key, starts.expand(*key.shape[:-1], -1).contiguous())
     return (
-        member.to(torch.uint8), slash_list, slash_ptr,
+        member.to(torch.uint8), slash_list.short(), slash_ptr,
         (key % local_length).int(), column_ptr.int(),
     )  # fmt: skip

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 BLOCK_SIZES = (64, 128)
 HEAD_DIMS = (64, 128)
 """Head dimensions there are kernels for."""
+MAX_BLOCKS = 32768
+"""Blocks of a rank whose numbers fit the index's 16 bits: 4M tokens a rank with blocks of 128."""
 
 
 class ConfigError(ValueError):
@@ -69,6 +71,12 @@ class MTrainingConfig:
                 f"--seq-length is {seq_length}, which is not a multiple of {multiple} = "
                 f"{option('block_size')} ({self.block_size}) x --context-parallel-size "
                 f"({cp_size}): use {near}, for example"
+            )
+        if seq_length > MAX_BLOCKS * multiple:
+            raise ConfigError(
+                f"--seq-length is {seq_length}: each of {cp_size} context-parallel ranks would have more "
+                f"than {MAX_BLOCKS} blocks of {self.block_size} tokens; use at least "
+                f"{-(-seq_length // (MAX_BLOCKS * self.block_size))} ranks"
             )
         self.check_budgets(seq_length)
 

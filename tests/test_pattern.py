@@ -11,6 +11,7 @@ from ranks import run_ranks
 
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.attention import sparse_attention
+from megatron_mtraining.kernels import index_lists
 from megatron_mtraining.layout import stripe
 from megatron_mtraining.pattern import build_index, choose_index
 from megatron_mtraining.pattern.estimate import sample_rows
@@ -250,12 +251,14 @@ def test_settings_out_of_range_are_named(changes, named):
         (dict(window=2000), 1024, 2, "--mtraining-window is 2000"),
         (dict(slash=2000), 1024, 2, "--mtraining-slash is 2000"),
         (dict(sample_strata=64, sample_rows=32), 1024, 2, "64 x 32"),
+        ({}, 2**23 + 256, 4, "--seq-length is 8388864.* at least 5 ranks"),
     ],
 )
 def test_sequences_that_do_not_fit_are_named(changes, seq_length, cp_size, named):
     with pytest.raises(ConfigError, match=named):
         settings(**changes).check_sequence(seq_length, cp_size)
     settings().check_sequence(1024, 2)
+    settings().check_sequence(2**23, 4)
 
 
 def test_a_part_that_is_no_multiple_of_the_block_is_refused():
@@ -264,3 +267,9 @@ def test_a_part_that_is_no_multiple_of_the_block_is_refused():
     query, key, _, _ = random_operands(100, 1, 2, 2, 64, torch.float32, "cpu")
     with pytest.raises(ValueError, match="200 tokens"):
         choose_index(query, key, settings(), two, 0.125)
+
+
+def test_blocks_past_16_bits_are_refused():
+    nothing = torch.zeros(1, 1, 0, dtype=torch.int32)
+    with pytest.raises(ValueError, match="32768 blocks of 64"):
+        index_lists(None, nothing, 1, nothing, 32769 * 64, 64, 1)
