@@ -140,16 +140,20 @@ def run_case(seq, world, vertical, strata, rows, show_profile):
     return row
 
 
+def run_cases(quick, show_profile, output):
+    torch.manual_seed(0)
+    for layout in LAYOUTS:
+        for budget in BUDGETS[:1] if quick else BUDGETS:
+            record.append(output, [run_case(*layout, *budget, show_profile)])
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="vertical 1000 and 64 rows only")
     parser.add_argument("--profile", action="store_true", help="also GPU time by kernel")
     parser.add_argument("--output", type=Path, default=record.RESULTS / "kernels.jsonl")
     options = parser.parse_args()
-    torch.manual_seed(0)
-    for layout in LAYOUTS:
-        for budget in BUDGETS[:1] if options.quick else BUDGETS:
-            record.append(options.output, [run_case(*layout, *budget, options.profile)])
+    run_cases(options.quick, options.profile, options.output)
 
 
 if __name__ == "__main__":

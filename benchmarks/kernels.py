@@ -1,6 +1,7 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Attention kernels side by side on one GPU: ours, FlexAttention on the same blocks, cuDNN and flash
-dense. Prints a table, appends rows to ``results/kernels.jsonl`` and draws ``kernels.png`` beside it.
+dense; then the choice of the pattern (``index.py``, unless cases or implementations are named). Prints a
+table, appends rows to ``results/kernels.jsonl`` and draws ``kernels.png`` beside it.
 
 Rates count the work of what is kept: pairs x 4 x dim forward, x 2.5 backward. A GPU's clock falls with
 the power it has drawn, so what is compared runs in turns of equal length, and figures are medians of
@@ -22,6 +23,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import index
 import plots
 import record
 import torch
@@ -286,6 +288,8 @@ def main():
             print("\n".join("  " + line(row) for row in rows), flush=True)
             record.append(options.output, rows)
             torch.cuda.empty_cache()
+        if not (options.case or options.impl):
+            index.run_cases(options.quick, False, options.output)
     print(plots.kernels(picture, read_rows(options.output)))
 
 
