@@ -42,4 +42,5 @@ def sparse_attention(
     if softmax_scale is None:
         softmax_scale = query.shape[-1] ** -0.5
     index = choose_index(query, key, config, ring, softmax_scale)
-    return ring_attention(query, key, value, index, ring, softmax_scale), index
+    out, _ = ring_attention(query, key, value, index, ring, softmax_scale)
+    return out, index

@@ -55,7 +55,7 @@ def run_ring(rank, world, operands, distances, columns, scale):
     index = build_index(distances, columns, seq_length, BLOCK, world)
     parts = [stripe(t, rank, world, BLOCK) for t in operands]
     leaves = [t.clone().requires_grad_() for t in parts[:3]]
-    out = ring_attention(*leaves, index, Ring(dist.group.WORLD), scale)
+    out, _ = ring_attention(*leaves, index, Ring(dist.group.WORLD), scale)
     out.backward(parts[3])
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -86,7 +86,7 @@ def run_in_halves(rank, world, operands, distances, columns, scale):
     index = build_index(distances, columns, seq_length, BLOCK, half)
     parts = [stripe(t, rank % half, half, BLOCK) for t in operands]
     leaves = [t.clone().requires_grad_() for t in parts[:3]]
-    out = ring_attention(*leaves, index, Ring(groups[rank // half]), scale)
+    out, _ = ring_attention(*leaves, index, Ring(groups[rank // half]), scale)
     out.backward(parts[3])
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -134,6 +134,22 @@ def test_choosing_and_attending_over_processes(world, blocks):
         expected = dense_attention(*operands, masks, 64**-0.5)
         for i, truth in enumerate(expected):
             assert relative_error(unstripe([rank[i] for rank in ranks], BLOCK), truth) < 1e-12
+
+
+def test_a_replay_gives_the_same_gradients_and_attends_nothing(monkeypatch):
+    query, key, value, grad_out = random_operands(192, 1, 4, 2, 64, torch.float32, "cpu")
+    index = random_index(192, 1, 4, BLOCK, 1, "few", "cpu")
+    leaves = [t.clone().requires_grad_() for t in (query, key, value)]
+    out, lse = ring_attention(*leaves, index, Ring(None), 0.1)
+    expected = torch.autograd.grad(out, leaves, grad_out)
+    with torch.no_grad():
+        attended = ring_attention(*leaves, index, Ring(None), 0.1)
+    assert torch.equal(attended[0], out) and torch.equal(attended[1], lse)
+    monkeypatch.setattr("megatron_mtraining.ring.attention.attention_forward", None)
+    again, _ = ring_attention(*leaves, index, Ring(None), 0.1, attended)
+    assert torch.equal(again, out) and not attended[0].requires_grad
+    for one, other in zip(torch.autograd.grad(again, leaves, grad_out), expected):
+        assert torch.equal(one, other)
 
 
 def test_operands_that_do_not_fit_are_named():

@@ -18,26 +18,35 @@ from .schedule import flat_ring
 from .transport import Ring
 
 
+def _forward(query, key, value, index, ring, softmax_scale):
+    length, batch, heads, _ = query.shape
+    lse_dtype = torch.promote_types(query.dtype, torch.float32)
+    lse = torch.empty(batch, heads, length, dtype=lse_dtype, device=query.device)
+    keys_values = torch.stack((key, value)) if ring.world > 1 else (key, value)
+    out = None
+    for step in flat_ring(ring.rank, ring.world):
+        transfer = None if step.last else ring.post(keys_values, Ring.VALUES)
+        out = attention_forward(query, *keys_values, index, step, softmax_scale, out, lse)
+        if transfer:
+            keys_values = transfer.wait()
+    return out, lse
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, index, ring, softmax_scale):
-        length, batch, heads, _ = query.shape
-        lse_dtype = torch.promote_types(query.dtype, torch.float32)
-        lse = torch.empty(batch, heads, length, dtype=lse_dtype, device=query.device)
-        keys_values = torch.stack((key, value)) if ring.world > 1 else (key, value)
-        out = None
-        for step in flat_ring(ring.rank, ring.world):
-            transfer = None if step.last else ring.post(keys_values, Ring.VALUES)
-            out = attention_forward(query, *keys_values, index, step, softmax_scale, out, lse)
-            if transfer:
-                keys_values = transfer.wait()
+    def forward(ctx, query, key, value, index, ring, softmax_scale, attended):
+        if attended is None:
+            out, lse = _forward(query, key, value, index, ring, softmax_scale)
+        else:
+            out, lse = (t.detach() for t in attended)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.index, ctx.ring, ctx.softmax_scale = index, ring, softmax_scale
-        return out
+        ctx.mark_non_differentiable(lse)
+        return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_out):
+    def backward(ctx, grad_out, _):
         query, key, value, out, lse = ctx.saved_tensors
         ring, scale = ctx.ring, ctx.softmax_scale
         if grad_out.stride(-1) != 1:
@@ -58,7 +67,7 @@ class _RingAttention(torch.autograd.Function):
                 gradients = ring.post(dkv, Ring.GRADIENTS)
         if ring.world > 1:
             dkv = gradients.wait().to(key.dtype)
-        return dq, dkv[0], dkv[1], None, None, None
+        return dq, dkv[0], dkv[1], None, None, None, None
 
 
 def ring_attention(
@@ -68,7 +77,8 @@ def ring_attention(
     index: VerticalSlashIndex,
     ring: Ring,
     softmax_scale: float,
-) -> Tensor:
+    attended: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Sparse causal attention over a block-striped sequence.
 
     Args:
@@ -76,9 +86,12 @@ def ring_attention(
         key, value: ``[s, b, hk, d]``; ``h`` a multiple of ``hk``. All of one dtype, any strides.
         index: the pattern, the same on all ranks.
         ring: the context-parallel ranks.
+        attended: what this function has returned for the same operands and index before, as in a
+            replay under activation recomputation: no forward is run then, and no ring.
 
     Returns:
-        ``[s, b, h, d]``, in the query's dtype, contiguous.
+        out ``[s, b, h, d]``, in the query's dtype, contiguous; the log-sum-exp of its rows, ``[b, h, s]``,
+        float32 (float64 for float64), which has no gradient.
 
     Raises:
         ValueError: shapes, dtypes or the index do not fit, before anything is sent.
@@ -100,4 +113,4 @@ def ring_attention(
         raise ValueError(f"softmax_scale is {softmax_scale}: it must be positive")
     # Megatron's projections give unit stride in the head dim; anything else is copied once.
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-    return _RingAttention.apply(query, key, value, index, ring, softmax_scale)
+    return _RingAttention.apply(query, key, value, index, ring, softmax_scale, attended)
