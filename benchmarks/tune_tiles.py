@@ -19,9 +19,15 @@ import torch
 import triton
 from workloads import draw_index
 
-from megatron_mtraining.kernels import attention_delta, attention_forward, tiles
-from megatron_mtraining.kernels.backward_key import backward_key as launch_key
-from megatron_mtraining.kernels.backward_query import backward_query as launch_query
+from megatron_mtraining.kernels import (
+    attention_backward_columns,
+    attention_backward_key,
+    attention_backward_query,
+    attention_delta,
+    attention_forward,
+    gather_columns,
+    tiles,
+)
 from megatron_mtraining.ring import flat_ring
 
 SWEEP = {
@@ -44,16 +50,19 @@ def main():
         slashes = draw_index(65536, heads, 0.1, 0, "cuda")
         columns = draw_index(65536, heads, 0.0, 1000, "cuda")
         lse = torch.empty(1, heads, 65536, device="cuda")
-        out = attention_forward(q, k, v, slashes, step, dim**-0.5, None, lse)
+        out = attention_forward(q, k, v, None, slashes, step, dim**-0.5, None, lse)
         delta = attention_delta(out, do)
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        gathered = gather_columns(k, v, columns, 0)
+        rest = (do, lse, delta)
         runs = {
-            "forward": lambda: attention_forward(q, k, v, slashes, step, dim**-0.5, None, lse),
-            "query": lambda: launch_query(
-                q, k, v, do, lse, delta, slashes, step, dim**-0.5, None, dq
+            "forward": lambda: attention_forward(
+                q, k, v, None, slashes, step, dim**-0.5, None, lse
             ),
-            "key": lambda: launch_key(q, k, v, do, lse, delta, slashes, step, dim**-0.5, dk, dv),
-            "column": lambda: launch_key(q, k, v, do, lse, delta, columns, step, dim**-0.5, dk, dv),
+            "query": lambda: attention_backward_query(
+                q, k, v, None, *rest, slashes, step, dim**-0.5, None
+            ),
+            "key": lambda: attention_backward_key(q, k, v, *rest, slashes, step, dim**-0.5),
+            "column": lambda: attention_backward_columns(q, gathered, *rest, columns, 0, dim**-0.5),
         }
         flops = slashes.work().sum().item() * dim * 2
         products = {"forward": 2, "query": 3, "key": 4}

@@ -23,12 +23,15 @@ from .dispatch import uses_hopper, uses_triton
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 __all__ = [
-    "attention_backward",
+    "attention_backward_columns",
+    "attention_backward_key",
+    "attention_backward_query",
     "attention_delta",
     "attention_forward",
     "check_operands",
     "column_mass",
     "diagonal_mass",
+    "gather_columns",
     "index_lists",
     "lse_parts",
     "merge_lse",
@@ -56,10 +59,25 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
+def gather_columns(key: Tensor, value: Tensor, index, rank: int) -> Tensor:
+    """Each head's columns that ``rank`` owns, from its keys and values; zeros for those of other ranks.
+
+    Returns:
+        ``[2, b, h, C, d]`` in the key's dtype, contiguous, in the order of ``index.columns``. The sum over
+        ranks, which is exact, is all columns: ``columns`` of the functions below.
+    """
+    if not uses_triton(key):
+        return reference.gather_columns(key, value, index, rank)
+    from .columns import gather_columns as launch
+
+    return launch(key, value, index, rank)
+
+
 def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    columns: Tensor | None,
     index,
     step,
     softmax_scale: float,
@@ -69,6 +87,8 @@ def attention_forward(
     """Attend to the keys of one ring step, on top of the steps before.
 
     Args:
+        columns: ``[2, b, h, C, d]``, the columns of all ranks, attended in this step too; None in the
+            other steps.
         carry: out of the steps before, float32; None at the first.
         lse: softmax log-sum-exp so far (natural logarithm), float32, updated in place; its content
             is not read at the first step.
@@ -77,8 +97,9 @@ def attention_forward(
         out ``[s, b, h, d]``: in the query's dtype after the last step, otherwise float32 (which may
         be the carry's memory).
     """
+    operands = (query, key, value, columns, index, step, softmax_scale, carry)
     if not uses_triton(query):
-        out = reference.attention_forward(query, key, value, index, step, softmax_scale, carry, lse)
+        out = reference.attention_forward(*operands, lse)
         return out.to(query.dtype) if step.last else out
     if uses_hopper(index, query, key, value):
         from .hopper_forward import forward
@@ -89,7 +110,7 @@ def attention_forward(
     if step.last or carry is None:
         dtype = query.dtype if step.last else torch.float32
         out = torch.empty(query.shape, dtype=dtype, device=query.device)
-    forward(query, key, value, index, step, softmax_scale, carry, out, lse)
+    forward(*operands, out, lse)
     return out
 
 
@@ -105,7 +126,73 @@ def attention_delta(out: Tensor, grad_out: Tensor) -> Tensor:
     return result
 
 
-def attention_backward(
+def attention_backward_query(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    columns: Tensor | None,
+    grad_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    index,
+    step,
+    softmax_scale: float,
+    carry: Tensor | None,
+) -> Tensor:
+    """The queries' gradient of one ring step, on top of the steps before.
+
+    Args:
+        columns: as for the forward, in one of the steps.
+        lse, delta: the whole ring's log-sum-exp and row sums, float32.
+        carry: the gradient of the steps before, float32; None at the first.
+
+    Returns:
+        ``[s, b, h, d]``, in the query's dtype after the last step, otherwise float32 (which may be the
+        carry's memory).
+    """
+    operands = (query, key, value, columns, grad_out, lse, delta, index, step, softmax_scale, carry)
+    if not uses_triton(query):
+        dq = reference.attention_backward_query(*operands)
+        return dq.to(query.dtype) if step.last else dq
+    dq = carry
+    if step.last or carry is None:
+        dtype = query.dtype if step.last else torch.float32
+        dq = torch.empty(query.shape, dtype=dtype, device=query.device)
+    if uses_hopper(index, query, key, value, grad_out):
+        from .hopper_backward_query import backward_query
+    else:
+        from .backward_query import backward_query
+    backward_query(*operands, dq)
+    return dq
+
+
+def attention_backward_columns(
+    query: Tensor,
+    columns: Tensor,
+    grad_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    index,
+    rank: int,
+    softmax_scale: float,
+) -> Tensor:
+    """Gradients of all columns from the queries of ``rank``.
+
+    Returns:
+        float32 ``[2, b, h, parts, C, d]``: of keys (``softmax_scale`` left out) and values, as sums of their
+        parts; undefined past a head's number of columns. What all ranks have is to be summed.
+    """
+    operands = (query, columns, grad_out, lse, delta, index, rank, softmax_scale)
+    if not uses_triton(query):
+        return reference.attention_backward_columns(*operands)
+    if uses_hopper(index, query, grad_out):
+        from .hopper_backward_key import backward_columns
+    else:
+        from .backward_key import backward_columns
+    return backward_columns(*operands)
+
+
+def attention_backward_key(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -115,46 +202,36 @@ def attention_backward(
     index,
     step,
     softmax_scale: float,
-    grad_query: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of one ring step.
+    carry: Tensor | None = None,
+    column_gradients: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Gradients of the keys and values of one ring step.
 
     Args:
-        lse, delta: the whole ring's log-sum-exp and row sums, float32.
-        grad_query: the queries' gradient of the steps before, float32; None at the first.
+        carry: the same keys' gradients from other ranks, float32 ``[2, s, b, hk, d]``, contiguous: added.
+        column_gradients: those of all columns (:func:`attention_backward_columns`), summed over ranks:
+            the rows that are among these keys are added. Once for each key: on its own rank.
+        dtype: of the result.
 
     Returns:
-        grad_query, in the query's dtype after the last step, otherwise float32; the gradients of
-        key and value from this step alone, stacked ``[2, s, b, hk, d]``, float32 (in the key's dtype
-        if the ring has only this step).
+        ``[2, s, b, hk, d]``, contiguous; it may be the carry's memory.
     """
-    single = step.first and step.last
-    if not uses_triton(query):
-        dq, dkv = reference.attention_backward(
-            query, key, value, grad_out, lse, delta, index, step, softmax_scale, grad_query
-        )
-        return dq.to(query.dtype) if step.last else dq, dkv.to(key.dtype) if single else dkv
-    out_dtype = query.dtype if step.last else torch.float32
-    dq = grad_query
-    if step.last or grad_query is None:
-        dq = torch.empty(query.shape, dtype=out_dtype, device=query.device)
-    kv_dtype = key.dtype if single else torch.float32
-    dkv = torch.empty((2, *key.shape), dtype=kv_dtype, device=key.device)
     operands = (query, key, value, grad_out, lse, delta, index, step, softmax_scale)
+    if not uses_triton(query):
+        gradients = reference.attention_backward_key(*operands, carry, column_gradients)
+        return gradients.to(
+            torch.promote_types(query.dtype, dtype) if dtype == torch.float32 else dtype
+        )
+    gradients = carry
+    if carry is None or dtype != carry.dtype:
+        gradients = torch.empty((2, *key.shape), dtype=dtype, device=key.device)
     if uses_hopper(index, query, key, value, grad_out):
-        from . import hopper_backward_key, hopper_backward_query
-        from .hopper import gather_columns
-
-        columns = gather_columns(key, value, index, step) if index.columns.shape[-1] else None
-        hopper_backward_query.backward_query(*operands, grad_query, dq, columns)
-        hopper_backward_key.backward_key(*operands, dkv[0], dkv[1], columns)
+        from .hopper_backward_key import backward_key
     else:
         from .backward_key import backward_key
-        from .backward_query import backward_query
-
-        backward_query(*operands, grad_query, dq)
-        backward_key(*operands, dkv[0], dkv[1])
-    return dq, dkv
+    backward_key(*operands, carry, column_gradients, gradients)
+    return gradients
 
 
 def lse_parts(sample, key: Tensor) -> Tensor:

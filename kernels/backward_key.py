@@ -3,10 +3,10 @@
 
     dv = sum over queries of p dout        dk = scale * sum over queries of ds q
 
-Two kernels, both deterministic, without atomics. The column kernel walks all later queries for a tile
-of one head's columns and writes their gradients to a buffer; the key kernel holds one key block, walks
-the slash list of every query head of its group the other way round (``a = c + e + wrap``), and adds
-the buffered rows of the columns that lie in its block, in a fixed order.
+Two kernels, both deterministic, without atomics. The column kernel walks all later queries of this rank
+for a tile of one head's columns, of whatever rank, and writes their gradients to a buffer; the key kernel
+holds one key block, walks the slash list of every query head of its group the other way round (``a = c +
+e + wrap``), and adds, where it is given them, the columns' rows that lie in its block, in a fixed order.
 """
 
 from __future__ import annotations
@@ -35,53 +35,50 @@ def _add_tile(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["residue", "first_owned", "wrap"])
+@triton.jit(do_not_specialize=["rank"])
 def _column_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_ptr, column_k, column_v, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     member, columns, column_ptr,
-    q_ss, q_sb, q_sh, k_ss, k_sb, k_sh, v_ss, v_sb, v_sh, do_ss, do_sb, do_sh,
-    ptr_len, column_len, query_len, nb, softmax_scale,
-    residue, first_owned, wrap,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    q_ss, q_sb, q_sh, do_ss, do_sb, do_sh,
+    ptr_len, column_len, query_len, nb, softmax_scale, rank, world,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     KEEP: tl.constexpr, WALK: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
     walks: tl.constexpr = BLOCK // WALK
     split = tl.program_id(1)
     bh = tl.program_id(2).to(tl.int64)
-    column_ptr += bh * ptr_len + first_owned
-    first = tl.load(column_ptr) + tl.program_id(0) * KEEP
-    end = tl.load(column_ptr + nb)
+    first = tl.program_id(0) * KEEP
+    end = tl.load(column_ptr + bh * ptr_len + ptr_len - 1)
     if first >= end:
         return
     batch = bh // HEADS
     head = bh % HEADS
-    kv_head = head // GROUP
     q_ptr += batch * q_sb + head * q_sh
     do_ptr += batch * do_sb + head * do_sh
     lse_ptr += bh * query_len
     delta_ptr += bh * query_len
-    member += bh * (ptr_len - 1) + residue
+    member += bh * (ptr_len - 1)
     columns += bh * column_len
 
     entry = first + tl.arange(0, KEEP)
     listed = entry < end
-    position = tl.load(columns + entry, mask=listed, other=0)
-    block = position // BLOCK
-    k = gather_rows(k_ptr + batch * k_sb + kv_head * k_sh, position, k_ss, D)
-    v = gather_rows(v_ptr + batch * v_sb + kv_head * v_sh, position, v_ss, D)
+    block = tl.load(columns + entry, mask=listed, other=0) // BLOCK
+    entry = tl.where(listed, entry, first)
+    k = gather_rows(column_k + bh * column_len * D, entry, D)
+    v = gather_rows(column_v + bh * column_len * D, entry, D)
     dk = tl.zeros([KEEP, D], tl.float32)
     dv = tl.zeros([KEEP, D], tl.float32)
     scale = softmax_scale * LOG2E
     queries = tl.arange(0, WALK)
-    # Columns are sorted: no query block before the first one's sees any of this tile.
-    a_first = tl.load(columns + first) // BLOCK + wrap + split
+    # Columns are sorted: no query block up to the first one's sees any of this tile.
+    a_first = (tl.load(columns + first) // BLOCK + world - rank) // world + split
     # Query blocks go round the splits, so that each split has as many near and far ones.
     for j in range(0, tl.cdiv(tl.maximum(nb - a_first, 0), SPLITS) * walks):
         a = a_first + j // walks * SPLITS
-        quotient = a - block - wrap
-        seen = listed & (quotient >= 0)
-        covered = tl.load(member + quotient, mask=seen, other=1)
+        distance = a * world + rank - block
+        seen = listed & (distance > 0)
+        covered = tl.load(member + distance % world * nb + distance // world, mask=seen, other=1)
         keep = seen & (covered == 0)
         at = a * BLOCK + j % walks * WALK
         q = load_rows(q_ptr, at, q_ss, queries, query_len, D, EVEN)
@@ -95,17 +92,18 @@ def _column_kernel(
     store_rows(dv_ptr, line, D, rows, line + end - first, dv, D, False)
 
 
-@triton.jit(do_not_specialize=["residue", "first_owned", "wrap"])
+@triton.jit(do_not_specialize=["residue", "wrap", "rank"])
 def _key_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, column_dk, column_dv,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, carry_dk, carry_dv,
+    column_dk, column_dv,
     slash_ptr, slash_list, columns, column_ptr,
     q_ss, q_sb, q_sh, k_ss, k_sb, k_sh, v_ss, v_sb, v_sh,
-    do_ss, do_sb, do_sh, dk_ss, dk_sb, dk_sh, dv_ss, dv_sb, dv_sh,
+    do_ss, do_sb, do_sh, g_ss, g_sb, g_sh,
     ptr_len, list_len, column_len, query_len, key_len, nb, softmax_scale,
-    residue, first_owned, wrap,
+    residue, wrap, rank, world,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     KEEP: tl.constexpr, WALK: tl.constexpr, SPLITS: tl.constexpr, DIAGONAL: tl.constexpr,
-    COLUMNS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+    CARRY: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     parts: tl.constexpr = BLOCK // KEEP
     walks: tl.constexpr = BLOCK // WALK
@@ -150,69 +148,79 @@ def _key_kernel(
             delta = load_line(delta_head, at, queries, query_len, 0.0, EVEN)
             dk, dv = _add_tile(q, k, v, do, None, dk, dv, lse, delta, scale, False, PREC)
         if COLUMNS:
-            own = column_ptr + bh * ptr_len + first_owned + c
+            own = column_ptr + bh * ptr_len + c * world + rank
             dims = tl.arange(0, D)
             for j in range(tl.load(own), tl.load(own + 1)):
-                row = tl.load(columns + bh * column_len + j) - start
+                row = tl.load(columns + bh * column_len + j) % BLOCK - part * KEEP
                 for split in range(SPLITS):
                     line = ((bh * SPLITS + split) * column_len + j) * D
                     here = (rows == row)[:, None]
                     dk += tl.where(here, tl.load(column_dk + line + dims)[None, :], 0.0)
                     dv += tl.where(here, tl.load(column_dv + line + dims)[None, :], 0.0)
-    dk_ptr += batch * dk_sb + kv_head * dk_sh
-    dv_ptr += batch * dv_sb + kv_head * dv_sh
-    store_rows(dk_ptr, start, dk_ss, rows, key_len, dk * softmax_scale, D, EVEN)
-    store_rows(dv_ptr, start, dv_ss, rows, key_len, dv, D, EVEN)
+    dk = dk * softmax_scale
+    head = batch * g_sb + kv_head * g_sh
+    if CARRY:
+        dk += load_rows(carry_dk + head, start, g_ss, rows, key_len, D, EVEN)
+        dv += load_rows(carry_dv + head, start, g_ss, rows, key_len, D, EVEN)
+    store_rows(dk_ptr + head, start, g_ss, rows, key_len, dk, D, EVEN)
+    store_rows(dv_ptr + head, start, g_ss, rows, key_len, dv, D, EVEN)
 
 
 def column_splits(index, heads: int, keep: int) -> int:
     """Parts that the queries of a column tile are cut in, to have about 4 programs a multiprocessor.
 
-    Columns of a ring step are about 1 / world of all; more splits cost buffer and additions."""
-    tiles = max(1, index.columns.shape[-1] // index.world // keep) * heads
+    More splits cost buffer and additions."""
+    tiles = max(1, index.columns.shape[-1] // keep) * heads
     splits = 1
     while splits < 8 and tiles * splits < 512 and splits * 4 <= index.local_blocks:
         splits *= 2
     return splits
 
 
+def backward_columns(query, columns, grad_out, lse, delta, index, rank, softmax_scale):
+    """Launch the columns' gradients; see :func:`kernels.attention_backward_columns`."""
+    length, batch, heads, dim = query.shape
+    nb, block, num_columns = index.local_blocks, index.block_size, columns.shape[-2]
+    tile = tile_for("column", dim, block, query)
+    splits = column_splits(index, batch * heads, tile.keep)
+    shape = (2, batch, heads, splits, num_columns, dim)
+    gradients = torch.empty(shape, dtype=torch.float32, device=query.device)
+    _column_kernel[(triton.cdiv(num_columns, tile.keep), splits, batch * heads)](
+        query, *columns, grad_out, lse, delta, *gradients,
+        index.slash_member, index.columns, index.column_ptr,
+        *query.stride()[:3], *grad_out.stride()[:3],
+        index.slash_ptr.shape[-1], num_columns, length, nb, softmax_scale, rank, index.world,
+        HEADS=heads, D=dim, BLOCK=block, KEEP=tile.keep, WALK=tile.walk, SPLITS=splits,
+        EVEN=length % block == 0, PREC=precision_for(query),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return gradients
+
+
 def backward_key(
-    query, key, value, grad_out, lse, delta, index, step, softmax_scale, grad_key, grad_value
-):
-    """Launch the keys' and values' gradients of one ring step; they overwrite the outputs."""
+    query, key, value, grad_out, lse, delta, index, step, softmax_scale, carry, column_gradients,
+    gradients,
+):  # fmt: skip
+    """Launch the keys' and values' gradients; see :func:`kernels.attention_backward_key`.
+
+    ``gradients``, which may be ``carry``, is overwritten.
+    """
     length, batch, heads, dim = query.shape
     kv_heads, nb, block = key.shape[2], index.local_blocks, index.block_size
-    num_columns = index.columns.shape[-1]
-    splits = 1
-    buffers = (lse, lse)
-    common = (index.slash_ptr.shape[-1],)
-    position = (step.distance * nb, step.source * nb, step.wrap)
-    even, precision = length % block == 0, precision_for(query)
-    if num_columns:
-        tile = tile_for("column", dim, block, query)
-        splits = column_splits(index, batch * heads, tile.keep)
-        shape = (batch, heads, splits, num_columns, dim)
-        buffers = tuple(
-            torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2)
-        )
-        _column_kernel[(triton.cdiv(num_columns, tile.keep), splits, batch * heads)](
-            query, key, value, grad_out, lse, delta, *buffers,
-            index.slash_member, index.columns, index.column_ptr,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3],
-            *common, num_columns, length, nb, softmax_scale, *position,
-            HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block, KEEP=tile.keep,
-            WALK=tile.walk, SPLITS=splits, EVEN=even, PREC=precision,
-            num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
     tile = tile_for("key", dim, block, query)
+    columns = column_gradients
+    splits, num_columns = (1, 0) if columns is None else columns.shape[3:5]
     _key_kernel[(nb * (block // tile.keep), batch * kv_heads)](
-        query, key, value, grad_out, lse, delta, grad_key, grad_value, *buffers,
+        query, key, value, grad_out, lse, delta, *gradients,
+        *(gradients if carry is None else carry), *((lse, lse) if columns is None else columns),
         index.slash_ptr, index.slash_list, index.columns, index.column_ptr,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3],
-        *grad_key.stride()[:3], *grad_value.stride()[:3],
-        *common, index.slash_list.shape[-1], num_columns, length, key.shape[0], nb, softmax_scale,
-        *position,
+        *gradients.stride()[1:4],
+        index.slash_ptr.shape[-1], index.slash_list.shape[-1], num_columns,
+        length, key.shape[0], nb, softmax_scale,
+        step.distance * nb, step.wrap, step.source, index.world,
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block, KEEP=tile.keep, WALK=tile.walk,
-        SPLITS=splits, DIAGONAL=step.distance == 0, COLUMNS=num_columns > 0, EVEN=even,
-        PREC=precision, num_warps=tile.warps, num_stages=tile.stages,
+        SPLITS=splits, DIAGONAL=step.distance == 0, CARRY=carry is not None,
+        COLUMNS=columns is not None, EVEN=length % block == 0, PREC=precision_for(query),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -51,14 +51,14 @@ def _add_tile(q, k, v, do, keep, acc, lse, delta, scale, MASKED: tl.constexpr, P
     return tl.dot(ds.to(k.dtype), k, acc, input_precision=PREC)
 
 
-@triton.jit(do_not_specialize=["residue", "first_owned", "wrap"])
+@triton.jit(do_not_specialize=["residue", "wrap", "rank"])
 def _query_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, carry_ptr, dq_ptr, lse_ptr, delta_ptr,
-    slash_ptr, slash_list, member, columns, column_ptr,
+    slash_ptr, slash_list, member, columns, column_ptr, column_k, column_v,
     q_ss, q_sb, q_sh, k_ss, k_sb, k_sh, v_ss, v_sb, v_sh,
     do_ss, do_sb, do_sh, c_ss, c_sb, c_sh, dq_ss, dq_sb, dq_sh,
     ptr_len, list_len, column_len, query_len, key_len, nb, softmax_scale,
-    residue, first_owned, wrap,
+    residue, wrap, rank, world,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     KEEP: tl.constexpr, WALK: tl.constexpr, DIAGONAL: tl.constexpr, CARRY: tl.constexpr,
     COLUMNS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
@@ -78,9 +78,11 @@ def _query_kernel(
     do_ptr += batch * do_sb + head * do_sh
     slash_ptr += bh * ptr_len + residue
     slash_list += bh * list_len
-    member += bh * (ptr_len - 1) + residue
+    member += bh * (ptr_len - 1)
     columns += bh * column_len
-    column_ptr += bh * ptr_len + first_owned
+    column_ptr += bh * ptr_len
+    column_k += bh * column_len * D
+    column_v += bh * column_len * D
 
     rows = tl.arange(0, KEEP)
     keys = tl.arange(0, WALK)
@@ -110,12 +112,12 @@ def _query_kernel(
         v = load_rows(v_ptr, at, v_ss, keys, key_len, D, True)
         acc = _add_tile(q, k, v, do, None, acc, lse, delta, scale, False, PREC)
     if COLUMNS:
-        low = tl.load(column_ptr)
-        high = tl.load(column_ptr + a + 1 - wrap)
-        for first in range(low, high, WALK):
-            position, keep = column_tile(columns, member, first, high, a, wrap, BLOCK, WALK)
-            k = gather_rows(k_ptr, position, k_ss, D)
-            v = gather_rows(v_ptr, position, v_ss, D)
+        block = a * world + rank
+        high = tl.load(column_ptr + block)
+        for first in range(0, high, WALK):
+            entry, keep = column_tile(columns, member, first, high, block, world, nb, BLOCK, WALK)
+            k = gather_rows(column_k, entry, D)
+            v = gather_rows(column_v, entry, D)
             acc = _add_tile(q, k, v, do, keep[None, :], acc, lse, delta, scale, True, PREC)
 
     acc = acc * softmax_scale
@@ -126,7 +128,7 @@ def _query_kernel(
 
 
 def backward_query(
-    query, key, value, grad_out, lse, delta, index, step, softmax_scale, carry, grad_query
+    query, key, value, columns, grad_out, lse, delta, index, step, softmax_scale, carry, grad_query
 ):
     """Launch the queries' gradient of one ring step; ``carry`` is read unless ``step.first``."""
     length, batch, heads, dim = query.shape
@@ -136,13 +138,14 @@ def backward_query(
     _query_kernel[(nb * (block // tile.keep), batch * heads)](
         query, key, value, grad_out, carried, grad_query, lse, delta,
         index.slash_ptr, index.slash_list, index.slash_member, index.columns, index.column_ptr,
+        *((key, value) if columns is None else columns),
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3],
         *carried.stride()[:3], *grad_query.stride()[:3],
         index.slash_ptr.shape[-1], index.slash_list.shape[-1], index.columns.shape[-1],
         length, key.shape[0], nb, softmax_scale,
-        step.distance * nb, step.source * nb, step.wrap,
+        step.distance * nb, step.wrap, step.rank, index.world,
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
         KEEP=tile.keep, WALK=tile.walk, DIAGONAL=step.distance == 0, CARRY=not step.first,
-        COLUMNS=index.columns.shape[-1] > 0, EVEN=length % block == 0, PREC=precision_for(query),
+        COLUMNS=columns is not None, EVEN=length % block == 0, PREC=precision_for(query),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -43,14 +43,14 @@ def _online_softmax(q, k, v, keep, acc, m, l, scale, MASKED: tl.constexpr, PREC:
     return acc, m_new, l
 
 
-@triton.jit(do_not_specialize=["residue", "first_owned", "wrap"])
+@triton.jit(do_not_specialize=["residue", "wrap", "rank"])
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, carry_ptr, out_ptr, lse_ptr,
-    slash_ptr, slash_list, member, columns, column_ptr,
+    slash_ptr, slash_list, member, columns, column_ptr, column_k, column_v,
     q_ss, q_sb, q_sh, k_ss, k_sb, k_sh, v_ss, v_sb, v_sh,
     c_ss, c_sb, c_sh, o_ss, o_sb, o_sh,
     ptr_len, list_len, column_len, query_len, key_len, nb, scale,
-    residue, first_owned, wrap,
+    residue, wrap, rank, world,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     KEEP: tl.constexpr, WALK: tl.constexpr, DIAGONAL: tl.constexpr, CARRY: tl.constexpr,
     LAST: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
@@ -70,9 +70,11 @@ def _forward_kernel(
     v_ptr += batch * v_sb + kv_head * v_sh
     slash_ptr += bh * ptr_len + residue
     slash_list += bh * list_len
-    member += bh * (ptr_len - 1) + residue
+    member += bh * (ptr_len - 1)
     columns += bh * column_len
-    column_ptr += bh * ptr_len + first_owned
+    column_ptr += bh * ptr_len
+    column_k += bh * column_len * D
+    column_v += bh * column_len * D
 
     rows = tl.arange(0, KEEP)
     keys = tl.arange(0, WALK)
@@ -109,12 +111,12 @@ def _forward_kernel(
         v = load_rows(v_ptr, at, v_ss, keys, key_len, D, True)
         acc, m, l = _online_softmax(q, k, v, None, acc, m, l, scale, False, PREC)
     if COLUMNS:
-        low = tl.load(column_ptr)
-        high = tl.load(column_ptr + a + 1 - wrap)
-        for first in range(low, high, WALK):
-            position, keep = column_tile(columns, member, first, high, a, wrap, BLOCK, WALK)
-            k = gather_rows(k_ptr, position, k_ss, D)
-            v = gather_rows(v_ptr, position, v_ss, D)
+        block = a * world + rank
+        high = tl.load(column_ptr + block)
+        for first in range(0, high, WALK):
+            entry, keep = column_tile(columns, member, first, high, block, world, nb, BLOCK, WALK)
+            k = gather_rows(column_k, entry, D)
+            v = gather_rows(column_v, entry, D)
             acc, m, l = _online_softmax(q, k, v, keep[None, :], acc, m, l, scale, True, PREC)
 
     out_ptr += batch * o_sb + head * o_sh
@@ -124,7 +126,7 @@ def _forward_kernel(
     tl.store(lse_ptr, (m + tl.math.log2(l)) * LN2, mask=inside)
 
 
-def forward(query, key, value, index, step, softmax_scale, carry, out, lse):
+def forward(query, key, value, columns, index, step, softmax_scale, carry, out, lse):
     """Launch the forward of one ring step; see :func:`kernels.attention_forward` for the operands.
 
     ``carry`` is read unless ``step.first``, and may be ``out`` itself.
@@ -136,14 +138,15 @@ def forward(query, key, value, index, step, softmax_scale, carry, out, lse):
     _forward_kernel[(nb * (block // tile.keep), batch * heads)](
         query, key, value, carried, out, lse,
         index.slash_ptr, index.slash_list, index.slash_member, index.columns, index.column_ptr,
+        *((key, value) if columns is None else columns),
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         *carried.stride()[:3], *out.stride()[:3],
         index.slash_ptr.shape[-1], index.slash_list.shape[-1], index.columns.shape[-1],
         length, key.shape[0], nb, softmax_scale,
-        step.distance * nb, step.source * nb, step.wrap,
+        step.distance * nb, step.wrap, step.rank, index.world,
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
         KEEP=tile.keep, WALK=tile.walk, DIAGONAL=step.distance == 0, CARRY=not step.first,
         LAST=step.last,
-        COLUMNS=index.columns.shape[-1] > 0, EVEN=length % block == 0, PREC=precision_for(query),
+        COLUMNS=columns is not None, EVEN=length % block == 0, PREC=precision_for(query),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -1,14 +1,12 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""What the Hopper kernels share: tensor descriptors, the gathered copy of the columns, and the walk over
-items of the kernels that hold queries (forward and their gradient)."""
+"""What the Hopper kernels share: tensor descriptors, and the walk over items of the kernels that hold
+queries (forward and their gradient)."""
 
 from __future__ import annotations
 
 import functools
 
 import torch
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -24,10 +22,14 @@ _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32:
 
 def descriptor(tensor, block_shape):
     """A tensor ``[s, b, h, d]`` as ``[b, h, s, d]``, to be moved in tiles of ``block_shape``."""
+    return descriptor_heads_first(tensor.permute(1, 2, 0, 3), block_shape)
+
+
+def descriptor_heads_first(tensor, block_shape):
+    """A tensor ``[b, h, s, d]``, to be moved in tiles of ``block_shape``."""
     layout = gl.NVMMASharedLayout.get_default_for(block_shape, _TYPES[tensor.dtype])
-    s, b, h, d = tensor.shape
-    ss, sb, sh, _ = tensor.stride()
-    return TensorDescriptor(tensor, [b, h, s, d], [sb, sh, ss, 1], block_shape, layout)
+    strides = [*tensor.stride()[:3], 1]
+    return TensorDescriptor(tensor, list(tensor.shape), strides, block_shape, layout)
 
 
 @functools.cache
@@ -40,6 +42,13 @@ def programs(tensor, items: int) -> int:
     return min(_multiprocessors(tensor.device) if tensor.is_cuda else 132, items)
 
 
+def column_descriptors(key, value, columns, block_shape):
+    """Of the gathered columns' keys and values; if there are none, any that fit."""
+    if columns is None:
+        return [descriptor(tensor, block_shape) for tensor in (key, value)]
+    return [descriptor_heads_first(tensor, block_shape) for tensor in columns]
+
+
 def line_descriptor(tensor, width):
     """A float32 tensor ``[b, h, s]``, to be moved in stretches of ``width`` rows."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -47,93 +56,17 @@ def line_descriptor(tensor, width):
     return TensorDescriptor(tensor, [batch * heads, length], [length, 1], [1, width], layout)
 
 
-@triton.jit(do_not_specialize=["first_owned"])
-def _gather_kernel(
-    k_ptr, v_ptr, kc_ptr, vc_ptr, columns, column_ptr,
-    k_ss, k_sb, k_sh, v_ss, v_sb, v_sh, ptr_len, column_len, nb, first_owned,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    bh = tl.program_id(1).to(tl.int64)
-    batch = bh // HEADS
-    kv_head = bh % HEADS // GROUP
-    column_ptr += bh * ptr_len + first_owned
-    entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    owned = (entry >= tl.load(column_ptr)) & (entry < tl.load(column_ptr + nb))
-    position = tl.load(columns + bh * column_len + entry, mask=owned, other=0).to(tl.int64)
-    d = tl.arange(0, D)
-    to = (bh * column_len + entry)[:, None] * D + d[None, :]
-    inside = (entry < column_len)[:, None]
-    # Rows that are not this step's become zero: what is masked must still be finite.
-    k = tl.load(
-        k_ptr + batch * k_sb + kv_head * k_sh + position[:, None] * k_ss + d[None, :],
-        mask=owned[:, None], other=0.0,
-    )  # fmt: skip
-    tl.store(kc_ptr + to, k, mask=inside)
-    v = tl.load(
-        v_ptr + batch * v_sb + kv_head * v_sh + position[:, None] * v_ss + d[None, :],
-        mask=owned[:, None], other=0.0,
-    )  # fmt: skip
-    tl.store(vc_ptr + to, v, mask=inside)
-
-
-def gather_columns(key, value, index, step):
-    """Each head's columns that the step's keys hold, in the list's order, the other entries zero.
-
-    Returns:
-        Two of ``[C, b, h, d]`` in the key's dtype.
-    """
-    batch, heads, columns = index.columns.shape
-    dim, rows = key.shape[3], 32
-    gathered = [
-        torch.empty(batch, heads, columns, dim, dtype=key.dtype, device=key.device)
-        for _ in range(2)
-    ]
-    _gather_kernel[(triton.cdiv(columns, rows), batch * heads)](
-        key, value, *gathered, index.columns, index.column_ptr,
-        *key.stride()[:3], *value.stride()[:3], index.column_ptr.shape[-1], columns,
-        index.local_blocks, step.source * index.local_blocks,
-        HEADS=heads, GROUP=heads // key.shape[2], D=dim, ROWS=rows,
-    )  # fmt: skip
-    return tuple(t.permute(2, 0, 1, 3) for t in gathered)
-
-
-@triton.jit(do_not_specialize=["first_owned"])
-def _invert_kernel(
-    entries, columns, column_ptr, ptr_len, column_len, key_len, nb, first_owned, ROWS: tl.constexpr
-):
-    bh = tl.program_id(1).to(tl.int64)
-    column_ptr += bh * ptr_len + first_owned
-    entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    owned = (entry >= tl.load(column_ptr)) & (entry < tl.load(column_ptr + nb))
-    position = tl.load(columns + bh * column_len + entry, mask=owned, other=0)
-    tl.store(entries + bh * key_len + position, entry, mask=owned)
-
-
-def invert_columns(index, step, key_len):
-    """Which entry of the list of columns each of the step's keys is: int32 ``[b, h, s]``, -1 if none."""
-    batch, heads, columns = index.columns.shape
-    shape = (batch, heads, key_len)
-    entries = torch.full(shape, -1, dtype=torch.int32, device=index.columns.device)
-    rows = 128
-    _invert_kernel[(triton.cdiv(columns, rows), batch * heads)](
-        entries, index.columns, index.column_ptr, index.column_ptr.shape[-1], columns, key_len,
-        index.local_blocks, step.source * index.local_blocks, ROWS=rows,
-    )  # fmt: skip
-    return entries
-
-
 @gluon.jit
 def query_item(
-    item, items, nb, slash_ptr, column_ptr, ptr_len, residue, first_owned, wrap,
-    COLUMNS: gl.constexpr, BLOCK: gl.constexpr,
+    item, items, nb, slash_ptr, column_ptr, ptr_len, residue, wrap, rank, world,
+    COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """What is to be done as ``item`` of heads x blocks; nothing from ``items`` on.
 
     The last query blocks have the most keys: they come first, so that all programs end together.
 
     Returns:
-        where the item's slashes start in their list, and their number; the stretch of its columns in
-        theirs.
+        where the item's slashes start in their list, their number, and that of its columns.
     """
     bh = item // nb
     a = nb - 1 - item % nb
@@ -141,31 +74,28 @@ def query_item(
     slash_ptr += bh.to(gl.int64) * ptr_len + residue
     low = gl.load(slash_ptr, mask=inside, other=0)
     slashes = gl.load(slash_ptr + a + 1 - wrap, mask=inside, other=0) - low
-    column_low = 0
-    column_high = 0
+    columns = 0
     if COLUMNS:
-        column_ptr += bh.to(gl.int64) * ptr_len + first_owned
-        column_low = gl.load(column_ptr, mask=inside, other=0)
-        column_high = gl.load(column_ptr + a + 1 - wrap, mask=inside, other=0)
-    return low, slashes, column_low, column_high
+        column_ptr += bh.to(gl.int64) * ptr_len
+        columns = gl.load(column_ptr + a * world + rank, mask=inside, other=0)
+    return low, slashes, columns
 
 
 @gluon.jit
-def tiles_of(slashes, column_low, column_high, BLOCK: gl.constexpr):
+def tiles_of(slashes, columns, BLOCK: gl.constexpr):
     """Tiles of an item; one of which nothing counts if it has no key at all."""
-    return gl.maximum(slashes + (column_high - column_low + BLOCK - 1) // BLOCK, 1)
+    return gl.maximum(slashes + (columns + BLOCK - 1) // BLOCK, 1)
 
 
 @gluon.jit
-def send_item(turn, smem, ready, free, item, slashes, column_low, column_high):
+def send_item(turn, smem, ready, free, item, slashes, columns):
     """Hand an item to the computing warpgroups, two items deep."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot = turn & 1
     mbarrier.wait(free.index(slot), ((turn >> 1) & 1) ^ 1)
     smem.index(slot).store(gl.full([1], item, gl.int32, one))
     smem.index(2 + slot).store(gl.full([1], slashes, gl.int32, one))
-    smem.index(4 + slot).store(gl.full([1], column_low, gl.int32, one))
-    smem.index(6 + slot).store(gl.full([1], column_high, gl.int32, one))
+    smem.index(4 + slot).store(gl.full([1], columns, gl.int32, one))
     thread_barrier()
     mbarrier.arrive(ready.index(slot), count=1)
 
@@ -178,18 +108,17 @@ def receive_item(turn, smem, ready, free, WARPS: gl.constexpr):
     mbarrier.wait(ready.index(slot), (turn >> 1) & 1)
     item = gl.sum(smem.index(slot).load(one), 0)
     slashes = gl.sum(smem.index(2 + slot).load(one), 0)
-    column_low = gl.sum(smem.index(4 + slot).load(one), 0)
-    column_high = gl.sum(smem.index(6 + slot).load(one), 0)
+    columns = gl.sum(smem.index(4 + slot).load(one), 0)
     thread_barrier()
     mbarrier.arrive(free.index(slot), count=1)
-    return item, slashes, column_low, column_high
+    return item, slashes, columns
 
 
 @gluon.jit
 def item_barriers(STAGES: gl.constexpr):
     """Shared memory and barriers of a program that draws items: (items and their two barriers), (ready and
     free of queries, keys and values)."""
-    items = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    items = gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     item_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     item_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
@@ -213,20 +142,19 @@ def item_barriers(STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _tile_at(j, item, low, slashes, column_low, column_high, slash_list, list_len, nb, wrap,
-             HEADS: gl.constexpr, BLOCK: gl.constexpr):  # fmt: skip
-    """First row of an item's tile j: in the keys while j < ``slashes``, then in the gathered columns."""
+def _tile_at(j, item, low, slashes, columns, slash_list, list_len, nb, wrap, BLOCK: gl.constexpr):
+    """First row of an item's tile j: in the keys while j < ``slashes``, then in the columns."""
     entry = slash_list + (item // nb).to(gl.int64) * list_len + low + j
     distance = gl.load(entry, mask=j < slashes, other=0).to(gl.int32)
     # Past the end of everything if the query block has no key: zeros.
-    column = gl.where(column_low == column_high, 1 << 30, column_low + (j - slashes) * BLOCK)
+    column = gl.where(columns == 0, 1 << 30, (j - slashes) * BLOCK)
     return gl.where(j < slashes, (nb - 1 - item % nb - distance - wrap) * BLOCK, column)
 
 
 @gluon.jit
 def load_keys(
     counter, item_channel, barriers, query_descs, query_smems, k_descs, k_smem,
-    slash_ptr, slash_list, column_ptr, ptr_len, list_len, nb, items, residue, first_owned, wrap,
+    slash_ptr, slash_list, column_ptr, ptr_len, list_len, nb, items, residue, wrap, rank, world,
     HEADS: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -242,28 +170,33 @@ def load_keys(
     n = 0
     turn = 0
     item = gl.atomic_add(counter, 1)
-    low, slashes, column_low, column_high = query_item(
-        item, items, nb, slash_ptr, column_ptr, ptr_len, residue, first_owned, wrap, COLUMNS, BLOCK
+    low, slashes, columns = query_item(
+        item, items, nb, slash_ptr, column_ptr, ptr_len, residue, wrap, rank, world, COLUMNS
     )
-    send_item(0, item_smem, item_ready, item_free, item, slashes, column_low, column_high)
+    send_item(0, item_smem, item_ready, item_free, item, slashes, columns)
     while item < items:
         # The item after this one is drawn and sent ahead, so that nobody waits for it.
         following = gl.atomic_add(counter, 1)
-        low_then, slashes_then, column_low_then, column_high_then = query_item(
-            following, items, nb, slash_ptr, column_ptr, ptr_len, residue, first_owned, wrap,
-            COLUMNS, BLOCK,
-        )  # fmt: skip
-        send_item(
-            turn + 1, item_smem, item_ready, item_free,
-            following, slashes_then, column_low_then, column_high_then,
-        )  # fmt: skip
-        tiles = tiles_of(slashes, column_low, column_high, BLOCK)
+        low_then, slashes_then, columns_then = query_item(
+            following,
+            items,
+            nb,
+            slash_ptr,
+            column_ptr,
+            ptr_len,
+            residue,
+            wrap,
+            rank,
+            world,
+            COLUMNS,
+        )
+        send_item(turn + 1, item_smem, item_ready, item_free, following, slashes_then, columns_then)
+        tiles = tiles_of(slashes, columns, BLOCK)
         bh = item // nb
         batch = bh // HEADS
         head = bh % HEADS
         for j in range(tiles):
-            at = _tile_at(j, item, low, slashes, column_low, column_high, slash_list, list_len,
-                          nb, wrap, HEADS, BLOCK)  # fmt: skip
+            at = _tile_at(j, item, low, slashes, columns, slash_list, list_len, nb, wrap, BLOCK)
             slot = n % STAGES
             k_bar = k_ready.index(slot)
             mbarrier.wait(k_free.index(slot), ((n // STAGES) & 1) ^ 1)
@@ -284,8 +217,7 @@ def load_keys(
         item = following
         low = low_then
         slashes = slashes_then
-        column_low = column_low_then
-        column_high = column_high_then
+        columns = columns_then
 
 
 @gluon.jit
@@ -300,15 +232,14 @@ def load_values(
     q_ready, q_free, k_ready, v_ready, k_free, v_free = barriers
     n = 0
     turn = 0
-    item, slashes, column_low, column_high = receive_item(0, item_smem, item_ready, item_free, 1)
+    item, slashes, columns = receive_item(0, item_smem, item_ready, item_free, 1)
     while item < items:
         bh = item // nb
         batch = bh // HEADS
         head = bh % HEADS
         low = gl.load(slash_ptr + bh.to(gl.int64) * ptr_len + residue)
-        for j in range(tiles_of(slashes, column_low, column_high, BLOCK)):
-            at = _tile_at(j, item, low, slashes, column_low, column_high, slash_list, list_len,
-                          nb, wrap, HEADS, BLOCK)  # fmt: skip
+        for j in range(tiles_of(slashes, columns, BLOCK)):
+            at = _tile_at(j, item, low, slashes, columns, slash_list, list_len, nb, wrap, BLOCK)
             slot = n % STAGES
             v_bar = v_ready.index(slot)
             mbarrier.wait(v_free.index(slot), ((n // STAGES) & 1) ^ 1)
@@ -319,33 +250,30 @@ def load_values(
                 load_tile(v_descs[1], [batch, head, at, 0], v_bar, v_smem.index(slot))
             n += 1
         turn += 1
-        item, slashes, column_low, column_high = receive_item(
-            turn, item_smem, item_ready, item_free, 1
-        )
+        item, slashes, columns = receive_item(turn, item_smem, item_ready, item_free, 1)
 
 
 @gluon.jit
-def column_bias(columns, member, first, end, a, wrap, BLOCK: gl.constexpr):
+def column_bias(columns, member, first, end, block, world, nb, BLOCK: gl.constexpr):
     """0 for the columns that count here, -inf for the others; see ``tiles.column_tile``. A thread
     each."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     entry = first + gl.arange(0, BLOCK, layout=line)
     listed = entry < end
     position = gl.load(columns + entry, mask=listed, other=0)
-    quotient = a - position // BLOCK - wrap
-    listed = listed & (quotient >= 0)
-    covered = gl.load(member + quotient, mask=listed, other=1)
+    distance = block - position // BLOCK
+    covered = gl.load(member + distance % world * nb + distance // world, mask=listed, other=1)
     return gl.where(listed & (covered == 0), 0.0, float("-inf"))
 
 
 @gluon.jit
 def first_bias(
-    columns, member, slashes, low, high, a, wrap, COLUMNS: gl.constexpr, BLOCK: gl.constexpr
+    listed, member, slashes, columns, block, world, nb, COLUMNS: gl.constexpr, BLOCK: gl.constexpr
 ):
     """What is added to the scores of the first tile where it is not the diagonal block: nothing to a
     slash; a query block without any key gets a tile of which nothing counts."""
     if COLUMNS:
-        bias = column_bias(columns, member, low, high, a, wrap, BLOCK)
+        bias = column_bias(listed, member, 0, columns, block, world, nb, BLOCK)
     else:
         line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         bias = gl.full([BLOCK], float("-inf"), gl.float32, line)

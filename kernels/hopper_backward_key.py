@@ -20,17 +20,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper import (
-    descriptor,
-    invert_columns,
-    line_descriptor,
-    load_tile,
-)
+from .backward_key import column_splits
+from .columns import invert_columns
+from .hopper import descriptor, descriptor_heads_first, line_descriptor, load_tile
 from .tiles import LOG2E
 
 QROWS = gl.constexpr(64)
 CHAIN = 256
-"""Query tiles that are summed in registers, at least; see ``_chain``."""
+"""Query tiles that are summed in registers, at least; see ``_partial``."""
 
 
 @gluon.jit
@@ -91,9 +88,9 @@ def _load_queries(
 
 
 @gluon.jit
-def _put_aside(to, total, inside, first):
+def _put_aside(to, total, inside, store):
     """Store a sum, or add it to what is there; nobody else writes there."""
-    if first:
+    if store:
         gl.store(to, total, mask=inside)
     else:
         gl.atomic_add(to, total, mask=inside, sem="relaxed")
@@ -201,7 +198,7 @@ def _attend_slashes(
     pointers, strides, held, moving, column_len, total, key_len, softmax_scale,
     HALF: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr, DIAGONAL: gl.constexpr,
-    COLUMNS: gl.constexpr, CHAIN: gl.constexpr,
+    COLUMNS: gl.constexpr, CARRY: gl.constexpr, CHAIN: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = BLOCK // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QROWS, 16])
@@ -256,7 +253,8 @@ def _attend_slashes(
     dk, dv, p_operand, ds_operand = warpgroup_mma_wait(0, deps=[dk, dv, p_operand, ds_operand])
     # Only now: registers are full until here.
     dk_ptr, dv_ptr, partial_ptr, column_dk, column_dv, entry_ptr = pointers
-    dk_ss, dk_sb, dk_sh, dv_ss, dv_sb, dv_sh, partial_ss = strides
+    grad_ss, grad_sb, grad_sh = strides
+    partial_ss = grad_ss
     batch = gl.program_id(1) // (HEADS // GROUP)
     kv_head = gl.program_id(1) % (HEADS // GROUP)
     rows = gl.program_id(0) * BLOCK + HALF * ROWS
@@ -264,17 +262,19 @@ def _attend_slashes(
     d = gl.arange(0, D, layout=gl.SliceLayout(0, o_layout))
     inside = rows < key_len
     at = rows.to(gl.int64)[:, None]
-    dk_ptr += batch.to(gl.int64) * dk_sb + kv_head.to(gl.int64) * dk_sh
-    dv_ptr += batch.to(gl.int64) * dv_sb + kv_head.to(gl.int64) * dv_sh
-    partial_ptr += (batch * (HEADS // GROUP) + kv_head) * D
+    here = batch * grad_sb + kv_head * grad_sh
+    dk_ptr += here
+    dv_ptr += here
+    partial_ptr += here
+    dk_aside = partial_ptr + at * partial_ss + d[None, :]
+    dv_aside = dk_aside + key_len.to(gl.int64) * partial_ss
     if CHAIN > 0:
-        dk_aside = partial_ptr + at * partial_ss + d[None, :]
-        dv_aside = dk_aside + key_len.to(gl.int64) * partial_ss
         zero = gl.zeros([ROWS, D], gl.float32, o_layout)
         none = gl.zeros([ROWS, QROWS], k.dtype, a_layout)
         for start in range(CHAIN, total, CHAIN):
-            _put_aside(dk_aside, dk, inside[:, None], start == CHAIN)
-            _put_aside(dv_aside, dv, inside[:, None], start == CHAIN)
+            store = (start == CHAIN) & (not CARRY)
+            _put_aside(dk_aside, dk * softmax_scale, inside[:, None], store)
+            _put_aside(dv_aside, dv, inside[:, None], store)
             dk, dv, p_operand, ds_operand = _step(
                 start, start - 1, start + 1 < total, warpgroup_mma_init(zero),
                 warpgroup_mma_init(zero), none, none, k, v, moving, scale,
@@ -288,9 +288,6 @@ def _attend_slashes(
             dk, dv, p_operand, ds_operand = warpgroup_mma_wait(
                 0, deps=[dk, dv, p_operand, ds_operand]
             )
-        there = (total > CHAIN) & inside[:, None]
-        dk += gl.load(dk_aside, mask=there, other=0.0, cache_modifier=".cg")
-        dv += gl.load(dv_aside, mask=there, other=0.0, cache_modifier=".cg")
     if COLUMNS:
         for g in range(GROUP):
             bh = (batch * HEADS + kv_head * GROUP + g).to(gl.int64)
@@ -299,27 +296,36 @@ def _attend_slashes(
                 line = ((bh * SPLITS + split) * column_len + entry)[:, None] * D + d[None, :]
                 dk += gl.load(column_dk + line, mask=(entry >= 0)[:, None], other=0.0)
                 dv += gl.load(column_dv + line, mask=(entry >= 0)[:, None], other=0.0)
-    dk = (dk * softmax_scale).to(dk_ptr.dtype.element_ty)
-    gl.store(dk_ptr + at * dk_ss + d[None, :], dk, mask=inside[:, None])
-    gl.store(dv_ptr + at * dv_ss + d[None, :], dv.to(dv_ptr.dtype.element_ty), mask=inside[:, None])
+    dk = dk * softmax_scale
+    if CARRY or CHAIN > 0:
+        there = inside[:, None]
+        if not CARRY:
+            there = there & (total > CHAIN)
+        dk += gl.load(dk_aside, mask=there, other=0.0, cache_modifier=".cg")
+        dv += gl.load(dv_aside, mask=there, other=0.0, cache_modifier=".cg")
+    dk = dk.to(dk_ptr.dtype.element_ty)
+    gl.store(dk_ptr + at * grad_ss + d[None, :], dk, mask=inside[:, None])
+    gl.store(
+        dv_ptr + at * grad_ss + d[None, :], dv.to(dv_ptr.dtype.element_ty), mask=inside[:, None]
+    )
 
 
-@gluon.jit(do_not_specialize=["residue", "first_owned", "wrap"])
+@gluon.jit(do_not_specialize=["residue", "wrap"])
 def _key_kernel(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc,
     dk_ptr, dv_ptr, partial_ptr, column_dk, column_dv, entry_ptr, slash_ptr, slash_list,
-    dk_ss, dk_sb, dk_sh, dv_ss, dv_sb, dv_sh, partial_ss,
+    grad_ss, grad_sb, grad_sh,
     ptr_len, list_len, column_len, key_len, nb, softmax_scale, residue, wrap,
     HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
     STAGES: gl.constexpr, SPLITS: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr,
-    CHAIN: gl.constexpr,
+    CARRY: gl.constexpr, CHAIN: gl.constexpr,
 ):  # fmt: skip
     # The first key blocks are seen by the most queries: start them first.
     c = gl.program_id(0)
     batch = gl.program_id(1) // (HEADS // GROUP)
     kv_head = gl.program_id(1) % (HEADS // GROUP)
     pointers = (dk_ptr, dv_ptr, partial_ptr, column_dk, column_dv, entry_ptr)
-    strides = (dk_ss, dk_sb, dk_sh, dv_ss, dv_sb, dv_sh, partial_ss)
+    strides = (grad_ss, grad_sb, grad_sh)
     total = 0
     for g in range(GROUP):
         bounds = slash_ptr + (batch * HEADS + kv_head * GROUP + g).to(gl.int64) * ptr_len + residue
@@ -332,11 +338,11 @@ def _key_kernel(
         [
             (_attend_slashes, (
                 pointers, strides, held, moving, column_len, total, key_len, softmax_scale,
-                0, HEADS, GROUP, BLOCK, D, STAGES, SPLITS, DIAGONAL, COLUMNS, CHAIN,
+                0, HEADS, GROUP, BLOCK, D, STAGES, SPLITS, DIAGONAL, COLUMNS, CARRY, CHAIN,
             )),
             (_attend_slashes, (
                 pointers, strides, held, moving, column_len, total, key_len, softmax_scale,
-                1, HEADS, GROUP, BLOCK, D, STAGES, SPLITS, DIAGONAL, COLUMNS, CHAIN,
+                1, HEADS, GROUP, BLOCK, D, STAGES, SPLITS, DIAGONAL, COLUMNS, CARRY, CHAIN,
             )),
             (_load_slashes, (
                 descs, k_desc, v_desc, held, moving, slash_ptr, slash_list,
@@ -364,18 +370,19 @@ def _load_columns(
 
 
 @gluon.jit
-def _column_keep(member, block, listed, a, wrap):
-    """0 for the columns that query block ``a`` attends to as columns, -inf for the others."""
-    quotient = a - block - wrap
-    seen = listed & (quotient >= 0)
-    return gl.where(gl.load(member + quotient, mask=seen, other=1) == 0, 0.0, float("-inf"))
+def _column_keep(member, block, listed, a, rank, world, nb):
+    """0 for the columns that local query block ``a`` attends to as columns, -inf for the others."""
+    distance = a * world + rank - block
+    seen = listed & (distance > 0)
+    covered = gl.load(member + distance % world * nb + distance // world, mask=seen, other=1)
+    return gl.where(covered == 0, 0.0, float("-inf"))
 
 
 @gluon.jit
 def _attend_columns(
     dk_ptr, dv_ptr, columns, member,
     held, moving,
-    line, first, end, a_first, wrap, total, softmax_scale,
+    line, first, end, a_first, rank, world, nb, total, softmax_scale,
     HALF: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
 ):  # fmt: skip
@@ -389,16 +396,22 @@ def _attend_columns(
     listed = entry < end
     block = gl.load(columns + entry, mask=listed, other=0) // BLOCK
     k, v, dk, dv, p_operand, ds_operand = _start(held, moving, HALF, o_layout, a_layout, ROWS, D)
-    bias = _column_keep(member, block, listed, a_first, wrap)
+    bias = _column_keep(member, block, listed, a_first, rank, world, nb)
     dk, dv, p_operand, ds_operand = _step(
         0, -1, total > 1, dk, dv, p_operand, ds_operand, k, v, moving, scale,
         bias, s_layout, a_layout, ROWS, D, STAGES, 2,
     )  # fmt: skip
-    bias = _column_keep(member, block, listed, a_first + 1 // tiles * SPLITS, wrap)
+    bias = _column_keep(member, block, listed, a_first + 1 // tiles * SPLITS, rank, world, nb)
     for n in range(1, total):
         # The next tile's are on their way while this one is computed.
         following = _column_keep(
-            member, block, listed & (n + 1 < total), a_first + (n + 1) // tiles * SPLITS, wrap
+            member,
+            block,
+            listed & (n + 1 < total),
+            a_first + (n + 1) // tiles * SPLITS,
+            rank,
+            world,
+            nb,
         )
         dk, dv, p_operand, ds_operand = _step(
             n, n - 1, n + 1 < total, dk, dv, p_operand, ds_operand, k, v, moving, scale,
@@ -414,11 +427,11 @@ def _attend_columns(
     gl.store(dv_ptr + at, dv, mask=inside)
 
 
-@gluon.jit(do_not_specialize=["residue", "first_owned", "wrap"])
+@gluon.jit(do_not_specialize=["rank"])
 def _column_kernel(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc,
     dk_ptr, dv_ptr, member, columns, column_ptr,
-    ptr_len, column_len, nb, softmax_scale, residue, first_owned, wrap,
+    ptr_len, column_len, nb, softmax_scale, rank, world,
     HEADS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
 ):  # fmt: skip
@@ -426,15 +439,15 @@ def _column_kernel(
     batch = gl.program_id(2) // HEADS
     head = gl.program_id(2) % HEADS
     bh = gl.program_id(2).to(gl.int64)
-    column_ptr += bh * ptr_len + first_owned
-    first = gl.load(column_ptr) + gl.program_id(0) * BLOCK
-    end = gl.load(column_ptr + nb)
-    member += bh * (ptr_len - 1) + residue
+    first = gl.program_id(0) * BLOCK
+    end = gl.load(column_ptr + bh * ptr_len + ptr_len - 1)
+    member += bh * (ptr_len - 1)
     columns += bh * column_len
-    # Columns are sorted: no query block before the first one's sees any of this tile. Query blocks
+    # Columns are sorted: no query block up to the first one's sees any of this tile. Query blocks
     # go round the splits, so that each split has as many near and far ones.
     tiles: gl.constexpr = BLOCK // QROWS
-    a_first = gl.load(columns + first, mask=first < end, other=0) // BLOCK + wrap + split
+    a_first = gl.load(columns + first, mask=first < end, other=0) // BLOCK
+    a_first = (a_first + world - rank) // world + split
     total = (gl.maximum(nb - a_first, 0) + SPLITS - 1) // SPLITS * tiles
     # No query sees a tile of these: one tile of zeros past the end.
     a_first = gl.where((first < end) & (total > 0), a_first, nb)
@@ -448,12 +461,14 @@ def _column_kernel(
             (_attend_columns, (
                 dk_ptr, dv_ptr, columns, member,
                 held, moving,
-                line, first, end, a_first, wrap, total, softmax_scale, 0, BLOCK, D, STAGES, SPLITS,
+                line, first, end, a_first, rank, world, nb, total, softmax_scale,
+                0, BLOCK, D, STAGES, SPLITS,
             )),
             (_attend_columns, (
                 dk_ptr, dv_ptr, columns, member,
                 held, moving,
-                line, first, end, a_first, wrap, total, softmax_scale, 1, BLOCK, D, STAGES, SPLITS,
+                line, first, end, a_first, rank, world, nb, total, softmax_scale,
+                1, BLOCK, D, STAGES, SPLITS,
             )),
             (_load_columns, (
                 descs, k_desc, v_desc, held, moving,
@@ -465,7 +480,7 @@ def _column_kernel(
     )  # fmt: skip
 
 
-def _chain(grad_key, grad_value, blocks, group):
+def _partial(gradients, carry, blocks, group):
     """After how many query tiles sums are put aside, 0 for never; and where to, float32 ``[2, s, b, hk, d]``.
 
     Tensor cores cut off what does not fit as they add, always towards zero: after 500 thousand rows, all
@@ -473,65 +488,65 @@ def _chain(grad_key, grad_value, blocks, group):
     """
     chain = max(CHAIN, 4 * group)  # past the diagonal tiles
     if 2 * blocks * group <= chain:
-        return 0, grad_key
-    together = grad_value.data_ptr() == grad_key.data_ptr() + grad_key.nbytes
-    if grad_key.dtype == torch.float32 and grad_key.is_contiguous() and together:
-        return chain, grad_key
+        chain = 0
+    if carry is not None:
+        return chain, carry
+    if chain == 0 or gradients.dtype == torch.float32:
+        return chain, gradients
     # Not touched unless a key block has so much to add.
-    shape = (2, *grad_key.shape)
-    return chain, torch.empty(shape, dtype=torch.float32, device=grad_key.device)
+    return chain, torch.empty_like(gradients, dtype=torch.float32)
+
+
+def _moving(query, grad_out, lse, delta):
+    """Descriptors of what moves past the keys: query tiles, with their log-sum-exp and delta."""
+    rows = [1, 1, QROWS.value, query.shape[3]]
+    queries = [descriptor(t, rows) for t in (query, grad_out)]
+    return queries, [line_descriptor(t, QROWS.value) for t in (lse, delta)]
+
+
+def backward_columns(query, columns, grad_out, lse, delta, index, rank, softmax_scale):
+    """Launch the columns' gradients; see :func:`kernels.attention_backward_columns`."""
+    _, batch, heads, dim = query.shape
+    block, num_columns = index.block_size, columns.shape[-2]
+    splits = column_splits(index, batch * heads, block)
+    shape = (2, batch, heads, splits, num_columns, dim)
+    gradients = torch.empty(shape, dtype=torch.float32, device=query.device)
+    queries, lines = _moving(query, grad_out, lse, delta)
+    half = [1, 1, block // 2, dim]
+    _column_kernel[(triton.cdiv(num_columns, block), splits, batch * heads)](
+        *queries, *(descriptor_heads_first(t, half) for t in columns), *lines, *gradients,
+        index.slash_member, index.columns, index.column_ptr,
+        index.slash_ptr.shape[-1], num_columns, index.local_blocks, softmax_scale,
+        rank, index.world,
+        HEADS=heads, D=dim, BLOCK=block, STAGES=3, SPLITS=splits, num_warps=4, maxnreg=168,
+    )  # fmt: skip
+    return gradients
 
 
 def backward_key(
-    query,
-    key,
-    value,
-    grad_out,
-    lse,
-    delta,
-    index,
-    step,
-    softmax_scale,
-    grad_key,
-    grad_value,
-    columns,
-):
-    """Launch the keys' and values' gradients of one ring step; they overwrite the outputs.
+    query, key, value, grad_out, lse, delta, index, step, softmax_scale, carry, column_gradients,
+    gradients,
+):  # fmt: skip
+    """Launch the keys' and values' gradients; see :func:`kernels.attention_backward_key`.
 
-    ``columns``: what :func:`.hopper.gather_columns` gives for this step, None if there are none.
+    ``gradients``, which may be ``carry``, is overwritten.
     """
-    from .backward_key import column_splits
-
-    length, batch, heads, dim = query.shape
+    _, batch, heads, dim = query.shape
     kv_heads, nb, block = key.shape[2], index.local_blocks, index.block_size
-    num_columns = index.columns.shape[-1]
-    rows, half = [1, 1, QROWS.value, dim], [1, 1, block // 2, dim]
-    queries = (descriptor(query, rows), descriptor(grad_out, rows))
-    lines = (line_descriptor(lse, QROWS.value), line_descriptor(delta, QROWS.value))
-    position = (step.distance * nb, step.wrap)
-    splits, buffers, entries = 1, (lse, lse), index.columns
-    if num_columns:
-        splits = column_splits(index, batch * heads, block)
-        shape = (batch, heads, splits, num_columns, dim)
-        buffers = tuple(
-            torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2)
-        )
-        _column_kernel[(triton.cdiv(num_columns, block), splits, batch * heads)](
-            *queries, *(descriptor(t, half) for t in columns), *lines, *buffers,
-            index.slash_member, index.columns, index.column_ptr,
-            index.slash_ptr.shape[-1], num_columns, nb, softmax_scale,
-            step.distance * nb, step.source * nb, step.wrap,
-            HEADS=heads, D=dim, BLOCK=block, STAGES=3, SPLITS=splits, num_warps=4, maxnreg=168,
-        )  # fmt: skip
-        entries = invert_columns(index, step, key.shape[0])
-    chain, partial = _chain(grad_key, grad_value, nb, heads // kv_heads)
+    queries, lines = _moving(query, grad_out, lse, delta)
+    half = [1, 1, block // 2, dim]
+    columns, entries, splits, num_columns = (lse, lse), index.columns, 1, 0
+    if column_gradients is not None:
+        columns, (splits, num_columns) = column_gradients, column_gradients.shape[3:5]
+        entries = invert_columns(index, step.source, key.shape[0])
+    chain, partial = _partial(gradients, carry, nb, heads // kv_heads)
     _key_kernel[(nb, batch * kv_heads)](
         *queries, descriptor(key, half), descriptor(value, half), *lines,
-        grad_key, grad_value, partial, *buffers, entries, index.slash_ptr, index.slash_list,
-        *grad_key.stride()[:3], *grad_value.stride()[:3], batch * kv_heads * dim,
+        *gradients, partial, *columns, entries, index.slash_ptr, index.slash_list,
+        *gradients.stride()[1:4],
         index.slash_ptr.shape[-1], index.slash_list.shape[-1], num_columns, key.shape[0], nb,
-        softmax_scale, *position,
+        softmax_scale, step.distance * nb, step.wrap,
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block, STAGES=3, SPLITS=splits,
-        DIAGONAL=step.distance == 0, COLUMNS=num_columns > 0, CHAIN=chain,
-        num_warps=4, maxnreg=168,
+        DIAGONAL=step.distance == 0, COLUMNS=column_gradients is not None,
+        CARRY=carry is not None, CHAIN=chain, num_warps=4, maxnreg=168,
     )  # fmt: skip

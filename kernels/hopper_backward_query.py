@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .hopper import (
     column_bias,
+    column_descriptors,
     descriptor,
     first_bias,
     item_barriers,
@@ -80,7 +81,7 @@ def _step(
 @gluon.jit
 def _attend(
     item_channel, barriers, smems, pointers, dq_desc, strides,
-    ptr_len, column_len, query_len, nb, items, softmax_scale, residue, wrap,
+    ptr_len, column_len, query_len, nb, items, softmax_scale, wrap, rank, world,
     HALF: gl.constexpr, HEADS: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, DIAGONAL: gl.constexpr, CARRY: gl.constexpr, COLUMNS: gl.constexpr,
     LAST: gl.constexpr,
@@ -105,9 +106,9 @@ def _attend(
     do = do_smem.index(HALF).reshape([ROWS, D])
     n = 0
     turn = 0
-    item, slashes, column_low, column_high = receive_item(0, item_smem, item_ready, item_free, 4)
+    item, slashes, num_columns = receive_item(0, item_smem, item_ready, item_free, 4)
     while item < items:
-        tiles = tiles_of(slashes, column_low, column_high, BLOCK)
+        tiles = tiles_of(slashes, num_columns, BLOCK)
         bh = item // nb
         a = nb - 1 - item % nb
         start = a * BLOCK + HALF * ROWS
@@ -116,7 +117,8 @@ def _attend(
         # A row past the end gets lse = inf, hence p = 0.
         lse = gl.load(lse_ptr + line, mask=rows < query_len, other=float("inf")) * LOG2E
         delta = gl.load(delta_ptr + line, mask=rows < query_len, other=0.0)
-        seen = member + bh.to(gl.int64) * (ptr_len - 1) + residue
+        block = a * world + rank
+        seen = member + bh.to(gl.int64) * (ptr_len - 1)
         listed = columns + bh.to(gl.int64) * column_len
         if CARRY:
             out_at = start + gl.arange(0, ROWS, layout=out_rows)
@@ -145,7 +147,7 @@ def _attend(
             )  # fmt: skip
         else:
             bias_smem.store(
-                first_bias(listed, seen, slashes, column_low, column_high, a, wrap, COLUMNS, BLOCK)
+                first_bias(listed, seen, slashes, num_columns, block, world, nb, COLUMNS, BLOCK)
             )
             ds, acc = _step(
                 n, tiles > 1, None, acc, lse, delta, scale, bias_smem, q, do, k_smem, v_smem,
@@ -160,8 +162,10 @@ def _attend(
             )  # fmt: skip
         if COLUMNS:
             for j in range(gl.maximum(slashes, 1), tiles):
-                first = column_low + (j - slashes) * BLOCK
-                bias_smem.store(column_bias(listed, seen, first, column_high, a, wrap, BLOCK))
+                first = (j - slashes) * BLOCK
+                bias_smem.store(
+                    column_bias(listed, seen, first, num_columns, block, world, nb, BLOCK)
+                )
                 ds, acc = _step(
                     n + j, j + 1 < tiles, ds, acc, lse, delta, scale, bias_smem, q, do,
                     k_smem, v_smem, q_free, k_ready, v_ready, k_free, v_free,
@@ -189,21 +193,19 @@ def _attend(
                 written + out_at.to(gl.int64)[:, None] * dq_ss + d[None, :], acc,
                 mask=(out_at < query_len)[:, None],
             )  # fmt: skip
-        item, slashes, column_low, column_high = receive_item(
-            turn, item_smem, item_ready, item_free, 4
-        )
+        item, slashes, num_columns = receive_item(turn, item_smem, item_ready, item_free, 4)
     if LAST:
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["residue", "first_owned", "wrap"])
+@gluon.jit(do_not_specialize=["residue", "wrap", "rank"])
 def _query_kernel(
     counter, q_desc, do_desc, k_desc, v_desc, kc_desc, vc_desc, dq_desc,
     carry_ptr, dq_ptr, lse_ptr, delta_ptr,
     slash_ptr, slash_list, member, columns, column_ptr,
     c_ss, c_sb, c_sh, dq_ss, dq_sb, dq_sh,
     ptr_len, list_len, column_len, query_len, nb, items, softmax_scale,
-    residue, first_owned, wrap,
+    residue, wrap, rank, world,
     HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
     STAGES: gl.constexpr, DIAGONAL: gl.constexpr, CARRY: gl.constexpr, COLUMNS: gl.constexpr,
     LAST: gl.constexpr,
@@ -227,19 +229,19 @@ def _query_kernel(
         [
             (_attend, (
                 item_channel, barriers, smems, pointers, dq_desc, strides,
-                ptr_len, column_len, query_len, nb, items, softmax_scale, residue, wrap,
+                ptr_len, column_len, query_len, nb, items, softmax_scale, wrap, rank, world,
                 0, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, LAST,
             )),
             (_attend, (
                 item_channel, barriers, smems, pointers, dq_desc, strides,
-                ptr_len, column_len, query_len, nb, items, softmax_scale, residue, wrap,
+                ptr_len, column_len, query_len, nb, items, softmax_scale, wrap, rank, world,
                 1, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, LAST,
             )),
             (load_keys, (
                 counter, item_channel, barriers, (q_desc, do_desc), (q_smem, do_smem),
                 (k_desc, kc_desc), k_smem,
                 slash_ptr, slash_list, column_ptr,
-                ptr_len, list_len, nb, items, residue, first_owned, wrap,
+                ptr_len, list_len, nb, items, residue, wrap, rank, world,
                 HEADS, GROUP, COLUMNS, BLOCK, D, STAGES,
             )),
             (load_values, (
@@ -253,15 +255,11 @@ def _query_kernel(
 
 
 def backward_query(
-    query, key, value, grad_out, lse, delta, index, step, softmax_scale, carry, grad_query, columns
+    query, key, value, columns, grad_out, lse, delta, index, step, softmax_scale, carry, grad_query
 ):
-    """Launch the queries' gradient of one ring step; operands as in ``backward_query.py``.
-
-    ``columns``: what :func:`.hopper.gather_columns` gives for this step, None if there are none.
-    """
+    """Launch the queries' gradient of one ring step; operands as in ``backward_query.py``."""
     length, batch, heads, dim = query.shape
     nb, block = index.local_blocks, index.block_size
-    num_columns = index.columns.shape[-1]
     carried = grad_query if carry is None else carry
     half, whole = [1, 1, block // 2, dim], [1, 1, block, dim]
     items = nb * batch * heads
@@ -271,13 +269,13 @@ def backward_query(
         counter,
         descriptor(query, half), descriptor(grad_out, half),
         descriptor(key, whole), descriptor(value, whole),
-        *(descriptor(t, whole) for t in columns or (key, value)),
+        *column_descriptors(key, value, columns, whole),
         descriptor(grad_query if step.last else query, half), carried, grad_query, lse, delta,
         index.slash_ptr, index.slash_list, index.slash_member, index.columns, index.column_ptr,
         *carried.stride()[:3], *grad_query.stride()[:3],
-        index.slash_ptr.shape[-1], index.slash_list.shape[-1], num_columns,
-        length, nb, items, softmax_scale, step.distance * nb, step.source * nb, step.wrap,
+        index.slash_ptr.shape[-1], index.slash_list.shape[-1], index.columns.shape[-1],
+        length, nb, items, softmax_scale, step.distance * nb, step.wrap, step.rank, index.world,
         HEADS=heads, GROUP=heads // key.shape[2], D=dim, BLOCK=block, STAGES=2,
-        DIAGONAL=step.distance == 0, CARRY=not step.first, COLUMNS=num_columns > 0,
+        DIAGONAL=step.distance == 0, CARRY=not step.first, COLUMNS=columns is not None,
         LAST=step.last, num_warps=4, maxnreg=168,
     )  # fmt: skip

@@ -22,9 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .hopper import (
     column_bias,
+    column_descriptors,
     descriptor,
     first_bias,
-    gather_columns,
     item_barriers,
     load_keys,
     load_values,
@@ -90,7 +90,7 @@ def _step(
 @gluon.jit
 def _attend(
     item_channel, barriers, smems, pointers, out_desc, strides,
-    ptr_len, column_len, query_len, nb, items, scale, residue, wrap,
+    ptr_len, column_len, query_len, nb, items, scale, wrap, rank, world,
     HALF: gl.constexpr, HEADS: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, DIAGONAL: gl.constexpr, CARRY: gl.constexpr, COLUMNS: gl.constexpr,
     LAST: gl.constexpr,
@@ -113,9 +113,9 @@ def _attend(
     q = q_smem.index(HALF).reshape([ROWS, D])
     n = 0
     turn = 0
-    item, slashes, column_low, column_high = receive_item(0, item_smem, item_ready, item_free, 4)
+    item, slashes, num_columns = receive_item(0, item_smem, item_ready, item_free, 4)
     while item < items:
-        tiles = tiles_of(slashes, column_low, column_high, BLOCK)
+        tiles = tiles_of(slashes, num_columns, BLOCK)
         bh = item // nb
         a = nb - 1 - item % nb
         batch = (bh // HEADS).to(gl.int64)
@@ -123,7 +123,8 @@ def _attend(
         start = a * BLOCK + HALF * ROWS
         rows = start + gl.arange(0, ROWS, layout=row_layout)
         lse = lse_ptr + bh.to(gl.int64) * query_len + rows
-        seen = member + bh.to(gl.int64) * (ptr_len - 1) + residue
+        block = a * world + rank
+        seen = member + bh.to(gl.int64) * (ptr_len - 1)
         listed = columns + bh.to(gl.int64) * column_len
         if CARRY:
             out_at = start + gl.arange(0, ROWS, layout=out_rows)
@@ -150,9 +151,7 @@ def _attend(
             keys = a * BLOCK + gl.arange(0, BLOCK, layout=key_layout)
             bias = gl.where(rows[:, None] >= keys[None, :], 0.0, float("-inf"))
         else:
-            bias = first_bias(
-                listed, seen, slashes, column_low, column_high, a, wrap, COLUMNS, BLOCK
-            )
+            bias = first_bias(listed, seen, slashes, num_columns, block, world, nb, COLUMNS, BLOCK)
             bias = gl.convert_layout(bias, key_layout)[None, :]
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_free.index(n % STAGES))
@@ -171,8 +170,8 @@ def _attend(
             )  # fmt: skip
         if COLUMNS:
             for j in range(gl.maximum(slashes, 1), tiles):
-                first = column_low + (j - slashes) * BLOCK
-                mask = column_bias(listed, seen, first, column_high, a, wrap, BLOCK)
+                first = (j - slashes) * BLOCK
+                mask = column_bias(listed, seen, first, num_columns, block, world, nb, BLOCK)
                 mask = gl.convert_layout(mask, key_layout)[None, :]
                 p, acc, m, l = _step(
                     n + j, j + 1 < tiles, p, acc, m, l, scale, mask, q, k_smem, v_smem,
@@ -205,19 +204,17 @@ def _attend(
                 written + out_at.to(gl.int64)[:, None] * o_ss + d[None, :], acc,
                 mask=(out_at < query_len)[:, None],
             )  # fmt: skip
-        item, slashes, column_low, column_high = receive_item(
-            turn, item_smem, item_ready, item_free, 4
-        )
+        item, slashes, num_columns = receive_item(turn, item_smem, item_ready, item_free, 4)
     if LAST:
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["residue", "first_owned", "wrap"])
+@gluon.jit(do_not_specialize=["residue", "wrap", "rank"])
 def _forward_kernel(
     counter, q_desc, k_desc, v_desc, kc_desc, vc_desc, out_desc, carry_ptr, out_ptr, lse_ptr,
     slash_ptr, slash_list, member, columns, column_ptr,
     c_ss, c_sb, c_sh, o_ss, o_sb, o_sh,
-    ptr_len, list_len, column_len, query_len, nb, items, scale, residue, first_owned, wrap,
+    ptr_len, list_len, column_len, query_len, nb, items, scale, residue, wrap, rank, world,
     HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
     STAGES: gl.constexpr, DIAGONAL: gl.constexpr, CARRY: gl.constexpr, COLUMNS: gl.constexpr,
     LAST: gl.constexpr,
@@ -238,18 +235,18 @@ def _forward_kernel(
         [
             (_attend, (
                 item_channel, barriers, smems, pointers, out_desc, strides,
-                ptr_len, column_len, query_len, nb, items, scale, residue, wrap,
+                ptr_len, column_len, query_len, nb, items, scale, wrap, rank, world,
                 0, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, LAST,
             )),
             (_attend, (
                 item_channel, barriers, smems, pointers, out_desc, strides,
-                ptr_len, column_len, query_len, nb, items, scale, residue, wrap,
+                ptr_len, column_len, query_len, nb, items, scale, wrap, rank, world,
                 1, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, LAST,
             )),
             (load_keys, (
                 counter, item_channel, barriers, (q_desc,), (q_smem,), (k_desc, kc_desc), k_smem,
                 slash_ptr, slash_list, column_ptr,
-                ptr_len, list_len, nb, items, residue, first_owned, wrap,
+                ptr_len, list_len, nb, items, residue, wrap, rank, world,
                 HEADS, GROUP, COLUMNS, BLOCK, D, STAGES,
             )),
             (load_values, (
@@ -262,14 +259,10 @@ def _forward_kernel(
     )  # fmt: skip
 
 
-def forward(query, key, value, index, step, softmax_scale, carry, out, lse):
+def forward(query, key, value, columns, index, step, softmax_scale, carry, out, lse):
     """Launch the forward of one ring step; operands as in ``forward.py``."""
     length, batch, heads, dim = query.shape
     nb, block = index.local_blocks, index.block_size
-    num_columns = index.columns.shape[-1]
-    columns_of = (key, value)
-    if num_columns:
-        columns_of = gather_columns(key, value, index, step)
     carried = out if carry is None else carry
     half, whole = [1, 1, block // 2, dim], [1, 1, block, dim]
     items = nb * batch * heads
@@ -278,13 +271,13 @@ def forward(query, key, value, index, step, softmax_scale, carry, out, lse):
     _forward_kernel[(programs(query, items),)](
         counter,
         descriptor(query, half), descriptor(key, whole), descriptor(value, whole),
-        *(descriptor(t, whole) for t in columns_of),
+        *column_descriptors(key, value, columns, whole),
         descriptor(out if step.last else query, half), carried, out, lse,
         index.slash_ptr, index.slash_list, index.slash_member, index.columns, index.column_ptr,
         *carried.stride()[:3], *out.stride()[:3],
-        index.slash_ptr.shape[-1], index.slash_list.shape[-1], num_columns,
-        length, nb, items, softmax_scale, step.distance * nb, step.source * nb, step.wrap,
+        index.slash_ptr.shape[-1], index.slash_list.shape[-1], index.columns.shape[-1],
+        length, nb, items, softmax_scale, step.distance * nb, step.wrap, step.rank, index.world,
         HEADS=heads, GROUP=heads // key.shape[2], D=dim, BLOCK=block, STAGES=2,
-        DIAGONAL=step.distance == 0, CARRY=not step.first, COLUMNS=num_columns > 0,
+        DIAGONAL=step.distance == 0, CARRY=not step.first, COLUMNS=columns is not None,
         LAST=step.last, num_warps=4, maxnreg=168,
     )  # fmt: skip

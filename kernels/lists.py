@@ -57,47 +57,38 @@ def _slash_kernel(
 
 
 @triton.jit
-def _ring_order(column, seq_length, world, nb, BLOCK: tl.constexpr):
-    """Sort keys of columns by (owner, position there); what is no column comes after all."""
-    block = column // BLOCK
-    key = (block % world * nb + block // world) * BLOCK + column % BLOCK
-    return tl.where(column < seq_length, key, world * nb * BLOCK).to(tl.int32)
-
-
-@triton.jit
 def _column_kernel(
-    columns_ptr, list_ptr, ptr_ptr, count, seq_length, world, nb,
+    columns_ptr, list_ptr, ptr_ptr, count, seq_length, num_blocks,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
     # Each program counts how many columns come before each of its own: before a column that is its
-    # place in the sorted list, before a local block an entry of the prefix counts.
+    # place in the sorted list, before a block an entry of the prefix counts.
     bh = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
     tiles = tl.cdiv(count, WIDTH)
     columns_ptr += bh * count
     place = tile * WIDTH + tl.arange(0, WIDTH)
     if tile < tiles:
-        column = tl.load(columns_ptr + place, mask=place < count, other=0)
-        own = _ring_order(column, seq_length, world, nb, BLOCK)
+        own = tl.load(columns_ptr + place, mask=place < count, other=0)
+        own = tl.minimum(own, seq_length).to(tl.int32)  # what is no column comes after all
         order = place
     else:
         place = place - tiles * WIDTH
-        own = place * BLOCK
+        own = tl.minimum(place * BLOCK, seq_length)
         order = tl.zeros([WIDTH], tl.int32)
     before = tl.zeros([WIDTH], tl.int32)
     for first in range(0, count, WALK):
         j = first + tl.arange(0, WALK)
-        column = tl.load(columns_ptr + j, mask=j < count, other=0)
-        key = _ring_order(column, seq_length, world, nb, BLOCK)
-        key = tl.where(j < count, key, 2147483647)
+        key = tl.load(columns_ptr + j, mask=j < count, other=0)
+        key = tl.where(j < count, tl.minimum(key, seq_length).to(tl.int32), 2147483647)
         # Equal keys, all of no column, take places by their order; a block start counts none of them.
         earlier = (key[None, :] == own[:, None]) & (j[None, :] < order[:, None])
         earlier = earlier | (key[None, :] < own[:, None])
         before += tl.sum(earlier.to(tl.int32), 1)
     if tile < tiles:
-        tl.store(list_ptr + bh * count + before, own % (nb * BLOCK), mask=place < count)
+        tl.store(list_ptr + bh * count + before, own, mask=place < count)
     else:
-        limit = world * nb + 1
+        limit = num_blocks + 1
         tl.store(ptr_ptr + bh * limit + place, before, mask=place < limit)
 
 
@@ -127,7 +118,7 @@ def index_lists(distances, diagonals, near, columns, seq_length, block_size, wor
     width = 64
     programs = triton.cdiv(count, width) + triton.cdiv(num_blocks + 1, width)
     _column_kernel[(programs, lines)](
-        columns.contiguous(), column_list, column_ptr, count, seq_length, world, local_blocks,
+        columns.contiguous(), column_list, column_ptr, count, seq_length, num_blocks,
         BLOCK=block_size, WIDTH=width, WALK=64, num_warps=4,
     )  # fmt: skip
     return member, slash_list, slash_ptr, column_list, column_ptr

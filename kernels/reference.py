@@ -12,28 +12,47 @@ from torch import Tensor
 
 
 def step_mask(index, step, query_length: int, key_length: int) -> Tensor:
-    """Which keys of a ring step each query attends to: bool ``[b, h, query_length, key_length]``."""
+    """Which keys of a ring step each query attends to by slashes: bool ``[b, h, query_length,
+    key_length]``."""
     device, block = index.slash_member.device, index.block_size
     rows = torch.arange(query_length, device=device)
     keys = torch.arange(key_length, device=device)
     e = rows[:, None] // block - keys[None, :] // block - step.wrap
     kept = index.slash_member[:, :, step.distance].bool()[:, :, e.clamp(min=0)]
-    kept = kept | _is_column(index, step.source, key_length)[:, :, None, :]
     kept = kept & (e >= 0)
     if step.distance == 0:
         kept = kept & (rows[:, None] >= keys[None, :])
     return kept
 
 
-def _is_column(index, source: int, key_length: int) -> Tensor:
-    """Which local keys of rank ``source`` are columns: bool ``[b, h, key_length]``."""
-    nb = index.local_blocks
-    low = index.column_ptr[..., source * nb, None]
-    high = index.column_ptr[..., (source + 1) * nb, None]
-    entry = torch.arange(index.columns.shape[-1], device=index.columns.device)
-    slot = torch.where((entry >= low) & (entry < high), index.columns.long(), key_length)
-    flags = torch.zeros(*slot.shape[:-1], key_length + 1, dtype=torch.bool, device=slot.device)
-    return flags.scatter_(-1, slot, True)[..., :key_length]
+def column_mask(index, rank: int, query_length: int) -> Tensor:
+    """Which columns each query of a rank attends to as columns: bool ``[b, h, query_length, C]``."""
+    rows = torch.arange(query_length, device=index.columns.device)
+    block = rows // index.block_size * index.world + rank
+    apart = block[:, None] - index.columns[:, :, None].long() // index.block_size
+    distances = index.distances()[:, :, None].expand(-1, -1, query_length, -1)
+    covered = distances.gather(-1, apart.clamp(min=0))
+    return (apart > 0) & ~covered & (index.columns < index.seq_length)[:, :, None]
+
+
+def _own_columns(index, rank: int, length: int) -> tuple[Tensor, Tensor]:
+    """Of each entry of the list of columns, the row of this rank's part, ``length`` if it owns it not."""
+    block = index.columns.long() // index.block_size
+    owned = (block % index.world == rank) & (index.columns < index.seq_length)
+    row = block // index.world * index.block_size + index.columns % index.block_size
+    return torch.where(owned, row, length), owned
+
+
+def gather_columns(key, value, index, rank):
+    """See :func:`kernels.gather_columns`."""
+    length, heads = key.shape[0], index.columns.shape[1]
+    row, owned = _own_columns(index, rank, length)
+    row = row.clamp(max=length - 1)[..., None].expand(-1, -1, -1, key.shape[3])
+    gathered = [
+        t.permute(1, 2, 0, 3).repeat_interleave(heads // t.shape[2], 1).gather(2, row)
+        for t in (key, value)
+    ]
+    return torch.stack(gathered).masked_fill_(~owned[..., None], 0)
 
 
 def _heads_first(tensor: Tensor, heads: int) -> Tensor:
@@ -43,19 +62,26 @@ def _heads_first(tensor: Tensor, heads: int) -> Tensor:
     return tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
 
 
-def _probabilities(query, key, index, step, softmax_scale, lse):
-    heads = query.shape[2]
-    q, k = _heads_first(query, heads), _heads_first(key, heads)
-    scores = q @ k.transpose(-1, -2) * softmax_scale
-    mask = step_mask(index, step, query.shape[0], key.shape[0])
-    scores = scores.masked_fill(~mask, float("-inf"))
-    return q, k, scores if lse is None else torch.exp(scores - lse[..., None].to(scores.dtype))
+def _scores(query, key, mask, softmax_scale) -> Tensor:
+    """All operands ``[b, h, ., d]``."""
+    return (query @ key.transpose(-1, -2) * softmax_scale).masked_fill(~mask, float("-inf"))
 
 
-def attention_forward(query, key, value, index, step, softmax_scale, carry, lse):
+def _operands(query, key, value, columns, index, step, softmax_scale):
+    """The queries, the step's keys and values (the columns after them, if there are any), all ``[b, h, .,
+    d]``, and the scores."""
+    heads, length = query.shape[2], query.shape[0]
+    q, k, v = (_heads_first(t, heads) for t in (query, key, value))
+    mask = step_mask(index, step, length, key.shape[0])
+    if columns is not None:
+        k, v = (torch.cat((t, more.to(t.dtype)), 2) for t, more in zip((k, v), columns))
+        mask = torch.cat((mask, column_mask(index, step.rank, length)), -1)
+    return q, k, v, _scores(q, k, mask, softmax_scale)
+
+
+def attention_forward(query, key, value, columns, index, step, softmax_scale, carry, lse):
     """See :func:`kernels.attention_forward`."""
-    q, k, scores = _probabilities(query, key, index, step, softmax_scale, None)
-    v = _heads_first(value, query.shape[2])
+    q, k, v, scores = _operands(query, key, value, columns, index, step, softmax_scale)
     step_lse = torch.logsumexp(scores, -1)
     new_lse = step_lse if step.first else torch.logaddexp(lse.to(scores.dtype), step_lse)
     # A score of +inf makes all of its row NaN, as in a softmax, also in the backward.
@@ -79,25 +105,53 @@ def attention_delta(out, grad_out):
     return (out.to(dtype) * grad_out.to(dtype)).sum(-1).permute(1, 2, 0).contiguous()
 
 
-def attention_backward(
-    query, key, value, grad_out, lse, delta, index, step, softmax_scale, grad_query
-):
-    """One ring step's gradients, all in the precision of the computation.
+def _score_gradients(scores, v, do, lse, delta):
+    """Probabilities and the gradients of the scaled scores."""
+    p = torch.exp(scores - lse[..., None].to(scores.dtype))
+    return p, p * (do @ v.transpose(-1, -2) - delta[..., None].to(p.dtype))
 
-    Returns:
-        grad_query ``[s, b, h, d]`` (the carried one added); the gradients of key and value, stacked
-        ``[2, s, b, hk, d]`` (this step's share alone).
-    """
-    heads, kv_heads = query.shape[2], key.shape[2]
-    q, k, p = _probabilities(query, key, index, step, softmax_scale, lse)
-    v, do = _heads_first(value, heads), _heads_first(grad_out, heads)
-    ds = p * (do @ v.transpose(-1, -2) - delta[..., None].to(p.dtype))
+
+def attention_backward_query(
+    query, key, value, columns, grad_out, lse, delta, index, step, softmax_scale, carry
+):
+    """See :func:`kernels.attention_backward_query`."""
+    q, k, v, scores = _operands(query, key, value, columns, index, step, softmax_scale)
+    do = _heads_first(grad_out, query.shape[2])
+    _, ds = _score_gradients(scores, v, do, lse, delta)
     dq = (ds @ k * softmax_scale).permute(2, 0, 1, 3)
-    if not step.first:
-        dq = dq + grad_query.to(dq.dtype)
+    return dq if carry is None else dq + carry.to(dq.dtype)
+
+
+def attention_backward_columns(query, columns, grad_out, lse, delta, index, rank, softmax_scale):
+    """See :func:`kernels.attention_backward_columns`."""
+    heads = query.shape[2]
+    q, do = _heads_first(query, heads), _heads_first(grad_out, heads)
+    k, v = columns.to(q.dtype)
+    scores = _scores(q, k, column_mask(index, rank, query.shape[0]), softmax_scale)
+    p, ds = _score_gradients(scores, v, do, lse, delta)
+    return torch.stack((ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ do))[:, :, :, None]
+
+
+def attention_backward_key(
+    query, key, value, grad_out, lse, delta, index, step, softmax_scale, carry, column_gradients
+):
+    """See :func:`kernels.attention_backward_key`."""
+    heads, kv_heads, length = query.shape[2], key.shape[2], key.shape[0]
+    q, k, v, scores = _operands(query, key, value, None, index, step, softmax_scale)
+    do = _heads_first(grad_out, heads)
+    p, ds = _score_gradients(scores, v, do, lse, delta)
+    dk, dv = ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ do
+    if column_gradients is not None:
+        row, _ = _own_columns(index, step.source, length)
+        row = row[..., None].expand(-1, -1, -1, key.shape[3])
+        dk, dv = (
+            torch.nn.functional.pad(t, (0, 0, 0, 1)).scatter_add(2, row, more.sum(2).to(t.dtype))
+            for t, more in zip((dk, dv), column_gradients)
+        )
 
     def to_groups(grad):  # [b, h, s, d] -> [s, b, hk, d]
-        return grad.unflatten(1, (kv_heads, heads // kv_heads)).sum(2).permute(2, 0, 1, 3)
+        grad = grad[:, :, :length].unflatten(1, (kv_heads, heads // kv_heads))
+        return grad.sum(2).permute(2, 0, 1, 3)
 
-    dk = to_groups(ds.transpose(-1, -2) @ q) * softmax_scale
-    return dq, torch.stack((dk, to_groups(p.transpose(-1, -2) @ do)))
+    gradients = torch.stack((to_groups(dk) * softmax_scale, to_groups(dv)))
+    return gradients if carry is None else gradients + carry

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..layout import locate, positions_at
+from ..layout import positions_at
 
 
 def fixed_point_one(num_rows: int) -> int:
@@ -129,13 +129,11 @@ def index_lists(distances, diagonals, near, columns, seq_length, block_size, wor
     quotient = torch.where(flat, entry % local_blocks, 0)
     slash_list = torch.zeros_like(count).scatter_(-1, slot, quotient)
 
-    columns, local_length = columns.long(), local_blocks * block_size
-    owner, local = locate(columns, world, block_size)
-    key = owner * local_length + local
-    key = torch.where(columns < seq_length, key, world * local_length).sort(-1).values
-    starts = torch.arange(num_blocks + 1, device=key.device) * block_size
-    column_ptr = torch.searchsorted(key, starts.expand(*key.shape[:-1], -1).contiguous())
+    columns = columns.long().clamp(max=seq_length).sort(-1).values
+    starts = torch.arange(num_blocks + 1, device=columns.device) * block_size
+    starts = starts.clamp(max=seq_length).expand(*columns.shape[:-1], -1)
+    column_ptr = torch.searchsorted(columns, starts.contiguous())
     return (
         member.to(torch.uint8), slash_list.short(), slash_ptr,
-        (key % local_length).int(), column_ptr.int(),
+        columns.int(), column_ptr.int(),
     )  # fmt: skip

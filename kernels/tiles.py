@@ -92,25 +92,24 @@ def store_rows(base, start, stride, rows, limit, values, D: tl.constexpr, EVEN: 
 
 
 @triton.jit
-def gather_rows(base, positions, stride, D: tl.constexpr):
-    """The rows of a matrix at ``positions``."""
-    offsets = positions.to(tl.int64)[:, None] * stride + tl.arange(0, D)[None, :]
-    return tl.load(base + offsets)
+def gather_rows(base, entries, D: tl.constexpr):
+    """The rows ``entries`` of a contiguous matrix."""
+    return tl.load(base + entries[:, None] * D + tl.arange(0, D)[None, :])
 
 
 @triton.jit
-def column_tile(columns, member, first, end, a, wrap, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Columns ``first .. first + WIDTH`` of the list, for local query block ``a``.
+def column_tile(
+    columns, member, first, end, block, world, nb, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Columns ``first .. first + WIDTH`` of the list, for query block ``block`` of all ranks'.
 
-    Returns their positions in their owner's part, and which of them count here: the list's own, in
-    earlier blocks, at a distance that no slash covers already. ``member`` points at the residue of
-    this ring step.
+    ``end`` is how many lie in earlier blocks. Returns their entries in the list, and which of them count
+    here: the list's own, at a distance that no slash covers already.
     """
     entry = first + tl.arange(0, WIDTH)
     listed = entry < end
+    position = tl.load(columns + entry, mask=listed, other=0)
+    distance = block - position // BLOCK
+    covered = tl.load(member + distance % world * nb + distance // world, mask=listed, other=1)
     # Missing entries repeat the first: any other token's numbers could be NaN, which 0 does not hide.
-    position = tl.load(columns + entry, mask=listed, other=tl.load(columns + first))
-    quotient = a - position // BLOCK - wrap
-    listed = listed & (quotient >= 0)
-    covered = tl.load(member + quotient, mask=listed, other=1)
-    return position, listed & (covered == 0)
+    return tl.where(listed, entry, first), listed & (covered == 0)

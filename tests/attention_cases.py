@@ -7,7 +7,14 @@ import math
 
 import torch
 
-from megatron_mtraining.kernels import attention_backward, attention_delta, attention_forward
+from megatron_mtraining.kernels import (
+    attention_backward_columns,
+    attention_backward_key,
+    attention_backward_query,
+    attention_delta,
+    attention_forward,
+    gather_columns,
+)
 from megatron_mtraining.layout import stripe, unstripe
 from megatron_mtraining.pattern import build_index
 from megatron_mtraining.ring import flat_ring
@@ -72,26 +79,45 @@ def simulated_ring(query, key, value, grad_out, index, scale):
         else:
             parts.append([stripe(tensor, r, world, block) for r in range(world)])
     q, k, v, do = parts
-    outs, dqs = [], []
-    dkvs = [torch.zeros((2, *k[0].shape), dtype=torch.float32, device=key.device)] * world
-    dkvs = [d.to(torch.promote_types(key.dtype, torch.float32)) for d in dkvs]
+    columns = column_gradients = None
+    if index.columns.shape[-1]:
+        columns = sum(gather_columns(k[r], v[r], index, r) for r in range(world))
+        column_gradients = []
+    outs, dqs, dkvs, lses, deltas = [], [], [None] * world, [], []
     for rank in range(world):
         length, batch, heads, _ = q[rank].shape
         dtype = torch.promote_types(query.dtype, torch.float32)
         lse = torch.full((batch, heads, length), float("nan"), dtype=dtype, device=query.device)
         out = dq = None
         for step in flat_ring(rank, world):
-            s = step.source
-            out = attention_forward(q[rank], k[s], v[s], index, step, scale, out, lse)
+            keys = k[step.source], v[step.source], columns if step.last else None
+            out = attention_forward(q[rank], *keys, index, step, scale, out, lse)
         delta = attention_delta(out, do[rank])
+        rest = (do[rank], lse, delta, index)
         for step in flat_ring(rank, world):
-            s = step.source
-            dq, dkv = attention_backward(
-                q[rank], k[s], v[s], do[rank], lse, delta, index, step, scale, dq
+            keys = k[step.source], v[step.source]
+            with_columns = columns if step.last else None
+            dq = attention_backward_query(q[rank], *keys, with_columns, *rest, step, scale, dq)
+            if step.source != rank:
+                dkvs[step.source] = attention_backward_key(
+                    q[rank], *keys, *rest, step, scale, dkvs[step.source]
+                )
+        if columns is not None:
+            column_gradients.append(
+                attention_backward_columns(q[rank], columns, *rest, rank, scale)
             )
-            dkvs[s] = dkvs[s] + dkv
         outs.append(out)
         dqs.append(dq)
+        lses.append(lse)
+        deltas.append(delta)
+    if columns is not None:
+        parts = sum(column_gradients)
+        column_gradients = parts.sum(3, keepdim=True) if world > 1 else parts
+    for rank in range(world):
+        dkvs[rank] = attention_backward_key(
+            q[rank], k[rank], v[rank], do[rank], lses[rank], deltas[rank], index,
+            flat_ring(rank, world)[0], scale, dkvs[rank], column_gradients, key.dtype,
+        )  # fmt: skip
     if world == 1:
         return outs[0], dqs[0], dkvs[0][0], dkvs[0][1]
     dk, dv = ([d[i] for d in dkvs] for i in range(2))

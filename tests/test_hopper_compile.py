@@ -61,7 +61,6 @@ def inner_loops(sass):
 launch, JITFunction.run = JITFunction.run, compile_only
 
 from megatron_mtraining.kernels import hopper_backward_key, hopper_backward_query, hopper_forward
-from megatron_mtraining.kernels.hopper import gather_columns
 from megatron_mtraining.pattern import build_index
 from megatron_mtraining.ring import flat_ring
 
@@ -78,13 +77,17 @@ for dim, columns in json.loads(sys.argv[2]):
         lse, carry = torch.zeros(1, 4, 512), torch.zeros(512, 1, 4, dim)
         result = q.clone() if step.last else carry
         before = None if step.first else carry
-        hopper_forward.forward(q, k, k, index, step, 0.1, before, result, lse)
-        gathered = gather_columns(k, k, index, step) if columns else None
+        gathered = torch.zeros(2, 1, 4, columns, dim, dtype=q.dtype) if columns else None
+        hopper_forward.forward(q, k, k, gathered, index, step, 0.1, before, result, lse)
         hopper_backward_query.backward_query(
-            q, k, k, q, lse, lse, index, step, 0.1, before, result, gathered
+            q, k, k, gathered, q, lse, lse, index, step, 0.1, before, result
         )
+        sums = None
+        if columns:
+            sums = hopper_backward_key.backward_columns(q, gathered, q, lse, lse, index, 0, 0.1)
+        moving = torch.zeros(2, *k.shape)
         hopper_backward_key.backward_key(
-            q, k, k, q, lse, lse, index, step, 0.1, k.float(), k.float(), gathered
+            q, k, k, q, lse, lse, index, step, 0.1, None if step.first else moving, sums, moving
         )
 print(json.dumps(found))
 '''

@@ -10,9 +10,10 @@ query head. Nothing of the size of blocks x blocks is built.
 
 In the block-striped layout over ``W`` ranks with ``nb`` local blocks each, a ring step whose queries
 and keys are ``t`` ranks apart sees the distances ``d = e * W + t``: local query block ``a`` meets local
-key block ``c = a - e - wrap``, where ``wrap`` is 1 if the keys come from a higher rank, else 0. So every
-list here is sorted by (residue t, quotient e), and prefix counts give any loop its bounds without a
-search, forward (query blocks) and backward (key blocks) alike.
+key block ``c = a - e - wrap``, where ``wrap`` is 1 if the keys come from a higher rank, else 0. So the
+list of slashes is sorted by (residue t, quotient e), and prefix counts give any loop its bounds without
+a search, forward (query blocks) and backward (key blocks) alike. Columns are gathered from all ranks and
+attended in one step: query block ``i`` sees the first ``column_ptr[i]`` of them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import torch
 from torch import Tensor
 
 from ..kernels import index_lists
-from ..layout import positions_at
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,8 @@ class VerticalSlashIndex:
         slash_member: uint8 ``[b, h, W, nb]``: whether distance ``e * W + t`` is in D, at ``[t, e]``.
         slash_list: int16 ``[b, h, L]``: quotients ``e`` of D sorted by (t, e); undefined past the count.
         slash_ptr: int32 ``[b, h, W * nb + 1]``: how many of D come before ``(t, e)``, at ``t * nb + e``.
-        columns: int32 ``[b, h, C]``: positions of V within their owner's part, sorted by (owner,
-            position); undefined past the count.
-        column_ptr: int32 ``[b, h, W * nb + 1]``: how many of V come before local block c of owner s,
-            at ``s * nb + c``.
+        columns: int32 ``[b, h, C]``: V ascending, positions over all ranks; N past the count.
+        column_ptr: int32 ``[b, h, W * nb + 1]``: how many of V come before each block.
         seq_length, block_size, world: N tokens in all, B, W.
 
     A head takes 11 bytes a block of the sequence and 4 a column: 49 KB at 512K tokens with 1000 columns.
@@ -67,44 +65,47 @@ class VerticalSlashIndex:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def work(self) -> Tensor:
-        """Attended pairs, float64 ``[b, h, rank, ring step]``, exact; on the index's device.
+        """Attended pairs, float64 ``[b, h, rank, distance]``, exact; on the index's device.
 
-        Ring step ``t`` of rank ``r`` takes the keys of rank ``(r - t) % W``.
+        At distance ``t`` rank ``r`` takes the keys of rank ``(r - t) % W``; its columns, of all ranks, are
+        counted at distance ``W - 1``, the last of the ring.
         """
         world, nb, block = self.world, self.local_blocks, self.block_size
         device = self.slash_member.device
         member = self.slash_member.double()
         e = torch.arange(nb, device=device)
-        # Queries of the global last block are fewer when N is not a multiple of B (one rank only).
-        missing = world * nb * block - self.seq_length
-        per_column_block = self._columns_per_block()
-        # Integers: CUDA has no deterministic cumulative sum of floats.
-        outside = (1 - self.slash_member.long()).cumsum(-1)
-        outside = torch.nn.functional.pad(outside, (1, 0)).double()  # [b, h, t, nb + 1]
         out = member.new_zeros(*member.shape[:2], world, world)
         for rank in range(world):
             for t in range(world):
-                source = (rank - t) % world
-                wrap = int(source > rank)
+                wrap = int((rank - t) % world > rank)
                 blocks = (nb - e - wrap).clamp(min=0)
-                slash = (member[:, :, t] * blocks).sum(-1) * block * block
-                if t == 0:
-                    slash = slash - nb * block * (block - 1) / 2
-                # A column in local block c is seen by the e with e + wrap <= nb - 1 - c, not in D.
-                seen = outside[:, :, t].index_select(-1, (nb - wrap - e).clamp(min=0))
-                column = (per_column_block[:, :, source] * seen).sum(-1) * block
-                out[:, :, rank, t] = slash + column
+                out[:, :, rank, t] = (member[:, :, t] * blocks).sum(-1) * block * block
+        out[..., 0] -= nb * block * (block - 1) / 2
+        out[..., -1] += self._columns_seen().unflatten(-1, (nb, world)).sum(-2) * block
+        # Queries of the global last block are fewer when N is not a multiple of B (one rank only).
+        missing = world * nb * block - self.seq_length
         if missing:
-            out[:, :, 0, 0] -= missing * self._keys_of_last_query(per_column_block)
+            out[:, :, 0, 0] -= missing * self._keys_of_last_query()
         return out
 
-    def _keys_of_last_query(self, per_column_block: Tensor) -> Tensor:
+    def _columns_seen(self) -> Tensor:
+        """Columns that each query block attends to as columns: float64 ``[b, h, W * nb]``.
+
+        A column in block ``j`` is seen by the blocks ``i > j`` with ``i - j`` not in D: counted by
+        distance, as the product of two polynomials.
+        """
+        counts = self.column_ptr.diff(dim=-1).double()
+        outside = (~self.distances()).double()
+        length = 2 * counts.shape[-1]
+        product = torch.fft.rfft(counts, length) * torch.fft.rfft(outside, length)
+        return torch.fft.irfft(product, length)[..., : counts.shape[-1]].round()
+
+    def _keys_of_last_query(self) -> Tensor:
         """Keys that a query past the end would see, averaged over those of the last block: [b, h]."""
         nb, block = self.local_blocks, self.block_size
         kept = self.seq_length - (nb - 1) * block
-        member = self.slash_member[:, :, 0].double()
-        columns = (per_column_block[:, :, 0].flip(-1) * (1 - member)).sum(-1)
-        return (member.sum(-1) - 1) * block + columns + (block + kept + 1) / 2
+        slashes = self.slash_member[:, :, 0].double().sum(-1)
+        return (slashes - 1) * block + self._columns_seen()[..., -1] + (block + kept + 1) / 2
 
     def density(self) -> Tensor:
         """Share of the causal pairs that is attended: float32 ``[b, h]``, on the index's device.
@@ -114,22 +115,15 @@ class VerticalSlashIndex:
         block, distances = self.block_size, self.distances()
         num_blocks = distances.shape[-1]
         missing = num_blocks * block - self.seq_length
-        columns = self._columns_per_block()
-        by_block = columns.transpose(-1, -2).flatten(-2)
         far = torch.arange(num_blocks, device=distances.device)
         slash = (distances.double() * (num_blocks - far)).sum(-1) * block * block
         slash = slash - num_blocks * block * (block - 1) / 2
         # A column in block c is seen by the distances up to NB - 1 - c that are not in D.
         outside = (~distances).long().cumsum(-1).flip(-1).double()
-        pairs = slash + (by_block * outside).sum(-1) * block
+        pairs = slash + (self.column_ptr.diff(dim=-1) * outside).sum(-1) * block
         if missing:
-            pairs = pairs - missing * self._keys_of_last_query(columns)
+            pairs = pairs - missing * self._keys_of_last_query()
         return (pairs / (self.seq_length * (self.seq_length + 1) / 2)).float()
-
-    def _columns_per_block(self) -> Tensor:
-        """How many columns lie in each owner's local blocks: float64 ``[b, h, W, nb]``."""
-        counts = self.column_ptr.diff(dim=-1)
-        return counts.unflatten(-1, (self.world, self.local_blocks)).double()
 
     def distances(self) -> Tensor:
         """D as bool ``[b, h, W * nb]``, by global block distance."""
@@ -142,10 +136,7 @@ class VerticalSlashIndex:
         block = position // self.block_size
         mask = distances[(block[:, None] - block[None, :]).clamp(min=0)]
         count = int(self.column_ptr[batch, head, -1])
-        local = self.columns[batch, head, :count].long()
-        owned = self.column_ptr[batch, head, :: self.local_blocks].diff().long()
-        owner = torch.repeat_interleave(torch.arange(self.world, device=local.device), owned)
-        mask[:, positions_at(local, owner, self.world, self.block_size)] = True
+        mask[:, self.columns[batch, head, :count].long()] = True
         return mask & (position[:, None] >= position[None, :])
 
 

@@ -1,9 +1,10 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Ring attention over the context-parallel group, as an autograd function.
 
-Keys and values go round the ring, one rank a step; in the backward the gradients of keys and values
-follow them a step behind, in float32, and come home with the last transfer. out, its log-sum-exp and
-the queries' gradient stay and are accumulated in float32.
+Keys and values go round, one rank a step; in the backward the gradients of keys and values follow them, in
+float32. out, its log-sum-exp and the queries' gradient stay and are accumulated in float32. The columns
+that the pattern keeps, of all ranks, are gathered at the start, a few MB, and attended in the last step;
+their gradients are summed over ranks while the ring runs, and added where the columns live.
 """
 
 from __future__ import annotations
@@ -12,24 +13,128 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..kernels import attention_backward, attention_delta, attention_forward, check_operands
+from ..kernels import (
+    attention_backward_columns,
+    attention_backward_key,
+    attention_backward_query,
+    attention_delta,
+    attention_forward,
+    check_operands,
+    gather_columns,
+)
 from ..pattern.index import VerticalSlashIndex
-from .schedule import flat_ring
+from .schedule import Do, backward_ops, forward_ops
 from .transport import Ring
+
+
+def _post_columns(key, value, index, ring):
+    """The columns of all ranks, on their way; None if there are none."""
+    if not index.columns.shape[-1]:
+        return None
+    with ring.span("columns"):
+        return ring.sum_columns(gather_columns(key, value, index, ring.rank))
+
+
+class _Values:
+    """The keys and values at hand, and those on their way."""
+
+    def __init__(self, key, value, ring):
+        self.at_hand = torch.stack((key, value)) if ring.world > 1 else (key, value)
+        self._ring, self._coming = ring, {}
+
+    def move(self, op) -> None:
+        if op.do is Do.SEND_VALUES:
+            self._coming[op.link] = self._ring.post(self.at_hand, Ring.VALUES, op.link)
+        elif op.do is Do.TAKE_VALUES:
+            with self._ring.span("wait"):
+                self.at_hand = self._coming.pop(op.link).wait()
+
+
+class _Gradients:
+    """The gradient of keys and values that is moving, what is home, and what is on its way."""
+
+    def __init__(self, ring):
+        self.moving = self._home = None
+        self._ring, self._coming = ring, {}
+
+    def move(self, op) -> None:
+        if op.do is Do.SEND_GRADIENTS:
+            self._coming[op.link] = self._ring.post(self.moving, Ring.GRADIENTS, op.link)
+            self.moving = None
+        elif op.do is Do.TAKE_GRADIENTS:
+            self.moving = self._take(op.link)
+        elif op.do is Do.ADD_GRADIENTS:
+            self.moving += self._take(op.link)
+        elif op.do is Do.KEEP:
+            self._home, self.moving = self.moving, None
+        elif op.do is Do.RESUME:
+            self._home, self.moving = None, self._home
+
+    def _take(self, link) -> Tensor:
+        with self._ring.span("wait"):
+            return self._coming.pop(link).wait()
 
 
 def _forward(query, key, value, index, ring, softmax_scale):
     length, batch, heads, _ = query.shape
     lse_dtype = torch.promote_types(query.dtype, torch.float32)
     lse = torch.empty(batch, heads, length, dtype=lse_dtype, device=query.device)
-    keys_values = torch.stack((key, value)) if ring.world > 1 else (key, value)
-    out = None
-    for step in flat_ring(ring.rank, ring.world):
-        transfer = None if step.last else ring.post(keys_values, Ring.VALUES)
-        out = attention_forward(query, *keys_values, index, step, softmax_scale, out, lse)
-        if transfer:
-            keys_values = transfer.wait()
+    out, columns = None, _post_columns(key, value, index, ring)
+    values = _Values(key, value, ring)
+    for op in forward_ops(ring.rank, ring.inner, ring.outer):
+        values.move(op)
+        if op.do is Do.ATTEND:
+            step = op.step
+            with_columns = columns.wait() if columns and step.last else None
+            with ring.span("attend", step):
+                out = attention_forward(
+                    query, *values.at_hand, with_columns, index, step, softmax_scale, out, lse
+                )
     return out, lse
+
+
+def _backward(query, key, value, grad_out, out, lse, index, ring, softmax_scale):
+    columns = _post_columns(key, value, index, ring)
+    values, gradients = _Values(key, value, ring), _Gradients(ring)
+    delta = attention_delta(out, grad_out)
+    rest = (grad_out, lse, delta, index)
+    dq = column_gradients = None
+    for op in backward_ops(ring.rank, ring.inner, ring.outer):
+        step = op.step
+        values.move(op)
+        gradients.move(op)
+        if op.do is Do.QUERY:
+            with_columns = columns.wait() if columns and step.last else None
+            with ring.span("query", step):
+                dq = attention_backward_query(
+                    query, *values.at_hand, with_columns, *rest, step, softmax_scale, dq
+                )
+            if columns and step.first:
+                column_gradients = _post_column_gradients(
+                    query, columns, *rest, ring, softmax_scale
+                )
+        elif op.do is Do.KEY:
+            with ring.span("key", step):
+                gradients.moving = attention_backward_key(
+                    query, *values.at_hand, *rest, step, softmax_scale, gradients.moving
+                )
+        elif op.do is Do.OWN_KEY:
+            added = column_gradients.wait() if columns else None
+            dtype = key.dtype if ring.inner == 1 or ring.outer == 1 else torch.float32
+            with ring.span("key", step):
+                gradients.moving = attention_backward_key(
+                    query, key, value, *rest, step, softmax_scale, gradients.moving, added, dtype
+                )
+    return dq, gradients.moving.to(key.dtype)
+
+
+def _post_column_gradients(query, columns, grad_out, lse, delta, index, ring, softmax_scale):
+    operands = (query, columns.wait(), grad_out, lse, delta, index, ring.rank, softmax_scale)
+    with ring.span("columns"):
+        parts = attention_backward_columns(*operands)
+        if ring.world > 1 and parts.shape[3] > 1:
+            parts = parts.sum(3, keepdim=True)
+        return ring.sum_columns(parts)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -48,25 +153,11 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_out, _):
         query, key, value, out, lse = ctx.saved_tensors
-        ring, scale = ctx.ring, ctx.softmax_scale
         if grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
-        delta = attention_delta(out, grad_out)
-        keys_values = torch.stack((key, value)) if ring.world > 1 else (key, value)
-        dq = gradients = None
-        for step in flat_ring(ring.rank, ring.world):
-            transfer = None if step.last else ring.post(keys_values, Ring.VALUES)
-            dq, dkv = attention_backward(
-                query, *keys_values, grad_out, lse, delta, ctx.index, step, scale, dq
-            )
-            if not step.first:
-                dkv += gradients.wait()
-            if transfer:
-                keys_values = transfer.wait()
-            if ring.world > 1:
-                gradients = ring.post(dkv, Ring.GRADIENTS)
-        if ring.world > 1:
-            dkv = gradients.wait().to(key.dtype)
+        dq, dkv = _backward(
+            query, key, value, grad_out, out, lse, ctx.index, ctx.ring, ctx.softmax_scale
+        )
         return dq, dkv[0], dkv[1], None, None, None, None
 
 

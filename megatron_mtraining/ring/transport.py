@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .schedule import Link
 
 
 class Transfer:
@@ -24,37 +29,93 @@ class Transfer:
 
 
 class Ring:
-    """The ranks of a process group in a circle; ``group`` None is a circle of one.
+    """The ranks of a process group in a circle, or in circles of circles; ``group`` None is one rank.
+
+    Args:
+        inner: ranks of a node: rank ``x * inner + y`` is number y of node x. None for one flat ring.
+
+    Over NCCL each kind of transfer has a communicator of its own, and so a stream: transfers that share
+    one wait for each other. They are made when they are first needed, by the members of the group alone;
+    all of them must build their rings in the same order.
 
     Attributes:
         rank, world: this process's position in the group, and the group's size.
+        inner, outer: ranks a node, and nodes.
+        trace: None, or a function of a name and a step that gives a context manager, entered around
+            what a ring runs: for measurements.
+
+    Raises:
+        ValueError: ``inner`` does not divide the group's size, or ranks disagree about it.
     """
 
-    VALUES, GRADIENTS = 0, 1
+    VALUES, GRADIENTS, COLUMNS = 0, 1, 2
 
-    def __init__(self, group: dist.ProcessGroup | None):
+    def __init__(self, group: dist.ProcessGroup | None, inner: int | None = None):
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = 1 if group is None else dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError("this process is not a member of the context-parallel group given")
+        self.inner = self.world if inner is None else inner
+        if self.inner < 1 or self.world % self.inner:
+            raise ValueError(
+                f"{self.world} context-parallel ranks cannot be cut into nodes of {self.inner}"
+            )
+        self.outer = self.world // self.inner
+        self.trace = None
+        self._groups = {}
 
-    def post(self, tensor: Tensor, kind: int) -> Transfer:
-        """Start sending a contiguous tensor to the next rank and receiving its like from the one
-        before. Returns at once; call it before the compute that the transfer is to hide behind.
+    def span(self, name: str, step=None):
+        """A context around a part of the work; see ``trace``."""
+        return nullcontext() if self.trace is None else self.trace(name, step)
+
+    def post(self, tensor: Tensor, kind: int, link: Link = Link.INNER) -> Transfer:
+        """Start sending a contiguous tensor to the next rank over a link, and receiving its like from the
+        one before. Returns at once; call it before the compute that the transfer is to hide behind.
 
         Args:
             kind: VALUES or GRADIENTS, so that two transfers under way at once cannot be mixed up
-                (gloo matches by tag; NCCL by order, which is the same on all ranks).
+                (gloo matches by tag; NCCL has a communicator each).
         """
         received = torch.empty_like(tensor)
-        following = dist.get_global_rank(self.group, (self.rank + 1) % self.world)
-        previous = dist.get_global_rank(self.group, (self.rank - 1) % self.world)
+        ranks, place = self._circle(link)
+        group = self._group_of(kind, link)
+        following, previous = (
+            dist.get_global_rank(self.group, ranks[(place + by) % len(ranks)]) for by in (1, -1)
+        )
+        tag = kind + 4 * (link is Link.OUTER)
         operations = [
-            dist.P2POp(dist.isend, tensor, following, self.group, kind),
-            dist.P2POp(dist.irecv, received, previous, self.group, kind),
+            dist.P2POp(dist.isend, tensor, following, group, tag),
+            dist.P2POp(dist.irecv, received, previous, group, tag),
         ]
         return Transfer(tensor, received, dist.batch_isend_irecv(operations))
+
+    def sum_columns(self, tensor: Tensor) -> Transfer:
+        """Start summing a contiguous tensor over all ranks, in place."""
+        if self.world == 1:
+            return Transfer(tensor, tensor, [])
+        group = self._group_of(Ring.COLUMNS, None)
+        return Transfer(tensor, tensor, [dist.all_reduce(tensor, group=group, async_op=True)])
+
+    def _circle(self, link: Link) -> tuple[list[int], int]:
+        """The ranks of the group in this rank's circle, in order, and its place there."""
+        x, y = divmod(self.rank, self.inner)
+        if link is Link.INNER:
+            return [x * self.inner + i for i in range(self.inner)], y
+        return [o * self.inner + y for o in range(self.outer)], x
+
+    def _group_of(self, kind: int, link: Link | None) -> dist.ProcessGroup:
+        if dist.get_backend(self.group) != "nccl":
+            return self.group
+        key = (kind, link)
+        if key not in self._groups:
+            ranks = range(self.world) if link is None else self._circle(link)[0]
+            self._groups[key] = dist.new_group(
+                [dist.get_global_rank(self.group, rank) for rank in ranks],
+                backend="nccl",
+                use_local_synchronization=True,
+            )
+        return self._groups[key]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in place; the same bits on every rank."""
@@ -84,3 +145,41 @@ class Ring:
         own = torch.empty_like(parts[0])
         dist.reduce_scatter_tensor(own, parts, group=self.group)
         return own
+
+
+_RINGS: dict[tuple[int, int | None], tuple[dist.ProcessGroup, Ring]] = {}
+
+
+def ring_of(group: dist.ProcessGroup | None, inner: int | None = None) -> Ring:
+    """The ring over a group, always the same one: its communicators are made once."""
+    if group is None:
+        return Ring(None)
+    key = (id(group), inner)
+    if key not in _RINGS:
+        # The group is kept too, so that no other can have its id.
+        _RINGS[key] = (group, Ring(group, inner))
+    return _RINGS[key][1]
+
+
+def check_hosts(ring: Ring) -> None:
+    """Raise ValueError, on every rank, if a ring's nodes are not hosts: if one spans several.
+
+    A collective over the group; ranks whose ``inner`` differ are named too.
+    """
+    if ring.world == 1 or ring.outer == 1:
+        return
+    found: list = [None] * ring.world
+    dist.all_gather_object(found, (socket.gethostname(), ring.inner), group=ring.group)
+    hosts, inners = zip(*found)
+    if len(set(inners)) > 1:
+        raise ValueError(
+            f"context-parallel ranks disagree about the ranks a node: {list(inners)}, in rank order"
+        )
+    for first in range(0, ring.world, ring.inner):
+        names = hosts[first : first + ring.inner]
+        if len(set(names)) > 1:
+            raise ValueError(
+                f"the inner ring of context-parallel ranks {first} to {first + ring.inner - 1} spans "
+                f"hosts: {', '.join(names)}, in rank order; use an inner size that fits the ranks on a "
+                "host, or leave the sizes out for one flat ring"
+            )
