@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+TIMEOUT = 120  # seconds, of the process group
+
 
 def _entry(rank, world, folder, function, arguments):
     torch.set_num_threads(1)
@@ -19,7 +21,7 @@ def _entry(rank, world, folder, function, arguments):
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=120),
+        timeout=timedelta(seconds=TIMEOUT),
     )
     try:
         torch.save(function(rank, world, *arguments), os.path.join(folder, f"result{rank}"))

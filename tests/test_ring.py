@@ -1,7 +1,10 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The ring over processes against one process, and its schedule."""
+"""The ring over processes against one process, and what happens when a rank fails."""
 
 from __future__ import annotations
+
+import os
+import time
 
 import pytest
 import torch
@@ -13,69 +16,63 @@ from attention_cases import (
     relative_error,
     written_out_mask,
 )
-from ranks import run_ranks
+from ranks import TIMEOUT, run_ranks
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.layout import stripe, unstripe
 from megatron_mtraining.pattern import build_index
-from megatron_mtraining.ring import Ring, flat_ring, ring_attention
+from megatron_mtraining.ring import Ring, check_hosts, ring_attention, ring_of
 
 BLOCK = 64
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
-def test_every_rank_meets_every_key_once_its_own_first(world):
-    for rank in range(world):
-        steps = flat_ring(rank, world)
-        assert [step.source for step in steps][0] == rank
-        assert sorted(step.source for step in steps) == list(range(world))
-        assert [step.first for step in steps] == [True] + [False] * (world - 1)
-        assert [step.last for step in steps] == [False] * (world - 1) + [True]
-        for earlier, later in zip(steps, steps[1:]):
-            # What a rank has now, the next rank has one step later.
-            following = flat_ring((rank + 1) % world, world)
-            assert following[later.distance].source == earlier.source
-
-
 def distances_and_columns(index):
     """The sets an index was built from, to build it again for another world."""
-    batch, heads = index.slash_member.shape[:2]
-    length = index.columns.shape[-1]
-    columns = torch.full((batch, heads, length), index.seq_length)
-    for b in range(batch):
-        for h in range(heads):
-            count = int(index.column_ptr[b, h, -1])
-            columns[b, h, :count] = index.columns[b, h, :count].long()
-    return index.distances(), columns  # positions are global where world is 1
+    return index.distances(), index.columns
 
 
-def run_ring(rank, world, operands, distances, columns, scale):
+def run_ring(rank, world, operands, distances, columns, scale, inner=None):
     seq_length = operands[0].shape[0]
     index = build_index(distances, columns, seq_length, BLOCK, world)
     parts = [stripe(t, rank, world, BLOCK) for t in operands]
     leaves = [t.clone().requires_grad_() for t in parts[:3]]
-    out, _ = ring_attention(*leaves, index, Ring(dist.group.WORLD), scale)
+    ring = ring_of(dist.group.WORLD, inner)
+    check_hosts(ring)
+    out, _ = ring_attention(*leaves, index, ring, scale)
     out.backward(parts[3])
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-@pytest.mark.parametrize("budget", ["few", "all"])
-@pytest.mark.parametrize(
-    ("world", "dtype", "tolerance"),
-    [(1, torch.float64, 1e-12), (2, torch.float64, 1e-12), (3, torch.float32, 1e-6),
-     (4, torch.float64, 1e-12), (2, torch.bfloat16, 1e-2)],
-)  # fmt: skip
-def test_processes_agree_with_dense_attention(world, dtype, tolerance, budget):
+def run_rings(rank, world, cases):
+    return [run_ring(rank, world, *case) for case in cases]
+
+
+# Ranks to the ranks a node that they are run with (None: one flat ring): all in one set of processes.
+NODES = {1: [None], 2: [None, 1], 3: [None], 4: [None, 2], 6: [None, 2, 3], 8: [None, 4]}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}
+
+
+@pytest.mark.parametrize("world", list(NODES))
+def test_processes_agree_with_dense_attention(world):
     print("torch seed", torch.seed())
-    seq_length, scale = BLOCK * world * 3, 0.1
-    operands = random_operands(seq_length, 2, 4, 2, 64, dtype, "cpu")
-    index = random_index(seq_length, 2, 4, BLOCK, 1, budget, "cpu")
-    results = run_ranks(world, run_ring, operands, *distances_and_columns(index), scale)
-    expected = dense_attention(*operands, written_out_mask(index, 2, 4), scale)
-    for parts, truth in zip(zip(*results), expected):
-        assert parts[0].dtype == dtype
-        assert relative_error(unstripe(list(parts), BLOCK), truth) < tolerance
+    seq_length, scale = BLOCK * world * (3 if world < 6 else 1), 0.1
+    cases, expected = [], []
+    for dtype in TOLERANCE:
+        for budget in ("few", "all"):
+            operands = random_operands(seq_length, 1, 4, 2, 64, dtype, "cpu")
+            index = random_index(seq_length, 1, 4, BLOCK, 1, budget, "cpu")
+            truth = dense_attention(*operands, written_out_mask(index, 1, 4), scale)
+            for inner in NODES[world]:
+                cases.append((operands, *distances_and_columns(index), scale, inner))
+                expected.append(truth)
+    results = run_ranks(world, run_rings, cases)
+    for case, truths, ranks in zip(cases, expected, zip(*results)):
+        dtype = case[0][0].dtype
+        for parts, truth in zip(zip(*ranks), truths):
+            assert parts[0].dtype == dtype
+            error = relative_error(unstripe(list(parts), BLOCK), truth)
+            assert error < TOLERANCE[dtype], f"{dtype}, nodes of {case[-1]}: {error:.1e}"
 
 
 def run_in_halves(rank, world, operands, distances, columns, scale):
@@ -171,3 +168,64 @@ def test_operands_that_do_not_fit_are_named():
         ring_attention(q, k, k, random_index(256, 1, 4, 64, 2, "all", "cpu"), ring, 0.1)
     with pytest.raises(ValueError, match="softmax_scale is 0"):
         ring_attention(q, k, k, index, ring, 0)
+
+
+def test_nodes_that_do_not_divide_the_ranks_are_refused():
+    with pytest.raises(ValueError, match="1 context-parallel ranks cannot be cut into nodes of 2"):
+        Ring(None, 2)
+
+
+def run_with_hosts(rank, world, hosts, inner):
+    import megatron_mtraining.ring.transport as transport
+
+    transport.socket.gethostname = lambda: hosts[rank]
+    try:
+        check_hosts(Ring(dist.group.WORLD, inner[rank]))
+    except ValueError as error:
+        return str(error)
+
+
+def test_nodes_that_are_no_hosts_are_refused_on_every_rank():
+    said = run_ranks(4, run_with_hosts, ["a", "b", "b", "b"], [2] * 4)
+    assert len(set(said)) == 1 and "ranks 0 to 1 spans hosts: a, b" in said[0]
+    assert run_ranks(4, run_with_hosts, ["a", "a", "b", "b"], [2] * 4) == [None] * 4
+    said = run_ranks(4, run_with_hosts, ["a"] * 4, [2, 2, 2, 1])
+    assert len(set(said)) == 1 and "[2, 2, 2, 1]" in said[0]
+
+
+def run_until_a_rank_fails(rank, world, operands, index_sets, backward, how):
+    from megatron_mtraining.ring import attention
+
+    name = "attention_backward_key" if backward else "attention_forward"
+    original = getattr(attention, name)
+
+    def fail_at_the_second(*arguments):
+        step = arguments[7]
+        if rank == 1 and not step.first:
+            if how == "dies":
+                os._exit(3)
+            raise RuntimeError("rank 1 has had enough")
+        return original(*arguments)
+
+    def fail_in_forward(*arguments):
+        step = arguments[5]
+        if rank == 1 and not step.first:
+            if how == "dies":
+                os._exit(3)
+            raise RuntimeError("rank 1 has had enough")
+        return original(*arguments)
+
+    setattr(attention, name, fail_at_the_second if backward else fail_in_forward)
+    return run_ring(rank, world, operands, *index_sets, 0.1, 2)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("how", ["raises", "dies"])
+def test_a_rank_that_fails_ends_all(how, backward):
+    operands = random_operands(BLOCK * 4, 1, 4, 2, 64, torch.float32, "cpu")
+    index = random_index(BLOCK * 4, 1, 4, BLOCK, 1, "few", "cpu")
+    sets = distances_and_columns(index)
+    started = time.monotonic()
+    with pytest.raises(Exception, match="rank 1 has had enough|terminated with exit code 3"):
+        run_ranks(4, run_until_a_rank_fails, operands, sets, backward, how)
+    assert time.monotonic() - started < TIMEOUT, "the others waited for their timeout"
