@@ -143,7 +143,7 @@ def backward_query(
         *carried.stride()[:3], *grad_query.stride()[:3],
         index.slash_ptr.shape[-1], index.slash_list.shape[-1], index.columns.shape[-1],
         length, key.shape[0], nb, softmax_scale,
-        step.distance * nb, step.wrap, step.rank, index.world,
+        step.distance * nb, step.wrap, step.place, index.world,
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
         KEEP=tile.keep, WALK=tile.walk, DIAGONAL=step.distance == 0, CARRY=not step.first,
         COLUMNS=columns is not None, EVEN=length % block == 0, PREC=precision_for(query),

@@ -274,7 +274,7 @@ def backward_query(
         index.slash_ptr, index.slash_list, index.slash_member, index.columns, index.column_ptr,
         *carried.stride()[:3], *grad_query.stride()[:3],
         index.slash_ptr.shape[-1], index.slash_list.shape[-1], index.columns.shape[-1],
-        length, nb, items, softmax_scale, step.distance * nb, step.wrap, step.rank, index.world,
+        length, nb, items, softmax_scale, step.distance * nb, step.wrap, step.place, index.world,
         HEADS=heads, GROUP=heads // key.shape[2], D=dim, BLOCK=block, STAGES=2,
         DIAGONAL=step.distance == 0, CARRY=not step.first, COLUMNS=columns is not None,
         LAST=step.last, num_warps=4, maxnreg=168,

@@ -75,7 +75,7 @@ def _operands(query, key, value, columns, index, step, softmax_scale):
     mask = step_mask(index, step, length, key.shape[0])
     if columns is not None:
         k, v = (torch.cat((t, more.to(t.dtype)), 2) for t, more in zip((k, v), columns))
-        mask = torch.cat((mask, column_mask(index, step.rank, length)), -1)
+        mask = torch.cat((mask, column_mask(index, step.place, length)), -1)
     return q, k, v, _scores(q, k, mask, softmax_scale)
 
 

@@ -7,6 +7,9 @@ Megatron.
 
 The distance between a query block of rank ``r`` and a key block of rank ``s`` is ``t = (r - s) % W``
 modulo ``W``, whatever the two blocks: the reason why every rank has the same work in every ring step.
+
+Where ranks form nodes, a rank has another *place* in this order (:func:`place_of`), and every function
+below takes places for ranks.
 """
 
 from __future__ import annotations
@@ -25,6 +28,19 @@ def check_layout(seq_length: int, cp_size: int, block_size: int) -> None:
             f"{cp_size} context-parallel ranks: its length must be a multiple of "
             f"{block_size} x {cp_size} = {block_size * cp_size}"
         )
+
+
+def place_of(cp_rank: int, cp_size: int, inner: int | None = None) -> int:
+    """The place of a rank in the layout: the rank, if there are no nodes.
+
+    Where rank ``x * inner + y`` is number y of node x, consecutive blocks live on consecutive nodes. The
+    ranks of a node then have keys of the same distance in each step of a hierarchical ring, so that
+    none of them waits for another.
+    """
+    if inner is None:
+        return cp_rank
+    x, y = divmod(cp_rank, inner)
+    return y * (cp_size // inner) + x
 
 
 def stripe(tensor: Tensor, cp_rank: int, cp_size: int, block_size: int, dim: int = 0) -> Tensor:

@@ -20,7 +20,7 @@ from ranks import TIMEOUT, run_ranks
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import sparse_attention
-from megatron_mtraining.layout import stripe, unstripe
+from megatron_mtraining.layout import place_of, stripe, unstripe
 from megatron_mtraining.pattern import build_index
 from megatron_mtraining.ring import Ring, check_hosts, ring_attention, ring_of
 
@@ -35,10 +35,10 @@ def distances_and_columns(index):
 def run_ring(rank, world, operands, distances, columns, scale, inner=None):
     seq_length = operands[0].shape[0]
     index = build_index(distances, columns, seq_length, BLOCK, world)
-    parts = [stripe(t, rank, world, BLOCK) for t in operands]
-    leaves = [t.clone().requires_grad_() for t in parts[:3]]
     ring = ring_of(dist.group.WORLD, inner)
     check_hosts(ring)
+    parts = [stripe(t, ring.place, world, BLOCK) for t in operands]
+    leaves = [t.clone().requires_grad_() for t in parts[:3]]
     out, _ = ring_attention(*leaves, index, ring, scale)
     out.backward(parts[3])
     return [out.detach(), *(leaf.grad for leaf in leaves)]
@@ -69,6 +69,8 @@ def test_processes_agree_with_dense_attention(world):
     results = run_ranks(world, run_rings, cases)
     for case, truths, ranks in zip(cases, expected, zip(*results)):
         dtype = case[0][0].dtype
+        places = [place_of(rank, world, case[-1]) for rank in range(world)]
+        ranks = [ranks[places.index(place)] for place in range(world)]
         for parts, truth in zip(zip(*ranks), truths):
             assert parts[0].dtype == dtype
             error = relative_error(unstripe(list(parts), BLOCK), truth)

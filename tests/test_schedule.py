@@ -7,6 +7,7 @@ from collections import Counter, defaultdict, deque
 
 import pytest
 
+from megatron_mtraining.layout import place_of
 from megatron_mtraining.ring.schedule import (
     Do,
     Link,
@@ -37,11 +38,11 @@ MOVES = {Do.SEND_VALUES, Do.TAKE_VALUES, Do.SEND_GRADIENTS, Do.TAKE_GRADIENTS, D
 
 
 class Rank:
-    """One rank that runs a schedule on names: keys are their rank, gradients count who has added."""
+    """One rank that runs a schedule on names: keys are their place, gradients count who has added."""
 
-    def __init__(self, rank, ops):
-        self.rank, self.ops = rank, deque(ops)
-        self.keys, self.moving, self.home = rank, None, None
+    def __init__(self, rank, place, ops):
+        self.rank, self.place, self.ops = rank, place, deque(ops)
+        self.keys, self.moving, self.home = place, None, None
         self.attended, self.queries, self.final = [], [], None
         self.sent = {}
 
@@ -88,7 +89,7 @@ class Rank:
             assert self.moving is None
             self.home, self.moving = None, self.home
         elif op.do is Do.OWN_KEY:
-            self.add(op.step, self.rank)
+            self.add(op.step, self.place)
         else:
             assert op.step.source == self.keys, "the schedule says other keys than there are"
             if op.do is Do.KEY:
@@ -98,15 +99,18 @@ class Rank:
         return True
 
     def add(self, step, keys):
-        assert step.source == keys and step.rank == self.rank
+        assert step.source == keys and step.place == self.place
         source, count = self.moving or (keys, Counter())
         assert source == keys, "carries the gradient of other keys"
-        self.moving = (keys, count + Counter([self.rank]))
+        self.moving = (keys, count + Counter([self.place]))
 
 
 def run(ops, inner, outer):
     """All ranks of a schedule, to their end."""
-    ranks = [Rank(rank, ops(rank, inner, outer)) for rank in range(inner * outer)]
+    world = inner * outer
+    places = [place_of(rank, world, inner) for rank in range(world)]
+    assert sorted(places) == list(range(world))
+    ranks = [Rank(rank, places[rank], ops(rank, inner, outer)) for rank in range(world)]
     mail = defaultdict(deque)
     while any(rank.ops for rank in ranks):
         moved = [rank.step(mail, inner, outer) for rank in ranks if rank.ops]
@@ -116,30 +120,30 @@ def run(ops, inner, outer):
     return ranks
 
 
-def check_steps(steps, rank, world):
-    assert [step.source for step in steps][0] == rank
+def check_steps(steps, place, world):
+    assert [step.source for step in steps][0] == place
     assert sorted(step.source for step in steps) == list(range(world))
     assert [step.first for step in steps] == [True] + [False] * (world - 1)
     assert [step.last for step in steps] == [False] * (world - 1) + [True]
     for step in steps:
-        assert step.rank == rank
-        assert (step.source + step.distance) % world == rank
-        assert step.wrap == (step.source > rank)
+        assert step.place == place
+        assert (step.source + step.distance) % world == place
+        assert step.wrap == (step.source > place)
 
 
 @every_shape
 def test_forward_meets_every_key_once(inner, outer):
     for rank in run(forward_ops, inner, outer):
-        check_steps(rank.attended, rank.rank, inner * outer)
+        check_steps(rank.attended, rank.place, inner * outer)
 
 
 @every_shape
 def test_backward_brings_every_gradient_home(inner, outer):
     world = inner * outer
     for rank in run(backward_ops, inner, outer):
-        check_steps(rank.queries, rank.rank, world)
+        check_steps(rank.queries, rank.place, world)
         source, count = rank.moving
-        assert source == rank.rank and count == Counter(range(world))
+        assert source == rank.place and count == Counter(range(world))
 
 
 @pytest.mark.parametrize(("inner", "outer"), [shape for shape in SHAPES if 1 not in shape])
@@ -184,3 +188,13 @@ def test_all_moves_name_their_link(inner, outer):
     for ops in (forward_ops, backward_ops):
         for op in ops(0, inner, outer):
             assert (op.link is not None) == (op.do in MOVES)
+
+
+@every_shape
+def test_the_ranks_of_a_node_have_keys_of_one_distance_in_each_step(inner, outer):
+    """So they have the same work. Nodes may differ by a node: those that have gone round."""
+    steps = [ring_steps(rank, inner, outer) for rank in range(inner * outer)]
+    for together in zip(*steps):
+        for x in range(outer):
+            node = together[x * inner : (x + 1) * inner]
+            assert len({step.distance for step in node}) == 1

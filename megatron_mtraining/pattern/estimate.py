@@ -27,7 +27,7 @@ class Sample:
         rows: int32 ``[R]``, global positions of the rows, ascending.
         rows_in_stratum: so many rows in a row are of one stretch of the sequence.
         near: query and key blocks fewer apart than this are in the local window; 1 or more.
-        rank, world, block_size: the striped layout of the keys.
+        rank, world, block_size: the striped layout of the keys; this rank's place there.
         softmax_scale: factor of the scores.
     """
 
@@ -78,13 +78,13 @@ def draw_sample(query: Tensor, config, ring, near: int, softmax_scale: float) ->
     block, strata, rows = config.block_size, config.sample_strata, config.sample_rows
     seq_length = query.shape[0] * ring.world
     row, local, elsewhere = _rows_here(
-        seq_length, strata, rows, ring.rank, ring.world, block, query.device
+        seq_length, strata, rows, ring.place, ring.world, block, query.device
     )
     sampled = query.index_select(0, local)
     if ring.world > 1:
         # One rank has each row, so the sum is exact in any dtype.
         sampled = ring.all_reduce(sampled.masked_fill_(elsewhere, 0))
-    return Sample(sampled, row, rows, near, ring.rank, ring.world, block, softmax_scale)
+    return Sample(sampled, row, rows, near, ring.place, ring.world, block, softmax_scale)
 
 
 def sample_lse(sample: Sample, key: Tensor, ring) -> Tensor:

@@ -75,7 +75,7 @@ def _choose_columns(mass: Tensor, config, ring) -> tuple[Tensor, Tensor]:
     length = mass.shape[-1]
     seq_length = length * ring.world
     offer, cut = select_largest(
-        mass, min(config.vertical, length), seq_length, ring.rank, ring.world, config.block_size
+        mass, min(config.vertical, length), seq_length, ring.place, ring.world, config.block_size
     )
     if ring.world > 1:
         count = min(config.vertical, seq_length)

@@ -18,6 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from ..layout import place_of
+
 
 class Link(Enum):
     """Which neighbour: in the node, or of the same number in the next node."""
@@ -47,14 +49,14 @@ class RingStep:
     """What one rank computes in one step.
 
     Attributes:
-        rank: whose queries.
-        source: whose keys are at hand.
-        distance: t, how many ranks apart: ``(rank - source) % world``.
-        wrap: 1 if ``source > rank``, which moves the block distances on by one stripe, else 0.
+        place: of the queries in the layout (:func:`~megatron_mtraining.layout.place_of`).
+        source: the place of the keys at hand.
+        distance: t, how many places apart: ``(place - source) % world``.
+        wrap: 1 if ``source > place``, which moves the block distances on by one stripe, else 0.
         first, last: whether this is the rank's first step (nothing to carry in), or its last.
     """
 
-    rank: int
+    place: int
     source: int
     distance: int
     wrap: int
@@ -72,18 +74,18 @@ class Op:
 
 
 def ring_steps(rank: int, inner: int, outer: int = 1) -> list[RingStep]:
-    """The steps of one rank: its own keys first; then ``source = (x - o, y - i)``, i changing fastest."""
+    """The steps of one rank: its own keys first, then those of ``(x - o, y - i)``, i changing fastest."""
     world = inner * outer
     x, y = divmod(rank, inner)
-    sources = [
-        (x - o) % outer * inner + (y - i) % inner for o in range(outer) for i in range(inner)
-    ]
+    rounds, turns = range(outer), range(inner)
+    ranks = [(x - o) % outer * inner + (y - i) % inner for o in rounds for i in turns]
+    place, *_ = sources = [place_of(source, world, inner) for source in ranks]
     return [
         RingStep(
-            rank=rank,
+            place=place,
             source=source,
-            distance=(rank - source) % world,
-            wrap=int(source > rank),
+            distance=(place - source) % world,
+            wrap=int(source > place),
             first=number == 0,
             last=number == world - 1,
         )

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..layout import place_of
 from .schedule import Link
 
 
@@ -41,6 +42,7 @@ class Ring:
     Attributes:
         rank, world: this process's position in the group, and the group's size.
         inner, outer: ranks a node, and nodes.
+        place: this rank's in the layout (:func:`~megatron_mtraining.layout.place_of`).
         trace: None, or a function of a name and a step that gives a context manager, entered around
             what a ring runs: for measurements.
 
@@ -62,6 +64,7 @@ class Ring:
                 f"{self.world} context-parallel ranks cannot be cut into nodes of {self.inner}"
             )
         self.outer = self.world // self.inner
+        self.place = place_of(self.rank, self.world, self.inner)
         self.trace = None
         self._groups = {}
 
