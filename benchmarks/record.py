@@ -41,8 +41,12 @@ def provenance() -> dict:
 
 
 def command() -> str:
-    """This run's command without what says only where its output was kept."""
+    """This run's command without what says only where files were kept: no output, and of the folder that
+    data came from just its name."""
     words = ["python", *sys.argv]
+    for at in range(1, len(words)):
+        if words[at - 1] == "--data":
+            words[at] = Path(words[at]).name
     for name in ("--output", "--log"):
         while name in words:
             at = words.index(name)

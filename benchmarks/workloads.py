@@ -1,7 +1,10 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Patterns and operands that the kernel benchmarks share."""
+"""Patterns and operands that the benchmarks share."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -29,6 +32,37 @@ def draw_pattern(seq: int, heads: int, share: float, columns: int) -> tuple[Tens
     weights = 1 / (1 + torch.arange(seq, dtype=torch.float32) / 1000)
     picks = [torch.multinomial(weights, columns) for _ in range(heads)] if columns else []
     picked = torch.stack(picks)[None] if columns else torch.zeros(1, heads, 0, dtype=torch.int64)
+    return distances, picked
+
+
+def draw_unequal(seq: int, heads: int, density: float, columns: int) -> tuple[Tensor, Tensor]:
+    """:func:`draw_pattern` with heads that differ: their shares of far distances go evenly, in ratio, from
+    a quarter of the mean's to several times it, and the mean density is about ``density``, the columns'
+    own pairs counted in.
+    """
+    # A column at a random place is seen by half of the queries; those drawn are denser at the start.
+    own = 0.85 * 2 * columns / seq
+    mean = share_for(max(0.0, density - own), seq)
+    spread = torch.logspace(-1, 1, heads, base=4.0)
+    shares = (mean * spread / spread.mean()).clamp(max=1)
+    distances = torch.rand(1, heads, -(-seq // BLOCK)) < shares[None, :, None]
+    distances[..., :BAND] = True
+    return distances, draw_pattern(seq, heads, 0.0, columns)[1]
+
+
+def draw_few_far(seq: int, heads: int, few: int, columns: int) -> tuple[Tensor, Tensor]:
+    """:func:`draw_pattern` with just ``few`` far distances a head: the hardest to spread over ranks."""
+    distances, picked = draw_pattern(seq, heads, 0.0, columns)
+    far = torch.rand(1, heads, distances.shape[-1] - BAND).argsort(-1)[..., :few] + BAND
+    return distances.scatter(-1, far, True), picked
+
+
+def draw_local(seq: int, heads: int, diagonals: int, columns: int) -> tuple[Tensor, Tensor]:
+    """:func:`draw_pattern` with ``diagonals`` token diagonals right beyond a window of a block: what the
+    best diagonals of a usual head are, its local ones. They cross few block distances."""
+    distances, picked = draw_pattern(seq, heads, 0.0, columns)
+    reach = 2 * BLOCK + diagonals - 1  # the last diagonal; the window takes distances 0 and 1
+    distances[..., : -(-reach // BLOCK) + 1] = True
     return distances, picked
 
 
@@ -66,3 +100,19 @@ def mask_rows(distances: Tensor, columns: Tensor, rows: Tensor, keys: int) -> Te
     mask = distances[apart].repeat_interleave(BLOCK, 1)[:, :keys]
     mask[:, columns[columns < keys]] = True
     return mask & (rows[:, None] >= position[None, :])
+
+
+def read_operands(path: Path) -> tuple[Tensor, Tensor]:
+    """query ``[s, 1, h, d]`` and key ``[s, 1, hk, d]`` of a safetensors file that holds ``query`` and
+    ``key`` as ``[heads, s, d]`` in bfloat16. Read by hand: the format is a header and bytes."""
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    found = []
+    for name in ("query", "key"):
+        if name not in header or header[name]["dtype"] != "BF16":
+            raise ValueError(f"{path.name} has no {name!r} in bfloat16")
+        low, high = header[name]["data_offsets"]
+        flat = torch.frombuffer(bytearray(raw[start + low : start + high]), dtype=torch.bfloat16)
+        found.append(flat.view(header[name]["shape"]).transpose(0, 1)[:, None].contiguous())
+    return found[0], found[1]
