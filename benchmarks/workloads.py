@@ -84,6 +84,55 @@ def draw_operands(seq, heads, kv_heads, dim, dtype, device) -> tuple[Tensor, ...
     return query, key, value, torch.randn_like(query)
 
 
+def draw_structured(
+    seq: int, positions: Tensor, heads: int, kv_heads: int, dim: int, columns: int, dtype
+) -> tuple[Tensor, ...]:
+    """query, key, value and a gradient of out for the tokens at ``positions``, whose attention looks like a
+    usual head's, so that the pattern chosen from them does too.
+
+    A score is the sum of three parts. One falls with the distance, as rotary embeddings make it: a sum of
+    cosines from the length of two blocks to that of the sequence. So the best diagonals are those
+    right beyond the window, next to each other, and cross few block distances. One is high at twice
+    ``columns`` keys of each KV head, denser at the start of the sequence, by different amounts for different
+    heads: each finds its columns among them. The rest is noise. With random operands in place of these, the
+    best diagonals would lie scattered over the sequence, and 100 of them keep a large share of it.
+
+    Every rank finds the same strong columns if torch's generator of the CPU has the same state on all; its
+    noise is its device's generator's.
+    """
+    device = positions.device
+    half, strong = dim // 4, 8
+    noise = dim - 2 * half - strong
+    # What all ranks draw alike comes before the noise.
+    tastes = torch.rand(heads, strong) ** 4 + 0.01
+    tastes = tastes / tastes.sum(-1, keepdim=True) * dim**0.5
+    strength = torch.zeros(kv_heads, seq, strong)
+    weights = 1 / (1 + torch.arange(seq, dtype=torch.float32) / 1000)
+    count = min(seq, 2 * columns)
+    for head in range(kv_heads if count else 0):
+        strength[head, torch.multinomial(weights, count)] = 4 + torch.randn(count, strong).abs()
+
+    slowest = max(2 * seq, 4 * BLOCK)
+    rates = torch.logspace(0, 1, half, base=2 * BLOCK / slowest, dtype=torch.float64) / (2 * BLOCK)
+    angles = positions.double()[:, None] * rates.to(device)
+    size = (16 * dim**0.5 / half) ** 0.5  # a score of 16 at distance 0
+    wave = size * torch.cat((angles.cos(), angles.sin()), -1)[:, None, None]
+
+    def start_with(count):
+        tensor = torch.empty(len(positions), 1, count, dim, device=device, dtype=dtype)
+        tensor[..., : 2 * half] = wave
+        for part in tensor.split(16384):  # the noise's float32 numbers, a stretch at a time
+            part[..., -noise:] = 0.84 * torch.randn(*part.shape[:-1], noise, device=device)
+        return tensor
+
+    query, key = start_with(heads), start_with(kv_heads)
+    query[..., 2 * half : -noise] = tastes.to(device)
+    key[:, 0, :, 2 * half : -noise] = strength[:, positions.cpu()].transpose(0, 1).to(device)
+    # A view into a wider tensor, as Megatron's value is.
+    value = torch.randn(len(positions), 1, kv_heads, 2 * dim, device=device, dtype=dtype)[..., dim:]
+    return query, key, value, torch.randn_like(query)
+
+
 def heads_first(tensor: Tensor) -> Tensor:
     """``[s, b, h, d]`` as the contiguous ``[b, h, s, d]`` that dense attention takes."""
     return tensor.detach().permute(1, 2, 0, 3).contiguous()
