@@ -142,8 +142,9 @@ def timeline(path: Path, layers: Mapping[str, Sequence[Sequence]], title: str) -
         axes.grid(axis="x", alpha=0.3)
     panels[-1, 0].set_xlabel("milliseconds since all ranks began")
     figure.suptitle(title, fontsize=11)
+    names = sorted(drawn, key=[*SPANS, *drawn].index)
     figure.legend(
-        drawn.values(), drawn, loc="outside lower center", ncols=len(drawn) or 1, frameon=False
+        [drawn[name] for name in names], names, loc="outside lower center", ncols=6, frameon=False
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

@@ -81,6 +81,7 @@ def test_from_torchrun_to_rows(rings, tmp_path):
             row["fwdbwd_ms"] - row["kernel_ms"], abs=2e-3
         )
         assert row["peak_gib"] is None and row["versions"]["nccl"] == "none"
+        assert row["max_connections"] == os.environ.get(rings.CONNECTIONS, "1")
         assert (row["imbalance_worker"] is not None) == traced
         assert (row["imbalance_step"] is not None) == traced
         assert row["gpu"] and row["torch"] == torch.__version__ and row["commit"] == "a commit"
@@ -238,7 +239,7 @@ def test_a_trace_over_ranks(rings, tmp_path, monkeypatch):
     assert plots.timeline(tmp_path / "t.png", layers, "a layer").stat().st_size > 5000
     assert [axes.get_title(loc="left") for axes in drawn[0].axes] == list(layers)
     labels = [text.get_text() for text in drawn[0].legends[0].get_texts()]
-    assert labels == ["attend", "wait", "columns"]
+    assert labels == ["attend", "columns", "wait"]
     monkeypatch.undo()
     plots.pyplot.close("all")
 
