@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_mtraining.report.pictures import COLOURS, pyplot
@@ -96,3 +97,56 @@ def _legend(rows: list[dict]) -> list:
         hollow = dict(marker="o", markerfacecolor="white", label="hollow: head dim 64")
         handles.append(pyplot.Line2D([], [], **hollow, **grey))
     return handles
+
+
+# Colours of what a rank does, by the names that a ring's trace gives.
+SPANS = {
+    "attend": COLOURS[0],
+    "query": COLOURS[2],
+    "key": COLOURS[6],
+    "columns": COLOURS[1],
+    "wait": COLOURS[4],
+}
+
+
+def timeline(path: Path, layers: Mapping[str, Sequence[Sequence]], title: str) -> Path:
+    """What each rank does during a layer's forward and backward, a panel a ring, on one scale of time.
+
+    Args:
+        layers: by the ring's name, for each rank its spans (:class:`timeline.Span`); those named "wait",
+            waits for transfers, are drawn half as high.
+    """
+    ranks = max(len(layer) for layer in layers.values())
+    figure, panels = pyplot.subplots(
+        len(layers), 1, figsize=(12, 1.2 + len(layers) * (0.9 + 0.32 * ranks)), sharex=True,
+        squeeze=False, layout="constrained",
+    )  # fmt: skip
+    drawn = {}
+    for axes, (name, layer) in zip(panels[:, 0], layers.items()):
+        for rank, spans in enumerate(layer):
+            for kind in dict.fromkeys(span.name for span in spans):
+                bars = [(s.start, s.end - s.start) for s in spans if s.name == kind]
+                height = 0.4 if kind == "wait" else 0.8
+                colour = SPANS.get(kind, COLOURS[5])
+                drawn[kind] = axes.broken_barh(
+                    bars,
+                    (rank - height / 2, height),
+                    color=colour,
+                    edgecolor="white",
+                    linewidth=0.4,
+                )
+        axes.set_title(name, loc="left", fontsize=10)
+        axes.set_ylabel("rank")
+        axes.set_yticks(range(len(layer)))
+        axes.set_ylim(len(layer) - 0.4, -0.6)
+        axes.grid(axis="x", alpha=0.3)
+    panels[-1, 0].set_xlabel("milliseconds since all ranks began")
+    figure.suptitle(title, fontsize=11)
+    names = sorted(drawn, key=[*SPANS, *drawn].index)
+    figure.legend(
+        [drawn[name] for name in names], names, loc="outside lower center", ncols=6, frameon=False
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return path

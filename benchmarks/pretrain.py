@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import record
@@ -70,13 +69,6 @@ def read_log(log: str) -> dict:
         density=[float(d) for _, d in DENSITY.findall(log)],
         memory=[float(m) for m in MEMORY.findall(log)],
     )
-
-
-def installed(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "none"
 
 
 def run(options) -> None:
@@ -139,7 +131,7 @@ def run(options) -> None:
         iterations=last,
         versions={
             "megatron": megatron_version(options.megatron),
-            "transformer_engine": installed("transformer-engine"),
+            "transformer_engine": record.installed("transformer-engine"),
         },
     )
     record.append(options.output, [row])

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -40,10 +41,22 @@ def provenance() -> dict:
     }
 
 
+def installed(name: str) -> str:
+    """The version of an installed package, or "none"."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"
+
+
 def command() -> str:
-    """This run's command without what says only where its output was kept."""
+    """This run's command without what says only where files were kept: no output, and of the folder that
+    data came from just its name."""
     words = ["python", *sys.argv]
-    for name in ("--output", "--log"):
+    for at in range(1, len(words)):
+        if words[at - 1] == "--data":
+            words[at] = Path(words[at]).name
+    for name in ("--output", "--log", "--timeline"):
         while name in words:
             at = words.index(name)
             del words[at : at + 2]

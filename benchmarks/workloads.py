@@ -1,7 +1,10 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Patterns and operands that the kernel benchmarks share."""
+"""Patterns and operands that the benchmarks share."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -32,6 +35,37 @@ def draw_pattern(seq: int, heads: int, share: float, columns: int) -> tuple[Tens
     return distances, picked
 
 
+def draw_unequal(seq: int, heads: int, density: float, columns: int) -> tuple[Tensor, Tensor]:
+    """:func:`draw_pattern` with heads that differ: their shares of far distances go evenly, in ratio, from
+    a quarter of the mean's to several times it, and the mean density is about ``density``, the columns'
+    own pairs counted in.
+    """
+    # A column at a random place is seen by half of the queries; those drawn are denser at the start.
+    own = 0.85 * 2 * columns / seq
+    mean = share_for(max(0.0, density - own), seq)
+    spread = torch.logspace(-1, 1, heads, base=4.0)
+    shares = (mean * spread / spread.mean()).clamp(max=1)
+    distances = torch.rand(1, heads, -(-seq // BLOCK)) < shares[None, :, None]
+    distances[..., :BAND] = True
+    return distances, draw_pattern(seq, heads, 0.0, columns)[1]
+
+
+def draw_few_far(seq: int, heads: int, few: int, columns: int) -> tuple[Tensor, Tensor]:
+    """:func:`draw_pattern` with just ``few`` far distances a head: the hardest to spread over ranks."""
+    distances, picked = draw_pattern(seq, heads, 0.0, columns)
+    far = torch.rand(1, heads, distances.shape[-1] - BAND).argsort(-1)[..., :few] + BAND
+    return distances.scatter(-1, far, True), picked
+
+
+def draw_local(seq: int, heads: int, diagonals: int, columns: int) -> tuple[Tensor, Tensor]:
+    """:func:`draw_pattern` with ``diagonals`` token diagonals right beyond a window of a block: what the
+    best diagonals of a usual head are, its local ones. They cross few block distances."""
+    distances, picked = draw_pattern(seq, heads, 0.0, columns)
+    reach = 2 * BLOCK + diagonals - 1  # the last diagonal; the window takes distances 0 and 1
+    distances[..., : -(-reach // BLOCK) + 1] = True
+    return distances, picked
+
+
 def draw_index(seq, heads, share, columns, device):
     """The index of a drawn pattern, on one rank."""
     distances, picked = draw_pattern(seq, heads, share, columns)
@@ -47,6 +81,55 @@ def draw_operands(seq, heads, kv_heads, dim, dtype, device) -> tuple[Tensor, ...
     query = mixed[..., : group * dim].reshape(seq, 1, heads, dim).contiguous()
     key = mixed[..., group * dim : (group + 1) * dim].contiguous()
     value = mixed[..., (group + 1) * dim :]
+    return query, key, value, torch.randn_like(query)
+
+
+def draw_structured(
+    seq: int, positions: Tensor, heads: int, kv_heads: int, dim: int, columns: int, dtype
+) -> tuple[Tensor, ...]:
+    """query, key, value and a gradient of out for the tokens at ``positions``, whose attention looks like a
+    usual head's, so that the pattern chosen from them does too.
+
+    A score is the sum of three parts. One falls with the distance, as rotary embeddings make it: a sum of
+    cosines from the length of two blocks to that of the sequence. So the best diagonals are those
+    right beyond the window, next to each other, and cross few block distances. One is high at twice
+    ``columns`` keys of each KV head, denser at the start of the sequence, by different amounts for different
+    heads: each finds its columns among them. The rest is noise. With random operands in place of these, the
+    best diagonals would lie scattered over the sequence, and 100 of them keep a large share of it.
+
+    Every rank finds the same strong columns if torch's generator of the CPU has the same state on all; its
+    noise is its device's generator's.
+    """
+    device = positions.device
+    half, strong = dim // 4, 8
+    noise = dim - 2 * half - strong
+    # What all ranks draw alike comes before the noise.
+    tastes = torch.rand(heads, strong) ** 4 + 0.01
+    tastes = tastes / tastes.sum(-1, keepdim=True) * dim**0.5
+    strength = torch.zeros(kv_heads, seq, strong)
+    weights = 1 / (1 + torch.arange(seq, dtype=torch.float32) / 1000)
+    count = min(seq, 2 * columns)
+    for head in range(kv_heads if count else 0):
+        strength[head, torch.multinomial(weights, count)] = 4 + torch.randn(count, strong).abs()
+
+    slowest = max(2 * seq, 4 * BLOCK)
+    rates = torch.logspace(0, 1, half, base=2 * BLOCK / slowest, dtype=torch.float64) / (2 * BLOCK)
+    angles = positions.double()[:, None] * rates.to(device)
+    size = (16 * dim**0.5 / half) ** 0.5  # a score of 16 at distance 0
+    wave = size * torch.cat((angles.cos(), angles.sin()), -1)[:, None, None]
+
+    def start_with(count):
+        tensor = torch.empty(len(positions), 1, count, dim, device=device, dtype=dtype)
+        tensor[..., : 2 * half] = wave
+        for part in tensor.split(16384):  # the noise's float32 numbers, a stretch at a time
+            part[..., -noise:] = 0.84 * torch.randn(*part.shape[:-1], noise, device=device)
+        return tensor
+
+    query, key = start_with(heads), start_with(kv_heads)
+    query[..., 2 * half : -noise] = tastes.to(device)
+    key[:, 0, :, 2 * half : -noise] = strength[:, positions.cpu()].transpose(0, 1).to(device)
+    # A view into a wider tensor, as Megatron's value is.
+    value = torch.randn(len(positions), 1, kv_heads, 2 * dim, device=device, dtype=dtype)[..., dim:]
     return query, key, value, torch.randn_like(query)
 
 
@@ -66,3 +149,19 @@ def mask_rows(distances: Tensor, columns: Tensor, rows: Tensor, keys: int) -> Te
     mask = distances[apart].repeat_interleave(BLOCK, 1)[:, :keys]
     mask[:, columns[columns < keys]] = True
     return mask & (rows[:, None] >= position[None, :])
+
+
+def read_operands(path: Path) -> tuple[Tensor, Tensor]:
+    """query ``[s, 1, h, d]`` and key ``[s, 1, hk, d]`` of a safetensors file that holds ``query`` and
+    ``key`` as ``[heads, s, d]`` in bfloat16. Read by hand: the format is a header and bytes."""
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    found = []
+    for name in ("query", "key"):
+        if name not in header or header[name]["dtype"] != "BF16":
+            raise ValueError(f"{path.name} has no {name!r} in bfloat16")
+        low, high = header[name]["data_offsets"]
+        flat = torch.frombuffer(bytearray(raw[start + low : start + high]), dtype=torch.bfloat16)
+        found.append(flat.view(header[name]["shape"]).transpose(0, 1)[:, None].contiguous())
+    return found[0], found[1]

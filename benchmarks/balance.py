@@ -1,0 +1,362 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""How evenly a ring's work falls on ranks and steps: pairs counted on its schedule; no GPU, no process.
+
+For every pattern, number of ranks and schedule, layouts beside each other:
+
+- ``striped``: this project's. Columns travel gathered, and all ranks' are attended in the last step.
+- ``striped over groups``: as striped, but in a hierarchical ring consecutive blocks go to consecutive groups:
+  block b mod W = inner * O + outer in place of outer * I + inner. Then all ranks of a group have distances of
+  one residue in each step, and all groups the same residues in each round.
+- ``columns at owner``: striped; a column is attended in the step of the rank that it lives on.
+- ``zigzag``: 2W chunks, rank r has chunks r and 2W - 1 - r (Megatron's); columns in their owner's step.
+- ``contiguous``: W chunks; likewise.
+
+With w[r, t] the pairs of rank r in step t, and as 1 what a rank has to do in the mean over ranks:
+
+- ``worker_imbalance``: the slowest rank's pairs over all steps.
+- ``step_imbalance``: the sum over steps of each step's slowest rank: the time if all ranks waited for each
+  other after each step.
+- ``exposed``: the time if ranks wait for keys alone (:func:`makespan`), transfers taking no time.
+- ``step_over_mean``: the heaviest w[r, t] over the mean: how much longer than its share a step can be.
+
+All counts are exact integers. The flat schedule has keys of rank (r - t) % W in step t. The hierarchical one
+is of W = O x I ranks, rank = outer * I + inner: in round o, inner step i, rank (x, y) has keys of
+((x - o) % O, (y - i) % I).
+
+``--data FOLDER`` names a folder with safetensors files of a model's own queries and keys (``query``, ``key``,
+``[heads, s, d]``), one file a layer: their patterns are chosen by this package at its default budgets, and
+counted at their own length and, stretched (:func:`stretch`), at 512K tokens. Prints a table and appends
+rows to ``results/balance.jsonl``.
+
+    python benchmarks/balance.py [--data FOLDER] [--world N ...] [--inner I] [--output FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import record
+import torch
+import workloads
+from workloads import BLOCK
+
+from megatron_mtraining import MTrainingConfig
+from megatron_mtraining.pattern import choose_index
+from megatron_mtraining.ring import Ring
+
+WORLDS = (4, 8, 32, 64, 256)
+INNER = 8
+SEQ = 524288
+HEADS = 16
+
+
+class Pattern(NamedTuple):
+    """One layer's pattern: what is kept, by head, and how many columns lie in each block."""
+
+    name: str
+    seq: int
+    distances: np.ndarray  # bool [heads, blocks]
+    columns: np.ndarray  # int64 [heads, blocks]
+
+    @property
+    def blocks(self) -> int:
+        return self.distances.shape[1]
+
+    def density(self) -> float:
+        """Share of the causal pairs that is kept."""
+        pairs = sum(int(part.sum()) for part in chunk_pairs(self, 1))
+        return pairs / (len(self.distances) * self.seq * (self.seq + 1) // 2)
+
+
+def pattern_of(name: str, seq: int, distances: torch.Tensor, picked: torch.Tensor) -> Pattern:
+    """From distances ``[1, h, NB]`` and column positions ``[1, h, C]``, each once; N or more is none."""
+    if seq % BLOCK:
+        raise ValueError(f"{seq} tokens are not a whole number of blocks of {BLOCK}")
+    blocks = seq // BLOCK
+    member = distances[0].cpu().numpy().copy()
+    member[:, 0] = True
+    columns = [np.bincount(row[row < seq] // BLOCK, minlength=blocks) for row in picked[0].numpy()]
+    return Pattern(name, seq, member, np.array(columns, dtype=np.int64).reshape(-1, blocks))
+
+
+# Pairs by (query rank, key rank), of slashes and of columns apart: int64 [W, W].
+
+
+def chunk_pairs(pattern: Pattern, chunks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs between every two of ``chunks`` stretches of the sequence, as (query chunk, key chunk)."""
+    blocks, heads = pattern.blocks, len(pattern.distances)
+    if blocks % chunks:
+        raise ValueError(f"{blocks} blocks cannot be cut into {chunks} chunks")
+    length = blocks // chunks
+    edges = np.arange(chunks + 1) * length
+    # How many distances, from 0 on, lead from a key block to query blocks before an edge.
+    reach = np.clip(edges[:, None] - np.arange(blocks), 0, None)
+    kept = np.zeros((heads, blocks + 1), dtype=np.int64)
+    np.cumsum(pattern.distances, axis=1, out=kept[:, 1:])
+    left_out = np.arange(blocks + 1) - kept
+
+    def by_chunk(counts):  # differences at the edges: one entry a query chunk and key block
+        return counts.reshape(chunks, chunks, length).sum(-1)
+
+    slash = by_chunk(np.diff(kept.sum(0)[reach], axis=0)) * BLOCK * BLOCK
+    slash[np.diag_indices(chunks)] -= heads * length * (BLOCK * (BLOCK - 1) // 2)
+    columns = np.zeros((chunks, blocks), dtype=np.int64)
+    for counts, outside in zip(pattern.columns, left_out):
+        columns += np.diff(outside[reach], axis=0) * counts
+    return slash, by_chunk(columns) * BLOCK
+
+
+def contiguous(pattern: Pattern, world: int) -> tuple[np.ndarray, np.ndarray]:
+    return chunk_pairs(pattern, world)
+
+
+def zigzag(pattern: Pattern, world: int) -> tuple[np.ndarray, np.ndarray]:
+    def fold(pairs):  # chunk 2W - 1 - r lies with chunk r
+        pairs = pairs[:world] + pairs[world:][::-1]
+        return pairs[:, :world] + pairs[:, world:][:, ::-1]
+
+    slash, columns = chunk_pairs(pattern, 2 * world)
+    return fold(slash), fold(columns)
+
+
+def striped(pattern: Pattern, world: int) -> tuple[np.ndarray, np.ndarray]:
+    heads, local = len(pattern.distances), pattern.blocks // world
+    if pattern.blocks % world:
+        raise ValueError(f"{pattern.blocks} blocks cannot be striped over {world} ranks")
+    query, key = np.mgrid[:world, :world]
+    apart, wrap = (query - key) % world, (key > query).astype(np.int64)
+
+    def by_rank(array):  # [heads, rank or residue, local block or quotient]
+        return array.reshape(heads, local, world).swapaxes(1, 2)
+
+    member, columns = by_rank(pattern.distances), by_rank(pattern.columns)
+    outside = np.zeros((heads, world, local + 1))
+    np.cumsum(~member, axis=2, out=outside[:, :, 1:])
+    slash, column = np.zeros((2, world), dtype=np.int64), np.zeros((2, world, world))
+    for w in (0, 1):
+        # Distance e * W + t meets so many query blocks; key block c is met by those up to nb - 1 - c - w.
+        met = np.clip(local - np.arange(local) - w, 0, None)
+        slash[w] = (member.sum(0) * met).sum(-1) * BLOCK * BLOCK
+        # Sums of products below 2^53, so exact; in floats, as numpy multiplies no integer matrices fast.
+        column[w] = np.einsum(
+            "hsc,htc->st", columns.astype(float), outside[:, :, met], optimize=True
+        )
+    slash[:, 0] -= heads * local * (BLOCK * (BLOCK - 1) // 2)
+    return slash[wrap, apart], column.astype(np.int64)[wrap, key, apart] * BLOCK
+
+
+class Layout(NamedTuple):
+    """How pairs are counted; whether all columns are attended in the last step; whether, in a hierarchical
+    ring, the rank with consecutive blocks is in the next group, not in the same."""
+
+    pairs: Callable
+    last: bool
+    over_groups: bool = False
+
+
+LAYOUTS = {
+    "striped": Layout(striped, True),
+    "striped over groups": Layout(striped, True, over_groups=True),
+    "columns at owner": Layout(striped, False),
+    "zigzag": Layout(zigzag, False),
+    "contiguous": Layout(contiguous, False),
+}
+
+
+def sources(world: int, inner: int = 0) -> np.ndarray:
+    """Whose keys each rank has in each step: ``[W, W]`` (rank, step); ``inner`` 0 is the flat ring."""
+    inner = inner or world
+    if world % inner:
+        raise ValueError(f"{world} ranks are no whole number of groups of {inner}")
+    rank, step = np.mgrid[:world, :world]
+    outer = (rank // inner - step // inner) % (world // inner)
+    return outer * inner + (rank - step) % inner
+
+
+def on_schedule(
+    slash: np.ndarray, columns: np.ndarray, source: np.ndarray, last: bool
+) -> np.ndarray:
+    """w[r, t], int64 ``[W, W]``; with ``last``, every rank attends to all columns in its last step."""
+    work = np.take_along_axis(slash if last else slash + columns, source, axis=1)
+    if last:
+        work[:, -1] += columns.sum(1)
+    return work
+
+
+def makespan(work: np.ndarray, inner: int = 0) -> int:
+    """When the last rank is done if all begin at 0 and transfers take no time.
+
+    A rank sends keys on at the start of the step that it has them in, into the one spare buffer of the next
+    rank, which must be done with the step before that; neither of the two begins its next step before the
+    transfer is over. In a hierarchical ring, the keys of the next round are sent to the next group at
+    the start of a round, into a buffer of their own, and are waited for at its end.
+    """
+    world, steps = work.shape
+    inner = inner or world
+    rank = np.arange(world)
+    group = rank // inner * inner
+    before, after = group + (rank - 1) % inner, group + (rank + 1) % inner
+    far_before, far_after = (rank - inner) % world, (rank + inner) % world
+    start = round_start = done_before = np.zeros(world, dtype=np.int64)
+    for t in range(steps):
+        if t % inner == 0:
+            round_start = start
+        done = start + work[:, t]
+        if t + 1 == steps:
+            return int(done.max())
+        if (t + 1) % inner:
+            # Over when the sender has begun this step and the receiver is done with the one before.
+            over = np.maximum(start[before], done_before)
+            start = np.maximum.reduce((done, over, over[after]))
+        else:
+            start = np.maximum.reduce((done, round_start[far_before], round_start[far_after]))
+        done_before = done
+    raise AssertionError("no steps")
+
+
+def figures(work: np.ndarray, inner: int = 0) -> dict[str, float]:
+    """The four figures of the module's text."""
+    mean = work.sum() / len(work)
+    found = dict(
+        worker_imbalance=work.sum(1).max() / mean,
+        step_imbalance=work.max(0).sum() / mean,
+        step_over_mean=work.max() / work.mean(),
+        exposed=makespan(work, inner) / mean,
+    )
+    return {name: round(float(value), 4) for name, value in found.items()}
+
+
+# Patterns.
+
+
+def synthetic(seq: int, heads: int) -> list[Pattern]:
+    """Drawn patterns: see the functions of ``workloads.py``."""
+    drawn = {
+        "3%, heads unequal, 1000 columns": lambda: workloads.draw_unequal(seq, heads, 0.03, 1000),
+        "1000 columns, 100 local diagonals": lambda: workloads.draw_local(seq, heads, 100, 1000),
+        "8 far distances a head, no columns": lambda: workloads.draw_few_far(seq, heads, 8, 0),
+        "8 far distances a head, 1000 columns": lambda: workloads.draw_few_far(seq, heads, 8, 1000),
+        "all distances": lambda: workloads.draw_pattern(seq, heads, 1.0, 0),
+    }
+    patterns = []
+    for name, draw in drawn.items():
+        torch.manual_seed(0)  # the same pattern, whichever are counted
+        patterns.append(pattern_of(name, seq, *draw()))
+    return patterns
+
+
+def stretch(distances: torch.Tensor, columns: torch.Tensor, seq: int, long: int):
+    """A pattern found at ``seq`` tokens, drawn out to ``long``: the local window stays as it is; every other
+    distance, a share of the sequence, comes to lie anywhere (evenly) in the stretch of the same share,
+    and so does every column but those in the first block. As many distances and columns as were found:
+    the density falls. Two that fall on one place are one."""
+    factor = long // seq
+    near = 2  # blocks that the default window takes
+    found = torch.zeros(*distances.shape[:2], long // BLOCK, dtype=torch.bool)
+    found[..., :near] = distances[..., :near]
+    for head, distance in distances[0, :, near:].nonzero():
+        place = (distance + near) * factor + torch.randint(factor, ())
+        found[0, head, place] = True
+    far = columns * factor + torch.randint(factor, columns.shape)
+    return found, torch.where(columns < BLOCK, columns, torch.where(columns < seq, far, long))
+
+
+def columns_of(index) -> torch.Tensor:
+    """Column positions of an index on one rank: ``[1, h, C]``, N where there is none."""
+    count = index.column_ptr[..., -1:]
+    place = torch.arange(index.columns.shape[-1])
+    return torch.where(place < count, index.columns.long(), index.seq_length)
+
+
+def real(folder: Path) -> list[Pattern]:
+    """The patterns of each file's queries and keys, as found and stretched to 512K tokens."""
+    files = sorted(folder.rglob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"--data {folder}: no *.safetensors in it")
+    patterns = []
+    for file in files:
+        query, key = workloads.read_operands(file)
+        seq = query.shape[0]
+        index = choose_index(query, key, MTrainingConfig(), Ring(None), query.shape[-1] ** -0.5)
+        found = index.distances(), columns_of(index)
+        patterns.append(pattern_of(f"real {file.stem}", seq, *found))
+        torch.manual_seed(0)
+        patterns.append(pattern_of(f"real {file.stem}, stretched", SEQ, *stretch(*found, seq, SEQ)))
+    return patterns
+
+
+def count(pattern: Pattern, world: int, inner: int) -> list[dict]:
+    """A row a layout; none if the sequence is too short for 2 x ``world`` chunks."""
+    if pattern.blocks % (2 * world):
+        return []
+    density, pairs = pattern.density(), {}
+    rows = []
+    for name, layout in LAYOUTS.items():
+        if layout.pairs not in pairs:
+            pairs[layout.pairs] = layout.pairs(pattern, world)
+        slash, columns = pairs[layout.pairs]
+        if layout.over_groups and inner:
+            # Whose blocks, in the count's order of ranks, each rank of the ring has.
+            rank = np.arange(world)
+            place = rank % inner * (world // inner) + rank // inner
+            slash, columns = (part[place][:, place] for part in (slash, columns))
+        work = on_schedule(slash, columns, sources(world, inner), layout.last)
+        rows.append(
+            dict(
+                world=world, inner=inner, layout=name, pattern=pattern.name, seq=pattern.seq,
+                density=round(density, 5), **figures(work, inner),
+            )
+        )  # fmt: skip
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    """Rows of one pattern: a line a schedule; for each layout three of its figures."""
+    lines = [" " * 7 + "".join(f"{name:>23s}" for name in LAYOUTS)]
+    lines.append(" " * 7 + "   worker   step exposed" * len(LAYOUTS))
+    names = ("worker_imbalance", "step_imbalance", "exposed")
+    for at in range(0, len(rows), len(LAYOUTS)):
+        here = rows[at : at + len(LAYOUTS)]
+        world, inner = here[0]["world"], here[0]["inner"]
+        ring = f"{world // inner}x{inner}" if inner else str(world)
+        lines.append(
+            f"{ring:7s}" + "".join("  " + "".join(f"{row[n]:7.3f}" for n in names) for row in here)
+        )
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="a model's queries and keys")
+    parser.add_argument("--world", type=int, nargs="+", default=WORLDS, metavar="N")
+    parser.add_argument("--inner", type=int, default=INNER, metavar="I", help="ranks of a group")
+    parser.add_argument("--output", type=Path, default=record.RESULTS / "balance.jsonl")
+    options = parser.parse_args()
+    if options.data and not options.data.is_dir():
+        parser.error(f"--data {options.data}: no such folder")
+    bad = [n for n in options.world if n < 1 or SEQ // BLOCK % (2 * n)]
+    if bad:
+        parser.error(f"--world {bad[0]}: 2 x {bad[0]} must divide {SEQ // BLOCK} blocks")
+    if options.inner < 2:
+        parser.error(f"--inner {options.inner}: a group has 2 ranks or more")
+    rows = []
+    for pattern in (real(options.data) if options.data else []) + synthetic(SEQ, HEADS):
+        found = []
+        for world in options.world:
+            found += count(pattern, world, 0)
+            if world > options.inner and world % options.inner == 0:
+                found += count(pattern, world, options.inner)
+        print(f"{pattern.name}: {pattern.seq} tokens, density {pattern.density():.4f}")
+        print(table(found), flush=True)
+        rows += found
+    record.append(options.output, rows)
+
+
+if __name__ == "__main__":
+    main()

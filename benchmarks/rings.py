@@ -1,0 +1,601 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""One attention layer over several GPUs with all that belongs to it, beside dense rings of others.
+
+    torchrun --nproc-per-node 4 benchmarks/rings.py [--inner 0 2] [--case TEXT ...] [--impl NAME ...]
+    torchrun --nproc-per-node 2 benchmarks/rings.py --device cpu --seq 2048 --shape 4 2 64    # a trial
+
+Implementations: ``mtraining_flat`` and ``mtraining_hier`` (this project's ring, flat and hierarchical),
+``te_p2p`` (Transformer Engine's ring) and ``torch_cp_cudnn`` (PyTorch's experimental context parallelism over
+cuDNN), the latter two dense, with the zigzag layout; one that cannot run is left out with its reason. All
+take turns in one run with the same numbers; between turns, ranks meet at a barrier. A time is the
+median over turns on each rank, then the longest of the ranks:
+
+- ``fwd_ms``, ``fwdbwd_ms``: a forward (the choice of the pattern counted in), and one with its backward.
+- ``index_ms``: the choice of the pattern alone; null where the pattern is given or keeps everything.
+- ``kernel_ms``: forward and backward with a ring that hands back what it should send: the same kernels on
+  the same shapes, no transfer. (The choice of the pattern still talks to the other ranks.)
+- ``exposed_comm_ms``: ``fwdbwd_ms`` less ``kernel_ms``: what of the transfers compute does not hide.
+
+From one more run, watched (``timeline.py``), ``imbalance_worker`` and ``imbalance_step``: the slowest rank's
+time in kernels over the mean, and each step's slowest summed, over the same mean; ``--timeline FOLDER`` draws
+it. ``peak_gib`` is memory that forward and backward need beyond the operands. ``hop_gb_s`` is the
+bandwidth of one hop when all ranks send to the next at once.
+
+``--emulate-hosts`` makes NCCL believe that every two ranks are a host of their own, so that it uses sockets
+between them: a slow network, on one machine. Rows go to ``results/rings.jsonl``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import record
+import timeline
+import torch
+import torch.distributed as dist
+import workloads
+from workloads import BLOCK
+
+from megatron_mtraining import MTrainingConfig
+from megatron_mtraining.attention import sparse_attention
+from megatron_mtraining.layout import token_positions
+from megatron_mtraining.pattern import build_index, choose_index
+from megatron_mtraining.ring import Ring, ring_attention
+
+DENSE = ("te_p2p", "torch_cp_cudnn")
+IMPLEMENTATIONS = ("mtraining", *DENSE)
+RANKS_A_HOST = 2  # of an emulated one
+ROUNDS = (3, 15)  # at least, at most
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Megatron wants 1 of them, which sets what can overlap: so does this, unless the environment has it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A workload: budgets with which the pattern is chosen, or a drawn pattern of a given density.
+
+    The name begins with the length.
+    """
+
+    name: str
+    seq: int
+    vertical: int
+    slash: int | None = None  # None: the pattern is drawn, of this density
+    density: float | None = None
+
+    def at(self, seq: int) -> Case:
+        """The same for another length, with budgets that leave something out there too."""
+        slash = self.slash
+        if slash is not None:
+            slash = seq if slash == self.seq else min(slash, seq // 16)
+        name = f"{seq / 1024:g}K " + self.name.split(" ", 1)[1]
+        vertical = min(self.vertical, seq // 16)
+        return dataclasses.replace(self, name=name, seq=seq, vertical=vertical, slash=slash)
+
+    def config(self) -> MTrainingConfig | None:
+        if self.slash is None:
+            return None
+        return MTrainingConfig(vertical=self.vertical, slash=self.slash, block_size=BLOCK)
+
+
+CASES = [
+    Case("512K 1000 columns, 100 diagonals", 524288, 1000, 100),
+    Case("512K 3500 columns, 30 diagonals", 524288, 3500, 30),
+    Case("128K 1000 columns, 100 diagonals", 131072, 1000, 100),
+    Case("512K 3% density, 1000 columns", 524288, 1000, density=0.03),
+    Case("512K all distances", 524288, 0, 524288),
+]
+
+
+@dataclasses.dataclass
+class Setting:
+    """Where this run is: the ranks, their device, the shape of a layer's heads."""
+
+    device: str
+    group: dist.ProcessGroup
+    rank: int
+    world: int
+    heads: int
+    kv_heads: int
+    dim: int
+
+    @property
+    def scale(self) -> float:
+        return self.dim**-0.5
+
+    def slowest(self, number: float) -> float:
+        """The largest of all ranks' numbers, on all ranks."""
+        largest = torch.tensor([number], dtype=torch.float64, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return largest.item()
+
+    def synchronize(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+# This project's ring.
+
+
+def make_ring(group: dist.ProcessGroup, inner: int) -> Ring:
+    """The ring over a group: flat, or (``inner`` ranks a group of it) hierarchical."""
+    if inner:
+        raise ValueError(f"--inner {inner}: there is no hierarchical ring yet; use 0")
+    return Ring(group)
+
+
+class _AtHand:
+    """A transfer that never was."""
+
+    def __init__(self, tensor):
+        self._tensor = tensor
+
+    def wait(self):
+        return self._tensor
+
+
+class SilentRing(Ring):
+    """A ring that sends nothing: what should have come from another rank is what this rank has at hand."""
+
+    def post(self, tensor, *_):
+        return _AtHand(tensor)
+
+    def sum_columns(self, tensor):
+        return _AtHand(tensor)
+
+
+def silent(ring: Ring) -> SilentRing:
+    """A ring like another one, in all but its transfers."""
+    copy = object.__new__(SilentRing)
+    copy.__dict__.update(ring.__dict__)
+    return copy
+
+
+def draw_given(case: Case, setting: Setting):
+    """The index of a drawn pattern, the same on all ranks."""
+    torch.manual_seed(0)
+    distances, columns = workloads.draw_unequal(
+        case.seq, setting.heads, case.density, case.vertical
+    )
+    device = setting.device
+    return build_index(distances.to(device), columns.to(device), case.seq, BLOCK, setting.world)
+
+
+def sparse_runs(case: Case, setting: Setting, operands, ring: Ring, flat: bool):
+    """Functions by what is to be timed, one to be traced, and the pattern's index."""
+    query, key, value, _ = operands
+    config = case.config()
+    given = None if config else draw_given(case, setting)
+
+    def chosen():
+        return choose_index(query, key, config, ring, setting.scale)
+
+    def over(ring):
+        def run(*tensors):
+            index = given or choose_index(*tensors[:2], config, ring, setting.scale)
+            return ring_attention(*tensors, index, ring, setting.scale)[0]
+
+        return run
+
+    def layer(*tensors):  # what a model calls
+        return sparse_attention(*tensors, config=config, cp_group=setting.group)[0]
+
+    whole = layer if config and flat else over(ring)
+    runs = {
+        "fwd": forward_of(whole, operands),
+        "fwdbwd": both_ways_of(whole, operands),
+        "kernel": both_ways_of(over(silent(ring)), operands),
+    }
+    if config and not config.keeps_all(case.seq):
+        runs["index"] = chosen
+    return runs, over(ring), given or chosen()
+
+
+def forward_of(attention: Callable, operands) -> Callable:
+    def run():
+        with torch.no_grad():
+            return attention(*operands[:3])
+
+    return run
+
+
+def both_ways_of(attention: Callable, operands) -> Callable:
+    leaves = [tensor.detach().requires_grad_() for tensor in operands[:3]]
+
+    def run():
+        out = attention(*leaves)
+        return torch.autograd.grad(out, leaves, operands[3].reshape(out.shape))
+
+    return run
+
+
+# Others' rings, dense.
+
+
+def te_p2p(setting: Setting, stack: ExitStack) -> list[Callable]:
+    """Ways to call it, the best first."""
+    import transformer_engine.pytorch as te
+
+    attention = te.DotProductAttention(
+        setting.heads, setting.dim, num_gqa_groups=setting.kv_heads, attention_dropout=0.0,
+        qkv_format="sbhd", attn_mask_type="causal", softmax_scale=setting.scale,
+    )  # fmt: skip
+    ranks = dist.get_process_group_ranks(setting.group)
+    stream = torch.cuda.Stream()
+    attention.set_context_parallel_group(setting.group, ranks, stream, cp_comm_type="p2p")
+    return [attention]
+
+
+def torch_cp_cudnn(setting: Setting, stack: ExitStack) -> list[Callable]:
+    """Ways to call it, the best first: with grouped heads as they are, with key heads repeated."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    set_rotate_method("alltoall")  # a ring; the default gathers all keys
+    mesh = init_device_mesh(setting.device, (setting.world,))
+    # It wants a buffer to cut into 2 x W chunks; the operands are cut already.
+    buffer = torch.zeros(2 * setting.world, device=setting.device)
+    stack.enter_context(context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]))
+    stack.enter_context(sdpa_kernel(SDPBackend.CUDNN_ATTENTION))
+
+    def grouped(*tensors):
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in tensors)
+        # By its full name: context_parallel replaces the function in the module.
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=setting.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+        return out.permute(2, 0, 1, 3)
+
+    def repeated(query, *rest):
+        count = setting.heads // setting.kv_heads
+        return grouped(query, *(tensor.repeat_interleave(count, 2) for tensor in rest))
+
+    return [grouped, repeated]
+
+
+def dense_runs(name: str, setting: Setting, operands, stack: ExitStack) -> dict | str:
+    """Functions by what is to be timed; or why it cannot run, if every way to call it fails."""
+    if setting.device != "cuda":
+        return "it needs GPUs"
+    reason, ways = "", []
+    try:
+        ways = {"te_p2p": te_p2p, "torch_cp_cudnn": torch_cp_cudnn}[name](setting, stack)
+    except Exception as error:  # of any kind: another's code, of any version
+        reason = first_line(error)
+    if setting.slowest(not ways):
+        return reason or "it is not there on another rank"
+    # Contiguous, as its own model code would have them.
+    operands = tuple(tensor.contiguous() for tensor in operands)
+    for attention in ways:
+        failed = False
+        runs = {
+            "fwd": forward_of(attention, operands),
+            "fwdbwd": both_ways_of(attention, operands),
+        }
+        try:
+            for run in runs.values():
+                run()
+            setting.synchronize()
+        except Exception as error:
+            failed, reason = True, reason or first_line(error)
+        if not setting.slowest(failed):
+            return runs
+    return reason or "it failed on another rank"
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+# Measuring.
+
+
+def milliseconds(run: Callable, setting: Setting) -> float:
+    """What one run takes on this rank; all ranks begin together."""
+    setting.synchronize()
+    dist.barrier(group=setting.group)
+    if setting.device == "cpu":
+        start = time.perf_counter()
+        run()
+        return 1000 * (time.perf_counter() - start)
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def take_turns(runs: dict, setting: Setting, budget: float) -> dict:
+    """Milliseconds of each run: medians over rounds in which each has a turn, the longest of the ranks."""
+    for run in runs.values():
+        run()  # compiles, makes communicators
+    a_round = sum(milliseconds(run, setting) for run in runs.values()) / 1000
+    least, most = ROUNDS
+    rounds = min(most, max(least, int(budget / setting.slowest(a_round))))
+    times = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            times[name].append(milliseconds(run, setting))
+    return {name: setting.slowest(statistics.median(found)) for name, found in times.items()}
+
+
+def peak_gib(run: Callable, setting: Setting) -> float | None:
+    """The most memory allocated during a run, over what was before."""
+    if setting.device != "cuda":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return setting.slowest((torch.cuda.max_memory_allocated() - before) / 2**30)
+
+
+def hop_gb_s(setting: Setting, nbytes: int) -> float:
+    """Bandwidth of a hop when all ranks send so much to the next one at once."""
+    sent = torch.zeros(nbytes, dtype=torch.uint8, device=setting.device)
+    received = torch.empty_like(sent)
+    following, previous = (
+        dist.get_global_rank(setting.group, (setting.rank + by) % setting.world) for by in (1, -1)
+    )
+
+    def hop():
+        operations = [
+            dist.P2POp(dist.isend, sent, following, setting.group),
+            dist.P2POp(dist.irecv, received, previous, setting.group),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    return nbytes / take_turns({"hop": hop}, setting, 1.0)["hop"] / 1e6
+
+
+def watch(
+    run: Callable, ring: Ring, operands, setting: Setting
+) -> list[list[timeline.Span]] | None:
+    """Every rank's spans in a forward and backward, the second of two; None if rings cannot be traced."""
+    if not hasattr(ring, "trace"):
+        return None
+    leaves = [tensor.detach().requires_grad_() for tensor in operands[:3]]
+    ring.trace = trace = timeline.Trace(setting.device, setting.group)
+    try:
+        for _ in range(2):
+            trace.begin()
+            trace.phase = "forward"
+            out = run(*leaves)
+            trace.phase = "backward"
+            torch.autograd.grad(out, leaves, operands[3])
+        return trace.gather()
+    finally:
+        ring.trace = None
+
+
+def run_case(case: Case, setting: Setting, rings: dict, options, common: dict):
+    """The rows of one case, and for each of our rings, by (name, inner), what every rank did when.
+
+    Args:
+        rings: our rings by their ``inner``.
+    """
+    torch.manual_seed(0)
+    if setting.device == "cuda":
+        torch.cuda.manual_seed(setting.rank)
+    positions = token_positions(case.seq, setting.rank, setting.world, BLOCK, setting.device)
+    dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32
+    operands = workloads.draw_structured(
+        case.seq, positions, setting.heads, setting.kv_heads, setting.dim, case.vertical, dtype
+    )
+    runs, traced, index = {}, {}, None
+    with ExitStack() as stack:
+        for inner, ring in rings.items() if "mtraining" in options.impl else ():
+            impl = ("mtraining_hier" if inner else "mtraining_flat", inner)
+            runs[impl], traced[impl], index = sparse_runs(
+                case, setting, operands, ring, flat=not inner
+            )
+        for name in DENSE:
+            if name in options.impl:
+                found = dense_runs(name, setting, operands, stack)
+                if isinstance(found, str):
+                    say(setting, f"  {name} is left out: {found}")
+                else:
+                    runs[name, 0] = found
+        flat = {(impl, op): run for impl, ops in runs.items() for op, run in ops.items()}
+        times = take_turns(flat, setting, options.budget) if flat else {}
+        peaks = {impl: peak_gib(ops["fwdbwd"], setting) for impl, ops in runs.items()}
+    layers = {}
+    for impl, run in traced.items():
+        spans = watch(run, rings[impl[1]], operands, setting)
+        if spans is not None:
+            layers[impl] = spans
+    rows = []
+    for impl in runs:
+        ms = {op: times[impl, op] for op in runs[impl]}
+        ours = index if impl in traced else None
+        rows.append(row_of(case, setting, impl, ours, ms, layers.get(impl), peaks[impl]) | common)
+    return rows, layers
+
+
+def row_of(case, setting, impl, index, ms, spans, peak) -> dict:
+    """One row; ``index`` is None for dense attention."""
+    name, inner = impl
+    worker, step = timeline.imbalance(spans) if spans else (None, None)
+
+    def rounded(number, digits=3):
+        return None if number is None else round(number, digits)
+
+    exposed = ms["fwdbwd"] - ms["kernel"] if "kernel" in ms else None
+    return dict(
+        impl=name, world=setting.world, inner=inner, case=case.name, seq=case.seq,
+        heads=setting.heads, kv_heads=setting.kv_heads, dim=setting.dim,
+        vertical=case.vertical if index else None, slash=case.slash if index else None,
+        distances=rounded(index.distances().sum(-1).float().mean().item(), 1) if index else None,
+        density=round(index.density().mean().item(), 5) if index else 1.0,
+        fwd_ms=rounded(ms["fwd"]), fwdbwd_ms=rounded(ms["fwdbwd"]), index_ms=rounded(ms.get("index")),
+        kernel_ms=rounded(ms.get("kernel")), exposed_comm_ms=rounded(exposed),
+        imbalance_worker=rounded(worker, 4), imbalance_step=rounded(step, 4), peak_gib=rounded(peak),
+    )  # fmt: skip
+
+
+def line(row: dict) -> str:
+    def number(name, form):
+        return format(row[name], form) if row[name] is not None else "-"
+
+    impl = row["impl"] + (f" {row['world'] // row['inner']}x{row['inner']}" if row["inner"] else "")
+    return (
+        f"  {impl:20s} density {row['density']:<8g} forward {number('fwd_ms', '.2f'):>9s} ms, both "
+        f"{number('fwdbwd_ms', '.2f'):>9s} ms, index {number('index_ms', '.2f'):>6s}, exposed "
+        f"{number('exposed_comm_ms', '.2f'):>7s}, ranks {number('imbalance_worker', '.3f'):>5s}, steps "
+        f"{number('imbalance_step', '.3f'):>5s}, {number('peak_gib', '.2f')} GiB"
+    )
+
+
+def draw(folder: Path, case: Case, setting: Setting, layers: dict) -> None:
+    """A picture of what each rank did, and the spans that it is drawn from."""
+    import plots
+
+    name = "timeline_" + "".join(c if c.isalnum() else "_" for c in case.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {
+        (
+            f"{setting.world // inner} x {inner} ranks" if inner else f"flat, {setting.world} ranks"
+        ): spans
+        for (_, inner), spans in layers.items()
+    }
+    (folder / f"{name}.json").write_text(json.dumps(kept), encoding="utf-8")
+    title = f"One layer's forward and backward: {case.name}"
+    print(plots.timeline(folder / f"{name}.png", kept, title))
+
+
+def say(setting: Setting, text: str) -> None:
+    if setting.rank == 0:
+        print(text, flush=True)
+
+
+def parse(words: list[str] | None = None) -> tuple[argparse.Namespace, list[Case]]:
+    """Options that can work, and the cases they name; else ends with what is wrong."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--case", nargs="+", metavar="TEXT", help="cases with such a name only")
+    parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
+    parser.add_argument(
+        "--inner", type=int, nargs="+", default=[0], metavar="I", help="ranks of a group; 0: flat"
+    )
+    parser.add_argument("--seq", type=int, metavar="N", help="all cases at this length instead")
+    parser.add_argument(
+        "--shape", type=int, nargs=3, default=[16, 2, 128], metavar=("HEADS", "KV", "DIM")
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--budget", type=float, default=15, help="seconds a case, about")
+    parser.add_argument("--emulate-hosts", action="store_true", help="every two ranks are a host")
+    parser.add_argument("--timeline", type=Path, metavar="FOLDER", help="draw what ranks do when")
+    parser.add_argument("--list", action="store_true", help="print the cases' names and stop")
+    parser.add_argument("--output", type=Path, default=record.RESULTS / "rings.jsonl")
+    options = parser.parse_args(words)
+    cases = [c for c in CASES if not options.case or any(text in c.name for text in options.case)]
+    if options.list:
+        print("\n".join(case.name for case in cases))
+        parser.exit()
+    if not cases:
+        parser.error(f"no case has any of {options.case} in its name; --list names them")
+    if "WORLD_SIZE" not in os.environ:
+        parser.error("start it with torchrun --nproc-per-node N benchmarks/rings.py ...")
+    world = int(os.environ["WORLD_SIZE"])
+    if world < 2:
+        parser.error("one process is no ring: --nproc-per-node 2 or more")
+    if options.seq is not None:
+        cases = [case.at(options.seq) for case in cases]
+    for case in cases:
+        if case.seq < 4 * BLOCK or case.seq % (2 * world * BLOCK):
+            parser.error(
+                f"{case.seq} tokens are no multiple of 2 x {world} ranks x {BLOCK}, as all layouts need"
+            )
+    heads, kv_heads, dim = options.shape
+    if min(options.shape) < 1 or heads % kv_heads or dim not in (64, 128):
+        parser.error(f"--shape {heads} {kv_heads} {dim}: groups of heads, of dim 64 or 128")
+    for inner in options.inner:
+        if inner < 0 or inner == 1 or (inner and (world % inner or inner == world)):
+            parser.error(f"--inner {inner}: 0, or a divisor of {world} ranks between 1 and {world}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no GPU here; try --device cpu --seq 2048 --shape 4 2 64")
+    if options.emulate_hosts and (options.device == "cpu" or world % RANKS_A_HOST):
+        parser.error(f"--emulate-hosts needs GPUs, and ranks in groups of {RANKS_A_HOST}")
+    if options.emulate_hosts and world == RANKS_A_HOST:
+        parser.error(f"--emulate-hosts with {world} ranks is one host: use 4 ranks or more")
+    return options, cases
+
+
+def emulate_hosts() -> None:
+    """Before NCCL starts: ranks of different "hosts" reach each other over the loopback's sockets only."""
+    os.environ["NCCL_HOSTID"] = f"emulated-{int(os.environ['RANK']) // RANKS_A_HOST}"
+    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    os.environ["NCCL_IB_DISABLE"] = "1"
+
+
+def connect(options) -> Setting:
+    """Start the process group."""
+    if options.emulate_hosts:
+        emulate_hosts()
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    world = dist.get_world_size()
+    return Setting(options.device, dist.group.WORLD, dist.get_rank(), world, *options.shape)
+
+
+def versions(device: str) -> dict:
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if device == "cuda" else "none"
+    return {"nccl": nccl, "transformer_engine": record.installed("transformer-engine")}
+
+
+def main() -> None:
+    os.environ.setdefault(CONNECTIONS, "1")  # before CUDA starts
+    options, cases = parse()
+    setting = connect(options)
+    try:
+        try:
+            rings = {
+                inner: make_ring(setting.group, inner) for inner in dict.fromkeys(options.inner)
+            }
+        except ValueError as error:
+            sys.exit(str(error))
+        hop = hop_gb_s(setting, 2**26 if options.device == "cuda" else 2**20)
+        hosts = setting.world // RANKS_A_HOST if options.emulate_hosts else 1
+        common = dict(
+            hosts=hosts,
+            hop_gb_s=round(hop, 3),
+            max_connections=os.environ[CONNECTIONS],
+            versions=versions(options.device),
+        )
+        say(setting, f"{setting.world} ranks, {hosts} host(s): {hop:.1f} GB/s a hop")
+        for case in cases:
+            say(setting, case.name)
+            rows, layers = run_case(case, setting, rings, options, common)
+            if setting.rank == 0:
+                print("\n".join(line(row) for row in rows), flush=True)
+                record.append(options.output, rows)
+                if options.timeline and layers:
+                    draw(options.timeline, case, setting, layers)
+            if options.device == "cuda":
+                torch.cuda.empty_cache()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

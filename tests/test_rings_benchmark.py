@@ -1,0 +1,296 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``benchmarks/rings.py`` on CPU processes, from options to rows; its timeline and its operands."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from megatron_mtraining import MTrainingConfig
+from megatron_mtraining.layout import stripe, token_positions
+from megatron_mtraining.pattern import build_index, choose_index
+from megatron_mtraining.ring import Ring, ring_attention
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+NAMES = ("rings", "timeline", "plots", "record", "workloads")
+
+
+def load(name):
+    """A script as it is found when another one is run."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+@pytest.fixture(scope="module")
+def rings():
+    before = set(sys.modules)
+    load("plots")
+    yield load("rings")
+    for name in NAMES:
+        if name not in before:
+            sys.modules.pop(name, None)
+
+
+def torchrun(*words, processes=2):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    script = str(FOLDER / "rings.py")
+    environment = dict(os.environ, OMP_NUM_THREADS="1", MTRAINING_COMMIT="a commit")
+    return subprocess.run(
+        [*launch, "--standalone", script, *words], env=environment, capture_output=True, text=True
+    )
+
+
+def test_from_torchrun_to_rows(rings, tmp_path):
+    output = tmp_path / "rings.jsonl"
+    small = ["--device", "cpu", "--seq", "1024", "--shape", "2", "1", "64", "--budget", "0"]
+    cases = ["--case", "3500 columns", "3% density", "all distances"]
+    kept = ["--timeline", str(tmp_path / "pictures"), "--output", str(output)]
+    done = torchrun(*small, *cases, *kept)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in rings.DENSE:
+        assert f"{name} is left out: it needs GPUs" in done.stdout
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["case"] for row in rows] == [
+        "1K 3500 columns, 30 diagonals", "1K 3% density, 1000 columns", "1K all distances",
+    ]  # fmt: skip
+    chosen, given, everything = rows
+    traced = hasattr(Ring(None), "trace")
+    for row in rows:
+        assert (row["impl"], row["world"], row["inner"], row["seq"]) == (
+            "mtraining_flat",
+            2,
+            0,
+            1024,
+        )
+        assert (row["heads"], row["kv_heads"], row["dim"], row["hosts"]) == (2, 1, 64, 1)
+        assert row["fwdbwd_ms"] > row["fwd_ms"] > 0 and row["kernel_ms"] > 0 and row["hop_gb_s"] > 0
+        assert row["exposed_comm_ms"] == pytest.approx(
+            row["fwdbwd_ms"] - row["kernel_ms"], abs=2e-3
+        )
+        assert row["peak_gib"] is None and row["versions"]["nccl"] == "none"
+        assert row["max_connections"] == os.environ.get(rings.CONNECTIONS, "1")
+        assert (row["imbalance_worker"] is not None) == traced
+        assert (row["imbalance_step"] is not None) == traced
+        assert row["gpu"] and row["torch"] == torch.__version__ and row["commit"] == "a commit"
+        assert str(tmp_path) not in row["command"] and "--seq 1024" in row["command"]
+    assert (chosen["vertical"], chosen["slash"]) == (64, 30) and chosen["index_ms"] > 0
+    assert 0 < chosen["density"] < 1 and chosen["distances"] >= 2
+    assert given["slash"] is None and given["index_ms"] is None and 0 < given["density"] < 1
+    assert (everything["density"], everything["distances"]) == (1, 8)
+    assert everything["index_ms"] is None and everything["slash"] == 1024
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "message"),
+    [
+        (["--device", "cpu"], None, "start it with torchrun"),
+        (["--device", "cpu"], 1, "one process is no ring"),
+        (["--device", "cpu", "--seq", "1000"], 2, "1000 tokens"),
+        (["--device", "cpu", "--seq", "256"], 1024, "256 tokens"),
+        (["--device", "cpu", "--inner", "3"], 4, "--inner 3"),
+        (["--device", "cpu", "--inner", "4"], 4, "--inner 4"),
+        (["--device", "cpu", "--shape", "3", "2", "64"], 2, "--shape 3 2 64"),
+        (["--device", "cpu", "--case", "no such"], 2, "--list names them"),
+        (["--device", "cpu", "--emulate-hosts"], 4, "--emulate-hosts needs GPUs"),
+    ],
+)
+def test_bad_options_end_before_anything_starts(rings, monkeypatch, capsys, words, world, message):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world:
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+    with pytest.raises(SystemExit):
+        rings.parse(words)
+    assert message in capsys.readouterr().err
+
+
+def test_cases_at_their_own_and_other_lengths(rings, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    _, cases = rings.parse([])
+    assert cases == rings.CASES and len({case.name for case in cases}) == len(cases)
+    for case in cases:
+        assert case.name.startswith(f"{case.seq // 1024}K ")
+        if case.config():
+            case.config().check_sequence(case.seq, 4)
+    assert [case.config().keeps_all(case.seq) for case in cases if case.config()] == [
+        False, False, False, True,
+    ]  # fmt: skip
+    _, few = rings.parse(["--case", "all distances", "3% density", "--seq", "65536"])
+    assert [case.seq for case in few] == [65536, 65536] and few[1].slash == 65536
+    with pytest.raises(SystemExit):
+        rings.parse(["--list"])
+    assert capsys.readouterr().out.splitlines() == [case.name for case in rings.CASES]
+
+
+def test_a_ring_that_is_not_there_is_refused(rings):
+    assert rings.make_ring(None, 0).world == 1
+    with pytest.raises(ValueError, match="--inner 2"):
+        rings.make_ring(None, 2)
+
+
+def test_emulated_hosts_are_pairs_of_ranks(rings, monkeypatch):
+    found = []
+    for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE"):
+        monkeypatch.setenv(name, "before")
+    for rank in range(4):
+        monkeypatch.setenv("RANK", str(rank))
+        rings.emulate_hosts()
+        found.append(os.environ["NCCL_HOSTID"])
+    assert found[0] == found[1] != found[2] == found[3]
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+def test_dense_rows_have_no_pattern(rings):
+    case = rings.CASES[0]
+    setting = rings.Setting("cuda", None, 0, 4, 16, 2, 128)
+    ms = dict(fwd=508.0, fwdbwd=1739.0)
+    row = rings.row_of(case, setting, ("te_p2p", 0), None, ms, None, 2.5)
+    assert row["density"] == 1 and row["peak_gib"] == 2.5
+    for name in ("vertical", "slash", "distances", "index_ms", "kernel_ms", "exposed_comm_ms"):
+        assert row[name] is None
+    assert "te_p2p" in rings.line(row)
+
+
+def same_kernels_without_transfers(rank, world):
+    """What the ring of this rank computes, and what a silent one does with all ranks' keys alike."""
+    rings = load("rings")
+    torch.manual_seed(0)
+    seq, block = 128 * world * 2, 128
+    operands = [torch.randn(seq // world, 1, 2, 64, dtype=torch.float64) for _ in range(4)]
+    distances = torch.ones(1, 2, seq // block, dtype=torch.bool)
+    distances[0, 1, 2:] = False
+    columns = torch.tensor([[[0, 130], [5, 300]]])
+    index = build_index(distances, columns, seq, block, world)
+    ring, results = Ring(dist.group.WORLD), []
+    for one in (ring, rings.silent(ring)):
+        leaves = [tensor.clone().requires_grad_() for tensor in operands[:3]]
+        out, lse = ring_attention(*leaves, index, one, 0.125)
+        out.backward(operands[3])
+        results.append([out.detach(), lse, leaves[0].grad])
+    return results
+
+
+def test_a_silent_ring_runs_the_same_kernels():
+    """All ranks were given the same operands, so what is at hand is what would have come: the same out and
+    gradient of the queries, from the same steps."""
+    for real, silent in run_ranks(2, same_kernels_without_transfers):
+        for a, b in zip(real, silent):
+            torch.testing.assert_close(a, b)
+
+
+def traced_run(rank, world):
+    """Two steps a phase; rank 1 takes three times as long in the second."""
+    rings, timeline = load("rings"), load("timeline")
+
+    class TracedRing:
+        trace = None
+
+    ring = TracedRing()
+    steps = [("some", "step"), ("another", "step", rank)]  # told apart by order, whatever they are
+
+    def run(query, key, value):
+        for number, step in enumerate(steps):
+            with ring.trace("attend", step):
+                time.sleep(0.02 * (3 if rank and number else 1))
+            with ring.trace("wait", step):
+                time.sleep(0.05)
+        with ring.trace("columns"):
+            pass
+        return query + key + value
+
+    setting = rings.Setting("cpu", dist.group.WORLD, rank, world, 1, 1, 64)
+    operands = [torch.ones(2) for _ in range(4)]
+    spans = rings.watch(run, ring, operands, setting)
+    assert ring.trace is None
+    assert rings.watch(run, object(), operands, setting) is None
+    return spans, timeline.imbalance(spans)
+
+
+def test_a_trace_over_ranks(rings, tmp_path, monkeypatch):
+    results = run_ranks(2, traced_run)
+    spans, (worker, step) = results[0]
+    assert results[0] == results[1]
+    for rank, found in enumerate(spans):
+        assert [(s.name, s.step) for s in found] == [
+            ("attend", 0), ("wait", 0), ("attend", 1), ("wait", 1), ("columns", -1),
+        ]  # fmt: skip
+        assert {s.phase for s in found} == {"forward"}
+        assert all(s.start <= s.end for s in found) and found[0].start >= 0
+        assert found[2].end - found[2].start == pytest.approx(60 if rank else 20, rel=0.4)
+    # 40 and 80 ms of compute: 80 / 60, and 20 + 60 over 60. Waits do not count.
+    assert worker == pytest.approx(80 / 60, rel=0.15)
+    assert step == pytest.approx(80 / 60, rel=0.2) and step >= worker
+    plots, drawn = load("plots"), []
+    monkeypatch.setattr(plots.pyplot, "close", drawn.append)
+    layers = {"flat, 2 ranks": spans, "2 x 1 ranks": spans}
+    assert plots.timeline(tmp_path / "t.png", layers, "a layer").stat().st_size > 5000
+    assert [axes.get_title(loc="left") for axes in drawn[0].axes] == list(layers)
+    labels = [text.get_text() for text in drawn[0].legends[0].get_texts()]
+    assert labels == ["attend", "columns", "wait"]
+    monkeypatch.undo()
+    plots.pyplot.close("all")
+
+
+def test_imbalance_by_hand(rings):
+    timeline = load("timeline")
+    span = timeline.Span
+
+    def rank(*ms):
+        return [span("forward", "attend", step, 0, took) for step, took in enumerate(ms)]
+
+    # Both ranks take 6; each step's slowest are 5, 1 and 5... of a mean of 6.
+    assert timeline.imbalance([rank(5, 1, 0), rank(0, 1, 5)]) == (1, 11 / 6)
+    assert timeline.imbalance([rank(2, 2), rank(4, 4)]) == (8 / 6, 8 / 6)
+    backward = [span("backward", "key", 0, 0, 3), span("backward", "query", 0, 3, 4)]
+    # Another phase's step 0 is another step; a step's spans add up; a wait is none.
+    waits = [span("backward", "wait", 0, 0, 100)]
+    assert timeline.imbalance([rank(4), backward + waits]) == (1, 2)
+    assert timeline.imbalance([[], waits]) == (None, None)
+
+
+def parts_of_operands(rank, world, seq):
+    workloads = load("workloads")
+    torch.manual_seed(0)
+    positions = token_positions(seq, rank, world, 128)
+    query, key, value, _ = workloads.draw_structured(seq, positions, 4, 2, 64, 100, torch.float32)
+    config = MTrainingConfig(vertical=100, slash=50)
+    index = choose_index(query, key, config, Ring(dist.group.WORLD), 64**-0.5)
+    return query, key, value, index
+
+
+def test_structured_operands_lead_to_a_usual_pattern():
+    seq, world = 8192, 2
+    workloads = load("workloads")
+    results = run_ranks(world, parts_of_operands, seq)
+    index = results[0][3]
+    # 50 diagonals next to each other right beyond the window, so few distances.
+    assert index.distances()[..., :3].all() and not index.distances()[..., 6:].any()
+    assert (index.column_ptr[..., -1] == 100).all()
+    torch.manual_seed(0)
+    whole = workloads.draw_structured(seq, torch.arange(seq), 4, 2, 64, 100, torch.float32)
+    for rank, (query, key, value, _) in enumerate(results):
+        # All but the noise is the same part of one sequence on every rank.
+        for part, full in ((query, whole[0]), (key, whole[1])):
+            assert torch.equal(part[..., :40], stripe(full, rank, world, 128)[..., :40])
+        assert not value.is_contiguous() and value.stride(-1) == 1
+    # The columns chosen are strong ones, and not the same for all heads.
+    one = choose_index(*whole[:2], MTrainingConfig(vertical=100, slash=50), Ring(None), 64**-0.5)
+    chosen = [set(one.columns[0, head].tolist()) for head in range(4)]
+    strong = whole[1][:, 0, :, 32:40].abs().sum(-1) > 0
+    for head in range(4):
+        own = sum(bool(strong[column, head // 2]) for column in chosen[head])
+        assert own > 90
+    assert len(chosen[0] & chosen[1]) < 95 and len(chosen[0] & chosen[2]) < 30
