@@ -49,7 +49,7 @@ from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.layout import token_positions
 from megatron_mtraining.pattern import build_index, choose_index
-from megatron_mtraining.ring import Ring, ring_attention
+from megatron_mtraining.ring import Ring, ring_attention, ring_of
 
 DENSE = ("te_p2p", "torch_cp_cudnn")
 IMPLEMENTATIONS = ("mtraining", *DENSE)
@@ -128,9 +128,7 @@ class Setting:
 
 def make_ring(group: dist.ProcessGroup, inner: int) -> Ring:
     """The ring over a group: flat, or (``inner`` ranks a group of it) hierarchical."""
-    if inner:
-        raise ValueError(f"--inner {inner}: there is no hierarchical ring yet; use 0")
-    return Ring(group)
+    return ring_of(group, inner or None)
 
 
 class _AtHand:
