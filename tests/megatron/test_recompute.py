@@ -10,7 +10,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.extensions import transformer_engine
 from megatron.core.tensor_parallel import random
-from test_core_attention import make, make_config, operands
+from test_core_attention import BATCH, DIM, HEADS, SEQUENCE, make, make_config, operands
 
 import megatron_mtraining.attention as plain
 from megatron_mtraining import MTrainingConfig
@@ -87,7 +87,7 @@ def leaves():
 
 
 def gradients(out, tensors):
-    (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    (out * torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)).sum().backward()
     return [out.detach(), *(tensor.grad for tensor in tensors)]
 
 
@@ -108,6 +108,38 @@ def test_a_replay_runs_no_attention_and_changes_no_bit(number, count):
     carried = trained(Layers(number), megatron)
     assert count == {"chosen": 4 * number, "run": 4 * number, "taken": number}
     assert same(again, expected) and same(carried, expected)
+
+
+def test_the_memory_it_takes_is_as_documented(monkeypatch):
+    kept = []
+    original = recompute._Kept
+    monkeypatch.setattr(recompute, "_Kept", lambda *both: kept.append(both[1]) or original(*both))
+    Layers(1)(*leaves(), checkpoint=megatron)
+    ((out, lse, index),) = kept
+    heads = BATCH * HEADS
+    assert out.dtype == lse.dtype == torch.float32
+    assert out.nbytes == SEQUENCE * heads * DIM * 4
+    assert lse.nbytes == SEQUENCE * heads * 4
+    # Two prefix counts have one entry more than there are blocks.
+    index_bytes = 11 * SEQUENCE / SPARSE["block_size"] + 4 * SPARSE["vertical"] + 8
+    assert 0 < index.nbytes <= heads * index_bytes
+
+
+@pytest.mark.gpu
+def test_a_replay_on_a_gpu(count):
+    def run(again):
+        layers, tensors = Layers(2, again=again), leaves()
+        tensors = [t.detach().cuda().bfloat16().requires_grad_() for t in tensors]
+        before = torch.cuda.memory_allocated()
+        out = layers(*tensors, checkpoint=megatron)
+        memory = torch.cuda.memory_allocated() - before
+        return gradients(out, tensors), memory
+
+    run(True)  # compiles
+    (expected, less), (found, more) = run(True), run(False)
+    assert same(found, expected) and count["taken"] == 2
+    out_and_lse = SEQUENCE * BATCH * HEADS * (2 * DIM + 4)
+    assert 2 * out_and_lse <= more - less < 3 * out_and_lse
 
 
 @pytest.mark.parametrize("number", [1, 2])
