@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -10,6 +12,61 @@ from .config import MTrainingConfig
 from .kernels import check_operands
 from .pattern import VerticalSlashIndex, choose_index
 from .ring import Ring, ring_attention
+
+
+class Attended(NamedTuple):
+    """What attention has found, all that its backward needs beside the operands."""
+
+    out: Tensor
+    """``[s, b, h, d]``, in the query's dtype, contiguous."""
+    lse: Tensor
+    """Log-sum-exp of the rows' scores, ``[b, h, s]``, float32 (float64 for float64); no gradient."""
+    index: VerticalSlashIndex
+    """The pattern it was computed with."""
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    config: MTrainingConfig,
+    cp_group: dist.ProcessGroup | None = None,
+    softmax_scale: float | None = None,
+    attended: Attended | None = None,
+) -> Attended:
+    """Causal self-attention to the keys that each head's pattern keeps.
+
+    Args:
+        query: ``[s, b, h, d]``, this rank's part of the sequence in the block-striped layout.
+        key, value: ``[s, b, hk, d]``. Head dim 64 or 128; bf16, fp16 or fp32.
+        config: the settings; ``s * world`` must be a multiple of ``block_size * world`` (on one rank
+            the last block may be partial).
+        cp_group: the context-parallel group; None for a single process.
+        softmax_scale: default ``d ** -0.5``.
+        attended: what this function has returned for the same operands before, as in a replay under
+            activation recomputation, on all ranks or on none: no pattern is chosen then, no forward
+            is run and nothing is sent, but the result has a backward.
+
+    Returns:
+        out, its log-sum-exp and the pattern.
+
+    Raises:
+        ValueError: on operands or a sequence length that do not fit, before any communication.
+    """
+    ring = Ring(cp_group)
+    check_operands(query, key, value)
+    if softmax_scale is None:
+        softmax_scale = query.shape[-1] ** -0.5
+    if attended is None:
+        index = choose_index(query, key, config, ring, softmax_scale)
+        found = ring_attention(query, key, value, index, ring, softmax_scale)
+    else:
+        index = attended.index
+        found = ring_attention(
+            query, key, value, index, ring, softmax_scale, (attended.out, attended.lse)
+        )
+    return Attended(*found, index)
 
 
 def sparse_attention(
@@ -21,26 +78,8 @@ def sparse_attention(
     cp_group: dist.ProcessGroup | None = None,
     softmax_scale: float | None = None,
 ) -> tuple[Tensor, VerticalSlashIndex]:
-    """Causal self-attention to the keys that each head's pattern keeps.
-
-    Args:
-        query: ``[s, b, h, d]``, this rank's part of the sequence in the block-striped layout.
-        key, value: ``[s, b, hk, d]``. Head dim 64 or 128; bf16, fp16 or fp32.
-        config: the settings; ``s * world`` must be a multiple of ``block_size * world`` (on one rank
-            the last block may be partial).
-        cp_group: the context-parallel group; None for a single process.
-        softmax_scale: default ``d ** -0.5``.
-
-    Returns:
-        out ``[s, b, h, d]`` in the query's dtype, and the pattern it was computed with.
-
-    Raises:
-        ValueError: on operands or a sequence length that do not fit, before any communication.
-    """
-    ring = Ring(cp_group)
-    check_operands(query, key, value)
-    if softmax_scale is None:
-        softmax_scale = query.shape[-1] ** -0.5
-    index = choose_index(query, key, config, ring, softmax_scale)
-    out, _ = ring_attention(query, key, value, index, ring, softmax_scale)
+    """out and pattern of :func:`attend`, which says what is taken."""
+    out, _, index = attend(
+        query, key, value, config=config, cp_group=cp_group, softmax_scale=softmax_scale
+    )
     return out, index

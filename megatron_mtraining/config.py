@@ -40,11 +40,19 @@ class MTrainingConfig:
     """Stretches of the sequence that the pattern is estimated from, spread over all of it."""
     sample_rows: int = 1
     """Query rows sampled in each stretch."""
+    recompute_attention: bool = False
+    """Compute attention again in the replay of activation recomputation, in place of keeping what the
+    first pass has found: takes more time and less memory."""
 
     def __post_init__(self):
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int):
+            if isinstance(field.default, bool):
+                if not isinstance(value, bool):
+                    raise ConfigError(
+                        f"{option(field.name)} must be True or False, but is {value!r}"
+                    )
+            elif isinstance(value, bool) or not isinstance(value, int):
                 raise ConfigError(f"{option(field.name)} must be a whole number, but is {value!r}")
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(

@@ -4,8 +4,8 @@
 :func:`register` adds the backend to the Megatron that is installed. The files, in the order a run
 meets them: ``backend`` (the enum member), ``arguments`` (options and their validation),
 ``checks`` (what is refused), ``spec`` and ``model`` (layer specs, ``GPTModel``), ``batch`` and
-``rotary`` (the striped layout), ``core_attention`` (the module in each layer), ``density`` (the
-log line).
+``rotary`` (the striped layout), ``core_attention`` (the module in each layer), ``recompute`` (its
+results under activation recomputation), ``density`` (the log line).
 """
 
 from .registration import register

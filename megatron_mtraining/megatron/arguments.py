@@ -3,7 +3,7 @@
 validation before anything is built.
 
 Defaults are filled in after parsing: an option that was given without the backend must be told from
-one that was not given. What is kept in Megatron's arguments are plain numbers (they are pickled
+one that was not given. What is kept in Megatron's arguments are plain values (they are pickled
 into checkpoints, which must stay readable without this package).
 """
 
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         text = texts.get(field.name, "").replace("%", "%%")
         how = {"type": type(default)}
         if isinstance(default, bool):
-            how = {"action": argparse.BooleanOptionalAction}
+            how = {"action": "store_true"}
         elif field.name == "slash":
             how = {"type": _size_or_all, "metavar": f"N|{ALL}"}
             text += f" '{ALL}' stands for the sequence length."
@@ -146,8 +146,10 @@ def check_arguments(args) -> None:
             ]
             if given:
                 name = given[0]
+                value = getattr(args, attribute(name))
+                words = option(name) if value is True else f"{option(name)} {value}"
                 raise ConfigError(
-                    f"{option(name)} {getattr(args, attribute(name))} is given, but the attention "
+                    f"{words} is given, but the attention "
                     f"backend is {getattr(args.attention_backend, 'name', 'not chosen')}: add "
                     f"--attention-backend mtraining or leave {option(name)} out"
                 )

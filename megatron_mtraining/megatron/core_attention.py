@@ -8,9 +8,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from ..attention import sparse_attention
+from ..attention import attend
 from ..config import HEAD_DIMS, ConfigError
 from ..kernels import DTYPES
+from . import recompute
 from .arguments import settings
 from .checks import check_settings
 from .density import DensityMeter
@@ -78,6 +79,7 @@ class MTrainingAttention(MegatronModule):
         )
         self.cp_group = group if group is not None and group.size() > 1 else None
         self.density = DensityMeter()
+        self.carries = recompute.enable(self)
 
     def forward(
         self,
@@ -100,6 +102,11 @@ class MTrainingAttention(MegatronModule):
 
         Returns:
             ``[s/cp, b, heads * d]``, contiguous, of the query's dtype.
+
+        Raises:
+            ConfigError: something given is not supported.
+            RuntimeError: a replay under activation recomputation that does not run the attentions
+                of its first pass.
         """
         place = f"attention of layer {self.layer_number}"
         if attention_bias is not None:
@@ -112,17 +119,21 @@ class MTrainingAttention(MegatronModule):
         if attn_mask_type is not None:
             _check_mask_type(attn_mask_type, place)
         _check_tensors(query, key, value, place)
-        out, index = sparse_attention(
+        carried = recompute.take(self, query) if self.carries else None
+        attended = attend(
             query,
             key,
             value,
             config=self.mtraining,
             cp_group=self.cp_group,
             softmax_scale=self.softmax_scale,
+            attended=carried,
         )
-        if self.training:
-            self.density.add(index.density())
-        return out.reshape(*out.shape[:2], -1)
+        if self.carries:
+            recompute.keep(self, attended)
+        if self.training and carried is None:
+            self.density.add(attended.index.density())
+        return attended.out.flatten(2)
 
 
 def _check_mask_type(mask_type: AttnMaskType, place: str) -> None:

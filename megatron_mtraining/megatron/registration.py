@@ -25,7 +25,7 @@ def register() -> None:
         ConfigError: it is too old.
     """
     check_version(_module("megatron.core").__version__)
-    from . import batch, model, rotary
+    from . import batch, model, recompute, rotary
     from .backend import add_member
 
     add_member()
@@ -33,11 +33,14 @@ def register() -> None:
     language_module = _module(core + "models.common.language_module.language_module")
     gpt_model = _module(core + "models.gpt.gpt_model")
     yarn = _module(core + "models.common.embeddings.yarn_rotary_pos_embedding")
+    transformer_engine = _module(core + "extensions.transformer_engine")
     vision_module = _module(core + "models.common.vision_module.vision_module")
     wrap(language_module.LanguageModule, "__init__", model.wrap_any_model)
     wrap(vision_module.VisionModule, "__init__", model.wrap_any_model)
     wrap(gpt_model.GPTModel, "__init__", model.wrap_gpt_model)
     wrap(yarn.YarnRotaryEmbedding, "_set_cos_sin_cache", rotary.wrap_yarn_cache)
+    wrap(_module(core + "tensor_parallel.random"), "checkpoint", recompute.wrap_checkpoint)
+    wrap(transformer_engine, "te_checkpoint", recompute.wrap_checkpoint)
     wrap(_module(core + "utils"), "get_batch_on_this_cp_rank", batch.wrap_get_batch)
 
     try:

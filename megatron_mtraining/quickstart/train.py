@@ -226,15 +226,15 @@ def _recorded():
     """
     from ..megatron import core_attention
 
-    original = core_attention.sparse_attention
+    original = core_attention.attend
     indices: list = []
 
     def listen(*args, **kwargs):
-        out, index = original(*args, **kwargs)
-        indices.append(index)
-        return out, index
+        attended = original(*args, **kwargs)
+        indices.append(attended.index)
+        return attended
 
-    with mock.patch.object(core_attention, "sparse_attention", listen):
+    with mock.patch.object(core_attention, "attend", listen):
         yield indices
 
 

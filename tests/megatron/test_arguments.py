@@ -77,17 +77,29 @@ def test_defaults_fit_a_short_sequence_but_given_values_must():
         check_arguments(parse("--mtraining-vertical", "1000", seq_length=512))
 
 
+def test_a_flag():
+    for words in ([], ["--mtraining-recompute-attention"]):
+        args = parse(*words)
+        check_arguments(args)
+        assert args.mtraining_recompute_attention is bool(words)
+        assert config_from_args(args).recompute_attention is bool(words)
+    for wrong in (1, "yes", None):
+        with pytest.raises(ConfigError, match="--mtraining-recompute-attention must be True or"):
+            MTrainingConfig(recompute_attention=wrong)
+
+
 def test_words_that_are_no_number(capsys):
     with pytest.raises(SystemExit):
         parse("--mtraining-slash", "most")
     assert "--mtraining-slash" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("field", [field.name for field in fields(MTrainingConfig)])
+@pytest.mark.parametrize("field", fields(MTrainingConfig), ids=lambda field: field.name)
 def test_options_without_the_backend_are_refused(field):
+    words = [option(field.name)] if field.default is False else [option(field.name), "64"]
     with pytest.raises(ArgumentsError) as raised:
-        check_arguments(parse(option(field), "64", backend=AttnBackend.auto))
-    assert f"{option(field)} 64" in str(raised.value)
+        check_arguments(parse(*words, backend=AttnBackend.auto))
+    assert f"{' '.join(words)} is given" in str(raised.value)
     assert "--attention-backend mtraining" in str(raised.value)
 
 

@@ -130,10 +130,12 @@ def test_with_everything_kept_losses_are_those_of_dense_attention(name, tree):
     assert run.stdout.count("the data loader makes no") == 1
 
 
+SPARSE = ["--mtraining-slash", "0", "--mtraining-vertical", "16", "--mtraining-window", "0"]
+
+
 @pytest.mark.parametrize("way", ["launcher", "patch"])
 def test_a_sparse_run_trains(way, tree):
-    sparse = ["--mtraining-slash", "0", "--mtraining-vertical", "16", "--mtraining-window", "0"]
-    run = tree.run(way, 2, "--context-parallel-size", "2", *OURS, *sparse)
+    run = tree.run(way, 2, "--context-parallel-size", "2", *OURS, *SPARSE)
     found, dense = losses(run), tree.dense()
     assert found[-1] < found[0] - 0.05
     assert found != pytest.approx(dense, abs=1e-5), "it is sparse"
@@ -146,6 +148,26 @@ def test_pipeline_stages(tree):
     run, dense = tree.run("launcher", 2, *stages, *EVERYTHING), tree.run("plain", 2, *stages)
     assert losses(run) == pytest.approx(losses(dense), abs=1e-5, rel=0)
     assert densities(run) == [1.0] * STEPS
+
+
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+RECOMPUTED = {
+    "CP 2, full": f"--context-parallel-size 2 {FULL}",
+    "CP 2, selective": "--context-parallel-size 2 --recompute-granularity selective",
+    "TP 2, activations distributed": (
+        f"--tensor-model-parallel-size 2 --distribute-saved-activations {FULL}"
+    ),
+    "PP 2, full": f"--pipeline-model-parallel-size 2 --global-batch-size 4 {FULL}",
+}
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_recomputing_attention_changes_no_loss_and_no_density(name, tree):
+    words = [*RECOMPUTED[name].split(), *OURS, *SPARSE]
+    carried = tree.run("launcher", 2, *words)
+    again = tree.run("launcher", 2, *words, "--mtraining-recompute-attention")
+    assert losses(carried) == losses(again)
+    assert densities(carried) == densities(again) and len(densities(again)) == STEPS
 
 
 @pytest.mark.parametrize("way", ["launcher", "patch"])
