@@ -11,7 +11,7 @@ from torch import Tensor
 from .config import MTrainingConfig
 from .kernels import check_operands
 from .pattern import VerticalSlashIndex, choose_index
-from .ring import Ring, ring_attention
+from .ring import ring_attention, ring_of
 
 
 class Attended(NamedTuple):
@@ -32,6 +32,7 @@ def attend(
     *,
     config: MTrainingConfig,
     cp_group: dist.ProcessGroup | None = None,
+    cp_inner: int | None = None,
     softmax_scale: float | None = None,
     attended: Attended | None = None,
 ) -> Attended:
@@ -43,6 +44,9 @@ def attend(
         config: the settings; ``s * world`` must be a multiple of ``block_size * world`` (on one rank
             the last block may be partial).
         cp_group: the context-parallel group; None for a single process.
+        cp_inner: ranks a node for a hierarchical ring, where rank ``x * cp_inner + y`` is number y of
+            node x, and parts of the sequence are by :func:`~megatron_mtraining.layout.place_of`; None
+            for one flat ring.
         softmax_scale: default ``d ** -0.5``.
         attended: what this function has returned for the same operands before, as in a replay under
             activation recomputation, on all ranks or on none: no pattern is chosen then, no forward
@@ -54,7 +58,7 @@ def attend(
     Raises:
         ValueError: on operands or a sequence length that do not fit, before any communication.
     """
-    ring = Ring(cp_group)
+    ring = ring_of(cp_group, cp_inner)
     check_operands(query, key, value)
     if softmax_scale is None:
         softmax_scale = query.shape[-1] ** -0.5
@@ -76,10 +80,12 @@ def sparse_attention(
     *,
     config: MTrainingConfig,
     cp_group: dist.ProcessGroup | None = None,
+    cp_inner: int | None = None,
     softmax_scale: float | None = None,
 ) -> tuple[Tensor, VerticalSlashIndex]:
     """out and pattern of :func:`attend`, which says what is taken."""
     out, _, index = attend(
-        query, key, value, config=config, cp_group=cp_group, softmax_scale=softmax_scale
-    )
+        query, key, value, config=config, cp_group=cp_group, cp_inner=cp_inner,
+        softmax_scale=softmax_scale,
+    )  # fmt: skip
     return out, index

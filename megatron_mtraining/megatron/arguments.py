@@ -19,7 +19,7 @@ from itertools import pairwise
 
 from ..config import ConfigError, MTrainingConfig, option
 from .backend import is_active, training_arguments
-from .checks import check_settings
+from .checks import check_settings, ranks_a_node
 from .wrapping import is_first_local_rank
 
 ALL = "all"
@@ -155,6 +155,7 @@ def check_arguments(args) -> None:
                 )
             return
         check_settings(args, command_line=True)
+        ranks_a_node(args, args.context_parallel_size, command_line=True)
         config = config_from_args(args)
         seq_length = args.seq_length or getattr(args, "encoder_seq_length", None)
         if seq_length is not None:

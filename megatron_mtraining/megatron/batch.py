@@ -8,9 +8,10 @@ import inspect
 from torch import Tensor
 
 from ..config import ConfigError
-from ..layout import stripe_batch
+from ..layout import place_of, stripe_batch
 from .arguments import config_from_args
 from .backend import is_active, training_arguments
+from .checks import ranks_a_node
 
 PACKED = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
 SEQUENCES = ("tokens", "labels", "loss_mask", "position_ids")
@@ -34,7 +35,9 @@ def wrap_get_batch(original):
 
             group = parallel_state.get_context_parallel_group()
         block_size = config_from_args(arguments).block_size
-        return slice_batch(given["batch"], group.rank(), group.size(), block_size)
+        inner = ranks_a_node(arguments, group.size(), command_line=True)
+        place = place_of(group.rank(), group.size(), inner)
+        return slice_batch(given["batch"], place, group.size(), block_size)
 
     return get_batch_on_this_cp_rank
 
@@ -46,7 +49,8 @@ def slice_batch(batch: dict, cp_rank: int, cp_size: int, block_size: int) -> dic
         batch: ``tokens``, ``labels``, ``loss_mask``, ``position_ids`` ``[b, s]``, perhaps
             ``attention_mask`` ``[b, 1, s, s]``, and entries without a sequence dimension (such as
             the ``[b]`` numbers that data sets add), which stay as they are; None stays None.
-        cp_rank, cp_size: position in, and size of, the context-parallel group.
+        cp_rank, cp_size: this rank's place in the layout (its position in the context-parallel group, if
+            that is one flat ring), and the group's size.
         block_size: tokens in a block.
 
     Returns:

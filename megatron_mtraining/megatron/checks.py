@@ -100,9 +100,9 @@ REFUSALS = (
     ),
     Refusal(
         "hierarchical_context_parallel_sizes",
-        _unset,
-        "there is one flat ring over the context-parallel group",
-        LEAVE_OUT,
+        lambda value: _unset(value) or (len(value) == 2 and min(value) > 0),
+        "a ring has two levels, inside of nodes and between them",
+        "give two sizes: context-parallel ranks a node, and nodes",
     ),
     Refusal(
         "cp_comm_type",
@@ -192,6 +192,25 @@ def check_settings(settings, command_line: bool) -> None:
             f"{refusal.why}; {refusal.advice}"
         )
     check_head_dim(settings, command_line)
+
+
+def ranks_a_node(settings, cp_size: int, command_line: bool) -> int | None:
+    """Context-parallel ranks a node, the first of the hierarchical sizes; None for one flat ring.
+
+    Raises:
+        ConfigError: the sizes do not make ``cp_size`` ranks.
+    """
+    sizes = getattr(settings, "hierarchical_context_parallel_sizes", None)
+    if not sizes:
+        return None
+    if sizes[0] * sizes[1] != cp_size:
+        option = "--hierarchical-context-parallel-sizes"
+        name = option if command_line else "config.hierarchical_context_parallel_sizes"
+        raise ConfigError(
+            f"{name} is {_show(sizes)}, which makes {sizes[0] * sizes[1]} ranks, but there are {cp_size} "
+            "context-parallel ones: give ranks a node and nodes whose product is that"
+        )
+    return sizes[0]
 
 
 def check_head_dim(settings, command_line: bool) -> None:

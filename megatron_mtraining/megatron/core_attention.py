@@ -11,9 +11,10 @@ from torch import Tensor
 from ..attention import attend
 from ..config import HEAD_DIMS, ConfigError
 from ..kernels import DTYPES
+from ..ring import check_hosts, ring_of
 from . import recompute
 from .arguments import settings
-from .checks import check_settings
+from .checks import check_settings, ranks_a_node
 from .density import DensityMeter
 
 
@@ -78,6 +79,9 @@ class MTrainingAttention(MegatronModule):
             else pg_collection.cp
         )
         self.cp_group = group if group is not None and group.size() > 1 else None
+        size = 1 if group is None else group.size()
+        self.cp_inner = ranks_a_node(config, size, command_line=False)
+        _check_nodes(self.cp_group, self.cp_inner, place)
         self.density = DensityMeter()
         self.carries = recompute.enable(self)
 
@@ -126,6 +130,7 @@ class MTrainingAttention(MegatronModule):
             value,
             config=self.mtraining,
             cp_group=self.cp_group,
+            cp_inner=self.cp_inner,
             softmax_scale=self.softmax_scale,
             attended=carried,
         )
@@ -134,6 +139,15 @@ class MTrainingAttention(MegatronModule):
         if self.training and carried is None:
             self.density.add(attended.index.density())
         return attended.out.flatten(2)
+
+
+def _check_nodes(group, inner: int | None, place: str) -> None:
+    try:
+        check_hosts(ring_of(group, inner))
+    except ValueError as error:
+        raise ConfigError(
+            f"the {place} has --hierarchical-context-parallel-sizes: {error}"
+        ) from None
 
 
 def _check_mask_type(mask_type: AttnMaskType, place: str) -> None:

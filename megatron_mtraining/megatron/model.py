@@ -8,6 +8,7 @@ import inspect
 from ..config import ConfigError
 from .arguments import config_from_args, settings
 from .backend import is_active, training_arguments
+from .checks import ranks_a_node
 
 
 def wrap_gpt_model(original):
@@ -31,19 +32,21 @@ def wrap_gpt_model(original):
                 "in Megatron's own context-parallel layout, which attention backend mtraining "
                 "does not use; leave it out"
             )
-        _check_one_block_size(config)
+        _check_one_layout(config)
         given["transformer_layer_spec"] = replace_core_attention(given["transformer_layer_spec"])
         with rotary.building():
             original(*bound.args, **bound.kwargs)
         embedding = getattr(self, "rotary_pos_emb", None)
         if embedding is not None:
-            rotary.stripe_embedding(embedding, self.pg_collection.cp, settings(config).block_size)
+            group = self.pg_collection.cp
+            inner = ranks_a_node(config, 1 if group is None else group.size(), command_line=False)
+            rotary.stripe_embedding(embedding, group, settings(config).block_size, inner)
 
     return __init__
 
 
-def _check_one_block_size(config) -> None:
-    """The batch is striped by the command line's block size, the model by its config's."""
+def _check_one_layout(config) -> None:
+    """The batch is striped by the command line's settings, the model by its config's."""
     arguments = training_arguments()
     if arguments is None or not is_active(arguments):
         return
@@ -52,6 +55,13 @@ def _check_one_block_size(config) -> None:
         raise ConfigError(
             f"config.mtraining has block_size {model}, but --mtraining-block-size, which batches are "
             f"cut by, is {batch}: make them equal"
+        )
+    name = "hierarchical_context_parallel_sizes"
+    batch, model = ([*(getattr(s, name, None) or ())] for s in (arguments, config))
+    if batch != model:
+        raise ConfigError(
+            f"config.{name} is {model}, but --{name.replace('_', '-')}, which batches are dealt to ranks "
+            f"by, is {batch}: make them equal"
         )
 
 

@@ -12,7 +12,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from torch import Tensor
 
 from ..config import ConfigError
-from ..layout import stripe
+from ..layout import place_of, stripe
 
 CACHED = 4
 """Lengths of which a model keeps the table: training and evaluation have one each."""
@@ -42,6 +42,7 @@ class _Striped:
             raise ConfigError("attention backend mtraining does not support packed sequences")
         group = self.mtraining_cp_group if cp_group is None else cp_group
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
+        place = place_of(rank, size, self.mtraining_inner)
         key = (max_seq_len, offset, rank, size)
         cache = self.mtraining_cache
         if key not in cache:
@@ -49,7 +50,7 @@ class _Striped:
                 del cache[next(iter(cache))]
             table = self.get_emb(max_seq_len, offset)
             table, rest = table if isinstance(table, tuple) else (table, None)
-            cache[key] = (stripe(table, rank, size, self.mtraining_block_size), rest)
+            cache[key] = (stripe(table, place, size, self.mtraining_block_size), rest)
         return cache[key]
 
 
@@ -79,7 +80,9 @@ STRIPED = {
 }
 
 
-def stripe_embedding(embedding: torch.nn.Module, cp_group, block_size: int) -> None:
+def stripe_embedding(
+    embedding: torch.nn.Module, cp_group, block_size: int, inner: int | None = None
+) -> None:
     """Turn one model's rotary embedding into its striped twin, in place.
 
     The class is exchanged rather than ``forward`` set on the instance, so that copies and pickles
@@ -89,6 +92,7 @@ def stripe_embedding(embedding: torch.nn.Module, cp_group, block_size: int) -> N
         embedding: ``model.rotary_pos_emb``.
         cp_group: the model's context-parallel group, or None.
         block_size: tokens in a block of the layout.
+        inner: context-parallel ranks a node; None for one flat ring.
 
     Raises:
         ConfigError: it is neither RoPE nor YaRN.
@@ -102,6 +106,7 @@ def stripe_embedding(embedding: torch.nn.Module, cp_group, block_size: int) -> N
         )
     embedding.mtraining_cp_group = cp_group
     embedding.mtraining_block_size = block_size
+    embedding.mtraining_inner = inner
     embedding.mtraining_cache = {}
     embedding.__class__ = STRIPED[type(embedding)]
 

@@ -66,6 +66,7 @@ class Ring:
         self.outer = self.world // self.inner
         self.place = place_of(self.rank, self.world, self.inner)
         self.trace = None
+        self.checked = False
         self._groups = {}
 
     def span(self, name: str, step=None):
@@ -167,10 +168,11 @@ def ring_of(group: dist.ProcessGroup | None, inner: int | None = None) -> Ring:
 def check_hosts(ring: Ring) -> None:
     """Raise ValueError, on every rank, if a ring's nodes are not hosts: if one spans several.
 
-    A collective over the group; ranks whose ``inner`` differ are named too.
+    A collective over the group, once a ring; ranks whose ``inner`` differ are named too.
     """
-    if ring.world == 1 or ring.outer == 1:
+    if ring.outer == 1 or ring.checked:
         return
+    ring.checked = True
     found: list = [None] * ring.world
     dist.all_gather_object(found, (socket.gethostname(), ring.inner), group=ring.group)
     hosts, inners = zip(*found)

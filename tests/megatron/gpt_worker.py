@@ -13,7 +13,9 @@ import cpu_shim
 import torch
 import torch.distributed as dist
 
-SEQUENCE, BATCH, VOCABULARY, BLOCK = 384, 2, 96, 64
+SEQUENCE, BATCH, VOCABULARY, BLOCK = 768, 2, 96, 64
+NODES = {4: [2, 2]}
+"""Hierarchical sizes of the runs that have some, by their ranks."""
 
 CASES = {
     "rope": {},
@@ -64,6 +66,7 @@ def build(case: dict, ours: bool, cp_size: int):
         hidden_dropout=0.0,
         use_cpu_initialization=True,
         context_parallel_size=cp_size,
+        hierarchical_context_parallel_sizes=NODES.get(cp_size),
         attention_backend=AttnBackend.mtraining if ours else AttnBackend.auto,
         **case.get("config", {}),
     )
@@ -84,7 +87,7 @@ def train_once(model, rank: int, size: int) -> dict:
     """Loss and gradients of one batch, summed over the context-parallel ranks."""
     from megatron.core.pipeline_parallel.schedules import custom_backward
 
-    from megatron_mtraining.layout import stripe_batch
+    from megatron_mtraining.layout import place_of, stripe_batch
 
     tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=torch.manual_seed(3))
     batch = {
@@ -92,7 +95,8 @@ def train_once(model, rank: int, size: int) -> dict:
         "labels": tokens.roll(-1, 1),
         "position_ids": torch.arange(SEQUENCE).repeat(BATCH, 1),
     }
-    batch = stripe_batch(batch, rank, size, BLOCK)
+    place = place_of(rank, size, NODES.get(size, [None])[0])
+    batch = stripe_batch(batch, place, size, BLOCK)
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     loss = losses.sum() / (BATCH * SEQUENCE)
     custom_backward(loss, None)  # as training does; torch's own would leave the CPU shim

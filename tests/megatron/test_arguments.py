@@ -142,7 +142,7 @@ REFUSED = {
     "dataloader_inter_document_masking": True,
     "hybrid_context_parallel": True,
     "dynamic_context_parallel": True,
-    "hierarchical_context_parallel_sizes": [2, 2],
+    "hierarchical_context_parallel_sizes": [2, 2, 2],
     "cp_comm_type": ["a2a"],
     "mtp_num_layers": 1,
     "is_hybrid_model": True,
@@ -307,3 +307,11 @@ def test_megatron_s_own_arguments_are_checked(real_parser):
     dense = real_parser.parse_args([*REAL.split(), "--mtraining-slash", "7"])
     with pytest.raises(ArgumentsError, match="--mtraining-slash 7"):
         check_arguments(dense)
+
+
+def test_hierarchical_sizes_must_make_the_context_parallel_ranks():
+    check_arguments(parse(context_parallel_size=8, hierarchical_context_parallel_sizes=[4, 2]))
+    with pytest.raises(
+        ArgumentsError, match="--hierarchical-context-parallel-sizes is 2 2.* 4 ranks.* 8"
+    ):
+        check_arguments(parse(context_parallel_size=8, hierarchical_context_parallel_sizes=[2, 2]))

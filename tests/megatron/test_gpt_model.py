@@ -17,7 +17,7 @@ def reference(tmp_path_factory):
     return file, torchrun(1, WORKER, file)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_losses_and_gradients_are_those_of_dense_attention(size, reference):
     file, first = reference
     run = first if size == 1 else torchrun(size, WORKER, file)

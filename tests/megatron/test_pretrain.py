@@ -52,6 +52,11 @@ PARALLEL = {
         4,
         "--context-parallel-size 2 --tensor-model-parallel-size 2",
     ),
+    "CP 4 in nodes of 2": (
+        "launcher",
+        4,
+        "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2",
+    ),
     "CP 1, patched": ("patch", 1, ""),
     "CP 2, patched, distributed optimizer, full recompute": (
         "patch",
