@@ -64,12 +64,12 @@ def attend(
         softmax_scale = query.shape[-1] ** -0.5
     if attended is None:
         index = choose_index(query, key, config, ring, softmax_scale)
-        found = ring_attention(query, key, value, index, ring, softmax_scale)
+        before = None
     else:
-        index = attended.index
-        found = ring_attention(
-            query, key, value, index, ring, softmax_scale, (attended.out, attended.lse)
-        )
+        index, before = attended.index, (attended.out, attended.lse)
+    found = ring_attention(
+        query, key, value, index, ring, softmax_scale, before, config.bf16_gradients
+    )
     return Attended(*found, index)
 
 

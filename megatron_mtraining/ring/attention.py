@@ -51,15 +51,17 @@ class _Values:
 
 
 class _Gradients:
-    """The gradient of keys and values that is moving, what is home, and what is on its way."""
+    """The gradient of keys and values that is moving, what is home, and what is on its way: in ``wire``,
+    or as it is if that is None."""
 
-    def __init__(self, ring):
+    def __init__(self, ring, wire: torch.dtype | None):
         self.moving = self._home = None
-        self._ring, self._coming = ring, {}
+        self._ring, self._wire, self._coming = ring, wire, {}
 
     def move(self, op) -> None:
         if op.do is Do.SEND_GRADIENTS:
-            self._coming[op.link] = self._ring.post(self.moving, Ring.GRADIENTS, op.link)
+            sent = self.moving if self._wire is None else self.moving.to(self._wire)
+            self._coming[op.link] = self._ring.post(sent, Ring.GRADIENTS, op.link)
             self.moving = None
         elif op.do is Do.TAKE_GRADIENTS:
             self.moving = self._take(op.link)
@@ -72,7 +74,8 @@ class _Gradients:
 
     def _take(self, link) -> Tensor:
         with self._ring.span("wait"):
-            return self._coming.pop(link).wait()
+            received = self._coming.pop(link).wait()
+        return received if self._wire is None else received.float()
 
 
 def _forward(query, key, value, index, ring, softmax_scale):
@@ -93,9 +96,9 @@ def _forward(query, key, value, index, ring, softmax_scale):
     return out, lse
 
 
-def _backward(query, key, value, grad_out, out, lse, index, ring, softmax_scale):
+def _backward(query, key, value, grad_out, out, lse, index, ring, softmax_scale, wire):
     columns = _post_columns(key, value, index, ring)
-    values, gradients = _Values(key, value, ring), _Gradients(ring)
+    values, gradients = _Values(key, value, ring), _Gradients(ring, wire)
     delta = attention_delta(out, grad_out)
     rest = (grad_out, lse, delta, index)
     dq = column_gradients = None
@@ -139,13 +142,13 @@ def _post_column_gradients(query, columns, grad_out, lse, delta, index, ring, so
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, index, ring, softmax_scale, attended):
+    def forward(ctx, query, key, value, index, ring, softmax_scale, attended, wire):
         if attended is None:
             out, lse = _forward(query, key, value, index, ring, softmax_scale)
         else:
             out, lse = (t.detach() for t in attended)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.index, ctx.ring, ctx.softmax_scale = index, ring, softmax_scale
+        ctx.rest = index, ring, softmax_scale, wire
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -155,10 +158,8 @@ class _RingAttention(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         if grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
-        dq, dkv = _backward(
-            query, key, value, grad_out, out, lse, ctx.index, ctx.ring, ctx.softmax_scale
-        )
-        return dq, dkv[0], dkv[1], None, None, None, None
+        dq, dkv = _backward(query, key, value, grad_out, out, lse, *ctx.rest)
+        return dq, dkv[0], dkv[1], None, None, None, None, None
 
 
 def ring_attention(
@@ -169,6 +170,7 @@ def ring_attention(
     ring: Ring,
     softmax_scale: float,
     attended: tuple[Tensor, Tensor] | None = None,
+    bf16_gradients: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Sparse causal attention over a block-striped sequence.
 
@@ -179,6 +181,8 @@ def ring_attention(
         ring: the context-parallel ranks.
         attended: what this function has returned for the same operands and index before, as in a
             replay under activation recomputation: no forward is run then, and no ring.
+        bf16_gradients: send the gradients of keys and values from rank to rank in bfloat16: half the
+            bytes, and a rounding to 8 bits at each of ``world - 1`` hops.
 
     Returns:
         out ``[s, b, h, d]``, in the query's dtype, contiguous; the log-sum-exp of its rows, ``[b, h, s]``,
@@ -204,4 +208,5 @@ def ring_attention(
         raise ValueError(f"softmax_scale is {softmax_scale}: it must be positive")
     # Megatron's projections give unit stride in the head dim; anything else is copied once.
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-    return _RingAttention.apply(query, key, value, index, ring, softmax_scale, attended)
+    wire = torch.bfloat16 if bf16_gradients else None
+    return _RingAttention.apply(query, key, value, index, ring, softmax_scale, attended, wire)
