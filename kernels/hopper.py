@@ -27,9 +27,14 @@ def descriptor(tensor, block_shape):
 
 def descriptor_heads_first(tensor, block_shape):
     """A tensor ``[b, h, s, d]``, to be moved in tiles of ``block_shape``."""
-    layout = gl.NVMMASharedLayout.get_default_for(block_shape, _TYPES[tensor.dtype])
     strides = [*tensor.stride()[:3], 1]
+    layout = _tile_layout(tuple(block_shape), tensor.dtype)
     return TensorDescriptor(tensor, list(tensor.shape), strides, block_shape, layout)
+
+
+@functools.cache
+def _tile_layout(block_shape, dtype):
+    return gl.NVMMASharedLayout.get_default_for(list(block_shape), _TYPES[dtype])
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 from ..layout import place_of
 
@@ -99,8 +100,9 @@ def flat_ring(rank: int, world: int) -> list[RingStep]:
     return ring_steps(rank, world)
 
 
-def forward_ops(rank: int, inner: int, outer: int = 1) -> list[Op]:
-    """A rank's forward."""
+@lru_cache(maxsize=64)
+def forward_ops(rank: int, inner: int, outer: int = 1) -> tuple[Op, ...]:
+    """A rank's forward; the same in every layer and step, so made once."""
     link, inner, outer = _as_rounds(inner, outer)
     ops = []
     for o, steps in enumerate(_rounds(rank, inner, outer)):
@@ -114,10 +116,11 @@ def forward_ops(rank: int, inner: int, outer: int = 1) -> list[Op]:
                 ops.append(Op(Do.TAKE_VALUES, link=link))
         if o < outer - 1:
             ops.append(Op(Do.TAKE_VALUES, link=Link.OUTER))
-    return ops
+    return tuple(ops)
 
 
-def backward_ops(rank: int, inner: int, outer: int = 1) -> list[Op]:
+@lru_cache(maxsize=64)
+def backward_ops(rank: int, inner: int, outer: int = 1) -> tuple[Op, ...]:
     """A rank's backward."""
     link, inner, outer = _as_rounds(inner, outer)
     ops = []
@@ -125,8 +128,8 @@ def backward_ops(rank: int, inner: int, outer: int = 1) -> list[Op]:
         ops += _backward_round(o, steps, link, outer)
     own = Op(Do.OWN_KEY, ring_steps(rank, inner, outer)[0])
     if outer == 1:
-        return [*ops, own]
-    return [*ops, Op(Do.RESUME), own, Op(Do.ADD_GRADIENTS, link=Link.OUTER)]
+        return (*ops, own)
+    return (*ops, Op(Do.RESUME), own, Op(Do.ADD_GRADIENTS, link=Link.OUTER))
 
 
 def _as_rounds(inner: int, outer: int) -> tuple[Link, int, int]:

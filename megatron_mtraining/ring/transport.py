@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import socket
 from contextlib import nullcontext
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -67,7 +68,7 @@ class Ring:
         self.place = place_of(self.rank, self.world, self.inner)
         self.trace = None
         self.checked = False
-        self._groups = {}
+        self._groups, self._next = {}, {}
 
     def span(self, name: str, step=None):
         """A context around a part of the work; see ``trace``."""
@@ -82,11 +83,8 @@ class Ring:
                 (gloo matches by tag; NCCL has a communicator each).
         """
         received = torch.empty_like(tensor)
-        ranks, place = self._circle(link)
         group = self._group_of(kind, link)
-        following, previous = (
-            dist.get_global_rank(self.group, ranks[(place + by) % len(ranks)]) for by in (1, -1)
-        )
+        following, previous = self._neighbours(link)
         tag = kind + 4 * (link is Link.OUTER)
         operations = [
             dist.P2POp(dist.isend, tensor, following, group, tag),
@@ -101,6 +99,15 @@ class Ring:
         group = self._group_of(Ring.COLUMNS, None)
         return Transfer(tensor, tensor, [dist.all_reduce(tensor, group=group, async_op=True)])
 
+    def _neighbours(self, link: Link) -> tuple[int, int]:
+        """The next rank over a link and the one before, as the whole world counts them."""
+        if link not in self._next:
+            ranks, place = self._circle(link)
+            self._next[link] = tuple(
+                dist.get_global_rank(self.group, ranks[(place + by) % len(ranks)]) for by in (1, -1)
+            )
+        return self._next[link]
+
     def _circle(self, link: Link) -> tuple[list[int], int]:
         """The ranks of the group in this rank's circle, in order, and its place there."""
         x, y = divmod(self.rank, self.inner)
@@ -109,14 +116,17 @@ class Ring:
         return [o * self.inner + y for o in range(self.outer)], x
 
     def _group_of(self, kind: int, link: Link | None) -> dist.ProcessGroup:
-        if dist.get_backend(self.group) != "nccl":
-            return self.group
         key = (kind, link)
-        if key not in self._groups:
+        if key in self._groups:
+            return self._groups[key]
+        if dist.get_backend(self.group) != "nccl":
+            self._groups[key] = self.group
+        else:
             ranks = range(self.world) if link is None else self._circle(link)[0]
             self._groups[key] = dist.new_group(
                 [dist.get_global_rank(self.group, rank) for rank in ranks],
                 backend="nccl",
+                timeout=_timeout_of(self.group),
                 use_local_synchronization=True,
             )
         return self._groups[key]
@@ -149,6 +159,12 @@ class Ring:
         own = torch.empty_like(parts[0])
         dist.reduce_scatter_tensor(own, parts, group=self.group)
         return own
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a group of NCCL waits for a rank that does not come; None if it does not say."""
+    options = getattr(group._get_backend(torch.device("cuda")), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 _RINGS: dict[tuple[int, int | None], tuple[dist.ProcessGroup, Ring]] = {}
