@@ -87,8 +87,8 @@ def attention_forward(
     """Attend to the keys of one ring step, on top of the steps before.
 
     Args:
-        columns: ``[2, b, h, C, d]``, the columns of all ranks, attended in this step too; None in the
-            other steps.
+        columns: ``[2, b, h, C, d]``, the columns of all ranks, attended in one of the steps by each head
+            (``step.number``); None if there are none.
         carry: out of the steps before, float32; None at the first.
         lse: softmax log-sum-exp so far (natural logarithm), float32, updated in place; its content
             is not read at the first step.
@@ -142,7 +142,7 @@ def attention_backward_query(
     """The queries' gradient of one ring step, on top of the steps before.
 
     Args:
-        columns: as for the forward, in one of the steps.
+        columns: as for the forward.
         lse, delta: the whole ring's log-sum-exp and row sums, float32.
         carry: the gradient of the steps before, float32; None at the first.
 

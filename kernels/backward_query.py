@@ -51,14 +51,14 @@ def _add_tile(q, k, v, do, keep, acc, lse, delta, scale, MASKED: tl.constexpr, P
     return tl.dot(ds.to(k.dtype), k, acc, input_precision=PREC)
 
 
-@triton.jit(do_not_specialize=["residue", "wrap", "rank"])
+@triton.jit(do_not_specialize=["residue", "wrap", "rank", "number"])
 def _query_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, carry_ptr, dq_ptr, lse_ptr, delta_ptr,
     slash_ptr, slash_list, member, columns, column_ptr, column_k, column_v,
     q_ss, q_sb, q_sh, k_ss, k_sb, k_sh, v_ss, v_sb, v_sh,
     do_ss, do_sb, do_sh, c_ss, c_sb, c_sh, dq_ss, dq_sb, dq_sh,
     ptr_len, list_len, column_len, query_len, key_len, nb, softmax_scale,
-    residue, wrap, rank, world,
+    residue, wrap, rank, world, number,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     KEEP: tl.constexpr, WALK: tl.constexpr, DIAGONAL: tl.constexpr, CARRY: tl.constexpr,
     COLUMNS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
@@ -113,7 +113,9 @@ def _query_kernel(
         acc = _add_tile(q, k, v, do, None, acc, lse, delta, scale, False, PREC)
     if COLUMNS:
         block = a * world + rank
+        # Each head has its columns in one of the steps, so that steps are alike.
         high = tl.load(column_ptr + block)
+        high = tl.where(head * world // HEADS == number, high, 0)
         for first in range(0, high, WALK):
             entry, keep = column_tile(columns, member, first, high, block, world, nb, BLOCK, WALK)
             k = gather_rows(column_k, entry, D)
@@ -143,7 +145,7 @@ def backward_query(
         *carried.stride()[:3], *grad_query.stride()[:3],
         index.slash_ptr.shape[-1], index.slash_list.shape[-1], index.columns.shape[-1],
         length, key.shape[0], nb, softmax_scale,
-        step.distance * nb, step.wrap, step.place, index.world,
+        step.distance * nb, step.wrap, step.place, index.world, step.number,
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
         KEEP=tile.keep, WALK=tile.walk, DIAGONAL=step.distance == 0, CARRY=not step.first,
         COLUMNS=columns is not None, EVEN=length % block == 0, PREC=precision_for(query),

@@ -43,14 +43,14 @@ def _online_softmax(q, k, v, keep, acc, m, l, scale, MASKED: tl.constexpr, PREC:
     return acc, m_new, l
 
 
-@triton.jit(do_not_specialize=["residue", "wrap", "rank"])
+@triton.jit(do_not_specialize=["residue", "wrap", "rank", "number"])
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, carry_ptr, out_ptr, lse_ptr,
     slash_ptr, slash_list, member, columns, column_ptr, column_k, column_v,
     q_ss, q_sb, q_sh, k_ss, k_sb, k_sh, v_ss, v_sb, v_sh,
     c_ss, c_sb, c_sh, o_ss, o_sb, o_sh,
     ptr_len, list_len, column_len, query_len, key_len, nb, scale,
-    residue, wrap, rank, world,
+    residue, wrap, rank, world, number,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     KEEP: tl.constexpr, WALK: tl.constexpr, DIAGONAL: tl.constexpr, CARRY: tl.constexpr,
     LAST: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
@@ -112,7 +112,9 @@ def _forward_kernel(
         acc, m, l = _online_softmax(q, k, v, None, acc, m, l, scale, False, PREC)
     if COLUMNS:
         block = a * world + rank
+        # Each head has its columns in one of the steps, so that steps are alike.
         high = tl.load(column_ptr + block)
+        high = tl.where(head * world // HEADS == number, high, 0)
         for first in range(0, high, WALK):
             entry, keep = column_tile(columns, member, first, high, block, world, nb, BLOCK, WALK)
             k = gather_rows(column_k, entry, D)
@@ -143,7 +145,7 @@ def forward(query, key, value, columns, index, step, softmax_scale, carry, out, 
         *carried.stride()[:3], *out.stride()[:3],
         index.slash_ptr.shape[-1], index.slash_list.shape[-1], index.columns.shape[-1],
         length, key.shape[0], nb, softmax_scale,
-        step.distance * nb, step.wrap, step.place, index.world,
+        step.distance * nb, step.wrap, step.place, index.world, step.number,
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
         KEEP=tile.keep, WALK=tile.walk, DIAGONAL=step.distance == 0, CARRY=not step.first,
         LAST=step.last,

@@ -63,8 +63,8 @@ def line_descriptor(tensor, width):
 
 @gluon.jit
 def query_item(
-    item, items, nb, slash_ptr, column_ptr, ptr_len, residue, wrap, rank, world,
-    COLUMNS: gl.constexpr,
+    item, items, nb, slash_ptr, column_ptr, ptr_len, residue, wrap, rank, world, number,
+    HEADS: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """What is to be done as ``item`` of heads x blocks; nothing from ``items`` on.
 
@@ -82,7 +82,9 @@ def query_item(
     columns = 0
     if COLUMNS:
         column_ptr += bh.to(gl.int64) * ptr_len
-        columns = gl.load(column_ptr + a * world + rank, mask=inside, other=0)
+        # Each head has its columns in one of the steps, so that steps are alike.
+        turn = bh % HEADS * world // HEADS == number
+        columns = gl.load(column_ptr + a * world + rank, mask=inside & turn, other=0)
     return low, slashes, columns
 
 
@@ -160,7 +162,7 @@ def _tile_at(j, item, low, slashes, columns, slash_list, list_len, nb, wrap, BLO
 def load_keys(
     counter, item_channel, barriers, query_descs, query_smems, k_descs, k_smem,
     slash_ptr, slash_list, column_ptr, ptr_len, list_len, nb, items, residue, wrap, rank, world,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr,
+    number, HEADS: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A loading warp: draws items, and brings their queries and keys.
@@ -176,25 +178,17 @@ def load_keys(
     turn = 0
     item = gl.atomic_add(counter, 1)
     low, slashes, columns = query_item(
-        item, items, nb, slash_ptr, column_ptr, ptr_len, residue, wrap, rank, world, COLUMNS
-    )
+        item, items, nb, slash_ptr, column_ptr, ptr_len, residue, wrap, rank, world, number,
+        HEADS, COLUMNS,
+    )  # fmt: skip
     send_item(0, item_smem, item_ready, item_free, item, slashes, columns)
     while item < items:
         # The item after this one is drawn and sent ahead, so that nobody waits for it.
         following = gl.atomic_add(counter, 1)
         low_then, slashes_then, columns_then = query_item(
-            following,
-            items,
-            nb,
-            slash_ptr,
-            column_ptr,
-            ptr_len,
-            residue,
-            wrap,
-            rank,
-            world,
-            COLUMNS,
-        )
+            following, items, nb, slash_ptr, column_ptr, ptr_len, residue, wrap, rank, world, number,
+            HEADS, COLUMNS,
+        )  # fmt: skip
         send_item(turn + 1, item_smem, item_ready, item_free, following, slashes_then, columns_then)
         tiles = tiles_of(slashes, columns, BLOCK)
         bh = item // nb

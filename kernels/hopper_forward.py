@@ -209,12 +209,12 @@ def _attend(
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["residue", "wrap", "rank"])
+@gluon.jit(do_not_specialize=["residue", "wrap", "rank", "number"])
 def _forward_kernel(
     counter, q_desc, k_desc, v_desc, kc_desc, vc_desc, out_desc, carry_ptr, out_ptr, lse_ptr,
     slash_ptr, slash_list, member, columns, column_ptr,
     c_ss, c_sb, c_sh, o_ss, o_sb, o_sh,
-    ptr_len, list_len, column_len, query_len, nb, items, scale, residue, wrap, rank, world,
+    ptr_len, list_len, column_len, query_len, nb, items, scale, residue, wrap, rank, world, number,
     HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
     STAGES: gl.constexpr, DIAGONAL: gl.constexpr, CARRY: gl.constexpr, COLUMNS: gl.constexpr,
     LAST: gl.constexpr,
@@ -246,7 +246,7 @@ def _forward_kernel(
             (load_keys, (
                 counter, item_channel, barriers, (q_desc,), (q_smem,), (k_desc, kc_desc), k_smem,
                 slash_ptr, slash_list, column_ptr,
-                ptr_len, list_len, nb, items, residue, wrap, rank, world,
+                ptr_len, list_len, nb, items, residue, wrap, rank, world, number,
                 HEADS, GROUP, COLUMNS, BLOCK, D, STAGES,
             )),
             (load_values, (
@@ -277,6 +277,7 @@ def forward(query, key, value, columns, index, step, softmax_scale, carry, out, 
         *carried.stride()[:3], *out.stride()[:3],
         index.slash_ptr.shape[-1], index.slash_list.shape[-1], index.columns.shape[-1],
         length, nb, items, softmax_scale, step.distance * nb, step.wrap, step.place, index.world,
+        step.number,
         HEADS=heads, GROUP=heads // key.shape[2], D=dim, BLOCK=block, STAGES=2,
         DIAGONAL=step.distance == 0, CARRY=not step.first, COLUMNS=columns is not None,
         LAST=step.last, num_warps=4, maxnreg=168,

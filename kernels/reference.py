@@ -75,7 +75,9 @@ def _operands(query, key, value, columns, index, step, softmax_scale):
     mask = step_mask(index, step, length, key.shape[0])
     if columns is not None:
         k, v = (torch.cat((t, more.to(t.dtype)), 2) for t, more in zip((k, v), columns))
-        mask = torch.cat((mask, column_mask(index, step.place, length)), -1)
+        turn = torch.arange(heads, device=q.device) * step.world // heads == step.number
+        more = column_mask(index, step.place, length) & turn[:, None, None]
+        mask = torch.cat((mask, more), -1)
     return q, k, v, _scores(q, k, mask, softmax_scale)
 
 

@@ -90,14 +90,13 @@ def simulated_ring(query, key, value, grad_out, index, scale):
         lse = torch.full((batch, heads, length), float("nan"), dtype=dtype, device=query.device)
         out = dq = None
         for step in flat_ring(rank, world):
-            keys = k[step.source], v[step.source], columns if step.last else None
+            keys = k[step.source], v[step.source], columns
             out = attention_forward(q[rank], *keys, index, step, scale, out, lse)
         delta = attention_delta(out, do[rank])
         rest = (do[rank], lse, delta, index)
         for step in flat_ring(rank, world):
             keys = k[step.source], v[step.source]
-            with_columns = columns if step.last else None
-            dq = attention_backward_query(q[rank], *keys, with_columns, *rest, step, scale, dq)
+            dq = attention_backward_query(q[rank], *keys, columns, *rest, step, scale, dq)
             if step.source != rank:
                 dkvs[step.source] = attention_backward_key(
                     q[rank], *keys, *rest, step, scale, dkvs[step.source]

@@ -13,7 +13,7 @@ and keys are ``t`` ranks apart sees the distances ``d = e * W + t``: local query
 key block ``c = a - e - wrap``, where ``wrap`` is 1 if the keys come from a higher rank, else 0. So the
 list of slashes is sorted by (residue t, quotient e), and prefix counts give any loop its bounds without
 a search, forward (query blocks) and backward (key blocks) alike. Columns are gathered from all ranks and
-attended in one step: query block ``i`` sees the first ``column_ptr[i]`` of them.
+attended in one step of each head: query block ``i`` sees the first ``column_ptr[i]`` of them.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class VerticalSlashIndex:
     def work(self) -> Tensor:
         """Attended pairs, float64 ``[b, h, rank, distance]``, exact; on the index's device.
 
-        At distance ``t`` rank ``r`` takes the keys of rank ``(r - t) % W``; its columns, of all ranks, are
-        counted at distance ``W - 1``, the last of the ring.
+        At distance ``t``, step t of a flat ring, rank ``r`` takes the keys of rank ``(r - t) % W``, and the
+        columns, of all ranks, of the heads h with ``h * W // H == t``.
         """
         world, nb, block = self.world, self.local_blocks, self.block_size
         device = self.slash_member.device
@@ -81,7 +81,9 @@ class VerticalSlashIndex:
                 blocks = (nb - e - wrap).clamp(min=0)
                 out[:, :, rank, t] = (member[:, :, t] * blocks).sum(-1) * block * block
         out[..., 0] -= nb * block * (block - 1) / 2
-        out[..., -1] += self._columns_seen().unflatten(-1, (nb, world)).sum(-2) * block
+        columns = self._columns_seen().unflatten(-1, (nb, world)).sum(-2) * block
+        for head in range(member.shape[1]):
+            out[:, head, :, head * world // member.shape[1]] += columns[:, head]
         # Queries of the global last block are fewer when N is not a multiple of B (one rank only).
         missing = world * nb * block - self.seq_length
         if missing:

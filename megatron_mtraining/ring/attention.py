@@ -3,8 +3,8 @@
 
 Keys and values go round, one rank a step; in the backward the gradients of keys and values follow them, in
 float32. out, its log-sum-exp and the queries' gradient stay and are accumulated in float32. The columns
-that the pattern keeps, of all ranks, are gathered at the start, a few MB, and attended in the last step;
-their gradients are summed over ranks while the ring runs, and added where the columns live.
+that the pattern keeps, of all ranks, are gathered at the start, a few MB, and attended in one step of each
+head; their gradients are summed over ranks while the ring runs, and added where the columns live.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _forward(query, key, value, index, ring, softmax_scale):
         values.move(op)
         if op.do is Do.ATTEND:
             step = op.step
-            with_columns = columns.wait() if columns and step.last else None
+            with_columns = columns.wait() if columns else None
             with ring.span("attend", step):
                 out = attention_forward(
                     query, *values.at_hand, with_columns, index, step, softmax_scale, out, lse
@@ -107,7 +107,7 @@ def _backward(query, key, value, grad_out, out, lse, index, ring, softmax_scale,
         values.move(op)
         gradients.move(op)
         if op.do is Do.QUERY:
-            with_columns = columns.wait() if columns and step.last else None
+            with_columns = columns.wait() if columns else None
             with ring.span("query", step):
                 dq = attention_backward_query(
                     query, *values.at_hand, with_columns, *rest, step, softmax_scale, dq

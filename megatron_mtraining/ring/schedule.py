@@ -54,15 +54,26 @@ class RingStep:
         source: the place of the keys at hand.
         distance: t, how many places apart: ``(place - source) % world``.
         wrap: 1 if ``source > place``, which moves the block distances on by one stripe, else 0.
-        first, last: whether this is the rank's first step (nothing to carry in), or its last.
+        number: of the step, from 0. The columns of head h of H are attended in step ``h * W // H``.
+        world: W.
     """
 
     place: int
     source: int
     distance: int
     wrap: int
-    first: bool
-    last: bool
+    number: int
+    world: int
+
+    @property
+    def first(self) -> bool:
+        """Whether there is nothing to carry in."""
+        return self.number == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether no step follows."""
+        return self.number == self.world - 1
 
 
 @dataclass(frozen=True)
@@ -87,8 +98,8 @@ def ring_steps(rank: int, inner: int, outer: int = 1) -> list[RingStep]:
             source=source,
             distance=(place - source) % world,
             wrap=int(source > place),
-            first=number == 0,
-            last=number == world - 1,
+            number=number,
+            world=world,
         )
         for number, source in enumerate(sources)
     ]

@@ -26,7 +26,7 @@ class Transfer:
         """The tensor received. Later work of the current stream (on CPU: the caller) waits for it."""
         for work in self._works:
             work.wait()
-        self._sent = None
+        self._sent, self._works = None, []
         return self._received
 
 
