@@ -3,10 +3,11 @@
 
 For every pattern, number of ranks and schedule, layouts beside each other:
 
-- ``striped``: this project's. Columns travel gathered, and all ranks' are attended in the last step.
-- ``striped over groups``: as striped, but in a hierarchical ring consecutive blocks go to consecutive groups:
-  block b mod W = inner * O + outer in place of outer * I + inner. Then all ranks of a group have distances of
-  one residue in each step, and all groups the same residues in each round.
+- ``striped over groups``: this project's. Columns travel gathered, and all ranks' are attended, those of
+  each head in one of the steps. In a hierarchical ring consecutive blocks go to consecutive groups: block
+  b mod W = inner * O + outer. So all ranks of a group have distances of one residue in each step, and
+  all groups the same residues in each round.
+- ``striped``: the same with block b mod W = outer * I + inner.
 - ``columns at owner``: striped; a column is attended in the step of the rank that it lives on.
 - ``zigzag``: 2W chunks, rank r has chunks r and 2W - 1 - r (Megatron's); columns in their owner's step.
 - ``contiguous``: W chunks; likewise.
@@ -83,7 +84,8 @@ def pattern_of(name: str, seq: int, distances: torch.Tensor, picked: torch.Tenso
     return Pattern(name, seq, member, np.array(columns, dtype=np.int64).reshape(-1, blocks))
 
 
-# Pairs by (query rank, key rank), of slashes and of columns apart: int64 [W, W].
+# Pairs by (query rank, key rank), of slashes and of columns apart: int64 [W, W]; of columns by head,
+# [h, W, W], where they are dealt so.
 
 
 def chunk_pairs(pattern: Pattern, chunks: int) -> tuple[np.ndarray, np.ndarray]:
@@ -136,25 +138,23 @@ def striped(pattern: Pattern, world: int) -> tuple[np.ndarray, np.ndarray]:
     member, columns = by_rank(pattern.distances), by_rank(pattern.columns)
     outside = np.zeros((heads, world, local + 1))
     np.cumsum(~member, axis=2, out=outside[:, :, 1:])
-    slash, column = np.zeros((2, world), dtype=np.int64), np.zeros((2, world, world))
+    slash, column = np.zeros((2, world), dtype=np.int64), np.zeros((heads, 2, world, world))
     for w in (0, 1):
         # Distance e * W + t meets so many query blocks; key block c is met by those up to nb - 1 - c - w.
         met = np.clip(local - np.arange(local) - w, 0, None)
         slash[w] = (member.sum(0) * met).sum(-1) * BLOCK * BLOCK
         # Sums of products below 2^53, so exact; in floats, as numpy multiplies no integer matrices fast.
-        column[w] = np.einsum(
-            "hsc,htc->st", columns.astype(float), outside[:, :, met], optimize=True
-        )
+        column[:, w] = columns.astype(float) @ outside[:, :, met].swapaxes(1, 2)
     slash[:, 0] -= heads * local * (BLOCK * (BLOCK - 1) // 2)
-    return slash[wrap, apart], column.astype(np.int64)[wrap, key, apart] * BLOCK
+    return slash[wrap, apart], column.astype(np.int64)[:, wrap, key, apart] * BLOCK
 
 
 class Layout(NamedTuple):
-    """How pairs are counted; whether all columns are attended in the last step; whether, in a hierarchical
-    ring, the rank with consecutive blocks is in the next group, not in the same."""
+    """How pairs are counted; whether columns of all ranks are attended, heads dealt over steps; whether,
+    in a hierarchical ring, the rank with consecutive blocks is in the next group, not in the same."""
 
     pairs: Callable
-    last: bool
+    dealt: bool
     over_groups: bool = False
 
 
@@ -178,12 +178,17 @@ def sources(world: int, inner: int = 0) -> np.ndarray:
 
 
 def on_schedule(
-    slash: np.ndarray, columns: np.ndarray, source: np.ndarray, last: bool
+    slash: np.ndarray, columns: np.ndarray, source: np.ndarray, dealt: bool
 ) -> np.ndarray:
-    """w[r, t], int64 ``[W, W]``; with ``last``, every rank attends to all columns in its last step."""
-    work = np.take_along_axis(slash if last else slash + columns, source, axis=1)
-    if last:
-        work[:, -1] += columns.sum(1)
+    """w[r, t], int64 ``[W, W]``; with ``dealt``, every rank attends to all columns, those of head h of H
+    in step ``h * W // H``."""
+    world = len(slash)
+    if not dealt:
+        at_owner = columns.sum(0) if columns.ndim == 3 else columns
+        return np.take_along_axis(slash + at_owner, source, axis=1)
+    work = np.take_along_axis(slash, source, axis=1)
+    for head, pairs in enumerate(columns):
+        work[:, head * world // len(columns)] += pairs.sum(1)
     return work
 
 
@@ -303,8 +308,8 @@ def count(pattern: Pattern, world: int, inner: int) -> list[dict]:
             # Whose blocks, in the count's order of ranks, each rank of the ring has.
             rank = np.arange(world)
             place = rank % inner * (world // inner) + rank // inner
-            slash, columns = (part[place][:, place] for part in (slash, columns))
-        work = on_schedule(slash, columns, sources(world, inner), layout.last)
+            slash, columns = (part[..., place, :][..., place] for part in (slash, columns))
+        work = on_schedule(slash, columns, sources(world, inner), layout.dealt)
         rows.append(
             dict(
                 world=world, inner=inner, layout=name, pattern=pattern.name, seq=pattern.seq,
