@@ -289,7 +289,8 @@ def test_the_sample_is_the_sequences_rows():
     total = 0
     for rank in range(3):
         ring = Ring(None)
-        ring.rank, ring.world = rank, 3
+        ring.rank = ring.place = rank
+        ring.world = 3
         ring.all_reduce = lambda tensor: tensor
         total = total + draw_sample(stripe(query, rank, 3, 64), config, ring, 1, SCALE).query
     rows = sample_rows(576, 8, 3)
