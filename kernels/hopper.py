@@ -282,18 +282,8 @@ def load_keys(
         head = bh % HEADS
         for j in range(tiles):
             at = _tile_at(
-                j,
-                item,
-                low,
-                slashes,
-                column_low,
-                column_high,
-                slash_list,
-                list_len,
-                nb,
-                wrap,
-                BLOCK,
-            )
+                j, item, low, slashes, column_low, column_high, slash_list, list_len, nb, wrap, BLOCK
+            )  # fmt: skip
             _bring_tile(
                 n, j < slashes, k_descs, k_smem, k_ready, k_free, batch, head, at,
                 GROUP, BLOCK, D, STAGES,
@@ -334,18 +324,8 @@ def load_values(
         low = gl.load(slash_ptr + bh.to(gl.int64) * ptr_len + residue)
         for j in range(tiles_of(slashes, column_low, column_high, BLOCK)):
             at = _tile_at(
-                j,
-                item,
-                low,
-                slashes,
-                column_low,
-                column_high,
-                slash_list,
-                list_len,
-                nb,
-                wrap,
-                BLOCK,
-            )
+                j, item, low, slashes, column_low, column_high, slash_list, list_len, nb, wrap, BLOCK
+            )  # fmt: skip
             _bring_tile(
                 n, j < slashes, v_descs, v_smem, v_ready, v_free, batch, head, at,
                 GROUP, BLOCK, D, STAGES,
