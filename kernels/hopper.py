@@ -150,12 +150,29 @@ def item_barriers(STAGES: gl.constexpr):
 
 @gluon.jit
 def _tile_at(j, item, low, slashes, columns, slash_list, list_len, nb, wrap, BLOCK: gl.constexpr):
-    """First row of an item's tile j: in the keys while j < ``slashes``, then in the columns."""
+    """First row of an item's tile j: in the keys while j < ``slashes``, then in the gathered columns."""
     entry = slash_list + (item // nb).to(gl.int64) * list_len + low + j
     distance = gl.load(entry, mask=j < slashes, other=0).to(gl.int32)
     # Past the end of everything if the query block has no key: zeros.
     column = gl.where(columns == 0, 1 << 30, (j - slashes) * BLOCK)
     return gl.where(j < slashes, (nb - 1 - item % nb - distance - wrap) * BLOCK, column)
+
+
+@gluon.jit
+def _bring_tile(
+    n, is_slash, descs, smem, ready, free, batch, head, at,
+    GROUP: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Tile n of all, rows ``at`` on of the keys (values), or of the head's gathered columns, once its
+    place is free."""
+    slot = n % STAGES
+    bar = ready.index(slot)
+    mbarrier.wait(free.index(slot), ((n // STAGES) & 1) ^ 1)
+    mbarrier.expect(bar, BLOCK * D * 2)
+    if is_slash:
+        load_tile(descs[0], [batch, head // GROUP, at, 0], bar, smem.index(slot))
+    else:
+        load_tile(descs[1], [batch, head, at, 0], bar, smem.index(slot))
 
 
 @gluon.jit
@@ -196,14 +213,10 @@ def load_keys(
         head = bh % HEADS
         for j in range(tiles):
             at = _tile_at(j, item, low, slashes, columns, slash_list, list_len, nb, wrap, BLOCK)
-            slot = n % STAGES
-            k_bar = k_ready.index(slot)
-            mbarrier.wait(k_free.index(slot), ((n // STAGES) & 1) ^ 1)
-            mbarrier.expect(k_bar, BLOCK * D * 2)
-            if j < slashes:
-                load_tile(k_descs[0], [batch, head // GROUP, at, 0], k_bar, k_smem.index(slot))
-            else:
-                load_tile(k_descs[1], [batch, head, at, 0], k_bar, k_smem.index(slot))
+            _bring_tile(
+                n, j < slashes, k_descs, k_smem, k_ready, k_free, batch, head, at,
+                GROUP, BLOCK, D, STAGES,
+            )  # fmt: skip
             if j == 0:
                 mbarrier.wait(q_free, (turn & 1) ^ 1)
                 mbarrier.expect(q_ready, held * BLOCK * D * 2)
@@ -239,14 +252,10 @@ def load_values(
         low = gl.load(slash_ptr + bh.to(gl.int64) * ptr_len + residue)
         for j in range(tiles_of(slashes, columns, BLOCK)):
             at = _tile_at(j, item, low, slashes, columns, slash_list, list_len, nb, wrap, BLOCK)
-            slot = n % STAGES
-            v_bar = v_ready.index(slot)
-            mbarrier.wait(v_free.index(slot), ((n // STAGES) & 1) ^ 1)
-            mbarrier.expect(v_bar, BLOCK * D * 2)
-            if j < slashes:
-                load_tile(v_descs[0], [batch, head // GROUP, at, 0], v_bar, v_smem.index(slot))
-            else:
-                load_tile(v_descs[1], [batch, head, at, 0], v_bar, v_smem.index(slot))
+            _bring_tile(
+                n, j < slashes, v_descs, v_smem, v_ready, v_free, batch, head, at,
+                GROUP, BLOCK, D, STAGES,
+            )  # fmt: skip
             n += 1
         turn += 1
         item, slashes, columns = receive_item(turn, item_smem, item_ready, item_free, 1)
