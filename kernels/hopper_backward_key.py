@@ -88,9 +88,12 @@ def _load_queries(
 
 
 @gluon.jit
-def _put_aside(to, total, inside, store):
-    """Store a sum, or add it to what is there; nobody else writes there."""
-    if store:
+def _put_aside(to, total, inside, first, CARRY: gl.constexpr):
+    """Add a sum to what is there, or store it if it is the first; nobody else writes there."""
+    # Decided here, not by the caller: with a condition that is false at compile time Triton 3.6 fails.
+    if CARRY:
+        gl.atomic_add(to, total, mask=inside, sem="relaxed")
+    elif first:
         gl.store(to, total, mask=inside)
     else:
         gl.atomic_add(to, total, mask=inside, sem="relaxed")
@@ -272,9 +275,9 @@ def _attend_slashes(
         zero = gl.zeros([ROWS, D], gl.float32, o_layout)
         none = gl.zeros([ROWS, QROWS], k.dtype, a_layout)
         for start in range(CHAIN, total, CHAIN):
-            store = (start == CHAIN) & (not CARRY)
-            _put_aside(dk_aside, dk * softmax_scale, inside[:, None], store)
-            _put_aside(dv_aside, dv, inside[:, None], store)
+            there = inside[:, None]
+            _put_aside(dk_aside, dk * softmax_scale, there, start == CHAIN, CARRY)
+            _put_aside(dv_aside, dv, there, start == CHAIN, CARRY)
             dk, dv, p_operand, ds_operand = _step(
                 start, start - 1, start + 1 < total, warpgroup_mma_init(zero),
                 warpgroup_mma_init(zero), none, none, k, v, moving, scale,
