@@ -5,9 +5,10 @@ CUDA tensors take the Triton kernels; CPU tensors take the twins, or the kernels
 interpreter (``TRITON_INTERPRET=1``). Nothing here knows of process groups or of Megatron.
 
 Shapes, throughout: query, out and their gradients ``[s, b, h, d]``, key, value and theirs
-``[s, b, hk, d]`` with ``h`` a multiple of ``hk``; any strides with unit stride in ``d``; softmax_lse
-and delta ``[b, h, s]``. ``s`` is this rank's part of the sequence. ``index`` is a
-:class:`~megatron_mtraining.pattern.index.VerticalSlashIndex`, ``step`` a
+``[s, b, hk, d]`` with ``h`` a multiple of ``hk``, those of the I ranks of a round ``[I, s, b, hk, d]``; any
+strides with unit stride in ``d``; softmax_lse and delta ``[b, h, s]``. ``s`` is a rank's part of the
+sequence. ``index`` is a :class:`~megatron_mtraining.pattern.index.VerticalSlashIndex`, ``this`` a
+:class:`~megatron_mtraining.ring.schedule.Round`, ``step`` a
 :class:`~megatron_mtraining.ring.schedule.RingStep`.
 """
 
@@ -79,36 +80,37 @@ def attention_forward(
     value: Tensor,
     columns: Tensor | None,
     index,
-    step,
+    this,
     softmax_scale: float,
     carry: Tensor | None,
     lse: Tensor,
 ) -> Tensor:
-    """Attend to the keys of one ring step, on top of the steps before.
+    """Attend to the keys of one round, on top of the rounds before.
 
     Args:
-        columns: ``[2, b, h, C, d]``, the columns of all ranks, attended in one of the steps by each head
-            (``step.number``); None if there are none.
-        carry: out of the steps before, float32; None at the first.
+        key, value: ``[I, s, b, hk, d]``, of the ranks at ``this.sources``.
+        columns: ``[2, b, h, C, d]``, the columns of all ranks, attended in one of the rounds by each head
+            (``this.number``); None if there are none.
+        carry: out of the rounds before, float32; None at the first.
         lse: softmax log-sum-exp so far (natural logarithm), float32, updated in place; its content
-            is not read at the first step.
+            is not read at the first round.
 
     Returns:
-        out ``[s, b, h, d]``: in the query's dtype after the last step, otherwise float32 (which may
+        out ``[s, b, h, d]``: in the query's dtype after the last round, otherwise float32 (which may
         be the carry's memory).
     """
-    operands = (query, key, value, columns, index, step, softmax_scale, carry)
+    operands = (query, key, value, columns, index, this, softmax_scale, carry)
     if not uses_triton(query):
         out = reference.attention_forward(*operands, lse)
-        return out.to(query.dtype) if step.last else out
+        return out.to(query.dtype) if this.last else out
     if uses_hopper(index, query, key, value):
         from .hopper_forward import forward
     else:
         from .forward import forward
 
     out = carry
-    if step.last or carry is None:
-        dtype = query.dtype if step.last else torch.float32
+    if this.last or carry is None:
+        dtype = query.dtype if this.last else torch.float32
         out = torch.empty(query.shape, dtype=dtype, device=query.device)
     forward(*operands, out, lse)
     return out
@@ -135,34 +137,46 @@ def attention_backward_query(
     lse: Tensor,
     delta: Tensor,
     index,
-    step,
+    this,
     softmax_scale: float,
     carry: Tensor | None,
+    gradient: Tensor | None = None,
+    part: tuple[int, int] = (0, 1),
 ) -> Tensor:
-    """The queries' gradient of one ring step, on top of the steps before.
+    """The queries' gradient of one round, on top of the rounds before.
 
     Args:
-        columns: as for the forward.
-        lse, delta: the whole ring's log-sum-exp and row sums, float32.
-        carry: the gradient of the steps before, float32; None at the first.
+        key, value, columns: as for the forward.
+        lse, delta: of all rounds, float32.
+        carry: the gradient of the rounds before, float32; None at the first.
+        gradient: where to, what this function has returned for the other parts; None for the first part.
+        part: (p, P): for the heads (of all batch entries) from ``p / P`` on to ``(p + 1) / P`` alone.
 
     Returns:
-        ``[s, b, h, d]``, in the query's dtype after the last step, otherwise float32 (which may be the
+        ``[s, b, h, d]``, in the query's dtype after the last round, otherwise float32 (which may be the
         carry's memory).
     """
-    operands = (query, key, value, columns, grad_out, lse, delta, index, step, softmax_scale, carry)
+    operands = (query, key, value, columns, grad_out, lse, delta, index, this, softmax_scale, carry)
+    dq = gradient
+    if dq is None:
+        dq = carry
+        if this.last or carry is None:
+            dtype = query.dtype
+            if not this.last:
+                dtype = torch.promote_types(dtype, torch.float32)
+            dq = torch.empty(query.shape, dtype=dtype, device=query.device)
+    lines = query.shape[1] * query.shape[2]
+    heads = range(part[0] * lines // part[1], (part[0] + 1) * lines // part[1])
+    if not heads:
+        return dq
     if not uses_triton(query):
-        dq = reference.attention_backward_query(*operands)
-        return dq.to(query.dtype) if step.last else dq
-    dq = carry
-    if step.last or carry is None:
-        dtype = query.dtype if step.last else torch.float32
-        dq = torch.empty(query.shape, dtype=dtype, device=query.device)
+        reference.attention_backward_query(*operands, dq, heads)
+        return dq
     if uses_hopper(index, query, key, value, grad_out):
         from .hopper_backward_query import backward_query
     else:
         from .backward_query import backward_query
-    backward_query(*operands, dq)
+    backward_query(*operands, dq, heads)
     return dq
 
 
@@ -206,9 +220,10 @@ def attention_backward_key(
     column_gradients: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Gradients of the keys and values of one ring step.
+    """Gradients of one rank's keys and values.
 
     Args:
+        key, value: ``[s, b, hk, d]``, of the rank at ``step.source``.
         carry: the same keys' gradients from other ranks, float32 ``[2, s, b, hk, d]``, contiguous: added.
         column_gradients: those of all columns (:func:`attention_backward_columns`), summed over ranks:
             the rows that are among these keys are added. Once for each key: on its own rank.
@@ -347,8 +362,9 @@ def index_lists(
     seq_length: int,
     block_size: int,
     world: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The five tensors of a :class:`~megatron_mtraining.pattern.index.VerticalSlashIndex`.
+    inner: int,
+) -> tuple[Tensor, ...]:
+    """The seven tensors of a :class:`~megatron_mtraining.pattern.index.VerticalSlashIndex`.
 
     Args:
         distances: bool ``[b, h, NB]``, block distances kept; None to make them from the next two.
@@ -356,19 +372,21 @@ def index_lists(
             none. Not read if ``distances`` are given.
         near: so many first block distances are kept. Not read if ``distances`` are given.
         columns: int ``[b, h, C]``, token positions, each once; N or more is none.
+        inner: ranks whose keys are attended to in one round.
 
     Returns:
-        slash_member, slash_list, slash_ptr, columns, column_ptr. Lists are 0 past their counts.
+        member, round_list, round_ptr, rank_list, rank_ptr, columns, column_ptr. Lists are 0 past their
+        counts.
 
     Raises:
-        ValueError: a rank has more than :data:`~megatron_mtraining.config.MAX_BLOCKS` blocks.
+        ValueError: ranks of a round have more than :data:`~megatron_mtraining.config.MAX_BLOCKS` blocks.
     """
-    if seq_length > MAX_BLOCKS * block_size * world:
+    if seq_length > MAX_BLOCKS * block_size * (world // inner):
         raise ValueError(
-            f"{seq_length} tokens over {world} ranks are more than {MAX_BLOCKS} blocks of {block_size} "
-            "on each: use more context-parallel ranks"
+            f"{seq_length} tokens in {world // inner} rounds of {inner} context-parallel ranks are more "
+            f"than {MAX_BLOCKS} blocks of {block_size} in each: use more rounds, of fewer ranks"
         )
-    arguments = (distances, diagonals, near, columns, seq_length, block_size, world)
+    arguments = (distances, diagonals, near, columns, seq_length, block_size, world, inner)
     if not uses_triton(columns):
         return reference_choice.index_lists(*arguments)
     from .lists import index_lists as launch

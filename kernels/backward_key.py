@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Gradients of the keys and values of one ring step.
+"""Gradients of the keys and values of one rank.
 
     dv = sum over queries of p dout        dk = scale * sum over queries of ds q
 
@@ -78,7 +78,7 @@ def _column_kernel(
         a = a_first + j // walks * SPLITS
         distance = a * world + rank - block
         seen = listed & (distance > 0)
-        covered = tl.load(member + distance % world * nb + distance // world, mask=seen, other=1)
+        covered = tl.load(member + distance, mask=seen, other=1)
         keep = seen & (covered == 0)
         at = a * BLOCK + j % walks * WALK
         q = load_rows(q_ptr, at, q_ss, queries, query_len, D, EVEN)
@@ -187,9 +187,9 @@ def backward_columns(query, columns, grad_out, lse, delta, index, rank, softmax_
     gradients = torch.empty(shape, dtype=torch.float32, device=query.device)
     _column_kernel[(triton.cdiv(num_columns, tile.keep), splits, batch * heads)](
         query, *columns, grad_out, lse, delta, *gradients,
-        index.slash_member, index.columns, index.column_ptr,
+        index.member, index.columns, index.column_ptr,
         *query.stride()[:3], *grad_out.stride()[:3],
-        index.slash_ptr.shape[-1], num_columns, length, nb, softmax_scale, rank, index.world,
+        index.column_ptr.shape[-1], num_columns, length, nb, softmax_scale, rank, index.world,
         HEADS=heads, D=dim, BLOCK=block, KEEP=tile.keep, WALK=tile.walk, SPLITS=splits,
         EVEN=length % block == 0, PREC=precision_for(query),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -213,10 +213,10 @@ def backward_key(
     _key_kernel[(nb * (block // tile.keep), batch * kv_heads)](
         query, key, value, grad_out, lse, delta, *gradients,
         *(gradients if carry is None else carry), *((lse, lse) if columns is None else columns),
-        index.slash_ptr, index.slash_list, index.columns, index.column_ptr,
+        index.rank_ptr, index.rank_list, index.columns, index.column_ptr,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3],
         *gradients.stride()[1:4],
-        index.slash_ptr.shape[-1], index.slash_list.shape[-1], num_columns,
+        index.rank_ptr.shape[-1], index.rank_list.shape[-1], num_columns,
         length, key.shape[0], nb, softmax_scale,
         step.distance * nb, step.wrap, step.source, index.world,
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block, KEEP=tile.keep, WALK=tile.walk,

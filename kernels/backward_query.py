@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Gradient of the queries of one ring step, and the row sums that both gradients need.
+"""Gradient of the queries of one round, and the row sums that both gradients need.
 
 With ``p = exp(scale q.k - lse)`` and ``delta = sum(out * dout)``,
 
@@ -51,15 +51,15 @@ def _add_tile(q, k, v, do, keep, acc, lse, delta, scale, MASKED: tl.constexpr, P
     return tl.dot(ds.to(k.dtype), k, acc, input_precision=PREC)
 
 
-@triton.jit(do_not_specialize=["residue", "wrap", "rank", "number"])
+@triton.jit(do_not_specialize=["residue", "offset", "rank", "number", "first_head"])
 def _query_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, carry_ptr, dq_ptr, lse_ptr, delta_ptr,
     slash_ptr, slash_list, member, columns, column_ptr, column_k, column_v,
-    q_ss, q_sb, q_sh, k_ss, k_sb, k_sh, v_ss, v_sb, v_sh,
+    q_ss, q_sb, q_sh, k_sc, k_ss, k_sb, k_sh, v_sc, v_ss, v_sb, v_sh,
     do_ss, do_sb, do_sh, c_ss, c_sb, c_sh, dq_ss, dq_sb, dq_sh,
     ptr_len, list_len, column_len, query_len, key_len, nb, softmax_scale,
-    residue, wrap, rank, world, number,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    residue, offset, rank, world, number, outer, first_head,
+    INNER: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     KEEP: tl.constexpr, WALK: tl.constexpr, DIAGONAL: tl.constexpr, CARRY: tl.constexpr,
     COLUMNS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +68,7 @@ def _query_kernel(
     program = nb * parts - 1 - tl.program_id(0)
     a = program // parts
     part = program % parts
-    bh = tl.program_id(1).to(tl.int64)
+    bh = (first_head + tl.program_id(1)).to(tl.int64)
     batch = bh // HEADS
     head = bh % HEADS
     kv_head = head // GROUP
@@ -97,27 +97,33 @@ def _query_kernel(
     acc = tl.zeros([KEEP, D], tl.float32)
 
     low = tl.load(slash_ptr)
-    high = tl.load(slash_ptr + a + 1 - wrap)
+    # Among the blocks of the round's ranks, the last that this query block may see.
+    last = a * INNER + offset
+    high = tl.load(slash_ptr + last + 1)
     if DIAGONAL:
         low += 1
+        own_k = k_ptr + last % INNER * k_sc.to(tl.int64)
+        own_v = v_ptr + last % INNER * v_sc.to(tl.int64)
         for walk in range(tl.cdiv((part + 1) * KEEP, WALK)):
             at = a * BLOCK + walk * WALK
-            k = load_rows(k_ptr, at, k_ss, keys, key_len, D, EVEN)
-            v = load_rows(v_ptr, at, v_ss, keys, key_len, D, EVEN)
+            k = load_rows(own_k, at, k_ss, keys, key_len, D, EVEN)
+            v = load_rows(own_v, at, v_ss, keys, key_len, D, EVEN)
             keep = (start + rows)[:, None] >= (at + keys)[None, :]
             acc = _add_tile(q, k, v, do, keep, acc, lse, delta, scale, True, PREC)
     for j in range(low * walks, high * walks):
-        at = (a - tl.load(slash_list + j // walks).to(tl.int32) - wrap) * BLOCK + j % walks * WALK
-        k = load_rows(k_ptr, at, k_ss, keys, key_len, D, True)
-        v = load_rows(v_ptr, at, v_ss, keys, key_len, D, True)
+        block = last - tl.load(slash_list + j // walks).to(tl.int32)
+        at = block // INNER * BLOCK + j % walks * WALK
+        chunk = (block % INNER).to(tl.int64)
+        k = load_rows(k_ptr + chunk * k_sc, at, k_ss, keys, key_len, D, True)
+        v = load_rows(v_ptr + chunk * v_sc, at, v_ss, keys, key_len, D, True)
         acc = _add_tile(q, k, v, do, None, acc, lse, delta, scale, False, PREC)
     if COLUMNS:
         block = a * world + rank
-        # Each head has its columns in one of the steps, so that steps are alike.
+        # Each head has its columns in one of the rounds, so that rounds are alike.
         high = tl.load(column_ptr + block)
-        high = tl.where(head * world // HEADS == number, high, 0)
+        high = tl.where(head * outer // HEADS == number, high, 0)
         for first in range(0, high, WALK):
-            entry, keep = column_tile(columns, member, first, high, block, world, nb, BLOCK, WALK)
+            entry, keep = column_tile(columns, member, first, high, block, BLOCK, WALK)
             k = gather_rows(column_k, entry, D)
             v = gather_rows(column_v, entry, D)
             acc = _add_tile(q, k, v, do, keep[None, :], acc, lse, delta, scale, True, PREC)
@@ -130,24 +136,27 @@ def _query_kernel(
 
 
 def backward_query(
-    query, key, value, columns, grad_out, lse, delta, index, step, softmax_scale, carry, grad_query
-):
-    """Launch the queries' gradient of one ring step; ``carry`` is read unless ``step.first``."""
+    query, key, value, columns, grad_out, lse, delta, index, this, softmax_scale, carry, grad_query,
+    line_range,
+):  # fmt: skip
+    """Launch the queries' gradient of one round, for a range of the heads of all batch entries; ``carry``
+    is read unless ``this.first``."""
     length, batch, heads, dim = query.shape
-    kv_heads, nb, block = key.shape[2], index.local_blocks, index.block_size
+    kv_heads, nb, block = key.shape[3], index.local_blocks, index.block_size
     tile = tile_for("query", dim, block, query)
     carried = grad_query if carry is None else carry
-    _query_kernel[(nb * (block // tile.keep), batch * heads)](
+    _query_kernel[(nb * (block // tile.keep), len(line_range))](
         query, key, value, grad_out, carried, grad_query, lse, delta,
-        index.slash_ptr, index.slash_list, index.slash_member, index.columns, index.column_ptr,
+        index.round_ptr, index.round_list, index.member, index.columns, index.column_ptr,
         *((key, value) if columns is None else columns),
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3],
+        *query.stride()[:3], *key.stride()[:4], *value.stride()[:4], *grad_out.stride()[:3],
         *carried.stride()[:3], *grad_query.stride()[:3],
-        index.slash_ptr.shape[-1], index.slash_list.shape[-1], index.columns.shape[-1],
-        length, key.shape[0], nb, softmax_scale,
-        step.distance * nb, step.wrap, step.place, index.world, step.number,
-        HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
-        KEEP=tile.keep, WALK=tile.walk, DIAGONAL=step.distance == 0, CARRY=not step.first,
+        index.round_ptr.shape[-1], index.round_list.shape[-1], index.columns.shape[-1],
+        length, key.shape[1], nb, softmax_scale,
+        this.number * nb * index.inner, this.offset, this.place, index.world, this.number,
+        index.outer, line_range.start,
+        INNER=index.inner, HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
+        KEEP=tile.keep, WALK=tile.walk, DIAGONAL=this.first, CARRY=not this.first,
         COLUMNS=columns is not None, EVEN=length % block == 0, PREC=precision_for(query),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Forward of one ring step: slash blocks and columns in one online softmax.
+"""Forward of one round: slash blocks and columns in one online softmax.
 
-For a query row ``i`` over the keys ``k`` of the step that its head attends to,
+For a query row ``i`` over the keys ``k`` of the round that its head attends to,
 
     lse_i = log( exp(lse_i carried) + sum_k exp(scale q_i.k_k) )
     out_i = exp(lse_i carried - lse_i) out_i carried + sum_k exp(scale q_i.k_k - lse_i) v_k
@@ -43,15 +43,15 @@ def _online_softmax(q, k, v, keep, acc, m, l, scale, MASKED: tl.constexpr, PREC:
     return acc, m_new, l
 
 
-@triton.jit(do_not_specialize=["residue", "wrap", "rank", "number"])
+@triton.jit(do_not_specialize=["residue", "offset", "rank", "number", "first_head"])
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, carry_ptr, out_ptr, lse_ptr,
     slash_ptr, slash_list, member, columns, column_ptr, column_k, column_v,
-    q_ss, q_sb, q_sh, k_ss, k_sb, k_sh, v_ss, v_sb, v_sh,
+    q_ss, q_sb, q_sh, k_sc, k_ss, k_sb, k_sh, v_sc, v_ss, v_sb, v_sh,
     c_ss, c_sb, c_sh, o_ss, o_sb, o_sh,
     ptr_len, list_len, column_len, query_len, key_len, nb, scale,
-    residue, wrap, rank, world, number,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    residue, offset, rank, world, number, outer, first_head,
+    INNER: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     KEEP: tl.constexpr, WALK: tl.constexpr, DIAGONAL: tl.constexpr, CARRY: tl.constexpr,
     LAST: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def _forward_kernel(
     program = nb * parts - 1 - tl.program_id(0)
     a = program // parts
     part = program % parts
-    bh = tl.program_id(1).to(tl.int64)
+    bh = (first_head + tl.program_id(1)).to(tl.int64)
     batch = bh // HEADS
     head = bh % HEADS
     kv_head = head // GROUP
@@ -95,28 +95,34 @@ def _forward_kernel(
         l = tl.zeros([KEEP], tl.float32)
 
     low = tl.load(slash_ptr)
-    high = tl.load(slash_ptr + a + 1 - wrap)
+    # Among the blocks of the round's ranks, the last that this query block may see.
+    last = a * INNER + offset
+    high = tl.load(slash_ptr + last + 1)
     if DIAGONAL:
         # Distance 0 is first in the list of residue 0, and the only block that needs a token mask.
         low += 1
+        own_k = k_ptr + last % INNER * k_sc.to(tl.int64)
+        own_v = v_ptr + last % INNER * v_sc.to(tl.int64)
         for walk in range(tl.cdiv((part + 1) * KEEP, WALK)):
             at = a * BLOCK + walk * WALK
-            k = load_rows(k_ptr, at, k_ss, keys, key_len, D, EVEN)
-            v = load_rows(v_ptr, at, v_ss, keys, key_len, D, EVEN)
+            k = load_rows(own_k, at, k_ss, keys, key_len, D, EVEN)
+            v = load_rows(own_v, at, v_ss, keys, key_len, D, EVEN)
             keep = (start + rows)[:, None] >= (at + keys)[None, :]
             acc, m, l = _online_softmax(q, k, v, keep, acc, m, l, scale, True, PREC)
     for j in range(low * walks, high * walks):
-        at = (a - tl.load(slash_list + j // walks).to(tl.int32) - wrap) * BLOCK + j % walks * WALK
-        k = load_rows(k_ptr, at, k_ss, keys, key_len, D, True)
-        v = load_rows(v_ptr, at, v_ss, keys, key_len, D, True)
+        block = last - tl.load(slash_list + j // walks).to(tl.int32)
+        at = block // INNER * BLOCK + j % walks * WALK
+        chunk = (block % INNER).to(tl.int64)
+        k = load_rows(k_ptr + chunk * k_sc, at, k_ss, keys, key_len, D, True)
+        v = load_rows(v_ptr + chunk * v_sc, at, v_ss, keys, key_len, D, True)
         acc, m, l = _online_softmax(q, k, v, None, acc, m, l, scale, False, PREC)
     if COLUMNS:
         block = a * world + rank
-        # Each head has its columns in one of the steps, so that steps are alike.
+        # Each head has its columns in one of the rounds, so that rounds are alike.
         high = tl.load(column_ptr + block)
-        high = tl.where(head * world // HEADS == number, high, 0)
+        high = tl.where(head * outer // HEADS == number, high, 0)
         for first in range(0, high, WALK):
-            entry, keep = column_tile(columns, member, first, high, block, world, nb, BLOCK, WALK)
+            entry, keep = column_tile(columns, member, first, high, block, BLOCK, WALK)
             k = gather_rows(column_k, entry, D)
             v = gather_rows(column_v, entry, D)
             acc, m, l = _online_softmax(q, k, v, keep[None, :], acc, m, l, scale, True, PREC)
@@ -128,27 +134,27 @@ def _forward_kernel(
     tl.store(lse_ptr, (m + tl.math.log2(l)) * LN2, mask=inside)
 
 
-def forward(query, key, value, columns, index, step, softmax_scale, carry, out, lse):
-    """Launch the forward of one ring step; see :func:`kernels.attention_forward` for the operands.
+def forward(query, key, value, columns, index, this, softmax_scale, carry, out, lse):
+    """Launch the forward of one round; see :func:`kernels.attention_forward` for the operands.
 
-    ``carry`` is read unless ``step.first``, and may be ``out`` itself.
+    ``carry`` is read unless ``this.first``, and may be ``out`` itself.
     """
     length, batch, heads, dim = query.shape
-    kv_heads, nb, block = key.shape[2], index.local_blocks, index.block_size
+    kv_heads, nb, block = key.shape[3], index.local_blocks, index.block_size
     tile = tile_for("forward", dim, block, query)
     carried = out if carry is None else carry
     _forward_kernel[(nb * (block // tile.keep), batch * heads)](
         query, key, value, carried, out, lse,
-        index.slash_ptr, index.slash_list, index.slash_member, index.columns, index.column_ptr,
+        index.round_ptr, index.round_list, index.member, index.columns, index.column_ptr,
         *((key, value) if columns is None else columns),
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        *query.stride()[:3], *key.stride()[:4], *value.stride()[:4],
         *carried.stride()[:3], *out.stride()[:3],
-        index.slash_ptr.shape[-1], index.slash_list.shape[-1], index.columns.shape[-1],
-        length, key.shape[0], nb, softmax_scale,
-        step.distance * nb, step.wrap, step.place, index.world, step.number,
-        HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
-        KEEP=tile.keep, WALK=tile.walk, DIAGONAL=step.distance == 0, CARRY=not step.first,
-        LAST=step.last,
+        index.round_ptr.shape[-1], index.round_list.shape[-1], index.columns.shape[-1],
+        length, key.shape[1], nb, softmax_scale,
+        this.number * nb * index.inner, this.offset, this.place, index.world, this.number,
+        index.outer, 0, INNER=index.inner, HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
+        KEEP=tile.keep, WALK=tile.walk, DIAGONAL=this.first, CARRY=not this.first,
+        LAST=this.last,
         COLUMNS=columns is not None, EVEN=length % block == 0, PREC=precision_for(query),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -47,10 +47,25 @@ def programs(tensor, items: int) -> int:
     return min(_multiprocessors(tensor.device) if tensor.is_cuda else 132, items)
 
 
+def gathered_descriptor(tensor, block_shape):
+    """A tensor ``[I, s, b, hk, d]`` as ``[b, hk, rows, d]``, where entries of I lie :func:`chunk_rows`
+    apart: what is between two of them is never asked for."""
+    if len(tensor) == 1:
+        return descriptor(tensor[0], block_shape)
+    count, rows, batch, heads, dim = tensor.shape
+    shape = ((count - 1) * chunk_rows(tensor) + rows, batch, heads, dim)
+    return descriptor(tensor.as_strided(shape, tensor.stride()[1:]), block_shape)
+
+
+def chunk_rows(tensor) -> int:
+    """How many rows the entries of ``[I, s, b, hk, d]`` lie apart."""
+    return tensor.stride(0) // tensor.stride(1)
+
+
 def column_descriptors(key, value, columns, block_shape):
     """Of the gathered columns' keys and values; if there are none, any that fit."""
     if columns is None:
-        return [descriptor(tensor, block_shape) for tensor in (key, value)]
+        return [descriptor(tensor[0], block_shape) for tensor in (key, value)]
     return [descriptor_heads_first(tensor, block_shape) for tensor in columns]
 
 
@@ -63,8 +78,8 @@ def line_descriptor(tensor, width):
 
 @gluon.jit
 def query_item(
-    item, items, nb, slash_ptr, column_ptr, ptr_len, residue, wrap, rank, world, number,
-    HEADS: gl.constexpr, COLUMNS: gl.constexpr,
+    item, items, nb, slash_ptr, column_ptr, ptr_len, residue, offset, rank, world, number, outer,
+    INNER: gl.constexpr, HEADS: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """What is to be done as ``item`` of heads x blocks; nothing from ``items`` on.
 
@@ -78,12 +93,12 @@ def query_item(
     inside = item < items
     slash_ptr += bh.to(gl.int64) * ptr_len + residue
     low = gl.load(slash_ptr, mask=inside, other=0)
-    slashes = gl.load(slash_ptr + a + 1 - wrap, mask=inside, other=0) - low
+    slashes = gl.load(slash_ptr + a * INNER + offset + 1, mask=inside, other=0) - low
     columns = 0
     if COLUMNS:
         column_ptr += bh.to(gl.int64) * ptr_len
-        # Each head has its columns in one of the steps, so that steps are alike.
-        turn = bh % HEADS * world // HEADS == number
+        # Each head has its columns in one of the rounds, so that rounds are alike.
+        turn = bh % HEADS * outer // HEADS == number
         columns = gl.load(column_ptr + a * world + rank, mask=inside & turn, other=0)
     return low, slashes, columns
 
@@ -149,13 +164,20 @@ def item_barriers(STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _tile_at(j, item, low, slashes, columns, slash_list, list_len, nb, wrap, BLOCK: gl.constexpr):
-    """First row of an item's tile j: in the keys while j < ``slashes``, then in the gathered columns."""
+def _tile_at(
+    j, item, low, slashes, columns, slash_list, list_len, nb, offset, chunk_rows,
+    INNER: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """First row of an item's tile j: in the keys while j < ``slashes``, then in the gathered columns.
+
+    Keys of the round's ranks lie ``chunk_rows`` apart; see ``Round.offset`` for what lies where."""
     entry = slash_list + (item // nb).to(gl.int64) * list_len + low + j
     distance = gl.load(entry, mask=j < slashes, other=0).to(gl.int32)
     # Past the end of everything if the query block has no key: zeros.
     column = gl.where(columns == 0, 1 << 30, (j - slashes) * BLOCK)
-    return gl.where(j < slashes, (nb - 1 - item % nb - distance - wrap) * BLOCK, column)
+    block = (nb - 1 - item % nb) * INNER + offset - distance
+    key = block % INNER * chunk_rows + block // INNER * BLOCK
+    return gl.where(j < slashes, key, column)
 
 
 @gluon.jit
@@ -178,9 +200,9 @@ def _bring_tile(
 @gluon.jit
 def load_keys(
     counter, item_channel, barriers, query_descs, query_smems, k_descs, k_smem,
-    slash_ptr, slash_list, column_ptr, ptr_len, list_len, nb, items, residue, wrap, rank, world,
-    number, HEADS: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr,
+    slash_ptr, slash_list, column_ptr, ptr_len, list_len, nb, items, residue, offset, chunk_rows, rank,
+    world, number, outer, INNER: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
+    COLUMNS: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A loading warp: draws items, and brings their queries and keys.
 
@@ -195,16 +217,16 @@ def load_keys(
     turn = 0
     item = gl.atomic_add(counter, 1)
     low, slashes, columns = query_item(
-        item, items, nb, slash_ptr, column_ptr, ptr_len, residue, wrap, rank, world, number,
-        HEADS, COLUMNS,
+        item, items, nb, slash_ptr, column_ptr, ptr_len, residue, offset, rank, world, number, outer,
+        INNER, HEADS, COLUMNS,
     )  # fmt: skip
     send_item(0, item_smem, item_ready, item_free, item, slashes, columns)
     while item < items:
         # The item after this one is drawn and sent ahead, so that nobody waits for it.
         following = gl.atomic_add(counter, 1)
         low_then, slashes_then, columns_then = query_item(
-            following, items, nb, slash_ptr, column_ptr, ptr_len, residue, wrap, rank, world, number,
-            HEADS, COLUMNS,
+            following, items, nb, slash_ptr, column_ptr, ptr_len, residue, offset, rank, world, number,
+            outer, INNER, HEADS, COLUMNS,
         )  # fmt: skip
         send_item(turn + 1, item_smem, item_ready, item_free, following, slashes_then, columns_then)
         tiles = tiles_of(slashes, columns, BLOCK)
@@ -212,7 +234,10 @@ def load_keys(
         batch = bh // HEADS
         head = bh % HEADS
         for j in range(tiles):
-            at = _tile_at(j, item, low, slashes, columns, slash_list, list_len, nb, wrap, BLOCK)
+            at = _tile_at(
+                j, item, low, slashes, columns, slash_list, list_len, nb, offset, chunk_rows,
+                INNER, BLOCK,
+            )  # fmt: skip
             _bring_tile(
                 n, j < slashes, k_descs, k_smem, k_ready, k_free, batch, head, at,
                 GROUP, BLOCK, D, STAGES,
@@ -235,8 +260,8 @@ def load_keys(
 @gluon.jit
 def load_values(
     item_channel, barriers, v_descs, v_smem, slash_ptr, slash_list, ptr_len, list_len, nb, items,
-    residue, wrap,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr,
+    residue, offset, chunk_rows,
+    INNER: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Another, for the values: keys and values are free at different times."""
@@ -251,7 +276,10 @@ def load_values(
         head = bh % HEADS
         low = gl.load(slash_ptr + bh.to(gl.int64) * ptr_len + residue)
         for j in range(tiles_of(slashes, columns, BLOCK)):
-            at = _tile_at(j, item, low, slashes, columns, slash_list, list_len, nb, wrap, BLOCK)
+            at = _tile_at(
+                j, item, low, slashes, columns, slash_list, list_len, nb, offset, chunk_rows,
+                INNER, BLOCK,
+            )  # fmt: skip
             _bring_tile(
                 n, j < slashes, v_descs, v_smem, v_ready, v_free, batch, head, at,
                 GROUP, BLOCK, D, STAGES,
@@ -262,7 +290,7 @@ def load_values(
 
 
 @gluon.jit
-def column_bias(columns, member, first, end, block, world, nb, BLOCK: gl.constexpr):
+def column_bias(columns, member, first, end, block, BLOCK: gl.constexpr):
     """0 for the columns that count here, -inf for the others; see ``tiles.column_tile``. A thread
     each."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -270,18 +298,16 @@ def column_bias(columns, member, first, end, block, world, nb, BLOCK: gl.constex
     listed = entry < end
     position = gl.load(columns + entry, mask=listed, other=0)
     distance = block - position // BLOCK
-    covered = gl.load(member + distance % world * nb + distance // world, mask=listed, other=1)
+    covered = gl.load(member + distance, mask=listed, other=1)
     return gl.where(listed & (covered == 0), 0.0, float("-inf"))
 
 
 @gluon.jit
-def first_bias(
-    listed, member, slashes, columns, block, world, nb, COLUMNS: gl.constexpr, BLOCK: gl.constexpr
-):
+def first_bias(listed, member, slashes, columns, block, COLUMNS: gl.constexpr, BLOCK: gl.constexpr):
     """What is added to the scores of the first tile where it is not the diagonal block: nothing to a
     slash; a query block without any key gets a tile of which nothing counts."""
     if COLUMNS:
-        bias = column_bias(listed, member, 0, columns, block, world, nb, BLOCK)
+        bias = column_bias(listed, member, 0, columns, block, BLOCK)
     else:
         line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         bias = gl.full([BLOCK], float("-inf"), gl.float32, line)

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Gradients of the keys and values of one ring step on Hopper GPUs, in Gluon: the same sums as
+"""Gradients of the keys and values of one rank on Hopper GPUs, in Gluon: the same sums as
 ``backward_key.py``, in the same two kernels, deterministic and without atomics.
 
 A program holds 128 keys (a key block, or a tile of one head's gathered columns), 64 for each of two
@@ -373,11 +373,11 @@ def _load_columns(
 
 
 @gluon.jit
-def _column_keep(member, block, listed, a, rank, world, nb):
+def _column_keep(member, block, listed, a, rank, world):
     """0 for the columns that local query block ``a`` attends to as columns, -inf for the others."""
     distance = a * world + rank - block
     seen = listed & (distance > 0)
-    covered = gl.load(member + distance % world * nb + distance // world, mask=seen, other=1)
+    covered = gl.load(member + distance, mask=seen, other=1)
     return gl.where(covered == 0, 0.0, float("-inf"))
 
 
@@ -399,12 +399,12 @@ def _attend_columns(
     listed = entry < end
     block = gl.load(columns + entry, mask=listed, other=0) // BLOCK
     k, v, dk, dv, p_operand, ds_operand = _start(held, moving, HALF, o_layout, a_layout, ROWS, D)
-    bias = _column_keep(member, block, listed, a_first, rank, world, nb)
+    bias = _column_keep(member, block, listed, a_first, rank, world)
     dk, dv, p_operand, ds_operand = _step(
         0, -1, total > 1, dk, dv, p_operand, ds_operand, k, v, moving, scale,
         bias, s_layout, a_layout, ROWS, D, STAGES, 2,
     )  # fmt: skip
-    bias = _column_keep(member, block, listed, a_first + 1 // tiles * SPLITS, rank, world, nb)
+    bias = _column_keep(member, block, listed, a_first + 1 // tiles * SPLITS, rank, world)
     for n in range(1, total):
         # The next tile's are on their way while this one is computed.
         following = _column_keep(
@@ -414,7 +414,6 @@ def _attend_columns(
             a_first + (n + 1) // tiles * SPLITS,
             rank,
             world,
-            nb,
         )
         dk, dv, p_operand, ds_operand = _step(
             n, n - 1, n + 1 < total, dk, dv, p_operand, ds_operand, k, v, moving, scale,
@@ -518,8 +517,8 @@ def backward_columns(query, columns, grad_out, lse, delta, index, rank, softmax_
     half = [1, 1, block // 2, dim]
     _column_kernel[(triton.cdiv(num_columns, block), splits, batch * heads)](
         *queries, *(descriptor_heads_first(t, half) for t in columns), *lines, *gradients,
-        index.slash_member, index.columns, index.column_ptr,
-        index.slash_ptr.shape[-1], num_columns, index.local_blocks, softmax_scale,
+        index.member, index.columns, index.column_ptr,
+        index.column_ptr.shape[-1], num_columns, index.local_blocks, softmax_scale,
         rank, index.world,
         HEADS=heads, D=dim, BLOCK=block, STAGES=3, SPLITS=splits, num_warps=4, maxnreg=168,
     )  # fmt: skip
@@ -545,9 +544,9 @@ def backward_key(
     chain, partial = _partial(gradients, carry, nb, heads // kv_heads)
     _key_kernel[(nb, batch * kv_heads)](
         *queries, descriptor(key, half), descriptor(value, half), *lines,
-        *gradients, partial, *columns, entries, index.slash_ptr, index.slash_list,
+        *gradients, partial, *columns, entries, index.rank_ptr, index.rank_list,
         *gradients.stride()[1:4],
-        index.slash_ptr.shape[-1], index.slash_list.shape[-1], num_columns, key.shape[0], nb,
+        index.rank_ptr.shape[-1], index.rank_list.shape[-1], num_columns, key.shape[0], nb,
         softmax_scale, step.distance * nb, step.wrap,
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block, STAGES=3, SPLITS=splits,
         DIAGONAL=step.distance == 0, COLUMNS=column_gradients is not None,

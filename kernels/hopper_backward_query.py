@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Gradient of the queries of one ring step on Hopper GPUs, in Gluon: the same sums as
+"""Gradient of the queries of one round on Hopper GPUs, in Gluon: the same sums as
 ``backward_query.py``, built like ``hopper_forward.py``.
 
 Each of two warpgroups holds 64 query rows. The gradient product of one tile is under way while the two
@@ -21,10 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper import (
+    chunk_rows,
     column_bias,
     column_descriptors,
     descriptor,
     first_bias,
+    gathered_descriptor,
     item_barriers,
     load_keys,
     load_values,
@@ -81,7 +83,7 @@ def _step(
 @gluon.jit
 def _attend(
     item_channel, barriers, smems, pointers, dq_desc, strides,
-    ptr_len, column_len, query_len, nb, items, softmax_scale, wrap, rank, world,
+    ptr_len, column_len, query_len, nb, items, softmax_scale, rank, world,
     HALF: gl.constexpr, HEADS: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, DIAGONAL: gl.constexpr, CARRY: gl.constexpr, COLUMNS: gl.constexpr,
     LAST: gl.constexpr,
@@ -146,9 +148,7 @@ def _attend(
                 s_layout, a_layout, BLOCK, ROWS, D, STAGES, 1, True,
             )  # fmt: skip
         else:
-            bias_smem.store(
-                first_bias(listed, seen, slashes, num_columns, block, world, nb, COLUMNS, BLOCK)
-            )
+            bias_smem.store(first_bias(listed, seen, slashes, num_columns, block, COLUMNS, BLOCK))
             ds, acc = _step(
                 n, tiles > 1, None, acc, lse, delta, scale, bias_smem, q, do, k_smem, v_smem,
                 q_free, k_ready, v_ready, k_free, v_free,
@@ -163,9 +163,7 @@ def _attend(
         if COLUMNS:
             for j in range(gl.maximum(slashes, 1), tiles):
                 first = (j - slashes) * BLOCK
-                bias_smem.store(
-                    column_bias(listed, seen, first, num_columns, block, world, nb, BLOCK)
-                )
+                bias_smem.store(column_bias(listed, seen, first, num_columns, block, BLOCK))
                 ds, acc = _step(
                     n + j, j + 1 < tiles, ds, acc, lse, delta, scale, bias_smem, q, do,
                     k_smem, v_smem, q_free, k_ready, v_ready, k_free, v_free,
@@ -198,17 +196,18 @@ def _attend(
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["residue", "wrap", "rank", "number"])
+@gluon.jit(do_not_specialize=["residue", "offset", "rank", "number", "items"])
 def _query_kernel(
     counter, q_desc, do_desc, k_desc, v_desc, kc_desc, vc_desc, dq_desc,
     carry_ptr, dq_ptr, lse_ptr, delta_ptr,
     slash_ptr, slash_list, member, columns, column_ptr,
     c_ss, c_sb, c_sh, dq_ss, dq_sb, dq_sh,
     ptr_len, list_len, column_len, query_len, nb, items, softmax_scale,
-    residue, wrap, rank, world, number,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, DIAGONAL: gl.constexpr, CARRY: gl.constexpr, COLUMNS: gl.constexpr,
-    LAST: gl.constexpr,
+    residue, offset, chunk_rows, rank,
+    world, number, outer,
+    INNER: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, DIAGONAL: gl.constexpr, CARRY: gl.constexpr,
+    COLUMNS: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     ROWS: gl.constexpr = BLOCK // 2
@@ -229,24 +228,25 @@ def _query_kernel(
         [
             (_attend, (
                 item_channel, barriers, smems, pointers, dq_desc, strides,
-                ptr_len, column_len, query_len, nb, items, softmax_scale, wrap, rank, world,
+                ptr_len, column_len, query_len, nb, items, softmax_scale, rank, world,
                 0, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, LAST,
             )),
             (_attend, (
                 item_channel, barriers, smems, pointers, dq_desc, strides,
-                ptr_len, column_len, query_len, nb, items, softmax_scale, wrap, rank, world,
+                ptr_len, column_len, query_len, nb, items, softmax_scale, rank, world,
                 1, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, LAST,
             )),
             (load_keys, (
                 counter, item_channel, barriers, (q_desc, do_desc), (q_smem, do_smem),
                 (k_desc, kc_desc), k_smem,
                 slash_ptr, slash_list, column_ptr,
-                ptr_len, list_len, nb, items, residue, wrap, rank, world, number,
-                HEADS, GROUP, COLUMNS, BLOCK, D, STAGES,
+                ptr_len, list_len, nb, items, residue, offset, chunk_rows, rank, world, number, outer,
+                INNER, HEADS, GROUP, COLUMNS, BLOCK, D, STAGES,
             )),
             (load_values, (
                 item_channel, barriers, (v_desc, vc_desc), v_smem, slash_ptr, slash_list,
-                ptr_len, list_len, nb, items, residue, wrap, HEADS, GROUP, BLOCK, D, STAGES,
+                ptr_len, list_len, nb, items, residue, offset, chunk_rows,
+                INNER, HEADS, GROUP, BLOCK, D, STAGES,
             )),
         ],
         [4, 1, 1],
@@ -255,28 +255,29 @@ def _query_kernel(
 
 
 def backward_query(
-    query, key, value, columns, grad_out, lse, delta, index, step, softmax_scale, carry, grad_query
-):
-    """Launch the queries' gradient of one ring step; operands as in ``backward_query.py``."""
-    length, batch, heads, dim = query.shape
+    query, key, value, columns, grad_out, lse, delta, index, this, softmax_scale, carry, grad_query,
+    line_range,
+):  # fmt: skip
+    """Launch the queries' gradient of one round; operands as in ``backward_query.py``."""
+    length, _, heads, dim = query.shape
     nb, block = index.local_blocks, index.block_size
     carried = grad_query if carry is None else carry
     half, whole = [1, 1, block // 2, dim], [1, 1, block, dim]
-    items = nb * batch * heads
     # Programs draw their items from a counter: heads differ much in work.
-    counter = torch.zeros(1, dtype=torch.int32, device=query.device)
-    _query_kernel[(programs(query, items),)](
+    first, items = nb * line_range.start, nb * line_range.stop
+    counter = torch.full((1,), first, dtype=torch.int32, device=query.device)
+    _query_kernel[(programs(query, items - first),)](
         counter,
         descriptor(query, half), descriptor(grad_out, half),
-        descriptor(key, whole), descriptor(value, whole),
+        gathered_descriptor(key, whole), gathered_descriptor(value, whole),
         *column_descriptors(key, value, columns, whole),
-        descriptor(grad_query if step.last else query, half), carried, grad_query, lse, delta,
-        index.slash_ptr, index.slash_list, index.slash_member, index.columns, index.column_ptr,
+        descriptor(grad_query if this.last else query, half), carried, grad_query, lse, delta,
+        index.round_ptr, index.round_list, index.member, index.columns, index.column_ptr,
         *carried.stride()[:3], *grad_query.stride()[:3],
-        index.slash_ptr.shape[-1], index.slash_list.shape[-1], index.columns.shape[-1],
-        length, nb, items, softmax_scale, step.distance * nb, step.wrap, step.place, index.world,
-        step.number,
-        HEADS=heads, GROUP=heads // key.shape[2], D=dim, BLOCK=block, STAGES=2,
-        DIAGONAL=step.distance == 0, CARRY=not step.first, COLUMNS=columns is not None,
-        LAST=step.last, num_warps=4, maxnreg=168,
+        index.round_ptr.shape[-1], index.round_list.shape[-1], index.columns.shape[-1],
+        length, nb, items, softmax_scale, this.number * nb * index.inner, this.offset,
+        chunk_rows(key), this.place, index.world, this.number, index.outer,
+        INNER=index.inner, HEADS=heads, GROUP=heads // key.shape[3], D=dim, BLOCK=block, STAGES=2,
+        DIAGONAL=this.first, CARRY=not this.first, COLUMNS=columns is not None,
+        LAST=this.last, num_warps=4, maxnreg=168,
     )  # fmt: skip

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Forward of one ring step on Hopper GPUs, in Gluon: the same sums as ``forward.py``.
+"""Forward of one round on Hopper GPUs, in Gluon: the same sums as ``forward.py``.
 
 A program holds one query block of one head. Two warps bring keys and values by the tensor memory
 accelerator; two warpgroups hold 64 query rows each and walk the tiles: the diagonal block, the slash
@@ -21,10 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper import (
+    chunk_rows,
     column_bias,
     column_descriptors,
     descriptor,
     first_bias,
+    gathered_descriptor,
     item_barriers,
     load_keys,
     load_values,
@@ -90,7 +92,7 @@ def _step(
 @gluon.jit
 def _attend(
     item_channel, barriers, smems, pointers, out_desc, strides,
-    ptr_len, column_len, query_len, nb, items, scale, wrap, rank, world,
+    ptr_len, column_len, query_len, nb, items, scale, rank, world,
     HALF: gl.constexpr, HEADS: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, DIAGONAL: gl.constexpr, CARRY: gl.constexpr, COLUMNS: gl.constexpr,
     LAST: gl.constexpr,
@@ -151,7 +153,7 @@ def _attend(
             keys = a * BLOCK + gl.arange(0, BLOCK, layout=key_layout)
             bias = gl.where(rows[:, None] >= keys[None, :], 0.0, float("-inf"))
         else:
-            bias = first_bias(listed, seen, slashes, num_columns, block, world, nb, COLUMNS, BLOCK)
+            bias = first_bias(listed, seen, slashes, num_columns, block, COLUMNS, BLOCK)
             bias = gl.convert_layout(bias, key_layout)[None, :]
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_free.index(n % STAGES))
@@ -171,7 +173,7 @@ def _attend(
         if COLUMNS:
             for j in range(gl.maximum(slashes, 1), tiles):
                 first = (j - slashes) * BLOCK
-                mask = column_bias(listed, seen, first, num_columns, block, world, nb, BLOCK)
+                mask = column_bias(listed, seen, first, num_columns, block, BLOCK)
                 mask = gl.convert_layout(mask, key_layout)[None, :]
                 p, acc, m, l = _step(
                     n + j, j + 1 < tiles, p, acc, m, l, scale, mask, q, k_smem, v_smem,
@@ -209,15 +211,16 @@ def _attend(
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["residue", "wrap", "rank", "number"])
+@gluon.jit(do_not_specialize=["residue", "offset", "rank", "number"])
 def _forward_kernel(
     counter, q_desc, k_desc, v_desc, kc_desc, vc_desc, out_desc, carry_ptr, out_ptr, lse_ptr,
     slash_ptr, slash_list, member, columns, column_ptr,
     c_ss, c_sb, c_sh, o_ss, o_sb, o_sh,
-    ptr_len, list_len, column_len, query_len, nb, items, scale, residue, wrap, rank, world, number,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, DIAGONAL: gl.constexpr, CARRY: gl.constexpr, COLUMNS: gl.constexpr,
-    LAST: gl.constexpr,
+    ptr_len, list_len, column_len, query_len, nb, items, scale, residue, offset, chunk_rows, rank,
+    world, number, outer,
+    INNER: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, DIAGONAL: gl.constexpr, CARRY: gl.constexpr,
+    COLUMNS: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     ROWS: gl.constexpr = BLOCK // 2
@@ -235,23 +238,24 @@ def _forward_kernel(
         [
             (_attend, (
                 item_channel, barriers, smems, pointers, out_desc, strides,
-                ptr_len, column_len, query_len, nb, items, scale, wrap, rank, world,
+                ptr_len, column_len, query_len, nb, items, scale, rank, world,
                 0, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, LAST,
             )),
             (_attend, (
                 item_channel, barriers, smems, pointers, out_desc, strides,
-                ptr_len, column_len, query_len, nb, items, scale, wrap, rank, world,
+                ptr_len, column_len, query_len, nb, items, scale, rank, world,
                 1, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, LAST,
             )),
             (load_keys, (
                 counter, item_channel, barriers, (q_desc,), (q_smem,), (k_desc, kc_desc), k_smem,
                 slash_ptr, slash_list, column_ptr,
-                ptr_len, list_len, nb, items, residue, wrap, rank, world, number,
-                HEADS, GROUP, COLUMNS, BLOCK, D, STAGES,
+                ptr_len, list_len, nb, items, residue, offset, chunk_rows, rank, world, number, outer,
+                INNER, HEADS, GROUP, COLUMNS, BLOCK, D, STAGES,
             )),
             (load_values, (
                 item_channel, barriers, (v_desc, vc_desc), v_smem, slash_ptr, slash_list,
-                ptr_len, list_len, nb, items, residue, wrap, HEADS, GROUP, BLOCK, D, STAGES,
+                ptr_len, list_len, nb, items, residue, offset, chunk_rows,
+                INNER, HEADS, GROUP, BLOCK, D, STAGES,
             )),
         ],
         [4, 1, 1],
@@ -259,8 +263,8 @@ def _forward_kernel(
     )  # fmt: skip
 
 
-def forward(query, key, value, columns, index, step, softmax_scale, carry, out, lse):
-    """Launch the forward of one ring step; operands as in ``forward.py``."""
+def forward(query, key, value, columns, index, this, softmax_scale, carry, out, lse):
+    """Launch the forward of one round; operands as in ``forward.py``."""
     length, batch, heads, dim = query.shape
     nb, block = index.local_blocks, index.block_size
     carried = out if carry is None else carry
@@ -270,15 +274,15 @@ def forward(query, key, value, columns, index, step, softmax_scale, carry, out, 
     counter = torch.zeros(1, dtype=torch.int32, device=query.device)
     _forward_kernel[(programs(query, items),)](
         counter,
-        descriptor(query, half), descriptor(key, whole), descriptor(value, whole),
+        descriptor(query, half), gathered_descriptor(key, whole), gathered_descriptor(value, whole),
         *column_descriptors(key, value, columns, whole),
-        descriptor(out if step.last else query, half), carried, out, lse,
-        index.slash_ptr, index.slash_list, index.slash_member, index.columns, index.column_ptr,
+        descriptor(out if this.last else query, half), carried, out, lse,
+        index.round_ptr, index.round_list, index.member, index.columns, index.column_ptr,
         *carried.stride()[:3], *out.stride()[:3],
-        index.slash_ptr.shape[-1], index.slash_list.shape[-1], index.columns.shape[-1],
-        length, nb, items, softmax_scale, step.distance * nb, step.wrap, step.place, index.world,
-        step.number,
-        HEADS=heads, GROUP=heads // key.shape[2], D=dim, BLOCK=block, STAGES=2,
-        DIAGONAL=step.distance == 0, CARRY=not step.first, COLUMNS=columns is not None,
-        LAST=step.last, num_warps=4, maxnreg=168,
+        index.round_ptr.shape[-1], index.round_list.shape[-1], index.columns.shape[-1],
+        length, nb, items, softmax_scale, this.number * nb * index.inner, this.offset,
+        chunk_rows(key), this.place, index.world, this.number, index.outer,
+        INNER=index.inner, HEADS=heads, GROUP=heads // key.shape[3], D=dim, BLOCK=block, STAGES=2,
+        DIAGONAL=this.first, CARRY=not this.first, COLUMNS=columns is not None,
+        LAST=this.last, num_warps=4, maxnreg=168,
     )  # fmt: skip

@@ -10,23 +10,20 @@ import triton.language as tl
 
 @triton.jit
 def _slash_kernel(
-    distances_ptr, diagonals_ptr, member_ptr, list_ptr, ptr_ptr, count, near, world, nb,
+    distances_ptr, diagonals_ptr, member_ptr, round_list, round_ptr, rank_list, rank_ptr,
+    count, near, num_blocks, outer, world,
     GIVEN: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
     bh = tl.program_id(0).to(tl.int64)
-    num_blocks = world * nb
     member_ptr += bh * num_blocks
-    list_ptr += bh * num_blocks
-    ptr_ptr += bh * (num_blocks + 1)
     entry = tl.arange(0, WIDTH)
     for first in range(0, num_blocks, WIDTH):
         at = first + entry
-        distance = at % nb * world + at // nb
         inside = at < num_blocks
         if GIVEN:
-            member = tl.load(distances_ptr + bh * num_blocks + distance, mask=inside, other=0) != 0
+            member = tl.load(distances_ptr + bh * num_blocks + at, mask=inside, other=0) != 0
         else:
-            member = distance < near
+            member = at < near
         tl.store(member_ptr + at, (member | (at == 0)).to(tl.uint8), mask=inside)
     tl.debug_barrier()  # the marks below fall on entries that other threads have just written
     if not GIVEN:
@@ -38,21 +35,37 @@ def _slash_kernel(
             two = one + (diagonal % BLOCK != 0).to(tl.int32)
             mark = tl.full([WALK], 1, tl.uint8)
             there = (j < count) & (one < num_blocks)
-            tl.store(member_ptr + one % world * nb + one // world, mark, mask=there)
+            tl.store(member_ptr + one, mark, mask=there)
             there = (j < count) & (two < num_blocks)
-            tl.store(member_ptr + two % world * nb + two // world, mark, mask=there)
+            tl.store(member_ptr + two, mark, mask=there)
     tl.debug_barrier()
+    line = bh * (num_blocks + 1)
+    _sorted_list(
+        member_ptr, round_list + bh * num_blocks, round_ptr + line, num_blocks, outer, WIDTH
+    )
+    if outer != world:
+        _sorted_list(
+            member_ptr, rank_list + bh * num_blocks, rank_ptr + line, num_blocks, world, WIDTH
+        )
+
+
+@triton.jit
+def _sorted_list(member_ptr, list_ptr, ptr_ptr, num_blocks, classes, WIDTH: tl.constexpr):
+    """Members by (residue, quotient) of so many classes, and the prefix counts."""
+    length = num_blocks // classes
+    entry = tl.arange(0, WIDTH)
     tl.store(ptr_ptr, 0)
     before = 0
     for first in range(0, num_blocks, WIDTH):
         at = first + entry
         inside = at < num_blocks
-        member = tl.load(member_ptr + at, mask=inside, other=0).to(tl.int32)
+        distance = at % length * classes + at // length
+        member = tl.load(member_ptr + distance, mask=inside, other=0).to(tl.int32)
         upto = before + tl.cumsum(member, 0)
         tl.store(ptr_ptr + at + 1, upto, mask=inside)
         # What is no member fills the list from its end, with zeros.
         slot = tl.where(member != 0, upto - 1, num_blocks - 1 - (at - upto))
-        tl.store(list_ptr + slot, tl.where(member != 0, at % nb, 0).to(tl.int16), mask=inside)
+        tl.store(list_ptr + slot, tl.where(member != 0, at % length, 0).to(tl.int16), mask=inside)
         before += tl.sum(member, 0)
 
 
@@ -92,18 +105,19 @@ def _column_kernel(
         tl.store(ptr_ptr + bh * limit + place, before, mask=place < limit)
 
 
-def index_lists(distances, diagonals, near, columns, seq_length, block_size, world):
+def index_lists(distances, diagonals, near, columns, seq_length, block_size, world, inner):
     """Launch the lists; see :func:`kernels.index_lists`."""
     batch, heads, count = columns.shape
     num_blocks = triton.cdiv(seq_length, block_size)
-    local_blocks = num_blocks // world
     lines, device = batch * heads, columns.device
 
     def empty(length, dtype=torch.int32):
         return torch.empty(batch, heads, length, dtype=dtype, device=device)
 
-    member = torch.empty(batch, heads, world, local_blocks, dtype=torch.uint8, device=device)
-    slash_list, slash_ptr = empty(num_blocks, torch.int16), empty(num_blocks + 1)
+    member = empty(num_blocks, torch.uint8)
+    rounds = ranks = empty(num_blocks, torch.int16), empty(num_blocks + 1)
+    if inner > 1:
+        ranks = empty(num_blocks, torch.int16), empty(num_blocks + 1)
     column_list, column_ptr = empty(count), empty(num_blocks + 1)
     if distances is not None:
         distances = diagonals = distances.contiguous().view(torch.uint8)
@@ -112,8 +126,8 @@ def index_lists(distances, diagonals, near, columns, seq_length, block_size, wor
     given = distances.dtype == torch.uint8
     width = min(4096, triton.next_power_of_2(num_blocks))
     _slash_kernel[(lines,)](
-        distances, diagonals, member, slash_list, slash_ptr, diagonals.shape[-1], near, world,
-        local_blocks, GIVEN=given, BLOCK=block_size, WIDTH=width, WALK=128, num_warps=4,
+        distances, diagonals, member, *rounds, *ranks, diagonals.shape[-1], near, num_blocks,
+        world // inner, world, GIVEN=given, BLOCK=block_size, WIDTH=width, WALK=128, num_warps=4,
     )  # fmt: skip
     width = 64
     programs = triton.cdiv(count, width) + triton.cdiv(num_blocks + 1, width)
@@ -121,4 +135,4 @@ def index_lists(distances, diagonals, near, columns, seq_length, block_size, wor
         columns.contiguous(), column_list, column_ptr, count, seq_length, num_blocks,
         BLOCK=block_size, WIDTH=width, WALK=64, num_warps=4,
     )  # fmt: skip
-    return member, slash_list, slash_ptr, column_list, column_ptr
+    return member, *rounds, *ranks, column_list, column_ptr

@@ -1,7 +1,7 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Plain PyTorch twins of the kernels: what CPU tensors use, and what the kernels are tested against.
 
-They compute dense scores under the written-out mask of a ring step, so they take memory of the order
+They compute dense scores under the written-out mask of a round, so they take memory of the order
 of local queries x local keys: for tests and small runs.
 """
 
@@ -10,19 +10,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..layout import positions_at
 
-def step_mask(index, step, query_length: int, key_length: int) -> Tensor:
-    """Which keys of a ring step each query attends to by slashes: bool ``[b, h, query_length,
-    key_length]``."""
-    device, block = index.slash_member.device, index.block_size
-    rows = torch.arange(query_length, device=device)
-    keys = torch.arange(key_length, device=device)
-    e = rows[:, None] // block - keys[None, :] // block - step.wrap
-    kept = index.slash_member[:, :, step.distance].bool()[:, :, e.clamp(min=0)]
-    kept = kept & (e >= 0)
-    if step.distance == 0:
-        kept = kept & (rows[:, None] >= keys[None, :])
-    return kept
+
+def slash_mask(index, place: int, sources, query_length: int, key_length: int) -> Tensor:
+    """Which keys of the ranks at places ``sources``, one after the other, each query of the one at
+    ``place`` attends to by slashes: bool ``[b, h, query_length, len(sources) * key_length]``."""
+    device, block = index.member.device, index.block_size
+    rows, keys = (
+        torch.cat([positions_at(local, place, index.world, block) for place in places])
+        for local, places in (
+            (torch.arange(query_length, device=device), [place]),
+            (torch.arange(key_length, device=device), sources),
+        )
+    )
+    apart = rows[:, None] // block - keys[None, :] // block
+    return index.distances()[:, :, apart.clamp(min=0)] & (rows[:, None] >= keys[None, :])
 
 
 def column_mask(index, rank: int, query_length: int) -> Tensor:
@@ -67,34 +70,35 @@ def _scores(query, key, mask, softmax_scale) -> Tensor:
     return (query @ key.transpose(-1, -2) * softmax_scale).masked_fill(~mask, float("-inf"))
 
 
-def _operands(query, key, value, columns, index, step, softmax_scale):
-    """The queries, the step's keys and values (the columns after them, if there are any), all ``[b, h, .,
+def _operands(query, key, value, columns, index, this, softmax_scale):
+    """The queries, the round's keys and values (the columns after them, if there are any), all ``[b, h, .,
     d]``, and the scores."""
     heads, length = query.shape[2], query.shape[0]
-    q, k, v = (_heads_first(t, heads) for t in (query, key, value))
-    mask = step_mask(index, step, length, key.shape[0])
+    q, k, v = (_heads_first(t, heads) for t in (query, key.flatten(0, 1), value.flatten(0, 1)))
+    mask = slash_mask(index, this.place, this.sources, length, key.shape[1])
     if columns is not None:
         k, v = (torch.cat((t, more.to(t.dtype)), 2) for t, more in zip((k, v), columns))
-        turn = torch.arange(heads, device=q.device) * step.world // heads == step.number
-        more = column_mask(index, step.place, length) & turn[:, None, None]
+        turn = torch.arange(heads, device=q.device) * this.outer // heads == this.number
+        more = column_mask(index, this.place, length) & turn[:, None, None]
         mask = torch.cat((mask, more), -1)
     return q, k, v, _scores(q, k, mask, softmax_scale)
 
 
-def attention_forward(query, key, value, columns, index, step, softmax_scale, carry, lse):
+def attention_forward(query, key, value, columns, index, this, softmax_scale, carry, lse):
     """See :func:`kernels.attention_forward`."""
-    q, k, v, scores = _operands(query, key, value, columns, index, step, softmax_scale)
-    step_lse = torch.logsumexp(scores, -1)
-    new_lse = step_lse if step.first else torch.logaddexp(lse.to(scores.dtype), step_lse)
+    q, k, v, scores = _operands(query, key, value, columns, index, this, softmax_scale)
+    new_lse = torch.logsumexp(scores, -1)
+    if not this.first:
+        new_lse = torch.logaddexp(lse.to(scores.dtype), new_lse)
     # A score of +inf makes all of its row NaN, as in a softmax, also in the backward.
     new_lse = new_lse.masked_fill(new_lse == float("inf"), float("nan"))
     finite = new_lse
-    if not step.last:
+    if not this.last:
         # A row that has seen nothing but scores of -inf is 0 so far; it is NaN if this stays so.
         finite = new_lse.masked_fill(new_lse == float("-inf"), 0)
     # A float64 caller gets its log-sum-exp in float64 too: the buffer's dtype is the caller's.
     out = torch.exp(scores - finite[..., None]) @ v
-    if not step.first:
+    if not this.first:
         weight = torch.exp(lse.to(scores.dtype) - finite)[..., None]
         out = out + carry.permute(1, 2, 0, 3).to(scores.dtype) * weight
     lse.copy_(new_lse)
@@ -114,14 +118,18 @@ def _score_gradients(scores, v, do, lse, delta):
 
 
 def attention_backward_query(
-    query, key, value, columns, grad_out, lse, delta, index, step, softmax_scale, carry
+    query, key, value, columns, grad_out, lse, delta, index, this, softmax_scale, carry, dq, heads
 ):
-    """See :func:`kernels.attention_backward_query`."""
-    q, k, v, scores = _operands(query, key, value, columns, index, step, softmax_scale)
+    """See :func:`kernels.attention_backward_query`; ``heads`` is a range of those of all batch entries."""
+    q, k, v, scores = _operands(query, key, value, columns, index, this, softmax_scale)
     do = _heads_first(grad_out, query.shape[2])
     _, ds = _score_gradients(scores, v, do, lse, delta)
-    dq = (ds @ k * softmax_scale).permute(2, 0, 1, 3)
-    return dq if carry is None else dq + carry.to(dq.dtype)
+    gradient = (ds @ k * softmax_scale).permute(2, 0, 1, 3)
+    if carry is not None:
+        gradient = gradient + carry.to(gradient.dtype)
+    for line in heads:
+        batch, head = divmod(line, query.shape[2])
+        dq[:, batch, head] = gradient[:, batch, head].to(dq.dtype)
 
 
 def attention_backward_columns(query, columns, grad_out, lse, delta, index, rank, softmax_scale):
@@ -139,8 +147,9 @@ def attention_backward_key(
 ):
     """See :func:`kernels.attention_backward_key`."""
     heads, kv_heads, length = query.shape[2], key.shape[2], key.shape[0]
-    q, k, v, scores = _operands(query, key, value, None, index, step, softmax_scale)
-    do = _heads_first(grad_out, heads)
+    q, k, v, do = (_heads_first(t, heads) for t in (query, key, value, grad_out))
+    mask = slash_mask(index, step.place, [step.source], length, length)
+    scores = _scores(q, k, mask, softmax_scale)
     p, ds = _score_gradients(scores, v, do, lse, delta)
     dk, dv = ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ do
     if column_gradients is not None:

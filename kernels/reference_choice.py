@@ -104,10 +104,22 @@ def merge_selections(offers, count, none):
     return _select(values, positions.long(), count, none)
 
 
-def index_lists(distances, diagonals, near, columns, seq_length, block_size, world):
+def _sorted_list(member, classes: int) -> tuple[Tensor, Tensor]:
+    """Members by (residue, quotient) of so many classes, and the prefix counts."""
+    length = member.shape[-1] // classes
+    flat = member.unflatten(-1, (length, classes)).transpose(-1, -2).flatten(-2)
+    count = flat.cumsum(-1, dtype=torch.int32)
+    entry = torch.arange(flat.shape[-1], device=flat.device, dtype=torch.int32)
+    # What is no member fills the list from its end, with zeros.
+    slot = torch.where(flat, count - 1, flat.shape[-1] - 1 - (entry - count)).long()
+    quotient = torch.where(flat, entry % length, 0)
+    ordered = torch.zeros_like(count).scatter_(-1, slot, quotient)
+    return ordered.short(), torch.nn.functional.pad(count, (1, 0))
+
+
+def index_lists(distances, diagonals, near, columns, seq_length, block_size, world, inner):
     """See :func:`kernels.index_lists`."""
     num_blocks = -(-seq_length // block_size)
-    local_blocks = num_blocks // world
     if distances is None:
         shape = (*columns.shape[:2], num_blocks + 1)
         marks = torch.zeros(shape, dtype=torch.bool, device=columns.device)
@@ -116,24 +128,15 @@ def index_lists(distances, diagonals, near, columns, seq_length, block_size, wor
         for crossed in (diagonals // block_size, (diagonals + block_size - 1) // block_size):
             marks.scatter_(-1, crossed.long().clamp(max=num_blocks), True)
         distances = marks[..., :num_blocks]
-    # A copy even where this is the order already: the caller's distances stay as they are.
-    member = distances.unflatten(-1, (local_blocks, world)).transpose(-1, -2)
-    member = member.clone(memory_format=torch.contiguous_format)
-    member[..., 0, 0] = True
-    flat = member.flatten(-2)
-    count = flat.cumsum(-1, dtype=torch.int32)
-    slash_ptr = torch.nn.functional.pad(count, (1, 0))
-    entry = torch.arange(num_blocks, device=flat.device, dtype=torch.int32)
-    # What is no member fills the list from its end, with zeros.
-    slot = torch.where(flat, count - 1, num_blocks - 1 - (entry - count)).long()
-    quotient = torch.where(flat, entry % local_blocks, 0)
-    slash_list = torch.zeros_like(count).scatter_(-1, slot, quotient)
+    # A copy: the caller's distances stay as they are.
+    member = distances.clone(memory_format=torch.contiguous_format)
+    member[..., 0] = True
+    rounds = ranks = _sorted_list(member, world // inner)
+    if inner > 1:
+        ranks = _sorted_list(member, world)
 
     columns = columns.long().clamp(max=seq_length).sort(-1).values
     starts = torch.arange(num_blocks + 1, device=columns.device) * block_size
     starts = starts.clamp(max=seq_length).expand(*columns.shape[:-1], -1)
     column_ptr = torch.searchsorted(columns, starts.contiguous())
-    return (
-        member.to(torch.uint8), slash_list.short(), slash_ptr,
-        columns.int(), column_ptr.int(),
-    )  # fmt: skip
+    return member.to(torch.uint8), *rounds, *ranks, columns.int(), column_ptr.int()

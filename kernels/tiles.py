@@ -98,9 +98,7 @@ def gather_rows(base, entries, D: tl.constexpr):
 
 
 @triton.jit
-def column_tile(
-    columns, member, first, end, block, world, nb, BLOCK: tl.constexpr, WIDTH: tl.constexpr
-):
+def column_tile(columns, member, first, end, block, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """Columns ``first .. first + WIDTH`` of the list, for query block ``block`` of all ranks'.
 
     ``end`` is how many lie in earlier blocks. Returns their entries in the list, and which of them count
@@ -110,6 +108,6 @@ def column_tile(
     listed = entry < end
     position = tl.load(columns + entry, mask=listed, other=0)
     distance = block - position // BLOCK
-    covered = tl.load(member + distance % world * nb + distance // world, mask=listed, other=1)
+    covered = tl.load(member + distance, mask=listed, other=1)
     # Missing entries repeat the first: any other token's numbers could be NaN, which 0 does not hide.
     return tl.where(listed, entry, first), listed & (covered == 0)

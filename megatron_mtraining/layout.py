@@ -8,8 +8,8 @@ Megatron.
 The distance between a query block of rank ``r`` and a key block of rank ``s`` is ``t = (r - s) % W``
 modulo ``W``, whatever the two blocks: the reason why every rank has the same work in every ring step.
 
-Where ranks form nodes, a rank has another *place* in this order (:func:`place_of`), and every function
-below takes places for ranks.
+Where ranks form several nodes, a rank has another *place* in this order (:func:`place_of`), and every
+function below takes places for ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 
 from .config import ConfigError
+
+GATHERED = 8
+"""Ranks whose keys a rank has at hand at once, at most, unless it is told otherwise."""
 
 
 def check_layout(seq_length: int, cp_size: int, block_size: int) -> None:
@@ -30,15 +33,30 @@ def check_layout(seq_length: int, cp_size: int, block_size: int) -> None:
         )
 
 
-def place_of(cp_rank: int, cp_size: int, inner: int | None = None) -> int:
-    """The place of a rank in the layout: the rank, if there are no nodes.
+def inner_size(cp_size: int, inner: int | None = None) -> int:
+    """How many ranks' keys are attended to in one round: ``inner`` if given, else the largest divisor of
+    ``cp_size`` up to :data:`GATHERED`.
 
-    Where rank ``x * inner + y`` is number y of node x, consecutive blocks live on consecutive nodes. The
-    ranks of a node then have keys of the same distance in each step of a hierarchical ring, so that
-    none of them waits for another.
+    Raises:
+        ConfigError: ``inner`` does not divide ``cp_size``.
     """
     if inner is None:
-        return cp_rank
+        return max(size for size in range(1, GATHERED + 1) if cp_size % size == 0)
+    if inner < 1 or cp_size % inner:
+        raise ConfigError(
+            f"{cp_size} context-parallel ranks cannot be cut into nodes of {inner}: use a divisor"
+        )
+    return inner
+
+
+def place_of(cp_rank: int, cp_size: int, inner: int | None = None) -> int:
+    """The place of a rank in the layout: the rank, where all ranks are one node or each is its own.
+
+    Where rank ``x * inner + y`` is number y of node x, consecutive blocks live on consecutive nodes. In each
+    round of the ring over nodes, all of a node's ranks then attend to keys of one residue of
+    distances, so that none waits for another. ``inner`` is as for :func:`inner_size`.
+    """
+    inner = inner_size(cp_size, inner)
     x, y = divmod(cp_rank, inner)
     return y * (cp_size // inner) + x
 

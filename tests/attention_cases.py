@@ -17,7 +17,7 @@ from megatron_mtraining.kernels import (
 )
 from megatron_mtraining.layout import stripe, unstripe
 from megatron_mtraining.pattern import build_index
-from megatron_mtraining.ring import flat_ring
+from megatron_mtraining.ring import RingStep, Round
 
 
 def random_operands(seq_length, batch, heads, kv_heads, dim, dtype, device):
@@ -31,7 +31,7 @@ def random_operands(seq_length, batch, heads, kv_heads, dim, dtype, device):
     return query, draw(kv_heads), both[..., dim:], draw(heads)
 
 
-def random_index(seq_length, batch, heads, block_size, world, budget, device):
+def random_index(seq_length, batch, heads, block_size, world, budget, device, inner=None):
     """A random pattern: ``budget`` is "none" (distance 0 alone), "columns", "few" or "all"."""
     num_blocks = math.ceil(seq_length / block_size)
     distances = torch.zeros(batch, heads, num_blocks, dtype=torch.bool)
@@ -46,7 +46,9 @@ def random_index(seq_length, batch, heads, block_size, world, budget, device):
     columns = columns.view(batch, heads, count)
     if count > 2:
         columns[..., -2:] = seq_length  # heads may have fewer columns than the budget
-    return build_index(distances.to(device), columns.to(device), seq_length, block_size, world)
+    return build_index(
+        distances.to(device), columns.to(device), seq_length, block_size, world, inner
+    )
 
 
 def written_out_mask(index, batch, heads):
@@ -66,7 +68,15 @@ def dense_attention(query, key, value, grad_out, mask, scale):
     return out.detach(), *torch.autograd.grad(out, leaves, grad_out.double())
 
 
-def simulated_ring(query, key, value, grad_out, index, scale):
+def gathered(keys, values, this):
+    """Keys and values of a round's ranks, ``[I, s, b, hk, d]``, as a ring hands them to the kernels."""
+    if this.world == 1:
+        return keys[0][None], values[0][None]
+    both = [torch.stack((keys[place], values[place])) for place in this.sources]
+    return torch.stack(both).unbind(1)
+
+
+def simulated_ring(query, key, value, grad_out, index, scale, parts_of_heads=1):
     """Forward and backward of all ranks of a ring, one after the other, in this process.
 
     Returns out and the gradients over the whole sequence, as a ring over processes would give them.
@@ -84,26 +94,34 @@ def simulated_ring(query, key, value, grad_out, index, scale):
         columns = sum(gather_columns(k[r], v[r], index, r) for r in range(world))
         column_gradients = []
     outs, dqs, dkvs, lses, deltas = [], [], [None] * world, [], []
-    for rank in range(world):
-        length, batch, heads, _ = q[rank].shape
+    for place in range(world):
+        length, batch, heads, _ = q[place].shape
         dtype = torch.promote_types(query.dtype, torch.float32)
         lse = torch.full((batch, heads, length), float("nan"), dtype=dtype, device=query.device)
         out = dq = None
-        for step in flat_ring(rank, world):
-            keys = k[step.source], v[step.source], columns
-            out = attention_forward(q[rank], *keys, index, step, scale, out, lse)
-        delta = attention_delta(out, do[rank])
-        rest = (do[rank], lse, delta, index)
-        for step in flat_ring(rank, world):
-            keys = k[step.source], v[step.source]
-            dq = attention_backward_query(q[rank], *keys, columns, *rest, step, scale, dq)
-            if step.source != rank:
-                dkvs[step.source] = attention_backward_key(
-                    q[rank], *keys, *rest, step, scale, dkvs[step.source]
+        rounds = [Round(place, o, index.inner, index.outer) for o in range(index.outer)]
+        for this in rounds:
+            out = attention_forward(
+                q[place], *gathered(k, v, this), columns, index, this, scale, out, lse
+            )
+        delta = attention_delta(out, do[place])
+        rest = (do[place], lse, delta, index)
+        for this in rounds:
+            carry, dq = dq, None
+            for part in range(parts_of_heads):
+                dq = attention_backward_query(
+                    q[place], *gathered(k, v, this), columns, *rest, this, scale, carry, dq,
+                    (part, parts_of_heads),
+                )  # fmt: skip
+        for source in range(world):
+            if source != place:
+                step = RingStep(place, source, world)
+                dkvs[source] = attention_backward_key(
+                    q[place], k[source], v[source], *rest, step, scale, dkvs[source]
                 )
         if columns is not None:
             column_gradients.append(
-                attention_backward_columns(q[rank], columns, *rest, rank, scale)
+                attention_backward_columns(q[place], columns, *rest, place, scale)
             )
         outs.append(out)
         dqs.append(dq)
@@ -115,7 +133,7 @@ def simulated_ring(query, key, value, grad_out, index, scale):
     for rank in range(world):
         dkvs[rank] = attention_backward_key(
             q[rank], k[rank], v[rank], do[rank], lses[rank], deltas[rank], index,
-            flat_ring(rank, world)[0], scale, dkvs[rank], column_gradients, key.dtype,
+            RingStep(rank, rank, world), scale, dkvs[rank], column_gradients, key.dtype,
         )  # fmt: skip
     if world == 1:
         return outs[0], dqs[0], dkvs[0][0], dkvs[0][1]

@@ -62,32 +62,34 @@ launch, JITFunction.run = JITFunction.run, compile_only
 
 from megatron_mtraining.kernels import hopper_backward_key, hopper_backward_query, hopper_forward
 from megatron_mtraining.pattern import build_index
-from megatron_mtraining.ring import flat_ring
+from megatron_mtraining.ring import RingStep, rounds
 
 hopper_backward_key.CHAIN = 8  # as if the sequences were long
 
 for dim, columns in json.loads(sys.argv[2]):
-    for step in flat_ring(1, 2):
-        label = f"{dim} {columns} {step.distance} "
+    for inner, this in [(2, *rounds(1, 2, 1)), *((1, this) for this in rounds(1, 1, 2))]:
+        step = RingStep(1, 1 - this.number, 2)
+        label = f"{dim} {columns} {inner} {this.number} "
         distances = torch.ones(1, 4, 8, dtype=torch.bool)
         picks = torch.arange(columns).expand(1, 4, -1)
-        index = build_index(distances, picks, 1024, 128, 2)
+        index = build_index(distances, picks, 1024, 128, 2, inner)
         q = torch.zeros(512, 1, 4, dim, dtype=torch.bfloat16)
-        k = torch.zeros(512, 1, 2, dim, dtype=torch.bfloat16)
+        keys = torch.zeros(inner, 2, 512, 1, 2, dim, dtype=torch.bfloat16).unbind(1)
+        k, v = keys[0][0], keys[1][0]
         lse, carry = torch.zeros(1, 4, 512), torch.zeros(512, 1, 4, dim)
-        result = q.clone() if step.last else carry
-        before = None if step.first else carry
+        result = q.clone() if this.last else carry
+        before = None if this.first else carry
         gathered = torch.zeros(2, 1, 4, columns, dim, dtype=q.dtype) if columns else None
-        hopper_forward.forward(q, k, k, gathered, index, step, 0.1, before, result, lse)
+        hopper_forward.forward(q, *keys, gathered, index, this, 0.1, before, result, lse)
         hopper_backward_query.backward_query(
-            q, k, k, gathered, q, lse, lse, index, step, 0.1, before, result
+            q, *keys, gathered, q, lse, lse, index, this, 0.1, before, result, range(1, 3)
         )
         sums = None
         if columns:
             sums = hopper_backward_key.backward_columns(q, gathered, q, lse, lse, index, 0, 0.1)
         moving = torch.zeros(2, *k.shape)
         hopper_backward_key.backward_key(
-            q, k, k, q, lse, lse, index, step, 0.1, None if step.first else moving, sums, moving
+            q, k, v, q, lse, lse, index, step, 0.1, None if this.first else moving, sums, moving
         )
 print(json.dumps(found))
 '''
@@ -108,8 +110,8 @@ def test_products_stay_in_flight(tmp_path):
     assert done.returncode == 0, done.stderr[:6000]
     found = json.loads(done.stdout.splitlines()[-1])
     kernels = {name: numbers for name, numbers in found.items() if numbers["products"]}
-    # Two ring steps of each; columns have a key kernel of their own.
-    assert len(kernels) == 2 * 4 + 2 * 3, sorted(found)
+    # One round of two ranks, and two of one; columns have a key kernel of their own.
+    assert len(kernels) == 3 * 4 + 3 * 3, sorted(found)
     for name, numbers in kernels.items():
         # A product of 64 x 128 x 128 is 8 instructions; serialised, each has a wait of its own.
         assert numbers["waits"] * 2 < numbers["products"], (name, numbers)

@@ -16,8 +16,12 @@ from attention_cases import (
 
 NAMES = ("out", "grad_query", "grad_key", "grad_value")
 GROUPS = [(1, 1), (4, 2), (7, 1), (8, 1)]
-# (seq_length, world): odd block counts, a partial last block (one rank only), sizes of no power of 2
-SEQUENCES = [(64, 1), (320, 1), (500, 1), (37, 1), (768, 2), (576, 3), (384, 6)]
+# (seq_length, world, inner): odd block counts, a partial last block (one rank only), sizes of no power of
+# 2; all ranks in one round, one a round, and several of both.
+SEQUENCES = [
+    (64, 1, 1), (320, 1, 1), (500, 1, 1), (37, 1, 1),
+    (768, 2, 2), (768, 2, 1), (576, 3, 3), (384, 6, 2), (768, 6, 3),
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +36,15 @@ def interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
-def check(seq_length, world, heads, dim, budget, dtype, block, tolerance, device="cpu", batch=2):
+def check(
+    seq_length, world, inner, heads, dim, budget, dtype, block, tolerance, device="cpu", batch=2
+):
     operands = random_operands(seq_length, batch, *heads, dim, dtype, device)
-    index = random_index(seq_length, batch, heads[0], block, world, budget, device)
+    index = random_index(seq_length, batch, heads[0], block, world, budget, device, inner)
     mask = written_out_mask(index, batch, heads[0])
     scale = 0.7 * dim**-0.5
     expected = dense_attention(*operands, mask, scale)
-    actual = simulated_ring(*operands, index, scale)
+    actual = simulated_ring(*operands, index, scale, parts_of_heads=max(1, inner - 1))
     for name, a, e in zip(NAMES, actual, expected):
         assert a.shape == e.shape
         error = relative_error(a, e)
@@ -48,28 +54,29 @@ def check(seq_length, world, heads, dim, budget, dtype, block, tolerance, device
 @pytest.mark.parametrize("budget", ["none", "columns", "few", "all"])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("heads", GROUPS)
-@pytest.mark.parametrize(("seq_length", "world"), SEQUENCES)
-def test_twins(seq_length, world, heads, dim, budget):
-    check(seq_length, world, heads, dim, budget, torch.float64, 64, 1e-12, batch=1)
+@pytest.mark.parametrize(("seq_length", "world", "inner"), SEQUENCES)
+def test_twins(seq_length, world, inner, heads, dim, budget):
+    check(seq_length, world, inner, heads, dim, budget, torch.float64, 64, 1e-12, batch=1)
 
 
 @pytest.mark.parametrize(
-    ("seq_length", "world", "heads", "dim", "budget", "block"),
+    ("seq_length", "world", "inner", "heads", "dim", "budget", "block"),
     [
-        (192, 1, (2, 1), 64, "few", 64),
-        (150, 1, (2, 2), 64, "few", 64),
-        (200, 1, (7, 1), 64, "columns", 128),
-        (128, 1, (1, 1), 128, "none", 64),
-        (384, 2, (4, 2), 64, "few", 64),
-        (384, 3, (2, 1), 128, "few", 64),
-        (256, 2, (2, 1), 64, "all", 128),
-        (192, 3, (2, 1), 64, "few", 64),  # one block a rank
+        (192, 1, 1, (2, 1), 64, "few", 64),
+        (150, 1, 1, (2, 2), 64, "few", 64),
+        (200, 1, 1, (7, 1), 64, "columns", 128),
+        (128, 1, 1, (1, 1), 128, "none", 64),
+        (384, 2, 1, (4, 2), 64, "few", 64),
+        (384, 3, 3, (2, 1), 128, "few", 64),
+        (256, 2, 2, (2, 1), 64, "all", 128),
+        (512, 4, 2, (2, 1), 64, "few", 64),
+        (192, 3, 3, (2, 1), 64, "few", 64),  # one block a rank
     ],
 )
-def test_kernels_interpreted(interpreter, seq_length, world, heads, dim, budget, block):
+def test_kernels_interpreted(interpreter, seq_length, world, inner, heads, dim, budget, block):
     if torch.cuda.is_available():
         pytest.skip("the kernels run compiled here: see test_kernels_compiled")
-    check(seq_length, world, heads, dim, budget, torch.float32, block, 1e-5, batch=1)
+    check(seq_length, world, inner, heads, dim, budget, torch.float32, block, 1e-5, batch=1)
 
 
 # A gradient's operands are rounded to 16 bits: 3 mantissa digits in bf16.
@@ -81,20 +88,21 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-6}
 @pytest.mark.parametrize("budget", ["none", "columns", "few", "all"])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(
-    ("seq_length", "world", "heads", "block"),
+    ("seq_length", "world", "inner", "heads", "block"),
     [
-        (1152, 1, (1, 1), 128),
-        (1000, 1, (7, 1), 128),
-        (1000, 1, (4, 2), 64),
-        (1536, 2, (8, 1), 128),
-        (1152, 3, (4, 2), 128),
-        (768, 4, (2, 2), 64),
-        (256, 2, (2, 1), 128),  # one block a rank
-        (64, 1, (2, 1), 64),
+        (1152, 1, 1, (1, 1), 128),
+        (1000, 1, 1, (7, 1), 128),
+        (1000, 1, 1, (4, 2), 64),
+        (1536, 2, 2, (8, 1), 128),
+        (1152, 3, 1, (4, 2), 128),
+        (2048, 4, 2, (4, 2), 128),
+        (768, 4, 4, (2, 2), 64),
+        (256, 2, 2, (2, 1), 128),  # one block a rank
+        (64, 1, 1, (2, 1), 64),
     ],
 )
-def test_kernels_compiled(seq_length, world, heads, dim, budget, block, dtype):
-    check(seq_length, world, heads, dim, budget, dtype, block, TOLERANCE[dtype], "cuda")
+def test_kernels_compiled(seq_length, world, inner, heads, dim, budget, block, dtype):
+    check(seq_length, world, inner, heads, dim, budget, dtype, block, TOLERANCE[dtype], "cuda")
 
 
 @pytest.mark.gpu
@@ -108,7 +116,7 @@ def test_long_sums(monkeypatch, seq_length, world, dim, budget):
     from megatron_mtraining.kernels import hopper_backward_key
 
     monkeypatch.setattr(hopper_backward_key, "CHAIN", 32)
-    check(seq_length, world, (8, 2), dim, budget, torch.bfloat16, 128, 1e-2, "cuda", batch=1)
+    check(seq_length, world, 1, (8, 2), dim, budget, torch.bfloat16, 128, 1e-2, "cuda", batch=1)
 
 
 @pytest.mark.gpu

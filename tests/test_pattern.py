@@ -71,7 +71,7 @@ def test_diagonal_block_cannot_be_absent():
     nothing = torch.zeros(1, 1, 12, dtype=torch.bool)
     none = torch.full((1, 1, 5), SEQ)
     index = build_index(nothing, none, SEQ, 64, 3)
-    assert index.slash_member[0, 0, 0, 0] == 1
+    assert index.member[0, 0, 0] == 1
     assert torch.equal(
         index.token_mask(0, 0),
         build_index(nothing.index_fill(-1, torch.tensor([0]), True), none, SEQ, 64, 3).token_mask(
@@ -142,8 +142,8 @@ def test_budgets_are_kept_to():
     index = choose_index(query, key, config, Ring(None), 0.125)
     assert (index.column_ptr[..., -1] <= config.vertical).all()
     near = 3  # a window of 70 tokens reaches into the second block before
-    assert (index.slash_ptr[..., -1] <= near + 2 * config.slash).all()
-    assert (index.slash_ptr[..., -1] > near).all()
+    assert (index.round_ptr[..., -1] <= near + 2 * config.slash).all()
+    assert (index.round_ptr[..., -1] > near).all()
     for changes in (dict(slash=SEQ), dict(vertical=SEQ), dict(window=SEQ)):
         everything = choose_index(query, key, settings(**changes), Ring(None), 0.125)
         assert (everything.density() == 1).all()
@@ -222,7 +222,7 @@ def test_the_same_inputs_choose_the_same_pattern():
     first, one = sparse_attention(query, key, value, config=settings())
     again, two = sparse_attention(query, key, value, config=settings())
     assert torch.equal(first, again)
-    assert torch.equal(one.slash_list, two.slash_list) and torch.equal(one.columns, two.columns)
+    assert torch.equal(one.round_list, two.round_list) and torch.equal(one.columns, two.columns)
 
 
 @pytest.mark.parametrize(
@@ -272,4 +272,4 @@ def test_a_part_that_is_no_multiple_of_the_block_is_refused():
 def test_blocks_past_16_bits_are_refused():
     nothing = torch.zeros(1, 1, 0, dtype=torch.int32)
     with pytest.raises(ValueError, match="32768 blocks of 64"):
-        index_lists(None, nothing, 1, nothing, 32769 * 64, 64, 1)
+        index_lists(None, nothing, 1, nothing, 32769 * 64, 64, 1, 1)

@@ -20,6 +20,7 @@ from ranks import TIMEOUT, run_ranks
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import sparse_attention
+from megatron_mtraining.config import ConfigError
 from megatron_mtraining.layout import place_of, stripe, unstripe
 from megatron_mtraining.pattern import build_index
 from megatron_mtraining.ring import Ring, check_hosts, ring_attention, ring_of
@@ -34,8 +35,8 @@ def distances_and_columns(index):
 
 def run_ring(rank, world, operands, distances, columns, scale, inner=None):
     seq_length = operands[0].shape[0]
-    index = build_index(distances, columns, seq_length, BLOCK, world)
     ring = ring_of(dist.group.WORLD, inner)
+    index = build_index(distances, columns, seq_length, BLOCK, world, ring.inner)
     check_hosts(ring)
     parts = [stripe(t, ring.place, world, BLOCK) for t in operands]
     leaves = [t.clone().requires_grad_() for t in parts[:3]]
@@ -48,8 +49,8 @@ def run_rings(rank, world, cases):
     return [run_ring(rank, world, *case) for case in cases]
 
 
-# Ranks to the ranks a node that they are run with (None: one flat ring): all in one set of processes.
-NODES = {1: [None], 2: [None, 1], 3: [None], 4: [None, 2], 6: [None, 2, 3], 8: [None, 4]}
+# Ranks to the ranks a node that they are run with (None: all of so few): all in one set of processes.
+NODES = {1: [None], 2: [None, 1], 3: [None, 1], 4: [None, 1, 2], 6: [None, 2, 3], 8: [None, 1, 4]}
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
 
@@ -78,9 +79,9 @@ def test_processes_agree_with_dense_attention(world):
 
 
 def run_with_bf16_gradients(rank, world, operands, distances, columns):
-    index = build_index(distances, columns, operands[0].shape[0], BLOCK, world)
     results = []
-    for inner in (None, 2):
+    for inner in (1, 2):
+        index = build_index(distances, columns, operands[0].shape[0], BLOCK, world, inner)
         ring = ring_of(dist.group.WORLD, inner)
         parts = [stripe(t, ring.place, world, BLOCK) for t in operands]
         for bf16 in (False, True):
@@ -202,7 +203,7 @@ def test_operands_that_do_not_fit_are_named():
 
 
 def test_nodes_that_do_not_divide_the_ranks_are_refused():
-    with pytest.raises(ValueError, match="1 context-parallel ranks cannot be cut into nodes of 2"):
+    with pytest.raises(ConfigError, match="1 context-parallel ranks cannot be cut into nodes of 2"):
         Ring(None, 2)
 
 
@@ -231,16 +232,15 @@ def run_until_a_rank_fails(rank, world, operands, index_sets, backward, how):
     original = getattr(attention, name)
 
     def fail_at_the_second(*arguments):
-        step = arguments[7]
-        if rank == 1 and not step.first:
+        if rank == 1 and arguments[7].distance:
             if how == "dies":
                 os._exit(3)
             raise RuntimeError("rank 1 has had enough")
         return original(*arguments)
 
     def fail_in_forward(*arguments):
-        step = arguments[5]
-        if rank == 1 and not step.first:
+        this = arguments[5]
+        if rank == 1 and not this.first:
             if how == "dies":
                 os._exit(3)
             raise RuntimeError("rank 1 has had enough")

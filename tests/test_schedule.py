@@ -7,15 +7,8 @@ from collections import Counter, defaultdict, deque
 
 import pytest
 
-from megatron_mtraining.layout import place_of
-from megatron_mtraining.ring.schedule import (
-    Do,
-    Link,
-    backward_ops,
-    flat_ring,
-    forward_ops,
-    ring_steps,
-)
+from megatron_mtraining.layout import GATHERED, inner_size, place_of
+from megatron_mtraining.ring.schedule import Do, Link, backward_ops, forward_ops, rounds
 
 # inner, outer: one rank, flat, one rank a node, and both, also of sizes that are no powers of two
 SHAPES = [
@@ -38,12 +31,18 @@ MOVES = {Do.SEND_VALUES, Do.TAKE_VALUES, Do.SEND_GRADIENTS, Do.TAKE_GRADIENTS, D
 
 
 class Rank:
-    """One rank that runs a schedule on names: keys are their place, gradients count who has added."""
+    """One rank that runs a schedule on names: keys are their place, gradients count who has added.
+
+    A round's keys are what the ranks of the node have of their own in it, which they gather.
+    """
 
     def __init__(self, rank, place, ops):
         self.rank, self.place, self.ops = rank, place, deque(ops)
-        self.keys, self.moving, self.home = place, None, None
-        self.attended, self.queries, self.final = [], [], None
+        self.own = [place]  # in each round so far, and in the next when it has come
+        self.turn = 0
+        self.moving, self.home = None, None
+        self.attended, self.queries, self.parts = [], [], []
+        self.columns = 0
         self.sent = {}
 
     def neighbour(self, inner, outer, link):
@@ -52,7 +51,15 @@ class Rank:
             return x * inner + (y + 1) % inner
         return (x + 1) % outer * inner + y
 
-    def step(self, mail, inner, outer):
+    def keys(self, ranks, inner):
+        """What is gathered in this round: None until every rank of the node has its own."""
+        node = self.rank // inner * inner
+        owns = [ranks[rank].own for rank in range(node, node + inner)]
+        return (
+            None if any(len(own) <= self.turn for own in owns) else [own[self.turn] for own in owns]
+        )
+
+    def step(self, mail, ranks, inner, outer):
         """Run the next operation, unless it waits for something: then False."""
         op = self.ops[0]
         values = op.do in (Do.SEND_VALUES, Do.TAKE_VALUES)
@@ -64,9 +71,13 @@ class Rank:
             if not box:
                 self.sent[values, op.link] += 1
                 return False
+        if op.do in (Do.ATTEND, Do.QUERY, Do.KEY):
+            keys = self.keys(ranks, inner)
+            if keys is None:
+                return False
         self.ops.popleft()
         if op.do in (Do.SEND_VALUES, Do.SEND_GRADIENTS):
-            what = self.keys if values else self.moving
+            what = self.own[self.turn] if values else self.moving
             assert what is not None
             mail[self.neighbour(inner, outer, op.link), values, op.link].append(what)
             self.sent[values, op.link] = self.sent.get((values, op.link), 0) + 1
@@ -74,7 +85,8 @@ class Rank:
             if not values:
                 self.moving = None
         elif op.do is Do.TAKE_VALUES:
-            self.keys = box.popleft()
+            self.own.append(box.popleft())
+            self.turn += 1
         elif op.do is Do.TAKE_GRADIENTS:
             assert self.moving is None, "a gradient would be lost"
             self.moving = box.popleft()
@@ -88,14 +100,22 @@ class Rank:
         elif op.do is Do.RESUME:
             assert self.moving is None
             self.home, self.moving = None, self.home
+        elif op.do is Do.COLUMNS:
+            self.columns += 1
         elif op.do is Do.OWN_KEY:
             self.add(op.step, self.place)
+        elif op.do is Do.KEY:
+            self.add(op.step, keys[op.slot])
         else:
-            assert op.step.source == self.keys, "the schedule says other keys than there are"
-            if op.do is Do.KEY:
-                self.add(op.step, self.keys)
+            assert list(op.round.sources) == keys, "the schedule says other keys than there are"
+            if op.do is Do.ATTEND:
+                self.attended.append(op.round)
             else:
-                (self.attended if op.do is Do.ATTEND else self.queries).append(op.step)
+                part, parts = op.part
+                self.parts = [*self.parts, part] if part else [part]
+                if part == parts - 1:
+                    assert self.parts == list(range(parts))
+                    self.queries.append(op.round)
         return True
 
     def add(self, step, keys):
@@ -113,74 +133,86 @@ def run(ops, inner, outer):
     ranks = [Rank(rank, places[rank], ops(rank, inner, outer)) for rank in range(world)]
     mail = defaultdict(deque)
     while any(rank.ops for rank in ranks):
-        moved = [rank.step(mail, inner, outer) for rank in ranks if rank.ops]
+        moved = [rank.step(mail, ranks, inner, outer) for rank in ranks if rank.ops]
         assert any(moved), "every rank waits"
     assert not any(mail.values()), "something was sent that nobody took"
     assert not any(left for rank in ranks for left in rank.sent.values())
     return ranks
 
 
-def check_steps(steps, place, world):
-    assert [step.source for step in steps][0] == place
-    assert sorted(step.source for step in steps) == list(range(world))
-    assert [step.first for step in steps] == [True] + [False] * (world - 1)
-    assert [step.last for step in steps] == [False] * (world - 1) + [True]
-    for step in steps:
-        assert step.place == place
-        assert (step.source + step.distance) % world == place
-        assert step.wrap == (step.source > place)
+def check_rounds(found, place, inner, outer):
+    assert [this.number for this in found] == list(range(outer))
+    assert place in found[0].sources
+    assert sorted(source for this in found for source in this.sources) == list(range(inner * outer))
+    assert [this.first for this in found] == [True] + [False] * (outer - 1)
+    assert [this.last for this in found] == [False] * (outer - 1) + [True]
+    assert all(this.place == place for this in found)
 
 
 @every_shape
 def test_forward_meets_every_key_once(inner, outer):
     for rank in run(forward_ops, inner, outer):
-        check_steps(rank.attended, rank.place, inner * outer)
+        check_rounds(rank.attended, rank.place, inner, outer)
 
 
 @every_shape
 def test_backward_brings_every_gradient_home(inner, outer):
     world = inner * outer
     for rank in run(backward_ops, inner, outer):
-        check_steps(rank.queries, rank.place, world)
+        check_rounds(rank.queries, rank.place, inner, outer)
+        assert rank.columns == 1
         source, count = rank.moving
         assert source == rank.place and count == Counter(range(world))
+
+
+@every_shape
+def test_keys_of_a_round_are_found_by_their_distance(inner, outer):
+    """Of 4 blocks a rank: which key blocks a query block meets in each round, and where they lie."""
+    world = inner * outer
+    for rank in range(world):
+        for this in rounds(rank, inner, outer):
+            for a in range(4):
+                block = a * world + this.place
+                last = a * inner + this.offset
+                for e in range(last + 1):
+                    at = last - e
+                    found = at // inner * world + this.sources[at % inner]
+                    assert block - found == e * outer + this.number
+                # Nothing of this residue is left out.
+                assert block - (last + 1) * outer < this.number
 
 
 @pytest.mark.parametrize(("inner", "outer"), [shape for shape in SHAPES if 1 not in shape])
 def test_the_outer_ring_has_a_whole_round(inner, outer):
     """What goes over the outer link is computed upon for a round, before it is waited for."""
-    computing = {Do.ATTEND, Do.QUERY, Do.KEY, Do.OWN_KEY}
+    computing = {Do.ATTEND, Do.QUERY, Do.KEY}
     for ops in (forward_ops, backward_ops):
         for rank in range(inner * outer):
             sent = {}
             for op in ops(rank, inner, outer):
+                kind = op.do.name.split("_")[-1]
+                if op.do is Do.RESUME:
+                    break  # the last hop of gradients has only the own keys' gradient
                 if op.link is Link.OUTER and op.do in (Do.SEND_VALUES, Do.SEND_GRADIENTS):
-                    sent[op.do.name.split("_")[1]] = 0
+                    sent[kind] = 0
                 elif op.link is Link.OUTER:
-                    least = inner
-                    if op.do is Do.ADD_GRADIENTS and not any(
-                        later.do in computing for later in list_after(ops(rank, inner, outer), op)
-                    ):
-                        least = 1  # the last hop has only the own keys' gradient
-                    assert sent[op.do.name.split("_")[1]] >= least
+                    assert sent[kind] >= (1 if ops is forward_ops else 2 * inner - 2)
                 elif op.do in computing:
                     sent = {kind: count + 1 for kind, count in sent.items()}
 
 
-def list_after(ops, op):
-    """The operations after the last that equals ``op``."""
-    place = max(i for i, other in enumerate(ops) if other == op)
-    return ops[place + 1 :]
+@pytest.mark.parametrize("inner", [2, 3, 8])
+def test_each_hop_in_a_node_has_a_part_of_the_queries(inner):
+    ops = backward_ops(0, inner, 1)
+    for i, op in enumerate(ops):
+        if op.do is Do.SEND_GRADIENTS:
+            assert [later.do for later in ops[i + 1 : i + 3]] == [Do.QUERY, Do.TAKE_GRADIENTS]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
-def test_a_flat_ring_is_a_ring_of_one_node(world):
-    for rank in range(world):
-        assert flat_ring(rank, world) == ring_steps(rank, world, 1) == ring_steps(rank, 1, world)
-        for earlier, later in zip(flat_ring(rank, world), flat_ring(rank, world)[1:]):
-            # What a rank has now, the next rank has one step later.
-            following = flat_ring((rank + 1) % world, world)
-            assert following[later.distance].source == earlier.source
+def test_few_ranks_are_one_node():
+    assert [inner_size(size) for size in range(1, GATHERED + 1)] == list(range(1, GATHERED + 1))
+    assert [inner_size(size) for size in (9, 11, 12, 16, 32, 64)] == [3, 1, 6, 8, 8, 8]
+    assert inner_size(12, 4) == 4
 
 
 @every_shape
@@ -191,10 +223,11 @@ def test_all_moves_name_their_link(inner, outer):
 
 
 @every_shape
-def test_the_ranks_of_a_node_have_keys_of_one_distance_in_each_step(inner, outer):
+def test_the_ranks_of_a_node_have_the_same_keys_and_residue_in_each_round(inner, outer):
     """So they have the same work. Nodes may differ by a node: those that have gone round."""
-    steps = [ring_steps(rank, inner, outer) for rank in range(inner * outer)]
-    for together in zip(*steps):
+    found = [rounds(rank, inner, outer) for rank in range(inner * outer)]
+    for together in zip(*found):
         for x in range(outer):
             node = together[x * inner : (x + 1) * inner]
-            assert len({step.distance for step in node}) == 1
+            assert len({this.sources for this in node}) == 1
+            assert len({(this.place - this.sources[0]) % outer for this in node}) == 1

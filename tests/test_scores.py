@@ -127,7 +127,7 @@ def test_the_choice_against_dense():
     distances[..., :near] = True
     distances.scatter_(-1, diagonals // 64, True).scatter_(-1, (diagonals + 63) // 64, True)
     expected = build_index(distances[..., :8], columns, 500, 64, 1)
-    for name in ("slash_member", "slash_list", "slash_ptr", "columns", "column_ptr"):
+    for name in ("member", "round_list", "round_ptr", "columns", "column_ptr"):
         assert torch.equal(getattr(index, name), getattr(expected, name)), name
 
 

@@ -8,12 +8,12 @@ With blocks of ``B`` tokens, query ``i`` attends to key ``k`` exactly when
 for a set ``D`` of block distances (0 always in) and a set ``V`` of token columns, per batch entry and
 query head. Nothing of the size of blocks x blocks is built.
 
-In the block-striped layout over ``W`` ranks with ``nb`` local blocks each, a ring step whose queries
-and keys are ``t`` ranks apart sees the distances ``d = e * W + t``: local query block ``a`` meets local
-key block ``c = a - e - wrap``, where ``wrap`` is 1 if the keys come from a higher rank, else 0. So the
-list of slashes is sorted by (residue t, quotient e), and prefix counts give any loop its bounds without
-a search, forward (query blocks) and backward (key blocks) alike. Columns are gathered from all ranks and
-attended in one step of each head: query block ``i`` sees the first ``column_ptr[i]`` of them.
+In the block-striped layout (:mod:`..layout`) over ``W = O x I`` ranks, query block ``i`` meets in round
+``o`` the key blocks ``j`` with ``(i - j) % O == o``, those of I ranks. So one list of D is sorted by (residue
+of O, quotient), and prefix counts give each query block its keys without a search. The keys' gradient is
+computed a rank's keys at a time, which have one residue of W: for it another list is sorted by (residue
+of W, quotient). Columns are gathered from all ranks and attended in one round of each head: query block
+``i`` sees the first ``column_ptr[i]`` of them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import index_lists
+from ..layout import inner_size
 
 
 @dataclass(frozen=True)
@@ -32,63 +33,76 @@ class VerticalSlashIndex:
     all context-parallel ranks.
 
     Attributes:
-        slash_member: uint8 ``[b, h, W, nb]``: whether distance ``e * W + t`` is in D, at ``[t, e]``.
-        slash_list: int16 ``[b, h, L]``: quotients ``e`` of D sorted by (t, e); undefined past the count.
-        slash_ptr: int32 ``[b, h, W * nb + 1]``: how many of D come before ``(t, e)``, at ``t * nb + e``.
+        member: uint8 ``[b, h, NB]``: whether a block distance is in D; NB blocks of all ranks.
+        round_list: int16 ``[b, h, NB]``: quotients ``e`` of D's distances ``e * O + o``, sorted by (o, e);
+            0 past the count.
+        round_ptr: int32 ``[b, h, NB + 1]``: how many of D come before ``(o, e)``, at ``o * NB / O + e``.
+        rank_list, rank_ptr: the same with W in place of O.
         columns: int32 ``[b, h, C]``: V ascending, positions over all ranks; N past the count.
-        column_ptr: int32 ``[b, h, W * nb + 1]``: how many of V come before each block.
-        seq_length, block_size, world: N tokens in all, B, W.
+        column_ptr: int32 ``[b, h, NB + 1]``: how many of V come before each block.
+        seq_length, block_size, world, inner: N tokens in all, B, W, I.
 
-    A head takes 11 bytes a block of the sequence and 4 a column: 49 KB at 512K tokens with 1000 columns.
+    A head takes 17 bytes a block of the sequence (11 with I = 1, where the two lists are one), and 4 a
+    column: 74 KB at 512K tokens with 1000 columns.
     """
 
-    slash_member: Tensor
-    slash_list: Tensor
-    slash_ptr: Tensor
+    member: Tensor
+    round_list: Tensor
+    round_ptr: Tensor
+    rank_list: Tensor
+    rank_ptr: Tensor
     columns: Tensor
     column_ptr: Tensor
     seq_length: int
     block_size: int
     world: int
+    inner: int
+
+    @property
+    def outer(self) -> int:
+        """Rounds (O)."""
+        return self.world // self.inner
 
     @property
     def local_blocks(self) -> int:
         """Blocks on each rank (nb)."""
-        return self.slash_member.shape[-1]
+        return self.member.shape[-1] // self.world
 
     @property
     def nbytes(self) -> int:
         """Bytes the index holds on the device."""
-        tensors = (
-            self.slash_member, self.slash_list, self.slash_ptr, self.columns, self.column_ptr,
-        )  # fmt: skip
+        tensors = [self.member, self.round_list, self.round_ptr, self.columns, self.column_ptr]
+        if self.inner > 1:
+            tensors += [self.rank_list, self.rank_ptr]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def work(self) -> Tensor:
-        """Attended pairs, float64 ``[b, h, rank, distance]``, exact; on the index's device.
+        """Attended pairs, float64 ``[b, h, place, round]``, exact; on the index's device.
 
-        At distance ``t``, step t of a flat ring, rank ``r`` takes the keys of rank ``(r - t) % W``, and the
-        columns, of all ranks, of the heads h with ``h * W // H == t``.
+        In round ``o``, queries take the keys ``o`` blocks before them, modulo the number of rounds O, and the
+        columns, of all ranks, of the heads h with ``h * O // H == o``.
         """
-        world, nb, block = self.world, self.local_blocks, self.block_size
-        device = self.slash_member.device
-        member = self.slash_member.double()
-        e = torch.arange(nb, device=device)
-        out = member.new_zeros(*member.shape[:2], world, world)
-        for rank in range(world):
-            for t in range(world):
-                wrap = int((rank - t) % world > rank)
-                blocks = (nb - e - wrap).clamp(min=0)
-                out[:, :, rank, t] = (member[:, :, t] * blocks).sum(-1) * block * block
-        out[..., 0] -= nb * block * (block - 1) / 2
-        columns = self._columns_seen().unflatten(-1, (nb, world)).sum(-2) * block
-        for head in range(member.shape[1]):
-            out[:, head, :, head * world // member.shape[1]] += columns[:, head]
+        block, outer = self.block_size, self.outer
+        num_blocks, heads = self.member.shape[-1], self.member.shape[1]
+        # slash[o, i]: key blocks that query block i sees in round o.
+        member = self.member.double().unflatten(-1, (-1, outer)).transpose(-1, -2)
+        slash = member.new_zeros(*member.shape[:-1], num_blocks)
+        upto = member.cumsum(-1)
+        i = torch.arange(num_blocks, device=member.device)
+        for o in range(outer):
+            quotient = (i - o).div(outer, rounding_mode="floor")
+            seen = upto[:, :, o].index_select(-1, quotient.clamp(min=0))
+            slash[:, :, o] = torch.where(quotient >= 0, seen, 0.0)
+        pairs = slash * block * block
+        pairs[:, :, 0] -= block * (block - 1) / 2
+        columns = self._columns_seen() * block
+        for head in range(heads):
+            pairs[:, head, head * outer // heads] += columns[:, head]
         # Queries of the global last block are fewer when N is not a multiple of B (one rank only).
-        missing = world * nb * block - self.seq_length
+        missing = num_blocks * block - self.seq_length
         if missing:
-            out[:, :, 0, 0] -= missing * self._keys_of_last_query()
-        return out
+            pairs[:, :, 0, -1] -= missing * self._keys_of_last_query()
+        return pairs.unflatten(-1, (-1, self.world)).sum(-2).transpose(-1, -2)
 
     def _columns_seen(self) -> Tensor:
         """Columns that each query block attends to as columns: float64 ``[b, h, W * nb]``.
@@ -104,9 +118,9 @@ class VerticalSlashIndex:
 
     def _keys_of_last_query(self) -> Tensor:
         """Keys that a query past the end would see, averaged over those of the last block: [b, h]."""
-        nb, block = self.local_blocks, self.block_size
-        kept = self.seq_length - (nb - 1) * block
-        slashes = self.slash_member[:, :, 0].double().sum(-1)
+        block, num_blocks = self.block_size, self.member.shape[-1]
+        kept = self.seq_length - (num_blocks - 1) * block
+        slashes = self.member.double().sum(-1)
         return (slashes - 1) * block + self._columns_seen()[..., -1] + (block + kept + 1) / 2
 
     def density(self) -> Tensor:
@@ -129,7 +143,7 @@ class VerticalSlashIndex:
 
     def distances(self) -> Tensor:
         """D as bool ``[b, h, W * nb]``, by global block distance."""
-        return self.slash_member.transpose(-1, -2).flatten(-2).bool()
+        return self.member.bool()
 
     def token_mask(self, batch: int, head: int) -> Tensor:
         """The pattern of one head written out: bool ``[N, N]`` (query, key). For small N only."""
@@ -143,7 +157,12 @@ class VerticalSlashIndex:
 
 
 def build_index(
-    distances: Tensor, columns: Tensor, seq_length: int, block_size: int, world: int
+    distances: Tensor,
+    columns: Tensor,
+    seq_length: int,
+    block_size: int,
+    world: int,
+    inner: int | None = None,
 ) -> VerticalSlashIndex:
     """Put chosen distances and columns into the coordinates of the ring; reads nothing on the host.
 
@@ -152,7 +171,9 @@ def build_index(
         columns: int ``[b, h, C]``, V as global token positions, in any order, each once; entries
             of N or more stand for no column.
         seq_length, block_size, world: N, B and the number of context-parallel ranks W.
+        inner: I, how many ranks' keys are attended to in one round; None for the default of so many ranks.
     """
+    inner = inner_size(world, inner)
     num_blocks = -(-seq_length // block_size)
     if distances.shape[-1] != num_blocks or num_blocks % world:
         raise ValueError(
@@ -160,15 +181,22 @@ def build_index(
             f"blocks of {block_size}, to be divided by {world} ranks"
         )
     return VerticalSlashIndex(
-        *index_lists(distances, None, 0, columns, seq_length, block_size, world),
+        *index_lists(distances, None, 0, columns, seq_length, block_size, world, inner),
         seq_length=seq_length,
         block_size=block_size,
         world=world,
+        inner=inner,
     )
 
 
 def index_of_choice(
-    near: int, diagonals: Tensor, columns: Tensor, seq_length: int, block_size: int, world: int
+    near: int,
+    diagonals: Tensor,
+    columns: Tensor,
+    seq_length: int,
+    block_size: int,
+    world: int,
+    inner: int,
 ) -> VerticalSlashIndex:
     """:func:`build_index` of the ``near`` first block distances, and of those that token diagonals
     cross: two, unless the diagonal is a multiple of the block size.
@@ -177,18 +205,19 @@ def index_of_choice(
         diagonals: int ``[b, h, K]``, token distances; those of N or more stand for none.
     """
     return VerticalSlashIndex(
-        *index_lists(None, diagonals, near, columns, seq_length, block_size, world),
+        *index_lists(None, diagonals, near, columns, seq_length, block_size, world, inner),
         seq_length=seq_length,
         block_size=block_size,
         world=world,
+        inner=inner,
     )
 
 
 def full_index(
-    batch: int, heads: int, seq_length: int, block_size: int, world: int, device
+    batch: int, heads: int, seq_length: int, block_size: int, world: int, inner: int, device
 ) -> VerticalSlashIndex:
     """The index that keeps every pair: dense causal attention."""
     num_blocks = -(-seq_length // block_size)
     distances = torch.ones(batch, heads, num_blocks, dtype=torch.bool, device=device)
     columns = torch.zeros(batch, heads, 0, dtype=torch.int64, device=device)
-    return build_index(distances, columns, seq_length, block_size, world)
+    return build_index(distances, columns, seq_length, block_size, world, inner)

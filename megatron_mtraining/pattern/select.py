@@ -42,7 +42,7 @@ def choose_index(query, key, config, ring, softmax_scale: float) -> VerticalSlas
         check_layout(seq_length, world, block)
     config.check_budgets(seq_length)
     if config.keeps_all(seq_length):
-        return full_index(batch, heads, seq_length, block, world, query.device)
+        return full_index(batch, heads, seq_length, block, world, ring.inner, query.device)
     num_blocks = -(-seq_length // block)
     # From the first query of a block, the window's farthest key is a block further than from its last.
     near = min(num_blocks, -(-config.window // block) + 1)
@@ -63,7 +63,7 @@ def choose_index(query, key, config, ring, softmax_scale: float) -> VerticalSlas
         diagonals = _choose_diagonals(mass, config, ring)
     else:
         diagonals = columns.new_empty(batch, heads, 0)
-    return index_of_choice(near, diagonals, columns, seq_length, block, world)
+    return index_of_choice(near, diagonals, columns, seq_length, block, world, ring.inner)
 
 
 def _choose_columns(mass: Tensor, config, ring) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,11 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Ring attention over the context-parallel group, as an autograd function.
 
-Keys and values go round, one rank a step; in the backward the gradients of keys and values follow them, in
-float32. out, its log-sum-exp and the queries' gradient stay and are accumulated in float32. The columns
-that the pattern keeps, of all ranks, are gathered at the start, a few MB, and attended in one step of each
-head; their gradients are summed over ranks while the ring runs, and added where the columns live.
+A node's keys and values are gathered, node after node; in the backward the gradients of keys and values go
+round in float32. out and the queries' gradient stay, and are accumulated in float32 if there are
+several rounds. The columns that the pattern keeps, of all ranks, are gathered at the start, a few MB,
+and attended in one round of each head; their gradients are summed over ranks while the ring runs, and
+added where the columns live.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..kernels import (
     gather_columns,
 )
 from ..pattern.index import VerticalSlashIndex
-from .schedule import Do, backward_ops, forward_ops
+from .schedule import Do, Link, backward_ops, forward_ops
 from .transport import Ring
 
 
@@ -35,19 +36,47 @@ def _post_columns(key, value, index, ring):
         return ring.sum_columns(gather_columns(key, value, index, ring.place))
 
 
-class _Values:
-    """The keys and values at hand, and those on their way."""
+class KeysAndValues:
+    """The keys and values at hand, ``[I, s, b, hk, d]``, and those on their way.
 
-    def __init__(self, key, value, ring):
-        self.at_hand = torch.stack((key, value)) if ring.world > 1 else (key, value)
-        self._ring, self._coming = ring, {}
+    Made before the pattern is chosen, their transfer hides behind the choice.
+    """
+
+    @torch.no_grad()
+    def __init__(self, key: Tensor, value: Tensor, ring: Ring):
+        self._ring, self._following = ring, None
+        if ring.world == 1:
+            self._here, self._coming = (key[None], value[None]), None
+            return
+        self._buffer = key.new_empty(ring.inner, 2, *key.shape)
+        for own, tensor in zip(self._buffer[ring.number], (key, value)):
+            own.copy_(tensor)
+        if ring.outer > 1:
+            self._send()
+        self._coming = ring.gather(self._buffer)
 
     def move(self, op) -> None:
-        if op.do is Do.SEND_VALUES:
-            self._coming[op.link] = self._ring.post(self.at_hand, Ring.VALUES, op.link)
+        if op.do is Do.SEND_VALUES and self._following is None:
+            self.at_hand()  # what is sent on must be there
+            self._send()
         elif op.do is Do.TAKE_VALUES:
+            (self._buffer, self._coming), self._following = self._following, None
+
+    def at_hand(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of this round; later work of the current stream waits for them."""
+        if self._coming is not None:
             with self._ring.span("wait"):
-                self.at_hand = self._coming.pop(op.link).wait()
+                self._coming.wait()
+            self._coming, self._here = None, self._buffer.unbind(1)
+        return self._here
+
+    def _send(self) -> None:
+        following = torch.empty_like(self._buffer)
+        number = self._ring.number
+        hop = self._ring.post(
+            self._buffer[number], Ring.VALUES, Link.OUTER, received=following[number]
+        )
+        self._following = following, self._ring.gather(following, after=hop)
 
 
 class _Gradients:
@@ -78,55 +107,68 @@ class _Gradients:
         return received if self._wire is None else received.float()
 
 
-def _forward(query, key, value, index, ring, softmax_scale):
+def _forward(query, key, value, index, ring, softmax_scale, keys):
     length, batch, heads, _ = query.shape
     lse_dtype = torch.promote_types(query.dtype, torch.float32)
     lse = torch.empty(batch, heads, length, dtype=lse_dtype, device=query.device)
     out, columns = None, _post_columns(key, value, index, ring)
-    values = _Values(key, value, ring)
+    keys = keys or KeysAndValues(key, value, ring)
     for op in forward_ops(ring.rank, ring.inner, ring.outer):
-        values.move(op)
+        keys.move(op)
         if op.do is Do.ATTEND:
-            step = op.step
+            at_hand = keys.at_hand()
             with_columns = columns.wait() if columns else None
-            with ring.span("attend", step):
+            with ring.span("attend", op.round.number):
                 out = attention_forward(
-                    query, *values.at_hand, with_columns, index, step, softmax_scale, out, lse
+                    query, *at_hand, with_columns, index, op.round, softmax_scale, out, lse
                 )
     return out, lse
 
 
 def _backward(query, key, value, grad_out, out, lse, index, ring, softmax_scale, wire):
     columns = _post_columns(key, value, index, ring)
-    values, gradients = _Values(key, value, ring), _Gradients(ring, wire)
+    keys, gradients = KeysAndValues(key, value, ring), _Gradients(ring, wire)
     delta = attention_delta(out, grad_out)
     rest = (grad_out, lse, delta, index)
-    dq = column_gradients = None
+    # A carry is read by the round that writes its successor.
+    carry = dq = column_gradients = None
+    several = ring.inner > 1 and ring.outer > 1
+    number = 0
     for op in backward_ops(ring.rank, ring.inner, ring.outer):
-        step = op.step
-        values.move(op)
+        keys.move(op)
         gradients.move(op)
-        if op.do is Do.QUERY:
+        if op.do is Do.COLUMNS and columns:
+            column_gradients = _post_column_gradients(query, columns, *rest, ring, softmax_scale)
+        elif op.do is Do.QUERY:
+            if op.part[0] == 0:
+                carry, dq = dq, None
+            at_hand = keys.at_hand()
             with_columns = columns.wait() if columns else None
-            with ring.span("query", step):
+            with ring.span("query", number := number + 1):
                 dq = attention_backward_query(
-                    query, *values.at_hand, with_columns, *rest, step, softmax_scale, dq
-                )
-            if columns and step.first:
-                column_gradients = _post_column_gradients(
-                    query, columns, *rest, ring, softmax_scale
+                    query,
+                    *at_hand,
+                    with_columns,
+                    *rest,
+                    op.round,
+                    softmax_scale,
+                    carry,
+                    dq,
+                    op.part,
                 )
         elif op.do is Do.KEY:
-            with ring.span("key", step):
+            its = (tensor[op.slot] for tensor in keys.at_hand())
+            with ring.span("key", number := number + 1):
                 gradients.moving = attention_backward_key(
-                    query, *values.at_hand, *rest, step, softmax_scale, gradients.moving
+                    query, *its, *rest, op.step, softmax_scale, gradients.moving
                 )
         elif op.do is Do.OWN_KEY:
             added = column_gradients.wait() if columns else None
-            dtype = key.dtype if ring.inner == 1 or ring.outer == 1 else torch.float32
-            with ring.span("key", step):
+            # More is to be added only where another hop comes home.
+            dtype = torch.float32 if several else key.dtype
+            with ring.span("key", number := number + 1):
                 gradients.moving = attention_backward_key(
-                    query, key, value, *rest, step, softmax_scale, gradients.moving, added, dtype
+                    query, key, value, *rest, op.step, softmax_scale, gradients.moving, added, dtype
                 )
     return dq, gradients.moving.to(key.dtype)
 
@@ -142,9 +184,9 @@ def _post_column_gradients(query, columns, grad_out, lse, delta, index, ring, so
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, index, ring, softmax_scale, attended, wire):
+    def forward(ctx, query, key, value, index, ring, softmax_scale, attended, wire, keys):
         if attended is None:
-            out, lse = _forward(query, key, value, index, ring, softmax_scale)
+            out, lse = _forward(query, key, value, index, ring, softmax_scale, keys)
         else:
             out, lse = (t.detach() for t in attended)
         ctx.save_for_backward(query, key, value, out, lse)
@@ -159,7 +201,7 @@ class _RingAttention(torch.autograd.Function):
         if grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
         dq, dkv = _backward(query, key, value, grad_out, out, lse, *ctx.rest)
-        return dq, dkv[0], dkv[1], None, None, None, None, None
+        return dq, dkv[0], dkv[1], None, None, None, None, None, None
 
 
 def ring_attention(
@@ -171,6 +213,7 @@ def ring_attention(
     softmax_scale: float,
     attended: tuple[Tensor, Tensor] | None = None,
     bf16_gradients: bool = False,
+    keys: KeysAndValues | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sparse causal attention over a block-striped sequence.
 
@@ -183,6 +226,7 @@ def ring_attention(
             replay under activation recomputation: no forward is run then, and no ring.
         bf16_gradients: send the gradients of keys and values from rank to rank in bfloat16: half the
             bytes, and a rounding to 8 bits at each of ``world - 1`` hops.
+        keys: the same key and value, if they are on their way already. Used up.
 
     Returns:
         out ``[s, b, h, d]``, in the query's dtype, contiguous; the log-sum-exp of its rows, ``[b, h, s]``,
@@ -192,16 +236,19 @@ def ring_attention(
         ValueError: shapes, dtypes or the index do not fit, before anything is sent.
     """
     check_operands(query, key, value)
-    if index.world != ring.world:
-        raise ValueError(f"the index is for {index.world} ranks, but the ring has {ring.world}")
+    if (index.world, index.inner) != (ring.world, ring.inner):
+        raise ValueError(
+            f"the index is for {index.world} ranks in nodes of {index.inner}, but the ring has "
+            f"{ring.world} in nodes of {ring.inner}"
+        )
     if index.seq_length != query.shape[0] * ring.world:
         raise ValueError(
             f"the index is for {index.seq_length} tokens, but {ring.world} ranks with "
             f"{query.shape[0]} each have {query.shape[0] * ring.world}"
         )
-    if tuple(index.slash_member.shape[:2]) != tuple(query.shape[1:3]):
+    if tuple(index.member.shape[:2]) != tuple(query.shape[1:3]):
         raise ValueError(
-            f"the index is for {tuple(index.slash_member.shape[:2])} (batch, heads), "
+            f"the index is for {tuple(index.member.shape[:2])} (batch, heads), "
             f"but the query has {tuple(query.shape[1:3])}"
         )
     if not softmax_scale > 0:
@@ -209,4 +256,4 @@ def ring_attention(
     # Megatron's projections give unit stride in the head dim; anything else is copied once.
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     wire = torch.bfloat16 if bf16_gradients else None
-    return _RingAttention.apply(query, key, value, index, ring, softmax_scale, attended, wire)
+    return _RingAttention.apply(query, key, value, index, ring, softmax_scale, attended, wire, keys)

@@ -1,16 +1,15 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """What each rank of a ring does, in order, as data: pure functions that need no process.
 
-``W = O x I`` ranks, rank ``x * I + y`` is number ``y`` of node ``x``. In round ``o`` a node holds the keys
-of the node ``o`` before it, and passes them round its inner ring: rank ``(x, y)`` attends to those of
-``(x - o, y - i)`` in inner step ``i``. The keys a rank starts the next round with come over the outer ring,
-from ``(x - 1, y)``, sent when this round starts: they have all of it to arrive. One node, or one rank a
-node, is one flat ring.
+``W = O x I`` ranks, rank ``x * I + y`` is number ``y`` of node ``x``. In round ``o`` a node attends to the
+keys of the node ``o`` before it. Each of its ranks receives those of one rank, ``(x - o, y)``, over the
+outer ring, sent when the round before starts; then the node's ranks gather them. Both happen while the
+round before is computed. One node is one round: keys are gathered, and nothing goes round. Nodes of one
+rank are a plain ring, one rank's keys a round.
 
-The backward computes the queries' gradient of a rank's own keys first, while the first keys travel, and
-the gradient of its own keys last, on top of what the others send home, so that neither waits. In between,
-the gradient of the keys at hand is computed first in each step, and travels while the queries' is. What
-other nodes compute for a node's keys is summed in each inner ring, then over the outer one, a round later.
+The keys' gradient is computed one rank's keys at a time, and its sum over a node moves round an inner ring
+while parts of the queries' gradient are computed. Then it moves on over the outer ring, which it has a
+round for. The gradient of a rank's own keys comes last, on top of what the others send home.
 """
 
 from __future__ import annotations
@@ -32,12 +31,13 @@ class Link(Enum):
 class Do(Enum):
     """What an operation does. *Moving* is the gradient of keys and values that is on its way home."""
 
-    ATTEND = "attend to the keys at hand"
-    QUERY = "add the queries' gradient of the keys at hand"
-    KEY = "the gradient of the keys at hand, on top of what is moving, is moving"
+    ATTEND = "attend to the keys of a round"
+    COLUMNS = "the columns' gradient, and start to sum it over ranks"
+    QUERY = "add the queries' gradient of a round's keys, for a part of the heads"
+    KEY = "the gradient of one rank's keys, on top of what is moving, is moving"
     OWN_KEY = "the gradient of this rank's own keys, on top of what is moving"
-    SEND_VALUES = "start to send the keys and values at hand on, and to receive others"
-    TAKE_VALUES = "have at hand what comes over this link"
+    SEND_VALUES = "start to send keys and values on, to receive others, and to gather those"
+    TAKE_VALUES = "turn to the keys and values of the next round"
     SEND_GRADIENTS = "start to send what is moving on, and to receive"
     TAKE_GRADIENTS = "have moving what comes over this link"
     ADD_GRADIENTS = "add to what is moving what comes over this link"
@@ -46,24 +46,25 @@ class Do(Enum):
 
 
 @dataclass(frozen=True)
-class RingStep:
-    """What one rank computes in one step.
+class Round:
+    """The keys that one rank attends to in one round: those of a node.
 
     Attributes:
         place: of the queries in the layout (:func:`~megatron_mtraining.layout.place_of`).
-        source: the place of the keys at hand.
-        distance: t, how many places apart: ``(place - source) % world``.
-        wrap: 1 if ``source > place``, which moves the block distances on by one stripe, else 0.
-        number: of the step, from 0. The columns of head h of H are attended in step ``h * W // H``.
-        world: W.
+        number: o, of the round, from 0: how many nodes apart. The columns of head h of H are attended
+            in round ``h * O // H``.
+        inner, outer: I and O.
     """
 
     place: int
-    source: int
-    distance: int
-    wrap: int
     number: int
-    world: int
+    inner: int
+    outer: int
+
+    @property
+    def world(self) -> int:
+        """W."""
+        return self.inner * self.outer
 
     @property
     def first(self) -> bool:
@@ -72,114 +73,143 @@ class RingStep:
 
     @property
     def last(self) -> bool:
-        """Whether no step follows."""
-        return self.number == self.world - 1
+        """Whether no round follows."""
+        return self.number == self.outer - 1
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """The places of the ranks whose keys these are, in the order they are gathered in."""
+        node = (self.place - self.number) % self.outer
+        return tuple(y * self.outer + node for y in range(self.inner))
+
+    @property
+    def offset(self) -> int:
+        """Where the queries' blocks lie among the keys' blocks, in the order of the sequence.
+
+        The last key block of this round's at or before local query block ``a`` is number ``a * I +
+        offset``, which is ``o`` blocks before it; key block ``j`` of these is local block ``j // I`` of
+        the rank at ``sources[j % I]``.
+        """
+        return self.place // self.outer - (self.number > self.place % self.outer)
+
+
+@dataclass(frozen=True)
+class RingStep:
+    """One rank's keys, as another rank's queries meet them.
+
+    Attributes:
+        place, source: of the queries and of the keys, in the layout.
+        world: W.
+    """
+
+    place: int
+    source: int
+    world: int
+
+    @property
+    def distance(self) -> int:
+        """How many places apart: the block distances are ``e * W + distance``."""
+        return (self.place - self.source) % self.world
+
+    @property
+    def wrap(self) -> int:
+        """1 if local query block ``a`` meets local key block ``a - e - 1``, 0 if ``a - e``."""
+        return int(self.source > self.place)
 
 
 @dataclass(frozen=True)
 class Op:
-    """One operation: ``step`` of those that compute, ``link`` of those that move."""
+    """One operation.
+
+    Attributes:
+        round: of ATTEND and QUERY.
+        step, slot: of KEY and OWN_KEY, and where in the gathered keys the source is.
+        part: of QUERY: (p, P), heads from ``p / P`` on to ``(p + 1) / P`` of all.
+        link: of those that move.
+    """
 
     do: Do
+    round: Round | None = None
     step: RingStep | None = None
+    slot: int | None = None
+    part: tuple[int, int] | None = None
     link: Link | None = None
 
 
-def ring_steps(rank: int, inner: int, outer: int = 1) -> list[RingStep]:
-    """The steps of one rank: its own keys first, then those of ``(x - o, y - i)``, i changing fastest."""
-    world = inner * outer
-    x, y = divmod(rank, inner)
-    rounds, turns = range(outer), range(inner)
-    ranks = [(x - o) % outer * inner + (y - i) % inner for o in rounds for i in turns]
-    place, *_ = sources = [place_of(source, world, inner) for source in ranks]
-    return [
-        RingStep(
-            place=place,
-            source=source,
-            distance=(place - source) % world,
-            wrap=int(source > place),
-            number=number,
-            world=world,
-        )
-        for number, source in enumerate(sources)
-    ]
-
-
-def flat_ring(rank: int, world: int) -> list[RingStep]:
-    """The steps of one rank in a ring over all ``world`` ranks: its own keys first, then those of the
-    rank before, and so on. Keys always move to the next higher rank."""
-    return ring_steps(rank, world)
+def rounds(rank: int, inner: int, outer: int) -> list[Round]:
+    """The rounds of one rank: first its own node, then the one before, and so on."""
+    place = place_of(rank, inner * outer, inner)
+    return [Round(place, number, inner, outer) for number in range(outer)]
 
 
 @lru_cache(maxsize=64)
-def forward_ops(rank: int, inner: int, outer: int = 1) -> tuple[Op, ...]:
+def forward_ops(rank: int, inner: int, outer: int) -> tuple[Op, ...]:
     """A rank's forward; the same in every layer and step, so made once."""
-    link, inner, outer = _as_rounds(inner, outer)
     ops = []
-    for o, steps in enumerate(_rounds(rank, inner, outer)):
-        if o < outer - 1:
+    for this in rounds(rank, inner, outer):
+        if not this.last:
             ops.append(Op(Do.SEND_VALUES, link=Link.OUTER))
-        for step in steps:
-            if step is not steps[-1]:
-                ops.append(Op(Do.SEND_VALUES, link=link))
-            ops.append(Op(Do.ATTEND, step))
-            if step is not steps[-1]:
-                ops.append(Op(Do.TAKE_VALUES, link=link))
-        if o < outer - 1:
+        ops.append(Op(Do.ATTEND, this))
+        if not this.last:
             ops.append(Op(Do.TAKE_VALUES, link=Link.OUTER))
     return tuple(ops)
 
 
 @lru_cache(maxsize=64)
-def backward_ops(rank: int, inner: int, outer: int = 1) -> tuple[Op, ...]:
+def backward_ops(rank: int, inner: int, outer: int) -> tuple[Op, ...]:
     """A rank's backward."""
-    link, inner, outer = _as_rounds(inner, outer)
     ops = []
-    for o, steps in enumerate(_rounds(rank, inner, outer)):
-        ops += _backward_round(o, steps, link, outer)
-    own = Op(Do.OWN_KEY, ring_steps(rank, inner, outer)[0])
+    of_round = _round_of_single_ranks if inner == 1 else _round_of_nodes
+    for this in rounds(rank, inner, outer):
+        if not this.last:
+            ops.append(Op(Do.SEND_VALUES, link=Link.OUTER))
+        if this.first:
+            ops.append(Op(Do.COLUMNS))
+        ops += of_round(rank, this)
+        if not this.last:
+            ops.append(Op(Do.TAKE_VALUES, link=Link.OUTER))
+    place = place_of(rank, inner * outer, inner)
+    own = Op(Do.OWN_KEY, step=RingStep(place, place, inner * outer), slot=rank % inner)
     if outer == 1:
         return (*ops, own)
+    if inner == 1:
+        return (*ops, Op(Do.TAKE_GRADIENTS, link=Link.OUTER), own)
     return (*ops, Op(Do.RESUME), own, Op(Do.ADD_GRADIENTS, link=Link.OUTER))
 
 
-def _as_rounds(inner: int, outer: int) -> tuple[Link, int, int]:
-    """The link of the ring inside a round, and its size; one rank a node makes one round of all nodes."""
-    if inner == 1:
-        return Link.OUTER, outer, 1
-    return Link.INNER, inner, outer
+def _key(this: Round, slot: int) -> Op:
+    return Op(Do.KEY, step=RingStep(this.place, this.sources[slot], this.world), slot=slot)
 
 
-def _rounds(rank: int, inner: int, outer: int) -> list[list[RingStep]]:
-    steps = ring_steps(rank, inner, outer)
-    return [steps[o * inner : (o + 1) * inner] for o in range(outer)]
-
-
-def _backward_round(o: int, steps: list[RingStep], link: Link, outer: int) -> list[Op]:
+def _round_of_single_ranks(rank: int, this: Round) -> list[Op]:
+    """Each rank adds to what the rank before has sent, and sends it on."""
     ops = []
-    if o < outer - 1:
-        ops.append(Op(Do.SEND_VALUES, link=Link.OUTER))
-    travelling = False
-    for step in steps:
-        if step is not steps[-1]:
-            ops.append(Op(Do.SEND_VALUES, link=link))
-        if travelling:
-            ops.append(Op(Do.TAKE_GRADIENTS, link=link))
-        if not step.first:  # own keys come at the very end
-            ops += [Op(Do.KEY, step), Op(Do.SEND_GRADIENTS, link=link)]
-            travelling = True
-        ops.append(Op(Do.QUERY, step))
-        if step is not steps[-1]:
-            ops.append(Op(Do.TAKE_VALUES, link=link))
-    if travelling:
-        # The last hop brings them to where they entered the round.
-        ops.append(Op(Do.TAKE_GRADIENTS, link=link))
-    if o == 0 and outer > 1:
-        ops.append(Op(Do.KEEP))
-    elif o > 0:
-        if o > 1:
+    if this.number > 1:
+        ops.append(Op(Do.TAKE_GRADIENTS, link=Link.OUTER))
+    if not this.first:  # own keys come at the very end
+        ops += [_key(this, 0), Op(Do.SEND_GRADIENTS, link=Link.OUTER)]
+    return [*ops, Op(Do.QUERY, this, part=(0, 1))]
+
+
+def _round_of_nodes(rank: int, this: Round) -> list[Op]:
+    """In a node, each rank begins with the keys in the place of the rank before it, and ends with those
+    in its own, the sum of which it then has."""
+    ops, hops = [], this.inner - 1
+    y = rank % this.inner
+    for i in range(hops):
+        if i:
+            ops.append(Op(Do.TAKE_GRADIENTS, link=Link.INNER))
+        ops += [
+            _key(this, (y - 1 - i) % this.inner),
+            Op(Do.SEND_GRADIENTS, link=Link.INNER),
+            Op(Do.QUERY, this, part=(i, hops)),
+        ]
+    ops.append(Op(Do.TAKE_GRADIENTS, link=Link.INNER))
+    if not this.first:
+        ops.append(_key(this, y))
+        if this.number > 1:
             ops.append(Op(Do.ADD_GRADIENTS, link=Link.OUTER))
         ops.append(Op(Do.SEND_GRADIENTS, link=Link.OUTER))
-    if o < outer - 1:
-        ops.append(Op(Do.TAKE_VALUES, link=Link.OUTER))
+    elif not this.last:
+        ops.append(Op(Do.KEEP))
     return ops

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..layout import place_of
+from ..layout import inner_size, place_of
 from .schedule import Link
 
 
@@ -31,10 +31,11 @@ class Transfer:
 
 
 class Ring:
-    """The ranks of a process group in a circle, or in circles of circles; ``group`` None is one rank.
+    """The ranks of a process group, in nodes, and nodes in a circle; ``group`` None is one rank.
 
     Args:
-        inner: ranks of a node: rank ``x * inner + y`` is number y of node x. None for one flat ring.
+        inner: ranks of a node, that gather their keys: rank ``x * inner + y`` is number y of node x. None
+            for :func:`~megatron_mtraining.layout.inner_size`; 1 for a ring of all ranks.
 
     Over NCCL each kind of transfer has a communicator of its own, and so a stream: transfers that share
     one wait for each other. They are made when they are first needed, by the members of the group alone;
@@ -44,14 +45,15 @@ class Ring:
         rank, world: this process's position in the group, and the group's size.
         inner, outer: ranks a node, and nodes.
         place: this rank's in the layout (:func:`~megatron_mtraining.layout.place_of`).
+        number: this rank's in its node.
         trace: None, or a function of a name and a step that gives a context manager, entered around
             what a ring runs: for measurements.
 
     Raises:
-        ValueError: ``inner`` does not divide the group's size, or ranks disagree about it.
+        ConfigError: ``inner`` does not divide the group's size.
     """
 
-    VALUES, GRADIENTS, COLUMNS = 0, 1, 2
+    VALUES, GRADIENTS, COLUMNS, GATHER = 0, 1, 2, 3
 
     def __init__(self, group: dist.ProcessGroup | None, inner: int | None = None):
         self.group = group
@@ -59,30 +61,31 @@ class Ring:
         self.world = 1 if group is None else dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError("this process is not a member of the context-parallel group given")
-        self.inner = self.world if inner is None else inner
-        if self.inner < 1 or self.world % self.inner:
-            raise ValueError(
-                f"{self.world} context-parallel ranks cannot be cut into nodes of {self.inner}"
-            )
+        self.inner = inner_size(self.world, inner)
         self.outer = self.world // self.inner
         self.place = place_of(self.rank, self.world, self.inner)
+        self.number = self.rank % self.inner
         self.trace = None
         self.checked = False
-        self._groups, self._next = {}, {}
+        self._groups, self._next, self._aside = {}, {}, None
 
     def span(self, name: str, step=None):
         """A context around a part of the work; see ``trace``."""
         return nullcontext() if self.trace is None else self.trace(name, step)
 
-    def post(self, tensor: Tensor, kind: int, link: Link = Link.INNER) -> Transfer:
+    def post(
+        self, tensor: Tensor, kind: int, link: Link, received: Tensor | None = None
+    ) -> Transfer:
         """Start sending a contiguous tensor to the next rank over a link, and receiving its like from the
         one before. Returns at once; call it before the compute that the transfer is to hide behind.
 
         Args:
             kind: VALUES or GRADIENTS, so that two transfers under way at once cannot be mixed up
                 (gloo matches by tag; NCCL has a communicator each).
+            received: what to receive into, contiguous; None for new memory.
         """
-        received = torch.empty_like(tensor)
+        if received is None:
+            received = torch.empty_like(tensor)
         group = self._group_of(kind, link)
         following, previous = self._neighbours(link)
         tag = kind + 4 * (link is Link.OUTER)
@@ -91,6 +94,46 @@ class Ring:
             dist.P2POp(dist.irecv, received, previous, group, tag),
         ]
         return Transfer(tensor, received, dist.batch_isend_irecv(operations))
+
+    def gather(self, tensor: Tensor, after: Transfer | None = None) -> Transfer:
+        """Start to fill ``tensor`` ``[inner, ...]``, contiguous, with what the ranks of a node have at their
+        numbers in theirs.
+
+        Args:
+            after: what brings this rank's own entry, if that is still on its way: nobody waits for it
+                here (on CPU, the caller does).
+        """
+        own = tensor[self.number]
+        if self.inner == 1:
+            return after or Transfer(own, tensor, [])
+        if not tensor.is_cuda:
+            # Between pairs of ranks: gloo would want a process group a node for a collective.
+            if after:
+                after.wait()
+            return Transfer(own, tensor, dist.batch_isend_irecv(self._exchange(tensor)))
+        group = self._group_of(Ring.GATHER, Link.INNER)
+        if after is None:
+            return Transfer(own, tensor, [_all_gather(tensor, own, group)])
+        # A stream aside waits for the entry, so that the compute stream need not.
+        if self._aside is None:
+            self._aside = torch.cuda.Stream()
+        self._aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._aside):
+            after.wait()
+            return Transfer(own, tensor, [_all_gather(tensor, own, group)])
+
+    def _exchange(self, tensor: Tensor) -> list:
+        node = self.rank - self.number
+        operations = []
+        for by in range(1, self.inner):
+            to, source = (self.number + by) % self.inner, (self.number - by) % self.inner
+            for do, slot, peer in (
+                (dist.isend, self.number, to),
+                (dist.irecv, source, source),
+            ):
+                peer = dist.get_global_rank(self.group, node + peer)
+                operations.append(dist.P2POp(do, tensor[slot], peer, self.group, Ring.GATHER))
+        return operations
 
     def sum_columns(self, tensor: Tensor) -> Transfer:
         """Start summing a contiguous tensor over all ranks, in place."""
@@ -161,6 +204,10 @@ class Ring:
         return own
 
 
+def _all_gather(tensor, own, group):
+    return dist.all_gather_into_tensor(tensor, own, group=group, async_op=True)
+
+
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """How long a group of NCCL waits for a rank that does not come; None if it does not say."""
     options = getattr(group._get_backend(torch.device("cuda")), "options", None)
@@ -186,7 +233,7 @@ def check_hosts(ring: Ring) -> None:
 
     A collective over the group, once a ring; ranks whose ``inner`` differ are named too.
     """
-    if ring.outer == 1 or ring.checked:
+    if ring.checked:
         return
     ring.checked = True
     found: list = [None] * ring.world
