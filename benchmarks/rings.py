@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 4 benchmarks/rings.py [--inner 0 2] [--case TEXT ...] [--impl NAME ...]
     torchrun --nproc-per-node 2 benchmarks/rings.py --device cpu --seq 2048 --shape 4 2 64    # a trial
 
-Implementations: ``mtraining_flat`` and ``mtraining_hier`` (this project's ring, flat and hierarchical),
+Implementations: ``mtraining_flat`` (this project's ring: all ranks a node, or each, by ``--inner``),
+``mtraining_hier`` (nodes of several ranks),
 ``te_p2p`` (Transformer Engine's ring) and ``torch_cp_cudnn`` (PyTorch's experimental context parallelism over
 cuDNN), the latter two dense, with the zigzag layout; one that cannot run is left out with its reason. All
 take turns in one run with the same numbers; between turns, ranks meet at a barrier. A time is the
@@ -127,7 +128,7 @@ class Setting:
 
 
 def make_ring(group: dist.ProcessGroup, inner: int) -> Ring:
-    """The ring over a group: flat, or (``inner`` ranks a group of it) hierarchical."""
+    """The ring over a group, in nodes of ``inner`` ranks; 0 is the default for so many ranks."""
     return ring_of(group, inner or None)
 
 
@@ -144,7 +145,10 @@ class _AtHand:
 class SilentRing(Ring):
     """A ring that sends nothing: what should have come from another rank is what this rank has at hand."""
 
-    def post(self, tensor, *_):
+    def post(self, tensor, kind, link, received=None):
+        return _AtHand(tensor if received is None else received)
+
+    def gather(self, tensor, after=None):
         return _AtHand(tensor)
 
     def sum_columns(self, tensor):
@@ -158,21 +162,23 @@ def silent(ring: Ring) -> SilentRing:
     return copy
 
 
-def draw_given(case: Case, setting: Setting):
+def draw_given(case: Case, setting: Setting, inner: int):
     """The index of a drawn pattern, the same on all ranks."""
     torch.manual_seed(0)
     distances, columns = workloads.draw_unequal(
         case.seq, setting.heads, case.density, case.vertical
     )
     device = setting.device
-    return build_index(distances.to(device), columns.to(device), case.seq, BLOCK, setting.world)
+    return build_index(
+        distances.to(device), columns.to(device), case.seq, BLOCK, setting.world, inner
+    )
 
 
-def sparse_runs(case: Case, setting: Setting, operands, ring: Ring, flat: bool):
+def sparse_runs(case: Case, setting: Setting, operands, ring: Ring, inner: int):
     """Functions by what is to be timed, one to be traced, and the pattern's index."""
     query, key, value, _ = operands
     config = case.config()
-    given = None if config else draw_given(case, setting)
+    given = None if config else draw_given(case, setting, ring.inner)
 
     def chosen():
         return choose_index(query, key, config, ring, setting.scale)
@@ -184,10 +190,12 @@ def sparse_runs(case: Case, setting: Setting, operands, ring: Ring, flat: bool):
 
         return run
 
-    def layer(*tensors):  # what a model calls
-        return sparse_attention(*tensors, config=config, cp_group=setting.group)[0]
+    def layer(*tensors):  # what a model calls, over the same ring
+        return sparse_attention(
+            *tensors, config=config, cp_group=setting.group, cp_inner=inner or None
+        )[0]
 
-    whole = layer if config and flat else over(ring)
+    whole = layer if config else over(ring)
     runs = {
         "fwd": forward_of(whole, operands),
         "fwdbwd": both_ways_of(whole, operands),
@@ -347,11 +355,16 @@ def hop_gb_s(setting: Setting, nbytes: int) -> float:
     """Bandwidth of a hop when all ranks send so much to the next one at once."""
     sent = torch.zeros(nbytes, dtype=torch.uint8, device=setting.device)
     received = torch.empty_like(sent)
+    hops = 8  # in one measurement: one alone is mostly the host's time
     following, previous = (
         dist.get_global_rank(setting.group, (setting.rank + by) % setting.world) for by in (1, -1)
     )
 
     def hop():
+        for _ in range(hops):
+            one()
+
+    def one():
         operations = [
             dist.P2POp(dist.isend, sent, following, setting.group),
             dist.P2POp(dist.irecv, received, previous, setting.group),
@@ -359,7 +372,7 @@ def hop_gb_s(setting: Setting, nbytes: int) -> float:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
-    return nbytes / take_turns({"hop": hop}, setting, 1.0)["hop"] / 1e6
+    return hops * nbytes / take_turns({"hop": hop}, setting, 1.0)["hop"] / 1e6
 
 
 def watch(
@@ -391,21 +404,29 @@ def run_case(case: Case, setting: Setting, rings: dict, options, common: dict):
     torch.manual_seed(0)
     if setting.device == "cuda":
         torch.cuda.manual_seed(setting.rank)
-    positions = token_positions(case.seq, setting.rank, setting.world, BLOCK, setting.device)
-    dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32
-    operands = workloads.draw_structured(
-        case.seq, positions, setting.heads, setting.kv_heads, setting.dim, case.vertical, dtype
-    )
-    runs, traced, index = {}, {}, None
+    by_place = {}  # operands depend on which tokens a rank has
+
+    def operands_at(place: int):
+        if place not in by_place:
+            positions = token_positions(case.seq, place, setting.world, BLOCK, setting.device)
+            dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32
+            by_place[place] = workloads.draw_structured(
+                case.seq, positions, setting.heads, setting.kv_heads, setting.dim, case.vertical,
+                dtype,
+            )  # fmt: skip
+        return by_place[place]
+
+    runs, traced, indices = {}, {}, {}
     with ExitStack() as stack:
         for inner, ring in rings.items() if "mtraining" in options.impl else ():
-            impl = ("mtraining_hier" if inner else "mtraining_flat", inner)
-            runs[impl], traced[impl], index = sparse_runs(
-                case, setting, operands, ring, flat=not inner
+            levels = 1 < ring.inner < ring.world
+            impl = ("mtraining_hier" if levels else "mtraining_flat", ring.inner)
+            runs[impl], traced[impl], indices[impl] = sparse_runs(
+                case, setting, operands_at(ring.place), ring, inner
             )
         for name in DENSE:
             if name in options.impl:
-                found = dense_runs(name, setting, operands, stack)
+                found = dense_runs(name, setting, operands_at(setting.rank), stack)
                 if isinstance(found, str):
                     say(setting, f"  {name} is left out: {found}")
                 else:
@@ -415,13 +436,14 @@ def run_case(case: Case, setting: Setting, rings: dict, options, common: dict):
         peaks = {impl: peak_gib(ops["fwdbwd"], setting) for impl, ops in runs.items()}
     layers = {}
     for impl, run in traced.items():
-        spans = watch(run, rings[impl[1]], operands, setting)
+        ring = next(ring for ring in rings.values() if ring.inner == impl[1])
+        spans = watch(run, ring, operands_at(ring.place), setting)
         if spans is not None:
             layers[impl] = spans
     rows = []
     for impl in runs:
         ms = {op: times[impl, op] for op in runs[impl]}
-        ours = index if impl in traced else None
+        ours = indices.get(impl)
         rows.append(row_of(case, setting, impl, ours, ms, layers.get(impl), peaks[impl]) | common)
     return rows, layers
 
@@ -467,9 +489,7 @@ def draw(folder: Path, case: Case, setting: Setting, layers: dict) -> None:
     name = "timeline_" + "".join(c if c.isalnum() else "_" for c in case.name)
     folder.mkdir(parents=True, exist_ok=True)
     kept = {
-        (
-            f"{setting.world // inner} x {inner} ranks" if inner else f"flat, {setting.world} ranks"
-        ): spans
+        (f"{setting.world // inner} rounds of {inner} ranks"): spans
         for (_, inner), spans in layers.items()
     }
     (folder / f"{name}.json").write_text(json.dumps(kept), encoding="utf-8")
@@ -490,7 +510,12 @@ def parse(words: list[str] | None = None) -> tuple[argparse.Namespace, list[Case
     parser.add_argument("--case", nargs="+", metavar="TEXT", help="cases with such a name only")
     parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
     parser.add_argument(
-        "--inner", type=int, nargs="+", default=[0], metavar="I", help="ranks of a group; 0: flat"
+        "--inner",
+        type=int,
+        nargs="+",
+        default=[0],
+        metavar="I",
+        help="ranks of a node; 0: the default",
     )
     parser.add_argument("--seq", type=int, metavar="N", help="all cases at this length instead")
     parser.add_argument(
@@ -525,8 +550,8 @@ def parse(words: list[str] | None = None) -> tuple[argparse.Namespace, list[Case
     if min(options.shape) < 1 or heads % kv_heads or dim not in (64, 128):
         parser.error(f"--shape {heads} {kv_heads} {dim}: groups of heads, of dim 64 or 128")
     for inner in options.inner:
-        if inner < 0 or inner == 1 or (inner and (world % inner or inner == world)):
-            parser.error(f"--inner {inner}: 0, or a divisor of {world} ranks between 1 and {world}")
+        if inner < 0 or (inner and world % inner):
+            parser.error(f"--inner {inner}: 0, or a divisor of {world} ranks")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU here; try --device cpu --seq 2048 --shape 4 2 64")
     if options.emulate_hosts and (options.device == "cpu" or world % RANKS_A_HOST):
@@ -568,7 +593,10 @@ def main() -> None:
     try:
         try:
             rings = {
-                inner: make_ring(setting.group, inner) for inner in dict.fromkeys(options.inner)
+                inner: make_ring(setting.group, inner)
+                for inner in dict.fromkeys(
+                    0 if inner == setting.world else inner for inner in options.inner
+                )
             }
         except ValueError as error:
             sys.exit(str(error))

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .config import MTrainingConfig
 from .kernels import check_operands
-from .pattern import VerticalSlashIndex, choose_index
-from .ring import ring_attention, ring_of
+from .pattern import VerticalSlashIndex, check_choice, choose_index
+from .ring import KeysAndValues, ring_attention, ring_of
 
 
 class Attended(NamedTuple):
@@ -44,9 +44,10 @@ def attend(
         config: the settings; ``s * world`` must be a multiple of ``block_size * world`` (on one rank
             the last block may be partial).
         cp_group: the context-parallel group; None for a single process.
-        cp_inner: ranks a node for a hierarchical ring, where rank ``x * cp_inner + y`` is number y of
-            node x, and parts of the sequence are by :func:`~megatron_mtraining.layout.place_of`; None
-            for one flat ring.
+        cp_inner: ranks of a node, whose keys are attended to at once: rank ``x * cp_inner + y`` is number
+            y of node x, and parts of the sequence are by
+            :func:`~megatron_mtraining.layout.place_of`. None for
+            :func:`~megatron_mtraining.layout.inner_size`.
         softmax_scale: default ``d ** -0.5``.
         attended: what this function has returned for the same operands before, as in a replay under
             activation recomputation, on all ranks or on none: no pattern is chosen then, no forward
@@ -62,13 +63,17 @@ def attend(
     check_operands(query, key, value)
     if softmax_scale is None:
         softmax_scale = query.shape[-1] ** -0.5
+    keys = None
     if attended is None:
+        check_choice(query.shape[0] * ring.world, config, ring.world)
+        # They travel while the pattern is chosen.
+        keys = KeysAndValues(key, value, ring)
         index = choose_index(query, key, config, ring, softmax_scale)
         before = None
     else:
         index, before = attended.index, (attended.out, attended.lse)
     found = ring_attention(
-        query, key, value, index, ring, softmax_scale, before, config.bf16_gradients
+        query, key, value, index, ring, softmax_scale, before, config.bf16_gradients, keys
     )
     return Attended(*found, index)
 

@@ -2,6 +2,6 @@
 """Which keys each query head sees: estimation, choice, and the index."""
 
 from .index import VerticalSlashIndex, build_index, full_index
-from .select import choose_index
+from .select import check_choice, choose_index
 
-__all__ = ["VerticalSlashIndex", "build_index", "choose_index", "full_index"]
+__all__ = ["VerticalSlashIndex", "build_index", "check_choice", "choose_index", "full_index"]

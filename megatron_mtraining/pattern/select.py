@@ -38,9 +38,7 @@ def choose_index(query, key, config, ring, softmax_scale: float) -> VerticalSlas
     length, batch, heads, _ = query.shape
     block, world = config.block_size, ring.world
     seq_length = length * world
-    if world > 1:
-        check_layout(seq_length, world, block)
-    config.check_budgets(seq_length)
+    check_choice(seq_length, config, world)
     if config.keeps_all(seq_length):
         return full_index(batch, heads, seq_length, block, world, ring.inner, query.device)
     num_blocks = -(-seq_length // block)
@@ -64,6 +62,14 @@ def choose_index(query, key, config, ring, softmax_scale: float) -> VerticalSlas
     else:
         diagonals = columns.new_empty(batch, heads, 0)
     return index_of_choice(near, diagonals, columns, seq_length, block, world, ring.inner)
+
+
+def check_choice(seq_length: int, config, world: int) -> None:
+    """Raise :class:`ConfigError` if :func:`choose_index` cannot choose for so many tokens over so many
+    ranks."""
+    if world > 1:
+        check_layout(seq_length, world, config.block_size)
+    config.check_budgets(seq_length)
 
 
 def _choose_columns(mass: Tensor, config, ring) -> tuple[Tensor, Tensor]:
