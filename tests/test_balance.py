@@ -205,15 +205,15 @@ def test_makespan_by_hand(balance):
 
 
 def test_who_waits_for_a_late_rank(balance):
-    """Rank 0 of nodes of 2 is late by 9: in round 2 its own node, the next, which it has the keys for, and
-    the one before, which has no room to send to."""
+    """Rank 0 of nodes of 2 begins its round 1 at 9. For that wait, before their round 2, its own node, the
+    next, which gets keys from it, and the one before, which sends to it."""
     for rank in range(10):
         work = np.ones((10, 5), dtype=np.int64)
         work[0, 0] = 9
         work[:, 3:] = 0
         work[rank, 2] += 50
         waits = rank // 2 in (0, 1, 4)
-        # Rank 0 itself has its round 1 before; the others have had theirs.
+        # Rank 0 has its round 1 after that; the others have had theirs.
         assert balance.makespan(work) == (10 if rank == 0 else 9 if waits else 2) + 51, rank
 
 
