@@ -1,41 +1,45 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""How evenly a ring's work falls on ranks and steps: pairs counted on its schedule; no GPU, no process.
+"""How evenly a ring's work falls on ranks and rounds: pairs counted on its schedule; no GPU, no process.
 
-For every pattern, number of ranks and schedule, layouts beside each other:
+The ring has W = O x I ranks, rank x * I + y is number y of node x. In round o all ranks of node x attend at
+once to the keys of node (x - o) % O: one rank's keys a round where nodes are single ranks (the plain ring).
+For every pattern, number of ranks and size of the nodes, layouts beside each other:
 
-- ``striped over groups``: this project's. Columns travel gathered, and all ranks' are attended, those of
-  each head in one of the steps. In a hierarchical ring consecutive blocks go to consecutive groups: block
-  b mod W = inner * O + outer. So all ranks of a group have distances of one residue in each step, and
-  all groups the same residues in each round.
-- ``striped``: the same with block b mod W = outer * I + inner.
-- ``columns at owner``: striped; a column is attended in the step of the rank that it lives on.
-- ``zigzag``: 2W chunks, rank r has chunks r and 2W - 1 - r (Megatron's); columns in their owner's step.
+- ``striped over groups``: this project's. Consecutive blocks go to consecutive nodes: block b lives at place
+  b mod W = y * O + x. So the ranks of a node have the same distances in each round. Columns travel
+  gathered, and all ranks' are attended, those of each head in one of the rounds.
+- ``striped``: the same with places in the order of ranks, where that is another: b mod W = x * I + y.
+- ``columns at owner``: as ``striped over groups``, but a column is attended with the keys of the rank that it
+  lives on.
+- ``zigzag``: 2W chunks, rank r has chunks r and 2W - 1 - r (Megatron's); columns with their owner's keys.
 - ``contiguous``: W chunks; likewise.
 
-With w[r, t] the pairs of rank r in step t, and as 1 what a rank has to do in the mean over ranks:
+With w[r, o] the pairs of rank r in round o, and as 1 what a rank has to do in the mean over ranks:
 
-- ``worker_imbalance``: the slowest rank's pairs over all steps.
-- ``step_imbalance``: the sum over steps of each step's slowest rank: the time if all ranks waited for each
-  other after each step.
+- ``worker_imbalance``: the slowest rank's pairs over all rounds.
+- ``step_imbalance``: the sum over rounds of each round's slowest rank: the time if all ranks waited for each
+  other after each round.
 - ``exposed``: the time if ranks wait for keys alone (:func:`makespan`), transfers taking no time.
-- ``step_over_mean``: the heaviest w[r, t] over the mean: how much longer than its share a step can be.
+- ``step_over_mean``: the heaviest w[r, o] over the mean: how much longer than its share a round can be.
 
-All counts are exact integers. The flat schedule has keys of rank (r - t) % W in step t. The hierarchical one
-is of W = O x I ranks, rank = outer * I + inner: in round o, inner step i, rank (x, y) has keys of
-((x - o) % O, (y - i) % I).
+All counts are exact integers, and of the forward. The backward's gradient of queries has the same rounds and
+pairs; its gradient of keys, which goes one rank's keys at a time, is not counted.
+
+In rows ``inner`` is as it was asked for: 0 is the package's default for so many ranks, 1 the plain ring;
+``nodes`` is O, so that I is ``world / nodes``.
 
 ``--data FOLDER`` names a folder with safetensors files of a model's own queries and keys (``query``, ``key``,
 ``[heads, s, d]``), one file a layer: their patterns are chosen by this package at its default budgets, and
 counted at their own length and, stretched (:func:`stretch`), at 512K tokens. Prints a table and appends
 rows to ``results/balance.jsonl``.
 
-    python benchmarks/balance.py [--data FOLDER] [--world N ...] [--inner I] [--output FILE]
+    python benchmarks/balance.py [--data FOLDER] [--world N ...] [--inner I ...] [--output FILE]
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,11 +50,12 @@ import workloads
 from workloads import BLOCK
 
 from megatron_mtraining import MTrainingConfig
+from megatron_mtraining.layout import inner_size, place_of
 from megatron_mtraining.pattern import choose_index
 from megatron_mtraining.ring import Ring
 
 WORLDS = (4, 8, 32, 64, 256)
-INNER = 8
+INNER = (0, 1, 4)
 SEQ = 524288
 HEADS = 16
 
@@ -150,87 +155,79 @@ def striped(pattern: Pattern, world: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Layout(NamedTuple):
-    """How pairs are counted; whether columns of all ranks are attended, heads dealt over steps; whether,
-    in a hierarchical ring, the rank with consecutive blocks is in the next group, not in the same."""
+    """How pairs are counted; whether columns of all ranks are attended, heads dealt over rounds; whether
+    the rank with the next block is in the next node, not the next rank."""
 
     pairs: Callable
     dealt: bool
-    over_groups: bool = False
+    over_nodes: bool = False
 
 
 LAYOUTS = {
+    "striped over groups": Layout(striped, True, over_nodes=True),
     "striped": Layout(striped, True),
-    "striped over groups": Layout(striped, True, over_groups=True),
-    "columns at owner": Layout(striped, False),
+    "columns at owner": Layout(striped, False, over_nodes=True),
     "zigzag": Layout(zigzag, False),
     "contiguous": Layout(contiguous, False),
 }
 
 
-def sources(world: int, inner: int = 0) -> np.ndarray:
-    """Whose keys each rank has in each step: ``[W, W]`` (rank, step); ``inner`` 0 is the flat ring."""
-    inner = inner or world
-    if world % inner:
-        raise ValueError(f"{world} ranks are no whole number of groups of {inner}")
-    rank, step = np.mgrid[:world, :world]
-    outer = (rank // inner - step // inner) % (world // inner)
-    return outer * inner + (rank - step) % inner
+def sources(world: int, inner: int) -> np.ndarray:
+    """Whose keys each rank has in each round: ``[W, O, I]`` (rank, round, number in the node)."""
+    outer = world // inner
+    rank, number, y = np.mgrid[:world, :outer, :inner]
+    return (rank // inner - number) % outer * inner + y
 
 
-def on_schedule(
-    slash: np.ndarray, columns: np.ndarray, source: np.ndarray, dealt: bool
-) -> np.ndarray:
-    """w[r, t], int64 ``[W, W]``; with ``dealt``, every rank attends to all columns, those of head h of H
-    in step ``h * W // H``."""
+def on_schedule(slash: np.ndarray, columns: np.ndarray, inner: int, dealt: bool) -> np.ndarray:
+    """w[r, o], int64 ``[W, O]``; with ``dealt``, every rank attends to all columns, those of head h of H
+    in round ``h * O // H``.
+
+    Args:
+        slash: pairs by (query rank, key rank), ``[W, W]``.
+        columns: the same, or by head, ``[h, W, W]``, if dealt.
+    """
     world = len(slash)
+    source = sources(world, inner)
+    rank = np.arange(world)[:, None, None]
     if not dealt:
         at_owner = columns.sum(0) if columns.ndim == 3 else columns
-        return np.take_along_axis(slash + at_owner, source, axis=1)
-    work = np.take_along_axis(slash, source, axis=1)
+        return (slash + at_owner)[rank, source].sum(-1)
+    work = slash[rank, source].sum(-1)
     for head, pairs in enumerate(columns):
-        work[:, head * world // len(columns)] += pairs.sum(1)
+        work[:, head * work.shape[1] // len(columns)] += pairs.sum(1)
     return work
 
 
-def makespan(work: np.ndarray, inner: int = 0) -> int:
-    """When the last rank is done if all begin at 0 and transfers take no time.
+def makespan(work: np.ndarray) -> int:
+    """When the last rank is done, of w[r, o], if all begin at 0 and transfers take no time.
 
-    A rank sends keys on at the start of the step that it has them in, into the one spare buffer of the next
-    rank, which must be done with the step before that; neither of the two begins its next step before the
-    transfer is over. In a hierarchical ring, the keys of the next round are sent to the next group at
-    the start of a round, into a buffer of their own, and are waited for at its end.
+    At the start of its round o a rank posts, as one operation, to send its own slot of the keys at hand to
+    its number in the next node and to receive that of round o + 1 from the node before. It waits for both
+    before its round o + 1, and for the gather that the node's other ranks post behind theirs. So
+
+        start(r, o + 1) = max(done(r, o), start(q, o) of all q in r's node, the one before and the one after)
+
+    The one before has the keys then. The one after has room for them: there are buffers for two rounds, so
+    it must be done with its round o - 1, and posts at the start of its round o, which is no earlier.
     """
-    world, steps = work.shape
-    inner = inner or world
-    rank = np.arange(world)
-    group = rank // inner * inner
-    before, after = group + (rank - 1) % inner, group + (rank + 1) % inner
-    far_before, far_after = (rank - inner) % world, (rank + inner) % world
-    start = round_start = done_before = np.zeros(world, dtype=np.int64)
-    for t in range(steps):
-        if t % inner == 0:
-            round_start = start
-        done = start + work[:, t]
-        if t + 1 == steps:
-            return int(done.max())
-        if (t + 1) % inner:
-            # Over when the sender has begun this step and the receiver is done with the one before.
-            over = np.maximum(start[before], done_before)
-            start = np.maximum.reduce((done, over, over[after]))
-        else:
-            start = np.maximum.reduce((done, round_start[far_before], round_start[far_after]))
-        done_before = done
-    raise AssertionError("no steps")
+    world, outer = work.shape
+    start = np.zeros(world, dtype=np.int64)
+    for o in range(outer - 1):
+        begun = start.reshape(outer, -1).max(1)  # by all ranks of a node
+        over = np.maximum.reduce((begun, np.roll(begun, 1), np.roll(begun, -1)))
+        start = np.maximum(start + work[:, o], over.repeat(world // outer))
+    return int((start + work[:, -1]).max())
 
 
-def figures(work: np.ndarray, inner: int = 0) -> dict[str, float]:
+def figures(work: np.ndarray) -> dict[str, float]:
     """The four figures of the module's text."""
     mean = work.sum() / len(work)
     found = dict(
         worker_imbalance=work.sum(1).max() / mean,
         step_imbalance=work.max(0).sum() / mean,
         step_over_mean=work.max() / work.mean(),
-        exposed=makespan(work, inner) / mean,
+        exposed=makespan(work) / mean,
     )
     return {name: round(float(value), 4) for name, value in found.items()}
 
@@ -294,43 +291,52 @@ def real(folder: Path) -> list[Pattern]:
     return patterns
 
 
-def count(pattern: Pattern, world: int, inner: int) -> list[dict]:
-    """A row a layout; none if the sequence is too short for 2 x ``world`` chunks."""
+def count(pattern: Pattern, world: int, inners: Iterable[int]) -> list[dict]:
+    """A row a size of nodes and layout. None if the sequence is too short for 2 x ``world`` chunks, or for
+    nodes that ``world`` ranks do not fill or that have been counted."""
     if pattern.blocks % (2 * world):
         return []
-    density, pairs = pattern.density(), {}
-    rows = []
-    for name, layout in LAYOUTS.items():
-        if layout.pairs not in pairs:
-            pairs[layout.pairs] = layout.pairs(pattern, world)
-        slash, columns = pairs[layout.pairs]
-        if layout.over_groups and inner:
-            # Whose blocks, in the count's order of ranks, each rank of the ring has.
-            rank = np.arange(world)
-            place = rank % inner * (world // inner) + rank // inner
-            slash, columns = (part[..., place, :][..., place] for part in (slash, columns))
-        work = on_schedule(slash, columns, sources(world, inner), layout.dealt)
-        rows.append(
-            dict(
-                world=world, inner=inner, layout=name, pattern=pattern.name, seq=pattern.seq,
-                density=round(density, 5), **figures(work, inner),
-            )
-        )  # fmt: skip
+    density = round(pattern.density(), 5)
+    pairs = {way: way(pattern, world) for way in {layout.pairs for layout in LAYOUTS.values()}}
+    rows, seen = [], set()
+    for asked in inners:
+        inner = asked or inner_size(world)
+        if world % inner or inner in seen:
+            continue
+        seen.add(inner)
+        place = np.array([place_of(rank, world, inner) for rank in range(world)])
+        for name, layout in LAYOUTS.items():
+            if name == "striped" and (place == np.arange(world)).all():
+                continue
+            slash, columns = pairs[layout.pairs]
+            if layout.over_nodes:
+                # Whose blocks, in the count's order, each rank has.
+                slash, columns = (part[..., place, :][..., place] for part in (slash, columns))
+            work = on_schedule(slash, columns, inner, layout.dealt)
+            rows.append(
+                dict(
+                    world=world, inner=asked, nodes=world // inner, layout=name,
+                    pattern=pattern.name, seq=pattern.seq, density=density, **figures(work),
+                )
+            )  # fmt: skip
     return rows
 
 
 def table(rows: list[dict]) -> str:
-    """Rows of one pattern: a line a schedule; for each layout three of its figures."""
+    """Rows of one pattern: a line a ring, nodes x ranks; for each layout three of its figures."""
     lines = [" " * 7 + "".join(f"{name:>23s}" for name in LAYOUTS)]
     lines.append(" " * 7 + "   worker   step exposed" * len(LAYOUTS))
     names = ("worker_imbalance", "step_imbalance", "exposed")
-    for at in range(0, len(rows), len(LAYOUTS)):
-        here = rows[at : at + len(LAYOUTS)]
-        world, inner = here[0]["world"], here[0]["inner"]
-        ring = f"{world // inner}x{inner}" if inner else str(world)
-        lines.append(
-            f"{ring:7s}" + "".join("  " + "".join(f"{row[n]:7.3f}" for n in names) for row in here)
-        )
+    rings: dict[str, dict] = {}
+    for row in rows:
+        ring = f"{row['nodes']}x{row['world'] // row['nodes']}"
+        rings.setdefault(ring, {})[row["layout"]] = row
+    for ring, here in rings.items():
+        cells = [
+            "".join(f"{here[name][n]:7.3f}" for n in names) if name in here else " " * 21
+            for name in LAYOUTS
+        ]
+        lines.append(f"{ring:7s}" + "".join("  " + cell for cell in cells))
     return "\n".join(lines)
 
 
@@ -340,7 +346,10 @@ def main():
     )
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="a model's queries and keys")
     parser.add_argument("--world", type=int, nargs="+", default=WORLDS, metavar="N")
-    parser.add_argument("--inner", type=int, default=INNER, metavar="I", help="ranks of a group")
+    parser.add_argument(
+        "--inner", type=int, nargs="+", default=INNER, metavar="I",
+        help="ranks of a node, where they divide N: 0 the default for N, 1 a plain ring",
+    )  # fmt: skip
     parser.add_argument("--output", type=Path, default=record.RESULTS / "balance.jsonl")
     options = parser.parse_args()
     if options.data and not options.data.is_dir():
@@ -348,15 +357,12 @@ def main():
     bad = [n for n in options.world if n < 1 or SEQ // BLOCK % (2 * n)]
     if bad:
         parser.error(f"--world {bad[0]}: 2 x {bad[0]} must divide {SEQ // BLOCK} blocks")
-    if options.inner < 2:
-        parser.error(f"--inner {options.inner}: a group has 2 ranks or more")
+    for inner in options.inner:
+        if inner < 0 or (inner and all(world % inner for world in options.world)):
+            parser.error(f"--inner {inner}: 0, or a divisor of one of {list(options.world)} ranks")
     rows = []
     for pattern in (real(options.data) if options.data else []) + synthetic(SEQ, HEADS):
-        found = []
-        for world in options.world:
-            found += count(pattern, world, 0)
-            if world > options.inner and world % options.inner == 0:
-                found += count(pattern, world, options.inner)
+        found = [row for world in options.world for row in count(pattern, world, options.inner)]
         print(f"{pattern.name}: {pattern.seq} tokens, density {pattern.density():.4f}")
         print(table(found), flush=True)
         rows += found

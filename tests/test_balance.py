@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The counts of ``benchmarks/balance.py`` against masks written out, and its schedule's times by hand."""
+"""The counts of ``benchmarks/balance.py`` against masks written out and the ring's own schedule."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_mtraining.layout import locate
+from megatron_mtraining.layout import inner_size, locate, place_of
 from megatron_mtraining.pattern import build_index
-from megatron_mtraining.ring import flat_ring
+from megatron_mtraining.ring import rounds
+from megatron_mtraining.ring.schedule import Do, forward_ops
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 BLOCK = 128
 SEQ = 16 * BLOCK
+# inner, outer: one rank, one node, a plain ring, and nodes of several ranks
+SHAPES = [(1, 1), (4, 1), (8, 1), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2)]
+every_shape = pytest.mark.parametrize(("inner", "outer"), SHAPES)
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +40,18 @@ def balance():
 
 
 @pytest.fixture(scope="module")
-def drawn(balance):
-    """A pattern, and its mask, of slashes and in all: bool ``[heads, N, N]``."""
+def chosen(balance):
+    """Distances and columns of three heads."""
     torch.manual_seed(3)
     distances, picked = balance.workloads.draw_few_far(SEQ, 3, 4, 40)
     picked[0, 1, 7:] = SEQ  # a head with fewer columns
+    return distances, picked
+
+
+@pytest.fixture(scope="module")
+def drawn(balance, chosen):
+    """A pattern, and its mask, of slashes and in all: bool ``[heads, N, N]``."""
+    distances, picked = chosen
     index = build_index(distances, picked, SEQ, BLOCK, 1)
     slashes = build_index(distances, picked[..., :0], SEQ, BLOCK, 1)
     masks = [torch.stack([i.token_mask(0, h) for h in range(3)]).numpy() for i in (slashes, index)]
@@ -54,19 +65,8 @@ def pairs_between(mask, owner, world):
     return np.stack([by_query[:, owner == rank].sum(1) for rank in range(world)], 1)
 
 
-def columns_by_step(slash_mask, mask, owner, world):
-    """Pairs that columns alone keep, by query rank and the step of their head."""
-    work, heads = np.zeros((world, world), dtype=np.int64), len(mask)
-    for head in range(heads):
-        own = slice(head, head + 1)
-        pairs = pairs_between(mask[own], owner, world) - pairs_between(
-            slash_mask[own], owner, world
-        )
-        work[:, head * world // heads] += pairs.sum(1)
-    return work
-
-
 def owners(layout, world):
+    """The rank of each token; of striped layouts, its place."""
     token = np.arange(SEQ)
     if layout == "striped":
         return locate(torch.arange(SEQ), world, BLOCK)[0].numpy()
@@ -74,6 +74,40 @@ def owners(layout, world):
         return token // (SEQ // world)
     chunk = token // (SEQ // (2 * world))
     return np.minimum(chunk, 2 * world - 1 - chunk)
+
+
+def rank_at(place, inner, outer):
+    """Whose place that is."""
+    number, node = place // outer, place % outer
+    return node * inner + number
+
+
+def node_before(rank, by, inner, outer):
+    """The ranks of the node ``by`` before a rank's."""
+    node = (rank // inner - by) % outer
+    return [node * inner + y for y in range(inner)]
+
+
+def work_of(slash_mask, mask, owner, inner, outer, dealt):
+    """w[r, o] as the module's text says it, from the masks."""
+    world, heads = inner * outer, len(mask)
+    slash = pairs_between(slash_mask, owner, world)
+    columns = [
+        pairs_between(mask[h : h + 1], owner, world)
+        - pairs_between(slash_mask[h : h + 1], owner, world)
+        for h in range(heads)
+    ]
+    work = np.zeros((world, outer), dtype=np.int64)
+    for rank in range(world):
+        for o in range(outer):
+            keys = node_before(rank, o, inner, outer)
+            work[rank, o] = slash[rank, keys].sum()
+            for h, of_head in enumerate(columns):
+                if not dealt:
+                    work[rank, o] += of_head[rank, keys].sum()
+                elif h * outer // heads == o:
+                    work[rank, o] += of_head[rank].sum()
+    return work
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
@@ -89,131 +123,155 @@ def test_pairs_are_those_of_the_mask(balance, drawn, layout, world):
     assert np.array_equal(slash + columns, pairs_between(mask, owner, world))
 
 
-def test_striped_is_the_index_s_own_count(balance, drawn):
-    pattern = drawn[0]
-    world = 4
-    torch.manual_seed(3)
-    distances, picked = balance.workloads.draw_few_far(SEQ, 3, 4, 40)
-    picked[0, 1, 7:] = SEQ
-    index = build_index(distances, picked, SEQ, BLOCK, world)
-    work = balance.on_schedule(*balance.striped(pattern, world), balance.sources(world), dealt=True)
-    assert np.array_equal(work, index.work().sum((0, 1)).long().numpy())
-    assert pattern.density() == pytest.approx(index.density().mean().item())
+@every_shape
+def test_striped_over_groups_is_the_index_s_own_count(balance, drawn, chosen, inner, outer):
+    world = inner * outer
+    index = build_index(*chosen, SEQ, BLOCK, world, inner)
+    places = [place_of(rank, world, inner) for rank in range(world)]
+    slash, columns = balance.striped(drawn[0], world)
+    slash, columns = (part[..., places, :][..., places] for part in (slash, columns))
+    work = balance.on_schedule(slash, columns, inner, dealt=True)
+    assert work.dtype == np.int64 and work.sum() == drawn[2].sum()
+    assert np.array_equal(work, index.work().sum((0, 1)).long().numpy()[places])
+    assert drawn[0].density() == pytest.approx(index.density().mean().item())
 
 
-def test_columns_are_dealt_to_steps_by_head(balance, drawn):
+@every_shape
+def test_rows_are_those_of_the_mask(balance, drawn, inner, outer):
+    """Every layout's figures, from masks and owners of tokens. Two layouts are one where places are
+    ranks."""
     pattern, slash_mask, mask = drawn
-    slash, columns = balance.striped(pattern, 4)
-    work = balance.on_schedule(slash, columns, balance.sources(4), dealt=True)
-    assert work.sum() == mask.sum()
-    expected = np.take_along_axis(slash, balance.sources(4), axis=1)
-    expected += columns_by_step(slash_mask, mask, owners("striped", 4), 4)
-    assert np.array_equal(work, expected)
+    world = inner * outer
+    rows = {row["layout"]: row for row in balance.count(pattern, world, [inner])}
+    assert ("striped" in rows) == (1 not in (inner, outer))
+    place = owners("striped", world)
+    over_nodes = rank_at(place, inner, outer)
+    expected = {
+        "striped over groups": (over_nodes, True),
+        "columns at owner": (over_nodes, False),
+        "zigzag": (owners("zigzag", world), False),
+        "contiguous": (owners("contiguous", world), False),
+    }
+    if "striped" in rows:
+        expected["striped"] = (place, True)
+    assert rows.keys() == expected.keys()
+    for name, (owner, dealt) in expected.items():
+        work = work_of(slash_mask, mask, owner, inner, outer, dealt)
+        assert balance.figures(work).items() <= rows[name].items(), name
+        assert (rows[name]["world"], rows[name]["nodes"]) == (world, outer)
 
 
-@pytest.mark.parametrize("world", [1, 4, 6])
-def test_flat_sources_are_the_ring_s(balance, world):
-    expected = [[step.source for step in flat_ring(rank, world)] for rank in range(world)]
-    assert balance.sources(world).tolist() == expected
+def test_ranks_of_a_node_have_like_rounds_over_groups_alone(balance, drawn):
+    rows = {row["layout"]: row for row in balance.count(drawn[0], 8, [4])}
+    assert rows["striped over groups"]["step_imbalance"] < rows["striped"]["step_imbalance"]
 
 
-@pytest.mark.parametrize(("outer", "inner"), [(2, 2), (3, 4), (1, 4), (4, 1)])
-def test_hierarchical_sources_are_as_written_down(balance, outer, inner):
-    source = balance.sources(outer * inner, inner)
-    for x in range(outer):
-        for y in range(inner):
-            for o in range(outer):
-                for i in range(inner):
-                    expected = ((x - o) % outer) * inner + (y - i) % inner
-                    assert source[x * inner + y, o * inner + i] == expected
-    assert (np.sort(source, axis=1) == np.arange(outer * inner)).all()
+def test_sizes_of_nodes_are_counted_once(balance, drawn):
+    """0 is the package's own size. What was counted, or does not divide the ranks, is left out."""
+    rows = balance.count(drawn[0], 8, [0, 1, 8, 3, 4])
+    assert inner_size(8) == 8
+    assert [(0, 1), (1, 8), (4, 2)] == list(dict.fromkeys((r["inner"], r["nodes"]) for r in rows))
+    [own] = [row for row in balance.count(drawn[0], 8, [8]) if row["layout"] == "zigzag"]
+    assert {**own, "inner": 0} in rows
 
 
-def test_over_groups_a_group_has_one_residue_a_step(balance):
-    """With rank (x, y) holding blocks y * O + x mod W. And all groups have the same in each round."""
-    outer, inner = 3, 4
-    world = outer * inner
-    rank = np.arange(world)
-    place = rank % inner * outer + rank // inner
-    residue = (place[:, None] - place[balance.sources(world, inner)]) % world
-    residue = residue.reshape(outer, inner, outer, inner)  # group, rank, round, step
-    assert (residue == residue[:, :1]).all()
-    rounds = np.sort(residue[:, 0], axis=-1)
-    assert (rounds == rounds[:1]).all()
-
-
-def test_the_layout_over_groups_counts_permuted_ranks(balance, drawn):
-    pattern, slash_mask, mask = drawn
-    rows = {row["layout"]: row for row in balance.count(pattern, 8, 4)}
-    owner = owners("striped", 8)
-    owner = owner % 2 * 4 + owner // 2  # residue y * 2 + x is rank x * 4 + y
-    slash = pairs_between(slash_mask, owner, 8)
-    work = np.take_along_axis(slash, balance.sources(8, 4), axis=1)
-    work += columns_by_step(slash_mask, mask, owner, 8)
-    assert balance.figures(work, 4).items() <= rows["striped over groups"].items()
-    assert rows["striped over groups"]["exposed"] < rows["striped"]["exposed"]
-    flat = {row["layout"]: row for row in balance.count(pattern, 8, 0)}
-    assert {**flat["striped over groups"], "layout": "striped"} == flat["striped"]
+@pytest.mark.parametrize(("inner", "outer"), [*SHAPES, (3, 2), (2, 3), (3, 4)])
+def test_sources_are_the_schedule_s(balance, inner, outer):
+    world = inner * outer
+    found = balance.sources(world, inner)
+    assert found.shape == (world, outer, inner)
+    for rank in range(world):
+        for this in rounds(rank, inner, outer):
+            expected = [rank_at(place, inner, outer) for place in this.sources]
+            assert found[rank, this.number].tolist() == expected
+            assert expected == node_before(rank, this.number, inner, outer)
 
 
 def test_makespan_by_hand(balance):
     even = np.full((4, 4), 5)
-    assert balance.makespan(even) == balance.makespan(even, 2) == 20
-    # Rank 1 is late in its first step; the ranks beside it run a step ahead, then wait until 9.
+    assert balance.makespan(even) == 20 and balance.makespan(even[:, :2]) == 10
+    # One node: nothing is waited for.
+    assert balance.makespan(np.array([[3], [9]])) == 9
+    # Rank 1 is late in its first round; the ranks beside it run a round ahead, then wait until 9.
     late = np.array([[1, 1, 1], [9, 1, 1], [1, 1, 1]])
     assert balance.makespan(late) == 9 + 1 + 1
-    # Rank 2 needs in its step 1 what rank 1 has at its start: nothing to wait for. In its step 2, what
-    # rank 1 has in its step 1, which starts at 9.
+    # Rank 2 needs in its round 1 what rank 1 has at its start: nothing to wait for. In its round 2, what
+    # rank 1 has in its round 1, which starts at 9.
     slow_after = np.array([[1, 1, 1], [9, 1, 1], [1, 1, 4]])
     assert balance.makespan(slow_after) == 9 + 4
-    # Two groups of 2: the first round's keys have been sent at its start, so groups do not wait.
-    groups = np.array([[7, 1, 1, 1], [7, 1, 1, 1], [1, 1, 7, 1], [1, 1, 7, 1]])
-    assert balance.makespan(groups, 2) == 10 < groups.max(0).sum()
+    # Nodes of 2: the next round's keys are sent when a round starts, so nodes of unlike rounds do not wait.
+    nodes = np.array([[7, 1], [7, 1], [1, 7], [1, 7]])
+    assert balance.makespan(nodes) == 8 < nodes.max(0).sum()
 
 
-def test_makespan_against_events(balance):
-    """The rule of the docstring, written with a dictionary and recursion."""
-    work = np.random.default_rng(0).integers(1, 30, (6, 6))
-    for inner in (6, 3, 2):
+def test_who_waits_for_a_late_rank(balance):
+    """Rank 0 of nodes of 2 begins its round 1 at 9. For that wait, before their round 2, its own node, the
+    next, which gets keys from it, and the one before, which sends to it."""
+    for rank in range(10):
+        work = np.ones((10, 5), dtype=np.int64)
+        work[0, 0] = 9
+        work[:, 3:] = 0
+        work[rank, 2] += 50
+        waits = rank // 2 in (0, 1, 4)
+        # Rank 0 has its round 1 after that; the others have had theirs.
+        assert balance.makespan(work) == (10 if rank == 0 else 9 if waits else 2) + 51, rank
 
-        def times(inner=inner):
-            found = {}
 
-            def start(rank, t):
-                if t == 0:
-                    return 0
-                if (rank, t) in found:
-                    return found[rank, t]
-                base = rank - rank % inner
-                before, after = base + (rank - 1) % inner, base + (rank + 1) % inner
-
-                def over(sender, receiver):
-                    free = done(receiver, t - 2) if t > 1 else 0
-                    return max(start(sender, t - 1), free)
-
-                found[rank, t] = done(rank, t - 1)
-                if t % inner:
-                    found[rank, t] = max(found[rank, t], over(before, rank), over(rank, after))
+def run_schedule(work, inner):
+    """When the schedule's last rank is done: its operations as they stand, each run when what it needs is
+    there. A transfer is over when both ends have posted it, and gathered when it is over for all of a
+    node; there is room for what comes in."""
+    world, outer = work.shape
+    ops = [list(forward_ops(rank, inner, outer)) for rank in range(world)]
+    clock, turn = [0] * world, [0] * world
+    posted, held = {}, [1] * world
+    while any(ops):
+        moved = False
+        for rank in range(world):
+            while ops[rank]:
+                op = ops[rank][0]
+                if op.do is Do.SEND_VALUES:
+                    posted[rank, turn[rank]] = clock[rank]
+                    held[rank] += 1
+                    assert held[rank] <= 2, "buffers of two rounds"
+                elif op.do is Do.TAKE_VALUES:
+                    ends = [
+                        (end, turn[rank])
+                        for by in (-1, 0, 1)  # whom the node sends to, itself, who sends to it
+                        for end in node_before(rank, by, inner, outer)
+                    ]
+                    if not all(end in posted for end in ends):
+                        break
+                    clock[rank] = max(clock[rank], *(posted[end] for end in ends))
+                    turn[rank] += 1
+                    held[rank] -= 1
                 else:
-                    for other in ((rank - inner) % 6, (rank + inner) % 6):
-                        found[rank, t] = max(found[rank, t], start(other, t - inner))
-                return found[rank, t]
+                    assert op.do is Do.ATTEND
+                    clock[rank] += work[rank, op.round.number]
+                ops[rank].pop(0)
+                moved = True
+        assert moved, "every rank waits"
+    return max(clock)
 
-            def done(rank, t):
-                return start(rank, t) + work[rank, t]
 
-            return max(done(rank, 5) for rank in range(6))
-
-        assert balance.makespan(work, inner) == times()
+@pytest.mark.parametrize(("inner", "outer"), [*SHAPES, (3, 2), (2, 3), (3, 5), (1, 6)])
+def test_makespan_is_the_schedule_s(balance, inner, outer):
+    work = np.random.default_rng(0).integers(1, 30, (inner * outer, outer))
+    assert balance.makespan(work) == run_schedule(work, inner)
+    # One rank far behind, and one that is far ahead until it has to wait.
+    work[0, 0] += 200
+    work[-1] = 1
+    assert balance.makespan(work) == run_schedule(work, inner)
 
 
 def test_figures_are_in_order(balance, drawn):
-    for inner in (0, 2, 4):
-        for row in balance.count(drawn[0], 8, inner):
-            assert 1 <= row["worker_imbalance"] <= row["exposed"] <= row["step_imbalance"]
-            assert row["step_over_mean"] >= 1
-            assert 0 < row["density"] < 1
-    assert balance.count(drawn[0], 16, 0) == []  # 16 blocks make no 32 chunks
+    for row in balance.count(drawn[0], 8, (0, 1, 2, 4)):
+        assert 1 <= row["worker_imbalance"] <= row["exposed"] <= row["step_imbalance"]
+        assert row["step_over_mean"] >= 1
+        assert 0 < row["density"] < 1
+        if row["nodes"] == 1:
+            assert row["worker_imbalance"] == row["exposed"] == row["step_imbalance"]
+    assert balance.count(drawn[0], 16, (0, 1)) == []  # 16 blocks make no 32 chunks
 
 
 def test_dense_attention_s_known_figures(balance):
@@ -223,9 +281,9 @@ def test_dense_attention_s_known_figures(balance):
     none = torch.zeros(1, 1, 0, dtype=torch.int64)
     pattern = balance.pattern_of("dense", 64 * BLOCK, distances, none)
     assert pattern.density() == 1
-    found = {row["layout"]: row["worker_imbalance"] for row in balance.count(pattern, 8, 0)}
+    found = {row["layout"]: row["worker_imbalance"] for row in balance.count(pattern, 8, [1])}
     assert found["zigzag"] == 1 and found["contiguous"] == pytest.approx(2 - 1 / 8, abs=1e-3)
-    assert found["striped"] == pytest.approx(1 + 7 / 64, abs=2e-3)
+    assert found["striped over groups"] == pytest.approx(1 + 7 / 64, abs=2e-3)
 
 
 def write_operands(path, tokens):
@@ -265,24 +323,41 @@ def test_from_patterns_to_rows(balance, tmp_path, monkeypatch, capsys):
     folder.mkdir(parents=True)
     write_operands(folder / "layer.safetensors", 32 * BLOCK)
     output = tmp_path / "balance.jsonl"
-    words = ["--data", str(folder), "--world", "4", "8", "--inner", "4", "--output", str(output)]
+    words = [
+        "--data",
+        str(folder),
+        "--world",
+        "4",
+        "8",
+        "--inner",
+        "0",
+        "1",
+        "4",
+        "--output",
+        str(output),
+    ]
     monkeypatch.setattr(sys, "argv", ["benchmarks/balance.py", *words])
     balance.main()
     rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert len(rows) == 7 * 3 * len(balance.LAYOUTS)
-    assert {(row["world"], row["inner"]) for row in rows} == {(4, 0), (8, 0), (8, 4)}
+    # 4 ranks are one node, or 4; 8 are one, 8, or 2 of 4, the only one in which places are not ranks.
+    assert len(rows) == 7 * (5 * len(balance.LAYOUTS) - 4)
+    found = {(row["world"], row["inner"], row["nodes"]) for row in rows}
+    assert found == {(4, 0, 1), (4, 1, 4), (8, 0, 1), (8, 1, 8), (8, 4, 2)}
     names = ("density", "worker_imbalance", "step_imbalance", "step_over_mean", "exposed", "commit")
     assert all(row[name] for row in rows for name in names)
     # Where the data lay is not kept, its folder's name is.
     assert {row["command"] for row in rows} == {
-        "python benchmarks/balance.py --data where --world 4 8 --inner 4"
+        "python benchmarks/balance.py --data where --world 4 8 --inner 0 1 4"
     }
-    assert "columns at owner" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "columns at owner" in printed
+    assert all(printed.count("\n" + ring) == 7 for ring in ("1x4 ", "4x1 ", "1x8 ", "8x1 ", "2x4 "))
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["--world", "3"], "--world 3"), (["--inner", "1"], "--inner 1"),
+    [(["--world", "3"], "--world 3"), (["--inner", "-1"], "--inner -1"),
+     (["--world", "4", "8", "--inner", "0", "16"], "--inner 16"),
      (["--data", "/no/such"], "no such folder")],
 )  # fmt: skip
 def test_bad_options_end_early(balance, monkeypatch, capsys, words, message):
