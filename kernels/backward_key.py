@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import launch
 from .tiles import LOG2E, gather_rows, load_line, load_rows, precision_for, store_rows, tile_for
 
 
@@ -185,7 +186,8 @@ def backward_columns(query, columns, grad_out, lse, delta, index, rank, softmax_
     splits = column_splits(index, batch * heads, tile.keep)
     shape = (2, batch, heads, splits, num_columns, dim)
     gradients = torch.empty(shape, dtype=torch.float32, device=query.device)
-    _column_kernel[(triton.cdiv(num_columns, tile.keep), splits, batch * heads)](
+    launch(
+        _column_kernel, (triton.cdiv(num_columns, tile.keep), splits, batch * heads),
         query, *columns, grad_out, lse, delta, *gradients,
         index.member, index.columns, index.column_ptr,
         *query.stride()[:3], *grad_out.stride()[:3],
@@ -210,7 +212,8 @@ def backward_key(
     tile = tile_for("key", dim, block, query)
     columns = column_gradients
     splits, num_columns = (1, 0) if columns is None else columns.shape[3:5]
-    _key_kernel[(nb * (block // tile.keep), batch * kv_heads)](
+    launch(
+        _key_kernel, (nb * (block // tile.keep), batch * kv_heads),
         query, key, value, grad_out, lse, delta, *gradients,
         *(gradients if carry is None else carry), *((lse, lse) if columns is None else columns),
         index.rank_ptr, index.rank_list, index.columns, index.column_ptr,

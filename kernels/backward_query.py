@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .launch import launch
 from .tiles import LOG2E, column_tile, gather_rows, load_rows, precision_for, store_rows, tile_for
 
 
@@ -34,7 +35,8 @@ def delta(out, grad_out, result):
     """Launch ``result[b, h, s] = sum over d of out * grad_out``."""
     length, batch, heads, dim = out.shape
     rows = 64
-    _delta_kernel[(triton.cdiv(length, rows), batch * heads)](
+    launch(
+        _delta_kernel, (triton.cdiv(length, rows), batch * heads),
         out, grad_out, result, *out.stride()[:3], *grad_out.stride()[:3], length,
         HEADS=heads, D=dim, ROWS=rows,
     )  # fmt: skip
@@ -145,7 +147,8 @@ def backward_query(
     kv_heads, nb, block = key.shape[3], index.local_blocks, index.block_size
     tile = tile_for("query", dim, block, query)
     carried = grad_query if carry is None else carry
-    _query_kernel[(nb * (block // tile.keep), len(line_range))](
+    launch(
+        _query_kernel, (nb * (block // tile.keep), len(line_range)),
         query, key, value, grad_out, carried, grad_query, lse, delta,
         index.round_ptr, index.round_list, index.member, index.columns, index.column_ptr,
         *((key, value) if columns is None else columns),

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import launch
+
 
 @triton.jit
 def _own_columns(columns, entry, column_len, seq_length, rank, world, BLOCK: tl.constexpr):
@@ -55,7 +57,8 @@ def gather_columns(key, value, index, rank):
     batch, heads, columns = index.columns.shape
     dim, rows = key.shape[3], 32
     gathered = torch.empty((2, batch, heads, columns, dim), dtype=key.dtype, device=key.device)
-    _gather_kernel[(triton.cdiv(columns, rows), batch * heads)](
+    launch(
+        _gather_kernel, (triton.cdiv(columns, rows), batch * heads),
         key, value, *gathered, index.columns, *key.stride()[:3], *value.stride()[:3],
         columns, index.seq_length, rank, index.world,
         HEADS=heads, GROUP=heads // key.shape[2], D=dim, BLOCK=index.block_size, ROWS=rows,
@@ -82,7 +85,8 @@ def invert_columns(index, rank, key_len):
     shape = (batch, heads, key_len)
     entries = torch.full(shape, -1, dtype=torch.int32, device=index.columns.device)
     rows = 128
-    _invert_kernel[(triton.cdiv(columns, rows), batch * heads)](
+    launch(
+        _invert_kernel, (triton.cdiv(columns, rows), batch * heads),
         entries, index.columns, columns, key_len, index.seq_length, rank, index.world,
         BLOCK=index.block_size, ROWS=rows,
     )  # fmt: skip

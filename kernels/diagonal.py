@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import launch
 from .reference_choice import fixed_point_one
 from .scores import far_probabilities, load_sampled
 from .tiles import LOG2E, load_rows, precision_for
@@ -77,7 +78,8 @@ def diagonal_mass(sample, key, lse, sink, columns):
     block = sample.block_size
     # Without tensor cores a product's operands are held in registers.
     rows, warps = (16, 8) if key.dtype == torch.float32 else (32, 4)
-    _diagonal_kernel[(triton.cdiv(length, block), batch * kv_heads)](
+    launch(
+        _diagonal_kernel, (triton.cdiv(length, block), batch * kv_heads),
         sample.query, sample.rows, key, lse, column, cut, mass,
         *key.stride()[:3], num_rows, batch * heads, length, seq_length, sample.rank, sample.world,
         sample.near, sink, sample.softmax_scale, fixed_point_one(num_rows),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .launch import launch
 from .tiles import (
     LN2,
     LOG2E,
@@ -143,7 +144,8 @@ def forward(query, key, value, columns, index, this, softmax_scale, carry, out, 
     kv_heads, nb, block = key.shape[3], index.local_blocks, index.block_size
     tile = tile_for("forward", dim, block, query)
     carried = out if carry is None else carry
-    _forward_kernel[(nb * (block // tile.keep), batch * heads)](
+    launch(
+        _forward_kernel, (nb * (block // tile.keep), batch * heads),
         query, key, value, carried, out, lse,
         index.round_ptr, index.round_list, index.member, index.columns, index.column_ptr,
         *((key, value) if columns is None else columns),

@@ -5,6 +5,7 @@ queries (forward and their gradient)."""
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -17,23 +18,50 @@ load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
-_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def descriptor(tensor, block_shape):
     """A tensor ``[s, b, h, d]`` as ``[b, h, s, d]``, to be moved in tiles of ``block_shape``."""
-    return descriptor_heads_first(tensor.permute(1, 2, 0, 3), block_shape)
+    rows, batch, heads, dim = tensor.shape
+    of_row, of_batch, of_head, _ = tensor.stride()
+    return _describe(tensor, (batch, heads, rows, dim), (of_batch, of_head, of_row), block_shape)
 
 
 def descriptor_heads_first(tensor, block_shape):
     """A tensor ``[b, h, s, d]``, to be moved in tiles of ``block_shape``."""
-    strides = [*tensor.stride()[:3], 1]
-    layout = _tile_layout(tuple(block_shape), tensor.dtype)
-    return TensorDescriptor(tensor, list(tensor.shape), strides, block_shape, layout)
+    return _describe(tensor, tuple(tensor.shape), tensor.stride()[:3], block_shape)
 
 
-@functools.cache
+def _describe(tensor, shape, strides, block_shape):
+    """Of a tensor whose last stride is 1. Only the memory's address is new in most steps: the rest was made,
+    and checked by Triton, when it was first described."""
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(_description(shape, strides, tuple(block_shape), tensor.dtype))
+    made.base = tensor
+    return made
+
+
+@functools.lru_cache(maxsize=1024)
+def _description(shape, strides, block_shape, dtype) -> dict:
+    layout = _tile_layout(block_shape, dtype)
+    nowhere = _Nowhere(dtype)
+    return vars(TensorDescriptor(nowhere, list(shape), [*strides, 1], list(block_shape), layout))
+
+
+class _Nowhere(NamedTuple):
+    """What Triton looks at of a tensor to check a descriptor. Whether the address is aligned is checked
+    before: see ``dispatch.uses_hopper``."""
+
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return 0
+
+
 def _tile_layout(block_shape, dtype):
+    if dtype == torch.float32:  # a stretch of a line: nothing to swizzle
+        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return gl.NVMMASharedLayout.get_default_for(list(block_shape), _TYPES[dtype])
 
 
@@ -53,8 +81,9 @@ def gathered_descriptor(tensor, block_shape):
     if len(tensor) == 1:
         return descriptor(tensor[0], block_shape)
     count, rows, batch, heads, dim = tensor.shape
-    shape = ((count - 1) * chunk_rows(tensor) + rows, batch, heads, dim)
-    return descriptor(tensor.as_strided(shape, tensor.stride()[1:]), block_shape)
+    rows += (count - 1) * chunk_rows(tensor)
+    _, of_row, of_batch, of_head, _ = tensor.stride()
+    return _describe(tensor, (batch, heads, rows, dim), (of_batch, of_head, of_row), block_shape)
 
 
 def chunk_rows(tensor) -> int:
@@ -70,10 +99,9 @@ def column_descriptors(key, value, columns, block_shape):
 
 
 def line_descriptor(tensor, width):
-    """A float32 tensor ``[b, h, s]``, to be moved in stretches of ``width`` rows."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    """A float32 tensor ``[b, h, s]``, contiguous, to be moved in stretches of ``width`` rows."""
     batch, heads, length = tensor.shape
-    return TensorDescriptor(tensor, [batch * heads, length], [length, 1], [1, width], layout)
+    return _describe(tensor, (batch * heads, length), (length,), (1, width))
 
 
 @gluon.jit

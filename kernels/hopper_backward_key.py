@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .backward_key import column_splits
 from .columns import invert_columns
 from .hopper import descriptor, descriptor_heads_first, line_descriptor, load_tile
+from .launch import launch
 from .tiles import LOG2E
 
 QROWS = gl.constexpr(64)
@@ -515,7 +516,8 @@ def backward_columns(query, columns, grad_out, lse, delta, index, rank, softmax_
     gradients = torch.empty(shape, dtype=torch.float32, device=query.device)
     queries, lines = _moving(query, grad_out, lse, delta)
     half = [1, 1, block // 2, dim]
-    _column_kernel[(triton.cdiv(num_columns, block), splits, batch * heads)](
+    launch(
+        _column_kernel, (triton.cdiv(num_columns, block), splits, batch * heads),
         *queries, *(descriptor_heads_first(t, half) for t in columns), *lines, *gradients,
         index.member, index.columns, index.column_ptr,
         index.column_ptr.shape[-1], num_columns, index.local_blocks, softmax_scale,
@@ -542,7 +544,8 @@ def backward_key(
         columns, (splits, num_columns) = column_gradients, column_gradients.shape[3:5]
         entries = invert_columns(index, step.source, key.shape[0])
     chain, partial = _partial(gradients, carry, nb, heads // kv_heads)
-    _key_kernel[(nb, batch * kv_heads)](
+    launch(
+        _key_kernel, (nb, batch * kv_heads),
         *queries, descriptor(key, half), descriptor(value, half), *lines,
         *gradients, partial, *columns, entries, index.rank_ptr, index.rank_list,
         *gradients.stride()[1:4],

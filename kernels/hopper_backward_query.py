@@ -36,6 +36,7 @@ from .hopper import (
     thread_barrier,
     tiles_of,
 )
+from .launch import launch
 from .tiles import LOG2E
 
 
@@ -266,7 +267,8 @@ def backward_query(
     # Programs draw their items from a counter: heads differ much in work.
     first, items = nb * line_range.start, nb * line_range.stop
     counter = torch.full((1,), first, dtype=torch.int32, device=query.device)
-    _query_kernel[(programs(query, items - first),)](
+    launch(
+        _query_kernel, (programs(query, items - first),),
         counter,
         descriptor(query, half), descriptor(grad_out, half),
         gathered_descriptor(key, whole), gathered_descriptor(value, whole),

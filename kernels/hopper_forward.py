@@ -36,6 +36,7 @@ from .hopper import (
     thread_barrier,
     tiles_of,
 )
+from .launch import launch
 from .tiles import LN2, LOG2E
 
 
@@ -272,7 +273,8 @@ def forward(query, key, value, columns, index, this, softmax_scale, carry, out, 
     items = nb * batch * heads
     # Programs draw their items from a counter: heads differ much in work.
     counter = torch.zeros(1, dtype=torch.int32, device=query.device)
-    _forward_kernel[(programs(query, items),)](
+    launch(
+        _forward_kernel, (programs(query, items),),
         counter,
         descriptor(query, half), gathered_descriptor(key, whole), gathered_descriptor(value, whole),
         *column_descriptors(key, value, columns, whole),

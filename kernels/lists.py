@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import launch
+
 
 @triton.jit
 def _slash_kernel(
@@ -125,13 +127,15 @@ def index_lists(distances, diagonals, near, columns, seq_length, block_size, wor
         distances = diagonals = diagonals.contiguous()
     given = distances.dtype == torch.uint8
     width = min(4096, triton.next_power_of_2(num_blocks))
-    _slash_kernel[(lines,)](
+    launch(
+        _slash_kernel, (lines,),
         distances, diagonals, member, *rounds, *ranks, diagonals.shape[-1], near, num_blocks,
         world // inner, world, GIVEN=given, BLOCK=block_size, WIDTH=width, WALK=128, num_warps=4,
     )  # fmt: skip
     width = 64
     programs = triton.cdiv(count, width) + triton.cdiv(num_blocks + 1, width)
-    _column_kernel[(programs, lines)](
+    launch(
+        _column_kernel, (programs, lines),
         columns.contiguous(), column_list, column_ptr, count, seq_length, num_blocks,
         BLOCK=block_size, WIDTH=width, WALK=64, num_warps=4,
     )  # fmt: skip

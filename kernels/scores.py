@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import launch
 from .tiles import LN2, LOG2E, load_rows, precision_for
 
 
@@ -92,7 +93,8 @@ def lse_parts(sample, key):
     splits = max(1, min(64, 1024 // (tiles * batch * kv_heads), triton.cdiv(length, tile)))
     shape = (splits, batch, heads, num_rows)
     parts = torch.empty(shape, dtype=torch.float32, device=key.device)
-    _lse_kernel[(tiles, splits, batch * kv_heads)](
+    launch(
+        _lse_kernel, (tiles, splits, batch * kv_heads),
         sample.query, sample.rows, key, parts,
         *key.stride()[:3], num_rows, batch * heads, length, sample.rank, sample.world, splits,
         sample.softmax_scale,
@@ -124,8 +126,16 @@ def merge_lse(parts):
     """Launch the merge; see :func:`kernels.merge_lse`."""
     out = torch.empty(parts.shape[1:], dtype=torch.float32, device=parts.device)
     width = 16
-    _merge_kernel[(triton.cdiv(out.numel(), width),)](
-        parts, out, parts.shape[0], out.numel(), PARTS=64, LINES=width, num_warps=4
+    launch(
+        _merge_kernel,
+        (triton.cdiv(out.numel(), width),),
+        parts,
+        out,
+        parts.shape[0],
+        out.numel(),
+        PARTS=64,
+        LINES=width,
+        num_warps=4,
     )
     return out
 
@@ -185,7 +195,8 @@ def column_mass(sample, key, lse, sink):
     mass = torch.empty(batch, heads, length, dtype=torch.int32, device=key.device)
     # Without tensor cores a product's operands are held in registers.
     keys, warps = (64, 8) if key.dtype == torch.float32 else (128, 4)
-    _column_kernel[(triton.cdiv(length, keys), batch * kv_heads)](
+    launch(
+        _column_kernel, (triton.cdiv(length, keys), batch * kv_heads),
         sample.query, sample.rows, key, lse, mass,
         *key.stride()[:3], num_rows, batch * heads, length, sample.rank, sample.world,
         sample.near, sink, sample.softmax_scale,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from . import reference_choice
+from .launch import launch
 from .scores import key_positions
 
 TILE = 16384
@@ -80,7 +81,8 @@ def _levels(values, positions, shape, length, inner, outer, line, count, none, l
         tiles = triton.cdiv(length, width)
         out = torch.empty((2, *shape, tiles * count), dtype=torch.int32, device=values.device)
         cut = torch.empty((2, *shape, tiles), dtype=torch.int32, device=values.device)
-        _select_kernel[(tiles, shape[0] * shape[1])](
+        launch(
+            _select_kernel, (tiles, shape[0] * shape[1]),
             values, values if positions is None else positions, out, cut,
             length, inner, outer, line, out[0].numel(), cut[0].numel(), count, none, rank, world,
             LISTED=positions is not None, BLOCK=block, WIDTH=width,
