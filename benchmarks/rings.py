@@ -8,8 +8,9 @@ Implementations: ``mtraining_flat`` (this project's ring: all ranks a node, or e
 ``mtraining_hier`` (nodes of several ranks),
 ``te_p2p`` (Transformer Engine's ring) and ``torch_cp_cudnn`` (PyTorch's experimental context parallelism over
 cuDNN), the latter two dense, with the zigzag layout; one that cannot run is left out with its reason. All
-take turns in one run with the same numbers; between turns, ranks meet at a barrier. A time is the
-median over turns on each rank, then the longest of the ranks:
+take turns in one run with the same numbers; a turn is several calls in a row, as layers of a model come;
+between turns, ranks meet at a barrier. A time is a call's, the median over turns on each rank, then the
+longest of the ranks:
 
 - ``fwd_ms``, ``fwdbwd_ms``: a forward (the choice of the pattern counted in), and one with its backward.
 - ``index_ms``: the choice of the pattern alone; null where the pattern is given or keeps everything.
@@ -56,6 +57,8 @@ DENSE = ("te_p2p", "torch_cp_cudnn")
 IMPLEMENTATIONS = ("mtraining", *DENSE)
 RANKS_A_HOST = 2  # of an emulated one
 ROUNDS = (3, 15)  # at least, at most
+TURN, MOST_CALLS = 100.0, 20
+"""A turn is as many calls in a row as take about so many milliseconds, up to so many."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Megatron wants 1 of them, which sets what can overlap: so does this, unless the environment has it."""
 
@@ -308,34 +311,41 @@ def first_line(error: Exception) -> str:
 # Measuring.
 
 
-def milliseconds(run: Callable, setting: Setting) -> float:
-    """What one run takes on this rank; all ranks begin together."""
+def milliseconds(run: Callable, setting: Setting, calls: int = 1) -> float:
+    """What one of several calls in a row takes on this rank; all ranks begin together.
+
+    In a row, as in a model: the host prepares a layer's kernels while those before still run.
+    """
     setting.synchronize()
     dist.barrier(group=setting.group)
     if setting.device == "cpu":
         start = time.perf_counter()
-        run()
-        return 1000 * (time.perf_counter() - start)
+        for _ in range(calls):
+            run()
+        return 1000 * (time.perf_counter() - start) / calls
     torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    run()
+    for _ in range(calls):
+        run()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end)
+    return start.elapsed_time(end) / calls
 
 
 def take_turns(runs: dict, setting: Setting, budget: float) -> dict:
     """Milliseconds of each run: medians over rounds in which each has a turn, the longest of the ranks."""
     for run in runs.values():
         run()  # compiles, makes communicators
-    a_round = sum(milliseconds(run, setting) for run in runs.values()) / 1000
+    once = {name: setting.slowest(milliseconds(run, setting)) for name, run in runs.items()}
+    calls = {name: max(1, min(MOST_CALLS, int(TURN / ms))) for name, ms in once.items()}
+    a_round = sum(once[name] * calls[name] for name in runs) / 1000
     least, most = ROUNDS
-    rounds = min(most, max(least, int(budget / setting.slowest(a_round))))
+    rounds = min(most, max(least, int(budget / a_round)))
     times = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            times[name].append(milliseconds(run, setting))
+            times[name].append(milliseconds(run, setting, calls[name]))
     return {name: setting.slowest(statistics.median(found)) for name, found in times.items()}
 
 
@@ -355,16 +365,11 @@ def hop_gb_s(setting: Setting, nbytes: int) -> float:
     """Bandwidth of a hop when all ranks send so much to the next one at once."""
     sent = torch.zeros(nbytes, dtype=torch.uint8, device=setting.device)
     received = torch.empty_like(sent)
-    hops = 8  # in one measurement: one alone is mostly the host's time
     following, previous = (
         dist.get_global_rank(setting.group, (setting.rank + by) % setting.world) for by in (1, -1)
     )
 
     def hop():
-        for _ in range(hops):
-            one()
-
-    def one():
         operations = [
             dist.P2POp(dist.isend, sent, following, setting.group),
             dist.P2POp(dist.irecv, received, previous, setting.group),
@@ -372,7 +377,7 @@ def hop_gb_s(setting: Setting, nbytes: int) -> float:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
-    return hops * nbytes / take_turns({"hop": hop}, setting, 1.0)["hop"] / 1e6
+    return nbytes / take_turns({"hop": hop}, setting, 1.0)["hop"] / 1e6
 
 
 def watch(
@@ -566,6 +571,9 @@ def emulate_hosts() -> None:
     os.environ["NCCL_HOSTID"] = f"emulated-{int(os.environ['RANK']) // RANKS_A_HOST}"
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     os.environ["NCCL_IB_DISABLE"] = "1"
+    # Several connections between two ranks: one alone is slower than any network that trains models.
+    os.environ.setdefault("NCCL_SOCKET_NTHREADS", "4")
+    os.environ.setdefault("NCCL_NSOCKS_PERTHREAD", "4")
 
 
 def connect(options) -> Setting:

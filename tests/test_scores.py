@@ -248,10 +248,13 @@ def test_counts_too_large_for_the_kernel_take_the_twin(device, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("seq", "block", "world", "columns", "diagonals"),
-    [(500, 64, 1, 70, 9), (576, 64, 3, 200, 1), (1024, 128, 2, 0, 0), (128, 128, 1, 5, 2)],
-)
-def test_lists(device, seq, block, world, columns, diagonals):
+    ("seq", "block", "world", "inner", "columns", "diagonals"),
+    [
+        (500, 64, 1, 1, 70, 9), (576, 64, 3, 3, 200, 1), (576, 64, 3, 1, 20, 3),
+        (1024, 128, 4, 2, 0, 0), (128, 128, 1, 1, 5, 2),
+    ],
+)  # fmt: skip
+def test_lists(device, seq, block, world, inner, columns, diagonals):
     picked = torch.stack([torch.randperm(seq)[:columns] for _ in range(6)]).view(2, 3, columns)
     if columns > 6:
         picked[0, 0, 2:5] = seq  # fewer than the budget
@@ -262,10 +265,21 @@ def test_lists(device, seq, block, world, columns, diagonals):
     for given in ((None, crossed.int(), 2, picked.int()), (distances, None, 0, picked)):
         if given[2] > distances.shape[-1]:
             continue
-        expected = twins.index_lists(*given, seq, block, world)
-        actual = kernels.index_lists(*given, seq, block, world)
+        expected = twins.index_lists(*given, seq, block, world, inner)
+        actual = kernels.index_lists(*given, seq, block, world, inner)
         for a, e in zip(actual, expected):
             assert a.dtype == e.dtype and torch.equal(a, e)
+        member, round_list, round_ptr, rank_list, rank_ptr, *_ = (t.cpu() for t in actual)
+        for listed, before, classes in (
+            (round_list, round_ptr, world // inner),
+            (rank_list, rank_ptr, world),
+        ):
+            length = member.shape[-1] // classes
+            for residue in range(classes):
+                low, high = (before[1, 2, (residue + i) * length] for i in range(2))
+                kept = listed[1, 2, low:high].long() * classes + residue
+                mine = torch.arange(residue, member.shape[-1], classes)
+                assert torch.equal(kept, mine[member[1, 2, mine] != 0])
 
 
 def test_the_whole_choice_by_kernels(device, monkeypatch):
