@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
+from .launch import cdiv, launch
 from .tiles import LOG2E, gather_rows, load_line, load_rows, precision_for, store_rows, tile_for
 
 
@@ -187,7 +187,7 @@ def backward_columns(query, columns, grad_out, lse, delta, index, rank, softmax_
     shape = (2, batch, heads, splits, num_columns, dim)
     gradients = torch.empty(shape, dtype=torch.float32, device=query.device)
     launch(
-        _column_kernel, (triton.cdiv(num_columns, tile.keep), splits, batch * heads),
+        _column_kernel, (cdiv(num_columns, tile.keep), splits, batch * heads),
         query, *columns, grad_out, lse, delta, *gradients,
         index.member, index.columns, index.column_ptr,
         *query.stride()[:3], *grad_out.stride()[:3],

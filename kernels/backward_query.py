@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .launch import launch
+from .launch import cdiv, launch
 from .tiles import LOG2E, column_tile, gather_rows, load_rows, precision_for, store_rows, tile_for
 
 
@@ -36,7 +36,7 @@ def delta(out, grad_out, result):
     length, batch, heads, dim = out.shape
     rows = 64
     launch(
-        _delta_kernel, (triton.cdiv(length, rows), batch * heads),
+        _delta_kernel, (cdiv(length, rows), batch * heads),
         out, grad_out, result, *out.stride()[:3], *grad_out.stride()[:3], length,
         HEADS=heads, D=dim, ROWS=rows,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
+from .launch import cdiv, launch
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def gather_columns(key, value, index, rank):
     dim, rows = key.shape[3], 32
     gathered = torch.empty((2, batch, heads, columns, dim), dtype=key.dtype, device=key.device)
     launch(
-        _gather_kernel, (triton.cdiv(columns, rows), batch * heads),
+        _gather_kernel, (cdiv(columns, rows), batch * heads),
         key, value, *gathered, index.columns, *key.stride()[:3], *value.stride()[:3],
         columns, index.seq_length, rank, index.world,
         HEADS=heads, GROUP=heads // key.shape[2], D=dim, BLOCK=index.block_size, ROWS=rows,
@@ -86,7 +86,7 @@ def invert_columns(index, rank, key_len):
     entries = torch.full(shape, -1, dtype=torch.int32, device=index.columns.device)
     rows = 128
     launch(
-        _invert_kernel, (triton.cdiv(columns, rows), batch * heads),
+        _invert_kernel, (cdiv(columns, rows), batch * heads),
         entries, index.columns, columns, key_len, index.seq_length, rank, index.world,
         BLOCK=index.block_size, ROWS=rows,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
+from .launch import cdiv, launch, next_power_of_2
 from .reference_choice import fixed_point_one
 from .scores import far_probabilities, load_sampled
 from .tiles import LOG2E, load_rows, precision_for
@@ -79,12 +79,12 @@ def diagonal_mass(sample, key, lse, sink, columns):
     # Without tensor cores a product's operands are held in registers.
     rows, warps = (16, 8) if key.dtype == torch.float32 else (32, 4)
     launch(
-        _diagonal_kernel, (triton.cdiv(length, block), batch * kv_heads),
+        _diagonal_kernel, (cdiv(length, block), batch * kv_heads),
         sample.query, sample.rows, key, lse, column, cut, mass,
         *key.stride()[:3], num_rows, batch * heads, length, seq_length, sample.rank, sample.world,
         sample.near, sink, sample.softmax_scale, fixed_point_one(num_rows),
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
-        COLUMNS=columns is not None, ALL_ROWS=triton.next_power_of_2(num_rows), ROWS=rows,
+        COLUMNS=columns is not None, ALL_ROWS=next_power_of_2(num_rows), ROWS=rows,
         EVEN=length % block == 0, PREC=precision_for(key), num_warps=warps, num_stages=2,
     )  # fmt: skip
     return mass

@@ -10,7 +10,6 @@ transposed, keys in rows, so that probabilities and their gradients are operands
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .backward_key import column_splits
 from .columns import invert_columns
 from .hopper import descriptor, descriptor_heads_first, line_descriptor, load_tile
-from .launch import launch
+from .launch import cdiv, launch
 from .tiles import LOG2E
 
 QROWS = gl.constexpr(64)
@@ -517,7 +516,7 @@ def backward_columns(query, columns, grad_out, lse, delta, index, rank, softmax_
     queries, lines = _moving(query, grad_out, lse, delta)
     half = [1, 1, block // 2, dim]
     launch(
-        _column_kernel, (triton.cdiv(num_columns, block), splits, batch * heads),
+        _column_kernel, (cdiv(num_columns, block), splits, batch * heads),
         *queries, *(descriptor_heads_first(t, half) for t in columns), *lines, *gradients,
         index.member, index.columns, index.column_ptr,
         index.column_ptr.shape[-1], num_columns, index.local_blocks, softmax_scale,

@@ -16,6 +16,16 @@ _MOST = 4096
 """Launches that are kept; sequences of ever new lengths would make ever more."""
 
 
+def cdiv(a: int, b: int) -> int:
+    """``a / b``, rounded up. Triton's own takes microseconds, being made for device code too."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of 2 from n on; 1 for 0."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 def launch(kernel, grid: tuple, *arguments, **constants):
     """``kernel[grid](*arguments, **constants)``.
 

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
+from .launch import cdiv, launch, next_power_of_2
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def _column_kernel(
 def index_lists(distances, diagonals, near, columns, seq_length, block_size, world, inner):
     """Launch the lists; see :func:`kernels.index_lists`."""
     batch, heads, count = columns.shape
-    num_blocks = triton.cdiv(seq_length, block_size)
+    num_blocks = cdiv(seq_length, block_size)
     lines, device = batch * heads, columns.device
 
     def empty(length, dtype=torch.int32):
@@ -126,14 +126,14 @@ def index_lists(distances, diagonals, near, columns, seq_length, block_size, wor
     else:
         distances = diagonals = diagonals.contiguous()
     given = distances.dtype == torch.uint8
-    width = min(4096, triton.next_power_of_2(num_blocks))
+    width = min(4096, next_power_of_2(num_blocks))
     launch(
         _slash_kernel, (lines,),
         distances, diagonals, member, *rounds, *ranks, diagonals.shape[-1], near, num_blocks,
         world // inner, world, GIVEN=given, BLOCK=block_size, WIDTH=width, WALK=128, num_warps=4,
     )  # fmt: skip
     width = 64
-    programs = triton.cdiv(count, width) + triton.cdiv(num_blocks + 1, width)
+    programs = cdiv(count, width) + cdiv(num_blocks + 1, width)
     launch(
         _column_kernel, (programs, lines),
         columns.contiguous(), column_list, column_ptr, count, seq_length, num_blocks,

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
+from .launch import cdiv, launch, next_power_of_2
 from .tiles import LN2, LOG2E, load_rows, precision_for
 
 
@@ -88,9 +88,9 @@ def lse_parts(sample, key):
     num_rows, _, heads, _ = sample.query.shape
     wide = key.dtype != torch.float32
     tile = 128 if wide else 32
-    tiles = triton.cdiv(num_rows * (heads // kv_heads), tile)
+    tiles = cdiv(num_rows * (heads // kv_heads), tile)
     # About 8 programs a multiprocessor.
-    splits = max(1, min(64, 1024 // (tiles * batch * kv_heads), triton.cdiv(length, tile)))
+    splits = max(1, min(64, 1024 // (tiles * batch * kv_heads), cdiv(length, tile)))
     shape = (splits, batch, heads, num_rows)
     parts = torch.empty(shape, dtype=torch.float32, device=key.device)
     launch(
@@ -128,7 +128,7 @@ def merge_lse(parts):
     width = 16
     launch(
         _merge_kernel,
-        (triton.cdiv(out.numel(), width),),
+        (cdiv(out.numel(), width),),
         parts,
         out,
         parts.shape[0],
@@ -196,12 +196,12 @@ def column_mass(sample, key, lse, sink):
     # Without tensor cores a product's operands are held in registers.
     keys, warps = (64, 8) if key.dtype == torch.float32 else (128, 4)
     launch(
-        _column_kernel, (triton.cdiv(length, keys), batch * kv_heads),
+        _column_kernel, (cdiv(length, keys), batch * kv_heads),
         sample.query, sample.rows, key, lse, mass,
         *key.stride()[:3], num_rows, batch * heads, length, sample.rank, sample.world,
         sample.near, sink, sample.softmax_scale,
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=sample.block_size,
-        IN_STRATUM=sample.rows_in_stratum, ALL_ROWS=triton.next_power_of_2(num_rows), STRATA=32,
+        IN_STRATUM=sample.rows_in_stratum, ALL_ROWS=next_power_of_2(num_rows), STRATA=32,
         KEYS=keys, EVEN=length % keys == 0, PREC=precision_for(key),
         num_warps=warps, num_stages=2,
     )  # fmt: skip

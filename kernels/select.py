@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from . import reference_choice
-from .launch import launch
+from .launch import cdiv, launch, next_power_of_2
 from .scores import key_positions
 
 TILE = 16384
@@ -77,8 +77,8 @@ def _levels(values, positions, shape, length, inner, outer, line, count, none, l
     """Levels of tiles until one is left; the first may have positions by layout, not listed."""
     rank, world, block = layout
     while True:
-        width = min(TILE, max(256, triton.next_power_of_2(length)))
-        tiles = triton.cdiv(length, width)
+        width = min(TILE, max(256, next_power_of_2(length)))
+        tiles = cdiv(length, width)
         out = torch.empty((2, *shape, tiles * count), dtype=torch.int32, device=values.device)
         cut = torch.empty((2, *shape, tiles), dtype=torch.int32, device=values.device)
         launch(
@@ -86,7 +86,7 @@ def _levels(values, positions, shape, length, inner, outer, line, count, none, l
             values, values if positions is None else positions, out, cut,
             length, inner, outer, line, out[0].numel(), cut[0].numel(), count, none, rank, world,
             LISTED=positions is not None, BLOCK=block, WIDTH=width,
-            SLOTS=triton.next_power_of_2(count), num_warps=max(4, width // 1024),
+            SLOTS=next_power_of_2(count), num_warps=max(4, width // 1024),
         )  # fmt: skip
         if tiles == 1:
             return out, cut[..., 0]

@@ -40,6 +40,10 @@ class MTrainingConfig:
     """Stretches of the sequence that the pattern is estimated from, spread over all of it."""
     sample_rows: int = 1
     """Query rows sampled in each stretch."""
+    gathered_ranks: int = 0
+    """Context-parallel ranks whose keys a rank has at hand at once: more take less time and more memory, 1
+    is a ring of single ranks. 0 takes the ranks a node of --hierarchical-context-parallel-sizes or,
+    without those, the largest divisor of --context-parallel-size up to 8."""
     recompute_attention: bool = False
     """Compute attention again in the replay of activation recomputation, in place of keeping what the
     first pass has found: takes more time and less memory."""
@@ -61,7 +65,9 @@ class MTrainingConfig:
             raise ConfigError(
                 f"{option('block_size')} is {self.block_size}: use one of {BLOCK_SIZES}"
             )
-        at_least = dict(vertical=0, slash=0, window=0, sink=0, sample_strata=2, sample_rows=1)
+        at_least = dict(
+            vertical=0, slash=0, window=0, sink=0, sample_strata=2, sample_rows=1, gathered_ranks=0
+        )
         for name, low in at_least.items():
             if getattr(self, name) < low:
                 raise ConfigError(f"{option(name)} is {getattr(self, name)}: use {low} or more")

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
+import triton
+import triton.language as tl
 
-from megatron_mtraining.kernels import launch as module  # noqa: E402
-from megatron_mtraining.kernels.launch import launch  # noqa: E402
+from megatron_mtraining.kernels import launch as module
+from megatron_mtraining.kernels.launch import launch
 
 
 class Kernel:

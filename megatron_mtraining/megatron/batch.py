@@ -34,10 +34,10 @@ def wrap_get_batch(original):
             from megatron.core import parallel_state
 
             group = parallel_state.get_context_parallel_group()
-        block_size = config_from_args(arguments).block_size
-        inner = ranks_a_node(arguments, group.size(), command_line=True)
-        place = place_of(group.rank(), group.size(), inner)
-        return slice_batch(given["batch"], place, group.size(), block_size)
+        config, size = config_from_args(arguments), group.size()
+        inner = ranks_a_node(arguments, size, config.gathered_ranks, command_line=True)
+        place = place_of(group.rank(), size, inner)
+        return slice_batch(given["batch"], place, size, config.block_size)
 
     return get_batch_on_this_cp_rank
 

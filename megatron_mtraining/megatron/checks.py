@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import HEAD_DIMS, ConfigError
+from ..config import option as mtraining_option
+from ..layout import inner_size
 
 
 @dataclass(frozen=True)
@@ -194,15 +196,26 @@ def check_settings(settings, command_line: bool) -> None:
     check_head_dim(settings, command_line)
 
 
-def ranks_a_node(settings, cp_size: int, command_line: bool) -> int | None:
-    """Context-parallel ranks a node, the first of the hierarchical sizes; None for one flat ring.
+def ranks_a_node(settings, cp_size: int, gathered: int, command_line: bool) -> int:
+    """Context-parallel ranks whose keys are gathered: the first of the hierarchical sizes, or ``gathered``
+    (``MTrainingConfig.gathered_ranks``), or :func:`~megatron_mtraining.layout.inner_size`.
 
     Raises:
-        ConfigError: the sizes do not make ``cp_size`` ranks.
+        ConfigError: the sizes do not make ``cp_size`` ranks, or contradict each other.
     """
     sizes = getattr(settings, "hierarchical_context_parallel_sizes", None)
     if not sizes:
-        return None
+        if gathered and cp_size % gathered:
+            raise ConfigError(
+                f"{mtraining_option('gathered_ranks')} is {gathered}, which does not divide the {cp_size} "
+                "context-parallel ranks: use a divisor, or leave it out"
+            )
+        return inner_size(cp_size, gathered or None)
+    if gathered not in (0, sizes[0]):
+        raise ConfigError(
+            f"{mtraining_option('gathered_ranks')} is {gathered}, but "
+            f"--hierarchical-context-parallel-sizes gives nodes of {sizes[0]} ranks: leave one of them out"
+        )
     if sizes[0] * sizes[1] != cp_size:
         option = "--hierarchical-context-parallel-sizes"
         name = option if command_line else "config.hierarchical_context_parallel_sizes"

@@ -80,8 +80,10 @@ class MTrainingAttention(MegatronModule):
         )
         self.cp_group = group if group is not None and group.size() > 1 else None
         size = 1 if group is None else group.size()
-        self.cp_inner = ranks_a_node(config, size, command_line=False)
-        _check_nodes(self.cp_group, self.cp_inner, place)
+        gathered = self.mtraining.gathered_ranks
+        self.cp_inner = ranks_a_node(config, size, gathered, command_line=False)
+        if getattr(config, "hierarchical_context_parallel_sizes", None):
+            _check_nodes(self.cp_group, self.cp_inner, place)
         self.density = DensityMeter()
         self.carries = recompute.enable(self)
 
@@ -141,7 +143,7 @@ class MTrainingAttention(MegatronModule):
         return attended.out.flatten(2)
 
 
-def _check_nodes(group, inner: int | None, place: str) -> None:
+def _check_nodes(group, inner: int, place: str) -> None:
     try:
         check_hosts(ring_of(group, inner))
     except ValueError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 
-from ..config import ConfigError
+from ..config import ConfigError, option
 from .arguments import config_from_args, settings
 from .backend import is_active, training_arguments
 from .checks import ranks_a_node
@@ -39,8 +39,9 @@ def wrap_gpt_model(original):
         embedding = getattr(self, "rotary_pos_emb", None)
         if embedding is not None:
             group = self.pg_collection.cp
-            inner = ranks_a_node(config, 1 if group is None else group.size(), command_line=False)
-            rotary.stripe_embedding(embedding, group, settings(config).block_size, inner)
+            ours, size = settings(config), 1 if group is None else group.size()
+            inner = ranks_a_node(config, size, ours.gathered_ranks, command_line=False)
+            rotary.stripe_embedding(embedding, group, ours.block_size, inner)
 
     return __init__
 
@@ -50,12 +51,13 @@ def _check_one_layout(config) -> None:
     arguments = training_arguments()
     if arguments is None or not is_active(arguments):
         return
-    batch, model = config_from_args(arguments).block_size, settings(config).block_size
-    if batch != model:
-        raise ConfigError(
-            f"config.mtraining has block_size {model}, but --mtraining-block-size, which batches are "
-            f"cut by, is {batch}: make them equal"
-        )
+    for name in ("block_size", "gathered_ranks"):
+        batch, model = (getattr(s, name) for s in (config_from_args(arguments), settings(config)))
+        if batch != model:
+            raise ConfigError(
+                f"config.mtraining has {name} {model}, but {option(name)}, which batches are cut by, is "
+                f"{batch}: make them equal"
+            )
     name = "hierarchical_context_parallel_sizes"
     batch, model = ([*(getattr(s, name, None) or ())] for s in (arguments, config))
     if batch != model:
