@@ -226,13 +226,38 @@ def _bring_tile(
 
 
 @gluon.jit
-def load_keys(
-    counter, item_channel, barriers, query_descs, query_smems, k_descs, k_smem,
-    slash_ptr, slash_list, column_ptr, ptr_len, list_len, nb, items, residue, offset, chunk_rows, rank,
-    world, number, outer, INNER: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
-    COLUMNS: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+def _tile_bias(
+    j, slashes, columns, listed, member, block, COLUMNS: gl.constexpr, BLOCK: gl.constexpr
 ):  # fmt: skip
-    """A loading warp: draws items, and brings their queries and keys.
+    """What is added to the scores of the keys of an item's tile j: 0, or -inf for a column that does not
+    count here (see ``tiles.column_tile``); all -inf for the tile of an item without any key."""
+    line: gl.constexpr = gl.BlockedLayout([BLOCK // 32], [32], [1], [0])
+    bias = gl.full([BLOCK], float("-inf"), gl.float32, line)
+    if COLUMNS:
+        entry = (j - slashes) * BLOCK + gl.arange(0, BLOCK, layout=line)
+        there = (j >= slashes) & (entry < columns)
+        position = gl.load(listed + entry, mask=there, other=0)
+        covered = gl.load(member + block - position // BLOCK, mask=there, other=1)
+        bias = gl.where(there & (covered == 0), 0.0, bias)
+    return gl.where(j < slashes, 0.0, bias)
+
+
+@gluon.jit
+def bias_at(biases, n, STAGES: gl.constexpr):
+    """Where the bias of tile n is in shared memory. Its place is written again when the keys of tile ``n + 2
+    STAGES`` come, which is after those of ``n + STAGES`` are used, and so after the scores of tile n."""
+    return biases.index(n % (2 * STAGES))
+
+
+@gluon.jit
+def load_keys(
+    counter, item_channel, barriers, query_descs, query_smems, k_descs, k_smem, biases,
+    slash_ptr, slash_list, column_ptr, listed, member, ptr_len, list_len, column_len, nb, items, residue,
+    offset, chunk_rows, rank, world, number, outer, INNER: gl.constexpr, HEADS: gl.constexpr,
+    GROUP: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """A loading warp: draws items, and brings their queries and keys, and what is added to the scores of an
+    item's first tile and of columns.
 
     ``k_descs`` are of the keys and of the gathered columns, ``query_descs`` what is held of a query
     block.
@@ -261,11 +286,20 @@ def load_keys(
         bh = item // nb
         batch = bh // HEADS
         head = bh % HEADS
+        block = (nb - 1 - item % nb) * world + rank
+        listed_here = listed + bh.to(gl.int64) * column_len
+        member_here = member + bh.to(gl.int64) * (ptr_len - 1)
         for j in range(tiles):
             at = _tile_at(
                 j, item, low, slashes, columns, slash_list, list_len, nb, offset, chunk_rows,
                 INNER, BLOCK,
             )  # fmt: skip
+            bias = _tile_bias(
+                j, slashes, columns, listed_here, member_here, block, COLUMNS, BLOCK
+            )  # fmt: skip
+            if (j == 0) | (j >= slashes):
+                bias_at(biases, n, STAGES).store(bias)
+                thread_barrier()
             _bring_tile(
                 n, j < slashes, k_descs, k_smem, k_ready, k_free, batch, head, at,
                 GROUP, BLOCK, D, STAGES,
@@ -315,28 +349,3 @@ def load_values(
             n += 1
         turn += 1
         item, slashes, columns = receive_item(turn, item_smem, item_ready, item_free, 1)
-
-
-@gluon.jit
-def column_bias(columns, member, first, end, block, BLOCK: gl.constexpr):
-    """0 for the columns that count here, -inf for the others; see ``tiles.column_tile``. A thread
-    each."""
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    entry = first + gl.arange(0, BLOCK, layout=line)
-    listed = entry < end
-    position = gl.load(columns + entry, mask=listed, other=0)
-    distance = block - position // BLOCK
-    covered = gl.load(member + distance, mask=listed, other=1)
-    return gl.where(listed & (covered == 0), 0.0, float("-inf"))
-
-
-@gluon.jit
-def first_bias(listed, member, slashes, columns, block, COLUMNS: gl.constexpr, BLOCK: gl.constexpr):
-    """What is added to the scores of the first tile where it is not the diagonal block: nothing to a
-    slash; a query block without any key gets a tile of which nothing counts."""
-    if COLUMNS:
-        bias = column_bias(listed, member, 0, columns, block, BLOCK)
-    else:
-        line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        bias = gl.full([BLOCK], float("-inf"), gl.float32, line)
-    return gl.where(slashes > 0, 0.0, bias)

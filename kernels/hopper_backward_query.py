@@ -21,11 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper import (
+    bias_at,
     chunk_rows,
-    column_bias,
     column_descriptors,
     descriptor,
-    first_bias,
     gathered_descriptor,
     item_barriers,
     load_keys,
@@ -84,7 +83,7 @@ def _step(
 @gluon.jit
 def _attend(
     item_channel, barriers, smems, pointers, dq_desc, strides,
-    ptr_len, column_len, query_len, nb, items, softmax_scale, rank, world,
+    query_len, nb, items, softmax_scale,
     HALF: gl.constexpr, HEADS: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, DIAGONAL: gl.constexpr, CARRY: gl.constexpr, COLUMNS: gl.constexpr,
     LAST: gl.constexpr,
@@ -93,8 +92,7 @@ def _attend(
     item_smem, item_ready, item_free = item_channel
     q_ready, q_free, k_ready, v_ready, k_free, v_free = barriers
     q_smem, do_smem, k_smem, v_smem, dq_smem, biases = smems
-    bias_smem = biases.index(HALF)
-    carry_ptr, dq_ptr, lse_ptr, delta_ptr, member, columns = pointers
+    carry_ptr, dq_ptr, lse_ptr, delta_ptr = pointers
     c_ss, c_sb, c_sh, dq_ss, dq_sb, dq_sh = strides
     ROWS: gl.constexpr = BLOCK // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -120,9 +118,6 @@ def _attend(
         # A row past the end gets lse = inf, hence p = 0.
         lse = gl.load(lse_ptr + line, mask=rows < query_len, other=float("inf")) * LOG2E
         delta = gl.load(delta_ptr + line, mask=rows < query_len, other=0.0)
-        block = a * world + rank
-        seen = member + bh.to(gl.int64) * (ptr_len - 1)
-        listed = columns + bh.to(gl.int64) * column_len
         if CARRY:
             out_at = start + gl.arange(0, ROWS, layout=out_rows)
             d = gl.arange(0, D, layout=gl.SliceLayout(0, o_layout))
@@ -149,9 +144,9 @@ def _attend(
                 s_layout, a_layout, BLOCK, ROWS, D, STAGES, 1, True,
             )  # fmt: skip
         else:
-            bias_smem.store(first_bias(listed, seen, slashes, num_columns, block, COLUMNS, BLOCK))
             ds, acc = _step(
-                n, tiles > 1, None, acc, lse, delta, scale, bias_smem, q, do, k_smem, v_smem,
+                n, tiles > 1, None, acc, lse, delta, scale, bias_at(biases, n, STAGES), q, do,
+                k_smem, v_smem,
                 q_free, k_ready, v_ready, k_free, v_free,
                 s_layout, a_layout, BLOCK, ROWS, D, STAGES, 2, True,
             )  # fmt: skip
@@ -163,11 +158,9 @@ def _attend(
             )  # fmt: skip
         if COLUMNS:
             for j in range(gl.maximum(slashes, 1), tiles):
-                first = (j - slashes) * BLOCK
-                bias_smem.store(column_bias(listed, seen, first, num_columns, block, BLOCK))
                 ds, acc = _step(
-                    n + j, j + 1 < tiles, ds, acc, lse, delta, scale, bias_smem, q, do,
-                    k_smem, v_smem, q_free, k_ready, v_ready, k_free, v_free,
+                    n + j, j + 1 < tiles, ds, acc, lse, delta, scale, bias_at(biases, n + j, STAGES),
+                    q, do, k_smem, v_smem, q_free, k_ready, v_ready, k_free, v_free,
                     s_layout, a_layout, BLOCK, ROWS, D, STAGES, 2, False,
                 )  # fmt: skip
         n += tiles
@@ -220,28 +213,29 @@ def _query_kernel(
     if LAST:
         dq_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], dq_desc.layout)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    bias_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK], line)
+    biases = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BLOCK], line)
     item_channel, barriers = item_barriers(STAGES)
-    smems = (q_smem, do_smem, k_smem, v_smem, dq_smem, bias_smem)
-    pointers = (carry_ptr, dq_ptr, lse_ptr, delta_ptr, member, columns)
+    smems = (q_smem, do_smem, k_smem, v_smem, dq_smem, biases)
+    pointers = (carry_ptr, dq_ptr, lse_ptr, delta_ptr)
     strides = (c_ss, c_sb, c_sh, dq_ss, dq_sb, dq_sh)
     gl.warp_specialize(
         [
             (_attend, (
                 item_channel, barriers, smems, pointers, dq_desc, strides,
-                ptr_len, column_len, query_len, nb, items, softmax_scale, rank, world,
+                query_len, nb, items, softmax_scale,
                 0, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, LAST,
             )),
             (_attend, (
                 item_channel, barriers, smems, pointers, dq_desc, strides,
-                ptr_len, column_len, query_len, nb, items, softmax_scale, rank, world,
+                query_len, nb, items, softmax_scale,
                 1, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, LAST,
             )),
             (load_keys, (
                 counter, item_channel, barriers, (q_desc, do_desc), (q_smem, do_smem),
-                (k_desc, kc_desc), k_smem,
-                slash_ptr, slash_list, column_ptr,
-                ptr_len, list_len, nb, items, residue, offset, chunk_rows, rank, world, number, outer,
+                (k_desc, kc_desc), k_smem, biases,
+                slash_ptr, slash_list, column_ptr, columns, member,
+                ptr_len, list_len, column_len, nb, items, residue, offset, chunk_rows, rank, world,
+                number, outer,
                 INNER, HEADS, GROUP, COLUMNS, BLOCK, D, STAGES,
             )),
             (load_values, (

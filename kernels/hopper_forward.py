@@ -21,11 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper import (
+    bias_at,
     chunk_rows,
-    column_bias,
     column_descriptors,
     descriptor,
-    first_bias,
     gathered_descriptor,
     item_barriers,
     load_keys,
@@ -43,7 +42,10 @@ from .tiles import LN2, LOG2E
 @gluon.jit
 def _softmax(scores, bias, m, l, scale, MASK: gl.constexpr):
     """Running (max, sum) in base 2, the tile's probabilities, and the factor on what came before."""
-    if MASK:
+    if MASK == 2:  # in shared memory, a number a key
+        scores = scores * scale + bias.load(gl.SliceLayout(0, scores.type.layout))[None, :]
+        m_new = gl.maximum(m, gl.max(scores, 1))
+    elif MASK == 1:
         scores = scores * scale + bias
         m_new = gl.maximum(m, gl.max(scores, 1))
     else:
@@ -93,7 +95,7 @@ def _step(
 @gluon.jit
 def _attend(
     item_channel, barriers, smems, pointers, out_desc, strides,
-    ptr_len, column_len, query_len, nb, items, scale, rank, world,
+    query_len, nb, items, scale,
     HALF: gl.constexpr, HEADS: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, DIAGONAL: gl.constexpr, CARRY: gl.constexpr, COLUMNS: gl.constexpr,
     LAST: gl.constexpr,
@@ -101,8 +103,8 @@ def _attend(
     """One warpgroup: rows ``HALF`` of each item's query block."""
     item_smem, item_ready, item_free = item_channel
     q_ready, q_free, k_ready, v_ready, k_free, v_free = barriers
-    q_smem, k_smem, v_smem, out_smem = smems
-    carry_ptr, out_ptr, lse_ptr, member, columns = pointers
+    q_smem, k_smem, v_smem, out_smem, biases = smems
+    carry_ptr, out_ptr, lse_ptr = pointers
     c_ss, c_sb, c_sh, o_ss, o_sb, o_sh = strides
     ROWS: gl.constexpr = BLOCK // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -126,9 +128,6 @@ def _attend(
         start = a * BLOCK + HALF * ROWS
         rows = start + gl.arange(0, ROWS, layout=row_layout)
         lse = lse_ptr + bh.to(gl.int64) * query_len + rows
-        block = a * world + rank
-        seen = member + bh.to(gl.int64) * (ptr_len - 1)
-        listed = columns + bh.to(gl.int64) * column_len
         if CARRY:
             out_at = start + gl.arange(0, ROWS, layout=out_rows)
             d = gl.arange(0, D, layout=gl.SliceLayout(0, o_layout))
@@ -154,12 +153,11 @@ def _attend(
             keys = a * BLOCK + gl.arange(0, BLOCK, layout=key_layout)
             bias = gl.where(rows[:, None] >= keys[None, :], 0.0, float("-inf"))
         else:
-            bias = first_bias(listed, seen, slashes, num_columns, block, COLUMNS, BLOCK)
-            bias = gl.convert_layout(bias, key_layout)[None, :]
+            bias = bias_at(biases, n, STAGES)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_free.index(n % STAGES))
         mbarrier.arrive(q_free, pred=tiles == 1)
-        new, m, l, alpha = _softmax(scores, bias, m, l, scale, True)
+        new, m, l, alpha = _softmax(scores, bias, m, l, scale, 1 if DIAGONAL else 2)
         if CARRY:
             acc = acc * gl.convert_layout(alpha, out_rows)[:, None]
         p = gl.convert_layout(new.to(dtype), p_layout)
@@ -169,17 +167,14 @@ def _attend(
             p, acc, m, l = _step(
                 n + j, j + 1 < tiles, p, acc, m, l, scale, 0.0, q, k_smem, v_smem,
                 q_free, k_ready, v_ready, k_free, v_free,
-                s_layout, p_layout, BLOCK, ROWS, D, STAGES, False,
+                s_layout, p_layout, BLOCK, ROWS, D, STAGES, 0,
             )  # fmt: skip
         if COLUMNS:
             for j in range(gl.maximum(slashes, 1), tiles):
-                first = (j - slashes) * BLOCK
-                mask = column_bias(listed, seen, first, num_columns, block, BLOCK)
-                mask = gl.convert_layout(mask, key_layout)[None, :]
                 p, acc, m, l = _step(
-                    n + j, j + 1 < tiles, p, acc, m, l, scale, mask, q, k_smem, v_smem,
-                    q_free, k_ready, v_ready, k_free, v_free,
-                    s_layout, p_layout, BLOCK, ROWS, D, STAGES, True,
+                    n + j, j + 1 < tiles, p, acc, m, l, scale, bias_at(biases, n + j, STAGES), q,
+                    k_smem, v_smem, q_free, k_ready, v_ready, k_free, v_free,
+                    s_layout, p_layout, BLOCK, ROWS, D, STAGES, 2,
                 )  # fmt: skip
         n += tiles
         turn += 1
@@ -232,25 +227,28 @@ def _forward_kernel(
     if LAST:
         out_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], out_desc.layout)
     item_channel, barriers = item_barriers(STAGES)
-    smems = (q_smem, k_smem, v_smem, out_smem)
-    pointers = (carry_ptr, out_ptr, lse_ptr, member, columns)
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    biases = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BLOCK], line)
+    smems = (q_smem, k_smem, v_smem, out_smem, biases)
+    pointers = (carry_ptr, out_ptr, lse_ptr)
     strides = (c_ss, c_sb, c_sh, o_ss, o_sb, o_sh)
     gl.warp_specialize(
         [
             (_attend, (
                 item_channel, barriers, smems, pointers, out_desc, strides,
-                ptr_len, column_len, query_len, nb, items, scale, rank, world,
+                query_len, nb, items, scale,
                 0, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, LAST,
             )),
             (_attend, (
                 item_channel, barriers, smems, pointers, out_desc, strides,
-                ptr_len, column_len, query_len, nb, items, scale, rank, world,
+                query_len, nb, items, scale,
                 1, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, LAST,
             )),
             (load_keys, (
                 counter, item_channel, barriers, (q_desc,), (q_smem,), (k_desc, kc_desc), k_smem,
-                slash_ptr, slash_list, column_ptr,
-                ptr_len, list_len, nb, items, residue, offset, chunk_rows, rank, world, number, outer,
+                biases, slash_ptr, slash_list, column_ptr, columns, member,
+                ptr_len, list_len, column_len, nb, items, residue, offset, chunk_rows, rank, world,
+                number, outer,
                 INNER, HEADS, GROUP, COLUMNS, BLOCK, D, STAGES,
             )),
             (load_values, (
