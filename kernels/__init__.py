@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Kernels of one ring step of sparse attention, in Triton, with plain PyTorch twins.
+"""Kernels of sparse attention, in Triton, with plain PyTorch twins.
 
 CUDA tensors take the Triton kernels; CPU tensors take the twins, or the kernels too under Triton's
 interpreter (``TRITON_INTERPRET=1``). Nothing here knows of process groups or of Megatron.

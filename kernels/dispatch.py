@@ -48,7 +48,7 @@ def _can_be_described(tensor: Tensor) -> bool:
 
 
 def uses_hopper(index, *operands: Tensor) -> bool:
-    """Whether the Hopper kernels take a ring step with these ``[s, b, h, d]`` operands.
+    """Whether the Hopper kernels take these ``[s, b, h, d]`` operands (keys also ``[I, s, b, hk, d]``).
 
     They need a Hopper GPU, 16-bit operands at 16-byte aligned strides, blocks of 128 and lengths that
     are multiples of 4. ``MTRAINING_PORTABLE_KERNELS=1`` in the environment keeps to the portable ones.

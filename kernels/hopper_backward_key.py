@@ -437,11 +437,12 @@ def _column_kernel(
     HEADS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
 ):  # fmt: skip
-    split = gl.program_id(1)
-    batch = gl.program_id(2) // HEADS
-    head = gl.program_id(2) % HEADS
-    bh = gl.program_id(2).to(gl.int64)
-    first = gl.program_id(0) * BLOCK
+    # The first columns are seen by the most queries: start them first, of all heads.
+    split = gl.program_id(0)
+    batch = gl.program_id(1) // HEADS
+    head = gl.program_id(1) % HEADS
+    bh = gl.program_id(1).to(gl.int64)
+    first = gl.program_id(2) * BLOCK
     end = gl.load(column_ptr + bh * ptr_len + ptr_len - 1)
     member += bh * (ptr_len - 1)
     columns += bh * column_len
@@ -474,7 +475,7 @@ def _column_kernel(
             )),
             (_load_columns, (
                 descs, k_desc, v_desc, held, moving,
-                batch, head, gl.program_id(2), first, a_first, total, BLOCK, D, STAGES, SPLITS,
+                batch, head, gl.program_id(1), first, a_first, total, BLOCK, D, STAGES, SPLITS,
             )),
         ],
         [4, 1],
@@ -516,7 +517,7 @@ def backward_columns(query, columns, grad_out, lse, delta, index, rank, softmax_
     queries, lines = _moving(query, grad_out, lse, delta)
     half = [1, 1, block // 2, dim]
     launch(
-        _column_kernel, (cdiv(num_columns, block), splits, batch * heads),
+        _column_kernel, (splits, batch * heads, cdiv(num_columns, block)),
         *queries, *(descriptor_heads_first(t, half) for t in columns), *lines, *gradients,
         index.member, index.columns, index.column_ptr,
         index.column_ptr.shape[-1], num_columns, index.local_blocks, softmax_scale,

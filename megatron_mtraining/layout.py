@@ -6,7 +6,7 @@ block ``b // W``. Pure index arithmetic over tensors: nothing here knows of proc
 Megatron.
 
 The distance between a query block of rank ``r`` and a key block of rank ``s`` is ``t = (r - s) % W``
-modulo ``W``, whatever the two blocks: the reason why every rank has the same work in every ring step.
+modulo ``W``, whatever the two blocks: the reason why every rank has the same work.
 
 Where ranks form several nodes, a rank has another *place* in this order (:func:`place_of`), and every
 function below takes places for ranks.

@@ -87,7 +87,7 @@ def test_dense_is_dense_and_sparse_is_sparse(finished):
     assert runs["dense"]["density"] == pytest.approx([1.0] * STEPS, abs=1e-6)
     assert all(0.05 < density < 0.95 for density in runs["sparse"]["density"])
     work = {name: np.array(run["work"]) for name, run in runs.items()}
-    assert work["dense"].shape == work["sparse"].shape == (2, 2)
+    assert work["dense"].shape == work["sparse"].shape == (2, 1)  # ranks, rounds
     pairs = 512 * 513 / 2 * 2 * 2  # causal pairs x heads x layers
     assert work["dense"].sum() == pairs
     assert work["sparse"].sum() / pairs == pytest.approx(runs["sparse"]["density"][-1], abs=1e-4)

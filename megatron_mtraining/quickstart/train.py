@@ -39,7 +39,7 @@ class Run:
     density: list[float] = field(default_factory=list)
     held_out: float = math.nan
     work: list[list[float]] = field(default_factory=list)
-    """Kept query-key pairs, ``[rank][ring step]``, of the last step, over heads and layers."""
+    """Kept query-key pairs, ``[rank][round]``, of the last step, over heads and layers."""
 
 
 def worker(rank: int, options: Options, folder: str) -> None:

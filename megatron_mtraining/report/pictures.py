@@ -89,11 +89,11 @@ def patterns(path: Path, shares: Mapping[str, np.ndarray], seq_length: int, titl
 
 
 def work(path: Path, pairs: np.ndarray, dense_pairs: float, title: str) -> Path:
-    """Attention work of each rank in each ring step, as a share of what dense attention has.
+    """Attention work of each rank in each round of the ring, as a share of what dense attention has.
 
     Args:
-        pairs: ``[ranks, ring steps]``, query-key pairs.
-        dense_pairs: pairs of dense causal attention, over all ranks and steps.
+        pairs: ``[ranks, rounds]``, query-key pairs.
+        dense_pairs: pairs of dense causal attention, over all ranks and rounds.
     """
     pairs = np.asarray(pairs, dtype=np.float64)
     ranks, steps = pairs.shape
@@ -108,7 +108,7 @@ def work(path: Path, pairs: np.ndarray, dense_pairs: float, title: str) -> Path:
             bottom=bottom,
             color=colour,
             width=0.6,
-            label=f"ring step {step}",
+            label=f"round {step}",
         )
         labels = [f"{value:.2f}%" for value in percent[:, step]]
         axes.bar_label(bars, labels, label_type="center", color="white", fontsize=9)
