@@ -315,3 +315,15 @@ def test_hierarchical_sizes_must_make_the_context_parallel_ranks():
         ArgumentsError, match="--hierarchical-context-parallel-sizes is 2 2.* 4 ranks.* 8"
     ):
         check_arguments(parse(context_parallel_size=8, hierarchical_context_parallel_sizes=[2, 2]))
+
+
+def test_gathered_ranks_must_fit_the_context_parallel_ranks():
+    check_arguments(parse(context_parallel_size=8, mtraining_gathered_ranks=4))
+    with pytest.raises(ArgumentsError, match="--mtraining-gathered-ranks is 3.* 8 .*divisor"):
+        check_arguments(parse(context_parallel_size=8, mtraining_gathered_ranks=3))
+    with pytest.raises(ArgumentsError, match="--mtraining-gathered-ranks is -1"):
+        check_arguments(parse(context_parallel_size=8, mtraining_gathered_ranks=-1))
+    nodes = dict(context_parallel_size=8, hierarchical_context_parallel_sizes=[4, 2])
+    check_arguments(parse(**nodes, mtraining_gathered_ranks=4))
+    with pytest.raises(ArgumentsError, match="--mtraining-gathered-ranks is 2, but .*nodes of 4"):
+        check_arguments(parse(**nodes, mtraining_gathered_ranks=2))

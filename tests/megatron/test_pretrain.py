@@ -57,6 +57,11 @@ PARALLEL = {
         4,
         "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2",
     ),
+    "CP 2, a ring of single ranks": (
+        "launcher",
+        2,
+        "--context-parallel-size 2 --mtraining-gathered-ranks 1",
+    ),
     "CP 1, patched": ("patch", 1, ""),
     "CP 2, patched, distributed optimizer, full recompute": (
         "patch",
