@@ -36,7 +36,7 @@ class RankAlone:
     """The first rank of a ring of ``world``, with no other there; see the module's text."""
 
     def __init__(self, world: int):
-        self.rank, self.place, self.world = 0, 0, world
+        self.rank, self.world, self.inner = 0, world, world
 
     def all_reduce(self, tensor):
         return tensor

@@ -409,17 +409,19 @@ def run_case(case: Case, setting: Setting, rings: dict, options, common: dict):
     torch.manual_seed(0)
     if setting.device == "cuda":
         torch.cuda.manual_seed(setting.rank)
-    by_place = {}  # operands depend on which tokens a rank has
+    by_inner = {}  # operands depend on which tokens a rank has
 
-    def operands_at(place: int):
-        if place not in by_place:
-            positions = token_positions(case.seq, place, setting.world, BLOCK, setting.device)
+    def operands_in(inner: int):
+        if inner not in by_inner:
+            positions = token_positions(
+                case.seq, setting.rank, setting.world, BLOCK, setting.device, inner
+            )
             dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32
-            by_place[place] = workloads.draw_structured(
+            by_inner[inner] = workloads.draw_structured(
                 case.seq, positions, setting.heads, setting.kv_heads, setting.dim, case.vertical,
                 dtype,
             )  # fmt: skip
-        return by_place[place]
+        return by_inner[inner]
 
     runs, traced, indices = {}, {}, {}
     with ExitStack() as stack:
@@ -427,11 +429,11 @@ def run_case(case: Case, setting: Setting, rings: dict, options, common: dict):
             levels = 1 < ring.inner < ring.world
             impl = ("mtraining_hier" if levels else "mtraining_flat", ring.inner)
             runs[impl], traced[impl], indices[impl] = sparse_runs(
-                case, setting, operands_at(ring.place), ring, inner
+                case, setting, operands_in(ring.inner), ring, inner
             )
         for name in DENSE:
             if name in options.impl:
-                found = dense_runs(name, setting, operands_at(setting.rank), stack)
+                found = dense_runs(name, setting, operands_in(setting.world), stack)
                 if isinstance(found, str):
                     say(setting, f"  {name} is left out: {found}")
                 else:
@@ -442,7 +444,7 @@ def run_case(case: Case, setting: Setting, rings: dict, options, common: dict):
     layers = {}
     for impl, run in traced.items():
         ring = next(ring for ring in rings.values() if ring.inner == impl[1])
-        spans = watch(run, ring, operands_at(ring.place), setting)
+        spans = watch(run, ring, operands_in(ring.inner), setting)
         if spans is not None:
             layers[impl] = spans
     rows = []

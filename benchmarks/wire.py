@@ -63,7 +63,7 @@ def error_over(ring: Ring, operands, pattern, truth, bf16_gradients: bool, devic
     """The larger error of this ring's gradients of keys and of values, over all ranks."""
     seq = len(operands[0])
     index = build_index(*(t.to(device) for t in pattern), seq, BLOCK, ring.world, ring.inner)
-    here = positions_at(torch.arange(seq // ring.world), ring.place, ring.world, BLOCK)
+    here = positions_at(torch.arange(seq // ring.world), ring.rank, ring.world, BLOCK, ring.inner)
     parts = [tensor[here].to(device) for tensor in operands]
     leaves = [part.requires_grad_() for part in parts[:3]]
     out, _ = ring_attention(*leaves, index, ring, SCALE, bf16_gradients=bf16_gradients)

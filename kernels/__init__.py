@@ -318,7 +318,13 @@ def diagonal_mass(
 
 
 def select_largest(
-    values: Tensor, count: int, none: int, rank: int = 0, world: int = 1, block_size: int = 128
+    values: Tensor,
+    count: int,
+    none: int,
+    rank: int = 0,
+    world: int = 1,
+    inner: int = 1,
+    block_size: int = 128,
 ) -> tuple[Tensor, Tensor]:
     """The ``count`` largest of positive values along the last dimension, ties to the lower position.
 
@@ -326,7 +332,7 @@ def select_largest(
         values: int32 ``[b, h, L]``, contiguous, 0 or more; those of 0 are never taken.
         count: 1 to L.
         none: stands for the position of nothing, where fewer than ``count`` are positive.
-        rank, world, block_size: the striped layout that gives positions; the default is 0, 1, ...
+        rank, world, inner, block_size: the striped layout that gives positions; the default is 0, 1, ...
 
     Returns:
         int32 ``[2, b, h, count]``, values and positions in no particular order (0 and ``none`` where
@@ -335,10 +341,10 @@ def select_largest(
         taken it is (0, -1).
     """
     if not uses_triton(values):
-        return reference_choice.select_largest(values, count, none, rank, world, block_size)
+        return reference_choice.select_largest(values, count, none, rank, world, inner, block_size)
     from .select import select_largest as launch
 
-    return launch(values, count, none, rank, world, block_size)
+    return launch(values, count, none, rank, world, inner, block_size)
 
 
 def merge_selections(offers: Tensor, count: int, none: int) -> tuple[Tensor, Tensor]:

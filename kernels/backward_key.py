@@ -16,7 +16,21 @@ import triton
 import triton.language as tl
 
 from .launch import cdiv, launch
-from .tiles import LOG2E, gather_rows, load_line, load_rows, precision_for, store_rows, tile_for
+from .tiles import (
+    LOG2E,
+    block_at,
+    gather_rows,
+    load_line,
+    load_rows,
+    precision_for,
+    store_rows,
+    tile_for,
+)
+
+MEETINGS = [
+    f"{what}_{turned}{apart}" for turned in "01" for apart in "01" for what in ("residue", "wrap")
+]
+"""Parameters of the key kernels; see :func:`meetings`."""
 
 
 @triton.jit
@@ -41,7 +55,7 @@ def _column_kernel(
     q_ptr, column_k, column_v, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     member, columns, column_ptr,
     q_ss, q_sb, q_sh, do_ss, do_sb, do_sh,
-    ptr_len, column_len, query_len, nb, softmax_scale, rank, world,
+    ptr_len, column_len, query_len, nb, softmax_scale, rank, world, inner,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     KEEP: tl.constexpr, WALK: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
     PREC: tl.constexpr,
@@ -73,11 +87,11 @@ def _column_kernel(
     scale = softmax_scale * LOG2E
     queries = tl.arange(0, WALK)
     # Columns are sorted: no query block up to the first one's sees any of this tile.
-    a_first = (tl.load(columns + first) // BLOCK + world - rank) // world + split
+    a_first = tl.load(columns + first) // BLOCK // world + split
     # Query blocks go round the splits, so that each split has as many near and far ones.
     for j in range(0, tl.cdiv(tl.maximum(nb - a_first, 0), SPLITS) * walks):
         a = a_first + j // walks * SPLITS
-        distance = a * world + rank - block
+        distance = block_at(a, rank, world, inner) - block
         seen = listed & (distance > 0)
         covered = tl.load(member + distance, mask=seen, other=1)
         keep = seen & (covered == 0)
@@ -93,15 +107,16 @@ def _column_kernel(
     store_rows(dv_ptr, line, D, rows, line + end - first, dv, D, False)
 
 
-@triton.jit(do_not_specialize=["residue", "wrap", "rank"])
+@triton.jit(do_not_specialize=["rank", *MEETINGS])
 def _key_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, carry_dk, carry_dv,
     column_dk, column_dv,
     slash_ptr, slash_list, columns, column_ptr,
     q_ss, q_sb, q_sh, k_ss, k_sb, k_sh, v_ss, v_sb, v_sh,
     do_ss, do_sb, do_sh, g_ss, g_sb, g_sh,
-    ptr_len, list_len, column_len, query_len, key_len, nb, softmax_scale,
-    residue, wrap, rank, world,
+    ptr_len, list_len, column_ptr_len, column_len, query_len, key_len, nb, softmax_scale,
+    rank, world, inner,
+    residue_00, wrap_00, residue_01, wrap_01, residue_10, wrap_10, residue_11, wrap_11,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     KEEP: tl.constexpr, WALK: tl.constexpr, SPLITS: tl.constexpr, DIAGONAL: tl.constexpr,
     CARRY: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
@@ -121,6 +136,12 @@ def _key_kernel(
     dk = tl.zeros([KEEP, D], tl.float32)
     dv = tl.zeros([KEEP, D], tl.float32)
     scale = softmax_scale * LOG2E
+    # How this key block meets query blocks: see RingStep.meetings.
+    turned = (c & 1) == 1
+    same = tl.where(turned, residue_10, residue_00)
+    same_wrap = tl.where(turned, wrap_10, wrap_00)
+    other = tl.where(turned, residue_11, residue_01)
+    other_wrap = tl.where(turned, wrap_11, wrap_01)
     for g in range(GROUP):
         head = kv_head * GROUP + g
         bh = batch * HEADS + head
@@ -128,10 +149,7 @@ def _key_kernel(
         do_head = do_ptr + batch * do_sb + head * do_sh
         lse_head = lse_ptr + bh * query_len
         delta_head = delta_ptr + bh * query_len
-        low = tl.load(slash_ptr + bh * ptr_len + residue)
-        high = tl.load(slash_ptr + bh * ptr_len + residue + nb - c - wrap)
         if DIAGONAL:
-            low += 1
             for walk in range(part * KEEP // WALK, walks):
                 at = c * BLOCK + walk * WALK
                 q = load_rows(q_head, at, q_ss, queries, query_len, D, EVEN)
@@ -140,16 +158,25 @@ def _key_kernel(
                 delta = load_line(delta_head, at, queries, query_len, 0.0, EVEN)
                 keep = (start + rows)[:, None] <= (at + queries)[None, :]
                 dk, dv = _add_tile(q, k, v, do, keep, dk, dv, lse, delta, scale, True, PREC)
-        for j in range(low * walks, high * walks):
-            a = c + tl.load(slash_list + bh * list_len + j // walks).to(tl.int32) + wrap
-            at = a * BLOCK + j % walks * WALK
-            q = load_rows(q_head, at, q_ss, queries, query_len, D, EVEN)
-            do = load_rows(do_head, at, do_ss, queries, query_len, D, EVEN)
-            lse = load_line(lse_head, at, queries, query_len, float("inf"), EVEN) * LOG2E
-            delta = load_line(delta_head, at, queries, query_len, 0.0, EVEN)
-            dk, dv = _add_tile(q, k, v, do, None, dk, dv, lse, delta, scale, False, PREC)
+        for apart in tl.static_range(2):
+            residue = same if apart == 0 else other
+            first = c + apart + 2 * (same_wrap if apart == 0 else other_wrap)
+            low = tl.load(slash_ptr + bh * ptr_len + residue)
+            # Query blocks first, first + 2, and so on, below nb.
+            count = tl.maximum(nb + 1 - first, 0) // 2
+            high = tl.load(slash_ptr + bh * ptr_len + residue + count)
+            if DIAGONAL and apart == 0:
+                low += 1
+            for j in range(low * walks, high * walks):
+                e = tl.load(slash_list + bh * list_len + j // walks).to(tl.int32)
+                at = (first + 2 * e) * BLOCK + j % walks * WALK
+                q = load_rows(q_head, at, q_ss, queries, query_len, D, EVEN)
+                do = load_rows(do_head, at, do_ss, queries, query_len, D, EVEN)
+                lse = load_line(lse_head, at, queries, query_len, float("inf"), EVEN) * LOG2E
+                delta = load_line(delta_head, at, queries, query_len, 0.0, EVEN)
+                dk, dv = _add_tile(q, k, v, do, None, dk, dv, lse, delta, scale, False, PREC)
         if COLUMNS:
-            own = column_ptr + bh * ptr_len + c * world + rank
+            own = column_ptr + bh * column_ptr_len + block_at(c, rank, world, inner)
             dims = tl.arange(0, D)
             for j in range(tl.load(own), tl.load(own + 1)):
                 row = tl.load(columns + bh * column_len + j) % BLOCK - part * KEEP
@@ -165,6 +192,18 @@ def _key_kernel(
         dv += load_rows(carry_dv + head, start, g_ss, rows, key_len, D, EVEN)
     store_rows(dk_ptr + head, start, g_ss, rows, key_len, dk, D, EVEN)
     store_rows(dv_ptr + head, start, g_ss, rows, key_len, dv, D, EVEN)
+
+
+def meetings(step, local_blocks: int) -> list[int]:
+    """``RingStep.meetings`` as the kernels take them: where each residue begins in the prefix counts, and its
+    wrap, for key blocks that are not turned and that are."""
+    length = cdiv(local_blocks, 2)
+    return [
+        number
+        for turned in (0, 1)
+        for residue, _, wrap in step.meetings(turned)
+        for number in (residue * length, wrap)
+    ]
 
 
 def column_splits(index, heads: int, keep: int) -> int:
@@ -191,7 +230,7 @@ def backward_columns(query, columns, grad_out, lse, delta, index, rank, softmax_
         query, *columns, grad_out, lse, delta, *gradients,
         index.member, index.columns, index.column_ptr,
         *query.stride()[:3], *grad_out.stride()[:3],
-        index.column_ptr.shape[-1], num_columns, length, nb, softmax_scale, rank, index.world,
+        index.column_ptr.shape[-1], num_columns, length, nb, softmax_scale, rank, index.world, index.inner,
         HEADS=heads, D=dim, BLOCK=block, KEEP=tile.keep, WALK=tile.walk, SPLITS=splits,
         EVEN=length % block == 0, PREC=precision_for(query),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -219,11 +258,11 @@ def backward_key(
         index.rank_ptr, index.rank_list, index.columns, index.column_ptr,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3],
         *gradients.stride()[1:4],
-        index.rank_ptr.shape[-1], index.rank_list.shape[-1], num_columns,
+        index.rank_ptr.shape[-1], index.rank_list.shape[-1], index.column_ptr.shape[-1], num_columns,
         length, key.shape[0], nb, softmax_scale,
-        step.distance * nb, step.wrap, step.source, index.world,
+        step.source, index.world, index.inner, *meetings(step, nb),
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block, KEEP=tile.keep, WALK=tile.walk,
-        SPLITS=splits, DIAGONAL=step.distance == 0, CARRY=carry is not None,
+        SPLITS=splits, DIAGONAL=step.source == step.rank, CARRY=carry is not None,
         COLUMNS=columns is not None, EVEN=length % block == 0, PREC=precision_for(query),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -12,7 +12,17 @@ import triton
 import triton.language as tl
 
 from .launch import cdiv, launch
-from .tiles import LOG2E, column_tile, gather_rows, load_rows, precision_for, store_rows, tile_for
+from .tiles import (
+    LOG2E,
+    block_at,
+    column_tile,
+    gather_rows,
+    load_rows,
+    owner_of,
+    precision_for,
+    store_rows,
+    tile_for,
+)
 
 
 @triton.jit
@@ -53,14 +63,14 @@ def _add_tile(q, k, v, do, keep, acc, lse, delta, scale, MASKED: tl.constexpr, P
     return tl.dot(ds.to(k.dtype), k, acc, input_precision=PREC)
 
 
-@triton.jit(do_not_specialize=["residue", "offset", "rank", "number", "first_head"])
+@triton.jit(do_not_specialize=["residue", "wrap", "rank", "number", "first_head"])
 def _query_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, carry_ptr, dq_ptr, lse_ptr, delta_ptr,
     slash_ptr, slash_list, member, columns, column_ptr, column_k, column_v,
     q_ss, q_sb, q_sh, k_sc, k_ss, k_sb, k_sh, v_sc, v_ss, v_sb, v_sh,
     do_ss, do_sb, do_sh, c_ss, c_sb, c_sh, dq_ss, dq_sb, dq_sh,
     ptr_len, list_len, column_len, query_len, key_len, nb, softmax_scale,
-    residue, offset, rank, world, number, outer, first_head,
+    residue, wrap, rank, world, number, outer, first_head,
     INNER: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     KEEP: tl.constexpr, WALK: tl.constexpr, DIAGONAL: tl.constexpr, CARRY: tl.constexpr,
     COLUMNS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
@@ -100,12 +110,12 @@ def _query_kernel(
 
     low = tl.load(slash_ptr)
     # Among the blocks of the round's ranks, the last that this query block may see.
-    last = a * INNER + offset
+    last = block_at(a, rank % INNER, INNER, INNER) - wrap
     high = tl.load(slash_ptr + last + 1)
     if DIAGONAL:
         low += 1
-        own_k = k_ptr + last % INNER * k_sc.to(tl.int64)
-        own_v = v_ptr + last % INNER * v_sc.to(tl.int64)
+        own_k = k_ptr + rank % INNER * k_sc.to(tl.int64)
+        own_v = v_ptr + rank % INNER * v_sc.to(tl.int64)
         for walk in range(tl.cdiv((part + 1) * KEEP, WALK)):
             at = a * BLOCK + walk * WALK
             k = load_rows(own_k, at, k_ss, keys, key_len, D, EVEN)
@@ -114,13 +124,14 @@ def _query_kernel(
             acc = _add_tile(q, k, v, do, keep, acc, lse, delta, scale, True, PREC)
     for j in range(low * walks, high * walks):
         block = last - tl.load(slash_list + j // walks).to(tl.int32)
-        at = block // INNER * BLOCK + j % walks * WALK
-        chunk = (block % INNER).to(tl.int64)
+        chunk, c = owner_of(block, INNER, INNER)
+        at = c * BLOCK + j % walks * WALK
+        chunk = chunk.to(tl.int64)
         k = load_rows(k_ptr + chunk * k_sc, at, k_ss, keys, key_len, D, True)
         v = load_rows(v_ptr + chunk * v_sc, at, v_ss, keys, key_len, D, True)
         acc = _add_tile(q, k, v, do, None, acc, lse, delta, scale, False, PREC)
     if COLUMNS:
-        block = a * world + rank
+        block = block_at(a, rank, world, INNER)
         # Each head has its columns in one of the rounds, so that rounds are alike.
         high = tl.load(column_ptr + block)
         high = tl.where(head * outer // HEADS == number, high, 0)
@@ -156,7 +167,7 @@ def backward_query(
         *carried.stride()[:3], *grad_query.stride()[:3],
         index.round_ptr.shape[-1], index.round_list.shape[-1], index.columns.shape[-1],
         length, key.shape[1], nb, softmax_scale,
-        this.number * nb * index.inner, this.offset, this.place, index.world, this.number,
+        this.number * nb * index.inner, this.wrap, this.rank, index.world, this.number,
         index.outer, line_range.start,
         INNER=index.inner, HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
         KEEP=tile.keep, WALK=tile.walk, DIAGONAL=this.first, CARRY=not this.first,

@@ -12,21 +12,22 @@ import triton
 import triton.language as tl
 
 from .launch import cdiv, launch
+from .tiles import owner_of
 
 
 @triton.jit
-def _own_columns(columns, entry, column_len, seq_length, rank, world, BLOCK: tl.constexpr):
+def _own_columns(columns, entry, column_len, seq_length, rank, world, inner, BLOCK: tl.constexpr):
     """Rows of this rank's part that entries of the list are, and which entries it owns."""
     position = tl.load(columns + entry, mask=entry < column_len, other=seq_length)
-    block = position // BLOCK
-    owned = (position < seq_length) & (block % world == rank)
-    return block // world * BLOCK + position % BLOCK, owned
+    owner, local_block = owner_of(position // BLOCK, world, inner)
+    owned = (position < seq_length) & (owner == rank)
+    return local_block * BLOCK + position % BLOCK, owned
 
 
 @triton.jit(do_not_specialize=["rank"])
 def _gather_kernel(
     k_ptr, v_ptr, kc_ptr, vc_ptr, columns,
-    k_ss, k_sb, k_sh, v_ss, v_sb, v_sh, column_len, seq_length, rank, world,
+    k_ss, k_sb, k_sh, v_ss, v_sb, v_sh, column_len, seq_length, rank, world, inner,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -35,7 +36,7 @@ def _gather_kernel(
     kv_head = bh % HEADS // GROUP
     entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row, owned = _own_columns(
-        columns + bh * column_len, entry, column_len, seq_length, rank, world, BLOCK
+        columns + bh * column_len, entry, column_len, seq_length, rank, world, inner, BLOCK
     )
     row = row.to(tl.int64)[:, None]
     d = tl.arange(0, D)[None, :]
@@ -60,7 +61,7 @@ def gather_columns(key, value, index, rank):
     launch(
         _gather_kernel, (cdiv(columns, rows), batch * heads),
         key, value, *gathered, index.columns, *key.stride()[:3], *value.stride()[:3],
-        columns, index.seq_length, rank, index.world,
+        columns, index.seq_length, rank, index.world, index.inner,
         HEADS=heads, GROUP=heads // key.shape[2], D=dim, BLOCK=index.block_size, ROWS=rows,
     )  # fmt: skip
     return gathered
@@ -68,13 +69,13 @@ def gather_columns(key, value, index, rank):
 
 @triton.jit(do_not_specialize=["rank"])
 def _invert_kernel(
-    entries, columns, column_len, key_len, seq_length, rank, world,
+    entries, columns, column_len, key_len, seq_length, rank, world, inner,
     BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     bh = tl.program_id(1).to(tl.int64)
     entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row, owned = _own_columns(
-        columns + bh * column_len, entry, column_len, seq_length, rank, world, BLOCK
+        columns + bh * column_len, entry, column_len, seq_length, rank, world, inner, BLOCK
     )
     tl.store(entries + bh * key_len + row, entry, mask=owned)
 
@@ -87,7 +88,7 @@ def invert_columns(index, rank, key_len):
     rows = 128
     launch(
         _invert_kernel, (cdiv(columns, rows), batch * heads),
-        entries, index.columns, columns, key_len, index.seq_length, rank, index.world,
+        entries, index.columns, columns, key_len, index.seq_length, rank, index.world, index.inner,
         BLOCK=index.block_size, ROWS=rows,
     )  # fmt: skip
     return entries

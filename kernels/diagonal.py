@@ -14,13 +14,14 @@ import triton.language as tl
 from .launch import cdiv, launch, next_power_of_2
 from .reference_choice import fixed_point_one
 from .scores import far_probabilities, load_sampled
-from .tiles import LOG2E, load_rows, precision_for
+from .tiles import LOG2E, block_at, load_rows, precision_for
 
 
 @triton.jit(do_not_specialize=["rank"])
 def _diagonal_kernel(
     q_ptr, rows_ptr, k_ptr, lse_ptr, column_ptr, cut_ptr, out_ptr,
-    k_ss, k_sb, k_sh, num_rows, batch_heads, length, seq_length, rank, world, near, sink, scale, one,
+    k_ss, k_sb, k_sh, num_rows, batch_heads, length, seq_length, rank, world, inner,
+    near, sink, scale, one,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, ALL_ROWS: tl.constexpr, ROWS: tl.constexpr,
     EVEN: tl.constexpr, PREC: tl.constexpr,
@@ -34,7 +35,7 @@ def _diagonal_kernel(
     keys = BLOCK - 1 - tl.arange(0, BLOCK)
     k = load_rows(k_ptr + batch * k_sb + kv_head * k_sh, start, k_ss, keys, length, D, EVEN)
     local = start + keys
-    block = tl.program_id(0) * world + rank
+    block = block_at(tl.program_id(0), rank, world, inner)
     position = block * BLOCK + keys
     scale = scale * LOG2E
     # Rows ascend: how many come too early to have any of these keys beyond their window.
@@ -82,6 +83,7 @@ def diagonal_mass(sample, key, lse, sink, columns):
         _diagonal_kernel, (cdiv(length, block), batch * kv_heads),
         sample.query, sample.rows, key, lse, column, cut, mass,
         *key.stride()[:3], num_rows, batch * heads, length, seq_length, sample.rank, sample.world,
+        sample.inner,
         sample.near, sink, sample.softmax_scale, fixed_point_one(num_rows),
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
         COLUMNS=columns is not None, ALL_ROWS=next_power_of_2(num_rows), ROWS=rows,

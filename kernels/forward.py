@@ -18,9 +18,11 @@ from .launch import launch
 from .tiles import (
     LN2,
     LOG2E,
+    block_at,
     column_tile,
     gather_rows,
     load_rows,
+    owner_of,
     precision_for,
     store_rows,
     tile_for,
@@ -44,14 +46,14 @@ def _online_softmax(q, k, v, keep, acc, m, l, scale, MASKED: tl.constexpr, PREC:
     return acc, m_new, l
 
 
-@triton.jit(do_not_specialize=["residue", "offset", "rank", "number", "first_head"])
+@triton.jit(do_not_specialize=["residue", "wrap", "rank", "number", "first_head"])
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, carry_ptr, out_ptr, lse_ptr,
     slash_ptr, slash_list, member, columns, column_ptr, column_k, column_v,
     q_ss, q_sb, q_sh, k_sc, k_ss, k_sb, k_sh, v_sc, v_ss, v_sb, v_sh,
     c_ss, c_sb, c_sh, o_ss, o_sb, o_sh,
     ptr_len, list_len, column_len, query_len, key_len, nb, scale,
-    residue, offset, rank, world, number, outer, first_head,
+    residue, wrap, rank, world, number, outer, first_head,
     INNER: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     KEEP: tl.constexpr, WALK: tl.constexpr, DIAGONAL: tl.constexpr, CARRY: tl.constexpr,
     LAST: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
@@ -97,13 +99,13 @@ def _forward_kernel(
 
     low = tl.load(slash_ptr)
     # Among the blocks of the round's ranks, the last that this query block may see.
-    last = a * INNER + offset
+    last = block_at(a, rank % INNER, INNER, INNER) - wrap
     high = tl.load(slash_ptr + last + 1)
     if DIAGONAL:
         # Distance 0 is first in the list of residue 0, and the only block that needs a token mask.
         low += 1
-        own_k = k_ptr + last % INNER * k_sc.to(tl.int64)
-        own_v = v_ptr + last % INNER * v_sc.to(tl.int64)
+        own_k = k_ptr + rank % INNER * k_sc.to(tl.int64)
+        own_v = v_ptr + rank % INNER * v_sc.to(tl.int64)
         for walk in range(tl.cdiv((part + 1) * KEEP, WALK)):
             at = a * BLOCK + walk * WALK
             k = load_rows(own_k, at, k_ss, keys, key_len, D, EVEN)
@@ -112,13 +114,14 @@ def _forward_kernel(
             acc, m, l = _online_softmax(q, k, v, keep, acc, m, l, scale, True, PREC)
     for j in range(low * walks, high * walks):
         block = last - tl.load(slash_list + j // walks).to(tl.int32)
-        at = block // INNER * BLOCK + j % walks * WALK
-        chunk = (block % INNER).to(tl.int64)
+        chunk, c = owner_of(block, INNER, INNER)
+        at = c * BLOCK + j % walks * WALK
+        chunk = chunk.to(tl.int64)
         k = load_rows(k_ptr + chunk * k_sc, at, k_ss, keys, key_len, D, True)
         v = load_rows(v_ptr + chunk * v_sc, at, v_ss, keys, key_len, D, True)
         acc, m, l = _online_softmax(q, k, v, None, acc, m, l, scale, False, PREC)
     if COLUMNS:
-        block = a * world + rank
+        block = block_at(a, rank, world, INNER)
         # Each head has its columns in one of the rounds, so that rounds are alike.
         high = tl.load(column_ptr + block)
         high = tl.where(head * outer // HEADS == number, high, 0)
@@ -153,7 +156,7 @@ def forward(query, key, value, columns, index, this, softmax_scale, carry, out, 
         *carried.stride()[:3], *out.stride()[:3],
         index.round_ptr.shape[-1], index.round_list.shape[-1], index.columns.shape[-1],
         length, key.shape[1], nb, softmax_scale,
-        this.number * nb * index.inner, this.offset, this.place, index.world, this.number,
+        this.number * nb * index.inner, this.wrap, this.rank, index.world, this.number,
         index.outer, 0, INNER=index.inner, HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
         KEEP=tile.keep, WALK=tile.walk, DIAGONAL=this.first, CARRY=not this.first,
         LAST=this.last,

@@ -105,8 +105,16 @@ def line_descriptor(tensor, width):
 
 
 @gluon.jit
+def block_at(local_block, rank, world, inner):
+    """See ``layout.block_at``."""
+    y = rank % inner
+    number = local_block * inner + y + (local_block & 1) * (inner - 1 - 2 * y)
+    return number * (world // inner) + rank // inner
+
+
+@gluon.jit
 def query_item(
-    item, items, nb, slash_ptr, column_ptr, ptr_len, residue, offset, rank, world, number, outer,
+    item, items, nb, slash_ptr, column_ptr, ptr_len, residue, wrap, rank, world, number, outer,
     INNER: gl.constexpr, HEADS: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """What is to be done as ``item`` of heads x blocks; nothing from ``items`` on.
@@ -121,13 +129,15 @@ def query_item(
     inside = item < items
     slash_ptr += bh.to(gl.int64) * ptr_len + residue
     low = gl.load(slash_ptr, mask=inside, other=0)
-    slashes = gl.load(slash_ptr + a * INNER + offset + 1, mask=inside, other=0) - low
+    # Among the blocks of the round's ranks, the last that this query block may see.
+    last = block_at(a, rank % INNER, INNER, INNER) - wrap
+    slashes = gl.load(slash_ptr + last + 1, mask=inside, other=0) - low
     columns = 0
     if COLUMNS:
         column_ptr += bh.to(gl.int64) * ptr_len
         # Each head has its columns in one of the rounds, so that rounds are alike.
         turn = bh % HEADS * outer // HEADS == number
-        columns = gl.load(column_ptr + a * world + rank, mask=inside & turn, other=0)
+        columns = gl.load(column_ptr + block_at(a, rank, world, INNER), mask=inside & turn, other=0)
     return low, slashes, columns
 
 
@@ -193,18 +203,20 @@ def item_barriers(STAGES: gl.constexpr):
 
 @gluon.jit
 def _tile_at(
-    j, item, low, slashes, columns, slash_list, list_len, nb, offset, chunk_rows,
+    j, item, low, slashes, columns, slash_list, list_len, nb, rank, wrap, chunk_rows,
     INNER: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     """First row of an item's tile j: in the keys while j < ``slashes``, then in the gathered columns.
 
-    Keys of the round's ranks lie ``chunk_rows`` apart; see ``Round.offset`` for what lies where."""
+    Keys of the round's ranks lie ``chunk_rows`` apart; see ``layout`` for what lies where."""
     entry = slash_list + (item // nb).to(gl.int64) * list_len + low + j
     distance = gl.load(entry, mask=j < slashes, other=0).to(gl.int32)
     # Past the end of everything if the query block has no key: zeros.
     column = gl.where(columns == 0, 1 << 30, (j - slashes) * BLOCK)
-    block = (nb - 1 - item % nb) * INNER + offset - distance
-    key = block % INNER * chunk_rows + block // INNER * BLOCK
+    block = block_at(nb - 1 - item % nb, rank % INNER, INNER, INNER) - wrap - distance
+    c = block // INNER
+    u = block % INNER
+    key = (u + (c & 1) * (INNER - 1 - 2 * u)) * chunk_rows + c * BLOCK
     return gl.where(j < slashes, key, column)
 
 
@@ -253,7 +265,7 @@ def bias_at(biases, n, STAGES: gl.constexpr):
 def load_keys(
     counter, item_channel, barriers, query_descs, query_smems, k_descs, k_smem, biases,
     slash_ptr, slash_list, column_ptr, listed, member, ptr_len, list_len, column_len, nb, items, residue,
-    offset, chunk_rows, rank, world, number, outer, INNER: gl.constexpr, HEADS: gl.constexpr,
+    wrap, chunk_rows, rank, world, number, outer, INNER: gl.constexpr, HEADS: gl.constexpr,
     GROUP: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A loading warp: draws items, and brings their queries and keys, and what is added to the scores of an
@@ -270,7 +282,7 @@ def load_keys(
     turn = 0
     item = gl.atomic_add(counter, 1)
     low, slashes, columns = query_item(
-        item, items, nb, slash_ptr, column_ptr, ptr_len, residue, offset, rank, world, number, outer,
+        item, items, nb, slash_ptr, column_ptr, ptr_len, residue, wrap, rank, world, number, outer,
         INNER, HEADS, COLUMNS,
     )  # fmt: skip
     send_item(0, item_smem, item_ready, item_free, item, slashes, columns)
@@ -278,7 +290,7 @@ def load_keys(
         # The item after this one is drawn and sent ahead, so that nobody waits for it.
         following = gl.atomic_add(counter, 1)
         low_then, slashes_then, columns_then = query_item(
-            following, items, nb, slash_ptr, column_ptr, ptr_len, residue, offset, rank, world, number,
+            following, items, nb, slash_ptr, column_ptr, ptr_len, residue, wrap, rank, world, number,
             outer, INNER, HEADS, COLUMNS,
         )  # fmt: skip
         send_item(turn + 1, item_smem, item_ready, item_free, following, slashes_then, columns_then)
@@ -286,12 +298,12 @@ def load_keys(
         bh = item // nb
         batch = bh // HEADS
         head = bh % HEADS
-        block = (nb - 1 - item % nb) * world + rank
+        block = block_at(nb - 1 - item % nb, rank, world, INNER)
         listed_here = listed + bh.to(gl.int64) * column_len
         member_here = member + bh.to(gl.int64) * (ptr_len - 1)
         for j in range(tiles):
             at = _tile_at(
-                j, item, low, slashes, columns, slash_list, list_len, nb, offset, chunk_rows,
+                j, item, low, slashes, columns, slash_list, list_len, nb, rank, wrap, chunk_rows,
                 INNER, BLOCK,
             )  # fmt: skip
             bias = _tile_bias(
@@ -322,7 +334,7 @@ def load_keys(
 @gluon.jit
 def load_values(
     item_channel, barriers, v_descs, v_smem, slash_ptr, slash_list, ptr_len, list_len, nb, items,
-    residue, offset, chunk_rows,
+    residue, wrap, rank, chunk_rows,
     INNER: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -339,7 +351,7 @@ def load_values(
         low = gl.load(slash_ptr + bh.to(gl.int64) * ptr_len + residue)
         for j in range(tiles_of(slashes, columns, BLOCK)):
             at = _tile_at(
-                j, item, low, slashes, columns, slash_list, list_len, nb, offset, chunk_rows,
+                j, item, low, slashes, columns, slash_list, list_len, nb, rank, wrap, chunk_rows,
                 INNER, BLOCK,
             )  # fmt: skip
             _bring_tile(

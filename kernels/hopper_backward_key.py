@@ -19,9 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_key import column_splits
+from .backward_key import MEETINGS, column_splits, meetings
 from .columns import invert_columns
-from .hopper import descriptor, descriptor_heads_first, line_descriptor, load_tile
+from .hopper import block_at, descriptor, descriptor_heads_first, line_descriptor, load_tile
 from .launch import cdiv, launch
 from .tiles import LOG2E
 
@@ -158,9 +158,22 @@ def _start(
 
 
 @gluon.jit
+def _meeting(bounds, apart: gl.constexpr, meetings, c, nb):
+    """The part of a head's list that has the query blocks ``c + apart``, counted modulo 2, which see key
+    block c, and the query block of its quotient 0: see ``RingStep.meetings``."""
+    turned = (c & 1) == 1
+    residue = gl.where(turned, meetings[4 + 2 * apart], meetings[2 * apart])
+    wrap = gl.where(turned, meetings[5 + 2 * apart], meetings[1 + 2 * apart])
+    first = c + apart + 2 * wrap
+    # Query blocks first, first + 2, and so on, below nb.
+    count = gl.maximum(nb + 1 - first, 0) // 2
+    return gl.load(bounds + residue), gl.load(bounds + residue + count), first
+
+
+@gluon.jit
 def _load_slashes(
     descs, k_desc, v_desc, held, moving, slash_ptr, slash_list,
-    ptr_len, list_len, residue, batch, kv_head, c, wrap, nb,
+    ptr_len, list_len, meetings, batch, kv_head, c, nb,
     HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, DIAGONAL: gl.constexpr,
 ):  # fmt: skip
@@ -178,17 +191,17 @@ def _load_slashes(
     for g in range(GROUP):
         head = kv_head * GROUP + g
         bh = batch * HEADS + head
-        bounds = slash_ptr + bh.to(gl.int64) * ptr_len + residue
-        low = gl.load(bounds)
-        high = gl.load(bounds + nb - c - wrap)
-        if DIAGONAL:
-            low += 1
         entries = slash_list + bh.to(gl.int64) * list_len
-        for j in range(low, high):
-            at = (c + gl.load(entries + j).to(gl.int32) + wrap) * BLOCK
-            for i in gl.static_range(BLOCK // QROWS):
-                _load_queries(n, descs, moving, batch, head, bh, at + i * QROWS, D, STAGES)
-                n += 1
+        bounds = slash_ptr + bh.to(gl.int64) * ptr_len
+        for apart in gl.static_range(2):
+            low, high, first = _meeting(bounds, apart, meetings, c, nb)
+            if DIAGONAL and apart == 0:
+                low += 1
+            for j in range(low, high):
+                at = (first + 2 * gl.load(entries + j).to(gl.int32)) * BLOCK
+                for i in gl.static_range(BLOCK // QROWS):
+                    _load_queries(n, descs, moving, batch, head, bh, at + i * QROWS, D, STAGES)
+                    n += 1
     if n == 0:
         # No query sees this block: a tile of zeros past the end.
         _load_queries(
@@ -313,12 +326,13 @@ def _attend_slashes(
     )
 
 
-@gluon.jit(do_not_specialize=["residue", "wrap"])
+@gluon.jit(do_not_specialize=MEETINGS)
 def _key_kernel(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc,
     dk_ptr, dv_ptr, partial_ptr, column_dk, column_dv, entry_ptr, slash_ptr, slash_list,
     grad_ss, grad_sb, grad_sh,
-    ptr_len, list_len, column_len, key_len, nb, softmax_scale, residue, wrap,
+    ptr_len, list_len, column_len, key_len, nb, softmax_scale,
+    residue_00, wrap_00, residue_01, wrap_01, residue_10, wrap_10, residue_11, wrap_11,
     HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
     STAGES: gl.constexpr, SPLITS: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr,
     CARRY: gl.constexpr, CHAIN: gl.constexpr,
@@ -329,10 +343,15 @@ def _key_kernel(
     kv_head = gl.program_id(1) % (HEADS // GROUP)
     pointers = (dk_ptr, dv_ptr, partial_ptr, column_dk, column_dv, entry_ptr)
     strides = (grad_ss, grad_sb, grad_sh)
+    meetings = (
+        residue_00, wrap_00, residue_01, wrap_01, residue_10, wrap_10, residue_11, wrap_11,
+    )  # fmt: skip
     total = 0
     for g in range(GROUP):
-        bounds = slash_ptr + (batch * HEADS + kv_head * GROUP + g).to(gl.int64) * ptr_len + residue
-        total += 2 * (gl.load(bounds + nb - c - wrap) - gl.load(bounds))
+        bounds = slash_ptr + (batch * HEADS + kv_head * GROUP + g).to(gl.int64) * ptr_len
+        for apart in gl.static_range(2):
+            low, high, first = _meeting(bounds, apart, meetings, c, nb)
+            total += 2 * (high - low)
     total = gl.maximum(total, 1)
 
     held, moving = _buffers(q_desc, do_desc, k_desc, v_desc, lse_desc, BLOCK // 2, D, STAGES)
@@ -349,7 +368,7 @@ def _key_kernel(
             )),
             (_load_slashes, (
                 descs, k_desc, v_desc, held, moving, slash_ptr, slash_list,
-                ptr_len, list_len, residue, batch, kv_head, c, wrap, nb,
+                ptr_len, list_len, meetings, batch, kv_head, c, nb,
                 HEADS, GROUP, BLOCK, D, STAGES, DIAGONAL,
             )),
         ],
@@ -373,9 +392,9 @@ def _load_columns(
 
 
 @gluon.jit
-def _column_keep(member, block, listed, a, rank, world):
+def _column_keep(member, block, listed, a, rank, world, inner):
     """0 for the columns that local query block ``a`` attends to as columns, -inf for the others."""
-    distance = a * world + rank - block
+    distance = block_at(a, rank, world, inner) - block
     seen = listed & (distance > 0)
     covered = gl.load(member + distance, mask=seen, other=1)
     return gl.where(covered == 0, 0.0, float("-inf"))
@@ -385,7 +404,7 @@ def _column_keep(member, block, listed, a, rank, world):
 def _attend_columns(
     dk_ptr, dv_ptr, columns, member,
     held, moving,
-    line, first, end, a_first, rank, world, nb, total, softmax_scale,
+    line, first, end, a_first, rank, world, inner, nb, total, softmax_scale,
     HALF: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
 ):  # fmt: skip
@@ -399,12 +418,12 @@ def _attend_columns(
     listed = entry < end
     block = gl.load(columns + entry, mask=listed, other=0) // BLOCK
     k, v, dk, dv, p_operand, ds_operand = _start(held, moving, HALF, o_layout, a_layout, ROWS, D)
-    bias = _column_keep(member, block, listed, a_first, rank, world)
+    bias = _column_keep(member, block, listed, a_first, rank, world, inner)
     dk, dv, p_operand, ds_operand = _step(
         0, -1, total > 1, dk, dv, p_operand, ds_operand, k, v, moving, scale,
         bias, s_layout, a_layout, ROWS, D, STAGES, 2,
     )  # fmt: skip
-    bias = _column_keep(member, block, listed, a_first + 1 // tiles * SPLITS, rank, world)
+    bias = _column_keep(member, block, listed, a_first + 1 // tiles * SPLITS, rank, world, inner)
     for n in range(1, total):
         # The next tile's are on their way while this one is computed.
         following = _column_keep(
@@ -414,6 +433,7 @@ def _attend_columns(
             a_first + (n + 1) // tiles * SPLITS,
             rank,
             world,
+            inner,
         )
         dk, dv, p_operand, ds_operand = _step(
             n, n - 1, n + 1 < total, dk, dv, p_operand, ds_operand, k, v, moving, scale,
@@ -433,7 +453,7 @@ def _attend_columns(
 def _column_kernel(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc,
     dk_ptr, dv_ptr, member, columns, column_ptr,
-    ptr_len, column_len, nb, softmax_scale, rank, world,
+    ptr_len, column_len, nb, softmax_scale, rank, world, inner,
     HEADS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
 ):  # fmt: skip
@@ -450,7 +470,7 @@ def _column_kernel(
     # go round the splits, so that each split has as many near and far ones.
     tiles: gl.constexpr = BLOCK // QROWS
     a_first = gl.load(columns + first, mask=first < end, other=0) // BLOCK
-    a_first = (a_first + world - rank) // world + split
+    a_first = a_first // world + split
     total = (gl.maximum(nb - a_first, 0) + SPLITS - 1) // SPLITS * tiles
     # No query sees a tile of these: one tile of zeros past the end.
     a_first = gl.where((first < end) & (total > 0), a_first, nb)
@@ -464,13 +484,13 @@ def _column_kernel(
             (_attend_columns, (
                 dk_ptr, dv_ptr, columns, member,
                 held, moving,
-                line, first, end, a_first, rank, world, nb, total, softmax_scale,
+                line, first, end, a_first, rank, world, inner, nb, total, softmax_scale,
                 0, BLOCK, D, STAGES, SPLITS,
             )),
             (_attend_columns, (
                 dk_ptr, dv_ptr, columns, member,
                 held, moving,
-                line, first, end, a_first, rank, world, nb, total, softmax_scale,
+                line, first, end, a_first, rank, world, inner, nb, total, softmax_scale,
                 1, BLOCK, D, STAGES, SPLITS,
             )),
             (_load_columns, (
@@ -521,7 +541,7 @@ def backward_columns(query, columns, grad_out, lse, delta, index, rank, softmax_
         *queries, *(descriptor_heads_first(t, half) for t in columns), *lines, *gradients,
         index.member, index.columns, index.column_ptr,
         index.column_ptr.shape[-1], num_columns, index.local_blocks, softmax_scale,
-        rank, index.world,
+        rank, index.world, index.inner,
         HEADS=heads, D=dim, BLOCK=block, STAGES=3, SPLITS=splits, num_warps=4, maxnreg=168,
     )  # fmt: skip
     return gradients
@@ -550,8 +570,8 @@ def backward_key(
         *gradients, partial, *columns, entries, index.rank_ptr, index.rank_list,
         *gradients.stride()[1:4],
         index.rank_ptr.shape[-1], index.rank_list.shape[-1], num_columns, key.shape[0], nb,
-        softmax_scale, step.distance * nb, step.wrap,
+        softmax_scale, *meetings(step, nb),
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block, STAGES=3, SPLITS=splits,
-        DIAGONAL=step.distance == 0, COLUMNS=column_gradients is not None,
+        DIAGONAL=step.source == step.rank, COLUMNS=column_gradients is not None,
         CARRY=carry is not None, CHAIN=chain, num_warps=4, maxnreg=168,
     )  # fmt: skip

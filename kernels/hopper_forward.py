@@ -207,12 +207,12 @@ def _attend(
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["residue", "offset", "rank", "number"])
+@gluon.jit(do_not_specialize=["residue", "wrap", "rank", "number"])
 def _forward_kernel(
     counter, q_desc, k_desc, v_desc, kc_desc, vc_desc, out_desc, carry_ptr, out_ptr, lse_ptr,
     slash_ptr, slash_list, member, columns, column_ptr,
     c_ss, c_sb, c_sh, o_ss, o_sb, o_sh,
-    ptr_len, list_len, column_len, query_len, nb, items, scale, residue, offset, chunk_rows, rank,
+    ptr_len, list_len, column_len, query_len, nb, items, scale, residue, wrap, chunk_rows, rank,
     world, number, outer,
     INNER: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, DIAGONAL: gl.constexpr, CARRY: gl.constexpr,
@@ -247,13 +247,13 @@ def _forward_kernel(
             (load_keys, (
                 counter, item_channel, barriers, (q_desc,), (q_smem,), (k_desc, kc_desc), k_smem,
                 biases, slash_ptr, slash_list, column_ptr, columns, member,
-                ptr_len, list_len, column_len, nb, items, residue, offset, chunk_rows, rank, world,
+                ptr_len, list_len, column_len, nb, items, residue, wrap, chunk_rows, rank, world,
                 number, outer,
                 INNER, HEADS, GROUP, COLUMNS, BLOCK, D, STAGES,
             )),
             (load_values, (
                 item_channel, barriers, (v_desc, vc_desc), v_smem, slash_ptr, slash_list,
-                ptr_len, list_len, nb, items, residue, offset, chunk_rows,
+                ptr_len, list_len, nb, items, residue, wrap, rank, chunk_rows,
                 INNER, HEADS, GROUP, BLOCK, D, STAGES,
             )),
         ],
@@ -280,8 +280,8 @@ def forward(query, key, value, columns, index, this, softmax_scale, carry, out, 
         index.round_ptr, index.round_list, index.member, index.columns, index.column_ptr,
         *carried.stride()[:3], *out.stride()[:3],
         index.round_ptr.shape[-1], index.round_list.shape[-1], index.columns.shape[-1],
-        length, nb, items, softmax_scale, this.number * nb * index.inner, this.offset,
-        chunk_rows(key), this.place, index.world, this.number, index.outer,
+        length, nb, items, softmax_scale, this.number * nb * index.inner, this.wrap,
+        chunk_rows(key), this.rank, index.world, this.number, index.outer,
         INNER=index.inner, HEADS=heads, GROUP=heads // key.shape[3], D=dim, BLOCK=block, STAGES=2,
         DIAGONAL=this.first, CARRY=not this.first, COLUMNS=columns is not None,
         LAST=this.last, num_warps=4, maxnreg=168,

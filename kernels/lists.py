@@ -13,7 +13,7 @@ from .launch import cdiv, launch, next_power_of_2
 @triton.jit
 def _slash_kernel(
     distances_ptr, diagonals_ptr, member_ptr, round_list, round_ptr, rank_list, rank_ptr,
-    count, near, num_blocks, outer, world,
+    count, near, num_blocks, rounds, ranks,
     GIVEN: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
     bh = tl.program_id(0).to(tl.int64)
@@ -41,32 +41,30 @@ def _slash_kernel(
             there = (j < count) & (two < num_blocks)
             tl.store(member_ptr + two, mark, mask=there)
     tl.debug_barrier()
-    line = bh * (num_blocks + 1)
-    _sorted_list(
-        member_ptr, round_list + bh * num_blocks, round_ptr + line, num_blocks, outer, WIDTH
-    )
-    if outer != world:
-        _sorted_list(
-            member_ptr, rank_list + bh * num_blocks, rank_ptr + line, num_blocks, world, WIDTH
-        )
+    _sorted_list(member_ptr, round_list, round_ptr, bh, num_blocks, rounds, WIDTH)
+    _sorted_list(member_ptr, rank_list, rank_ptr, bh, num_blocks, ranks, WIDTH)
 
 
 @triton.jit
-def _sorted_list(member_ptr, list_ptr, ptr_ptr, num_blocks, classes, WIDTH: tl.constexpr):
+def _sorted_list(member_ptr, list_ptr, ptr_ptr, bh, num_blocks, classes, WIDTH: tl.constexpr):
     """Members by (residue, quotient) of so many classes, and the prefix counts."""
-    length = num_blocks // classes
+    length = tl.cdiv(num_blocks, classes)
+    entries = length * classes
+    list_ptr += bh * entries
+    ptr_ptr += bh * (entries + 1)
     entry = tl.arange(0, WIDTH)
     tl.store(ptr_ptr, 0)
     before = 0
-    for first in range(0, num_blocks, WIDTH):
+    for first in range(0, entries, WIDTH):
         at = first + entry
-        inside = at < num_blocks
+        inside = at < entries
         distance = at % length * classes + at // length
-        member = tl.load(member_ptr + distance, mask=inside, other=0).to(tl.int32)
+        there = inside & (distance < num_blocks)
+        member = tl.load(member_ptr + distance, mask=there, other=0).to(tl.int32)
         upto = before + tl.cumsum(member, 0)
         tl.store(ptr_ptr + at + 1, upto, mask=inside)
         # What is no member fills the list from its end, with zeros.
-        slot = tl.where(member != 0, upto - 1, num_blocks - 1 - (at - upto))
+        slot = tl.where(member != 0, upto - 1, entries - 1 - (at - upto))
         tl.store(list_ptr + slot, tl.where(member != 0, at % length, 0).to(tl.int16), mask=inside)
         before += tl.sum(member, 0)
 
@@ -117,9 +115,10 @@ def index_lists(distances, diagonals, near, columns, seq_length, block_size, wor
         return torch.empty(batch, heads, length, dtype=dtype, device=device)
 
     member = empty(num_blocks, torch.uint8)
-    rounds = ranks = empty(num_blocks, torch.int16), empty(num_blocks + 1)
-    if inner > 1:
-        ranks = empty(num_blocks, torch.int16), empty(num_blocks + 1)
+    rounds, ranks = (
+        (empty(entries, torch.int16), empty(entries + 1))
+        for entries in (num_blocks, cdiv(num_blocks, 2 * world) * 2 * world)
+    )
     column_list, column_ptr = empty(count), empty(num_blocks + 1)
     if distances is not None:
         distances = diagonals = distances.contiguous().view(torch.uint8)
@@ -130,7 +129,7 @@ def index_lists(distances, diagonals, near, columns, seq_length, block_size, wor
     launch(
         _slash_kernel, (lines,),
         distances, diagonals, member, *rounds, *ranks, diagonals.shape[-1], near, num_blocks,
-        world // inner, world, GIVEN=given, BLOCK=block_size, WIDTH=width, WALK=128, num_warps=4,
+        world // inner, 2 * world, GIVEN=given, BLOCK=block_size, WIDTH=width, WALK=128, num_warps=4,
     )  # fmt: skip
     width = 64
     programs = cdiv(count, width) + cdiv(num_blocks + 1, width)

@@ -10,17 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..layout import positions_at
+from ..layout import block_at, locate, positions_at
 
 
-def slash_mask(index, place: int, sources, query_length: int, key_length: int) -> Tensor:
-    """Which keys of the ranks at places ``sources``, one after the other, each query of the one at
-    ``place`` attends to by slashes: bool ``[b, h, query_length, len(sources) * key_length]``."""
+def slash_mask(index, rank: int, sources, query_length: int, key_length: int) -> Tensor:
+    """Which keys of the ranks ``sources``, one after the other, each query of ``rank`` attends to by
+    slashes: bool ``[b, h, query_length, len(sources) * key_length]``."""
     device, block = index.member.device, index.block_size
     rows, keys = (
-        torch.cat([positions_at(local, place, index.world, block) for place in places])
-        for local, places in (
-            (torch.arange(query_length, device=device), [place]),
+        torch.cat([positions_at(local, rank, index.world, block, index.inner) for rank in ranks])
+        for local, ranks in (
+            (torch.arange(query_length, device=device), [rank]),
             (torch.arange(key_length, device=device), sources),
         )
     )
@@ -31,7 +31,7 @@ def slash_mask(index, place: int, sources, query_length: int, key_length: int) -
 def column_mask(index, rank: int, query_length: int) -> Tensor:
     """Which columns each query of a rank attends to as columns: bool ``[b, h, query_length, C]``."""
     rows = torch.arange(query_length, device=index.columns.device)
-    block = rows // index.block_size * index.world + rank
+    block = block_at(rows // index.block_size, rank, index.world, index.inner)
     apart = block[:, None] - index.columns[:, :, None].long() // index.block_size
     distances = index.distances()[:, :, None].expand(-1, -1, query_length, -1)
     covered = distances.gather(-1, apart.clamp(min=0))
@@ -40,9 +40,8 @@ def column_mask(index, rank: int, query_length: int) -> Tensor:
 
 def _own_columns(index, rank: int, length: int) -> tuple[Tensor, Tensor]:
     """Of each entry of the list of columns, the row of this rank's part, ``length`` if it owns it not."""
-    block = index.columns.long() // index.block_size
-    owned = (block % index.world == rank) & (index.columns < index.seq_length)
-    row = block // index.world * index.block_size + index.columns % index.block_size
+    owner, row = locate(index.columns.long(), index.world, index.block_size, index.inner)
+    owned = (owner == rank) & (index.columns < index.seq_length)
     return torch.where(owned, row, length), owned
 
 
@@ -75,11 +74,11 @@ def _operands(query, key, value, columns, index, this, softmax_scale):
     d]``, and the scores."""
     heads, length = query.shape[2], query.shape[0]
     q, k, v = (_heads_first(t, heads) for t in (query, key.flatten(0, 1), value.flatten(0, 1)))
-    mask = slash_mask(index, this.place, this.sources, length, key.shape[1])
+    mask = slash_mask(index, this.rank, this.sources, length, key.shape[1])
     if columns is not None:
         k, v = (torch.cat((t, more.to(t.dtype)), 2) for t, more in zip((k, v), columns))
         turn = torch.arange(heads, device=q.device) * this.outer // heads == this.number
-        more = column_mask(index, this.place, length) & turn[:, None, None]
+        more = column_mask(index, this.rank, length) & turn[:, None, None]
         mask = torch.cat((mask, more), -1)
     return q, k, v, _scores(q, k, mask, softmax_scale)
 
@@ -148,7 +147,7 @@ def attention_backward_key(
     """See :func:`kernels.attention_backward_key`."""
     heads, kv_heads, length = query.shape[2], key.shape[2], key.shape[0]
     q, k, v, do = (_heads_first(t, heads) for t in (query, key, value, grad_out))
-    mask = slash_mask(index, step.place, [step.source], length, length)
+    mask = slash_mask(index, step.rank, [step.source], length, length)
     scores = _scores(q, k, mask, softmax_scale)
     p, ds = _score_gradients(scores, v, do, lse, delta)
     dk, dv = ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ do

@@ -19,9 +19,9 @@ def fixed_point_one(num_rows: int) -> int:
     return (2**31 - 1) // num_rows & ~255
 
 
-def _positions(length: int, rank: int, world: int, block_size: int, device) -> Tensor:
+def _positions(length: int, rank: int, world: int, inner: int, block_size: int, device) -> Tensor:
     # Unlike token_positions, also where the last block is partial.
-    return positions_at(torch.arange(length, device=device), rank, world, block_size)
+    return positions_at(torch.arange(length, device=device), rank, world, block_size, inner)
 
 
 def _scores(sample, key) -> tuple[Tensor, Tensor]:
@@ -29,7 +29,8 @@ def _scores(sample, key) -> tuple[Tensor, Tensor]:
     heads, kv_heads = sample.query.shape[2], key.shape[2]
     query = sample.query.permute(1, 2, 0, 3).float()
     keys = key.permute(1, 2, 3, 0).float().repeat_interleave(heads // kv_heads, 1)
-    position = _positions(key.shape[0], sample.rank, sample.world, sample.block_size, key.device)
+    layout = (sample.rank, sample.world, sample.inner, sample.block_size)
+    position = _positions(key.shape[0], *layout, key.device)
     return query @ keys * sample.softmax_scale, position
 
 
@@ -92,9 +93,9 @@ def _select(values, position, count, none):
     return torch.stack((value, place)).int(), torch.stack((cut, last)).int()
 
 
-def select_largest(values, count, none, rank, world, block_size):
+def select_largest(values, count, none, rank, world, inner, block_size):
     """See :func:`kernels.select_largest`."""
-    position = _positions(values.shape[-1], rank, world, block_size, values.device)
+    position = _positions(values.shape[-1], rank, world, inner, block_size, values.device)
     return _select(values, position, count, none)
 
 
@@ -106,7 +107,8 @@ def merge_selections(offers, count, none):
 
 def _sorted_list(member, classes: int) -> tuple[Tensor, Tensor]:
     """Members by (residue, quotient) of so many classes, and the prefix counts."""
-    length = member.shape[-1] // classes
+    length = -(-member.shape[-1] // classes)
+    member = torch.nn.functional.pad(member, (0, length * classes - member.shape[-1]))
     flat = member.unflatten(-1, (length, classes)).transpose(-1, -2).flatten(-2)
     count = flat.cumsum(-1, dtype=torch.int32)
     entry = torch.arange(flat.shape[-1], device=flat.device, dtype=torch.int32)
@@ -131,9 +133,7 @@ def index_lists(distances, diagonals, near, columns, seq_length, block_size, wor
     # A copy: the caller's distances stay as they are.
     member = distances.clone(memory_format=torch.contiguous_format)
     member[..., 0] = True
-    rounds = ranks = _sorted_list(member, world // inner)
-    if inner > 1:
-        ranks = _sorted_list(member, world)
+    rounds, ranks = _sorted_list(member, world // inner), _sorted_list(member, 2 * world)
 
     columns = columns.long().clamp(max=seq_length).sort(-1).values
     starts = torch.arange(num_blocks + 1, device=columns.device) * block_size

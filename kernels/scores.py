@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 
 from .launch import cdiv, launch, next_power_of_2
-from .tiles import LN2, LOG2E, load_rows, precision_for
+from .tiles import LN2, LOG2E, block_at, load_rows, precision_for
 
 
 @triton.jit
-def key_positions(local, rank, world, BLOCK: tl.constexpr):
+def key_positions(local, rank, world, inner, BLOCK: tl.constexpr):
     """Global positions of a rank's keys."""
-    return (local // BLOCK * world + rank) * BLOCK + local % BLOCK
+    return block_at(local // BLOCK, rank, world, inner) * BLOCK + local % BLOCK
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def far_probabilities(scores, lse, row_block, key_block, near):
 @triton.jit(do_not_specialize=["rank"])
 def _lse_kernel(
     q_ptr, rows_ptr, k_ptr, out_ptr,
-    k_ss, k_sb, k_sh, num_rows, batch_heads, length, rank, world, splits, scale,
+    k_ss, k_sb, k_sh, num_rows, batch_heads, length, rank, world, inner, splits, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +64,8 @@ def _lse_kernel(
     keys = tl.arange(0, KEYS)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    blocks = (tl.max(row, 0) // BLOCK - rank + world) // world
+    # In a stripe of blocks, some of which may come later.
+    blocks = tl.max(row, 0) // BLOCK // world + 1
     # The splits take turns, so that each has as many tiles to do.
     seen = tl.cdiv(tl.minimum(blocks * BLOCK, length), KEYS)
     for turn in range(tl.cdiv(seen - split, splits)):
@@ -72,7 +73,7 @@ def _lse_kernel(
         k = load_rows(k_ptr, at, k_ss, keys, length, D, EVEN)
         scores = tl.dot(q, tl.trans(k), input_precision=PREC) * scale
         # Keys past the end have positions past every row.
-        position = key_positions(at + keys, rank, world, BLOCK)
+        position = key_positions(at + keys, rank, world, inner, BLOCK)
         scores = tl.where(position[None, :] <= row[:, None], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -96,7 +97,7 @@ def lse_parts(sample, key):
     launch(
         _lse_kernel, (tiles, splits, batch * kv_heads),
         sample.query, sample.rows, key, parts,
-        *key.stride()[:3], num_rows, batch * heads, length, sample.rank, sample.world, splits,
+        *key.stride()[:3], num_rows, batch * heads, length, sample.rank, sample.world, sample.inner, splits,
         sample.softmax_scale,
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=sample.block_size,
         ROWS=tile, KEYS=tile, EVEN=length % tile == 0, PREC=precision_for(key),
@@ -143,7 +144,7 @@ def merge_lse(parts):
 @triton.jit(do_not_specialize=["rank"])
 def _column_kernel(
     q_ptr, rows_ptr, k_ptr, lse_ptr, out_ptr,
-    k_ss, k_sb, k_sh, num_rows, batch_heads, length, rank, world, near, sink, scale,
+    k_ss, k_sb, k_sh, num_rows, batch_heads, length, rank, world, inner, near, sink, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     IN_STRATUM: tl.constexpr, ALL_ROWS: tl.constexpr, STRATA: tl.constexpr,
     KEYS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
@@ -155,13 +156,13 @@ def _column_kernel(
     keys = tl.arange(0, KEYS)
     k = load_rows(k_ptr + batch * k_sb + kv_head * k_sh, start, k_ss, keys, length, D, EVEN)
     local = start + keys
-    position = key_positions(local, rank, world, BLOCK)
+    position = key_positions(local, rank, world, inner, BLOCK)
     key_block = position // BLOCK
     scale = scale * LOG2E
     # Rows ascend: how many come too early to have any of these keys beyond their window.
     every = tl.arange(0, ALL_ROWS)
     row_blocks = tl.load(rows_ptr + every, mask=every < num_rows, other=2147483647) // BLOCK
-    first_block = start // BLOCK * world + rank
+    first_block = block_at(start // BLOCK, rank, world, inner)
     early = tl.sum((row_blocks - first_block < near).to(tl.int32), 0)
     strata = num_rows // IN_STRATUM
     first = early // IN_STRATUM // STRATA * STRATA
@@ -198,7 +199,7 @@ def column_mass(sample, key, lse, sink):
     launch(
         _column_kernel, (cdiv(length, keys), batch * kv_heads),
         sample.query, sample.rows, key, lse, mass,
-        *key.stride()[:3], num_rows, batch * heads, length, sample.rank, sample.world,
+        *key.stride()[:3], num_rows, batch * heads, length, sample.rank, sample.world, sample.inner,
         sample.near, sink, sample.softmax_scale,
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=sample.block_size,
         IN_STRATUM=sample.rows_in_stratum, ALL_ROWS=next_power_of_2(num_rows), STRATA=32,

@@ -22,7 +22,7 @@ TILE = 16384
 @triton.jit(do_not_specialize=["rank"])
 def _select_kernel(
     value_ptr, position_ptr, out_ptr, cut_ptr,
-    length, inner, outer, line, out_half, cut_half, count, none, rank, world,
+    length, inner, outer, line, out_half, cut_half, count, none, rank, world, node,
     LISTED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -36,7 +36,7 @@ def _select_kernel(
         position = tl.load(position_ptr + at, mask=inside, other=none)
     else:
         value = tl.load(value_ptr + bh * line + j, mask=inside, other=0)
-        position = key_positions(j, rank, world, BLOCK)
+        position = key_positions(j, rank, world, node, BLOCK)
     # The largest value that `count` of the tile's reach; 0, which none is taken at, if fewer have any.
     # If just so many reach what is found by then, its lower bits do not matter.
     cut = tile * 0
@@ -75,7 +75,7 @@ def _select_kernel(
 
 def _levels(values, positions, shape, length, inner, outer, line, count, none, layout):
     """Levels of tiles until one is left; the first may have positions by layout, not listed."""
-    rank, world, block = layout
+    rank, world, node, block = layout
     while True:
         width = min(TILE, max(256, next_power_of_2(length)))
         tiles = cdiv(length, width)
@@ -84,7 +84,7 @@ def _levels(values, positions, shape, length, inner, outer, line, count, none, l
         launch(
             _select_kernel, (tiles, shape[0] * shape[1]),
             values, values if positions is None else positions, out, cut,
-            length, inner, outer, line, out[0].numel(), cut[0].numel(), count, none, rank, world,
+            length, inner, outer, line, out[0].numel(), cut[0].numel(), count, none, rank, world, node,
             LISTED=positions is not None, BLOCK=block, WIDTH=width,
             SLOTS=next_power_of_2(count), num_warps=max(4, width // 1024),
         )  # fmt: skip
@@ -94,14 +94,14 @@ def _levels(values, positions, shape, length, inner, outer, line, count, none, l
         length = inner = outer = line = tiles * count
 
 
-def select_largest(values, count, none, rank, world, block_size):
+def select_largest(values, count, none, rank, world, inner, block_size):
     """Launch the selection; see :func:`kernels.select_largest`."""
     if count > TILE // 2:
-        return reference_choice.select_largest(values, count, none, rank, world, block_size)
+        return reference_choice.select_largest(values, count, none, rank, world, inner, block_size)
     length = values.shape[-1]
     return _levels(
         values, None, values.shape[:2], length, length, length, length, count, none,
-        (rank, world, block_size),
+        (rank, world, inner, block_size),
     )  # fmt: skip
 
 
@@ -114,5 +114,5 @@ def merge_selections(offers, count, none):
     outer = 2 * batch * heads * offered
     return _levels(
         offers, positions, (batch, heads), ranks * offered, offered, outer, offered, count, none,
-        (0, 1, 1),
+        (0, 1, 1, 1),
     )  # fmt: skip

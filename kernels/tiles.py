@@ -61,6 +61,24 @@ def precision_for(tensor: torch.Tensor) -> str:
 
 
 @triton.jit
+def block_at(local_block, rank, world, inner):
+    """See ``layout.block_at``."""
+    y = rank % inner
+    number = local_block * inner + y + (local_block & 1) * (inner - 1 - 2 * y)
+    return number * (world // inner) + rank // inner
+
+
+@triton.jit
+def owner_of(block, world, inner):
+    """See ``layout.owner_of``."""
+    outer = world // inner
+    number = block // outer
+    local_block = number // inner
+    u = number % inner
+    return block % outer * inner + u + (local_block & 1) * (inner - 1 - 2 * u), local_block
+
+
+@triton.jit
 def load_rows(base, start, stride, rows, limit, D: tl.constexpr, EVEN: tl.constexpr):
     """Rows ``start + rows`` of a matrix with ``D`` columns, zeros from row ``limit`` on. The offset of
     ``start`` is taken in 64 bits."""

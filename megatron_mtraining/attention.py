@@ -44,9 +44,7 @@ def attend(
         config: the settings; ``s * world`` must be a multiple of ``block_size * world`` (on one rank
             the last block may be partial).
         cp_group: the context-parallel group; None for a single process.
-        cp_inner: ranks of a node, whose keys are attended to at once: rank ``x * cp_inner + y`` is number
-            y of node x, and parts of the sequence are by
-            :func:`~megatron_mtraining.layout.place_of`. None for
+        cp_inner: ranks of a node, whose keys are attended to at once; None for
             :func:`~megatron_mtraining.layout.inner_size`.
         softmax_scale: default ``d ** -0.5``.
         attended: what this function has returned for the same operands before, as in a replay under

@@ -1,15 +1,17 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Block striping: which tokens live on which context-parallel rank.
 
-With blocks of ``B`` tokens and ``W`` ranks, global block ``b`` lives on rank ``b % W`` as its local
-block ``b // W``. Pure index arithmetic over tensors: nothing here knows of process groups or of
-Megatron.
+``W = O x I`` ranks, rank ``x * I + y`` is number y of node x (:func:`inner_size`). With blocks of ``B``
+tokens, consecutive blocks live on consecutive nodes; those of a node, ``j`` with ``j % O == x``, are dealt
+to its ranks one each, there and back: the ranks 0 to I - 1, then I - 1 to 0, and so on. So a rank's local
+block ``a`` is one of the stripe ``a`` of W blocks. Pure index arithmetic over tensors: nothing here knows of
+process groups or of Megatron.
 
-The distance between a query block of rank ``r`` and a key block of rank ``s`` is ``t = (r - s) % W``
-modulo ``W``, whatever the two blocks: the reason why every rank has the same work.
-
-Where ranks form several nodes, a rank has another *place* in this order (:func:`place_of`), and every
-function below takes places for ranks.
+Whether a query attends to a block of keys depends on how many blocks they are apart. Between two nodes these
+distances have one residue modulo O, and all ranks of a node have about as many query blocks from which
+so many keys are in reach: the reason why every rank has the same work in every round of a ring. Dealt in one
+direction only, rank I - 1 would always be later than rank 0, and have more: by a part in the number of
+its blocks.
 """
 
 from __future__ import annotations
@@ -49,19 +51,32 @@ def inner_size(cp_size: int, inner: int | None = None) -> int:
     return inner
 
 
-def place_of(cp_rank: int, cp_size: int, inner: int | None = None) -> int:
-    """The place of a rank in the layout: the rank, where all ranks are one node or each is its own.
-
-    Where rank ``x * inner + y`` is number y of node x, consecutive blocks live on consecutive nodes. In each
-    round of the ring over nodes, all of a node's ranks then attend to keys of one residue of
-    distances, so that none waits for another. ``inner`` is as for :func:`inner_size`.
-    """
+def block_at(local_block, cp_rank, cp_size: int, inner: int | None = None):
+    """The global block that is a rank's local block; of numbers or of tensors."""
     inner = inner_size(cp_size, inner)
-    x, y = divmod(cp_rank, inner)
-    return y * (cp_size // inner) + x
+    x, y = cp_rank // inner, cp_rank % inner
+    turned = local_block % 2
+    return (local_block * inner + y + turned * (inner - 1 - 2 * y)) * (cp_size // inner) + x
 
 
-def stripe(tensor: Tensor, cp_rank: int, cp_size: int, block_size: int, dim: int = 0) -> Tensor:
+def owner_of(block, cp_size: int, inner: int | None = None):
+    """The inverse of :func:`block_at`: the rank that a global block lives on, and its local block there."""
+    inner = inner_size(cp_size, inner)
+    outer = cp_size // inner
+    of_node = block // outer
+    local, u = of_node // inner, of_node % inner
+    y = u + local % 2 * (inner - 1 - 2 * u)
+    return block % outer * inner + y, local
+
+
+def stripe(
+    tensor: Tensor,
+    cp_rank: int,
+    cp_size: int,
+    block_size: int,
+    dim: int = 0,
+    inner: int | None = None,
+) -> Tensor:
     """The part of a full-sequence tensor that lives on ``cp_rank``.
 
     Args:
@@ -69,6 +84,7 @@ def stripe(tensor: Tensor, cp_rank: int, cp_size: int, block_size: int, dim: int
         cp_rank, cp_size: position in, and size of, the context-parallel group.
         block_size: tokens in a block.
         dim: the sequence dimension.
+        inner: ranks of a node, as for :func:`inner_size`.
 
     Returns:
         A contiguous tensor, ``seq_length // cp_size`` long in ``dim`` (the tensor itself at size 1).
@@ -81,48 +97,70 @@ def stripe(tensor: Tensor, cp_rank: int, cp_size: int, block_size: int, dim: int
     check_layout(seq_length, cp_size, block_size)
     if cp_size == 1:
         return tensor
-    blocks = tensor.unflatten(dim, (seq_length // (block_size * cp_size), cp_size, block_size))
-    return blocks.select(dim + 1, cp_rank).flatten(dim, dim + 1).contiguous()
+    local = torch.arange(seq_length // (block_size * cp_size), device=tensor.device)
+    blocks = tensor.unflatten(dim, (-1, block_size))
+    blocks = blocks.index_select(dim, block_at(local, cp_rank, cp_size, inner))
+    return blocks.flatten(dim, dim + 1).contiguous()
 
 
-def unstripe(parts: list[Tensor], block_size: int, dim: int = 0) -> Tensor:
+def unstripe(
+    parts: list[Tensor], block_size: int, dim: int = 0, inner: int | None = None
+) -> Tensor:
     """The inverse of :func:`stripe`: the full sequence from every rank's part, in rank order.
 
     Args:
         parts: one tensor a rank, all of one shape.
         block_size: tokens in a block.
         dim: the sequence dimension.
+        inner: ranks of a node, as for :func:`inner_size`.
     """
     if not parts:
         raise ConfigError("unstripe needs the part of every context-parallel rank, and got none")
-    dim = dim % parts[0].dim()
-    check_layout(parts[0].shape[dim] * len(parts), len(parts), block_size)
-    blocks = [part.unflatten(dim, (-1, block_size)) for part in parts]
-    return torch.stack(blocks, dim + 1).flatten(dim, dim + 2)
+    dim, cp_size = dim % parts[0].dim(), len(parts)
+    check_layout(parts[0].shape[dim] * cp_size, cp_size, block_size)
+    blocks = torch.stack([part.unflatten(dim, (-1, block_size)) for part in parts], dim)
+    local_blocks = blocks.shape[dim + 1]
+    rank, local = owner_of(
+        torch.arange(cp_size * local_blocks, device=blocks.device), cp_size, inner
+    )
+    blocks = blocks.flatten(dim, dim + 1).index_select(dim, rank * local_blocks + local)
+    return blocks.flatten(dim, dim + 1)
 
 
 def token_positions(
-    seq_length: int, cp_rank: int, cp_size: int, block_size: int, device=None
+    seq_length: int,
+    cp_rank: int,
+    cp_size: int,
+    block_size: int,
+    device=None,
+    inner: int | None = None,
 ) -> Tensor:
     """Global positions of the tokens on ``cp_rank``: int64 ``[seq_length // cp_size]``, ascending."""
     check_layout(seq_length, cp_size, block_size)
     local = torch.arange(seq_length // cp_size, device=device)
-    return positions_at(local, cp_rank, cp_size, block_size)
+    return positions_at(local, cp_rank, cp_size, block_size, inner)
 
 
-def locate(positions: Tensor, cp_size: int, block_size: int) -> tuple[Tensor, Tensor]:
+def locate(
+    positions: Tensor, cp_size: int, block_size: int, inner: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Where tokens live: the rank, and the position within that rank's part, of global positions."""
-    block = positions // block_size
-    return block % cp_size, block // cp_size * block_size + positions % block_size
+    rank, local = owner_of(positions // block_size, cp_size, inner)
+    return rank, local * block_size + positions % block_size
 
 
-def positions_at(local: Tensor, cp_rank, cp_size: int, block_size: int) -> Tensor:
+def positions_at(
+    local: Tensor, cp_rank, cp_size: int, block_size: int, inner: int | None = None
+) -> Tensor:
     """The inverse of :func:`locate`: global positions of the tokens at ``local`` in the part of
     ``cp_rank``, a number or a tensor of them."""
-    return (local // block_size * cp_size + cp_rank) * block_size + local % block_size
+    block = block_at(local // block_size, cp_rank, cp_size, inner)
+    return block * block_size + local % block_size
 
 
-def stripe_batch(batch: dict, cp_rank: int, cp_size: int, block_size: int) -> dict:
+def stripe_batch(
+    batch: dict, cp_rank: int, cp_size: int, block_size: int, inner: int | None = None
+) -> dict:
     """Slice a Megatron batch for one rank; the striped twin of ``get_batch_on_this_cp_rank``.
 
     Args:
@@ -135,5 +173,5 @@ def stripe_batch(batch: dict, cp_rank: int, cp_size: int, block_size: int) -> di
     for name, value in batch.items():
         if isinstance(value, Tensor):
             dim = 2 if name == "attention_mask" else 1
-            batch[name] = stripe(value, cp_rank, cp_size, block_size, dim)
+            batch[name] = stripe(value, cp_rank, cp_size, block_size, dim, inner)
     return batch

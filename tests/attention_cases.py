@@ -72,7 +72,7 @@ def gathered(keys, values, this):
     """Keys and values of a round's ranks, ``[I, s, b, hk, d]``, as a ring hands them to the kernels."""
     if this.world == 1:
         return keys[0][None], values[0][None]
-    both = [torch.stack((keys[place], values[place])) for place in this.sources]
+    both = [torch.stack((keys[rank], values[rank])) for rank in this.sources]
     return torch.stack(both).unbind(1)
 
 
@@ -87,41 +87,41 @@ def simulated_ring(query, key, value, grad_out, index, scale, parts_of_heads=1):
         if world == 1:
             parts.append([tensor])
         else:
-            parts.append([stripe(tensor, r, world, block) for r in range(world)])
+            parts.append([stripe(tensor, r, world, block, inner=index.inner) for r in range(world)])
     q, k, v, do = parts
     columns = column_gradients = None
     if index.columns.shape[-1]:
         columns = sum(gather_columns(k[r], v[r], index, r) for r in range(world))
         column_gradients = []
     outs, dqs, dkvs, lses, deltas = [], [], [None] * world, [], []
-    for place in range(world):
-        length, batch, heads, _ = q[place].shape
+    for rank in range(world):
+        length, batch, heads, _ = q[rank].shape
         dtype = torch.promote_types(query.dtype, torch.float32)
         lse = torch.full((batch, heads, length), float("nan"), dtype=dtype, device=query.device)
         out = dq = None
-        rounds = [Round(place, o, index.inner, index.outer) for o in range(index.outer)]
+        rounds = [Round(rank, o, index.inner, index.outer) for o in range(index.outer)]
         for this in rounds:
             out = attention_forward(
-                q[place], *gathered(k, v, this), columns, index, this, scale, out, lse
+                q[rank], *gathered(k, v, this), columns, index, this, scale, out, lse
             )
-        delta = attention_delta(out, do[place])
-        rest = (do[place], lse, delta, index)
+        delta = attention_delta(out, do[rank])
+        rest = (do[rank], lse, delta, index)
         for this in rounds:
             carry, dq = dq, None
             for part in range(parts_of_heads):
                 dq = attention_backward_query(
-                    q[place], *gathered(k, v, this), columns, *rest, this, scale, carry, dq,
+                    q[rank], *gathered(k, v, this), columns, *rest, this, scale, carry, dq,
                     (part, parts_of_heads),
                 )  # fmt: skip
         for source in range(world):
-            if source != place:
-                step = RingStep(place, source, world)
+            if source != rank:
+                step = RingStep(rank, source, index.inner, index.outer)
                 dkvs[source] = attention_backward_key(
-                    q[place], k[source], v[source], *rest, step, scale, dkvs[source]
+                    q[rank], k[source], v[source], *rest, step, scale, dkvs[source]
                 )
         if columns is not None:
             column_gradients.append(
-                attention_backward_columns(q[place], columns, *rest, place, scale)
+                attention_backward_columns(q[rank], columns, *rest, rank, scale)
             )
         outs.append(out)
         dqs.append(dq)
@@ -133,12 +133,12 @@ def simulated_ring(query, key, value, grad_out, index, scale, parts_of_heads=1):
     for rank in range(world):
         dkvs[rank] = attention_backward_key(
             q[rank], k[rank], v[rank], do[rank], lses[rank], deltas[rank], index,
-            RingStep(rank, rank, world), scale, dkvs[rank], column_gradients, key.dtype,
+            RingStep(rank, rank, index.inner, index.outer), scale, dkvs[rank], column_gradients, key.dtype,
         )  # fmt: skip
     if world == 1:
         return outs[0], dqs[0], dkvs[0][0], dkvs[0][1]
     dk, dv = ([d[i] for d in dkvs] for i in range(2))
-    return tuple(unstripe(t, block) for t in (outs, dqs, dk, dv))
+    return tuple(unstripe(t, block, inner=index.inner) for t in (outs, dqs, dk, dv))
 
 
 def relative_error(actual, expected):

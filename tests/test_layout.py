@@ -9,29 +9,47 @@ import torch
 from megatron_mtraining.config import ConfigError
 from megatron_mtraining.layout import locate, stripe, stripe_batch, token_positions, unstripe
 
-WORLDS = [1, 2, 3, 4, 6]
+NODES = [(1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (6, 3), (6, 2), (12, 4)]  # ranks, ranks of a node
+every_shape = pytest.mark.parametrize(("world", "inner"), NODES)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@every_shape
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_round_trip(world, dim):
+def test_round_trip(world, inner, dim):
     shape = [3, 5, 7]
     shape[dim] = 64 * world * 3
     tensor = torch.randn(shape)
-    parts = [stripe(tensor, rank, world, 64, dim) for rank in range(world)]
+    parts = [stripe(tensor, rank, world, 64, dim, inner) for rank in range(world)]
     assert all(part.is_contiguous() and part.shape[dim] == 64 * 3 for part in parts)
-    assert torch.equal(unstripe(parts, 64, dim), tensor)
+    assert torch.equal(unstripe(parts, 64, dim, inner), tensor)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_block_b_lives_on_rank_b_mod_world(world):
+@every_shape
+def test_blocks_go_round_nodes_and_there_and_back_in_them(world, inner):
+    outer, blocks = world // inner, 5
+    owners, seen = {}, []
     for rank in range(world):
-        positions = token_positions(128 * world * 2, rank, world, 128)
-        assert ((positions // 128) % world == rank).all()
+        positions = token_positions(128 * world * blocks, rank, world, 128, inner=inner)
         assert (positions.diff() > 0).all()
-        owner, local = locate(positions, world, 128)
+        owner, local = locate(positions, world, 128, inner)
         assert (owner == rank).all()
         assert torch.equal(local, torch.arange(len(positions)))
+        for local_block, block in enumerate((positions[::128] // 128).tolist()):
+            assert block // world == local_block and block % outer == rank // inner
+            owners[block] = rank
+            seen.append(block)
+    assert sorted(seen) == list(range(world * blocks))
+    for node in range(outer):
+        numbers = [owners[block] % inner for block in range(node, world * blocks, outer)]
+        there = list(range(inner))
+        assert numbers == (there + there[::-1]) * (blocks // 2) + there
+
+
+def test_ranks_have_equal_sums_of_positions():
+    """Which is what causal attention's work is counted by; of ranks in one node, and an even number of
+    blocks."""
+    sums = {int(token_positions(64 * 8 * 6, rank, 8, 64).sum()) for rank in range(8)}
+    assert len(sums) == 1
 
 
 def test_batch_keeps_none_and_slices_the_mask_by_query():

@@ -21,7 +21,7 @@ from ranks import TIMEOUT, run_ranks
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.config import ConfigError
-from megatron_mtraining.layout import place_of, stripe, unstripe
+from megatron_mtraining.layout import stripe, unstripe
 from megatron_mtraining.pattern import build_index
 from megatron_mtraining.ring import Ring, check_hosts, ring_attention, ring_of
 
@@ -38,7 +38,7 @@ def run_ring(rank, world, operands, distances, columns, scale, inner=None):
     ring = ring_of(dist.group.WORLD, inner)
     index = build_index(distances, columns, seq_length, BLOCK, world, ring.inner)
     check_hosts(ring)
-    parts = [stripe(t, ring.place, world, BLOCK) for t in operands]
+    parts = [stripe(t, rank, world, BLOCK, inner=ring.inner) for t in operands]
     leaves = [t.clone().requires_grad_() for t in parts[:3]]
     out, _ = ring_attention(*leaves, index, ring, scale)
     out.backward(parts[3])
@@ -70,11 +70,9 @@ def test_processes_agree_with_dense_attention(world):
     results = run_ranks(world, run_rings, cases)
     for case, truths, ranks in zip(cases, expected, zip(*results)):
         dtype = case[0][0].dtype
-        places = [place_of(rank, world, case[-1]) for rank in range(world)]
-        ranks = [ranks[places.index(place)] for place in range(world)]
         for parts, truth in zip(zip(*ranks), truths):
             assert parts[0].dtype == dtype
-            error = relative_error(unstripe(list(parts), BLOCK), truth)
+            error = relative_error(unstripe(list(parts), BLOCK, inner=case[-1]), truth)
             assert error < TOLERANCE[dtype], f"{dtype}, nodes of {case[-1]}: {error:.1e}"
 
 
@@ -83,7 +81,7 @@ def run_with_bf16_gradients(rank, world, operands, distances, columns):
     for inner in (1, 2):
         index = build_index(distances, columns, operands[0].shape[0], BLOCK, world, inner)
         ring = ring_of(dist.group.WORLD, inner)
-        parts = [stripe(t, ring.place, world, BLOCK) for t in operands]
+        parts = [stripe(t, rank, world, BLOCK, inner=ring.inner) for t in operands]
         for bf16 in (False, True):
             leaves = [t.clone().requires_grad_() for t in parts[:3]]
             out, _ = ring_attention(*leaves, index, ring, 0.1, bf16_gradients=bf16)
@@ -232,7 +230,7 @@ def run_until_a_rank_fails(rank, world, operands, index_sets, backward, how):
     original = getattr(attention, name)
 
     def fail_at_the_second(*arguments):
-        if rank == 1 and arguments[7].distance:
+        if rank == 1 and arguments[7].source != rank:
             if how == "dies":
                 os._exit(3)
             raise RuntimeError("rank 1 has had enough")

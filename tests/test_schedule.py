@@ -7,8 +7,15 @@ from collections import Counter, defaultdict, deque
 
 import pytest
 
-from megatron_mtraining.layout import GATHERED, inner_size, place_of
-from megatron_mtraining.ring.schedule import Do, Link, backward_ops, forward_ops, rounds
+from megatron_mtraining.layout import GATHERED, block_at, inner_size
+from megatron_mtraining.ring.schedule import (
+    Do,
+    Link,
+    RingStep,
+    backward_ops,
+    forward_ops,
+    rounds,
+)
 
 # inner, outer: one rank, flat, one rank a node, and both, also of sizes that are no powers of two
 SHAPES = [
@@ -31,14 +38,14 @@ MOVES = {Do.SEND_VALUES, Do.TAKE_VALUES, Do.SEND_GRADIENTS, Do.TAKE_GRADIENTS, D
 
 
 class Rank:
-    """One rank that runs a schedule on names: keys are their place, gradients count who has added.
+    """One rank that runs a schedule on names: keys are their rank, gradients count who has added.
 
     A round's keys are what the ranks of the node have of their own in it, which they gather.
     """
 
-    def __init__(self, rank, place, ops):
-        self.rank, self.place, self.ops = rank, place, deque(ops)
-        self.own = [place]  # in each round so far, and in the next when it has come
+    def __init__(self, rank, ops):
+        self.rank, self.ops = rank, deque(ops)
+        self.own = [rank]  # in each round so far, and in the next when it has come
         self.turn = 0
         self.moving, self.home = None, None
         self.attended, self.queries, self.parts = [], [], []
@@ -103,7 +110,7 @@ class Rank:
         elif op.do is Do.COLUMNS:
             self.columns += 1
         elif op.do is Do.OWN_KEY:
-            self.add(op.step, self.place)
+            self.add(op.step, self.rank)
         elif op.do is Do.KEY:
             self.add(op.step, keys[op.slot])
         else:
@@ -119,18 +126,16 @@ class Rank:
         return True
 
     def add(self, step, keys):
-        assert step.source == keys and step.place == self.place
+        assert step.source == keys and step.rank == self.rank
         source, count = self.moving or (keys, Counter())
         assert source == keys, "carries the gradient of other keys"
-        self.moving = (keys, count + Counter([self.place]))
+        self.moving = (keys, count + Counter([self.rank]))
 
 
 def run(ops, inner, outer):
     """All ranks of a schedule, to their end."""
     world = inner * outer
-    places = [place_of(rank, world, inner) for rank in range(world)]
-    assert sorted(places) == list(range(world))
-    ranks = [Rank(rank, places[rank], ops(rank, inner, outer)) for rank in range(world)]
+    ranks = [Rank(rank, ops(rank, inner, outer)) for rank in range(world)]
     mail = defaultdict(deque)
     while any(rank.ops for rank in ranks):
         moved = [rank.step(mail, ranks, inner, outer) for rank in ranks if rank.ops]
@@ -140,29 +145,29 @@ def run(ops, inner, outer):
     return ranks
 
 
-def check_rounds(found, place, inner, outer):
+def check_rounds(found, rank, inner, outer):
     assert [this.number for this in found] == list(range(outer))
-    assert place in found[0].sources
+    assert rank in found[0].sources
     assert sorted(source for this in found for source in this.sources) == list(range(inner * outer))
     assert [this.first for this in found] == [True] + [False] * (outer - 1)
     assert [this.last for this in found] == [False] * (outer - 1) + [True]
-    assert all(this.place == place for this in found)
+    assert all(this.rank == rank for this in found)
 
 
 @every_shape
 def test_forward_meets_every_key_once(inner, outer):
     for rank in run(forward_ops, inner, outer):
-        check_rounds(rank.attended, rank.place, inner, outer)
+        check_rounds(rank.attended, rank.rank, inner, outer)
 
 
 @every_shape
 def test_backward_brings_every_gradient_home(inner, outer):
     world = inner * outer
     for rank in run(backward_ops, inner, outer):
-        check_rounds(rank.queries, rank.place, inner, outer)
+        check_rounds(rank.queries, rank.rank, inner, outer)
         assert rank.columns == 1
         source, count = rank.moving
-        assert source == rank.place and count == Counter(range(world))
+        assert source == rank.rank and count == Counter(range(world))
 
 
 @every_shape
@@ -171,15 +176,36 @@ def test_keys_of_a_round_are_found_by_their_distance(inner, outer):
     world = inner * outer
     for rank in range(world):
         for this in rounds(rank, inner, outer):
+            keys = {
+                block_at(c, source, world, inner): (c, source)
+                for c in range(4)
+                for source in this.sources
+            }
+            numbered = sorted(keys)  # of a node, in the order of the sequence
             for a in range(4):
-                block = a * world + this.place
-                last = a * inner + this.offset
+                block = block_at(a, rank, world, inner)
+                last = block_at(a, rank % inner, inner, inner) - this.wrap
                 for e in range(last + 1):
-                    at = last - e
-                    found = at // inner * world + this.sources[at % inner]
-                    assert block - found == e * outer + this.number
+                    assert block - numbered[last - e] == e * outer + this.number
                 # Nothing of this residue is left out.
                 assert block - (last + 1) * outer < this.number
+
+
+@every_shape
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+def test_query_blocks_of_a_key_block_are_found_by_their_distance(inner, outer, blocks):
+    world = inner * outer
+    for rank in range(world):
+        for source in range(world):
+            step = RingStep(rank, source, inner, outer)
+            for c in range(blocks):
+                key, found = block_at(c, source, world, inner), {}
+                for residue, apart, wrap in step.meetings(c % 2):
+                    first = c + apart + 2 * wrap
+                    for e, a in enumerate(range(first, blocks, 2)):
+                        found[a] = e * 2 * world + residue
+                seen = {a: block_at(a, rank, world, inner) - key for a in range(blocks)}
+                assert found == {a: distance for a, distance in seen.items() if distance >= 0}
 
 
 @pytest.mark.parametrize(("inner", "outer"), [shape for shape in SHAPES if 1 not in shape])
@@ -223,11 +249,10 @@ def test_all_moves_name_their_link(inner, outer):
 
 
 @every_shape
-def test_the_ranks_of_a_node_have_the_same_keys_and_residue_in_each_round(inner, outer):
+def test_the_ranks_of_a_node_have_the_same_keys_in_each_round(inner, outer):
     """So they have the same work. Nodes may differ by a node: those that have gone round."""
     found = [rounds(rank, inner, outer) for rank in range(inner * outer)]
     for together in zip(*found):
         for x in range(outer):
             node = together[x * inner : (x + 1) * inner]
-            assert len({this.sources for this in node}) == 1
-            assert len({(this.place - this.sources[0]) % outer for this in node}) == 1
+            assert len({(this.sources, this.wrap) for this in node}) == 1

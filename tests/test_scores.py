@@ -12,7 +12,7 @@ from attention_cases import random_operands
 
 from megatron_mtraining import MTrainingConfig, kernels
 from megatron_mtraining.kernels import reference_choice as twins
-from megatron_mtraining.layout import stripe, unstripe
+from megatron_mtraining.layout import positions_at, stripe, unstripe
 from megatron_mtraining.pattern import build_index, choose_index
 from megatron_mtraining.pattern.estimate import Sample, draw_sample, sample_rows
 from megatron_mtraining.ring import Ring
@@ -37,7 +37,7 @@ def sample_of(query, rank, world, block, strata, rows_in_stratum, near):
     """Sampled rows of a whole sequence's queries, as one rank holds them."""
     rows = sample_rows(query.shape[0], strata, rows_in_stratum, query.device)
     picked = query.index_select(0, rows)
-    return Sample(picked, rows.int(), rows_in_stratum, near, rank, world, block, SCALE)
+    return Sample(picked, rows.int(), rows_in_stratum, near, rank, world, world, block, SCALE)
 
 
 def part_of(tensor, rank, world, block):
@@ -160,7 +160,7 @@ def test_sums_kernels(device, case, dtype):
         assert torch.equal(actual == mandatory, expected == mandatory)
         actual, truth = (t.view(torch.float32).nan_to_num(0) for t in (actual, expected))
         torch.testing.assert_close(actual, truth, atol=1e-6, rtol=1e-5)
-        for columns in (None, (expected, twins.select_largest(expected, 9, seq, 0, 1, 64)[1])):
+        for columns in (None, (expected, twins.select_largest(expected, 9, seq, 0, 1, 1, 64)[1])):
             truth = twins.diagonal_mass(sample, part, lse, sink, columns)
             actual = kernels.diagonal_mass(sample, part, lse, sink, columns)
             one = twins.fixed_point_one(strata * in_stratum)
@@ -204,11 +204,12 @@ def test_selection(device, monkeypatch, length, count, top):
     values[1, 0, : length // 2] = 3  # more ties in one tile than it offers to the next level
     values = values.int()
     none = 10_000
-    expected, _ = twins.select_largest(values, count, none, rank, world, block)
-    actual, (cut, last) = kernels.select_largest(values, count, none, rank, world, block)
+    layout = (rank, world, world, block)
+    expected, _ = twins.select_largest(values, count, none, *layout)
+    actual, (cut, last) = kernels.select_largest(values, count, none, *layout)
     assert sets(actual) == sets(expected)
     local = torch.arange(length, device=device)
-    position = (local // block * world + rank) * block + local % block
+    position = positions_at(local, rank, world, block)
     # The cut says the same as the list.
     taken = (values > cut[..., None]) | ((values == cut[..., None]) & (position <= last[..., None]))
     for b in range(2):
@@ -226,11 +227,13 @@ def test_selections_merge(device, monkeypatch):
     values = torch.randint(0, 30, (1, 2, seq), device=device, dtype=torch.int32)
     values[0, 1, 50:] = 0
     offers = [
-        kernels.select_largest(stripe(values, r, world, block, 2), count, seq, r, world, block)[0]
+        kernels.select_largest(
+            stripe(values, r, world, block, 2), count, seq, r, world, world, block
+        )[0]
         for r in range(world)
     ]
     merged, (cut, last) = kernels.merge_selections(torch.stack(offers), count, seq)
-    expected, _ = twins.select_largest(values, count, seq, 0, 1, 128)
+    expected, _ = twins.select_largest(values, count, seq, 0, 1, 1, 128)
     assert sets(merged) == sets(expected)
     position = torch.arange(seq, device=device)
     taken = (values > cut[..., None]) | ((values == cut[..., None]) & (position <= last[..., None]))
@@ -243,7 +246,7 @@ def test_counts_too_large_for_the_kernel_take_the_twin(device, monkeypatch):
     monkeypatch.setattr(select, "TILE", 64)
     values = torch.randint(0, 99, (1, 1, 200), device=device, dtype=torch.int32)
     assert sets(kernels.select_largest(values, 90, 200)[0]) == sets(
-        twins.select_largest(values, 90, 200, 0, 1, 128)[0]
+        twins.select_largest(values, 90, 200, 0, 1, 1, 128)[0]
     )
 
 
@@ -272,9 +275,9 @@ def test_lists(device, seq, block, world, inner, columns, diagonals):
         member, round_list, round_ptr, rank_list, rank_ptr, *_ = (t.cpu() for t in actual)
         for listed, before, classes in (
             (round_list, round_ptr, world // inner),
-            (rank_list, rank_ptr, world),
+            (rank_list, rank_ptr, 2 * world),
         ):
-            length = member.shape[-1] // classes
+            length = -(-member.shape[-1] // classes)
             for residue in range(classes):
                 low, high = (before[1, 2, (residue + i) * length] for i in range(2))
                 kept = listed[1, 2, low:high].long() * classes + residue
@@ -303,8 +306,7 @@ def test_the_sample_is_the_sequences_rows():
     total = 0
     for rank in range(3):
         ring = Ring(None)
-        ring.rank = ring.place = rank
-        ring.world = 3
+        ring.rank, ring.world, ring.inner = rank, 3, 3
         ring.all_reduce = lambda tensor: tensor
         total = total + draw_sample(stripe(query, rank, 3, 64), config, ring, 1, SCALE).query
     rows = sample_rows(576, 8, 3)

@@ -8,7 +8,7 @@ import inspect
 from torch import Tensor
 
 from ..config import ConfigError
-from ..layout import place_of, stripe_batch
+from ..layout import stripe_batch
 from .arguments import config_from_args
 from .backend import is_active, training_arguments
 from .checks import ranks_a_node
@@ -36,22 +36,23 @@ def wrap_get_batch(original):
             group = parallel_state.get_context_parallel_group()
         config, size = config_from_args(arguments), group.size()
         inner = ranks_a_node(arguments, size, config.gathered_ranks, command_line=True)
-        place = place_of(group.rank(), size, inner)
-        return slice_batch(given["batch"], place, size, config.block_size)
+        return slice_batch(given["batch"], group.rank(), size, config.block_size, inner)
 
     return get_batch_on_this_cp_rank
 
 
-def slice_batch(batch: dict, cp_rank: int, cp_size: int, block_size: int) -> dict:
+def slice_batch(
+    batch: dict, cp_rank: int, cp_size: int, block_size: int, inner: int | None = None
+) -> dict:
     """This rank's part of a Megatron batch.
 
     Args:
         batch: ``tokens``, ``labels``, ``loss_mask``, ``position_ids`` ``[b, s]``, perhaps
             ``attention_mask`` ``[b, 1, s, s]``, and entries without a sequence dimension (such as
             the ``[b]`` numbers that data sets add), which stay as they are; None stays None.
-        cp_rank, cp_size: this rank's place in the layout (its position in the context-parallel group, if
-            that is one flat ring), and the group's size.
+        cp_rank, cp_size: position in the context-parallel group, and its size.
         block_size: tokens in a block.
+        inner: ranks of a node, as for :func:`~megatron_mtraining.layout.inner_size`.
 
     Returns:
         The same dict.
@@ -80,5 +81,5 @@ def slice_batch(batch: dict, cp_rank: int, cp_size: int, block_size: int) -> dic
             f"the entries of the batch are not of one sequence length: {shapes}; attention backend "
             "mtraining does not know how to slice them"
         )
-    batch.update(stripe_batch(ours, cp_rank, cp_size, block_size))
+    batch.update(stripe_batch(ours, cp_rank, cp_size, block_size, inner))
     return batch

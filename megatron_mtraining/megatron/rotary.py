@@ -12,7 +12,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from torch import Tensor
 
 from ..config import ConfigError
-from ..layout import place_of, stripe
+from ..layout import stripe
 
 CACHED = 4
 """Lengths of which a model keeps the table: training and evaluation have one each."""
@@ -42,7 +42,6 @@ class _Striped:
             raise ConfigError("attention backend mtraining does not support packed sequences")
         group = self.mtraining_cp_group if cp_group is None else cp_group
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
-        place = place_of(rank, size, self.mtraining_inner)
         key = (max_seq_len, offset, rank, size)
         cache = self.mtraining_cache
         if key not in cache:
@@ -50,7 +49,8 @@ class _Striped:
                 del cache[next(iter(cache))]
             table = self.get_emb(max_seq_len, offset)
             table, rest = table if isinstance(table, tuple) else (table, None)
-            cache[key] = (stripe(table, place, size, self.mtraining_block_size), rest)
+            block_size, inner = self.mtraining_block_size, self.mtraining_inner
+            cache[key] = (stripe(table, rank, size, block_size, inner=inner), rest)
         return cache[key]
 
 
@@ -92,7 +92,7 @@ def stripe_embedding(
         embedding: ``model.rotary_pos_emb``.
         cp_group: the model's context-parallel group, or None.
         block_size: tokens in a block of the layout.
-        inner: context-parallel ranks a node; None for one flat ring.
+        inner: ranks of a node, as for :func:`~megatron_mtraining.layout.inner_size`.
 
     Raises:
         ConfigError: it is neither RoPE nor YaRN.

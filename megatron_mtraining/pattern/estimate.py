@@ -27,7 +27,7 @@ class Sample:
         rows: int32 ``[R]``, global positions of the rows, ascending.
         rows_in_stratum: so many rows in a row are of one stretch of the sequence.
         near: query and key blocks fewer apart than this are in the local window; 1 or more.
-        rank, world, block_size: the striped layout of the keys; this rank's place there.
+        rank, world, inner, block_size: the striped layout of the keys.
         softmax_scale: factor of the scores.
     """
 
@@ -37,6 +37,7 @@ class Sample:
     near: int
     rank: int
     world: int
+    inner: int
     block_size: int
     softmax_scale: float
 
@@ -58,12 +59,12 @@ def sample_rows(seq_length: int, strata: int, rows: int, device=None) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def _rows_here(seq_length, strata, rows, rank, world, block_size, device):
+def _rows_here(seq_length, strata, rows, rank, world, inner, block_size, device):
     """The rows, int32; where a rank has them, int64 (0 for others); which it has not, bool. The same
     in every layer and step, so kept: they take a dozen launches."""
     with torch.inference_mode(False):
         row = sample_rows(seq_length, strata, rows, device)
-        owner, local = locate(row, world, block_size)
+        owner, local = locate(row, world, block_size, inner)
         here = owner == rank
         return row.int(), torch.where(here, local, 0), ~here[:, None, None, None]
 
@@ -78,13 +79,14 @@ def draw_sample(query: Tensor, config, ring, near: int, softmax_scale: float) ->
     block, strata, rows = config.block_size, config.sample_strata, config.sample_rows
     seq_length = query.shape[0] * ring.world
     row, local, elsewhere = _rows_here(
-        seq_length, strata, rows, ring.place, ring.world, block, query.device
+        seq_length, strata, rows, ring.rank, ring.world, ring.inner, block, query.device
     )
     sampled = query.index_select(0, local)
     if ring.world > 1:
         # One rank has each row, so the sum is exact in any dtype.
         sampled = ring.all_reduce(sampled.masked_fill_(elsewhere, 0))
-    return Sample(sampled, row, rows, near, ring.place, ring.world, block, softmax_scale)
+    layout = (ring.rank, ring.world, ring.inner, block)
+    return Sample(sampled, row, rows, near, *layout, softmax_scale)
 
 
 def sample_lse(sample: Sample, key: Tensor, ring) -> Tensor:

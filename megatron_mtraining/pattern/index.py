@@ -11,9 +11,10 @@ query head. Nothing of the size of blocks x blocks is built.
 In the block-striped layout (:mod:`..layout`) over ``W = O x I`` ranks, query block ``i`` meets in round
 ``o`` the key blocks ``j`` with ``(i - j) % O == o``, those of I ranks. So one list of D is sorted by (residue
 of O, quotient), and prefix counts give each query block its keys without a search. The keys' gradient is
-computed a rank's keys at a time, which have one residue of W: for it another list is sorted by (residue
-of W, quotient). Columns are gathered from all ranks and attended in one round of each head: query block
-``i`` sees the first ``column_ptr[i]`` of them.
+computed a rank's keys at a time. The queries of another rank, in every second of its blocks, are at
+distances of one residue of 2 W from a key block: for it another list is sorted by (residue of 2 W,
+quotient). Columns are gathered from all ranks and attended in one round of each head: query block ``i`` sees
+the first ``column_ptr[i]`` of them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import index_lists
-from ..layout import inner_size
+from ..layout import inner_size, owner_of
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,12 @@ class VerticalSlashIndex:
         round_list: int16 ``[b, h, NB]``: quotients ``e`` of D's distances ``e * O + o``, sorted by (o, e);
             0 past the count.
         round_ptr: int32 ``[b, h, NB + 1]``: how many of D come before ``(o, e)``, at ``o * NB / O + e``.
-        rank_list, rank_ptr: the same with W in place of O.
+        rank_list, rank_ptr: the same with 2 W in place of O, and ``ceil(NB / 2W)`` of ``NB / O``.
         columns: int32 ``[b, h, C]``: V ascending, positions over all ranks; N past the count.
         column_ptr: int32 ``[b, h, NB + 1]``: how many of V come before each block.
         seq_length, block_size, world, inner: N tokens in all, B, W, I.
 
-    A head takes 17 bytes a block of the sequence (11 with I = 1, where the two lists are one), and 4 a
-    column: 74 KB at 512K tokens with 1000 columns.
+    A head takes 17 bytes a block of the sequence and 4 a column: 74 KB at 512K tokens with 1000 columns.
     """
 
     member: Tensor
@@ -71,13 +71,14 @@ class VerticalSlashIndex:
     @property
     def nbytes(self) -> int:
         """Bytes the index holds on the device."""
-        tensors = [self.member, self.round_list, self.round_ptr, self.columns, self.column_ptr]
-        if self.inner > 1:
-            tensors += [self.rank_list, self.rank_ptr]
+        tensors = (
+            self.member, self.round_list, self.round_ptr, self.rank_list, self.rank_ptr,
+            self.columns, self.column_ptr,
+        )  # fmt: skip
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def work(self) -> Tensor:
-        """Attended pairs, float64 ``[b, h, place, round]``, exact; on the index's device.
+        """Attended pairs, float64 ``[b, h, rank, round]``, exact; on the index's device.
 
         In round ``o``, queries take the keys ``o`` blocks before them, modulo the number of rounds O, and the
         columns, of all ranks, of the heads h with ``h * O // H == o``.
@@ -102,7 +103,9 @@ class VerticalSlashIndex:
         missing = num_blocks * block - self.seq_length
         if missing:
             pairs[:, :, 0, -1] -= missing * self._keys_of_last_query()
-        return pairs.unflatten(-1, (-1, self.world)).sum(-2).transpose(-1, -2)
+        rank, _ = owner_of(i, self.world, self.inner)
+        work = pairs.new_zeros(*pairs.shape[:-1], self.world).index_add_(-1, rank, pairs)
+        return work.transpose(-1, -2)
 
     def _columns_seen(self) -> Tensor:
         """Columns that each query block attends to as columns: float64 ``[b, h, W * nb]``.

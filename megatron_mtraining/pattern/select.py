@@ -81,8 +81,9 @@ def _choose_columns(mass: Tensor, config, ring) -> tuple[Tensor, Tensor]:
     length = mass.shape[-1]
     seq_length = length * ring.world
     offer, cut = select_largest(
-        mass, min(config.vertical, length), seq_length, ring.place, ring.world, config.block_size
-    )
+        mass, min(config.vertical, length), seq_length,
+        ring.rank, ring.world, ring.inner, config.block_size,
+    )  # fmt: skip
     if ring.world > 1:
         count = min(config.vertical, seq_length)
         offer, cut = merge_selections(ring.all_gather(offer), count, seq_length)
@@ -98,9 +99,9 @@ def _choose_diagonals(mass: Tensor, config, ring) -> Tensor:
     seq_length = mass.shape[-1]
     mass = ring.reduce_scatter(mass)
     length = mass.shape[-1]
-    # With blocks as long as a stretch, positions in the striped layout are distances.
+    # With blocks as long as a stretch, positions in the layout of one node are distances.
     offer, _ = select_largest(
-        mass, min(config.slash, length), seq_length, ring.rank, ring.world, length
+        mass, min(config.slash, length), seq_length, ring.rank, ring.world, ring.world, length
     )
     if ring.world > 1:
         count = min(config.slash, seq_length)

@@ -33,7 +33,7 @@ def _post_columns(key, value, index, ring):
     if not index.columns.shape[-1]:
         return None
     with ring.span("columns"):
-        return ring.sum_columns(gather_columns(key, value, index, ring.place))
+        return ring.sum_columns(gather_columns(key, value, index, ring.rank))
 
 
 class KeysAndValues:
@@ -174,7 +174,7 @@ def _backward(query, key, value, grad_out, out, lse, index, ring, softmax_scale,
 
 
 def _post_column_gradients(query, columns, grad_out, lse, delta, index, ring, softmax_scale):
-    operands = (query, columns.wait(), grad_out, lse, delta, index, ring.place, softmax_scale)
+    operands = (query, columns.wait(), grad_out, lse, delta, index, ring.rank, softmax_scale)
     with ring.span("columns"):
         parts = attention_backward_columns(*operands)
         if ring.world > 1 and parts.shape[3] > 1:

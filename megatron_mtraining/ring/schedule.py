@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
-from ..layout import place_of
-
 
 class Link(Enum):
     """Which neighbour: in the node, or of the same number in the next node."""
@@ -50,13 +48,13 @@ class Round:
     """The keys that one rank attends to in one round: those of a node.
 
     Attributes:
-        place: of the queries in the layout (:func:`~megatron_mtraining.layout.place_of`).
+        rank: of the queries.
         number: o, of the round, from 0: how many nodes apart. The columns of head h of H are attended
             in round ``h * O // H``.
         inner, outer: I and O.
     """
 
-    place: int
+    rank: int
     number: int
     inner: int
     outer: int
@@ -78,19 +76,18 @@ class Round:
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """The places of the ranks whose keys these are, in the order they are gathered in."""
-        node = (self.place - self.number) % self.outer
-        return tuple(y * self.outer + node for y in range(self.inner))
+        """The ranks whose keys these are, in the order they are gathered in."""
+        node = (self.rank // self.inner - self.number) % self.outer
+        return tuple(node * self.inner + y for y in range(self.inner))
 
     @property
-    def offset(self) -> int:
-        """Where the queries' blocks lie among the keys' blocks, in the order of the sequence.
+    def wrap(self) -> int:
+        """1 if the keys' node comes after the queries' own in the layout, else 0.
 
-        The last key block of this round's at or before local query block ``a`` is number ``a * I +
-        offset``, which is ``o`` blocks before it; key block ``j`` of these is local block ``j // I`` of
-        the rank at ``sources[j % I]``.
+        Blocks of a node are numbered in the order of the sequence: the queries' block n sees the keys'
+        blocks up to ``n - wrap``, which is ``o`` blocks of the sequence before it.
         """
-        return self.place // self.outer - (self.number > self.place % self.outer)
+        return int(self.number > self.rank // self.inner)
 
 
 @dataclass(frozen=True)
@@ -98,23 +95,36 @@ class RingStep:
     """One rank's keys, as another rank's queries meet them.
 
     Attributes:
-        place, source: of the queries and of the keys, in the layout.
-        world: W.
+        rank, source: of the queries and of the keys.
+        inner, outer: I and O.
     """
 
-    place: int
+    rank: int
     source: int
-    world: int
+    inner: int
+    outer: int
 
-    @property
-    def distance(self) -> int:
-        """How many places apart: the block distances are ``e * W + distance``."""
-        return (self.place - self.source) % self.world
+    def meetings(self, turned: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """How the key blocks with ``local % 2 == turned`` meet query blocks: those of the same
+        ``local % 2``, and the others.
 
-    @property
-    def wrap(self) -> int:
-        """1 if local query block ``a`` meets local key block ``a - e - 1``, 0 if ``a - e``."""
-        return int(self.source > self.place)
+        Returns:
+            for each a (residue, apart, wrap): local key block ``c`` meets local query block ``c + apart
+            + 2 (e + wrap)`` at distance ``e * 2W + residue``.
+        """
+
+        def number(rank, of_turned):  # in its node's stripe
+            y = rank % self.inner
+            return self.inner - 1 - y if of_turned else y
+
+        world = self.inner * self.outer
+        nodes = self.rank // self.inner - self.source // self.inner
+        found = []
+        for apart in (0, 1):
+            ours = number(self.rank, turned ^ apart)
+            least = (apart * self.inner + ours - number(self.source, turned)) * self.outer + nodes
+            found.append((least % (2 * world), apart, int(least < 0)))
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -138,8 +148,7 @@ class Op:
 
 def rounds(rank: int, inner: int, outer: int) -> list[Round]:
     """The rounds of one rank: first its own node, then the one before, and so on."""
-    place = place_of(rank, inner * outer, inner)
-    return [Round(place, number, inner, outer) for number in range(outer)]
+    return [Round(rank, number, inner, outer) for number in range(outer)]
 
 
 @lru_cache(maxsize=64)
@@ -168,8 +177,7 @@ def backward_ops(rank: int, inner: int, outer: int) -> tuple[Op, ...]:
         ops += of_round(rank, this)
         if not this.last:
             ops.append(Op(Do.TAKE_VALUES, link=Link.OUTER))
-    place = place_of(rank, inner * outer, inner)
-    own = Op(Do.OWN_KEY, step=RingStep(place, place, inner * outer), slot=rank % inner)
+    own = Op(Do.OWN_KEY, step=RingStep(rank, rank, inner, outer), slot=rank % inner)
     if outer == 1:
         return (*ops, own)
     if inner == 1:
@@ -178,7 +186,8 @@ def backward_ops(rank: int, inner: int, outer: int) -> tuple[Op, ...]:
 
 
 def _key(this: Round, slot: int) -> Op:
-    return Op(Do.KEY, step=RingStep(this.place, this.sources[slot], this.world), slot=slot)
+    step = RingStep(this.rank, this.sources[slot], this.inner, this.outer)
+    return Op(Do.KEY, step=step, slot=slot)
 
 
 def _round_of_single_ranks(rank: int, this: Round) -> list[Op]:
@@ -192,8 +201,8 @@ def _round_of_single_ranks(rank: int, this: Round) -> list[Op]:
 
 
 def _round_of_nodes(rank: int, this: Round) -> list[Op]:
-    """In a node, each rank begins with the keys in the place of the rank before it, and ends with those
-    in its own, the sum of which it then has."""
+    """In a node, each rank begins with the keys of the rank before it in the place it has in its own
+    node, and ends with those in its own place, the sum of which it then has."""
     ops, hops = [], this.inner - 1
     y = rank % this.inner
     for i in range(hops):

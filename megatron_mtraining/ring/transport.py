@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..layout import inner_size, place_of
+from ..layout import inner_size
 from .schedule import Link
 
 
@@ -44,7 +44,6 @@ class Ring:
     Attributes:
         rank, world: this process's position in the group, and the group's size.
         inner, outer: ranks a node, and nodes.
-        place: this rank's in the layout (:func:`~megatron_mtraining.layout.place_of`).
         number: this rank's in its node.
         trace: None, or a function of a name and a step that gives a context manager, entered around
             what a ring runs: for measurements.
@@ -63,7 +62,6 @@ class Ring:
             raise ValueError("this process is not a member of the context-parallel group given")
         self.inner = inner_size(self.world, inner)
         self.outer = self.world // self.inner
-        self.place = place_of(self.rank, self.world, self.inner)
         self.number = self.rank % self.inner
         self.trace = None
         self.checked = False

@@ -87,7 +87,7 @@ def train_once(model, rank: int, size: int) -> dict:
     """Loss and gradients of one batch, summed over the context-parallel ranks."""
     from megatron.core.pipeline_parallel.schedules import custom_backward
 
-    from megatron_mtraining.layout import place_of, stripe_batch
+    from megatron_mtraining.layout import stripe_batch
 
     tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=torch.manual_seed(3))
     batch = {
@@ -95,8 +95,7 @@ def train_once(model, rank: int, size: int) -> dict:
         "labels": tokens.roll(-1, 1),
         "position_ids": torch.arange(SEQUENCE).repeat(BATCH, 1),
     }
-    place = place_of(rank, size, NODES.get(size, [None])[0])
-    batch = stripe_batch(batch, place, size, BLOCK)
+    batch = stripe_batch(batch, rank, size, BLOCK, NODES.get(size, [None])[0])
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     loss = losses.sum() / (BATCH * SEQUENCE)
     custom_backward(loss, None)  # as training does; torch's own would leave the CPU shim
