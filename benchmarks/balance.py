@@ -5,12 +5,12 @@ The ring has W = O x I ranks, rank x * I + y is number y of node x. In round o a
 once to the keys of node (x - o) % O: one rank's keys a round where nodes are single ranks (the plain ring).
 For every pattern, number of ranks and size of the nodes, layouts beside each other:
 
-- ``striped over groups``: this project's. Consecutive blocks go to consecutive nodes: block b lives at place
-  b mod W = y * O + x. So the ranks of a node have the same distances in each round. Columns travel
+- ``striped``: this project's. Consecutive blocks go to consecutive nodes, so all ranks of a node have the
+  same distances in each round; a node's blocks are dealt to its ranks there and back. Columns travel
   gathered, and all ranks' are attended, those of each head in one of the rounds.
-- ``striped``: the same with places in the order of ranks, where that is another: b mod W = x * I + y.
-- ``columns at owner``: as ``striped over groups``, but a column is attended with the keys of the rank that it
-  lives on.
+- ``one direction``: the same, but a node's blocks are dealt to its ranks 0 to I - 1 each time. Left out where
+  nodes are single ranks, as it is ``striped`` there.
+- ``columns at owner``: as ``striped``, but a column is attended in the round of the keys of its owner.
 - ``zigzag``: 2W chunks, rank r has chunks r and 2W - 1 - r (Megatron's); columns with their owner's keys.
 - ``contiguous``: W chunks; likewise.
 
@@ -39,7 +39,7 @@ rows to ``results/balance.jsonl``.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,7 +50,7 @@ import workloads
 from workloads import BLOCK
 
 from megatron_mtraining import MTrainingConfig
-from megatron_mtraining.layout import inner_size, place_of
+from megatron_mtraining.layout import block_at, inner_size
 from megatron_mtraining.pattern import choose_index
 from megatron_mtraining.ring import Ring
 
@@ -58,6 +58,7 @@ WORLDS = (4, 8, 32, 64, 256)
 INNER = (0, 1, 4)
 SEQ = 524288
 HEADS = 16
+LAYOUTS = ("striped", "one direction", "columns at owner", "zigzag", "contiguous")
 
 
 class Pattern(NamedTuple):
@@ -74,8 +75,8 @@ class Pattern(NamedTuple):
 
     def density(self) -> float:
         """Share of the causal pairs that is kept."""
-        pairs = sum(int(part.sum()) for part in chunk_pairs(self, 1))
-        return pairs / (len(self.distances) * self.seq * (self.seq + 1) // 2)
+        causal = len(self.distances) * self.seq * (self.seq + 1) // 2
+        return int(chunk_pairs(self, 1).sum()) / causal
 
 
 def pattern_of(name: str, seq: int, distances: torch.Tensor, picked: torch.Tensor) -> Pattern:
@@ -89,11 +90,70 @@ def pattern_of(name: str, seq: int, distances: torch.Tensor, picked: torch.Tenso
     return Pattern(name, seq, member, np.array(columns, dtype=np.int64).reshape(-1, blocks))
 
 
-# Pairs by (query rank, key rank), of slashes and of columns apart: int64 [W, W]; of columns by head,
-# [h, W, W], where they are dealt so.
+# Striped layouts: pairs by (round, query block), int64 [O, blocks], and whose blocks these are.
 
 
-def chunk_pairs(pattern: Pattern, chunks: int) -> tuple[np.ndarray, np.ndarray]:
+def slash_pairs(pattern: Pattern, outer: int) -> np.ndarray:
+    """Pairs of slashes: in round o, those at distances d with ``d % O == o``."""
+    heads, blocks = pattern.distances.shape
+    kept = pattern.distances.sum(0).reshape(-1, outer)
+    # upto[e, o]: how many of the distances o, O + o, ... come before e * O + o, over all heads.
+    upto = np.zeros((len(kept) + 1, outer), dtype=np.int64)
+    np.cumsum(kept, axis=0, out=upto[1:])
+    number, block = np.mgrid[:outer, :blocks]
+    pairs = upto[(block - number) // outer + 1, number] * BLOCK * BLOCK
+    pairs[0] -= heads * (BLOCK * (BLOCK - 1) // 2)  # distance 0 is a triangle
+    return pairs
+
+
+def columns_seen(columns: np.ndarray, outside: np.ndarray) -> np.ndarray:
+    """How many columns each query block sees, those of block j by block i if ``outside[i - j]``.
+
+    A product of two polynomials. Its error is far below a half, so rounding makes it exact.
+    """
+    blocks = columns.shape[-1]
+    product = np.fft.rfft(columns, 2 * blocks) * np.fft.rfft(outside, 2 * blocks)
+    return np.rint(np.fft.irfft(product, 2 * blocks)[..., :blocks]).astype(np.int64)
+
+
+def dealt_columns(pattern: Pattern, outer: int) -> np.ndarray:
+    """Pairs of columns, all of head h of H in round ``h * O // H``."""
+    pairs = np.zeros((outer, pattern.blocks), dtype=np.int64)
+    seen = columns_seen(pattern.columns, ~pattern.distances) * BLOCK
+    for head, of_head in enumerate(seen):
+        pairs[head * outer // len(seen)] += of_head
+    return pairs
+
+
+def columns_with_keys(pattern: Pattern, outer: int) -> np.ndarray:
+    """Pairs of columns, each in the round of the keys it is one of."""
+    pairs = np.zeros((outer, pattern.blocks), dtype=np.int64)
+    for o in range(outer):
+        outside = np.zeros_like(pattern.distances)
+        outside[:, o::outer] = ~pattern.distances[:, o::outer]
+        pairs[o] = columns_seen(pattern.columns, outside).sum(0) * BLOCK
+    return pairs
+
+
+def by_rank(pairs: np.ndarray, world: int, inner: int, turned: bool = True) -> np.ndarray:
+    """w[r, o], int64 ``[W, O]``, of pairs by (round, query block): those of each rank's blocks, summed.
+
+    Args:
+        turned: whether a node's blocks are dealt to its ranks there and back, or in one direction.
+    """
+    outer, blocks = pairs.shape
+    rank, local = np.mgrid[:world, : blocks // world]
+    if turned:
+        own = block_at(local, rank, world, inner)
+    else:
+        own = (local * inner + rank % inner) * outer + rank // inner
+    return pairs[:, own].sum(-1).T
+
+
+# Layouts of chunks: pairs by (query rank, key rank), int64 [W, W].
+
+
+def chunk_pairs(pattern: Pattern, chunks: int) -> np.ndarray:
     """Pairs between every two of ``chunks`` stretches of the sequence, as (query chunk, key chunk)."""
     blocks, heads = pattern.blocks, len(pattern.distances)
     if blocks % chunks:
@@ -105,71 +165,23 @@ def chunk_pairs(pattern: Pattern, chunks: int) -> tuple[np.ndarray, np.ndarray]:
     kept = np.zeros((heads, blocks + 1), dtype=np.int64)
     np.cumsum(pattern.distances, axis=1, out=kept[:, 1:])
     left_out = np.arange(blocks + 1) - kept
-
-    def by_chunk(counts):  # differences at the edges: one entry a query chunk and key block
-        return counts.reshape(chunks, chunks, length).sum(-1)
-
-    slash = by_chunk(np.diff(kept.sum(0)[reach], axis=0)) * BLOCK * BLOCK
-    slash[np.diag_indices(chunks)] -= heads * length * (BLOCK * (BLOCK - 1) // 2)
-    columns = np.zeros((chunks, blocks), dtype=np.int64)
+    # Differences at the edges: one entry a query chunk and key block.
+    pairs = np.diff(kept.sum(0)[reach], axis=0) * BLOCK * BLOCK
     for counts, outside in zip(pattern.columns, left_out):
-        columns += np.diff(outside[reach], axis=0) * counts
-    return slash, by_chunk(columns) * BLOCK
+        pairs += np.diff(outside[reach], axis=0) * counts * BLOCK
+    pairs = pairs.reshape(chunks, chunks, length).sum(-1)
+    pairs[np.diag_indices(chunks)] -= heads * length * (BLOCK * (BLOCK - 1) // 2)
+    return pairs
 
 
-def contiguous(pattern: Pattern, world: int) -> tuple[np.ndarray, np.ndarray]:
+def contiguous(pattern: Pattern, world: int) -> np.ndarray:
     return chunk_pairs(pattern, world)
 
 
-def zigzag(pattern: Pattern, world: int) -> tuple[np.ndarray, np.ndarray]:
-    def fold(pairs):  # chunk 2W - 1 - r lies with chunk r
-        pairs = pairs[:world] + pairs[world:][::-1]
-        return pairs[:, :world] + pairs[:, world:][:, ::-1]
-
-    slash, columns = chunk_pairs(pattern, 2 * world)
-    return fold(slash), fold(columns)
-
-
-def striped(pattern: Pattern, world: int) -> tuple[np.ndarray, np.ndarray]:
-    heads, local = len(pattern.distances), pattern.blocks // world
-    if pattern.blocks % world:
-        raise ValueError(f"{pattern.blocks} blocks cannot be striped over {world} ranks")
-    query, key = np.mgrid[:world, :world]
-    apart, wrap = (query - key) % world, (key > query).astype(np.int64)
-
-    def by_rank(array):  # [heads, rank or residue, local block or quotient]
-        return array.reshape(heads, local, world).swapaxes(1, 2)
-
-    member, columns = by_rank(pattern.distances), by_rank(pattern.columns)
-    outside = np.zeros((heads, world, local + 1))
-    np.cumsum(~member, axis=2, out=outside[:, :, 1:])
-    slash, column = np.zeros((2, world), dtype=np.int64), np.zeros((heads, 2, world, world))
-    for w in (0, 1):
-        # Distance e * W + t meets so many query blocks; key block c is met by those up to nb - 1 - c - w.
-        met = np.clip(local - np.arange(local) - w, 0, None)
-        slash[w] = (member.sum(0) * met).sum(-1) * BLOCK * BLOCK
-        # Sums of products below 2^53, so exact; in floats, as numpy multiplies no integer matrices fast.
-        column[:, w] = columns.astype(float) @ outside[:, :, met].swapaxes(1, 2)
-    slash[:, 0] -= heads * local * (BLOCK * (BLOCK - 1) // 2)
-    return slash[wrap, apart], column.astype(np.int64)[:, wrap, key, apart] * BLOCK
-
-
-class Layout(NamedTuple):
-    """How pairs are counted; whether columns of all ranks are attended, heads dealt over rounds; whether
-    the rank with the next block is in the next node, not the next rank."""
-
-    pairs: Callable
-    dealt: bool
-    over_nodes: bool = False
-
-
-LAYOUTS = {
-    "striped over groups": Layout(striped, True, over_nodes=True),
-    "striped": Layout(striped, True),
-    "columns at owner": Layout(striped, False, over_nodes=True),
-    "zigzag": Layout(zigzag, False),
-    "contiguous": Layout(contiguous, False),
-}
+def zigzag(pattern: Pattern, world: int) -> np.ndarray:
+    pairs = chunk_pairs(pattern, 2 * world)
+    pairs = pairs[:world] + pairs[world:][::-1]  # chunk 2W - 1 - r lies with chunk r
+    return pairs[:, :world] + pairs[:, world:][:, ::-1]
 
 
 def sources(world: int, inner: int) -> np.ndarray:
@@ -179,24 +191,10 @@ def sources(world: int, inner: int) -> np.ndarray:
     return (rank // inner - number) % outer * inner + y
 
 
-def on_schedule(slash: np.ndarray, columns: np.ndarray, inner: int, dealt: bool) -> np.ndarray:
-    """w[r, o], int64 ``[W, O]``; with ``dealt``, every rank attends to all columns, those of head h of H
-    in round ``h * O // H``.
-
-    Args:
-        slash: pairs by (query rank, key rank), ``[W, W]``.
-        columns: the same, or by head, ``[h, W, W]``, if dealt.
-    """
-    world = len(slash)
-    source = sources(world, inner)
-    rank = np.arange(world)[:, None, None]
-    if not dealt:
-        at_owner = columns.sum(0) if columns.ndim == 3 else columns
-        return (slash + at_owner)[rank, source].sum(-1)
-    work = slash[rank, source].sum(-1)
-    for head, pairs in enumerate(columns):
-        work[:, head * work.shape[1] // len(columns)] += pairs.sum(1)
-    return work
+def on_schedule(pairs: np.ndarray, inner: int) -> np.ndarray:
+    """w[r, o], int64 ``[W, O]``, of pairs by (query rank, key rank)."""
+    world = len(pairs)
+    return pairs[np.arange(world)[:, None, None], sources(world, inner)].sum(-1)
 
 
 def makespan(work: np.ndarray) -> int:
@@ -291,32 +289,38 @@ def real(folder: Path) -> list[Pattern]:
     return patterns
 
 
+def striped_work(pattern: Pattern, world: int, inner: int) -> dict[str, np.ndarray]:
+    """w[r, o] of the layouts that stripe."""
+    outer = world // inner
+    slash = slash_pairs(pattern, outer)
+    dealt = slash + dealt_columns(pattern, outer)
+    work = {"striped": by_rank(dealt, world, inner)}
+    if inner > 1:
+        work["one direction"] = by_rank(dealt, world, inner, turned=False)
+    at_owner = slash + columns_with_keys(pattern, outer)
+    return {**work, "columns at owner": by_rank(at_owner, world, inner)}
+
+
 def count(pattern: Pattern, world: int, inners: Iterable[int]) -> list[dict]:
     """A row a size of nodes and layout. None if the sequence is too short for 2 x ``world`` chunks, or for
     nodes that ``world`` ranks do not fill or that have been counted."""
     if pattern.blocks % (2 * world):
         return []
     density = round(pattern.density(), 5)
-    pairs = {way: way(pattern, world) for way in {layout.pairs for layout in LAYOUTS.values()}}
+    chunked = {"zigzag": zigzag(pattern, world), "contiguous": contiguous(pattern, world)}
     rows, seen = [], set()
     for asked in inners:
         inner = asked or inner_size(world)
         if world % inner or inner in seen:
             continue
         seen.add(inner)
-        place = np.array([place_of(rank, world, inner) for rank in range(world)])
-        for name, layout in LAYOUTS.items():
-            if name == "striped" and (place == np.arange(world)).all():
-                continue
-            slash, columns = pairs[layout.pairs]
-            if layout.over_nodes:
-                # Whose blocks, in the count's order, each rank has.
-                slash, columns = (part[..., place, :][..., place] for part in (slash, columns))
-            work = on_schedule(slash, columns, inner, layout.dealt)
+        work = striped_work(pattern, world, inner)
+        work |= {name: on_schedule(pairs, inner) for name, pairs in chunked.items()}
+        for name, of_rank in work.items():
             rows.append(
                 dict(
                     world=world, inner=asked, nodes=world // inner, layout=name,
-                    pattern=pattern.name, seq=pattern.seq, density=density, **figures(work),
+                    pattern=pattern.name, seq=pattern.seq, density=density, **figures(of_rank),
                 )
             )  # fmt: skip
     return rows

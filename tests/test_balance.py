@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_mtraining.layout import inner_size, locate, place_of
+from megatron_mtraining.layout import inner_size, locate
 from megatron_mtraining.pattern import build_index
 from megatron_mtraining.ring import rounds
 from megatron_mtraining.ring.schedule import Do, forward_ops
@@ -65,21 +65,18 @@ def pairs_between(mask, owner, world):
     return np.stack([by_query[:, owner == rank].sum(1) for rank in range(world)], 1)
 
 
-def owners(layout, world):
-    """The rank of each token; of striped layouts, its place."""
-    token = np.arange(SEQ)
-    if layout == "striped":
-        return locate(torch.arange(SEQ), world, BLOCK)[0].numpy()
+def owners(layout, inner, outer):
+    """The rank of each token."""
+    world, token = inner * outer, np.arange(SEQ)
     if layout == "contiguous":
         return token // (SEQ // world)
-    chunk = token // (SEQ // (2 * world))
-    return np.minimum(chunk, 2 * world - 1 - chunk)
-
-
-def rank_at(place, inner, outer):
-    """Whose place that is."""
-    number, node = place // outer, place % outer
-    return node * inner + number
+    if layout == "zigzag":
+        chunk = token // (SEQ // (2 * world))
+        return np.minimum(chunk, 2 * world - 1 - chunk)
+    if layout == "one direction":
+        block = token // BLOCK
+        return block % outer * inner + block // outer % inner
+    return locate(torch.arange(SEQ), world, BLOCK, inner)[0].numpy()
 
 
 def node_before(rank, by, inner, outer):
@@ -111,59 +108,53 @@ def work_of(slash_mask, mask, owner, inner, outer, dealt):
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
-@pytest.mark.parametrize("layout", ["striped", "zigzag", "contiguous"])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_pairs_are_those_of_the_mask(balance, drawn, layout, world):
-    pattern, slash_mask, mask = drawn
-    slash, columns = getattr(balance, layout)(pattern, world)
-    owner = owners(layout, world)
-    assert slash.dtype == columns.dtype == np.int64
-    assert np.array_equal(slash, pairs_between(slash_mask, owner, world))
-    if columns.ndim == 3:
-        columns = columns.sum(0)
-    assert np.array_equal(slash + columns, pairs_between(mask, owner, world))
+    pattern, _, mask = drawn
+    pairs = getattr(balance, layout)(pattern, world)
+    assert pairs.dtype == np.int64
+    assert np.array_equal(pairs, pairs_between(mask, owners(layout, 1, world), world))
 
 
 @every_shape
-def test_striped_over_groups_is_the_index_s_own_count(balance, drawn, chosen, inner, outer):
+def test_striped_is_the_index_s_own_count(balance, drawn, chosen, inner, outer):
     world = inner * outer
     index = build_index(*chosen, SEQ, BLOCK, world, inner)
-    places = [place_of(rank, world, inner) for rank in range(world)]
-    slash, columns = balance.striped(drawn[0], world)
-    slash, columns = (part[..., places, :][..., places] for part in (slash, columns))
-    work = balance.on_schedule(slash, columns, inner, dealt=True)
+    work = balance.striped_work(drawn[0], world, inner)["striped"]
     assert work.dtype == np.int64 and work.sum() == drawn[2].sum()
-    assert np.array_equal(work, index.work().sum((0, 1)).long().numpy()[places])
+    assert np.array_equal(work, index.work().sum((0, 1)).numpy())
     assert drawn[0].density() == pytest.approx(index.density().mean().item())
 
 
 @every_shape
-def test_rows_are_those_of_the_mask(balance, drawn, inner, outer):
-    """Every layout's figures, from masks and owners of tokens. Two layouts are one where places are
-    ranks."""
+def test_work_is_that_of_the_mask(balance, drawn, inner, outer):
+    """Every layout's counts and figures, from masks and owners of tokens. The turn makes no difference to
+    nodes of one rank."""
     pattern, slash_mask, mask = drawn
     world = inner * outer
     rows = {row["layout"]: row for row in balance.count(pattern, world, [inner])}
-    assert ("striped" in rows) == (1 not in (inner, outer))
-    place = owners("striped", world)
-    over_nodes = rank_at(place, inner, outer)
-    expected = {
-        "striped over groups": (over_nodes, True),
-        "columns at owner": (over_nodes, False),
-        "zigzag": (owners("zigzag", world), False),
-        "contiguous": (owners("contiguous", world), False),
-    }
-    if "striped" in rows:
-        expected["striped"] = (place, True)
-    assert rows.keys() == expected.keys()
-    for name, (owner, dealt) in expected.items():
-        work = work_of(slash_mask, mask, owner, inner, outer, dealt)
-        assert balance.figures(work).items() <= rows[name].items(), name
-        assert (rows[name]["world"], rows[name]["nodes"]) == (world, outer)
+    assert list(rows) == [name for name in balance.LAYOUTS if name != "one direction" or inner > 1]
+    counted = balance.striped_work(pattern, world, inner)
+    for name, row in rows.items():
+        dealt = name in ("striped", "one direction")
+        work = work_of(slash_mask, mask, owners(name, inner, outer), inner, outer, dealt)
+        if name in counted:
+            assert counted[name].dtype == np.int64
+            assert np.array_equal(counted[name], work), name
+        assert balance.figures(work).items() <= row.items(), name
+        assert (row["world"], row["nodes"]) == (world, outer)
 
 
-def test_ranks_of_a_node_have_like_rounds_over_groups_alone(balance, drawn):
-    rows = {row["layout"]: row for row in balance.count(drawn[0], 8, [4])}
-    assert rows["striped over groups"]["step_imbalance"] < rows["striped"]["step_imbalance"]
+@pytest.mark.parametrize(("world", "inner"), [(8, 8), (64, 8), (256, 8)])
+def test_no_pair_is_lost_at_512k(balance, world, inner):
+    """Sums of products by FFT are exact at the size they are made for: all layouts have as many pairs."""
+    torch.manual_seed(0)
+    drawn = balance.workloads.draw_unequal(balance.SEQ, 16, 0.03, 3500)
+    pattern = balance.pattern_of("unequal", balance.SEQ, *drawn)
+    pairs = balance.chunk_pairs(pattern, 1).sum()
+    for name, work in balance.striped_work(pattern, world, inner).items():
+        assert work.shape == (world, world // inner)
+        assert work.sum() == pairs, name
 
 
 def test_sizes_of_nodes_are_counted_once(balance, drawn):
@@ -182,7 +173,7 @@ def test_sources_are_the_schedule_s(balance, inner, outer):
     assert found.shape == (world, outer, inner)
     for rank in range(world):
         for this in rounds(rank, inner, outer):
-            expected = [rank_at(place, inner, outer) for place in this.sources]
+            expected = list(this.sources)
             assert found[rank, this.number].tolist() == expected
             assert expected == node_before(rank, this.number, inner, outer)
 
@@ -275,15 +266,19 @@ def test_figures_are_in_order(balance, drawn):
 
 
 def test_dense_attention_s_known_figures(balance):
-    """All pairs: zigzag is even to the pair, contiguous nearly twice the mean, striping off by a block a
-    stripe."""
+    """All pairs: zigzag is even to the pair, and so are nodes' blocks dealt there and back, of an even
+    number of stripes; contiguous nearly twice the mean; dealt in one direction, off by a block a stripe."""
     distances = torch.ones(1, 1, 64, dtype=torch.bool)
     none = torch.zeros(1, 1, 0, dtype=torch.int64)
     pattern = balance.pattern_of("dense", 64 * BLOCK, distances, none)
     assert pattern.density() == 1
-    found = {row["layout"]: row["worker_imbalance"] for row in balance.count(pattern, 8, [1])}
-    assert found["zigzag"] == 1 and found["contiguous"] == pytest.approx(2 - 1 / 8, abs=1e-3)
-    assert found["striped over groups"] == pytest.approx(1 + 7 / 64, abs=2e-3)
+    node, plain = (
+        {row["layout"]: row["worker_imbalance"] for row in balance.count(pattern, 8, [inner])}
+        for inner in (8, 1)
+    )
+    assert plain["zigzag"] == 1 == node["zigzag"] == node["striped"]
+    assert plain["contiguous"] == pytest.approx(2 - 1 / 8, abs=1e-3)
+    assert node["one direction"] == plain["striped"] == pytest.approx(1 + 7 / 64, abs=2e-3)
 
 
 def write_operands(path, tokens):
@@ -339,8 +334,8 @@ def test_from_patterns_to_rows(balance, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["benchmarks/balance.py", *words])
     balance.main()
     rows = [json.loads(line) for line in output.read_text().splitlines()]
-    # 4 ranks are one node, or 4; 8 are one, 8, or 2 of 4, the only one in which places are not ranks.
-    assert len(rows) == 7 * (5 * len(balance.LAYOUTS) - 4)
+    # 4 ranks are one node, or 4; 8 are one, 8, or 2 of 4. The turn is nothing to the two plain rings.
+    assert len(rows) == 7 * (5 * len(balance.LAYOUTS) - 2)
     found = {(row["world"], row["inner"], row["nodes"]) for row in rows}
     assert found == {(4, 0, 1), (4, 1, 4), (8, 0, 1), (8, 1, 8), (8, 4, 2)}
     names = ("density", "worker_imbalance", "step_imbalance", "step_over_mean", "exposed", "commit")
