@@ -23,7 +23,7 @@ from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.config import ConfigError
 from megatron_mtraining.layout import stripe, unstripe
 from megatron_mtraining.pattern import build_index
-from megatron_mtraining.ring import Ring, check_hosts, ring_attention, ring_of
+from megatron_mtraining.ring import Ring, advise_on_hosts, check_hosts, ring_attention, ring_of
 
 BLOCK = 64
 
@@ -221,6 +221,33 @@ def test_nodes_that_are_no_hosts_are_refused_on_every_rank():
     assert run_ranks(4, run_with_hosts, ["a", "a", "b", "b"], [2] * 4) == [None] * 4
     said = run_ranks(4, run_with_hosts, ["a"] * 4, [2, 2, 2, 1])
     assert len(set(said)) == 1 and "[2, 2, 2, 1]" in said[0]
+
+
+def run_with_advice(rank, world, hosts, inner):
+    import warnings
+
+    import megatron_mtraining.ring.transport as transport
+
+    transport.socket.gethostname = lambda: hosts[rank]
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        ring = Ring(dist.group.WORLD, inner)
+        advise_on_hosts(ring)
+        advise_on_hosts(ring)  # once
+    return [str(warning.message) for warning in found]
+
+
+def test_gathering_over_hosts_is_advised_against_on_one_rank():
+    said = run_ranks(4, run_with_advice, ["a", "a", "b", "b"], None)
+    assert said[1:] == [[]] * 3 and len(said[0]) == 1
+    assert "4 context-parallel ranks" in said[0][0] and "a, b" in said[0][0]
+    assert "--hierarchical-context-parallel-sizes 2 2" in said[0][0]
+    for hosts, inner in (
+        (["a"] * 4, None),
+        (["a", "a", "b", "b"], 2),
+        (["a", "b", "b", "b"], None),
+    ):
+        assert run_ranks(4, run_with_advice, hosts, inner) == [[]] * 4
 
 
 def run_until_a_rank_fails(rank, world, operands, index_sets, backward, how):

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..attention import attend
 from ..config import HEAD_DIMS, ConfigError
 from ..kernels import DTYPES
-from ..ring import check_hosts, ring_of
+from ..ring import advise_on_hosts, check_hosts, ring_of
 from . import recompute
 from .arguments import settings
 from .checks import check_settings, ranks_a_node
@@ -84,6 +84,8 @@ class MTrainingAttention(MegatronModule):
         self.cp_inner = ranks_a_node(config, size, gathered, command_line=False)
         if getattr(config, "hierarchical_context_parallel_sizes", None):
             _check_nodes(self.cp_group, self.cp_inner, place)
+        else:
+            advise_on_hosts(ring_of(self.cp_group, self.cp_inner))
         self.density = DensityMeter()
         self.carries = recompute.enable(self)
 

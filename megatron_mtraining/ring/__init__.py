@@ -3,13 +3,14 @@
 
 from .attention import KeysAndValues, ring_attention
 from .schedule import RingStep, Round, rounds
-from .transport import Ring, check_hosts, ring_of
+from .transport import Ring, advise_on_hosts, check_hosts, ring_of
 
 __all__ = [
     "KeysAndValues",
     "Ring",
     "RingStep",
     "Round",
+    "advise_on_hosts",
     "check_hosts",
     "ring_attention",
     "ring_of",

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
+import warnings
 from contextlib import nullcontext
 from datetime import timedelta
 
@@ -231,12 +233,7 @@ def check_hosts(ring: Ring) -> None:
 
     A collective over the group, once a ring; ranks whose ``inner`` differ are named too.
     """
-    if ring.checked:
-        return
-    ring.checked = True
-    found: list = [None] * ring.world
-    dist.all_gather_object(found, (socket.gethostname(), ring.inner), group=ring.group)
-    hosts, inners = zip(*found)
+    hosts, inners = _hosts(ring)
     if len(set(inners)) > 1:
         raise ValueError(
             f"context-parallel ranks disagree about the ranks a node: {list(inners)}, in rank order"
@@ -247,5 +244,33 @@ def check_hosts(ring: Ring) -> None:
             raise ValueError(
                 f"the inner ring of context-parallel ranks {first} to {first + ring.inner - 1} spans "
                 f"hosts: {', '.join(names)}, in rank order; use an inner size that fits the ranks on a "
-                "host, or leave the sizes out for one flat ring"
+                "host, or leave the sizes out"
             )
+
+
+def advise_on_hosts(ring: Ring) -> None:
+    """Warn, on the first rank, if nodes that nobody has asked for span hosts although ranks could be grouped
+    by host. A collective over the group, once a ring."""
+    hosts, _ = _hosts(ring)
+    if ring.rank or not hosts or len(set(hosts)) == 1:
+        return
+    together = [len(list(group)) for _, group in itertools.groupby(hosts)]
+    node = together[0]
+    if len(set(together)) > 1 or len(together) > len(set(hosts)) or ring.inner <= node:
+        return
+    warnings.warn(
+        f"keys are gathered from {ring.inner} context-parallel ranks at a time, over hosts: "
+        f"{', '.join(dict.fromkeys(hosts))}; --hierarchical-context-parallel-sizes {node} {len(together)} "
+        "gathers them in each host and hides what goes between hosts",
+        stacklevel=2,
+    )
+
+
+def _hosts(ring: Ring) -> tuple[tuple, tuple]:
+    """Each rank's host and ``inner``, in rank order; nothing if there is one rank, or they were looked at."""
+    if ring.checked or ring.world == 1:
+        return (), ()
+    ring.checked = True
+    found: list = [None] * ring.world
+    dist.all_gather_object(found, (socket.gethostname(), ring.inner), group=ring.group)
+    return tuple(zip(*found))
