@@ -48,35 +48,32 @@ class KeysAndValues:
         if ring.world == 1:
             self._here, self._coming = (key[None], value[None]), None
             return
-        self._buffer = key.new_empty(ring.inner, 2, *key.shape)
-        for own, tensor in zip(self._buffer[ring.number], (key, value)):
+        gathered = key.new_empty(ring.inner, 2, *key.shape)
+        for own, tensor in zip(gathered[ring.number], (key, value)):
             own.copy_(tensor)
         if ring.outer > 1:
-            self._send()
-        self._coming = ring.gather(self._buffer)
+            self._send(gathered)
+        self._coming = ring.gather(gathered)
 
     def move(self, op) -> None:
         if op.do is Do.SEND_VALUES and self._following is None:
             self.at_hand()  # what is sent on must be there
-            self._send()
+            self._send(self._gathered)
         elif op.do is Do.TAKE_VALUES:
-            (self._buffer, self._coming), self._following = self._following, None
+            self._coming, self._following = self._following, None
 
     def at_hand(self) -> tuple[Tensor, Tensor]:
         """Keys and values of this round; later work of the current stream waits for them."""
         if self._coming is not None:
             with self._ring.span("wait"):
-                self._coming.wait()
-            self._coming, self._here = None, self._buffer.unbind(1)
+                self._gathered = self._coming.wait()
+            self._coming, self._here = None, self._gathered.unbind(1)
         return self._here
 
-    def _send(self) -> None:
-        following = torch.empty_like(self._buffer)
-        number = self._ring.number
-        hop = self._ring.post(
-            self._buffer[number], Ring.VALUES, Link.OUTER, received=following[number]
-        )
-        self._following = following, self._ring.gather(following, after=hop)
+    def _send(self, gathered: Tensor) -> None:
+        following, number = torch.empty_like(gathered), self._ring.number
+        hop = self._ring.post(gathered[number], Ring.VALUES, Link.OUTER, received=following[number])
+        self._following = self._ring.gather(following, after=hop)
 
 
 class _Gradients:

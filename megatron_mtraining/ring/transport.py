@@ -102,10 +102,12 @@ class Ring:
         Args:
             after: what brings this rank's own entry, if that is still on its way: nobody waits for it
                 here (on CPU, the caller does).
+
+        What is waited for is ``tensor``.
         """
         own = tensor[self.number]
         if self.inner == 1:
-            return after or Transfer(own, tensor, [])
+            return Transfer(own, tensor, [after] if after else [])
         if not tensor.is_cuda:
             # Between pairs of ranks: gloo would want a process group a node for a collective.
             if after:
