@@ -45,7 +45,8 @@ def compile_only(function, *arguments, grid, warmup=False, **options):
     )
 
 def inner_loops(sass):
-    """The loops with matrix products that hold no other such loop."""
+    """The walks over tiles: loops with matrix products that hold no other such loop. The walk over items,
+    which is laid out in pieces and need not hold them as a whole, has few products for its length."""
     lines = re.findall(r"/\*([0-9a-f]{4,5})\*/ +(.*?);", sass)
     place = {int(address, 16): i for i, (address, _) in enumerate(lines)}
     loops = []
@@ -56,7 +57,9 @@ def inner_loops(sass):
             loops.append((first, i))
     inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
     assert inner or " HGMMA" not in sass
-    return ["\n".join(" " + text for _, text in lines[first:last]) for first, last in inner]
+    inner = ["\n".join(" " + text for _, text in lines[first:last]) for first, last in inner]
+    share = [loop.count(" HGMMA") / len(loop.splitlines()) for loop in inner]
+    return [loop for loop, of in zip(inner, share) if of > max(share, default=0) / 2]
 
 launch, JITFunction.run = JITFunction.run, compile_only
 
