@@ -44,9 +44,9 @@ def rings():
             sys.modules.pop(name, None)
 
 
-def torchrun(*words, processes=2):
+def torchrun(*words, processes=2, name="rings.py"):
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    script = str(FOLDER / "rings.py")
+    script = str(FOLDER / name)
     environment = dict(os.environ, OMP_NUM_THREADS="1", MTRAINING_COMMIT="a commit")
     return subprocess.run(
         [*launch, "--standalone", script, *words], env=environment, capture_output=True, text=True
@@ -114,6 +114,19 @@ def test_bad_options_end_before_anything_starts(rings, monkeypatch, capsys, word
     with pytest.raises(SystemExit):
         rings.parse(words)
     assert message in capsys.readouterr().err
+
+
+def test_what_bf16_gradients_cost(tmp_path):
+    output = tmp_path / "wire.jsonl"
+    done = torchrun("--device", "cpu", "--seq", "512", "--output", str(output), name="wire.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [(row["world"], row["inner"], row["seq"]) for row in rows] == [(2, 2, 512), (2, 1, 512)]
+    for row in rows:
+        assert row["error_float32"] < 1e-5 < 1e-4 < row["error_bf16"] < 1e-2
+        assert row["commit"] == "a commit" and row["dtype"] == "float32"
+    done = torchrun("--device", "cpu", "--seq", "100", name="wire.py")
+    assert done.returncode != 0 and "--seq 100" in done.stderr
 
 
 def test_cases_at_their_own_and_other_lengths(rings, monkeypatch, capsys):
