@@ -9,7 +9,8 @@ BLOCK_SIZES = (64, 128)
 HEAD_DIMS = (64, 128)
 """Head dimensions there are kernels for."""
 MAX_BLOCKS = 32768
-"""Blocks of a rank whose numbers fit the index's 16 bits: 4M tokens a rank with blocks of 128."""
+"""Blocks of a rank, and of the ranks that gather their keys, whose numbers fit the index's 16 bits: 4M
+tokens with blocks of 128."""
 
 
 class ConfigError(ValueError):
@@ -78,9 +79,9 @@ class MTrainingConfig:
                 f"{option('vertical')} or lower {option('sink')}"
             )
 
-    def check_sequence(self, seq_length: int, cp_size: int) -> None:
+    def check_sequence(self, seq_length: int, cp_size: int, inner: int = 1) -> None:
         """Raise :class:`ConfigError` if a sequence of ``seq_length`` tokens cannot be laid out
-        over ``cp_size`` ranks, or :meth:`check_budgets` does."""
+        over ``cp_size`` ranks, ``inner`` of which gather their keys, or :meth:`check_budgets` does."""
         multiple = self.block_size * cp_size
         if seq_length <= 0 or seq_length % multiple:
             near = max(multiple, round(seq_length / multiple) * multiple)
@@ -94,6 +95,12 @@ class MTrainingConfig:
                 f"--seq-length is {seq_length}: each of {cp_size} context-parallel ranks would have more "
                 f"than {MAX_BLOCKS} blocks of {self.block_size} tokens; use at least "
                 f"{-(-seq_length // (MAX_BLOCKS * self.block_size))} ranks"
+            )
+        if seq_length > MAX_BLOCKS * self.block_size * (cp_size // inner):
+            raise ConfigError(
+                f"--seq-length is {seq_length}: {inner} context-parallel ranks that gather their keys would "
+                f"have more than {MAX_BLOCKS} blocks of {self.block_size} tokens; use fewer: "
+                f"{option('gathered_ranks')} or --hierarchical-context-parallel-sizes"
             )
         self.check_budgets(seq_length)
 

@@ -259,6 +259,8 @@ def test_sequences_that_do_not_fit_are_named(changes, seq_length, cp_size, named
         settings(**changes).check_sequence(seq_length, cp_size)
     settings().check_sequence(1024, 2)
     settings().check_sequence(2**23, 4)
+    with pytest.raises(ConfigError, match="4 context-parallel ranks.*--mtraining-gathered-ranks"):
+        settings().check_sequence(2**22 + 512, 8, 4)
 
 
 def test_a_part_that_is_no_multiple_of_the_block_is_refused():

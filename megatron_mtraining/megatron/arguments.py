@@ -156,10 +156,11 @@ def check_arguments(args) -> None:
             return
         check_settings(args, command_line=True)
         config = config_from_args(args)
-        ranks_a_node(args, args.context_parallel_size, config.gathered_ranks, command_line=True)
+        size = args.context_parallel_size
+        inner = ranks_a_node(args, size, config.gathered_ranks, command_line=True)
         seq_length = args.seq_length or getattr(args, "encoder_seq_length", None)
         if seq_length is not None:
-            config.check_sequence(seq_length, args.context_parallel_size)
+            config.check_sequence(seq_length, size, inner)
             for field in fields(MTrainingConfig):
                 setattr(args, attribute(field.name), getattr(config, field.name))
         if getattr(args, "create_attention_mask_in_dataloader", False):
