@@ -28,7 +28,7 @@ from megatron_mtraining.kernels import (
     gather_columns,
     tiles,
 )
-from megatron_mtraining.ring import flat_ring
+from megatron_mtraining.ring import RingStep, Round
 
 SWEEP = {
     "forward": itertools.product((128,), (64, 128), (4, 8), (2, 3, 4)),
@@ -41,7 +41,7 @@ SWEEP = {
 def main():
     os.environ["MTRAINING_PORTABLE_KERNELS"] = "1"  # the table is theirs
     torch.manual_seed(0)
-    step = flat_ring(0, 1)[0]
+    this, step = Round(0, 0, 1, 1), RingStep(0, 0, 1, 1)
     sweep = {name: list(sizes) for name, sizes in SWEEP.items()}
     for dim, heads in ((128, 16), (64, 14)):
         q = torch.randn(65536, 1, heads, dim, device="cuda", dtype=torch.bfloat16)
@@ -50,16 +50,17 @@ def main():
         slashes = draw_index(65536, heads, 0.1, 0, "cuda")
         columns = draw_index(65536, heads, 0.0, 1000, "cuda")
         lse = torch.empty(1, heads, 65536, device="cuda")
-        out = attention_forward(q, k, v, None, slashes, step, dim**-0.5, None, lse)
+        held = k[None], v[None]  # of the one rank of a round
+        out = attention_forward(q, *held, None, slashes, this, dim**-0.5, None, lse)
         delta = attention_delta(out, do)
         gathered = gather_columns(k, v, columns, 0)
         rest = (do, lse, delta)
         runs = {
             "forward": lambda: attention_forward(
-                q, k, v, None, slashes, step, dim**-0.5, None, lse
+                q, *held, None, slashes, this, dim**-0.5, None, lse
             ),
             "query": lambda: attention_backward_query(
-                q, k, v, None, *rest, slashes, step, dim**-0.5, None
+                q, *held, None, *rest, slashes, this, dim**-0.5, None
             ),
             "key": lambda: attention_backward_key(q, k, v, *rest, slashes, step, dim**-0.5),
             "column": lambda: attention_backward_columns(q, gathered, *rest, columns, 0, dim**-0.5),

@@ -5,8 +5,9 @@
 
 Two kernels, both deterministic, without atomics. The column kernel walks all later queries of this rank
 for a tile of one head's columns, of whatever rank, and writes their gradients to a buffer; the key kernel
-holds one key block, walks the slash list of every query head of its group the other way round (``a = c +
-e + wrap``), and adds, where it is given them, the columns' rows that lie in its block, in a fixed order.
+holds one key block, walks the slash list of every query head of its group the other way round
+(``RingStep.meetings``), and adds, where it is given them, the columns' rows that lie in its block, in a
+fixed order.
 """
 
 from __future__ import annotations

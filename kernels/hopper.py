@@ -13,6 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .tiles import block_at, owner_of
+
 # Later versions of Triton call these otherwise.
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
@@ -102,14 +104,6 @@ def line_descriptor(tensor, width):
     """A float32 tensor ``[b, h, s]``, contiguous, to be moved in stretches of ``width`` rows."""
     batch, heads, length = tensor.shape
     return _describe(tensor, (batch * heads, length), (length,), (1, width))
-
-
-@gluon.jit
-def block_at(local_block, rank, world, inner):
-    """See ``layout.block_at``."""
-    y = rank % inner
-    number = local_block * inner + y + (local_block & 1) * (inner - 1 - 2 * y)
-    return number * (world // inner) + rank // inner
 
 
 @gluon.jit
@@ -214,10 +208,8 @@ def _tile_at(
     # Past the end of everything if the query block has no key: zeros.
     column = gl.where(columns == 0, 1 << 30, (j - slashes) * BLOCK)
     block = block_at(nb - 1 - item % nb, rank % INNER, INNER, INNER) - wrap - distance
-    c = block // INNER
-    u = block % INNER
-    key = (u + (c & 1) * (INNER - 1 - 2 * u)) * chunk_rows + c * BLOCK
-    return gl.where(j < slashes, key, column)
+    chunk, c = owner_of(block, INNER, INNER)
+    return gl.where(j < slashes, chunk * chunk_rows + c * BLOCK, column)
 
 
 @gluon.jit

@@ -21,9 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .backward_key import MEETINGS, column_splits, meetings
 from .columns import invert_columns
-from .hopper import block_at, descriptor, descriptor_heads_first, line_descriptor, load_tile
+from .hopper import descriptor, descriptor_heads_first, line_descriptor, load_tile
 from .launch import cdiv, launch
-from .tiles import LOG2E
+from .tiles import LOG2E, block_at
 
 QROWS = gl.constexpr(64)
 CHAIN = 256
