@@ -51,7 +51,7 @@ from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.layout import token_positions
 from megatron_mtraining.pattern import build_index, choose_index
-from megatron_mtraining.ring import Ring, ring_attention, ring_of
+from megatron_mtraining.ring import Ring, ring_attention, ring_of, shut_down
 
 DENSE = ("te_p2p", "torch_cp_cudnn")
 IMPLEMENTATIONS = ("mtraining", *DENSE)
@@ -638,7 +638,7 @@ def main() -> None:
             if options.device == "cuda":
                 torch.cuda.empty_cache()
     finally:
-        dist.destroy_process_group()
+        shut_down()
 
 
 if __name__ == "__main__":

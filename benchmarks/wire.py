@@ -25,7 +25,7 @@ from workloads import BLOCK
 
 from megatron_mtraining.layout import positions_at
 from megatron_mtraining.pattern import build_index
-from megatron_mtraining.ring import Ring, ring_attention
+from megatron_mtraining.ring import Ring, ring_attention, shut_down
 
 HEADS, KV_HEADS, DIM, BATCH = 16, 2, 128, 1
 SCALE = DIM**-0.5
@@ -130,7 +130,7 @@ def main() -> None:
                 print(row)
             record.append(options.output, rows)
     finally:
-        dist.destroy_process_group()
+        shut_down()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from megatron_mtraining.ring import shut_down
+
 TIMEOUT = 120  # seconds, of the process group
 
 
@@ -26,7 +28,7 @@ def _entry(rank, world, folder, function, arguments):
     try:
         torch.save(function(rank, world, *arguments), os.path.join(folder, f"result{rank}"))
     finally:
-        dist.destroy_process_group()
+        shut_down()
 
 
 def run_ranks(world, function, *arguments):

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ring import shut_down
 from .cpu import megatron_on_cpu
 from .options import Options, threads_a_process
 
@@ -65,7 +66,7 @@ def worker(rank: int, options: Options, folder: str) -> None:
         with megatron_on_cpu(not on_gpu):
             _work(rank, options, Path(folder))
     finally:
-        dist.destroy_process_group()
+        shut_down()
 
 
 def _work(rank: int, options: Options, folder: Path) -> None:

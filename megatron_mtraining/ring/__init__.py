@@ -3,7 +3,7 @@
 
 from .attention import KeysAndValues, ring_attention
 from .schedule import RingStep, Round, rounds
-from .transport import Ring, advise_on_hosts, check_hosts, ring_of
+from .transport import Ring, advise_on_hosts, check_hosts, ring_of, shut_down
 
 __all__ = [
     "KeysAndValues",
@@ -15,4 +15,5 @@ __all__ = [
     "ring_attention",
     "ring_of",
     "rounds",
+    "shut_down",
 ]

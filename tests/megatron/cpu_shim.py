@@ -10,9 +10,11 @@ this knows of attention or of the plug-in.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import runpy
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +105,9 @@ def install_torch() -> None:
         return init_process_group(*args, **kwargs)
 
     torch.distributed.init_process_group = without_device
+    # Megatron ends right after its last collective, and gloo's threads must not outlive Python: see
+    # megatron_mtraining.ring.shut_down.
+    atexit.register(time.sleep, 0.2)
 
 
 def install_core() -> None:

@@ -225,8 +225,6 @@ def main(stages: int, virtual: int) -> None:
         assert not watch.kept and watch.take() == (own, own, 0), name
         if dist.get_rank() == dist.get_world_size() - 1:
             print(f"ok: {name}, loss {found['loss 0']:.6f}", flush=True)
-    # A rank that ends while gloo's threads still serve another aborts now and then.
-    dist.barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
