@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from ..config import HEAD_DIMS, MAX_BLOCKS
-from . import reference, reference_choice
+from . import reference, reference_choice, reference_masses
 from .dispatch import uses_hopper, uses_triton
+from .reference_choice import fixed_point_one
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -29,14 +30,18 @@ __all__ = [
     "attention_backward_query",
     "attention_delta",
     "attention_forward",
+    "candidate_slashes",
     "check_operands",
-    "column_mass",
     "diagonal_mass",
+    "fixed_point_one",
     "gather_columns",
     "index_lists",
     "lse_parts",
     "merge_lse",
     "merge_selections",
+    "price_columns",
+    "price_slashes",
+    "row_masses",
     "select_largest",
 ]
 
@@ -60,12 +65,17 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
-def gather_columns(key: Tensor, value: Tensor, index, rank: int) -> Tensor:
+def gather_columns(key: Tensor, value: Tensor | None, index, rank: int) -> Tensor:
     """Each head's columns that ``rank`` owns, from its keys and values; zeros for those of other ranks.
 
+    Args:
+        value: None for keys alone.
+        index: anything with ``columns``, int32 ``[b, h, C]`` in any order, and the layout.
+
     Returns:
-        ``[2, b, h, C, d]`` in the key's dtype, contiguous, in the order of ``index.columns``. The sum over
-        ranks, which is exact, is all columns: ``columns`` of the functions below.
+        ``[2, b, h, C, d]`` (``[1, ...]`` of keys alone) in the key's dtype, contiguous, in the order of
+        ``index.columns``. The sum over ranks, which is exact, is all columns: ``columns`` of the functions
+        below.
     """
     if not uses_triton(key):
         return reference.gather_columns(key, value, index, rank)
@@ -275,26 +285,6 @@ def merge_lse(parts: Tensor) -> Tensor:
     return launch(parts)
 
 
-def column_mass(sample, key: Tensor, lse: Tensor, sink: int) -> Tensor:
-    """Attention mass of each of this rank's columns beyond the rows' window.
-
-    The largest share that a single stratum of rows gives is left out. What is not a number counts as
-    no mass.
-
-    Args:
-        lse: the sampled rows' log-sum-exp over all ranks, float32 ``[b, h, R]``.
-        sink: so many first columns of the sequence come before all others.
-
-    Returns:
-        int32 ``[b, h, s]``: the bits of the mass in float32, which order like it; 2^31 - 1 for sinks.
-    """
-    if not uses_triton(key):
-        return reference_choice.column_mass(sample, key, lse, sink)
-    from .scores import column_mass as launch
-
-    return launch(sample, key, lse, sink)
-
-
 def diagonal_mass(
     sample, key: Tensor, lse: Tensor, sink: int, columns: tuple[Tensor, Tensor] | None
 ) -> Tensor:
@@ -302,8 +292,8 @@ def diagonal_mass(
     columns.
 
     Args:
-        lse, sink: as for :func:`column_mass`; sinks are columns always.
-        columns: the result of :func:`column_mass`, and the cut (of all ranks) that columns were
+        lse, sink: as for :func:`row_masses`; sinks are columns always. Held-out rows do not count.
+        columns: the columns' masses of :func:`row_masses`, and the cut (of all ranks) that columns were
             taken at, as :func:`select_largest` gives it; None if there are none beside sinks.
 
     Returns:
@@ -315,6 +305,107 @@ def diagonal_mass(
     from .diagonal import diagonal_mass as launch
 
     return launch(sample, key, lse, sink, columns)
+
+
+def row_masses(
+    sample, key: Tensor, lse: Tensor, sink: int, per_cost: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention mass of sampled rows by column and by block distance, over this rank's keys.
+
+    Args:
+        sample: ``sample.fit`` of the rows of each stratum count, the others are held out. ``sample.twice``:
+            the largest share that a single stratum gives to a column is left out.
+        lse: the rows' log-sum-exp over all ranks, float32 ``[b, h, R]``.
+        sink: so many first columns of the sequence come before all others.
+        per_cost: divide a column's mass by the number of query blocks that see it beyond their window.
+
+    Returns:
+        int32 ``[b, h, s]``: the bits, in float32, of each column's mass beyond the rows' window, which order
+        like it; 2^31 - 1 for sinks. int32 ``[2, b, h, NB]``, in fixed point: mass by block distance. First
+        that of the rows that count, each token distance's shared out between the two block distances
+        that it crosses; then that of held-out rows (of all if none are), just where they see it. Ranks'
+        results add up exactly.
+    """
+    if not uses_triton(key):
+        return reference_masses.row_masses(sample, key, lse, sink, per_cost)
+    from .masses import row_masses as launch
+
+    return launch(sample, key, lse, sink, per_cost)
+
+
+def candidate_slashes(
+    sample, keys: Tensor, positions: Tensor, lse: Tensor, num_blocks: int
+) -> Tensor:
+    """Mass by block distance that lies in some columns: what the first of :func:`row_masses` has of them.
+
+    Args:
+        keys: ``[b, h, K, d]``, contiguous, in the key's dtype.
+        positions: int32 ``[b, h, K]``, where in the sequence they are; N for none.
+
+    Returns:
+        int32 ``[b, h, NB]``, in the same fixed point, rounded for each column.
+    """
+    operands = (sample, keys, positions, lse, num_blocks)
+    if not uses_triton(keys):
+        return reference_masses.candidate_slashes(*operands)
+    from .candidates import candidate_slashes as launch
+
+    return launch(*operands)
+
+
+def price_slashes(
+    total: Tensor, inside: Tensor, price: Tensor, near: int, unit: float, one: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Slashes at a price: block distances whose mass, over their cost, is at or above it.
+
+    Args:
+        total, inside: int32 ``[b, h, NB]``: mass by block distance, and what of it columns have.
+        price: float32 ``[h]``.
+        near: so many first distances are kept whatever they cost.
+        unit: cost of a pair of blocks, in units of a row's whole attention.
+        one: the integer that stands for such a unit.
+
+    Returns:
+        uint8 ``[b, h, NB]``: whether a distance is kept; int32 ``[b, h, NB]``: how many up to it are not;
+        float32 ``[b, h, NB]``: mass over cost.
+    """
+    if not uses_triton(total):
+        return reference_masses.price_slashes(total, inside, price, near, unit, one)
+    from .candidates import price_slashes as launch
+
+    return launch(total, inside, price, near, unit, one)
+
+
+def price_columns(
+    sample,
+    keys: Tensor,
+    positions: Tensor,
+    lse: Tensor,
+    member: Tensor,
+    outside: Tensor,
+    price: Tensor,
+    sink: int,
+    unit: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Columns at a price: candidates whose mass outside of slashes, over their cost, is at or above it.
+
+    Args:
+        keys, positions: as for :func:`candidate_slashes`.
+        member, outside: as :func:`price_slashes` gives them.
+        price: float32 ``[h]``.
+        sink: so many first columns of the sequence are kept whatever they cost.
+        unit: cost of a column in a query block, in units of a row's whole attention.
+
+    Returns:
+        int32 ``[b, h, K]``: the positions, N for what is not kept; float32 ``[b, h, K]``: mass over cost;
+        float32 ``[b, h, K]``: mass outside of slashes from held-out rows, or from all if none are held out.
+    """
+    operands = (sample, keys, positions, lse, member, outside, price, sink, unit)
+    if not uses_triton(keys):
+        return reference_masses.price_columns(*operands)
+    from .candidates import price_columns as launch
+
+    return launch(*operands)
 
 
 def select_largest(

@@ -29,7 +29,7 @@ def _gather_kernel(
     k_ptr, v_ptr, kc_ptr, vc_ptr, columns,
     k_ss, k_sb, k_sh, v_ss, v_sb, v_sh, column_len, seq_length, rank, world, inner,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     bh = tl.program_id(1).to(tl.int64)
     batch = bh // HEADS
@@ -48,21 +48,25 @@ def _gather_kernel(
     tl.store(
         kc_ptr + to, tl.load(k_ptr + row * k_ss + d, mask=owned[:, None], other=0.0), mask=inside
     )
-    tl.store(
-        vc_ptr + to, tl.load(v_ptr + row * v_ss + d, mask=owned[:, None], other=0.0), mask=inside
-    )
+    if VALUES:
+        value = tl.load(v_ptr + row * v_ss + d, mask=owned[:, None], other=0.0)
+        tl.store(vc_ptr + to, value, mask=inside)
 
 
 def gather_columns(key, value, index, rank):
     """Launch the gathering; see :func:`kernels.gather_columns`."""
     batch, heads, columns = index.columns.shape
     dim, rows = key.shape[3], 32
-    gathered = torch.empty((2, batch, heads, columns, dim), dtype=key.dtype, device=key.device)
+    values = value is not None
+    value = value if values else key
+    gathered = torch.empty(
+        (1 + values, batch, heads, columns, dim), dtype=key.dtype, device=key.device
+    )
     launch(
         _gather_kernel, (cdiv(columns, rows), batch * heads),
-        key, value, *gathered, index.columns, *key.stride()[:3], *value.stride()[:3],
+        key, value, gathered[0], gathered[-1], index.columns, *key.stride()[:3], *value.stride()[:3],
         columns, index.seq_length, rank, index.world, index.inner,
-        HEADS=heads, GROUP=heads // key.shape[2], D=dim, BLOCK=index.block_size, ROWS=rows,
+        HEADS=heads, GROUP=heads // key.shape[2], D=dim, BLOCK=index.block_size, ROWS=rows, VALUES=values,
     )  # fmt: skip
     return gathered
 

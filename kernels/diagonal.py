@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from .launch import cdiv, launch, next_power_of_2
+from .masses import seen_probabilities
 from .reference_choice import fixed_point_one
-from .scores import far_probabilities, load_sampled
 from .tiles import LOG2E, block_at, load_rows, precision_for
 
 
@@ -23,7 +23,8 @@ def _diagonal_kernel(
     k_ss, k_sb, k_sh, num_rows, batch_heads, length, seq_length, rank, world, inner,
     near, sink, scale, one,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr, ALL_ROWS: tl.constexpr, ROWS: tl.constexpr,
+    IN_STRATUM: tl.constexpr, FIT: tl.constexpr, COLUMNS: tl.constexpr, ALL_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
     EVEN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     kv_heads: tl.constexpr = HEADS // GROUP
@@ -55,13 +56,23 @@ def _diagonal_kernel(
         key_block = tl.where(column, 1073741824, block)
         for at in range(early // ROWS * ROWS, num_rows, ROWS):
             r = at + tl.arange(0, ROWS)
-            row = tl.load(rows_ptr + r, mask=r < num_rows, other=-1073741824)
-            lse = tl.load(lse_ptr + head * num_rows + r, mask=r < num_rows, other=0.0) * LOG2E
-            q = load_sampled(q_ptr, r, head, batch_heads, num_rows, D)
-            scores = tl.dot(k, tl.trans(q), input_precision=PREC) * scale
-            p = far_probabilities(
-                scores, lse[None, :], (row // BLOCK)[None, :], key_block[:, None], near
+            p, row = seen_probabilities(
+                q_ptr,
+                rows_ptr,
+                lse_ptr,
+                r,
+                head,
+                k,
+                position,
+                num_rows,
+                batch_heads,
+                scale,
+                D,
+                PREC,
             )
+            # Held-out rows do not count.
+            counts = (row // BLOCK)[None, :] - key_block[:, None] >= near
+            p = tl.where(counts & (r % IN_STRATUM < FIT)[None, :], p, 0.0)
             addend = (p * one + 0.5).to(tl.int32)
             nearest = row - (block * BLOCK + BLOCK - 1)
             distance = nearest[None, :] + tl.arange(0, BLOCK)[:, None]
@@ -86,7 +97,8 @@ def diagonal_mass(sample, key, lse, sink, columns):
         sample.inner,
         sample.near, sink, sample.softmax_scale, fixed_point_one(num_rows),
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
-        COLUMNS=columns is not None, ALL_ROWS=next_power_of_2(num_rows), ROWS=rows,
-        EVEN=length % block == 0, PREC=precision_for(key), num_warps=warps, num_stages=2,
+        IN_STRATUM=sample.rows_in_stratum, FIT=sample.fit, COLUMNS=columns is not None,
+        ALL_ROWS=next_power_of_2(num_rows), ROWS=rows, EVEN=length % block == 0, PREC=precision_for(key),
+        num_warps=warps, num_stages=2,
     )  # fmt: skip
     return mass

@@ -53,6 +53,7 @@ def gather_columns(key, value, index, rank):
     gathered = [
         t.permute(1, 2, 0, 3).repeat_interleave(heads // t.shape[2], 1).gather(2, row)
         for t in (key, value)
+        if t is not None
     ]
     return torch.stack(gathered).masked_fill_(~owned[..., None], 0)
 

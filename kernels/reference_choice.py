@@ -38,7 +38,11 @@ def _far_probabilities(sample, key, lse) -> tuple[Tensor, Tensor]:
     """Probabilities beyond the window, NaN as 0, and the keys' global positions."""
     scores, position = _scores(sample, key)
     apart = (sample.rows // sample.block_size)[:, None] - position // sample.block_size
-    p = torch.exp(scores - lse[..., None]).masked_fill_(apart < sample.near, 0)
+    left_out = (apart < sample.near) | (position > sample.rows[:, None])
+    # Held-out rows do not count.
+    row = torch.arange(len(sample.rows), device=key.device)
+    left_out = left_out | (row % sample.rows_in_stratum >= sample.fit)[:, None]
+    p = torch.exp(scores - lse[..., None]).masked_fill_(left_out, 0)
     return p.nan_to_num_(nan=0.0).clamp_(max=1), position
 
 
@@ -52,14 +56,6 @@ def lse_parts(sample, key):
 def merge_lse(parts):
     """See :func:`kernels.merge_lse`."""
     return torch.logsumexp(parts, 0)
-
-
-def column_mass(sample, key, lse, sink):
-    """See :func:`kernels.column_mass`."""
-    p, position = _far_probabilities(sample, key, lse)
-    strata = p.unflatten(2, (-1, sample.rows_in_stratum)).sum(3)
-    mass = (strata.sum(2) - strata.amax(2)).clamp_(min=0)
-    return torch.where(position < sink, 2**31 - 1, mass.contiguous().view(torch.int32))
 
 
 def diagonal_mass(sample, key, lse, sink, columns):

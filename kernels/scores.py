@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, launch, next_power_of_2
+from .launch import cdiv, launch
 from .tiles import LN2, LOG2E, block_at, load_rows, precision_for
 
 
@@ -27,17 +27,6 @@ def load_sampled(q_ptr, r, head, lines, num_rows, D: tl.constexpr):
     line = r.to(tl.int64) * lines + head
     pointers = q_ptr + line[:, None] * D + tl.arange(0, D)[None, :]
     return tl.load(pointers, mask=(r < num_rows)[:, None], other=0.0)
-
-
-@triton.jit
-def far_probabilities(scores, lse, row_block, key_block, near):
-    """``exp(scores - lse)`` where the row is ``near`` or more blocks after the key, else 0; at most 1.
-
-    Base-2 logarithms. Operands broadcast to the shape of ``scores``. With ``near`` of 1 or more no
-    future key is left. What is not a number counts as no mass.
-    """
-    p = tl.math.exp2(scores - lse)
-    return tl.where((row_block - key_block >= near) & (p == p), tl.where(p < 1, p, 1.0), 0.0)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -139,71 +128,3 @@ def merge_lse(parts):
         num_warps=4,
     )
     return out
-
-
-@triton.jit(do_not_specialize=["rank"])
-def _column_kernel(
-    q_ptr, rows_ptr, k_ptr, lse_ptr, out_ptr,
-    k_ss, k_sb, k_sh, num_rows, batch_heads, length, rank, world, inner, near, sink, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    IN_STRATUM: tl.constexpr, ALL_ROWS: tl.constexpr, STRATA: tl.constexpr,
-    KEYS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    kv_heads: tl.constexpr = HEADS // GROUP
-    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
-    kv_head = tl.program_id(1) % kv_heads
-    start = tl.program_id(0) * KEYS
-    keys = tl.arange(0, KEYS)
-    k = load_rows(k_ptr + batch * k_sb + kv_head * k_sh, start, k_ss, keys, length, D, EVEN)
-    local = start + keys
-    position = key_positions(local, rank, world, inner, BLOCK)
-    key_block = position // BLOCK
-    scale = scale * LOG2E
-    # Rows ascend: how many come too early to have any of these keys beyond their window.
-    every = tl.arange(0, ALL_ROWS)
-    row_blocks = tl.load(rows_ptr + every, mask=every < num_rows, other=2147483647) // BLOCK
-    first_block = block_at(start // BLOCK, rank, world, inner)
-    early = tl.sum((row_blocks - first_block < near).to(tl.int32), 0)
-    strata = num_rows // IN_STRATUM
-    first = early // IN_STRATUM // STRATA * STRATA
-    for g in range(GROUP):
-        head = batch * HEADS + kv_head * GROUP + g
-        total = tl.zeros([KEYS], tl.float32)
-        largest = tl.zeros([KEYS], tl.float32)
-        for stratum in range(first, strata, STRATA):
-            mass = tl.zeros([KEYS, STRATA], tl.float32)
-            for j in range(IN_STRATUM):
-                r = (stratum + tl.arange(0, STRATA)) * IN_STRATUM + j
-                # A row past the last is before every key.
-                row = tl.load(rows_ptr + r, mask=r < num_rows, other=-1073741824)
-                lse = tl.load(lse_ptr + head * num_rows + r, mask=r < num_rows, other=0.0) * LOG2E
-                q = load_sampled(q_ptr, r, head, batch_heads, num_rows, D)
-                scores = tl.dot(k, tl.trans(q), input_precision=PREC) * scale
-                mass += far_probabilities(
-                    scores, lse[None, :], (row // BLOCK)[None, :], key_block[:, None], near
-                )
-            total += tl.sum(mass, 1)
-            largest = tl.maximum(largest, tl.max(mass, 1))
-        bits = tl.maximum(total - largest, 0.0).to(tl.int32, bitcast=True)
-        bits = tl.where(position < sink, 2147483647, bits)
-        tl.store(out_ptr + head * length + local, bits, mask=local < length)
-
-
-def column_mass(sample, key, lse, sink):
-    """Launch the columns' sums; see :func:`kernels.column_mass`."""
-    length, batch, kv_heads, dim = key.shape
-    num_rows, _, heads, _ = sample.query.shape
-    mass = torch.empty(batch, heads, length, dtype=torch.int32, device=key.device)
-    # Without tensor cores a product's operands are held in registers.
-    keys, warps = (64, 8) if key.dtype == torch.float32 else (128, 4)
-    launch(
-        _column_kernel, (cdiv(length, keys), batch * kv_heads),
-        sample.query, sample.rows, key, lse, mass,
-        *key.stride()[:3], num_rows, batch * heads, length, sample.rank, sample.world, sample.inner,
-        sample.near, sink, sample.softmax_scale,
-        HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=sample.block_size,
-        IN_STRATUM=sample.rows_in_stratum, ALL_ROWS=next_power_of_2(num_rows), STRATA=32,
-        KEYS=keys, EVEN=length % keys == 0, PREC=precision_for(key),
-        num_warps=warps, num_stages=2,
-    )  # fmt: skip
-    return mass

@@ -35,6 +35,7 @@ def attend(
     cp_inner: int | None = None,
     softmax_scale: float | None = None,
     attended: Attended | None = None,
+    **choice,
 ) -> Attended:
     """Causal self-attention to the keys that each head's pattern keeps.
 
@@ -50,6 +51,7 @@ def attend(
         attended: what this function has returned for the same operands before, as in a replay under
             activation recomputation, on all ranks or on none: no pattern is chosen then, no forward
             is run and nothing is sent, but the result has a backward.
+        choice: ``heads``, ``price`` and ``slashes`` of :func:`~megatron_mtraining.pattern.choose_index`.
 
     Returns:
         out, its log-sum-exp and the pattern.
@@ -66,7 +68,7 @@ def attend(
         check_choice(query.shape[0] * ring.world, config, ring.world)
         # They travel while the pattern is chosen.
         keys = KeysAndValues(key, value, ring)
-        index = choose_index(query, key, config, ring, softmax_scale)
+        index = choose_index(query, key, config, ring, softmax_scale, **choice)
         before = None
     else:
         index, before = attended.index, (attended.out, attended.lse)

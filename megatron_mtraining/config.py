@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import get_args, get_type_hints
 
 BLOCK_SIZES = (64, 128)
 HEAD_DIMS = (64, 128)
@@ -11,6 +14,32 @@ HEAD_DIMS = (64, 128)
 MAX_BLOCKS = 32768
 """Blocks of a rank, and of the ranks that gather their keys, whose numbers fit the index's 16 bits: 4M
 tokens with blocks of 128."""
+
+
+POLICIES = ("price", "coverage", "fixed")
+ESTIMATORS = ("strata", "last")
+OF_POLICY = {
+    "price": dict(price=0.3, vertical_floor=0, vertical_cap=4096, slash_floor=0),
+    "coverage": dict(
+        coverage=0.9, vertical_floor=0, vertical_cap=4096, slash_floor=0, slash_cap=4096
+    ),
+    "fixed": dict(vertical=1000, slash=100),
+}
+"""Settings that a policy has, and their defaults."""
+OPTIONAL = {
+    "price": ("slash_cap", "target_recall", "target_density", "price_start"),
+    "coverage": (),
+    "fixed": (),
+}
+"""Further settings that a policy has, which stay None unless given."""
+OF_ESTIMATOR = {
+    "strata": dict(sample_strata=128, sample_rows=2),
+    "last": dict(sample_rows=64),
+}
+SIZES = (
+    "vertical", "slash", "vertical_floor", "vertical_cap", "slash_floor", "slash_cap", "window", "sink",
+)  # fmt: skip
+"""Fields that cannot be more than the sequence is long."""
 
 
 class ConfigError(ValueError):
@@ -22,25 +51,76 @@ class MTrainingConfig:
     """Settings of dynamic sparse attention, as a user gives them with ``--mtraining-*``.
 
     Each field ``name`` is the option ``--mtraining-name`` (underscores become hyphens), the string
-    under it the option's help text. Sizes are in tokens unless said otherwise.
+    under it the option's help text. Sizes are in tokens unless said otherwise. A field that None stands
+    for is filled in: ``policy``, and what the policy that is chosen needs.
     """
 
-    vertical: int = 1000
-    """Key columns each query head keeps, the first ``sink`` columns counted in; the sequence length
-    keeps everything."""
-    slash: int = 100
-    """Token diagonals each query head keeps beside the local window; the sequence length keeps
-    every diagonal, which is dense causal attention."""
+    policy: str | None = None
+    """How keys are chosen. price: what keeps most attention for its cost, over all heads alike; coverage: as
+    few as hold a share of it, in each head; fixed: as many as --mtraining-vertical and --mtraining-slash
+    say. (default: price, but fixed if one of those two is given)"""
+    price: float | None = None
+    """Policy price: keys are kept whose share of attention, over their share of the pairs, is this or more.
+    0 keeps everything. (default: 0.3)"""
+    coverage: float | None = None
+    """Policy coverage: the share of attention that columns are to hold, and diagonals, each by themselves. 1
+    keeps everything. (default: 0.9)"""
+    vertical: int | None = None
+    """Policy fixed: key columns each query head keeps, the first ``sink`` columns counted in; the sequence
+    length keeps everything. (default: 1000)"""
+    slash: int | None = None
+    """Policy fixed: token diagonals each query head keeps beside the local window; the sequence length keeps
+    every diagonal, which is dense causal attention. (default: 100)"""
+    vertical_floor: int | None = None
+    """Policies price, coverage: columns a head keeps at least. (default: 0)"""
+    vertical_cap: int | None = None
+    """Policies price, coverage: columns a head keeps at most, the sink counted in. (default: 4096)"""
+    slash_floor: int | None = None
+    """Policies price, coverage: diagonals beside the window that a head keeps at least; block distances with
+    policy price, token diagonals with coverage. (default: 0)"""
+    slash_cap: int | None = None
+    """Policies price, coverage: diagonals beside the window that a head keeps at most. (default: no limit
+    with policy price, 4096 with coverage)"""
     window: int = 128
     """Tokens before each query that are always kept (rounded up to whole blocks)."""
     sink: int = 4
-    """First columns of the sequence that are always kept, also if ``vertical`` is 0."""
+    """First columns of the sequence that are always kept, also if no others are."""
     block_size: int = 128
     """Tokens in a block: the granularity of slashes and of the striped layout."""
-    sample_strata: int = 64
-    """Stretches of the sequence that the pattern is estimated from, spread over all of it."""
-    sample_rows: int = 1
-    """Query rows sampled in each stretch."""
+    estimator: str = "strata"
+    """Query rows that the pattern is estimated from. strata: spread over the whole sequence; last: its last
+    rows, as published."""
+    sample_strata: int | None = None
+    """Estimator strata: stretches of the sequence that rows are sampled from. (default: 128)"""
+    sample_rows: int | None = None
+    """Query rows sampled in each stretch; with estimator last, in all. (default: 2; 64 with estimator
+    last)"""
+    held_out_rows: int | None = None
+    """So many of the rows of each stretch measure what share of attention the pattern keeps, and do not
+    choose it. 0 measures by the rows that choose, which flatters. (default: half; 0 with estimator last)"""
+    target_recall: float | None = None
+    """Policy price: move the price, from step to step, until this share of attention is kept in the mean over
+    layers and heads, measured on held-out rows."""
+    target_density: float | None = None
+    """Policy price: move the price, from step to step, until this share of the causal pairs is kept in the
+    mean over layers and heads."""
+    dense_steps: int = 0
+    """Training steps at the start in which attention is dense."""
+    price_start: float | None = None
+    """Policy price: the price of the first step after the dense ones, from which it goes to
+    --mtraining-price, evenly in ratio, over --mtraining-price-steps."""
+    price_steps: int = 0
+    """Policy price: steps over which the price goes from --mtraining-price-start to
+    --mtraining-price."""
+    slash_refresh: int = 1
+    """Policy price: choose the slashes anew every so many steps, and keep them in between; columns are
+    chosen in every step."""
+    overrides: str | None = None
+    """A JSON or YAML file of settings that differ for layers and heads: {"layers": {"0": {"dense": true},
+    "7": {"price": 0.2, "heads": {"3": {"dense": true}}}}}."""
+    budgets: str | None = None
+    """A JSON file of budgets a layer and head as MInference publishes them (best pattern files), with entries
+    vertical_and_slash and flex_vertical_and_slash."""
     gathered_ranks: int = 0
     """Context-parallel ranks whose keys a rank has at hand at once: more take less time and more memory, 1
     is a ring of single ranks. 0 takes the ranks a node of --hierarchical-context-parallel-sizes or,
@@ -54,30 +134,141 @@ class MTrainingConfig:
 
     def __post_init__(self):
         for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(field.default, bool):
-                if not isinstance(value, bool):
+            _check_type(field.name, getattr(self, field.name), field.default is None)
+        self._choose_policy()
+        self._choose_estimator()
+        self._check_values()
+
+    def _fill(self, name: str, value) -> None:
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, value)
+
+    def _choose_policy(self) -> None:
+        counted = self.vertical is not None or self.slash is not None
+        self._fill("policy", "fixed" if counted else "price")
+        _check_choice("policy", self.policy, POLICIES)
+        for name, value in OF_POLICY[self.policy].items():
+            self._fill(name, value)
+        has = (*OF_POLICY[self.policy], *OPTIONAL[self.policy])
+        for policy in POLICIES:
+            for name in (*OF_POLICY[policy], *OPTIONAL[policy]):
+                if name not in has and getattr(self, name) is not None:
                     raise ConfigError(
-                        f"{option(field.name)} must be True or False, but is {value!r}"
+                        f"{option(name)} is {getattr(self, name)}, but {option('policy')} is {self.policy}, "
+                        f"which has no such setting: leave it out or use {option('policy')} {policy}"
                     )
-            elif isinstance(value, bool) or not isinstance(value, int):
-                raise ConfigError(f"{option(field.name)} must be a whole number, but is {value!r}")
+
+    def _choose_estimator(self) -> None:
+        _check_choice("estimator", self.estimator, ESTIMATORS)
+        for name, value in OF_ESTIMATOR[self.estimator].items():
+            self._fill(name, value)
+        if self.estimator == "last" and self.sample_strata not in (None, 1):
+            raise ConfigError(
+                f"{option('sample_strata')} is {self.sample_strata}, but {option('estimator')} is last, "
+                f"which looks at one stretch: leave it out"
+            )
+        self._fill("sample_strata", 1)
+        self._fill("held_out_rows", self.sample_rows // 2 if self.estimator == "strata" else 0)
+
+    def _check_values(self) -> None:
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(
                 f"{option('block_size')} is {self.block_size}: use one of {BLOCK_SIZES}"
             )
-        at_least = dict(
-            vertical=0, slash=0, window=0, sink=0, sample_strata=2, sample_rows=1, gathered_ranks=0
-        )
+        at_least = dict.fromkeys((*SIZES, "held_out_rows", "gathered_ranks", "dense_steps"), 0)
+        at_least.update(sample_rows=1, slash_refresh=1, price_steps=0, price=0)
+        at_least.update(sample_strata=2 if self.estimator == "strata" else 1)
         for name, low in at_least.items():
-            if getattr(self, name) < low:
-                raise ConfigError(f"{option(name)} is {getattr(self, name)}: use {low} or more")
-        if self.sink > self.vertical > 0:
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ConfigError(f"{option(name)} is {value}: use {low} or more")
+        for name in ("coverage", "target_recall", "target_density"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise ConfigError(f"{option(name)} is {value}: use a share, above 0 and at most 1")
+        if self.sink > (self.vertical or self.vertical_cap or self.sink):
+            name = "vertical" if self.policy == "fixed" else "vertical_cap"
             raise ConfigError(
-                f"{option('sink')} is {self.sink}, more than {option('vertical')} "
-                f"({self.vertical}), which counts the sink columns in: raise "
-                f"{option('vertical')} or lower {option('sink')}"
+                f"{option('sink')} is {self.sink}, more than {option(name)} ({getattr(self, name)}), which "
+                f"counts the sink columns in: raise {option(name)} or lower {option('sink')}"
             )
+        for kind in ("vertical", "slash"):
+            floor, cap = getattr(self, f"{kind}_floor"), getattr(self, f"{kind}_cap")
+            if floor is not None and cap is not None and floor > cap:
+                raise ConfigError(
+                    f"{option(f'{kind}_floor')} is {floor}, more than {option(f'{kind}_cap')} ({cap}): "
+                    "lower it or raise the cap"
+                )
+        if self.vertical_cap is not None and self.vertical_cap < max(1, self.sink):
+            raise ConfigError(f"{option('vertical_cap')} is {self.vertical_cap}: use 1 or more")
+        if self.held_out_rows and self.estimator == "last":
+            raise ConfigError(
+                f"{option('held_out_rows')} is {self.held_out_rows}, but {option('estimator')} is last, "
+                "which holds none out: leave it out"
+            )
+        if self.held_out_rows >= self.sample_rows:
+            raise ConfigError(
+                f"{option('held_out_rows')} is {self.held_out_rows}, which leaves none of the "
+                f"{option('sample_rows')} ({self.sample_rows}) to choose by: use fewer"
+            )
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        if self.target_recall is not None and self.target_density is not None:
+            raise ConfigError(
+                f"{option('target_recall')} is {self.target_recall} and {option('target_density')} is "
+                f"{self.target_density}: one price cannot meet both, leave one out"
+            )
+        target = "target_recall" if self.target_recall is not None else "target_density"
+        if getattr(self, target) is not None and self.price_start is not None:
+            raise ConfigError(
+                f"{option(target)} is {getattr(self, target)}, which moves the price from step to step: "
+                f"leave {option('price_start')} out"
+            )
+        if getattr(self, target) is not None and self.price == 0:
+            raise ConfigError(
+                f"{option('price')} is 0, but {option(target)} is {getattr(self, target)}: use a price above "
+                "0 to start from"
+            )
+        if (self.price_start is None) != (self.price_steps == 0):
+            raise ConfigError(
+                f"{option('price_start')} is {self.price_start} and {option('price_steps')} is "
+                f"{self.price_steps}: give both, or leave both out"
+            )
+        if self.price_start is not None and not (self.price_start > 0 and self.price > 0):
+            raise ConfigError(
+                f"{option('price_start')} is {self.price_start} and {option('price')} is {self.price}: use "
+                "prices above 0, as the price goes from one to the other evenly in ratio"
+            )
+        if self.slash_refresh > 1 and self.policy != "price":
+            raise ConfigError(
+                f"{option('slash_refresh')} is {self.slash_refresh}, but {option('policy')} is "
+                f"{self.policy}: use {option('policy')} price or leave it out"
+            )
+        if self.overrides is not None and self.budgets is not None:
+            raise ConfigError(
+                f"{option('overrides')} is {self.overrides} and {option('budgets')} is {self.budgets}: "
+                "give one file"
+            )
+
+    def shared(self, **policy) -> MTrainingConfig:
+        """These settings with another policy: what is no policy's stays as it is."""
+        of_policies = {
+            name for known in (*OF_POLICY.values(), *OPTIONAL.values()) for name in known
+        }
+        kept = {field.name: getattr(self, field.name) for field in fields(self)}
+        kept = {name: value for name, value in kept.items() if name not in of_policies}
+        return MTrainingConfig(**{**kept, "price_steps": 0, "slash_refresh": 1, **policy})
+
+    @lru_cache(maxsize=64)  # noqa: B019 few settings, all small
+    def dense(self) -> MTrainingConfig:
+        """These settings, but keeping everything."""
+        return self.shared(policy="price", price=0.0)
+
+    @property
+    def rows(self) -> int:
+        """Query rows sampled in all, held-out ones too."""
+        return self.sample_strata * self.sample_rows
 
     def check_sequence(self, seq_length: int, cp_size: int, inner: int = 1) -> None:
         """Raise :class:`ConfigError` if a sequence of ``seq_length`` tokens cannot be laid out
@@ -106,15 +297,16 @@ class MTrainingConfig:
 
     def check_budgets(self, seq_length: int) -> None:
         """Raise :class:`ConfigError` if the budgets do not fit ``seq_length`` tokens."""
-        for name in ("vertical", "slash", "sink", "window"):
-            if getattr(self, name) > seq_length:
+        for name in ("vertical", "slash", "vertical_floor", "slash_floor", "window", "sink"):
+            value = getattr(self, name)
+            if value is not None and value > seq_length:
                 raise ConfigError(
-                    f"{option(name)} is {getattr(self, name)}, more than --seq-length "
-                    f"({seq_length}): use at most {seq_length}"
+                    f"{option(name)} is {value}, more than --seq-length ({seq_length}): use at most "
+                    f"{seq_length}"
                 )
         if self.keeps_all(seq_length):
             return
-        if self.sample_strata * self.sample_rows > seq_length:
+        if self.rows > seq_length:
             raise ConfigError(
                 f"{option('sample_strata')} x {option('sample_rows')} = {self.sample_strata} x "
                 f"{self.sample_rows} rows are more than --seq-length ({seq_length})"
@@ -122,7 +314,39 @@ class MTrainingConfig:
 
     def keeps_all(self, seq_length: int) -> bool:
         """Whether the budgets keep every pair of a sequence of ``seq_length`` tokens."""
-        return max(self.vertical, self.slash, self.window) >= seq_length
+        if self.policy == "price":
+            kept = self.price == 0 and self.target_recall is None and self.target_density is None
+        elif self.policy == "coverage":
+            kept = self.coverage == 1 and self.slash_cap >= seq_length
+        else:
+            kept = max(self.vertical, self.slash) >= seq_length
+        return kept or self.window >= seq_length
+
+
+@lru_cache(maxsize=1)
+def field_types() -> dict[str, type]:
+    """The type of each field of :class:`MTrainingConfig`, None left out."""
+    hints = get_type_hints(MTrainingConfig)
+    names = [field.name for field in fields(MTrainingConfig)]
+    return {name: (get_args(hints[name]) or (hints[name],))[0] for name in names}
+
+
+TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
+
+
+def _check_type(name: str, value, may_be_none: bool) -> None:
+    kind = field_types()[name]
+    if value is None and may_be_none:
+        return
+    allowed = (int, float) if kind is float else kind
+    wrong = not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool)
+    if wrong or (kind is float and not math.isfinite(value)):
+        raise ConfigError(f"{option(name)} must be {TYPE_NAMES[kind]}, but is {value!r}")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{option(name)} is {value}: use one of {', '.join(choices)}")
 
 
 def option(name: str) -> str:

@@ -14,17 +14,28 @@ import ast
 import inspect
 import sys
 import textwrap
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from itertools import pairwise
 
-from ..config import ConfigError, MTrainingConfig, option
+from ..config import (
+    ESTIMATORS,
+    OF_POLICY,
+    POLICIES,
+    SIZES,
+    ConfigError,
+    MTrainingConfig,
+    field_types,
+    option,
+)
+from ..pattern import check_files
 from .backend import is_active, training_arguments
 from .checks import check_settings, ranks_a_node
 from .wrapping import is_first_local_rank
 
 ALL = "all"
-SIZES = ("vertical", "slash", "window", "sink")
-"""Fields counted in tokens, which cannot be more than the sequence is long."""
+FILLED = "mtraining_filled_in"
+"""An attribute of arguments in which defaults are filled in: they look like given ones then."""
+CHOICES = {"policy": POLICIES, "estimator": ESTIMATORS}
 
 
 class ArgumentsError(ConfigError, SystemExit):
@@ -68,17 +79,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for field in fields(MTrainingConfig):
         default = None if field.default is MISSING else field.default
         text = texts.get(field.name, "").replace("%", "%%")
-        how = {"type": type(default)}
+        how = {"type": field_types()[field.name]}
         if isinstance(default, bool):
             how = {"action": "store_true"}
         elif field.name == "slash":
             how = {"type": _size_or_all, "metavar": f"N|{ALL}"}
             text += f" '{ALL}' stands for the sequence length."
+        elif field.name in CHOICES:
+            how = {"choices": CHOICES[field.name]}
+        if default is not None:
+            text += f" (default: {default})"
         group.add_argument(
             option(field.name),
             dest=attribute(field.name),
             default=argparse.SUPPRESS,
-            help=f"{text} (default: {default})",
+            help=text,
             **how,
         )
     return parser
@@ -101,12 +116,18 @@ def config_from_args(args) -> MTrainingConfig:
             if seq_length is None:
                 raise ConfigError(f"{option(field.name)} {ALL} needs --seq-length")
             value = seq_length
-        elif value is None:
-            value = field.default
-            if field.name in SIZES and seq_length is not None:
-                value = min(value, seq_length)
-        values[field.name] = value
-    return MTrainingConfig(**values)
+        if value is not None:
+            values[field.name] = value
+    config = MTrainingConfig(**values)
+    if seq_length is None:
+        return config
+    # A default is cut to the sequence; what was given must fit it.
+    cut = {
+        name: seq_length
+        for name in SIZES
+        if name not in values and (getattr(config, name) or 0) > seq_length
+    }
+    return replace(config, **cut)
 
 
 def settings(config=None) -> MTrainingConfig:
@@ -155,7 +176,9 @@ def check_arguments(args) -> None:
                 )
             return
         check_settings(args, command_line=True)
+        _check_budgets_alone(args)
         config = config_from_args(args)
+        check_files(config, getattr(args, "num_layers", None), args.num_attention_heads)
         size = args.context_parallel_size
         inner = ranks_a_node(args, size, config.gathered_ranks, command_line=True)
         seq_length = args.seq_length or getattr(args, "encoder_seq_length", None)
@@ -163,6 +186,7 @@ def check_arguments(args) -> None:
             config.check_sequence(seq_length, size, inner)
             for field in fields(MTrainingConfig):
                 setattr(args, attribute(field.name), getattr(config, field.name))
+            setattr(args, FILLED, True)
         if getattr(args, "create_attention_mask_in_dataloader", False):
             args.create_attention_mask_in_dataloader = False
             if getattr(args, "rank", 0) == 0:
@@ -175,6 +199,19 @@ def check_arguments(args) -> None:
         raise
     except ConfigError as error:
         raise ArgumentsError(str(error)) from None
+
+
+def _check_budgets_alone(args) -> None:
+    """A file of all heads' budgets would overrule what the command line says of them."""
+    if getattr(args, attribute("budgets"), None) is None or getattr(args, FILLED, False):
+        return
+    for name in ("policy", *(name for known in OF_POLICY.values() for name in known)):
+        value = getattr(args, attribute(name), None)
+        if value is not None:
+            raise ConfigError(
+                f"{option(name)} is {value}, but {option('budgets')} {args.mtraining_budgets} has the "
+                "budgets of all heads: leave one of them out"
+            )
 
 
 def wrap_add_megatron_arguments(original):

@@ -7,7 +7,9 @@ import copy
 
 from megatron.core.transformer.enums import AttnBackend
 
-from .backend import is_active
+from ..pattern.steering import begin_at, steering_of, steerings
+from .arguments import settings
+from .backend import is_active, training_arguments
 
 
 def wrap_generate_state_dict(original):
@@ -20,7 +22,35 @@ def wrap_generate_state_dict(original):
         if is_active(saved):
             saved = copy.copy(saved)
             saved.attention_backend = AttnBackend.auto
+            saved.mtraining_price_reached = next(
+                (price for price in (run.state() for run in steerings()) if price is not None), None
+            )
             state["args"] = saved
         return state
 
     return generate_state_dict
+
+
+def wrap_check_checkpoint_args(original):
+    def check_checkpoint_args(checkpoint_args, *others, **named):
+        """Goes on from the price that the checkpoint's run had reached: Megatron hands a checkpoint's
+        arguments to this function alone, and only when training goes on, not for finetuning."""
+        result = original(checkpoint_args, *others, **named)
+        if is_active(training_arguments()):
+            price = getattr(checkpoint_args, "mtraining_price_reached", None)
+            if price is not None:
+                steering_of(settings()).restore(price)
+        return result
+
+    return check_checkpoint_args
+
+
+def wrap_load_checkpoint(original):
+    def load_checkpoint(*args, **kwargs):
+        """Counts steps on from the checkpoint's, which it alone returns."""
+        result = original(*args, **kwargs)
+        if is_active(training_arguments()):
+            begin_at(result[0])
+        return result
+
+    return load_checkpoint

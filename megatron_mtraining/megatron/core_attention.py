@@ -11,6 +11,7 @@ from torch import Tensor
 from ..attention import attend
 from ..config import HEAD_DIMS, ConfigError
 from ..kernels import DTYPES
+from ..pattern import heads_of_layer, steering_of
 from ..ring import advise_on_hosts, check_hosts, ring_of
 from . import recompute
 from .arguments import settings
@@ -87,6 +88,9 @@ class MTrainingAttention(MegatronModule):
         else:
             advise_on_hosts(ring_of(self.cp_group, self.cp_inner))
         self.density = DensityMeter()
+        self.steering = steering_of(self.mtraining)
+        self.heads = self._own_heads(pg_collection, place)
+        self._slashes: Tensor | None = None
         self.carries = recompute.enable(self)
 
     def forward(
@@ -128,21 +132,58 @@ class MTrainingAttention(MegatronModule):
             _check_mask_type(attn_mask_type, place)
         _check_tensors(query, key, value, place)
         carried = recompute.take(self, query) if self.carries else None
+        dense = self.training and self.steering.dense
         attended = attend(
             query,
             key,
             value,
-            config=self.mtraining,
+            config=self.mtraining.dense() if dense else self.mtraining,
             cp_group=self.cp_group,
             cp_inner=self.cp_inner,
             softmax_scale=self.softmax_scale,
             attended=carried,
+            **({} if dense or carried else self._choice(query)),
         )
         if self.carries:
             recompute.keep(self, attended)
         if self.training and carried is None:
-            self.density.add(attended.index.density())
+            self._count(attended.index, dense)
         return attended.out.flatten(2)
+
+    def _own_heads(self, pg_collection, place: str):
+        """Settings of the heads that this tensor-parallel rank has; None if all have the run's."""
+        layers = getattr(self.config, "num_layers", None)
+        count = self.config.num_attention_heads
+        try:
+            heads = heads_of_layer(self.mtraining, self.layer_number - 1, layers, count)
+        except ConfigError as error:
+            raise ConfigError(f"the {place} does not fit: {error}") from None
+        if heads is None:
+            return None
+        group = getattr(pg_collection, "tp", None)
+        if group is None:
+            group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+        size, rank = (1, 0) if group is None else (group.size(), group.rank())
+        own = count // size
+        return heads[rank * own : (rank + 1) * own]
+
+    def _choice(self, query: Tensor) -> dict:
+        """What of this step's choice is not in the settings."""
+        steering = self.steering
+        keeps = self.training and not steering.chooses_slashes and self._slashes is not None
+        fits = keeps and len(self._slashes) == query.shape[1]
+        return dict(
+            heads=self.heads,
+            price=steering.price(query.device),
+            slashes=self._slashes if fits else None,
+        )
+
+    def _count(self, index, dense: bool) -> None:
+        density = index.density()
+        self.density.add(density, index.recall)
+        self.steering.observe(density, index.recall)
+        if not dense and self.mtraining.slash_refresh > 1:
+            self._slashes = index.member
 
 
 def _check_nodes(group, inner: int, place: str) -> None:

@@ -57,6 +57,8 @@ def register() -> None:
         wrap(arguments, name, make)
     wrap(training, "training_log", density.wrap_training_log)
     wrap(checkpointing, "generate_state_dict", checkpoint.wrap_generate_state_dict)
+    wrap(checkpointing, "check_checkpoint_args", checkpoint.wrap_check_checkpoint_args)
+    wrap(checkpointing, "load_checkpoint", checkpoint.wrap_load_checkpoint)
 
 
 def check_version(version: str) -> None:

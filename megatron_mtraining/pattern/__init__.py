@@ -1,7 +1,21 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Which keys each query head sees: estimation, choice, and the index."""
 
+from .budgets import check_files, heads_of_layer
 from .index import VerticalSlashIndex, build_index, full_index
 from .select import check_choice, choose_index
+from .steering import Steering, advance, steering_of, steerings
 
-__all__ = ["VerticalSlashIndex", "build_index", "check_choice", "choose_index", "full_index"]
+__all__ = [
+    "Steering",
+    "VerticalSlashIndex",
+    "advance",
+    "build_index",
+    "check_choice",
+    "check_files",
+    "choose_index",
+    "full_index",
+    "heads_of_layer",
+    "steering_of",
+    "steerings",
+]

@@ -26,7 +26,10 @@ class Sample:
         query: ``[R, b, h, d]`` in the queries' dtype, contiguous, the same on all ranks.
         rows: int32 ``[R]``, global positions of the rows, ascending.
         rows_in_stratum: so many rows in a row are of one stretch of the sequence.
-        near: query and key blocks fewer apart than this are in the local window; 1 or more.
+        fit: so many of them, the first, choose the pattern; the others are held out.
+        twice: a column must show in two stretches: the largest share that one gives to it is left out.
+        near: query and key blocks fewer apart than this are in the local window.
+        seq_length: N.
         rank, world, inner, block_size: the striped layout of the keys.
         softmax_scale: factor of the scores.
     """
@@ -34,7 +37,10 @@ class Sample:
     query: Tensor
     rows: Tensor
     rows_in_stratum: int
+    fit: int
+    twice: bool
     near: int
+    seq_length: int
     rank: int
     world: int
     inner: int
@@ -58,12 +64,20 @@ def sample_rows(seq_length: int, strata: int, rows: int, device=None) -> Tensor:
     return low + (high - low) * golden // 65536
 
 
+def last_rows(seq_length: int, rows: int, device=None) -> Tensor:
+    """The last rows, which the published choice looks at: int64 ``[rows]``."""
+    return torch.arange(seq_length - rows, seq_length, device=device)
+
+
 @lru_cache(maxsize=16)
-def _rows_here(seq_length, strata, rows, rank, world, inner, block_size, device):
+def _rows_here(seq_length, estimator, strata, rows, rank, world, inner, block_size, device):
     """The rows, int32; where a rank has them, int64 (0 for others); which it has not, bool. The same
     in every layer and step, so kept: they take a dozen launches."""
     with torch.inference_mode(False):
-        row = sample_rows(seq_length, strata, rows, device)
+        if estimator == "last":
+            row = last_rows(seq_length, rows, device)
+        else:
+            row = sample_rows(seq_length, strata, rows, device)
         owner, local = locate(row, world, block_size, inner)
         here = owner == rank
         return row.int(), torch.where(here, local, 0), ~here[:, None, None, None]
@@ -79,14 +93,28 @@ def draw_sample(query: Tensor, config, ring, near: int, softmax_scale: float) ->
     block, strata, rows = config.block_size, config.sample_strata, config.sample_rows
     seq_length = query.shape[0] * ring.world
     row, local, elsewhere = _rows_here(
-        seq_length, strata, rows, ring.rank, ring.world, ring.inner, block, query.device
+        seq_length,
+        config.estimator,
+        strata,
+        rows,
+        ring.rank,
+        ring.world,
+        ring.inner,
+        block,
+        query.device,
     )
     sampled = query.index_select(0, local)
     if ring.world > 1:
         # One rank has each row, so the sum is exact in any dtype.
         sampled = ring.all_reduce(sampled.masked_fill_(elsewhere, 0))
-    layout = (ring.rank, ring.world, ring.inner, block)
-    return Sample(sampled, row, rows, near, *layout, softmax_scale)
+    if config.estimator == "last":  # there are no stretches to tell apart: each row is one
+        kind = dict(rows_in_stratum=1, fit=1, twice=False)
+    else:
+        kind = dict(rows_in_stratum=rows, fit=rows - config.held_out_rows, twice=True)
+    return Sample(
+        sampled, row, **kind, near=near, seq_length=seq_length,
+        rank=ring.rank, world=ring.world, inner=ring.inner, block_size=block, softmax_scale=softmax_scale,
+    )  # fmt: skip
 
 
 def sample_lse(sample: Sample, key: Tensor, ring) -> Tensor:

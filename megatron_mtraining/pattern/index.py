@@ -42,6 +42,8 @@ class VerticalSlashIndex:
         columns: int32 ``[b, h, C]``: V ascending, positions over all ranks; N past the count.
         column_ptr: int32 ``[b, h, NB + 1]``: how many of V come before each block.
         seq_length, block_size, world, inner: N tokens in all, B, W, I.
+        recall: float32 ``[b, h]``: the share of sampled rows' attention that is kept, measured as the pattern
+            was chosen; None if it was not.
 
     A head takes 17 bytes a block of the sequence and 4 a column: 74 KB at 512K tokens with 1000 columns.
     """
@@ -57,6 +59,7 @@ class VerticalSlashIndex:
     block_size: int
     world: int
     inner: int
+    recall: Tensor | None = None
 
     @property
     def outer(self) -> int:

@@ -1,31 +1,49 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Choosing a step's pattern at fixed budgets.
+"""Choosing a step's pattern: which policy decides for which heads.
 
-Every choice is made from integers that all ranks have alike, with ties broken by position, so that
-all ranks choose the same sets; nothing is read back to the host.
+All ranks choose the same from numbers that they have alike; nothing is read back to the host.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from ..kernels import column_mass, diagonal_mass, merge_selections, select_largest
+from ..kernels import gather_columns, price_columns, row_masses
 from ..layout import check_layout
-from .estimate import draw_sample, sample_lse
-from .index import VerticalSlashIndex, full_index, index_of_choice
+from .counted import choose_coverage, choose_fixed
+from .estimate import Sample, draw_sample, sample_lse
+from .index import VerticalSlashIndex, build_index, full_index, index_of_choice
+from .price import Chosen, choose_by_price, listed, recall_of
 
 
-def choose_index(query, key, config, ring, softmax_scale: float) -> VerticalSlashIndex:
+def choose_index(
+    query: Tensor,
+    key: Tensor,
+    config,
+    ring,
+    softmax_scale: float,
+    *,
+    heads=None,
+    price: Tensor | None = None,
+    slashes: Tensor | None = None,
+) -> VerticalSlashIndex:
     """The pattern of one attention call, from its own queries and keys.
 
-    Block distances of the local window, and the first columns, always hold. Then each head takes the
-    ``config.vertical`` columns with the most mass outside the window, and the ``config.slash`` token
-    diagonals with the most mass outside window and columns. A token diagonal crosses two block
-    distances unless it is a multiple of the block size; both are taken.
+    Block distances of the local window, and the first columns, always hold. What else is kept
+    is up to the policy (:mod:`.price`, :mod:`.counted`). A token diagonal crosses two block distances unless
+    it is a multiple of the block size; both are taken.
 
     Args:
         query ``[s, b, h, d]``, key ``[s, b, hk, d]``: this rank's parts, block-striped; detached here.
+        heads: settings of each of the ``h`` heads, alike but for their policies; None for ``config`` in all.
+            Budgets of more than the sequence has are cut to it.
+        price: float32 ``[]``, in place of the price of ``config``; heads with another price of their own
+            keep its ratio to that.
+        slashes: uint8 ``[b, h, NB]``: block distances to keep, as an index of before has them, for heads of
+            policy price; None to choose them.
 
     Returns:
         The same index on all ranks.
@@ -35,33 +53,42 @@ def choose_index(query, key, config, ring, softmax_scale: float) -> VerticalSlas
             length will do), or the budgets do not fit it.
     """
     query, key = query.detach(), key.detach()
-    length, batch, heads, _ = query.shape
+    length, batch, num_heads, _ = query.shape
     block, world = config.block_size, ring.world
     seq_length = length * world
     check_choice(seq_length, config, world)
-    if config.keeps_all(seq_length):
-        return full_index(batch, heads, seq_length, block, world, ring.inner, query.device)
+    heads = [
+        each.dense() if each.keeps_all(seq_length) else each
+        for each in heads or (config,) * num_heads
+    ]
+    if all(each.keeps_all(seq_length) for each in heads):
+        return full_index(batch, num_heads, seq_length, block, world, ring.inner, query.device)
     num_blocks = -(-seq_length // block)
     # From the first query of a block, the window's farthest key is a block further than from its last.
     near = min(num_blocks, -(-config.window // block) + 1)
-    sample = lse = taken = None
-    more_columns = config.vertical > config.sink
-    if config.slash or more_columns:
-        sample = draw_sample(query, config, ring, near, softmax_scale)
-        lse = sample_lse(sample, key, ring)
-    if more_columns:
-        mass = column_mass(sample, key, lse, config.sink)
-        columns, cut = _choose_columns(mass, config, ring)
-        taken = (mass, cut)
-    else:
-        columns = torch.arange(config.sink, dtype=torch.int32, device=query.device)
-        columns = columns.expand(batch, heads, -1)
-    if config.slash:
-        mass = diagonal_mass(sample, key, lse, config.sink, taken)
-        diagonals = _choose_diagonals(mass, config, ring)
-    else:
-        diagonals = columns.new_empty(batch, heads, 0)
-    return index_of_choice(near, diagonals, columns, seq_length, block, world, ring.inner)
+    sample = draw_sample(query, config, ring, near, softmax_scale)
+    lse = sample_lse(sample, key, ring)
+    policies = dict.fromkeys(each.policy for each in heads)
+    layout = (seq_length, block, world, ring.inner)
+    if len(policies) == 1 and "price" not in policies:
+        columns, diagonals, masses = _count(next(iter(policies)), sample, key, lse, heads, ring)
+        index = index_of_choice(near, diagonals, columns, *layout)
+        recall = _recall(sample, key, lse, masses, index.member, columns, ring)
+        return replace(index, recall=recall)
+    chosen = {}
+    for policy in policies:
+        # Heads of other policies are chosen for too, and then not taken: mixed layers are few.
+        alike = _alike(heads, policy)
+        if policy == "price":
+            prices = _prices(config, alike, price, key.device)
+            chosen[policy] = choose_by_price(sample, key, lse, alike, ring, prices, slashes)
+        else:
+            columns, diagonals, masses = _count(policy, sample, key, lse, alike, ring)
+            member = index_of_choice(near, diagonals, columns, *layout).member
+            recall = _recall(sample, key, lse, masses, member, columns, ring)
+            chosen[policy] = Chosen(member, columns, recall)
+    distances, columns, recall = _merge(chosen, heads, seq_length)
+    return replace(build_index(distances.bool(), columns, *layout), recall=recall)
 
 
 def check_choice(seq_length: int, config, world: int) -> None:
@@ -72,38 +99,70 @@ def check_choice(seq_length: int, config, world: int) -> None:
     config.check_budgets(seq_length)
 
 
-def _choose_columns(mass: Tensor, config, ring) -> tuple[Tensor, Tensor]:
-    """The budget's columns with the most mass over all ranks: int32 ``[b, h, C]``, N where none is
-    left; and the cut they were taken at (:func:`~megatron_mtraining.kernels.select_largest`).
-
-    Each rank offers its best; the best of all are the same on every rank.
-    """
-    length = mass.shape[-1]
-    seq_length = length * ring.world
-    offer, cut = select_largest(
-        mass, min(config.vertical, length), seq_length,
-        ring.rank, ring.world, ring.inner, config.block_size,
-    )  # fmt: skip
-    if ring.world > 1:
-        count = min(config.vertical, seq_length)
-        offer, cut = merge_selections(ring.all_gather(offer), count, seq_length)
-    return offer[1], cut
+def _alike(heads, policy: str):
+    """The heads' settings; those of heads with another policy are the first's that has this one."""
+    first = next(each for each in heads if each.policy == policy)
+    return [each if each.policy == policy else first for each in heads]
 
 
-def _choose_diagonals(mass: Tensor, config, ring) -> Tensor:
-    """The budget's token diagonals with the most mass over all ranks: int32 ``[b, h, slash]``, N where
-    none is left.
+def _prices(config, heads, price: Tensor | None, device) -> Tensor:
+    """The price of each head, float32 ``[h]``."""
+    if price is None or config.policy != "price" or config.price == 0:
+        return _constant(tuple(each.price for each in heads), device)
+    return price * _constant(tuple(each.price / config.price for each in heads), device)
 
-    Each rank sums a stretch of the distances over all ranks, and offers its best.
-    """
-    seq_length = mass.shape[-1]
-    mass = ring.reduce_scatter(mass)
-    length = mass.shape[-1]
-    # With blocks as long as a stretch, positions in the layout of one node are distances.
-    offer, _ = select_largest(
-        mass, min(config.slash, length), seq_length, ring.rank, ring.world, ring.world, length
-    )
-    if ring.world > 1:
-        count = min(config.slash, seq_length)
-        offer, _ = merge_selections(ring.all_gather(offer), count, seq_length)
-    return offer[1]
+
+_CONSTANTS: dict[tuple, Tensor] = {}
+
+
+def _constant(numbers: tuple[float, ...], device) -> Tensor:
+    """A vector on the device: the same in every layer and step, so made once."""
+    at = (numbers, device)
+    if at not in _CONSTANTS:
+        with torch.inference_mode(False):
+            _CONSTANTS[at] = torch.tensor(numbers, dtype=torch.float32, device=device)
+    return _CONSTANTS[at]
+
+
+def _count(policy: str, sample: Sample, key, lse, heads, ring) -> tuple[Tensor, Tensor, Tensor]:
+    """Columns, token diagonals, and masses by block distance, of a policy that counts."""
+    sink = min(heads[0].sink, sample.seq_length)
+    if policy == "coverage":
+        # As published, the last rows' share is of all attention, the window's too.
+        near = 0 if heads[0].estimator == "last" else sample.near
+        sample = replace(sample, near=near, twice=False)
+    values, masses = row_masses(sample, key, lse, sink, per_cost=False)
+    choose = choose_coverage if policy == "coverage" else choose_fixed
+    return *choose(sample, key, lse, values, heads, ring), ring.all_reduce(masses)
+
+
+def _recall(sample: Sample, key, lse, masses, member, columns, ring) -> Tensor:
+    """The share of attention kept by what was chosen by numbers: float32 ``[b, h]``."""
+    keys = ring.all_reduce(gather_columns(key, None, listed(columns, sample), ring.rank))[0]
+    price = _constant((0.0,) * columns.shape[1], key.device)
+    outside = torch.ones(member.shape, dtype=torch.int32, device=key.device)
+    _, _, held = price_columns(sample, keys, columns, lse, member, outside, price, 0, 1.0)
+    return recall_of(sample, masses, member, columns, held)
+
+
+def _merge(chosen: dict[str, Chosen], heads, seq_length: int) -> Chosen:
+    """Of each head, what its own policy has chosen."""
+    if len(chosen) == 1:
+        return next(iter(chosen.values()))
+    width = max(each.columns.shape[-1] for each in chosen.values())
+    merged = None
+    for policy, each in chosen.items():
+        spare = width - each.columns.shape[-1]
+        columns = torch.nn.functional.pad(each.columns, (0, spare), value=seq_length)
+        own = torch.tensor([h.policy == policy for h in heads], device=columns.device)
+        each = Chosen(each.distances, columns, each.recall)
+        if merged is None:
+            merged = each
+        else:
+            merged = Chosen(
+                *(
+                    torch.where(own.view(-1, *(1,) * (new.dim() - 2)), new, old)
+                    for new, old in zip(each, merged)
+                )
+            )
+    return merged

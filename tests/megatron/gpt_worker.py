@@ -151,7 +151,7 @@ def main(file: Path) -> None:
                 value, wanted, atol=1e-5, rtol=1e-5, msg=lambda m, n=name, p=part: f"{n}: {p}: {m}"
             )
         density = take_density()
-        assert abs(density.mean - 1) < 1e-6, density
+        assert abs(density.density.mean - 1) < 1e-6, density
         if size == 1:
             check_other_models_are_untouched(case, expected[name])
         if rank == 0:

@@ -1,5 +1,6 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_mtraining import ConfigError, MTrainingConfig
-from megatron_mtraining.config import option
+from megatron_mtraining.config import field_types, option
 from megatron_mtraining.megatron import arguments as module
 from megatron_mtraining.megatron import register, settings
 from megatron_mtraining.megatron.arguments import (
@@ -50,7 +51,8 @@ def test_an_option_and_a_help_text_for_every_field():
     for field in fields(MTrainingConfig):
         assert option(field.name) in text
         assert len(help_texts()[field.name]) > 20
-        assert f"(default: {field.default})" in text
+        if field.default is not None:
+            assert f"(default: {field.default})" in text
 
 
 def test_values_reach_the_config():
@@ -72,9 +74,27 @@ def test_all_diagonals():
 def test_defaults_fit_a_short_sequence_but_given_values_must():
     args = parse(seq_length=512)
     check_arguments(args)
+    assert (args.mtraining_policy, args.mtraining_vertical_cap) == ("price", 512)
+    args = parse("--mtraining-policy", "fixed", seq_length=512)
+    check_arguments(args)
     assert args.mtraining_vertical == 512
     with pytest.raises(ConfigError, match="--mtraining-vertical is 1000"):
         check_arguments(parse("--mtraining-vertical", "1000", seq_length=512))
+
+
+def test_files_are_checked_before_training(tmp_path):
+    budgets = tmp_path / "budgets.json"
+    heads = {str(head): ["vertical_and_slash", 1000, 6096, 0.9] for head in range(8)}
+    budgets.write_text(json.dumps([heads] * 3))
+    words = ["--mtraining-budgets", str(budgets)]
+    check_arguments(args := parse(*words, num_layers=3))
+    check_arguments(args)  # again, with what was filled in
+    with pytest.raises(ArgumentsError, match="has 3 layers, but the model 4"):
+        check_arguments(parse(*words, num_layers=4))
+    with pytest.raises(ArgumentsError, match="--mtraining-vertical is 9, but --mtraining-budgets"):
+        check_arguments(parse(*words, "--mtraining-vertical", "9", num_layers=3))
+    with pytest.raises(ArgumentsError, match="--mtraining-overrides nowhere.json cannot be read"):
+        check_arguments(parse("--mtraining-overrides", "nowhere.json", num_layers=3))
 
 
 def test_a_flag():
@@ -96,7 +116,8 @@ def test_words_that_are_no_number(capsys):
 
 @pytest.mark.parametrize("field", fields(MTrainingConfig), ids=lambda field: field.name)
 def test_options_without_the_backend_are_refused(field):
-    words = [option(field.name)] if field.default is False else [option(field.name), "64"]
+    word = {bool: [], str: ["last" if field.name == "estimator" else "fixed"], float: ["0.5"]}
+    words = [option(field.name), *word.get(field_types()[field.name], ["64"])]
     with pytest.raises(ArgumentsError) as raised:
         check_arguments(parse(*words, backend=AttnBackend.auto))
     assert f"{' '.join(words)} is given" in str(raised.value)

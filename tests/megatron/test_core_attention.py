@@ -75,7 +75,7 @@ def test_density_counts_training_only():
     attention.eval()(*operands())
     assert take_density() is None
     attention.train()(*operands())
-    assert take_density().mean == pytest.approx(1.0)
+    assert take_density().density.mean == pytest.approx(1.0)
 
 
 BUILT = {

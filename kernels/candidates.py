@@ -1,0 +1,191 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Slashes and columns at a price, from few columns that may be worth it: the keys of these candidates are at
+hand on every rank, and their probabilities are computed again, which takes next to no time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import cdiv, launch, next_power_of_2
+from .masses import add_mass, seen_probabilities
+from .reference_choice import fixed_point_one
+from .tiles import LOG2E, gather_rows, precision_for
+
+
+@triton.jit
+def _share_kernel(
+    q_ptr, rows_ptr, keys_ptr, position_ptr, lse_ptr, out_ptr,
+    num_rows, batch_heads, count, seq_length, num_blocks, scale, one,
+    D: tl.constexpr, BLOCK: tl.constexpr, IN_STRATUM: tl.constexpr, FIT: tl.constexpr,
+    STRATA: tl.constexpr, KEYS: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    entry = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    listed = entry < count
+    position = tl.load(position_ptr + head * count + entry, mask=listed, other=seq_length)
+    # Few of a tile's candidates may be taken, and often none is.
+    if tl.min(position, 0) >= seq_length:
+        return
+    k = gather_rows(keys_ptr + head * count * D, tl.where(listed, entry, 0), D)
+    scale = scale * LOG2E
+    to = out_ptr + head * num_blocks
+    for stratum in range(0, num_rows // IN_STRATUM, STRATA):
+        for j in range(FIT):
+            r = (stratum + tl.arange(0, STRATA)) * IN_STRATUM + j
+            p, row = seen_probabilities(
+                q_ptr,
+                rows_ptr,
+                lse_ptr,
+                r,
+                head,
+                k,
+                position,
+                num_rows,
+                batch_heads,
+                scale,
+                D,
+                PREC,
+            )
+            apart = row[None, :] - position[:, None]
+            far = (apart % BLOCK).to(tl.float32) / BLOCK
+            add_mass(to, apart // BLOCK, p * (1.0 - far), num_blocks, one)
+            add_mass(to, apart // BLOCK + 1, p * far, num_blocks, one)
+
+
+def candidate_slashes(sample, keys, positions, lse, num_blocks):
+    """Launch the sums by distance; see :func:`kernels.candidate_slashes`."""
+    batch, heads, count, dim = keys.shape
+    num_rows = len(sample.rows)
+    masses = torch.zeros(batch, heads, num_blocks, dtype=torch.int32, device=keys.device)
+    tile = 64
+    launch(
+        _share_kernel, (cdiv(count, tile), batch * heads),
+        sample.query, sample.rows, keys, positions, lse, masses,
+        num_rows, batch * heads, count, sample.seq_length, num_blocks, sample.softmax_scale,
+        fixed_point_one(num_rows),
+        D=dim, BLOCK=sample.block_size, IN_STRATUM=sample.rows_in_stratum, FIT=sample.fit, STRATA=32,
+        KEYS=tile, PREC=precision_for(keys), num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return masses
+
+
+@triton.jit
+def _slash_kernel(
+    total_ptr, inside_ptr, price_ptr, member_ptr, outside_ptr, value_ptr,
+    num_blocks, near, unit, one, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    bh = tl.program_id(0).to(tl.int64)
+    price = tl.load(price_ptr + bh % HEADS)
+    before = 0
+    for first in range(0, num_blocks, WIDTH):
+        distance = first + tl.arange(0, WIDTH)
+        there = distance < num_blocks
+        at = bh * num_blocks + distance
+        mass = tl.load(total_ptr + at, mask=there, other=0) - tl.load(
+            inside_ptr + at, mask=there, other=0
+        )
+        # The two sums are rounded apart.
+        value = tl.maximum(mass, 0).to(tl.float32) / one / (unit * (num_blocks - distance))
+        kept = (distance < near) | (value >= price)
+        tl.store(value_ptr + at, value, mask=there)
+        tl.store(member_ptr + at, kept.to(tl.uint8), mask=there)
+        upto = before + tl.cumsum(tl.where(there & ~kept, 1, 0), 0)
+        tl.store(outside_ptr + at, upto, mask=there)
+        before += tl.sum(tl.where(there & ~kept, 1, 0), 0)
+
+
+def price_slashes(total, inside, price, near, unit, one):
+    """Launch the choice of slashes; see :func:`kernels.price_slashes`."""
+    batch, heads, num_blocks = total.shape
+    member = torch.empty(total.shape, dtype=torch.uint8, device=total.device)
+    value = torch.empty(total.shape, dtype=torch.float32, device=total.device)
+    outside = torch.empty_like(total)
+    launch(
+        _slash_kernel, (batch * heads,),
+        total, inside, price, member, outside, value, num_blocks, near, unit, float(one),
+        HEADS=heads, WIDTH=min(4096, next_power_of_2(num_blocks)), num_warps=4,
+    )  # fmt: skip
+    return member, outside, value
+
+
+@triton.jit
+def _column_kernel(
+    q_ptr, rows_ptr, keys_ptr, position_ptr, lse_ptr, member_ptr, outside_ptr, price_ptr,
+    column_ptr, value_ptr, held_ptr,
+    num_rows, batch_heads, count, seq_length, num_blocks, sink, scale, unit,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, IN_STRATUM: tl.constexpr, FIT: tl.constexpr,
+    STRATA: tl.constexpr, KEYS: tl.constexpr, TWICE: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    entry = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    listed = entry < count
+    position = tl.load(position_ptr + head * count + entry, mask=listed, other=seq_length)
+    k = gather_rows(keys_ptr + head * count * D, tl.where(listed, entry, 0), D)
+    scale = scale * LOG2E
+    member_ptr += head * num_blocks
+    block = position // BLOCK
+    total = tl.zeros([KEYS], tl.float32)
+    largest = tl.zeros([KEYS], tl.float32)
+    held = tl.zeros([KEYS], tl.float32)
+    for stratum in range(0, num_rows // IN_STRATUM, STRATA):
+        mass = tl.zeros([KEYS, STRATA], tl.float32)
+        for j in range(IN_STRATUM):
+            r = (stratum + tl.arange(0, STRATA)) * IN_STRATUM + j
+            p, row = seen_probabilities(
+                q_ptr,
+                rows_ptr,
+                lse_ptr,
+                r,
+                head,
+                k,
+                position,
+                num_rows,
+                batch_heads,
+                scale,
+                D,
+                PREC,
+            )
+            apart = (row // BLOCK)[None, :] - block[:, None]
+            covered = tl.load(member_ptr + apart, mask=p > 0, other=1)
+            p = tl.where(covered == 0, p, 0.0)
+            if j < FIT:
+                mass += p
+            else:
+                held += tl.sum(p, 1)
+        total += tl.sum(mass, 1)
+        largest = tl.maximum(largest, tl.max(mass, 1))
+    if FIT == IN_STRATUM:
+        held = total
+    if TWICE:
+        total = tl.maximum(total - largest, 0.0)
+    # Query blocks that the column adds to: those at distances that are no slash.
+    there = listed & (position < seq_length)
+    adds = tl.load(outside_ptr + head * num_blocks + num_blocks - 1 - block, mask=there, other=0)
+    value = total / (unit * tl.maximum(adds, 1))
+    kept = (total > 0) & (value >= tl.load(price_ptr + head % HEADS))
+    kept = there & (kept | (position < sink))
+    at = head * count + entry
+    tl.store(column_ptr + at, tl.where(kept, position, seq_length), mask=listed)
+    tl.store(value_ptr + at, tl.where(there, value, 0.0), mask=listed)
+    tl.store(held_ptr + at, held, mask=listed)
+
+
+def price_columns(sample, keys, positions, lse, member, outside, price, sink, unit):
+    """Launch the choice of columns; see :func:`kernels.price_columns`."""
+    batch, heads, count, dim = keys.shape
+    num_rows, num_blocks = len(sample.rows), member.shape[-1]
+    columns = torch.empty_like(positions)
+    value = torch.empty(positions.shape, dtype=torch.float32, device=keys.device)
+    held = torch.empty_like(value)
+    tile = 64
+    launch(
+        _column_kernel, (cdiv(count, tile), batch * heads),
+        sample.query, sample.rows, keys, positions, lse, member, outside, price, columns, value, held,
+        num_rows, batch * heads, count, sample.seq_length, num_blocks, sink, sample.softmax_scale, unit,
+        HEADS=heads, D=dim, BLOCK=sample.block_size, IN_STRATUM=sample.rows_in_stratum, FIT=sample.fit,
+        STRATA=32, KEYS=tile, TWICE=sample.twice, PREC=precision_for(keys), num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return columns, value, held

@@ -1,0 +1,149 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Choosing a pattern by numbers: so many columns and diagonals a head, or as few as hold a share of its
+attention.
+
+What is chosen is ordered as integers, ties by position, so that all ranks choose the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels import diagonal_mass, merge_selections, select_largest
+from .estimate import Sample
+
+SINK = 2**31 - 1
+"""What stands for the mass of a sink."""
+
+
+def best_columns(values: Tensor, count: int, sample: Sample, ring) -> tuple[Tensor, Tensor]:
+    """The ``count`` columns with the largest values over all ranks: int32 ``[2, b, h, count]``, values and
+    positions (0 and N where none is left); and the cut they were taken at
+    (:func:`~megatron_mtraining.kernels.select_largest`).
+
+    Each rank offers its best; the best of all are the same on every rank.
+
+    Args:
+        values: int32 ``[b, h, s]``, of this rank's columns.
+    """
+    count = min(count, sample.seq_length)
+    offer, cut = select_largest(
+        values, min(count, values.shape[-1]), sample.seq_length,
+        ring.rank, ring.world, ring.inner, sample.block_size,
+    )  # fmt: skip
+    if ring.world > 1:
+        offer, cut = merge_selections(ring.all_gather(offer), count, sample.seq_length)
+    return offer, cut
+
+
+def best_diagonals(mass: Tensor, count: int, seq_length: int, ring) -> Tensor:
+    """The ``count`` token diagonals with the most mass over all ranks: int32 ``[2, b, h, count]``, masses and
+    distances (0 and N where none is left).
+
+    Each rank sums a stretch of the distances over all ranks, and offers its best.
+    """
+    mass = ring.reduce_scatter(mass)
+    length = mass.shape[-1]
+    # With blocks as long as a stretch, positions in the layout of one node are distances.
+    offer, _ = select_largest(
+        mass, min(count, length), seq_length, ring.rank, ring.world, ring.world, length
+    )
+    if ring.world > 1:
+        offer, _ = merge_selections(ring.all_gather(offer), min(count, seq_length), seq_length)
+    return offer
+
+
+def _in_order(offer: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and positions, the largest value first, ties to the lower position."""
+    value, position = offer.long()
+    order = ((value << 32) - position).argsort(-1, descending=True)
+    return value.gather(-1, order), position.gather(-1, order)
+
+
+def _first(counts: list[int], value: Tensor, position: Tensor, none: int) -> tuple[Tensor, Tensor]:
+    """Of what is in order, the first ``counts`` of each head; and the cut."""
+    count = torch.tensor(counts, device=value.device)[:, None].expand(*value.shape[:2], 1)
+    return _up_to(count, value, position, none)
+
+
+def _up_to(count: Tensor, value: Tensor, position: Tensor, none: int) -> tuple[Tensor, Tensor]:
+    place = torch.arange(value.shape[-1], device=value.device)
+    taken = (place < count) & (value > 0)
+    last = (taken.sum(-1, keepdim=True) - 1).clamp(min=0)
+    some = taken[..., 0]
+    cut = torch.stack(
+        (
+            torch.where(some, value.gather(-1, last)[..., 0], 0),
+            torch.where(some, position.gather(-1, last)[..., 0], -1),
+        )
+    )
+    return torch.where(taken, position, none).int(), cut.int()
+
+
+def choose_fixed(sample: Sample, key, lse, values, heads, ring) -> tuple[Tensor, Tensor]:
+    """Columns and token diagonals as many as ``vertical`` and ``slash`` say: int32 ``[b, h, C]`` and ``[b, h,
+    K]``; N for none. Diagonals have mass outside of the columns, and columns outside of the window.
+
+    Args:
+        values: int32 ``[b, h, s]``: columns' masses (:func:`~megatron_mtraining.kernels.row_masses`).
+    """
+    batch, seq_length, sink = (
+        values.shape[0],
+        sample.seq_length,
+        min(heads[0].sink, sample.seq_length),
+    )
+    verticals = [min(max(config.vertical, sink), seq_length) for config in heads]
+    slashes = [min(config.slash, seq_length) for config in heads]
+    if max(verticals) > sink:
+        offer, cut = best_columns(values, max(verticals), sample, ring)
+        columns = offer[1]
+        if min(verticals) < max(verticals):
+            columns, cut = _first(verticals, *_in_order(offer), seq_length)
+        taken = values, cut
+    else:
+        columns = torch.arange(sink, dtype=torch.int32, device=key.device)
+        columns, taken = columns.expand(batch, len(heads), -1), None
+    if not max(slashes):
+        return columns, columns.new_empty(batch, len(heads), 0)
+    mass = diagonal_mass(sample, key, lse, sink, taken)
+    offer = best_diagonals(mass, max(slashes), seq_length, ring)
+    diagonals = offer[1]
+    if min(slashes) < max(slashes):
+        diagonals, _ = _first(slashes, *_in_order(offer), seq_length)
+    return columns, diagonals
+
+
+def choose_coverage(sample: Sample, key, lse, values, heads, ring) -> tuple[Tensor, Tensor]:
+    """As few columns as hold the share ``coverage`` of attention beyond ``sample.near`` and sinks, and as few
+    token diagonals, each by themselves, within floors and caps: as :func:`choose_fixed` gives them.
+    """
+    device, seq_length, sink = key.device, sample.seq_length, min(heads[0].sink, sample.seq_length)
+    share = torch.tensor([each.coverage for each in heads], device=device, dtype=torch.float64)
+
+    def taken(offer, whole, kind, least):
+        value, position = _in_order(offer)
+        weight = _weight(value.int()) if kind == "vertical" else value.double()
+        count = (weight.cumsum(-1) < (share * whole)[..., None]).sum(-1, keepdim=True) + 1
+        floors, caps = (
+            torch.tensor(
+                [max(least, getattr(each, f"{kind}_{end}")) for each in heads], device=device
+            )
+            for end in ("floor", "cap")
+        )
+        count = count.clamp(min=floors[:, None]).minimum(caps[:, None])
+        return _up_to(count, value, position, seq_length)[0]
+
+    whole = ring.all_reduce(_weight(values).sum(-1))
+    offer, _ = best_columns(values, max(each.vertical_cap for each in heads), sample, ring)
+    columns = taken(offer, whole, "vertical", sink)
+    mass = diagonal_mass(sample, key, lse, sink, None)
+    whole = ring.all_reduce(mass.sum(-1, dtype=torch.float64))
+    most = max(max(each.slash_cap for each in heads), 1)
+    return columns, taken(best_diagonals(mass, most, seq_length, ring), whole, "slash", 0)
+
+
+def _weight(bits: Tensor) -> Tensor:
+    """Masses of columns from their bits, 0 for sinks, which come before all others whatever they hold."""
+    sinks = bits == SINK
+    return torch.where(sinks, 0, bits).view(torch.float32).double()

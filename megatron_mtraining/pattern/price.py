@@ -1,0 +1,152 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Choosing a pattern at a price: what keeps most attention for its cost, in all heads alike.
+
+A candidate, a block distance or a column, has a mass (the share of attention that it adds) and a cost (the
+share of the causal pairs that it adds). Those with mass over cost at or above the price are kept: heads
+that need few keys become sparse, others stay dense, by themselves. First come the columns that are worth
+their price beyond the window; of what attention they leave, slashes; and of what those leave, columns again.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels import (
+    candidate_slashes,
+    fixed_point_one,
+    gather_columns,
+    price_columns,
+    price_slashes,
+    row_masses,
+)
+from .counted import SINK, best_columns
+from .estimate import Sample
+
+
+class Chosen(NamedTuple):
+    """What a policy has chosen for each head."""
+
+    distances: Tensor
+    """uint8 or bool ``[b, h, NB]``, by block distance."""
+    columns: Tensor
+    """int32 ``[b, h, C]``, positions; N for none."""
+    recall: Tensor | None
+    """float32 ``[b, h]``: the share of the held-out rows' attention that these keep."""
+
+
+class Listed(NamedTuple):
+    """Columns in the layout, as :func:`~megatron_mtraining.kernels.gather_columns` takes them."""
+
+    columns: Tensor
+    seq_length: int
+    block_size: int
+    world: int
+    inner: int
+
+
+def listed(columns: Tensor, sample: Sample) -> Listed:
+    """Column positions ``[b, h, C]`` in the layout of a sample's keys."""
+    return Listed(columns, sample.seq_length, sample.block_size, sample.world, sample.inner)
+
+
+def units(sample: Sample) -> tuple[float, float]:
+    """Cost of a pair of blocks, and of a column in a query block, as shares of the causal pairs, times the
+    rows that choose: what a mass summed over those is compared to."""
+    rows = len(sample.rows) // sample.rows_in_stratum * sample.fit
+    column = sample.block_size * rows / (sample.seq_length * (sample.seq_length + 1) / 2)
+    return column * sample.block_size, column
+
+
+def choose_by_price(
+    sample: Sample, key: Tensor, lse: Tensor, heads, ring, price: Tensor, slashes: Tensor | None
+) -> Chosen:
+    """Distances and columns of each head at its price.
+
+    Args:
+        key ``[s, b, hk, d]``: this rank's part.
+        lse: the rows' log-sum-exp, float32 ``[b, h, R]``.
+        heads: a :class:`~megatron_mtraining.MTrainingConfig` for each head.
+        price: float32 ``[h]``.
+        slashes: uint8 ``[b, h, NB]``, the distances to keep; None to choose them.
+    """
+    cap = min(max(config.vertical_cap for config in heads), sample.seq_length)
+    sink = min(heads[0].sink, sample.seq_length)
+    values, masses = row_masses(sample, key, lse, sink, per_cost=True)
+    masses = ring.all_reduce(masses)
+    (values, positions), _ = best_columns(values, cap, sample, ring)
+    keys = ring.all_reduce(gather_columns(key, None, listed(positions, sample), ring.rank))[0]
+    pair, column = units(sample)
+    one, num_blocks = fixed_point_one(len(sample.rows)), masses.shape[-1]
+    if slashes is None:
+        worth = values.view(torch.float32) >= (price * column)[:, None]
+        first = torch.where(worth | (values == SINK), positions, sample.seq_length)
+        inside = candidate_slashes(sample, keys, first, lse, num_blocks)
+        slashes, outside, value = price_slashes(masses[0], inside, price, sample.near, pair, one)
+        slashes, outside = _bound_slashes(slashes, outside, value, sample.near, heads)
+    else:
+        outside = (slashes == 0).cumsum(-1, dtype=torch.int32)
+    columns, value, held = price_columns(
+        sample, keys, positions, lse, slashes, outside, price, sink, column
+    )
+    columns = _bound_columns(columns, positions, value, sample.seq_length, sink, heads)
+    return Chosen(slashes, columns, recall_of(sample, masses, slashes, columns, held))
+
+
+def recall_of(
+    sample: Sample, masses: Tensor, slashes: Tensor, columns: Tensor, held: Tensor
+) -> Tensor:
+    """The share of attention kept, float32 ``[b, h]``, of held-out rows; of all rows if none are.
+
+    Args:
+        masses: int32 ``[2, b, h, NB]``, of :func:`~megatron_mtraining.kernels.row_masses`, over all ranks.
+        slashes: uint8 ``[b, h, NB]``.
+        columns: int32 ``[b, h, C]``; ``held`` float32 ``[b, h, C]``: what the columns add to slashes.
+    """
+    rows = len(sample.rows) // sample.rows_in_stratum
+    rows *= sample.rows_in_stratum - sample.fit or sample.fit
+    of_slashes = (masses[1] * slashes).sum(-1, dtype=torch.float32)
+    of_columns = torch.where(columns < sample.seq_length, held, 0.0).sum(-1)
+    return (of_slashes / fixed_point_one(len(sample.rows)) + of_columns) / rows
+
+
+def _ranks(value: Tensor) -> Tensor:
+    """The place of each value along the last dimension, largest first, ties to the lower index."""
+    order = value.argsort(dim=-1, descending=True, stable=True)
+    place = torch.arange(value.shape[-1], device=value.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, place)
+
+
+def per_head(numbers, device, dtype=torch.int64) -> Tensor:
+    """Numbers of the heads, to compare with ``[b, h, ...]``: ``[h, 1]``."""
+    return torch.tensor(numbers, device=device, dtype=dtype)[:, None]
+
+
+def _bound_slashes(slashes, outside, value, near, heads) -> tuple[Tensor, Tensor]:
+    """At least the floor's, at most the cap's best distances beside the window."""
+    far = value.shape[-1] - near
+    floors = [min(config.slash_floor, far) for config in heads]
+    caps = [far if config.slash_cap is None else min(config.slash_cap, far) for config in heads]
+    if far <= 0 or (not any(floors) and min(caps) == far):
+        return slashes, outside
+    place = _ranks(value[..., near:])
+    kept = slashes[..., near:].bool() & (place < per_head(caps, value.device))
+    kept |= place < per_head(floors, value.device)
+    slashes = torch.cat((slashes[..., :near], kept.to(torch.uint8)), -1)
+    return slashes, (slashes == 0).cumsum(-1, dtype=torch.int32)
+
+
+def _bound_columns(columns, positions, value, seq_length, sink, heads) -> Tensor:
+    """At least the floor's, at most the cap's best columns, sinks first."""
+    caps = [config.vertical_cap for config in heads]
+    floors = [min(config.vertical_floor, config.vertical_cap) for config in heads]
+    if not any(floors) and min(caps) == max(caps):
+        return columns
+    there = positions < seq_length
+    value = torch.where(positions < sink, float("inf"), torch.where(there, value, -1.0))
+    place = _ranks(value)
+    kept = (columns < seq_length) & (place < per_head(caps, value.device))
+    kept |= there & (value > 0) & (place < per_head(floors, value.device))
+    return torch.where(kept, positions, seq_length)
