@@ -7,7 +7,8 @@ interpreter (``TRITON_INTERPRET=1``). Nothing here knows of process groups or of
 Shapes, throughout: query, out and their gradients ``[s, b, h, d]``, key, value and theirs
 ``[s, b, hk, d]`` with ``h`` a multiple of ``hk``, those of the I ranks of a round ``[I, s, b, hk, d]``; any
 strides with unit stride in ``d``; softmax_lse and delta ``[b, h, s]``. ``s`` is a rank's part of the
-sequence. ``index`` is a :class:`~megatron_mtraining.pattern.index.VerticalSlashIndex`, ``this`` a
+sequence. ``index`` is a :class:`~megatron_mtraining.pattern.index.VerticalSlashIndex` or a
+:class:`~megatron_mtraining.pattern.block_index.BlockListIndex`, ``this`` a
 :class:`~megatron_mtraining.ring.schedule.Round`, ``step`` a
 :class:`~megatron_mtraining.ring.schedule.RingStep`.
 """
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..config import HEAD_DIMS, MAX_BLOCKS
-from . import reference, reference_choice
+from . import reference, reference_blocks, reference_choice
 from .dispatch import uses_hopper, uses_triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -29,6 +30,8 @@ __all__ = [
     "attention_backward_query",
     "attention_delta",
     "attention_forward",
+    "block_counts",
+    "block_lists",
     "check_operands",
     "column_mass",
     "diagonal_mass",
@@ -396,5 +399,45 @@ def index_lists(
     if not uses_triton(columns):
         return reference_choice.index_lists(*arguments)
     from .lists import index_lists as launch
+
+    return launch(*arguments)
+
+
+def block_counts(
+    blocks: Tensor, member: Tensor, world: int, inner: int, rank: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The prefix counts of a :class:`~megatron_mtraining.pattern.block_index.BlockListIndex`.
+
+    Args:
+        blocks: bool or uint8 ``[b, h, nb, NB]``, by own query block and global key block.
+        member: uint8 ``[b, h, NB]``, by block distance, 0 in. Query blocks see what either has.
+        world, inner, rank: the striped layout, and whose query blocks these are.
+
+    Returns:
+        round_ptr, rank_ptr; int ``[b, h]``: how many pairs are in ``blocks`` alone.
+    """
+    if not uses_triton(blocks):
+        return reference_blocks.block_counts(blocks, member, world, inner, rank)
+    from .block_rows import block_counts as launch
+
+    return launch(blocks, member, world, inner, rank)
+
+
+def block_lists(
+    blocks: Tensor,
+    member: Tensor,
+    world: int,
+    inner: int,
+    rank: int,
+    round_ptr: Tensor,
+    rank_ptr: Tensor,
+    capacity: int,
+) -> tuple[Tensor, Tensor]:
+    """The lists that go with the prefix counts of :func:`block_counts`, round_list and rank_list: int16
+    ``[capacity]``. Entries from ``capacity`` on are left out: the caller sees to it that there are none."""
+    arguments = (blocks, member, world, inner, rank, round_ptr, rank_ptr, capacity)
+    if not uses_triton(blocks):
+        return reference_blocks.block_lists(*arguments)
+    from .block_rows import block_lists as launch
 
     return launch(*arguments)

@@ -79,6 +79,18 @@ def owner_of(block, world, inner):
 
 
 @triton.jit
+def list_start(bh, a, ptr_len, nb, residue, LISTS: tl.constexpr):
+    """Which of the prefix counts says where query block ``a`` finds the first of a round's key blocks;
+    ``residue`` is the index's ``round_start``. They are of its own list, up to the next count, or of its
+    head's, up to the count of the last block in reach. Entries are quotients of distances."""
+    if LISTS:
+        start = bh * nb + a + residue
+    else:
+        start = bh * ptr_len + residue
+    return start
+
+
+@triton.jit
 def load_rows(base, start, stride, rows, limit, D: tl.constexpr, EVEN: tl.constexpr):
     """Rows ``start + rows`` of a matrix with ``D`` columns, zeros from row ``limit`` on. The offset of
     ``start`` is taken in 64 bits."""

@@ -1,7 +1,16 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Which keys each query head sees: estimation, choice, and the index."""
 
+from .block_index import BlockListIndex, build_block_index
 from .index import VerticalSlashIndex, build_index, full_index
 from .select import check_choice, choose_index
 
-__all__ = ["VerticalSlashIndex", "build_index", "check_choice", "choose_index", "full_index"]
+__all__ = [
+    "BlockListIndex",
+    "VerticalSlashIndex",
+    "build_block_index",
+    "build_index",
+    "check_choice",
+    "choose_index",
+    "full_index",
+]

@@ -1,0 +1,61 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Plain PyTorch twins of the kernels that make block lists, as ``reference.py`` is of attention's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..layout import block_at
+
+
+def _by_round(blocks, member, world, inner, rank) -> tuple[Tensor, Tensor]:
+    """What each own query block sees, by round and quotient: bool ``[O, b, h, nb, NB / O]``; and which of
+    it is in ``blocks`` alone."""
+    nb, num_blocks = blocks.shape[-2:]
+    rounds = world // inner
+    device = blocks.device
+    own = block_at(torch.arange(nb, device=device), rank, world, inner)
+    distance = torch.arange(num_blocks, device=device)
+    block = own[:, None] - distance
+    given = blocks.bool().gather(-1, block.clamp(min=0).expand_as(blocks))
+    near = member.bool()[:, :, None]
+    seen, alone = ((given | near) & (block >= 0), given & ~near & (block >= 0))
+    return (t.unflatten(-1, (-1, rounds)).movedim(-1, 0) for t in (seen, alone))
+
+
+def _by_rank(blocks, member, world, inner, rank) -> Tensor:
+    """Which own query blocks see each key block: bool ``[W, b, h, nb of keys, nb]``."""
+    nb, num_blocks = blocks.shape[-2:]
+    local = torch.arange(nb, device=blocks.device)
+    ranks = torch.arange(world, device=blocks.device)
+    own = block_at(local, rank, world, inner)
+    block = block_at(local, ranks[:, None], world, inner).flatten()
+    apart = own[:, None] - block
+    near = member.bool()[:, :, apart.clamp(min=0)]
+    seen = (blocks.bool()[..., block] | near) & (apart >= 0)
+    return seen.unflatten(-1, (world, nb)).movedim(-2, 0).transpose(-1, -2)
+
+
+def _prefix(seen: Tensor) -> Tensor:
+    counts = seen.sum(-1).flatten().cumsum(0)
+    return torch.nn.functional.pad(counts, (1, 0)).int()
+
+
+def block_counts(blocks, member, world, inner, rank):
+    """See :func:`kernels.block_counts`."""
+    operands = (blocks, member, world, inner, rank)
+    seen, alone = _by_round(*operands)
+    return _prefix(seen), _prefix(_by_rank(*operands)), alone.sum((0, -1, -2)).int()
+
+
+def block_lists(blocks, member, world, inner, rank, round_ptr, rank_ptr, capacity):
+    """See :func:`kernels.block_lists`."""
+    operands = (blocks, member, world, inner, rank)
+    seen, _ = _by_round(*operands)
+    lists = []
+    for by in (seen, _by_rank(*operands)):
+        # In the order of the memory: by line, and ascending in it.
+        entries = by.nonzero()[:, -1][:capacity].short()
+        lists.append(torch.nn.functional.pad(entries, (0, capacity - len(entries))))
+    return tuple(lists)
