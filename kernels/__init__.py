@@ -41,6 +41,7 @@ __all__ = [
     "merge_lse",
     "merge_selections",
     "select_largest",
+    "strided_lse",
 ]
 
 
@@ -439,5 +440,36 @@ def block_lists(
     if not uses_triton(blocks):
         return reference_blocks.block_lists(*arguments)
     from .block_rows import block_lists as launch
+
+    return launch(*arguments)
+
+
+def strided_lse(
+    query: Tensor,
+    keys: Tensor,
+    stride: int,
+    block_size: int,
+    first_block: int,
+    rank: int,
+    inner: int,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention of whole strides, scored along antidiagonals, as logarithms by key block.
+
+    Args:
+        query: ``[s', b, h, d]``, whole own blocks of ``rank``, from local block ``first_block`` on.
+        keys: ``[W, s, b, hk, d]``, of all ranks, whole blocks.
+        stride: so many tokens a row; divides the block size.
+        rank, inner: the striped layout, and whose queries these are.
+
+    Returns:
+        logarithms to base 2 of the sums of exp(score): ``[b, h, s' / stride, NB]`` over each block's keys,
+        -inf for later blocks; ``[b, h, s' / stride]`` over all. float32, or float64 on CPU. A row's are the
+        same bits with any number of ranks.
+    """
+    arguments = (query, keys, stride, block_size, first_block, rank, inner, softmax_scale)
+    if not uses_triton(query):
+        return reference_blocks.strided_lse(*arguments)
+    from .strided import strided_lse as launch
 
     return launch(*arguments)

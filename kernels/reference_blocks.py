@@ -1,12 +1,15 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Plain PyTorch twins of the kernels that make block lists, as ``reference.py`` is of attention's."""
+"""Plain PyTorch twins of the kernels that choose block lists and make them, as ``reference.py`` is of
+attention's."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
-from ..layout import block_at
+from ..layout import block_at, owner_of
 
 
 def _by_round(blocks, member, world, inner, rank) -> tuple[Tensor, Tensor]:
@@ -59,3 +62,22 @@ def block_lists(blocks, member, world, inner, rank, round_ptr, rank_ptr, capacit
         entries = by.nonzero()[:, -1][:capacity].short()
         lists.append(torch.nn.functional.pad(entries, (0, capacity - len(entries))))
     return tuple(lists)
+
+
+def strided_lse(query, keys, stride, block_size, first_block, rank, inner, softmax_scale):
+    """See :func:`kernels.strided_lse`; in float64, of whatever operands."""
+    world, heads = keys.shape[0], query.shape[2]
+    squares, device = block_size // stride, query.device
+    num_blocks = world * keys.shape[1] // block_size
+    rank_of, local = owner_of(torch.arange(num_blocks, device=device), world, inner)
+    keys = keys.unflatten(1, (-1, block_size))[rank_of, local].flatten(0, 1)  # in their order
+    # [b, h, row, stride, d]: a query row with the key rows it meets on its antidiagonal.
+    q, k = (t.double().unflatten(0, (-1, stride)).permute(2, 3, 0, 1, 4) for t in (query, keys))
+    k = k.repeat_interleave(heads // keys.shape[2], 1)
+    scores = q.flip(3).flatten(-2) @ k.flatten(-2).transpose(-1, -2)
+    row = torch.arange(len(query) // stride, device=device)
+    own = block_at(first_block + row // squares, rank, world, inner) * squares + row % squares
+    seen = own[:, None] >= torch.arange(scores.shape[-1], device=device)
+    scores = (scores * (softmax_scale / stride)).masked_fill(~seen, float("-inf"))
+    parts = scores.unflatten(-1, (num_blocks, squares)).logsumexp(-1) / math.log(2)
+    return parts, scores.logsumexp(-1) / math.log(2)

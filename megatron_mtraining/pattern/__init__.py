@@ -1,6 +1,7 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Which keys each query head sees: estimation, choice, and the index."""
 
+from .block_choice import choose_block_lists
 from .block_index import BlockListIndex, build_block_index
 from .index import VerticalSlashIndex, build_index, full_index
 from .select import check_choice, choose_index
@@ -11,6 +12,7 @@ __all__ = [
     "build_block_index",
     "build_index",
     "check_choice",
+    "choose_block_lists",
     "choose_index",
     "full_index",
 ]
