@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .launch import cdiv, launch
-from .tiles import LOG2E, block_at, owner_of, precision_for
+from .tiles import LOG2E, block_at, owner_of, precision_for, tile_for
 
 
 @triton.jit(do_not_specialize=["first_block", "rank"])
@@ -77,13 +77,13 @@ def strided_lse(query, keys, stride, block_size, first_block, rank, inner, softm
     shape, device = (batch, heads, rows), query.device
     parts = torch.full((*shape, num_blocks), float("-inf"), dtype=torch.float32, device=device)
     lse = torch.empty(shape, dtype=torch.float32, device=device)
-    wide = query.element_size() == 2
+    tile = tile_for("strided", dim, block_size, query)
     launch(
-        _strided_kernel, (cdiv(rows, 128 if wide else 32), batch * heads),
+        _strided_kernel, (cdiv(rows, tile.keep), batch * heads),
         query, keys, parts, lse, *query.stride()[:3], *keys.stride()[:4],
         rows, first_block, num_blocks, softmax_scale * LOG2E.value / stride, rank, world, inner,
         HEADS=heads, GROUP=heads // keys.shape[3], D=dim, BLOCK=block_size, STRIDE=stride,
-        KEEP=128 if wide else 32, WALK=128, PREC=precision_for(query),
-        num_warps=8, num_stages=3 if wide else 2,
+        KEEP=tile.keep, WALK=tile.walk, PREC=precision_for(query),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return parts, lse

@@ -104,9 +104,11 @@ class BlockListIndex(PatternIndex):
         return mask.unflatten(0, (batch, heads))
 
     def work(self) -> Tensor:
-        """Attended pairs of this rank's queries, float64 ``[b, h, round]``, exact; on the index's device.
+        """Attended pairs of this rank's queries, float64 ``[b, h, rank, round]``, exact; on the index's
+        device.
 
-        Rounds have the keys and the columns that :meth:`.index.VerticalSlashIndex.work` names.
+        What :meth:`.index.VerticalSlashIndex.work` gives for this rank, and 0 for the others: the sum over
+        ranks is that of all.
         """
         block, outer, nb = self.block_size, self.outer, self.local_blocks
         batch, heads, num_blocks = self.member.shape
@@ -122,14 +124,16 @@ class BlockListIndex(PatternIndex):
         missing = num_blocks * block - self.seq_length
         if missing:
             pairs[..., 0] -= missing * self._keys_of_last_query(counts[0, ..., -1])
-        return pairs
+        work = pairs.new_zeros(batch, heads, self.world, outer)
+        work[:, :, self.rank] = pairs
+        return work
 
     def density(self) -> Tensor:
         """Share of the causal pairs of this rank's queries that is attended: float32 ``[b, h]``, on the
         index's device. The mean over ranks is the density of the whole, but for the last digits: ranks
         have not quite the same number of causal pairs."""
         rows = self._positions().double()
-        return (self.work().sum(-1) / (rows + 1).sum()).float()
+        return (self.work().sum((-1, -2)) / (rows + 1).sum()).float()
 
     def token_mask(self, batch: int, head: int) -> Tensor:
         """The pattern of one head and of this rank's queries written out: bool ``[N / W, N]`` (query, key).
