@@ -102,7 +102,7 @@ def check_share(blocks, mass, threshold, options, slack):
     assert (least >= best_left - slack * total).all()
 
 
-@pytest.mark.parametrize("seq_length", [SEQ, 500])
+@pytest.mark.parametrize("seq_length", [SEQ, 450])  # the last block has rows past the end
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_what_is_taken(options, seq_length):
     query, key = operands(torch.float64, seq_length)
@@ -139,6 +139,16 @@ def test_ties_go_to_the_earlier_block():
             taken = [j for j in range(i) if row[j]]
             assert row[i] and taken == list(range(len(taken))) and not any(row[i + 1 :])
             assert count is None or len(taken) == min(i, count)
+
+
+def test_what_holds_nothing_is_not_taken():
+    query, key = torch.ones(SEQ, 1, 1, 64), torch.ones(SEQ, 1, 1, 64)
+    key[3 * BLOCK : 5 * BLOCK] = -10
+    blocks = choose_block_lists(query, key, Ring(None), 1.0, threshold=1.0, block_size=BLOCK)[0, 0]
+    at = torch.arange(SEQ // BLOCK)
+    # But as the window, of blocks 4 and 5, and by the query blocks themselves.
+    expected = (at[:, None] >= at) & ((at < 3) | (at > 4) | (at[:, None] - at < 2))
+    assert torch.equal(blocks.bool(), expected)
 
 
 def test_chunks_change_nothing(monkeypatch):

@@ -268,7 +268,7 @@ def test_density_of_everything_is_one():
     for rank in range(2):
         index = build_block_index(blocks, *none, 384, 64, 2, rank=rank)
         assert (index.density() == 1).all()
-    index = build_block_index(torch.ones(1, 2, 6, 6), *none, 370, 64, 1)
+    index = build_block_index(torch.ones(1, 2, 6, 6, dtype=torch.uint8), *none, 370, 64, 1)
     assert (index.density() == 1).all()
 
 
@@ -305,6 +305,8 @@ def test_what_does_not_fit_is_named():
         build_block_index(blocks, distances, columns, 384, 128, 1)
     with pytest.raises(ValueError, match=r"\(1, 2, 6, 6\).*\(1, 2, 3, 6\)"):
         build_block_index(blocks, distances, columns, 384, 64, 2)
+    with pytest.raises(ValueError, match="blocks are torch.float32"):
+        build_block_index(blocks.float(), distances, columns, 384, 64, 1)
     with pytest.raises(ValueError, match="rank 2 is none of 2"):
         build_block_index(blocks[:, :, :3], distances, columns, 384, 64, 2, rank=2)
     index = build_block_index(blocks[:, :, :3], distances, columns, 384, 64, 2, rank=1)

@@ -184,7 +184,7 @@ def build_block_index(
             takes no more memory than there are entries.
 
     Raises:
-        ValueError: shapes do not fit, or there is too much for lists.
+        ValueError: shapes or dtypes do not fit, or there is too much for lists.
         RuntimeError: there are more entries than ``capacity``, or columns for a head with other blocks than
             ``distances``. On a GPU this is found by the device, which stops: nothing wrong is computed.
     """
@@ -198,6 +198,8 @@ def build_block_index(
     expected = (batch, heads, num_blocks // world, num_blocks)
     if tuple(blocks.shape) != expected:
         raise ValueError(f"blocks are {tuple(blocks.shape)}, but the distances go with {expected}")
+    if blocks.dtype not in (torch.bool, torch.uint8):
+        raise ValueError(f"blocks are {blocks.dtype}: they must be bool or uint8")
     if not 0 <= rank < world:
         raise ValueError(f"rank {rank} is none of {world}")
     member, *_, columns, column_ptr = index_lists(
