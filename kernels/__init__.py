@@ -42,6 +42,7 @@ __all__ = [
     "merge_selections",
     "select_largest",
     "strided_lse",
+    "take_blocks",
 ]
 
 
@@ -471,5 +472,38 @@ def strided_lse(
     if not uses_triton(query):
         return reference_blocks.strided_lse(*arguments)
     from .strided import strided_lse as launch
+
+    return launch(*arguments)
+
+
+def take_blocks(
+    values: Tensor,
+    share: bool,
+    wanted: int,
+    first_block: int,
+    window: int,
+    sink: int,
+    rank: int,
+    world: int,
+    inner: int,
+) -> Tensor:
+    """The best key blocks of each query block, ties going to the earlier: beside those that are always taken.
+
+    Args:
+        values: int32 ``[b, h, count, NB]``, by own query block, from local block ``first_block`` on, and key
+            block. Those of 0 or less are not taken; with ``share``, a row's add up to less than 2^31.
+        share: whether ``wanted`` is a share of the sum of a row's causal values, which those that are always
+            taken count in, and 2^30 is all of it; or a number of blocks, which they do not.
+        window, sink: so many blocks before a query's own, and so many first ones, are always taken, as is its
+            own.
+        rank, world, inner: the striped layout, and whose query blocks these are.
+
+    Returns:
+        uint8 ``[b, h, count, NB]``: the fewest blocks that are enough, nothing later than the query block.
+    """
+    arguments = (values, share, wanted, first_block, window, sink, rank, world, inner)
+    if not uses_triton(values):
+        return reference_blocks.take_blocks(*arguments)
+    from .take import take_blocks as launch
 
     return launch(*arguments)

@@ -81,3 +81,24 @@ def strided_lse(query, keys, stride, block_size, first_block, rank, inner, softm
     scores = (scores * (softmax_scale / stride)).masked_fill(~seen, float("-inf"))
     parts = scores.unflatten(-1, (num_blocks, squares)).logsumexp(-1) / math.log(2)
     return parts, scores.logsumexp(-1) / math.log(2)
+
+
+def take_blocks(values, share, wanted, first_block, window, sink, rank, world, inner):
+    """See :func:`kernels.take_blocks`."""
+    count, num_blocks = values.shape[-2:]
+    local = torch.arange(first_block, first_block + count, device=values.device)
+    own = block_at(local, rank, world, inner)[:, None]
+    block = torch.arange(num_blocks, device=values.device)
+    causal = block <= own
+    always = causal & ((block >= own - window) | (block < sink))
+    values = torch.where(causal, values.long(), 0)
+    free = torch.where(always, 0, values)
+    if share:
+        wanted = -(-values.sum(-1, keepdim=True) * wanted // 2**30)  # rounded up
+        wanted = wanted - torch.where(always, values, 0).sum(-1, keepdim=True)
+    # All different: in the order of value and, at ties, of the earlier block first.
+    place = (free * num_blocks + num_blocks - 1 - block).argsort(-1, descending=True)
+    counted = free.gather(-1, place)
+    weight = counted if share else (counted > 0).long()
+    taken = (weight.cumsum(-1) - weight < wanted) & (counted > 0)
+    return (torch.zeros_like(taken).scatter_(-1, place, taken) | always).to(torch.uint8)

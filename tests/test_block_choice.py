@@ -11,7 +11,7 @@ import torch.distributed as dist
 from attention_cases import random_operands
 from ranks import run_ranks
 
-from megatron_mtraining.kernels import strided_lse
+from megatron_mtraining.kernels import strided_lse, take_blocks
 from megatron_mtraining.layout import block_at, stripe
 from megatron_mtraining.pattern import block_choice, build_block_index, choose_block_lists
 from megatron_mtraining.ring import Ring, ring_attention, ring_of
@@ -223,6 +223,32 @@ def test_strided_interpreted(interpreter):
 def test_strided_compiled(block, stride, dtype):
     for world, inner in ((1, 1), (2, 2), (4, 2)):
         check_strided(world, inner, block, stride, dtype, 1e-3, "cuda")
+
+
+def check_take(device="cpu"):
+    """Values with many ties, all counts and shares: the kernel takes what the twin takes."""
+    from megatron_mtraining.kernels.reference_blocks import take_blocks as twin
+
+    for top in (3, 2**20):
+        values = torch.randint(0, top, (1, 2, 5, 20), dtype=torch.int32, device=device)
+        for share, wanted in (
+            (True, 2**29),
+            (True, 2**30),
+            (True, 2**28 + 7),
+            (False, 0),
+            (False, 4),
+        ):
+            rest = share, wanted, 1, 2, 1, 1, 2, 1
+            assert torch.equal(take_blocks(values, *rest), twin(values, *rest))
+
+
+def test_take_interpreted(interpreter):
+    check_take()
+
+
+@pytest.mark.gpu
+def test_take_compiled():
+    check_take("cuda")
 
 
 def test_what_is_not_a_number_is_not_chosen_by():

@@ -12,10 +12,12 @@ depend on the number of ranks, ties going to the earlier block; nothing is read 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from ..kernels import strided_lse
+from ..kernels import strided_lse, take_blocks
 from ..layout import block_at
 
 SOURCES = ("moba", "xattention")
@@ -82,16 +84,6 @@ def choose_block_lists(
     return _antidiagonal(query, key, length, ring, *rest)
 
 
-def _places(first: int, count: int, num_blocks: int, ring, window: int, sink: int, device):
-    """Of so many own query blocks, which key blocks they may see, and which they always do: bool ``[count,
-    NB]`` each."""
-    local = torch.arange(first, first + count, device=device)
-    own = block_at(local, ring.rank, ring.world, ring.inner)[:, None]
-    block = torch.arange(num_blocks, device=device)
-    causal = block <= own
-    return causal, causal & ((block >= own - window) | (block < sink))
-
-
 def _integers(tensor: Tensor, over, bits: int) -> Tensor:
     """Rounded to whole numbers below ``2 ** bits``, as float64: times the same power of 2 wherever the
     largest ``over`` some dimensions is the same. What is not finite is 0."""
@@ -105,7 +97,7 @@ def _pooled(query, key, length, ring, block_size, top_k, window, sink) -> Tensor
     is kept, are the same bits in whatever order they are summed."""
     nb, (_, batch, heads, dim) = query.shape[0] // block_size, query.shape
     num_blocks, world = nb * ring.world, ring.world
-    own = torch.arange(nb, device=query.device)
+    own, layout = torch.arange(nb, device=query.device), (ring.rank, world, ring.inner)
 
     def means(tensor):
         tokens = tensor.unflatten(0, (nb, block_size))
@@ -120,32 +112,15 @@ def _pooled(query, key, length, ring, block_size, top_k, window, sink) -> Tensor
     queries = _integers(means(query), -1, bits).unflatten(1, (key.shape[2], -1))
     blocks = torch.empty(batch, heads, nb, num_blocks, dtype=torch.uint8, device=query.device)
     for first, count in _chunks(nb, 4 * batch * heads * num_blocks):
-        places = _places(first, count, num_blocks, ring, window, sink, query.device)
         rows = queries[:, :, :, first : first + count]
         scores = (rows.flatten(2, 3) @ keys).unflatten(2, rows.shape[2:4]).flatten(1, 2)
-        # Floats as integers of the same order, from 0 on.
-        order = scores.float().view(torch.int32).long()
-        order = torch.where(order < 0, -(order & 0x7FFFFFFF), order) + 2**31
-        blocks[:, :, first : first + count] = _largest(order, top_k, *places)
+        # Floats as integers of the same order: all but the last bit, and all positive.
+        order = scores.float().view(torch.int32) >> 1
+        order = torch.where(order < 0, -(order & 0x3FFFFFFF), order) + 2**30
+        blocks[:, :, first : first + count] = take_blocks(
+            order.clamp(min=1), False, top_k, first, window, sink, *layout
+        )
     return blocks
-
-
-def _ordered(values: Tensor) -> Tensor:
-    """Integers from 0 on, below 2^33, with their places: all different, in the order of value and, at
-    ties, of the earlier place first."""
-    count = values.shape[-1]
-    place = torch.arange(count - 1, -1, -1, device=values.device)
-    return values * count + place
-
-
-def _largest(values, top_k, causal, always) -> Tensor:
-    """The ``top_k`` largest, beside what always is taken."""
-    count = min(top_k, values.shape[-1])
-    if not count:
-        return always.expand_as(values)
-    keys = _ordered(values).masked_fill(always | ~causal, -1)
-    cut = keys.topk(count, sorted=True).values[..., -1:]
-    return always | ((keys >= cut) & (keys >= 0))
 
 
 def _antidiagonal(
@@ -156,7 +131,7 @@ def _antidiagonal(
     kv_heads, num_blocks = key.shape[2], nb * ring.world
     group = heads // kv_heads
     blocks = torch.empty(batch, heads, nb, num_blocks, dtype=torch.uint8, device=query.device)
-    squares = block_size // stride
+    squares, wanted = block_size // stride, math.ceil(threshold * 2**30)
     for kv in range(kv_heads):
         keys = ring.all_gather(key[:, :, kv : kv + 1])
         its = slice(kv * group, (kv + 1) * group)
@@ -168,29 +143,17 @@ def _antidiagonal(
             mass = _fixed_point(parts, lse)
             mass[:, :, -(-length // stride) - first * squares :] = 0  # past the end of the sequence
             mass = mass.unflatten(2, (count, squares)).sum(3)
-            places = _places(first, count, num_blocks, ring, window, sink, query.device)
-            blocks[:, its, first : first + count] = _share(mass, threshold, *places)
+            blocks[:, its, first : first + count] = take_blocks(
+                mass.int(), True, wanted, first, window, sink, ring.rank, ring.world, ring.inner
+            )
     return blocks
 
 
 def _fixed_point(parts: Tensor, lse: Tensor) -> Tensor:
-    """Each row's share of its key blocks, a probability of 1 being 2^24: sums over the rows of a block, up to
-    128, are exact. What is not a number has no mass. ``parts`` is used up."""
-    share = parts.sub_(lse[..., None]).exp2_().mul_(2**24).round_()
+    """Each row's share of its key blocks, a probability of 1 being 2^23: what all rows of a block have, up to
+    128, adds up exactly and to less than 2^31. What is not a number has no mass. ``parts`` is used up."""
+    share = parts.sub_(lse[..., None]).exp2_().mul_(2**23).round_()
     return share.nan_to_num_(0.0, 0.0, 0.0).to(torch.int32)
-
-
-def _share(mass, threshold, causal, always) -> Tensor:
-    """The fewest that hold so much of the mass, what always is taken among them."""
-    mass = mass.long()
-    keys = torch.where(always, mass + 2**32, mass).masked_fill_(~causal, -1)
-    order = _ordered(keys).sort(-1, descending=True).values
-    place = mass.shape[-1] - 1 - order % mass.shape[-1]
-    its = mass.gather(-1, place)
-    before = its.cumsum(-1) - its
-    taken = before < threshold * mass.sum(-1, keepdim=True).double()
-    found = torch.zeros_like(taken).scatter_(-1, place, taken)
-    return (found & causal) | always
 
 
 def _chunks(count: int, numbers: int):
