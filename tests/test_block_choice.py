@@ -130,6 +130,20 @@ def test_what_is_taken_on_a_gpu(options, dtype):
         check_share(blocks, mass, options["threshold"], options, 1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_nothing_is_read_back_to_the_host(options):
+    query, key = operands(torch.bfloat16, 4096, "cuda")
+    options = dict(options, block_size=128)
+    choose_block_lists(query, key, Ring(None), 0.5, **options)  # compilation may synchronise
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        choose_block_lists(query, key, Ring(None), 0.5, **options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_ties_go_to_the_earlier_block():
     query, key = torch.ones(SEQ, 1, 1, 64), torch.ones(SEQ, 1, 1, 64)
     options = dict(block_size=BLOCK, window_blocks=0, sink_blocks=0)
@@ -186,13 +200,14 @@ def test_the_same_on_any_number_of_ranks(world, inner):
             assert torch.equal(blocks, whole[:, :, own])
 
 
-def check_strided(world, inner, block, stride, dtype, tolerance, device="cpu"):
-    query, key = operands(dtype, 8 * block, device)
+def check_strided(drawn, world, inner, block, stride, tolerance, first=0):
+    """Against the twin. Returns all query blocks' parts, in their order."""
+    query, key = drawn
+    device = query.device
     keys = torch.stack([stripe(key, r, world, block, inner=inner) for r in range(world)])
     found = []
     for rank in range(world):
         part = stripe(query, rank, world, block, inner=inner)
-        first = min(1, 8 // world - 1)
         rest = stride, block, first, rank, inner, 0.3
         parts, lse = strided_lse(part[first * block :], keys, *rest)
         from megatron_mtraining.kernels.reference_blocks import strided_lse as twin
@@ -204,7 +219,7 @@ def check_strided(world, inner, block, stride, dtype, tolerance, device="cpu"):
             assert ((a - e).abs() <= tolerance * e.abs()).all()
         own = block_at(torch.arange(8 // world, device=device), rank, world, inner)[first:]
         found.append((own, parts.unflatten(2, (-1, block // stride))))
-    whole = torch.empty(2, 4, 8, block // stride, 8, dtype=found[0][1].dtype, device=device)
+    whole = torch.zeros(2, 4, 8, block // stride, 8, dtype=found[0][1].dtype, device=device)
     for own, parts in found:
         whole[:, :, own] = parts
     return whole
@@ -212,8 +227,10 @@ def check_strided(world, inner, block, stride, dtype, tolerance, device="cpu"):
 
 @pytest.mark.filterwarnings("ignore:divide by zero")  # numpy's, in the interpreter
 def test_strided_interpreted(interpreter):
-    check_strided(1, 1, 64, 16, torch.float32, 1e-4)
-    check_strided(2, 1, 64, 32, torch.float32, 1e-4)
+    drawn = operands(torch.float32, 512)
+    one, two = (check_strided(drawn, *ranks, 64, 16, 1e-4) for ranks in ((1, 1), (2, 1)))
+    assert torch.equal(one, two)
+    check_strided(drawn, 2, 1, 64, 32, 1e-4, first=1)
 
 
 @pytest.mark.gpu
@@ -221,8 +238,12 @@ def test_strided_interpreted(interpreter):
 @pytest.mark.parametrize("stride", [4, 16, 64])
 @pytest.mark.parametrize("block", [64, 128])
 def test_strided_compiled(block, stride, dtype):
-    for world, inner in ((1, 1), (2, 2), (4, 2)):
-        check_strided(world, inner, block, stride, dtype, 1e-3, "cuda")
+    drawn = operands(dtype, 8 * block, "cuda")
+    wholes = [
+        check_strided(drawn, *ranks, block, stride, 1e-3) for ranks in ((1, 1), (2, 2), (4, 2))
+    ]
+    assert all(torch.equal(whole, wholes[0]) for whole in wholes)
+    check_strided(drawn, 2, 1, block, stride, 1e-3, first=1)
 
 
 def check_take(device="cpu"):

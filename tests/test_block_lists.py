@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from attention_cases import (
     block_lists_of,
     dense_attention,
@@ -319,17 +322,18 @@ def test_what_does_not_fit_is_named():
         ring_attention(q, k, k, index, ring, 0.1)
 
 
-def run_rings(rank, world, cases):
+def run_rings(rank, world, cases, device="cpu"):
     results = []
     for operands, sets, inner in cases:
         seq_length = operands[0].shape[0]
         ring = ring_of(dist.group.WORLD, inner)
-        parts = [stripe(t, rank, world, 64, inner=ring.inner) for t in operands]
+        parts = [stripe(t, rank, world, 64, inner=ring.inner).to(device) for t in operands]
         leaves = [t.clone().requires_grad_() for t in parts[:3]]
+        sets = [t.to(device) for t in sets]
         index = block_lists_of(*sets, seq_length, 64, world, ring.inner)[rank]
         out, _ = ring_attention(*leaves, index, ring, 0.1)
         out.backward(parts[3])
-        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+        results.append([t.detach().cpu() for t in (out, *(leaf.grad for leaf in leaves))])
     return results
 
 
@@ -340,8 +344,13 @@ NODES = {1: [None], 2: [None, 1], 3: [None, 1], 4: [None, 1, 2]}
 @pytest.mark.parametrize("world", list(NODES))
 def test_processes_agree_with_dense_attention(world):
     seq_length = 64 * world * 3
+    dtypes = ((torch.float64, 1e-12), (torch.bfloat16, 1e-2))
+    check_rings(world, seq_length, dtypes, lambda cases: run_ranks(world, run_rings, cases))
+
+
+def check_rings(world, seq_length, dtypes, run):
     cases, expected = [], []
-    for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 1e-2)):
+    for dtype, tolerance in dtypes:
         for kind in ("lists", "mixed", "all"):
             operands = random_operands(seq_length, 1, 4, 2, 64, dtype, "cpu")
             sets = random_sets(seq_length, 1, 4, 64, kind)
@@ -349,11 +358,36 @@ def test_processes_agree_with_dense_attention(world):
             for inner in NODES[world]:
                 cases.append((operands, sets, inner))
                 expected.append((truth, tolerance))
-    results = run_ranks(world, run_rings, cases)
-    for case, (truths, tolerance), ranks in zip(cases, expected, zip(*results)):
+    for case, (truths, tolerance), ranks in zip(cases, expected, zip(*run(cases))):
         for parts, truth in zip(zip(*ranks), truths):
             error = relative_error(unstripe(list(parts), 64, inner=case[-1]), truth)
             assert error < tolerance, f"nodes of {case[-1]}: {error:.1e}"
+
+
+def _nccl_rank(rank, world, port, cases, results):
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+    )
+    results[rank] = run_rings(rank, world, cases, "cuda")
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_nccl_ring(world):
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs, and there are {torch.cuda.device_count()}")
+
+    def run(cases):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        results = mp.get_context("spawn").Manager().dict()
+        mp.start_processes(_nccl_rank, (world, port, cases, results), nprocs=world)
+        return [results[rank] for rank in range(world)]
+
+    check_rings(world, 64 * world * 8, ((torch.bfloat16, 1e-2),), run)
 
 
 @pytest.mark.gpu

@@ -71,7 +71,9 @@ def choose_block_lists(
             f"top_k, window_blocks and sink_blocks are {top_k}, {window_blocks}, {sink_blocks}: "
             "none may be negative"
         )
-    query, key = query.detach(), key.detach()
+    query, key = (
+        t if t.stride(-1) == 1 else t.contiguous() for t in (query.detach(), key.detach())
+    )
     length = query.shape[0]
     missing = -length % block_size
     if missing and ring.world > 1:
