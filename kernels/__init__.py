@@ -7,7 +7,8 @@ interpreter (``TRITON_INTERPRET=1``). Nothing here knows of process groups or of
 Shapes, throughout: query, out and their gradients ``[s, b, h, d]``, key, value and theirs
 ``[s, b, hk, d]`` with ``h`` a multiple of ``hk``, those of the I ranks of a round ``[I, s, b, hk, d]``; any
 strides with unit stride in ``d``; softmax_lse and delta ``[b, h, s]``. ``s`` is a rank's part of the
-sequence. ``index`` is a :class:`~megatron_mtraining.pattern.index.VerticalSlashIndex`, ``this`` a
+sequence. ``index`` is a :class:`~megatron_mtraining.pattern.index.VerticalSlashIndex` or a
+:class:`~megatron_mtraining.pattern.block_index.BlockListIndex`, ``this`` a
 :class:`~megatron_mtraining.ring.schedule.Round`, ``step`` a
 :class:`~megatron_mtraining.ring.schedule.RingStep`.
 """
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..config import HEAD_DIMS, MAX_BLOCKS
-from . import reference, reference_choice, reference_masses
+from . import reference, reference_blocks, reference_choice, reference_masses
 from .dispatch import uses_hopper, uses_triton
 from .reference_choice import fixed_point_one
 
@@ -30,6 +31,8 @@ __all__ = [
     "attention_backward_query",
     "attention_delta",
     "attention_forward",
+    "block_counts",
+    "block_lists",
     "candidate_slashes",
     "check_operands",
     "diagonal_mass",
@@ -43,6 +46,8 @@ __all__ = [
     "price_slashes",
     "row_masses",
     "select_largest",
+    "strided_lse",
+    "take_blocks",
 ]
 
 
@@ -487,5 +492,109 @@ def index_lists(
     if not uses_triton(columns):
         return reference_choice.index_lists(*arguments)
     from .lists import index_lists as launch
+
+    return launch(*arguments)
+
+
+def block_counts(
+    blocks: Tensor, member: Tensor, world: int, inner: int, rank: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The prefix counts of a :class:`~megatron_mtraining.pattern.block_index.BlockListIndex`.
+
+    Args:
+        blocks: bool or uint8 ``[b, h, nb, NB]``, by own query block and global key block.
+        member: uint8 ``[b, h, NB]``, by block distance, 0 in. Query blocks see what either has.
+        world, inner, rank: the striped layout, and whose query blocks these are.
+
+    Returns:
+        round_ptr, rank_ptr; int ``[b, h]``: how many pairs are in ``blocks`` alone.
+    """
+    if not uses_triton(blocks):
+        return reference_blocks.block_counts(blocks, member, world, inner, rank)
+    from .block_rows import block_counts as launch
+
+    return launch(blocks, member, world, inner, rank)
+
+
+def block_lists(
+    blocks: Tensor,
+    member: Tensor,
+    world: int,
+    inner: int,
+    rank: int,
+    round_ptr: Tensor,
+    rank_ptr: Tensor,
+    capacity: int,
+) -> tuple[Tensor, Tensor]:
+    """The lists that go with the prefix counts of :func:`block_counts`, round_list and rank_list: int16
+    ``[capacity]``. Entries from ``capacity`` on are left out: the caller sees to it that there are none."""
+    arguments = (blocks, member, world, inner, rank, round_ptr, rank_ptr, capacity)
+    if not uses_triton(blocks):
+        return reference_blocks.block_lists(*arguments)
+    from .block_rows import block_lists as launch
+
+    return launch(*arguments)
+
+
+def strided_lse(
+    query: Tensor,
+    keys: Tensor,
+    stride: int,
+    block_size: int,
+    first_block: int,
+    rank: int,
+    inner: int,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention of whole strides, scored along antidiagonals, as logarithms by key block.
+
+    Args:
+        query: ``[s', b, h, d]``, whole own blocks of ``rank``, from local block ``first_block`` on.
+        keys: ``[W, s, b, hk, d]``, of all ranks, whole blocks.
+        stride: so many tokens a row; divides the block size.
+        rank, inner: the striped layout, and whose queries these are.
+
+    Returns:
+        logarithms to base 2 of the sums of exp(score): ``[b, h, s' / stride, NB]`` over each block's keys,
+        -inf for later blocks; ``[b, h, s' / stride]`` over all. float32, or float64 on CPU. A row's are the
+        same bits with any number of ranks.
+    """
+    arguments = (query, keys, stride, block_size, first_block, rank, inner, softmax_scale)
+    if not uses_triton(query):
+        return reference_blocks.strided_lse(*arguments)
+    from .strided import strided_lse as launch
+
+    return launch(*arguments)
+
+
+def take_blocks(
+    values: Tensor,
+    share: bool,
+    wanted: int,
+    first_block: int,
+    window: int,
+    sink: int,
+    rank: int,
+    world: int,
+    inner: int,
+) -> Tensor:
+    """The best key blocks of each query block, ties going to the earlier: beside those that are always taken.
+
+    Args:
+        values: int32 ``[b, h, count, NB]``, by own query block, from local block ``first_block`` on, and key
+            block. Those of 0 or less are not taken; with ``share``, a row's add up to less than 2^31.
+        share: whether ``wanted`` is a share of the sum of a row's causal values, which those that are always
+            taken count in, and 2^30 is all of it; or a number of blocks, which they do not.
+        window, sink: so many blocks before a query's own, and so many first ones, are always taken, as is its
+            own.
+        rank, world, inner: the striped layout, and whose query blocks these are.
+
+    Returns:
+        uint8 ``[b, h, count, NB]``: the fewest blocks that are enough, nothing later than the query block.
+    """
+    arguments = (values, share, wanted, first_block, window, sink, rank, world, inner)
+    if not uses_triton(values):
+        return reference_blocks.take_blocks(*arguments)
+    from .take import take_blocks as launch
 
     return launch(*arguments)

@@ -120,7 +120,8 @@ def _key_kernel(
     residue_00, wrap_00, residue_01, wrap_01, residue_10, wrap_10, residue_11, wrap_11,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     KEEP: tl.constexpr, WALK: tl.constexpr, SPLITS: tl.constexpr, DIAGONAL: tl.constexpr,
-    CARRY: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+    CARRY: tl.constexpr, COLUMNS: tl.constexpr, LISTS: tl.constexpr, EVEN: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
     parts: tl.constexpr = BLOCK // KEEP
     walks: tl.constexpr = BLOCK // WALK
@@ -159,18 +160,23 @@ def _key_kernel(
                 delta = load_line(delta_head, at, queries, query_len, 0.0, EVEN)
                 keep = (start + rows)[:, None] <= (at + queries)[None, :]
                 dk, dv = _add_tile(q, k, v, do, keep, dk, dv, lse, delta, scale, True, PREC)
-        for apart in tl.static_range(2):
-            residue = same if apart == 0 else other
-            first = c + apart + 2 * (same_wrap if apart == 0 else other_wrap)
-            low = tl.load(slash_ptr + bh * ptr_len + residue)
-            # Query blocks first, first + 2, and so on, below nb.
-            count = tl.maximum(nb + 1 - first, 0) // 2
-            high = tl.load(slash_ptr + bh * ptr_len + residue + count)
+        for apart in tl.static_range(1 if LISTS else 2):
+            if LISTS:  # entries are query blocks
+                first = 0
+                low = tl.load(slash_ptr + residue_00 + bh * nb + c)
+                high = tl.load(slash_ptr + residue_00 + bh * nb + c + 1)
+            else:
+                residue = same if apart == 0 else other
+                first = c + apart + 2 * (same_wrap if apart == 0 else other_wrap)
+                low = tl.load(slash_ptr + bh * ptr_len + residue)
+                # Query blocks first, first + 2, and so on, below nb.
+                count = tl.maximum(nb + 1 - first, 0) // 2
+                high = tl.load(slash_ptr + bh * ptr_len + residue + count)
             if DIAGONAL and apart == 0:
                 low += 1
             for j in range(low * walks, high * walks):
                 e = tl.load(slash_list + bh * list_len + j // walks).to(tl.int32)
-                at = (first + 2 * e) * BLOCK + j % walks * WALK
+                at = (first + (1 if LISTS else 2) * e) * BLOCK + j % walks * WALK
                 q = load_rows(q_head, at, q_ss, queries, query_len, D, EVEN)
                 do = load_rows(do_head, at, do_ss, queries, query_len, D, EVEN)
                 lse = load_line(lse_head, at, queries, query_len, float("inf"), EVEN) * LOG2E
@@ -195,10 +201,13 @@ def _key_kernel(
     store_rows(dv_ptr + head, start, g_ss, rows, key_len, dv, D, EVEN)
 
 
-def meetings(step, local_blocks: int) -> list[int]:
+def meetings(index, step) -> list[int]:
     """``RingStep.meetings`` as the kernels take them: where each residue begins in the prefix counts, and its
-    wrap, for key blocks that are not turned and that are."""
-    length = cdiv(local_blocks, 2)
+    wrap, for key blocks that are not turned and that are. Of block lists, where those of the keys' rank begin
+    is the first, and there is no other."""
+    if index.LISTS:
+        return [index.rank_start(step.source), *[0] * 7]
+    length = cdiv(index.local_blocks, 2)
     return [
         number
         for turned in (0, 1)
@@ -259,11 +268,11 @@ def backward_key(
         index.rank_ptr, index.rank_list, index.columns, index.column_ptr,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3],
         *gradients.stride()[1:4],
-        index.rank_ptr.shape[-1], index.rank_list.shape[-1], index.column_ptr.shape[-1], num_columns,
+        index.rank_ptr.shape[-1], index.list_strides[1], index.column_ptr.shape[-1], num_columns,
         length, key.shape[0], nb, softmax_scale,
-        step.source, index.world, index.inner, *meetings(step, nb),
+        step.source, index.world, index.inner, *meetings(index, step),
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block, KEEP=tile.keep, WALK=tile.walk,
         SPLITS=splits, DIAGONAL=step.source == step.rank, CARRY=carry is not None,
-        COLUMNS=columns is not None, EVEN=length % block == 0, PREC=precision_for(query),
+        COLUMNS=columns is not None, LISTS=index.LISTS, EVEN=length % block == 0, PREC=precision_for(query),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

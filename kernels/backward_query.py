@@ -17,6 +17,7 @@ from .tiles import (
     block_at,
     column_tile,
     gather_rows,
+    list_start,
     load_rows,
     owner_of,
     precision_for,
@@ -73,7 +74,7 @@ def _query_kernel(
     residue, wrap, rank, world, number, outer, first_head,
     INNER: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     KEEP: tl.constexpr, WALK: tl.constexpr, DIAGONAL: tl.constexpr, CARRY: tl.constexpr,
-    COLUMNS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+    COLUMNS: tl.constexpr, LISTS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     parts: tl.constexpr = BLOCK // KEEP
     walks: tl.constexpr = BLOCK // WALK
@@ -88,7 +89,7 @@ def _query_kernel(
     k_ptr += batch * k_sb + kv_head * k_sh
     v_ptr += batch * v_sb + kv_head * v_sh
     do_ptr += batch * do_sb + head * do_sh
-    slash_ptr += bh * ptr_len + residue
+    slash_ptr += list_start(bh, a, ptr_len, nb, residue, LISTS)
     slash_list += bh * list_len
     member += bh * (ptr_len - 1)
     columns += bh * column_len
@@ -111,7 +112,7 @@ def _query_kernel(
     low = tl.load(slash_ptr)
     # Among the blocks of the round's ranks, the last that this query block may see.
     last = block_at(a, rank % INNER, INNER, INNER) - wrap
-    high = tl.load(slash_ptr + last + 1)
+    high = tl.load(slash_ptr + 1 if LISTS else slash_ptr + last + 1)
     if DIAGONAL:
         low += 1
         own_k = k_ptr + rank % INNER * k_sc.to(tl.int64)
@@ -165,12 +166,12 @@ def backward_query(
         *((key, value) if columns is None else columns),
         *query.stride()[:3], *key.stride()[:4], *value.stride()[:4], *grad_out.stride()[:3],
         *carried.stride()[:3], *grad_query.stride()[:3],
-        index.round_ptr.shape[-1], index.round_list.shape[-1], index.columns.shape[-1],
+        index.column_ptr.shape[-1], index.list_strides[0], index.columns.shape[-1],
         length, key.shape[1], nb, softmax_scale,
-        this.number * nb * index.inner, this.wrap, this.rank, index.world, this.number,
+        index.round_start(this.number), this.wrap, this.rank, index.world, this.number,
         index.outer, line_range.start,
         INNER=index.inner, HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
         KEEP=tile.keep, WALK=tile.walk, DIAGONAL=this.first, CARRY=not this.first,
-        COLUMNS=columns is not None, EVEN=length % block == 0, PREC=precision_for(query),
+        COLUMNS=columns is not None, LISTS=index.LISTS, EVEN=length % block == 0, PREC=precision_for(query),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

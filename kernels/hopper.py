@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .tiles import block_at, owner_of
+from .tiles import block_at, list_start, owner_of
 
 # Later versions of Triton call these otherwise.
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -109,7 +109,7 @@ def line_descriptor(tensor, width):
 @gluon.jit
 def query_item(
     item, items, nb, slash_ptr, column_ptr, ptr_len, residue, wrap, rank, world, number, outer,
-    INNER: gl.constexpr, HEADS: gl.constexpr, COLUMNS: gl.constexpr,
+    INNER: gl.constexpr, HEADS: gl.constexpr, COLUMNS: gl.constexpr, LISTS: gl.constexpr,
 ):  # fmt: skip
     """What is to be done as ``item`` of heads x blocks; nothing from ``items`` on.
 
@@ -121,11 +121,12 @@ def query_item(
     bh = item // nb
     a = nb - 1 - item % nb
     inside = item < items
-    slash_ptr += bh.to(gl.int64) * ptr_len + residue
+    slash_ptr += list_start(bh.to(gl.int64), a, ptr_len, nb, residue, LISTS)
     low = gl.load(slash_ptr, mask=inside, other=0)
     # Among the blocks of the round's ranks, the last that this query block may see.
     last = block_at(a, rank % INNER, INNER, INNER) - wrap
-    slashes = gl.load(slash_ptr + last + 1, mask=inside, other=0) - low
+    end = slash_ptr + 1 if LISTS else slash_ptr + last + 1
+    slashes = gl.load(end, mask=inside, other=0) - low
     columns = 0
     if COLUMNS:
         column_ptr += bh.to(gl.int64) * ptr_len
@@ -258,7 +259,8 @@ def load_keys(
     counter, item_channel, barriers, query_descs, query_smems, k_descs, k_smem, biases,
     slash_ptr, slash_list, column_ptr, listed, member, ptr_len, list_len, column_len, nb, items, residue,
     wrap, chunk_rows, rank, world, number, outer, INNER: gl.constexpr, HEADS: gl.constexpr,
-    GROUP: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, COLUMNS: gl.constexpr, LISTS: gl.constexpr, BLOCK: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A loading warp: draws items, and brings their queries and keys, and what is added to the scores of an
     item's first tile and of columns.
@@ -275,7 +277,7 @@ def load_keys(
     item = gl.atomic_add(counter, 1)
     low, slashes, columns = query_item(
         item, items, nb, slash_ptr, column_ptr, ptr_len, residue, wrap, rank, world, number, outer,
-        INNER, HEADS, COLUMNS,
+        INNER, HEADS, COLUMNS, LISTS,
     )  # fmt: skip
     send_item(0, item_smem, item_ready, item_free, item, slashes, columns)
     while item < items:
@@ -283,7 +285,7 @@ def load_keys(
         following = gl.atomic_add(counter, 1)
         low_then, slashes_then, columns_then = query_item(
             following, items, nb, slash_ptr, column_ptr, ptr_len, residue, wrap, rank, world, number,
-            outer, INNER, HEADS, COLUMNS,
+            outer, INNER, HEADS, COLUMNS, LISTS,
         )  # fmt: skip
         send_item(turn + 1, item_smem, item_ready, item_free, following, slashes_then, columns_then)
         tiles = tiles_of(slashes, columns, BLOCK)
@@ -327,8 +329,8 @@ def load_keys(
 def load_values(
     item_channel, barriers, v_descs, v_smem, slash_ptr, slash_list, ptr_len, list_len, nb, items,
     residue, wrap, rank, chunk_rows,
-    INNER: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr,
+    INNER: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, LISTS: gl.constexpr,
+    BLOCK: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Another, for the values: keys and values are free at different times."""
     item_smem, item_ready, item_free = item_channel
@@ -340,7 +342,8 @@ def load_values(
         bh = item // nb
         batch = bh // HEADS
         head = bh % HEADS
-        low = gl.load(slash_ptr + bh.to(gl.int64) * ptr_len + residue)
+        a = nb - 1 - item % nb
+        low = gl.load(slash_ptr + list_start(bh.to(gl.int64), a, ptr_len, nb, residue, LISTS))
         for j in range(tiles_of(slashes, columns, BLOCK)):
             at = _tile_at(
                 j, item, low, slashes, columns, slash_list, list_len, nb, rank, wrap, chunk_rows,

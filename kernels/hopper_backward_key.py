@@ -158,15 +158,21 @@ def _start(
 
 
 @gluon.jit
-def _meeting(bounds, apart: gl.constexpr, meetings, c, nb):
+def _meeting(bounds, apart: gl.constexpr, meetings, c, nb, LISTS: gl.constexpr):
     """The part of a head's list that has the query blocks ``c + apart``, counted modulo 2, which see key
-    block c, and the query block of its quotient 0: see ``RingStep.meetings``."""
-    turned = (c & 1) == 1
-    residue = gl.where(turned, meetings[4 + 2 * apart], meetings[2 * apart])
-    wrap = gl.where(turned, meetings[5 + 2 * apart], meetings[1 + 2 * apart])
-    first = c + apart + 2 * wrap
-    # Query blocks first, first + 2, and so on, below nb.
-    count = gl.maximum(nb + 1 - first, 0) // 2
+    block c, and the query block of its quotient 0: see ``RingStep.meetings``. Of block lists it is c's own,
+    of all query blocks that see it."""
+    if LISTS:
+        first = 0
+        residue = meetings[0] + c
+        count = 1
+    else:
+        turned = (c & 1) == 1
+        residue = gl.where(turned, meetings[4 + 2 * apart], meetings[2 * apart])
+        wrap = gl.where(turned, meetings[5 + 2 * apart], meetings[1 + 2 * apart])
+        first = c + apart + 2 * wrap
+        # Query blocks first, first + 2, and so on, below nb.
+        count = gl.maximum(nb + 1 - first, 0) // 2
     return gl.load(bounds + residue), gl.load(bounds + residue + count), first
 
 
@@ -175,7 +181,7 @@ def _load_slashes(
     descs, k_desc, v_desc, held, moving, slash_ptr, slash_list,
     ptr_len, list_len, meetings, batch, kv_head, c, nb,
     HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, DIAGONAL: gl.constexpr,
+    STAGES: gl.constexpr, DIAGONAL: gl.constexpr, LISTS: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = BLOCK // 2
     _load_keys(k_desc, v_desc, held, batch, kv_head, c * BLOCK, ROWS, D)
@@ -192,13 +198,14 @@ def _load_slashes(
         head = kv_head * GROUP + g
         bh = batch * HEADS + head
         entries = slash_list + bh.to(gl.int64) * list_len
-        bounds = slash_ptr + bh.to(gl.int64) * ptr_len
-        for apart in gl.static_range(2):
-            low, high, first = _meeting(bounds, apart, meetings, c, nb)
+        bounds = slash_ptr + bh.to(gl.int64) * (nb if LISTS else ptr_len)
+        for apart in gl.static_range(1 if LISTS else 2):
+            low, high, first = _meeting(bounds, apart, meetings, c, nb, LISTS)
             if DIAGONAL and apart == 0:
                 low += 1
             for j in range(low, high):
-                at = (first + 2 * gl.load(entries + j).to(gl.int32)) * BLOCK
+                step: gl.constexpr = 1 if LISTS else 2
+                at = (first + step * gl.load(entries + j).to(gl.int32)) * BLOCK
                 for i in gl.static_range(BLOCK // QROWS):
                     _load_queries(n, descs, moving, batch, head, bh, at + i * QROWS, D, STAGES)
                     n += 1
@@ -335,7 +342,7 @@ def _key_kernel(
     residue_00, wrap_00, residue_01, wrap_01, residue_10, wrap_10, residue_11, wrap_11,
     HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
     STAGES: gl.constexpr, SPLITS: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr,
-    CARRY: gl.constexpr, CHAIN: gl.constexpr,
+    CARRY: gl.constexpr, CHAIN: gl.constexpr, LISTS: gl.constexpr,
 ):  # fmt: skip
     # The first key blocks are seen by the most queries: start them first.
     c = gl.program_id(0)
@@ -348,9 +355,10 @@ def _key_kernel(
     )  # fmt: skip
     total = 0
     for g in range(GROUP):
-        bounds = slash_ptr + (batch * HEADS + kv_head * GROUP + g).to(gl.int64) * ptr_len
-        for apart in gl.static_range(2):
-            low, high, first = _meeting(bounds, apart, meetings, c, nb)
+        bh = batch * HEADS + kv_head * GROUP + g
+        bounds = slash_ptr + bh.to(gl.int64) * (nb if LISTS else ptr_len)
+        for apart in gl.static_range(1 if LISTS else 2):
+            low, high, first = _meeting(bounds, apart, meetings, c, nb, LISTS)
             total += 2 * (high - low)
     total = gl.maximum(total, 1)
 
@@ -369,7 +377,7 @@ def _key_kernel(
             (_load_slashes, (
                 descs, k_desc, v_desc, held, moving, slash_ptr, slash_list,
                 ptr_len, list_len, meetings, batch, kv_head, c, nb,
-                HEADS, GROUP, BLOCK, D, STAGES, DIAGONAL,
+                HEADS, GROUP, BLOCK, D, STAGES, DIAGONAL, LISTS,
             )),
         ],
         [4, 1],
@@ -569,9 +577,9 @@ def backward_key(
         *queries, descriptor(key, half), descriptor(value, half), *lines,
         *gradients, partial, *columns, entries, index.rank_ptr, index.rank_list,
         *gradients.stride()[1:4],
-        index.rank_ptr.shape[-1], index.rank_list.shape[-1], num_columns, key.shape[0], nb,
-        softmax_scale, *meetings(step, nb),
+        index.rank_ptr.shape[-1], index.list_strides[1], num_columns, key.shape[0], nb,
+        softmax_scale, *meetings(index, step),
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block, STAGES=3, SPLITS=splits,
         DIAGONAL=step.source == step.rank, COLUMNS=column_gradients is not None,
-        CARRY=carry is not None, CHAIN=chain, num_warps=4, maxnreg=168,
+        CARRY=carry is not None, CHAIN=chain, LISTS=index.LISTS, num_warps=4, maxnreg=168,
     )  # fmt: skip

@@ -201,7 +201,7 @@ def _query_kernel(
     world, number, outer,
     INNER: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, DIAGONAL: gl.constexpr, CARRY: gl.constexpr,
-    COLUMNS: gl.constexpr, LAST: gl.constexpr,
+    COLUMNS: gl.constexpr, LISTS: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     ROWS: gl.constexpr = BLOCK // 2
@@ -236,12 +236,12 @@ def _query_kernel(
                 slash_ptr, slash_list, column_ptr, columns, member,
                 ptr_len, list_len, column_len, nb, items, residue, wrap, chunk_rows, rank, world,
                 number, outer,
-                INNER, HEADS, GROUP, COLUMNS, BLOCK, D, STAGES,
+                INNER, HEADS, GROUP, COLUMNS, LISTS, BLOCK, D, STAGES,
             )),
             (load_values, (
                 item_channel, barriers, (v_desc, vc_desc), v_smem, slash_ptr, slash_list,
                 ptr_len, list_len, nb, items, residue, wrap, rank, chunk_rows,
-                INNER, HEADS, GROUP, BLOCK, D, STAGES,
+                INNER, HEADS, GROUP, LISTS, BLOCK, D, STAGES,
             )),
         ],
         [4, 1, 1],
@@ -270,10 +270,10 @@ def backward_query(
         descriptor(grad_query if this.last else query, half), carried, grad_query, lse, delta,
         index.round_ptr, index.round_list, index.member, index.columns, index.column_ptr,
         *carried.stride()[:3], *grad_query.stride()[:3],
-        index.round_ptr.shape[-1], index.round_list.shape[-1], index.columns.shape[-1],
-        length, nb, items, softmax_scale, this.number * nb * index.inner, this.wrap,
+        index.column_ptr.shape[-1], index.list_strides[0], index.columns.shape[-1],
+        length, nb, items, softmax_scale, index.round_start(this.number), this.wrap,
         chunk_rows(key), this.rank, index.world, this.number, index.outer,
         INNER=index.inner, HEADS=heads, GROUP=heads // key.shape[3], D=dim, BLOCK=block, STAGES=2,
-        DIAGONAL=this.first, CARRY=not this.first, COLUMNS=columns is not None,
+        DIAGONAL=this.first, CARRY=not this.first, COLUMNS=columns is not None, LISTS=index.LISTS,
         LAST=this.last, num_warps=4, maxnreg=168,
     )  # fmt: skip

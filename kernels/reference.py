@@ -14,8 +14,8 @@ from ..layout import block_at, locate, positions_at
 
 
 def slash_mask(index, rank: int, sources, query_length: int, key_length: int) -> Tensor:
-    """Which keys of the ranks ``sources``, one after the other, each query of ``rank`` attends to by
-    slashes: bool ``[b, h, query_length, len(sources) * key_length]``."""
+    """Which keys of the ranks ``sources``, one after the other, each query of ``rank`` attends to in
+    blocks: bool ``[b, h, query_length, len(sources) * key_length]``."""
     device, block = index.member.device, index.block_size
     rows, keys = (
         torch.cat([positions_at(local, rank, index.world, block, index.inner) for rank in ranks])
@@ -24,8 +24,9 @@ def slash_mask(index, rank: int, sources, query_length: int, key_length: int) ->
             (torch.arange(key_length, device=device), sources),
         )
     )
-    apart = rows[:, None] // block - keys[None, :] // block
-    return index.distances()[:, :, apart.clamp(min=0)] & (rows[:, None] >= keys[None, :])
+    own = torch.arange(query_length, device=device) // block
+    seen = index.block_mask(rank)[:, :, own[:, None], keys[None, :] // block]
+    return seen & (rows[:, None] >= keys[None, :])
 
 
 def column_mask(index, rank: int, query_length: int) -> Tensor:

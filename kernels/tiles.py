@@ -32,6 +32,9 @@ _HOPPER = {
     ("key", 128): Tile(128, 64, 8, 2),
     ("column", 64): Tile(64, 64, 4, 3),
     ("column", 128): Tile(64, 64, 4, 2),
+    # Not measured: what compiles without spilling.
+    ("strided", 64): Tile(128, 128, 8, 3),
+    ("strided", 128): Tile(128, 128, 8, 3),
 }
 # 100 KB of shared memory and no wgmma (Ampere, Ada): smaller tiles, fewer stages.
 _SMALL = {
@@ -43,6 +46,8 @@ _SMALL = {
     ("key", 128): Tile(64, 32, 4, 2),
     ("column", 64): Tile(64, 64, 4, 2),
     ("column", 128): Tile(32, 32, 4, 2),
+    ("strided", 64): Tile(32, 128, 8, 2),
+    ("strided", 128): Tile(32, 128, 8, 2),
 }
 
 
@@ -76,6 +81,18 @@ def owner_of(block, world, inner):
     local_block = number // inner
     u = number % inner
     return block % outer * inner + u + (local_block & 1) * (inner - 1 - 2 * u), local_block
+
+
+@triton.jit
+def list_start(bh, a, ptr_len, nb, residue, LISTS: tl.constexpr):
+    """Which of the prefix counts says where query block ``a`` finds the first of a round's key blocks;
+    ``residue`` is the index's ``round_start``. They are of its own list, up to the next count, or of its
+    head's, up to the count of the last block in reach. Entries are quotients of distances."""
+    if LISTS:
+        start = bh * nb + a + residue
+    else:
+        start = bh * ptr_len + residue
+    return start
 
 
 @triton.jit

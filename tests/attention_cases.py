@@ -15,8 +15,8 @@ from megatron_mtraining.kernels import (
     attention_forward,
     gather_columns,
 )
-from megatron_mtraining.layout import stripe, unstripe
-from megatron_mtraining.pattern import build_index
+from megatron_mtraining.layout import block_at, stripe, unstripe
+from megatron_mtraining.pattern import build_block_index, build_index
 from megatron_mtraining.ring import RingStep, Round
 
 
@@ -51,6 +51,19 @@ def random_index(seq_length, batch, heads, block_size, world, budget, device, in
     )
 
 
+def block_lists_of(
+    blocks, distances, columns, seq_length, block_size, world, inner=None, **options
+):
+    """Each rank's block-list index, of bool blocks ``[b, h, NB, NB]`` in the order of the sequence."""
+    nb = blocks.shape[-1] // world
+    indices = []
+    for rank in range(world):
+        own = block_at(torch.arange(nb), rank, world, inner).to(blocks.device)
+        sets = blocks[:, :, own], distances, columns, seq_length, block_size
+        indices.append(build_block_index(*sets, world, inner, rank, **options))
+    return indices
+
+
 def written_out_mask(index, batch, heads):
     """bool ``[b, h, N, N]``."""
     rows = [torch.stack([index.token_mask(b, h) for h in range(heads)]) for b in range(batch)]
@@ -79,8 +92,12 @@ def gathered(keys, values, this):
 def simulated_ring(query, key, value, grad_out, index, scale, parts_of_heads=1):
     """Forward and backward of all ranks of a ring, one after the other, in this process.
 
+    ``index`` is that of all ranks, or a list with each rank's own.
+
     Returns out and the gradients over the whole sequence, as a ring over processes would give them.
     """
+    indices = index if isinstance(index, list) else [index] * index.world
+    index = indices[0]
     world, block = index.world, index.block_size
     parts = []
     for tensor in (query, key, value, grad_out):
@@ -94,7 +111,7 @@ def simulated_ring(query, key, value, grad_out, index, scale, parts_of_heads=1):
         columns = sum(gather_columns(k[r], v[r], index, r) for r in range(world))
         column_gradients = []
     outs, dqs, dkvs, lses, deltas = [], [], [None] * world, [], []
-    for rank in range(world):
+    for rank, index in enumerate(indices):
         length, batch, heads, _ = q[rank].shape
         dtype = torch.promote_types(query.dtype, torch.float32)
         lse = torch.full((batch, heads, length), float("nan"), dtype=dtype, device=query.device)
@@ -130,7 +147,7 @@ def simulated_ring(query, key, value, grad_out, index, scale, parts_of_heads=1):
     if columns is not None:
         parts = sum(column_gradients)
         column_gradients = parts.sum(3, keepdim=True) if world > 1 else parts
-    for rank in range(world):
+    for rank, index in enumerate(indices):
         dkvs[rank] = attention_backward_key(
             q[rank], k[rank], v[rank], do[rank], lses[rank], deltas[rank], index,
             RingStep(rank, rank, index.inner, index.outer), scale, dkvs[rank], column_gradients, key.dtype,

@@ -20,6 +20,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_cases import (
+    block_lists_of,
     random_operands,
     relative_error,
     simulated_ring,
@@ -53,6 +54,14 @@ def some_index(seq_length, block, world, device):
     return build_index(
         distances.to(device), columns.contiguous().to(device), seq_length, block, world
     )
+
+
+def as_lists(index):
+    """The same pattern as each rank's block lists."""
+    at = torch.arange(index.member.shape[-1], device=index.member.device)
+    blocks = index.distances()[:, :, (at[:, None] - at).clamp(min=0)]
+    sets = blocks, index.distances(), index.columns, index.seq_length, index.block_size
+    return block_lists_of(*sets, index.world, index.inner)
 
 
 def truth(query, key, value, grad_out, mask):
@@ -103,7 +112,9 @@ def reach_of_twins(mask):
     return rows, rows, keys, keys
 
 
-def check(where, token, bad, size, dtype=torch.float32, device="cpu", tiles=True):
+def check(
+    where, token, bad, size, dtype=torch.float32, device="cpu", tiles=True, lists=False
+):  # fmt: skip
     seq_length, world, block = size
     token = columns_of(seq_length, block)[2] if token == "column" else TOKENS[token] % seq_length
     operands = random_operands(seq_length, 1, HEADS, KV_HEADS, DIM, dtype, device)
@@ -111,6 +122,7 @@ def check(where, token, bad, size, dtype=torch.float32, device="cpu", tiles=True
     index = some_index(seq_length, block, world, device)
     mask = written_out_mask(index, 1, HEADS)
     expected = [t.cpu() for t in truth(*operands, mask)]
+    index = as_lists(index) if lists else index
     actual = [t.cpu() for t in simulated_ring(*operands, index, SCALE)]
     allowed = reach(where, token, mask.cpu(), block) if tiles else reach_of_twins(mask)
     for name, a, e, may in zip(NAMES, actual, expected, allowed):
@@ -154,6 +166,23 @@ def test_kernels_interpreted(monkeypatch, size, where, token, bad):
         pytest.skip("the kernels run compiled here: see test_kernels_compiled")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     check(where, token, bad, size)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@every_place
+def test_kernels_interpreted_with_lists(monkeypatch, where, token):
+    if torch.cuda.is_available():
+        pytest.skip("the kernels run compiled here: see test_kernels_compiled_with_lists")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    check(where, token, float("nan"), (192, 1, 64), lists=True)
+
+
+@pytest.mark.gpu
+@every_bad
+@every_place
+@pytest.mark.parametrize("size", [(320, 1, 64), (512, 2, 128)])
+def test_kernels_compiled_with_lists(size, where, token, bad):
+    check(where, token, bad, size, torch.bfloat16, "cuda", lists=True)
 
 
 @pytest.mark.gpu

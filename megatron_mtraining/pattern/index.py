@@ -20,16 +20,70 @@ the first ``column_ptr[i]`` of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..kernels import index_lists
-from ..layout import inner_size, owner_of
+from ..layout import block_at, inner_size, owner_of
+
+
+class PatternIndex:
+    """What the kernels and the ring take for a pattern: of this or of :mod:`.block_index`."""
+
+    LISTS: ClassVar[bool]
+    """Whether each query block has a list of its own (key blocks), or a head has one for all."""
+    member: Tensor
+    columns: Tensor
+    column_ptr: Tensor
+    seq_length: int
+    block_size: int
+    world: int
+    inner: int
+
+    @property
+    def outer(self) -> int:
+        """Rounds (O)."""
+        return self.world // self.inner
+
+    @property
+    def local_blocks(self) -> int:
+        """Blocks on each rank (nb)."""
+        return self.member.shape[-1] // self.world
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the index holds on the device."""
+        tensors = [value for value in vars(self).values() if isinstance(value, Tensor)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def distances(self) -> Tensor:
+        """D as bool ``[b, h, W * nb]``, by global block distance."""
+        return self.member.bool()
+
+    def _columns_seen(self) -> Tensor:
+        """Columns that each query block attends to as columns: float64 ``[b, h, W * nb]``.
+
+        A column in block ``j`` is seen by the blocks ``i > j`` with ``i - j`` not in D: counted by
+        distance, as the product of two polynomials.
+        """
+        counts = self.column_ptr.diff(dim=-1).double()
+        outside = (~self.distances()).double()
+        length = 2 * counts.shape[-1]
+        product = torch.fft.rfft(counts, length) * torch.fft.rfft(outside, length)
+        return torch.fft.irfft(product, length)[..., : counts.shape[-1]].round()
+
+    def _keys_of_last_query(self, blocks: Tensor) -> Tensor:
+        """Keys that a query past the end would see, averaged over those of the last block, which sees so
+        many blocks (``[b, h]``): [b, h]."""
+        block, num_blocks = self.block_size, self.member.shape[-1]
+        kept = self.seq_length - (num_blocks - 1) * block
+        return (blocks - 1) * block + self._columns_seen()[..., -1] + (block + kept + 1) / 2
 
 
 @dataclass(frozen=True)
-class VerticalSlashIndex:
+class VerticalSlashIndex(PatternIndex):
     """A step's pattern of one layer. Every tensor is on the device of the queries, and identical on
     all context-parallel ranks.
 
@@ -61,24 +115,24 @@ class VerticalSlashIndex:
     inner: int
     recall: Tensor | None = None
 
-    @property
-    def outer(self) -> int:
-        """Rounds (O)."""
-        return self.world // self.inner
+    LISTS: ClassVar[bool] = False
 
     @property
-    def local_blocks(self) -> int:
-        """Blocks on each rank (nb)."""
-        return self.member.shape[-1] // self.world
+    def list_strides(self) -> tuple[int, int]:
+        """Entries from one head's part of round_list, and of rank_list, to the next head's."""
+        return self.round_list.shape[-1], self.rank_list.shape[-1]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes the index holds on the device."""
-        tensors = (
-            self.member, self.round_list, self.round_ptr, self.rank_list, self.rank_ptr,
-            self.columns, self.column_ptr,
-        )  # fmt: skip
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    def round_start(self, number: int) -> int:
+        """Where a round's prefix counts begin in a head's ``round_ptr``."""
+        return number * self.local_blocks * self.inner
+
+    def block_mask(self, rank: int) -> Tensor:
+        """The slashes of a rank's query blocks, written out: bool ``[b, h, nb, W * nb]``."""
+        device = self.member.device
+        local = torch.arange(self.local_blocks, device=device)
+        block = block_at(local, rank, self.world, self.inner)
+        apart = block[:, None] - torch.arange(self.member.shape[-1], device=device)
+        return self.distances()[:, :, apart.clamp(min=0)] & (apart >= 0)
 
     def work(self) -> Tensor:
         """Attended pairs, float64 ``[b, h, rank, round]``, exact; on the index's device.
@@ -105,29 +159,10 @@ class VerticalSlashIndex:
         # Queries of the global last block are fewer when N is not a multiple of B (one rank only).
         missing = num_blocks * block - self.seq_length
         if missing:
-            pairs[:, :, 0, -1] -= missing * self._keys_of_last_query()
+            pairs[:, :, 0, -1] -= missing * self._keys_of_last_query(self.member.double().sum(-1))
         rank, _ = owner_of(i, self.world, self.inner)
         work = pairs.new_zeros(*pairs.shape[:-1], self.world).index_add_(-1, rank, pairs)
         return work.transpose(-1, -2)
-
-    def _columns_seen(self) -> Tensor:
-        """Columns that each query block attends to as columns: float64 ``[b, h, W * nb]``.
-
-        A column in block ``j`` is seen by the blocks ``i > j`` with ``i - j`` not in D: counted by
-        distance, as the product of two polynomials.
-        """
-        counts = self.column_ptr.diff(dim=-1).double()
-        outside = (~self.distances()).double()
-        length = 2 * counts.shape[-1]
-        product = torch.fft.rfft(counts, length) * torch.fft.rfft(outside, length)
-        return torch.fft.irfft(product, length)[..., : counts.shape[-1]].round()
-
-    def _keys_of_last_query(self) -> Tensor:
-        """Keys that a query past the end would see, averaged over those of the last block: [b, h]."""
-        block, num_blocks = self.block_size, self.member.shape[-1]
-        kept = self.seq_length - (num_blocks - 1) * block
-        slashes = self.member.double().sum(-1)
-        return (slashes - 1) * block + self._columns_seen()[..., -1] + (block + kept + 1) / 2
 
     def density(self) -> Tensor:
         """Share of the causal pairs that is attended: float32 ``[b, h]``, on the index's device.
@@ -144,12 +179,8 @@ class VerticalSlashIndex:
         outside = (~distances).long().cumsum(-1).flip(-1).double()
         pairs = slash + (self.column_ptr.diff(dim=-1) * outside).sum(-1) * block
         if missing:
-            pairs = pairs - missing * self._keys_of_last_query()
+            pairs = pairs - missing * self._keys_of_last_query(self.member.double().sum(-1))
         return (pairs / (self.seq_length * (self.seq_length + 1) / 2)).float()
-
-    def distances(self) -> Tensor:
-        """D as bool ``[b, h, W * nb]``, by global block distance."""
-        return self.member.bool()
 
     def token_mask(self, batch: int, head: int) -> Tensor:
         """The pattern of one head written out: bool ``[N, N]`` (query, key). For small N only."""

@@ -23,7 +23,7 @@ from ..kernels import (
     check_operands,
     gather_columns,
 )
-from ..pattern.index import VerticalSlashIndex
+from ..pattern.index import PatternIndex
 from .schedule import Do, Link, backward_ops, forward_ops
 from .transport import Ring
 
@@ -205,7 +205,7 @@ def ring_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    index: VerticalSlashIndex,
+    index: PatternIndex,
     ring: Ring,
     softmax_scale: float,
     attended: tuple[Tensor, Tensor] | None = None,
@@ -217,7 +217,7 @@ def ring_attention(
     Args:
         query: ``[s, b, h, d]``, this rank's part of the sequence (see :mod:`..layout`).
         key, value: ``[s, b, hk, d]``; ``h`` a multiple of ``hk``. All of one dtype, any strides.
-        index: the pattern, the same on all ranks.
+        index: the pattern, the same on all ranks; or this rank's block lists of it.
         ring: the context-parallel ranks.
         attended: what this function has returned for the same operands and index before, as in a
             replay under activation recomputation: no forward is run then, and no ring.
@@ -237,6 +237,10 @@ def ring_attention(
         raise ValueError(
             f"the index is for {index.world} ranks in nodes of {index.inner}, but the ring has "
             f"{ring.world} in nodes of {ring.inner}"
+        )
+    if index.LISTS and index.rank != ring.rank:
+        raise ValueError(
+            f"the index has the lists of rank {index.rank}, but this is rank {ring.rank}"
         )
     if index.seq_length != query.shape[0] * ring.world:
         raise ValueError(

@@ -1,0 +1,222 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The block-list index: which key blocks each query block sees, one list for each.
+
+With blocks of ``B`` tokens, query ``i`` attends to key ``k`` exactly when
+
+    k <= i   and   ( blk(k) in J(blk(i))   or   k in V and blk(i) - blk(k) not in D )
+
+for a set ``J(i)`` of key blocks for every query block (i always in), and of each batch entry and query
+head. ``D`` and ``V`` are the distances and columns of a vertical-slash head, whose ``J(i)`` are the blocks
+at the distances D. So one index holds heads of both kinds; a head of the other kind has no V, and 0 alone
+in D.
+
+A rank holds the lists of its own query blocks alone: nobody else's are needed for what it computes. They are
+sorted in two ways, by round for the queries and by rank for the keys' gradient, as the lists of
+:mod:`.index` are; here in compressed rows over all heads, so that heads may differ in length at no cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..kernels import block_counts, block_lists, index_lists
+from ..layout import block_at, inner_size
+from .index import PatternIndex
+
+MOST = 2**28
+"""Entries of a rank's lists: the kernels count tiles, up to 4 an entry, in 32 bits."""
+
+
+@dataclass(frozen=True)
+class BlockListIndex(PatternIndex):
+    """One rank's part of a step's pattern of one layer, on the device of the queries. ``member``,
+    ``columns`` and ``column_ptr`` are identical on all context-parallel ranks.
+
+    Attributes:
+        member: uint8 ``[b, h, NB]``: whether a block distance is in D; NB blocks of all ranks.
+        round_list: int16 ``[capacity]``: by (round o, batch entry, head, own query block a), ascending, the
+            quotients ``e`` of the distances ``e * O + o`` at which a sees key blocks.
+        round_ptr: int32 ``[O * b * h * nb + 1]``: how many entries come before each such list.
+        rank_list: int16 ``[capacity]``: by (rank s, batch entry, head, key block c of rank s), ascending, the
+            own query blocks a that see c, as local numbers. Undefined past the count, as is round_list.
+        rank_ptr: int32 ``[W * b * h * nb + 1]``: how many entries come before each such list.
+        columns: int32 ``[b, h, C]``: V ascending, positions over all ranks; N past the count.
+        column_ptr: int32 ``[b, h, NB + 1]``: how many of V come before each block.
+        seq_length, block_size, world, inner, rank: N tokens in all, B, W, I, and whose query blocks.
+
+    It takes 4 bytes for each pair of an own query block and a key block, and per head 9 a block of the
+    sequence, 4 a block and round of this rank, 4 a column: 303 KB at 512K tokens over 4 ranks in one round
+    where query blocks see 64 blocks each.
+    """
+
+    member: Tensor
+    round_list: Tensor
+    round_ptr: Tensor
+    rank_list: Tensor
+    rank_ptr: Tensor
+    columns: Tensor
+    column_ptr: Tensor
+    seq_length: int
+    block_size: int
+    world: int
+    inner: int
+    rank: int
+
+    LISTS: ClassVar[bool] = True
+
+    @property
+    def list_strides(self) -> tuple[int, int]:
+        """Entries from one head's part of round_list, and of rank_list, to the next head's: none, since the
+        prefix counts are over all heads."""
+        return 0, 0
+
+    def round_start(self, number: int) -> int:
+        """Where a round's prefix counts begin in ``round_ptr``."""
+        batch, heads, _ = self.member.shape
+        return number * batch * heads * self.local_blocks
+
+    def rank_start(self, source: int) -> int:
+        """Where the prefix counts of a rank's key blocks begin in ``rank_ptr``."""
+        return self.round_start(source)
+
+    def block_mask(self, rank: int) -> Tensor:
+        """The lists of ``rank``'s query blocks, written out: bool ``[b, h, nb, W * nb]``.
+
+        Raises:
+            ValueError: the index is another rank's.
+        """
+        if rank != self.rank:
+            raise ValueError(f"these are the lists of rank {self.rank}, not of rank {rank}")
+        device, nb = self.member.device, self.local_blocks
+        counts = self.round_ptr.diff().long()
+        number = torch.repeat_interleave(torch.arange(len(counts), device=device), counts)
+        a = number % nb
+        rounds, head = number // (counts.numel() // self.outer), number // nb
+        quotient = self.round_list[: len(number)].long()
+        block = block_at(a, rank, self.world, self.inner) - quotient * self.outer - rounds
+        batch, heads, num_blocks = self.member.shape
+        mask = torch.zeros(batch * heads, nb, num_blocks, dtype=torch.bool, device=device)
+        mask[head % (batch * heads), a, block] = True
+        return mask.unflatten(0, (batch, heads))
+
+    def work(self) -> Tensor:
+        """Attended pairs of this rank's queries, float64 ``[b, h, rank, round]``, exact; on the index's
+        device.
+
+        What :meth:`.index.VerticalSlashIndex.work` gives for this rank, and 0 for the others: the sum over
+        ranks is that of all.
+        """
+        block, outer, nb = self.block_size, self.outer, self.local_blocks
+        batch, heads, num_blocks = self.member.shape
+        counts = self.round_ptr.diff().double().view(outer, batch, heads, nb)
+        pairs = counts.sum(-1).permute(1, 2, 0) * block * block
+        pairs[..., 0] -= nb * block * (block - 1) / 2
+        local = torch.arange(nb, device=counts.device)
+        own = block_at(local, self.rank, self.world, self.inner)
+        columns = self._columns_seen()[..., own].sum(-1) * block
+        for head in range(heads):
+            pairs[:, head, head * outer // heads] += columns[:, head]
+        # Queries of the last block are fewer when N is not a multiple of B (one rank only).
+        missing = num_blocks * block - self.seq_length
+        if missing:
+            pairs[..., 0] -= missing * self._keys_of_last_query(counts[0, ..., -1])
+        work = pairs.new_zeros(batch, heads, self.world, outer)
+        work[:, :, self.rank] = pairs
+        return work
+
+    def density(self) -> Tensor:
+        """Share of the causal pairs of this rank's queries that is attended: float32 ``[b, h]``, on the
+        index's device. The mean over ranks is the density of the whole, but for the last digits: ranks
+        have not quite the same number of causal pairs."""
+        rows = self._positions().double()
+        return (self.work().sum((-1, -2)) / (rows + 1).sum()).float()
+
+    def token_mask(self, batch: int, head: int) -> Tensor:
+        """The pattern of one head and of this rank's queries written out: bool ``[N / W, N]`` (query, key).
+        For small N only."""
+        block = self.block_size
+        rows, keys = self._positions(), torch.arange(self.seq_length, device=self.member.device)
+        local = torch.arange(len(rows), device=rows.device) // block
+        mask = self.block_mask(self.rank)[batch, head][local[:, None], keys[None] // block]
+        columns = self.columns[batch, head, : int(self.column_ptr[batch, head, -1])].long()
+        apart = rows[:, None] // block - columns[None] // block
+        mask[:, columns] |= ~self.distances()[batch, head][apart.clamp(min=0)]
+        return mask & (rows[:, None] >= keys[None])
+
+    def _positions(self) -> Tensor:
+        """Global positions of this rank's queries."""
+        local = torch.arange(self.seq_length // self.world, device=self.member.device)
+        block = block_at(local // self.block_size, self.rank, self.world, self.inner)
+        return block * self.block_size + local % self.block_size
+
+
+def build_block_index(
+    blocks: Tensor,
+    distances: Tensor,
+    columns: Tensor,
+    seq_length: int,
+    block_size: int,
+    world: int,
+    inner: int | None = None,
+    rank: int = 0,
+    capacity: int | None = None,
+) -> BlockListIndex:
+    """Put this rank's chosen blocks, and all ranks' chosen distances and columns, into the coordinates of the
+    ring. A query block sees what ``blocks`` or ``distances`` has, itself, and nothing later.
+
+    Args:
+        blocks: bool or uint8 ``[b, h, nb, NB]``, by own query block in local order and global key block:
+            what each query block sees beside ``distances``. All false for a vertical-slash head.
+        distances: bool ``[b, h, NB]``, D by block distance, NB = ceil(N / B); all false for a head of block
+            lists. Distance 0 is added.
+        columns: int ``[b, h, C]``, V as global token positions, in any order, each once; entries of N or
+            more stand for no column. For heads with no more in ``blocks`` than in ``distances``: a column
+            in a block that is also in a list would be attended to twice.
+        seq_length, block_size, world: N, B and the number of context-parallel ranks W.
+        inner: I, how many ranks' keys are attended to in one round; None for the default of so many ranks.
+        rank: whose query blocks these are.
+        capacity: memory for so many entries, the pairs of a query block and a key block over all heads;
+            nothing is read on the host then. None to count them first, which waits for the device once and
+            takes no more memory than there are entries.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or there is too much for lists.
+        RuntimeError: there are more entries than ``capacity``, or columns for a head with other blocks than
+            ``distances``. On a GPU this is found by the device, which stops: nothing wrong is computed.
+    """
+    inner = inner_size(world, inner)
+    batch, heads, num_blocks = distances.shape
+    if num_blocks != -(-seq_length // block_size) or num_blocks % world:
+        raise ValueError(
+            f"distances for {num_blocks} blocks, but {seq_length} tokens make "
+            f"{-(-seq_length // block_size)} blocks of {block_size}, to be divided by {world} ranks"
+        )
+    expected = (batch, heads, num_blocks // world, num_blocks)
+    if tuple(blocks.shape) != expected:
+        raise ValueError(f"blocks are {tuple(blocks.shape)}, but the distances go with {expected}")
+    if blocks.dtype not in (torch.bool, torch.uint8):
+        raise ValueError(f"blocks are {blocks.dtype}: they must be bool or uint8")
+    if not 0 <= rank < world:
+        raise ValueError(f"rank {rank} is none of {world}")
+    member, *_, columns, column_ptr = index_lists(
+        distances, None, 0, columns, seq_length, block_size, world, inner
+    )
+    operands = (blocks, member, world, inner, rank)
+    round_ptr, rank_ptr, beside = block_counts(*operands)
+    both = ((beside > 0) & (column_ptr[..., -1] > 0)).any()
+    torch._assert_async(~both, "a head has columns, and blocks at other distances than its own")
+    if capacity is None:
+        capacity = int(round_ptr[-1])
+    else:
+        torch._assert_async(round_ptr[-1] <= capacity, f"blocks have more than {capacity} entries")
+    if capacity > MOST:
+        raise ValueError(f"lists of {capacity} entries on a rank: more than {MOST}, use more ranks")
+    round_list, rank_list = block_lists(*operands, round_ptr, rank_ptr, capacity)
+    return BlockListIndex(
+        member, round_list, round_ptr, rank_list, rank_ptr, columns, column_ptr,
+        seq_length, block_size, world, inner, rank,
+    )  # fmt: skip
