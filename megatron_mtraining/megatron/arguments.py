@@ -27,7 +27,7 @@ from ..config import (
     field_types,
     option,
 )
-from ..pattern import check_files
+from ..pattern import check_files, settings_of_run
 from .backend import is_active, training_arguments
 from .checks import check_settings, ranks_a_node
 from .wrapping import is_first_local_rank
@@ -118,6 +118,8 @@ def config_from_args(args) -> MTrainingConfig:
             value = seq_length
         if value is not None:
             values[field.name] = value
+    if "overrides" in values:
+        values = {**settings_of_run(values["overrides"]), **values}
     config = MTrainingConfig(**values)
     if seq_length is None:
         return config

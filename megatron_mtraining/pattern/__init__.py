@@ -3,7 +3,7 @@
 
 from .block_choice import choose_block_lists
 from .block_index import BlockListIndex, build_block_index
-from .budgets import check_files, heads_of_layer
+from .budgets import check_files, heads_of_layer, settings_of_run
 from .index import VerticalSlashIndex, build_index, full_index
 from .select import check_choice, choose_index
 from .steering import Steering, advance, steering_of, steerings
@@ -21,6 +21,7 @@ __all__ = [
     "choose_index",
     "full_index",
     "heads_of_layer",
+    "settings_of_run",
     "steering_of",
     "steerings",
 ]

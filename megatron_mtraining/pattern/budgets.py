@@ -41,6 +41,18 @@ def heads_of_layer(config: MTrainingConfig, layer: int, layers: int | None, head
     return None
 
 
+def settings_of_run(overrides: str) -> dict:
+    """What a file of overrides says of all layers: settings by name.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    content = _read(overrides, f"{option('overrides')} {overrides}")
+    known = {field.name for field in fields(MTrainingConfig)}
+    found = content if isinstance(content, dict) else {}
+    return {name: value for name, value in found.items() if name in known}
+
+
 def check_files(config: MTrainingConfig, layers: int | None, heads: int) -> None:
     """Raise :class:`ConfigError` if the files of a run's settings do not fit the model."""
     if config.overrides is not None:
@@ -74,6 +86,12 @@ def _of_overrides(config: MTrainingConfig, layers: int | None, heads: int) -> di
     other = content.keys() - {"layers"} - {field.name for field in fields(MTrainingConfig)}
     if other:
         raise ConfigError(f"{name} has {sorted(other)[0]!r}, which is no setting: leave it out")
+    for setting in content.keys() - {"layers"}:
+        if content[setting] != getattr(config, setting):
+            raise ConfigError(
+                f"{name} has {setting} {content[setting]!r}, but the run {getattr(config, setting)!r}: make "
+                f"them the same, or leave one out"
+            )
     found = {}
     for number, of_layer in content["layers"].items():
         place = f"{name}: layer {number}"

@@ -93,6 +93,13 @@ def test_files_are_checked_before_training(tmp_path):
         check_arguments(parse(*words, num_layers=4))
     with pytest.raises(ArgumentsError, match="--mtraining-vertical is 9, but --mtraining-budgets"):
         check_arguments(parse(*words, "--mtraining-vertical", "9", num_layers=3))
+    recommended = tmp_path / "settings.json"
+    recommended.write_text(json.dumps({"price": 0.2, "layers": {"1": {"dense": True}}}))
+    words = ["--mtraining-overrides", str(recommended)]
+    check_arguments(args := parse(*words, num_layers=3))
+    assert args.mtraining_price == 0.2
+    with pytest.raises(ArgumentsError, match="has price 0.2, but the run 0.5"):
+        check_arguments(parse(*words, "--mtraining-price", "0.5", num_layers=3))
     with pytest.raises(ArgumentsError, match="--mtraining-overrides nowhere.json cannot be read"):
         check_arguments(parse("--mtraining-overrides", "nowhere.json", num_layers=3))
 

@@ -1,4 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+import json
 import math
 
 import pytest
@@ -126,3 +127,64 @@ def test_refused_tensors():
     ):
         with pytest.raises(ConfigError, match=message):
             make()(*made)
+
+
+def watched(config, seq=512):
+    """An attention of its own settings, and what patterns its calls have chosen."""
+    attention = make(make_config(mtraining=config))
+    found = []
+    add = attention.density.add
+    attention.density.add = lambda density, recall: (found.append(density), add(density, recall))
+    torch.manual_seed(2)
+    query = torch.randn(seq, 1, HEADS, DIM)
+    key, value = torch.randn(2, seq, 1, GROUPS, DIM)
+    return attention, found, (query, key, value)
+
+
+def sparse(**changes):
+    return MTrainingConfig(
+        block_size=64, window=64, sample_strata=16, **{"price": 1.3, **changes}
+    )  # fmt: skip
+
+
+def test_dense_steps_are_dense():
+    attention, found, given = watched(sparse(dense_steps=2))
+    for step in range(3):
+        attention.steering.step = step
+        attention(*given)
+    assert [bool((density == 1).all()) for density in found] == [True, True, False]
+    # What is not training has the pattern from the first.
+    attention.steering.step = 0
+    out = attention.eval()(*given)
+    attention.steering.step = 2
+    assert torch.equal(out, attention(*given))
+
+
+def test_slashes_stay_between_refreshes():
+    attention, _, (query, key, value) = watched(sparse(slash_refresh=3, price=0.6))
+    members = []
+    for step in range(5):
+        attention.steering.step = step
+        attention(query + step, key, value)
+        members.append(attention._slashes)
+    assert torch.equal(members[0], members[1]) and torch.equal(members[0], members[2])
+    assert torch.equal(members[3], members[4]) and not torch.equal(members[0], members[3])
+
+
+def test_heads_by_a_file_and_by_tensor_parallel_rank(tmp_path, group):
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({"layers": {"2": {"heads": {"1": {"dense": True}}}}}))
+    config = sparse(overrides=str(path))
+    groups = type("Groups", (), {"cp": group(0, 1), "tp": group(0, 1)})()
+    attention = make(make_config(mtraining=config, num_layers=3), pg_collection=groups)
+    assert [head.keeps_all(999) for head in attention.heads] == [False, True, False, False]
+    for rank, expected in ((0, [False, True]), (1, [False, False])):
+        groups = type("Groups", (), {"cp": group(0, 1), "tp": group(rank, 2)})()
+        attention = make(make_config(mtraining=config, num_layers=3), pg_collection=groups)
+        assert [head.keeps_all(999) for head in attention.heads] == expected
+    attention = make(make_config(mtraining=config, num_layers=3), layer_number=1)
+    assert attention.heads is None
+    with pytest.raises(
+        ConfigError, match="attention of layer 3 does not fit.*the model has 1 layers"
+    ):
+        make(make_config(mtraining=config))
