@@ -30,7 +30,7 @@ def packages() -> list[str]:
 
 QUICKSTART = ["sentencepiece", "matplotlib>=3.7", "tqdm"]
 INSPECT = ["transformers>=5", "gguf>=0.10", "accelerate", "matplotlib>=3.7", "tqdm"]
-TEST = ["pytest>=8", "pytest-xdist", "build", "setuptools>=68", "wheel"]
+TEST = ["transformers>=5", "pytest>=8", "pytest-xdist", "build", "setuptools>=68", "wheel"]
 
 setup(
     name="megatron-mtraining",

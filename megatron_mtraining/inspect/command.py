@@ -226,9 +226,8 @@ def draw(folder: Path, measured, recommended, kept, rows, length: int, options: 
     pictures.layers_by_heads(
         folder / "density_needed.png",
         best.needed,
-        f"{name}, {length} tokens: pairs that a head has to keep for a recall of {target:.0%}\n"
-        f"({best.series.label}; crossed out: not reached)",
-        "density",
+        f"{name}, {length} tokens\n{best.series.label}; crossed out: recall not reached",
+        f"share of pairs a head has to keep for a recall of {target:.0%}",
     )
     number = sum(len(one.series.settings) for one in measured[: measured.index(best)])
     number += recommended.point.denser

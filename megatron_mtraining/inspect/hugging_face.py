@@ -58,7 +58,18 @@ def open_gguf(options):
         # transformers reads the file for each of configuration, tokenizer and weights: seconds each.
         return mock.patch.object(gguf, "GGUFReader", lambda *args, **kwargs: reader)
 
-    return HuggingFace(options, path.parent, {"gguf_file": path.name}, one_reader)
+    source = HuggingFace(options, path.parent, {"gguf_file": path.name}, one_reader)
+    source.weights = _unpacked()
+    return source
+
+
+def _unpacked() -> dict:
+    """What makes transformers unpack a GGUF file's weights, in versions that would otherwise look for
+    kernels that multiply with packed ones."""
+    import transformers
+
+    config = getattr(transformers, "GgufConfig", None)
+    return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
 class HuggingFace:
@@ -67,6 +78,7 @@ class HuggingFace:
     def __init__(self, options, folder: Path, how: dict, reading):
         self.options, self.folder, self.how = options, folder, how
         self.reading = reading
+        self.weights: dict = {}  # more arguments for loading them
         self.model = None
         with self._explained("configuration"), reading():
             from transformers import AutoConfig
@@ -103,6 +115,7 @@ class HuggingFace:
                 attn_implementation=ATTENTION,
                 local_files_only=True,
                 **self.how,
+                **self.weights,
             )
         # The body alone: logits over the vocabulary would be the largest tensor of all.
         self.model = model.base_model.to(self.options.device).eval()

@@ -66,6 +66,8 @@ class LayerRecall:
 
     def __init__(self, given: LayerInput, configs: list[MTrainingConfig], rows: Tensor):
         query, key = given.query, given.key
+        if not query.is_cuda:  # the choice's twins on CPUs do so each time, exactly
+            query, key = query.float(), key.float()
         ring = Ring(None)
         self.indices = [
             choose_index(query, key, config, ring, given.softmax_scale) for config in configs
@@ -89,8 +91,8 @@ class LayerRecall:
         self.picture = (picture / count[:, None]).cpu()
         if not self.recall.isfinite().all():
             raise ConfigError(
-                f"the attention scores of layer {given.layer} are not finite numbers in {query.dtype}: is "
-                "the model whole? If so, try --dtype float32"
+                f"the attention scores of layer {given.layer} are not finite numbers in "
+                f"{given.query.dtype}: is the model whole? If so, try --dtype float32"
             )
 
 

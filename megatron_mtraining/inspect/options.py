@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -138,6 +139,21 @@ def require(*names: str) -> None:
     missing = [packages.get(name, name) for name in names if find_spec(name) is None]
     if missing:
         raise ConfigError(f"{', '.join(missing)} not installed: pip install '{EXTRA}'")
+    if "transformers" in names:
+        hide_kernels_folder()
+
+
+def hide_kernels_folder() -> None:
+    """Keep transformers from taking our ``kernels/`` for another package of that name, which it looks for.
+
+    It can be imported by that name only where the root of a checkout is on Python's path, as with
+    ``python -m`` there; importing it so fails. To be called before transformers is imported.
+    """
+    from .. import kernels
+
+    spec = None if "kernels" in sys.modules else find_spec("kernels")
+    if spec is not None and spec.origin and Path(spec.origin).samefile(kernels.__file__):
+        sys.modules["kernels"] = None  # so it is not found
 
 
 def default_dtype(device: torch.device) -> torch.dtype:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 
 from ..config import ConfigError, MTrainingConfig
 
-POINTS = 8
+POINTS = 6
 """Settings of a series."""
 PRICES = (3.0, 0.05)
-COVERAGES = (0.5, 0.7, 0.8, 0.88, 0.93, 0.96, 0.98, 0.99)
+COVERAGES = (0.5, 0.7, 0.85, 0.93, 0.97, 0.99)
 FIXED = (1 / 128, 1 / 2)
 """Share of the block distances that are slashes; a quarter of it, of the tokens, are columns."""
 ESTIMATORS = ("strata", "last")

@@ -159,8 +159,10 @@ def recall_density(
         va="bottom", fontsize=9,
     )  # fmt: skip
     axes.set_xscale("log")
+    # Powers of ten alone would be one label, or none.
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5, 7)))
     axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
     axes.set_xlabel("density (% of all causal pairs that is kept)")
     axes.set_ylabel("recall (% of the true attention that is kept)")
     axes.set_title(f"{title}; dotted: nine in ten heads are above", fontsize=10)
@@ -219,7 +221,9 @@ def attention_and_pattern(
     )
     left.set_title("true attention", fontsize=10)
     figure.colorbar(image, ax=left, shrink=0.8, label="share of a query's attention in the cell")
-    image = _heat_map(right, np.ma.masked_invalid(shares).filled(0), seq_length)
+    # By the square root: a single column in a cell of many keys would not show.
+    norm = matplotlib.colors.PowerNorm(0.5, vmin=0, vmax=1)
+    image = _heat_map(right, np.nan_to_num(shares), seq_length, norm)
     right.set_title("pattern", fontsize=10)
     figure.colorbar(image, ax=right, shrink=0.8, label="share of the pairs that is kept")
     for axes in (left, right):
@@ -229,7 +233,7 @@ def attention_and_pattern(
     return _save(figure, path)
 
 
-def _heat_map(axes, shares: np.ndarray, seq_length: int):
+def _heat_map(axes, shares: np.ndarray, seq_length: int, norm=None):
     shares = np.asarray(shares)
     future = np.triu(np.ones(shares.shape, dtype=bool), 1)
     shown = np.ma.masked_where(future & (shares == 0), shares)
@@ -237,8 +241,7 @@ def _heat_map(axes, shares: np.ndarray, seq_length: int):
     return axes.imshow(
         shown,
         cmap=colours,
-        vmin=0,
-        vmax=1,
+        norm=norm or matplotlib.colors.Normalize(0, 1),
         interpolation="nearest",
         extent=(0, seq_length, seq_length, 0),
     )
