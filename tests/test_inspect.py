@@ -544,7 +544,7 @@ def test_bad_values_end_in_one_error_before_weights_are_read(
     def unexpected(*_):
         raise AssertionError("the weights are read")
 
-    monkeypatch.setattr(HuggingFace, "load", unexpected)
+    monkeypatch.setattr(HuggingFace, "loaded", unexpected)
     monkeypatch.chdir(tmp_path)
     refused(capsys, named, llama, *quick(words, tmp_path / "out"), *wrong)
     assert not list(tmp_path.iterdir())
@@ -557,7 +557,7 @@ def test_models_that_are_none(tmp_path, words, capsys):
     broken.write_bytes(b"GGUF\x03\x00\x00\x00")
     rest = quick(words, tmp_path / "out")
     refused(capsys, ["MODEL", "/nowhere", ".gguf"], "/nowhere", *rest)
-    refused(capsys, ["MODEL", str(empty), "config.json", "common.pt"], empty, *rest)
+    refused(capsys, ["MODEL", str(empty), "config.json", "metadata.json"], empty, *rest)
     refused(capsys, ["MODEL", str(other), "not a GGUF file"], other, *rest)
     if find_spec("gguf") and find_spec("transformers") and find_spec("accelerate"):
         refused(capsys, ["MODEL", str(broken), "gguf cannot read"], broken, *rest)
@@ -678,7 +678,7 @@ def test_a_gguf_file(tmp_path, words):
 
 
 def test_shape_is_checked():
-    shape = Shape(1, 2, 2, 64, 128)
+    shape = Shape(1, 2, 2, 64, 128, 1000)
     shape.check("MODEL")
     with pytest.raises(ConfigError, match="dimension 80"):
         replace(shape, head_dim=80).check("MODEL")

@@ -60,6 +60,12 @@ def inspect(options: Options) -> None:
         options.text, options.seq_length, shape.positions, options.block_size, source.tokenizer, extend
     )  # fmt: skip
     length = len(tokens)
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < shape.vocabulary:
+        wrong = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
+        raise ConfigError(
+            f"--text has the token id {wrong}, but MODEL has {shape.vocabulary} tokens: use the tokenizer "
+            "that it was trained with (--tokenizer)"
+        )
     series = series_for(length, options.base, options.policies)
     configs = [MTrainingConfig(**setting) for one in series for setting in one.settings]
     rows = held_out_rows(length, options.rows, configs, options.seed)
@@ -77,11 +83,11 @@ def inspect(options: Options) -> None:
     )
     with all_or_nothing(options.output) as folder:
         started = time.perf_counter()
-        source.load(length)
-        loaded = time.perf_counter()
-        collected = Collected(options, series, configs, rows, shape.layers)
-        with collected.progress:
-            source.run(tokens, collected.add)
+        with source.loaded() as run_model:
+            loaded = time.perf_counter()
+            collected = Collected(options, series, configs, rows, shape.layers)
+            with collected.progress:
+                run_model(tokens, collected.add)
         measured = collected.measured()
         recommended = Recommendation(measured)
         seconds, memory = time.perf_counter() - loaded, peak_memory(options.device)

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import torch
 
 from ..config import ConfigError
-from .options import require
+from .options import first_line, require
 from .sources import LayerInput, Shape, dense_attention
 
 ATTENTION = "mtraining_inspect"
@@ -42,9 +44,7 @@ def open_gguf(options):
     try:
         reader = gguf.GGUFReader(path)
     except Exception as error:
-        raise ConfigError(
-            f"MODEL is {path}, which gguf cannot read: {_first_line(error)}"
-        ) from None
+        raise ConfigError(f"MODEL is {path}, which gguf cannot read: {first_line(error)}") from None
     # transformers does not read these, and without them the positions of long texts are wrong.
     scaled = [name for name in reader.fields if ".rope.scaling." in name]
     scaled += [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_f")]
@@ -79,7 +79,6 @@ class HuggingFace:
         self.options, self.folder, self.how = options, folder, how
         self.reading = reading
         self.weights: dict = {}  # more arguments for loading them
-        self.model = None
         with self._explained("configuration"), reading():
             from transformers import AutoConfig
 
@@ -102,7 +101,8 @@ class HuggingFace:
         with self._explained("tokenizer"), self.reading():
             return _load_tokenizer(self.folder, self.how)
 
-    def load(self, positions: int) -> None:
+    @contextmanager
+    def loaded(self):
         from transformers import AutoModelForCausalLM
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -118,12 +118,14 @@ class HuggingFace:
                 **self.weights,
             )
         # The body alone: logits over the vocabulary would be the largest tensor of all.
-        self.model = model.base_model.to(self.options.device).eval()
+        body = model.base_model.to(self.options.device).eval()
+        del model
+        yield partial(self._run, body)
 
     @torch.no_grad()
-    def run(self, tokens, visit) -> None:
+    def _run(self, model, tokens, visit) -> None:
         self._visit, self._layer = visit, 0
-        self.model(input_ids=tokens[None].to(self.options.device), use_cache=False)
+        model(input_ids=tokens[None].to(self.options.device), use_cache=False)
         if self._layer != self.shape.layers:
             raise ConfigError(
                 f"{self._place} has {self.shape.layers} layers, but {self._layer} of them called the "
@@ -162,7 +164,7 @@ class HuggingFace:
             raise
         except Exception as error:
             raise ConfigError(
-                f"the {what} of {self._place} cannot be loaded: {_first_line(error)}"
+                f"the {what} of {self._place} cannot be loaded: {first_line(error)}"
             ) from error
 
 
@@ -176,7 +178,7 @@ def tokenizer_of(path: Path):
             processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except Exception as error:
             raise ConfigError(
-                f"--tokenizer is {path}, which sentencepiece cannot read: {_first_line(error)}"
+                f"--tokenizer is {path}, which sentencepiece cannot read: {first_line(error)}"
             ) from None
         return processor.encode
     if path.is_dir():
@@ -196,7 +198,7 @@ def tokenizer_of(path: Path):
         return _load_tokenizer(folder, how)
     except Exception as error:
         raise ConfigError(
-            f"--tokenizer is {path}, which transformers cannot read: {_first_line(error)}"
+            f"--tokenizer is {path}, which transformers cannot read: {first_line(error)}"
         ) from None
 
 
@@ -256,7 +258,7 @@ def _shape_of(config, place: str) -> Shape:
         )
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return Shape(layers, heads, kv_heads, head_dim, positions)
+    return Shape(layers, heads, kv_heads, head_dim, positions, config.vocab_size)
 
 
 def _with_yarn(config, shape: Shape, factor: float, place: str) -> Shape:
@@ -281,9 +283,4 @@ def _with_yarn(config, shape: Shape, factor: float, place: str) -> Shape:
     }
     positions = int(shape.positions * factor)
     config.max_position_embeddings = positions
-    return Shape(shape.layers, shape.heads, shape.kv_heads, shape.head_dim, positions)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return replace(shape, positions=positions)

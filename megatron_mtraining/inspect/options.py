@@ -51,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     what = "a Hugging Face folder, a .gguf file or a Megatron checkpoint's folder"
     add("model", type=Path, metavar="MODEL", help=what)
-    what = "UTF-8 text to run over, one file after the other, or token ids as a .npy file"
+    what = (
+        "UTF-8 text to run over, one file after the other, or token ids: .npy, or Megatron's .bin"
+    )
     add("--text", type=Path, nargs="+", required=True, metavar="FILE", help=what)
     what = "a Hugging Face folder, a .gguf file or a sentencepiece .model (the model's own)"
     add("--tokenizer", type=Path, metavar="PATH", help=what)
@@ -135,12 +137,25 @@ def options_from(values: argparse.Namespace) -> Options:
 
 def require(*names: str) -> None:
     """Raise :class:`ConfigError` unless these packages are installed."""
-    packages = {"yaml": "pyyaml"}
-    missing = [packages.get(name, name) for name in names if find_spec(name) is None]
+    packages = {"yaml": "pyyaml", "megatron.core": "megatron-core"}
+    missing = [packages.get(name, name) for name in names if not _installed(name)]
     if missing:
         raise ConfigError(f"{', '.join(missing)} not installed: pip install '{EXTRA}'")
     if "transformers" in names:
         hide_kernels_folder()
+
+
+def _installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # the parent package
+        return False
+
+
+def first_line(error: Exception) -> str:
+    """An error of a library in one line: its kind, and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def hide_kernels_folder() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -38,6 +39,8 @@ class Shape:
     head_dim: int
     positions: int
     """The longest sequence it is made for, in tokens."""
+    vocabulary: int
+    """Token ids are below this."""
 
     def check(self, place: str) -> None:
         """Raise :class:`ConfigError` unless there is a pattern for such heads."""
@@ -46,6 +49,9 @@ class Shape:
                 f"{place} has heads of dimension {self.head_dim}: attention backend mtraining supports "
                 f"{HEAD_DIMS}, so inspect a model with one of these"
             )
+
+
+Visitor = Callable[[LayerInput], None]
 
 
 class Source(Protocol):
@@ -58,13 +64,11 @@ class Source(Protocol):
     def tokenizer(self) -> Callable[[str], list[int]]:
         """The model's tokenizer, as a function of a text that gives token ids."""
 
-    def load(self, positions: int) -> None:
-        """Read the weights, for sequences of up to so many tokens."""
+    def loaded(self) -> AbstractContextManager[Callable[[Tensor, Visitor], None]]:
+        """The weights, in memory while the context lasts, as a function that runs the model.
 
-    def run(self, tokens: Tensor, visit: Callable[[LayerInput], None]) -> None:
-        """Run the model over token ids ``[s]``, and call ``visit`` with each layer's input in order.
-
-        Attention is dense; only one layer's queries and keys are held at a time.
+        It takes token ids ``[s]`` and calls its visitor with each layer's input, in order. Attention is
+        dense; only one layer's queries and keys are held at a time.
         """
 
 
@@ -88,12 +92,16 @@ def open_source(options) -> Source:
         from .hugging_face import open_folder
 
         return open_folder(options)
+    from .megatron_checkpoint import is_checkpoint, open_checkpoint
+
+    if is_checkpoint(path):
+        return open_checkpoint(options)
     inside = sorted(path.glob("*.gguf"))
     if inside:
         raise ConfigError(f"MODEL is the folder {path}: name the file, such as {inside[0]}")
     raise ConfigError(
         f"MODEL is the folder {path}, which has no config.json (as a Hugging Face model has), and neither "
-        "common.pt nor latest_checkpointed_iteration.txt (as a Megatron checkpoint has)"
+        "metadata.json nor latest_checkpointed_iteration.txt (as a Megatron checkpoint has)"
     )
 
 

@@ -83,6 +83,10 @@ def tokens_for(
     if paths[0].suffix == ".npy" and len(paths) == 1:
         ids = read_tokens(paths[0])[:wanted]
         what = "tokens"
+    elif paths[0].suffix == ".bin" and len(paths) == 1:
+        from .megatron_checkpoint import indexed_tokens
+
+        ids, what = indexed_tokens(paths[0], wanted), "tokens"
     else:
         ids = _encode(read_text(paths), wanted, tokenizer())
         what = "tokens by this model's tokenizer"
