@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import warnings
 from argparse import Namespace
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ..config import ConfigError
 from .options import first_line, require
@@ -102,6 +105,7 @@ class MegatronCheckpoint:
 
     def __init__(self, options, folder: Path):
         self.options, self.folder = options, folder
+        self.keys = self._keys()
         common = _quietly(self._common)
         self.args = common.get("args")
         if not isinstance(self.args, Namespace):
@@ -130,10 +134,10 @@ class MegatronCheckpoint:
 
         try:
             return dist_checkpointing.load_common_state_dict(str(self.folder))
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             raise ConfigError(
                 f"the arguments in {self._place} cannot be read by the Megatron-Core that is installed: "
-                f"{first_line(error)}"
+                f"{_reason(error)}"
             ) from error
 
     def _check(self) -> None:
@@ -281,7 +285,7 @@ class MegatronCheckpoint:
             fp16=dtype == torch.float16,
             use_cpu_initialization=True,
             perform_initialization=False,
-            attention_backend=AttnBackend.unfused,
+            attention_backend=AttnBackend.auto,
             # Fusions need a GPU, apex or Transformer Engine.
             bias_activation_fusion=False,
             bias_dropout_fusion=False,
@@ -320,11 +324,10 @@ class MegatronCheckpoint:
             wanted = model.sharded_state_dict()
         # What Transformer Engine keeps beside tensors, of which local layers have none.
         _, wanted = extract_matching_values(wanted, lambda value: isinstance(value, ShardedObject))
-        present = self._keys()
-        missing = sorted({entry.key for entry in _entries(wanted)} - present)
+        missing = sorted({entry.key for entry in _entries(wanted)} - self.keys)
         if missing:
             near = sorted(
-                key for key in present if key.startswith(("decoder", "embedding", "model"))
+                key for key in self.keys if key.startswith(("decoder", "embedding", "model"))
             )
             raise ConfigError(
                 f"{self._place} lacks {len(missing)} of the tensors that such a model has, {missing[0]} for "
@@ -334,9 +337,9 @@ class MegatronCheckpoint:
             loaded = dist_checkpointing.load(
                 {"model": wanted}, str(self.folder), validate_access_integrity=False
             )
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             raise ConfigError(
-                f"the weights of {self._place} cannot be loaded: {first_line(error)}"
+                f"the weights of {self._place} cannot be loaded: {_reason(error)}"
             ) from error
         left = model.load_state_dict(loaded["model"], strict=False)
         absent = [name for name in left.missing_keys if not name.endswith("_extra_state")]
@@ -346,6 +349,7 @@ class MegatronCheckpoint:
             )
 
     def _keys(self) -> set[str]:
+        """The names of all that is saved in parts, tensors above all."""
         from torch.distributed.checkpoint import FileSystemReader
 
         try:
@@ -413,7 +417,7 @@ def _one_process(device: torch.device):
         "nccl" if on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1
     )
     try:
-        with megatron_on_cpu(not on_gpu):
+        with megatron_on_cpu(not on_gpu), _without_variables("NVTE_"):
             parallel_state.initialize_model_parallel()
             try:
                 model_parallel_cuda_manual_seed(0)
@@ -422,6 +426,23 @@ def _one_process(device: torch.device):
                 parallel_state.destroy_model_parallel()
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _without_variables(prefix: str):
+    """The environment without variables of a prefix, while the context lasts: Megatron-Core sets some by the
+    attention backend of a model, and refuses the next model if they are not what it would set."""
+    with mock.patch.dict(os.environ):
+        for name in [name for name in os.environ if name.startswith(prefix)]:
+            del os.environ[name]
+        yield
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, in a line; of a CheckpointException, the end of the traceback that it quotes."""
+    if isinstance(error, CheckpointException):
+        return str(error).strip().splitlines()[-1].strip()
+    return first_line(error)
 
 
 def _entries(tree):
