@@ -57,7 +57,10 @@ REFUSED = {
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder looks like a Megatron checkpoint, in any format, or its parent."""
     names = (TRACKER, "metadata.json", "common.pt", ".metadata")
-    return any((folder / name).exists() for name in names) or any(folder.glob("mp_rank_*"))
+    inside = ("mp_rank_*", "iter_*")
+    return any((folder / name).exists() for name in names) or any(
+        True for pattern in inside for _ in folder.glob(pattern)
+    )
 
 
 def open_checkpoint(options):
@@ -82,6 +85,10 @@ def find_iteration(folder: Path) -> Path:
                 "iteration's folder"
             )
         folder = folder / name
+    elif iterations := sorted(folder.glob("iter_*")):
+        raise ConfigError(
+            f"MODEL is {folder}, without {TRACKER}: name an iteration's folder, such as {iterations[-1]}"
+        )
     if any(folder.glob("mp_rank_*")):
         raise ConfigError(
             f"MODEL is {folder}, a Megatron checkpoint in the format torch: {FIX}, which Megatron-LM does "

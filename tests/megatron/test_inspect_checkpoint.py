@@ -240,6 +240,8 @@ def test_folders_that_are_no_such_checkpoint(saved, tmp_path, capsys):
     iteration = folder / "iter_0000007"
     (folder / megatron_checkpoint.TRACKER).write_text("9")
     refused(capsys, folder, tmp_path, ["MODEL", "'9'", "iter_0000009"])
+    (folder / megatron_checkpoint.TRACKER).unlink()
+    refused(capsys, folder, tmp_path, ["name an iteration's folder", "iter_0000007"])
     (iteration / ".metadata").rename(iteration / "away")
     refused(capsys, iteration, tmp_path, ["not whole", ".metadata", "--ckpt-format torch_dist"])
     (iteration / ".metadata").write_bytes(b"nothing")
