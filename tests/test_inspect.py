@@ -115,7 +115,10 @@ def test_pattern_picture_is_the_mask_at_the_rows(monkeypatch):
 
 
 def test_rows_are_spread_and_not_the_estimators():
-    configs = [MTrainingConfig(), MTrainingConfig(sample_strata=32, sample_rows=2)]
+    configs = [
+        MTrainingConfig(sample_strata=64, sample_rows=1),
+        MTrainingConfig(sample_strata=32, sample_rows=2),
+    ]
     rows = measure.held_out_rows(8192, 512, configs, seed=0)
     assert len(rows) == 512 and (rows.diff() > 0).all()
     for config in configs:
@@ -127,6 +130,10 @@ def test_rows_are_spread_and_not_the_estimators():
     assert len(set(all_left.tolist())) == 192
     with pytest.raises(ConfigError, match="--rows is 193.*at most 192"):
         measure.held_out_rows(256, 193, configs[:1], seed=0)
+    assert len(measure.held_out_rows(256, None, configs[:1], seed=0)) == 192
+    assert len(measure.held_out_rows(8192, None, configs[:1], seed=0)) == 512
+    with pytest.raises(ConfigError, match="64 tokens.*longer text"):
+        measure.held_out_rows(64, None, configs[:1], seed=0)
 
 
 def test_scores_that_are_no_numbers_are_named():

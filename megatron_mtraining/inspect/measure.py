@@ -13,6 +13,7 @@ from ..config import ConfigError, MTrainingConfig
 from ..pattern import VerticalSlashIndex, choose_index
 from ..pattern.estimate import sample_rows
 from ..ring import Ring
+from .options import ROWS
 from .sources import LayerInput
 
 CHUNK_BYTES = 2**28
@@ -21,22 +22,31 @@ CELLS = 256
 """Cells along a side of a picture, at most."""
 
 
-def held_out_rows(seq_length: int, count: int, configs: list[MTrainingConfig], seed: int) -> Tensor:
+def held_out_rows(
+    seq_length: int, count: int | None, configs: list[MTrainingConfig], seed: int
+) -> Tensor:
     """Query rows to judge patterns by: int64 ``[count]``, ascending, none of which an estimator sees.
 
-    What is left of the sequence is cut into ``count`` stretches, and one row is drawn from each.
+    What is left of the sequence is cut into ``count`` stretches, and one row is drawn from each. None is
+    for :data:`~megatron_mtraining.inspect.options.ROWS`, or all that are left.
 
     Raises:
-        ConfigError: there are not so many rows left.
+        ConfigError: there are not so many rows left, or none.
     """
     free = torch.ones(seq_length, dtype=torch.bool)
     for config in configs:
-        sampled = config.sample_strata * config.sample_rows
         if getattr(config, "estimator", "strata") == "last":
-            free[-sampled:] = False
+            free[-config.sample_strata * config.sample_rows :] = False
         else:
             free[sample_rows(seq_length, config.sample_strata, config.sample_rows)] = False
     rows = free.nonzero()[:, 0]
+    if count is None:
+        count = min(ROWS, len(rows))
+    if not len(rows):
+        raise ConfigError(
+            f"there are {seq_length} tokens, and patterns are estimated from all of these rows, so that none "
+            "is left to judge them by: give a longer text, or a larger --seq"
+        )
     if count > len(rows):
         raise ConfigError(
             f"--rows is {count}, but of {seq_length} tokens {seq_length - len(rows)} are rows that patterns "

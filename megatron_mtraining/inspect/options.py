@@ -15,6 +15,8 @@ import torch
 from ..config import ConfigError, MTrainingConfig
 
 EXTRA = "megatron-mtraining[inspect]"
+ROWS = 512
+"""Query rows that patterns are judged by, unless told otherwise."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
 
 
@@ -28,7 +30,8 @@ class Options:
     seq_length: int | None
     yarn: float | None
     target_recall: float
-    rows: int
+    rows: int | None
+    """None for as many as :data:`ROWS`, if there are so many."""
     policies: list[str] | None
     heads: list[tuple[int, int]]
     """(layer, head) of those to draw beside the ones that are chosen."""
@@ -63,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--yarn", type=float, metavar="FACTOR", help=what)
     what = "share of the true attention to be kept (%(default)s)"
     add("--target-recall", type=float, default=0.95, metavar="SHARE", help=what)
-    add("--rows", type=int, default=512, help="query rows to judge patterns by (%(default)s)")
+    add("--rows", type=int, help=f"query rows to judge patterns by ({ROWS}, or all there are)")
     add("--policy", nargs="+", metavar="NAME", help="policies to try (all there are)")
     what = "draw this head too, counted from 0; may be given several times"
     add("--head", action="append", default=[], metavar="LAYER:HEAD", help=what)
@@ -90,7 +93,7 @@ def options_from(values: argparse.Namespace) -> Options:
         raise ConfigError(
             f"--target-recall is {values.target_recall:g}: use a share between 0 and 1, such as 0.95"
         )
-    if values.rows < 1:
+    if values.rows is not None and values.rows < 1:
         raise ConfigError(f"--rows is {values.rows}: use 1 or more")
     if values.seq is not None and values.seq < 1:
         raise ConfigError(f"--seq is {values.seq}: use 1 or more")
