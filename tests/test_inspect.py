@@ -227,6 +227,12 @@ def test_recommendation_of_a_layer_that_stays_dense_and_of_none():
     assert best.measured is easy and best.density == pytest.approx(0.2)
 
 
+def test_heads_out_of_reach_are_told_apart_by_their_recall():
+    needed = np.array([np.inf, 0.3, np.inf, 0.1, 0.3])
+    recall = np.array([0.2, 0.5, 0.6, 0.1, 0.4])
+    assert results.by_difficulty(needed, recall).tolist() == [3, 1, 4, 2, 0]
+
+
 def test_numbers_are_json_and_out_of_reach_is_null():
     one = measured([[0.8, 0.2], [1.0, 0.3]], [[0.1] * 2, [0.3] * 2])
     found = results.numbers([one], results.Recommendation([one]), {"model": "m"})
@@ -674,11 +680,11 @@ GGUF = os.environ.get("MTRAINING_TEST_GGUF")
 @pytest.mark.skipif(not GGUF, reason="MTRAINING_TEST_GGUF names no .gguf file")
 def test_a_gguf_file(tmp_path, words):
     out = tmp_path / "out"
-    more = ("--seq", 512, "--rows", 64, "--policy", "fixed")
+    more = ("--seq", 1024, "--rows", 64, "--policy", "fixed", "--block-size", 64)
     assert inspect(GGUF, *quick(words, out, *more)) == 0
     numbers = json.loads((out / "results.json").read_text())
     shape = (numbers["layers"], numbers["heads"])
-    setting = numbers["series"][0]["settings"][-1]
+    setting = numbers["series"][0]["settings"][0]
     assert np.array(setting["recall"]).shape == shape
     # A trained model's attention is not spread evenly.
     assert setting["mean_recall"] > setting["mean_density"] + 0.1

@@ -176,17 +176,12 @@ class Collected:
 
     def _worth_keeping(self, layer: int) -> list[int]:
         """The easiest, middle and hardest head of the layer that was last added, and those asked for."""
-        from .results import needed_density
+        from .results import by_difficulty, needed_density
 
         recall, density = self.recall[-1], self.density[-1]
-        needed = np.mean(
-            [
-                np.minimum(needed_density(recall[of], density[of], self.options.target_recall), 1)
-                for of in self._slices()
-            ],
-            0,
-        )
-        order = needed.argsort(kind="stable")
+        target = self.options.target_recall
+        each = [needed_density(recall[of], density[of], target) for of in self._slices()]
+        order = by_difficulty(np.minimum(each, 1).mean(0), recall.mean(0))
         chosen = {int(order[0]), int(order[len(order) // 2]), int(order[-1])}
         return sorted(chosen | {head for at, head in self.options.heads if at == layer})
 
@@ -211,6 +206,7 @@ def draw(folder: Path, measured, recommended, kept, rows, length: int, options: 
     """Write all pictures into ``folder``."""
     from ..report import pictures
     from .measure import pattern_picture
+    from .results import by_difficulty
 
     target = options.target_recall
     name = options.model.name or str(options.model)
@@ -238,8 +234,10 @@ def draw(folder: Path, measured, recommended, kept, rows, length: int, options: 
     number = sum(len(one.series.settings) for one in measured[: measured.index(best)])
     number += recommended.point.denser
     setting = best.series.describe(best.series.settings[recommended.point.denser])
-    by_need = sorted(kept, key=lambda head: best.needed[head.layer, head.head])
-    chosen = {"easiest": by_need[0], "middle": by_need[len(by_need) // 2], "hardest": by_need[-1]}
+    places = tuple(np.array([(head.layer, head.head) for head in kept]).T)
+    order = by_difficulty(best.needed[places], best.recall[recommended.point.denser][places])
+    middle = order[len(order) // 2]
+    chosen = {"easiest": kept[order[0]], "middle": kept[middle], "hardest": kept[order[-1]]}
     for head in kept:
         if (head.layer, head.head) in options.heads:
             chosen[f"layer{head.layer}_head{head.head}"] = head

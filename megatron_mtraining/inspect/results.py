@@ -88,6 +88,12 @@ def needed_density(recall: np.ndarray, density: np.ndarray, target: float) -> np
     return needed
 
 
+def by_difficulty(needed: np.ndarray, recall: np.ndarray) -> np.ndarray:
+    """Numbers of heads from easy to hard: by the density they need and, where that is the same or out of
+    reach, by a recall that they have. Both ``[h]``."""
+    return np.lexsort((-recall, needed))
+
+
 class Recommendation:
     """The series that takes the least density for the target, some heads left dense.
 
@@ -150,7 +156,7 @@ def summary(measured: list[Measured], recommended: Recommendation, target: float
     for layer in range(best.needed.shape[0]):
         # Where even the densest setting is not enough, all pairs are.
         means = [np.minimum(one.needed[layer], 1).mean() for one in measured]
-        hardest = int(best.needed[layer].argmax())
+        hardest = int(by_difficulty(best.needed[layer], best.point.of(best.recall)[layer])[-1])
         most = _share(best.needed[layer, hardest])
         rows.append([str(layer), *(f"{mean:.1%}" for mean in means), f"{hardest}: {most}"])
     header = [
