@@ -151,11 +151,12 @@ def kept_mass(p: Tensor, block_mass: Tensor, rows: Tensor, index: VerticalSlashI
     columns = index.columns[0].long()
     if not columns.shape[-1]:
         return kept
-    there = columns < keys
+    # Later columns, and none, are put into the last block: of its own rows it is at distance 0, which is
+    # always kept, and earlier rows have no mass there.
     columns = columns.clamp(max=keys - 1)[:, None].expand(-1, len(rows), -1)
     apart = (row_block - columns // block).clamp_(min=0)
     by_slash = distances.gather(-1, apart.flatten(1)).view_as(apart)
-    return kept + p.gather(-1, columns).masked_fill(by_slash | ~there[:, None], 0).sum(-1)
+    return kept + p.gather(-1, columns).masked_fill(by_slash, 0).sum(-1)
 
 
 def pattern_picture(
