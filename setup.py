@@ -29,7 +29,8 @@ def packages() -> list[str]:
 
 
 QUICKSTART = ["sentencepiece", "matplotlib>=3.7", "tqdm"]
-TEST = ["pytest>=8", "pytest-xdist", "build", "setuptools>=68", "wheel"]
+INSPECT = ["transformers>=5", "gguf>=0.10", "accelerate", "matplotlib>=3.7", "tqdm"]
+TEST = ["transformers>=5", "pytest>=8", "pytest-xdist", "build", "setuptools>=68", "wheel"]
 
 setup(
     name="megatron-mtraining",
@@ -53,6 +54,7 @@ setup(
     ],
     extras_require={
         "quickstart": QUICKSTART,
+        "inspect": INSPECT,
         "test": TEST + QUICKSTART,
         "lint": ["ruff>=0.9"],
         "te": ["transformer-engine[pytorch]"],

@@ -28,6 +28,11 @@ COMMANDS = (
         "train a small model on this machine, dense and sparse, and compare the two",
     ),
     Command(
+        "inspect",
+        "megatron_mtraining.inspect.command",
+        "measure what sparse patterns keep of a trained model's attention, and recommend settings",
+    ),
+    Command(
         "patch",
         "megatron_mtraining.megatron.patching",
         "add the attention backend to a Megatron-LM checkout, look whether it is there, remove it",

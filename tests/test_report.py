@@ -75,3 +75,51 @@ def test_work_stacks_ring_steps(tmp_path, drawn, ranks):
     assert heights == pytest.approx(100 * pairs / (4 * pairs.sum()))
     tops = [bar.get_y() + bar.get_height() for bar in axes.containers[-1]]
     assert tops == pytest.approx(heights.sum(1))
+
+
+def test_recall_density_has_a_line_for_mean_and_worst_of_each_policy(tmp_path, drawn):
+    curves = {
+        "price": ([0.1, 0.2], [0.8, 0.9], [0.5, 0.7]),
+        "fixed": ([0.05, 0.4], [0.7, 0.95], [0.2, 0.9]),
+    }
+    path = pictures.recall_density(tmp_path / "curves.png", curves, 0.9, "a model")
+    assert image(path).std() > 0
+    lines = drawn[0].axes[0].lines
+    assert [list(line.get_ydata()) for line in lines[:4]] == [
+        pytest.approx([80, 90]), pytest.approx([50, 70]),
+        pytest.approx([70, 95]), pytest.approx([20, 90]),
+    ]  # fmt: skip
+    assert list(lines[2].get_xdata()) == pytest.approx([5, 40])
+    assert list(lines[4].get_ydata()) == pytest.approx([90, 90])  # the target
+    legend = [entry.get_text() for entry in drawn[0].axes[0].get_legend().get_texts()]
+    assert legend == list(curves)
+
+
+def test_recall_density_has_numbers_on_short_axes(tmp_path, drawn):
+    curves = {"fixed": ([0.19, 0.6], [0.9, 0.95], [0.8, 0.9])}
+    pictures.recall_density(tmp_path / "curves.png", curves, 0.9, "a model")
+    axes = drawn[0].axes[0]
+    low, high = axes.get_xlim()
+    assert len([x for x in axes.get_xticks() if low <= x <= high]) >= 2
+
+
+def test_layers_by_heads_crosses_out_what_is_not_finite(tmp_path, drawn):
+    values = np.array([[0.1, np.inf, 0.3], [0.4, 0.5, 0.6]])
+    path = pictures.layers_by_heads(tmp_path / "map.png", values, "a model", "density")
+    assert image(path).std() > 0
+    axes = drawn[0].axes[0]
+    assert axes.images[0].get_array().mask.tolist() == [[False, True, False], [False] * 3]
+    assert axes.lines[0].get_xydata().tolist() == [[1, 0]]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("head", "layer")
+
+
+def test_attention_and_pattern_stand_side_by_side(tmp_path, drawn):
+    rng = np.random.default_rng(0)
+    mass, shares = np.tril(rng.random((8, 8))), np.tril(rng.random((8, 8)))
+    mass[3], shares[3] = np.nan, np.nan  # a row without rows
+    path = pictures.attention_and_pattern(tmp_path / "head.png", mass, shares, 512, "a head")
+    assert image(path).std() > 0
+    left, right = (axes.images[0] for axes in drawn[0].axes[:2])
+    assert np.array_equal(left.get_array().filled(0), np.nan_to_num(mass))
+    assert np.array_equal(right.get_array().filled(0), np.nan_to_num(shares))
+    assert left.get_extent() == right.get_extent() == [0, 512, 512, 0]

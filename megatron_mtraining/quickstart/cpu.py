@@ -1,5 +1,6 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""What megatron-core needs to run without a GPU. For the quickstart only, never for the plug-in."""
+"""What megatron-core needs to run without a GPU. For the quickstart and inspect, never for
+the plug-in."""
 
 from __future__ import annotations
 

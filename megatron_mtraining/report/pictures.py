@@ -10,7 +10,7 @@ import matplotlib
 import numpy as np
 
 matplotlib.use("Agg")  # before pyplot: there may be no display
-from matplotlib import pyplot
+from matplotlib import pyplot, ticker
 
 COLOURS = ("#1f5fa8", "#e07b1a", "#3a8f4d", "#9a4fa3", "#b83a3a", "#6b6b6b", "#20a0a0", "#c2a000")
 
@@ -135,7 +135,105 @@ def work(path: Path, pairs: np.ndarray, dense_pairs: float, title: str) -> Path:
     return _save(figure, path)
 
 
-def _heat_map(axes, shares: np.ndarray, seq_length: int):
+def recall_density(
+    path: Path,
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float]]],
+    target: float,
+    title: str,
+) -> Path:
+    """Recall against density, a line a policy: solid the mean, dotted the worst tenth of the heads.
+
+    Args:
+        curves: density, mean recall and recall of the worst tenth, all as shares, at each setting.
+        target: recall that is marked.
+    """
+    figure, axes = pyplot.subplots(figsize=(8, 5.6), layout="constrained")
+    for number, (name, (density, mean, worst)) in enumerate(curves.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        percent = 100 * np.asarray(density)
+        axes.plot(percent, 100 * np.asarray(mean), "o-", color=colour, markersize=4, label=name)
+        axes.plot(percent, 100 * np.asarray(worst), ":", color=colour, linewidth=1.2)
+    axes.axhline(100 * target, color="black", linestyle="--", linewidth=1)
+    axes.annotate(
+        f"target {target:.0%}", (0.01, 100 * target), xycoords=("axes fraction", "data"),
+        va="bottom", fontsize=9,
+    )  # fmt: skip
+    axes.set_xscale("log")
+    # Powers of ten alone would be one label, or none.
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5, 7)))
+    axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    axes.set_xlabel("density (% of all causal pairs that is kept)")
+    axes.set_ylabel("recall (% of the true attention that is kept)")
+    axes.set_title(f"{title}; dotted: nine in ten heads are above", fontsize=10)
+    axes.legend(loc="lower right")
+    axes.grid(alpha=0.3, which="both")
+    return _save(figure, path)
+
+
+def layers_by_heads(path: Path, values: np.ndarray, title: str, label: str) -> Path:
+    """A share of each head as a heat map: layers down, heads to the right; crosses where not finite.
+
+    Args:
+        values: ``[layers, heads]``, 0 to 1.
+    """
+    values = np.asarray(values, dtype=np.float64)
+    layers, heads = values.shape
+    figure, axes = pyplot.subplots(
+        figsize=(max(5.5, 0.3 * heads + 2.5), max(3.5, 0.22 * layers + 1.5)), layout="constrained"
+    )
+    shown = np.ma.masked_invalid(values)
+    colours = matplotlib.colormaps["viridis"].with_extremes(bad="#e8e8e8")
+    image = axes.imshow(shown, cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+    rows, columns = np.nonzero(~np.isfinite(values))
+    axes.plot(columns, rows, "x", color="#b83a3a", markersize=6)
+    axes.set_xlabel("head")
+    axes.set_ylabel("layer")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(ticker.MaxNLocator(integer=True, nbins=20))
+    axes.set_title(title, fontsize=9)
+    figure.colorbar(image, ax=axes, label=label)
+    return _save(figure, path)
+
+
+def attention_and_pattern(
+    path: Path, mass: np.ndarray, shares: np.ndarray, seq_length: int, title: str
+) -> Path:
+    """One head's true attention, and beside it the pairs that its pattern keeps.
+
+    Args:
+        mass: ``[n, n]``, the share of an average query's attention that each cell of keys has.
+        shares: ``[n, n]``, the share of the pairs in each cell that is kept. NaN rows are left out.
+        seq_length: tokens along a side.
+    """
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(12.4, 6), sharex=True, sharey=True, layout="constrained"
+    )
+    mass = np.asarray(mass, dtype=np.float64)
+    seen = np.ma.masked_where(~(mass > 0), mass)
+    colours = matplotlib.colormaps["magma"].with_extremes(bad="#e8e8e8")
+    image = left.imshow(
+        seen,
+        cmap=colours,
+        norm=matplotlib.colors.LogNorm(vmin=1e-5, vmax=1, clip=True),
+        interpolation="nearest",
+        extent=(0, seq_length, seq_length, 0),
+    )
+    left.set_title("true attention", fontsize=10)
+    figure.colorbar(image, ax=left, shrink=0.8, label="share of a query's attention in the cell")
+    # By the square root: a single column in a cell of many keys would not show.
+    norm = matplotlib.colors.PowerNorm(0.5, vmin=0, vmax=1)
+    image = _heat_map(right, np.nan_to_num(shares), seq_length, norm)
+    right.set_title("pattern", fontsize=10)
+    figure.colorbar(image, ax=right, shrink=0.8, label="share of the pairs that is kept")
+    for axes in (left, right):
+        axes.set_xlabel("key position (tokens)")
+    left.set_ylabel("query position (tokens)")
+    figure.suptitle(title, fontsize=10)
+    return _save(figure, path)
+
+
+def _heat_map(axes, shares: np.ndarray, seq_length: int, norm=None):
     shares = np.asarray(shares)
     future = np.triu(np.ones(shares.shape, dtype=bool), 1)
     shown = np.ma.masked_where(future & (shares == 0), shares)
@@ -143,8 +241,7 @@ def _heat_map(axes, shares: np.ndarray, seq_length: int):
     return axes.imshow(
         shown,
         cmap=colours,
-        vmin=0,
-        vmax=1,
+        norm=norm or matplotlib.colors.Normalize(0, 1),
         interpolation="nearest",
         extent=(0, seq_length, seq_length, 0),
     )

@@ -1,0 +1,117 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The settings that are tried, from sparse to dense."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from ..config import ConfigError, MTrainingConfig
+
+POINTS = 7
+"""Settings of a series."""
+PRICES = (3.0, 0.05)
+COVERAGES = (0.5, 0.7, 0.85, 0.93, 0.97, 0.99)
+FIXED = (1 / 128, 1)
+"""Share of the block distances that are slashes; a quarter of it, of the tokens, are columns."""
+ESTIMATORS = ("strata", "last")
+
+
+@dataclass(frozen=True)
+class Series:
+    """Settings of one policy and estimator, from the sparsest to the densest.
+
+    Attributes:
+        policy: its name; estimator: its name, or None where there is only one.
+        changing: the fields that are swept.
+        settings: what is not the default, a dict of fields of MTrainingConfig for each setting.
+    """
+
+    policy: str
+    estimator: str | None
+    changing: tuple[str, ...]
+    settings: tuple[dict, ...]
+
+    @property
+    def label(self) -> str:
+        return self.policy if self.estimator is None else f"{self.policy}, {self.estimator}"
+
+    def describe(self, setting: dict) -> str:
+        """The swept fields of a setting, in words."""
+        return " ".join(f"{name} {setting[name]:.4g}" for name in self.changing)
+
+    def between(self, before: int, share: float) -> dict:
+        """The setting that is ``share`` of the way from setting ``before`` to the next denser one."""
+        if share == 0:
+            return dict(self.settings[before])
+        low, high = self.settings[before], self.settings[before + 1]
+        setting = dict(low)
+        for name in self.changing:
+            a, b = low[name], high[name]
+            if name == "coverage":  # what is left out is what spans orders of magnitude
+                value = 1 - _geometric(1 - a, 1 - b, share)
+            elif min(a, b) > 0:
+                value = _geometric(a, b, share)
+            else:
+                value = a + (b - a) * share
+            setting[name] = round(value) if isinstance(a, int) else float(f"{value:.4g}")
+        return setting
+
+
+def series_for(seq_length: int, base: dict, policies: list[str] | None = None) -> list[Series]:
+    """All that is swept for sequences of so many tokens.
+
+    Args:
+        base: fields of MTrainingConfig that hold for all settings.
+        policies: names, or None for every policy there is.
+
+    Raises:
+        ConfigError: a policy that is not known, or settings that do not fit.
+    """
+    known = {field.name for field in fields(MTrainingConfig)}
+    found = []
+    swept = {
+        "price": [{"price": value} for value in _grid(*PRICES)],
+        "coverage": [{"coverage": value} for value in COVERAGES],
+    }
+    estimators = ESTIMATORS if "estimator" in known else (None,)
+    for policy, values in swept.items():
+        if "policy" in known and policy in known:
+            for estimator in estimators:
+                chosen = {"policy": policy} | ({"estimator": estimator} if estimator else {})
+                settings = tuple({**base, **chosen, **value} for value in values)
+                found.append(Series(policy, estimator, (policy,), settings))
+    chosen = {"policy": "fixed"} if "policy" in known else {}
+    budgets = [{**base, **chosen, **value} for value in _budgets(seq_length, base)]
+    found.append(Series("fixed", None, ("vertical", "slash"), tuple(budgets)))
+    if policies is not None:
+        names = {series.policy for series in found}
+        for name in policies:
+            if name not in names:
+                raise ConfigError(f"--policy is {name}: use some of {', '.join(sorted(names))}")
+        found = [series for series in found if series.policy in policies]
+    for series in found:
+        for setting in series.settings:
+            MTrainingConfig(**setting).check_sequence(seq_length, 1)
+    return found
+
+
+def _budgets(seq_length: int, base: dict) -> list[dict]:
+    config = MTrainingConfig(**base)
+    blocks = -(-seq_length // config.block_size)
+    budgets = []
+    for share in _grid(*FIXED):
+        vertical = max(config.sink, round(seq_length * share / 4))
+        budget = {"vertical": vertical, "slash": max(1, round(blocks * share))}
+        if budget not in budgets:  # short sequences have few different ones
+            budgets.append(budget)
+    return budgets
+
+
+def _grid(first: float, last: float) -> list[float]:
+    steps = POINTS - 1
+    return [float(f"{_geometric(first, last, i / steps):.4g}") for i in range(POINTS)]
+
+
+def _geometric(a: float, b: float, share: float) -> float:
+    return math.exp((1 - share) * math.log(a) + share * math.log(b))
