@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .config import MTrainingConfig
 from .kernels import check_operands
-from .pattern import VerticalSlashIndex, check_choice, choose_index
+from .pattern import BlockListIndex, VerticalSlashIndex, check_choice, choose_index
 from .ring import KeysAndValues, ring_attention, ring_of
 
 
@@ -21,7 +21,7 @@ class Attended(NamedTuple):
     """``[s, b, h, d]``, in the query's dtype, contiguous."""
     lse: Tensor
     """Log-sum-exp of the rows' scores, ``[b, h, s]``, float32 (float64 for float64); no gradient."""
-    index: VerticalSlashIndex
+    index: VerticalSlashIndex | BlockListIndex
     """The pattern it was computed with."""
 
 
@@ -87,10 +87,11 @@ def sparse_attention(
     cp_group: dist.ProcessGroup | None = None,
     cp_inner: int | None = None,
     softmax_scale: float | None = None,
-) -> tuple[Tensor, VerticalSlashIndex]:
+    **choice,
+) -> tuple[Tensor, VerticalSlashIndex | BlockListIndex]:
     """out and pattern of :func:`attend`, which says what is taken."""
     out, _, index = attend(
         query, key, value, config=config, cp_group=cp_group, cp_inner=cp_inner,
-        softmax_scale=softmax_scale,
+        softmax_scale=softmax_scale, **choice,
     )  # fmt: skip
     return out, index

@@ -16,20 +16,24 @@ MAX_BLOCKS = 32768
 tokens with blocks of 128."""
 
 
-POLICIES = ("price", "coverage", "fixed")
+POLICIES = ("price", "coverage", "fixed", "xattention", "moba")
 ESTIMATORS = ("strata", "last")
 OF_POLICY = {
-    "price": dict(price=0.3, vertical_floor=0, vertical_cap=4096, slash_floor=0),
+    "price": dict(price=0.25, vertical_floor=0, vertical_cap=4096, slash_floor=0),
     "coverage": dict(
         coverage=0.9, vertical_floor=0, vertical_cap=4096, slash_floor=0, slash_cap=4096
     ),
     "fixed": dict(vertical=1000, slash=100),
+    "xattention": dict(block_stride=16, block_threshold=0.9),
+    "moba": dict(block_top_k=16),
 }
 """Settings that a policy has, and their defaults."""
 OPTIONAL = {
     "price": ("slash_cap", "target_recall", "target_density", "price_start"),
     "coverage": (),
     "fixed": (),
+    "xattention": (),
+    "moba": (),
 }
 """Further settings that a policy has, which stay None unless given."""
 OF_ESTIMATOR = {
@@ -58,10 +62,11 @@ class MTrainingConfig:
     policy: str | None = None
     """How keys are chosen. price: what keeps most attention for its cost, over all heads alike; coverage: as
     few as hold a share of it, in each head; fixed: as many as --mtraining-vertical and --mtraining-slash
-    say. (default: price, but fixed if one of those two is given)"""
+    say; xattention, moba: key blocks of each query block by itself, scored along antidiagonals (arXiv
+    2503.16428) or by means of keys. (default: price, but fixed if one of those two is given)"""
     price: float | None = None
     """Policy price: keys are kept whose share of attention, over their share of the pairs, is this or more.
-    0 keeps everything. (default: 0.3)"""
+    0 keeps everything. (default: 0.25)"""
     coverage: float | None = None
     """Policy coverage: the share of attention that columns are to hold, and diagonals, each by themselves. 1
     keeps everything. (default: 0.9)"""
@@ -81,6 +86,14 @@ class MTrainingConfig:
     slash_cap: int | None = None
     """Policies price, coverage: diagonals beside the window that a head keeps at most. (default: no limit
     with policy price, 4096 with coverage)"""
+    block_stride: int | None = None
+    """Policy xattention: tokens along an antidiagonal that are scored as one; divides the block size.
+    (default: 16)"""
+    block_threshold: float | None = None
+    """Policy xattention: the share of each query block's attention, as scored, that its key blocks are to
+    hold. 1 keeps everything. (default: 0.9)"""
+    block_top_k: int | None = None
+    """Policy moba: key blocks of each query block, beside those that always are. (default: 16)"""
     window: int = 128
     """Tokens before each query that are always kept (rounded up to whole blocks)."""
     sink: int = 4
@@ -176,13 +189,15 @@ class MTrainingConfig:
                 f"{option('block_size')} is {self.block_size}: use one of {BLOCK_SIZES}"
             )
         at_least = dict.fromkeys((*SIZES, "held_out_rows", "gathered_ranks", "dense_steps"), 0)
-        at_least.update(sample_rows=1, slash_refresh=1, price_steps=0, price=0)
+        at_least.update(
+            block_stride=1, block_top_k=0, sample_rows=1, slash_refresh=1, price_steps=0, price=0
+        )
         at_least.update(sample_strata=2 if self.estimator == "strata" else 1)
         for name, low in at_least.items():
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigError(f"{option(name)} is {value}: use {low} or more")
-        for name in ("coverage", "target_recall", "target_density"):
+        for name in ("coverage", "block_threshold", "target_recall", "target_density"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1:
                 raise ConfigError(f"{option(name)} is {value}: use a share, above 0 and at most 1")
@@ -210,6 +225,11 @@ class MTrainingConfig:
             raise ConfigError(
                 f"{option('held_out_rows')} is {self.held_out_rows}, which leaves none of the "
                 f"{option('sample_rows')} ({self.sample_rows}) to choose by: use fewer"
+            )
+        if self.block_stride is not None and self.block_size % self.block_stride:
+            raise ConfigError(
+                f"{option('block_stride')} is {self.block_stride}, which does not divide "
+                f"{option('block_size')} ({self.block_size}): use 8 or 16, for example"
             )
         self._check_schedule()
 
@@ -318,6 +338,10 @@ class MTrainingConfig:
             kept = self.price == 0 and self.target_recall is None and self.target_density is None
         elif self.policy == "coverage":
             kept = self.coverage == 1 and self.slash_cap >= seq_length
+        elif self.policy == "xattention":
+            kept = self.block_threshold == 1
+        elif self.policy == "moba":
+            kept = self.block_top_k * self.block_size >= seq_length
         else:
             kept = max(self.vertical, self.slash) >= seq_length
         return kept or self.window >= seq_length

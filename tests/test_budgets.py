@@ -70,7 +70,7 @@ def test_settings_of_the_run_must_be_the_runs(tmp_path):
     check_files(config, LAYERS, HEADS)
     assert heads_of_layer(config, 0, LAYERS, HEADS) is None
     assert settings_of_run(config.overrides) == {"policy": "price", "price": 0.31}
-    with pytest.raises(ConfigError, match="has price 0.31, but the run 0.3"):
+    with pytest.raises(ConfigError, match="has price 0.31, but the run 0.25"):
         check_files(overrides(tmp_path, content), LAYERS, HEADS)
 
 

@@ -47,6 +47,7 @@ class BlockListIndex(PatternIndex):
         columns: int32 ``[b, h, C]``: V ascending, positions over all ranks; N past the count.
         column_ptr: int32 ``[b, h, NB + 1]``: how many of V come before each block.
         seq_length, block_size, world, inner, rank: N tokens in all, B, W, I, and whose query blocks.
+        recall: as for :class:`~.index.VerticalSlashIndex`.
 
     It takes 4 bytes for each pair of an own query block and a key block, and per head 9 a block of the
     sequence, 4 a block and round of this rank, 4 a column: 303 KB at 512K tokens over 4 ranks in one round
@@ -65,6 +66,7 @@ class BlockListIndex(PatternIndex):
     world: int
     inner: int
     rank: int
+    recall: Tensor | None = None
 
     LISTS: ClassVar[bool] = True
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ..kernels import gather_columns, price_columns, row_masses
 from ..layout import check_layout
+from .block_index import BlockListIndex, build_block_index
+from .blocks import BLOCK_POLICIES, choose_blocks, recall_of_blocks
 from .counted import choose_coverage, choose_fixed
 from .estimate import Sample, draw_sample, sample_lse
 from .index import VerticalSlashIndex, build_index, full_index, index_of_choice
@@ -29,7 +31,7 @@ def choose_index(
     heads=None,
     price: Tensor | None = None,
     slashes: Tensor | None = None,
-) -> VerticalSlashIndex:
+) -> VerticalSlashIndex | BlockListIndex:
     """The pattern of one attention call, from its own queries and keys.
 
     Block distances of the local window, and the first columns, always hold. What else is kept
@@ -46,7 +48,8 @@ def choose_index(
             policy price; None to choose them.
 
     Returns:
-        The same index on all ranks.
+        The same index on all ranks, but for lists of blocks (policies xattention and moba), of which each
+        rank has those of its own queries; making them waits for the device once.
 
     Raises:
         ConfigError: the sequence is not a multiple of ``block_size`` x ranks (on one rank, any
@@ -70,7 +73,7 @@ def choose_index(
     lse = sample_lse(sample, key, ring)
     policies = dict.fromkeys(each.policy for each in heads)
     layout = (seq_length, block, world, ring.inner)
-    if len(policies) == 1 and "price" not in policies:
+    if len(policies) == 1 and policies.keys() <= {"coverage", "fixed"}:
         columns, diagonals, masses = _count(next(iter(policies)), sample, key, lse, heads, ring)
         index = index_of_choice(near, diagonals, columns, *layout)
         recall = _recall(sample, key, lse, masses, index.member, columns, ring)
@@ -79,6 +82,8 @@ def choose_index(
     for policy in policies:
         # Heads of other policies are chosen for too, and then not taken: mixed layers are few.
         alike = _alike(heads, policy)
+        if policy in BLOCK_POLICIES:
+            continue
         if policy == "price":
             prices = _prices(config, alike, price, key.device)
             chosen[policy] = choose_by_price(sample, key, lse, alike, ring, prices, slashes)
@@ -87,8 +92,34 @@ def choose_index(
             member = index_of_choice(near, diagonals, columns, *layout).member
             recall = _recall(sample, key, lse, masses, member, columns, ring)
             chosen[policy] = Chosen(member, columns, recall)
-    distances, columns, recall = _merge(chosen, heads, seq_length)
-    return replace(build_index(distances.bool(), columns, *layout), recall=recall)
+    if not policies.keys() & set(BLOCK_POLICIES):
+        distances, columns, recall = _merge(chosen, heads, seq_length)
+        return replace(build_index(distances.bool(), columns, *layout), recall=recall)
+    return _with_blocks(query, key, sample, lse, heads, near, chosen, layout, ring)
+
+
+def _with_blocks(query, key, sample: Sample, lse, heads, near, chosen, layout, ring):
+    """The index of heads some of which, or all, have lists of key blocks."""
+    batch, num_heads = query.shape[1:3]
+    seq_length, num_blocks = sample.seq_length, -(-sample.seq_length // sample.block_size)
+    device = key.device
+    none = Chosen(
+        torch.zeros(batch, num_heads, num_blocks, dtype=torch.uint8, device=device),
+        torch.empty(batch, num_heads, 0, dtype=torch.int32, device=device),
+        torch.zeros(batch, num_heads, device=device),
+    )
+    distances, columns, recall = _merge({**chosen, None: none}, heads, seq_length)
+    blocks = torch.zeros(
+        batch, num_heads, num_blocks // ring.world, num_blocks, dtype=torch.uint8, device=device
+    )
+    for settings in dict.fromkeys(each for each in heads if each.policy in BLOCK_POLICIES):
+        own = torch.tensor([each == settings for each in heads], device=device)
+        found = choose_blocks(query, key, settings, near, ring, sample.softmax_scale)
+        kept = recall_of_blocks(sample, key, lse, found, ring)
+        blocks = torch.where(own[:, None, None], found, blocks)
+        recall = torch.where(own, kept, recall)
+    index = build_block_index(blocks, distances.bool(), columns, *layout, rank=ring.rank)
+    return replace(index, recall=recall)
 
 
 def check_choice(seq_length: int, config, world: int) -> None:
@@ -154,7 +185,10 @@ def _merge(chosen: dict[str, Chosen], heads, seq_length: int) -> Chosen:
     for policy, each in chosen.items():
         spare = width - each.columns.shape[-1]
         columns = torch.nn.functional.pad(each.columns, (0, spare), value=seq_length)
-        own = torch.tensor([h.policy == policy for h in heads], device=columns.device)
+        own = torch.tensor(
+            [h.policy == policy or (policy is None and h.policy not in chosen) for h in heads],
+            device=columns.device,
+        )
         each = Chosen(each.distances, columns, each.recall)
         if merged is None:
             merged = each
