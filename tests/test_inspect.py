@@ -678,10 +678,10 @@ GGUF = os.environ.get("MTRAINING_TEST_GGUF")
 
 
 @pytest.mark.skipif(not GGUF, reason="MTRAINING_TEST_GGUF names no .gguf file")
-def test_a_gguf_file(tmp_path, words):
+def test_a_gguf_file(tmp_path):
     out = tmp_path / "out"
     more = ("--seq", 1024, "--rows", 64, "--policy", "fixed", "--block-size", 64)
-    assert inspect(GGUF, *quick(words, out, *more)) == 0
+    assert inspect(GGUF, *quick(argparse_file(), out, *more)) == 0
     numbers = json.loads((out / "results.json").read_text())
     shape = (numbers["layers"], numbers["heads"])
     setting = numbers["series"][0]["settings"][0]

@@ -122,4 +122,5 @@ def test_attention_and_pattern_stand_side_by_side(tmp_path, drawn):
     left, right = (axes.images[0] for axes in drawn[0].axes[:2])
     assert np.array_equal(left.get_array().filled(0), np.nan_to_num(mass))
     assert np.array_equal(right.get_array().filled(0), np.nan_to_num(shares))
+    assert right.get_array().mask[3].all()  # grey, not "nothing kept"
     assert left.get_extent() == right.get_extent() == [0, 512, 512, 0]

@@ -10,8 +10,8 @@ from ..config import ConfigError, MTrainingConfig
 
 POINTS = 7
 """Settings of a series."""
-PRICES = (3.0, 0.05)
-COVERAGES = (0.5, 0.7, 0.85, 0.93, 0.97, 0.99)
+PRICES = (3.0, 0.02)
+COVERAGES = (0.1, 0.3, 0.5, 0.7, 0.85, 0.95, 0.99)
 FIXED = (1 / 128, 1)
 """Share of the block distances that are slashes; a quarter of it, of the tokens, are columns."""
 ESTIMATORS = ("strata", "last")

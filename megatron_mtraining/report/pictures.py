@@ -223,7 +223,7 @@ def attention_and_pattern(
     figure.colorbar(image, ax=left, shrink=0.8, label="share of a query's attention in the cell")
     # By the square root: a single column in a cell of many keys would not show.
     norm = matplotlib.colors.PowerNorm(0.5, vmin=0, vmax=1)
-    image = _heat_map(right, np.nan_to_num(shares), seq_length, norm)
+    image = _heat_map(right, shares, seq_length, norm)
     right.set_title("pattern", fontsize=10)
     figure.colorbar(image, ax=right, shrink=0.8, label="share of the pairs that is kept")
     for axes in (left, right):
@@ -236,7 +236,7 @@ def attention_and_pattern(
 def _heat_map(axes, shares: np.ndarray, seq_length: int, norm=None):
     shares = np.asarray(shares)
     future = np.triu(np.ones(shares.shape, dtype=bool), 1)
-    shown = np.ma.masked_where(future & (shares == 0), shares)
+    shown = np.ma.masked_where(future & (shares == 0) | np.isnan(shares), shares)
     colours = matplotlib.colormaps["viridis"].with_extremes(bad="#e8e8e8")
     return axes.imshow(
         shown,
