@@ -50,7 +50,8 @@ def attend(
         softmax_scale: default ``d ** -0.5``.
         attended: what this function has returned for the same operands before, as in a replay under
             activation recomputation, on all ranks or on none: no pattern is chosen then, no forward
-            is run and nothing is sent, but the result has a backward.
+            is run and nothing is sent, but the result has a backward. Without its ``out``, the pattern alone
+            is taken from it.
         choice: ``heads``, ``price`` and ``slashes`` of :func:`~megatron_mtraining.pattern.choose_index`.
 
     Returns:
@@ -63,15 +64,18 @@ def attend(
     check_operands(query, key, value)
     if softmax_scale is None:
         softmax_scale = query.shape[-1] ** -0.5
-    keys = None
+    keys = before = None
     if attended is None:
         check_choice(query.shape[0] * ring.world, config, ring.world)
+    if attended is None or attended.out is None:
         # They travel while the pattern is chosen.
         keys = KeysAndValues(key, value, ring)
-        index = choose_index(query, key, config, ring, softmax_scale, **choice)
-        before = None
     else:
-        index, before = attended.index, (attended.out, attended.lse)
+        before = attended.out, attended.lse
+    if attended is None:
+        index = choose_index(query, key, config, ring, softmax_scale, **choice)
+    else:
+        index = attended.index
     found = ring_attention(
         query, key, value, index, ring, softmax_scale, before, config.bf16_gradients, keys
     )

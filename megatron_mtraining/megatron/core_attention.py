@@ -131,7 +131,7 @@ class MTrainingAttention(MegatronModule):
         if attn_mask_type is not None:
             _check_mask_type(attn_mask_type, place)
         _check_tensors(query, key, value, place)
-        carried = recompute.take(self, query) if self.carries else None
+        carried = recompute.take(self, query)
         dense = self.training and self.steering.dense
         attended = attend(
             query,
@@ -144,8 +144,7 @@ class MTrainingAttention(MegatronModule):
             attended=carried,
             **({} if dense or carried else self._choice(query)),
         )
-        if self.carries:
-            recompute.keep(self, attended)
+        recompute.keep(self, attended)
         if self.training and carried is None:
             self._count(attended.index, dense)
         return attended.out.flatten(2)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from contextlib import contextmanager
 from contextvars import ContextVar
+from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -24,12 +25,20 @@ if TYPE_CHECKING:  # registering needs no kernels
     from ..attention import Attended
 
 _carrying = False
-"""Whether an attention that carries its results was built in this process."""
+"""Whether an attention was built in this process."""
+
+
+class Carries(Enum):
+    """What the replay takes from the first pass."""
+
+    RESULT = "out, log-sum-exp and pattern: attention is not computed again"
+    PATTERN = "the pattern alone: it is not searched again, but attention is computed again"
 
 
 class _Kept(NamedTuple):
     attention: torch.nn.Module
     attended: Attended
+    shape: str
 
 
 class _Pass(NamedTuple):
@@ -55,32 +64,41 @@ def _during(source: deque[_Kept] | None, sink: deque[_Kept] | None):
         _current.reset(token)
 
 
-def enable(attention: torch.nn.Module) -> bool:
-    """Whether ``attention``, which is being built, is to carry its results to replays.
+def enable(attention: torch.nn.Module) -> Carries:
+    """What ``attention``, which is being built, is to carry to replays.
 
-    Not where the settings ask to recompute, and not where Megatron offloads the input of the output
-    projection: it then empties that tensor's memory, which ``out`` shares.
+    The pattern alone, a few KB a head, where the settings ask to recompute, and where Megatron offloads the
+    input of the output projection: it then empties that tensor's memory, which ``out`` shares.
     """
     global _carrying
     config = attention.config
     offloaded = getattr(config, "fine_grained_activation_offloading", False) and (
         "attn_proj" in (getattr(config, "offload_modules", None) or ())
     )
-    carries = not (attention.mtraining.recompute_attention or offloaded)
-    _carrying |= carries
-    return carries
+    _carrying = True
+    again = attention.mtraining.recompute_attention or offloaded
+    return Carries.PATTERN if again else Carries.RESULT
 
 
 def keep(attention: torch.nn.Module, attended: Attended) -> None:
     """Keep a result for the replay, in the first pass of a checkpointed call; else nothing."""
     sink = _current.get().sink
-    if sink is not None:
-        detached = attended._replace(out=attended.out.detach(), lse=attended.lse.detach())
-        sink.append(_Kept(attention, detached))
+    if sink is None:
+        return
+    out, lse = attended.out.detach(), attended.lse.detach()
+    kept = attended._replace(out=out, lse=lse)
+    if attention.carries is Carries.PATTERN:
+        kept = attended._replace(out=None, lse=None)
+    sink.append(_Kept(attention, kept, _shape(out)))
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
 
 
 def take(attention: torch.nn.Module, query: Tensor) -> Attended | None:
-    """What the first pass has found for this call of ``attention``; None if this is no replay.
+    """What the first pass has found for this call of ``attention``, of which out and log-sum-exp are None if
+    they are to be computed again; None if this is no replay.
 
     Every context-parallel rank runs the same calls, so all get a result or none does.
 
@@ -94,24 +112,32 @@ def take(attention: torch.nn.Module, query: Tensor) -> Attended | None:
     source = _current.get().source
     if source is None:
         return None
+    wrong = _what_is_wrong(attention, source, query)
+    if wrong is None:
+        return source.popleft().attended
+    if attention.carries is Carries.PATTERN:  # it can do without
+        source.clear()
+        return None
+    raise _mismatch(wrong)
+
+
+def _what_is_wrong(attention, source: deque[_Kept], query: Tensor) -> str | None:
+    """Why the next result is not this attention's."""
     layer = attention.layer_number
     if not source:
-        raise _mismatch(f"attention of layer {layer} is run more often in the replay")
-    kept = source.popleft()
+        return f"attention of layer {layer} is run more often in the replay"
+    kept = source[0]
     if kept.attention is not attention:
-        raise _mismatch(
+        return (
             f"attention of layer {layer} is run in the replay where the first pass ran that of layer "
             f"{kept.attention.layer_number}"
         )
-    out = kept.attended.out
-    first, now = (f"{list(t.shape)} {t.dtype} on {t.device}" for t in (out, query))
+    out, first, now = kept.attended.out, kept.shape, _shape(query)
     if first != now:
-        raise _mismatch(
-            f"attention of layer {layer} has queries {now} in the replay, but {first} in the first pass"
-        )
-    if out.untyped_storage().nbytes() == 0:
-        raise _mismatch(f"the output of attention of layer {layer} was emptied before the replay")
-    return kept.attended
+        return f"attention of layer {layer} has queries {now} in the replay, but {first} in the first pass"
+    if out is not None and out.untyped_storage().nbytes() == 0:
+        return f"the output of attention of layer {layer} was emptied before the replay"
+    return None
 
 
 def _mismatch(what: str) -> RuntimeError:
@@ -149,6 +175,7 @@ class _Carrier:
         kept, self.kept = self.kept, None
         with _during(source=kept, sink=None):
             result = self.function(*args, **kwargs)
+        kept = [one for one in kept if one.attention.carries is Carries.RESULT]
         if kept:
             layers = ", ".join(str(one.attention.layer_number) for one in kept)
             raise _mismatch(f"attention of layer {layers} is not run in the replay")

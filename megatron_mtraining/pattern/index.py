@@ -54,8 +54,12 @@ class PatternIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes the index holds on the device."""
-        tensors = [value for value in vars(self).values() if isinstance(value, Tensor)]
+        """Bytes the index holds on the device, ``recall`` not counted."""
+        tensors = [
+            value
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor) and name != "recall"
+        ]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def distances(self) -> Tensor:
