@@ -7,7 +7,8 @@ merge of W ranks' offers too) and no communication, and the chosen sets are of t
 Prints a table and appends rows to ``results/kernels.jsonl``: milliseconds of
 GPU time (``ms``, replayed as a CUDA graph: what a queue that runs ahead of the GPU would show), the
 same launched one by one (``launched_ms``) and the host's time to launch it all (``host_ms``), medians;
-transient memory at its peak, and what the index keeps.
+transient memory at its peak, and what the index keeps. ``vertical`` is the cap with policy price; half of the
+rows are held out where a stratum has several.
 
     python benchmarks/index.py [--quick] [--profile] [--output FILE]
 """
@@ -28,8 +29,15 @@ from megatron_mtraining.pattern import choose_index
 HEADS, KV_HEADS, DIM = 16, 2, 128
 # seq, ranks
 LAYOUTS = [(131072, 1), (131072, 4), (524288, 4)]
-# vertical, sampled strata x rows
-BUDGETS = [(1000, 64, 1), (3500, 64, 1), (1000, 64, 4), (3500, 64, 4)]
+SETTINGS = [
+    dict(
+        policy="price", price=1.0
+    ),  # random scores are worth less: as many columns as real ones have
+    dict(vertical=1000, sample_strata=64, sample_rows=1),
+    dict(vertical=3500, sample_strata=64, sample_rows=1),
+    dict(vertical=1000, sample_strata=64, sample_rows=4),
+    dict(vertical=3500, sample_strata=64, sample_rows=4),
+]
 
 
 class RankAlone:
@@ -110,8 +118,8 @@ def print_profile(run) -> None:
     print(f"  {'sum':70s} {launches:8.1f} {total:14.4f}", flush=True)
 
 
-def run_case(seq, world, vertical, strata, rows, show_profile):
-    config = MTrainingConfig(vertical=vertical, slash=100, sample_strata=strata, sample_rows=rows)
+def run_case(seq, world, settings, show_profile):
+    config = MTrainingConfig(**settings)
     length = seq // world
     query = torch.randn(length, 1, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     key = torch.randn(length, 1, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
@@ -125,12 +133,14 @@ def run_case(seq, world, vertical, strata, rows, show_profile):
     launched = triton.testing.do_bench(run, warmup=50, rep=200, return_mode="median")
     row = dict(
         op="index", impl="mtraining", seq=seq, world=world, heads=HEADS, kv_heads=KV_HEADS, dim=DIM,
-        vertical=vertical, slash=config.slash, rows=strata * rows,
+        policy=config.policy, vertical=config.vertical or config.vertical_cap, slash=config.slash,
+        rows=config.rows,
         ms=round(ms, 4), launched_ms=round(launched, 4), host_ms=round(host_milliseconds(run), 4),
         transient_bytes=transient_bytes(run), index_bytes=nbytes,
     )  # fmt: skip
     print(
-        f"index {seq:7d} tokens / {world} ranks, vertical {vertical:4d}, {strata * rows:3d} rows: "
+        f"index {seq:7d} tokens / {world} ranks, {config.policy}, {row['vertical']:4d} columns, "
+        f"{config.rows:3d} rows: "
         f"{ms:.3f} ms, launched {launched:.3f} ms, host {row['host_ms']:.3f} ms, "
         f"transient {row['transient_bytes'] / 1e6:.1f} MB, index {nbytes / 1e6:.2f} MB",
         flush=True,
@@ -143,13 +153,13 @@ def run_case(seq, world, vertical, strata, rows, show_profile):
 def run_cases(quick, show_profile, output):
     torch.manual_seed(0)
     for layout in LAYOUTS:
-        for budget in BUDGETS[:1] if quick else BUDGETS:
-            record.append(output, [run_case(*layout, *budget, show_profile)])
+        for settings in SETTINGS[:1] if quick else SETTINGS:
+            record.append(output, [run_case(*layout, settings, show_profile)])
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="vertical 1000 and 64 rows only")
+    parser.add_argument("--quick", action="store_true", help="policy price only")
     parser.add_argument("--profile", action="store_true", help="also GPU time by kernel")
     parser.add_argument("--output", type=Path, default=record.RESULTS / "kernels.jsonl")
     options = parser.parse_args()

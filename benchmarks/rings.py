@@ -88,7 +88,8 @@ class Case:
     def config(self) -> MTrainingConfig | None:
         if self.slash is None:
             return None
-        return MTrainingConfig(vertical=self.vertical, slash=self.slash, block_size=BLOCK)
+        rows = dict(sample_strata=64, sample_rows=1)
+        return MTrainingConfig(vertical=self.vertical, slash=self.slash, block_size=BLOCK, **rows)
 
 
 CASES = [

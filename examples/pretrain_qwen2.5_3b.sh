@@ -20,8 +20,7 @@ GPUS=${GPUS:-4}
 SEQ_LENGTH=${SEQ_LENGTH:-131072}
 ITERATIONS=${ITERATIONS:-30}
 ATTENTION=${ATTENTION:-mtraining}
-VERTICAL=${VERTICAL:-1000}
-SLASH=${SLASH:-100}
+PRICE=${PRICE:-0.25}
 
 MODEL=(
   --use-mcore-models --transformer-impl transformer_engine
@@ -61,8 +60,10 @@ if [ -n "${CHECKPOINT:-}" ]; then
 fi
 
 ATTENTION_ARGUMENTS=(--attention-backend "$ATTENTION")
-if [ "$ATTENTION" = mtraining ]; then
-  ATTENTION_ARGUMENTS+=(--mtraining-vertical "$VERTICAL" --mtraining-slash "$SLASH")
+if [ "$ATTENTION" = mtraining ] && [ -n "${VERTICAL:-}${SLASH:-}" ]; then
+  ATTENTION_ARGUMENTS+=(--mtraining-vertical "${VERTICAL:-1000}" --mtraining-slash "${SLASH:-100}")
+elif [ "$ATTENTION" = mtraining ]; then
+  ATTENTION_ARGUMENTS+=(--mtraining-price "$PRICE")
 fi
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron asks for it with context parallelism
