@@ -29,7 +29,7 @@ In rows ``inner`` is as it was asked for: 0 is the package's default for so many
 ``nodes`` is O, so that I is ``world / nodes``.
 
 ``--data FOLDER`` names a folder with safetensors files of a model's own queries and keys (``query``, ``key``,
-``[heads, s, d]``), one file a layer: their patterns are chosen by this package at its default budgets, and
+``[heads, s, d]``), one file a layer: their patterns are chosen at 1000 columns and 100 diagonals, and
 counted at their own length and, stretched (:func:`stretch`), at 512K tokens. Prints a table and appends
 rows to ``results/balance.jsonl``.
 
