@@ -359,26 +359,34 @@ def candidate_slashes(
 
 
 def price_slashes(
-    total: Tensor, inside: Tensor, price: Tensor, near: int, unit: float, one: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    total: Tensor,
+    inside: Tensor,
+    price: Tensor,
+    usual_price: float,
+    near: int,
+    unit: float,
+    one: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Slashes at a price: block distances whose mass, over their cost, is at or above it.
 
     Args:
         total, inside: int32 ``[b, h, NB]``: mass by block distance, and what of it columns have.
         price: float32 ``[h]``.
+        usual_price: another one, the same in all runs, by which columns are judged.
         near: so many first distances are kept whatever they cost.
         unit: cost of a pair of blocks, in units of a row's whole attention.
         one: the integer that stands for such a unit.
 
     Returns:
-        uint8 ``[b, h, NB]``: whether a distance is kept; int32 ``[b, h, NB]``: how many up to it are not;
-        float32 ``[b, h, NB]``: mass over cost.
+        ``[b, h, NB]`` each: uint8, whether a distance is kept, and whether it would be at the usual price; int32,
+        how many up to it would not; float32, mass over cost.
     """
+    operands = (total, inside, price, usual_price, near, unit, one)
     if not uses_triton(total):
-        return reference_masses.price_slashes(total, inside, price, near, unit, one)
+        return reference_masses.price_slashes(*operands)
     from .candidates import price_slashes as launch
 
-    return launch(total, inside, price, near, unit, one)
+    return launch(*operands)
 
 
 def price_columns(
@@ -387,25 +395,28 @@ def price_columns(
     positions: Tensor,
     lse: Tensor,
     member: Tensor,
+    usual: Tensor,
     outside: Tensor,
     price: Tensor,
     sink: int,
     unit: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Columns at a price: candidates whose mass outside of slashes, over their cost, is at or above it.
+    """Columns at a price: candidates whose mass outside of usual slashes, over their cost there, is at or
+    above it.
 
     Args:
         keys, positions: as for :func:`candidate_slashes`.
-        member, outside: as :func:`price_slashes` gives them.
+        member, usual, outside: as :func:`price_slashes` gives them.
         price: float32 ``[h]``.
         sink: so many first columns of the sequence are kept whatever they cost.
         unit: cost of a column in a query block, in units of a row's whole attention.
 
     Returns:
         int32 ``[b, h, K]``: the positions, N for what is not kept; float32 ``[b, h, K]``: mass over cost;
-        float32 ``[b, h, K]``: mass outside of slashes from held-out rows, or from all if none are held out.
+        float32 ``[b, h, K]``: mass outside of the slashes that are kept, from held-out rows, or from all if
+        none are held out.
     """
-    operands = (sample, keys, positions, lse, member, outside, price, sink, unit)
+    operands = (sample, keys, positions, lse, member, usual, outside, price, sink, unit)
     if not uses_triton(keys):
         return reference_masses.price_columns(*operands)
     from .candidates import price_columns as launch

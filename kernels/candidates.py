@@ -74,8 +74,8 @@ def candidate_slashes(sample, keys, positions, lse, num_blocks):
 
 @triton.jit
 def _slash_kernel(
-    total_ptr, inside_ptr, price_ptr, member_ptr, outside_ptr, value_ptr,
-    num_blocks, near, unit, one, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    total_ptr, inside_ptr, price_ptr, member_ptr, usual_ptr, outside_ptr, value_ptr,
+    num_blocks, near, unit, one, usual_price, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     bh = tl.program_id(0).to(tl.int64)
     price = tl.load(price_ptr + bh % HEADS)
@@ -90,30 +90,33 @@ def _slash_kernel(
         # The two sums are rounded apart.
         value = tl.maximum(mass, 0).to(tl.float32) / one / (unit * (num_blocks - distance))
         kept = (distance < near) | (value >= price)
+        usual = (distance < near) | (value >= usual_price)
         tl.store(value_ptr + at, value, mask=there)
         tl.store(member_ptr + at, kept.to(tl.uint8), mask=there)
-        upto = before + tl.cumsum(tl.where(there & ~kept, 1, 0), 0)
-        tl.store(outside_ptr + at, upto, mask=there)
-        before += tl.sum(tl.where(there & ~kept, 1, 0), 0)
+        tl.store(usual_ptr + at, usual.to(tl.uint8), mask=there)
+        outside = tl.where(there & ~usual, 1, 0)
+        tl.store(outside_ptr + at, before + tl.cumsum(outside, 0), mask=there)
+        before += tl.sum(outside, 0)
 
 
-def price_slashes(total, inside, price, near, unit, one):
+def price_slashes(total, inside, price, usual_price, near, unit, one):
     """Launch the choice of slashes; see :func:`kernels.price_slashes`."""
     batch, heads, num_blocks = total.shape
     member = torch.empty(total.shape, dtype=torch.uint8, device=total.device)
+    usual = torch.empty_like(member)
     value = torch.empty(total.shape, dtype=torch.float32, device=total.device)
     outside = torch.empty_like(total)
     launch(
         _slash_kernel, (batch * heads,),
-        total, inside, price, member, outside, value, num_blocks, near, unit, float(one),
+        total, inside, price, member, usual, outside, value, num_blocks, near, unit, float(one), usual_price,
         HEADS=heads, WIDTH=min(4096, next_power_of_2(num_blocks)), num_warps=4,
     )  # fmt: skip
-    return member, outside, value
+    return member, usual, outside, value
 
 
 @triton.jit
 def _column_kernel(
-    q_ptr, rows_ptr, keys_ptr, position_ptr, lse_ptr, member_ptr, outside_ptr, price_ptr,
+    q_ptr, rows_ptr, keys_ptr, position_ptr, lse_ptr, member_ptr, usual_ptr, outside_ptr, price_ptr,
     column_ptr, value_ptr, held_ptr,
     num_rows, batch_heads, count, seq_length, num_blocks, sink, scale, unit,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, IN_STRATUM: tl.constexpr, FIT: tl.constexpr,
@@ -126,6 +129,7 @@ def _column_kernel(
     k = gather_rows(keys_ptr + head * count * D, tl.where(listed, entry, 0), D)
     scale = scale * LOG2E
     member_ptr += head * num_blocks
+    usual_ptr += head * num_blocks
     block = position // BLOCK
     total = tl.zeros([KEYS], tl.float32)
     largest = tl.zeros([KEYS], tl.float32)
@@ -149,16 +153,14 @@ def _column_kernel(
                 PREC,
             )
             apart = (row // BLOCK)[None, :] - block[:, None]
-            covered = tl.load(member_ptr + apart, mask=p > 0, other=1)
-            p = tl.where(covered == 0, p, 0.0)
             if j < FIT:
-                mass += p
-            else:
-                held += tl.sum(p, 1)
+                covered = tl.load(usual_ptr + apart, mask=p > 0, other=1)
+                mass += tl.where(covered == 0, p, 0.0)
+            if j >= FIT or FIT == IN_STRATUM:
+                covered = tl.load(member_ptr + apart, mask=p > 0, other=1)
+                held += tl.sum(tl.where(covered == 0, p, 0.0), 1)
         total += tl.sum(mass, 1)
         largest = tl.maximum(largest, tl.max(mass, 1))
-    if FIT == IN_STRATUM:
-        held = total
     if TWICE:
         total = tl.maximum(total - largest, 0.0)
     # Query blocks that the column adds to: those at distances that are no slash.
@@ -173,7 +175,7 @@ def _column_kernel(
     tl.store(held_ptr + at, held, mask=listed)
 
 
-def price_columns(sample, keys, positions, lse, member, outside, price, sink, unit):
+def price_columns(sample, keys, positions, lse, member, usual, outside, price, sink, unit):
     """Launch the choice of columns; see :func:`kernels.price_columns`."""
     batch, heads, count, dim = keys.shape
     num_rows, num_blocks = len(sample.rows), member.shape[-1]
@@ -183,7 +185,8 @@ def price_columns(sample, keys, positions, lse, member, outside, price, sink, un
     tile = 64
     launch(
         _column_kernel, (cdiv(count, tile), batch * heads),
-        sample.query, sample.rows, keys, positions, lse, member, outside, price, columns, value, held,
+        sample.query, sample.rows, keys, positions, lse, member, usual, outside, price,
+        columns, value, held,
         num_rows, batch * heads, count, sample.seq_length, num_blocks, sink, sample.softmax_scale, unit,
         HEADS=heads, D=dim, BLOCK=sample.block_size, IN_STRATUM=sample.rows_in_stratum, FIT=sample.fit,
         STRATA=32, KEYS=tile, TWICE=sample.twice, PREC=precision_for(keys), num_warps=4, num_stages=2,

@@ -97,23 +97,29 @@ def candidate_slashes(sample, keys, positions, lse, num_blocks):
     return masses
 
 
-def price_slashes(total, inside, price, near, unit, one):
+def price_slashes(total, inside, price, usual_price, near, unit, one):
     """See :func:`kernels.price_slashes`."""
     num_blocks = total.shape[-1]
     distance = torch.arange(num_blocks, device=total.device)
     value = (total - inside).clamp(min=0).float() / one / (unit * (num_blocks - distance))
     kept = (distance < near) | (value >= price[:, None])
-    return kept.to(torch.uint8), (~kept).cumsum(-1, dtype=torch.int32), value
+    usual = (distance < near) | (value >= usual_price)
+    outside = (~usual).cumsum(-1, dtype=torch.int32)
+    return kept.to(torch.uint8), usual.to(torch.uint8), outside, value
 
 
-def price_columns(sample, keys, positions, lse, member, outside, price, sink, unit):
+def price_columns(sample, keys, positions, lse, member, usual, outside, price, sink, unit):
     """See :func:`kernels.price_columns`."""
     block, num_blocks = sample.block_size, member.shape[-1]
     p = _probabilities(sample, keys, positions, lse)
     apart = sample.rows.long()[:, None] // block - positions[:, :, None] // block
-    covered = member.gather(-1, apart.clamp(0, num_blocks - 1).flatten(2)).view(p.shape)
-    fit, held = _fit(sample, p.masked_fill_(covered != 0, 0))
-    strata = fit.sum(3)
+    apart = apart.clamp(0, num_blocks - 1).flatten(2)
+
+    def beyond(slashes):
+        return p.masked_fill(slashes.gather(-1, apart).view(p.shape) != 0, 0)
+
+    strata = _fit(sample, beyond(usual))[0].sum(3)
+    fit, held = _fit(sample, beyond(member))
     held = (held if held.shape[3] else fit).sum((2, 3)).float()
     there = positions < sample.seq_length
     before = (num_blocks - 1 - positions // block).clamp(min=0).long()

@@ -114,14 +114,15 @@ def test_candidates_by_kernels(device):  # noqa: F811
     torch.testing.assert_close(slashes / one, truth / one, atol=1e-5, rtol=1e-5)
     total = truth + (0.3 * torch.rand(truth.shape, device=device) * one).int()
     price = torch.tensor([0.0, 0.2, 0.9, 3.0], device=device)
-    actual = kernels.price_slashes(total, truth, price, near, pair, one)
-    expected = reference_masses.price_slashes(total, truth, price, near, pair, one)
-    for a, e in zip(actual[:2], expected[:2]):
+    given = (total, truth, price, 0.5, near, pair, one)
+    actual, expected = kernels.price_slashes(*given), reference_masses.price_slashes(*given)
+    for a, e in zip(actual[:3], expected[:3]):
         assert torch.equal(a, e)
-    torch.testing.assert_close(actual[2], expected[2])
+    torch.testing.assert_close(actual[3], expected[3])
     assert actual[0][:, 0].all() and not actual[0][:, 3, near:].all()
-    member, outside, _ = actual
-    given = (sample, keys, positions, lse, member, outside, price, sink, column)
+    member, usual, outside, _ = actual
+    assert not torch.equal(member, usual)
+    given = (sample, keys, positions, lse, member, usual, outside, price, sink, column)
     columns, value, held = kernels.price_columns(*given)
     expected = reference_masses.price_columns(*given)
     assert torch.equal(columns, expected[0])
@@ -192,27 +193,33 @@ def test_a_price_of_nothing_is_dense_and_a_high_one_leaves_what_always_holds():
     assert (index.member.sum(-1) == 2).all() and (index.column_ptr[..., -1] == 4).all()
 
 
-def test_a_lower_price_keeps_more():
-    for seed in range(4):
-        query, key = operands(seed=seed)
-        density = recall = torch.zeros(1, 4)
-        for price in (2.0, 1.2, 0.8, 0.5, 0.3, 0.1, 0.02):
-            config = settings(price=price, held_out_rows=0)
-            index = choose_index(query, key, config, Ring(None), 0.125)
-            assert (index.density() >= density).all()
-            # More slashes leave less to columns, so a little may be lost.
-            assert (index.recall >= recall - 0.01).all()
-            assert index.member[..., 0].all()
-            density, recall = index.density(), index.recall
+@pytest.mark.parametrize("seed", range(6))
+def test_a_lower_price_keeps_all_that_a_higher_one_does(seed):
+    query, key = operands(seed=seed)
+    before = None
+    for price in (2.0, 1.2, 0.8, 0.5, 0.3, 0.25, 0.1, 0.02):
+        config = settings(price=price, held_out_rows=0)
+        index = choose_index(query, key, config, Ring(None), 0.125)
+        assert index.member[..., 0].all()
+        if before is not None:
+            assert (index.member >= before.member).all()
+            for h in range(4):
+                assert set(before.columns[0, h].tolist()) <= set(index.columns[0, h].tolist()) | {
+                    SEQ
+                }
+            assert (index.density() >= before.density()).all()
+            # Up to the rounding of sums in fixed point.
+            assert (index.recall >= before.recall - 1e-4).all()
+        before = index
 
 
 def test_a_planted_diagonal_and_a_planted_column_are_found():
     query, key = structured(SEQ)
-    index = choose_index(query, key, settings(price=1.0), Ring(None), 0.125)
+    index = choose_index(query, key, settings(price=0.5), Ring(None), 0.125)
     # Token distance 300 with blocks of 64 crosses block distances 4 and 5.
     assert index.distances()[0, 0, 4:6].all()
     assert 200 in index.columns[0, 1].tolist()
-    assert (index.density() < 0.6).all()
+    assert (index.density() < 0.7).all()
 
 
 def test_floors_and_caps():

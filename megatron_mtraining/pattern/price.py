@@ -3,8 +3,11 @@
 
 A candidate, a block distance or a column, has a mass (the share of attention that it adds) and a cost (the
 share of the causal pairs that it adds). Those with mass over cost at or above the price are kept: heads
-that need few keys become sparse, others stay dense, by themselves. First come the columns that are worth
-their price beyond the window; of what attention they leave, slashes; and of what those leave, columns again.
+that need few keys become sparse, others stay dense, by themselves.
+
+A slash's mass is what columns leave to it, and a column's what slashes leave. Both are judged by the others
+that would be kept at one usual price: so each candidate has a worth of its own, whatever the price is, and a
+lower price keeps all that a higher one does.
 """
 
 from __future__ import annotations
@@ -24,6 +27,10 @@ from ..kernels import (
 )
 from .counted import SINK, best_columns
 from .estimate import Sample
+
+USUAL = 0.25
+"""The price at which candidates meet each other. With the run's own price here, density at 90, 95 and 98%
+recall is within 3% of what it is (a real model's queries and keys, 16K tokens)."""
 
 
 class Chosen(NamedTuple):
@@ -81,15 +88,17 @@ def choose_by_price(
     pair, column = units(sample)
     one, num_blocks = fixed_point_one(len(sample.rows)), masses.shape[-1]
     if slashes is None:
-        worth = values.view(torch.float32) >= (price * column)[:, None]
+        worth = values.view(torch.float32) >= USUAL * column
         first = torch.where(worth | (values == SINK), positions, sample.seq_length)
         inside = candidate_slashes(sample, keys, first, lse, num_blocks)
-        slashes, outside, value = price_slashes(masses[0], inside, price, sample.near, pair, one)
-        slashes, outside = _bound_slashes(slashes, outside, value, sample.near, heads)
+        slashes, usual, outside, value = price_slashes(
+            masses[0], inside, price, USUAL, sample.near, pair, one
+        )
+        slashes = _bound_slashes(slashes, value, sample.near, heads)
     else:
-        outside = (slashes == 0).cumsum(-1, dtype=torch.int32)
+        usual, outside = slashes, (slashes == 0).cumsum(-1, dtype=torch.int32)
     columns, value, held = price_columns(
-        sample, keys, positions, lse, slashes, outside, price, sink, column
+        sample, keys, positions, lse, slashes, usual, outside, price, sink, column
     )
     columns = _bound_columns(columns, positions, value, sample.seq_length, sink, heads)
     return Chosen(slashes, columns, recall_of(sample, masses, slashes, columns, held))
@@ -124,18 +133,17 @@ def per_head(numbers, device, dtype=torch.int64) -> Tensor:
     return torch.tensor(numbers, device=device, dtype=dtype)[:, None]
 
 
-def _bound_slashes(slashes, outside, value, near, heads) -> tuple[Tensor, Tensor]:
+def _bound_slashes(slashes, value, near, heads) -> Tensor:
     """At least the floor's, at most the cap's best distances beside the window."""
     far = value.shape[-1] - near
     floors = [min(config.slash_floor, far) for config in heads]
     caps = [far if config.slash_cap is None else min(config.slash_cap, far) for config in heads]
     if far <= 0 or (not any(floors) and min(caps) == far):
-        return slashes, outside
+        return slashes
     place = _ranks(value[..., near:])
     kept = slashes[..., near:].bool() & (place < per_head(caps, value.device))
     kept |= place < per_head(floors, value.device)
-    slashes = torch.cat((slashes[..., :near], kept.to(torch.uint8)), -1)
-    return slashes, (slashes == 0).cumsum(-1, dtype=torch.int32)
+    return torch.cat((slashes[..., :near], kept.to(torch.uint8)), -1)
 
 
 def _bound_columns(columns, positions, value, seq_length, sink, heads) -> Tensor:

@@ -172,7 +172,7 @@ def _recall(sample: Sample, key, lse, masses, member, columns, ring) -> Tensor:
     keys = ring.all_reduce(gather_columns(key, None, listed(columns, sample), ring.rank))[0]
     price = _constant((0.0,) * columns.shape[1], key.device)
     outside = torch.ones(member.shape, dtype=torch.int32, device=key.device)
-    _, _, held = price_columns(sample, keys, columns, lse, member, outside, price, 0, 1.0)
+    _, _, held = price_columns(sample, keys, columns, lse, member, member, outside, price, 0, 1.0)
     return recall_of(sample, masses, member, columns, held)
 
 

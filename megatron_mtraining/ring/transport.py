@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import socket
+import sys
 import time
 import warnings
 from contextlib import nullcontext
@@ -236,9 +237,10 @@ def shut_down() -> None:
 
     A thread of gloo's lets go of a collective's tensors a moment after the collective is over, and needs
     Python's lock for it: if Python has begun to end by then, the process aborts ("terminate called without
-    an active exception", torch 2.13). So it is given that moment.
+    an active exception", torch 2.13). So it is given that moment; not while an error is on its way, which is
+    to be the first that is heard of.
     """
-    if "gloo" in dist.get_backend():
+    if "gloo" in dist.get_backend() and sys.exc_info()[1] is None:
         time.sleep(0.2)
     dist.destroy_process_group()
     _RINGS.clear()
