@@ -378,8 +378,8 @@ def price_slashes(
         one: the integer that stands for such a unit.
 
     Returns:
-        ``[b, h, NB]`` each: uint8, whether a distance is kept, and whether it would be at the usual price; int32,
-        how many up to it would not; float32, mass over cost.
+        ``[b, h, NB]`` each: uint8, whether a distance is kept, and whether it would be at the usual price;
+        int32, how many up to it would not; float32, mass over cost.
     """
     operands = (total, inside, price, usual_price, near, unit, one)
     if not uses_triton(total):

@@ -415,7 +415,8 @@ def test_a_run_leaves_tables_numbers_pictures_and_settings(finished, capsys):
                 assert values.shape == (LAYERS, HEADS) and ((values > 0) & (values <= 1)).all()
                 assert setting[f"mean_{name}"] == pytest.approx(values.mean(), abs=1e-4)
         density = [setting["mean_density"] for setting in series["settings"]]
-        assert density == sorted(density)
+        if series["policy"] == "price":  # what a lower price keeps holds all that a higher one does
+            assert density == sorted(density)
     settings = json.loads((finished / "settings.json").read_text())
     assert settings == numbers["recommended"]["settings"]
     settings.pop("layers", None)
