@@ -29,6 +29,7 @@ ITERATION = re.compile(
     r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: ([-+\d.Ena]+)"
 )
 DENSITY = re.compile(r"\[mtraining\] iteration (\d+) \| density ([\d.]+)")
+RECALL = re.compile(r"\[mtraining\] iteration \d+ \|.* recall ([\d.]+)")
 MEMORY = re.compile(r"max allocated: ([\d.]+)")
 
 
@@ -67,6 +68,7 @@ def read_log(log: str) -> dict:
         ms={int(i): float(ms) for i, ms, _ in ITERATION.findall(log)},
         loss={int(i): float(loss) for i, _, loss in ITERATION.findall(log)},
         density=[float(d) for _, d in DENSITY.findall(log)],
+        recall=[float(r) for r in RECALL.findall(log)],
         memory=[float(m) for m in MEMORY.findall(log)],
     )
 
@@ -78,9 +80,11 @@ def run(options) -> None:
         GPUS=str(options.gpus),
         SEQ_LENGTH=str(options.seq_length),
         ITERATIONS=str(options.iterations),
-        VERTICAL=str(options.vertical),
-        SLASH=str(options.slash),
+        PRICE=str(options.price),
     )
+    for name in ("vertical", "slash"):  # fixed budgets in place of a price
+        if getattr(options, name) is not None:
+            environment[name.upper()] = str(getattr(options, name))
     if options.data:
         # Megatron writes indices beside the data: not where it may be read-only.
         environment["DATA_PATH"] = str(options.data.resolve())
@@ -115,6 +119,8 @@ def run(options) -> None:
     steady = [ms for i, ms in found["ms"].items() if i > WARM_UP] or list(found["ms"].values())
     ms = statistics.median(steady)
     last = max(found["loss"])
+    ours = options.attention == "mtraining"
+    fixed = options.vertical is not None or options.slash is not None
     row = dict(
         model=options.model,
         seq=options.seq_length,
@@ -126,8 +132,10 @@ def run(options) -> None:
         loss=found["loss"][last],
         losses=list(found["loss"].values()),
         density=round(statistics.mean(found["density"]), 4) if found["density"] else 1.0,
-        vertical=options.vertical if options.attention == "mtraining" else None,
-        slash=options.slash if options.attention == "mtraining" else None,
+        recall=round(statistics.mean(found["recall"]), 4) if found["recall"] else None,
+        price=options.price if ours and not fixed else None,
+        vertical=options.vertical if ours else None,
+        slash=options.slash if ours else None,
         iterations=last,
         versions={
             "megatron": megatron_version(options.megatron),
@@ -159,8 +167,9 @@ def main() -> None:
     runs.add_argument("--gpus", type=int, default=4)
     runs.add_argument("--seq-length", type=int, default=131072)
     runs.add_argument("--iterations", type=int, default=30)
-    runs.add_argument("--vertical", type=int, default=1000)
-    runs.add_argument("--slash", type=int, default=100)
+    runs.add_argument("--price", type=float, default=0.25)
+    runs.add_argument("--vertical", type=int, help="fixed columns, in place of a price")
+    runs.add_argument("--slash", type=int, help="fixed diagonals, in place of a price")
     runs.add_argument("--memory-interval", action="store_true", help="log memory each iteration")
     runs.add_argument("--log", type=Path, help="keep Megatron's log here")
     runs.add_argument("--output", type=Path, default=record.RESULTS / "pretrain.jsonl")

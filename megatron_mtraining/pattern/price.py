@@ -29,8 +29,7 @@ from .counted import SINK, best_columns
 from .estimate import Sample
 
 USUAL = 0.4
-"""The price at which candidates meet each other. With the run's own price here, density at 90, 95 and 98%
-recall is within 3% of what it is (a real model's queries and keys, 16K tokens)."""
+"""The price at which candidates meet each other."""
 
 
 class Chosen(NamedTuple):
