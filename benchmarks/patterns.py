@@ -32,6 +32,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import platform
 import sys
 import sysconfig
 import time
@@ -442,6 +443,8 @@ def run_all(options) -> None:
                 for text, tokens in runs:
                     about = dict(model=path.name, text=text, seq=len(tokens))
                     title = " ".join(map(str, about.values()))
+                    if options.device.type == "cuda":
+                        torch.cuda.reset_peak_memory_stats(options.device)
                     started = time.perf_counter()
                     measured, judged = run_model(run, tokens, shape.layers, options, title)
                     seconds = time.perf_counter() - started
@@ -449,12 +452,13 @@ def run_all(options) -> None:
                     more = dict(
                         layers=layers, every=options.layers, heads=measured.density.shape[2],
                         rows=judged, yarn=yarn, transformers=record.installed("transformers"),
+                        python=platform.python_version(),
                     )  # fmt: skip
                     rows = [{**about, **row, **more} for row in rows_of(measured)]
                     record.append(options.output, rows)
                     memory = ""
                     if options.device.type == "cuda":
-                        memory = f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at most"
+                        memory = f", {torch.cuda.max_memory_allocated(options.device) / 2**30:.1f} GiB at most"
                     print(
                         f"\n{title}: {layers} of {shape.layers} layers, {judged} rows, {seconds:.0f} s"
                         f"{memory}\n{summary(rows)}",

@@ -177,35 +177,36 @@ def test_from_a_model_to_rows(patterns, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "kernels", sys.modules.get("kernels"))
     config = AutoConfig.for_model(
         "llama", vocab_size=64, hidden_size=HEADS * 64, intermediate_size=64, num_hidden_layers=3,
-        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=512,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=384,
     )  # fmt: skip
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
     text = tmp_path / "ids.npy"
-    np.save(text, torch.randint(64, (1024,)).numpy())
+    np.save(text, torch.randint(64, (640,)).numpy())
     output = tmp_path / "patterns.jsonl"
+    monkeypatch.setattr(patterns, "FIXED", ((50, 3),))
     for name in ("PRICES", "COVERAGES", "THRESHOLDS"):
         monkeypatch.setattr(patterns, name, getattr(patterns, name)[2:5:2])
-    words = ["patterns.py", "--model", str(tmp_path / "tiny"), "--text", str(text), "--seq", "512"]
-    words += ["1024", "--yarn", "4", "--layers", "2", "--rows", "51", "--oracle-rows", "64"]
+    words = ["patterns.py", "--model", str(tmp_path / "tiny"), "--text", str(text), "--seq", "384"]
+    words += ["640", "--yarn", "4", "--layers", "2", "--rows", "51", "--oracle-rows", "64"]
     monkeypatch.setattr(sys, "argv", [*words, "--device", "cpu", "--output", str(output)])
     monkeypatch.setenv("MTRAINING_COMMIT", "a commit")
     patterns.main()
     printed = capsys.readouterr().out
     rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert {(row["seq"], row["yarn"]) for row in rows} == {(512, None), (1024, 4.0)}
+    assert {(row["seq"], row["yarn"]) for row in rows} == {(384, None), (640, 4.0)}
     for row in rows:
         assert (row["model"], row["text"], row["commit"]) == ("tiny", "ids.npy", "a commit")
         assert (row["layers"], row["every"], row["heads"], row["rows"]) == (2, 2, HEADS, 50)
-        assert row["command"].startswith("python patterns.py --model tiny --text ids.npy --seq 512")
+        assert row["command"].startswith("python patterns.py --model tiny --text ids.npy --seq 384")
         assert 0 < row["density"] <= 1 and 0 < row["recall_p10"] <= row["recall"] < 1 + 1e-6
-    series = patterns.series_of([row for row in rows if row["seq"] == 1024])
+    series = patterns.series_of([row for row in rows if row["seq"] == 640])
     assert {policy for policy, _ in series} == {
         "price", "coverage", "fixed", "xattention", "moba", "mixed", "mixed, oracle choice",
         "xattention, priced",
     }  # fmt: skip
     assert patterns.falls(series) == []
-    for name in ("tiny ids.npy 512: 2 of 3 layers, 50 rows", "xattention, priced"):
+    for name in ("tiny ids.npy 384: 2 of 3 layers, 50 rows", "xattention, priced"):
         assert name in printed
     monkeypatch.setattr(sys, "argv", ["patterns.py", "--show", "--output", str(output)])
     patterns.main()
