@@ -285,11 +285,12 @@ def at_recall(rows: list[dict], target: float) -> dict | None:
             lost = [np.log(max(1 - r, 1e-6)) for r in (low["recall"], target, high["recall"])]
             share = (lost[0] - lost[1]) / (lost[0] - lost[2])
             point = {
-                name: low[name] + share * (high[name] - low[name])
+                name: float(low[name] + share * (high[name] - low[name]))
                 for name in ("recall_p10", "heads_below_0.9")
             }
             log = np.log([low["density"], high["density"]])
-            return {"density": float(np.exp(log[0] + share * (log[1] - log[0]))), **point}
+            density = float(np.exp(log[0] + share * (log[1] - log[0])))
+            return {"density": density, **point}
     return None
 
 
@@ -423,47 +424,45 @@ def loads_of(path: Path, options) -> Iterator[tuple[object, float | None, list[i
         yield source_with(options.yarn), options.yarn, far
 
 
+def run_text(run, source, text: str, tokens: Tensor, yarn: float | None, options) -> None:
+    """One model, text and length, from tokens to rows and tables."""
+    about = dict(model=options.name, text=text, seq=len(tokens))
+    title, cuda = " ".join(map(str, about.values())), options.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(options.device)
+    started = time.perf_counter()
+    measured, judged = run_model(run, tokens, source.shape.layers, options, title)
+    took = f"{time.perf_counter() - started:.0f} s"
+    if cuda:
+        took += f", {torch.cuda.max_memory_allocated(options.device) / 2**30:.1f} GiB at most"
+    _, layers, heads = measured.density.shape
+    more = dict(
+        layers=layers, every=options.layers, heads=heads, rows=judged, yarn=yarn,
+        transformers=record.installed("transformers"), python=platform.python_version(),
+    )  # fmt: skip
+    rows = [{**about, **row, **more} for row in rows_of(measured)]
+    record.append(options.output, rows)
+    print(f"\n{title}: {layers} of {source.shape.layers} layers, {judged} rows, {took}")
+    print(summary(rows), flush=True)
+
+
 def run_all(options) -> None:
     """Every model over every text at every length; rows are appended after each."""
     require("transformers")
     hide_kernels_script()
     for path in options.model:
-        texts = None
+        options.name, tokenizer = path.name, None
         for source, yarn, lengths in loads_of(path, options):
-            shape = source.shape
-            texts = texts or functools.cache(source.tokenizer)
+            tokenizer = tokenizer or functools.cache(source.tokenizer)
             runs = []
             for text in options.text:
                 files = code_files() if text == "code" else [Path(text)]
-                longest = tokens_for(
-                    files, max(lengths), shape.positions, BLOCK, texts, "a larger --yarn"
-                )
-                runs += [(Path(text).name, longest[:seq]) for seq in lengths]
+                most, help = source.shape.positions, "a larger --yarn"
+                tokens = tokens_for(files, max(lengths), most, BLOCK, tokenizer, help)
+                runs += [(Path(text).name, tokens[:seq]) for seq in lengths]
             with source.loaded() as run:
                 for text, tokens in runs:
-                    about = dict(model=path.name, text=text, seq=len(tokens))
-                    title = " ".join(map(str, about.values()))
-                    if options.device.type == "cuda":
-                        torch.cuda.reset_peak_memory_stats(options.device)
-                    started = time.perf_counter()
-                    measured, judged = run_model(run, tokens, shape.layers, options, title)
-                    seconds = time.perf_counter() - started
-                    layers = measured.density.shape[1]
-                    more = dict(
-                        layers=layers, every=options.layers, heads=measured.density.shape[2],
-                        rows=judged, yarn=yarn, transformers=record.installed("transformers"),
-                        python=platform.python_version(),
-                    )  # fmt: skip
-                    rows = [{**about, **row, **more} for row in rows_of(measured)]
-                    record.append(options.output, rows)
-                    memory = ""
-                    if options.device.type == "cuda":
-                        memory = f", {torch.cuda.max_memory_allocated(options.device) / 2**30:.1f} GiB at most"
-                    print(
-                        f"\n{title}: {layers} of {shape.layers} layers, {judged} rows, {seconds:.0f} s"
-                        f"{memory}\n{summary(rows)}",
-                        flush=True,
-                    )
+                    run_text(run, source, text, tokens, yarn, options)
 
 
 def show(path: Path) -> None:
