@@ -57,8 +57,8 @@ from megatron_mtraining.report.table import table
 from megatron_mtraining.ring import Ring
 
 BLOCK = 128
-PRICES = (1.3, 0.8, 0.5, 0.3, 0.18, 0.11, 0.065, 0.04)
-COVERAGES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)
+PRICES = (2.0, 1.3, 0.8, 0.5, 0.3, 0.18, 0.11, 0.065, 0.04)
+COVERAGES = (0.05, 0.12, 0.25, 0.4, 0.6, 0.8, 0.9, 0.97)
 FIXED = ((1000, 100), (3500, 30), (1000, 6096))
 """Columns and diagonals; the first is the default of policy fixed."""
 THRESHOLDS = (0.4, 0.6, 0.75, 0.85, 0.9, 0.95, 0.98, 0.99)
