@@ -50,11 +50,13 @@ def installed(name: str) -> str:
 
 
 def command() -> str:
-    """This run's command without what says only where files were kept: no output, and of the folder that
-    data came from just its name."""
-    words = ["python", *sys.argv]
-    for at in range(1, len(words)):
-        if words[at - 1] == "--data":
+    """This run's command without what says only where files were kept: no output, and of the files and
+    folders that models, texts and data came from just their names."""
+    words, option = ["python", *sys.argv], ""
+    for at in range(2, len(words)):
+        if words[at].startswith("--"):
+            option = words[at]
+        elif option in ("--data", "--model", "--text"):
             words[at] = Path(words[at]).name
     for name in ("--output", "--log", "--timeline"):
         while name in words:

@@ -1,0 +1,518 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""What patterns keep of a trained model's attention (recall), of how many pairs (density): policies,
+estimators and block lists beside each other.
+
+A model (a Hugging Face folder or a GGUF file) is run once over each text at each length. Every layer's
+queries and keys choose all patterns, and these are judged by ``--rows`` query rows that no estimator samples,
+as ``mtraining inspect`` does. One setting holds for all heads: ``recall`` and ``density`` are means over all
+heads of the layers that were looked at, ``recall_p10`` is the tenth percentile of heads, ``heads_below_0.9``
+the share of them that keep less than 0.9.
+
+- ``price``, ``coverage``, ``fixed``: this package's policies. Estimator ``strata`` is the default, ``last``
+  the published one, the last 64 rows. Budgets of ``fixed`` are cut to the length.
+- ``price`` with estimator ``oracle``: all rows choose, those that judge among them; at most
+  ``--oracle-rows``, as masses are summed in 32 bits whose steps grow with the rows. The setting says how
+  many.
+- ``xattention``, ``moba``: block lists in every head (:func:`choose_block_lists`).
+- ``mixed``: at a price, the pattern of policy price or one of the lists of xattention, in each head what has
+  the most ``recall - price x density``: a price is a share of attention for a share of the pairs. One half
+  of the rows decides and the other judges, both ways around. ``mixed, oracle choice``: all rows do both.
+  ``xattention, priced``: as ``mixed``, of lists alone. ``lists`` is the share of heads that take lists.
+
+Prints, for each series, the density at some recalls, on the line between two settings in logarithms of
+density and of what is lost, and appends rows to ``results/patterns.jsonl``. Memory is linear in the length,
+but for the lists of one choice: a byte a head and pair of blocks, 14 MB at 128K tokens and 14 heads.
+
+    python benchmarks/patterns.py --model PATH ... --text FILE ... --seq N ... [--yarn FACTOR]
+        [--layers EVERY]
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import platform
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import record
+import torch
+from torch import Tensor
+
+from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining.inspect.measure import held_out_rows, kept_mass, row_probabilities
+from megatron_mtraining.inspect.options import default_dtype, require
+from megatron_mtraining.inspect.sources import LayerInput, open_source
+from megatron_mtraining.inspect.text import tokens_for
+from megatron_mtraining.pattern import VerticalSlashIndex, choose_block_lists, choose_index
+from megatron_mtraining.report.table import table
+from megatron_mtraining.ring import Ring
+
+BLOCK = 128
+PRICES = (2.0, 1.3, 0.8, 0.5, 0.3, 0.18, 0.11, 0.065, 0.04)
+COVERAGES = (0.05, 0.12, 0.25, 0.4, 0.6, 0.8, 0.9, 0.97)
+FIXED = ((1000, 100), (3500, 30), (1000, 6096))
+"""Columns and diagonals; the first is the default of policy fixed."""
+THRESHOLDS = (0.4, 0.6, 0.75, 0.85, 0.9, 0.95, 0.98, 0.99)
+STRIDE = 16
+MOST_TOP_K = 8
+"""Settings of moba: powers of 2, the largest half of all blocks."""
+DEFAULT = ("price", "strata")
+TARGETS = (0.9, 0.95, 0.98)
+FALL = 0.002
+"""A fall of recall with rising density that is pointed out."""
+
+
+class Case(NamedTuple):
+    """One setting of all heads."""
+
+    policy: str
+    estimator: str
+    setting: str
+    how: MTrainingConfig | dict
+    """Of the choice; a dict: arguments of :func:`choose_block_lists`."""
+
+    @property
+    def series(self) -> tuple[str, str]:
+        return self.policy, self.estimator
+
+
+def cases_for(seq: int, oracle_rows: int) -> list[Case]:
+    """All that is measured at a length of ``seq`` tokens."""
+    cases = []
+    for estimator in ("strata", "last"):
+        for price in PRICES:
+            how = MTrainingConfig(policy="price", estimator=estimator, price=price)
+            cases.append(Case("price", estimator, f"price {price:g}", how))
+        for coverage in COVERAGES:
+            how = MTrainingConfig(policy="coverage", estimator=estimator, coverage=coverage)
+            cases.append(Case("coverage", estimator, f"coverage {coverage:g}", how))
+        for vertical, slash in FIXED:
+            vertical, slash = min(vertical, seq), min(slash, seq)
+            how = MTrainingConfig(
+                policy="fixed", estimator=estimator, vertical=vertical, slash=slash
+            )
+            cases.append(Case("fixed", estimator, f"vertical {vertical} slash {slash}", how))
+    rows = min(oracle_rows, seq) // 2 * 2
+    which = "all rows" if rows == seq else f"{rows} of {seq} rows"
+    for price in PRICES:
+        how = MTrainingConfig(price=price, sample_strata=rows // 2, sample_rows=2, held_out_rows=0)
+        cases.append(Case("price", "oracle", f"price {price:g}, {which}", how))
+    for threshold in THRESHOLDS:
+        how = dict(source="xattention", stride=STRIDE, threshold=threshold)
+        cases.append(Case("xattention", "own", f"threshold {threshold:g}", how))
+    half = max(1, seq // BLOCK // 2).bit_length() - 1
+    for power in range(max(0, half + 1 - MOST_TOP_K), half + 1):
+        cases.append(Case("moba", "own", f"top_k {2**power}", dict(source="moba", top_k=2**power)))
+    return cases
+
+
+# Measuring a layer.
+
+
+class ListsAtRows(NamedTuple):
+    """Of block lists, what the rows that judge see."""
+
+    seen: Tensor
+    """bool ``[h, n, NB]``, by row and key block."""
+    share: Tensor
+    """Of the causal pairs that all rows keep: float64 ``[h]``."""
+
+    def density(self) -> Tensor:
+        return self.share[None]
+
+
+def lists_at_rows(blocks: Tensor, rows: Tensor, block: int) -> ListsAtRows:
+    """From lists as :func:`choose_block_lists` gives them on one rank for a whole number of blocks.
+
+    Args:
+        blocks: uint8 ``[1, h, NB, NB]``; each query block sees itself, and none a later one.
+        rows: int64 ``[n]``.
+    """
+    num_blocks = blocks.shape[-1]
+    length = num_blocks * block
+    pairs = blocks[0].sum((-1, -2)).double() * block * block
+    pairs -= num_blocks * (block * (block - 1) / 2)
+    share = pairs / (length * (length + 1) / 2)
+    return ListsAtRows(blocks[0, :, rows // block].bool(), share)
+
+
+def choose(case: Case, given: LayerInput, rows: Tensor) -> VerticalSlashIndex | ListsAtRows:
+    """The pattern of a layer at one setting."""
+    ring = Ring(None)
+    if isinstance(case.how, MTrainingConfig):
+        return choose_index(given.query, given.key, case.how, ring, given.softmax_scale)
+    blocks = choose_block_lists(
+        given.query, given.key, ring, given.softmax_scale, block_size=BLOCK, **case.how
+    )
+    return lists_at_rows(blocks, rows, BLOCK)
+
+
+def measure(given: LayerInput, cases: list[Case], rows: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Recall by half of the rows, and density, of a layer's heads.
+
+    Args:
+        rows: int64 ``[n]``, ascending, n even; every other one is of the same half.
+
+    Returns:
+        float64 ``[cases, 2, h]`` and ``[cases, h]``.
+    """
+    query, key = given.query, given.key
+    if not query.is_cuda:  # the choice's twins on CPUs do so each time, exactly
+        query, key = query.float(), key.float()
+    given = given._replace(query=query, key=key)
+    rows = rows.to(query.device)
+    patterns = [choose(case, given, rows) for case in cases]
+    density = torch.stack([pattern.density()[0].double() for pattern in patterns])
+    recall = torch.zeros(len(cases), 2, query.shape[2], dtype=torch.float64, device=query.device)
+    at = 0
+    for here, p in row_probabilities(query, key, rows, given.softmax_scale, BLOCK):
+        mass = p.unflatten(-1, (-1, BLOCK)).sum(-1)
+        odd = (at + torch.arange(len(here), device=p.device)) % 2 == 1
+        for number, pattern in enumerate(patterns):
+            if isinstance(pattern, ListsAtRows):
+                seen = pattern.seen[:, at : at + len(here), : mass.shape[-1]]
+                kept = (mass * seen).sum(-1).double()
+            else:
+                kept = kept_mass(p, mass, here, pattern).double()
+            recall[number, 0] += kept.masked_fill(odd, 0).sum(-1)
+            recall[number, 1] += kept.masked_fill(~odd, 0).sum(-1)
+        at += len(here)
+    recall /= len(rows) / 2
+    if not recall.isfinite().all():
+        raise ConfigError(f"the attention scores of layer {given.layer} are not finite numbers")
+    return recall.cpu().numpy(), density.cpu().numpy()
+
+
+# From heads to rows.
+
+
+class Measured(NamedTuple):
+    """What all layers gave."""
+
+    cases: list[Case]
+    recall: np.ndarray  # float64 [cases, layers, 2, h], by half of the rows
+    density: np.ndarray  # float64 [cases, layers, h]
+
+    def numbers(self, *series: tuple[str, str]) -> list[int]:
+        """Which cases are of these series."""
+        return [number for number, case in enumerate(self.cases) if case.series in series]
+
+
+def best_of(
+    measured: Measured, options: list[int], price: float, same_rows: bool
+) -> tuple[np.ndarray, ...]:
+    """In each head, the case of ``options`` with the most ``recall - price x density``.
+
+    Args:
+        same_rows: whether the rows that judge decide too; else one half does, and the other judges, both ways
+            around, and numbers are means of the two.
+
+    Returns:
+        Recall and density, float64 ``[layers, h]``, and the numbers of the cases, ``[2, layers, h]``.
+    """
+    recall, density = measured.recall[options], measured.density[options]
+    decides = recall.mean(2, keepdims=True).repeat(2, 2) if same_rows else recall[:, :, ::-1]
+    # [2, layers, h]: by the half that judges.
+    place = (decides - price * density[:, :, None]).argmax(0).swapaxes(0, 1)
+    of_half = np.moveaxis(recall, 2, 1)
+    taken = np.take_along_axis(of_half, place[None], 0)[0].mean(0)
+    pairs = np.take_along_axis(density[:, None].repeat(2, 1), place[None], 0)[0].mean(0)
+    return taken, pairs, np.array(options)[place]
+
+
+def row_of(policy, estimator, setting, recall, density) -> dict:
+    """What a row says of all heads' recall and density, ``[layers, h]``."""
+    return {
+        "estimator": estimator,
+        "policy": policy,
+        "setting": setting,
+        "density": round(float(density.mean()), 5),
+        "recall": round(float(recall.mean()), 5),
+        "recall_p10": round(float(np.quantile(recall, 0.1)), 5),
+        "heads_below_0.9": round(float((recall < 0.9).mean()), 5),
+    }
+
+
+def rows_of(measured: Measured) -> list[dict]:
+    """A row for each case, and those of heads that choose among cases."""
+    cases, recall = measured.cases, measured.recall.mean(2)
+    rows = [
+        row_of(*case[:3], recall[number], measured.density[number])
+        for number, case in enumerate(cases)
+    ]
+    lists = measured.numbers(("xattention", "own"))
+    slashes = measured.numbers(DEFAULT)
+    kinds = {
+        "mixed": (True, False),
+        "mixed, oracle choice": (True, True),
+        "xattention, priced": (False, False),
+    }
+    for name, (with_slashes, same_rows) in kinds.items():
+        for number in slashes:
+            options = [number, *lists] if with_slashes else lists
+            price = cases[number].how.price
+            *found, taken = best_of(measured, options, price, same_rows)
+            row = row_of(name, "strata" if with_slashes else "own", f"price {price:g}", *found)
+            rows.append({**row, "lists": round(float((taken != number).mean()), 5)})
+    return rows
+
+
+# Tables.
+
+
+def series_of(rows: list[dict]) -> dict[tuple[str, str], list[dict]]:
+    """Rows by (policy, estimator), sparse ones first."""
+    found: dict = {}
+    for row in rows:
+        found.setdefault((row["policy"], row["estimator"]), []).append(row)
+    return {name: sorted(some, key=lambda row: row["density"]) for name, some in found.items()}
+
+
+def at_recall(rows: list[dict], target: float) -> dict | None:
+    """Density, ``recall_p10`` and ``heads_below_0.9`` where a series, sparse settings first, first has a
+    recall of ``target``; None where its settings are all on one side of it."""
+    for low, high in zip(rows, rows[1:]):
+        if low["recall"] < target <= high["recall"]:
+            lost = [np.log(max(1 - r, 1e-6)) for r in (low["recall"], target, high["recall"])]
+            share = (lost[0] - lost[1]) / (lost[0] - lost[2])
+            point = {
+                name: float(low[name] + share * (high[name] - low[name]))
+                for name in ("recall_p10", "heads_below_0.9")
+            }
+            log = np.log([low["density"], high["density"]])
+            density = float(np.exp(log[0] + share * (log[1] - log[0])))
+            return {"density": density, **point}
+    return None
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def summary(rows: list[dict]) -> str:
+    """Tables of the rows of one model, text and length."""
+    series = series_of(rows)
+    default = series[DEFAULT]
+    lines = []
+    for (policy, estimator), some in series.items():
+        if policy == "fixed":
+            continue
+        for target in TARGETS:
+            point, ours = at_recall(some, target), at_recall(default, target)
+            line = [policy, estimator, f"{target:.0%}"]
+            if point is None:
+                first = some[0]["recall"] >= target
+                line += [f"<{_percent(some[0]['density'])}" if first else "not reached", "", "", ""]
+            else:
+                line += [_percent(point[name]) for name in point]
+                line.append(f"{point['density'] / ours['density']:.2f}" if ours else "")
+            lines.append(line)
+    head = ["policy", "estimator", "recall", "density", "p10", "below 0.9", "of default"]
+    text = table(head, lines)
+    lines = []
+    for (policy, estimator), some in series.items():
+        if policy != "fixed":
+            continue
+        for row in some:
+            ours = at_recall(default, row["recall"])
+            numbers = [row[n] for n in ("recall", "density", "recall_p10", "heads_below_0.9")]
+            ratio = f"{row['density'] / ours['density']:.2f}" if ours else ""
+            lines.append([estimator, row["setting"], *map(_percent, numbers), ratio])
+    if lines:
+        head = ["estimator", "fixed", "recall", "density", "p10", "below 0.9", "of default"]
+        text += "\n\n" + table(head, lines)
+    return "\n".join([text, *falls(series)])
+
+
+def falls(series: dict[tuple[str, str], list[dict]]) -> list[str]:
+    """Where recall falls as density rises, in words."""
+    found = []
+    for (policy, estimator), some in series.items():
+        for low, high in zip(some, some[1:]):
+            if policy != "fixed" and high["recall"] < low["recall"] - FALL:
+                found.append(
+                    f"{policy}, {estimator}: recall falls from {low['recall']:.4f} ({low['setting']}) to "
+                    f"{high['recall']:.4f} ({high['setting']})"
+                )
+    return found
+
+
+# Running.
+
+
+def code_files() -> list[Path]:
+    """Python's standard library, top-level sources in order of their names."""
+    return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+
+
+def hide_kernels_script() -> None:
+    """Keep transformers from taking ``kernels.py`` beside this script for a package of that name, which it
+    looks for. To be called before transformers is imported."""
+    spec = None if "kernels" in sys.modules else find_spec("kernels")
+    if spec is not None and spec.origin and Path(spec.origin).parent == Path(__file__).parent:
+        sys.modules["kernels"] = None  # so it is not found
+
+
+class Progress:
+    """A bar of measured layers, if tqdm is there."""
+
+    def __init__(self, total: int, title: str):
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            self.bar = None
+        else:
+            self.bar = tqdm(total=total, desc=title, unit="layer", file=sys.stderr)
+
+    def update(self) -> None:
+        if self.bar is not None:
+            self.bar.update()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def run_model(run, tokens: Tensor, layers: int, options, title: str) -> tuple[Measured, int]:
+    """Run a loaded model over tokens ``[s]``, and measure every n-th layer; also says by how many rows."""
+    cases = cases_for(len(tokens), options.oracle_rows)
+    estimated = [
+        case.how
+        for case in cases
+        if isinstance(case.how, MTrainingConfig) and case.estimator != "oracle"
+    ]
+    rows = held_out_rows(len(tokens), options.rows, estimated, seed=0)
+    rows = rows[: len(rows) // 2 * 2]
+    found, progress = [], Progress(len(range(0, layers, options.layers)), title)
+
+    def visit(given: LayerInput) -> None:
+        if given.layer % options.layers == 0:
+            found.append(measure(given, cases, rows))
+            progress.update()
+
+    try:
+        run(tokens, visit)
+    finally:
+        progress.close()
+    recall, density = (np.stack(values, 1) for values in zip(*found))
+    return Measured(cases, recall, density), len(rows)
+
+
+def loads_of(path: Path, options) -> Iterator[tuple[object, float | None, list[int]]]:
+    """A source of the model, the YaRN factor it has, and the lengths that it is for: those that the model has
+    positions for as it is, then those that take ``--yarn``."""
+
+    def source_with(yarn):
+        how = dict(model=path, tokenizer=None, device=options.device, dtype=options.dtype)
+        return open_source(SimpleNamespace(yarn=yarn, **how))
+
+    source = source_with(None)
+    near = [seq for seq in options.seq if seq <= source.shape.positions or options.yarn is None]
+    far = [seq for seq in options.seq if seq not in near]
+    if near:
+        yield source, None, near
+    if far:
+        yield source_with(options.yarn), options.yarn, far
+
+
+def run_text(run, source, text: str, tokens: Tensor, yarn: float | None, options) -> None:
+    """One model, text and length, from tokens to rows and tables."""
+    about = dict(model=options.name, text=text, seq=len(tokens))
+    title, cuda = " ".join(map(str, about.values())), options.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(options.device)
+    started = time.perf_counter()
+    measured, judged = run_model(run, tokens, source.shape.layers, options, title)
+    took = f"{time.perf_counter() - started:.0f} s"
+    if cuda:
+        took += f", {torch.cuda.max_memory_allocated(options.device) / 2**30:.1f} GiB at most"
+    _, layers, heads = measured.density.shape
+    more = dict(
+        layers=layers, every=options.layers, heads=heads, rows=judged, yarn=yarn,
+        transformers=record.installed("transformers"), python=platform.python_version(),
+    )  # fmt: skip
+    rows = [{**about, **row, **more} for row in rows_of(measured)]
+    record.append(options.output, rows)
+    print(f"\n{title}: {layers} of {source.shape.layers} layers, {judged} rows, {took}")
+    print(summary(rows), flush=True)
+
+
+def run_all(options) -> None:
+    """Every model over every text at every length; rows are appended after each."""
+    require("transformers")
+    hide_kernels_script()
+    for path in options.model:
+        options.name, tokenizer = path.name, None
+        for source, yarn, lengths in loads_of(path, options):
+            tokenizer = tokenizer or functools.cache(source.tokenizer)
+            runs = []
+            for text in options.text:
+                files = code_files() if text == "code" else [Path(text)]
+                most, help = source.shape.positions, "a larger --yarn"
+                tokens = tokens_for(files, max(lengths), most, BLOCK, tokenizer, help)
+                runs += [(Path(text).name, tokens[:seq]) for seq in lengths]
+            with source.loaded() as run:
+                for text, tokens in runs:
+                    run_text(run, source, text, tokens, yarn, options)
+
+
+def show(path: Path) -> None:
+    """Print the tables of rows that were written before."""
+    runs: dict = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        names = ("model", "text", "seq", "yarn", "every", "gpu", "commit", "command")
+        runs.setdefault(tuple(row[name] for name in names), []).append(row)
+    for about, rows in runs.items():
+        print(f"\n{' '.join(map(str, about[:3]))}\n{summary(rows)}")
+
+
+def options_from(words: list[str] | None = None) -> argparse.Namespace:
+    """The run that arguments ask for."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--model", type=Path, nargs="+", help="Hugging Face folders or .gguf files")
+    add("--text", nargs="+", default=["code"], help="files, or code: Python's standard library")
+    add("--seq", type=int, nargs="+", default=[16384], help="tokens, multiples of 128")
+    what = (
+        "let positions go so many times as far, by YaRN, for lengths that the model has too few for"
+    )
+    add("--yarn", type=float, metavar="FACTOR", help=what)
+    add("--layers", type=int, default=1, metavar="EVERY", help="measure every so many-th layer")
+    add("--rows", type=int, default=512, help="query rows to judge by (%(default)s)")
+    what = "rows that choose with estimator oracle, at most (%(default)s)"
+    add("--oracle-rows", type=int, default=4096, metavar="N", help=what)
+    add("--device", type=torch.device, help="cuda where there is a GPU, else cpu")
+    add("--show", action="store_true", help="only print the tables of --output")
+    add("--output", type=Path, default=record.RESULTS / "patterns.jsonl")
+    options = parser.parse_args(words)
+    if options.model is None and not options.show:
+        parser.error("--model is missing")
+    for name, least in dict(layers=1, rows=2, oracle_rows=2).items():
+        if getattr(options, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be {least} or more")
+    if options.device is None:
+        options.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    options.dtype = default_dtype(options.device)
+    return options
+
+
+def main():
+    options = options_from()
+    try:
+        show(options.output) if options.show else run_all(options)
+    except ConfigError as error:
+        sys.exit(f"patterns.py: {error}")
+
+
+if __name__ == "__main__":
+    main()
