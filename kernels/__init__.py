@@ -366,6 +366,7 @@ def price_slashes(
     near: int,
     unit: float,
     one: int,
+    spread: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Slashes at a price: block distances whose mass, over their cost, is at or above it.
 
@@ -376,12 +377,14 @@ def price_slashes(
         near: so many first distances are kept whatever they cost.
         unit: cost of a pair of blocks, in units of a row's whole attention.
         one: the integer that stands for such a unit.
+        spread: whether the rows are spread over the sequence. The last rows see all distances: their mass at
+            one that few rows see is to count as few.
 
     Returns:
         ``[b, h, NB]`` each: uint8, whether a distance is kept, and whether it would be at the usual price;
         int32, how many up to it would not; float32, mass over cost.
     """
-    operands = (total, inside, price, usual_price, near, unit, one)
+    operands = (total, inside, price, usual_price, near, unit, one, spread)
     if not uses_triton(total):
         return reference_masses.price_slashes(*operands)
     from .candidates import price_slashes as launch

@@ -75,7 +75,8 @@ def candidate_slashes(sample, keys, positions, lse, num_blocks):
 @triton.jit
 def _slash_kernel(
     total_ptr, inside_ptr, price_ptr, member_ptr, usual_ptr, outside_ptr, value_ptr,
-    num_blocks, near, unit, one, usual_price, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    num_blocks, near, unit, one, usual_price,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     bh = tl.program_id(0).to(tl.int64)
     price = tl.load(price_ptr + bh % HEADS)
@@ -88,7 +89,8 @@ def _slash_kernel(
             inside_ptr + at, mask=there, other=0
         )
         # The two sums are rounded apart.
-        value = tl.maximum(mass, 0).to(tl.float32) / one / (unit * (num_blocks - distance))
+        seen = num_blocks - distance if SPREAD else num_blocks
+        value = tl.maximum(mass, 0).to(tl.float32) / one / (unit * seen)
         kept = (distance < near) | (value >= price)
         usual = (distance < near) | (value >= usual_price)
         tl.store(value_ptr + at, value, mask=there)
@@ -99,7 +101,7 @@ def _slash_kernel(
         before += tl.sum(outside, 0)
 
 
-def price_slashes(total, inside, price, usual_price, near, unit, one):
+def price_slashes(total, inside, price, usual_price, near, unit, one, spread):
     """Launch the choice of slashes; see :func:`kernels.price_slashes`."""
     batch, heads, num_blocks = total.shape
     member = torch.empty(total.shape, dtype=torch.uint8, device=total.device)
@@ -109,7 +111,7 @@ def price_slashes(total, inside, price, usual_price, near, unit, one):
     launch(
         _slash_kernel, (batch * heads,),
         total, inside, price, member, usual, outside, value, num_blocks, near, unit, float(one), usual_price,
-        HEADS=heads, WIDTH=min(4096, next_power_of_2(num_blocks)), num_warps=4,
+        HEADS=heads, WIDTH=min(4096, next_power_of_2(num_blocks)), SPREAD=spread, num_warps=4,
     )  # fmt: skip
     return member, usual, outside, value
 
@@ -120,7 +122,8 @@ def _column_kernel(
     column_ptr, value_ptr, held_ptr,
     num_rows, batch_heads, count, seq_length, num_blocks, sink, scale, unit,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, IN_STRATUM: tl.constexpr, FIT: tl.constexpr,
-    STRATA: tl.constexpr, KEYS: tl.constexpr, TWICE: tl.constexpr, PREC: tl.constexpr,
+    STRATA: tl.constexpr, KEYS: tl.constexpr, TWICE: tl.constexpr, SPREAD: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     entry = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
@@ -166,6 +169,8 @@ def _column_kernel(
     # Query blocks that the column adds to: those at distances that are no slash.
     there = listed & (position < seq_length)
     adds = tl.load(outside_ptr + head * num_blocks + num_blocks - 1 - block, mask=there, other=0)
+    if not SPREAD:
+        adds = tl.zeros_like(adds) + num_blocks
     value = total / (unit * tl.maximum(adds, 1))
     kept = (total > 0) & (value >= tl.load(price_ptr + head % HEADS))
     kept = there & (kept | (position < sink))
@@ -189,6 +194,7 @@ def price_columns(sample, keys, positions, lse, member, usual, outside, price, s
         columns, value, held,
         num_rows, batch * heads, count, sample.seq_length, num_blocks, sink, sample.softmax_scale, unit,
         HEADS=heads, D=dim, BLOCK=sample.block_size, IN_STRATUM=sample.rows_in_stratum, FIT=sample.fit,
-        STRATA=32, KEYS=tile, TWICE=sample.twice, PREC=precision_for(keys), num_warps=4, num_stages=2,
+        STRATA=32, KEYS=tile, TWICE=sample.twice, SPREAD=sample.spread,
+        PREC=precision_for(keys), num_warps=4, num_stages=2,
     )  # fmt: skip
     return columns, value, held

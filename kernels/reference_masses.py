@@ -14,11 +14,11 @@ from .reference_choice import _positions, fixed_point_one
 def _probabilities(sample, keys, position, lse):
     """Probabilities of all rows, float64 ``[b, h, R, k]``, 0 for keys after the row; ``keys``
     ``[b, h, k, d]``, ``position`` ``[k]`` or ``[b, h, k]``."""
-    query = sample.query.permute(1, 2, 0, 3).double()
-    scores = query @ keys.double().transpose(-1, -2) * sample.softmax_scale
-    seen = position[..., None, :] <= sample.rows[:, None]
-    p = torch.exp(scores - lse[..., None].double()).nan_to_num_(nan=0.0).clamp_(max=1)
-    return p.masked_fill_(~seen, 0)
+    query = sample.query.permute(1, 2, 0, 3).double() * sample.softmax_scale
+    p = query @ keys.double().transpose(-1, -2)
+    p.sub_(lse[..., None].double())
+    p.masked_fill_(position[..., None, :] > sample.rows[:, None], float("-inf"))
+    return p.exp_().nan_to_num_(nan=0.0).clamp_(max=1)
 
 
 def _fit(sample, p):
@@ -86,6 +86,12 @@ def row_masses(sample, key, lse, sink, per_cost):
 
 def candidate_slashes(sample, keys, positions, lse, num_blocks):
     """See :func:`kernels.candidate_slashes`."""
+    # Few are taken: those first, and no more than the head with the most has.
+    none = positions >= sample.seq_length
+    most = int((~none).sum(-1).max())
+    order = none.to(torch.uint8).argsort(dim=-1, stable=True)[..., :most]
+    positions = positions.gather(-1, order)
+    keys = keys.gather(2, order[..., None].expand(-1, -1, -1, keys.shape[-1]))
     fit, _ = _fit(sample, _probabilities(sample, keys, positions, lse))
     apart = _rows(sample)[0][..., None] - positions[:, :, None, None]
     fit = torch.where(positions[:, :, None, None] < sample.seq_length, fit, 0.0)
@@ -97,11 +103,12 @@ def candidate_slashes(sample, keys, positions, lse, num_blocks):
     return masses
 
 
-def price_slashes(total, inside, price, usual_price, near, unit, one):
+def price_slashes(total, inside, price, usual_price, near, unit, one, spread):
     """See :func:`kernels.price_slashes`."""
     num_blocks = total.shape[-1]
     distance = torch.arange(num_blocks, device=total.device)
-    value = (total - inside).clamp(min=0).float() / one / (unit * (num_blocks - distance))
+    seen = num_blocks - distance if spread else num_blocks
+    value = (total - inside).clamp(min=0).float() / one / (unit * seen)
     kept = (distance < near) | (value >= price[:, None])
     usual = (distance < near) | (value >= usual_price)
     outside = (~usual).cumsum(-1, dtype=torch.int32)
@@ -124,6 +131,8 @@ def price_columns(sample, keys, positions, lse, member, usual, outside, price, s
     there = positions < sample.seq_length
     before = (num_blocks - 1 - positions // block).clamp(min=0).long()
     total, adds = _total(sample, strata), outside.gather(-1, before)
+    if not sample.spread:
+        adds = torch.full_like(adds, num_blocks)
     value = torch.where(there, total / (unit * adds.clamp(min=1)), 0.0).float()
     kept = there & (((total > 0) & (value >= price[:, None])) | (positions < sink))
     return torch.where(kept, positions, sample.seq_length), value, held

@@ -69,7 +69,8 @@ class MTrainingConfig:
     0 keeps everything. (default: 0.25)"""
     coverage: float | None = None
     """Policy coverage: the share of attention that columns are to hold, and diagonals, each by themselves. 1
-    keeps everything. (default: 0.9)"""
+    keeps everything. What the published choice takes; with estimator strata much less will do. (default:
+    0.9)"""
     vertical: int | None = None
     """Policy fixed: key columns each query head keeps, the first ``sink`` columns counted in; the sequence
     length keeps everything. (default: 1000)"""

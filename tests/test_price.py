@@ -114,7 +114,7 @@ def test_candidates_by_kernels(device):  # noqa: F811
     torch.testing.assert_close(slashes / one, truth / one, atol=1e-5, rtol=1e-5)
     total = truth + (0.3 * torch.rand(truth.shape, device=device) * one).int()
     price = torch.tensor([0.0, 0.2, 0.9, 3.0], device=device)
-    given = (total, truth, price, 0.5, near, pair, one)
+    given = (total, truth, price, 0.5, near, pair, one, True)
     actual, expected = kernels.price_slashes(*given), reference_masses.price_slashes(*given)
     for a, e in zip(actual[:3], expected[:3]):
         assert torch.equal(a, e)
@@ -191,6 +191,19 @@ def test_a_price_of_nothing_is_dense_and_a_high_one_leaves_what_always_holds():
         ).all()
     index = choose_index(query, key, settings(price=1e9), Ring(None), 0.125)
     assert (index.member.sum(-1) == 2).all() and (index.column_ptr[..., -1] == 4).all()
+
+
+def test_the_last_rows_count_for_as_many_as_see_what_they_see():
+    """More density is more recall with them too: far distances are not worth what the last rows see there."""
+    query, key = operands(seed=3)
+    rows = torch.arange(SEQ)
+    found = []
+    for price in (2.0, 0.7, 0.3, 0.1):
+        config = MTrainingConfig(price=price, estimator="last", window=64, block_size=64)
+        index = choose_index(query, key, config, Ring(None), 0.125)
+        found.append((index.density().mean(), dense_recall(index, query, key, rows, 0.125).mean()))
+    for (density, recall), (more, better) in zip(found, found[1:]):
+        assert more >= density and better >= recall
 
 
 @pytest.mark.parametrize("seed", range(6))

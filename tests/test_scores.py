@@ -38,7 +38,7 @@ def sample_of(query, rank, world, block, strata, rows_in_stratum, near, held=0, 
     """Sampled rows of a whole sequence's queries, as one rank holds them."""
     rows = sample_rows(query.shape[0], strata, rows_in_stratum, query.device)
     return Sample(
-        query.index_select(0, rows), rows.int(), rows_in_stratum, rows_in_stratum - held, twice, near,
+        query.index_select(0, rows), rows.int(), rows_in_stratum, rows_in_stratum - held, twice, twice, near,
         len(query), rank, world, world, block, SCALE,
     )  # fmt: skip
 

@@ -28,6 +28,7 @@ class Sample:
         rows_in_stratum: so many rows in a row are of one stretch of the sequence.
         fit: so many of them, the first, choose the pattern; the others are held out.
         twice: a column must show in two stretches: the largest share that one gives to it is left out.
+        spread: the rows are spread over the sequence, not its last.
         near: query and key blocks fewer apart than this are in the local window.
         seq_length: N.
         rank, world, inner, block_size: the striped layout of the keys.
@@ -39,6 +40,7 @@ class Sample:
     rows_in_stratum: int
     fit: int
     twice: bool
+    spread: bool
     near: int
     seq_length: int
     rank: int
@@ -108,9 +110,9 @@ def draw_sample(query: Tensor, config, ring, near: int, softmax_scale: float) ->
         # One rank has each row, so the sum is exact in any dtype.
         sampled = ring.all_reduce(sampled.masked_fill_(elsewhere, 0))
     if config.estimator == "last":  # there are no stretches to tell apart: each row is one
-        kind = dict(rows_in_stratum=1, fit=1, twice=False)
+        kind = dict(rows_in_stratum=1, fit=1, twice=False, spread=False)
     else:
-        kind = dict(rows_in_stratum=rows, fit=rows - config.held_out_rows, twice=True)
+        kind = dict(rows_in_stratum=rows, fit=rows - config.held_out_rows, twice=True, spread=True)
     return Sample(
         sampled, row, **kind, near=near, seq_length=seq_length,
         rank=ring.rank, world=ring.world, inner=ring.inner, block_size=block, softmax_scale=softmax_scale,

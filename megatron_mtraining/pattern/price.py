@@ -80,18 +80,19 @@ def choose_by_price(
     """
     cap = min(max(config.vertical_cap for config in heads), sample.seq_length)
     sink = min(heads[0].sink, sample.seq_length)
-    values, masses = row_masses(sample, key, lse, sink, per_cost=True)
+    values, masses = row_masses(sample, key, lse, sink, per_cost=sample.spread)
     masses = ring.all_reduce(masses)
     (values, positions), _ = best_columns(values, cap, sample, ring)
     keys = ring.all_reduce(gather_columns(key, None, listed(positions, sample), ring.rank))[0]
     pair, column = units(sample)
     one, num_blocks = fixed_point_one(len(sample.rows)), masses.shape[-1]
     if slashes is None:
-        worth = values.view(torch.float32) >= USUAL * column
+        least = USUAL * column * (1 if sample.spread else num_blocks)
+        worth = values.view(torch.float32) >= least
         first = torch.where(worth | (values == SINK), positions, sample.seq_length)
         inside = candidate_slashes(sample, keys, first, lse, num_blocks)
         slashes, usual, outside, value = price_slashes(
-            masses[0], inside, price, USUAL, sample.near, pair, one
+            masses[0], inside, price, USUAL, sample.near, pair, one, sample.spread
         )
         slashes = _bound_slashes(slashes, value, sample.near, heads)
     else:

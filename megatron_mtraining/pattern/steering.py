@@ -18,8 +18,8 @@ from ..config import MTrainingConfig
 GAIN = 0.3
 """How much of what is missing to the target a step makes up for: less follows slower, more is noisier."""
 SLOPES = {"target_recall": 0.75, "target_density": -0.55}
-"""About how the logarithms of what is lost, and of the density, go with the price's, in trained models. Feedback
-makes up for what is wrong with it."""
+"""About how the logarithms of what is lost, and of the density, go with the price's in trained models.
+Feedback makes up for the rest."""
 MOST = 0.5
 """The farthest that a step moves the price's logarithm."""
 RANGE = (1e-4, 1e4)

@@ -1,0 +1,314 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Training parity: a real model continued on real code, dense and sparse, from the same weights and data.
+
+One process, one GPU (or a CPU, to try it). The model is transformers', with float32 weights under bf16
+autocast; in the sparse runs its attention is this package's. Runs, one after the other:
+
+- ``dense``: PyTorch's causal attention.
+- ``price``: policy price with ``--target-recall``: the price follows the recall that is measured.
+- ``coverage``: the published way, the last 64 rows and a coverage, found on the first sequence so that the
+  density is that of ``price`` at the same weights.
+
+Each run's row has the loss of every step (training text), and of held-out sequences before and after, with
+the run's own attention and with dense attention; densities and recalls are means over layers, heads and
+steps. Appends rows to ``results/parity.jsonl`` and draws ``results/parity.png``.
+
+    python benchmarks/parity.py MODEL.gguf [--seq N] [--steps N] [--text FILE ...] [--run NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import sysconfig
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import record
+import torch
+from torch import Tensor
+
+from megatron_mtraining import MTrainingConfig
+from megatron_mtraining.attention import attend
+from megatron_mtraining.inspect.hugging_face import tokenizer_of
+from megatron_mtraining.inspect.options import hide_kernels_folder
+from megatron_mtraining.pattern import Steering, choose_index
+from megatron_mtraining.ring import Ring
+
+ATTENTION = "mtraining_parity"
+RUNS = ("dense", "price", "coverage")
+
+
+class Attention:
+    """What all layers call in place of their attention, and what it has kept."""
+
+    def __init__(self):
+        self.config: MTrainingConfig | None = None  # None: dense
+        self.steering: Steering | None = None
+        self.density, self.recall = [], []
+        self.first: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, module, query, key, value, attention_mask, scaling=None, **more):
+        """``[b, h, s, d]`` in, ``[b, s, h, d]`` out."""
+        if self.config is None:
+            out = torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+            )
+            return out.transpose(1, 2).contiguous(), None
+        query, key, value = (t.permute(2, 0, 1, 3).contiguous() for t in (query, key, value))
+        price = None if self.steering is None else self.steering.price(query.device)
+        found = attend(query, key, value, config=self.config, softmax_scale=scaling, price=price)
+        density, recall = found.index.density(), found.index.recall
+        self.density.append(density.mean())
+        self.recall.append(torch.ones_like(density).mean() if recall is None else recall.mean())
+        if self.steering is not None and module.training:
+            self.steering.observe(density, recall)
+        return found.out.transpose(0, 1), None
+
+    def take(self) -> tuple[float, float]:
+        """Mean density and recall since the last call; 1 if all was dense."""
+        means = [torch.stack(x).mean().item() if x else 1.0 for x in (self.density, self.recall)]
+        self.density, self.recall = [], []
+        return means[0], means[1]
+
+
+def read_tokens(options) -> Tensor:
+    """int64 ``[sequences, seq + 1]``: the training steps' and then the held-out ones."""
+    encode = tokenizer_of(options.model)
+    files = options.text or sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
+    files += [] if options.text else sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py"))
+    need = (options.steps + options.held_out) * options.seq + 1
+    tokens: list[int] = []
+    for file in files:
+        if len(tokens) >= need:
+            break
+        tokens += list(encode(Path(file).read_text(encoding="utf-8", errors="ignore")))
+    if len(tokens) < need:
+        sys.exit(
+            f"the text has {len(tokens)} tokens, but {need} are needed: give more --text, or fewer --steps"
+        )
+    flat = torch.tensor(tokens[:need])
+    return flat.unfold(0, options.seq + 1, options.seq)
+
+
+def load(options, attention: Attention):
+    """The model, in float32, with ``attention`` in all layers."""
+    hide_kernels_folder()
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention)
+    folder, how = options.model, {}
+    if options.model.is_file():
+        folder, how = options.model.parent, {"gguf_file": options.model.name}
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=ATTENTION, local_files_only=True, **how
+    )
+    return model.to(options.device)
+
+
+def loss_of(model, tokens: Tensor, options) -> Tensor:
+    """Mean cross entropy of one sequence ``[seq + 1]``."""
+    tokens = tokens.to(options.device)
+    with torch.autocast(options.device, torch.bfloat16, enabled=options.device == "cuda"):
+        hidden = model.base_model(input_ids=tokens[None, :-1], use_cache=False).last_hidden_state[0]
+        losses = []
+        for part, labels in zip(hidden.split(2048), tokens[1:].split(2048)):
+            # A part's logits at a time; they are computed again in the backward.
+            losses.append(
+                torch.utils.checkpoint.checkpoint(
+                    _part_loss, model, part, labels, use_reentrant=False
+                )
+            )
+    return torch.stack(losses).sum() / (len(tokens) - 1)
+
+
+def _part_loss(model, hidden, labels):
+    logits = model.lm_head(hidden).float()
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+
+@torch.no_grad()
+def judged(model, held_out: Tensor, options) -> float:
+    model.eval()
+    loss = sum(loss_of(model, tokens, options).item() for tokens in held_out) / len(held_out)
+    model.train()
+    return loss
+
+
+def coverage_at(
+    density: float, layers: list[tuple[Tensor, Tensor]], base: MTrainingConfig
+) -> float:
+    """The coverage whose density, on these queries and keys, is the given one: by bisection."""
+    low, high = 0.01, 0.999
+    for _ in range(8):
+        middle = (low + high) / 2
+        config = replace(base, coverage=middle)
+        found = [
+            choose_index(query, key, config, Ring(None), scale).density().mean()
+            for query, key, scale in layers
+        ]
+        if torch.stack(found).mean().item() < density:
+            low = middle
+        else:
+            high = middle
+    return round((low + high) / 2, 4)
+
+
+@torch.no_grad()
+def queries_and_keys(model, attention: Attention, tokens: Tensor, options) -> list[tuple]:
+    """Every fourth layer's, of one sequence under dense attention."""
+    kept, number = [], [0]
+    dense = attention.__class__.__call__
+
+    def keep(module, query, key, value, mask, scaling=None, **more):
+        if number[0] % 4 == 0:
+            kept.append(
+                (query.permute(2, 0, 1, 3).clone(), key.permute(2, 0, 1, 3).clone(), scaling)
+            )
+        number[0] += 1
+        return dense(attention, module, query, key, value, mask, scaling=scaling, **more)
+
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, keep)
+    loss_of(model, tokens, options)
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention)
+    return kept
+
+
+def train(name: str, config: MTrainingConfig | None, tokens: Tensor, options) -> dict:
+    """One run."""
+    torch.manual_seed(options.seed)
+    attention = Attention()
+    model = load(options, attention)
+    held_out = tokens[options.steps :]
+    before = judged(model, held_out, options)
+    attention.config = config
+    if config is not None and config.target_recall is not None:
+        attention.steering = Steering(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
+    losses, kept, start = [], [], time.time()
+    model.train()
+    for step in range(options.steps):
+        rate = options.lr * min(1.0, (step + 1) / options.warm_up)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss = loss_of(model, tokens[step], options)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if attention.steering is not None:
+            attention.steering.advance(step + 1)
+        losses.append(loss.item())
+        kept.append(attention.take())
+        if (step + 1) % 10 == 0 or step + 1 == options.steps:
+            density, recall = kept[-1]
+            print(
+                f"  {name} {step + 1:4d}: loss {losses[-1]:.4f}, density {density:.4f}, recall {recall:.4f}",
+                flush=True,
+            )
+    own = judged(model, held_out, options)
+    attention.take()
+    attention.config = None
+    late = kept[len(kept) // 2 :]
+    return dict(
+        run=name, model=options.model.name, seq=options.seq, steps=options.steps, lr=options.lr,
+        held_out_before=round(before, 5), held_out_after=round(own, 5),
+        held_out_after_dense=round(judged(model, held_out, options), 5),
+        loss_last_50=round(sum(losses[-50:]) / len(losses[-50:]), 5),
+        density=round(sum(d for d, _ in kept) / len(kept), 5),
+        recall=round(sum(r for _, r in kept) / len(kept), 5),
+        density_late=round(sum(d for d, _ in late) / len(late), 5),
+        recall_late=round(sum(r for _, r in late) / len(late), 5),
+        price=None if attention.steering is None else round(attention.steering.now(), 5),
+        coverage=None if config is None else config.coverage,
+        seconds=round(time.time() - start, 1), losses=[round(loss, 5) for loss in losses],
+    )  # fmt: skip
+
+
+def settings(options) -> dict[str, MTrainingConfig | None]:
+    common = dict(block_size=options.block_size)
+    return {
+        "dense": None,
+        "price": MTrainingConfig(target_recall=options.target_recall, **common),
+        "coverage": MTrainingConfig(policy="coverage", estimator="last", **common),
+    }
+
+
+def draw(path: Path, rows: list[dict]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for row in rows:
+        losses = torch.tensor(row["losses"])
+        width = min(10, len(losses))
+        smooth = losses.unfold(0, width, 1).mean(-1)
+        label = f"{row['run']}: density {row['density']:.3f}, recall {row['recall']:.3f}"
+        axes.plot(range(width, len(losses) + 1), smooth, label=label, linewidth=1)
+    axes.set(xlabel="step", ylabel="training loss, mean of 10 steps")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("model", type=Path, help="a GGUF file or a Hugging Face folder")
+    parser.add_argument("--seq", type=int, default=16384)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--held-out", type=int, default=8, help="held-out sequences")
+    parser.add_argument("--lr", type=float, default=3e-5)
+    parser.add_argument("--warm-up", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--target-recall", type=float, default=0.95)
+    parser.add_argument("--block-size", type=int, default=128)
+    parser.add_argument(
+        "--text", type=Path, nargs="+", help="files; Python's own sources if not given"
+    )
+    parser.add_argument("--run", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, default=record.RESULTS / "parity.jsonl")
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> None:
+    options = parse(words)
+    tokens = read_tokens(options)
+    rows, configs = [], settings(options)
+    for name in options.run:
+        config = configs[name]
+        if name == "coverage":
+            attention = Attention()
+            model = load(options, attention)
+            layers = queries_and_keys(model, attention, tokens[0], options)
+            price = next((row["price"] for row in rows if row["run"] == "price"), None)
+            at = MTrainingConfig(
+                block_size=options.block_size, **({} if price is None else {"price": price})
+            )
+            found = [choose_index(q, k, at, Ring(None), s).density().mean() for q, k, s in layers]
+            config = replace(
+                config, coverage=coverage_at(torch.stack(found).mean().item(), layers, config)
+            )
+            del model, layers
+        rows.append(train(name, config, tokens, options))
+        last = rows[-1]
+        print({key: value for key, value in last.items() if key != "losses"}, flush=True)
+    dense = next((row for row in rows if row["run"] == "dense"), None)
+    for row in rows:
+        if dense is not None:
+            for name in ("held_out_after", "loss_last_50"):
+                row[f"{name}_over_dense"] = round(row[name] / dense[name] - 1, 6)
+    if not all(math.isfinite(loss) for row in rows for loss in row["losses"]):
+        sys.exit("a loss is not finite: no rows are kept")
+    record.append(options.output, rows)
+    draw(options.output.with_suffix(".png"), rows)
+
+
+if __name__ == "__main__":
+    main()
