@@ -240,7 +240,10 @@ def shut_down() -> None:
     an active exception", torch 2.13). So it is given that moment; not while an error is on its way, which is
     to be the first that is heard of.
     """
-    if "gloo" in dist.get_backend() and sys.exc_info()[1] is None:
+    if sys.exc_info()[1] is not None:
+        dist.destroy_process_group()
+        return
+    if "gloo" in dist.get_backend():
         time.sleep(0.2)
     dist.destroy_process_group()
     _RINGS.clear()

@@ -161,7 +161,7 @@ def test_dense_steps_are_dense():
 
 
 def test_slashes_stay_between_refreshes():
-    attention, _, (query, key, value) = watched(sparse(slash_refresh=3, price=0.6))
+    attention, _, (query, key, value) = watched(sparse(slash_refresh=3, price=0.15))
     members = []
     for step in range(5):
         attention.steering.step = step
