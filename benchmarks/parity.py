@@ -296,17 +296,15 @@ def main(words: list[str] | None = None) -> None:
                 config, coverage=coverage_at(torch.stack(found).mean().item(), layers, config)
             )
             del model, layers
-        rows.append(train(name, config, tokens, options))
-        last = rows[-1]
-        print({key: value for key, value in last.items() if key != "losses"}, flush=True)
-    dense = next((row for row in rows if row["run"] == "dense"), None)
-    for row in rows:
-        if dense is not None:
-            for name in ("held_out_after", "loss_last_50"):
-                row[f"{name}_over_dense"] = round(row[name] / dense[name] - 1, 6)
-    if not all(math.isfinite(loss) for row in rows for loss in row["losses"]):
-        sys.exit("a loss is not finite: no rows are kept")
-    record.append(options.output, rows)
+        row = train(name, config, tokens, options)
+        print({key: value for key, value in row.items() if key != "losses"}, flush=True)
+        if not all(map(math.isfinite, row["losses"])):
+            sys.exit(f"a loss of run {name} is not finite: its row is not kept")
+        rows.append(row)
+        dense = next((row for row in rows if row["run"] == "dense"), None)
+        for figure in ("held_out_after", "loss_last_50") if dense is not None else ():
+            row[f"{figure}_over_dense"] = round(row[figure] / dense[figure] - 1, 6)
+        record.append(options.output, [row])  # now: a run that follows may be stopped
     draw(options.output.with_suffix(".png"), rows)
 
 
