@@ -52,6 +52,7 @@ class Attention:
 
     def __call__(self, module, query, key, value, attention_mask, scaling=None, **more):
         """``[b, h, s, d]`` in, ``[b, s, h, d]`` out."""
+        query, key = query.to(value.dtype), key.to(value.dtype)  # autocast: RoPE leaves float32
         if self.config is None:
             out = torch.nn.functional.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scaling, enable_gqa=True
@@ -165,9 +166,8 @@ def queries_and_keys(model, attention: Attention, tokens: Tensor, options) -> li
 
     def keep(module, query, key, value, mask, scaling=None, **more):
         if number[0] % 4 == 0:
-            kept.append(
-                (query.permute(2, 0, 1, 3).clone(), key.permute(2, 0, 1, 3).clone(), scaling)
-            )
+            sides = (t.to(value.dtype).permute(2, 0, 1, 3).contiguous() for t in (query, key))
+            kept.append((*sides, scaling))
         number[0] += 1
         return dense(attention, module, query, key, value, mask, scaling=scaling, **more)
 
