@@ -6,14 +6,17 @@ autocast; in the sparse runs its attention is this package's. Runs, one after th
 
 - ``dense``: PyTorch's causal attention.
 - ``price``: policy price with ``--target-recall``: the price follows the recall that is measured.
-- ``coverage``: the published way, the last 64 rows and a coverage, found on the first sequence so that the
-  density is that of ``price`` at the same weights.
+- ``coverage``: the published way, the last 64 rows and a coverage, found on sequences from all of the data
+  so that the density is that of ``price``'s last price at the same weights.
 
 Each run's row has the loss of every step (training text), and of held-out sequences before and after, with
 the run's own attention and with dense attention; densities and recalls are means over layers, heads and
 steps. Appends rows to ``results/parity.jsonl`` and draws ``results/parity.png``.
 
-    python benchmarks/parity.py MODEL.gguf [--seq N] [--steps N] [--text FILE ...] [--run NAME ...]
+Positions that the model has not been trained on are reached with YaRN, as a user would (``--yarn``): without
+it the losses are those of a model that is lost there, and what is compared is how fast it finds its way.
+
+    python benchmarks/parity.py MODEL.gguf [--seq N] [--steps N] [--yarn F] [--text FILE ...] [--run NAME ...]
 """
 
 from __future__ import annotations
@@ -95,19 +98,33 @@ def read_tokens(options) -> Tensor:
 
 
 def load(options, attention: Attention):
-    """The model, in float32, with ``attention`` in all layers."""
+    """The model, in float32, with ``attention`` in all layers, and YaRN if the sequence needs it."""
     hide_kernels_folder()
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention)
-    folder, how = options.model, {}
+    if options.loaded is not None:  # as it was before it was trained
+        model, weights = options.loaded
+        model.load_state_dict(weights)
+        return model
+    folder, how = options.model, {"local_files_only": True}
     if options.model.is_file():
-        folder, how = options.model.parent, {"gguf_file": options.model.name}
+        folder, how["gguf_file"] = options.model.parent, options.model.name
+    config = AutoConfig.from_pretrained(folder, **how)
+    options.yarn = options.yarn or max(1.0, options.seq / config.max_position_embeddings)
+    if options.yarn > 1:
+        config.rope_parameters = {
+            **config.rope_parameters, "rope_type": "yarn", "factor": options.yarn,
+            "original_max_position_embeddings": config.max_position_embeddings,
+        }  # fmt: skip
+        config.max_position_embeddings = int(config.max_position_embeddings * options.yarn)
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation=ATTENTION, local_files_only=True, **how
+        folder, config=config, dtype=torch.float32, attn_implementation=ATTENTION, **how
     )
-    return model.to(options.device)
+    model.to(options.device)
+    options.loaded = model, {name: t.clone() for name, t in model.state_dict().items()}
+    return model
 
 
 def loss_of(model, tokens: Tensor, options) -> Tensor:
@@ -216,7 +233,8 @@ def train(name: str, config: MTrainingConfig | None, tokens: Tensor, options) ->
     attention.config = None
     late = kept[len(kept) // 2 :]
     return dict(
-        run=name, model=options.model.name, seq=options.seq, steps=options.steps, lr=options.lr,
+        run=name, model=options.model.name, seq=options.seq, yarn=options.yarn, steps=options.steps,
+        lr=options.lr,
         held_out_before=round(before, 5), held_out_after=round(own, 5),
         held_out_after_dense=round(judged(model, held_out, options), 5),
         loss_last_50=round(sum(losses[-50:]) / len(losses[-50:]), 5),
@@ -262,6 +280,11 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("model", type=Path, help="a GGUF file or a Hugging Face folder")
     parser.add_argument("--seq", type=int, default=16384)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument(
+        "--yarn",
+        type=float,
+        help="default: from the positions that the model has to --seq; 1: none",
+    )
     parser.add_argument("--held-out", type=int, default=8, help="held-out sequences")
     parser.add_argument("--lr", type=float, default=3e-5)
     parser.add_argument("--warm-up", type=int, default=20)
@@ -274,6 +297,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--run", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=record.RESULTS / "parity.jsonl")
+    parser.set_defaults(loaded=None)
     return parser.parse_args(words)
 
 
@@ -286,7 +310,11 @@ def main(words: list[str] | None = None) -> None:
         if name == "coverage":
             attention = Attention()
             model = load(options, attention)
-            layers = queries_and_keys(model, attention, tokens[0], options)
+            layers = [
+                layer
+                for step in range(0, options.steps, -(-options.steps // 3))
+                for layer in queries_and_keys(model, attention, tokens[step], options)
+            ]
             price = next((row["price"] for row in rows if row["run"] == "price"), None)
             at = MTrainingConfig(
                 block_size=options.block_size, **({} if price is None else {"price": price})
@@ -295,7 +323,7 @@ def main(words: list[str] | None = None) -> None:
             config = replace(
                 config, coverage=coverage_at(torch.stack(found).mean().item(), layers, config)
             )
-            del model, layers
+            del layers
         row = train(name, config, tokens, options)
         print({key: value for key, value in row.items() if key != "losses"}, flush=True)
         if not all(map(math.isfinite, row["losses"])):
