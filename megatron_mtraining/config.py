@@ -145,6 +145,9 @@ class MTrainingConfig:
     bf16_gradients: bool = False
     """Send the gradients of keys and values between context-parallel ranks in bfloat16 in place of
     float32: half the bytes, less exact."""
+    loss_chunk: int | None = None
+    """Tokens whose logits exist at once: output layer and loss are computed in such chunks. 0 leaves them to
+    Megatron, with the logits of all tokens. (default: 4096; 0 where Megatron's options allow no chunks)"""
 
     def __post_init__(self):
         for field in fields(self):
@@ -189,7 +192,8 @@ class MTrainingConfig:
             raise ConfigError(
                 f"{option('block_size')} is {self.block_size}: use one of {BLOCK_SIZES}"
             )
-        at_least = dict.fromkeys((*SIZES, "held_out_rows", "gathered_ranks", "dense_steps"), 0)
+        zero = (*SIZES, "held_out_rows", "gathered_ranks", "dense_steps", "loss_chunk")
+        at_least = dict.fromkeys(zero, 0)
         at_least.update(
             block_stride=1, block_top_k=0, sample_rows=1, slash_refresh=1, price_steps=0, price=0
         )

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -25,7 +28,7 @@ def scripts():
     sys.path.insert(0, str(FOLDER))
     try:
         found = {}
-        for name in ("record", "workloads", "plots", "kernels", "numerics"):
+        for name in ("record", "workloads", "plots", "kernels", "numerics", "loss"):
             spec = importlib.util.spec_from_file_location(
                 f"benchmark_{name}", FOLDER / f"{name}.py"
             )
@@ -190,3 +193,61 @@ def test_numerics_inputs(scripts):
     inputs = numerics.inputs_for([65536, 131072], [128, 64], types, peaked=True)
     assert len(inputs) == 4 + 1 + 1 and inputs[-1].seq == 131072 and inputs[-2].sharp > 1
     assert [i.sharp for i in numerics.inputs_for([512], [64], types, peaked=False)] == [1, 1]
+
+
+def test_losses_side_by_side(tmp_path):
+    output = tmp_path / "loss.jsonl"
+    words = "--device cpu --tokens 96 40 --hidden 64 --vocab 500 --chunk 7 64 --rounds 2 --dtype float32"
+    done = subprocess.run(
+        [sys.executable, FOLDER / "loss.py", *words.split(), "--output", output],
+        env={**os.environ, "MTRAINING_COMMIT": "a commit"}, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(row) for row in output.read_text().splitlines()]
+    chunks = [("chunked", chunk, main) for chunk in (7, 64) for main in (False, True)]
+    each = [*chunks, ("megatron", None, None), ("megatron_fused", None, None)]
+    assert [(r["tokens"], r["impl"], r["chunk"], r["main_grad"]) for r in rows] == [
+        (tokens, *one) for tokens in (96, 40) for one in each
+    ]
+    for row in rows:
+        assert (row["hidden"], row["vocab"], row["commit"]) == (64, 500, "a commit")
+        assert row["fwd_ms"] > 0 and row["bwd_ms"] > 0 and row["peak_gib"] is None
+        assert not row["out_of_memory"]
+
+
+def test_what_runs_out_of_memory_has_a_row(scripts, monkeypatch):
+    loss = scripts["loss"]
+    turns = []
+
+    def run_once(function, operands, device):
+        turns.append(function)
+        return None if function == "large" else (1.0, len(turns), 3.25)
+
+    monkeypatch.setattr(loss, "run_once", run_once)
+    monkeypatch.setattr(loss, "megatron", lambda *_: "large")
+    words = "--tokens 96 --hidden 8 --vocab 50 --chunk 7 --impl megatron chunked --device cpu"
+    large, plain, main_grad = loss.run_case(96, loss.parse(words.split()))
+    assert turns.count("large") == 1 and len(turns) == 1 + 2 * 6
+    assert large["out_of_memory"] and large["fwd_ms"] is large["peak_gib"] is None
+    assert (plain["fwd_ms"], plain["bwd_ms"], plain["peak_gib"]) == (1.0, 8, 3.25)
+    assert main_grad["main_grad"] and "out of memory" in loss.line(large)
+    assert "3.25 GiB" in loss.line(plain)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--device cpu --tokens 0", "--tokens 0: use 1 or more"),
+        ("--device cpu --chunk 5 -1", "--chunk -1"),
+        ("--device cpu --impl megatron_te", "needs Transformer Engine"),
+        ("--device cuda", "there is no GPU here"),
+    ],
+)
+def test_bad_options_of_the_loss_benchmark(scripts, monkeypatch, capsys, words, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(
+        scripts["loss"].record, "installed", lambda name: "none" if "engine" in name else "1"
+    )
+    with pytest.raises(SystemExit):
+        scripts["loss"].parse(words.split())
+    assert message in capsys.readouterr().err

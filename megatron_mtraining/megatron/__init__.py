@@ -5,7 +5,7 @@
 meets them: ``backend`` (the enum member), ``arguments`` (options and their validation),
 ``checks`` (what is refused), ``spec`` and ``model`` (layer specs, ``GPTModel``), ``batch`` and
 ``rotary`` (the striped layout), ``core_attention`` (the module in each layer), ``recompute`` (its
-results under activation recomputation), ``density`` (the log line).
+results under activation recomputation), ``output`` (output layer and loss), ``density`` (the log line).
 """
 
 from .registration import register

@@ -30,6 +30,7 @@ from ..config import (
 from ..pattern import check_files, settings_of_run
 from .backend import is_active, training_arguments
 from .checks import check_settings, ranks_a_node
+from .output import check_loss, why_not
 from .wrapping import is_first_local_rank
 
 ALL = "all"
@@ -180,15 +181,25 @@ def check_arguments(args) -> None:
         check_settings(args, command_line=True)
         _check_budgets_alone(args)
         config = config_from_args(args)
+        check_loss(args, config.loss_chunk, command_line=True)
         check_files(config, getattr(args, "num_layers", None), args.num_attention_heads)
         size = args.context_parallel_size
         inner = ranks_a_node(args, size, config.gathered_ranks, command_line=True)
         seq_length = args.seq_length or getattr(args, "encoder_seq_length", None)
+        first = not getattr(args, FILLED, False)
         if seq_length is not None:
             config.check_sequence(seq_length, size, inner)
             for field in fields(MTrainingConfig):
                 setattr(args, attribute(field.name), getattr(config, field.name))
             setattr(args, FILLED, True)
+        chunked = config.loss_chunk != 0 and why_not(args, command_line=True) is None
+        if first and chunked and getattr(args, "cross_entropy_loss_fusion", False):
+            if getattr(args, "rank", 0) == 0:
+                print(
+                    "[mtraining] the loss is computed in chunks of tokens: Megatron's own "
+                    "(--cross-entropy-loss-fusion) is not used; --mtraining-loss-chunk 0 would",
+                    flush=True,
+                )
         if getattr(args, "create_attention_mask_in_dataloader", False):
             args.create_attention_mask_in_dataloader = False
             if getattr(args, "rank", 0) == 0:

@@ -31,7 +31,8 @@ class Refusal:
     """The command-line option, where it is not the name with hyphens."""
 
 
-def _unset(value) -> bool:
+def unset(value) -> bool:
+    """Whether an option was left out, or says that it is off."""
     return value is None or value is False or value == 0 or value == [] or value == ""
 
 
@@ -46,14 +47,14 @@ NOT_SOFTMAX = "it is another kind of attention than the causal softmax attention
 REFUSALS = (
     Refusal(
         "attention_dropout",
-        _unset,
+        unset,
         "attention weights are never all held, so that they cannot be dropped",
         "use --attention-dropout 0",
     ),
-    Refusal("multi_latent_attention", _unset, NOT_SOFTMAX, LEAVE_OUT),
-    Refusal("experimental_attention_variant", _unset, NOT_SOFTMAX, LEAVE_OUT),
-    Refusal("linear_attention_freq", _unset, NOT_SOFTMAX, LEAVE_OUT),
-    Refusal("use_kitchen_attention", _unset, NOT_SOFTMAX, LEAVE_OUT),
+    Refusal("multi_latent_attention", unset, NOT_SOFTMAX, LEAVE_OUT),
+    Refusal("experimental_attention_variant", unset, NOT_SOFTMAX, LEAVE_OUT),
+    Refusal("linear_attention_freq", unset, NOT_SOFTMAX, LEAVE_OUT),
+    Refusal("use_kitchen_attention", unset, NOT_SOFTMAX, LEAVE_OUT),
     Refusal(
         "window_size",
         lambda value: value is None,
@@ -74,35 +75,35 @@ REFUSALS = (
     ),
     Refusal(
         "reset_attention_mask",
-        _unset,
+        unset,
         "a mask that keeps documents apart is not supported, attention is causal",
         LEAVE_OUT,
     ),
-    Refusal("sft", _unset, "packed (THD) sequences are not supported", LEAVE_OUT),
+    Refusal("sft", unset, "packed (THD) sequences are not supported", LEAVE_OUT),
     Refusal(
-        "rl_use_sequence_packing", _unset, "packed (THD) sequences are not supported", LEAVE_OUT
+        "rl_use_sequence_packing", unset, "packed (THD) sequences are not supported", LEAVE_OUT
     ),
     Refusal(
         "dataloader_inter_document_masking",
-        _unset,
+        unset,
         "packed (THD) sequences are not supported",
         LEAVE_OUT,
     ),
     Refusal(
         "hybrid_context_parallel",
-        _unset,
+        unset,
         "each sequence is laid out over the whole context-parallel group",
         LEAVE_OUT,
     ),
     Refusal(
         "dynamic_context_parallel",
-        _unset,
+        unset,
         "each sequence is laid out over the whole context-parallel group",
         LEAVE_OUT,
     ),
     Refusal(
         "hierarchical_context_parallel_sizes",
-        lambda value: _unset(value) or (len(value) == 2 and min(value) > 0),
+        lambda value: unset(value) or (len(value) == 2 and min(value) > 0),
         "a ring has two levels, inside of nodes and between them",
         "give two sizes: context-parallel ranks a node, and nodes",
     ),
@@ -114,17 +115,17 @@ REFUSALS = (
     ),
     Refusal(
         "mtp_num_layers",
-        _unset,
+        unset,
         "multi-token prediction shifts tokens in Megatron's own context-parallel layout",
         LEAVE_OUT,
     ),
-    Refusal("is_hybrid_model", _unset, "only GPT models are supported, not Mamba", LEAVE_OUT),
-    Refusal("hybrid_layer_pattern", _unset, "only GPT models are supported", LEAVE_OUT),
-    Refusal("hybrid_override_pattern", _unset, "only GPT models are supported", LEAVE_OUT),
-    Refusal("hybrid_attention_ratio", _unset, "only GPT models are supported", LEAVE_OUT),
-    Refusal("hybrid_mlp_ratio", _unset, "only GPT models are supported", LEAVE_OUT),
+    Refusal("is_hybrid_model", unset, "only GPT models are supported, not Mamba", LEAVE_OUT),
+    Refusal("hybrid_layer_pattern", unset, "only GPT models are supported", LEAVE_OUT),
+    Refusal("hybrid_override_pattern", unset, "only GPT models are supported", LEAVE_OUT),
+    Refusal("hybrid_attention_ratio", unset, "only GPT models are supported", LEAVE_OUT),
+    Refusal("hybrid_mlp_ratio", unset, "only GPT models are supported", LEAVE_OUT),
     Refusal(
-        "use_legacy_models", _unset, "legacy models have no layer specs", "use megatron-core models"
+        "use_legacy_models", unset, "legacy models have no layer specs", "use megatron-core models"
     ),
     Refusal(
         "yaml_cfg",
@@ -138,38 +139,36 @@ REFUSALS = (
         "the ring cannot be captured in a CUDA graph",
         "use --cuda-graph-impl none",
     ),
-    Refusal("enable_cuda_graph", _unset, "the ring cannot be captured in a CUDA graph", LEAVE_OUT),
-    Refusal(
-        "external_cuda_graph", _unset, "the ring cannot be captured in a CUDA graph", LEAVE_OUT
-    ),
+    Refusal("enable_cuda_graph", unset, "the ring cannot be captured in a CUDA graph", LEAVE_OUT),
+    Refusal("external_cuda_graph", unset, "the ring cannot be captured in a CUDA graph", LEAVE_OUT),
     Refusal(
         "transformer_impl",
         lambda value: value != "inference_optimized",
         "inference is not supported",
         "use --transformer-impl transformer_engine or local",
     ),
-    Refusal("flash_decode", _unset, "inference is not supported", LEAVE_OUT),
-    Refusal("perform_rl_step", _unset, "inference is not supported", LEAVE_OUT),
+    Refusal("flash_decode", unset, "inference is not supported", LEAVE_OUT),
+    Refusal("perform_rl_step", unset, "inference is not supported", LEAVE_OUT),
     Refusal(
-        "batch_invariant_mode", _unset, "its kernels would be used for part of a step", LEAVE_OUT
+        "batch_invariant_mode", unset, "its kernels would be used for part of a step", LEAVE_OUT
     ),
-    Refusal("qk_clip", _unset, "the largest attention logit is not kept track of", LEAVE_OUT),
+    Refusal("qk_clip", unset, "the largest attention logit is not kept track of", LEAVE_OUT),
     Refusal(
         "log_max_attention_logit",
-        _unset,
+        unset,
         "the largest attention logit is not kept track of",
         LEAVE_OUT,
     ),
-    Refusal("flash_attention_version", _unset, "it would be ignored", LEAVE_OUT),
+    Refusal("flash_attention_version", unset, "it would be ignored", LEAVE_OUT),
     Refusal(
         "fp8_dot_product_attention",
-        _unset,
+        unset,
         "attention runs in bf16, fp16 or fp32",
         "leave it out; --fp8-format for the linear layers can stay",
     ),
     Refusal(
         "fp8_multi_head_attention",
-        _unset,
+        unset,
         "attention runs in bf16, fp16 or fp32",
         "leave it out; --fp8-format for the linear layers can stay",
     ),
@@ -190,7 +189,7 @@ def check_settings(settings, command_line: bool) -> None:
         option = refusal.option or "--" + refusal.name.replace("_", "-")
         name = option if command_line else f"config.{refusal.name}"
         raise ConfigError(
-            f"{name} is {_show(value)}, which does not work with attention backend mtraining: "
+            f"{name} is {show(value)}, which does not work with attention backend mtraining: "
             f"{refusal.why}; {refusal.advice}"
         )
     check_head_dim(settings, command_line)
@@ -220,7 +219,7 @@ def ranks_a_node(settings, cp_size: int, gathered: int, command_line: bool) -> i
         option = "--hierarchical-context-parallel-sizes"
         name = option if command_line else "config.hierarchical_context_parallel_sizes"
         raise ConfigError(
-            f"{name} is {_show(sizes)}, which makes {sizes[0] * sizes[1]} ranks, but there are {cp_size} "
+            f"{name} is {show(sizes)}, which makes {sizes[0] * sizes[1]} ranks, but there are {cp_size} "
             "context-parallel ones: give ranks a node and nodes whose product is that"
         )
     return sizes[0]
@@ -241,5 +240,6 @@ def check_head_dim(settings, command_line: bool) -> None:
         )
 
 
-def _show(value) -> str:
+def show(value) -> str:
+    """A value as one would give it on the command line."""
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -15,14 +15,14 @@ def wrap_gpt_model(original):
     signature = inspect.signature(original)
 
     def __init__(self, *args, **kwargs):
-        """Puts our core attention into the layer spec and stripes the rotary embedding, when
-        the config chooses attention backend mtraining. Megatron has no registry of core
-        attentions; this is the one place that every version builds its GPT models through."""
+        """Puts our core attention into the layer spec, stripes the rotary embedding and splits the
+        loss into chunks, when the config chooses attention backend mtraining. Megatron has no registry
+        of core attentions; this is the one place that every version builds its GPT models through."""
         bound = signature.bind(self, *args, **kwargs)
         config = bound.arguments["config"]
         if not is_active(config):
             return original(self, *args, **kwargs)
-        from . import rotary
+        from . import output, rotary
         from .spec import replace_core_attention
 
         given = bound.arguments
@@ -36,10 +36,12 @@ def wrap_gpt_model(original):
         given["transformer_layer_spec"] = replace_core_attention(given["transformer_layer_spec"])
         with rotary.building():
             original(*bound.args, **bound.kwargs)
+        ours = settings(config)
+        output.chunk_loss(self, ours.loss_chunk)
         embedding = getattr(self, "rotary_pos_emb", None)
         if embedding is not None:
             group = self.pg_collection.cp
-            ours, size = settings(config), 1 if group is None else group.size()
+            size = 1 if group is None else group.size()
             inner = ranks_a_node(config, size, ours.gathered_ranks, command_line=False)
             rotary.stripe_embedding(embedding, group, ours.block_size, inner)
 

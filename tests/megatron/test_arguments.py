@@ -155,6 +155,31 @@ def test_the_data_loader_makes_no_mask_and_says_so_once(capsys):
     assert capsys.readouterr().out.count("[mtraining]") == 1
 
 
+def test_the_loss_in_chunks(capsys):
+    check_arguments(args := parse(cross_entropy_loss_fusion=True))
+    check_arguments(args)
+    assert args.mtraining_loss_chunk is None and config_from_args(args).loss_chunk is None
+    assert capsys.readouterr().out.count("--cross-entropy-loss-fusion) is not used") == 1
+    check_arguments(parse("--mtraining-loss-chunk", "0", cross_entropy_loss_fusion=True))
+    check_arguments(parse(cross_entropy_loss_fusion=True, config_logger_dir="logs"))
+    assert "not used" not in capsys.readouterr().out
+    with pytest.raises(ArgumentsError, match="--mtraining-loss-chunk is -1: use 0 or more"):
+        check_arguments(parse("--mtraining-loss-chunk", "-1"))
+    words = ["--mtraining-loss-chunk", "100"]  # which need not divide anything
+    check_arguments(args := parse(*words))
+    assert config_from_args(args).loss_chunk == 100
+    for name, given in {
+        "config_logger_dir": "--config-logger-dir is logs",
+        "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute is True",
+        "logit_dtype": "--output-logit-dtype is fp32",
+        "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards is 2",
+    }.items():
+        value = {"logs": "logs", "True": True, "fp32": "fp32", "2": 2}[given.split()[-1]]
+        with pytest.raises(ArgumentsError, match=f"chunk is 100, but {given}.*-chunk 0"):
+            check_arguments(parse(*words, **{name: value}))
+        check_arguments(parse("--mtraining-loss-chunk", "0", **{name: value}))
+
+
 REFUSED = {
     "attention_dropout": 0.1,
     "multi_latent_attention": True,

@@ -50,7 +50,7 @@ PARALLEL = {
     "CP 2 x TP 2": (
         "launcher",
         4,
-        "--context-parallel-size 2 --tensor-model-parallel-size 2",
+        "--context-parallel-size 2 --tensor-model-parallel-size 2 --mtraining-loss-chunk 100",
     ),
     "CP 4 in nodes of 2": (
         "launcher",

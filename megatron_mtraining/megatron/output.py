@@ -1,0 +1,169 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``GPTModel``'s output layer and loss in chunks of tokens (``--mtraining-loss-chunk``)."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+from megatron.core import tensor_parallel
+from megatron.core.models.common.language_module.language_module import LanguageModule
+
+from ..config import ConfigError, option
+from ..loss import linear_cross_entropy
+from .checks import Refusal, show, unset
+from .wrapping import is_first_local_rank
+
+DEFAULT_CHUNK = 4096
+"""1.2 GiB of logits in bf16, with a vocabulary of 151936 words."""
+ADVICE = f"leave it out, or use {option('loss_chunk')} 0, with which all logits are held"
+DTYPE = "products are in the model's dtype, the softmax in float32"
+
+NEED_LOGITS = (
+    Refusal("config_logger_dir", unset, "it writes all logits to files", ADVICE),
+    Refusal("defer_embedding_wgrad_compute", unset, "it keeps all logits' gradients", ADVICE),
+    Refusal("fp8_output_proj", unset, DTYPE, ADVICE),
+    Refusal("logit_dtype", unset, DTYPE, ADVICE, "--output-logit-dtype"),
+    Refusal(
+        "gtp_weight_remat_size",
+        lambda size: size in (None, 1),
+        "the output layer's weight is not whole",
+        ADVICE,
+        "--tensor-parallel-num-weight-shards",
+    ),
+)
+"""What output layer and loss in chunks do not do."""
+
+
+class ChunkedOutputLayer(tensor_parallel.ColumnParallelLinear):
+    """The output layer, which can go on to the loss; made from Megatron's by :func:`chunk_loss`.
+
+    Called as a module for that too, since wrappers (distributed optimizer, FSDP) gather a module's weights
+    in hooks of its call.
+    """
+
+    def forward(self, input_, weight=None, runtime_gather_output=None, labels=None, scale=1.0):
+        """As Megatron's without labels.
+
+        Args:
+            input_: ``[s, b, h]``, or with sequence parallelism this rank's part of ``s``.
+            weight: ``[V / tp, h]``, where it is the embedding's.
+            labels: ``[s, b]``.
+            scale: what logits are multiplied by.
+
+        Returns:
+            losses ``[s, b]``, float32.
+        """
+        if labels is None:
+            return super().forward(input_, weight, runtime_gather_output)
+        if self.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(
+                input_, tensor_parallel_output_grad=True, group=self.tp_group
+            )
+        else:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(
+                input_, group=self.tp_group
+            )
+        return linear_cross_entropy(
+            hidden, self.weight if weight is None else weight, labels, self.mtraining_chunk,
+            self.tp_group, scale, self.gradient_accumulation_fusion,
+        )  # fmt: skip
+
+
+def why_not(settings, command_line: bool) -> str | None:
+    """Which of ``settings`` (Megatron-LM's arguments, or a TransformerConfig) needs all logits, in words."""
+    for refusal in NEED_LOGITS:
+        value = getattr(settings, refusal.name, None)
+        if not refusal.works(value):
+            given = refusal.option or "--" + refusal.name.replace("_", "-")
+            name = given if command_line else f"config.{refusal.name}"
+            return f"{name} is {show(value)}: {refusal.why}"
+    return None
+
+
+def check_loss(settings, chunk: int | None, command_line: bool) -> None:
+    """Raise :class:`ConfigError` if chunks are asked for and ``settings`` allow none."""
+    reason = why_not(settings, command_line)
+    if chunk and reason:
+        raise ConfigError(f"{option('loss_chunk')} is {chunk}, but {reason}; {ADVICE}")
+
+
+def _why_not_of(model) -> str | None:
+    """What of a model's own code the loss in chunks would pass by."""
+    for name in ("compute_language_model_loss", "_scale_logits"):
+        if getattr(type(model), name, None) is not getattr(LanguageModule, name, None):
+            return f"{type(model).__name__} has a {name} of its own"
+    layer = getattr(model, "output_layer", None)
+    if layer is None:
+        return None
+    if type(layer) is not tensor_parallel.ColumnParallelLinear:
+        return f"the model's output layer is a {type(layer).__name__}, not Megatron's usual one"
+    if layer.bias is not None:
+        return "the model's output layer has a bias"
+    if getattr(layer, "output_dtype", None) not in (None, model.config.params_dtype):
+        return f"the model's logits are {layer.output_dtype}"
+    if layer.gather_output and layer.tp_group.size() > 1:
+        return "the model gathers logits over tensor-parallel ranks (parallel_output is False)"
+    return None
+
+
+def chunk_loss(model, chunk: int | None) -> None:
+    """Give a model's output layer the loss in chunks, in place.
+
+    Its class is exchanged, so that names in checkpoints, hooks and copies stay what they were.
+
+    Args:
+        model: a ``GPTModel``, whole or a pipeline stage.
+        chunk: tokens; 0 for Megatron's own loss; None for a default, or Megatron's own, with a warning,
+            where this model allows no chunks.
+
+    Raises:
+        ConfigError: the model allows no chunks, and ``chunk`` asks for some.
+    """
+    if chunk == 0:
+        return
+    reason = why_not(model.config, command_line=False) or _why_not_of(model)
+    if reason:
+        if chunk:
+            raise ConfigError(f"{option('loss_chunk')} is {chunk}, but {reason}; {ADVICE}")
+        if is_first_local_rank():
+            warnings.warn(
+                f"the logits of all tokens are held at once, as {reason} ({option('loss_chunk')})",
+                stacklevel=2,
+            )
+        return
+    layer = getattr(model, "output_layer", None)
+    if layer is not None:
+        layer.mtraining_chunk = chunk or DEFAULT_CHUNK
+        layer.__class__ = ChunkedOutputLayer
+
+
+def wrap_postprocess(original):
+    signature = inspect.signature(original)
+
+    def _postprocess(self, *args, **kwargs):
+        """Computes the loss in chunks where Megatron would compute logits of all tokens first. Output layer
+        and loss are separate calls inside of this method, in every version."""
+        layer = getattr(self, "output_layer", None)
+        if not isinstance(layer, ChunkedOutputLayer):
+            return original(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs).arguments
+        others = ("inference_context", "inference_params", "output_processor")
+        alone = all(given.get(name) is None for name in others)
+        labels = given["labels"]
+        if labels is None or not alone or given.get("runtime_gather_output"):
+            return original(self, *args, **kwargs)
+        weight = None
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        losses = layer(
+            given["hidden_states"], weight=weight, labels=labels.t(), scale=_scale(self.config)
+        )
+        return losses.t().contiguous()
+
+    return _postprocess
+
+
+def _scale(config) -> float:
+    """MuP's, of logits."""
+    return config.mup_output_mult if getattr(config, "use_mup", False) else 1.0

@@ -1,0 +1,108 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The loss in chunks in megatron-core's GPTModel, and where it is refused."""
+
+from pathlib import Path
+
+import loss_worker
+import pytest
+import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+from running import torchrun
+
+from megatron_mtraining import ConfigError
+from megatron_mtraining.megatron import output
+
+WORKER = Path(loss_worker.__file__)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_losses_and_gradients_are_megatron_s(size):
+    run = torchrun(size, WORKER)
+    assert run.returncode == 0, run.stdout + run.stderr[-4000:]
+    done = [line for line in run.stdout.splitlines() if line.startswith("ok: ")]
+    assert len(done) == sum(case["ranks"] == size for case in loss_worker.CASES), run.stdout
+
+
+class Model(GPTModel):
+    """As much of a model as is looked at."""
+
+    def __init__(self, layer=None, **settings):
+        torch.nn.Module.__init__(self)
+        self.config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1)
+        for name, value in settings.items():
+            setattr(self.config, name, value)
+        if layer is not None:
+            self.output_layer = layer
+
+
+class OwnLoss(Model):
+    def compute_language_model_loss(self, labels, logits):
+        return LanguageModule.compute_language_model_loss(self, labels, logits)
+
+
+def linear(kind=ColumnParallelLinear, bias=None, dtype=None):
+    layer = kind.__new__(kind)
+    torch.nn.Module.__init__(layer)
+    layer.register_parameter("bias", bias)
+    layer.gather_output, layer.output_dtype = False, dtype
+    return layer
+
+
+class OtherLinear(ColumnParallelLinear):
+    pass
+
+
+REFUSED = {
+    "config.defer_embedding_wgrad_compute is True": lambda: Model(
+        linear(), defer_embedding_wgrad_compute=True
+    ),
+    "config.config_logger_dir is logs": lambda: Model(linear(), config_logger_dir="logs"),
+    "config.fp8_output_proj is True": lambda: Model(fp8_output_proj=True),
+    "config.gtp_weight_remat_size is 2": lambda: Model(gtp_weight_remat_size=2),
+    "OwnLoss has a compute_language_model_loss": lambda: OwnLoss(linear()),
+    "output layer is a OtherLinear": lambda: Model(linear(OtherLinear)),
+    "has a bias": lambda: Model(linear(bias=torch.nn.Parameter(torch.zeros(1)))),
+    "logits are torch.float64": lambda: Model(linear(dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_needs_all_logits(words):
+    """Refused if chunks were asked for; else Megatron's own loss, and it says so."""
+    with pytest.raises(ConfigError, match=f"--mtraining-loss-chunk is 64, but .*{words}.*chunk 0"):
+        output.chunk_loss(REFUSED[words](), 64)
+    model = REFUSED[words]()
+    with pytest.warns(UserWarning, match=f"all tokens are held at once, as .*{words}"):
+        output.chunk_loss(model, None)
+    assert not isinstance(getattr(model, "output_layer", None), output.ChunkedOutputLayer)
+
+
+@pytest.mark.parametrize(("chunk", "expected"), [(None, 4096), (7, 7), (0, None)])
+def test_the_chunk(chunk, expected):
+    model = Model(linear())
+    output.chunk_loss(model, chunk)
+    assert isinstance(model.output_layer, output.ChunkedOutputLayer) is (expected is not None)
+    assert getattr(model.output_layer, "mtraining_chunk", None) == expected
+    output.chunk_loss(Model(), chunk)  # a pipeline stage without an output layer
+
+
+def test_a_loss_that_no_other_backend_has(monkeypatch):
+    """The wrapper hands over to Megatron unless the output layer is ours, and without labels."""
+    seen = []
+
+    def _postprocess(
+        self, hidden_states, labels, runtime_gather_output=None, inference_context=None
+    ):
+        seen.append(labels)
+        return "Megatron's"
+
+    wrapped = output.wrap_postprocess(_postprocess)
+    assert wrapped(Model(linear()), 1, labels=2) == "Megatron's"
+    ours = Model(linear())
+    output.chunk_loss(ours, None)
+    assert wrapped(ours, 1, None) == wrapped(ours, 1, 2, inference_context=3) == "Megatron's"
+    assert wrapped(ours, 1, 2, True) == "Megatron's"
+    assert seen == [2, None, 2, 2]
