@@ -37,7 +37,17 @@ def seen_probabilities(
 
 @triton.jit
 def row_probabilities(
-    q, lse_ptr, rows_ptr, there, clear, k, block, key_part, scale, BLOCK: tl.constexpr, PREC: tl.constexpr
+    q,
+    lse_ptr,
+    rows_ptr,
+    there,
+    clear,
+    k,
+    block,
+    key_part,
+    scale,
+    BLOCK: tl.constexpr,
+    PREC: tl.constexpr,
 ):
     """Probabilities that rows give to keys, of a block, ``[rows, keys]``, from pointers to the rows' queries,
     log-sum-exp and positions, of which those count that are ``there``. ``clear``: they come after all of the
@@ -170,7 +180,9 @@ def _mass_kernel(
                 # Query blocks that see the column beyond their window.
                 seen = num_blocks - block - near
                 value = value * tl.where(seen > 0, 1.0 / tl.maximum(seen, 1), 0.0)
-            bits = tl.where((position < sink)[None, :], 2147483647, value.to(tl.int32, bitcast=True))
+            bits = tl.where(
+                (position < sink)[None, :], 2147483647, value.to(tl.int32, bitcast=True)
+            )
             one_of = tl.arange(0, TOGETHER)[:, None]
             inside = (local < length)[None, :] & (one_of < GROUP - in_group)
             tl.store(value_ptr + (head + one_of) * length + local[None, :], bits, mask=inside)

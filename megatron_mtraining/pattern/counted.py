@@ -103,7 +103,7 @@ def choose_fixed(sample: Sample, key, lse, values, heads, ring) -> tuple[Tensor,
         taken = values, cut
     else:
         columns = torch.arange(sink, dtype=torch.int32, device=key.device)
-        columns, taken = columns.expand(batch, len(heads), -1), None
+        columns, taken = columns.expand(batch, len(heads), -1).contiguous(), None
     if not max(slashes):
         return columns, columns.new_empty(batch, len(heads), 0)
     mass = diagonal_mass(sample, key, lse, sink, taken)
