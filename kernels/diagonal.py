@@ -52,10 +52,14 @@ def _diagonal_kernel(
             cut = tl.load(cut_ptr + head)
             tied = (mass == cut) & (position <= tl.load(cut_ptr + batch_heads + head))
             column = column | (mass > cut) | tied
-        # No row is far enough from a block that is past the end.
-        key_block = tl.where(column, 1073741824, block)
-        for at in range(early // ROWS * ROWS, num_rows, ROWS):
+        # The first row that counts: none for columns, those beyond their window for others.
+        least = tl.maximum(position, (block + near) * BLOCK)
+        least = tl.where(column, 1073741824, least)
+        # Rows that are held out do not count.
+        fit = num_rows // IN_STRATUM * FIT
+        for at in range(early // IN_STRATUM * FIT // ROWS * ROWS, fit, ROWS):
             r = at + tl.arange(0, ROWS)
+            r = r // FIT * IN_STRATUM + r % FIT
             p, row = seen_probabilities(
                 q_ptr,
                 rows_ptr,
@@ -63,16 +67,13 @@ def _diagonal_kernel(
                 r,
                 head,
                 k,
-                position,
+                least,
                 num_rows,
                 batch_heads,
                 scale,
                 D,
                 PREC,
             )
-            # Held-out rows do not count.
-            counts = (row // BLOCK)[None, :] - key_block[:, None] >= near
-            p = tl.where(counts & (r % IN_STRATUM < FIT)[None, :], p, 0.0)
             addend = (p * one + 0.5).to(tl.int32)
             nearest = row - (block * BLOCK + BLOCK - 1)
             distance = nearest[None, :] + tl.arange(0, BLOCK)[:, None]

@@ -31,8 +31,10 @@ def seen_probabilities(
     q = load_sampled(q_ptr, r, head, batch_heads, num_rows, D)
     scores = tl.dot(k, tl.trans(q), input_precision=PREC) * scale
     p = tl.math.exp2(scores - lse[None, :])
-    p = tl.where((position[:, None] <= row[None, :]) & (p == p), tl.where(p < 1, p, 1.0), 0.0)
-    return p, row
+    # In this order, which makes one instruction of each, what is not a number becomes 0.
+    p = tl.where(p > 0.0, p, 0.0)
+    p = tl.where(p < 1.0, p, 1.0)
+    return tl.where(position[:, None] <= row[None, :], p, 0.0), row
 
 
 @triton.jit
@@ -49,14 +51,13 @@ def row_probabilities(
     BLOCK: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """Probabilities that rows give to keys, of a block, ``[rows, keys]``, from pointers to the rows' queries,
-    log-sum-exp and positions, of which those count that are ``there``. ``clear``: they come after all of the
-    keys. ``key_part``: where in the block keys are, as a share of it. What is not a number counts as no mass. And the rows' positions, far below 0 where not there."""
+    """:func:`seen_probabilities` of a block, ``[rows, keys]``, from pointers to the rows' queries,
+    log-sum-exp and positions, of which those count that are ``there``. ``clear``: they come after all of
+    the keys. ``key_part``: where in the block keys are, as a share of it."""
     row = tl.load(rows_ptr, mask=there, other=-1073741824)
     lse = tl.load(lse_ptr, mask=there, other=float("inf")) * LOG2E
     scores = tl.dot(tl.load(q, mask=there[:, None], other=0.0), tl.trans(k), input_precision=PREC)
     p = tl.math.exp2(scores * scale - lse[:, None])
-    # In this order, which makes one instruction of each, what is not a number becomes 0.
     p = tl.where(p > 0.0, p, 0.0)
     p = tl.where(p < 1.0, p, 1.0)
     if not clear:
