@@ -46,12 +46,14 @@ __all__ = [
     "diagonal_mass",
     "fixed_point_one",
     "gather_columns",
+    "held_columns",
     "index_lists",
     "lse_parts",
     "merge_lse",
     "merge_selections",
     "price_columns",
     "price_slashes",
+    "recall_of",
     "row_masses",
     "select_largest",
     "strided_lse",
@@ -347,18 +349,27 @@ def row_masses(
 
 
 def candidate_slashes(
-    sample, keys: Tensor, positions: Tensor, lse: Tensor, num_blocks: int
+    sample,
+    keys: Tensor,
+    positions: Tensor,
+    values: Tensor,
+    least: float,
+    lse: Tensor,
+    num_blocks: int,
 ) -> Tensor:
-    """Mass by block distance that lies in some columns: what the first of :func:`row_masses` has of them.
+    """Mass by block distance that lies in some columns: what the first of :func:`row_masses` has of those
+    that are worth enough.
 
     Args:
         keys: ``[b, h, K, d]``, contiguous, in the key's dtype.
         positions: int32 ``[b, h, K]``, where in the sequence they are; N for none.
+        values: int32 ``[b, h, K]``, their masses as :func:`row_masses` gives them, of which ``least``, above
+            0, or more is enough.
 
     Returns:
         int32 ``[b, h, NB]``, in the same fixed point, rounded for each column.
     """
-    operands = (sample, keys, positions, lse, num_blocks)
+    operands = (sample, keys, positions, values, least, lse, num_blocks)
     if not uses_triton(keys):
         return reference_masses.candidate_slashes(*operands)
     from .candidates import candidate_slashes as launch
@@ -431,6 +442,41 @@ def price_columns(
     if not uses_triton(keys):
         return reference_masses.price_columns(*operands)
     from .candidates import price_columns as launch
+
+    return launch(*operands)
+
+
+def held_columns(sample, keys: Tensor, positions: Tensor, lse: Tensor, member: Tensor) -> Tensor:
+    """The last of :func:`price_columns`, of columns that are chosen already."""
+    operands = (sample, keys, positions, lse, member)
+    if not uses_triton(keys):
+        return reference_masses.held_columns(*operands)
+    from .candidates import held_columns as launch
+
+    return launch(*operands)
+
+
+def recall_of(
+    masses: Tensor,
+    member: Tensor,
+    columns: Tensor,
+    held: Tensor,
+    seq_length: int,
+    one: int,
+    rows: int,
+) -> Tensor:
+    """The share of attention that slashes and columns keep: float32 ``[b, h]``.
+
+    Args:
+        masses: int32 ``[b, h, NB]``, by block distance, the second of :func:`row_masses`, of all ranks.
+        member: uint8 ``[b, h, NB]``, the slashes that are kept.
+        columns, held: int32 and float32 ``[b, h, K]``, as :func:`price_columns` gives them.
+        one, rows: the integer that stands for a row's attention, and the number of rows.
+    """
+    operands = (masses, member, columns, held, seq_length, one, rows)
+    if not uses_triton(masses):
+        return reference_masses.recall_of(*operands)
+    from .candidates import recall_of as launch
 
     return launch(*operands)
 

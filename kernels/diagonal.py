@@ -43,8 +43,12 @@ def _diagonal_kernel(
     every = tl.arange(0, ALL_ROWS)
     row_blocks = tl.load(rows_ptr + every, mask=every < num_rows, other=2147483647) // BLOCK
     early = tl.sum((row_blocks - block < near).to(tl.int32), 0)
-    for g in range(GROUP):
-        head = batch * HEADS + kv_head * GROUP + g
+    # Rows that are held out do not count.
+    first = early // IN_STRATUM * FIT // ROWS * ROWS
+    tiles = tl.cdiv(num_rows // IN_STRATUM * FIT - first, ROWS)
+    # All heads' tiles in one loop, so that the loads of the next run ahead over heads.
+    for turn in range(GROUP * tiles):
+        head = batch * HEADS + kv_head * GROUP + turn // tiles
         column = position < sink
         if COLUMNS:
             # The columns taken are those up to the cut, in the order of their choice.
@@ -52,32 +56,30 @@ def _diagonal_kernel(
             cut = tl.load(cut_ptr + head)
             tied = (mass == cut) & (position <= tl.load(cut_ptr + batch_heads + head))
             column = column | (mass > cut) | tied
-        # No row is far enough from a block that is past the end.
-        key_block = tl.where(column, 1073741824, block)
-        for at in range(early // ROWS * ROWS, num_rows, ROWS):
-            r = at + tl.arange(0, ROWS)
-            p, row = seen_probabilities(
-                q_ptr,
-                rows_ptr,
-                lse_ptr,
-                r,
-                head,
-                k,
-                position,
-                num_rows,
-                batch_heads,
-                scale,
-                D,
-                PREC,
-            )
-            # Held-out rows do not count.
-            counts = (row // BLOCK)[None, :] - key_block[:, None] >= near
-            p = tl.where(counts & (r % IN_STRATUM < FIT)[None, :], p, 0.0)
-            addend = (p * one + 0.5).to(tl.int32)
-            nearest = row - (block * BLOCK + BLOCK - 1)
-            distance = nearest[None, :] + tl.arange(0, BLOCK)[:, None]
-            to = out_ptr + head * seq_length + distance
-            tl.atomic_add(to, addend, mask=addend > 0, sem="relaxed")
+        # The first row that counts: none for columns, those beyond their window for others.
+        least = tl.maximum(position, (block + near) * BLOCK)
+        least = tl.where(column, 1073741824, least)
+        r = first + turn % tiles * ROWS + tl.arange(0, ROWS)
+        r = r // FIT * IN_STRATUM + r % FIT
+        p, row = seen_probabilities(
+            q_ptr,
+            rows_ptr,
+            lse_ptr,
+            r,
+            head,
+            k,
+            least,
+            num_rows,
+            batch_heads,
+            scale,
+            D,
+            PREC,
+        )
+        addend = (p * one + 0.5).to(tl.int32)
+        nearest = row - (block * BLOCK + BLOCK - 1)
+        distance = nearest[None, :] + tl.arange(0, BLOCK)[:, None]
+        to = out_ptr + head * seq_length + distance
+        tl.atomic_add(to, addend, mask=addend > 0, sem="relaxed")
 
 
 def diagonal_mass(sample, key, lse, sink, columns):

@@ -83,23 +83,20 @@ def _column_kernel(
     place = tile * WIDTH + tl.arange(0, WIDTH)
     if tile < tiles:
         own = tl.load(columns_ptr + place, mask=place < count, other=0)
-        own = tl.minimum(own, seq_length).to(tl.int32)  # what is no column comes after all
-        order = place
+        # What is no column comes after all, in its order: no two entries are equal.
+        own = tl.where(own < seq_length, own, seq_length + place).to(tl.int32)
     else:
         place = place - tiles * WIDTH
         own = tl.minimum(place * BLOCK, seq_length)
-        order = tl.zeros([WIDTH], tl.int32)
-    before = tl.zeros([WIDTH], tl.int32)
+    earlier = tl.zeros([WIDTH, WALK], tl.int32)
     for first in range(0, count, WALK):
         j = first + tl.arange(0, WALK)
-        key = tl.load(columns_ptr + j, mask=j < count, other=0)
-        key = tl.where(j < count, tl.minimum(key, seq_length).to(tl.int32), 2147483647)
-        # Equal keys, all of no column, take places by their order; a block start counts none of them.
-        earlier = (key[None, :] == own[:, None]) & (j[None, :] < order[:, None])
-        earlier = earlier | (key[None, :] < own[:, None])
-        before += tl.sum(earlier.to(tl.int32), 1)
+        key = tl.load(columns_ptr + j, mask=j < count, other=2147483647)
+        key = tl.where(key < seq_length, key, seq_length + j).to(tl.int32)
+        earlier += (key[None, :] < own[:, None]).to(tl.int32)
+    before = tl.sum(earlier, 1)
     if tile < tiles:
-        tl.store(list_ptr + bh * count + before, own, mask=place < count)
+        tl.store(list_ptr + bh * count + before, tl.minimum(own, seq_length), mask=place < count)
     else:
         limit = num_blocks + 1
         tl.store(ptr_ptr + bh * limit + place, before, mask=place < limit)

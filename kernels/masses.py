@@ -31,7 +31,39 @@ def seen_probabilities(
     q = load_sampled(q_ptr, r, head, batch_heads, num_rows, D)
     scores = tl.dot(k, tl.trans(q), input_precision=PREC) * scale
     p = tl.math.exp2(scores - lse[None, :])
-    p = tl.where((position[:, None] <= row[None, :]) & (p == p), tl.where(p < 1, p, 1.0), 0.0)
+    # In this order, which makes one instruction of each, what is not a number becomes 0.
+    p = tl.where(p > 0.0, p, 0.0)
+    p = tl.where(p < 1.0, p, 1.0)
+    return tl.where(position[:, None] <= row[None, :], p, 0.0), row
+
+
+@triton.jit
+def row_probabilities(
+    q,
+    lse_ptr,
+    rows_ptr,
+    there,
+    clear,
+    k,
+    block,
+    key_part,
+    scale,
+    BLOCK: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """:func:`seen_probabilities` of a block, ``[rows, keys]``, from pointers to the rows' queries,
+    log-sum-exp and positions, of which those count that are ``there``. ``clear``: they come after all of
+    the keys. ``key_part``: where in the block keys are, as a share of it."""
+    row = tl.load(rows_ptr, mask=there, other=-1073741824)
+    lse = tl.load(lse_ptr, mask=there, other=float("inf")) * LOG2E
+    scores = tl.dot(tl.load(q, mask=there[:, None], other=0.0), tl.trans(k), input_precision=PREC)
+    p = tl.math.exp2(scores * scale - lse[:, None])
+    p = tl.where(p > 0.0, p, 0.0)
+    p = tl.where(p < 1.0, p, 1.0)
+    if not clear:
+        # Exact: of few blocks.
+        after = tl.minimum(tl.maximum(row - block * BLOCK, -1), BLOCK).to(tl.float32) / BLOCK
+        p = tl.where(key_part[None, :] <= after[:, None], p, 0.0)
     return p, row
 
 
@@ -43,16 +75,31 @@ def add_mass(ptr, distance, mass, num_blocks, one):
     tl.atomic_add(ptr + distance, addend, mask=there, sem="relaxed")
 
 
+@triton.jit
+def add_masses(ptr, distance, before, here, after, num_blocks, one):
+    """:func:`add_mass` of three, to the sums of a distance, and of the one before and the one after it. Side
+    by side, for the compiler to add them at once."""
+    both = tl.join(tl.join(before, after), tl.join(here, tl.zeros_like(here)))
+    addend = (tl.reshape(both, [both.shape[0], 4]) * one + 0.5).to(tl.int32)
+    to = (distance - 1)[:, None] + tl.arange(0, 4)[None, :]
+    there = (addend > 0) & (to >= 0) & (to < num_blocks)
+    tl.atomic_add(ptr[:, None] + to, addend, mask=there, sem="relaxed")
+
+
 @triton.jit(do_not_specialize=["rank"])
 def _mass_kernel(
     q_ptr, rows_ptr, k_ptr, lse_ptr, value_ptr, slash_ptr, held_ptr,
     k_ss, k_sb, k_sh, num_rows, batch_heads, length, num_blocks, rank, world, inner, near, sink, scale, one,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    IN_STRATUM: tl.constexpr, FIT: tl.constexpr, ALL_ROWS: tl.constexpr, STRATA: tl.constexpr,
-    KEYS: tl.constexpr, PER_COST: tl.constexpr, TWICE: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+    IN_STRATUM: tl.constexpr, FIT: tl.constexpr, ALL_ROWS: tl.constexpr, TOGETHER: tl.constexpr,
+    STRATA: tl.constexpr, KEYS: tl.constexpr, PER_COST: tl.constexpr, TWICE: tl.constexpr,
+    EVEN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     kv_heads: tl.constexpr = HEADS // GROUP
     parts: tl.constexpr = BLOCK // KEYS
+    # A tile's lines: so many strata of so many heads. Tensor cores take 64 lines, and few strata a tile
+    # leave few that come before the keys.
+    lines: tl.constexpr = TOGETHER * STRATA
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     kv_head = tl.program_id(1) % kv_heads
     start = tl.program_id(0) * KEYS
@@ -63,76 +110,85 @@ def _mass_kernel(
     offset = tl.program_id(0) % parts * KEYS + keys
     # Keys past the end have positions past every row.
     position = block * BLOCK + offset
+    # The same as a share of the block, as distances within it are taken.
+    key_part = offset.to(tl.float32) / BLOCK
     scale = scale * LOG2E
-    # Rows ascend: how many come before this block.
+    # Rows ascend: how many come before this block, and how many before it or have it in their window.
     every = tl.arange(0, ALL_ROWS)
     row_blocks = tl.load(rows_ptr + every, mask=every < num_rows, other=2147483647) // BLOCK
     early = tl.sum((row_blocks < block).to(tl.int32), 0)
+    close = tl.sum((row_blocks - block < tl.maximum(near, 1)).to(tl.int32), 0)
     strata = num_rows // IN_STRATUM
     first = early // IN_STRATUM // STRATA * STRATA
-    for g in range(GROUP):
-        head = batch * HEADS + kv_head * GROUP + g
-        total = tl.zeros([KEYS], tl.float32)
-        largest = tl.zeros([KEYS], tl.float32)
-        for stratum in range(first, strata, STRATA):
-            mass = tl.zeros([KEYS, STRATA], tl.float32)
-            for j in range(FIT):
-                r = (stratum + tl.arange(0, STRATA)) * IN_STRATUM + j
-                p, row = seen_probabilities(
-                    q_ptr,
-                    rows_ptr,
-                    lse_ptr,
-                    r,
-                    head,
-                    k,
-                    position,
-                    num_rows,
-                    batch_heads,
-                    scale,
-                    D,
-                    PREC,
-                )
-                apart = row // BLOCK - block
-                mass += tl.where((apart >= near)[None, :], p, 0.0)
-                # By how much of a block the row is further on in its own than the key in its.
-                further = ((row % BLOCK)[None, :] - offset[:, None]).to(tl.float32) / BLOCK
-                after = tl.sum(p * tl.maximum(further, 0.0), 0)
-                before = tl.sum(p * tl.maximum(-further, 0.0), 0)
-                to = slash_ptr + head * num_blocks
-                whole = tl.sum(p, 0)
-                add_mass(to, apart - 1, before, num_blocks, one)
-                add_mass(to, apart, whole - before - after, num_blocks, one)
-                add_mass(to, apart + 1, after, num_blocks, one)
-                if FIT == IN_STRATUM:
-                    add_mass(held_ptr + head * num_blocks, apart, whole, num_blocks, one)
-            total += tl.sum(mass, 1)
-            largest = tl.maximum(largest, tl.max(mass, 1))
-            for j in range(FIT, IN_STRATUM):
-                r = (stratum + tl.arange(0, STRATA)) * IN_STRATUM + j
-                p, row = seen_probabilities(
-                    q_ptr,
-                    rows_ptr,
-                    lse_ptr,
-                    r,
-                    head,
-                    k,
-                    position,
-                    num_rows,
-                    batch_heads,
-                    scale,
-                    D,
-                    PREC,
-                )
-                to = held_ptr + head * num_blocks
-                add_mass(to, row // BLOCK - block, tl.sum(p, 0), num_blocks, one)
-        if TWICE:
-            total = tl.maximum(total - largest, 0.0)
-        if PER_COST:
-            # Query blocks that see the column beyond their window.
-            seen = num_blocks - block - near
-            total = tl.where(seen > 0, total / tl.maximum(seen, 1), 0.0)
-        bits = tl.where(position < sink, 2147483647, total.to(tl.int32, bitcast=True))
-        tl.store(value_ptr + head * length + local, bits, mask=local < length)
+    tiles = tl.maximum(tl.cdiv(strata - first, STRATA), 1)
+    g = tl.arange(0, lines) // STRATA
+    across = tl.arange(0, lines) % STRATA * IN_STRATUM
+    to_query = (across * batch_heads + g)[:, None] * D + tl.arange(0, D)[None, :]
+    to_lse = g * num_rows + across
+    # Over the strata of a tile that are 8 apart, which the same thread has.
+    total = tl.zeros([lines // 16, 8, KEYS], tl.float32)
+    largest = tl.zeros([lines // 16, 8, KEYS], tl.float32)
+    if FIT > 1:
+        mass = tl.zeros([lines, KEYS], tl.float32)
+    # All in one loop, so that the loads of the next tile run ahead over heads.
+    for turn in range(tl.cdiv(GROUP, TOGETHER) * tiles * IN_STRATUM):
+        j = turn % IN_STRATUM
+        tile = turn // IN_STRATUM
+        in_group = tile // tiles * TOGETHER
+        head = batch * HEADS + kv_head * GROUP + in_group
+        r = (first + tile % tiles * STRATA) * IN_STRATUM + j
+        there = across < num_rows - r
+        if GROUP % TOGETHER != 0:
+            there = there & (g < GROUP - in_group)
+        p, row = row_probabilities(
+            q_ptr + (r.to(tl.int64) * batch_heads + head) * D + to_query,
+            lse_ptr + head * num_rows + r + to_lse, rows_ptr + r + across,
+            there, r >= close, k, block, key_part, scale, BLOCK, PREC,
+        )  # fmt: skip
+        apart = row // BLOCK - block
+        whole = tl.sum(p, 1)
+        if j < FIT:
+            # By how much of a block the row is further on in its own than the key in its, and the
+            # other way round; both have the further one of the two.
+            row_part = (row % BLOCK).to(tl.float32) / BLOCK
+            further = tl.sum(p * tl.maximum(row_part[:, None], key_part[None, :]), 1)
+            after = further - tl.sum(p * key_part[None, :], 1)
+            before = further - row_part * whole
+            add_masses(
+                slash_ptr + (head + g) * num_blocks, apart, before, whole - before - after, after,
+                num_blocks, one,
+            )  # fmt: skip
+            counts = tl.where((apart >= near)[:, None], p, 0.0)
+            if FIT > 1:
+                mass += counts
+            else:
+                mass = counts
+            if j == FIT - 1:
+                by_thread = tl.reshape(mass, [lines // 16, 2, 8, KEYS])
+                total += tl.sum(by_thread, 1)
+                if TWICE:
+                    largest = tl.maximum(largest, tl.max(by_thread, 1))
+                if FIT > 1:
+                    mass = tl.zeros([lines, KEYS], tl.float32)
+        if FIT == IN_STRATUM or j >= FIT:
+            add_mass(held_ptr + (head + g) * num_blocks, apart, whole, num_blocks, one)
+        if (j == IN_STRATUM - 1) & (tile % tiles == tiles - 1):
+            value = tl.sum(tl.reshape(total, [TOGETHER, STRATA // 2, KEYS]), 1)
+            if TWICE:
+                most = tl.max(tl.reshape(largest, [TOGETHER, STRATA // 2, KEYS]), 1)
+                value = tl.maximum(value - most, 0.0)
+            if PER_COST:
+                # Query blocks that see the column beyond their window.
+                seen = num_blocks - block - near
+                value = value * tl.where(seen > 0, 1.0 / tl.maximum(seen, 1), 0.0)
+            bits = tl.where(
+                (position < sink)[None, :], 2147483647, value.to(tl.int32, bitcast=True)
+            )
+            one_of = tl.arange(0, TOGETHER)[:, None]
+            inside = (local < length)[None, :] & (one_of < GROUP - in_group)
+            tl.store(value_ptr + (head + one_of) * length + local[None, :], bits, mask=inside)
+            total = tl.zeros([lines // 16, 8, KEYS], tl.float32)
+            largest = tl.zeros([lines // 16, 8, KEYS], tl.float32)
 
 
 def row_masses(sample, key, lse, sink, per_cost):
@@ -142,17 +198,20 @@ def row_masses(sample, key, lse, sink, per_cost):
     block, num_blocks = sample.block_size, cdiv(length * sample.world, sample.block_size)
     values = torch.empty(batch, heads, length, dtype=torch.int32, device=key.device)
     masses = torch.zeros(2, batch, heads, num_blocks, dtype=torch.int32, device=key.device)
-    # Without tensor cores a product's operands are held in registers.
-    keys, warps = (64, 8) if key.dtype == torch.float32 else (block, 4)
+    group = heads // kv_heads
+    together = min(4, next_power_of_2(group))
+    # Without tensor cores a product's operands are held in registers. With them, two programs fit a
+    # multiprocessor's, whose loads and sums hide behind each other's.
+    keys, most = (32, {}) if key.dtype == torch.float32 else (block, dict(maxnreg=128))
     launch(
         _mass_kernel, (cdiv(length, keys), batch * kv_heads),
         sample.query, sample.rows, key, lse, values, *masses,
         *key.stride()[:3], num_rows, batch * heads, length, num_blocks,
         sample.rank, sample.world, sample.inner, sample.near, sink, sample.softmax_scale,
         fixed_point_one(num_rows),
-        HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
-        IN_STRATUM=sample.rows_in_stratum, FIT=sample.fit, ALL_ROWS=next_power_of_2(num_rows), STRATA=32,
-        KEYS=keys, PER_COST=per_cost, TWICE=sample.twice, EVEN=length % keys == 0, PREC=precision_for(key),
-        num_warps=warps, num_stages=2,
+        HEADS=heads, GROUP=group, D=dim, BLOCK=block,
+        IN_STRATUM=sample.rows_in_stratum, FIT=sample.fit, ALL_ROWS=next_power_of_2(num_rows),
+        TOGETHER=together, STRATA=64 // together, KEYS=keys, PER_COST=per_cost, TWICE=sample.twice,
+        EVEN=length % keys == 0, PREC=precision_for(key), num_warps=8, num_stages=2, **most,
     )  # fmt: skip
     return values, masses

@@ -7,6 +7,8 @@ counts too large for the kernel take, on any device.
 
 from __future__ import annotations
 
+import struct
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,11 @@ def fixed_point_one(num_rows: int) -> int:
     """The integer that stands for a probability of 1: exact in float32, and ``num_rows`` of them fit
     in an int32."""
     return (2**31 - 1) // num_rows & ~255
+
+
+def float_bits(number: float) -> int:
+    """The bits of a positive number, in float32, which order like it."""
+    return struct.unpack("i", struct.pack("f", number))[0]
 
 
 def _positions(length: int, rank: int, world: int, inner: int, block_size: int, device) -> Tensor:

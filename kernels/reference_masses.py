@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .reference_choice import _positions, fixed_point_one
+from .reference_choice import _positions, fixed_point_one, float_bits
 
 
 def _probabilities(sample, keys, position, lse):
@@ -84,8 +84,9 @@ def row_masses(sample, key, lse, sink, per_cost):
     return values, masses
 
 
-def candidate_slashes(sample, keys, positions, lse, num_blocks):
+def candidate_slashes(sample, keys, positions, values, least, lse, num_blocks):
     """See :func:`kernels.candidate_slashes`."""
+    positions = torch.where(values >= float_bits(least), positions, sample.seq_length)
     # Few are taken: those first, and no more than the head with the most has.
     none = positions >= sample.seq_length
     most = int((~none).sum(-1).max())
@@ -115,19 +116,30 @@ def price_slashes(total, inside, price, usual_price, near, unit, one, spread):
     return kept.to(torch.uint8), usual.to(torch.uint8), outside, value
 
 
+def _beyond(sample, p, positions, slashes):
+    """Probabilities at distances that are no slash."""
+    apart = sample.rows.long()[:, None] // sample.block_size
+    apart = apart - positions[:, :, None] // sample.block_size
+    apart = apart.clamp(0, slashes.shape[-1] - 1).flatten(2)
+    return p.masked_fill(slashes.gather(-1, apart).view(p.shape) != 0, 0)
+
+
+def _held(sample, p, positions, member):
+    fit, held = _fit(sample, _beyond(sample, p, positions, member))
+    return (held if held.shape[3] else fit).sum((2, 3)).float()
+
+
+def held_columns(sample, keys, positions, lse, member):
+    """See :func:`kernels.held_columns`."""
+    return _held(sample, _probabilities(sample, keys, positions, lse), positions, member)
+
+
 def price_columns(sample, keys, positions, lse, member, usual, outside, price, sink, unit):
     """See :func:`kernels.price_columns`."""
     block, num_blocks = sample.block_size, member.shape[-1]
     p = _probabilities(sample, keys, positions, lse)
-    apart = sample.rows.long()[:, None] // block - positions[:, :, None] // block
-    apart = apart.clamp(0, num_blocks - 1).flatten(2)
-
-    def beyond(slashes):
-        return p.masked_fill(slashes.gather(-1, apart).view(p.shape) != 0, 0)
-
-    strata = _fit(sample, beyond(usual))[0].sum(3)
-    fit, held = _fit(sample, beyond(member))
-    held = (held if held.shape[3] else fit).sum((2, 3)).float()
+    strata = _fit(sample, _beyond(sample, p, positions, usual))[0].sum(3)
+    held = _held(sample, p, positions, member)
     there = positions < sample.seq_length
     before = (num_blocks - 1 - positions // block).clamp(min=0).long()
     total, adds = _total(sample, strata), outside.gather(-1, before)
@@ -136,3 +148,9 @@ def price_columns(sample, keys, positions, lse, member, usual, outside, price, s
     value = torch.where(there, total / (unit * adds.clamp(min=1)), 0.0).float()
     kept = there & (((total > 0) & (value >= price[:, None])) | (positions < sink))
     return torch.where(kept, positions, sample.seq_length), value, held
+
+
+def recall_of(masses, member, columns, held, seq_length, one, rows):
+    """See :func:`kernels.recall_of`."""
+    of_slashes = (masses * member).sum(-1, dtype=torch.float32) / one
+    return (of_slashes + torch.where(columns < seq_length, held, 0.0).sum(-1)) / rows

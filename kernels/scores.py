@@ -57,13 +57,16 @@ def _lse_kernel(
     blocks = tl.max(row, 0) // BLOCK // world + 1
     # The splits take turns, so that each has as many tiles to do.
     seen = tl.cdiv(tl.minimum(blocks * BLOCK, length), KEYS)
+    earliest = tl.min(row, 0)
     for turn in range(tl.cdiv(seen - split, splits)):
         at = (split + turn * splits) * KEYS
         k = load_rows(k_ptr, at, k_ss, keys, length, D, EVEN)
         scores = tl.dot(q, tl.trans(k), input_precision=PREC) * scale
-        # Keys past the end have positions past every row.
-        position = key_positions(at + keys, rank, world, inner, BLOCK)
-        scores = tl.where(position[None, :] <= row[:, None], scores, float("-inf"))
+        # Most tiles come before all rows and need no mask. Keys past the end have positions past every row.
+        last = block_at((at + KEYS - 1) // BLOCK, rank, world, inner)
+        if (last + 1) * BLOCK > earliest:
+            position = key_positions(at + keys, rank, world, inner, BLOCK)
+            scores = tl.where(position[None, :] <= row[:, None], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.math.exp2(top - base) + tl.sum(tl.math.exp2(scores - base[:, None]), 1)
@@ -77,10 +80,11 @@ def lse_parts(sample, key):
     length, batch, kv_heads, dim = key.shape
     num_rows, _, heads, _ = sample.query.shape
     wide = key.dtype != torch.float32
-    tile = 128 if wide else 32
-    tiles = cdiv(num_rows * (heads // kv_heads), tile)
+    # Two programs fit a multiprocessor: one's products hide behind the other's exponentials.
+    rows, keys, warps, stages = (128, 64, 8, 3) if wide else (32, 32, 4, 2)
+    tiles = cdiv(num_rows * (heads // kv_heads), rows)
     # About 8 programs a multiprocessor.
-    splits = max(1, min(64, 1024 // (tiles * batch * kv_heads), cdiv(length, tile)))
+    splits = max(1, min(64, 1024 // (tiles * batch * kv_heads), cdiv(length, keys)))
     shape = (splits, batch, heads, num_rows)
     parts = torch.empty(shape, dtype=torch.float32, device=key.device)
     launch(
@@ -89,8 +93,8 @@ def lse_parts(sample, key):
         *key.stride()[:3], num_rows, batch * heads, length, sample.rank, sample.world, sample.inner, splits,
         sample.softmax_scale,
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=sample.block_size,
-        ROWS=tile, KEYS=tile, EVEN=length % tile == 0, PREC=precision_for(key),
-        num_warps=8 if wide else 4, num_stages=2,
+        ROWS=rows, KEYS=keys, EVEN=length % keys == 0, PREC=precision_for(key),
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return parts
 

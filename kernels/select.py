@@ -84,7 +84,7 @@ def _levels(values, positions, shape, length, inner, outer, line, count, none, l
         launch(
             _select_kernel, (tiles, shape[0] * shape[1]),
             values, values if positions is None else positions, out, cut,
-            length, inner, outer, line, out[0].numel(), cut[0].numel(), count, none, rank, world, node,
+            length, inner, outer, line, out.numel() // 2, cut.numel() // 2, count, none, rank, world, node,
             LISTED=positions is not None, BLOCK=block, WIDTH=width,
             SLOTS=next_power_of_2(count), num_warps=max(4, width // 1024),
         )  # fmt: skip

@@ -18,6 +18,7 @@ from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.kernels import reference_choice, reference_masses
 from megatron_mtraining.layout import stripe
 from megatron_mtraining.pattern import choose_index
+from megatron_mtraining.pattern.counted import SINK
 from megatron_mtraining.pattern.estimate import last_rows, sample_rows
 from megatron_mtraining.pattern.price import units
 from megatron_mtraining.ring import Ring, ring_of
@@ -108,9 +109,14 @@ def test_candidates_by_kernels(device):  # noqa: F811
     sample, keys, positions, lse = listed_operands(device)
     one, near, sink = kernels.fixed_point_one(24), 2, 7
     pair, column = units(sample)
-    slashes = kernels.candidate_slashes(sample, keys, positions, lse, 8)
-    truth = reference_masses.candidate_slashes(sample, keys, positions, lse, 8)
-    assert truth.any()
+    # Half of them are worth enough.
+    values = torch.rand(positions.shape, device=device).view(torch.int32)
+    given = (sample, keys, positions, values, 0.5, lse, 8)
+    slashes = kernels.candidate_slashes(*given)
+    truth = reference_masses.candidate_slashes(*given)
+    enough = positions.where(values.view(torch.float32) >= 0.5, 500)
+    given = (sample, keys, enough, torch.full_like(values, SINK), 0.5, lse, 8)
+    assert truth.any() and torch.equal(truth, reference_masses.candidate_slashes(*given))
     torch.testing.assert_close(slashes / one, truth / one, atol=1e-5, rtol=1e-5)
     total = truth + (0.3 * torch.rand(truth.shape, device=device) * one).int()
     price = torch.tensor([0.0, 0.2, 0.9, 3.0], device=device)
@@ -131,6 +137,17 @@ def test_candidates_by_kernels(device):  # noqa: F811
     kept = columns < 500
     assert kept[positions < sink].all() and 0 < kept.float().mean() < 1
     assert not kept[0, 0, 9:].any()
+    for which in (sample, replace(sample, fit=3)):  # rows held out, or none
+        given = (which, keys, positions, lse, member)
+        alone = kernels.held_columns(*given)
+        torch.testing.assert_close(
+            alone, reference_masses.held_columns(*given), atol=1e-5, rtol=1e-5
+        )
+        assert which is not sample or torch.equal(alone, held)
+    given = (truth, member, columns, held, 500, one, 8)
+    recall = kernels.recall_of(*given)
+    torch.testing.assert_close(recall, reference_masses.recall_of(*given))
+    assert recall.all()
 
 
 def dense_recall(index, query, key, rows, scale):

@@ -61,24 +61,22 @@ def _in_order(offer: Tensor) -> tuple[Tensor, Tensor]:
     return value.gather(-1, order), position.gather(-1, order)
 
 
-def _first(counts: list[int], value: Tensor, position: Tensor, none: int) -> tuple[Tensor, Tensor]:
-    """Of what is in order, the first ``counts`` of each head; and the cut."""
-    count = torch.tensor(counts, device=value.device)[:, None].expand(*value.shape[:2], 1)
-    return _up_to(count, value, position, none)
+def _first(counts: list[int], value: Tensor) -> Tensor:
+    """Which of values in order are the first ``counts`` of each head, and above 0."""
+    count = torch.tensor(counts, device=value.device)[:, None]
+    return _up_to(count, value)
 
 
-def _up_to(count: Tensor, value: Tensor, position: Tensor, none: int) -> tuple[Tensor, Tensor]:
-    place = torch.arange(value.shape[-1], device=value.device)
-    taken = (place < count) & (value > 0)
+def _up_to(count: Tensor, value: Tensor) -> Tensor:
+    return (torch.arange(value.shape[-1], device=value.device) < count) & (value > 0)
+
+
+def _cut(taken: Tensor, value: Tensor, position: Tensor) -> Tensor:
+    """The cut that the first of what is in order were taken at."""
     last = (taken.sum(-1, keepdim=True) - 1).clamp(min=0)
     some = taken[..., 0]
-    cut = torch.stack(
-        (
-            torch.where(some, value.gather(-1, last)[..., 0], 0),
-            torch.where(some, position.gather(-1, last)[..., 0], -1),
-        )
-    )
-    return torch.where(taken, position, none).int(), cut.int()
+    value, position = (each.gather(-1, last)[..., 0] for each in (value, position))
+    return torch.stack((torch.where(some, value, 0), torch.where(some, position, -1))).int()
 
 
 def choose_fixed(sample: Sample, key, lse, values, heads, ring) -> tuple[Tensor, Tensor]:
@@ -99,18 +97,22 @@ def choose_fixed(sample: Sample, key, lse, values, heads, ring) -> tuple[Tensor,
         offer, cut = best_columns(values, max(verticals), sample, ring)
         columns = offer[1]
         if min(verticals) < max(verticals):
-            columns, cut = _first(verticals, *_in_order(offer), seq_length)
+            value, position = _in_order(offer)
+            taken = _first(verticals, value)
+            columns = torch.where(taken, position, seq_length).int()
+            cut = _cut(taken, value, position)
         taken = values, cut
     else:
         columns = torch.arange(sink, dtype=torch.int32, device=key.device)
-        columns, taken = columns.expand(batch, len(heads), -1), None
+        columns, taken = columns.expand(batch, len(heads), -1).contiguous(), None
     if not max(slashes):
         return columns, columns.new_empty(batch, len(heads), 0)
     mass = diagonal_mass(sample, key, lse, sink, taken)
     offer = best_diagonals(mass, max(slashes), seq_length, ring)
     diagonals = offer[1]
     if min(slashes) < max(slashes):
-        diagonals, _ = _first(slashes, *_in_order(offer), seq_length)
+        value, position = _in_order(offer)
+        diagonals = torch.where(_first(slashes, value), position, seq_length).int()
     return columns, diagonals
 
 
@@ -132,7 +134,7 @@ def choose_coverage(sample: Sample, key, lse, values, heads, ring) -> tuple[Tens
             for end in ("floor", "cap")
         )
         count = count.clamp(min=floors[:, None]).minimum(caps[:, None])
-        return _up_to(count, value, position, seq_length)[0]
+        return torch.where(_up_to(count, value), position, seq_length).int()
 
     whole = ring.all_reduce(_weight(values).sum(-1))
     offer, _ = best_columns(values, max(each.vertical_cap for each in heads), sample, ring)

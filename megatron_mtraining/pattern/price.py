@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..kernels import (
     candidate_slashes,
     fixed_point_one,
@@ -25,7 +26,7 @@ from ..kernels import (
     price_slashes,
     row_masses,
 )
-from .counted import SINK, best_columns
+from .counted import best_columns
 from .estimate import Sample
 
 USUAL = 0.4
@@ -88,9 +89,7 @@ def choose_by_price(
     one, num_blocks = fixed_point_one(len(sample.rows)), masses.shape[-1]
     if slashes is None:
         least = USUAL * column * (1 if sample.spread else num_blocks)
-        worth = values.view(torch.float32) >= least
-        first = torch.where(worth | (values == SINK), positions, sample.seq_length)
-        inside = candidate_slashes(sample, keys, first, lse, num_blocks)
+        inside = candidate_slashes(sample, keys, positions, values, least, lse, num_blocks)
         slashes, usual, outside, value = price_slashes(
             masses[0], inside, price, USUAL, sample.near, pair, one, sample.spread
         )
@@ -116,9 +115,8 @@ def recall_of(
     """
     rows = len(sample.rows) // sample.rows_in_stratum
     rows *= sample.rows_in_stratum - sample.fit or sample.fit
-    of_slashes = (masses[1] * slashes).sum(-1, dtype=torch.float32)
-    of_columns = torch.where(columns < sample.seq_length, held, 0.0).sum(-1)
-    return (of_slashes / fixed_point_one(len(sample.rows)) + of_columns) / rows
+    one = fixed_point_one(len(sample.rows))
+    return kernels.recall_of(masses[1], slashes, columns, held, sample.seq_length, one, rows)
 
 
 def _ranks(value: Tensor) -> Tensor:

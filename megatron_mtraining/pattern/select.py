@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..kernels import gather_columns, price_columns, row_masses
+from ..kernels import gather_columns, held_columns, row_masses
 from ..layout import check_layout
 from .block_index import BlockListIndex, build_block_index
 from .blocks import BLOCK_POLICIES, choose_blocks, recall_of_blocks
@@ -60,18 +60,21 @@ def choose_index(
     block, world = config.block_size, ring.world
     seq_length = length * world
     check_choice(seq_length, config, world)
-    heads = [
-        each.dense() if each.keeps_all(seq_length) else each
-        for each in heads or (config,) * num_heads
-    ]
-    if all(each.keeps_all(seq_length) for each in heads):
+    heads = heads or (config,) * num_heads
+    # Most heads share their settings: each is looked at once.
+    settings = {
+        at: each.dense() if each.keeps_all(seq_length) else each
+        for at, each in {id(each): each for each in heads}.items()
+    }
+    heads = [settings[id(each)] for each in heads]
+    if all(each.keeps_all(seq_length) for each in settings.values()):
         return full_index(batch, num_heads, seq_length, block, world, ring.inner, query.device)
     num_blocks = -(-seq_length // block)
     # From the first query of a block, the window's farthest key is a block further than from its last.
     near = min(num_blocks, -(-config.window // block) + 1)
     sample = draw_sample(query, config, ring, near, softmax_scale)
     lse = sample_lse(sample, key, ring)
-    policies = dict.fromkeys(each.policy for each in heads)
+    policies = dict.fromkeys(each.policy for each in settings.values())
     layout = (seq_length, block, world, ring.inner)
     if len(policies) == 1 and policies.keys() <= {"coverage", "fixed"}:
         columns, diagonals, masses = _count(next(iter(policies)), sample, key, lse, heads, ring)
@@ -94,7 +97,7 @@ def choose_index(
             chosen[policy] = Chosen(member, columns, recall)
     if not policies.keys() & set(BLOCK_POLICIES):
         distances, columns, recall = _merge(chosen, heads, seq_length)
-        return replace(build_index(distances.bool(), columns, *layout), recall=recall)
+        return replace(build_index(distances.view(torch.bool), columns, *layout), recall=recall)
     return _with_blocks(query, key, sample, lse, heads, near, chosen, layout, ring)
 
 
@@ -132,6 +135,8 @@ def check_choice(seq_length: int, config, world: int) -> None:
 
 def _alike(heads, policy: str):
     """The heads' settings; those of heads with another policy are the first's that has this one."""
+    if all(each.policy == policy for each in heads):
+        return heads
     first = next(each for each in heads if each.policy == policy)
     return [each if each.policy == policy else first for each in heads]
 
@@ -170,9 +175,7 @@ def _count(policy: str, sample: Sample, key, lse, heads, ring) -> tuple[Tensor, 
 def _recall(sample: Sample, key, lse, masses, member, columns, ring) -> Tensor:
     """The share of attention kept by what was chosen by numbers: float32 ``[b, h]``."""
     keys = ring.all_reduce(gather_columns(key, None, listed(columns, sample), ring.rank))[0]
-    price = _constant((0.0,) * columns.shape[1], key.device)
-    outside = torch.ones(member.shape, dtype=torch.int32, device=key.device)
-    _, _, held = price_columns(sample, keys, columns, lse, member, member, outside, price, 0, 1.0)
+    held = held_columns(sample, keys, columns, lse, member)
     return recall_of(sample, masses, member, columns, held)
 
 
