@@ -1,0 +1,235 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Which files are read, as what, and in which parts: the same whatever the number of workers."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config import ConfigError
+from .options import Options, require
+
+RECORDS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".jsonl.gz": "jsonl",
+    ".jsonl.zst": "jsonl",
+    ".parquet": "parquet",
+    ".mds": "mds",
+}
+_RECOMPRESS = "decompress it, or compress it with gzip or zstd"
+_CONVERT = "convert it to jsonl or parquet"
+REFUSED = {
+    ".jsonl.bz2": _RECOMPRESS,
+    ".jsonl.xz": _RECOMPRESS,
+    ".jsonl.lz4": _RECOMPRESS,
+    ".json.gz": "jsonl.gz, a JSON object a line, is supported",
+    ".mds.zstd": "decompress it",
+    ".mds.gz": "decompress it",
+    ".arrow": _CONVERT,
+    ".feather": _CONVERT,
+    ".csv": _CONVERT,
+    ".tsv": _CONVERT,
+    ".bin": "if it is Megatron's dataset already, give it to --data-path",
+    ".idx": "if it is Megatron's dataset already, give it to --data-path",
+}
+"""What we do not read, and would not want to be left out unseen or taken for a source file."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of the input that one worker reads.
+
+    Attributes:
+        kind: jsonl, parquet, text or mds.
+        files: several only of text.
+        start, stop: bytes of a jsonl file where lines begin, row groups of a parquet file; (0, -1) is all.
+        size: bytes, for the progress bar.
+        named: files were given by name, not found in a folder.
+    """
+
+    kind: str
+    files: tuple[str, ...]
+    start: int
+    stop: int
+    size: int
+    named: bool
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """
+    Attributes:
+        parts: of all files, in order.
+        files: path, bytes and time of change of each.
+        hidden: files and folders left out as their names begin with a dot.
+    """
+
+    parts: list[Part]
+    files: list[tuple[str, int, int]]
+    hidden: int
+
+
+def find(options: Options) -> Inputs:
+    """All files of the input, in parts.
+
+    Raises:
+        ConfigError: one is missing, empty, given twice or of a kind that is not supported.
+    """
+    found, seen, hidden = [], set(), 0
+    for path in options.inputs:
+        if path.is_dir():
+            files, dots = _in_folder(path)
+            hidden += dots
+            if not files:
+                raise ConfigError(f"INPUT is {path}, a folder without files")
+            named = False
+        elif path.exists():
+            files, named = [path], True
+        else:
+            raise ConfigError(f"INPUT is {path}, which does not exist")
+        for file in files:
+            real = os.path.realpath(file)
+            if real in seen:
+                raise ConfigError(f"INPUT has {file} twice: name it, or a folder it is in, once")
+            seen.add(real)
+            found.append((file, _kind(file, options.format, named), named))
+    _check_packages(found)
+    about = []
+    for file, _, _ in found:
+        try:
+            stat = file.stat()
+        except OSError as error:
+            raise ConfigError(f"INPUT has {file}, which cannot be read: {error.strerror}") from None
+        about.append((str(file), stat.st_size, stat.st_mtime_ns))
+    return Inputs(_parts(found, about, options.part_bytes), about, hidden)
+
+
+def _in_folder(folder: Path) -> tuple[list[Path], int]:
+    files, hidden = [], 0
+    for path, folders, names in os.walk(folder):
+        hidden += sum(name.startswith(".") for name in folders + names)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        shards = any(name.endswith(".mds") for name in names)
+        for name in sorted(names):
+            # index.json beside MDS shards says how to read them.
+            if not name.startswith(".") and not (shards and name == "index.json"):
+                files.append(Path(path, name))
+    return files, hidden
+
+
+def _kind(file: Path, format: str, named: bool) -> str:
+    if format != "auto":
+        return format
+    name = file.name.lower()
+    for suffix, what in REFUSED.items():
+        if name.endswith(suffix):
+            raise ConfigError(
+                f"INPUT has {file}, and {suffix} files are not supported: {what}; or take all files as text "
+                "with --format text"
+            )
+    if named and name.endswith(".json"):
+        raise ConfigError(
+            f"INPUT is {file}: for a JSON object a line, use --format jsonl; for a document as it is, use "
+            "--format text"
+        )
+    for suffix, kind in RECORDS.items():
+        if name.endswith(suffix):
+            return kind
+    return "text"
+
+
+def _check_packages(found) -> None:
+    if any(kind == "parquet" for _, kind, _ in found):
+        require("pyarrow")
+    if any(kind == "jsonl" and file.suffix == ".zst" for file, kind, _ in found):
+        require("zstandard")
+
+
+def _parts(found, about, part_bytes: int) -> list[Part]:
+    parts: list[Part] = []
+    texts: list[str] = []
+    size = 0
+
+    def end_texts():
+        nonlocal texts, size
+        if texts:
+            parts.append(Part("text", tuple(texts), 0, -1, size, named))
+        texts, size = [], 0
+
+    named = False
+    for (file, kind, by_name), (name, length, _) in zip(found, about):
+        if kind != "text" or by_name != named:
+            end_texts()
+        named = by_name
+        if not length and (kind != "text" or named):
+            raise ConfigError(f"INPUT has {file}, which is empty: leave it out")
+        if kind == "text":
+            texts.append(name)
+            size += length
+            if size >= part_bytes:
+                end_texts()
+        elif kind == "parquet":
+            parts += _row_groups(name, named, part_bytes)
+        elif kind == "mds":
+            shard_entry(file)
+            parts.append(Part(kind, (name,), 0, -1, length, named))
+        elif file.suffix in (".gz", ".zst"):
+            parts.append(Part(kind, (name,), 0, -1, length, named))
+        else:
+            for start in range(0, length, part_bytes):
+                stop = min(length, start + part_bytes)
+                parts.append(Part(kind, (name,), start, stop, stop - start, named))
+    end_texts()
+    return parts
+
+
+def _row_groups(name: str, named: bool, part_bytes: int) -> list[Part]:
+    from pyarrow import parquet
+
+    try:
+        metadata = parquet.read_metadata(name)
+    except Exception as error:
+        raise ConfigError(f"INPUT has {name}, which pyarrow cannot read: {error}") from None
+    if not metadata.num_rows:
+        raise ConfigError(f"INPUT has {name}, which is empty: leave it out")
+    parts, start, size = [], 0, 0
+    for number in range(metadata.num_row_groups):
+        size += metadata.row_group(number).total_byte_size
+        if size >= part_bytes or number + 1 == metadata.num_row_groups:
+            parts.append(Part("parquet", (name,), start, number + 1, size, named))
+            start, size = number + 1, 0
+    return parts
+
+
+def shard_entry(file: Path) -> dict:
+    """What the index.json beside an MDS shard says of it.
+
+    Raises:
+        ConfigError: there is none, it cannot be read, or the shard is not as it says.
+    """
+    index = file.with_name("index.json")
+    try:
+        shards = json.loads(index.read_bytes())["shards"]
+        (entry,) = [one for one in shards if one["raw_data"]["basename"] == file.name]
+        size = entry["raw_data"]["bytes"]
+        known = (entry["format"], entry["version"]) == ("mds", 2)
+        columns = [entry[name] for name in ("column_names", "column_encodings", "column_sizes")]
+        complete = len({len(column) for column in columns}) == 1
+    except FileNotFoundError:
+        raise ConfigError(f"INPUT has {file} without {index.name} beside it") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"INPUT has {file}, but {index} does not say how to read it ({error!r})"
+        ) from None
+    if not (known and complete):
+        raise ConfigError(
+            f"INPUT has {file}, which is no MDS of version 2: that is what is supported"
+        )
+    if file.stat().st_size != size:
+        raise ConfigError(
+            f"INPUT has {file} of {file.stat().st_size} bytes, but {index} says {size}: it is broken"
+        )
+    return entry

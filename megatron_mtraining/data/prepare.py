@@ -1,0 +1,218 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``mtraining data prepare`` from start to end: find, tokenize, pack, write, tell."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+
+import numpy as np
+
+from .. import __version__
+from ..config import ConfigError
+from . import indexed, inputs, packing, tokenizer
+from .options import LONGER, Options, require
+from .parts import Parts
+from .readers import Place
+from .tally import Tally
+from .workers import Job, tokenize_all
+
+VERSION = 1
+"""Of what is kept of parts: another one starts again."""
+OPEN_PARTS = 512
+"""Parts that are mapped into memory at a time."""
+
+
+def prepare(options: Options) -> Tally:
+    """Write the dataset, and print what became of the documents.
+
+    Raises:
+        ConfigError: the input, the tokenizer or the output cannot work; no dataset is there then that
+            was not there before.
+    """
+    require("tqdm", "megatron")
+    started = time.perf_counter()
+    found = inputs.find(options)
+    loaded = tokenizer.load(options.tokenizer, options.eod)
+    as_is = options.pack == "as-is"
+    about = {
+        "version": VERSION,
+        "files": found.files,
+        "format": options.format,
+        "text_field": options.text_field,
+        "as_is": as_is,
+        "part_bytes": options.part_bytes,
+        "tokenizer": tokenizer.fingerprint(options.tokenizer),
+        "eod": loaded.eod,
+        "vocab_size": loaded.vocab_size,
+    }
+    job = Job(
+        options.parts, found.parts, options.tokenizer, options.eod, options.text_field, as_is, loaded
+    )  # fmt: skip
+    parts = Parts(options.parts, about)
+    tally = Tally(options.seq_length)
+    with parts.opened(len(found.parts)):
+        if parts.restarted:
+            print(
+                f"{options.parts} is of another input or tokenizer: starting again", file=sys.stderr
+            )
+        elif parts.kept:
+            print(f"going on: {parts.kept} of {len(found.parts)} parts are done", file=sys.stderr)
+        _tokenize(options, job, parts)
+        for number in range(len(found.parts)):
+            tally.read(parts.done(number), parts.lengths(number))
+        if not tally.documents["read"]:
+            raise ConfigError(
+                f"INPUT ({', '.join(map(str, options.inputs))}) has no documents: {tally.documents['empty']} "
+                f"are empty, {tally.skipped_files} files are no UTF-8 text"
+            )
+        kept = _kept(parts, len(found.parts), options, tally)
+        if options.shuffle:
+            kept = _shuffled(kept, options.buffer, random.Random(options.seed + 1))
+        how = "in-order" if as_is else options.pack
+        samples = packing.samples(kept, options.seq_length, how)
+        rows = _with_tokens(samples, parts, loaded, tally)
+
+        def report() -> bytes:
+            if not tally.samples:
+                raise ConfigError(
+                    f"--seq-length is {options.seq_length}, but all documents that are kept have only "
+                    f"{tally.tokens['left_over']} tokens: use fewer, or give more input"
+                )
+            return _report(options, found, loaded, tally, time.perf_counter() - started)
+
+        indexed.write(options.output, rows, loaded.dtype, report)
+        if not options.keep_parts:
+            parts.remove()
+    print(f"\n{tally.text()}\n")
+    print(
+        f"{tally.samples:,} samples of {options.seq_length:,} tokens, {tally.samples_an_epoch:,} an epoch, in "
+        f"{time.perf_counter() - started:.0f} s. Train with --data-path {options.output} --seq-length "
+        f"{options.seq_length}"
+    )
+    return tally
+
+
+def _tokenize(options: Options, job: Job, parts: Parts) -> None:
+    from tqdm import tqdm
+
+    todo = []
+    total = sum(part.size for part in job.parts)
+    bar = tqdm(total=total, desc="tokenize", unit="B", unit_scale=True, file=sys.stderr)
+    with bar:
+        for number, part in enumerate(job.parts):
+            counts = parts.done(number)
+            if counts is None:
+                todo.append(number)
+            else:
+                _check_lengths(options, part, counts)
+                bar.update(part.size)
+        for number, counts in tokenize_all(job, todo, options.workers):
+            _check_lengths(options, job.parts[number], counts)
+            bar.update(job.parts[number].size)
+
+
+def _check_lengths(options: Options, part: inputs.Part, counts: dict) -> None:
+    """Refuse a document that --longer or --pack do not let through, as soon as it is known."""
+    length = options.seq_length
+    if counts["longest"] is None:
+        return
+    if options.pack == "as-is":
+        for tokens, *place in (counts["longest"], counts["shortest"]):
+            if tokens != length:
+                raise ConfigError(
+                    f"{Place(part, *place)} has {tokens} tokens, but --pack is as-is and --seq-length "
+                    f"{length}: use --seq-length {tokens} if all are so long, or --pack best-fit"
+                )
+    tokens, *place = counts["longest"]
+    if options.longer == "error" and tokens > length:
+        others = " or ".join(name for name in LONGER if name != "error")
+        raise ConfigError(
+            f"{Place(part, *place)} has {tokens} tokens, more than --seq-length ({length}), and --longer is "
+            f"error: use --longer {others}, or longer samples"
+        )
+
+
+def _kept(parts: Parts, count: int, options: Options, tally: Tally) -> Iterator[tuple[tuple, int]]:
+    """Documents that are not left out, as ((part, first token in it), tokens)."""
+    order = list(range(count))
+    if options.shuffle:
+        random.Random(options.seed).shuffle(order)
+    for number in order:
+        start = 0
+        for length in parts.lengths(number).tolist():
+            if length < options.long_only:
+                tally.drop("short", length)
+            elif length > options.seq_length and options.longer == "drop":
+                tally.drop("longer_dropped", length)
+            else:
+                tally.documents["longer_cut"] += length > options.seq_length
+                yield (number, start), length
+            start += length
+
+
+def _shuffled(items: Iterable, size: int, rng: random.Random) -> Iterator:
+    """Each time one of ``size`` items that wait; their place is taken by the next that comes."""
+    waiting: list = []
+    for item in items:
+        if len(waiting) < size:
+            waiting.append(item)
+            continue
+        place = int(rng.random() * size)
+        yield waiting[place]
+        waiting[place] = item
+    rng.shuffle(waiting)
+    yield from waiting
+
+
+def _with_tokens(samples, parts: Parts, loaded, tally: Tally) -> Iterator[np.ndarray]:
+    """Token ids ``[seq_length]`` of the samples that are full."""
+    from tqdm import tqdm
+
+    tokens = lru_cache(OPEN_PARTS)(lambda number: parts.tokens(number, loaded.dtype))
+    total = tally.tokens["read"]
+    with tqdm(total=total, desc="pack", unit="tok", unit_scale=True, file=sys.stderr) as bar:
+        for pieces in samples:
+            if sum(map(len, pieces)) < tally.seq_length:
+                tally.left_over(pieces)
+                continue
+            ids = np.full(tally.seq_length, loaded.eod, loaded.dtype)
+            at = 0
+            for piece in pieces:
+                number, first = piece.document
+                stretch = tokens(number)[first + piece.start : first + piece.stop]
+                ids[at : at + len(stretch)] = stretch
+                at += len(piece)
+            tally.sample(pieces)
+            bar.update(sum(piece.stop - piece.start for piece in pieces))
+            yield ids
+
+
+def _report(options: Options, found: inputs.Inputs, loaded, tally: Tally, seconds: float) -> bytes:
+    about = {
+        "seq_length": options.seq_length,
+        "dtype": np.dtype(loaded.dtype).name,
+        "tokenizer": str(options.tokenizer),
+        "eod": loaded.eod,
+        "vocab_size": loaded.vocab_size,
+        **tally.numbers(),
+        "inputs": [str(path) for path in options.inputs],
+        "files": len(found.files),
+        "bytes": sum(size for _, size, _ in found.files),
+        "hidden": found.hidden,
+        "pack": options.pack,
+        "longer": options.longer,
+        "long_only": options.long_only,
+        "shuffle": options.shuffle,
+        "seed": options.seed,
+        "buffer": options.buffer,
+        "workers": options.workers,
+        "part_bytes": options.part_bytes,
+        "seconds": round(seconds, 1),
+        "megatron_mtraining": __version__,
+    }
+    return (json.dumps(about, indent=1) + "\n").encode()
