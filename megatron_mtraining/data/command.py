@@ -31,8 +31,8 @@ def run(args) -> int:
         prepare(asked)
     except KeyboardInterrupt:
         print(
-            f"mtraining data: interrupted; the same command goes on with what is left, {asked.parts} has what "
-            "is done",
+            f"mtraining data: interrupted; {asked.parts} has what is done, and the same command goes on from "
+            "there",
             file=sys.stderr,
         )
         return 130

@@ -48,6 +48,8 @@ class Part:
         start, stop: bytes of a jsonl file where lines begin, row groups of a parquet file; (0, -1) is all.
         size: bytes, for the progress bar.
         named: files were given by name, not found in a folder.
+        joined: of text, for each file: the INPUT folder whose files are one document, or "" for a document
+            of its own.
     """
 
     kind: str
@@ -56,6 +58,7 @@ class Part:
     stop: int
     size: int
     named: bool
+    joined: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,10 +98,14 @@ def find(options: Options) -> Inputs:
             if real in seen:
                 raise ConfigError(f"INPUT has {file} twice: name it, or a folder it is in, once")
             seen.add(real)
-            found.append((file, _kind(file, options.format, named), named))
+            kind = _kind(file, options.format, named)
+            joined = str(path) if options.join and kind == "text" and not named else ""
+            found.append((file, kind, named, joined))
+    if options.join and not any(joined for *_, joined in found):
+        raise ConfigError("--join is given, but no INPUT is a folder with text files: leave it out")
     _check_packages(found)
     about = []
-    for file, _, _ in found:
+    for file, *_ in found:
         try:
             stat = file.stat()
         except OSError as error:
@@ -142,35 +149,35 @@ def _kind(file: Path, format: str, named: bool) -> str:
 
 
 def _check_packages(found) -> None:
-    if any(kind == "parquet" for _, kind, _ in found):
+    if any(kind == "parquet" for _, kind, *_ in found):
         require("pyarrow")
-    if any(kind == "jsonl" and file.suffix == ".zst" for file, kind, _ in found):
+    if any(kind == "jsonl" and file.suffix == ".zst" for file, kind, *_ in found):
         require("zstandard")
 
 
 def _parts(found, about, part_bytes: int) -> list[Part]:
     parts: list[Part] = []
-    texts: list[str] = []
+    texts: list[tuple[str, str]] = []
     size = 0
 
     def end_texts():
         nonlocal texts, size
         if texts:
-            parts.append(Part("text", tuple(texts), 0, -1, size, named))
+            names, folders = zip(*texts)
+            parts.append(Part("text", names, 0, -1, size, named, folders))
         texts, size = [], 0
 
     named = False
-    for (file, kind, by_name), (name, length, _) in zip(found, about):
-        if kind != "text" or by_name != named:
+    for (file, kind, by_name, joined), (name, length, _) in zip(found, about):
+        in_one = bool(texts) and joined != "" and joined == texts[-1][1]
+        if kind != "text" or by_name != named or (size >= part_bytes and not in_one):
             end_texts()
         named = by_name
         if not length and (kind != "text" or named):
             raise ConfigError(f"INPUT has {file}, which is empty: leave it out")
         if kind == "text":
-            texts.append(name)
+            texts.append((name, joined))
             size += length
-            if size >= part_bytes:
-                end_texts()
         elif kind == "parquet":
             parts += _row_groups(name, named, part_bytes)
         elif kind == "mds":

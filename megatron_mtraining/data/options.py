@@ -30,6 +30,8 @@ class Options:
     format: str
     text_field: str | None
     """None for ``text``, or ``input_ids`` where there is no text."""
+    join: bool
+    """Text files of a folder are one document."""
     eod: str | None
     pack: str
     longer: str
@@ -72,6 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--format", choices=FORMATS, default="auto", help=what)
     what = "of records: text, or a list of token ids (text, or input_ids where there is no text)"
     add("--text-field", metavar="NAME", help=what)
+    what = "the text files of each INPUT folder, such as a repository, are one document"
+    add("--join", action="store_true", help=what)
     what = (
         "the end-of-document token, where the tokenizer's own is missing or another one is wanted"
     )
@@ -147,7 +151,8 @@ def _check_output(options: Options) -> None:
     for path in there:
         if path.exists() and not options.overwrite:
             raise ConfigError(
-                f"--output is {output}, but {path} exists: name another prefix, or replace it with --overwrite"
+                f"--output is {output}, but {path} exists: name another prefix, or replace it with "
+                "--overwrite"
             )
 
 

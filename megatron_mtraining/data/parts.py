@@ -45,8 +45,8 @@ def written(path: Path, what: str = "--output"):
 def cannot_write(path: Path, error: OSError, what: str = "--output") -> ConfigError:
     """What an OSError in writing ``path`` means."""
     return ConfigError(
-        f"{path} ({what}) cannot be written: {error.strerror or error}; what was half written is removed, and "
-        "parts that are done are kept for the next run"
+        f"{path} ({what}) cannot be written: {error.strerror or error}; what was half written is removed, "
+        "and parts that are done are kept for the next run"
     )
 
 

@@ -44,6 +44,7 @@ def prepare(options: Options) -> Tally:
         "files": found.files,
         "format": options.format,
         "text_field": options.text_field,
+        "join": options.join,
         "as_is": as_is,
         "part_bytes": options.part_bytes,
         "tokenizer": tokenizer.fingerprint(options.tokenizer),
@@ -90,8 +91,8 @@ def prepare(options: Options) -> Tally:
             parts.remove()
     print(f"\n{tally.text()}\n")
     print(
-        f"{tally.samples:,} samples of {options.seq_length:,} tokens, {tally.samples_an_epoch:,} an epoch, in "
-        f"{time.perf_counter() - started:.0f} s. Train with --data-path {options.output} --seq-length "
+        f"{tally.samples:,} samples of {options.seq_length:,} tokens, {tally.samples_an_epoch:,} an epoch, "
+        f"in {time.perf_counter() - started:.0f} s. Train with --data-path {options.output} --seq-length "
         f"{options.seq_length}"
     )
     return tally
@@ -204,6 +205,7 @@ def _report(options: Options, found: inputs.Inputs, loaded, tally: Tally, second
         "files": len(found.files),
         "bytes": sum(size for _, size, _ in found.files),
         "hidden": found.hidden,
+        "join": options.join,
         "pack": options.pack,
         "longer": options.longer,
         "long_only": options.long_only,

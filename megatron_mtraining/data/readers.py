@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -125,23 +126,31 @@ def _readable(name: str):
 
 
 def _texts(part: Part) -> Iterator[tuple[Place, object]]:
-    for name in part.files:
-        with _readable(name):
-            data = Path(name).read_bytes()
-        try:
-            text = data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            if part.named:
-                raise ConfigError(
-                    f"{name} is not UTF-8 text (byte {error.start}): convert it, or leave it out"
-                ) from None
-            text = NOT_TEXT
-        # NUL is UTF-8, but in no text.
-        if text is not NOT_TEXT and "\0" in text:
-            if part.named:
-                raise ConfigError(f"{name} has zero bytes, so it is no text: leave it out")
-            text = NOT_TEXT
-        yield Place(part, name, 0), text
+    for folder, files in groupby(zip(part.files, part.joined), key=lambda file: file[1]):
+        texts = []
+        for name, _ in files:
+            text = _text(name, part.named)
+            if text is NOT_TEXT or not folder:
+                yield Place(part, name, 0), text
+            else:
+                texts.append(text if text.endswith("\n") else text + "\n")
+        if texts:
+            yield Place(part, folder, 0), "".join(texts)
+
+
+def _text(name: str, named: bool):
+    with _readable(name):
+        data = Path(name).read_bytes()
+    problem = None
+    try:
+        text = data.decode("utf-8")
+        if "\0" in text:  # it is UTF-8, but in no text
+            problem = f"it has a zero byte, the first at {text.index(chr(0))}"
+    except UnicodeDecodeError as error:
+        problem = f"byte {error.start}"
+    if problem and named:
+        raise ConfigError(f"{name} is not UTF-8 text ({problem}): convert it, or leave it out")
+    return NOT_TEXT if problem else text
 
 
 def _lines(part: Part, field: str | None) -> Iterator[tuple[Place, Mapping]]:
