@@ -64,23 +64,27 @@ def cut(document: Hashable, length: int, seq_length: int) -> tuple[list[Piece], 
 
 def samples(
     documents: Iterable[tuple[Hashable, int]], seq_length: int, how: str, pool: int = POOL
-) -> Iterator[list[Piece]]:
+) -> Iterator[list[list[Piece]]]:
     """Samples of exactly ``seq_length`` tokens; the last one has fewer if not all fill up.
+
+    Those that a long document fills come together in one list, any other in a list of its own.
 
     Args:
         documents: names and lengths in tokens, the end-of-document token not counted.
-        how: ``in-order``: a document goes on in the next sample where one is full; ``best-fit``: documents
-            that fit are looked for first, among ``pool`` of them (after Ding et al., arXiv 2404.10830, but
-            filling what stays free with a part of the shortest).
+        how: ``in-order``: a document goes on in the next sample where one is full; ``best-fit``: a sample
+            begins with the document that has waited longest and takes the longest that fits from then on,
+            of ``pool`` that wait (after Ding et al., arXiv 2404.10830; but what stays free is filled with a
+            part of the shortest, not padded).
     """
     pieces = (cut(document, length, seq_length) for document, length in documents)
     return {"in-order": _in_order, "best-fit": _best_fit}[how](pieces, seq_length, pool)
 
 
-def _in_order(pieces, seq_length: int, pool: int) -> Iterator[list[Piece]]:
+def _in_order(pieces, seq_length: int, pool: int) -> Iterator[list[list[Piece]]]:
     sample, free = [], seq_length
     for full, rest in pieces:
-        yield from ([piece] for piece in full)
+        if full:
+            yield [[piece] for piece in full]
         while rest is not None:
             if len(rest) <= free:
                 head, rest = rest, None
@@ -89,34 +93,35 @@ def _in_order(pieces, seq_length: int, pool: int) -> Iterator[list[Piece]]:
             sample.append(head)
             free -= len(head)
             if not free:
-                yield sample
+                yield [sample]
                 sample, free = [], seq_length
     if sample:
-        yield sample
+        yield [sample]
 
 
-def _best_fit(pieces, seq_length: int, pool: int) -> Iterator[list[Piece]]:
+def _best_fit(pieces, seq_length: int, pool: int) -> Iterator[list[list[Piece]]]:
     waiting = _Waiting()
     sample, free = [], seq_length
     while True:
         while len(waiting) < pool and (found := next(pieces, None)) is not None:
             full, rest = found
-            yield from ([piece] for piece in full)
+            if full:
+                yield [[piece] for piece in full]
             if rest is not None:
                 waiting.add(rest)
         if not len(waiting):
             break
-        piece = waiting.take(free)
+        piece = waiting.fitting(free) if sample else waiting.oldest()
         head, rest = (piece, None) if len(piece) <= free else piece.split(free)
         if rest is not None:
             waiting.put_back(rest)
         sample.append(head)
         free -= len(head)
         if not free:
-            yield sample
+            yield [sample]
             sample, free = [], seq_length
     if sample:
-        yield sample
+        yield [sample]
 
 
 class _Waiting:
@@ -140,19 +145,23 @@ class _Waiting:
         self.add(piece)
         self.by_age.move_to_end(self.count - 1, last=False)
 
-    def take(self, free: int) -> Piece:
-        """The oldest if it fits; else the longest that does; else the shortest, which is to be cut.
+    def oldest(self) -> Piece:
+        """Take out the one that has waited longest."""
+        return self._take(next(iter(self.by_age)))
+
+    def fitting(self, free: int) -> Piece:
+        """Take out the longest that fits; or else the shortest, which is to be cut.
 
         Rather than leave a gap, one that fits but for its end-of-document token.
         """
-        age, piece = next(iter(self.by_age.items()))
-        if len(piece) > free:
-            place = bisect_right(self.by_length, (free, self.count))
-            fills = place and self.by_length[place - 1][0] == free
-            longer = self.by_length[place : place + 1]
-            if not fills and longer and longer[0][0] == free + 1:
-                place += 1
-            _, age = self.by_length[max(0, place - 1)]
+        place = bisect_right(self.by_length, (free, self.count))
+        fills = place and self.by_length[place - 1][0] == free
+        longer = self.by_length[place : place + 1]
+        if not fills and longer and longer[0][0] == free + 1:
+            place += 1
+        return self._take(self.by_length[max(0, place - 1)][1])
+
+    def _take(self, age: int) -> Piece:
         piece = self.by_age.pop(age)
         del self.by_length[bisect_left(self.by_length, (len(piece), age))]
         return piece

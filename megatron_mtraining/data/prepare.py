@@ -8,7 +8,9 @@ import random
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 
@@ -75,8 +77,12 @@ def prepare(options: Options) -> Tally:
         if options.shuffle:
             kept = _shuffled(kept, options.buffer, random.Random(options.seed + 1))
         how = "in-order" if as_is else options.pack
-        samples = packing.samples(kept, options.seq_length, how)
-        rows = _with_tokens(samples, parts, loaded, tally)
+        groups = packing.samples(kept, options.seq_length, how)
+        if options.shuffle:
+            # Else short documents, and those left for the last, would be together at the end: in --split's
+            # validation data.
+            groups = _shuffled(groups, options.buffer, random.Random(options.seed + 2), _pieces)
+        rows = _with_tokens(chain.from_iterable(groups), parts, loaded, tally)
 
         def report() -> bytes:
             if not tally.samples:
@@ -86,7 +92,8 @@ def prepare(options: Options) -> Tally:
                 )
             return _report(options, found, loaded, tally, time.perf_counter() - started)
 
-        indexed.write(options.output, rows, loaded.dtype, report)
+        with closing(rows):
+            indexed.write(options.output, rows, loaded.dtype, report)
         if not options.keep_parts:
             parts.remove()
     print(f"\n{tally.text()}\n")
@@ -156,18 +163,24 @@ def _kept(parts: Parts, count: int, options: Options, tally: Tally) -> Iterator[
             start += length
 
 
-def _shuffled(items: Iterable, size: int, rng: random.Random) -> Iterator:
-    """Each time one of ``size`` items that wait; their place is taken by the next that comes."""
-    waiting: list = []
+def _shuffled(items: Iterable, size: int, rng: random.Random, weigh=lambda item: 1) -> Iterator:
+    """Any of the items that wait, as soon as these weigh more than ``size``."""
+    waiting, weight = [], 0
     for item in items:
-        if len(waiting) < size:
-            waiting.append(item)
-            continue
-        place = int(rng.random() * size)
-        yield waiting[place]
-        waiting[place] = item
+        waiting.append(item)
+        weight += weigh(item)
+        while weight > size:
+            place = int(rng.random() * len(waiting))
+            waiting[place], waiting[-1] = waiting[-1], waiting[place]
+            item = waiting.pop()
+            weight -= weigh(item)
+            yield item
     rng.shuffle(waiting)
     yield from waiting
+
+
+def _pieces(group: list[list[packing.Piece]]) -> int:
+    return sum(map(len, group))
 
 
 def _with_tokens(samples, parts: Parts, loaded, tally: Tally) -> Iterator[np.ndarray]:
