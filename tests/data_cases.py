@@ -50,7 +50,7 @@ def write_jsonl(path: Path, documents: list, field: str = "text") -> Path:
 
 def write_mds(folder: Path, samples: list[dict], encodings: dict) -> Path:
     """A Mosaic data shard and its index.json, as mosaicml-streaming 0.7 to 0.13 write them."""
-    sizes = [8 if encodings[name] in ("int", "uint64") else None for name in encodings]
+    sizes = [_mds_size(encoding) for encoding in encodings.values()]
     encoded = []
     for sample in samples:
         values = [_mds_value(encodings[name], sample[name]) for name in encodings]
@@ -77,12 +77,23 @@ def write_mds(folder: Path, samples: list[dict], encodings: dict) -> Path:
     return folder
 
 
+def _mds_size(encoding: str) -> int | None:
+    """Bytes of a value, where they are always as many."""
+    dtype, *shape = encoding.split(":")[1:] or [None]
+    if shape:
+        return np.dtype(dtype).itemsize * int(shape[0])
+    return 8 if encoding == "int" else None
+
+
 def _mds_value(encoding: str, value) -> bytes:
     if encoding == "str":
         return value.encode()
     if encoding == "int":
         return np.int64(value).tobytes()
-    array = np.asarray(value, encoding.partition(":")[2])
+    dtype, *shape = encoding.split(":")[1:]
+    array = np.asarray(value, dtype)
+    if shape:
+        return array.tobytes()
     width = next(w for w in range(4) if max(array.shape) < 1 << (8 << w))
     shape = np.array(array.shape, f"<u{1 << width}").tobytes()
     return bytes([array.ndim << 2 | width]) + shape + array.tobytes()

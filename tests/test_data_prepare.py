@@ -35,6 +35,18 @@ def tokenizer(tmp_path_factory):
     return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
+@pytest.fixture(scope="module")
+def sentencepiece_model(tmp_path_factory):
+    """A quick one for several processes, which need not import transformers then."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    prefix = tmp_path_factory.mktemp("sentencepiece") / "tokens"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(make_documents(100)), model_prefix=str(prefix), vocab_size=30,
+        model_type="char", hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    return prefix.with_suffix(".model")
+
+
 @pytest.fixture
 def documents():
     return make_documents(200)
@@ -158,6 +170,10 @@ def as_files(kind: str, documents: list[str], folder: Path) -> Path:
     elif kind == "mds":
         rows = [{"domain": "books", "text": text, "length": 1} for text in documents]
         write_mds(folder / "books", rows, {"domain": "str", "length": "int", "text": "str"})
+    elif kind == "mds ids of a shape":
+        for number, text in enumerate(documents):
+            encodings = {"input_ids": f"ndarray:uint16:{len(ids_of(text))}"}
+            write_mds(folder / f"{number:04d}", [{"input_ids": ids_of(text)}], encodings)
     elif kind == "mds ids":
         encodings = {"domain": "str", "indices": "ndarray:uint32", "input_ids": "ndarray:uint32"}
         rows = []
@@ -172,7 +188,17 @@ def as_files(kind: str, documents: list[str], folder: Path) -> Path:
     return folder
 
 
-KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "parquet ids", "text", "mds", "mds ids"]
+KINDS = [
+    "jsonl",
+    "jsonl.gz",
+    "jsonl.zst",
+    "parquet",
+    "parquet ids",
+    "text",
+    "mds",
+    "mds ids",
+    "mds ids of a shape",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -292,7 +318,7 @@ def test_killed_run_goes_on_and_gives_the_same(prepare, tokenizer, tmp_path, cap
         cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     parts, deadline = tmp_path / "out.parts", time.monotonic() + 60
-    while len(list(parts.glob("part-*.json"))) < 3:
+    while len(list(parts.glob("*.json"))) < 3:
         assert running.poll() is None and time.monotonic() < deadline
         time.sleep(0.002)
     # Stopped first: else it may end before the signal that kills it.
@@ -303,7 +329,7 @@ def test_killed_run_goes_on_and_gives_the_same(prepare, tokenizer, tmp_path, cap
     running.wait()
     assert psutil.wait_procs(workers, timeout=20)[1] == []
     assert not list(tmp_path.glob("out.bin*")) and not list(tmp_path.glob("out.idx*"))
-    done = len(list(parts.glob("part-*.json")))
+    done = len(list(parts.glob("*.json")))
     assert prepare(given, part_bytes=20000) == 0
     assert f"going on: {done} of " in capsys.readouterr().err
     assert not parts.exists()
@@ -312,8 +338,11 @@ def test_killed_run_goes_on_and_gives_the_same(prepare, tokenizer, tmp_path, cap
         assert Path(f"{prefix}{suffix}").read_bytes() == (tmp_path / f"alone{suffix}").read_bytes()
 
 
-def test_a_worker_that_dies_ends_the_run_with_one_error(prepare, tmp_path, capsys):
+def test_a_worker_that_dies_ends_the_run_with_one_error(
+    prepare, sentencepiece_model, tmp_path, capsys
+):
     given = write_jsonl(tmp_path / "a.jsonl", make_documents(4000))
+    options = {"tokenizer": sentencepiece_model, "part_bytes": 20000}
 
     def kill_one():
         deadline = time.monotonic() + 60
@@ -326,11 +355,11 @@ def test_a_worker_that_dies_ends_the_run_with_one_error(prepare, tmp_path, capsy
 
     killer = threading.Thread(target=kill_one)
     killer.start()
-    status = prepare(given, part_bytes=20000, workers=2)
+    status = prepare(given, workers=2, **options)
     killer.join()
     refused(capsys, ["worker", "--workers"], status)
     assert not (tmp_path / "out.idx").exists()
-    assert prepare(given, part_bytes=20000) == 0
+    assert prepare(given, **options) == 0
 
 
 def test_parts_of_other_input_or_broken_ones_are_not_used(prepare, documents, tmp_path, capsys):
@@ -340,7 +369,7 @@ def test_parts_of_other_input_or_broken_ones_are_not_used(prepare, documents, tm
     again = {"keep_parts": True, "part_bytes": 5000, "overwrite": True, **IN_ORDER}
     tokens = sorted((tmp_path / "out.parts").glob("*.tokens"))
     tokens[1].write_bytes(tokens[1].read_bytes()[:-2])
-    (tmp_path / "out.parts" / "part-000009.tokens.partial").write_text("half")
+    (tmp_path / "out.parts" / "abc.tokens.partial").write_text("half")
     capsys.readouterr()
     assert prepare(given, **again) == 0
     assert f"going on: {len(tokens) - 1} of {len(tokens)}" in capsys.readouterr().err
@@ -349,10 +378,19 @@ def test_parts_of_other_input_or_broken_ones_are_not_used(prepare, documents, tm
     assert prepare(given, **{**again, "seq_length": 100}) == 0
     assert f"going on: {len(tokens)} of {len(tokens)}" in capsys.readouterr().err
     assert ids(tmp_path / "out", 100) == in_order([ids_of(text) for text in documents], 100)
+    # Another file, read before: its parts are new, those of the first are not.
+    other = write_jsonl(tmp_path / "b.jsonl", documents[::-1])
+    assert prepare(other, given, **again) == 0
+    assert f"going on: {len(tokens)} of {2 * len(tokens)}" in capsys.readouterr().err
+    both = [ids_of(text) for text in documents[::-1] + documents]
+    assert ids(tmp_path / "out") == in_order(both, SEQ)
     write_jsonl(given, documents[::-1])
     assert prepare(given, **again) == 0
-    assert "starting again" in capsys.readouterr().err
+    assert "going on" not in capsys.readouterr().err
     assert ids(tmp_path / "out") == in_order([ids_of(text) for text in documents[::-1]], SEQ)
+    left = {path.suffix for path in (tmp_path / "out.parts").iterdir()}
+    assert left == {"", ".json", ".lengths", ".tokens"}
+    assert len(list((tmp_path / "out.parts").glob("*.json"))) == len(tokens)
 
 
 def test_interrupted_run_says_how_to_go_on(prepare, documents, tmp_path, capsys, monkeypatch):
@@ -396,7 +434,7 @@ def test_what_cannot_be_written_leaves_nothing_half(
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     refused(capsys, ["cannot be written", "File too large"], status)
     assert [path.name for path in tmp_path.glob("out*")] == ["out.parts"]
-    assert len(list((tmp_path / "out.parts").glob("part-*.json"))) >= parts - 1
+    assert len(list((tmp_path / "out.parts").glob("*.json"))) >= parts - 1
     assert not list(tmp_path.glob("out.parts/*.partial"))
     assert prepare(given, part_bytes=size // 5) == 0
 
@@ -480,10 +518,16 @@ def test_broken_shards_are_named(prepare, tmp_path, capsys):
     shard.write_bytes(good[:4] + b"\xff\xff" + good[6:])
     refused(capsys, ["shard.00000.mds", "broken"], prepare(folder, output="b"))
     shard.write_bytes(good)
-    for change, word in {"version": "version 2", "column_sizes": "version 2"}.items():
-        about["shards"][0][change] = []
-        index.write_text(json.dumps(about))
-        refused(capsys, ["shard.00000.mds", word], prepare(folder, output="b"))
+    changes = {
+        "column_encodings": (["pkl"], ["sample 0", "text encoded as pkl"]),
+        "samples": (3, ["broken"]),
+        "column_sizes": ([], ["version 2"]),
+        "version": (1, ["version 2"]),
+    }
+    for name, (value, words) in changes.items():
+        wrong = {**about["shards"][0], name: value}
+        index.write_text(json.dumps({"shards": [wrong]}))
+        refused(capsys, ["shard.00000.mds", *words], prepare(folder, output="b"))
 
 
 OPTIONS = [
@@ -519,12 +563,11 @@ def test_bad_inputs(prepare, documents, tokenizer, tmp_path, capsys, monkeypatch
     assert not list(tmp_path.glob("out*"))
 
 
-def test_error_of_a_worker_process_is_the_same(prepare, documents, tmp_path, capsys):
+def test_error_of_a_worker_process_is_the_same(
+    prepare, sentencepiece_model, documents, tmp_path, capsys
+):
     path = write_jsonl(tmp_path / "a.jsonl", documents)
     path.write_text(path.read_text() + "broken\n")
-    refused(
-        capsys,
-        [f"line {len(documents) + 1} ", "not JSON"],
-        prepare(path, workers=2, part_bytes=9000),
-    )
+    status = prepare(path, workers=2, part_bytes=9000, tokenizer=sentencepiece_model)
+    refused(capsys, [f"line {len(documents) + 1} ", "not JSON"], status)
     assert os.listdir(tmp_path / "out.parts")

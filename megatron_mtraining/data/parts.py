@@ -18,7 +18,7 @@ import numpy as np
 
 from ..config import ConfigError
 
-MANIFEST = "manifest.json"
+LOCK = "lock"
 
 
 @contextmanager
@@ -54,23 +54,23 @@ class Parts:
     """The folder, opened by one run at a time.
 
     Args:
-        about: what the token ids depend on: with other values, all starts again.
+        keys: a name for each part, of all that its token ids depend on: with another file, tokenizer or
+            option it has another, and what was done before is not found.
     """
 
-    def __init__(self, folder: Path, about: dict):
-        self.folder, self.about = folder, about
-        self.kept = self.restarted = 0
+    def __init__(self, folder: Path, keys: list[str]):
+        self.folder, self.keys = folder, keys
 
     @contextmanager
-    def opened(self, count: int):
-        """Make the folder ready for ``count`` parts and hold it.
+    def opened(self):
+        """Make the folder ready and hold it.
 
         Raises:
             ConfigError: another run holds it, or it cannot be written to.
         """
         try:
             self.folder.mkdir(exist_ok=True)
-            lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise cannot_write(self.folder, error) from None
         try:
@@ -81,32 +81,14 @@ class Parts:
                     f"{self.folder} is in use by another run with the same --output: wait for it, or name "
                     "another prefix"
                 ) from None
-            self._start(count)
+            for path in self.folder.glob("*.partial"):
+                path.unlink()
             yield self
         finally:
             os.close(lock)
 
-    def _start(self, count: int) -> None:
-        manifest = self.folder / MANIFEST
-        try:
-            same = json.loads(manifest.read_bytes()) == json.loads(json.dumps(self.about))
-        except (OSError, ValueError):
-            same = False
-        before = len(self._done_files())
-        for path in self.folder.iterdir():
-            if path.name != "lock" and (not same or path.name.endswith(".partial")):
-                path.unlink()
-        self.restarted = 0 if same else before
-        if not same:
-            with written(manifest) as file:
-                file.write(json.dumps(self.about).encode())
-        self.kept = sum(self.done(number) is not None for number in range(count))
-
-    def _done_files(self) -> list[Path]:
-        return list(self.folder.glob("part-*.json"))
-
     def _path(self, number: int, suffix: str) -> Path:
-        return self.folder / f"part-{number:06d}{suffix}"
+        return self.folder / f"{self.keys[number]}{suffix}"
 
     def done(self, number: int) -> dict | None:
         """What was counted in a part, or None if it is not done."""
@@ -149,5 +131,12 @@ class Parts:
         with written(names[".json"], "a part") as file:
             file.write(json.dumps({**counts, "bytes": sizes}).encode())
 
-    def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def remove(self, others: bool = False) -> None:
+        """Remove the folder, or only ``others``: what is of no part of this run."""
+        if not others:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return
+        keys = set(self.keys)
+        for path in self.folder.iterdir():
+            if path.name != LOCK and path.stem not in keys:
+                path.unlink()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import sys
@@ -24,7 +25,7 @@ from .tally import Tally
 from .workers import Job, tokenize_all
 
 VERSION = 1
-"""Of what is kept of parts: another one starts again."""
+"""Of what is kept of parts: that of another one is not used."""
 OPEN_PARTS = 512
 """Parts that are mapped into memory at a time."""
 
@@ -41,30 +42,13 @@ def prepare(options: Options) -> Tally:
     found = inputs.find(options)
     loaded = tokenizer.load(options.tokenizer, options.eod)
     as_is = options.pack == "as-is"
-    about = {
-        "version": VERSION,
-        "files": found.files,
-        "format": options.format,
-        "text_field": options.text_field,
-        "join": options.join,
-        "as_is": as_is,
-        "part_bytes": options.part_bytes,
-        "tokenizer": tokenizer.fingerprint(options.tokenizer),
-        "eod": loaded.eod,
-        "vocab_size": loaded.vocab_size,
-    }
+    keys = _keys(options, found, loaded)
     job = Job(
-        options.parts, found.parts, options.tokenizer, options.eod, options.text_field, as_is, loaded
+        options.parts, found.parts, keys, options.tokenizer, options.eod, options.text_field, as_is, loaded
     )  # fmt: skip
-    parts = Parts(options.parts, about)
+    parts = Parts(options.parts, keys)
     tally = Tally(options.seq_length)
-    with parts.opened(len(found.parts)):
-        if parts.restarted:
-            print(
-                f"{options.parts} is of another input or tokenizer: starting again", file=sys.stderr
-            )
-        elif parts.kept:
-            print(f"going on: {parts.kept} of {len(found.parts)} parts are done", file=sys.stderr)
+    with parts.opened():
         _tokenize(options, job, parts)
         for number in range(len(found.parts)):
             tally.read(parts.done(number), parts.lengths(number))
@@ -94,8 +78,7 @@ def prepare(options: Options) -> Tally:
 
         with closing(rows):
             indexed.write(options.output, rows, loaded.dtype, report)
-        if not options.keep_parts:
-            parts.remove()
+        parts.remove(others=options.keep_parts)
     print(f"\n{tally.text()}\n")
     print(
         f"{tally.samples:,} samples of {options.seq_length:,} tokens, {tally.samples_an_epoch:,} an epoch, "
@@ -103,6 +86,25 @@ def prepare(options: Options) -> Tally:
         f"{options.seq_length}"
     )
     return tally
+
+
+def _keys(options: Options, found: inputs.Inputs, loaded) -> list[str]:
+    """Names of the parts, see :class:`~megatron_mtraining.data.parts.Parts`."""
+    about = {name: (size, changed) for name, size, changed in found.files}
+    shared = (
+        VERSION,
+        options.text_field,
+        options.pack == "as-is",
+        tokenizer.fingerprint(options.tokenizer),
+        loaded.eod,
+        loaded.vocab_size,
+    )
+    return [
+        hashlib.sha256(
+            repr((shared, part, [about[name] for name in part.files])).encode()
+        ).hexdigest()[:32]
+        for part in found.parts
+    ]
 
 
 def _tokenize(options: Options, job: Job, parts: Parts) -> None:
@@ -119,6 +121,11 @@ def _tokenize(options: Options, job: Job, parts: Parts) -> None:
             else:
                 _check_lengths(options, part, counts)
                 bar.update(part.size)
+        if len(todo) < len(job.parts):
+            bar.write(
+                f"going on: {len(job.parts) - len(todo)} of {len(job.parts)} parts are done",
+                file=sys.stderr,
+            )
         for number, counts in tokenize_all(job, todo, options.workers):
             _check_lengths(options, job.parts[number], counts)
             bar.update(job.parts[number].size)

@@ -21,10 +21,8 @@ TEXT, IDS, STRETCHES = "text", "input_ids", "indices"
 """Fields that are looked for; the last two as ProLong's packed sets have them."""
 NOT_TEXT = object()
 """In place of the document of a file that is not UTF-8, found in a folder."""
-WHOLE = ("uint16", "int32", "uint32", "int64", "uint64")
-NUMBERS = {"ndarray": None, **{f"ndarray:{dtype}": dtype for dtype in WHOLE}}
-"""Encodings of arrays in Mosaic data shards; without a type, it is the array's first byte."""
 CODES = {16: "uint16", 33: "int32", 32: "uint32", 65: "int64", 64: "uint64"}
+"""Types of arrays in Mosaic data shards, as their first byte gives them."""
 
 
 @dataclass(frozen=True)
@@ -260,6 +258,7 @@ def _samples(part: Part, field: str | None) -> Iterator[tuple[Place, Mapping]]:
     which the sizes of columns of varying size come before all columns."""
     (name,) = part.files
     entry = shard_entry(Path(name))
+    wanted = {TEXT, IDS, STRETCHES} if field is None else {field, STRETCHES}
     columns = list(zip(entry["column_names"], entry["column_encodings"], entry["column_sizes"]))
     with _readable(name):
         data = np.memmap(name, np.uint8, "r")
@@ -270,12 +269,12 @@ def _samples(part: Part, field: str | None) -> Iterator[tuple[Place, Mapping]]:
                 raise ValueError("its samples are not where it says")
             for number, (start, stop) in enumerate(zip(bounds, bounds[1:])):
                 where = Place(part, name, number)
-                yield where, _decoded(where, data[start:stop].tobytes(), columns)
+                yield where, _decoded(where, data[start:stop].tobytes(), columns, wanted)
         except (ValueError, IndexError) as error:
             raise ConfigError(f"{name} is broken: {error}") from None
 
 
-def _decoded(where: Place, sample: bytes, columns: list) -> dict:
+def _decoded(where: Place, sample: bytes, columns: list, wanted: set) -> dict:
     varying = [size is None for _, _, size in columns]
     at = 4 * sum(varying)
     sizes = iter(np.frombuffer(sample, "<u4", sum(varying)).tolist())
@@ -284,11 +283,13 @@ def _decoded(where: Place, sample: bytes, columns: list) -> dict:
         size = next(sizes) if size is None else size
         value = sample[at : at + size]
         at += size
-        if encoding == "str":
+        if column not in wanted:
+            record[column] = None
+        elif encoding == "str":
             record[column] = value.decode("utf-8")
-        elif encoding in NUMBERS:
-            record[column] = _array(value, NUMBERS[encoding])
-        elif column in (TEXT, IDS):
+        elif encoding.split(":")[0] == "ndarray":
+            record[column] = _array(value, *encoding.split(":")[1:])
+        else:
             raise ConfigError(
                 f"{where} has {column} encoded as {encoding}: str and arrays of whole numbers are supported"
             )
@@ -297,13 +298,16 @@ def _decoded(where: Place, sample: bytes, columns: list) -> dict:
     return record
 
 
-def _array(data: bytes, dtype: str | None) -> np.ndarray:
+def _array(data: bytes, dtype: str | None = None, shape: str | None = None) -> np.ndarray:
+    """An array whose type and shape come first, where the encoding does not give them."""
     if dtype is None:
         dtype, data = CODES.get(data[0]), data[1:]
-        if dtype is None:
-            raise ValueError("it has an array of other than whole numbers of 16 bits and more")
-    axes, width = data[0] >> 2, 1 << (data[0] & 3)
-    shape = np.frombuffer(data, f"<u{width}", axes, 1).tolist()
-    return np.frombuffer(data, np.dtype(dtype).newbyteorder("<"), -1, 1 + axes * width).reshape(
-        shape
-    )
+    if dtype not in CODES.values():
+        raise ValueError("it has an array of other than whole numbers of 16 bits and more")
+    if shape is None:
+        axes, width = data[0] >> 2, 1 << (data[0] & 3)
+        sizes = np.frombuffer(data, f"<u{width}", axes, 1).tolist()
+        data = data[1 + axes * width :]
+    else:
+        sizes = [int(size) for size in shape.split(",")]
+    return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).reshape(sizes)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,11 +32,13 @@ class Job:
     Attributes:
         as_is: documents are kept token for token; otherwise an end-of-document token at the end is taken
             off, as packing sets them, and packed records are taken apart.
+        keys: names of the parts, see :class:`~megatron_mtraining.data.parts.Parts`.
         tokenizer: its path.
     """
 
     folder: Path
     parts: list[Part]
+    keys: list[str]
     tokenizer: Path
     eod: str | None
     text_field: str | None
@@ -55,7 +57,7 @@ def tokenize(job: Job, number: int, stop=None) -> dict:
     empty = with_eod = skipped = 0
     names: list[str] = []
     shortest = longest = None
-    with Parts(job.folder, {}).writing(number) as (add, counts):
+    with Parts(job.folder, job.keys).writing(number) as (add, counts):
         for place, content in read(part, job.text_field, stretches=not job.as_is):
             if stop is not None and stop.is_set():
                 raise KeyboardInterrupt
@@ -119,7 +121,7 @@ def tokenize_all(job: Job, numbers: list[int], workers: int) -> Iterator[tuple[i
         of_transformers = job.tokenizer.suffix != ".model"
         context.set_forkserver_preload([__name__, *[f"{__package__}.preload"] * of_transformers])
     stop = context.Event()
-    sent = Job(job.folder, job.parts, job.tokenizer, job.eod, job.text_field, job.as_is)
+    sent = replace(job, loaded=None)
     pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(sent, stop))
     try:
         futures = {pool.submit(_run, number): number for number in numbers}
