@@ -9,6 +9,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -230,11 +231,16 @@ def test_folder_leaves_out_what_is_no_text_and_says_so(prepare, documents, tmp_p
     (folder / "zero").write_bytes(b"a\0b")
     (folder / ".git").mkdir()
     (folder / ".git" / "config").write_text("hidden")
+    (folder / "again").symlink_to(folder / "0")
+    (folder / "again.py").symlink_to(folder / "0" / "0001.py")
+    (folder / "nowhere.py").symlink_to(folder / "none")
+    os.mkfifo(folder / "pipe")
     assert prepare(folder, **IN_ORDER) == 0
     assert ids(tmp_path / "out") == in_order([ids_of(text) for text in documents], SEQ)
     about = report(tmp_path / "out")
-    assert (about["skipped_files"], about["hidden"]) == (2, 1)
-    assert "logo.png" in capsys.readouterr().out
+    assert (about["skipped_files"], about["left_out_in_folders"]) == (2, 5)
+    shown = capsys.readouterr().out
+    assert "logo.png" in shown and "5 hidden files and links" in shown
 
 
 def test_joined_folder_is_one_document(prepare, tmp_path):
@@ -415,6 +421,15 @@ def test_overwriting_forgets_what_megatron_kept(prepare, documents, tmp_path, ca
     assert (tmp_path / "out.bin").read_bytes() == before and kept.exists()
     assert prepare(given, seed=5, overwrite=True) == 0
     assert (tmp_path / "out.bin").read_bytes() != before and not (tmp_path / "out").exists()
+
+
+def test_a_dataset_stays_until_there_is_another(prepare, documents, tmp_path, capsys):
+    assert prepare(write_jsonl(tmp_path / "a.jsonl", documents)) == 0
+    before = {path: path.read_bytes() for path in tmp_path.glob("out.*")}
+    few = write_jsonl(tmp_path / "b.jsonl", ["few"])
+    refused(capsys, ["--seq-length"], prepare(few, overwrite=True))
+    shutil.rmtree(tmp_path / "out.parts")
+    assert {path: path.read_bytes() for path in tmp_path.glob("out.*")} == before
 
 
 @pytest.mark.parametrize(("limit", "parts"), [(3000, 0), (30000, 6)])

@@ -67,12 +67,12 @@ class Inputs:
     Attributes:
         parts: of all files, in order.
         files: path, bytes and time of change of each.
-        hidden: files and folders left out as their names begin with a dot.
+        left_out: what was found in folders and is hidden, a link to what is there too, or no file.
     """
 
     parts: list[Part]
     files: list[tuple[str, int, int]]
-    hidden: int
+    left_out: int
 
 
 def find(options: Options) -> Inputs:
@@ -81,11 +81,11 @@ def find(options: Options) -> Inputs:
     Raises:
         ConfigError: one is missing, empty, given twice or of a kind that is not supported.
     """
-    found, seen, hidden = [], set(), 0
+    found, seen, left_out = [], set(), 0
     for path in options.inputs:
         if path.is_dir():
-            files, dots = _in_folder(path)
-            hidden += dots
+            files, others = _in_folder(path)
+            left_out += others
             if not files:
                 raise ConfigError(f"INPUT is {path}, a folder without files")
             named = False
@@ -111,20 +111,26 @@ def find(options: Options) -> Inputs:
         except OSError as error:
             raise ConfigError(f"INPUT has {file}, which cannot be read: {error.strerror}") from None
         about.append((str(file), stat.st_size, stat.st_mtime_ns))
-    return Inputs(_parts(found, about, options.part_bytes), about, hidden)
+    return Inputs(_parts(found, about, options.part_bytes), about, left_out)
 
 
 def _in_folder(folder: Path) -> tuple[list[Path], int]:
-    files, hidden = [], 0
+    files, left_out = [], 0
+    inside = os.path.join(os.path.realpath(folder), "")
     for path, folders, names in os.walk(folder):
-        hidden += sum(name.startswith(".") for name in folders + names)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        kept = [name for name in sorted(folders) if not name.startswith(".")]
+        kept = [name for name in kept if not os.path.islink(os.path.join(path, name))]
+        left_out += len(folders) - len(kept)
+        folders[:] = kept
         shards = any(name.endswith(".mds") for name in names)
         for name in sorted(names):
-            # index.json beside MDS shards says how to read them.
-            if not name.startswith(".") and not (shards and name == "index.json"):
-                files.append(Path(path, name))
-    return files, hidden
+            file = Path(path, name)
+            again = file.is_symlink() and os.path.realpath(file).startswith(inside)
+            if name.startswith(".") or again or not file.is_file():
+                left_out += 1
+            elif not (shards and name == "index.json"):  # which says how to read them
+                files.append(file)
+    return files, left_out
 
 
 def _kind(file: Path, format: str, named: bool) -> str:

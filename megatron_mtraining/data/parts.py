@@ -106,12 +106,9 @@ class Parts:
         """Tokens of each document of a part: int64 ``[documents]``."""
         return np.fromfile(self._path(number, ".lengths"), np.int64)
 
-    def tokens(self, number: int, dtype) -> np.ndarray:
-        """Token ids of a part, one document after the other, mapped into memory."""
-        path = self._path(number, ".tokens")
-        if not path.stat().st_size:
-            return np.empty(0, dtype)
-        return np.memmap(path, dtype, "r")
+    def tokens(self, number: int):
+        """The open file of a part's token ids, one document's after the other's."""
+        return open(self._path(number, ".tokens"), "rb", buffering=0)
 
     @contextmanager
     def writing(self, number: int):

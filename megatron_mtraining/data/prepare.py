@@ -26,8 +26,8 @@ from .workers import Job, tokenize_all
 
 VERSION = 1
 """Of what is kept of parts: that of another one is not used."""
-OPEN_PARTS = 512
-"""Parts that are mapped into memory at a time."""
+OPEN_PARTS = 256
+"""Parts whose files are open at a time."""
 
 
 def prepare(options: Options) -> Tally:
@@ -47,7 +47,7 @@ def prepare(options: Options) -> Tally:
         options.parts, found.parts, keys, options.tokenizer, options.eod, options.text_field, as_is, loaded
     )  # fmt: skip
     parts = Parts(options.parts, keys)
-    tally = Tally(options.seq_length)
+    tally = Tally(options.seq_length, found.left_out)
     with parts.opened():
         _tokenize(options, job, parts)
         for number in range(len(found.parts)):
@@ -194,7 +194,9 @@ def _with_tokens(samples, parts: Parts, loaded, tally: Tally) -> Iterator[np.nda
     """Token ids ``[seq_length]`` of the samples that are full."""
     from tqdm import tqdm
 
-    tokens = lru_cache(OPEN_PARTS)(lambda number: parts.tokens(number, loaded.dtype))
+    # Not mapped: mapped pages count as this process's memory.
+    tokens = lru_cache(OPEN_PARTS)(parts.tokens)
+    width = np.dtype(loaded.dtype).itemsize
     total = tally.tokens["read"]
     with tqdm(total=total, desc="pack", unit="tok", unit_scale=True, file=sys.stderr) as bar:
         for pieces in samples:
@@ -205,8 +207,10 @@ def _with_tokens(samples, parts: Parts, loaded, tally: Tally) -> Iterator[np.nda
             at = 0
             for piece in pieces:
                 number, first = piece.document
-                stretch = tokens(number)[first + piece.start : first + piece.stop]
-                ids[at : at + len(stretch)] = stretch
+                count = piece.stop - piece.start
+                file = tokens(number)
+                file.seek((first + piece.start) * width)
+                ids[at : at + count] = np.fromfile(file, loaded.dtype, count)
                 at += len(piece)
             tally.sample(pieces)
             bar.update(sum(piece.stop - piece.start for piece in pieces))
@@ -224,7 +228,6 @@ def _report(options: Options, found: inputs.Inputs, loaded, tally: Tally, second
         "inputs": [str(path) for path in options.inputs],
         "files": len(found.files),
         "bytes": sum(size for _, size, _ in found.files),
-        "hidden": found.hidden,
         "join": options.join,
         "pack": options.pack,
         "longer": options.longer,

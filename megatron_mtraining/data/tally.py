@@ -14,10 +14,11 @@ class Tally:
 
     Args:
         seq_length: tokens of a sample.
+        left_out: see :class:`~megatron_mtraining.data.inputs.Inputs`.
     """
 
-    def __init__(self, seq_length: int):
-        self.seq_length = seq_length
+    def __init__(self, seq_length: int, left_out: int = 0):
+        self.seq_length, self.left_out = seq_length, left_out
         self.documents = dict.fromkeys(
             (
                 "read",
@@ -96,6 +97,7 @@ class Tally:
             "samples_of_one_document": self.of_one_document,
             "documents": {**self.documents, "left_over": self.left_over_documents},
             "tokens": self.tokens,
+            "left_out_in_folders": self.left_out,
             "skipped_files": self.skipped_files,
             "skipped_names": self.skipped_names[:100],
             "histogram": self.histogram(),
@@ -144,6 +146,8 @@ class Tally:
             names = ", ".join(self.skipped_names[:3])
             text += f"\n\n{self.skipped_files} files that are no UTF-8 text were left out: {names}"
             text += ", ..." if self.skipped_files > 3 else ""
+        if self.left_out:
+            text += f"\n\n{self.left_out} hidden files and links in folders were left out"
         return text
 
 
