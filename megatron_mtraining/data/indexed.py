@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .options import beside, require
+from .options import beside
 from .parts import cannot_write, written
 
 
@@ -28,7 +28,6 @@ def write(prefix: Path, samples: Iterable[np.ndarray], dtype, report) -> None:
     Raises:
         ConfigError: they cannot be written.
     """
-    require("megatron.core")
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     final = {suffix: beside(prefix, suffix) for suffix in (".bin", ".json", ".idx")}
