@@ -99,7 +99,10 @@ def _content(where: Place | str, record: Mapping, field: str | None):
 
 
 def _taken_apart(where: Place, ids: np.ndarray, stretches) -> Iterator[np.ndarray]:
-    bounds = np.asarray(stretches).reshape(-1, 2).tolist() if len(stretches) else []
+    try:
+        bounds = [(int(start), int(stop)) for start, stop in stretches]
+    except (TypeError, ValueError):
+        bounds = [(-1, -1)]
     ends = [0, *(stop for _, stop in bounds)]
     if [start for start, _ in bounds] != ends[:-1] or sorted(ends) != ends or ends[-1] != len(ids):
         raise ConfigError(
