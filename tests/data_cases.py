@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-EOD = 256
+EOD, SEQ = 256, 256
+IN_ORDER = {"pack": "in-order", "no_shuffle": True}
 
 
 def save_tokenizer(folder: Path, **special) -> Path:
@@ -117,3 +118,26 @@ def in_order(documents: list[list[int]], seq_length: int, eod: int = EOD) -> lis
                 samples.append(current)
                 current = []
     return samples
+
+
+def ids(prefix: Path, seq_length=SEQ) -> list[list[int]]:
+    """The samples, read without Megatron's code: tokens, and an index of as many sequences."""
+    samples = np.fromfile(f"{prefix}.bin", np.uint16).reshape(-1, seq_length)
+    header = Path(f"{prefix}.idx").read_bytes()[:34]
+    assert header[:9] == b"MMIDIDX\0\0"
+    assert int.from_bytes(header[18:26], "little") == len(samples)
+    return samples.tolist()
+
+
+def report(prefix: Path) -> dict:
+    return json.loads(Path(f"{prefix}.json").read_text())
+
+
+def refused(capsys, named: list[str], status: int) -> None:
+    """One error, on the last line, that names all this."""
+    lines = capsys.readouterr().err.strip().splitlines()
+    error = lines[-1] if lines else ""
+    assert status == 2 and error.startswith("mtraining data: "), lines
+    assert sum("mtraining data: " in line for line in lines) == 1
+    for word in named:
+        assert word in error, error
