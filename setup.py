@@ -30,6 +30,7 @@ def packages() -> list[str]:
 
 QUICKSTART = ["sentencepiece", "matplotlib>=3.7", "tqdm"]
 INSPECT = ["transformers>=5", "gguf>=0.10", "accelerate", "matplotlib>=3.7", "tqdm"]
+DATA = ["transformers>=4.45", "sentencepiece", "tqdm", "pyarrow", "zstandard"]
 TEST = ["transformers>=5", "pytest>=8", "pytest-xdist", "build", "setuptools>=68", "wheel"]
 
 setup(
@@ -55,7 +56,8 @@ setup(
     extras_require={
         "quickstart": QUICKSTART,
         "inspect": INSPECT,
-        "test": TEST + QUICKSTART,
+        "data": DATA,
+        "test": TEST + QUICKSTART + DATA,
         "lint": ["ruff>=0.9"],
         "te": ["transformer-engine[pytorch]"],
         "liger": ["liger-kernel>=0.5"],

@@ -33,6 +33,11 @@ COMMANDS = (
         "measure what sparse patterns keep of a trained model's attention, and recommend settings",
     ),
     Command(
+        "data",
+        "megatron_mtraining.data.command",
+        "turn documents into Megatron's indexed dataset, in exactly-long samples",
+    ),
+    Command(
         "patch",
         "megatron_mtraining.megatron.patching",
         "add the attention backend to a Megatron-LM checkout, look whether it is there, remove it",

@@ -37,10 +37,10 @@ MODEL = f"""
 TRAINING = f"""
     --distributed-backend gloo --use-cpu-initialization --no-rope-fusion --no-persist-layer-norm
     --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion
-    --no-bias-dropout-fusion --micro-batch-size 1 --global-batch-size 2 --mock-data
-    --tokenizer-type NullTokenizer --vocab-size 500 --lr 1e-4 --lr-decay-style constant
+    --no-bias-dropout-fusion --micro-batch-size 1 --global-batch-size 2 --lr 1e-4 --lr-decay-style constant
     --train-iters {STEPS} --log-interval 1 --eval-iters 0 --eval-interval 1000 --seed 11
 """
+MOCK = "--mock-data --tokenizer-type NullTokenizer --vocab-size 500"
 OURS = ["--attention-backend", "mtraining", "--mtraining-block-size", "64"]
 EVERYTHING = [*OURS, "--mtraining-slash", "all"]
 PARALLEL = {
@@ -97,12 +97,12 @@ class Tree:
         assert main(["patch", "apply", str(patched)]) == 0
         self._dense = None
 
-    def run(self, way: str, processes: int, *words: str, timeout: float = 300):
+    def run(self, way: str, processes: int, *words: str, timeout: float = 300, data: str = MOCK):
         """pretrain_gpt.py: ``way`` is "launcher", "patch", or "plain" for neither."""
         root = self.roots["patch" if way == "patch" else "launcher"]
         how = ["-m", "megatron_mtraining.launch"] if way == "launcher" else []
         script = root / "pretrain_gpt.py"
-        command = [SHIM, *how, script, *MODEL.split(), *TRAINING.split(), *words]
+        command = [SHIM, *how, script, *MODEL.split(), *TRAINING.split(), *data.split(), *words]
         return torchrun(processes, *command, timeout=timeout, PYTHONPATH=str(root))
 
     def dense(self) -> list[float]:
@@ -158,6 +158,28 @@ def test_pipeline_stages(tree):
     run, dense = tree.run("launcher", 2, *stages, *EVERYTHING), tree.run("plain", 2, *stages)
     assert losses(run) == pytest.approx(losses(dense), abs=1e-5, rel=0)
     assert densities(run) == [1.0] * STEPS
+
+
+def test_prepared_data_trains_as_it_is(tree, tmp_path):
+    """What ``mtraining data prepare`` wrote, over more than an epoch."""
+    pytest.importorskip("transformers")
+    from data_cases import make_documents, save_tokenizer, write_jsonl
+
+    tokenizer = save_tokenizer(tmp_path / "tokenizer", eos_token="<eod>")
+    given = write_jsonl(tmp_path / "a.jsonl", make_documents(70))
+    words = ["data", "prepare", given, "--tokenizer", tokenizer, "--output", tmp_path / "out"]
+    words += ["--seq-length", SEQUENCE, "--workers", 1]
+    assert main([str(word) for word in words]) == 0
+    samples = (tmp_path / "out.bin").stat().st_size // (2 * SEQUENCE)
+    assert 2 * STEPS > samples > STEPS
+    data = f"--data-path {tmp_path / 'out'} --data-cache-path {tmp_path / 'cache'} --split 1,0,0"
+    data += f" --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tokenizer}"
+    data += " --make-vocab-size-divisible-by 4"
+    run = tree.run("launcher", 2, "--context-parallel-size", "2", *EVERYTHING, data=data)
+    found = losses(run)
+    assert found[0] == pytest.approx(5.56, abs=0.2)  # ln 260
+    assert found[-1] < found[0] - 1
+    assert found == pytest.approx(losses(tree.run("plain", 1, data=data)), abs=1e-5, rel=0)
 
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

@@ -1,0 +1,39 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``mtraining data``: its subcommands, of which there is one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from . import options
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands to ``parser``."""
+    subparsers = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    what = (
+        "turn documents into Megatron's indexed dataset, in samples of exactly --seq-length tokens"
+    )
+    options.add_arguments(subparsers.add_parser("prepare", help=what, description=what))
+
+
+def run(args) -> int:
+    """Run with parsed arguments; returns the exit status.
+
+    Raises:
+        ConfigError: the input, the tokenizer or an option cannot work.
+    """
+    from .prepare import prepare
+
+    asked = options.options_from(args)
+    try:
+        prepare(asked)
+    except KeyboardInterrupt:
+        print(
+            f"mtraining data: interrupted; {asked.parts} has what is done, and the same command goes on from "
+            "there",
+            file=sys.stderr,
+        )
+        return 130
+    return 0
