@@ -200,9 +200,11 @@ def row_masses(sample, key, lse, sink, per_cost):
     masses = torch.zeros(2, batch, heads, num_blocks, dtype=torch.int32, device=key.device)
     group = heads // kv_heads
     together = min(4, next_power_of_2(group))
-    # Without tensor cores a product's operands are held in registers. With them, two programs fit a
-    # multiprocessor's, whose loads and sums hide behind each other's.
-    keys, most = (32, {}) if key.dtype == torch.float32 else (block, dict(maxnreg=128))
+    # Without tensor cores a product's operands are held in registers. With them, three programs fit a
+    # multiprocessor's, whose loads and sums hide behind each other's: faster there than two with 128 keys.
+    keys, warps, most = 32, 8, {}
+    if key.dtype != torch.float32:
+        keys, warps, most = 64, 4, dict(maxnreg=168)
     launch(
         _mass_kernel, (cdiv(length, keys), batch * kv_heads),
         sample.query, sample.rows, key, lse, values, *masses,
@@ -212,6 +214,7 @@ def row_masses(sample, key, lse, sink, per_cost):
         HEADS=heads, GROUP=group, D=dim, BLOCK=block,
         IN_STRATUM=sample.rows_in_stratum, FIT=sample.fit, ALL_ROWS=next_power_of_2(num_rows),
         TOGETHER=together, STRATA=64 // together, KEYS=keys, PER_COST=per_cost, TWICE=sample.twice,
-        EVEN=length % keys == 0, PREC=precision_for(key), num_warps=8, num_stages=2, **most,
+        EVEN=length % keys == 0, PREC=precision_for(key), num_warps=warps, num_stages=2,
+        **most,
     )  # fmt: skip
     return values, masses
