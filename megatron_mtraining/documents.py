@@ -147,6 +147,19 @@ class Documents:
         """N."""
         return self.starts.shape[1]
 
+    def check(self, batch: int, seq_length: int, device) -> None:
+        """Raise :class:`ConfigError` unless these are the documents of so many sequences of so many tokens, on
+        ``device``."""
+        if tuple(self.starts.shape) != (batch, seq_length):
+            raise ConfigError(
+                f"documents are of {self.batch} sequences of {self.seq_length} tokens, but there are {batch} of "
+                f"{seq_length} (over all context-parallel ranks)"
+            )
+        if self.starts.device != device:
+            raise ConfigError(
+                f"documents are on {self.starts.device}, but the queries on {device}: put them there once a batch"
+            )
+
     def ends(self) -> Tensor:
         """The last token of each token's document: int32 ``[b, N]``."""
         if not hasattr(self, "_ends"):

@@ -30,6 +30,7 @@ from ..config import (
 from ..pattern import check_files, settings_of_run
 from .backend import is_active, training_arguments
 from .checks import check_settings, ranks_a_node
+from .packing import check_documents
 from .wrapping import is_first_local_rank
 
 ALL = "all"
@@ -178,6 +179,7 @@ def check_arguments(args) -> None:
                 )
             return
         check_settings(args, command_line=True)
+        check_documents(args)
         _check_budgets_alone(args)
         config = config_from_args(args)
         check_files(config, getattr(args, "num_layers", None), args.num_attention_heads)

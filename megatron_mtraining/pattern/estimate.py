@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..documents import Documents
 from ..kernels import lse_parts, merge_lse
 from ..layout import locate
 
@@ -31,6 +32,8 @@ class Sample:
         spread: the rows are spread over the sequence, not its last.
         near: query and key blocks fewer apart than this are in the local window.
         seq_length: N.
+        documents: packed ones: a row sees keys of its own alone. None for one document.
+        starts: int32 ``[b, R]``: where the rows' documents start; None without ``documents``.
         rank, world, inner, block_size: the striped layout of the keys.
         softmax_scale: factor of the scores.
     """
@@ -48,6 +51,8 @@ class Sample:
     inner: int
     block_size: int
     softmax_scale: float
+    documents: Documents | None = None
+    starts: Tensor | None = None
 
 
 def sample_rows(seq_length: int, strata: int, rows: int, device=None) -> Tensor:
@@ -85,7 +90,9 @@ def _rows_here(seq_length, estimator, strata, rows, rank, world, inner, block_si
         return row.int(), torch.where(here, local, 0), ~here[:, None, None, None]
 
 
-def draw_sample(query: Tensor, config, ring, near: int, softmax_scale: float) -> Sample:
+def draw_sample(
+    query: Tensor, config, ring, near: int, softmax_scale: float, documents: Documents | None = None
+) -> Sample:
     """Bring the sampled rows to all ranks, in one small collective.
 
     Args:
@@ -114,7 +121,8 @@ def draw_sample(query: Tensor, config, ring, near: int, softmax_scale: float) ->
     else:
         kind = dict(rows_in_stratum=rows, fit=rows - config.held_out_rows, twice=True, spread=True)
     return Sample(
-        sampled, row, **kind, near=near, seq_length=seq_length,
+        sampled, row, **kind, documents=documents,
+        starts=None if documents is None else documents.starts[:, row.long()].contiguous(), near=near, seq_length=seq_length,
         rank=ring.rank, world=ring.world, inner=ring.inner, block_size=block, softmax_scale=softmax_scale,
     )  # fmt: skip
 
