@@ -81,9 +81,7 @@ def attend(
     else:
         before = attended.out, attended.lse
     if attended is None:
-        index = choose_index(
-            query, key, config, ring, softmax_scale, documents=documents, **choice
-        )
+        index = choose_index(query, key, config, ring, softmax_scale, documents=documents, **choice)
     else:
         index = attended.index
     found = ring_attention(

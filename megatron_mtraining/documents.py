@@ -10,6 +10,7 @@ the two it needs a mask of tokens. Made once a batch, and shared by all layers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +41,17 @@ class LocalDocuments:
     extent: Tensor
 
 
+class Costs(NamedTuple):
+    """What the choice of a pattern takes of documents: how much slashes and columns add."""
+
+    further: Tensor
+    """int32 ``[b, NB]``: how many query blocks after a key block see something of it."""
+    seen: Tensor
+    """float32 ``[b, NB]``, by block distance: visible pairs, in pairs of whole blocks times ``factor``."""
+    factor: Tensor
+    """float32 ``[b]``: causal pairs of the sequence over visible ones."""
+
+
 class Documents:
     """Documents of a batch of sequences.
 
@@ -67,6 +79,7 @@ class Documents:
         self.starts = starts.detach().int().contiguous()
         self._local: dict[tuple, LocalDocuments] = {}
         self._pairs: dict[int, Tensor] = {}
+        self._costs: dict[int, Costs] = {}
         position = torch.arange(starts.shape[1], dtype=torch.int32, device=starts.device)
         before = self.starts.roll(1, 1)
         before[:, 0] = 0
@@ -79,7 +92,9 @@ class Documents:
                 f"{int(self.starts[entry, at])}, but the token before at {int(before[entry, at])}; it must "
                 f"be the same, or {at}"
             )
-        torch._assert_async(~wrong.any(), "documents do not start where a token before has ended one")
+        torch._assert_async(
+            ~wrong.any(), "documents do not start where a token before has ended one"
+        )
         self._is_start = self.starts == position
 
     @classmethod
@@ -125,7 +140,9 @@ class Documents:
                 f"{int(ends[-1]) if len(ends) else None}: they must ascend from 0 to the {seq_length} tokens "
                 "of the sequence"
             )
-        return cls.from_lengths(lengths[lengths > 0].tolist(), seq_length, device or cu_seqlens.device)
+        return cls.from_lengths(
+            lengths[lengths > 0].tolist(), seq_length, device or cu_seqlens.device
+        )
 
     @classmethod
     def from_position_ids(cls, position_ids: Tensor, check: bool = True) -> Documents:
@@ -218,10 +235,26 @@ class Documents:
             part = torch.where(apart > 0, block - starts % block, 0).double()
             pairs = torch.zeros(self.batch, num_blocks + 1, dtype=torch.float64, device=device)
             rows = pairs.clone().scatter_add_(1, apart, torch.ones_like(part))
-            further = rows.flip(1).cumsum(1).flip(1).roll(-1, 1)  # rows that see more than d blocks back
+            further = (
+                rows.flip(1).cumsum(1).flip(1).roll(-1, 1)
+            )  # rows that see more than d blocks back
             pairs.scatter_add_(1, apart, part)
             pairs += further * block
             own = position - torch.maximum(starts, position // block * block) + 1
             pairs[:, 0] = own.sum(1).double()
             self._pairs[block] = pairs[:, :num_blocks].contiguous()
         return self._pairs[block]
+
+    def costs(self, block: int) -> Costs:
+        """See :class:`Costs`; kept."""
+        if block not in self._costs:
+            n, pairs = self.seq_length, self.pairs(block)
+            factor = n * (n + 1) / 2 / pairs.sum(1)
+            every = torch.arange(pairs.shape[1], device=pairs.device)
+            last = (every * block + block - 1).clamp(max=n - 1)
+            self._costs[block] = Costs(
+                (self.ends()[:, last] // block - every).int().contiguous(),
+                (pairs / block**2 * factor[:, None]).float(),
+                factor.float(),
+            )
+        return self._costs[block]

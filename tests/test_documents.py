@@ -97,11 +97,11 @@ def packed_index(seq_length, batch, heads, block, world, inner, budget, kind, de
 
 def check(
     seq_length, world, inner, heads, dim, budget, kind, dtype, block, tolerance, device="cpu",
-    lists=False,
+    lists=False, batch=2,
 ):  # fmt: skip
-    operands = random_operands(seq_length, 2, *heads, dim, dtype, device)
+    operands = random_operands(seq_length, batch, *heads, dim, dtype, device)
     index, mask = packed_index(
-        seq_length, 2, heads[0], block, world, inner, budget, kind, device, lists
+        seq_length, batch, heads[0], block, world, inner, budget, kind, device, lists
     )
     scale = 0.7 * dim**-0.5
     expected = dense_attention(*operands, mask, scale)
@@ -112,13 +112,12 @@ def check(
         assert error < tolerance, f"{name}: relative error {error:.2e}"
 
 
-SEQUENCES = [(64, 1, 1), (500, 1, 1), (768, 2, 2), (768, 2, 1), (576, 3, 3), (768, 6, 3)]
+SEQUENCES = [(500, 1, 1, "few"), (768, 2, 2, "all"), (768, 2, 1, "few"), (768, 6, 3, "few")]
 
 
 @pytest.mark.parametrize("lists", [False, True], ids=["slashes", "lists"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("budget", ["few", "all"])
-@pytest.mark.parametrize(("seq_length", "world", "inner"), SEQUENCES)
+@pytest.mark.parametrize(("seq_length", "world", "inner", "budget"), SEQUENCES)
 def test_twins(seq_length, world, inner, budget, kind, lists):
     case = seq_length, world, inner, (4, 2), 64, budget, kind
     check(*case, torch.float64, 64, 1e-12, lists=lists)
@@ -130,20 +129,19 @@ def test_twins(seq_length, world, inner, budget, kind, lists):
     [
         (320, 1, 1, (2, 1), 64, "few", "random", 64),
         (150, 1, 1, (2, 2), 64, "few", "tokens", 64),
-        (500, 1, 1, (3, 1), 64, "all", "random", 128),
+        (300, 1, 1, (3, 1), 64, "all", "random", 128),
         (128, 1, 1, (2, 1), 128, "columns", "short end", 64),
-        (512, 2, 1, (4, 2), 64, "few", "random", 64),
-        (384, 3, 3, (2, 1), 128, "few", "random", 64),
+        (384, 2, 1, (2, 1), 64, "few", "random", 64),
+        (384, 3, 3, (2, 1), 64, "few", "random", 64),
         (512, 2, 2, (2, 1), 64, "all", "edges", 128),
-        (512, 4, 2, (2, 1), 64, "few", "one", 64),
-        (512, 4, 4, (2, 1), 64, "columns", "random", 64),
+        (256, 4, 2, (2, 1), 64, "few", "tokens", 64),
     ],
 )
 def test_kernels_interpreted(
     interpreter, seq_length, world, inner, heads, dim, budget, kind, block, lists
 ):
     case = seq_length, world, inner, heads, dim, budget, kind
-    check(*case, torch.float32, block, 1e-5, lists=lists)
+    check(*case, torch.float32, block, 1e-5, lists=lists, batch=2 if world == 1 else 1)
 
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-6}
@@ -153,7 +151,7 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-6}
 @pytest.mark.parametrize("lists", [False, True], ids=["slashes", "lists"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("budget", ["columns", "few", "all"])
+@pytest.mark.parametrize("budget", ["few", "all"])
 @pytest.mark.parametrize(
     ("seq_length", "world", "inner", "heads", "dim", "block"),
     [

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..documents import Documents
+from ..documents import Costs, Documents
 from ..kernels import lse_parts, merge_lse
 from ..layout import locate
 
@@ -34,6 +34,7 @@ class Sample:
         seq_length: N.
         documents: packed ones: a row sees keys of its own alone. None for one document.
         starts: int32 ``[b, R]``: where the rows' documents start; None without ``documents``.
+        costs: what slashes and columns add within documents; None without, and where rows are not spread.
         rank, world, inner, block_size: the striped layout of the keys.
         softmax_scale: factor of the scores.
     """
@@ -53,6 +54,7 @@ class Sample:
     softmax_scale: float
     documents: Documents | None = None
     starts: Tensor | None = None
+    costs: Costs | None = None
 
 
 def sample_rows(seq_length: int, strata: int, rows: int, device=None) -> Tensor:
@@ -120,9 +122,11 @@ def draw_sample(
         kind = dict(rows_in_stratum=1, fit=1, twice=False, spread=False)
     else:
         kind = dict(rows_in_stratum=rows, fit=rows - config.held_out_rows, twice=True, spread=True)
+    if documents is not None:
+        kind.update(documents=documents, starts=documents.starts[:, row.long()].contiguous())
+        kind.update(costs=documents.costs(block) if kind["spread"] else None)
     return Sample(
-        sampled, row, **kind, documents=documents,
-        starts=None if documents is None else documents.starts[:, row.long()].contiguous(), near=near, seq_length=seq_length,
+        sampled, row, **kind, near=near, seq_length=seq_length,
         rank=ring.rank, world=ring.world, inner=ring.inner, block_size=block, softmax_scale=softmax_scale,
     )  # fmt: skip
 

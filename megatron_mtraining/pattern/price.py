@@ -92,8 +92,9 @@ def choose_by_price(
         first = torch.where(worth | (values == SINK), positions, sample.seq_length)
         inside = candidate_slashes(sample, keys, first, lse, num_blocks)
         slashes, usual, outside, value = price_slashes(
-            masses[0], inside, price, USUAL, sample.near, pair, one, sample.spread
-        )
+            masses[0], inside, price, USUAL, sample.near, pair, one, sample.spread,
+            sample.costs,
+        )  # fmt: skip
         slashes = _bound_slashes(slashes, value, sample.near, heads)
     else:
         usual, outside = slashes, (slashes == 0).cumsum(-1, dtype=torch.int32)

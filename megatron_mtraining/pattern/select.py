@@ -119,7 +119,9 @@ def _with_blocks(query, key, sample: Sample, lse, heads, near, chosen, layout, r
     )
     for settings in dict.fromkeys(each for each in heads if each.policy in BLOCK_POLICIES):
         own = torch.tensor([each == settings for each in heads], device=device)
-        found = choose_blocks(query, key, settings, near, ring, sample.softmax_scale)
+        found = choose_blocks(
+            query, key, settings, near, ring, sample.softmax_scale, sample.documents
+        )
         kept = recall_of_blocks(sample, key, lse, found, ring)
         blocks = torch.where(own[:, None, None], found, blocks)
         recall = torch.where(own, kept, recall)
