@@ -162,8 +162,8 @@ def _key_kernel(
         position = block * BLOCK + part * KEEP + rows
         start_ptr += batch * query_len
         extent_ptr += 2 * batch * nb * world + block
-        # Query blocks of rank ``asking``: those before a_whole see all of these keys, if they are later at all;
-        # from a_end on they see nothing.
+        # Query blocks of rank ``asking``: those before a_whole see all of these keys, if they are later at
+        # all; from a_end on they see nothing.
         a_whole = blocks_before(tl.load(extent_ptr), asking, world, inner)
         a_end = blocks_before(tl.load(extent_ptr + nb * world), asking, world, inner)
     for g in range(GROUP):

@@ -114,7 +114,8 @@ def price_slashes(total, inside, price, usual_price, near, unit, one, spread, co
     outside = torch.empty_like(total)
     launch(
         _slash_kernel, (batch * heads,),
-        total, inside, None if costs is None else costs.seen, price, member, usual, outside, value, num_blocks, near, unit, float(one), usual_price,
+        total, inside, None if costs is None else costs.seen, price, member, usual, outside, value,
+        num_blocks, near, unit, float(one), usual_price,
         HEADS=heads, WIDTH=min(4096, next_power_of_2(num_blocks)), SPREAD=spread, num_warps=4,
     )  # fmt: skip
     return member, usual, outside, value

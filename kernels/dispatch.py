@@ -58,7 +58,6 @@ def uses_hopper(index, *operands: Tensor) -> bool:
         query.is_cuda
         and query.element_size() == 2
         and index.block_size == 128
-        and index.documents is None
         and query.shape[0] % 4 == 0
         and _is_hopper(query.device)
         and os.environ.get("MTRAINING_PORTABLE_KERNELS", "0") != "1"

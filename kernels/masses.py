@@ -25,8 +25,8 @@ def seen_probabilities(
     HEADS: tl.constexpr, D: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Probabilities that rows ``r`` of a head give to keys, ``[keys, rows]``, at most 1, 0 for keys after the
-    row and of other documents; what is not a number counts as no mass. And the rows' positions, far below 0 past
-    the last."""
+    row and of other documents; what is not a number counts as no mass. And the rows' positions, far below 0
+    past the last."""
     row = tl.load(rows_ptr + r, mask=r < num_rows, other=-1073741824)
     lse = tl.load(lse_ptr + head * num_rows + r, mask=r < num_rows, other=0.0) * LOG2E
     q = load_sampled(q_ptr, r, head, batch_heads, num_rows, D)

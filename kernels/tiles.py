@@ -66,8 +66,8 @@ def precision_for(tensor: torch.Tensor) -> str:
 
 
 def document_rows(index, rank: int) -> tuple:
-    """Of packed documents, what kernels that hold queries take: where the documents of a rank's rows start, and
-    ``LocalDocuments.reach``. None, which compiles to nothing, if there are none."""
+    """Of packed documents, what kernels that hold queries take: where the documents of a rank's rows start,
+    and ``LocalDocuments.reach``. None, which compiles to nothing, if there are none."""
     if index.documents is None:
         return None, None
     local = index.documents.on(rank, index.world, index.inner, index.block_size)
@@ -115,8 +115,8 @@ def list_start(bh, a, ptr_len, nb, residue, LISTS: tl.constexpr):
 
 @triton.jit
 def first_beyond(entries, low, high, most):
-    """Where, from ``low`` to ``high``, the first of ascending entries is that is more than ``most``; ``high`` if
-    none is."""
+    """Where, from ``low`` to ``high``, the first of ascending entries is that is more than ``most``;
+    ``high`` if none is."""
     while low < high:
         middle = (low + high) // 2
         beyond = tl.load(entries + middle).to(tl.int32) > most
@@ -130,8 +130,8 @@ def seen_from(
     first_block, slash_ptr, slash_list, low, high, last, node, outer, LISTS: tl.constexpr
 ):  # fmt: skip
     """Up to where in a query block's part of a round's list, from ``low`` to ``high``, the key blocks are not
-    before ``first_block`` of the sequence. The list is of the blocks of ``node``, nearest first; ``last`` is the
-    last in reach."""
+    before ``first_block`` of the sequence. The list is of the blocks of ``node``, nearest first; ``last`` is
+    the last in reach."""
     most = last - (first_block - node + outer - 1) // outer
     if LISTS:
         end = first_beyond(slash_list, low, high, most)

@@ -29,8 +29,8 @@ class LocalDocuments:
     Attributes:
         start: int32 ``[b, s]``: where the documents of this rank's tokens start, as positions over all ranks.
         line: float32, the same.
-        reach: int32 ``[b, 2, nb]``, by own query block: the first key block of which it sees anything, and the
-            first from which on it needs no mask of documents. Blocks are numbered over all ranks.
+        reach: int32 ``[b, 2, nb]``, by own query block: the first key block of which it sees anything, and
+            the first from which on it needs no mask of documents. Blocks are numbered over all ranks.
         extent: int32 ``[b, 2, NB]``, by key block: up to before which query block no mask of documents is
             needed, and before which one queries see anything of it.
     """
@@ -56,8 +56,8 @@ class Documents:
     """Documents of a batch of sequences.
 
     Args:
-        starts: int ``[b, N]``: for each token of the whole sequence, whatever rank it lives on, the position of
-            the first token of its document. 0 all over is one document.
+        starts: int ``[b, N]``: for each token of the whole sequence, whatever rank it lives on, the position
+            of the first token of its document. 0 all over is one document.
         check: look whether they are that. On a GPU this waits for the device; where False, the device looks
             later, and stops if they are not.
 
@@ -165,16 +165,17 @@ class Documents:
         return self.starts.shape[1]
 
     def check(self, batch: int, seq_length: int, device) -> None:
-        """Raise :class:`ConfigError` unless these are the documents of so many sequences of so many tokens, on
-        ``device``."""
+        """Raise :class:`ConfigError` unless these are the documents of so many sequences of so many tokens,
+        on ``device``."""
         if tuple(self.starts.shape) != (batch, seq_length):
             raise ConfigError(
-                f"documents are of {self.batch} sequences of {self.seq_length} tokens, but there are {batch} of "
-                f"{seq_length} (over all context-parallel ranks)"
+                f"documents are of {self.batch} sequences of {self.seq_length} tokens, but there are "
+                f"{batch} of {seq_length} (over all context-parallel ranks)"
             )
         if self.starts.device != device:
             raise ConfigError(
-                f"documents are on {self.starts.device}, but the queries on {device}: put them there once a batch"
+                f"documents are on {self.starts.device}, but the queries on {device}: put them there "
+                "once a batch"
             )
 
     def ends(self) -> Tensor:

@@ -63,8 +63,8 @@ def test_recall_is_of_attention_within_documents(policy):
 
 @pytest.mark.parametrize("policy", [each for each in POLICIES if "estimator" not in each])
 def test_what_other_documents_hold_changes_no_mass(policy):
-    """Whatever keys the first document has, what is chosen within the second stays, if the first one's queries
-    ask for nothing in particular."""
+    """Whatever keys the first document has, what is chosen within the second stays, if the first one's
+    queries ask for nothing in particular."""
     query, key = operands()
     documents = Documents.from_lengths([[384, 384]], SEQ)
     config = MTrainingConfig(

@@ -3,8 +3,8 @@
 
 Documents are known where the whole batch is, before it is sliced: from position ids that restart, which
 Megatron's data sets make with ``--reset-position-ids``, an end-of-document token being the last of its
-document. They go with the batch's own tensors to the model, and from there as its ``packed_seq_params`` to all
-layers, of this microbatch and no other: also in a replay under activation recomputation. With
+document. They go with the batch's own tensors to the model, and from there as its ``packed_seq_params`` to
+all layers, of this microbatch and no other: also in a replay under activation recomputation. With
 ``--dataloader-inter-document-masking`` Megatron brings lengths of documents itself, on all pipeline stages.
 """
 
@@ -76,16 +76,16 @@ def check_documents(args) -> None:
         )
     if getattr(args, "overlap_moe_expert_parallel_comm", False):
         raise ConfigError(
-            f"{asked} does not work with --overlap-moe-expert-parallel-comm, which does not tell layers what is "
-            "packed: leave one of them out"
+            f"{asked} does not work with --overlap-moe-expert-parallel-comm, which does not tell "
+            "layers what is packed: leave one of them out"
         )
     if asked != "--reset-attention-mask":
         return
     stages = getattr(args, "pipeline_model_parallel_size", None) or 1
     if stages > 1:
         raise ConfigError(
-            f"--reset-attention-mask does not work with --pipeline-model-parallel-size {stages}: stages without "
-            "tokens do not know where documents end; use 1, or, where Megatron has it, "
+            f"--reset-attention-mask does not work with --pipeline-model-parallel-size {stages}: "
+            "stages without tokens do not know where documents end; use 1, or, where Megatron has it, "
             "--dataloader-inter-document-masking"
         )
     if getattr(args, "reset_position_ids", False):
@@ -93,8 +93,9 @@ def check_documents(args) -> None:
     kind = getattr(args, "position_embedding_type", "rope")
     if kind not in ("rope", "yarn", "none"):
         raise ConfigError(
-            f"--reset-attention-mask needs --reset-position-ids with --position-embedding-type {kind}: documents "
-            "are told by position ids that restart, which change what such a model learns; give both"
+            f"--reset-attention-mask needs --reset-position-ids with --position-embedding-type "
+            f"{kind}: documents are told by position ids that restart, which change what such a model "
+            "learns; give both"
         )
     args.reset_position_ids = True
     if getattr(args, "rank", 0) == 0:
@@ -110,8 +111,8 @@ def wrap_forward(original):
 
     def forward(self, *args, **kwargs):
         """Gives the layers the documents of the batch, with attention backend mtraining: as
-        ``packed_seq_params``, which every version hands on to them. Those of Megatron's packed sequences become
-        ours: queries and keys then stay in the striped layout, not sliced document by document."""
+        ``packed_seq_params``, which every version hands on to them. Those of Megatron's packed sequences
+        become ours: queries and keys then stay in the striped layout, not sliced document by document."""
         if not is_active(self.config):
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
@@ -144,8 +145,8 @@ def documents_of(params: PackedSeqParams) -> Documents:
         )
     if getattr(params, "cp_group", None) is not None:
         raise ConfigError(
-            "packed_seq_params are given with a cp_group: attention backend mtraining does not support hybrid "
-            "context parallelism"
+            "packed_seq_params are given with a cp_group: attention backend mtraining does not "
+            "support hybrid context parallelism"
         )
     if padded is not None and padded is not ends and not padded.equal(ends):
         raise ConfigError(
@@ -165,14 +166,14 @@ def documents_in(params, place: str) -> Documents | None:
         return params.documents
     if params is not None:
         raise ConfigError(
-            f"the {place} is given packed_seq_params of Megatron's: attention backend mtraining takes them in "
-            "GPTModel's forward, or those of megatron_mtraining.megatron.packing.params_of"
+            f"the {place} is given packed_seq_params of Megatron's: attention backend mtraining takes "
+            "them in GPTModel's forward, or those of megatron_mtraining.megatron.packing.params_of"
         )
     arguments = training_arguments()
     if is_active(arguments) and keeps_documents_apart(arguments):
         raise ConfigError(
-            f"the {place} is to keep documents apart (--reset-attention-mask), but is not told where they are: "
-            "give the model the tensors that get_batch_on_this_cp_rank has returned, or packed_seq_params of "
-            "megatron_mtraining.megatron.packing.params_of"
+            f"the {place} is to keep documents apart (--reset-attention-mask), but is not told where "
+            "they are: give the model the tensors that get_batch_on_this_cp_rank has returned, or "
+            "packed_seq_params of megatron_mtraining.megatron.packing.params_of"
         )
     return None

@@ -105,8 +105,8 @@ class VerticalSlashIndex(PatternIndex):
         seq_length, block_size, world, inner: N tokens in all, B, W, I.
         recall: float32 ``[b, h]``: the share of sampled rows' attention that is kept, measured as the pattern
             was chosen; None if it was not.
-        documents: packed ones, to which attention keeps as well: what the index has beside that is not attended
-            to. None for one document.
+        documents: packed ones, to which attention keeps as well: what the index has beside that is not
+            attended to. None for one document.
 
     A head takes 17 bytes a block of the sequence and 4 a column: 74 KB at 512K tokens with 1000 columns.
     """

@@ -45,7 +45,8 @@ def _column_ends(index) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def density(index) -> Tensor:
-    """Share of the causal pairs of one document that a vertical-slash index attends to: float32 ``[b, h]``."""
+    """Share of the causal pairs of one document that a vertical-slash index attends to: float32 ``[b,
+    h]``."""
     block = index.block_size
     pairs = index.documents.pairs(block)
     kept = (index.distances() * pairs[:, None]).sum(-1)
