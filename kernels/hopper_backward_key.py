@@ -446,12 +446,9 @@ def _load_columns(
 
 
 @gluon.jit
-def _column_keep(
-    member, position, listed, a, rank, world, inner, BLOCK: gl.constexpr, DOCS: gl.constexpr
-):
+def _column_keep(member, block, position, listed, a, rank, world, inner, DOCS: gl.constexpr):
     """0 for the columns that local query block ``a`` attends to as columns, -inf for the others. With packed
     documents their positions, and -1."""
-    block = position // BLOCK
     distance = block_at(a, rank, world, inner) - block
     seen = listed & (distance > 0)
     covered = gl.load(member + distance, mask=seen, other=1)
@@ -479,27 +476,28 @@ def _attend_columns(
     entry = first + HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
     listed = entry < end
     position = gl.load(columns + entry, mask=listed, other=0)
+    block = position // BLOCK
     MASK: gl.constexpr = 3 if DOCS else 2
     k, v, dk, dv, p_operand, ds_operand = _start(held, moving, HALF, o_layout, a_layout, ROWS, D)
-    bias = _column_keep(member, position, listed, a_first, rank, world, inner, BLOCK, DOCS)
+    bias = _column_keep(member, block, position, listed, a_first, rank, world, inner, DOCS)
     dk, dv, p_operand, ds_operand = _step(
         0, -1, total > 1, dk, dv, p_operand, ds_operand, k, v, moving, scale,
         bias, bias, s_layout, a_layout, ROWS, D, STAGES, MASK,
     )  # fmt: skip
     bias = _column_keep(
-        member, position, listed, a_first + 1 // tiles * SPLITS, rank, world, inner, BLOCK, DOCS
+        member, block, position, listed, a_first + 1 // tiles * SPLITS, rank, world, inner, DOCS
     )
     for n in range(1, total):
         # The next tile's are on their way while this one is computed.
         following = _column_keep(
             member,
+            block,
             position,
             listed & (n + 1 < total),
             a_first + (n + 1) // tiles * SPLITS,
             rank,
             world,
             inner,
-            BLOCK,
             DOCS,
         )
         dk, dv, p_operand, ds_operand = _step(
