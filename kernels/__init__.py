@@ -386,6 +386,7 @@ def price_slashes(
     unit: float,
     one: int,
     spread: bool,
+    costs=None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Slashes at a price: block distances whose mass, over their cost, is at or above it.
 
@@ -398,12 +399,13 @@ def price_slashes(
         one: the integer that stands for such a unit.
         spread: whether the rows are spread over the sequence. The last rows see all distances: their mass at
             one that few rows see is to count as few.
+        costs: a :class:`~megatron_mtraining.documents.Costs`, of packed documents.
 
     Returns:
         ``[b, h, NB]`` each: uint8, whether a distance is kept, and whether it would be at the usual price;
         int32, how many up to it would not; float32, mass over cost.
     """
-    operands = (total, inside, price, usual_price, near, unit, one, spread)
+    operands = (total, inside, price, usual_price, near, unit, one, spread, costs)
     if not uses_triton(total):
         return reference_masses.price_slashes(*operands)
     from .candidates import price_slashes as launch

@@ -20,6 +20,9 @@ from .launch import cdiv, launch
 from .tiles import (
     LOG2E,
     block_at,
+    blocks_before,
+    document_keys,
+    first_beyond,
     gather_rows,
     load_line,
     load_rows,
@@ -54,12 +57,12 @@ def _add_tile(
 @triton.jit(do_not_specialize=["rank"])
 def _column_kernel(
     q_ptr, column_k, column_v, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
-    member, columns, column_ptr,
+    member, columns, column_ptr, start_ptr, extent_ptr,
     q_ss, q_sb, q_sh, do_ss, do_sb, do_sh,
     ptr_len, column_len, query_len, nb, softmax_scale, rank, world, inner,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    KEEP: tl.constexpr, WALK: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
-    PREC: tl.constexpr,
+    KEEP: tl.constexpr, WALK: tl.constexpr, SPLITS: tl.constexpr, DOCS: tl.constexpr,
+    EVEN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     walks: tl.constexpr = BLOCK // WALK
     split = tl.program_id(1)
@@ -79,7 +82,8 @@ def _column_kernel(
 
     entry = first + tl.arange(0, KEEP)
     listed = entry < end
-    block = tl.load(columns + entry, mask=listed, other=0) // BLOCK
+    position = tl.load(columns + entry, mask=listed, other=0)
+    block = position // BLOCK
     entry = tl.where(listed, entry, first)
     k = gather_rows(column_k + bh * column_len * D, entry, D)
     v = gather_rows(column_v + bh * column_len * D, entry, D)
@@ -89,30 +93,39 @@ def _column_kernel(
     queries = tl.arange(0, WALK)
     # Columns are sorted: no query block up to the first one's sees any of this tile.
     a_first = tl.load(columns + first) // BLOCK // world + split
+    a_end = nb
+    if DOCS:
+        # Nor one after the last one's document.
+        start_ptr += batch * query_len
+        seen_to = tl.load(extent_ptr + (2 * batch + 1) * nb * world + tl.max(block, 0))
+        a_end = blocks_before(seen_to, rank, world, inner)
     # Query blocks go round the splits, so that each split has as many near and far ones.
-    for j in range(0, tl.cdiv(tl.maximum(nb - a_first, 0), SPLITS) * walks):
+    for j in range(0, tl.cdiv(tl.maximum(a_end - a_first, 0), SPLITS) * walks):
         a = a_first + j // walks * SPLITS
         distance = block_at(a, rank, world, inner) - block
         seen = listed & (distance > 0)
         covered = tl.load(member + distance, mask=seen, other=1)
-        keep = seen & (covered == 0)
+        keep = (seen & (covered == 0))[:, None]
         at = a * BLOCK + j % walks * WALK
         q = load_rows(q_ptr, at, q_ss, queries, query_len, D, EVEN)
         do = load_rows(do_ptr, at, do_ss, queries, query_len, D, EVEN)
         lse = load_line(lse_ptr, at, queries, query_len, float("inf"), EVEN) * LOG2E
         delta = load_line(delta_ptr, at, queries, query_len, 0.0, EVEN)
-        dk, dv = _add_tile(q, k, v, do, keep[:, None], dk, dv, lse, delta, scale, True, PREC)
+        if DOCS:
+            begins = load_line(start_ptr, at, queries, query_len, 0, EVEN)
+            keep &= position[:, None] >= begins[None, :]
+        dk, dv = _add_tile(q, k, v, do, keep, dk, dv, lse, delta, scale, True, PREC)
     line = (bh * SPLITS + split) * column_len + first
     rows = tl.arange(0, KEEP)
     store_rows(dk_ptr, line, D, rows, line + end - first, dk, D, False)
     store_rows(dv_ptr, line, D, rows, line + end - first, dv, D, False)
 
 
-@triton.jit(do_not_specialize=["rank", *MEETINGS])
+@triton.jit(do_not_specialize=["rank", "asking", *MEETINGS])
 def _key_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, carry_dk, carry_dv,
     column_dk, column_dv,
-    slash_ptr, slash_list, columns, column_ptr,
+    slash_ptr, slash_list, columns, column_ptr, start_ptr, extent_ptr, asking,
     q_ss, q_sb, q_sh, k_ss, k_sb, k_sh, v_ss, v_sb, v_sh,
     do_ss, do_sb, do_sh, g_ss, g_sb, g_sh,
     ptr_len, list_len, column_ptr_len, column_len, query_len, key_len, nb, softmax_scale,
@@ -120,8 +133,8 @@ def _key_kernel(
     residue_00, wrap_00, residue_01, wrap_01, residue_10, wrap_10, residue_11, wrap_11,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     KEEP: tl.constexpr, WALK: tl.constexpr, SPLITS: tl.constexpr, DIAGONAL: tl.constexpr,
-    CARRY: tl.constexpr, COLUMNS: tl.constexpr, LISTS: tl.constexpr, EVEN: tl.constexpr,
-    PREC: tl.constexpr,
+    CARRY: tl.constexpr, COLUMNS: tl.constexpr, LISTS: tl.constexpr, DOCS: tl.constexpr,
+    EVEN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     parts: tl.constexpr = BLOCK // KEEP
     walks: tl.constexpr = BLOCK // WALK
@@ -144,6 +157,15 @@ def _key_kernel(
     same_wrap = tl.where(turned, wrap_10, wrap_00)
     other = tl.where(turned, residue_11, residue_01)
     other_wrap = tl.where(turned, wrap_11, wrap_01)
+    if DOCS:
+        block = block_at(c, rank, world, inner)
+        position = block * BLOCK + part * KEEP + rows
+        start_ptr += batch * query_len
+        extent_ptr += 2 * batch * nb * world + block
+        # Query blocks of rank ``asking``: those before a_whole see all of these keys, if they are later at
+        # all; from a_end on they see nothing.
+        a_whole = blocks_before(tl.load(extent_ptr), asking, world, inner)
+        a_end = blocks_before(tl.load(extent_ptr + nb * world), asking, world, inner)
     for g in range(GROUP):
         head = kv_head * GROUP + g
         bh = batch * HEADS + head
@@ -159,22 +181,34 @@ def _key_kernel(
                 lse = load_line(lse_head, at, queries, query_len, float("inf"), EVEN) * LOG2E
                 delta = load_line(delta_head, at, queries, query_len, 0.0, EVEN)
                 keep = (start + rows)[:, None] <= (at + queries)[None, :]
+                if DOCS:
+                    begins = load_line(start_ptr, at, queries, query_len, 0, EVEN)
+                    keep &= position[:, None] >= begins[None, :]
                 dk, dv = _add_tile(q, k, v, do, keep, dk, dv, lse, delta, scale, True, PREC)
         for apart in tl.static_range(1 if LISTS else 2):
             if LISTS:  # entries are query blocks
                 first = 0
                 low = tl.load(slash_ptr + residue_00 + bh * nb + c)
                 high = tl.load(slash_ptr + residue_00 + bh * nb + c + 1)
+                whole = high
+                if DOCS:
+                    own = slash_list + bh * list_len
+                    whole = first_beyond(own, low, high, a_whole - 1)
+                    high = first_beyond(own, low, high, a_end - 1)
             else:
                 residue = same if apart == 0 else other
                 first = c + apart + 2 * (same_wrap if apart == 0 else other_wrap)
                 low = tl.load(slash_ptr + bh * ptr_len + residue)
                 # Query blocks first, first + 2, and so on, below nb.
-                count = tl.maximum(nb + 1 - first, 0) // 2
+                count = tl.maximum((a_end if DOCS else nb) + 1 - first, 0) // 2
                 high = tl.load(slash_ptr + bh * ptr_len + residue + count)
+                whole = high
+                if DOCS:
+                    count = tl.maximum(a_whole + 1 - first, 0) // 2
+                    whole = tl.load(slash_ptr + bh * ptr_len + residue + count)
             if DIAGONAL and apart == 0:
                 low += 1
-            for j in range(low * walks, high * walks):
+            for j in range(low * walks, whole * walks):
                 e = tl.load(slash_list + bh * list_len + j // walks).to(tl.int32)
                 at = (first + (1 if LISTS else 2) * e) * BLOCK + j % walks * WALK
                 q = load_rows(q_head, at, q_ss, queries, query_len, D, EVEN)
@@ -182,6 +216,17 @@ def _key_kernel(
                 lse = load_line(lse_head, at, queries, query_len, float("inf"), EVEN) * LOG2E
                 delta = load_line(delta_head, at, queries, query_len, 0.0, EVEN)
                 dk, dv = _add_tile(q, k, v, do, None, dk, dv, lse, delta, scale, False, PREC)
+            if DOCS:
+                for j in range(tl.maximum(low, whole) * walks, high * walks):
+                    e = tl.load(slash_list + bh * list_len + j // walks).to(tl.int32)
+                    at = (first + (1 if LISTS else 2) * e) * BLOCK + j % walks * WALK
+                    q = load_rows(q_head, at, q_ss, queries, query_len, D, EVEN)
+                    do = load_rows(do_head, at, do_ss, queries, query_len, D, EVEN)
+                    lse = load_line(lse_head, at, queries, query_len, float("inf"), EVEN) * LOG2E
+                    delta = load_line(delta_head, at, queries, query_len, 0.0, EVEN)
+                    begins = load_line(start_ptr, at, queries, query_len, 0, EVEN)
+                    keep = position[:, None] >= begins[None, :]
+                    dk, dv = _add_tile(q, k, v, do, keep, dk, dv, lse, delta, scale, True, PREC)
         if COLUMNS:
             own = column_ptr + bh * column_ptr_len + block_at(c, rank, world, inner)
             dims = tl.arange(0, D)
@@ -238,11 +283,11 @@ def backward_columns(query, columns, grad_out, lse, delta, index, rank, softmax_
     launch(
         _column_kernel, (cdiv(num_columns, tile.keep), splits, batch * heads),
         query, *columns, grad_out, lse, delta, *gradients,
-        index.member, index.columns, index.column_ptr,
+        index.member, index.columns, index.column_ptr, *document_keys(index, rank),
         *query.stride()[:3], *grad_out.stride()[:3],
         index.column_ptr.shape[-1], num_columns, length, nb, softmax_scale, rank, index.world, index.inner,
         HEADS=heads, D=dim, BLOCK=block, KEEP=tile.keep, WALK=tile.walk, SPLITS=splits,
-        EVEN=length % block == 0, PREC=precision_for(query),
+        DOCS=index.documents is not None, EVEN=length % block == 0, PREC=precision_for(query),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return gradients
@@ -265,7 +310,8 @@ def backward_key(
         _key_kernel, (nb * (block // tile.keep), batch * kv_heads),
         query, key, value, grad_out, lse, delta, *gradients,
         *(gradients if carry is None else carry), *((lse, lse) if columns is None else columns),
-        index.rank_ptr, index.rank_list, index.columns, index.column_ptr,
+        index.rank_ptr, index.rank_list, index.columns, index.column_ptr, *document_keys(index, step.rank),
+        None if index.documents is None else step.rank,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3],
         *gradients.stride()[1:4],
         index.rank_ptr.shape[-1], index.list_strides[1], index.column_ptr.shape[-1], num_columns,
@@ -273,6 +319,7 @@ def backward_key(
         step.source, index.world, index.inner, *meetings(index, step),
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block, KEEP=tile.keep, WALK=tile.walk,
         SPLITS=splits, DIAGONAL=step.source == step.rank, CARRY=carry is not None,
-        COLUMNS=columns is not None, LISTS=index.LISTS, EVEN=length % block == 0, PREC=precision_for(query),
+        COLUMNS=columns is not None, LISTS=index.LISTS, DOCS=index.documents is not None,
+        EVEN=length % block == 0, PREC=precision_for(query),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

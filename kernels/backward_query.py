@@ -16,11 +16,13 @@ from .tiles import (
     LOG2E,
     block_at,
     column_tile,
+    document_rows,
     gather_rows,
     list_start,
     load_rows,
     owner_of,
     precision_for,
+    seen_from,
     store_rows,
     tile_for,
 )
@@ -67,14 +69,14 @@ def _add_tile(q, k, v, do, keep, acc, lse, delta, scale, MASKED: tl.constexpr, P
 @triton.jit(do_not_specialize=["residue", "wrap", "rank", "number", "first_head"])
 def _query_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, carry_ptr, dq_ptr, lse_ptr, delta_ptr,
-    slash_ptr, slash_list, member, columns, column_ptr, column_k, column_v,
+    slash_ptr, slash_list, member, columns, column_ptr, column_k, column_v, start_ptr, reach_ptr,
     q_ss, q_sb, q_sh, k_sc, k_ss, k_sb, k_sh, v_sc, v_ss, v_sb, v_sh,
     do_ss, do_sb, do_sh, c_ss, c_sb, c_sh, dq_ss, dq_sb, dq_sh,
     ptr_len, list_len, column_len, query_len, key_len, nb, softmax_scale,
     residue, wrap, rank, world, number, outer, first_head,
     INNER: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     KEEP: tl.constexpr, WALK: tl.constexpr, DIAGONAL: tl.constexpr, CARRY: tl.constexpr,
-    COLUMNS: tl.constexpr, LISTS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+    COLUMNS: tl.constexpr, LISTS: tl.constexpr, DOCS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     parts: tl.constexpr = BLOCK // KEEP
     walks: tl.constexpr = BLOCK // WALK
@@ -113,6 +115,16 @@ def _query_kernel(
     # Among the blocks of the round's ranks, the last that this query block may see.
     last = block_at(a, rank % INNER, INNER, INNER) - wrap
     high = tl.load(slash_ptr + 1 if LISTS else slash_ptr + last + 1)
+    whole = high
+    if DOCS:
+        begins = tl.load(start_ptr + batch * query_len + start + rows, mask=inside, other=0)
+        reach_ptr += batch * 2 * nb + a
+        first_block = tl.load(reach_ptr)
+        node = rank // INNER - number + wrap * outer
+        whole = seen_from(
+            tl.load(reach_ptr + nb), slash_ptr, slash_list, low, high, last, node, outer, LISTS
+        )
+        high = seen_from(first_block, slash_ptr, slash_list, low, high, last, node, outer, LISTS)
     if DIAGONAL:
         low += 1
         own_k = k_ptr + rank % INNER * k_sc.to(tl.int64)
@@ -122,8 +134,11 @@ def _query_kernel(
             k = load_rows(own_k, at, k_ss, keys, key_len, D, EVEN)
             v = load_rows(own_v, at, v_ss, keys, key_len, D, EVEN)
             keep = (start + rows)[:, None] >= (at + keys)[None, :]
+            if DOCS:
+                position = block_at(a, rank, world, INNER) * BLOCK + walk * WALK + keys
+                keep &= position[None, :] >= begins[:, None]
             acc = _add_tile(q, k, v, do, keep, acc, lse, delta, scale, True, PREC)
-    for j in range(low * walks, high * walks):
+    for j in range(low * walks, whole * walks):
         block = last - tl.load(slash_list + j // walks).to(tl.int32)
         chunk, c = owner_of(block, INNER, INNER)
         at = c * BLOCK + j % walks * WALK
@@ -131,16 +146,33 @@ def _query_kernel(
         k = load_rows(k_ptr + chunk * k_sc, at, k_ss, keys, key_len, D, True)
         v = load_rows(v_ptr + chunk * v_sc, at, v_ss, keys, key_len, D, True)
         acc = _add_tile(q, k, v, do, None, acc, lse, delta, scale, False, PREC)
+    if DOCS:  # key blocks of which some rows see a part, or nothing
+        for j in range(tl.maximum(low, whole) * walks, high * walks):
+            block = last - tl.load(slash_list + j // walks).to(tl.int32)
+            chunk, c = owner_of(block, INNER, INNER)
+            at = c * BLOCK + j % walks * WALK
+            chunk = chunk.to(tl.int64)
+            k = load_rows(k_ptr + chunk * k_sc, at, k_ss, keys, key_len, D, True)
+            v = load_rows(v_ptr + chunk * v_sc, at, v_ss, keys, key_len, D, True)
+            position = (block * outer + node) * BLOCK + j % walks * WALK + keys
+            keep = position[None, :] >= begins[:, None]
+            acc = _add_tile(q, k, v, do, keep, acc, lse, delta, scale, True, PREC)
     if COLUMNS:
         block = block_at(a, rank, world, INNER)
         # Each head has its columns in one of the rounds, so that rounds are alike.
         high = tl.load(column_ptr + block)
         high = tl.where(head * outer // HEADS == number, high, 0)
-        for first in range(0, high, WALK):
+        low = 0
+        if DOCS:
+            low = tl.load(column_ptr + first_block)
+        for first in range(low, high, WALK):
             entry, keep = column_tile(columns, member, first, high, block, BLOCK, WALK)
             k = gather_rows(column_k, entry, D)
             v = gather_rows(column_v, entry, D)
-            acc = _add_tile(q, k, v, do, keep[None, :], acc, lse, delta, scale, True, PREC)
+            keep = keep[None, :]
+            if DOCS:
+                keep &= tl.load(columns + entry)[None, :] >= begins[:, None]
+            acc = _add_tile(q, k, v, do, keep, acc, lse, delta, scale, True, PREC)
 
     acc = acc * softmax_scale
     if CARRY:
@@ -163,7 +195,7 @@ def backward_query(
         _query_kernel, (nb * (block // tile.keep), len(line_range)),
         query, key, value, grad_out, carried, grad_query, lse, delta,
         index.round_ptr, index.round_list, index.member, index.columns, index.column_ptr,
-        *((key, value) if columns is None else columns),
+        *((key, value) if columns is None else columns), *document_rows(index, this.rank),
         *query.stride()[:3], *key.stride()[:4], *value.stride()[:4], *grad_out.stride()[:3],
         *carried.stride()[:3], *grad_query.stride()[:3],
         index.column_ptr.shape[-1], index.list_strides[0], index.columns.shape[-1],
@@ -172,6 +204,7 @@ def backward_query(
         index.outer, line_range.start,
         INNER=index.inner, HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
         KEEP=tile.keep, WALK=tile.walk, DIAGONAL=this.first, CARRY=not this.first,
-        COLUMNS=columns is not None, LISTS=index.LISTS, EVEN=length % block == 0, PREC=precision_for(query),
+        COLUMNS=columns is not None, LISTS=index.LISTS, DOCS=index.documents is not None,
+        EVEN=length % block == 0, PREC=precision_for(query),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -17,10 +17,10 @@ from .tiles import LOG2E, gather_rows, precision_for
 
 @triton.jit
 def _share_kernel(
-    q_ptr, rows_ptr, keys_ptr, position_ptr, value_ptr, lse_ptr, out_ptr,
+    q_ptr, rows_ptr, starts_ptr, keys_ptr, position_ptr, value_ptr, lse_ptr, out_ptr,
     num_rows, batch_heads, count, seq_length, num_blocks, least, scale, one,
-    D: tl.constexpr, BLOCK: tl.constexpr, IN_STRATUM: tl.constexpr, FIT: tl.constexpr,
-    STRATA: tl.constexpr, KEYS: tl.constexpr, PREC: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, IN_STRATUM: tl.constexpr,
+    FIT: tl.constexpr, STRATA: tl.constexpr, KEYS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     entry = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
@@ -41,6 +41,7 @@ def _share_kernel(
             p, row = seen_probabilities(
                 q_ptr,
                 rows_ptr,
+                starts_ptr,
                 lse_ptr,
                 r,
                 head,
@@ -49,6 +50,7 @@ def _share_kernel(
                 num_rows,
                 batch_heads,
                 scale,
+                HEADS,
                 D,
                 PREC,
             )
@@ -69,18 +71,18 @@ def candidate_slashes(sample, keys, positions, values, least, lse, num_blocks):
     tile = 64
     launch(
         _share_kernel, (cdiv(count, tile), batch * heads),
-        sample.query, sample.rows, keys, positions, values, lse, masses,
+        sample.query, sample.rows, sample.starts, keys, positions, values, lse, masses,
         num_rows, batch * heads, count, sample.seq_length, num_blocks, float_bits(least),
         sample.softmax_scale, fixed_point_one(num_rows),
-        D=dim, BLOCK=sample.block_size, IN_STRATUM=sample.rows_in_stratum, FIT=sample.fit, STRATA=32,
-        KEYS=tile, PREC=precision_for(keys), num_warps=4, num_stages=2,
+        HEADS=heads, D=dim, BLOCK=sample.block_size, IN_STRATUM=sample.rows_in_stratum, FIT=sample.fit,
+        STRATA=32, KEYS=tile, PREC=precision_for(keys), num_warps=4, num_stages=2,
     )  # fmt: skip
     return masses
 
 
 @triton.jit
 def _slash_kernel(
-    total_ptr, inside_ptr, price_ptr, member_ptr, usual_ptr, outside_ptr, value_ptr,
+    total_ptr, inside_ptr, seen_ptr, price_ptr, member_ptr, usual_ptr, outside_ptr, value_ptr,
     num_blocks, near, unit, one, usual_price,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
@@ -96,6 +98,8 @@ def _slash_kernel(
         )
         # The two sums are rounded apart.
         seen = num_blocks - distance if SPREAD else num_blocks
+        if seen_ptr is not None:
+            seen = tl.load(seen_ptr + bh // HEADS * num_blocks + distance, mask=there, other=1.0)
         value = tl.maximum(mass, 0).to(tl.float32) / one / (unit * seen)
         kept = (distance < near) | (value >= price)
         usual = (distance < near) | (value >= usual_price)
@@ -107,7 +111,7 @@ def _slash_kernel(
         before += tl.sum(outside, 0)
 
 
-def price_slashes(total, inside, price, usual_price, near, unit, one, spread):
+def price_slashes(total, inside, price, usual_price, near, unit, one, spread, costs=None):
     """Launch the choice of slashes; see :func:`kernels.price_slashes`."""
     batch, heads, num_blocks = total.shape
     member = torch.empty(total.shape, dtype=torch.uint8, device=total.device)
@@ -116,7 +120,8 @@ def price_slashes(total, inside, price, usual_price, near, unit, one, spread):
     outside = torch.empty_like(total)
     launch(
         _slash_kernel, (batch * heads,),
-        total, inside, price, member, usual, outside, value, num_blocks, near, unit, float(one), usual_price,
+        total, inside, None if costs is None else costs.seen, price, member, usual, outside, value,
+        num_blocks, near, unit, float(one), usual_price,
         HEADS=heads, WIDTH=min(4096, next_power_of_2(num_blocks)), SPREAD=spread, num_warps=4,
     )  # fmt: skip
     return member, usual, outside, value
@@ -124,7 +129,8 @@ def price_slashes(total, inside, price, usual_price, near, unit, one, spread):
 
 @triton.jit
 def _column_kernel(
-    q_ptr, rows_ptr, keys_ptr, position_ptr, lse_ptr, member_ptr, usual_ptr, outside_ptr, price_ptr,
+    q_ptr, rows_ptr, starts_ptr, further_ptr, factor_ptr, keys_ptr, position_ptr, lse_ptr,
+    member_ptr, usual_ptr, outside_ptr, price_ptr,
     column_ptr, value_ptr, held_ptr,
     num_rows, batch_heads, count, seq_length, num_blocks, sink, scale, unit,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, IN_STRATUM: tl.constexpr, FIT: tl.constexpr,
@@ -152,6 +158,7 @@ def _column_kernel(
             p, row = seen_probabilities(
                 q_ptr,
                 rows_ptr,
+                starts_ptr,
                 lse_ptr,
                 r,
                 head,
@@ -160,6 +167,7 @@ def _column_kernel(
                 num_rows,
                 batch_heads,
                 scale,
+                HEADS,
                 D,
                 PREC,
             )
@@ -180,12 +188,16 @@ def _column_kernel(
             total = tl.maximum(total - largest, 0.0)
         # Query blocks that the column adds to: those at distances that are no slash.
         there = listed & (position < seq_length)
-        adds = tl.load(
-            outside_ptr + head * num_blocks + num_blocks - 1 - block, mask=there, other=0
-        )
+        further = num_blocks - 1 - block
+        if further_ptr is not None:
+            further = tl.load(further_ptr + head // HEADS * num_blocks + block, mask=there, other=0)
+        adds = tl.load(outside_ptr + head * num_blocks + further, mask=there, other=0)
         if not SPREAD:
             adds = tl.zeros_like(adds) + num_blocks
-        value = total / (unit * tl.maximum(adds, 1))
+        adds = tl.maximum(adds, 1)
+        if factor_ptr is not None:
+            adds = adds.to(tl.float32) * tl.load(factor_ptr + head // HEADS)
+        value = total / (unit * adds)
         kept = (total > 0) & (value >= tl.load(price_ptr + head % HEADS))
         kept = there & (kept | (position < sink))
         tl.store(column_ptr + at, tl.where(kept, position, seq_length), mask=listed)
@@ -217,7 +229,9 @@ def _launch_columns(sample, keys, positions, lse, slashes, chosen, sink, unit, c
     tile = 64
     launch(
         _column_kernel, (cdiv(count, tile), batch * heads),
-        sample.query, sample.rows, keys, positions, lse, *slashes, *chosen,
+        sample.query, sample.rows, sample.starts,
+        *((None, None) if sample.costs is None else (sample.costs.further, sample.costs.factor)),
+        keys, positions, lse, *slashes, *chosen,
         num_rows, batch * heads, count, sample.seq_length, num_blocks, sink, sample.softmax_scale, unit,
         HEADS=heads, D=dim, BLOCK=sample.block_size, IN_STRATUM=sample.rows_in_stratum, FIT=sample.fit,
         STRATA=32, KEYS=tile, TWICE=sample.twice, SPREAD=sample.spread,

@@ -19,7 +19,7 @@ from .tiles import LOG2E, block_at, load_rows, precision_for
 
 @triton.jit(do_not_specialize=["rank"])
 def _diagonal_kernel(
-    q_ptr, rows_ptr, k_ptr, lse_ptr, column_ptr, cut_ptr, out_ptr,
+    q_ptr, rows_ptr, starts_ptr, k_ptr, lse_ptr, column_ptr, cut_ptr, out_ptr,
     k_ss, k_sb, k_sh, num_rows, batch_heads, length, seq_length, rank, world, inner,
     near, sink, scale, one,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
@@ -61,9 +61,11 @@ def _diagonal_kernel(
         least = tl.where(column, 1073741824, least)
         r = first + turn % tiles * ROWS + tl.arange(0, ROWS)
         r = r // FIT * IN_STRATUM + r % FIT
+        # Whether keys are of the row's document is not to be told from the first row that counts.
         p, row = seen_probabilities(
             q_ptr,
             rows_ptr,
+            None,
             lse_ptr,
             r,
             head,
@@ -72,9 +74,13 @@ def _diagonal_kernel(
             num_rows,
             batch_heads,
             scale,
+            HEADS,
             D,
             PREC,
         )
+        if starts_ptr is not None:
+            began = tl.load(starts_ptr + batch * num_rows + r, mask=r < num_rows, other=0)
+            p = tl.where(position[:, None] >= began[None, :], p, 0.0)
         addend = (p * one + 0.5).to(tl.int32)
         nearest = row - (block * BLOCK + BLOCK - 1)
         distance = nearest[None, :] + tl.arange(0, BLOCK)[:, None]
@@ -94,7 +100,7 @@ def diagonal_mass(sample, key, lse, sink, columns):
     rows, warps = (16, 8) if key.dtype == torch.float32 else (32, 4)
     launch(
         _diagonal_kernel, (cdiv(length, block), batch * kv_heads),
-        sample.query, sample.rows, key, lse, column, cut, mass,
+        sample.query, sample.rows, sample.starts, key, lse, column, cut, mass,
         *key.stride()[:3], num_rows, batch * heads, length, seq_length, sample.rank, sample.world,
         sample.inner,
         sample.near, sink, sample.softmax_scale, fixed_point_one(num_rows),

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .tiles import block_at, list_start, owner_of
+from .tiles import block_at, list_start, owner_of, seen_from
 
 # Later versions of Triton call these otherwise.
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -106,18 +106,31 @@ def line_descriptor(tensor, width):
     return _describe(tensor, (batch * heads, length), (length,), (1, width))
 
 
+def document_lines(index, rank: int) -> tuple:
+    """``tiles.document_rows``, with starts as float32."""
+    if index.documents is None:
+        return None, None
+    local = index.documents.on(rank, index.world, index.inner, index.block_size)
+    return local.line, local.reach
+
+
 @gluon.jit
 def query_item(
-    item, items, nb, slash_ptr, column_ptr, ptr_len, residue, wrap, rank, world, number, outer,
+    item, items, nb, slash_ptr, slash_list, column_ptr, reach_ptr, ptr_len, list_len, residue, wrap, rank,
+    world, number, outer,
     INNER: gl.constexpr, HEADS: gl.constexpr, COLUMNS: gl.constexpr, LISTS: gl.constexpr,
+    DOCS: gl.constexpr,
 ):  # fmt: skip
     """What is to be done as ``item`` of heads x blocks; nothing from ``items`` on.
 
     The last query blocks have the most keys: they come first, so that all programs end together.
 
     Returns:
-        where the item's slashes start in their list, their number, and that of its columns.
+        where the item's slashes start in their list, their number, that of its columns, how many of the
+        slashes need no mask of documents, and the first column.
     """
+    if DOCS:
+        item = gl.minimum(item, items - 1)
     bh = item // nb
     a = nb - 1 - item % nb
     inside = item < items
@@ -127,13 +140,30 @@ def query_item(
     last = block_at(a, rank % INNER, INNER, INNER) - wrap
     end = slash_ptr + 1 if LISTS else slash_ptr + last + 1
     slashes = gl.load(end, mask=inside, other=0) - low
+    plain = slashes
+    first_column = 0
+    if DOCS:
+        reach_ptr += (bh // HEADS).to(gl.int64) * 2 * nb + a
+        entries = slash_list + bh.to(gl.int64) * list_len
+        first_block = gl.load(reach_ptr)
+        node = rank // INNER - number + wrap * outer
+        high = low + slashes
+        plain = seen_from(
+            gl.load(reach_ptr + nb), slash_ptr, entries, low, high, last, node, outer, LISTS
+        ) - low  # fmt: skip
+        slashes = (
+            seen_from(first_block, slash_ptr, entries, low, high, last, node, outer, LISTS) - low
+        )
     columns = 0
     if COLUMNS:
         column_ptr += bh.to(gl.int64) * ptr_len
         # Each head has its columns in one of the rounds, so that rounds are alike.
         turn = bh % HEADS * outer // HEADS == number
         columns = gl.load(column_ptr + block_at(a, rank, world, INNER), mask=inside & turn, other=0)
-    return low, slashes, columns
+        if DOCS:
+            first_column = gl.where(columns > 0, gl.load(column_ptr + first_block), 0)
+            columns -= first_column
+    return low, slashes, columns, plain, first_column
 
 
 @gluon.jit
@@ -143,7 +173,9 @@ def tiles_of(slashes, columns, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def send_item(turn, smem, ready, free, item, slashes, columns):
+def send_item(
+    turn, smem, ready, free, item, slashes, columns, plain, first_column, DOCS: gl.constexpr
+):  # fmt: skip
     """Hand an item to the computing warpgroups, two items deep."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot = turn & 1
@@ -151,12 +183,15 @@ def send_item(turn, smem, ready, free, item, slashes, columns):
     smem.index(slot).store(gl.full([1], item, gl.int32, one))
     smem.index(2 + slot).store(gl.full([1], slashes, gl.int32, one))
     smem.index(4 + slot).store(gl.full([1], columns, gl.int32, one))
+    if DOCS:
+        smem.index(6 + slot).store(gl.full([1], plain, gl.int32, one))
+        smem.index(8 + slot).store(gl.full([1], first_column, gl.int32, one))
     thread_barrier()
     mbarrier.arrive(ready.index(slot), count=1)
 
 
 @gluon.jit
-def receive_item(turn, smem, ready, free, WARPS: gl.constexpr):
+def receive_item(turn, smem, ready, free, WARPS: gl.constexpr, DOCS: gl.constexpr):
     """The counterpart of ``send_item``, in a partition of so many warps."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     slot = turn & 1
@@ -164,16 +199,23 @@ def receive_item(turn, smem, ready, free, WARPS: gl.constexpr):
     item = gl.sum(smem.index(slot).load(one), 0)
     slashes = gl.sum(smem.index(2 + slot).load(one), 0)
     columns = gl.sum(smem.index(4 + slot).load(one), 0)
+    plain = slashes
+    first_column = 0
+    if DOCS:
+        plain = gl.sum(smem.index(6 + slot).load(one), 0)
+        first_column = gl.sum(smem.index(8 + slot).load(one), 0)
     thread_barrier()
     mbarrier.arrive(free.index(slot), count=1)
-    return item, slashes, columns
+    return item, slashes, columns, plain, first_column
 
 
 @gluon.jit
-def item_barriers(STAGES: gl.constexpr):
+def item_barriers(STAGES: gl.constexpr, DOCS: gl.constexpr):
     """Shared memory and barriers of a program that draws items: (items and their two barriers), (ready and
     free of queries, keys and values)."""
-    items = gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    items = gl.allocate_shared_memory(
+        gl.int32, [10 if DOCS else 6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     item_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     item_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
@@ -198,7 +240,7 @@ def item_barriers(STAGES: gl.constexpr):
 
 @gluon.jit
 def _tile_at(
-    j, item, low, slashes, columns, slash_list, list_len, nb, rank, wrap, chunk_rows,
+    j, item, low, slashes, columns, first_column, slash_list, list_len, nb, rank, wrap, chunk_rows,
     INNER: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     """First row of an item's tile j: in the keys while j < ``slashes``, then in the gathered columns.
@@ -207,7 +249,7 @@ def _tile_at(
     entry = slash_list + (item // nb).to(gl.int64) * list_len + low + j
     distance = gl.load(entry, mask=j < slashes, other=0).to(gl.int32)
     # Past the end of everything if the query block has no key: zeros.
-    column = gl.where(columns == 0, 1 << 30, (j - slashes) * BLOCK)
+    column = gl.where(columns == 0, 1 << 30, (j - slashes) * BLOCK + first_column)
     block = block_at(nb - 1 - item % nb, rank % INNER, INNER, INNER) - wrap - distance
     chunk, c = owner_of(block, INNER, INNER)
     return gl.where(j < slashes, chunk * chunk_rows + c * BLOCK, column)
@@ -248,6 +290,27 @@ def _tile_bias(
 
 
 @gluon.jit
+def _tile_positions(
+    j, low, slashes, columns, first_column, slash_entries, listed, member, block, number, outer,
+    COLUMNS: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """In place of ``_tile_bias`` where documents are packed: positions of the keys of an item's tile j, as
+    float32, to be compared with the starts of the rows' documents; -1 for what does not count."""
+    line: gl.constexpr = gl.BlockedLayout([BLOCK // 32], [32], [1], [0])
+    keys = gl.arange(0, BLOCK, layout=line)
+    quotient = gl.load(slash_entries + low + j, mask=j < slashes, other=0).to(gl.int32)
+    found = gl.full([BLOCK], -1, gl.int32, line)
+    if COLUMNS:
+        entry = (j - slashes) * BLOCK + keys
+        there = (j >= slashes) & (entry < columns)
+        position = gl.load(listed + first_column + entry, mask=there, other=0)
+        covered = gl.load(member + block - position // BLOCK, mask=there, other=1)
+        found = gl.where(there & (covered == 0), position, found)
+    at = (block - number - quotient * outer) * BLOCK + keys
+    return gl.where(j < slashes, at, found).to(gl.float32)
+
+
+@gluon.jit
 def bias_at(biases, n, STAGES: gl.constexpr):
     """Where the bias of tile n is in shared memory. Its place is written again when the keys of tile ``n + 2
     STAGES`` come, which is after those of ``n + STAGES`` are used, and so after the scores of tile n."""
@@ -257,10 +320,10 @@ def bias_at(biases, n, STAGES: gl.constexpr):
 @gluon.jit
 def load_keys(
     counter, item_channel, barriers, query_descs, query_smems, k_descs, k_smem, biases,
-    slash_ptr, slash_list, column_ptr, listed, member, ptr_len, list_len, column_len, nb, items, residue,
-    wrap, chunk_rows, rank, world, number, outer, INNER: gl.constexpr, HEADS: gl.constexpr,
-    GROUP: gl.constexpr, COLUMNS: gl.constexpr, LISTS: gl.constexpr, BLOCK: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr,
+    slash_ptr, slash_list, column_ptr, listed, member, reach_ptr, ptr_len, list_len, column_len, nb, items,
+    residue, wrap, chunk_rows, rank, world, number, outer, INNER: gl.constexpr, HEADS: gl.constexpr,
+    GROUP: gl.constexpr, COLUMNS: gl.constexpr, LISTS: gl.constexpr, DOCS: gl.constexpr,
+    BLOCK: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A loading warp: draws items, and brings their queries and keys, and what is added to the scores of an
     item's first tile and of columns.
@@ -275,19 +338,24 @@ def load_keys(
     n = 0
     turn = 0
     item = gl.atomic_add(counter, 1)
-    low, slashes, columns = query_item(
-        item, items, nb, slash_ptr, column_ptr, ptr_len, residue, wrap, rank, world, number, outer,
-        INNER, HEADS, COLUMNS, LISTS,
+    low, slashes, columns, plain, first_column = query_item(
+        item, items, nb, slash_ptr, slash_list, column_ptr, reach_ptr, ptr_len, list_len, residue, wrap, rank,
+        world, number, outer, INNER, HEADS, COLUMNS, LISTS, DOCS,
     )  # fmt: skip
-    send_item(0, item_smem, item_ready, item_free, item, slashes, columns)
+    send_item(
+        0, item_smem, item_ready, item_free, item, slashes, columns, plain, first_column, DOCS
+    )
     while item < items:
         # The item after this one is drawn and sent ahead, so that nobody waits for it.
         following = gl.atomic_add(counter, 1)
-        low_then, slashes_then, columns_then = query_item(
-            following, items, nb, slash_ptr, column_ptr, ptr_len, residue, wrap, rank, world, number,
-            outer, INNER, HEADS, COLUMNS, LISTS,
+        low_then, slashes_then, columns_then, plain_then, first_then = query_item(
+            following, items, nb, slash_ptr, slash_list, column_ptr, reach_ptr, ptr_len, list_len, residue,
+            wrap, rank, world, number, outer, INNER, HEADS, COLUMNS, LISTS, DOCS,
         )  # fmt: skip
-        send_item(turn + 1, item_smem, item_ready, item_free, following, slashes_then, columns_then)
+        send_item(
+            turn + 1, item_smem, item_ready, item_free, following, slashes_then, columns_then, plain_then,
+            first_then, DOCS,
+        )  # fmt: skip
         tiles = tiles_of(slashes, columns, BLOCK)
         bh = item // nb
         batch = bh // HEADS
@@ -297,13 +365,19 @@ def load_keys(
         member_here = member + bh.to(gl.int64) * (ptr_len - 1)
         for j in range(tiles):
             at = _tile_at(
-                j, item, low, slashes, columns, slash_list, list_len, nb, rank, wrap, chunk_rows,
-                INNER, BLOCK,
+                j, item, low, slashes, columns, first_column, slash_list, list_len, nb, rank, wrap,
+                chunk_rows, INNER, BLOCK,
             )  # fmt: skip
-            bias = _tile_bias(
-                j, slashes, columns, listed_here, member_here, block, COLUMNS, BLOCK
-            )  # fmt: skip
-            if (j == 0) | (j >= slashes):
+            if DOCS:
+                bias = _tile_positions(
+                    j, low, slashes, columns, first_column, slash_list + bh.to(gl.int64) * list_len,
+                    listed_here, member_here, block, number, outer, COLUMNS, BLOCK,
+                )  # fmt: skip
+            else:
+                bias = _tile_bias(
+                    j, slashes, columns, listed_here, member_here, block, COLUMNS, BLOCK
+                )  # fmt: skip
+            if (j == 0) | (j >= plain):
                 bias_at(biases, n, STAGES).store(bias)
                 thread_barrier()
             _bring_tile(
@@ -323,6 +397,8 @@ def load_keys(
         low = low_then
         slashes = slashes_then
         columns = columns_then
+        plain = plain_then
+        first_column = first_then
 
 
 @gluon.jit
@@ -330,14 +406,16 @@ def load_values(
     item_channel, barriers, v_descs, v_smem, slash_ptr, slash_list, ptr_len, list_len, nb, items,
     residue, wrap, rank, chunk_rows,
     INNER: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, LISTS: gl.constexpr,
-    BLOCK: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    DOCS: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Another, for the values: keys and values are free at different times."""
     item_smem, item_ready, item_free = item_channel
     q_ready, q_free, k_ready, v_ready, k_free, v_free = barriers
     n = 0
     turn = 0
-    item, slashes, columns = receive_item(0, item_smem, item_ready, item_free, 1)
+    item, slashes, columns, plain, first_column = receive_item(
+        0, item_smem, item_ready, item_free, 1, DOCS
+    )
     while item < items:
         bh = item // nb
         batch = bh // HEADS
@@ -346,8 +424,8 @@ def load_values(
         low = gl.load(slash_ptr + list_start(bh.to(gl.int64), a, ptr_len, nb, residue, LISTS))
         for j in range(tiles_of(slashes, columns, BLOCK)):
             at = _tile_at(
-                j, item, low, slashes, columns, slash_list, list_len, nb, rank, wrap, chunk_rows,
-                INNER, BLOCK,
+                j, item, low, slashes, columns, first_column, slash_list, list_len, nb, rank, wrap,
+                chunk_rows, INNER, BLOCK,
             )  # fmt: skip
             _bring_tile(
                 n, j < slashes, v_descs, v_smem, v_ready, v_free, batch, head, at,
@@ -355,4 +433,6 @@ def load_values(
             )  # fmt: skip
             n += 1
         turn += 1
-        item, slashes, columns = receive_item(turn, item_smem, item_ready, item_free, 1)
+        item, slashes, columns, plain, first_column = receive_item(
+            turn, item_smem, item_ready, item_free, 1, DOCS
+        )

@@ -25,6 +25,7 @@ from .hopper import (
     chunk_rows,
     column_descriptors,
     descriptor,
+    document_lines,
     gathered_descriptor,
     item_barriers,
     load_keys,
@@ -41,7 +42,7 @@ from .tiles import LOG2E
 
 @gluon.jit
 def _step(
-    n, more, ds, acc, lse, delta, scale, bias, q, do, k_smem, v_smem,
+    n, more, ds, acc, lse, delta, scale, bias, starts, q, do, k_smem, v_smem,
     q_free, k_ready, v_ready, k_free, v_free,
     s_layout: gl.constexpr, a_layout: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
@@ -64,6 +65,10 @@ def _step(
     scores = warpgroup_mma_wait(1, deps=[scores])
     if MASK == 1:
         p = gl.exp2(scores * scale + bias - lse[:, None])
+    elif MASK == 3:  # the keys' positions
+        position = bias.load(gl.SliceLayout(0, s_layout))
+        seen = position[None, :] >= starts[:, None]
+        p = gl.exp2(gl.where(seen, scores * scale - lse[:, None], float("-inf")))
     elif MASK == 2:
         # From shared memory only now: the registers are full until here.
         mask = bias.load(gl.SliceLayout(0, s_layout))
@@ -82,11 +87,11 @@ def _step(
 
 @gluon.jit
 def _attend(
-    item_channel, barriers, smems, pointers, dq_desc, strides,
+    item_channel, barriers, smems, pointers, dq_desc, strides, start_ptr,
     query_len, nb, items, softmax_scale,
     HALF: gl.constexpr, HEADS: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, DIAGONAL: gl.constexpr, CARRY: gl.constexpr, COLUMNS: gl.constexpr,
-    LAST: gl.constexpr,
+    DOCS: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: rows ``HALF`` of each item's query block."""
     item_smem, item_ready, item_free = item_channel
@@ -102,12 +107,15 @@ def _attend(
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     out_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = q_smem.dtype
+    MASK: gl.constexpr = 3 if DOCS else 2
     scale = softmax_scale * LOG2E
     q = q_smem.index(HALF).reshape([ROWS, D])
     do = do_smem.index(HALF).reshape([ROWS, D])
     n = 0
     turn = 0
-    item, slashes, num_columns = receive_item(0, item_smem, item_ready, item_free, 4)
+    item, slashes, num_columns, plain, _ = receive_item(
+        0, item_smem, item_ready, item_free, 4, DOCS
+    )
     while item < items:
         tiles = tiles_of(slashes, num_columns, BLOCK)
         bh = item // nb
@@ -118,6 +126,10 @@ def _attend(
         # A row past the end gets lse = inf, hence p = 0.
         lse = gl.load(lse_ptr + line, mask=rows < query_len, other=float("inf")) * LOG2E
         delta = gl.load(delta_ptr + line, mask=rows < query_len, other=0.0)
+        starts = 0.0
+        if DOCS:
+            line = (bh // HEADS).to(gl.int64) * query_len + rows
+            starts = gl.load(start_ptr + line, mask=rows < query_len, other=0.0)
         if CARRY:
             out_at = start + gl.arange(0, ROWS, layout=out_rows)
             d = gl.arange(0, D, layout=gl.SliceLayout(0, o_layout))
@@ -137,31 +149,35 @@ def _attend(
         # The first tile is not in the loop, so that the compiler finds the loop's operands in place.
         if DIAGONAL:
             keys = a * BLOCK + gl.arange(0, BLOCK, layout=key_layout)
-            bias = gl.where(rows[:, None] >= keys[None, :], 0.0, float("-inf"))
+            seen = rows[:, None] >= keys[None, :]
+            if DOCS:
+                position = bias_at(biases, n, STAGES).load(key_layout)
+                seen = seen & (position[None, :] >= starts[:, None])
+            bias = gl.where(seen, 0.0, float("-inf"))
             ds, acc = _step(
-                n, tiles > 1, None, acc, lse, delta, scale, bias, q, do, k_smem, v_smem,
+                n, tiles > 1, None, acc, lse, delta, scale, bias, starts, q, do, k_smem, v_smem,
                 q_free, k_ready, v_ready, k_free, v_free,
                 s_layout, a_layout, BLOCK, ROWS, D, STAGES, 1, True,
             )  # fmt: skip
         else:
             ds, acc = _step(
-                n, tiles > 1, None, acc, lse, delta, scale, bias_at(biases, n, STAGES), q, do,
+                n, tiles > 1, None, acc, lse, delta, scale, bias_at(biases, n, STAGES), starts, q, do,
                 k_smem, v_smem,
                 q_free, k_ready, v_ready, k_free, v_free,
-                s_layout, a_layout, BLOCK, ROWS, D, STAGES, 2, True,
+                s_layout, a_layout, BLOCK, ROWS, D, STAGES, MASK, True,
             )  # fmt: skip
-        for j in range(1, slashes):
+        for j in range(1, plain):
             ds, acc = _step(
-                n + j, j + 1 < tiles, ds, acc, lse, delta, scale, 0.0, q, do, k_smem, v_smem,
+                n + j, j + 1 < tiles, ds, acc, lse, delta, scale, 0.0, starts, q, do, k_smem, v_smem,
                 q_free, k_ready, v_ready, k_free, v_free,
                 s_layout, a_layout, BLOCK, ROWS, D, STAGES, 0, False,
             )  # fmt: skip
-        if COLUMNS:
-            for j in range(gl.maximum(slashes, 1), tiles):
+        if COLUMNS or DOCS:
+            for j in range(gl.maximum(plain, 1), tiles):
                 ds, acc = _step(
                     n + j, j + 1 < tiles, ds, acc, lse, delta, scale, bias_at(biases, n + j, STAGES),
-                    q, do, k_smem, v_smem, q_free, k_ready, v_ready, k_free, v_free,
-                    s_layout, a_layout, BLOCK, ROWS, D, STAGES, 2, False,
+                    starts, q, do, k_smem, v_smem, q_free, k_ready, v_ready, k_free, v_free,
+                    s_layout, a_layout, BLOCK, ROWS, D, STAGES, MASK, False,
                 )  # fmt: skip
         n += tiles
         turn += 1
@@ -185,7 +201,9 @@ def _attend(
                 written + out_at.to(gl.int64)[:, None] * dq_ss + d[None, :], acc,
                 mask=(out_at < query_len)[:, None],
             )  # fmt: skip
-        item, slashes, num_columns = receive_item(turn, item_smem, item_ready, item_free, 4)
+        item, slashes, num_columns, plain, _ = receive_item(
+            turn, item_smem, item_ready, item_free, 4, DOCS
+        )
     if LAST:
         tma.store_wait(0)
 
@@ -194,14 +212,14 @@ def _attend(
 def _query_kernel(
     counter, q_desc, do_desc, k_desc, v_desc, kc_desc, vc_desc, dq_desc,
     carry_ptr, dq_ptr, lse_ptr, delta_ptr,
-    slash_ptr, slash_list, member, columns, column_ptr,
+    slash_ptr, slash_list, member, columns, column_ptr, start_ptr, reach_ptr,
     c_ss, c_sb, c_sh, dq_ss, dq_sb, dq_sh,
     ptr_len, list_len, column_len, query_len, nb, items, softmax_scale,
     residue, wrap, chunk_rows, rank,
     world, number, outer,
     INNER: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, DIAGONAL: gl.constexpr, CARRY: gl.constexpr,
-    COLUMNS: gl.constexpr, LISTS: gl.constexpr, LAST: gl.constexpr,
+    COLUMNS: gl.constexpr, LISTS: gl.constexpr, DOCS: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     ROWS: gl.constexpr = BLOCK // 2
@@ -214,34 +232,34 @@ def _query_kernel(
         dq_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], dq_desc.layout)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     biases = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BLOCK], line)
-    item_channel, barriers = item_barriers(STAGES)
+    item_channel, barriers = item_barriers(STAGES, DOCS)
     smems = (q_smem, do_smem, k_smem, v_smem, dq_smem, biases)
     pointers = (carry_ptr, dq_ptr, lse_ptr, delta_ptr)
     strides = (c_ss, c_sb, c_sh, dq_ss, dq_sb, dq_sh)
     gl.warp_specialize(
         [
             (_attend, (
-                item_channel, barriers, smems, pointers, dq_desc, strides,
+                item_channel, barriers, smems, pointers, dq_desc, strides, start_ptr,
                 query_len, nb, items, softmax_scale,
-                0, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, LAST,
+                0, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, DOCS, LAST,
             )),
             (_attend, (
-                item_channel, barriers, smems, pointers, dq_desc, strides,
+                item_channel, barriers, smems, pointers, dq_desc, strides, start_ptr,
                 query_len, nb, items, softmax_scale,
-                1, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, LAST,
+                1, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, DOCS, LAST,
             )),
             (load_keys, (
                 counter, item_channel, barriers, (q_desc, do_desc), (q_smem, do_smem),
                 (k_desc, kc_desc), k_smem, biases,
                 slash_ptr, slash_list, column_ptr, columns, member,
-                ptr_len, list_len, column_len, nb, items, residue, wrap, chunk_rows, rank, world,
+                reach_ptr, ptr_len, list_len, column_len, nb, items, residue, wrap, chunk_rows, rank, world,
                 number, outer,
-                INNER, HEADS, GROUP, COLUMNS, LISTS, BLOCK, D, STAGES,
+                INNER, HEADS, GROUP, COLUMNS, LISTS, DOCS, BLOCK, D, STAGES,
             )),
             (load_values, (
                 item_channel, barriers, (v_desc, vc_desc), v_smem, slash_ptr, slash_list,
                 ptr_len, list_len, nb, items, residue, wrap, rank, chunk_rows,
-                INNER, HEADS, GROUP, LISTS, BLOCK, D, STAGES,
+                INNER, HEADS, GROUP, LISTS, DOCS, BLOCK, D, STAGES,
             )),
         ],
         [4, 1, 1],
@@ -269,11 +287,12 @@ def backward_query(
         *column_descriptors(key, value, columns, whole),
         descriptor(grad_query if this.last else query, half), carried, grad_query, lse, delta,
         index.round_ptr, index.round_list, index.member, index.columns, index.column_ptr,
+        *document_lines(index, this.rank),
         *carried.stride()[:3], *grad_query.stride()[:3],
         index.column_ptr.shape[-1], index.list_strides[0], index.columns.shape[-1],
         length, nb, items, softmax_scale, index.round_start(this.number), this.wrap,
         chunk_rows(key), this.rank, index.world, this.number, index.outer,
         INNER=index.inner, HEADS=heads, GROUP=heads // key.shape[3], D=dim, BLOCK=block, STAGES=2,
         DIAGONAL=this.first, CARRY=not this.first, COLUMNS=columns is not None, LISTS=index.LISTS,
-        LAST=this.last, num_warps=4, maxnreg=168,
+        DOCS=index.documents is not None, LAST=this.last, num_warps=4, maxnreg=168,
     )  # fmt: skip

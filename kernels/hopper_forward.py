@@ -25,6 +25,7 @@ from .hopper import (
     chunk_rows,
     column_descriptors,
     descriptor,
+    document_lines,
     gathered_descriptor,
     item_barriers,
     load_keys,
@@ -40,9 +41,14 @@ from .tiles import LN2, LOG2E
 
 
 @gluon.jit
-def _softmax(scores, bias, m, l, scale, MASK: gl.constexpr):
+def _softmax(scores, bias, starts, m, l, scale, MASK: gl.constexpr):
     """Running (max, sum) in base 2, the tile's probabilities, and the factor on what came before."""
-    if MASK == 2:  # in shared memory, a number a key
+    if MASK == 3:  # in shared memory, the keys' positions
+        position = bias.load(gl.SliceLayout(0, scores.type.layout))
+        seen = position[None, :] >= starts[:, None]
+        scores = gl.where(seen, scores * scale, float("-inf"))
+        m_new = gl.maximum(m, gl.max(scores, 1))
+    elif MASK == 2:  # in shared memory, a number a key
         scores = scores * scale + bias.load(gl.SliceLayout(0, scores.type.layout))[None, :]
         m_new = gl.maximum(m, gl.max(scores, 1))
     elif MASK == 1:
@@ -63,7 +69,7 @@ def _softmax(scores, bias, m, l, scale, MASK: gl.constexpr):
 
 @gluon.jit
 def _step(
-    n, more, p, acc, m, l, scale, bias, q, k_smem, v_smem, q_free, k_ready, v_ready, k_free, v_free,
+    n, more, p, acc, m, l, scale, bias, starts, q, k_smem, v_smem, q_free, k_ready, v_ready, k_free, v_free,
     s_layout: gl.constexpr, p_layout: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
@@ -80,7 +86,7 @@ def _step(
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_free.index(slot))
     mbarrier.arrive(q_free, pred=more == 0)
-    new, m, l, alpha = _softmax(scores, bias, m, l, scale, MASK)
+    new, m, l, alpha = _softmax(scores, bias, starts, m, l, scale, MASK)
     new = new.to(p.dtype)
     # The next tile's keys are waited for here because ptxas moves the exponentials across anything but
     # a branch, and they must come before the wait for the values product.
@@ -94,11 +100,11 @@ def _step(
 
 @gluon.jit
 def _attend(
-    item_channel, barriers, smems, pointers, out_desc, strides,
+    item_channel, barriers, smems, pointers, out_desc, strides, start_ptr,
     query_len, nb, items, scale,
     HALF: gl.constexpr, HEADS: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, DIAGONAL: gl.constexpr, CARRY: gl.constexpr, COLUMNS: gl.constexpr,
-    LAST: gl.constexpr,
+    DOCS: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: rows ``HALF`` of each item's query block."""
     item_smem, item_ready, item_free = item_channel
@@ -114,11 +120,14 @@ def _attend(
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     out_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = q_smem.dtype
+    MASK: gl.constexpr = 3 if DOCS else 2
     scale = scale * LOG2E
     q = q_smem.index(HALF).reshape([ROWS, D])
     n = 0
     turn = 0
-    item, slashes, num_columns = receive_item(0, item_smem, item_ready, item_free, 4)
+    item, slashes, num_columns, plain, _ = receive_item(
+        0, item_smem, item_ready, item_free, 4, DOCS
+    )
     while item < items:
         tiles = tiles_of(slashes, num_columns, BLOCK)
         bh = item // nb
@@ -128,6 +137,9 @@ def _attend(
         start = a * BLOCK + HALF * ROWS
         rows = start + gl.arange(0, ROWS, layout=row_layout)
         lse = lse_ptr + bh.to(gl.int64) * query_len + rows
+        starts = 0.0
+        if DOCS:
+            starts = gl.load(start_ptr + batch * query_len + rows, mask=rows < query_len, other=0.0)
         if CARRY:
             out_at = start + gl.arange(0, ROWS, layout=out_rows)
             d = gl.arange(0, D, layout=gl.SliceLayout(0, o_layout))
@@ -151,30 +163,35 @@ def _attend(
         scores = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         if DIAGONAL:
             keys = a * BLOCK + gl.arange(0, BLOCK, layout=key_layout)
-            bias = gl.where(rows[:, None] >= keys[None, :], 0.0, float("-inf"))
+            seen = rows[:, None] >= keys[None, :]
+            if DOCS:
+                position = bias_at(biases, n, STAGES).load(key_layout)
+                seen = seen & (position[None, :] >= starts[:, None])
+            bias = gl.where(seen, 0.0, float("-inf"))
         else:
             bias = bias_at(biases, n, STAGES)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_free.index(n % STAGES))
         mbarrier.arrive(q_free, pred=tiles == 1)
-        new, m, l, alpha = _softmax(scores, bias, m, l, scale, 1 if DIAGONAL else 2)
+        first: gl.constexpr = 1 if DIAGONAL else MASK
+        new, m, l, alpha = _softmax(scores, bias, starts, m, l, scale, first)
         if CARRY:
             acc = acc * gl.convert_layout(alpha, out_rows)[:, None]
         p = gl.convert_layout(new.to(dtype), p_layout)
         mbarrier.wait(k_ready.index((n + 1) % STAGES), ((n + 1) // STAGES) & 1, pred=tiles > 1)
 
-        for j in range(1, slashes):
+        for j in range(1, plain):
             p, acc, m, l = _step(
-                n + j, j + 1 < tiles, p, acc, m, l, scale, 0.0, q, k_smem, v_smem,
+                n + j, j + 1 < tiles, p, acc, m, l, scale, 0.0, starts, q, k_smem, v_smem,
                 q_free, k_ready, v_ready, k_free, v_free,
                 s_layout, p_layout, BLOCK, ROWS, D, STAGES, 0,
             )  # fmt: skip
-        if COLUMNS:
-            for j in range(gl.maximum(slashes, 1), tiles):
+        if COLUMNS or DOCS:
+            for j in range(gl.maximum(plain, 1), tiles):
                 p, acc, m, l = _step(
-                    n + j, j + 1 < tiles, p, acc, m, l, scale, bias_at(biases, n + j, STAGES), q,
-                    k_smem, v_smem, q_free, k_ready, v_ready, k_free, v_free,
-                    s_layout, p_layout, BLOCK, ROWS, D, STAGES, 2,
+                    n + j, j + 1 < tiles, p, acc, m, l, scale, bias_at(biases, n + j, STAGES), starts,
+                    q, k_smem, v_smem, q_free, k_ready, v_ready, k_free, v_free,
+                    s_layout, p_layout, BLOCK, ROWS, D, STAGES, MASK,
                 )  # fmt: skip
         n += tiles
         turn += 1
@@ -202,7 +219,9 @@ def _attend(
                 written + out_at.to(gl.int64)[:, None] * o_ss + d[None, :], acc,
                 mask=(out_at < query_len)[:, None],
             )  # fmt: skip
-        item, slashes, num_columns = receive_item(turn, item_smem, item_ready, item_free, 4)
+        item, slashes, num_columns, plain, _ = receive_item(
+            turn, item_smem, item_ready, item_free, 4, DOCS
+        )
     if LAST:
         tma.store_wait(0)
 
@@ -210,13 +229,13 @@ def _attend(
 @gluon.jit(do_not_specialize=["residue", "wrap", "rank", "number"])
 def _forward_kernel(
     counter, q_desc, k_desc, v_desc, kc_desc, vc_desc, out_desc, carry_ptr, out_ptr, lse_ptr,
-    slash_ptr, slash_list, member, columns, column_ptr,
+    slash_ptr, slash_list, member, columns, column_ptr, start_ptr, reach_ptr,
     c_ss, c_sb, c_sh, o_ss, o_sb, o_sh,
     ptr_len, list_len, column_len, query_len, nb, items, scale, residue, wrap, chunk_rows, rank,
     world, number, outer,
     INNER: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, DIAGONAL: gl.constexpr, CARRY: gl.constexpr,
-    COLUMNS: gl.constexpr, LISTS: gl.constexpr, LAST: gl.constexpr,
+    COLUMNS: gl.constexpr, LISTS: gl.constexpr, DOCS: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     ROWS: gl.constexpr = BLOCK // 2
@@ -226,7 +245,7 @@ def _forward_kernel(
     out_smem = q_smem
     if LAST:
         out_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], out_desc.layout)
-    item_channel, barriers = item_barriers(STAGES)
+    item_channel, barriers = item_barriers(STAGES, DOCS)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     biases = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BLOCK], line)
     smems = (q_smem, k_smem, v_smem, out_smem, biases)
@@ -235,26 +254,26 @@ def _forward_kernel(
     gl.warp_specialize(
         [
             (_attend, (
-                item_channel, barriers, smems, pointers, out_desc, strides,
+                item_channel, barriers, smems, pointers, out_desc, strides, start_ptr,
                 query_len, nb, items, scale,
-                0, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, LAST,
+                0, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, DOCS, LAST,
             )),
             (_attend, (
-                item_channel, barriers, smems, pointers, out_desc, strides,
+                item_channel, barriers, smems, pointers, out_desc, strides, start_ptr,
                 query_len, nb, items, scale,
-                1, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, LAST,
+                1, HEADS, BLOCK, D, STAGES, DIAGONAL, CARRY, COLUMNS, DOCS, LAST,
             )),
             (load_keys, (
                 counter, item_channel, barriers, (q_desc,), (q_smem,), (k_desc, kc_desc), k_smem,
                 biases, slash_ptr, slash_list, column_ptr, columns, member,
-                ptr_len, list_len, column_len, nb, items, residue, wrap, chunk_rows, rank, world,
+                reach_ptr, ptr_len, list_len, column_len, nb, items, residue, wrap, chunk_rows, rank, world,
                 number, outer,
-                INNER, HEADS, GROUP, COLUMNS, LISTS, BLOCK, D, STAGES,
+                INNER, HEADS, GROUP, COLUMNS, LISTS, DOCS, BLOCK, D, STAGES,
             )),
             (load_values, (
                 item_channel, barriers, (v_desc, vc_desc), v_smem, slash_ptr, slash_list,
                 ptr_len, list_len, nb, items, residue, wrap, rank, chunk_rows,
-                INNER, HEADS, GROUP, LISTS, BLOCK, D, STAGES,
+                INNER, HEADS, GROUP, LISTS, DOCS, BLOCK, D, STAGES,
             )),
         ],
         [4, 1, 1],
@@ -278,11 +297,12 @@ def forward(query, key, value, columns, index, this, softmax_scale, carry, out, 
         *column_descriptors(key, value, columns, whole),
         descriptor(out if this.last else query, half), carried, out, lse,
         index.round_ptr, index.round_list, index.member, index.columns, index.column_ptr,
+        *document_lines(index, this.rank),
         *carried.stride()[:3], *out.stride()[:3],
         index.column_ptr.shape[-1], index.list_strides[0], index.columns.shape[-1],
         length, nb, items, softmax_scale, index.round_start(this.number), this.wrap,
         chunk_rows(key), this.rank, index.world, this.number, index.outer,
         INNER=index.inner, HEADS=heads, GROUP=heads // key.shape[3], D=dim, BLOCK=block, STAGES=2,
         DIAGONAL=this.first, CARRY=not this.first, COLUMNS=columns is not None, LISTS=index.LISTS,
-        LAST=this.last, num_warps=4, maxnreg=168,
+        DOCS=index.documents is not None, LAST=this.last, num_warps=4, maxnreg=168,
     )  # fmt: skip

@@ -30,7 +30,8 @@ def launch(kernel, grid: tuple, *arguments, **constants):
     """``kernel[grid](*arguments, **constants)``.
 
     Args:
-        arguments: the first parameters, in order: tensors, tensor descriptors, numbers.
+        arguments: the first parameters, in order: tensors, tensor descriptors, numbers; None, which is a
+            constant, for what a kernel does not look at.
         constants: the others, which must be constants to the compiler, and its own options.
     """
     if not isinstance(kernel, JITFunction):  # Triton's interpreter
@@ -40,7 +41,7 @@ def launch(kernel, grid: tuple, *arguments, **constants):
         kernel, driver.active.get_current_device(), *constants.values(),
         *[
             (argument.dtype, argument.data_ptr() & 15 == 0) if isinstance(argument, Tensor)
-            else argument if isinstance(argument, (int, float))
+            else argument if argument is None or isinstance(argument, (int, float))
             else (argument.base.dtype, *argument.block_shape)
             for argument in arguments
         ],

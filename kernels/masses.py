@@ -21,11 +21,12 @@ from .tiles import LOG2E, block_at, load_rows, precision_for
 
 @triton.jit
 def seen_probabilities(
-    q_ptr, rows_ptr, lse_ptr, r, head, k, position, num_rows, batch_heads, scale,
-    D: tl.constexpr, PREC: tl.constexpr,
+    q_ptr, rows_ptr, starts_ptr, lse_ptr, r, head, k, position, num_rows, batch_heads, scale,
+    HEADS: tl.constexpr, D: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Probabilities that rows ``r`` of a head give to keys, ``[keys, rows]``, at most 1, 0 for keys after the
-    row; what is not a number counts as no mass. And the rows' positions, far below 0 past the last."""
+    row and of other documents; what is not a number counts as no mass. And the rows' positions, far below 0
+    past the last."""
     row = tl.load(rows_ptr + r, mask=r < num_rows, other=-1073741824)
     lse = tl.load(lse_ptr + head * num_rows + r, mask=r < num_rows, other=0.0) * LOG2E
     q = load_sampled(q_ptr, r, head, batch_heads, num_rows, D)
@@ -34,7 +35,11 @@ def seen_probabilities(
     # In this order, which makes one instruction of each, what is not a number becomes 0.
     p = tl.where(p > 0.0, p, 0.0)
     p = tl.where(p < 1.0, p, 1.0)
-    return tl.where(position[:, None] <= row[None, :], p, 0.0), row
+    p = tl.where(position[:, None] <= row[None, :], p, 0.0)
+    if starts_ptr is not None:
+        start = tl.load(starts_ptr + head // HEADS * num_rows + r, mask=r < num_rows, other=0)
+        p = tl.where(position[:, None] >= start[None, :], p, 0.0)
+    return p, row
 
 
 @triton.jit
@@ -88,7 +93,7 @@ def add_masses(ptr, distance, before, here, after, num_blocks, one):
 
 @triton.jit(do_not_specialize=["rank"])
 def _mass_kernel(
-    q_ptr, rows_ptr, k_ptr, lse_ptr, value_ptr, slash_ptr, held_ptr,
+    q_ptr, rows_ptr, starts_ptr, further_ptr, k_ptr, lse_ptr, value_ptr, slash_ptr, held_ptr,
     k_ss, k_sb, k_sh, num_rows, batch_heads, length, num_blocks, rank, world, inner, near, sink, scale, one,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     IN_STRATUM: tl.constexpr, FIT: tl.constexpr, ALL_ROWS: tl.constexpr, TOGETHER: tl.constexpr,
@@ -145,6 +150,9 @@ def _mass_kernel(
             lse_ptr + head * num_rows + r + to_lse, rows_ptr + r + across,
             there, r >= close, k, block, key_part, scale, BLOCK, PREC,
         )  # fmt: skip
+        if starts_ptr is not None:
+            began = tl.load(starts_ptr + batch * num_rows + r + across, mask=there, other=0)
+            p = tl.where(position[None, :] >= began[:, None], p, 0.0)
         apart = row // BLOCK - block
         whole = tl.sum(p, 1)
         if j < FIT:
@@ -180,6 +188,8 @@ def _mass_kernel(
             if PER_COST:
                 # Query blocks that see the column beyond their window.
                 seen = num_blocks - block - near
+                if further_ptr is not None:
+                    seen = tl.load(further_ptr + batch * num_blocks + block) + 1 - near
                 value = value * tl.where(seen > 0, 1.0 / tl.maximum(seen, 1), 0.0)
             bits = tl.where(
                 (position < sink)[None, :], 2147483647, value.to(tl.int32, bitcast=True)
@@ -207,7 +217,8 @@ def row_masses(sample, key, lse, sink, per_cost):
         keys, warps, most = 64, 4, dict(maxnreg=168)
     launch(
         _mass_kernel, (cdiv(length, keys), batch * kv_heads),
-        sample.query, sample.rows, key, lse, values, *masses,
+        sample.query, sample.rows, sample.starts, None if sample.costs is None else sample.costs.further,
+        key, lse, values, *masses,
         *key.stride()[:3], num_rows, batch * heads, length, num_blocks,
         sample.rank, sample.world, sample.inner, sample.near, sink, sample.softmax_scale,
         fixed_point_one(num_rows),

@@ -26,7 +26,10 @@ def slash_mask(index, rank: int, sources, query_length: int, key_length: int) ->
     )
     own = torch.arange(query_length, device=device) // block
     seen = index.block_mask(rank)[:, :, own[:, None], keys[None, :] // block]
-    return seen & (rows[:, None] >= keys[None, :])
+    seen = seen & (rows[:, None] >= keys[None, :])
+    if index.documents is not None:
+        seen &= (index.documents.starts[:, rows, None] <= keys)[:, None]
+    return seen
 
 
 def column_mask(index, rank: int, query_length: int) -> Tensor:
@@ -36,7 +39,11 @@ def column_mask(index, rank: int, query_length: int) -> Tensor:
     apart = block[:, None] - index.columns[:, :, None].long() // index.block_size
     distances = index.distances()[:, :, None].expand(-1, -1, query_length, -1)
     covered = distances.gather(-1, apart.clamp(min=0))
-    return (apart > 0) & ~covered & (index.columns < index.seq_length)[:, :, None]
+    seen = (apart > 0) & ~covered & (index.columns < index.seq_length)[:, :, None]
+    if index.documents is not None:
+        start = index.documents.on(rank, index.world, index.inner, index.block_size).start
+        seen &= start[:, None, :, None] <= index.columns[:, :, None]
+    return seen
 
 
 def _own_columns(index, rank: int, length: int) -> tuple[Tensor, Tensor]:

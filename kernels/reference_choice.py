@@ -41,11 +41,20 @@ def _scores(sample, key) -> tuple[Tensor, Tensor]:
     return query @ keys * sample.softmax_scale, position
 
 
+def unseen(sample, position):
+    """Keys that rows do not see: later ones, and those of other documents. Broadcasts to ``[b, h, R, k]``;
+    ``position`` is ``[k]`` or ``[b, h, k]``."""
+    later = position[..., None, :] > sample.rows[:, None]
+    if sample.starts is None:
+        return later
+    return later | (position[..., None, :] < sample.starts[:, None, :, None])
+
+
 def _far_probabilities(sample, key, lse) -> tuple[Tensor, Tensor]:
     """Probabilities beyond the window, NaN as 0, and the keys' global positions."""
     scores, position = _scores(sample, key)
     apart = (sample.rows // sample.block_size)[:, None] - position // sample.block_size
-    left_out = (apart < sample.near) | (position > sample.rows[:, None])
+    left_out = (apart < sample.near) | unseen(sample, position)
     # Held-out rows do not count.
     row = torch.arange(len(sample.rows), device=key.device)
     left_out = left_out | (row % sample.rows_in_stratum >= sample.fit)[:, None]
@@ -56,8 +65,7 @@ def _far_probabilities(sample, key, lse) -> tuple[Tensor, Tensor]:
 def lse_parts(sample, key):
     """See :func:`kernels.lse_parts`."""
     scores, position = _scores(sample, key)
-    future = position > sample.rows[:, None]
-    return torch.logsumexp(scores.masked_fill_(future, float("-inf")), -1)[None]
+    return torch.logsumexp(scores.masked_fill_(unseen(sample, position), float("-inf")), -1)[None]
 
 
 def merge_lse(parts):

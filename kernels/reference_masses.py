@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .reference_choice import _positions, fixed_point_one, float_bits
+from .reference_choice import _positions, fixed_point_one, float_bits, unseen
 
 
 def _probabilities(sample, keys, position, lse):
@@ -17,7 +17,7 @@ def _probabilities(sample, keys, position, lse):
     query = sample.query.permute(1, 2, 0, 3).double() * sample.softmax_scale
     p = query @ keys.double().transpose(-1, -2)
     p.sub_(lse[..., None].double())
-    p.masked_fill_(position[..., None, :] > sample.rows[:, None], float("-inf"))
+    p.masked_fill_(unseen(sample, position), float("-inf"))
     return p.exp_().nan_to_num_(nan=0.0).clamp_(max=1)
 
 
@@ -60,6 +60,8 @@ def row_masses(sample, key, lse, sink, per_cost):
     total = _total(sample, torch.where(far, fit, 0.0).sum(3))
     if per_cost:
         seen = num_blocks - position // block - sample.near
+        if sample.costs is not None:
+            seen = (sample.costs.further[:, position // block] + 1 - sample.near)[:, None]
         total = torch.where(seen > 0, total / seen.clamp(min=1), 0.0)
     values = torch.where(position < sink, 2**31 - 1, total.float().contiguous().view(torch.int32))
 
@@ -104,11 +106,13 @@ def candidate_slashes(sample, keys, positions, values, least, lse, num_blocks):
     return masses
 
 
-def price_slashes(total, inside, price, usual_price, near, unit, one, spread):
+def price_slashes(total, inside, price, usual_price, near, unit, one, spread, costs=None):
     """See :func:`kernels.price_slashes`."""
     num_blocks = total.shape[-1]
     distance = torch.arange(num_blocks, device=total.device)
     seen = num_blocks - distance if spread else num_blocks
+    if costs is not None:
+        seen = costs.seen[:, None]
     value = (total - inside).clamp(min=0).float() / one / (unit * seen)
     kept = (distance < near) | (value >= price[:, None])
     usual = (distance < near) | (value >= usual_price)
@@ -142,10 +146,16 @@ def price_columns(sample, keys, positions, lse, member, usual, outside, price, s
     held = _held(sample, p, positions, member)
     there = positions < sample.seq_length
     before = (num_blocks - 1 - positions // block).clamp(min=0).long()
+    if sample.costs is not None:
+        at = (positions // block).clamp(max=num_blocks - 1).long().flatten(1)
+        before = sample.costs.further.gather(1, at).view(positions.shape).long()
     total, adds = _total(sample, strata), outside.gather(-1, before)
     if not sample.spread:
         adds = torch.full_like(adds, num_blocks)
-    value = torch.where(there, total / (unit * adds.clamp(min=1)), 0.0).float()
+    adds = adds.clamp(min=1)
+    if sample.costs is not None:
+        adds = adds * sample.costs.factor[:, None, None]
+    value = torch.where(there, total / (unit * adds), 0.0).float()
     kept = there & (((total > 0) & (value >= price[:, None])) | (positions < sink))
     return torch.where(kept, positions, sample.seq_length), value, held
 

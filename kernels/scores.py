@@ -31,7 +31,7 @@ def load_sampled(q_ptr, r, head, lines, num_rows, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank"])
 def _lse_kernel(
-    q_ptr, rows_ptr, k_ptr, out_ptr,
+    q_ptr, rows_ptr, starts_ptr, k_ptr, out_ptr,
     k_ss, k_sb, k_sh, num_rows, batch_heads, length, rank, world, inner, splits, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
@@ -48,6 +48,8 @@ def _lse_kernel(
     head = batch * HEADS + kv_head * GROUP + m % GROUP
     q = load_sampled(q_ptr, r, head, batch_heads, num_rows, D)
     row = tl.load(rows_ptr + r, mask=r < num_rows, other=-1)
+    if starts_ptr is not None:
+        start = tl.load(starts_ptr + batch * num_rows + r, mask=r < num_rows, other=0)
     scale = scale * LOG2E
     k_ptr += batch * k_sb + kv_head * k_sh
     keys = tl.arange(0, KEYS)
@@ -67,6 +69,9 @@ def _lse_kernel(
         if (last + 1) * BLOCK > earliest:
             position = key_positions(at + keys, rank, world, inner, BLOCK)
             scores = tl.where(position[None, :] <= row[:, None], scores, float("-inf"))
+        if starts_ptr is not None:
+            position = key_positions(at + keys, rank, world, inner, BLOCK)
+            scores = tl.where(position[None, :] >= start[:, None], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.math.exp2(top - base) + tl.sum(tl.math.exp2(scores - base[:, None]), 1)
@@ -89,7 +94,7 @@ def lse_parts(sample, key):
     parts = torch.empty(shape, dtype=torch.float32, device=key.device)
     launch(
         _lse_kernel, (tiles, splits, batch * kv_heads),
-        sample.query, sample.rows, key, parts,
+        sample.query, sample.rows, sample.starts, key, parts,
         *key.stride()[:3], num_rows, batch * heads, length, sample.rank, sample.world, sample.inner, splits,
         sample.softmax_scale,
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=sample.block_size,

@@ -65,6 +65,24 @@ def precision_for(tensor: torch.Tensor) -> str:
     return "ieee" if tensor.dtype == torch.float32 else "tf32"
 
 
+def document_rows(index, rank: int) -> tuple:
+    """Of packed documents, what kernels that hold queries take: where the documents of a rank's rows start,
+    and ``LocalDocuments.reach``. None, which compiles to nothing, if there are none."""
+    if index.documents is None:
+        return None, None
+    local = index.documents.on(rank, index.world, index.inner, index.block_size)
+    return local.start, local.reach
+
+
+def document_keys(index, rank: int) -> tuple:
+    """What kernels that hold keys take: where the documents of the rows of ``rank`` start, and
+    ``LocalDocuments.extent``."""
+    if index.documents is None:
+        return None, None
+    local = index.documents.on(rank, index.world, index.inner, index.block_size)
+    return local.start, local.extent
+
+
 @triton.jit
 def block_at(local_block, rank, world, inner):
     """See ``layout.block_at``."""
@@ -93,6 +111,40 @@ def list_start(bh, a, ptr_len, nb, residue, LISTS: tl.constexpr):
     else:
         start = bh * ptr_len + residue
     return start
+
+
+@triton.jit
+def first_beyond(entries, low, high, most):
+    """Where, from ``low`` to ``high``, the first of ascending entries is that is more than ``most``;
+    ``high`` if none is."""
+    while low < high:
+        middle = (low + high) // 2
+        beyond = tl.load(entries + middle).to(tl.int32) > most
+        high = tl.where(beyond, middle, high)
+        low = tl.where(beyond, low, middle + 1)
+    return low
+
+
+@triton.jit
+def seen_from(
+    first_block, slash_ptr, slash_list, low, high, last, node, outer, LISTS: tl.constexpr
+):  # fmt: skip
+    """Up to where in a query block's part of a round's list, from ``low`` to ``high``, the key blocks are not
+    before ``first_block`` of the sequence. The list is of the blocks of ``node``, nearest first; ``last`` is
+    the last in reach."""
+    most = last - (first_block - node + outer - 1) // outer
+    if LISTS:
+        end = first_beyond(slash_list, low, high, most)
+    else:
+        end = tl.maximum(tl.load(slash_ptr + tl.maximum(most + 1, 0)), low)
+    return end
+
+
+@triton.jit
+def blocks_before(block, rank, world, inner):
+    """How many of a rank's blocks come before ``block`` of the sequence."""
+    stripe = block // world
+    return stripe + (block_at(stripe, rank, world, inner) < block).to(tl.int32)
 
 
 @triton.jit

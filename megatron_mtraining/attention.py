@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .config import MTrainingConfig
+from .documents import Documents
 from .kernels import check_operands
 from .pattern import BlockListIndex, VerticalSlashIndex, check_choice, choose_index
 from .ring import KeysAndValues, ring_attention, ring_of
@@ -35,6 +36,7 @@ def attend(
     cp_inner: int | None = None,
     softmax_scale: float | None = None,
     attended: Attended | None = None,
+    documents: Documents | None = None,
     **choice,
 ) -> Attended:
     """Causal self-attention to the keys that each head's pattern keeps.
@@ -52,6 +54,9 @@ def attend(
             activation recomputation, on all ranks or on none: no pattern is chosen then, no forward
             is run and nothing is sent, but the result has a backward. Without its ``out``, the pattern alone
             is taken from it.
+        documents: packed ones, of the whole sequence, on this device: queries attend to keys of their own
+            document alone, and the pattern is chosen from what they may attend to. None for one document.
+            ``attended`` has them already.
         choice: ``heads``, ``price`` and ``slashes`` of :func:`~megatron_mtraining.pattern.choose_index`.
 
     Returns:
@@ -59,9 +64,12 @@ def attend(
 
     Raises:
         ValueError: on operands or a sequence length that do not fit, before any communication.
+        ConfigError: on documents or settings that do not.
     """
     ring = ring_of(cp_group, cp_inner)
     check_operands(query, key, value)
+    if documents is not None:
+        documents.check(query.shape[1], query.shape[0] * ring.world, query.device)
     if softmax_scale is None:
         softmax_scale = query.shape[-1] ** -0.5
     keys = before = None
@@ -73,7 +81,7 @@ def attend(
     else:
         before = attended.out, attended.lse
     if attended is None:
-        index = choose_index(query, key, config, ring, softmax_scale, **choice)
+        index = choose_index(query, key, config, ring, softmax_scale, documents=documents, **choice)
     else:
         index = attended.index
     found = ring_attention(
@@ -91,11 +99,12 @@ def sparse_attention(
     cp_group: dist.ProcessGroup | None = None,
     cp_inner: int | None = None,
     softmax_scale: float | None = None,
+    documents: Documents | None = None,
     **choice,
 ) -> tuple[Tensor, VerticalSlashIndex | BlockListIndex]:
     """out and pattern of :func:`attend`, which says what is taken."""
     out, _, index = attend(
         query, key, value, config=config, cp_group=cp_group, cp_inner=cp_inner,
-        softmax_scale=softmax_scale, **choice,
+        softmax_scale=softmax_scale, documents=documents, **choice,
     )  # fmt: skip
     return out, index

@@ -17,6 +17,7 @@ from megatron_mtraining.kernels.dispatch import GLUON_VERSIONS
 COMPILE = r'''
 import json, os, re, subprocess, sys
 import torch, triton
+from dataclasses import replace
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -63,22 +64,25 @@ def inner_loops(sass):
 
 launch, JITFunction.run = JITFunction.run, compile_only
 
+from megatron_mtraining.documents import Documents
 from megatron_mtraining.kernels import hopper_backward_key, hopper_backward_query, hopper_forward
 from megatron_mtraining.pattern import build_block_index, build_index
 from megatron_mtraining.ring import RingStep, rounds
 
 hopper_backward_key.CHAIN = 8  # as if the sequences were long
 
-for dim, columns, lists in json.loads(sys.argv[2]):
+for dim, columns, lists, packed in json.loads(sys.argv[2]):
     for inner, this in [(2, *rounds(1, 2, 1)), *((1, this) for this in rounds(1, 1, 2))]:
         step = RingStep(1, 1 - this.number, inner, 2 // inner)
-        label = f"{dim} {columns} {lists} {inner} {this.number} "
+        label = f"{dim} {columns} {lists} {packed} {inner} {this.number} "
         distances = torch.ones(1, 4, 8, dtype=torch.bool)
         picks = torch.arange(columns).expand(1, 4, -1)
         index = build_index(distances, picks, 1024, 128, 2, inner)
         if lists:
             blocks = torch.zeros(1, 4, 4, 8, dtype=torch.bool)
             index = build_block_index(blocks, distances, picks, 1024, 128, 2, inner, 1)
+        if packed:
+            index = replace(index, documents=Documents.from_lengths([300, 724], 1024))
         q = torch.zeros(512, 1, 4, dim, dtype=torch.bfloat16)
         keys = torch.zeros(inner, 2, 512, 1, 2, dim, dtype=torch.bfloat16).unbind(1)
         k, v = keys[0][0], keys[1][0]
@@ -108,7 +112,14 @@ def test_products_stay_in_flight(tmp_path):
         pytest.skip(f"the Hopper kernels do not run with Triton {triton.__version__}")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     environment.pop("TRITON_INTERPRET", None)
-    cases = json.dumps([[128, 64, False], [64, 0, False], [128, 64, True]])
+    cases = json.dumps(
+        [
+            [128, 64, False, False],
+            [64, 0, False, False],
+            [128, 64, True, False],
+            [128, 64, True, True],
+        ]
+    )
     done = subprocess.run(
         [sys.executable, "-c", COMPILE, str(tmp_path), cases],
         env=environment, capture_output=True, text=True,
@@ -117,7 +128,7 @@ def test_products_stay_in_flight(tmp_path):
     found = json.loads(done.stdout.splitlines()[-1])
     kernels = {name: numbers for name, numbers in found.items() if numbers["products"]}
     # One round of two ranks, and two of one; columns have a key kernel of their own.
-    assert len(kernels) == 3 * 4 + 3 * 3 + 3 * 4, sorted(found)
+    assert len(kernels) == 3 * 4 + 3 * 3 + 3 * 4 + 3 * 4, sorted(found)
     for name, numbers in kernels.items():
         # A product of 64 x 128 x 128 is 8 instructions; serialised, each has a wait of its own.
         assert numbers["waits"] * 2 < numbers["products"], (name, numbers)

@@ -31,6 +31,7 @@ from ..pattern import check_files, settings_of_run
 from .backend import is_active, training_arguments
 from .checks import check_settings, ranks_a_node
 from .output import check_loss, why_not
+from .packing import check_documents
 from .wrapping import is_first_local_rank
 
 ALL = "all"
@@ -179,6 +180,7 @@ def check_arguments(args) -> None:
                 )
             return
         check_settings(args, command_line=True)
+        check_documents(args)
         _check_budgets_alone(args)
         config = config_from_args(args)
         check_loss(args, config.loss_chunk, command_line=True)

@@ -8,10 +8,12 @@ import inspect
 from torch import Tensor
 
 from ..config import ConfigError
+from ..documents import Documents
 from ..layout import stripe_batch
 from .arguments import config_from_args
 from .backend import is_active, training_arguments
 from .checks import ranks_a_node
+from .packing import carry
 
 PACKED = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
 SEQUENCES = ("tokens", "labels", "loss_mask", "position_ids")
@@ -36,13 +38,25 @@ def wrap_get_batch(original):
             group = parallel_state.get_context_parallel_group()
         config, size = config_from_args(arguments), group.size()
         inner = ranks_a_node(arguments, size, config.gathered_ranks, command_line=True)
-        return slice_batch(given["batch"], group.rank(), size, config.block_size, inner)
+        batch = given["batch"]
+        packed = getattr(arguments, "dataloader_inter_document_masking", False)
+        # They come to the model as packed_seq_params then.
+        kept = {name: batch.pop(name) for name in PACKED if name in batch} if packed else {}
+        apart = getattr(arguments, "reset_attention_mask", False)
+        batch = slice_batch(batch, group.rank(), size, config.block_size, inner, apart)
+        batch.update(kept)
+        return batch
 
     return get_batch_on_this_cp_rank
 
 
 def slice_batch(
-    batch: dict, cp_rank: int, cp_size: int, block_size: int, inner: int | None = None
+    batch: dict,
+    cp_rank: int,
+    cp_size: int,
+    block_size: int,
+    inner: int | None = None,
+    documents: bool = False,
 ) -> dict:
     """This rank's part of a Megatron batch.
 
@@ -53,12 +67,15 @@ def slice_batch(
         cp_rank, cp_size: position in the context-parallel group, and its size.
         block_size: tokens in a block.
         inner: ranks of a node, as for :func:`~megatron_mtraining.layout.inner_size`.
+        documents: keep documents apart, which begin where position ids are 0: the result's tensors carry them
+            (:mod:`.packing`).
 
     Returns:
         The same dict.
 
     Raises:
-        ConfigError: packed sequences, or an entry with another length.
+        ConfigError: packed sequences, an entry with another length, or documents that position ids do not
+            tell.
     """
     packed = [name for name in PACKED if batch.get(name) is not None]
     if packed:
@@ -81,5 +98,17 @@ def slice_batch(
             f"the entries of the batch are not of one sequence length: {shapes}; attention backend "
             "mtraining does not know how to slice them"
         )
+    found = _documents(batch) if documents else None
     batch.update(stripe_batch(ours, cp_rank, cp_size, block_size, inner))
+    if found is not None:
+        carry(batch, found)
     return batch
+
+
+def _documents(batch: dict) -> Documents:
+    ids = batch.get("position_ids")
+    if ids is None:
+        raise ConfigError(
+            "the batch has no position_ids, which tell with --reset-attention-mask where documents begin"
+        )
+    return Documents.from_position_ids(ids, check=False)

@@ -73,21 +73,9 @@ REFUSALS = (
         "only position embeddings that can be striped over ranks are supported",
         "use rope, yarn, learned_absolute or none",
     ),
-    Refusal(
-        "reset_attention_mask",
-        unset,
-        "a mask that keeps documents apart is not supported, attention is causal",
-        LEAVE_OUT,
-    ),
     Refusal("sft", unset, "packed (THD) sequences are not supported", LEAVE_OUT),
     Refusal(
         "rl_use_sequence_packing", unset, "packed (THD) sequences are not supported", LEAVE_OUT
-    ),
-    Refusal(
-        "dataloader_inter_document_masking",
-        unset,
-        "packed (THD) sequences are not supported",
-        LEAVE_OUT,
     ),
     Refusal(
         "hybrid_context_parallel",

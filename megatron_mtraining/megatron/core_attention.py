@@ -17,6 +17,7 @@ from . import recompute
 from .arguments import settings
 from .checks import check_settings, ranks_a_node
 from .density import DensityMeter
+from .packing import documents_in
 
 
 class MTrainingAttention(MegatronModule):
@@ -110,7 +111,8 @@ class MTrainingAttention(MegatronModule):
             key, value: ``[s/cp, b, query groups, d]``, any strides.
             attention_mask: not looked at; attention is causal, as for TEDotProductAttention.
             attn_mask_type: causal, or None for the one given at construction.
-            attention_bias, packed_seq_params: must be None.
+            attention_bias: must be None.
+            packed_seq_params: None, or packed documents (:func:`~.packing.params_of`).
 
         Returns:
             ``[s/cp, b, heads * d]``, contiguous, of the query's dtype.
@@ -123,11 +125,7 @@ class MTrainingAttention(MegatronModule):
         place = f"attention of layer {self.layer_number}"
         if attention_bias is not None:
             raise ConfigError(f"the {place} is given an attention_bias, which is not supported")
-        if packed_seq_params is not None:
-            raise ConfigError(
-                f"the {place} is given packed_seq_params: attention backend mtraining does not "
-                "support packed sequences"
-            )
+        documents = documents_in(packed_seq_params, place)
         if attn_mask_type is not None:
             _check_mask_type(attn_mask_type, place)
         _check_tensors(query, key, value, place)
@@ -142,6 +140,7 @@ class MTrainingAttention(MegatronModule):
             cp_inner=self.cp_inner,
             softmax_scale=self.softmax_scale,
             attended=carried,
+            documents=documents,
             **({} if dense or carried else self._choice(query)),
         )
         recompute.keep(self, attended)

@@ -25,7 +25,7 @@ def register() -> None:
         ConfigError: it is too old.
     """
     check_version(_module("megatron.core").__version__)
-    from . import batch, model, output, recompute, rotary
+    from . import batch, model, output, packing, recompute, rotary
     from .backend import add_member
 
     add_member()
@@ -39,6 +39,7 @@ def register() -> None:
     wrap(vision_module.VisionModule, "__init__", model.wrap_any_model)
     wrap(gpt_model.GPTModel, "__init__", model.wrap_gpt_model)
     wrap(gpt_model.GPTModel, "_postprocess", output.wrap_postprocess)
+    wrap(gpt_model.GPTModel, "forward", packing.wrap_forward)
     wrap(yarn.YarnRotaryEmbedding, "_set_cos_sin_cache", rotary.wrap_yarn_cache)
     wrap(_module(core + "tensor_parallel.random"), "checkpoint", recompute.wrap_checkpoint)
     wrap(transformer_engine, "te_checkpoint", recompute.wrap_checkpoint)

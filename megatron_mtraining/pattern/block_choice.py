@@ -17,6 +17,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..documents import Documents
 from ..kernels import strided_lse, take_blocks
 from ..layout import block_at
 
@@ -39,6 +40,7 @@ def choose_block_lists(
     block_size: int = 128,
     window_blocks: int = 1,
     sink_blocks: int = 1,
+    documents: Documents | None = None,
 ) -> Tensor:
     """The key blocks that this rank's query blocks are to see, from the call's own queries and keys.
 
@@ -52,6 +54,8 @@ def choose_block_lists(
         top_k: moba: blocks to take beside those that always are.
         window_blocks, sink_blocks: so many blocks before a query's own, and so many first ones, are always
             taken, as is its own.
+        documents: packed ones; blocks that lie in none of a query block's are not taken. A block that has a
+            part of them is scored as a whole.
 
     Returns:
         uint8 ``[b, h, nb, NB]``, by own query block and global key block: ``blocks`` of
@@ -80,10 +84,18 @@ def choose_block_lists(
         raise ValueError(f"{length} tokens a rank are not a multiple of blocks of {block_size}")
     if missing:
         query, key = (torch.nn.functional.pad(t, (0, 0) * 3 + (0, missing)) for t in (query, key))
+    apart = None
+    if documents is not None:
+        first = documents.on(ring.rank, ring.world, ring.inner, block_size).reach[:, 0]
+        every = torch.arange(first.shape[1] * ring.world, device=query.device)
+        apart = every < first[:, None, :, None]  # [b, 1, nb, NB]
     if source == "moba":
-        return _pooled(query, key, length, ring, block_size, top_k, window_blocks, sink_blocks)
-    rest = softmax_scale, stride, threshold, block_size, window_blocks, sink_blocks
-    return _antidiagonal(query, key, length, ring, *rest)
+        rest = block_size, top_k, window_blocks, sink_blocks
+        blocks = _pooled(query, key, length, ring, apart, *rest)
+    else:
+        rest = softmax_scale, stride, threshold, block_size, window_blocks, sink_blocks
+        blocks = _antidiagonal(query, key, length, ring, apart, *rest)
+    return blocks if apart is None else blocks.masked_fill_(apart, 0)
 
 
 def _integers(tensor: Tensor, over, bits: int) -> Tensor:
@@ -94,7 +106,7 @@ def _integers(tensor: Tensor, over, bits: int) -> Tensor:
     return (tensor * (bits - exponent.clamp(min=-900)).double().exp2()).round()
 
 
-def _pooled(query, key, length, ring, block_size, top_k, window, sink) -> Tensor:
+def _pooled(query, key, length, ring, apart, block_size, top_k, window, sink) -> Tensor:
     """Means in float64, rounded to integers whose products add up exactly: so the scores, of which a float32
     is kept, are the same bits in whatever order they are summed."""
     nb, (_, batch, heads, dim) = query.shape[0] // block_size, query.shape
@@ -119,14 +131,17 @@ def _pooled(query, key, length, ring, block_size, top_k, window, sink) -> Tensor
         # Floats as integers of the same order: all but the last bit, and all positive.
         order = scores.float().view(torch.int32) >> 1
         order = torch.where(order < 0, -(order & 0x3FFFFFFF), order) + 2**30
+        order = order.clamp(min=1)
+        if apart is not None:
+            order = order.masked_fill(apart[:, :, first : first + count], 0)
         blocks[:, :, first : first + count] = take_blocks(
-            order.clamp(min=1), False, top_k, first, window, sink, *layout
+            order, False, top_k, first, window, sink, *layout
         )
     return blocks
 
 
 def _antidiagonal(
-    query, key, length, ring, softmax_scale, stride, threshold, block_size, window, sink
+    query, key, length, ring, apart, softmax_scale, stride, threshold, block_size, window, sink
 ) -> Tensor:
     """Keys of all ranks are gathered for one KV head at a time."""
     nb, (_, batch, heads, _) = query.shape[0] // block_size, query.shape
@@ -142,6 +157,10 @@ def _antidiagonal(
             parts, lse = strided_lse(
                 rows, keys, stride, block_size, first, ring.rank, ring.inner, softmax_scale
             )
+            if apart is not None:
+                own = apart[:, :, first : first + count].repeat_interleave(squares, 2)
+                parts = parts.masked_fill(own, float("-inf"))
+                lse = torch.logsumexp(parts * math.log(2), -1) / math.log(2)
             mass = _fixed_point(parts, lse)
             mass[:, :, -(-length // stride) - first * squares :] = 0  # past the end of the sequence
             mass = mass.unflatten(2, (count, squares)).sum(3)

@@ -23,8 +23,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..documents import Documents
 from ..kernels import block_counts, block_lists, index_lists
 from ..layout import block_at, inner_size
+from . import packed
 from .index import PatternIndex
 
 MOST = 2**28
@@ -47,7 +49,7 @@ class BlockListIndex(PatternIndex):
         columns: int32 ``[b, h, C]``: V ascending, positions over all ranks; N past the count.
         column_ptr: int32 ``[b, h, NB + 1]``: how many of V come before each block.
         seq_length, block_size, world, inner, rank: N tokens in all, B, W, I, and whose query blocks.
-        recall: as for :class:`~.index.VerticalSlashIndex`.
+        recall, documents: as for :class:`~.index.VerticalSlashIndex`.
 
     It takes 4 bytes for each pair of an own query block and a key block, and per head 9 a block of the
     sequence, 4 a block and round of this rank, 4 a column: 303 KB at 512K tokens over 4 ranks in one round
@@ -67,6 +69,7 @@ class BlockListIndex(PatternIndex):
     inner: int
     rank: int
     recall: Tensor | None = None
+    documents: Documents | None = None
 
     LISTS: ClassVar[bool] = True
 
@@ -112,6 +115,8 @@ class BlockListIndex(PatternIndex):
         What :meth:`.index.VerticalSlashIndex.work` gives for this rank, and 0 for the others: the sum over
         ranks is that of all.
         """
+        if self.documents is not None:
+            return packed.work(self, [self.rank])
         block, outer, nb = self.block_size, self.outer, self.local_blocks
         batch, heads, num_blocks = self.member.shape
         counts = self.round_ptr.diff().double().view(outer, batch, heads, nb)
@@ -135,6 +140,9 @@ class BlockListIndex(PatternIndex):
         index's device. The mean over ranks is the density of the whole, but for the last digits: ranks
         have not quite the same number of causal pairs."""
         rows = self._positions().double()
+        if self.documents is not None:
+            every = packed.visible_pairs(self, self.rank).sum((-1, -2))
+            return (self.work().sum((-1, -2)) / every[:, None]).float()
         return (self.work().sum((-1, -2)) / (rows + 1).sum()).float()
 
     def token_mask(self, batch: int, head: int) -> Tensor:
@@ -147,6 +155,8 @@ class BlockListIndex(PatternIndex):
         columns = self.columns[batch, head, : int(self.column_ptr[batch, head, -1])].long()
         apart = rows[:, None] // block - columns[None] // block
         mask[:, columns] |= ~self.distances()[batch, head][apart.clamp(min=0)]
+        if self.documents is not None:
+            mask &= keys >= self.documents.starts[batch, rows, None]
         return mask & (rows[:, None] >= keys[None])
 
     def _positions(self) -> Tensor:

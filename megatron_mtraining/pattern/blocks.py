@@ -13,7 +13,9 @@ from .estimate import Sample
 BLOCK_POLICIES = ("xattention", "moba")
 
 
-def choose_blocks(query: Tensor, key: Tensor, config, near: int, ring, softmax_scale) -> Tensor:
+def choose_blocks(
+    query: Tensor, key: Tensor, config, near: int, ring, softmax_scale, documents=None
+) -> Tensor:
     """Key blocks of this rank's query blocks: uint8 ``[b, h, nb, NB]``, by one policy's settings.
 
     Args:
@@ -27,7 +29,7 @@ def choose_blocks(query: Tensor, key: Tensor, config, near: int, ring, softmax_s
     return choose_block_lists(
         query, key, ring, softmax_scale, **options,
         block_size=config.block_size, window_blocks=near - 1,
-        sink_blocks=-(-config.sink // config.block_size),
+        sink_blocks=-(-config.sink // config.block_size), documents=documents,
     )  # fmt: skip
 
 
@@ -54,7 +56,9 @@ def recall_of_blocks(sample: Sample, key: Tensor, lse: Tensor, blocks: Tensor, r
         torch.arange(-(-len(key) // size), device=key.device), sample.rank, world, sample.inner
     )
     position = (own[:, None] * size + torch.arange(size, device=key.device)).flatten()[: len(key)]
-    future = position > rows[:, None]
+    future = (position > rows[:, None])[None]
+    if sample.starts is not None:
+        future = future | (position < sample.starts[:, held, None])
     missing = len(own) * size - len(key)
     query = sample.query[held].float()
     kept = torch.zeros(batch, heads, device=key.device)
@@ -62,7 +66,7 @@ def recall_of_blocks(sample: Sample, key: Tensor, lse: Tensor, blocks: Tensor, r
         for h in range(heads):
             keys = key[:, b, h * key.shape[2] // heads].float()
             p = torch.exp(query[:, b, h] @ keys.T * sample.softmax_scale - lse[b, h, held, None])
-            p = p.masked_fill_(future, 0).nan_to_num_(nan=0.0).clamp_(max=1)
+            p = p.masked_fill_(future[b % len(future)], 0).nan_to_num_(nan=0.0).clamp_(max=1)
             p = torch.nn.functional.pad(p, (0, missing)).unflatten(-1, (-1, size)).sum(-1)
             kept[b, h] = (p * seen[b, h][:, own]).sum() / len(rows)
     return ring.all_reduce(kept)

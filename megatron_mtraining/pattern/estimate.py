@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..documents import Costs, Documents
 from ..kernels import lse_parts, merge_lse
 from ..layout import locate
 
@@ -31,6 +32,9 @@ class Sample:
         spread: the rows are spread over the sequence, not its last.
         near: query and key blocks fewer apart than this are in the local window.
         seq_length: N.
+        documents: packed ones: a row sees keys of its own alone. None for one document.
+        starts: int32 ``[b, R]``: where the rows' documents start; None without ``documents``.
+        costs: what slashes and columns add within documents; None without, and where rows are not spread.
         rank, world, inner, block_size: the striped layout of the keys.
         softmax_scale: factor of the scores.
     """
@@ -48,6 +52,9 @@ class Sample:
     inner: int
     block_size: int
     softmax_scale: float
+    documents: Documents | None = None
+    starts: Tensor | None = None
+    costs: Costs | None = None
 
 
 def sample_rows(seq_length: int, strata: int, rows: int, device=None) -> Tensor:
@@ -85,7 +92,9 @@ def _rows_here(seq_length, estimator, strata, rows, rank, world, inner, block_si
         return row.int(), torch.where(here, local, 0), ~here[:, None, None, None]
 
 
-def draw_sample(query: Tensor, config, ring, near: int, softmax_scale: float) -> Sample:
+def draw_sample(
+    query: Tensor, config, ring, near: int, softmax_scale: float, documents: Documents | None = None
+) -> Sample:
     """Bring the sampled rows to all ranks, in one small collective.
 
     Args:
@@ -113,6 +122,9 @@ def draw_sample(query: Tensor, config, ring, near: int, softmax_scale: float) ->
         kind = dict(rows_in_stratum=1, fit=1, twice=False, spread=False)
     else:
         kind = dict(rows_in_stratum=rows, fit=rows - config.held_out_rows, twice=True, spread=True)
+    if documents is not None:
+        kind.update(documents=documents, starts=documents.starts[:, row.long()].contiguous())
+        kind.update(costs=documents.costs(block) if kind["spread"] else None)
     return Sample(
         sampled, row, **kind, near=near, seq_length=seq_length,
         rank=ring.rank, world=ring.world, inner=ring.inner, block_size=block, softmax_scale=softmax_scale,

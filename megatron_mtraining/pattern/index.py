@@ -25,8 +25,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..documents import Documents
 from ..kernels import index_lists
 from ..layout import block_at, inner_size, owner_of
+from . import packed
 
 
 class PatternIndex:
@@ -41,6 +43,7 @@ class PatternIndex:
     block_size: int
     world: int
     inner: int
+    documents: Documents | None
 
     @property
     def outer(self) -> int:
@@ -102,6 +105,8 @@ class VerticalSlashIndex(PatternIndex):
         seq_length, block_size, world, inner: N tokens in all, B, W, I.
         recall: float32 ``[b, h]``: the share of sampled rows' attention that is kept, measured as the pattern
             was chosen; None if it was not.
+        documents: packed ones, to which attention keeps as well: what the index has beside that is not
+            attended to. None for one document.
 
     A head takes 17 bytes a block of the sequence and 4 a column: 74 KB at 512K tokens with 1000 columns.
     """
@@ -118,6 +123,7 @@ class VerticalSlashIndex(PatternIndex):
     world: int
     inner: int
     recall: Tensor | None = None
+    documents: Documents | None = None
 
     LISTS: ClassVar[bool] = False
 
@@ -144,6 +150,8 @@ class VerticalSlashIndex(PatternIndex):
         In round ``o``, queries take the keys ``o`` blocks before them, modulo the number of rounds O, and the
         columns, of all ranks, of the heads h with ``h * O // H == o``.
         """
+        if self.documents is not None:
+            return packed.work(self, range(self.world))
         block, outer = self.block_size, self.outer
         num_blocks, heads = self.member.shape[-1], self.member.shape[1]
         # slash[o, i]: key blocks that query block i sees in round o.
@@ -169,10 +177,13 @@ class VerticalSlashIndex(PatternIndex):
         return work.transpose(-1, -2)
 
     def density(self) -> Tensor:
-        """Share of the causal pairs that is attended: float32 ``[b, h]``, on the index's device.
+        """Share of the causal pairs (of one document) that is attended: float32 ``[b, h]``, on the index's
+        device.
 
         The sum of :meth:`work`, in a few operations whatever the number of ranks.
         """
+        if self.documents is not None:
+            return packed.density(self)
         block, distances = self.block_size, self.distances()
         num_blocks = distances.shape[-1]
         missing = num_blocks * block - self.seq_length
@@ -194,6 +205,8 @@ class VerticalSlashIndex(PatternIndex):
         mask = distances[(block[:, None] - block[None, :]).clamp(min=0)]
         count = int(self.column_ptr[batch, head, -1])
         mask[:, self.columns[batch, head, :count].long()] = True
+        if self.documents is not None:
+            mask = mask & (position >= self.documents.starts[batch, :, None])
         return mask & (position[:, None] >= position[None, :])
 
 

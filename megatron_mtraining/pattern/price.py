@@ -91,8 +91,9 @@ def choose_by_price(
         least = USUAL * column * (1 if sample.spread else num_blocks)
         inside = candidate_slashes(sample, keys, positions, values, least, lse, num_blocks)
         slashes, usual, outside, value = price_slashes(
-            masses[0], inside, price, USUAL, sample.near, pair, one, sample.spread
-        )
+            masses[0], inside, price, USUAL, sample.near, pair, one, sample.spread,
+            sample.costs,
+        )  # fmt: skip
         slashes = _bound_slashes(slashes, value, sample.near, heads)
     else:
         usual, outside = slashes, (slashes == 0).cumsum(-1, dtype=torch.int32)

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..documents import Documents
 from ..kernels import gather_columns, held_columns, row_masses
 from ..layout import check_layout
 from .block_index import BlockListIndex, build_block_index
@@ -31,6 +32,7 @@ def choose_index(
     heads=None,
     price: Tensor | None = None,
     slashes: Tensor | None = None,
+    documents: Documents | None = None,
 ) -> VerticalSlashIndex | BlockListIndex:
     """The pattern of one attention call, from its own queries and keys.
 
@@ -46,6 +48,7 @@ def choose_index(
             keep its ratio to that.
         slashes: uint8 ``[b, h, NB]``: block distances to keep, as an index of before has them, for heads of
             policy price; None to choose them.
+        documents: packed ones, of the whole sequence; None for one document.
 
     Returns:
         The same index on all ranks, but for lists of blocks (policies xattention and moba), of which each
@@ -68,11 +71,12 @@ def choose_index(
     }
     heads = [settings[id(each)] for each in heads]
     if all(each.keeps_all(seq_length) for each in settings.values()):
-        return full_index(batch, num_heads, seq_length, block, world, ring.inner, query.device)
+        index = full_index(batch, num_heads, seq_length, block, world, ring.inner, query.device)
+        return replace(index, documents=documents)
     num_blocks = -(-seq_length // block)
     # From the first query of a block, the window's farthest key is a block further than from its last.
     near = min(num_blocks, -(-config.window // block) + 1)
-    sample = draw_sample(query, config, ring, near, softmax_scale)
+    sample = draw_sample(query, config, ring, near, softmax_scale, documents)
     lse = sample_lse(sample, key, ring)
     policies = dict.fromkeys(each.policy for each in settings.values())
     layout = (seq_length, block, world, ring.inner)
@@ -80,7 +84,7 @@ def choose_index(
         columns, diagonals, masses = _count(next(iter(policies)), sample, key, lse, heads, ring)
         index = index_of_choice(near, diagonals, columns, *layout)
         recall = _recall(sample, key, lse, masses, index.member, columns, ring)
-        return replace(index, recall=recall)
+        return replace(index, recall=recall, documents=documents)
     chosen = {}
     for policy in policies:
         # Heads of other policies are chosen for too, and then not taken: mixed layers are few.
@@ -97,7 +101,8 @@ def choose_index(
             chosen[policy] = Chosen(member, columns, recall)
     if not policies.keys() & set(BLOCK_POLICIES):
         distances, columns, recall = _merge(chosen, heads, seq_length)
-        return replace(build_index(distances.view(torch.bool), columns, *layout), recall=recall)
+        index = build_index(distances.view(torch.bool), columns, *layout)
+        return replace(index, recall=recall, documents=documents)
     return _with_blocks(query, key, sample, lse, heads, near, chosen, layout, ring)
 
 
@@ -117,12 +122,14 @@ def _with_blocks(query, key, sample: Sample, lse, heads, near, chosen, layout, r
     )
     for settings in dict.fromkeys(each for each in heads if each.policy in BLOCK_POLICIES):
         own = torch.tensor([each == settings for each in heads], device=device)
-        found = choose_blocks(query, key, settings, near, ring, sample.softmax_scale)
+        found = choose_blocks(
+            query, key, settings, near, ring, sample.softmax_scale, sample.documents
+        )
         kept = recall_of_blocks(sample, key, lse, found, ring)
         blocks = torch.where(own[:, None, None], found, blocks)
         recall = torch.where(own, kept, recall)
     index = build_block_index(blocks, distances.bool(), columns, *layout, rank=ring.rank)
-    return replace(index, recall=recall)
+    return replace(index, recall=recall, documents=sample.documents)
 
 
 def check_choice(seq_length: int, config, world: int) -> None:

@@ -252,6 +252,8 @@ def ring_attention(
             f"the index is for {tuple(index.member.shape[:2])} (batch, heads), "
             f"but the query has {tuple(query.shape[1:3])}"
         )
+    if index.documents is not None:
+        index.documents.check(query.shape[1], index.seq_length, query.device)
     if not softmax_scale > 0:
         raise ValueError(f"softmax_scale is {softmax_scale}: it must be positive")
     # Megatron's projections give unit stride in the head dim; anything else is copied once.

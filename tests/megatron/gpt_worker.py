@@ -41,6 +41,10 @@ CASES = {
     },
     "learned positions": {"position_embedding_type": "learned_absolute"},
 }
+LENGTHS = [[1, 130, 64, 573], [300, 468]]
+"""Of packed documents, by batch entry. Dense attention is run on them one by one."""
+for _name in ("rope, everything recomputed", "yarn", "learned positions"):
+    CASES[f"documents, {_name}"] = {**CASES[_name], "documents": True}
 
 
 def build(case: dict, ours: bool, cp_size: int):
@@ -83,21 +87,39 @@ def build(case: dict, ours: bool, cp_size: int):
     )
 
 
-def train_once(model, rank: int, size: int) -> dict:
+def draw_batch(documents: bool) -> dict:
+    tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=torch.manual_seed(3))
+    ids = torch.arange(SEQUENCE).repeat(BATCH, 1)
+    if documents:
+        ids = torch.stack([torch.cat([torch.arange(n) for n in own]) for own in LENGTHS])
+    return {"tokens": tokens, "labels": tokens.roll(-1, 1), "position_ids": ids}
+
+
+def one_by_one(batch: dict) -> list[dict]:
+    """A batch of each document."""
+    found = []
+    for entry, lengths in enumerate(LENGTHS):
+        parts = {name: value[entry : entry + 1].split(lengths, 1) for name, value in batch.items()}
+        found += [{name: part[i] for name, part in parts.items()} for i in range(len(lengths))]
+    return found
+
+
+def train_once(model, rank: int, size: int, documents: bool = False, packed: bool = True) -> dict:
     """Loss and gradients of one batch, summed over the context-parallel ranks."""
     from megatron.core.pipeline_parallel.schedules import custom_backward
 
-    from megatron_mtraining.layout import stripe_batch
+    from megatron_mtraining.megatron.batch import slice_batch
 
-    tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=torch.manual_seed(3))
-    batch = {
-        "tokens": tokens,
-        "labels": tokens.roll(-1, 1),
-        "position_ids": torch.arange(SEQUENCE).repeat(BATCH, 1),
-    }
-    batch = stripe_batch(batch, rank, size, BLOCK, NODES.get(size, [None])[0])
-    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    loss = losses.sum() / (BATCH * SEQUENCE)
+    batch = draw_batch(documents)
+    if documents and not packed:
+        batches = one_by_one(batch)
+    else:
+        node = NODES.get(size, [None])[0]
+        batches = [slice_batch(batch, rank, size, BLOCK, node, documents=documents)]
+    loss = 0.0
+    for batch in batches:
+        losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        loss = loss + losses.sum() / (BATCH * SEQUENCE)
     custom_backward(loss, None)  # as training does; torch's own would leave the CPU shim
     result = {name: param.grad.clone() for name, param in model.named_parameters()}
     result["loss"] = loss.detach().clone()
@@ -117,7 +139,8 @@ def check_other_models_are_untouched(case: dict, expected: dict) -> None:
     if hasattr(model, "rotary_pos_emb"):
         assert type(model.rotary_pos_emb).__name__ in ("RotaryEmbedding", "YarnRotaryEmbedding")
         assert isinstance(model.rotary_pos_emb, RotaryEmbedding)
-    for name, value in train_once(model, 0, 1).items():
+    documents = case.get("documents", False)
+    for name, value in train_once(model, 0, 1, documents, packed=False).items():
         assert torch.equal(value, expected[name]), name
 
 
@@ -130,7 +153,13 @@ def main(file: Path) -> None:
 
     parallel_state.initialize_model_parallel(context_parallel_size=size)
     if size == 1:  # before the plug-in is registered
-        torch.save({n: train_once(build(c, False, 1), 0, 1) for n, c in CASES.items()}, file)
+        dense = {
+            name: train_once(
+                build(case, False, 1), 0, 1, case.get("documents", False), packed=False
+            )
+            for name, case in CASES.items()
+        }
+        torch.save(dense, file)
     expected = torch.load(file)
 
     import megatron_mtraining
@@ -142,7 +171,7 @@ def main(file: Path) -> None:
         model = build(case, ours=True, cp_size=size)
         for layer in model.decoder.layers:
             assert type(layer.self_attention.core_attention) is MTrainingAttention
-        ours = train_once(model, rank, size)
+        ours = train_once(model, rank, size, case.get("documents", False))
         assert ours.keys() == expected[name].keys()
         for part, value in ours.items():
             wanted = expected[name][part]

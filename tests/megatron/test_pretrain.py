@@ -72,6 +72,22 @@ PARALLEL = {
 }
 
 
+# With a larger vocabulary no token of the mock data but the last of a document is its end.
+PACKING = ["--eod-mask-loss", "--vocab-size", "4200"]
+DOCUMENTS = ["--reset-attention-mask", "--reset-position-ids", *PACKING]
+PACKED = {
+    "CP 2, full recompute": (
+        2,
+        "--context-parallel-size 2 --reset-attention-mask --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1",
+    ),
+    "CP 2, from lengths of documents": (
+        2,
+        "--context-parallel-size 2 --dataloader-inter-document-masking",
+    ),
+}
+
+
 class Tree:
     """A copy of a checkout, and the runs made with it."""
 
@@ -95,7 +111,7 @@ class Tree:
         )
         shutil.copytree(plain, patched)
         assert main(["patch", "apply", str(patched)]) == 0
-        self._dense = None
+        self._dense, self._apart = None, None
 
     def run(self, way: str, processes: int, *words: str, timeout: float = 300, data: str = MOCK):
         """pretrain_gpt.py: ``way`` is "launcher", "patch", or "plain" for neither."""
@@ -110,6 +126,12 @@ class Tree:
         if self._dense is None:
             self._dense = losses(self.run("plain", 1))
         return self._dense
+
+    def apart(self) -> list[float]:
+        """The same with packed documents, by Megatron's own mask of documents."""
+        if self._apart is None:
+            self._apart = losses(self.run("plain", 1, *DOCUMENTS))
+        return self._apart
 
 
 @pytest.fixture(scope="session")
@@ -138,6 +160,17 @@ def test_with_everything_kept_losses_are_those_of_dense_attention(name, tree):
     assert losses(run) == pytest.approx(tree.dense(), abs=1e-5, rel=0)
     assert densities(run) == [1.0] * STEPS
     assert run.stdout.count("the data loader makes no") == 1
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_documents_train_as_with_megatrons_own_mask(name, tree, checkout):
+    processes, words = PACKED[name]
+    has = "inter_document_masking" in (checkout / "megatron/training/arguments.py").read_text()
+    if "inter-document" in words and not has:
+        pytest.skip("this Megatron-LM has no --dataloader-inter-document-masking")
+    run = tree.run("launcher", processes, *words.split(), *PACKING, *EVERYTHING)
+    assert losses(run) == pytest.approx(tree.apart(), abs=1e-4, rel=0)
+    assert densities(run) == [1.0] * STEPS
 
 
 SPARSE = ["--mtraining-slash", "0", "--mtraining-vertical", "16", "--mtraining-window", "0"]

@@ -1,0 +1,179 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Packed documents, from the batch to the layers.
+
+Documents are known where the whole batch is, before it is sliced: from position ids that restart, which
+Megatron's data sets make with ``--reset-position-ids``, an end-of-document token being the last of its
+document. They go with the batch's own tensors to the model, and from there as its ``packed_seq_params`` to
+all layers, of this microbatch and no other: also in a replay under activation recomputation. With
+``--dataloader-inter-document-masking`` Megatron brings lengths of documents itself, on all pipeline stages.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from ..config import ConfigError
+from ..documents import MOST_TOKENS, Documents
+from .backend import is_active, training_arguments
+
+CARRIED = "mtraining_documents"
+"""The attribute of a batch's tensors that has their documents."""
+
+
+class DocumentParams(PackedSeqParams):
+    """What layers are given of documents: sequences stay ``[s, b, ...]``, and nothing but our core attention
+    looks at it. Made by :func:`params_of`."""
+
+    documents: Documents
+
+
+def params_of(documents: Documents) -> DocumentParams:
+    """``packed_seq_params`` of a forward of the model, for training loops that make their own batches."""
+    length = documents.seq_length  # rotary tables are made for so many positions
+    params = DocumentParams(qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length)
+    params.documents = documents
+    return params
+
+
+def carry(batch: dict, documents: Documents) -> None:
+    """Let the tokens and position ids of a batch carry its documents to the model."""
+    for name in ("tokens", "position_ids"):
+        if batch.get(name) is not None:
+            setattr(batch[name], CARRIED, documents)
+
+
+def carried_by(*tensors: Tensor | None) -> Documents | None:
+    """The documents that some tensor of a batch carries."""
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and hasattr(tensor, CARRIED):
+            return getattr(tensor, CARRIED)
+    return None
+
+
+def keeps_documents_apart(arguments) -> bool:
+    """Whether a run's arguments ask for attention within documents."""
+    names = ("reset_attention_mask", "dataloader_inter_document_masking")
+    return any(getattr(arguments, name, False) for name in names)
+
+
+def check_documents(args) -> None:
+    """Refuse documents where they cannot be had, and have the data loader say where they are.
+
+    Raises:
+        ConfigError: names the option and what to do.
+    """
+    if not keeps_documents_apart(args):
+        return
+    asked = "--dataloader-inter-document-masking"
+    if getattr(args, "reset_attention_mask", False):
+        asked = "--reset-attention-mask"
+    if args.seq_length is not None and args.seq_length > MOST_TOKENS:
+        raise ConfigError(
+            f"{asked} does not work with --seq-length {args.seq_length}: use at most {MOST_TOKENS}"
+        )
+    if getattr(args, "overlap_moe_expert_parallel_comm", False):
+        raise ConfigError(
+            f"{asked} does not work with --overlap-moe-expert-parallel-comm, which does not tell "
+            "layers what is packed: leave one of them out"
+        )
+    if asked != "--reset-attention-mask":
+        return
+    stages = getattr(args, "pipeline_model_parallel_size", None) or 1
+    if stages > 1:
+        raise ConfigError(
+            f"--reset-attention-mask does not work with --pipeline-model-parallel-size {stages}: "
+            "stages without tokens do not know where documents end; use 1, or, where Megatron has it, "
+            "--dataloader-inter-document-masking"
+        )
+    if getattr(args, "reset_position_ids", False):
+        return
+    kind = getattr(args, "position_embedding_type", "rope")
+    if kind not in ("rope", "yarn", "none"):
+        raise ConfigError(
+            f"--reset-attention-mask needs --reset-position-ids with --position-embedding-type "
+            f"{kind}: documents are told by position ids that restart, which change what such a model "
+            "learns; give both"
+        )
+    args.reset_position_ids = True
+    if getattr(args, "rank", 0) == 0:
+        print(
+            "[mtraining] --reset-attention-mask: position ids restart with documents (as with "
+            "--reset-position-ids), which says where they are; rotary embeddings do not look at them",
+            flush=True,
+        )
+
+
+def wrap_forward(original):
+    signature = inspect.signature(original)
+
+    def forward(self, *args, **kwargs):
+        """Gives the layers the documents of the batch, with attention backend mtraining: as
+        ``packed_seq_params``, which every version hands on to them. Those of Megatron's packed sequences
+        become ours: queries and keys then stay in the striped layout, not sliced document by document."""
+        if not is_active(self.config):
+            return original(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
+        given = bound.arguments
+        params = given.get("packed_seq_params")
+        if params is None:
+            documents = carried_by(given.get("input_ids"), given.get("position_ids"))
+        elif isinstance(params, DocumentParams):
+            documents = params.documents
+        else:
+            documents = documents_of(params)
+        given["packed_seq_params"] = None if documents is None else params_of(documents)
+        return original(*bound.args, **bound.kwargs)
+
+    return forward
+
+
+def documents_of(params: PackedSeqParams) -> Documents:
+    """Documents of Megatron's packed sequences, one after the other in one sequence. Read on the host.
+
+    Raises:
+        ConfigError: there is padding between them, or they are for another context-parallel group.
+    """
+    ends = params.cu_seqlens_q
+    padded = params.cu_seqlens_q_padded
+    if ends is None or getattr(params, "qkv_format", None) != "thd":
+        raise ConfigError(
+            "packed_seq_params are given without cu_seqlens_q: attention backend mtraining takes packed "
+            "sequences (thd) with these"
+        )
+    if getattr(params, "cp_group", None) is not None:
+        raise ConfigError(
+            "packed_seq_params are given with a cp_group: attention backend mtraining does not "
+            "support hybrid context parallelism"
+        )
+    if padded is not None and padded is not ends and not padded.equal(ends):
+        raise ConfigError(
+            "packed_seq_params have other cu_seqlens_q_padded than cu_seqlens_q: attention backend mtraining "
+            "does not support padding between documents"
+        )
+    return Documents.from_cu_seqlens(ends, int(ends.flatten()[-1]))
+
+
+def documents_in(params, place: str) -> Documents | None:
+    """The documents that a layer is given; None if there are none.
+
+    Raises:
+        ConfigError: it is given something else, or the run asks for documents and none have come.
+    """
+    if isinstance(params, DocumentParams):
+        return params.documents
+    if params is not None:
+        raise ConfigError(
+            f"the {place} is given packed_seq_params of Megatron's: attention backend mtraining takes "
+            "them in GPTModel's forward, or those of megatron_mtraining.megatron.packing.params_of"
+        )
+    arguments = training_arguments()
+    if is_active(arguments) and keeps_documents_apart(arguments):
+        raise ConfigError(
+            f"the {place} is to keep documents apart (--reset-attention-mask), but is not told where "
+            "they are: give the model the tensors that get_batch_on_this_cp_rank has returned, or "
+            "packed_seq_params of megatron_mtraining.megatron.packing.params_of"
+        )
+    return None

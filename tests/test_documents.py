@@ -1,0 +1,265 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Packed documents: attention under ``doc(k) == doc(i)`` against dense attention, and against the documents
+one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import (
+    block_lists_of,
+    dense_attention,
+    random_index,
+    random_operands,
+    relative_error,
+    simulated_ring,
+    written_out_mask,
+)
+
+from megatron_mtraining import ConfigError
+from megatron_mtraining.documents import Documents
+from megatron_mtraining.layout import block_at, token_positions
+from megatron_mtraining.pattern import build_index
+
+NAMES = ("out", "grad_query", "grad_key", "grad_value")
+KINDS = ["random", "tokens", "edges", "one", "short end"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_inputs():
+    """Different inputs in every run; pytest shows the seed of a failure."""
+    print("torch seed", torch.seed())
+
+
+@pytest.fixture
+def interpreter(monkeypatch):
+    """Triton's interpreter: the kernels run on CPU tensors. Must be on when they are first imported."""
+    if torch.cuda.is_available():
+        pytest.skip("the kernels run compiled here: see test_kernels_compiled")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def random_lengths(seq_length: int, block: int, kind: str) -> list[int]:
+    """Lengths of documents: any; some of one token; ends at blocks' edges; one for all; a last one of few."""
+    if kind == "one":
+        return [seq_length]
+    if kind == "short end":
+        return [seq_length - 3, 3] if seq_length > 3 else [seq_length]
+    found, left = [], seq_length
+    while left:
+        most = {"random": max(2, seq_length // 2), "tokens": block, "edges": 4}[kind]
+        length = int(torch.randint(1, most, ()))
+        if kind == "tokens" and torch.rand(()) < 0.4:
+            length = 1
+        if kind == "edges":
+            length *= block
+        found.append(min(length, left))
+        left -= found[-1]
+    return found
+
+
+def same_document(lengths: list[list[int]]) -> torch.Tensor:
+    """bool ``[b, N, N]``."""
+    number = [torch.arange(len(own)).repeat_interleave(torch.tensor(own)) for own in lengths]
+    return torch.stack([each[:, None] == each for each in number])
+
+
+def drawn(seq_length, batch, block, kind, device="cpu"):
+    lengths = [random_lengths(seq_length, block, kind) for _ in range(batch)]
+    if kind == "one" and batch > 1:  # beside others
+        lengths[1] = random_lengths(seq_length, block, "random")
+    documents = Documents.from_lengths(lengths, seq_length, device)
+    return documents, same_document(lengths).to(device)
+
+
+def packed_index(seq_length, batch, heads, block, world, inner, budget, kind, device, lists):
+    """The index (each rank's, if of block lists) and its mask, made without it."""
+    documents, together = drawn(seq_length, batch, block, kind, device)
+    index = random_index(seq_length, batch, heads, block, world, budget, device, inner)
+    mask = written_out_mask(index, batch, heads) & together[:, None]
+    if not lists:
+        return replace(index, documents=documents), mask
+    num_blocks = index.member.shape[-1]
+    blocks = torch.rand(batch, heads, num_blocks, num_blocks, device=device) < 0.4
+    own = torch.arange(heads, device=device) % 2 == 0  # every second head has distances and columns
+    blocks &= own[:, None, None]
+    distances = index.distances() & ~own[:, None]
+    columns = torch.where(own[:, None], seq_length, index.columns)
+    at = torch.arange(seq_length, device=device) // block
+    of_blocks = (blocks[:, :, at[:, None], at] | (at[:, None] == at)) & together[:, None]
+    of_blocks = of_blocks.tril()
+    mask = torch.where(own[:, None, None], of_blocks, mask)
+    indices = block_lists_of(blocks, distances, columns, seq_length, block, world, inner)
+    return [replace(each, documents=documents) for each in indices], mask
+
+
+def check(
+    seq_length, world, inner, heads, dim, budget, kind, dtype, block, tolerance, device="cpu",
+    lists=False, batch=2,
+):  # fmt: skip
+    operands = random_operands(seq_length, batch, *heads, dim, dtype, device)
+    index, mask = packed_index(
+        seq_length, batch, heads[0], block, world, inner, budget, kind, device, lists
+    )
+    scale = 0.7 * dim**-0.5
+    expected = dense_attention(*operands, mask, scale)
+    actual = simulated_ring(*operands, index, scale, parts_of_heads=max(1, inner - 1))
+    for name, a, e in zip(NAMES, actual, expected):
+        assert a.shape == e.shape
+        error = relative_error(a, e)
+        assert error < tolerance, f"{name}: relative error {error:.2e}"
+
+
+SEQUENCES = [(500, 1, 1, "few"), (768, 2, 2, "all"), (768, 2, 1, "few"), (768, 6, 3, "few")]
+
+
+@pytest.mark.parametrize("lists", [False, True], ids=["slashes", "lists"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("seq_length", "world", "inner", "budget"), SEQUENCES)
+def test_twins(seq_length, world, inner, budget, kind, lists):
+    case = seq_length, world, inner, (4, 2), 64, budget, kind
+    check(*case, torch.float64, 64, 1e-12, lists=lists)
+
+
+@pytest.mark.parametrize("lists", [False, True], ids=["slashes", "lists"])
+@pytest.mark.parametrize(
+    ("seq_length", "world", "inner", "heads", "dim", "budget", "kind", "block"),
+    [
+        (320, 1, 1, (2, 1), 64, "few", "random", 64),
+        (150, 1, 1, (2, 2), 64, "few", "tokens", 64),
+        (300, 1, 1, (3, 1), 64, "all", "random", 128),
+        (128, 1, 1, (2, 1), 128, "columns", "short end", 64),
+        (384, 2, 1, (2, 1), 64, "few", "random", 64),
+        (384, 3, 3, (2, 1), 64, "few", "random", 64),
+        (512, 2, 2, (2, 1), 64, "all", "edges", 128),
+        (256, 4, 2, (2, 1), 64, "few", "tokens", 64),
+    ],
+)
+def test_kernels_interpreted(
+    interpreter, seq_length, world, inner, heads, dim, budget, kind, block, lists
+):
+    case = seq_length, world, inner, heads, dim, budget, kind
+    check(*case, torch.float32, block, 1e-5, lists=lists, batch=2 if world == 1 else 1)
+
+
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-6}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lists", [False, True], ids=["slashes", "lists"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("budget", ["few", "all"])
+@pytest.mark.parametrize(
+    ("seq_length", "world", "inner", "heads", "dim", "block"),
+    [
+        (1000, 1, 1, (7, 1), 128, 128),
+        (1152, 3, 1, (4, 2), 64, 128),
+        (2048, 4, 2, (4, 2), 128, 128),
+        (1536, 2, 2, (8, 1), 128, 128),
+        (768, 4, 4, (2, 2), 64, 64),
+    ],
+)
+def test_kernels_compiled(seq_length, world, inner, heads, dim, block, budget, kind, dtype, lists):
+    case = seq_length, world, inner, heads, dim, budget, kind, dtype, block, TOLERANCE[dtype]
+    check(*case, "cuda", lists=lists)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("seq_length", "world", "inner"), [(500, 1, 1), (768, 3, 1), (768, 4, 2)])
+def test_what_is_attended_to_is_counted(seq_length, world, inner, kind):
+    index, mask = packed_index(seq_length, 2, 3, 64, world, inner, "few", kind, "cpu", False)
+    together = index.documents.starts[:, :, None] == index.documents.starts[:, None]
+    pairs, causal = mask.sum((-1, -2)).double(), together.tril().sum((-1, -2))
+    assert torch.equal(written_out_mask(index, 2, 3), mask)
+    assert torch.equal(index.work().sum((-1, -2)), pairs)
+    assert torch.allclose(index.density().double(), pairs / causal[:, None])
+    assert torch.equal(index.documents.pairs(64).sum(-1), causal.double())
+    indices, mask = packed_index(seq_length, 2, 3, 64, world, inner, "few", kind, "cpu", True)
+    starts = indices[0].documents.starts
+    together = (starts[:, :, None] == starts[:, None]).tril()
+    for rank, own in enumerate(indices):
+        rows = block_at(torch.arange(own.local_blocks), rank, world, inner)[:, None] * 64
+        rows = (rows + torch.arange(64)).flatten()
+        rows = rows[rows < seq_length]
+        for b in range(2):
+            for h in range(3):
+                assert torch.equal(own.token_mask(b, h), mask[b, h, rows])
+        pairs = mask[:, :, rows].sum((-1, -2)).double()
+        assert torch.equal(own.work()[:, :, rank].sum(-1), pairs)
+        causal = together[:, rows].sum((-1, -2))
+        assert torch.allclose(own.density().double(), pairs / causal[:, None])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("seq_length", "world", "inner"), [(500, 1, 1), (768, 3, 1), (768, 4, 2)])
+def test_bounds_are_exact(seq_length, world, inner, kind):
+    """What is skipped has nothing, what gets no mask is whole; and no block too few or too many of both."""
+    block = 64
+    documents, together = drawn(seq_length, 1, block, kind)
+    num_blocks = -(-seq_length // block)
+    seen = torch.zeros(num_blocks * block, num_blocks * block, dtype=torch.bool)
+    seen[:seq_length, :seq_length] = together[0].tril()
+    seen = seen.unflatten(0, (-1, block)).unflatten(2, (-1, block))  # [NB, B, NB, B]
+    some = seen.any(3).any(1)
+    there = torch.arange(num_blocks * block).view(-1, block) < seq_length
+    whole = (seen | ~there[:, :, None, None] | ~there[None, None]).all(3).all(1)
+    for rank in range(world):
+        local = documents.on(rank, world, inner, block)
+        assert torch.equal(local.line, local.start.float())
+        for a in range(num_blocks // world):
+            own = int(block_at(a, rank, world, inner))
+            first, from_there = local.reach[0, :, a].tolist()
+            assert some[own].nonzero().min() == first
+            assert whole[own, :own].nonzero().flatten().tolist() == list(range(from_there, own))
+        for j in range(num_blocks):
+            until, end = local.extent[0, :, j].tolist()
+            assert some[:, j].nonzero().max() + 1 == end
+            later = whole[j + 1 :, j].nonzero().flatten() + j + 1
+            assert later.tolist() == list(range(j + 1, until))
+
+
+def test_one_start_in_many_notations():
+    lengths = [[5, 1, 250], [256]]
+    documents = Documents.from_lengths(lengths, 256)
+    assert documents.starts[0, [0, 4, 5, 6, 255]].tolist() == [0, 0, 5, 6, 6]
+    assert documents.ends()[0, [0, 4, 5, 6, 255]].tolist() == [4, 4, 5, 255, 255]
+    ids = torch.stack([torch.cat([torch.arange(n) for n in own]) for own in lengths])
+    assert torch.equal(Documents.from_position_ids(ids).starts, documents.starts)
+    ends = torch.tensor([0, 5, 6, 256, 256, 256], dtype=torch.int32)
+    assert torch.equal(Documents.from_cu_seqlens(ends, 256).starts, documents.starts[:1])
+    local = documents.on(1, 2, None, 64).start
+    assert torch.equal(local, documents.starts[:, token_positions(256, 1, 2, 64)])
+
+
+def test_what_cannot_be_documents_is_named():
+    with pytest.raises(ConfigError, match="2 documents of batch entry 1 have 255 tokens.* 256"):
+        Documents.from_lengths([[256], [5, 250]], 256)
+    with pytest.raises(ConfigError, match="document 1 of batch entry 0 has 0 tokens"):
+        Documents.from_lengths([256, 0], 256)
+    for ends in ([0, 5, 250], [1, 256], [0, 9, 5, 256], [0]):
+        with pytest.raises(ConfigError, match="ascend from 0 to the 256 tokens"):
+            Documents.from_cu_seqlens(torch.tensor(ends), 256)
+    ids = torch.arange(256)[None].clone()
+    ids[0, 7] = 0  # but not those after it
+    with pytest.raises(ConfigError, match="token 8 of batch entry 0 has its document start at 0"):
+        Documents.from_position_ids(ids)
+    with pytest.raises(ConfigError, match="torch.float32"):
+        Documents(torch.zeros(1, 256))
+    with pytest.raises(ConfigError, match="too long"):
+        Documents(torch.zeros(1, 2**24 + 1, dtype=torch.int32))
+
+
+def test_no_other_document_has_a_say():
+    """NaN in one document stays in it, even where blocks hold tokens of both: they are skipped or masked."""
+    query, key, value, grad_out = random_operands(256, 1, 2, 1, 64, torch.float64, "cpu")
+    index = build_index(torch.ones(1, 2, 4, dtype=torch.bool), torch.zeros(1, 2, 0), 256, 64, 1)
+    index = replace(index, documents=Documents.from_lengths([128, 128], 256))
+    before = simulated_ring(query, key, value, grad_out, index, 0.1)
+    for tensor in (query, key, value, grad_out):
+        tensor[:128] += 1
+    after = simulated_ring(query, key, value, grad_out, index, 0.1)
+    for one, other in zip(before, after):
+        assert torch.equal(one[128:], other[128:]) and not torch.equal(one[:128], other[:128])
