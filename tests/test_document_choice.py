@@ -113,8 +113,9 @@ def test_the_choice_by_kernels(device):  # noqa: F811
     )
     torch.testing.assert_close(diagonal / one, own / one, **close)
     pair, column = units(sample)
-    slashes = kernels.candidate_slashes(sample, keys, positions, lse, 8)
-    truth = reference_masses.candidate_slashes(sample, keys, positions, lse, 8)
+    worth = torch.rand(positions.shape, device=device).view(torch.int32)
+    given = (sample, keys, positions, worth, 0.5, lse, 8)
+    slashes, truth = kernels.candidate_slashes(*given), reference_masses.candidate_slashes(*given)
     assert truth.any()
     torch.testing.assert_close(slashes / one, truth / one, **close)
     total = truth + (0.3 * torch.rand(truth.shape, device=device) * one).int()
@@ -131,6 +132,10 @@ def test_the_choice_by_kernels(device):  # noqa: F811
     assert torch.equal(columns, expected[0])
     torch.testing.assert_close(value, expected[1], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(held, expected[2], **close)
+    given = (sample, keys, positions, lse, member)
+    torch.testing.assert_close(
+        kernels.held_columns(*given), reference_masses.held_columns(*given), **close
+    )
 
 
 def test_costs_are_of_visible_pairs():
