@@ -140,6 +140,26 @@ def test_with_everything_kept_losses_are_those_of_dense_attention(name, tree):
     assert run.stdout.count("the data loader makes no") == 1
 
 
+YARN = f"""
+    --position-embedding-type yarn --rotary-base 1000000 --rotary-scaling-factor 16
+    --yarn-original-max-position-embeddings {SEQUENCE // 16}
+""".split()
+
+
+def test_yarn(tree):
+    """From 0.19 on Megatron-LM has options for it; before, the model has no settings."""
+    arguments = tree.roots["launcher"] / "megatron/training/arguments.py"
+    if "--yarn-original-max-position-embeddings" not in arguments.read_text():
+        run = tree.run("launcher", 1, *EVERYTHING, *YARN[:2])
+        said = "invalid choice: 'yarn'" in run.stderr or "the config has no yarn_" in run.stderr
+        assert run.returncode and said, run.stderr[-4000:]
+        return
+    wanted = losses(tree.run("plain", 1, *YARN))
+    assert wanted != pytest.approx(tree.dense(), abs=1e-4), "YaRN has an effect"
+    run = tree.run("launcher", 2, "--context-parallel-size", "2", *EVERYTHING, *YARN)
+    assert losses(run) == pytest.approx(wanted, abs=1e-5, rel=0)
+
+
 SPARSE = ["--mtraining-slash", "0", "--mtraining-vertical", "16", "--mtraining-window", "0"]
 
 
