@@ -32,6 +32,14 @@ def make_rope(group=None):
     return rope_module.RotaryEmbedding(64, 1.0, use_cpu_initialization=True, cp_group=group)
 
 
+def make_llama(group=None):
+    """--use-rope-scaling and --rotary-seq-len-interpolation-factor."""
+    scaled = dict(seq_len_interpolation_factor=4, rope_scaling=True, rotary_base=500000)
+    return rope_module.RotaryEmbedding(
+        64, 1.0, use_cpu_initialization=True, cp_group=group, **scaled
+    )
+
+
 def make_yarn(group=None):
     return yarn_module.YarnRotaryEmbedding(
         64,
@@ -42,8 +50,8 @@ def make_yarn(group=None):
     )
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 6])
-@pytest.mark.parametrize("make", [make_rope, make_yarn])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("make", [make_rope, make_llama, make_yarn])
 def test_each_rank_has_the_rows_of_its_tokens(make, size, group, cpu_device):
     whole = make(group(0, 1))(SEQUENCE)
     for rank in range(size):
