@@ -2,7 +2,7 @@
 #
 #   make quickstart   train a small model, dense and sparse, and compare
 #   make test         the test suite (GPU tests too where there is a GPU)
-#   make lint         ruff
+#   make lint         ruff and shellcheck
 #   make clean        remove the environment and what the commands wrote
 #
 # Variables: PYTHON (an interpreter, 3.10 to 3.13; found by itself), VENV (where the environment
@@ -33,6 +33,7 @@ test: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/shellcheck examples/*.sh examples/*/*.sh
 
 env: $(READY)
 

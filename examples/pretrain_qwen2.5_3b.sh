@@ -45,7 +45,7 @@ TRAIN=(
 # DATA_PATH: an indexed dataset of Megatron's, without .bin and .idx; made-up tokens otherwise.
 DATA=(--tokenizer-type NullTokenizer --vocab-size 151936)
 if [ -n "${DATA_PATH:-}" ]; then
-  DATA+=(--data-path "$DATA_PATH" --split 100,0,0)
+  DATA+=(--data-path "$DATA_PATH" --split "100,0,0")
 else
   DATA+=(--mock-data)
 fi

@@ -32,6 +32,7 @@ from .backend import is_active, training_arguments
 from .checks import check_settings, ranks_a_node
 from .output import check_loss, why_not
 from .packing import check_documents
+from .positions import check_positions
 from .wrapping import is_first_local_rank
 
 ALL = "all"
@@ -181,6 +182,7 @@ def check_arguments(args) -> None:
             return
         check_settings(args, command_line=True)
         check_documents(args)
+        beyond = check_positions(args)
         _check_budgets_alone(args)
         config = config_from_args(args)
         check_loss(args, config.loss_chunk, command_line=True)
@@ -194,6 +196,8 @@ def check_arguments(args) -> None:
             for field in fields(MTrainingConfig):
                 setattr(args, attribute(field.name), getattr(config, field.name))
             setattr(args, FILLED, True)
+        if first and beyond and getattr(args, "rank", 0) == 0:
+            print(f"[mtraining] warning: {beyond}", flush=True)
         chunked = config.loss_chunk != 0 and why_not(args, command_line=True) is None
         if first and chunked and getattr(args, "cross_entropy_loss_fusion", False):
             if getattr(args, "rank", 0) == 0:

@@ -33,6 +33,8 @@ def wrap_gpt_model(original):
                 "does not use; leave it out"
             )
         _check_one_layout(config)
+        if given.get("position_embedding_type") == "yarn":
+            rotary.check_yarn_fields(config)
         given["transformer_layer_spec"] = replace_core_attention(given["transformer_layer_spec"])
         with rotary.building():
             original(*bound.args, **bound.kwargs)

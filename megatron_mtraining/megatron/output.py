@@ -70,6 +70,10 @@ class ChunkedOutputLayer(tensor_parallel.ColumnParallelLinear):
         )  # fmt: skip
 
 
+# Megatron-FSDP knows by its class's name that a module's weight is split over tensor-parallel ranks.
+ChunkedOutputLayer.__name__ = tensor_parallel.ColumnParallelLinear.__name__
+
+
 def why_not(settings, command_line: bool) -> str | None:
     """Which of ``settings`` (Megatron-LM's arguments, or a TransformerConfig) needs all logits, in words."""
     for refusal in NEED_LOGITS:

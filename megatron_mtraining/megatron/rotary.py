@@ -111,11 +111,36 @@ def stripe_embedding(
     embedding.__class__ = STRIPED[type(embedding)]
 
 
+YARN_FIELDS = (
+    "yarn_rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_mscale",
+    "yarn_mscale_all_dim",
+    "yarn_correction_range_round_to_int",
+)
+"""What ``GPTModel`` reads of its config with YaRN, in all versions: no fields of TransformerConfig,
+and set by Megatron-LM itself from 0.19 on only."""
+
+
+def check_yarn_fields(config) -> None:
+    """Raise :class:`ConfigError` unless ``config`` has all of :data:`YARN_FIELDS`."""
+    missing = [name for name in YARN_FIELDS if not hasattr(config, name)]
+    if missing:
+        raise ConfigError(
+            f"position_embedding_type is yarn, but the config has no {', '.join(missing)}: set them on "
+            "it. Megatron-LM 0.19 and later sets them from --rotary-scaling-factor and "
+            "--yarn-original-max-position-embeddings; earlier ones have no options for YaRN of GPT models"
+        )
+
+
 def wrap_yarn_cache(original):
-    def _set_cos_sin_cache(self, seq_len, offset, dtype, packed_seq=False):
+    def _set_cos_sin_cache(self, seq_len, offset, dtype, packed_seq=False, *others, **named):
         """Builds YaRN's tables unsliced while one of our models is built: the constructor slices
         a table of the original length in zigzag order, which fails for context-parallel
         sizes that do not divide it (3, for example), and its result is not used by us."""
-        return original(self, seq_len, offset, dtype, packed_seq or _building.get())
+        packed_seq = packed_seq or _building.get()
+        return original(self, seq_len, offset, dtype, packed_seq, *others, **named)
 
     return _set_cos_sin_cache

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""One rank of test_loss: GPTModel with the loss in chunks against the same model with Megatron's own.
+"""One rank of test_output: GPTModel with the loss in chunks against the same model with Megatron's own.
 
 torchrun ... loss_worker.py
 """
@@ -29,6 +29,7 @@ CASES = [
     dict(ranks=2, tied=False, chunk=100, tp=2, sp=True),
     dict(ranks=2, tied=True, chunk=100, tp=2, sp=True, bf16=True),
     dict(ranks=2, tied=False, chunk=100, tp=2, fused=True),
+    dict(ranks=2, tied=False, chunk=100, dp=2, fused=True),
     dict(ranks=2, tied=True, chunk=100, pp=2),
     dict(ranks=2, tied=True, chunk=100, pp=2, fused=True),
 ]
@@ -92,11 +93,13 @@ def train(model, case: dict) -> dict:
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    wrapped = DistributedDataParallel(
-        model.config,
-        DistributedDataParallelConfig(grad_reduce_in_fp32=case.get("fused") != "bf16"),
-        model,
-    )
+    overlap = "dp" in case  # gradients are sent by hooks, as each weight has its own
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=case.get("fused") != "bf16", use_distributed_optimizer=overlap,
+        overlap_grad_reduce=overlap, bucket_size=8000 if overlap else None,
+    )  # fmt: skip
+    wrapped = DistributedDataParallel(model.config, settings, model)
+    model.config.no_sync_func = wrapped.no_sync
     model.config.finalize_model_grads_func = finalize_model_grads
     results = {}
 

@@ -69,5 +69,18 @@ def test_batch_and_model_must_be_cut_alike(monkeypatch):
         )
 
 
+def test_yarn_without_its_settings_is_refused():
+    made = config(AttnBackend["mtraining"])
+    made.yarn_rotary_scaling_factor = 4.0
+    with pytest.raises(ConfigError, match=r"no yarn_original\w+, yarn_beta_fast.* 0.19"):
+        GPTModel(
+            config=made,
+            transformer_layer_spec=get_gpt_layer_local_spec(),
+            vocab_size=64,
+            max_sequence_length=128,
+            position_embedding_type="yarn",
+        )
+
+
 def test_other_backends_are_left_alone():
     assert Encoder(config=config(AttnBackend.auto)).config.attention_backend is AttnBackend.auto

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import cpu_shim
 import pytest
+import recipes
 from running import torchrun
 
 from megatron_mtraining.cli import main
@@ -173,6 +174,26 @@ def test_packed_documents_train_as_with_megatrons_own_mask(name, tree, checkout)
     assert densities(run) == [1.0] * STEPS
 
 
+YARN = f"""
+    --position-embedding-type yarn --rotary-base 1000000 --rotary-scaling-factor 16
+    --yarn-original-max-position-embeddings {SEQUENCE // 16}
+""".split()
+
+
+def test_yarn(tree):
+    """From 0.19 on Megatron-LM has options for it; before, the model has no settings."""
+    arguments = tree.roots["launcher"] / "megatron/training/arguments.py"
+    if "--yarn-original-max-position-embeddings" not in arguments.read_text():
+        run = tree.run("launcher", 1, *EVERYTHING, *YARN[:2])
+        said = "invalid choice: 'yarn'" in run.stderr or "the config has no yarn_" in run.stderr
+        assert run.returncode and said, run.stderr[-4000:]
+        return
+    wanted = losses(tree.run("plain", 1, *YARN))
+    assert wanted != pytest.approx(tree.dense(), abs=1e-4), "YaRN has an effect"
+    run = tree.run("launcher", 2, "--context-parallel-size", "2", *EVERYTHING, *YARN)
+    assert losses(run) == pytest.approx(wanted, abs=1e-5, rel=0)
+
+
 SPARSE = ["--mtraining-slash", "0", "--mtraining-vertical", "16", "--mtraining-window", "0"]
 
 
@@ -258,6 +279,48 @@ def test_a_bad_option_stops_all_ranks_with_one_message(name, tree):
     said = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
     assert len(said) == 1 and message in said[0], run.stderr[-4000:]
     assert "iteration " not in run.stdout
+
+
+# Small, and without what needs a GPU, Transformer Engine or 16 bits; the rest is the recipe's.
+RECIPE = f"""
+    --transformer-impl local --num-layers 2 --hidden-size 128 --ffn-hidden-size 256
+    --num-attention-heads 4 --kv-channels 64 --seq-length {SEQUENCE}
+    --max-position-embeddings {SEQUENCE} --yarn-original-max-position-embeddings 64
+    --padded-vocab-size 512 --vocab-size 500 --lr 1e-4 --mtraining-block-size 64
+    --mtraining-loss-chunk 100 --distributed-backend gloo --use-cpu-initialization
+    --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-swiglu-fusion
+    --no-bias-dropout-fusion
+"""
+TORCHRUN = """#!{python}
+import os, sys
+words = sys.argv[1:]
+at = words.index("-m")
+command = [sys.executable, "-m", "torch.distributed.run", *words[:at], {shim!r}, *words[at:]]
+os.execv(sys.executable, command)
+"""
+
+
+@pytest.mark.parametrize("recipe", recipes.RECIPES)
+def test_a_recipe_trains(recipe, tree, tmp_path):
+    root = tree.roots["launcher"]
+    if "--yarn-original-" not in (root / "megatron/training/arguments.py").read_text():
+        pytest.skip("recipes need Megatron-LM 0.19")
+    text = TORCHRUN.format(python=sys.executable, shim=str(SHIM))
+    recipes.command(tmp_path, "torchrun", text)
+    run = recipes.start(
+        recipes.EXAMPLES / recipe / "run.sh",
+        root,
+        *RECIPE.split(),
+        commands=tmp_path,
+        timeout=300,
+        GPUS="2",
+        ITERATIONS=str(STEPS),
+        PYTHONPATH=str(root),
+        OMP_NUM_THREADS="1",
+    )
+    found = losses(run)
+    assert found[-1] < found[0] - 0.05
+    assert len(densities(run)) == STEPS
 
 
 def test_help_shows_the_options(tree):

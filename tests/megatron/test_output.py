@@ -1,6 +1,8 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """The loss in chunks in megatron-core's GPTModel, and where it is refused."""
 
+import copy
+import pickle
 from pathlib import Path
 
 import loss_worker
@@ -86,6 +88,9 @@ def test_the_chunk(chunk, expected):
     output.chunk_loss(model, chunk)
     assert isinstance(model.output_layer, output.ChunkedOutputLayer) is (expected is not None)
     assert getattr(model.output_layer, "mtraining_chunk", None) == expected
+    assert type(model.output_layer).__name__ == "ColumnParallelLinear"  # Megatron-FSDP looks
+    assert type(copy.deepcopy(model.output_layer)) is type(model.output_layer)
+    assert pickle.loads(pickle.dumps(type(model.output_layer))) is type(model.output_layer)
     output.chunk_loss(Model(), chunk)  # a pipeline stage without an output layer
 
 
