@@ -33,6 +33,11 @@ COMMANDS = (
         "measure what sparse patterns keep of a trained model's attention, and recommend settings",
     ),
     Command(
+        "plan",
+        "megatron_mtraining.plan.command",
+        "compute the memory that a training setting needs on each GPU",
+    ),
+    Command(
         "patch",
         "megatron_mtraining.megatron.patching",
         "add the attention backend to a Megatron-LM checkout, look whether it is there, remove it",
