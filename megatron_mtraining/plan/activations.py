@@ -64,7 +64,9 @@ class Layer:
         statistics = 2 if args.normalization == "LayerNorm" else 1
         saved["norm statistics"] = size(2 * statistics * self.own_h / self.h, 4)
         if args.qk_layernorm:
-            saved["norm statistics"] += size(statistics * (self.q + self.kv) / self.setting.head_dim, 4)
+            saved["norm statistics"] += size(
+                statistics * (self.q + self.kv) / self.setting.head_dim, 4
+            )
         if rotary and not args.apply_rope_fusion:  # cosines and sines, of queries' and keys' calls
             saved["rotary cosines, sines"] = self.bytes_of(4 * self.setting.head_dim) // (
                 args.micro_batch_size

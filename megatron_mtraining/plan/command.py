@@ -34,9 +34,9 @@ NAMES = {
     "pipeline buffers": "between pipeline stages",
 }
 EPILOG = """\
-FLAGS are those of pretrain_gpt.py, with Megatron's names and defaults, or a whole command, torchrun and all:
+FLAGS are those of pretrain_gpt.py, with Megatron's names and defaults, or a whole command:
 
-  mtraining plan memory --gpu-memory-gib 139 --find seq-length -- torchrun ... pretrain_gpt.py --num-layers 36 ...
+  mtraining plan memory --gpu-memory-gib 139 --find seq-length -- torchrun ... pretrain_gpt.py ...
 
 Options of the plan stand before --, or among the flags.
 """
@@ -62,8 +62,12 @@ def options_of_plan() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--flags-file", type=Path, help="file of flags, instead or besides")
-    parser.add_argument("--world-size", type=int, help="GPUs (default: as many as torchrun or the flags say)")
-    parser.add_argument("--gpu-memory-gib", type=float, help="say whether it fits a GPU of so many GiB")
+    parser.add_argument(
+        "--world-size", type=int, help="GPUs (default: as many as torchrun or the flags say)"
+    )
+    parser.add_argument(
+        "--gpu-memory-gib", type=float, help="say whether it fits a GPU of so many GiB"
+    )
     parser.add_argument(
         "--find",
         choices=FIND,
@@ -106,8 +110,8 @@ def run(args) -> int:
         setting = setting_of(flags, options.world_size)
     if setting is None:
         raise ConfigError(
-            f"no {options.find} fits {options.gpu_memory_gib:g} GiB: use more pipeline or tensor parallelism, "
-            "full recomputation, or the distributed optimizer"
+            f"no {options.find} fits {options.gpu_memory_gib:g} GiB: use more pipeline or tensor "
+            "parallelism, full recomputation, or the distributed optimizer"
         )
     report = report_of(setting, options, passed_over)
     print(json.dumps(report, indent=2) if options.json else as_text(report))
@@ -118,7 +122,9 @@ def _check(options) -> None:
     if options.find and options.gpu_memory_gib is None:
         raise ConfigError("--find needs --gpu-memory-gib")
     if options.find == "context-parallel-size" and options.world_size is not None:
-        raise ConfigError("--find context-parallel-size finds the world size: leave --world-size out")
+        raise ConfigError(
+            "--find context-parallel-size finds the world size: leave --world-size out"
+        )
     for name in ("world_size", "gpu_memory_gib"):
         value = getattr(options, name)
         if value is not None and not value > 0:
@@ -182,9 +188,13 @@ def as_text(report: dict) -> str:
     def line(name: str, values) -> list[str]:
         return [name, *(f"{value / GIB:.2f}" for value in values)]
 
-    rows = [line(NAMES[name], (stage["held"][name] for stage in stages)) for name in stages[0]["held"]]
+    rows = [
+        line(NAMES[name], (stage["held"][name] for stage in stages)) for name in stages[0]["held"]
+    ]
     rows.append(line("backward of a layer (a)", (stage["backward_of_a_layer"] for stage in stages)))
-    rows.append(line("output layer and loss (b)", (stage["output_layer_and_loss"] for stage in stages)))
+    rows.append(
+        line("output layer and loss (b)", (stage["output_layer_and_loss"] for stage in stages))
+    )
     rows.append(line("peak, with the larger of a and b", (stage["allocated"] for stage in stages)))
     sizes = (
         f"{report['seq_length']} tokens on {report['world_size']} GPUs: tensor {report['tensor_parallel']} x "
@@ -196,8 +206,8 @@ def as_text(report: dict) -> str:
         "",
         table(header, rows),
         "",
-        f"A GPU needs {report['needed'] / GIB:.1f} GiB, with {report['slack']:.0%} that the allocator reserves "
-        f"and {report['overhead_gib']:g} GiB for CUDA and NCCL (assumed)",
+        f"A GPU needs {report['needed'] / GIB:.1f} GiB, with {report['slack']:.0%} that the allocator "
+        f"reserves and {report['overhead_gib']:g} GiB for CUDA and NCCL (assumed)",
     ]
     if report["fits"] is not None:
         words = "fits" if report["fits"] else "does not fit"

@@ -71,15 +71,24 @@ def _stage(setting: Setting, stage: int) -> Stage:
     if setting.pp > 1:
         parts["pipeline buffers"] = 2 * layer.input
     return Stage(
-        stage, parameters, parts, _one_layer(setting, layer, stage), loss_bytes(layer) if last else 0
+        stage,
+        parameters,
+        parts,
+        _one_layer(setting, layer, stage),
+        loss_bytes(layer) if last else 0,
     )
+
+
+def whole_layers(setting: Setting) -> int:
+    """Of a stage, that are not recomputed."""
+    recomputed = {None: 0, "uniform": setting.layers, "block": setting.recompute_layers}
+    return setting.layers - recomputed[setting.recompute]
 
 
 def _kept(setting: Setting, layer: Layer) -> tuple[int, int]:
     """Of one microbatch in all layers of a stage; and what attention's results add to a recomputed layer."""
     count = setting.layers
-    recomputed = {None: 0, "uniform": count, "block": setting.recompute_layers}[setting.recompute]
-    inputs = recomputed
+    inputs = recomputed = count - whole_layers(setting)
     if setting.recompute == "uniform":
         inputs = -(-count // setting.recompute_layers)
     one = layer.input
@@ -98,6 +107,8 @@ def _one_layer(setting: Setting, layer: Layer, stage: int) -> int:
         replayed = at_once * (layer.total - layer.carried) - layer.input
         if setting.args.distribute_saved_activations and not setting.args.sequence_parallel:
             replayed += layer.input  # gathered again
+        # Layers behind the recomputed ones (of method block) have had their backward before a replay.
+        replayed = max(0, replayed - whole_layers(setting) * layer.total)
     held = replayed + layer.working
     if setting.tied and setting.pp == 1:
         # The output layer's part, until the embedding's is there to be added.

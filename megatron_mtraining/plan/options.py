@@ -36,6 +36,7 @@ TURNED_OFF = {
     "--no-rope-fusion": "apply_rope_fusion",
     "--no-gradient-accumulation-fusion": "gradient_accumulation_fusion",
     "--no-position-embedding": "add_position_embedding",
+    "--no-create-attention-mask-in-dataloader": "create_attention_mask_in_dataloader",
 }
 TEXTS = dict(
     normalization=("LayerNorm", ("LayerNorm", "RMSNorm")),
@@ -108,11 +109,6 @@ def parser_of_megatron() -> argparse.ArgumentParser:
     parser.add_argument("--recompute-modules", nargs="*", default=None)
     parser.add_argument("--hierarchical-context-parallel-sizes", nargs="+", type=int, default=None)
     parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
-    parser.add_argument(
-        "--create-attention-mask-in-dataloader",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-    )
     return add_arguments(parser)
 
 
@@ -134,16 +130,14 @@ def read(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     args, rest = parser_of_megatron().parse_known_args(words)
     passed_over = [word.split("=")[0] for word in rest if word.startswith("--")]
     backend = args.attention_backend
-    refused = {flag: "the plan does not compute what it does to memory" for flag in NOT_PLANNED}
+    refused = dict.fromkeys(NOT_PLANNED, "the plan does not compute what it does to memory")
     for refusal in REFUSALS:
         if backend == "mtraining" and not hasattr(args, refusal.name):
             refused[refusal.option or option(refusal.name)] = (
                 f"{refusal.why} with attention backend mtraining"
             )
         else:
-            refused.setdefault(
-                refusal.option or option(refusal.name), refused[NOT_PLANNED[0]]
-            )
+            refused.setdefault(refusal.option or option(refusal.name), refused[NOT_PLANNED[0]])
     for flag in passed_over:
         if flag in refused:
             raise ConfigError(f"{flag} is given: {refused[flag]}; leave it out")

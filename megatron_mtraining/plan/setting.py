@@ -109,6 +109,11 @@ def setting_of(args: argparse.Namespace, world_size: int | None = None) -> Setti
             f"pipeline ({pp}) x context ({cp}) parallel sizes"
         )
     dp = world // (tp * pp * cp)
+    if dp * cp % args.num_distributed_optimizer_instances:
+        raise ConfigError(
+            f"--num-distributed-optimizer-instances is {args.num_distributed_optimizer_instances}, which "
+            f"does not divide the {dp * cp} data- and context-parallel ranks"
+        )
     _check_divides(args)
     mtraining, inner, chunk = _backend(args)
     head_dim = args.kv_channels or _divided(args, "hidden_size", args.num_attention_heads)
@@ -143,6 +148,11 @@ def _check_given(args) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"{option(name)} is {value}: it must be positive")
+    if (args.max_position_embeddings or args.seq_length) < args.seq_length:
+        raise ConfigError(
+            f"--max-position-embeddings is {args.max_position_embeddings}, less than --seq-length "
+            f"({args.seq_length}): Megatron refuses that"
+        )
     if args.fp16 and args.bf16:
         raise ConfigError("--fp16 and --bf16 are both given: leave one of them out")
     if args.optimizer != "adam":
@@ -163,7 +173,9 @@ def _divided(args, name: str, by: int, why: str = "--num-attention-heads") -> in
 def _check_divides(args) -> None:
     tp = args.tensor_model_parallel_size
     why = "--tensor-model-parallel-size"
-    _divided(args, "num_layers", args.pipeline_model_parallel_size, "--pipeline-model-parallel-size")
+    _divided(
+        args, "num_layers", args.pipeline_model_parallel_size, "--pipeline-model-parallel-size"
+    )
     _divided(args, "num_attention_heads", tp, why)
     if args.ffn_hidden_size:
         _divided(args, "ffn_hidden_size", tp, why)
@@ -234,8 +246,8 @@ def _backend(args) -> tuple[MTrainingConfig | None, int, int]:
     config = config_from_args(args)
     if config.policy in ("xattention", "moba"):
         raise ConfigError(
-            f"{mtraining_option('policy')} is {config.policy}: how long its lists of blocks are depends on the "
-            "data, which a plan does not see; use price, fixed or coverage"
+            f"{mtraining_option('policy')} is {config.policy}: how long its lists of blocks are depends on "
+            "the data, which a plan does not see; use price, fixed or coverage"
         )
     inner = ranks_a_node(args, args.context_parallel_size, config.gathered_ranks, True)
     chunk = DEFAULT_CHUNK if config.loss_chunk is None else config.loss_chunk

@@ -3,9 +3,10 @@
 
 python plan_worker.py FILE      FILE: {"counted" or "saved" or "peaks": {name: flags}} as JSON
 
-Prints one line of JSON: of "peaks", the most bytes that a microbatch's forward and backward hold at once,
-parameters and their gradients left out; of "counted", each pipeline stage's parameters on tensor-parallel rank 0, on the meta
-device; of "saved", the bytes that autograd keeps of a layer: those of three layers less those of two.
+Prints one line of JSON: of "counted", each pipeline stage's parameters on tensor-parallel rank 0, made on
+the meta device; of "saved", the bytes that autograd keeps of a layer (those of three layers less those of
+two) and those of its index; of "peaks", the most bytes that a microbatch's forward and backward hold at
+once, parameters and their gradients left out.
 """
 
 from __future__ import annotations
@@ -13,15 +14,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-import weakref
 from pathlib import Path
 
 import cpu_shim
 import torch
 import torch.distributed as dist
+from live_bytes import Peak
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
@@ -86,7 +85,9 @@ def counted(setting) -> list[int]:
         dist.init_process_group(
             "fake", rank=stage * setting.tp, world_size=setting.world, store=FakeStore()
         )
-        parallel_state.initialize_model_parallel(setting.tp, setting.pp)
+        parallel_state.initialize_model_parallel(
+            setting.tp, setting.pp, create_gloo_process_groups=False
+        )
         torch.cuda.current_device = lambda: torch.device("meta")
         model = build(setting, setting.args.num_layers, stage)
         torch.cuda.current_device = lambda: cpu_shim.CPU
@@ -125,38 +126,6 @@ def kept(setting, layers: int) -> tuple[int, int]:
     core_attention.attend = attend
     assert losses.isfinite().all() and len(indices) == layers
     return sum(storage.nbytes() for storage in storages.values()), indices[0]
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes of storages made under it that live at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.most = 0
-        self.known = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        given = {key for key, _ in _storages((args, kwargs))}
-        result = function(*args, **kwargs)
-        for key, storage in _storages(result):
-            if key not in given and key not in self.known:
-                self.known.add(key)
-                self.now += storage.nbytes()
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self._freed, key, storage.nbytes())
-        return result
-
-    def _freed(self, key, size):
-        self.known.discard(key)
-        self.now -= size
-
-
-def _storages(tree):
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            storage = leaf.untyped_storage()
-            yield storage._cdata, storage
 
 
 def peak(setting) -> int:
@@ -198,7 +167,7 @@ def main(file: Path) -> None:
     from megatron.core import parallel_state
 
     dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     for name, flags in cases.get("saved", {}).items():
         setting = setting_of(read(flags)[0])
         more, index = kept(setting, 3)
