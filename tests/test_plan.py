@@ -169,10 +169,10 @@ BEFORE = ("6cdb779",)
 
 
 @pytest.mark.parametrize("row", [row for row in rows("pretrain") if row["commit"] in BEFORE])
-def test_measured_peaks_of_training_are_met_within_10_percent(row):
+def test_measured_peaks_of_training_are_met(row):
     (stage,) = memory.plan(made(flags_of(row), row["world"]))
     measured_peak = row["max_alloc_gb"]  # of 2**30 bytes: Megatron's log, in MiB, over 1024
-    assert stage.allocated / memory.GIB == pytest.approx(measured_peak, rel=0.1)
+    assert stage.allocated / memory.GIB == pytest.approx(measured_peak, rel=0.03)
 
 
 def ring_of_row(row: dict) -> int:
@@ -193,8 +193,8 @@ def ring_of_row(row: dict) -> int:
     [row for row in rows("rings") if row["impl"].startswith("mtraining") and row["peak_gib"]],
     ids=lambda row: f"{row['case']}, {row['inner']} of {row['world']}",
 )
-def test_measured_peaks_of_rings_are_met_within_10_percent(row):
-    assert ring_of_row(row) / memory.GIB == pytest.approx(row["peak_gib"], rel=0.1)
+def test_measured_peaks_of_rings_are_met(row):
+    assert ring_of_row(row) / memory.GIB == pytest.approx(row["peak_gib"], rel=0.02)
 
 
 def test_names_and_defaults_are_megatrons():
@@ -330,7 +330,7 @@ def test_the_world_size_is_the_launchers():
     assert setting_of(args).dp == 8
     assert passed_over == ["--lr", "--mock-data"]
     with pytest.raises(ConfigError, match="world size is 8, which is not a multiple of 3"):
-        setting_of(read([*words, "--context-parallel-size", "3", "--seq-length", "768"])[0])
+        setting_of(read([*words, "--context-parallel-size", "3", "--seq-length", "384"])[0])
 
 
 def plan_json(capsys, *words: str) -> dict:
@@ -384,3 +384,23 @@ def test_a_table_and_errors_of_the_command(capsys, tmp_path):
     ):  # fmt: skip
         assert main(["plan", "memory", *words]) == 2
         assert message in capsys.readouterr().err
+
+
+DOCUMENTED = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+
+
+def test_the_documented_table_is_the_tools(capsys):
+    flags = EXAMPLE + OURS + "--seq-length 524288 --max-position-embeddings 524288"
+    assert main(["plan", "memory", "--gpu-memory-gib", "139", *flags.split()]) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert "\n".join(printed).strip() in DOCUMENTED
+
+
+@pytest.mark.parametrize("tokens", [131072, 262144, 524288, 1048576])
+def test_the_documented_peaks_are_the_tools(tokens):
+    peaks = []
+    for more in ("", "--mtraining-recompute-attention", "--mtraining-loss-chunk 0"):
+        length = f"--seq-length {tokens} --max-position-embeddings {tokens} "
+        (stage,) = memory.plan(made(EXAMPLE + OURS + length + more))
+        peaks.append(f"{stage.allocated / memory.GIB:.1f}")
+    assert f"| {tokens} | {' | '.join(peaks)} |" in DOCUMENTED
