@@ -74,7 +74,7 @@ def _stage(setting: Setting, stage: int) -> Stage:
         stage,
         parameters,
         parts,
-        _one_layer(setting, layer, stage),
+        _one_layer(setting, layer),
         loss_bytes(layer) if last else 0,
     )
 
@@ -99,7 +99,7 @@ def _kept(setting: Setting, layer: Layer) -> tuple[int, int]:
     return inputs * one + whole, carried
 
 
-def _one_layer(setting: Setting, layer: Layer, stage: int) -> int:
+def _one_layer(setting: Setting, layer: Layer) -> int:
     """What the backward of a layer holds above all that is kept."""
     replayed = 0
     if setting.recompute:
