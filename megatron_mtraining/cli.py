@@ -38,6 +38,11 @@ COMMANDS = (
         "turn documents into Megatron's indexed dataset, in exactly-long samples",
     ),
     Command(
+        "plan",
+        "megatron_mtraining.plan.command",
+        "compute the memory that a training setting needs on each GPU",
+    ),
+    Command(
         "patch",
         "megatron_mtraining.megatron.patching",
         "add the attention backend to a Megatron-LM checkout, look whether it is there, remove it",

@@ -174,9 +174,9 @@ def check_arguments(args) -> None:
                 name = given[0]
                 value = getattr(args, attribute(name))
                 words = option(name) if value is True else f"{option(name)} {value}"
+                backend = getattr(args.attention_backend, "name", args.attention_backend)
                 raise ConfigError(
-                    f"{words} is given, but the attention "
-                    f"backend is {getattr(args.attention_backend, 'name', 'not chosen')}: add "
+                    f"{words} is given, but the attention backend is {backend or 'not chosen'}: add "
                     f"--attention-backend mtraining or leave {option(name)} out"
                 )
             return
