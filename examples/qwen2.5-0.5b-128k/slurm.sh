@@ -21,7 +21,8 @@ RUN=${SLURM_SUBMIT_DIR:?start this with sbatch}/run.sh
 }
 
 export NODES=$SLURM_JOB_NUM_NODES GPUS=$SLURM_GPUS_ON_NODE
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+MASTER_ADDR=${HOSTS%%$'\n'*} # the first line; "| head" would end scontrol, and with it this script
 export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-29500}
 
 # One task a node, which starts that node's processes; run.sh takes its number from SLURM_NODEID.
