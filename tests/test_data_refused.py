@@ -37,7 +37,8 @@ BROKEN = {
     ],
     "a.jsonl.gz": [
         (b"no gzip", ["a.jsonl.gz"]),
-        (gzip.compress(b'{"text": "abc"}\n' * 99)[:-9], ["a.jsonl.gz", "decompressed"]),
+        # With the time in it, the test's name would not be the same in all of pytest's workers.
+        (gzip.compress(b'{"text": "abc"}\n' * 99, mtime=0)[:-9], ["a.jsonl.gz", "decompressed"]),
     ],
     "a.jsonl.zst": [(b"no zstd", ["a.jsonl.zst"])],
     "a.parquet": [(b"PAR1 not", ["a.parquet", "pyarrow"])],
@@ -50,7 +51,12 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "named"), [(name, *case) for name, cases in BROKEN.items() for case in cases]
+    ("name", "data", "named"),
+    [
+        pytest.param(name, *case, id=f"{name}-{number}")
+        for name, cases in BROKEN.items()
+        for number, case in enumerate(cases)
+    ],
 )
 def test_broken_input_is_named(name, data, named, prepare, tmp_path, capsys):
     for suffix, package in {".zst": "zstandard", ".parquet": "pyarrow"}.items():
