@@ -44,9 +44,10 @@ class Work(NamedTuple):
 
 def read(path: Path) -> dict:
     """The parts of the steps in a trace file (``.json``, or ``.json.gz``); see :func:`split`."""
-    opened = gzip.open(path, "rt") if path.suffix == ".gz" else open(path, encoding="utf-8")
-    with opened as file:
-        return split(json.load(file)["traceEvents"])
+    opened = gzip.open if path.suffix == ".gz" else open
+    # Names of kernels may be any bytes.
+    with opened(path, "rt", encoding="utf-8", errors="replace") as file:
+        return split(json.load(file, strict=False)["traceEvents"])
 
 
 def split(events: list[dict]) -> dict:
@@ -55,8 +56,8 @@ def split(events: list[dict]) -> dict:
     Returns:
         ``breakdown``: milliseconds by part, that sum to ``profiled_ms``, a step's wall time under the
         profiler; ``communication_hidden_ms``: communication while something is computed, which counts as
-        that; ``unplaced_ms``: what of ``layers`` is there only because the trace lacks its launch;
-        ``profiled_steps``.
+        that; ``unplaced_ms``: what of ``layers`` is there only because the trace lacks its launch, or the
+        ranges of the thread that launched it; ``profiled_steps``.
 
     Raises:
         ValueError: no step is in it.
@@ -123,6 +124,10 @@ def _span(event: dict) -> tuple[float, float]:
 def _work(events: list[dict]) -> tuple[list[Work], list[Work]]:
     """All work of the GPU, and that for which no launch is there."""
     part_at, launches = _Ranges(events), {}
+    # Ranges and launches are recorded by different means: threads must have the same names in both.
+    known = {
+        _thread(event) for event in events if event.get("cat") in ("cpu_op", "user_annotation")
+    }
     for event in events:
         if event.get("cat") in LAUNCHES and "correlation" in event.get("args", {}):
             launches[event["args"]["correlation"]] = event
@@ -133,10 +138,11 @@ def _work(events: list[dict]) -> tuple[list[Work], list[Work]]:
         launch = launches.get(event["args"].get("correlation"))
         if SENDS.search(event["name"]):
             part = COMMUNICATION
+        elif launch is None or _thread(launch) not in known:
+            part = LAYERS
+            unplaced.append(Work(*_span(event), part))
         else:
-            part = LAYERS if launch is None else part_at(launch)
-            if launch is None:
-                unplaced.append(Work(*_span(event), part))
+            part = part_at(launch)
         found.append(Work(*_span(event), part))
     return found, unplaced
 

@@ -14,6 +14,7 @@ import json
 import runpy
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -106,7 +107,7 @@ class Profiling:
     Args:
         folder: gets ``trace-RANK.json`` and ``rank-RANK.json``.
         total: says in the first step how many there will be. The step before those traced runs under the
-            profiler too, which gets ready in it; those before run as if nothing of this were there.
+            profiler too, which gets ready in it; those before have ranges (microseconds) and no profiler.
     """
 
     def __init__(self, folder: Path, steps: int, total):
@@ -122,12 +123,12 @@ class Profiling:
                 self._first = self._total() - self.steps
                 if self._first < 1:
                     raise ValueError(f"{self._total()} steps are too few to trace {self.steps}")
+                given = signature.bind(*args, **kwargs).arguments
+                mark(given["model"], given["optimizer"])  # what cannot be marked fails early
             at, self._done = self._done, self._done + 1
             if at < self._first - 1 or at >= self._first + self.steps:
                 return train_step(*args, **kwargs)
             if at == self._first - 1:
-                given = signature.bind(*args, **kwargs).arguments
-                mark(given["model"], given["optimizer"])
                 self._start()
             _finish()
             with record_function(breakdown.PREFIX + breakdown.STEP):
@@ -152,7 +153,11 @@ class Profiling:
         rank = torch.distributed.get_rank()
         trace = self.folder / f"trace-{rank}.json"
         profiler.export_chrome_trace(str(trace))
-        found = breakdown.read(trace)
+        try:
+            found = breakdown.read(trace)
+        except Exception:  # the run has been paid for, and the trace is there
+            traceback.print_exc()
+            return
         (self.folder / RANK.format(rank)).write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -7,7 +7,8 @@
     python benchmarks/pretrain.py picture                      # of the rows with a breakdown
 
 Runs ``examples/pretrain_qwen2.5_3b.sh``, or another recipe (``--script``), reads Megatron's log, and appends
-a row to ``results/pretrain.jsonl``. Figures are of iterations from the fifth on: earlier ones compile.
+a row to ``results/pretrain.jsonl``. Figures are of iterations after the first four (``--warm-up``), which
+compile.
 With ``--breakdown`` the last iterations run under a profiler; the row says what their time went to
 (``breakdown.py``), in milliseconds as measured: they sum to ``profiled_ms``, not to ``iter_ms``, which is of
 the iterations before.
@@ -137,13 +138,14 @@ def command(options, folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def breakdowns(folder: Path) -> dict:
-    """What the ranks have found: rank 0's, and of each part the longest that a rank had."""
+    """What the ranks have found: rank 0's, and of each part the longest that a rank had; nothing if rank 0
+    has found nothing."""
     import instrument
 
     files = folder.glob(instrument.RANK.format("*"))
     ranks = {int(path.stem.split("-")[1]): json.loads(path.read_text()) for path in files}
     if 0 not in ranks:
-        sys.exit(f"rank 0 has left no breakdown in {folder}")
+        return {}
     longest = {p: max(r["breakdown"][p] for r in ranks.values()) for p in ranks[0]["breakdown"]}
     return {**ranks[0], "breakdown_longest": longest}
 
@@ -158,6 +160,10 @@ def run(options) -> None:
     row = {**row_of(options, log), **parts}
     record.append(options.output, [row])
     print(json.dumps(row))
+    if options.breakdown and not parts:
+        sys.exit(
+            "the row has no breakdown, as rank 0's trace could not be read: see --log, --traces"
+        )
 
 
 def follow(words: list[str], environment: dict, log: Path | None) -> str:
@@ -184,7 +190,7 @@ def row_of(options, log: str) -> dict:
     last = max(found["loss"])
     # The step before those traced has the profiler already.
     plain = last - (options.breakdown + 1 if options.breakdown else 0)
-    steady = [ms for i, ms in found["ms"].items() if WARM_UP < i <= plain]
+    steady = [ms for i, ms in found["ms"].items() if options.warm_up < i <= plain]
     ms = statistics.median(steady or found["ms"].values())
     ours = options.attention == "mtraining"
     fixed = options.vertical is not None or options.slash is not None
@@ -193,6 +199,7 @@ def row_of(options, log: str) -> dict:
     batch = int(batch[1]) if batch else 1
     return dict(
         model=options.model or model_of(options.script),
+        layers=argument(log, "num_layers"),
         seq=seq,
         batch=batch,
         world=argument(log, "world_size") or options.gpus,
@@ -209,6 +216,7 @@ def row_of(options, log: str) -> dict:
         vertical=options.vertical if ours else None,
         slash=options.slash if ours else None,
         iterations=last,
+        warm_up=options.warm_up,
         versions={
             "megatron": megatron_version(options.megatron),
             "transformer_engine": record.installed("transformer-engine"),
@@ -241,10 +249,12 @@ def check(options, refuse) -> None:
         refuse(f"--loss-chunk {options.loss_chunk}: use tokens, or 0 for Megatron's own loss")
     if options.traces and options.breakdown is None:
         refuse("--traces is given without --breakdown")
+    if options.traces and options.traces.exists() and any(options.traces.iterdir()):
+        refuse(f"--traces {options.traces} is not empty: it would be read, too")
     if options.breakdown is not None:
         if options.breakdown < 1:
             refuse(f"--breakdown {options.breakdown}: use 1 or more iterations")
-        fewest = WARM_UP + 2 + options.breakdown
+        fewest = options.warm_up + 2 + options.breakdown
         if options.iterations < fewest:
             refuse(
                 f"--iterations {options.iterations} leave none to measure without the profiler: use "
@@ -286,6 +296,9 @@ def main(words: list[str] | None = None) -> None:
     runs.add_argument("--gpus", type=int, help="default: the script's")
     runs.add_argument("--seq-length", type=int, help="default: the script's")
     runs.add_argument("--iterations", type=int, default=30)
+    runs.add_argument(
+        "--warm-up", type=int, default=WARM_UP, help="iterations to leave out (default: 4)"
+    )
     runs.add_argument("--price", type=float, default=0.25)
     runs.add_argument("--vertical", type=int, help="fixed columns, in place of a price")
     runs.add_argument("--slash", type=int, help="fixed diagonals, in place of a price")

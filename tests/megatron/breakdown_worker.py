@@ -24,6 +24,7 @@ RECOMPUTE = dict(
 )  # fmt: skip
 CASES = {
     "dense": {},
+    "dense, not traced": dict(traced=False),
     "dense, our loss": dict(chunk=CHUNK),
     "dense, recomputed": dict(config=RECOMPUTE),
     "ours, recomputed": dict(ours=True, chunk=CHUNK, config=RECOMPUTE),
@@ -99,7 +100,7 @@ def forward_step(data_iterator, model):
     return losses, lambda losses: (losses.mean(), {"loss": losses.mean().item()})
 
 
-def run(folder: Path, ours: bool = False, chunk: int = 0, config: dict | None = None) -> None:
+def run(folder: Path, ours: bool = False, chunk: int = 0, config=None, traced: bool = True) -> None:
     import instrument
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -111,9 +112,10 @@ def run(folder: Path, ours: bool = False, chunk: int = 0, config: dict | None = 
     draw = torch.Generator().manual_seed(3)
     data = iter([torch.randint(VOCABULARY, (1, SEQUENCE), generator=draw) for _ in range(STEPS)])
     profiling = instrument.Profiling(folder, TRACED, lambda: STEPS)
-    step = profiling.around(train_step)
+    step = profiling.around(train_step) if traced else train_step
     optimizer = Optimizer(model)
     losses = [step(forward_step, data, [model], optimizer) for _ in range(STEPS)]
+    folder.mkdir(exist_ok=True)
     torch.save(losses, folder / "losses.pt")
 
 
