@@ -170,8 +170,9 @@ def steps(path: Path, rows: list[dict]) -> Path:
     of the same setting the last is drawn.
     """
     panels = {}
-    for row in rows:
-        same = panels.setdefault((row["model"], row["seq"], row["world"], row["gpu"]), {})
+    for row in sorted(rows, key=lambda row: row["seq"]):
+        place = (row["model"], row["layers"], row["seq"], row["world"], row["gpu"])
+        same = panels.setdefault(place, {})
         names = ("attention", "loss_chunk", "price", "vertical", "slash")
         same[tuple(row.get(name) for name in names)] = row
     widths = [1.2 + len(found) for found in panels.values()]
@@ -179,9 +180,11 @@ def steps(path: Path, rows: list[dict]) -> Path:
         1, len(panels), figsize=(2.2 + 1.5 * sum(widths), 5.4), squeeze=False, layout="constrained",
         width_ratios=widths,
     )  # fmt: skip
-    for axes, ((model, seq, world, gpu), found) in zip(drawn[0], panels.items()):
+    for axes, ((model, layers, seq, world, gpu), found) in zip(drawn[0], panels.items()):
         _steps(axes, sorted(found.values(), key=lambda row: -row["iter_ms"]))
-        axes.set_title(f"{model}, {seq // 1024}K tokens\n{world} x {gpu}", fontsize=9)
+        axes.set_title(
+            f"{model}, {layers} layers, {seq // 1024}K tokens\n{world} x {gpu}", fontsize=9
+        )
     drawn[0, 0].set_ylabel("seconds a step, of rank 0")
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in PARTS.values()]
     handles.append(pyplot.Line2D([], [], color="black"))
@@ -202,7 +205,9 @@ def _steps(axes, rows: list[dict]) -> None:
             axes.bar(at, height, 0.6, bottom, color=colour)
             if height > 0.03 * top:
                 middle = bottom + height / 2
-                axes.text(at, middle, f"{height:.2f}", ha="center", va="center", fontsize=7)
+                axes.text(
+                    at, middle, f"{height:.2f}", ha="center", va="center", fontsize=7, color="white"
+                )
             bottom += height
         axes.hlines(row["iter_ms"] / 1000, at - 0.36, at + 0.36, color="black", linewidth=1)
     axes.set_xticks(range(len(rows)), [_setting(row) for row in rows], fontsize=8)

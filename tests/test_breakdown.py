@@ -282,8 +282,8 @@ def test_ranks_side_by_side(scripts, tmp_path):
 def test_the_picture(scripts, monkeypatch, tmp_path):
     parts = dict(zip(scripts.breakdown.PARTS, (80e3, 5e3, 1e3, 500, 400, 100)))
     dense = dict(
-        model="m", seq=524288, world=4, gpu="a GPU", attention="fused", loss_chunk=4096, iter_ms=86e3,
-        profiled_ms=87e3, breakdown=parts, density=1.0,
+        model="m", layers=36, seq=524288, world=4, gpu="a GPU", attention="fused", loss_chunk=4096,
+        iter_ms=86e3, profiled_ms=87e3, breakdown=parts, density=1.0,
     )  # fmt: skip
     ours = dict(dense, attention="mtraining", iter_ms=8e3, density=0.031, profiled_ms=8100)
     ours["breakdown"] = dict(parts, attention=1100)
@@ -294,7 +294,7 @@ def test_the_picture(scripts, monkeypatch, tmp_path):
     monkeypatch.setattr(scripts.plots.pyplot, "close", drawn.append)
     scripts.pretrain.main(["picture", "--rows", str(file)])
     assert (tmp_path / "rows.png").stat().st_size > 10_000
-    left, right = drawn[0].axes
+    right, left = drawn[0].axes
     labels = [label.get_text() for label in left.get_xticklabels()]
     assert labels == ["dense,\nour loss", "mtraining,\n3.1% kept"] and "128K" in right.get_title()
     tops = [bar.get_y() + bar.get_height() for bar in left.patches]
