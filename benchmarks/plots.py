@@ -150,3 +150,73 @@ def timeline(path: Path, layers: Mapping[str, Sequence[Sequence]], title: str) -
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
     return path
+
+
+# Colours of what a step's time goes to (breakdown.PARTS), from below.
+PARTS = {
+    "attention": COLOURS[0],
+    "layers": COLOURS[2],
+    "loss": COLOURS[1],
+    "optimizer": COLOURS[3],
+    "communication": COLOURS[4],
+    "waiting": "#cccccc",
+}
+
+
+def steps(path: Path, rows: list[dict]) -> Path:
+    """What a training step's time goes to, a bar a setting; a panel a model, length and number of GPUs.
+
+    Bars are of iterations under the profiler; lines across them are at the time of those without. Of rows
+    of the same setting the last is drawn.
+    """
+    panels = {}
+    for row in sorted(rows, key=lambda row: row["seq"]):
+        place = (row["model"], row["layers"], row["seq"], row["world"], row["gpu"])
+        same = panels.setdefault(place, {})
+        names = ("attention", "loss_chunk", "price", "vertical", "slash")
+        same[tuple(row.get(name) for name in names)] = row
+    widths = [1.2 + len(found) for found in panels.values()]
+    figure, drawn = pyplot.subplots(
+        1, len(panels), figsize=(2.2 + 1.5 * sum(widths), 5.4), squeeze=False, layout="constrained",
+        width_ratios=widths,
+    )  # fmt: skip
+    for axes, ((model, layers, seq, world, gpu), found) in zip(drawn[0], panels.items()):
+        _steps(axes, sorted(found.values(), key=lambda row: -row["iter_ms"]))
+        axes.set_title(
+            f"{model}, {layers} layers, {seq // 1024}K tokens\n{world} x {gpu}", fontsize=9
+        )
+    drawn[0, 0].set_ylabel("seconds a step, of rank 0")
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in PARTS.values()]
+    handles.append(pyplot.Line2D([], [], color="black"))
+    labels = [*PARTS, "without the profiler"]
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False, fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return path
+
+
+def _steps(axes, rows: list[dict]) -> None:
+    top = max(row["profiled_ms"] for row in rows) / 1000
+    for at, row in enumerate(rows):
+        bottom = 0.0
+        for part, colour in PARTS.items():
+            height = row["breakdown"][part] / 1000
+            axes.bar(at, height, 0.6, bottom, color=colour)
+            if height > 0.03 * top:
+                middle = bottom + height / 2
+                axes.text(
+                    at, middle, f"{height:.2f}", ha="center", va="center", fontsize=7, color="white"
+                )
+            bottom += height
+        axes.hlines(row["iter_ms"] / 1000, at - 0.36, at + 0.36, color="black", linewidth=1)
+    axes.set_xticks(range(len(rows)), [_setting(row) for row in rows], fontsize=8)
+    axes.set_xlim(-0.6, len(rows) - 0.4)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+
+
+def _setting(row: dict) -> str:
+    if row["attention"] == "mtraining":
+        return f"mtraining,\n{row['density']:.1%} kept"
+    return "dense" + (",\nour loss" if row["loss_chunk"] else ",\nMegatron's loss")

@@ -4,9 +4,14 @@
     python benchmarks/pretrain.py data FOLDER                  # Python's sources, tokenised
     python benchmarks/pretrain.py run MEGATRON_LM --attention fused --data FOLDER/text
     python benchmarks/pretrain.py run MEGATRON_LM --attention mtraining --data FOLDER/text
+    python benchmarks/pretrain.py picture                      # of the rows with a breakdown
 
-Runs ``examples/pretrain_qwen2.5_3b.sh``, reads Megatron's log, and appends a row to
-``results/pretrain.jsonl``. Figures are of iterations from the fifth on: earlier ones compile.
+Runs ``examples/pretrain_qwen2.5_3b.sh``, or another recipe (``--script``), reads Megatron's log, and appends
+a row to ``results/pretrain.jsonl``. Figures are of iterations after the first four (``--warm-up``), which
+compile.
+With ``--breakdown`` the last iterations run under a profiler; the row says what their time went to
+(``breakdown.py``), in milliseconds as measured: they sum to ``profiled_ms``, not to ``iter_ms``, which is of
+the iterations before.
 """
 
 from __future__ import annotations
@@ -24,6 +29,8 @@ from pathlib import Path
 import record
 
 ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "examples" / "pretrain_qwen2.5_3b.sh"
+DEFAULT_CHUNK = 4096  # of the plug-in, without --mtraining-loss-chunk
 WARM_UP = 4
 ITERATION = re.compile(
     r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: ([-+\d.Ena]+)"
@@ -31,6 +38,7 @@ ITERATION = re.compile(
 DENSITY = re.compile(r"\[mtraining\] iteration (\d+) \| density ([\d.]+)")
 RECALL = re.compile(r"\[mtraining\] iteration \d+ \|.* recall ([\d.]+)")
 MEMORY = re.compile(r"max allocated: ([\d.]+)")
+BATCH = re.compile(r"global batch size: +(\d+)")
 
 
 def make_data(folder: Path, tokens: int) -> None:
@@ -73,61 +81,132 @@ def read_log(log: str) -> dict:
     )
 
 
-def run(options) -> None:
+def argument(log: str, name: str) -> int | None:
+    """A whole number among the arguments that Megatron prints; None if it is unset or not there."""
+    found = re.search(rf"^ *{name} \.+ (\d+)$", log, re.MULTILINE)
+    return int(found[1]) if found else None
+
+
+def command(options, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """The script with its arguments, and what it finds in its environment.
+
+    Args:
+        folder: an empty one, for as long as the run takes.
+    """
+    ours, recipe = options.attention == "mtraining", options.script is not None
     environment = dict(
-        os.environ,
-        ATTENTION=options.attention,
-        GPUS=str(options.gpus),
-        SEQ_LENGTH=str(options.seq_length),
-        ITERATIONS=str(options.iterations),
-        PRICE=str(options.price),
+        ATTENTION=options.attention, ITERATIONS=str(options.iterations), PRICE=str(options.price)
     )
-    for name in ("vertical", "slash"):  # fixed budgets in place of a price
+    for name in ("vertical", "slash", "gpus"):  # fixed budgets in place of a price
         if getattr(options, name) is not None:
             environment[name.upper()] = str(getattr(options, name))
+    words, drop, changes = [], [], {}
     if options.data:
         # Megatron writes indices beside the data: not where it may be read-only.
-        environment["DATA_PATH"] = str(options.data.resolve())
-    script = [str(ROOT / "examples" / "pretrain_qwen2.5_3b.sh"), str(options.megatron)]
-    extra = ["--log-memory-interval", "1"] if options.memory_interval else []
-    with tempfile.TemporaryDirectory() as cache:
+        words += ["--data-cache-path", str(folder / "cache")]
+    if recipe:
+        if not ours:
+            words += ["--attention-backend", options.attention]
+            drop.append("--mtraining-")
+        if options.seq_length:
+            length = str(options.seq_length)
+            words += ["--seq-length", length, "--max-position-embeddings", length]
+        if options.data:  # tokens as they are: a recipe would have a tokenizer of Hugging Face's
+            drop.append("--mock-data")
+            words += ["--data-path", str(options.data.resolve()), "--split", "100,0,0"]
+    else:
+        environment["SEQ_LENGTH"] = str(options.seq_length or 131072)
         if options.data:
-            extra += ["--data-cache-path", cache]
-        process = subprocess.Popen(
-            [*script, *extra, *options.more],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            environment["DATA_PATH"] = str(options.data.resolve())
+    if options.memory_interval:
+        words += ["--log-memory-interval", "1"]
+    if ours and options.loss_chunk is not None:
+        words += ["--mtraining-loss-chunk", str(options.loss_chunk)]
+    elif options.loss_chunk:
+        changes["loss_chunk"] = options.loss_chunk
+    if options.breakdown:
+        traces = (options.traces or folder / "traces").resolve()
+        changes.update(traces=str(traces), steps=options.breakdown)
+    if drop:
+        changes["drop"] = drop
+    checkout = options.megatron
+    if changes:
+        import instrument
+
+        checkout = instrument.stand_in(checkout, folder / "Megatron-LM", **changes)
+    return [str(options.script or SCRIPT), str(checkout), *words, *options.more], environment
+
+
+def breakdowns(folder: Path) -> dict:
+    """What the ranks have found: rank 0's, and of each part the longest that a rank had; nothing if rank 0
+    has found nothing."""
+    import instrument
+
+    files = folder.glob(instrument.RANK.format("*"))
+    ranks = {int(path.stem.split("-")[1]): json.loads(path.read_text()) for path in files}
+    if 0 not in ranks:
+        return {}
+    longest = {p: max(r["breakdown"][p] for r in ranks.values()) for p in ranks[0]["breakdown"]}
+    return {**ranks[0], "breakdown_longest": longest}
+
+
+def run(options) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        words, environment = command(options, Path(folder))
+        log = follow(words, {**os.environ, **environment}, options.log)
+        parts = {}
+        if options.breakdown:
+            parts = breakdowns(options.traces or Path(folder) / "traces")
+    row = {**row_of(options, log), **parts}
+    record.append(options.output, [row])
+    print(json.dumps(row))
+    if options.breakdown and not parts:
+        sys.exit(
+            "the row has no breakdown, as rank 0's trace could not be read: see --log, --traces"
         )
-        lines = []
-        with (
-            open(options.log, "w", encoding="utf-8")
-            if options.log
-            else open(os.devnull, "w") as log
-        ):
-            for line in process.stdout:
-                lines.append(line)
-                log.write(line)
-                log.flush()
-                if "iteration" in line or "rror" in line:
-                    print(line.rstrip()[:220], flush=True)
-        code = process.wait()
-    found = read_log("".join(lines))
-    if code or not found["ms"]:
+
+
+def follow(words: list[str], environment: dict, log: Path | None) -> str:
+    """Run it and return what it printed; iterations and errors are shown, all goes to ``log``."""
+    process = subprocess.Popen(
+        words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    lines = []
+    with open(log or os.devnull, "w", encoding="utf-8") as file:
+        for line in process.stdout:
+            lines.append(line)
+            file.write(line)
+            file.flush()
+            if "iteration" in line or "rror" in line:
+                print(line.rstrip()[:220], flush=True)
+    code = process.wait()
+    if code or not ITERATION.search("".join(lines)):
         sys.exit("".join(lines[-60:]) + f"\nthe run ended with code {code}")
-    steady = [ms for i, ms in found["ms"].items() if i > WARM_UP] or list(found["ms"].values())
-    ms = statistics.median(steady)
+    return "".join(lines)
+
+
+def row_of(options, log: str) -> dict:
+    found = read_log(log)
     last = max(found["loss"])
+    # The step before those traced has the profiler already.
+    plain = last - (options.breakdown + 1 if options.breakdown else 0)
+    steady = [ms for i, ms in found["ms"].items() if options.warm_up < i <= plain]
+    ms = statistics.median(steady or found["ms"].values())
     ours = options.attention == "mtraining"
     fixed = options.vertical is not None or options.slash is not None
-    row = dict(
-        model=options.model,
-        seq=options.seq_length,
-        world=options.gpus,
+    seq = argument(log, "seq_length") or options.seq_length
+    batch = BATCH.search(log)
+    batch = int(batch[1]) if batch else 1
+    return dict(
+        model=options.model or model_of(options.script),
+        layers=argument(log, "num_layers"),
+        seq=seq,
+        batch=batch,
+        world=argument(log, "world_size") or options.gpus,
         attention=options.attention,
+        loss_chunk=loss_chunk(options, log),
         iter_ms=round(ms, 1),
-        tokens_per_s=round(options.seq_length / ms * 1000),
+        tokens_per_s=round(seq * batch / ms * 1000),
         max_alloc_gb=round(max(found["memory"], default=float("nan")) / 1024, 2),
         loss=found["loss"][last],
         losses=list(found["loss"].values()),
@@ -137,13 +216,60 @@ def run(options) -> None:
         vertical=options.vertical if ours else None,
         slash=options.slash if ours else None,
         iterations=last,
+        warm_up=options.warm_up,
         versions={
             "megatron": megatron_version(options.megatron),
             "transformer_engine": record.installed("transformer-engine"),
         },
     )
-    record.append(options.output, [row])
-    print(json.dumps(row))
+
+
+def loss_chunk(options, log: str) -> int:
+    """Tokens in a chunk of our loss; 0 for Megatron's own."""
+    if options.attention != "mtraining":
+        return options.loss_chunk or 0
+    if "the logits of all tokens are held at once" in log:
+        return 0
+    chunk = argument(log, "mtraining_loss_chunk")
+    return DEFAULT_CHUNK if chunk is None else chunk
+
+
+def model_of(script: Path | None) -> str:
+    """A recipe's folder says model and length: ``qwen2.5-0.5b-128k``."""
+    return script.resolve().parent.name.rpartition("-")[0] if script else "qwen2.5-3b"
+
+
+def check(options, refuse) -> None:
+    """Refuse what would fail late, or would be ignored."""
+    if not (options.megatron / "pretrain_gpt.py").is_file():
+        refuse(f"there is no pretrain_gpt.py in {options.megatron}")
+    if options.script and not options.script.is_file():
+        refuse(f"there is no script {options.script}")
+    if options.loss_chunk is not None and options.loss_chunk < 0:
+        refuse(f"--loss-chunk {options.loss_chunk}: use tokens, or 0 for Megatron's own loss")
+    if options.traces and options.breakdown is None:
+        refuse("--traces is given without --breakdown")
+    if options.traces and options.traces.exists() and any(options.traces.iterdir()):
+        refuse(f"--traces {options.traces} is not empty: it would be read, too")
+    if options.breakdown is not None:
+        if options.breakdown < 1:
+            refuse(f"--breakdown {options.breakdown}: use 1 or more iterations")
+        fewest = options.warm_up + 2 + options.breakdown
+        if options.iterations < fewest:
+            refuse(
+                f"--iterations {options.iterations} leave none to measure without the profiler: use "
+                f"{fewest} or more"
+            )
+
+
+def picture(options) -> None:
+    import plots
+
+    rows = [json.loads(line) for line in options.rows.read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if row.get("breakdown")]
+    if not rows:
+        sys.exit(f"no row in {options.rows} has a breakdown: run with --breakdown")
+    print(plots.steps(options.output or options.rows.with_suffix(".png"), rows))
 
 
 def megatron_version(checkout: Path) -> str:
@@ -151,7 +277,7 @@ def megatron_version(checkout: Path) -> str:
     return ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE))
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -162,22 +288,43 @@ def main() -> None:
     runs = commands.add_parser("run")
     runs.add_argument("megatron", type=Path)
     runs.add_argument("--attention", choices=["fused", "mtraining"], required=True)
+    runs.add_argument(
+        "--script", type=Path, help="a recipe, such as examples/qwen2.5-3b-512k/run.sh"
+    )
     runs.add_argument("--data", type=Path, help="path prefix of an indexed dataset")
-    runs.add_argument("--model", default="qwen2.5-3b")
-    runs.add_argument("--gpus", type=int, default=4)
-    runs.add_argument("--seq-length", type=int, default=131072)
+    runs.add_argument("--model", help="the row's name for it (default: the script's)")
+    runs.add_argument("--gpus", type=int, help="default: the script's")
+    runs.add_argument("--seq-length", type=int, help="default: the script's")
     runs.add_argument("--iterations", type=int, default=30)
+    runs.add_argument(
+        "--warm-up", type=int, default=WARM_UP, help="iterations to leave out (default: 4)"
+    )
     runs.add_argument("--price", type=float, default=0.25)
     runs.add_argument("--vertical", type=int, help="fixed columns, in place of a price")
     runs.add_argument("--slash", type=int, help="fixed diagonals, in place of a price")
+    runs.add_argument(
+        "--loss-chunk", type=int,
+        help="tokens in a chunk of our loss, with fused attention too; 0 for Megatron's own",
+    )  # fmt: skip
+    runs.add_argument(
+        "--breakdown", type=int, nargs="?", const=2, metavar="ITERATIONS",
+        help="what the time of the last iterations (2) goes to",
+    )  # fmt: skip
+    runs.add_argument("--traces", type=Path, help="keep the profiler's traces in this folder")
     runs.add_argument("--memory-interval", action="store_true", help="log memory each iteration")
     runs.add_argument("--log", type=Path, help="keep Megatron's log here")
     runs.add_argument("--output", type=Path, default=record.RESULTS / "pretrain.jsonl")
+    draws = commands.add_parser("picture")
+    draws.add_argument("--rows", type=Path, default=record.RESULTS / "pretrain.jsonl")
+    draws.add_argument("--output", type=Path)
     # What this does not know goes to Megatron.
-    options, options.more = parser.parse_known_args()
+    options, options.more = parser.parse_known_args(words)
     if options.command == "data":
         make_data(options.folder, options.tokens)
+    elif options.command == "picture":
+        picture(options)
     else:
+        check(options, runs.error)
         run(options)
 
 

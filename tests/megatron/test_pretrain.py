@@ -214,6 +214,25 @@ def test_pipeline_stages(tree):
     assert densities(run) == [1.0] * STEPS
 
 
+def test_a_benchmark_s_run(tree, tmp_path, monkeypatch):
+    """A stand-in for the checkout: dense attention with our loss and without our options, and a breakdown."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    from instrument import stand_in
+
+    traces = tmp_path / "traces"
+    settings = dict(traces=str(traces), steps=2, loss_chunk=100, drop=["--mtraining-"])
+    root = stand_in(tree.roots["launcher"], tmp_path / "checkout", **settings)
+    words = [*MODEL.split(), *TRAINING.split(), *MOCK.split(), "--mtraining-price", "0.2"]
+    launched = [SHIM, "-m", "megatron_mtraining.launch", root / "pretrain_gpt.py", *words]
+    run = torchrun(1, *launched, timeout=300, PYTHONPATH=str(root))
+    assert losses(run) == pytest.approx(tree.dense(), abs=1e-5, rel=0)
+    assert json.loads((traces / "rank-0.json").read_text())["profiled_steps"] == 2
+    ranges = re.findall(r'"mtraining: (\w+)"', (traces / "trace-0.json").read_text())
+    assert {"loss", "attention", "optimizer", "step"} == set(ranges)
+    # Two samples a step, two layers.
+    assert (ranges.count("loss"), ranges.count("attention")) == (2 * 2 * 2, 2 * 2 * 2 * 2)
+
+
 def test_prepared_data_trains_as_it_is(tree, tmp_path):
     """What ``mtraining data prepare`` wrote, over more than an epoch."""
     pytest.importorskip("transformers")

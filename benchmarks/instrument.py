@@ -1,0 +1,252 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""What ``benchmarks/pretrain.py`` adds to a run of Megatron-LM that the run itself has no options for.
+
+A stand-in for the checkout (:func:`stand_in`) is given to the example's script, which starts it as it
+starts any: the plug-in is registered, then ``pretrain_gpt.py`` of the stand-in calls :func:`run`, which goes
+on to the real one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import runpy
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import breakdown
+import torch
+from torch.autograd.profiler import record_function
+
+SCRIPT = "pretrain_gpt.py"
+RANK = "rank-{}.json"
+"""A rank's breakdown in the folder of traces."""
+
+
+def stand_in(checkout: Path, folder: Path, **settings) -> Path:
+    """Make ``folder`` a Megatron-LM checkout that runs ``checkout`` with ``settings`` of :func:`run`."""
+    checkout = checkout.resolve()
+    folder.mkdir()
+    for item in checkout.iterdir():
+        if item.name != SCRIPT:
+            (folder / item.name).symlink_to(item)
+    here = str(Path(__file__).resolve().parent)
+    # Not left on the path: this folder's kernels.py is nobody else's.
+    (folder / SCRIPT).write_text(
+        f"import sys\nsys.path.insert(0, {here!r})\nimport instrument\nsys.path.remove({here!r})\n"
+        f"instrument.run({str(checkout / SCRIPT)!r}, **{settings!r})\n",
+        encoding="utf-8",
+    )
+    return folder
+
+
+def run(
+    script: str,
+    traces: str | None = None,
+    steps: int = 2,
+    loss_chunk: int = 0,
+    drop: Sequence[str] = (),
+) -> None:
+    """Run ``script`` as ``__main__``.
+
+    Args:
+        traces: a folder for traces and breakdowns of the last ``steps`` steps, one a rank.
+        loss_chunk: tokens in a chunk of our loss, where attention is not ours; 0 for Megatron's own.
+        drop: options to leave out with their values, by how they begin.
+    """
+    sys.argv = [script, *without(sys.argv[1:], drop)]
+    if loss_chunk:
+        chunk_loss(loss_chunk)
+    if traces:
+        from megatron.training import get_args, training
+
+        def total():
+            return get_args().train_iters - get_args().iteration
+
+        training.train_step = Profiling(Path(traces), steps, total).around(training.train_step)
+    runpy.run_path(script, run_name="__main__")
+
+
+def without(words: Sequence[str], drop: Sequence[str]) -> list[str]:
+    """``words`` without the options that begin with one of ``drop``, and without their values."""
+    kept, dropping = [], False
+    for word in words:
+        if word.startswith("--"):
+            dropping = word.startswith(tuple(drop))
+        if not dropping:
+            kept.append(word)
+    return kept
+
+
+def chunk_loss(chunk: int) -> None:
+    """Give every ``GPTModel`` built from now on our loss in chunks, whatever its attention.
+
+    ``GPTModel._postprocess`` goes by the output layer, once the plug-in is registered.
+    """
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from megatron_mtraining.megatron import output
+
+    original = GPTModel.__init__
+
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        output.chunk_loss(self, chunk)
+
+    GPTModel.__init__ = __init__
+
+
+class Profiling:
+    """Traces the last ``steps`` training steps and writes this rank's :func:`breakdown.read` of them.
+
+    Args:
+        folder: gets ``trace-RANK.json`` and ``rank-RANK.json``.
+        total: says in the first step how many there will be. The step before those traced runs under the
+            profiler too, which gets ready in it; those before have ranges (microseconds) and no profiler.
+    """
+
+    def __init__(self, folder: Path, steps: int, total):
+        self.folder, self.steps = folder, steps
+        self._total, self._first, self._done, self._profiler = total, None, 0, None
+
+    def around(self, train_step):
+        signature = inspect.signature(train_step)
+
+        @functools.wraps(train_step)
+        def wrapped(*args, **kwargs):
+            if self._first is None:
+                self._first = self._total() - self.steps
+                if self._first < 1:
+                    raise ValueError(f"{self._total()} steps are too few to trace {self.steps}")
+                given = signature.bind(*args, **kwargs).arguments
+                mark(given["model"], given["optimizer"])  # what cannot be marked fails early
+            at, self._done = self._done, self._done + 1
+            if at < self._first - 1 or at >= self._first + self.steps:
+                return train_step(*args, **kwargs)
+            if at == self._first - 1:
+                self._start()
+            _finish()
+            with record_function(breakdown.PREFIX + breakdown.STEP):
+                result = train_step(*args, **kwargs)
+                _finish()
+            self._profiler.step()
+            if self._done == self._first + self.steps:
+                self._profiler.stop()
+            return result
+
+        return wrapped
+
+    def _start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._profiler = torch.profiler.profile(
+            schedule=torch.profiler.schedule(wait=0, warmup=1, active=self.steps, repeat=1),
+            on_trace_ready=self._write,
+        )
+        self._profiler.start()
+
+    def _write(self, profiler) -> None:
+        rank = torch.distributed.get_rank()
+        trace = self.folder / f"trace-{rank}.json"
+        profiler.export_chrome_trace(str(trace))
+        try:
+            found = breakdown.read(trace)
+        except Exception:  # the run has been paid for, and the trace is there
+            traceback.print_exc()
+            return
+        (self.folder / RANK.format(rank)).write_text(json.dumps(found), encoding="utf-8")
+
+
+def _finish() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def mark(model: Sequence[torch.nn.Module], optimizer) -> None:
+    """Put ranges around the parts of a model (in Megatron's wrappers, a list) and of its optimizer."""
+    for chunk in model:
+        chunk.zero_grad_buffer = ranged(chunk.zero_grad_buffer, "optimizer")
+        for module in list(chunk.modules()):
+            core = getattr(module, "core_attention", None)
+            if isinstance(core, torch.nn.Module):
+                core.forward = both_ways(core.forward, "attention", ("query", "key", "value"))
+            if hasattr(module, "_postprocess") and getattr(module, "post_process", False):
+                module._postprocess = both_ways(module._postprocess, "loss", ("hidden_states",))
+    for name in ("zero_grad", "step"):
+        setattr(optimizer, name, ranged(getattr(optimizer, name), "optimizer"))
+
+
+def ranged(function, part: str):
+    """``function`` in the range of a part."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        with record_function(breakdown.PREFIX + part):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def both_ways(function, part: str, names: Sequence[str]):
+    """``function``, which returns a tensor, in the range of a part, and its backward, too.
+
+    Args:
+        names: parameters, whose gradients are the last that the backward computes.
+    """
+    signature = inspect.signature(function)
+    name = breakdown.PREFIX + part
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments
+        given.update(zip(names, _Entry.apply(*(given[name] for name in names))))
+        with record_function(name):
+            result = function(*bound.args, **bound.kwargs)
+        if not isinstance(result, torch.Tensor):
+            raise TypeError(
+                f"{part} returns {type(result).__name__}, and only tensors can be marked"
+            )
+        return _Exit.apply(result, name)
+
+    return call
+
+
+_open = threading.local()
+"""The ranges of backwards that this thread is in: autograd runs all nodes of a device in one thread."""
+
+
+class _Exit(torch.autograd.Function):
+    """Where a part's forward ends and its backward begins: nothing but that is done to its result."""
+
+    @staticmethod
+    def forward(ctx, result, name):
+        ctx.name = name
+        return result
+
+    @staticmethod
+    def backward(ctx, grad):
+        if not hasattr(_open, "ranges"):
+            _open.ranges = []
+        _open.ranges.append(record_function(ctx.name))
+        _open.ranges[-1].__enter__()
+        return grad, None
+
+
+class _Entry(torch.autograd.Function):
+    """Where a part's forward begins: one node for all operands, so that its backward runs when all of their
+    gradients are there."""
+
+    @staticmethod
+    def forward(ctx, *operands):
+        ctx.set_materialize_grads(False)
+        return operands
+
+    @staticmethod
+    def backward(ctx, *grads):
+        _open.ranges.pop().__exit__(None, None, None)
+        return grads
