@@ -151,15 +151,13 @@ def _check_attention(config: dict, file: Path) -> None:
             f"{file}: layer_types has {', '.join(sorted(kinds))}: only full attention in every layer can be "
             "expressed"
         )
-    # Qwen2 carries the window's size along also where it is switched off, or begins behind the last layer.
-    window = config.get("sliding_window")
-    used = config.get("use_sliding_window", config["architectures"][0] == "LlamaForCausalLM")
-    first = config.get("max_window_layers", 0) if "layer_types" not in config else None
-    if window and used and (first is None or first < config.get("num_hidden_layers", 0)):
-        if "layer_types" not in config:
-            raise ConfigError(
-                f"{file}: use_sliding_window is {used} with sliding_window {window}: only full attention in "
-                "every layer can be expressed"
-            )
+    # Qwen2 carries the window's size along where it is switched off, or begins behind the last layer.
+    window, layers = config.get("sliding_window"), config.get("num_hidden_layers", 0)
+    used = config.get("use_sliding_window") and config.get("max_window_layers", 0) < layers
+    if "layer_types" not in config and window and used:
+        raise ConfigError(
+            f"{file}: use_sliding_window is True, with sliding_window {window}: only full attention in every "
+            "layer can be expressed"
+        )
     if config.get("quantization_config"):
         raise ConfigError(f"{file}: quantization_config is set: give the weights that are not quantised")

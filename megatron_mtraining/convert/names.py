@@ -167,3 +167,30 @@ def part_of(model: Model, rows: Tensor, part: str) -> Tensor:
 def bytes_of(model: Model, itemsize) -> int:
     """Bytes of all tensors on Hugging Face's side; ``itemsize(name)`` is of an element."""
     return sum(prod(m.shape) * itemsize(m.name) for m in mapped(model))
+
+
+def places(tensor: Mapped) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+    """Where a checkpoint may hold a tensor: ``(key, size, offset, region)``, the usual place first.
+
+    Runs with layers that differ, or with singleton_local_shards in their metadata, save each layer under a
+    key of its own, and each expert and each half of a gated linear layer, too.
+    """
+    usual = tensor.size, tensor.offset, tensor.region
+    yield tensor.key, *usual
+    if tensor.also:
+        yield tensor.also, *usual
+    for key in filter(None, (tensor.key, tensor.also)):
+        if not key.startswith("decoder.layers."):
+            return
+        layer = f"decoder.layers.{tensor.offset[0]}."
+        key = layer + key.removeprefix("decoder.layers.")
+        size, offset, region = (place[1:] for place in usual)
+        yield key, size, offset, region
+        experts = ".mlp.experts.experts."
+        if experts in key:
+            key = key.replace(experts, f"{experts}{offset[0]}.")
+            size, offset, region = (place[1:] for place in (size, offset, region))
+            yield key, size, offset, region
+        if key.endswith("linear_fc1.weight"):
+            half = "_v" if offset[0] else "_w"
+            yield key + half, region, (0,) * len(region), region
