@@ -54,14 +54,12 @@ def namespace(model: Model, positions: dict) -> Namespace:
 
 def flags(args: Namespace) -> list[list[str]]:
     """Megatron-LM's command-line flags, by line."""
-    model = [
-        ["--num-layers", args.num_layers, "--hidden-size", args.hidden_size]
-        + ["--ffn-hidden-size", args.ffn_hidden_size],
-        ["--num-attention-heads", args.num_attention_heads, "--kv-channels", args.kv_channels],
-    ]
+    sizes = ["--num-layers", args.num_layers, "--hidden-size", args.hidden_size]
+    sizes += ["--ffn-hidden-size", args.ffn_hidden_size]
+    heads = ["--num-attention-heads", args.num_attention_heads, "--kv-channels", args.kv_channels]
     if args.group_query_attention:
-        model[1] += ["--group-query-attention", "--num-query-groups", args.num_query_groups]
-    model.append(["--normalization", "RMSNorm", "--norm-epsilon", args.norm_epsilon])
+        heads += ["--group-query-attention", "--num-query-groups", args.num_query_groups]
+    model = [sizes, heads, ["--normalization", "RMSNorm", "--norm-epsilon", args.norm_epsilon]]
     linear = ["--swiglu", "--disable-bias-linear"]
     linear += ["--add-qkv-bias"] if args.add_qkv_bias else []
     linear += ["--qk-layernorm"] if args.qk_layernorm else []
@@ -91,7 +89,9 @@ def flags(args: Namespace) -> list[list[str]]:
             more.append("--no-yarn-correction-range-round-to-int")
         # Transformer Engine's fused rotation cannot scale, and Megatron would warn and fall back.
         model += [yarn, more, ["--no-rope-fusion"]]
-    return [[f"{word:g}" if isinstance(word, float) else str(word) for word in line] for line in model]
+    return [
+        [f"{word:g}" if isinstance(word, float) else str(word) for word in line] for line in model
+    ]
 
 
 def script(args: Namespace, source: str) -> str:

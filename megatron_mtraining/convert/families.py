@@ -121,7 +121,8 @@ def model_of(config: dict, file: Path, padded_vocab: int | None = None) -> Model
                 "one model are not converted"
             )
         experts = dict(
-            experts=number("num_experts"),
+            # transformers 5 writes the second name.
+            experts=number("num_experts" if "num_experts" in config else "num_local_experts"),
             expert_ffn=number("moe_intermediate_size"),
             topk=number("num_experts_per_tok"),
             norm_topk=bool(config.get("norm_topk_prob", False)),
@@ -160,4 +161,6 @@ def _check_attention(config: dict, file: Path) -> None:
             "layer can be expressed"
         )
     if config.get("quantization_config"):
-        raise ConfigError(f"{file}: quantization_config is set: give the weights that are not quantised")
+        raise ConfigError(
+            f"{file}: quantization_config is set: give the weights that are not quantised"
+        )

@@ -73,7 +73,9 @@ class Shards:
                 part = shard.get_slice(name)
                 kind = part.get_dtype()
                 if kind not in DTYPES:
-                    raise ConfigError(f"{file}: {name} is of type {kind}: {', '.join(DTYPES)} convert")
+                    raise ConfigError(
+                        f"{file}: {name} is of type {kind}: {', '.join(DTYPES)} convert"
+                    )
                 self.tensors[name] = Stored(file, tuple(part.get_shape()), DTYPES[kind])
         for name, file in promised.items():
             if name not in self.tensors or self.tensors[name].file.name != file:
@@ -84,7 +86,9 @@ class Shards:
         index, single = self.folder / INDEX, self.folder / SINGLE
         if not index.is_file():
             if not single.is_file():
-                raise ConfigError(f"{self.folder} has neither {SINGLE} nor {INDEX}: no safetensors weights")
+                raise ConfigError(
+                    f"{self.folder} has neither {SINGLE} nor {INDEX}: no safetensors weights"
+                )
             return [single], {}
         promised = read_json(index).get("weight_map")
         if not isinstance(promised, dict) or not promised:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
@@ -164,12 +163,9 @@ def part_of(model: Model, rows: Tensor, part: str) -> Tensor:
     return grouped[:, begin:end].reshape(-1, *rows.shape[1:])
 
 
-def bytes_of(model: Model, itemsize) -> int:
-    """Bytes of all tensors on Hugging Face's side; ``itemsize(name)`` is of an element."""
-    return sum(prod(m.shape) * itemsize(m.name) for m in mapped(model))
-
-
-def places(tensor: Mapped) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+def places(
+    tensor: Mapped,
+) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
     """Where a checkpoint may hold a tensor: ``(key, size, offset, region)``, the usual place first.
 
     Runs with layers that differ, or with singleton_local_shards in their metadata, save each layer under a

@@ -46,7 +46,9 @@ def arguments_of(config: dict, file: Path) -> dict:
     if base is None:
         raise ConfigError(f"{file}: rope_theta is missing")
     if base != int(base):
-        raise ConfigError(f"{file}: rope_theta is {base}: Megatron's --rotary-base is a whole number")
+        raise ConfigError(
+            f"{file}: rope_theta is {base}: Megatron's --rotary-base is a whole number"
+        )
     if not isinstance(length, int):
         raise ConfigError(f"{file}: max_position_embeddings is {length}")
     if rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
@@ -92,10 +94,14 @@ def arguments_of(config: dict, file: Path) -> dict:
             f"{file}: rope_type is {kind}: default, yarn and llama3 can be expressed in Megatron"
         )
     if kind == "default":  # transformers carries a few fields along
-        rope = {k: v for k, v in rope.items() if k not in ("original_max_position_embeddings", "factor")}
+        rope = {
+            k: v for k, v in rope.items() if k not in ("original_max_position_embeddings", "factor")
+        }
     if rope:
         name, value = next(iter(rope.items()))
-        raise ConfigError(f"{file}: {name} of rope type {kind} is {value}: Megatron does not know it")
+        raise ConfigError(
+            f"{file}: {name} of rope type {kind} is {value}: Megatron does not know it"
+        )
     return found
 
 
@@ -124,7 +130,9 @@ def extended(found: dict, base: int | None, yarn: float | None, length: int | No
     if yarn is not None:
         scaled = found["position_embedding_type"] == "yarn" or found["use_rope_scaling"]
         if scaled:
-            raise ConfigError(f"--yarn is {yarn:g}, but SRC scales its rotary positions: leave it out")
+            raise ConfigError(
+                f"--yarn is {yarn:g}, but SRC scales its rotary positions: leave it out"
+            )
         original = found["max_position_embeddings"]
         found |= dict(
             position_embedding_type="yarn",
@@ -157,7 +165,9 @@ def into_config(config: dict, args, file: Path) -> dict:
     ours = {name: getattr(args, name, None) for name in NAMES}
     kind = ours["position_embedding_type"]
     if kind not in ("rope", "yarn"):
-        raise ConfigError(f"position_embedding_type of the checkpoint is {kind}: rope and yarn convert")
+        raise ConfigError(
+            f"position_embedding_type of the checkpoint is {kind}: rope and yarn convert"
+        )
     if ours["rotary_percent"] not in (None, 1.0):
         raise ConfigError(
             f"rotary_percent of the checkpoint is {ours['rotary_percent']}: 1 can be converted"
@@ -181,9 +191,15 @@ def into_config(config: dict, args, file: Path) -> dict:
     )
     if same:
         return config
-    rope = {"rope_type": "default", "rope_theta": float(ours["rotary_base"] or theirs["rotary_base"])}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": float(ours["rotary_base"] or theirs["rotary_base"]),
+    }
     if kind == "yarn":
-        factor, original = ours["rotary_scaling_factor"], ours["yarn_original_max_position_embeddings"]
+        factor, original = (
+            ours["rotary_scaling_factor"],
+            ours["yarn_original_max_position_embeddings"],
+        )
         rope |= dict(rope_type="yarn", factor=factor or 1.0)
         rope["original_max_position_embeddings"] = original or 4096  # Megatron's default
         rope["beta_fast"] = ours["yarn_beta_fast"] or 32.0

@@ -58,7 +58,9 @@ def whole(target: Path, size: int, overwrite: bool):
         if old is not None:
             shutil.rmtree(old)
     except OSError as error:
-        raise ConfigError(f"DST is {target}, which cannot be written: {error.strerror or error}") from None
+        raise ConfigError(
+            f"DST is {target}, which cannot be written: {error.strerror or error}"
+        ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

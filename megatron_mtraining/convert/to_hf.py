@@ -69,7 +69,9 @@ def convert(options: ToHuggingFace) -> None:
         for planned, (tensor, (key, _, offset, region)) in zip(plan, found):
             part = reader.read(key, offset, region)
             if tensor.part:
-                part = part_of(model, part.reshape(region[len(region) - len(tensor.shape) :]), tensor.part)
+                part = part_of(
+                    model, part.reshape(region[len(region) - len(tensor.shape) :]), tensor.part
+                )
             part = part.reshape(tensor.shape)
             # A copy of its own: the part that was read is let go.
             yield part.to(planned.dtype, copy=bool(tensor.part))
@@ -84,12 +86,15 @@ def convert(options: ToHuggingFace) -> None:
 
 def read_args(folder: Path) -> Namespace:
     """The arguments of the run that saved a checkpoint."""
-    from megatron.core import dist_checkpointing
-
     from ..inspect.megatron_checkpoint import _quietly, _reason
 
+    def load():
+        from megatron.core import dist_checkpointing
+
+        return dist_checkpointing.load_common_state_dict(str(folder))
+
     try:
-        common = _quietly(lambda: dist_checkpointing.load_common_state_dict(str(folder)))
+        common = _quietly(load)
     except Exception as error:
         raise ConfigError(
             f"the arguments in {folder} cannot be read by the Megatron-Core that is installed: "
@@ -120,7 +125,9 @@ def _rows(reader: Reader, model: Model, folder: Path, file: Path) -> int:
     key = "embedding.word_embeddings.weight"
     if key not in reader.tensors:
         near = ", ".join(sorted(reader.tensors)[:3]) or "none"
-        raise ConfigError(f"{folder} has no {key}; among its tensors are {near}: is it a GPT model's?")
+        raise ConfigError(
+            f"{folder} has no {key}; among its tensors are {near}: is it a GPT model's?"
+        )
     rows = reader.tensors[key][0][0]
     if rows < model.vocab:
         raise ConfigError(

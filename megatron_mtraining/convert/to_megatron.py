@@ -70,7 +70,10 @@ def convert(options: ToMegatron) -> None:
         with Progress("hf-to-megatron", size) as progress:
             torch_dist.write(inside, pieces, list(extra_states(model)), progress.advance)
         shards.close()
-        write_json(inside / "metadata.json", {"sharded_backend": "torch_dist", "sharded_backend_version": 1})
+        write_json(
+            inside / "metadata.json",
+            {"sharded_backend": "torch_dist", "sharded_backend_version": 1},
+        )
         common = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
         common["content_metadata"] = {"singleton_local_shards": False}
         torch.save(common, inside / "common.pt")
@@ -91,7 +94,7 @@ def _check_names(shards: Shards, tensors: list[Mapped], model: Model) -> None:
         stored = shards.tensors.get(tensor.name)
         if stored is None:
             raise ConfigError(
-                f"{shards.folder} has no {tensor.name}, which a {model.family.architecture} of its config.json has"
+                f"{shards.folder} has no {tensor.name}, which config.json's {model.family.architecture} has"
             )
         if stored.shape != tensor.shape:
             raise ConfigError(
@@ -106,7 +109,9 @@ def _check_names(shards: Shards, tensors: list[Mapped], model: Model) -> None:
             )
 
 
-def _pieces(options: ToMegatron, shards: Shards, tensors: list[Mapped], model: Model) -> list[Piece]:
+def _pieces(
+    options: ToMegatron, shards: Shards, tensors: list[Mapped], model: Model
+) -> list[Piece]:
     pieces: list[Piece] = []
     dtypes: dict[str, tuple[torch.dtype, Mapped]] = {}
     for (key, offset), group in groupby(tensors, lambda tensor: (tensor.key, tensor.offset)):
@@ -148,7 +153,11 @@ def _split(shards: Shards, tensor: Mapped, key: str, dtype: torch.dtype) -> list
         return Piece(key, tensor.size, dtype, tuple(at), region, make)
 
     found = [
-        piece(begin, min(begin + step, rows), partial(shards.read, tensor.name, (begin, min(begin + step, rows))))
+        piece(
+            begin,
+            min(begin + step, rows),
+            partial(shards.read, tensor.name, (begin, min(begin + step, rows))),
+        )
         for begin in range(0, rows, step)
     ]
     is_vocabulary = key in ("embedding.word_embeddings.weight", "output_layer.weight")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -194,11 +194,6 @@ class Reader:
         except Exception as error:
             raise ConfigError(f"{self.folder}: {key} cannot be read: {error}") from None
         return target
-
-    def chunks(self, key: str) -> Iterator[int]:
-        """Elements of each part that was saved of a tensor."""
-        for chunk in self._metadata.state_dict_metadata[key].chunks:
-            yield chunk.sizes.numel()
 
 
 class _Loading(LoadPlanner):

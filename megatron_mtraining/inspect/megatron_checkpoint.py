@@ -211,8 +211,13 @@ class MegatronCheckpoint:
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         _quietly(lambda: model(tokens, positions, None))
 
-    def _model(self):
-        """A GPTModel without its output layer, with the checkpoint's weights, on the device."""
+    def _model(self, output_layer: bool = False, prepare=lambda config: None):
+        """A GPTModel with the checkpoint's weights, on the device.
+
+        Args:
+            output_layer: whether it has one.
+            prepare: called with its TransformerConfig, before it is built.
+        """
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import (
             get_gpt_decoder_block_spec,
@@ -222,6 +227,7 @@ class MegatronCheckpoint:
         kind = self._arg("position_embedding_type", "learned_absolute")
         try:
             config = self._config()
+            prepare(config)
             if config.num_moe_experts:
                 spec = get_gpt_decoder_block_spec(
                     config, use_transformer_engine=False, normalization=config.normalization
@@ -237,7 +243,9 @@ class MegatronCheckpoint:
                 spec,
                 vocab_size=self.shape.vocabulary,
                 max_sequence_length=self._arg("max_position_embeddings"),
-                post_process=False,  # no logits over the vocabulary
+                post_process=output_layer,
+                share_embeddings_and_output_weights=output_layer
+                and not self._arg("untie_embeddings_and_output_weights", False),
                 position_embedding_type="yarn" if self.options.yarn else kind,
                 rotary_percent=self._arg("rotary_percent", 1.0),
                 rotary_base=self._arg("rotary_base", 10000),
