@@ -7,6 +7,10 @@ from pathlib import Path
 
 import torch
 
+from megatron_mtraining.inspect.options import hide_kernels_folder
+
+hide_kernels_folder()  # before transformers is imported
+
 BASE = dict(
     vocab_size=320, hidden_size=128, intermediate_size=176, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=256, rms_norm_eps=1e-6, tie_word_embeddings=False,
@@ -32,7 +36,10 @@ CASES = {
     "qwen2 yarn": ("Qwen2", dict(head_dim=64, rope_parameters=YARN)),
     "qwen3": ("Qwen3", dict(head_dim=64, rope_parameters=rope())),
     "qwen3 moe": ("Qwen3Moe", dict(**MOE, norm_topk_prob=True, rope_parameters=rope())),
-    "qwen3 moe, not normed": ("Qwen3Moe", dict(**MOE, norm_topk_prob=False, rope_parameters=rope())),
+    "qwen3 moe, not normed": (
+        "Qwen3Moe",
+        dict(**MOE, norm_topk_prob=False, rope_parameters=rope()),
+    ),
     "llama": ("Llama", dict(head_dim=64, rope_parameters=rope(1e4), tie_word_embeddings=True)),
     "llama 3": ("Llama", dict(head_dim=64, rope_parameters=LLAMA3)),
 }
