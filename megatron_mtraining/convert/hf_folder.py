@@ -146,7 +146,11 @@ def write_shards(
         tensors: those of the plan, in its order, made when they are asked for.
         shard_bytes: most bytes of a file, unless one tensor has more.
         advance: called with the bytes of each tensor.
+
+    Raises:
+        OSError: a file cannot be written.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     shards: list[list[Planned]] = [[]]
@@ -166,7 +170,10 @@ def write_shards(
             content[planned.name] = next(tensors).contiguous()
             advance(planned.bytes)
             weight_map[planned.name] = file
-        save_file(content, folder / file, metadata={"format": "pt"})
+        try:
+            save_file(content, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(0, str(error)) from None  # such as a full disk
     if len(shards) > 1:
         total = sum(planned.bytes for planned in plan)
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})

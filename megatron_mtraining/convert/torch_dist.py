@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -69,11 +70,18 @@ def write(folder: Path, pieces: list[Piece], extra: list[str], advance) -> None:
         pieces: all parts of all tensors, made in this order, one after the other.
         extra: keys of entries that hold nothing.
         advance: called with the bytes of each part.
+
+    Raises:
+        Exception: what making or writing a part has raised.
     """
     writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*single process.*")
-        dcp.save({}, storage_writer=writer, planner=_Saving(pieces, extra, advance))
+        try:
+            dcp.save({}, storage_writer=writer, planner=_Saving(pieces, extra, advance))
+        except CheckpointException as error:
+            # What went wrong itself: a full disk, an interruption.
+            raise next(iter(error.failures.values()))[0] from None
 
 
 class _Saving(SavePlanner):
