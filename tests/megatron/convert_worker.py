@@ -33,7 +33,7 @@ def build(args, tp: int, pp: int):
             moe_router_topk=args.moe_router_topk,
             moe_ffn_hidden_size=args.moe_ffn_hidden_size,
             moe_router_pre_softmax=args.moe_router_pre_softmax,
-            moe_token_dispatcher_type="allgather" if tp == 1 else "alltoall",
+            moe_token_dispatcher_type="allgather",
         )
     config = TransformerConfig(
         num_layers=args.num_layers,
