@@ -86,20 +86,9 @@ def convert(options: ToHuggingFace) -> None:
 
 def read_args(folder: Path) -> Namespace:
     """The arguments of the run that saved a checkpoint."""
-    from ..inspect.megatron_checkpoint import _quietly, _reason
+    from ..inspect.megatron_checkpoint import read_common
 
-    def load():
-        from megatron.core import dist_checkpointing
-
-        return dist_checkpointing.load_common_state_dict(str(folder))
-
-    try:
-        common = _quietly(load)
-    except Exception as error:
-        raise ConfigError(
-            f"the arguments in {folder} cannot be read by the Megatron-Core that is installed: "
-            f"{_reason(error)}"
-        ) from error
+    common = read_common(folder, str(folder))
     args = common.get("args")
     if not isinstance(args, Namespace):
         raise ConfigError(f"{folder} has no arguments of a training run")

@@ -107,13 +107,37 @@ def find_iteration(folder: Path) -> Path:
     return folder
 
 
+def read_common(folder: Path, place: str) -> dict:
+    """What of an iteration's folder is not a tensor, the run's arguments among it.
+
+    Args:
+        place: what messages call the folder.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+
+    def load():
+        from megatron.core import dist_checkpointing
+
+        return dist_checkpointing.load_common_state_dict(str(folder))
+
+    try:
+        return _quietly(load)
+    except (Exception, CheckpointException) as error:
+        raise ConfigError(
+            f"the arguments in {place} cannot be read by the Megatron-Core that is installed: "
+            f"{_reason(error)}"
+        ) from error
+
+
 class MegatronCheckpoint:
     """See :class:`~megatron_mtraining.inspect.sources.Source`."""
 
     def __init__(self, options, folder: Path):
         self.options, self.folder = options, folder
         self.keys = self._keys()
-        common = _quietly(self._common)
+        common = read_common(self.folder, self._place)
         self.args = common.get("args")
         if not isinstance(self.args, Namespace):
             raise ConfigError(
@@ -134,18 +158,6 @@ class MegatronCheckpoint:
     def _arg(self, name: str, default=None):
         value = getattr(self.args, name, None)
         return default if value is None else value
-
-    def _common(self) -> dict:
-        """What is not a tensor, the run's arguments among it."""
-        from megatron.core import dist_checkpointing
-
-        try:
-            return dist_checkpointing.load_common_state_dict(str(self.folder))
-        except (Exception, CheckpointException) as error:
-            raise ConfigError(
-                f"the arguments in {self._place} cannot be read by the Megatron-Core that is installed: "
-                f"{_reason(error)}"
-            ) from error
 
     def _check(self) -> None:
         for name, what in REFUSED.items():
