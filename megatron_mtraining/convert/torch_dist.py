@@ -158,8 +158,8 @@ class Reader:
             self._reader.set_up_storage_reader(self._metadata, True)
         except Exception as error:
             raise ConfigError(
-                f"{folder / '.metadata'} cannot be read by torch {torch.__version__}; was it saved by a newer "
-                f"one? ({error})"
+                f"{folder / '.metadata'} cannot be read by torch {torch.__version__}; was it saved by a "
+                f"newer one? ({error})"
             ) from None
         self.tensors = {
             key: (tuple(entry.size), entry.properties.dtype)
