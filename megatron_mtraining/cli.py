@@ -38,6 +38,11 @@ COMMANDS = (
         "turn documents into Megatron's indexed dataset, in exactly-long samples",
     ),
     Command(
+        "convert",
+        "megatron_mtraining.convert.command",
+        "convert checkpoints of Hugging Face to Megatron's and back, and compare the two",
+    ),
+    Command(
         "plan",
         "megatron_mtraining.plan.command",
         "compute the memory that a training setting needs on each GPU",

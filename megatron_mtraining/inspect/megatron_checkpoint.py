@@ -107,13 +107,37 @@ def find_iteration(folder: Path) -> Path:
     return folder
 
 
+def read_common(folder: Path, place: str) -> dict:
+    """What of an iteration's folder is not a tensor, the run's arguments among it.
+
+    Args:
+        place: what messages call the folder.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+
+    def load():
+        from megatron.core import dist_checkpointing
+
+        return dist_checkpointing.load_common_state_dict(str(folder))
+
+    try:
+        return _quietly(load)
+    except (Exception, CheckpointException) as error:
+        raise ConfigError(
+            f"the arguments in {place} cannot be read by the Megatron-Core that is installed: "
+            f"{_reason(error)}"
+        ) from error
+
+
 class MegatronCheckpoint:
     """See :class:`~megatron_mtraining.inspect.sources.Source`."""
 
     def __init__(self, options, folder: Path):
         self.options, self.folder = options, folder
         self.keys = self._keys()
-        common = _quietly(self._common)
+        common = read_common(self.folder, self._place)
         self.args = common.get("args")
         if not isinstance(self.args, Namespace):
             raise ConfigError(
@@ -134,18 +158,6 @@ class MegatronCheckpoint:
     def _arg(self, name: str, default=None):
         value = getattr(self.args, name, None)
         return default if value is None else value
-
-    def _common(self) -> dict:
-        """What is not a tensor, the run's arguments among it."""
-        from megatron.core import dist_checkpointing
-
-        try:
-            return dist_checkpointing.load_common_state_dict(str(self.folder))
-        except (Exception, CheckpointException) as error:
-            raise ConfigError(
-                f"the arguments in {self._place} cannot be read by the Megatron-Core that is installed: "
-                f"{_reason(error)}"
-            ) from error
 
     def _check(self) -> None:
         for name, what in REFUSED.items():
@@ -211,8 +223,13 @@ class MegatronCheckpoint:
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         _quietly(lambda: model(tokens, positions, None))
 
-    def _model(self):
-        """A GPTModel without its output layer, with the checkpoint's weights, on the device."""
+    def _model(self, output_layer: bool = False, prepare=lambda config: None):
+        """A GPTModel with the checkpoint's weights, on the device.
+
+        Args:
+            output_layer: whether it has one.
+            prepare: called with its TransformerConfig, before it is built.
+        """
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import (
             get_gpt_decoder_block_spec,
@@ -222,6 +239,7 @@ class MegatronCheckpoint:
         kind = self._arg("position_embedding_type", "learned_absolute")
         try:
             config = self._config()
+            prepare(config)
             if config.num_moe_experts:
                 spec = get_gpt_decoder_block_spec(
                     config, use_transformer_engine=False, normalization=config.normalization
@@ -237,7 +255,9 @@ class MegatronCheckpoint:
                 spec,
                 vocab_size=self.shape.vocabulary,
                 max_sequence_length=self._arg("max_position_embeddings"),
-                post_process=False,  # no logits over the vocabulary
+                post_process=output_layer,
+                share_embeddings_and_output_weights=output_layer
+                and not self._arg("untie_embeddings_and_output_weights", False),
                 position_embedding_type="yarn" if self.options.yarn else kind,
                 rotary_percent=self._arg("rotary_percent", 1.0),
                 rotary_base=self._arg("rotary_base", 10000),

@@ -277,9 +277,7 @@ def test_text_takes_a_tokenizer_that_fits(saved, tmp_path, capsys):
 )
 def test_runs_that_are_not_supported(changes, named, saved, tmp_path, monkeypatch):
     args = Namespace(**{**vars(arguments(case())), **changes})
-    monkeypatch.setattr(
-        megatron_checkpoint.MegatronCheckpoint, "_common", lambda self: {"args": args}
-    )
+    monkeypatch.setattr(megatron_checkpoint, "read_common", lambda folder, place: {"args": args})
     with pytest.raises(ConfigError) as refusal:
         megatron_checkpoint.open_checkpoint(options(saved[0]))
     assert all(word in str(refusal.value) for word in named), refusal.value
@@ -299,8 +297,6 @@ def test_weights_of_another_model_are_named(saved):
 
 
 def test_checkpoints_of_something_else(saved, monkeypatch):
-    monkeypatch.setattr(
-        megatron_checkpoint.MegatronCheckpoint, "_common", lambda self: {"iteration": 3}
-    )
+    monkeypatch.setattr(megatron_checkpoint, "read_common", lambda folder, place: {"iteration": 3})
     with pytest.raises(ConfigError, match=r"no arguments.*iteration"):
         megatron_checkpoint.open_checkpoint(options(saved[0]))
