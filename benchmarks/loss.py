@@ -32,6 +32,15 @@ MEGATRON = ("megatron", "megatron_fused", "megatron_te")
 IMPLEMENTATIONS = ("chunked", *MEGATRON)
 
 
+def megatron_core() -> str:
+    """Its version, of a checkout on the path too; or "none"."""
+    try:
+        import megatron.core
+    except ImportError:
+        return "none"
+    return megatron.core.__version__
+
+
 def draw(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, device: str):
     """Hidden ``[s, 1, h]``, weight ``[V, h]``, labels and gradients of losses ``[s, 1]``."""
     torch.manual_seed(0)
@@ -170,7 +179,7 @@ def run_case(tokens: int, options) -> list[dict]:
                 fwd_ms=round(statistics.median(forward), 3) if forward else None,
                 bwd_ms=round(statistics.median(backward), 3) if backward else None,
                 peak_gib=None if peak[-1] is None else round(max(peak), 3),
-                megatron_core=record.installed("megatron-core"),
+                megatron_core=megatron_core(),
             )
         )  # fmt: skip
     return rows
@@ -206,8 +215,8 @@ def parse(words=None):
         for value in values if isinstance(values, list) else [values]:
             if value < 1:
                 parser.error(f"--{name} {value}: use 1 or more")
-    if set(options.impl) & set(MEGATRON) and record.installed("megatron-core") == "none":
-        parser.error("megatron-core is not installed; try --impl chunked")
+    if set(options.impl) & set(MEGATRON) and megatron_core() == "none":
+        parser.error("there is no megatron-core, installed or on the path; try --impl chunked")
     if "megatron_te" in options.impl and record.installed("transformer-engine") == "none":
         parser.error("--impl megatron_te needs Transformer Engine, which is not installed")
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -19,6 +19,7 @@ from attention_cases import (
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import sparse_attention
+from megatron_mtraining.documents import Documents
 from megatron_mtraining.layout import stripe, unstripe
 from megatron_mtraining.pattern import build_index, choose_index
 from megatron_mtraining.ring import Ring
@@ -95,33 +96,41 @@ def test_offsets_beyond_32_bits():
         assert relative_error(a[-tail // 2 :], e[-tail // 2 :]) < 1e-2
 
 
-def _nccl_rank(rank, world, port, operands, results):
+def _nccl_rank(rank, world, inner, port, operands, lengths, results):
     torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
     )
-    parts = [stripe(t, rank, world, CONFIG.block_size).cuda() for t in operands]
+    parts = [stripe(t, rank, world, CONFIG.block_size, inner=inner).cuda() for t in operands]
     leaves = [t.requires_grad_() for t in parts[:3]]
-    out, index = sparse_attention(*leaves, config=CONFIG, cp_group=dist.group.WORLD)
+    documents = lengths and Documents.from_lengths(lengths, len(operands[0]), "cuda")
+    out, index = sparse_attention(
+        *leaves, config=CONFIG, cp_group=dist.group.WORLD, cp_inner=inner, documents=documents
+    )
     out.backward(parts[3])
     masks = torch.stack([index.token_mask(0, h) for h in range(operands[0].shape[2])])
     results[rank] = [t.detach().cpu() for t in (out, *(leaf.grad for leaf in leaves), masks)]
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_nccl_ring(world):
+@pytest.mark.parametrize("packed", [False, True], ids=["one", "documents"])
+@pytest.mark.parametrize(("world", "inner"), [(2, None), (2, 1), (3, None), (4, None), (4, 2)])
+def test_nccl_ring(world, inner, packed):
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs, and there are {torch.cuda.device_count()}")
-    operands = random_operands(64 * world * 8, 1, 8, 2, 128, torch.bfloat16, "cpu")
+    seq_length = 64 * world * 8
+    operands = random_operands(seq_length, 1, 8, 2, 128, torch.bfloat16, "cpu")
+    lengths = [[300, 1, seq_length - 300 - 1 - 75, 75]] if packed else None
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     results = mp.get_context("spawn").Manager().dict()
-    mp.start_processes(_nccl_rank, (world, port, operands, results), nprocs=world)
+    given = world, inner, port, operands, lengths, results
+    mp.start_processes(_nccl_rank, given, nprocs=world)
     parts = [results[rank] for rank in range(world)]
     masks = parts[0][4]
     assert all(torch.equal(p[4], masks) for p in parts), "ranks chose different patterns"
     expected = dense_attention(*operands, masks[None], 128**-0.5)
     for i, truth in enumerate(expected):
-        assert relative_error(unstripe([p[i] for p in parts], CONFIG.block_size), truth) < 1e-2
+        whole = unstripe([p[i] for p in parts], CONFIG.block_size, inner=inner)
+        assert relative_error(whole, truth) < 1e-2
