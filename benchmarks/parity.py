@@ -5,9 +5,9 @@ One process, one GPU (or a CPU, to try it). The model is transformers', with flo
 autocast; in the sparse runs its attention is this package's. Runs, one after the other:
 
 - ``dense``: PyTorch's causal attention.
-- ``price``: policy price with ``--target-recall``: the price follows the recall that is measured.
+- ``price``: policy price with ``--target-recall``: the prices follow the recall that is measured.
 - ``coverage``: the published way, the last 64 rows and a coverage, found on sequences from all of the data
-  so that the density is that of ``price``'s last price at the same weights.
+  so that the density, before training, is that of the first ``price`` run (or of the default price).
 
 Each run's row has the loss of every step (training text), and of held-out sequences before and after, with
 the run's own attention and with dense attention; densities and recalls are means over layers, heads and
@@ -50,8 +50,7 @@ class Attention:
     def __init__(self):
         self.config: MTrainingConfig | None = None  # None: dense
         self.steering: Steering | None = None
-        self.density, self.recall = [], []
-        self.first: tuple[Tensor, Tensor] | None = None
+        self.density, self.recall, self.low = [], [], []
 
     def __call__(self, module, query, key, value, attention_mask, scaling=None, **more):
         """``[b, h, s, d]`` in, ``[b, s, h, d]`` out."""
@@ -62,20 +61,28 @@ class Attention:
             )
             return out.transpose(1, 2).contiguous(), None
         query, key, value = (t.permute(2, 0, 1, 3).contiguous() for t in (query, key, value))
-        price = None if self.steering is None else self.steering.price(query.device)
+        price, layer = None, module.layer_idx
+        if self.steering is not None:
+            price = self.steering.price(query.device, layer, 0, query.shape[2])
         found = attend(query, key, value, config=self.config, softmax_scale=scaling, price=price)
         density, recall = found.index.density(), found.index.recall
         self.density.append(density.mean())
-        self.recall.append(torch.ones_like(density).mean() if recall is None else recall.mean())
+        recall = torch.ones_like(density) if recall is None else recall
+        self.recall.append(recall.mean())
+        self.low.append((recall < 0.9).float().mean())
         if self.steering is not None and module.training:
-            self.steering.observe(density, recall)
+            self.steering.observe(density, recall, layer)
         return found.out.transpose(0, 1), None
 
-    def take(self) -> tuple[float, float]:
-        """Mean density and recall since the last call; 1 if all was dense."""
-        means = [torch.stack(x).mean().item() if x else 1.0 for x in (self.density, self.recall)]
-        self.density, self.recall = [], []
-        return means[0], means[1]
+    def take(self) -> tuple[float, float, float]:
+        """Mean density and recall since the last call (1 if all was dense), and the share of heads with a
+        recall below 0.9."""
+        lists = self.density, self.recall, self.low
+        found = 1.0, 1.0, 0.0
+        if self.low:
+            found = torch.stack([torch.stack(each).mean() for each in lists]).tolist()
+        self.density, self.recall, self.low = [], [], []
+        return tuple(found)
 
 
 def read_tokens(options) -> Tensor:
@@ -205,7 +212,8 @@ def train(name: str, config: MTrainingConfig | None, tokens: Tensor, options) ->
     before = judged(model, held_out, options)
     attention.config = config
     if config is not None and config.target_recall is not None:
-        attention.steering = Steering(config)
+        shape = model.config.num_hidden_layers, model.config.num_attention_heads
+        attention.steering = Steering(config, shape=shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
     losses, kept, start = [], [], time.time()
     model.train()
@@ -223,7 +231,7 @@ def train(name: str, config: MTrainingConfig | None, tokens: Tensor, options) ->
         losses.append(loss.item())
         kept.append(attention.take())
         if (step + 1) % 10 == 0 or step + 1 == options.steps:
-            density, recall = kept[-1]
+            density, recall, _ = kept[-1]
             print(
                 f"  {name} {step + 1:4d}: loss {losses[-1]:.4f}, density {density:.4f}, recall {recall:.4f}",
                 flush=True,
@@ -238,23 +246,32 @@ def train(name: str, config: MTrainingConfig | None, tokens: Tensor, options) ->
         held_out_before=round(before, 5), held_out_after=round(own, 5),
         held_out_after_dense=round(judged(model, held_out, options), 5),
         loss_last_50=round(sum(losses[-50:]) / len(losses[-50:]), 5),
-        density=round(sum(d for d, _ in kept) / len(kept), 5),
-        recall=round(sum(r for _, r in kept) / len(kept), 5),
-        density_late=round(sum(d for d, _ in late) / len(late), 5),
-        recall_late=round(sum(r for _, r in late) / len(late), 5),
+        **mean_of(kept), **{f"{name}_late": value for name, value in mean_of(late).items()},
+        target_recall=config and config.target_recall, target_scope=config and config.target_scope,
         price=None if attention.steering is None else round(attention.steering.now(), 5),
         coverage=None if config is None else config.coverage,
         seconds=round(time.time() - start, 1), losses=[round(loss, 5) for loss in losses],
     )  # fmt: skip
 
 
-def settings(options) -> dict[str, MTrainingConfig | None]:
-    common = dict(block_size=options.block_size)
-    return {
-        "dense": None,
-        "price": MTrainingConfig(target_recall=options.target_recall, **common),
-        "coverage": MTrainingConfig(policy="coverage", estimator="last", **common),
-    }
+def mean_of(kept: list[tuple[float, float, float]]) -> dict[str, float]:
+    names = "density", "recall", "heads_below_0.9"
+    return {name: round(sum(each) / len(each), 5) for name, each in zip(names, zip(*kept))}
+
+
+def settings(options) -> list[tuple[str, MTrainingConfig | None]]:
+    """The runs, and what they attend with (None: dense)."""
+    common, found = dict(block_size=options.block_size), []
+    for name in options.run:
+        if name == "dense":
+            found.append((name, None))
+        elif name == "coverage":
+            found.append((name, MTrainingConfig(policy="coverage", estimator="last", **common)))
+        else:
+            for target in options.target_recall:
+                aim = dict(target_recall=target, target_scope=options.target_scope)
+                found.append((name, MTrainingConfig(**aim, **common)))
+    return found
 
 
 def draw(path: Path, rows: list[dict]) -> None:
@@ -268,7 +285,8 @@ def draw(path: Path, rows: list[dict]) -> None:
         losses = torch.tensor(row["losses"])
         width = min(10, len(losses))
         smooth = losses.unfold(0, width, 1).mean(-1)
-        label = f"{row['run']}: density {row['density']:.3f}, recall {row['recall']:.3f}"
+        label = row["run"] + (f" {row['target_recall']}" if row["target_recall"] else "")
+        label += f": density {row['density']:.3f}, recall {row['recall']:.3f}"
         axes.plot(range(width, len(losses) + 1), smooth, label=label, linewidth=1)
     axes.set(xlabel="step", ylabel="training loss, mean of 10 steps")
     axes.legend()
@@ -289,7 +307,10 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-5)
     parser.add_argument("--warm-up", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--target-recall", type=float, default=0.95)
+    parser.add_argument(
+        "--target-recall", type=float, nargs="+", default=[0.95], help="a run of price for each"
+    )
+    parser.add_argument("--target-scope", choices=("head", "model"), default="head")
     parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument(
         "--text", type=Path, nargs="+", help="files; Python's own sources if not given"
@@ -304,9 +325,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> None:
     options = parse(words)
     tokens = read_tokens(options)
-    rows, configs = [], settings(options)
-    for name in options.run:
-        config = configs[name]
+    rows = []
+    for name, config in settings(options):
         if name == "coverage":
             attention = Attention()
             model = load(options, attention)
@@ -315,14 +335,14 @@ def main(words: list[str] | None = None) -> None:
                 for step in range(0, options.steps, -(-options.steps // 3))
                 for layer in queries_and_keys(model, attention, tokens[step], options)
             ]
-            price = next((row["price"] for row in rows if row["run"] == "price"), None)
-            at = MTrainingConfig(
-                block_size=options.block_size, **({} if price is None else {"price": price})
-            )
-            found = [choose_index(q, k, at, Ring(None), s).density().mean() for q, k, s in layers]
-            config = replace(
-                config, coverage=coverage_at(torch.stack(found).mean().item(), layers, config)
-            )
+            density = next((row["density"] for row in rows if row["run"] == "price"), None)
+            if density is None:
+                at = MTrainingConfig(block_size=options.block_size)
+                found = [
+                    choose_index(q, k, at, Ring(None), s).density().mean() for q, k, s in layers
+                ]
+                density = torch.stack(found).mean().item()
+            config = replace(config, coverage=coverage_at(density, layers, config))
             del layers
         row = train(name, config, tokens, options)
         print({key: value for key, value in row.items() if key != "losses"}, flush=True)

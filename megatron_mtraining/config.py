@@ -18,6 +18,7 @@ tokens with blocks of 128."""
 
 POLICIES = ("price", "coverage", "fixed", "xattention", "moba")
 ESTIMATORS = ("strata", "last")
+SCOPES = ("head", "model")
 OF_POLICY = {
     "price": dict(price=0.25, vertical_floor=0, vertical_cap=4096, slash_floor=0),
     "coverage": dict(
@@ -29,7 +30,13 @@ OF_POLICY = {
 }
 """Settings that a policy has, and their defaults."""
 OPTIONAL = {
-    "price": ("slash_cap", "target_recall", "target_density", "price_start"),
+    "price": (
+        "slash_cap",
+        "target_recall",
+        "target_density",
+        "target_scope",
+        "price_start",
+    ),
     "coverage": (),
     "fixed": (),
     "xattention": (),
@@ -113,11 +120,14 @@ class MTrainingConfig:
     """So many of the rows of each stretch measure what share of attention the pattern keeps, and do not
     choose it. 0 measures by the rows that choose, which flatters. (default: half; 0 with estimator last)"""
     target_recall: float | None = None
-    """Policy price: move the price, from step to step, until this share of attention is kept in the mean over
-    layers and heads, measured on held-out rows."""
+    """Policy price: move the price, from step to step, until this share of attention is kept, measured on
+    held-out rows: by each head, or in the mean over layers and heads (--mtraining-target-scope)."""
     target_density: float | None = None
     """Policy price: move the price, from step to step, until this share of the causal pairs is kept in the
     mean over layers and heads."""
+    target_scope: str | None = None
+    """With --mtraining-target-recall: head moves a price for each head, until that head keeps so much; model
+    moves one price for all. (default: head)"""
     dense_steps: int = 0
     """Training steps at the start in which attention is dense."""
     price_start: float | None = None
@@ -244,6 +254,15 @@ class MTrainingConfig:
                 f"{option('target_recall')} is {self.target_recall} and {option('target_density')} is "
                 f"{self.target_density}: one price cannot meet both, leave one out"
             )
+        if self.target_recall is not None:
+            self._fill("target_scope", "head")
+        if self.target_scope is not None:
+            _check_choice("target_scope", self.target_scope, SCOPES)
+            if self.target_recall is None:  # a density is the heads' mean
+                raise ConfigError(
+                    f"{option('target_scope')} is {self.target_scope}, but there is no "
+                    f"{option('target_recall')}: give one, or leave it out"
+                )
         target = "target_recall" if self.target_recall is not None else "target_density"
         if getattr(self, target) is not None and self.price_start is not None:
             raise ConfigError(

@@ -417,6 +417,12 @@ def test_sets_do_not_depend_on_the_number_of_ranks(world, inner, policy):
         (dict(estimator="last", held_out_rows=1), "--mtraining-held-out-rows is 1, but"),
         (dict(estimator="last", sample_strata=2), "--mtraining-sample-strata is 2, but"),
         (dict(target_recall=0.9, target_density=0.1), "one price cannot meet both"),
+        (
+            dict(target_scope="head"),
+            "target-scope is head, but there is no --mtraining-target-recall",
+        ),
+        (dict(target_density=0.1, target_scope="head"), "there is no --mtraining-target-recall"),
+        (dict(target_recall=0.9, target_scope="layer"), "is layer: use one of head, model"),
         (dict(target_recall=1.5), "--mtraining-target-recall is 1.5"),
         (dict(policy="fixed", target_recall=0.9), "--mtraining-target-recall is 0.9, but"),
         (dict(price_start=1.0), "--mtraining-price-start is 1.0 and --mtraining-price-steps is 0"),

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 import torch
 from ranks import run_ranks
 
-from megatron_mtraining import MTrainingConfig
+from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.pattern import Steering
 from megatron_mtraining.pattern.steering import LOST
 
@@ -35,13 +36,19 @@ def test_without_a_schedule_the_price_is_the_settings():
     assert Steering(MTrainingConfig(vertical=9)).now() is None
 
 
+def aimed(price=1.0, **target):
+    """One price for all."""
+    scope = dict(target_scope="model") if "target_recall" in target else {}
+    return MTrainingConfig(price=price, **target, **scope)
+
+
 @pytest.mark.parametrize("start", [0.03, 3.0])
 @pytest.mark.parametrize("target", ["target_recall", "target_density"])
 def test_a_target_is_met(target, start):
     """With a model whose recall and density go with the price as trained models' do, and noise."""
     torch.manual_seed(1)
     aim = {"target_recall": 0.95, "target_density": 0.08}[target]
-    steering = Steering(MTrainingConfig(price=start, **{target: aim}))
+    steering = Steering(aimed(start, **{target: aim}))
     reached = []
     for step in range(80):
         price = steering.price(CPU).item()
@@ -62,7 +69,7 @@ def test_a_target_is_met(target, start):
 
 
 def test_a_target_that_cannot_be_met_leaves_a_price():
-    steering = Steering(MTrainingConfig(price=1.0, target_recall=0.99))
+    steering = Steering(aimed(target_recall=0.99))
     for step in range(60):
         steering.observe(torch.ones(1, 2), torch.zeros(1, 2))
         steering.advance(step + 1)
@@ -70,7 +77,7 @@ def test_a_target_that_cannot_be_met_leaves_a_price():
 
 
 def test_steps_without_attention_move_nothing():
-    steering = Steering(MTrainingConfig(price=1.0, target_recall=0.9))
+    steering = Steering(aimed(target_recall=0.9))
     before = steering.price(CPU)
     steering.advance(1)
     assert torch.equal(steering.price(CPU), before)
@@ -80,8 +87,73 @@ def test_steps_without_attention_move_nothing():
     assert steering.price(CPU) > before
 
 
+LOSSES = torch.tensor([[0.02, 0.3, 1e-7], [0.1, 0.5, 0.9]])
+"""What a head loses at a price of 1."""
+
+
+def test_each_head_meets_its_target():
+    torch.manual_seed(2)
+    config = MTrainingConfig(target_recall=0.95, price=0.5)
+    assert config.target_scope == "head"
+    steering, found = Steering(config, shape=(2, 3)), []
+    for step in range(150):
+        for layer in range(2):
+            # Two tensor-parallel ranks' heads, two sequences.
+            for first, count in ((0, 2), (2, 1)):
+                price = steering.price(CPU, layer, first, count)
+                assert price.shape == (count,)
+                noise = torch.exp(0.3 * torch.randn(2, count))
+                kept = 1 - LOSSES[layer, first : first + count] * price**0.7 * noise
+                steering.observe(torch.ones(2, count), kept, layer, first)
+        steering.advance(step + 1)
+        found.append(torch.stack([steering.price(CPU, layer, 0, 3) for layer in range(2)]))
+    prices = torch.stack(found[60:])
+    mean = (LOSSES * prices**0.7 * math.exp(0.3**2 / 2)).mean(0)
+    # The head that loses nothing ends at the largest price.
+    torch.testing.assert_close(mean[LOSSES > 1e-6], torch.full((5,), 0.05), atol=0.006, rtol=0)
+    assert found[-1][0, 2] == pytest.approx(1e4, rel=1e-3)
+    assert steering.now() == pytest.approx(found[-1].flatten().sort().values[2:4].mean().item())
+    # What a checkpoint keeps is a table of numbers, read by runs of either scope.
+    state = json.loads(json.dumps(steering.state()))
+    other = Steering(config, shape=(2, 3))
+    other.restore(state)
+    torch.testing.assert_close(other.price(CPU, 1, 1, 2), found[-1][1, 1:])
+    one = Steering(aimed(target_recall=0.95), shape=(2, 3))
+    one.restore(state)
+    assert one.price(CPU).item() == pytest.approx(steering.now())
+    other.restore(0.7)
+    assert other.price(CPU, 0, 0, 3).tolist() == pytest.approx([0.7] * 3)
+    with pytest.raises(ConfigError, match="2 layers and 3 heads, but the model has 2 and 4"):
+        Steering(config, shape=(2, 4)).restore(state)
+
+
+def _steer_heads(rank, world):
+    """Rank 0 and 1: data-parallel copies of layer 0's first head; 2: its second; 3: layer 1."""
+    steering = Steering(MTrainingConfig(price=1.0, target_recall=0.9), shape=(2, 2))
+    for step in range(3):
+        if rank < 3:
+            recall = torch.full((1, 1), (0.8, 0.95, 0.5)[rank])
+            steering.observe(torch.ones(1, 1), recall, 0, rank // 2)
+        else:
+            steering.observe(torch.ones(1, 2), torch.tensor([[0.99, 0.85]]), 1)
+        steering.advance(step + 1)
+    return torch.tensor(steering.state())
+
+
+def test_all_ranks_have_every_head_s_price():
+    found = run_ranks(4, _steer_heads)
+    assert all(torch.equal(each, found[0]) for each in found)
+    alone = Steering(MTrainingConfig(price=1.0, target_recall=0.9), shape=(2, 2))
+    for step in range(3):
+        alone.observe(torch.ones(2, 2), torch.tensor([[0.8, 0.5], [0.95, 0.5]]), 0)
+        alone.observe(torch.ones(1, 2), torch.tensor([[0.99, 0.85]]), 1)
+        alone.advance(step + 1)
+    torch.testing.assert_close(found[0], torch.tensor(alone.state()))
+    assert len(found[0].unique()) == 4
+
+
 def _steer(rank, world):
-    steering = Steering(MTrainingConfig(price=1.0, target_recall=0.9))
+    steering = Steering(aimed(target_recall=0.9))
     for step in range(3):
         if rank < 2:  # the others are a pipeline stage without attention
             steering.observe(torch.ones(1, 2), torch.full((1, 2), 0.8 + 0.15 * rank))
@@ -92,7 +164,7 @@ def _steer(rank, world):
 def test_all_ranks_have_one_price():
     found = run_ranks(3, _steer)
     assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
-    alone = Steering(MTrainingConfig(price=1.0, target_recall=0.9))
+    alone = Steering(aimed(target_recall=0.9))
     for step in range(3):
         alone.observe(torch.ones(1, 2), torch.tensor([[0.8, 0.95]]))
         alone.advance(step + 1)

@@ -21,13 +21,14 @@ from ..config import (
     ESTIMATORS,
     OF_POLICY,
     POLICIES,
+    SCOPES,
     SIZES,
     ConfigError,
     MTrainingConfig,
     field_types,
     option,
 )
-from ..pattern import check_files, settings_of_run
+from ..pattern import Steering, check_files, settings_of_run, steering_of
 from .backend import is_active, training_arguments
 from .checks import check_settings, ranks_a_node
 from .output import check_loss, why_not
@@ -38,7 +39,7 @@ from .wrapping import is_first_local_rank
 ALL = "all"
 FILLED = "mtraining_filled_in"
 """An attribute of arguments in which defaults are filled in: they look like given ones then."""
-CHOICES = {"policy": POLICIES, "estimator": ESTIMATORS}
+CHOICES = {"policy": POLICIES, "estimator": ESTIMATORS, "target_scope": SCOPES}
 
 
 class ArgumentsError(ConfigError, SystemExit):
@@ -152,6 +153,12 @@ def settings(config=None) -> MTrainingConfig:
         return own
     args = training_arguments()
     return MTrainingConfig() if args is None else config_from_args(args)
+
+
+def run_steering() -> Steering:
+    """What moves the price of a run of Megatron-LM: the one that its layers share, also on a rank without."""
+    args = training_arguments()
+    return steering_of(settings(), args.num_layers, args.num_attention_heads)
 
 
 def check_arguments(args) -> None:

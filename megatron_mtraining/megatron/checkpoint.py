@@ -7,8 +7,8 @@ import copy
 
 from megatron.core.transformer.enums import AttnBackend
 
-from ..pattern.steering import begin_at, steering_of, steerings
-from .arguments import settings
+from ..pattern.steering import begin_at, steerings
+from .arguments import run_steering
 from .backend import is_active, training_arguments
 
 
@@ -33,13 +33,13 @@ def wrap_generate_state_dict(original):
 
 def wrap_check_checkpoint_args(original):
     def check_checkpoint_args(checkpoint_args, *others, **named):
-        """Goes on from the price that the checkpoint's run had reached: Megatron hands a checkpoint's
-        arguments to this function alone, and only when training goes on, not for finetuning."""
+        """Goes on from the price, or prices, that the checkpoint's run had reached: Megatron hands a
+        checkpoint's arguments to this function alone, and only when training goes on, not for finetuning."""
         result = original(checkpoint_args, *others, **named)
         if is_active(training_arguments()):
             price = getattr(checkpoint_args, "mtraining_price_reached", None)
             if price is not None:
-                steering_of(settings()).restore(price)
+                run_steering().restore(price)
         return result
 
     return check_checkpoint_args

@@ -89,7 +89,9 @@ class MTrainingAttention(MegatronModule):
         else:
             advise_on_hosts(ring_of(self.cp_group, self.cp_inner))
         self.density = DensityMeter()
-        self.steering = steering_of(self.mtraining)
+        layers = getattr(config, "num_layers", None) or layer_number
+        self.steering = steering_of(self.mtraining, layers, config.num_attention_heads)
+        self.first_head = 0
         self.heads = self._own_heads(pg_collection, place)
         self._slashes: Tensor | None = None
         self.carries = recompute.enable(self)
@@ -149,21 +151,21 @@ class MTrainingAttention(MegatronModule):
         return attended.out.flatten(2)
 
     def _own_heads(self, pg_collection, place: str):
-        """Settings of the heads that this tensor-parallel rank has; None if all have the run's."""
+        """Settings of the heads that this tensor-parallel rank has, from ``first_head`` on; None if all have
+        the run's."""
         layers = getattr(self.config, "num_layers", None)
         count = self.config.num_attention_heads
         try:
             heads = heads_of_layer(self.mtraining, self.layer_number - 1, layers, count)
         except ConfigError as error:
             raise ConfigError(f"the {place} does not fit: {error}") from None
-        if heads is None:
-            return None
         group = getattr(pg_collection, "tp", None)
         if group is None:
             group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         own = count // size
-        return heads[rank * own : (rank + 1) * own]
+        self.first_head = rank * own
+        return None if heads is None else heads[self.first_head : self.first_head + own]
 
     def _choice(self, query: Tensor) -> dict:
         """What of this step's choice is not in the settings."""
@@ -172,14 +174,16 @@ class MTrainingAttention(MegatronModule):
         fits = keeps and len(self._slashes) == query.shape[1]
         return dict(
             heads=self.heads,
-            price=steering.price(query.device),
+            price=steering.price(
+                query.device, self.layer_number - 1, self.first_head, query.shape[2]
+            ),
             slashes=self._slashes if fits else None,
         )
 
     def _count(self, index, dense: bool) -> None:
         density = index.density()
         self.density.add(density, index.recall)
-        self.steering.observe(density, index.recall)
+        self.steering.observe(density, index.recall, self.layer_number - 1, self.first_head)
         if not dense and self.mtraining.slash_refresh > 1:
             self._slashes = index.member
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..pattern.steering import LOST, advance, steerings
+from .arguments import run_steering
 from .backend import is_active, training_arguments
 
 _meters: weakref.WeakSet[DensityMeter]
@@ -119,6 +120,7 @@ def wrap_training_log(original):
 
 def end_step(iteration: int) -> None:
     """Move on what steps count by; called by all ranks alike, ``iteration`` steps being done."""
+    run_steering()  # a pipeline stage without attention takes part, too
     device = None
     if torch.distributed.is_initialized() and "nccl" in torch.distributed.get_backend():
         device = torch.device("cuda", torch.cuda.current_device())

@@ -18,7 +18,7 @@ from ..config import OF_POLICY, OPTIONAL, ConfigError, MTrainingConfig, option
 PUBLISHED = ("vertical_and_slash", "flex_vertical_and_slash")
 OF_A_HEAD = {"policy", "dense"}.union(
     *OF_POLICY.values(), OPTIONAL["price"]
-) - {"target_recall", "target_density", "price_start"}  # fmt: skip
+) - {"target_recall", "target_density", "target_scope", "price_start"}  # fmt: skip
 """What can differ from head to head: the other settings are of all."""
 
 

@@ -44,8 +44,8 @@ def choose_index(
         query ``[s, b, h, d]``, key ``[s, b, hk, d]``: this rank's parts, block-striped; detached here.
         heads: settings of each of the ``h`` heads, alike but for their policies; None for ``config`` in all.
             Budgets of more than the sequence has are cut to it.
-        price: float32 ``[]``, in place of the price of ``config``; heads with another price of their own
-            keep its ratio to that.
+        price: float32 ``[]``, or ``[h]``, in place of the price of ``config``; heads with another price of
+            their own keep its ratio to that.
         slashes: uint8 ``[b, h, NB]``: block distances to keep, as an index of before has them, for heads of
             policy price; None to choose them.
         documents: packed ones, of the whole sequence; None for one document.

@@ -1,19 +1,20 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """What changes from step to step: dense steps at the start, the price, when slashes are chosen anew.
 
-A target is met by feedback: each step's mean recall (or density), over all layers, heads and ranks, moves the
-price for the next. All of it stays on the device.
+A target is met by feedback: each step's recall (or density) moves the price for the next, of each head or
+one for all. All of it stays on the device.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import MTrainingConfig
+from ..config import ConfigError, MTrainingConfig
 
 GAIN = 0.3
 """How much of what is missing to the target a step makes up for: less follows slower, more is noisier."""
@@ -28,20 +29,25 @@ LOST = 0.02
 
 
 class Steering:
-    """The price of a run.
+    """The price of a run, or those of its heads.
+
+    Args:
+        shape: layers and heads of the whole model, each of which may have a price (``target_scope`` head).
 
     Attributes:
         step: the training step under way, from 0.
         config: the run's settings.
     """
 
-    def __init__(self, config: MTrainingConfig, step: int = 0):
+    def __init__(self, config: MTrainingConfig, step: int = 0, shape: tuple[int, int] = (1, 1)):
         self.config = config
         self.step = step
         self._target = next((n for n in SLOPES if getattr(config, n) is not None), None)
-        self._log_price: Tensor | None = None
-        self._start = config.price
-        self._seen: Tensor | None = None
+        self._heads = config.target_scope == "head"
+        self._shape = shape if self._heads else (1, 1)
+        self._log_prices: Tensor | None = None  # float32 [layers, heads], or [1, 1]
+        self._start = config.price  # or a table of prices
+        self._seen: Tensor | None = None  # float32 [2, layers, heads]: sums, and of how many
         self._chosen_at: float | None = None
         self._early = False
 
@@ -61,10 +67,12 @@ class Steering:
         since = self.step - self.config.dense_steps
         return self._early or since % self.config.slash_refresh == 0
 
-    def price(self, device) -> Tensor | None:
-        """This step's price, float32 ``[]``; None for the settings'."""
+    def price(self, device, layer: int = 0, first: int = 0, count: int = 1) -> Tensor | None:
+        """This step's price, float32: ``[]`` for all heads, or ``[count]``, of the layer's heads from
+        ``first`` on (both from 0, over the whole model); None for the settings'."""
         if self._target is not None:
-            return self._logarithm(device).exp()
+            prices = self._logarithms(device).exp()
+            return prices[layer, first : first + count] if self._heads else prices[0, 0]
         config = self.config
         if config.price_start is None:
             return None
@@ -75,28 +83,38 @@ class Steering:
         done = min(1.0, max(0, self.step - config.dense_steps) / config.price_steps)
         return config.price_start * (config.price / config.price_start) ** done
 
-    def _logarithm(self, device) -> Tensor:
-        if self._log_price is None:
-            start = min(max(self._start, RANGE[0]), RANGE[1])
-            self._log_price = torch.tensor(math.log(start), dtype=torch.float32, device=device)
-        return self._log_price
+    def _logarithms(self, device) -> Tensor:
+        if self._log_prices is None:
+            start = torch.tensor(self._start, dtype=torch.float32).clamp(*RANGE).log()
+            self._log_prices = start.expand(self._shape).clone().to(device)
+        return self._log_prices
 
-    def observe(self, density: Tensor, recall: Tensor | None) -> None:
-        """Count a call's density and recall, float32 ``[b, h]``, for the target."""
+    def observe(
+        self, density: Tensor, recall: Tensor | None, layer: int = 0, first: int = 0
+    ) -> None:
+        """Count a call's density and recall, float32 ``[b, h]``, for the target: of so many heads from
+        ``first`` on of a layer, both from 0."""
         if self._target is None or self.dense:
             return
         value = density if self._target == "target_density" else recall
         if value is None:  # all is kept
             value = torch.ones_like(density)
-        seen = torch.stack((value.sum(), value.new_full((), value.numel())))
-        self._seen = seen if self._seen is None else self._seen + seen
+        if self._seen is None:
+            self._seen = torch.zeros(2, *self._shape, device=value.device)
+        if self._heads:
+            heads = slice(first, first + value.shape[1])
+            self._seen[0, layer, heads] += value.sum(0)
+            self._seen[1, layer, heads] += len(value)
+        else:
+            self._seen[0] += value.sum()
+            self._seen[1] += value.numel()
 
     def advance(self, step: int, device=None) -> None:
         """End a step: ``step`` is the next one. A collective over all ranks if there is a target."""
         if self._target is not None and not self.dense:
-            if self._log_price is not None:
-                device = self._log_price.device
-            seen = torch.zeros(2, device=device) if self._seen is None else self._seen
+            if self._log_prices is not None:
+                device = self._log_prices.device
+            seen = torch.zeros(2, *self._shape, device=device) if self._seen is None else self._seen
             if dist.is_initialized() and dist.get_world_size() > 1:
                 dist.all_reduce(seen)
             self._move(seen)
@@ -107,12 +125,13 @@ class Steering:
         value = seen[0] / seen[1].clamp(min=1)
         if self._target == "target_recall":
             value, target = 1 - value, 1 - target
-        # What is lost, or the density, is too much by this; the price makes up for a part of it.
-        over = (value.clamp(min=1e-5) / target).log()
+        # What is lost, or the density, is too much by this share; the price makes up for a part of it. Of
+        # a share, not of a logarithm, noise leaves the mean where it is.
+        over = value / max(target, 1e-5) - 1
         by = (-GAIN * over / SLOPES[self._target]).clamp(-MOST, MOST)
         by = torch.where(seen[1] > 0, by, 0.0)  # no attention has run
         low, high = map(math.log, RANGE)
-        self._log_price = (self._logarithm(seen.device) + by).clamp(low, high)
+        self._log_prices = (self._logarithms(seen.device) + by).clamp(low, high)
 
     def watch(self, recall: float | None) -> bool:
         """Look at the recall that was read for the log; True if slashes are chosen again for what it lost."""
@@ -123,34 +142,57 @@ class Steering:
         self._chosen_at = None if self._early else best
         return self._early
 
-    def state(self) -> float | None:
-        """The price to go on from after a checkpoint; reads it from the device. None if nothing moves it."""
+    def state(self) -> float | list[list[float]] | None:
+        """The price to go on from after a checkpoint, or those of each layer's heads; reads from the device.
+        None if nothing moves it."""
         if self._target is None:
             return None
-        return self._start if self._log_price is None else math.exp(self._log_price.item())
+        if self._log_prices is None:
+            return self._start
+        prices = self._log_prices.exp().tolist()
+        return prices if self._heads else prices[0][0]
 
-    def restore(self, price: float) -> None:
-        """Go on from a checkpoint's price."""
-        self._start, self._log_price = price, None
+    def restore(self, price: float | list[list[float]]) -> None:
+        """Go on from a checkpoint's price, or prices; one stands for all, and all for one by their median.
+
+        Raises:
+            ConfigError: the checkpoint is of another number of layers or heads.
+        """
+        if isinstance(price, list):
+            if not self._heads:
+                price = _median(price)
+            elif self._shape != (len(price), len(price[0])):
+                raise ConfigError(
+                    f"the checkpoint has prices of {len(price)} layers and {len(price[0])} heads, but the "
+                    f"model has {self._shape[0]} and {self._shape[1]}: use --finetune, which leaves them, or "
+                    "--mtraining-target-scope model"
+                )
+        self._start, self._log_prices = price, None
 
     def now(self) -> float | None:
-        """This step's price, read from the device; None without one."""
+        """This step's price, the median where each head has one, read from the device; None without one."""
         if self.config.policy != "price":
             return None
         if self._target is not None:
-            return self.state()
+            state = self.state()
+            return _median(state) if isinstance(state, list) else state
         return self._scheduled() if self.config.price_start is not None else self.config.price
 
 
-_STEERINGS: dict[MTrainingConfig, Steering] = {}
+def _median(table: list[list[float]]) -> float:
+    return statistics.median(price for row in table for price in row)
+
+
+_STEERINGS: dict[tuple, Steering] = {}
 _step = 0
 
 
-def steering_of(config: MTrainingConfig) -> Steering:
-    """The one of a run's settings, which all its layers share."""
-    if config not in _STEERINGS:
-        _STEERINGS[config] = Steering(config, _step)
-    return _STEERINGS[config]
+def steering_of(config: MTrainingConfig, layers: int, heads: int) -> Steering:
+    """The one of a run's settings and of a model of so many layers and heads, which all its layers share."""
+    at = config, (layers, heads)
+    if at not in _STEERINGS:
+        _STEERINGS[at] = Steering(config, _step, (layers, heads))
+    return _STEERINGS[at]
 
 
 def steerings() -> list[Steering]:

@@ -15,6 +15,7 @@ from megatron_mtraining.config import field_types, option
 from megatron_mtraining.megatron import arguments as module
 from megatron_mtraining.megatron import register, settings
 from megatron_mtraining.megatron.arguments import (
+    CHOICES,
     ArgumentsError,
     add_arguments,
     check_arguments,
@@ -123,7 +124,8 @@ def test_words_that_are_no_number(capsys):
 
 @pytest.mark.parametrize("field", fields(MTrainingConfig), ids=lambda field: field.name)
 def test_options_without_the_backend_are_refused(field):
-    word = {bool: [], str: ["last" if field.name == "estimator" else "fixed"], float: ["0.5"]}
+    text = CHOICES.get(field.name, ("fixed",))[-1]
+    word = {bool: [], str: [text], float: ["0.5"]}
     words = [option(field.name), *word.get(field_types()[field.name], ["64"])]
     with pytest.raises(ArgumentsError) as raised:
         check_arguments(parse(*words, backend=AttnBackend.auto))
