@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -74,6 +75,48 @@ def test_processes_agree_with_dense_attention(world):
             assert parts[0].dtype == dtype
             error = relative_error(unstripe(list(parts), BLOCK, inner=case[-1]), truth)
             assert error < TOLERANCE[dtype], f"{dtype}, nodes of {case[-1]}: {error:.1e}"
+
+
+def run_and_tell(rank, world, operands, distances, columns):
+    """What a rank of two nodes of two asks for, in order: gathers are named by whose keys they bring."""
+    ring = ring_of(dist.group.WORLD, 2)
+    index = build_index(distances, columns, operands[0].shape[0], BLOCK, world, 2)
+    said, gather, post = [], ring.gather, ring.post
+
+    def told_gather(tensor, after=None):
+        said.append("gather next" if after else "gather own")
+        return gather(tensor, after)
+
+    def told_post(tensor, kind, link, received=None):
+        said.append(f"{('values', 'gradients')[kind]} {link.value}")
+        return post(tensor, kind, link, received)
+
+    ring.gather, ring.post = told_gather, told_post
+    ring.trace = lambda name, step: said.append(name) or nullcontext()
+    try:
+        parts = [stripe(t, rank, world, BLOCK, inner=2) for t in operands]
+        leaves = [t.clone().requires_grad_() for t in parts[:3]]
+        ring_attention(*leaves, index, ring, 0.1)[0].backward(parts[3])
+    finally:
+        ring.trace = None
+        del ring.gather, ring.post
+    return [each for each in said if each != "wait"]
+
+
+def test_no_kernel_waits_in_line_behind_another_node():
+    """What another node sends is gathered after the kernels of the round that hides it, and what goes home
+    over that link has kernels to hide behind."""
+    operands = random_operands(BLOCK * 8, 1, 4, 2, 64, torch.float32, "cpu")
+    index = random_index(BLOCK * 8, 1, 4, BLOCK, 1, "few", "cpu")
+    for said in run_ranks(4, run_and_tell, operands, *distances_and_columns(index)):
+        forward = ["columns", "values outer", "gather own", "attend", "gather next", "attend"]
+        assert said[:6] == forward
+        assert said[6:9] == forward[:3]
+        backward = said[9:]
+        following = backward.index("gather next")
+        assert {"query", "key"} <= set(backward[:following])
+        home = backward.index("gradients outer")
+        assert home > following and backward[home + 1 :] == ["query", "key"]
 
 
 def run_with_bf16_gradients(rank, world, operands, distances, columns):

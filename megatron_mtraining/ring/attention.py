@@ -60,7 +60,10 @@ class KeysAndValues:
             self.at_hand()  # what is sent on must be there
             self._send(self._gathered)
         elif op.do is Do.TAKE_VALUES:
-            self._coming, self._following = self._following, None
+            # Not sooner: gathers of a node run one after the other, and where all streams have one queue
+            # (CUDA_DEVICE_MAX_CONNECTIONS=1) what waits for another node holds up all that is launched later.
+            following, hop = self._following
+            self._coming, self._following = self._ring.gather(following, after=hop), None
 
     def at_hand(self) -> tuple[Tensor, Tensor]:
         """Keys and values of this round; later work of the current stream waits for them."""
@@ -73,7 +76,7 @@ class KeysAndValues:
     def _send(self, gathered: Tensor) -> None:
         following, number = torch.empty_like(gathered), self._ring.number
         hop = self._ring.post(gathered[number], Ring.VALUES, Link.OUTER, received=following[number])
-        self._following = self._ring.gather(following, after=hop)
+        self._following = following, hop
 
 
 class _Gradients:

@@ -3,8 +3,8 @@
 
 ``W = O x I`` ranks, rank ``x * I + y`` is number ``y`` of node ``x``. In round ``o`` a node attends to the
 keys of the node ``o`` before it. Each of its ranks receives those of one rank, ``(x - o, y)``, over the
-outer ring, sent when the round before starts; then the node's ranks gather them. Both happen while the
-round before is computed. One node is one round: keys are gathered, and nothing goes round. Nodes of one
+outer ring, sent when the round before starts; then the node's ranks gather them, which is asked for after the
+kernels of the round before. One node is one round: keys are gathered, and nothing goes round. Nodes of one
 rank are a plain ring, one rank's keys a round.
 
 The keys' gradient is computed one rank's keys at a time, and its sum over a node moves round an inner ring
@@ -34,8 +34,8 @@ class Do(Enum):
     QUERY = "add the queries' gradient of a round's keys, for a part of the heads"
     KEY = "the gradient of one rank's keys, on top of what is moving, is moving"
     OWN_KEY = "the gradient of this rank's own keys, on top of what is moving"
-    SEND_VALUES = "start to send keys and values on, to receive others, and to gather those"
-    TAKE_VALUES = "turn to the keys and values of the next round"
+    SEND_VALUES = "start to send keys and values on, and to receive others"
+    TAKE_VALUES = "start to gather those in the node, and turn to them"
     SEND_GRADIENTS = "start to send what is moving on, and to receive"
     TAKE_GRADIENTS = "have moving what comes over this link"
     ADD_GRADIENTS = "add to what is moving what comes over this link"
@@ -202,8 +202,11 @@ def _round_of_single_ranks(rank: int, this: Round) -> list[Op]:
 
 def _round_of_nodes(rank: int, this: Round) -> list[Op]:
     """In a node, each rank begins with the keys of the rank before it in the place it has in its own
-    node, and ends with those in its own place, the sum of which it then has."""
+    node, and ends with those in its own place, the sum of which it then has. In the last round that sum's way
+    home has no other round to hide behind: a part of the queries' gradient is left for it."""
     ops, hops = [], this.inner - 1
+    way_home = this.last and not this.first
+    parts = hops + way_home
     y = rank % this.inner
     for i in range(hops):
         if i:
@@ -211,7 +214,7 @@ def _round_of_nodes(rank: int, this: Round) -> list[Op]:
         ops += [
             _key(this, (y - 1 - i) % this.inner),
             Op(Do.SEND_GRADIENTS, link=Link.INNER),
-            Op(Do.QUERY, this, part=(i, hops)),
+            Op(Do.QUERY, this, part=(i, parts)),
         ]
     ops.append(Op(Do.TAKE_GRADIENTS, link=Link.INNER))
     if not this.first:
@@ -221,4 +224,6 @@ def _round_of_nodes(rank: int, this: Round) -> list[Op]:
         ops.append(Op(Do.SEND_GRADIENTS, link=Link.OUTER))
     elif not this.last:
         ops.append(Op(Do.KEEP))
+    if way_home:
+        ops.append(Op(Do.QUERY, this, part=(hops, parts)))
     return ops

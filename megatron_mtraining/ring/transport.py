@@ -102,8 +102,8 @@ class Ring:
         numbers in theirs.
 
         Args:
-            after: what brings this rank's own entry, if that is still on its way: nobody waits for it
-                here (on CPU, the caller does).
+            after: what brings this rank's own entry, posted since ``tensor`` was made, if that is still on
+                its way: nobody waits for it here (on CPU, the caller does).
 
         What is waited for is ``tensor``.
         """
@@ -118,10 +118,10 @@ class Ring:
         group = self._group_of(Ring.GATHER, Link.INNER)
         if after is None:
             return Transfer(own, tensor, [_all_gather(tensor, own, group)])
-        # A stream aside waits for the entry, so that the compute stream need not.
+        # A stream aside waits for the entry, so that the compute stream need not. The entry has been posted
+        # after the tensor was made, so that is waited for with it.
         if self._aside is None:
             self._aside = torch.cuda.Stream()
-        self._aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._aside):
             after.wait()
             return Transfer(own, tensor, [_all_gather(tensor, own, group)])
