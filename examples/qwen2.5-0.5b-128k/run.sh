@@ -76,11 +76,13 @@ MEMORY=(
 )
 
 # Keys are kept that are worth their cost at this price, in every layer and head alike: higher is
-# sparser, and `mtraining inspect` says what a model takes. Fixed budgets instead, 1000 columns and 100
-# diagonals a head: --mtraining-vertical 1000 --mtraining-slash 100 (and no price).
+# sparser, and `mtraining inspect` says what a model takes. RECALL instead lets each head's price follow
+# what that head keeps: its loss stays closest to dense. VERTICAL and SLASH are fixed budgets.
 ATTENTION=(--attention-backend mtraining)
 if [ -n "${VERTICAL:-}${SLASH:-}" ]; then
   ATTENTION+=(--mtraining-vertical "${VERTICAL:-1000}" --mtraining-slash "${SLASH:-100}")
+elif [ -n "${RECALL:-}" ]; then
+  ATTENTION+=(--mtraining-target-recall "$RECALL")
 else
   ATTENTION+=(--mtraining-price "${PRICE:-0.25}")
 fi

@@ -124,6 +124,8 @@ def test_data_a_checkpoint_and_other_settings(recipe, recorder, megatron, tmp_pa
     assert (args.train_iters, args.lr) == (7, 2e-5)
     assert (args.mtraining_policy, args.mtraining_vertical) == ("fixed", 500)
     assert args.padded_vocab_size == 151936, "whatever the tokenizer has"
+    args = megatron(started(recorder, recipe, RECALL="0.97"))
+    assert (args.mtraining_policy, args.mtraining_target_recall) == ("price", 0.97)
 
 
 WRONG = [
