@@ -8,6 +8,7 @@ checkout needs (pybind11, a C++ compiler, make and others) for the Python that r
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -354,6 +355,7 @@ def test_help_shows_the_options(tree):
 
 SCRIPT = """
 import json
+import math
 import sys
 from megatron.core.utils import get_batch_on_this_cp_rank as before
 from megatron.training import get_args
@@ -406,3 +408,23 @@ def test_a_patched_tree_without_the_package(tree):
     assert chosen.returncode == 1 and "needs the package megatron-mtraining" in chosen.stderr
     other = run("--attention-backend", "flash")
     assert other.returncode == 0, other.stderr[-3000:]
+
+
+def test_prices_of_heads_go_on_from_a_checkpoint_in_another_layout(tree, tmp_path):
+    target = [*OURS, "--mtraining-target-recall", "0.5", "--save", tmp_path, "--load", tmp_path]
+    target += ["--ckpt-format", "torch_dist", "--save-interval", str(STEPS)]
+    layout = ["--context-parallel-size", "2", "--tensor-model-parallel-size", "2"]
+    run = tree.run("launcher", 4, *layout, *target)
+    losses(run)
+
+    def prices(run):
+        return [float(price) for price in re.findall(r" \| price (\S+)$", run.stdout, re.M)]
+
+    reached = prices(run)[-1]
+    assert reached > 2, "far from the price it begins with"
+    on = ["--train-iters", str(STEPS + 2), "--tensor-model-parallel-size", "1"]
+    on += ["--pipeline-model-parallel-size", "2", "--override-opt_param-scheduler"]
+    run = tree.run("launcher", 2, *target, *on)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
+    assert len(prices(run)) == 2
+    assert all(abs(math.log(price / reached)) < 1.1 for price in prices(run)), prices(run)
