@@ -36,6 +36,20 @@ if not torch.cuda.is_available():
     import_kernels_interpreted()
 
 
+@pytest.fixture
+def fresh_inputs():
+    """Different inputs in every run; pytest shows the seed of a failure."""
+    print("torch seed", torch.seed())
+
+
+@pytest.fixture
+def interpreter(monkeypatch):
+    """Triton's interpreter: the kernels run on CPU tensors, as they were imported for it above."""
+    if torch.cuda.is_available():
+        pytest.skip("the kernels run compiled here: see the GPU tests")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
 def pytest_collection_modifyitems(config, items):
     if torch.cuda.is_available():
         return

@@ -16,6 +16,8 @@ from megatron_mtraining.layout import block_at, stripe
 from megatron_mtraining.pattern import block_choice, build_block_index, choose_block_lists
 from megatron_mtraining.ring import Ring, ring_attention, ring_of
 
+pytestmark = pytest.mark.usefixtures("fresh_inputs")
+
 BLOCK, SEQ = 64, 64 * 12
 OPTIONS = [
     dict(source="moba", top_k=3),
@@ -25,19 +27,6 @@ OPTIONS = [
     dict(source="xattention", stride=8, threshold=0.3, window_blocks=0, sink_blocks=0),
     dict(source="xattention", stride=4, threshold=1.0),
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh_inputs():
-    """Different inputs in every run; pytest shows the seed of a failure."""
-    print("torch seed", torch.seed())
-
-
-@pytest.fixture
-def interpreter(monkeypatch):
-    if torch.cuda.is_available():
-        pytest.skip("the kernels run compiled here: see the GPU tests")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def operands(dtype=torch.float32, seq_length=SEQ, device="cpu"):

@@ -23,6 +23,8 @@ from megatron_mtraining.layout import block_at, stripe, unstripe
 from megatron_mtraining.pattern import build_block_index, build_index, full_index
 from megatron_mtraining.ring import Ring, ring_attention, ring_of
 
+pytestmark = pytest.mark.usefixtures("fresh_inputs")
+
 NAMES = ("out", "grad_query", "grad_key", "grad_value")
 KINDS = ["none", "lists", "mixed", "slashes", "all"]
 # (seq_length, world, inner): odd block counts, a partial last block (one rank only), sizes of no power of
@@ -31,20 +33,6 @@ SEQUENCES = [
     (64, 1, 1), (320, 1, 1), (500, 1, 1), (37, 1, 1),
     (768, 2, 2), (768, 2, 1), (576, 3, 3), (512, 4, 2), (384, 6, 2), (768, 6, 3),
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def fresh_inputs():
-    """Different inputs in every run; pytest shows the seed of a failure."""
-    print("torch seed", torch.seed())
-
-
-@pytest.fixture
-def interpreter(monkeypatch):
-    """Triton's interpreter: the kernels run on CPU tensors. Must be on when they are first imported."""
-    if torch.cuda.is_available():
-        pytest.skip("the kernels run compiled here: see the GPU tests")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def random_sets(seq_length, batch, heads, block, kind, device="cpu"):

@@ -23,22 +23,10 @@ from megatron_mtraining.documents import Documents
 from megatron_mtraining.layout import block_at, token_positions
 from megatron_mtraining.pattern import build_index
 
+pytestmark = pytest.mark.usefixtures("fresh_inputs")
+
 NAMES = ("out", "grad_query", "grad_key", "grad_value")
 KINDS = ["random", "tokens", "edges", "one", "short end"]
-
-
-@pytest.fixture(autouse=True)
-def fresh_inputs():
-    """Different inputs in every run; pytest shows the seed of a failure."""
-    print("torch seed", torch.seed())
-
-
-@pytest.fixture
-def interpreter(monkeypatch):
-    """Triton's interpreter: the kernels run on CPU tensors. Must be on when they are first imported."""
-    if torch.cuda.is_available():
-        pytest.skip("the kernels run compiled here: see test_kernels_compiled")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def random_lengths(seq_length: int, block: int, kind: str) -> list[int]:

@@ -14,6 +14,8 @@ from attention_cases import (
     written_out_mask,
 )
 
+pytestmark = pytest.mark.usefixtures("fresh_inputs")
+
 NAMES = ("out", "grad_query", "grad_key", "grad_value")
 GROUPS = [(1, 1), (4, 2), (7, 1), (8, 1)]
 # (seq_length, world, inner): odd block counts, a partial last block (one rank only), sizes of no power of
@@ -22,18 +24,6 @@ SEQUENCES = [
     (64, 1, 1), (320, 1, 1), (500, 1, 1), (37, 1, 1),
     (768, 2, 2), (768, 2, 1), (576, 3, 3), (384, 6, 2), (768, 6, 3),
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def fresh_inputs():
-    """Different inputs in every run; pytest shows the seed of a failure."""
-    print("torch seed", torch.seed())
-
-
-@pytest.fixture
-def interpreter(monkeypatch):
-    """Triton's interpreter: the kernels run on CPU tensors. Must be on when they are first imported."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def check(

@@ -29,6 +29,8 @@ from attention_cases import (
 
 from megatron_mtraining.pattern import build_index
 
+pytestmark = pytest.mark.usefixtures("fresh_inputs")
+
 NAMES = ("out", "grad_query", "grad_key", "grad_value")
 OPERANDS = ("query", "key", "value")
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 64, 0.1
@@ -136,12 +138,6 @@ def check(
         assert not spread.any(), f"{name} is not finite at {spread.nonzero()[:4].tolist()}"
         error = relative_error(a[:, 0][clean], e[:, 0][clean])
         assert error < TOLERANCE[dtype], f"{name}: relative error {error:.1e} where it is finite"
-
-
-@pytest.fixture(autouse=True)
-def fresh_inputs():
-    """Different inputs in every run; pytest shows the seed of a failure."""
-    print("torch seed", torch.seed())
 
 
 every_bad = pytest.mark.parametrize("bad", BAD, ids=str)
