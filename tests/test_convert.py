@@ -125,6 +125,19 @@ def test_padding_of_the_vocabulary(plain, tmp_path):
     assert weights(tmp_path / "more")["lm_head.weight"].shape[0] == 330
 
 
+def test_older_versions_of_torch_read_it(plain, monkeypatch):
+    """Those before 2.15 know five properties of a tensor, no more."""
+    seen, read = [], torch_dist.TensorProperties.__setstate__
+
+    def setstate(self, state):
+        seen.append(len(state))
+        read(self, state)
+
+    monkeypatch.setattr(torch_dist.TensorProperties, "__setstate__", setstate)
+    assert torch_dist.Reader(plain[1] / "release").tensors
+    assert set(seen) == {5}
+
+
 def test_large_tensors_go_in_parts(plain, tmp_path, monkeypatch):
     from megatron_mtraining.convert import to_megatron as module
 
@@ -212,6 +225,16 @@ BAD_CONFIGS = {
     ),
     "old sliding window": (
         dict(layer_types=None, use_sliding_window=True, sliding_window=64, max_window_layers=2),
+        ["use_sliding_window", "64"],
+    ),
+    "sliding window of experts": (
+        dict(
+            architectures=["Qwen3MoeForCausalLM"],
+            layer_types=None,
+            use_sliding_window=True,
+            sliding_window=64,
+            max_window_layers=4,
+        ),
         ["use_sliding_window", "64"],
     ),
     "rope type": (

@@ -29,7 +29,7 @@ class Verify:
     text: tuple[Path, ...] = ()
     seq_length: int | None = None
     dtype: torch.dtype = torch.float32
-    device: torch.device | str = "cpu"
+    device: torch.device = torch.device("cpu")
     output: Path | None = None
 
 
