@@ -90,8 +90,8 @@ def write(folder: Path, pieces: list[Piece], extra: list[str], advance) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves out the strides that newer versions of torch (2.15 has them) keep of tensors, which are None here:
-    older versions cannot read them, and newer ones do without."""
+    """Leaves out tensors' strides, which newer versions of torch (2.15) keep: older ones cannot read what has
+    them, newer ones do without, and they are None here."""
 
     def reducer_override(self, value):
         if type(value) is not TensorProperties:

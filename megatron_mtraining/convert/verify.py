@@ -18,6 +18,7 @@ from ..config import ConfigError, MTrainingConfig
 ROWS = 256
 """Tokens whose logits exist at once."""
 RANGES = 8
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Verify:
     text: tuple[Path, ...] = ()
     seq_length: int | None = None
     dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     output: Path | None = None
 
 
