@@ -125,6 +125,15 @@ def test_padding_of_the_vocabulary(plain, tmp_path):
     assert weights(tmp_path / "more")["lm_head.weight"].shape[0] == 330
 
 
+def test_what_was_read_does_not_keep_its_shard_in_memory(plain):
+    shards = Shards(plain[0])
+    read = {name: shards.read(name) for name in shards.tensors}
+    rows = shards.read("lm_head.weight", (3, 9))
+    assert torch.equal(rows, read["lm_head.weight"][3:9])
+    shards.close()
+    assert str(plain[0]) not in Path("/proc/self/maps").read_text()
+
+
 def test_older_versions_of_torch_read_it(plain, monkeypatch):
     """Those before 2.15 know five properties of a tensor, no more."""
     seen, read = [], torch_dist.TensorProperties.__setstate__
