@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..config import ConfigError, MTrainingConfig
+from .hf_folder import Shards
 
 ROWS = 256
 """Tokens whose logits exist at once."""
@@ -61,6 +62,7 @@ def _tokens(options: Verify) -> tuple[Tensor, object]:
     require("transformers")
     if not (options.hugging_face / "config.json").is_file():
         raise ConfigError(f"SRC is {options.hugging_face}, which has no config.json")
+    Shards(options.hugging_face)  # are whole
     common = dict(
         device=options.device, dtype=options.dtype, yarn=None, tokenizer=None, seq_length=None
     )
