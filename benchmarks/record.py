@@ -58,7 +58,7 @@ def command() -> str:
             option = words[at]
         elif option in ("--data", "--model", "--text"):
             words[at] = Path(words[at]).name
-    for name in ("--output", "--log", "--timeline", "--traces"):
+    for name in ("--output", "--log", "--timeline", "--traces", "--folder"):
         while name in words:
             at = words.index(name)
             del words[at : at + 2]

@@ -1,8 +1,9 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Plain PyTorch twins of the kernels: what CPU tensors use, and what the kernels are tested against.
 
-They compute dense scores under the written-out mask of a round, so they take memory of the order
-of local queries x local keys: for tests and small runs.
+They compute dense scores under the written-out mask of a round, so they take time of the order of local
+queries x local keys, and but for the forward, which goes by parts of the queries, as much memory: for tests
+and small runs.
 """
 
 from __future__ import annotations
@@ -12,36 +13,40 @@ from torch import Tensor
 
 from ..layout import block_at, locate, positions_at
 
+FORWARD_SCORES = 1 << 22
+"""Scores that the forward has at once: so few that their memory is used again rather than asked for anew."""
 
-def slash_mask(index, rank: int, sources, query_length: int, key_length: int) -> Tensor:
-    """Which keys of the ranks ``sources``, one after the other, each query of ``rank`` attends to in
-    blocks: bool ``[b, h, query_length, len(sources) * key_length]``."""
+
+def slash_mask(index, rank: int, sources, queries: range, key_length: int) -> Tensor:
+    """Which keys of the ranks ``sources``, one after the other, queries of ``rank`` attend to in
+    blocks: bool ``[b, h, len(queries), len(sources) * key_length]``."""
     device, block = index.member.device, index.block_size
+    local = torch.arange(queries.start, queries.stop, device=device)
+    theirs = torch.arange(key_length, device=device)
     rows, keys = (
-        torch.cat([positions_at(local, rank, index.world, block, index.inner) for rank in ranks])
-        for local, ranks in (
-            (torch.arange(query_length, device=device), [rank]),
-            (torch.arange(key_length, device=device), sources),
-        )
+        torch.cat([positions_at(those, rank, index.world, block, index.inner) for rank in ranks])
+        for those, ranks in ((local, [rank]), (theirs, sources))
     )
-    own = torch.arange(query_length, device=device) // block
-    seen = index.block_mask(rank)[:, :, own[:, None], keys[None, :] // block]
+    own = local // block
+    blocks = slice(queries[0] // block, queries[-1] // block + 1)
+    seen = index.block_mask(rank)[:, :, blocks][..., keys // block][:, :, own - blocks.start]
     seen = seen & (rows[:, None] >= keys[None, :])
     if index.documents is not None:
         seen &= (index.documents.starts[:, rows, None] <= keys)[:, None]
     return seen
 
 
-def column_mask(index, rank: int, query_length: int) -> Tensor:
-    """Which columns each query of a rank attends to as columns: bool ``[b, h, query_length, C]``."""
-    rows = torch.arange(query_length, device=index.columns.device)
+def column_mask(index, rank: int, queries: range) -> Tensor:
+    """Which columns queries of a rank attend to as columns: bool ``[b, h, len(queries), C]``."""
+    rows = torch.arange(queries.start, queries.stop, device=index.columns.device)
     block = block_at(rows // index.block_size, rank, index.world, index.inner)
     apart = block[:, None] - index.columns[:, :, None].long() // index.block_size
-    distances = index.distances()[:, :, None].expand(-1, -1, query_length, -1)
+    distances = index.distances()[:, :, None].expand(-1, -1, len(queries), -1)
     covered = distances.gather(-1, apart.clamp(min=0))
     seen = (apart > 0) & ~covered & (index.columns < index.seq_length)[:, :, None]
     if index.documents is not None:
         start = index.documents.on(rank, index.world, index.inner, index.block_size).start
+        start = start[:, queries.start : queries.stop]
         seen &= start[:, None, :, None] <= index.columns[:, :, None]
     return seen
 
@@ -75,42 +80,66 @@ def _heads_first(tensor: Tensor, heads: int) -> Tensor:
 
 def _scores(query, key, mask, softmax_scale) -> Tensor:
     """All operands ``[b, h, ., d]``."""
-    return (query @ key.transpose(-1, -2) * softmax_scale).masked_fill(~mask, float("-inf"))
+    scores = query @ key.transpose(-1, -2)
+    return scores.mul_(softmax_scale).masked_fill_(~mask, float("-inf"))
 
 
-def _operands(query, key, value, columns, index, this, softmax_scale):
-    """The queries, the round's keys and values (the columns after them, if there are any), all ``[b, h, .,
-    d]``, and the scores."""
-    heads, length = query.shape[2], query.shape[0]
-    q, k, v = (_heads_first(t, heads) for t in (query, key.flatten(0, 1), value.flatten(0, 1)))
-    mask = slash_mask(index, this.rank, this.sources, length, key.shape[1])
+def _keys(query, key, value, columns):
+    """The round's keys and values, the columns after them if there are any, ``[b, h, ., d]``."""
+    k, v = (_heads_first(t, query.shape[2]) for t in (key.flatten(0, 1), value.flatten(0, 1)))
+    if columns is None:
+        return k, v
+    return [torch.cat((t, more.to(t.dtype)), 2) for t, more in zip((k, v), columns)]
+
+
+def _masked_scores(q, k, columns, index, this, queries: range, key_length, softmax_scale) -> Tensor:
+    """Those of a part of the queries, ``q`` and ``k`` as ``[b, h, ., d]``."""
+    heads = q.shape[1]
+    mask = slash_mask(index, this.rank, this.sources, queries, key_length)
     if columns is not None:
-        k, v = (torch.cat((t, more.to(t.dtype)), 2) for t, more in zip((k, v), columns))
         turn = torch.arange(heads, device=q.device) * this.outer // heads == this.number
-        more = column_mask(index, this.rank, length) & turn[:, None, None]
+        more = column_mask(index, this.rank, queries) & turn[:, None, None]
         mask = torch.cat((mask, more), -1)
-    return q, k, v, _scores(q, k, mask, softmax_scale)
+    return _scores(q, k, mask, softmax_scale)
 
 
 def attention_forward(query, key, value, columns, index, this, softmax_scale, carry, lse):
     """See :func:`kernels.attention_forward`."""
-    q, k, v, scores = _operands(query, key, value, columns, index, this, softmax_scale)
+    q = _heads_first(query, query.shape[2])
+    k, v = _keys(query, key, value, columns)
+    step = max(1, FORWARD_SCORES // k.shape[:3].numel())
+    parts = []
+    for begin in range(0, len(query), step):
+        rows = range(begin, min(begin + step, len(query)))
+        part = slice(rows.start, rows.stop)
+        scores = _masked_scores(
+            q[:, :, part], k, columns, index, this, rows, key.shape[1], softmax_scale
+        )
+        before = None if this.first else (carry[part], lse[:, :, part])
+        out, new_lse = _rows_forward(scores, v, this.last, before)
+        lse[:, :, part] = new_lse
+        parts.append(out)
+    return torch.cat(parts, 2).permute(2, 0, 1, 3)
+
+
+def _rows_forward(scores, v, last: bool, before) -> tuple[Tensor, Tensor]:
+    """Out ``[b, h, s, d]`` and log-sum-exp ``[b, h, s]`` of queries, ``before`` being those of the rounds
+    before as the caller has them, or None."""
     new_lse = torch.logsumexp(scores, -1)
-    if not this.first:
-        new_lse = torch.logaddexp(lse.to(scores.dtype), new_lse)
+    if before is not None:
+        carry, lse = before[0].permute(1, 2, 0, 3).to(scores.dtype), before[1].to(scores.dtype)
+        new_lse = torch.logaddexp(lse, new_lse)
     # A score of +inf makes all of its row NaN, as in a softmax, also in the backward.
     new_lse = new_lse.masked_fill(new_lse == float("inf"), float("nan"))
     finite = new_lse
-    if not this.last:
+    if not last:
         # A row that has seen nothing but scores of -inf is 0 so far; it is NaN if this stays so.
         finite = new_lse.masked_fill(new_lse == float("-inf"), 0)
     # A float64 caller gets its log-sum-exp in float64 too: the buffer's dtype is the caller's.
     out = torch.exp(scores - finite[..., None]) @ v
-    if not this.first:
-        weight = torch.exp(lse.to(scores.dtype) - finite)[..., None]
-        out = out + carry.permute(1, 2, 0, 3).to(scores.dtype) * weight
-    lse.copy_(new_lse)
-    return out.permute(2, 0, 1, 3)
+    if before is not None:
+        out = out + carry * torch.exp(lse - finite)[..., None]
+    return out, new_lse
 
 
 def attention_delta(out, grad_out):
@@ -129,8 +158,10 @@ def attention_backward_query(
     query, key, value, columns, grad_out, lse, delta, index, this, softmax_scale, carry, dq, heads
 ):
     """See :func:`kernels.attention_backward_query`; ``heads`` is a range of those of all batch entries."""
-    q, k, v, scores = _operands(query, key, value, columns, index, this, softmax_scale)
-    do = _heads_first(grad_out, query.shape[2])
+    q, do = (_heads_first(t, query.shape[2]) for t in (query, grad_out))
+    k, v = _keys(query, key, value, columns)
+    rows = range(len(query))
+    scores = _masked_scores(q, k, columns, index, this, rows, key.shape[1], softmax_scale)
     _, ds = _score_gradients(scores, v, do, lse, delta)
     gradient = (ds @ k * softmax_scale).permute(2, 0, 1, 3)
     if carry is not None:
@@ -145,7 +176,7 @@ def attention_backward_columns(query, columns, grad_out, lse, delta, index, rank
     heads = query.shape[2]
     q, do = _heads_first(query, heads), _heads_first(grad_out, heads)
     k, v = columns.to(q.dtype)
-    scores = _scores(q, k, column_mask(index, rank, query.shape[0]), softmax_scale)
+    scores = _scores(q, k, column_mask(index, rank, range(len(query))), softmax_scale)
     p, ds = _score_gradients(scores, v, do, lse, delta)
     return torch.stack((ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ do))[:, :, :, None]
 
@@ -156,7 +187,7 @@ def attention_backward_key(
     """See :func:`kernels.attention_backward_key`."""
     heads, kv_heads, length = query.shape[2], key.shape[2], key.shape[0]
     q, k, v, do = (_heads_first(t, heads) for t in (query, key, value, grad_out))
-    mask = slash_mask(index, step.rank, [step.source], length, length)
+    mask = slash_mask(index, step.rank, [step.source], range(length), length)
     scores = _scores(q, k, mask, softmax_scale)
     p, ds = _score_gradients(scores, v, do, lse, delta)
     dk, dv = ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ do

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -125,6 +126,28 @@ def test_padding_of_the_vocabulary(plain, tmp_path):
     assert weights(tmp_path / "more")["lm_head.weight"].shape[0] == 330
 
 
+def test_what_was_read_does_not_keep_its_shard_in_memory(plain):
+    shards = Shards(plain[0])
+    read = {name: shards.read(name) for name in shards.tensors}
+    rows = shards.read("lm_head.weight", (3, 9))
+    assert torch.equal(rows, read["lm_head.weight"][3:9])
+    shards.close()
+    assert str(plain[0]) not in Path("/proc/self/maps").read_text()
+
+
+def test_older_versions_of_torch_read_it(plain, monkeypatch):
+    """Those before 2.15 know five properties of a tensor, no more."""
+    seen, read = [], torch_dist.TensorProperties.__setstate__
+
+    def setstate(self, state):
+        seen.append(len(state))
+        read(self, state)
+
+    monkeypatch.setattr(torch_dist.TensorProperties, "__setstate__", setstate)
+    assert torch_dist.Reader(plain[1] / "release").tensors
+    assert set(seen) == {5}
+
+
 def test_large_tensors_go_in_parts(plain, tmp_path, monkeypatch):
     from megatron_mtraining.convert import to_megatron as module
 
@@ -212,6 +235,16 @@ BAD_CONFIGS = {
     ),
     "old sliding window": (
         dict(layer_types=None, use_sliding_window=True, sliding_window=64, max_window_layers=2),
+        ["use_sliding_window", "64"],
+    ),
+    "sliding window of experts": (
+        dict(
+            architectures=["Qwen3MoeForCausalLM"],
+            layer_types=None,
+            use_sliding_window=True,
+            sliding_window=64,
+            max_window_layers=4,
+        ),
         ["use_sliding_window", "64"],
     ),
     "rope type": (
@@ -434,3 +467,32 @@ def test_positions_that_are_scaled_already():
     config["rope_scaling"] = {"type": "yarn", "factor": 4.0}
     with pytest.raises(ConfigError, match="--yarn is 2"):
         positions.extended(positions.arguments_of(config, file), None, 2.0, None)
+
+
+def test_the_benchmark_s_rows(tmp_path, monkeypatch):
+    """Both ways of a model it makes; its conversions run in this process here."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    script = Path(__file__).parent.parent / "benchmarks" / "convert.py"
+    spec = importlib.util.spec_from_file_location("benchmark_convert", script)
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    monkeypatch.setattr(benchmark, "apart", lambda function, *words: function(*words))
+    spoilt = False
+
+    def converted(way, source, folder, *words):
+        assert convert(way, source, folder, *words) == 0
+        if spoilt and way == "megatron-to-hf":
+            file = sorted(folder.glob("*.safetensors"))[0]
+            file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+        return 1.0, 5 * 10**9
+
+    monkeypatch.setattr(benchmark, "converted", converted)
+    words = ["time", "--shape", "tiny", "--layers", "3", "--shard-bytes", "100KB"]
+    options = benchmark.parse([*words, "--folder", str(tmp_path)])
+    row = benchmark.times(options)
+    assert row["identical"] and row["shards"] > 2 and row["largest_shard"] < 110_000
+    assert row["layers"] == 3 and not row["within_budget"]
+    assert "bit-identical" in benchmark.line(row)
+    spoilt = True
+    assert not benchmark.times(options)["identical"]
+    assert not list(tmp_path.iterdir())

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     to_hf.add_argument(
         "--shard-size",
-        type=_size,
+        type=size,
         default="5GB",
         metavar="SIZE",
         help="most of a file (default: 5GB)",
@@ -110,7 +110,8 @@ def _factor(word: str) -> float:
     return value
 
 
-def _size(word: str) -> int:
+def size(word: str) -> int:
+    """Bytes, of a command line's word such as 5GB."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]B)?", word)
     if not found or float(found[1]) == 0:
         raise argparse.ArgumentTypeError(f"{word} is not a size such as 5GB or 500MB")

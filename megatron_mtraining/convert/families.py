@@ -87,7 +87,7 @@ def model_of(config: dict, file: Path, padded_vocab: int | None = None) -> Model
                 f"{file}: {field} is {config[field]}, of which Megatron's {family.architecture} knows "
                 f"only {value}"
             )
-    _check_attention(config, file)
+    _check_attention(family, config, file)
 
     def number(field: str, default=None):
         value = config.get(field, default)
@@ -145,7 +145,7 @@ def model_of(config: dict, file: Path, padded_vocab: int | None = None) -> Model
     )
 
 
-def _check_attention(config: dict, file: Path) -> None:
+def _check_attention(family: Family, config: dict, file: Path) -> None:
     kinds = set(config.get("layer_types") or ["full_attention"]) - {"full_attention"}
     if kinds:
         raise ConfigError(
@@ -154,7 +154,9 @@ def _check_attention(config: dict, file: Path) -> None:
         )
     # Qwen2 carries the window's size along where it is switched off, or begins behind the last layer.
     window, layers = config.get("sliding_window"), config.get("num_hidden_layers", 0)
-    used = config.get("use_sliding_window") and config.get("max_window_layers", 0) < layers
+    # transformers' Qwen3Moe has it in all layers.
+    first = 0 if family.experts else config.get("max_window_layers", 0)
+    used = config.get("use_sliding_window") and first < layers
     if "layer_types" not in config and window and used:
         raise ConfigError(
             f"{file}: use_sliding_window is True, with sliding_window {window}: only full attention in every "

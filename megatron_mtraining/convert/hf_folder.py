@@ -117,9 +117,10 @@ class Shards:
         self._name = self._open = None
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """A tensor, or some of its rows."""
+        """A tensor, or some of its rows, in memory of its own."""
         part = self._shard(self.tensors[name].file).get_slice(name)
-        return part[:] if rows is None else part[rows[0] : rows[1]]
+        part = part[:] if rows is None else part[rows[0] : rows[1]]
+        return part.clone()  # as it is, it would keep the whole shard
 
 
 @dataclass(frozen=True)

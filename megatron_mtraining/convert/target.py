@@ -93,7 +93,13 @@ class Progress:
         except ImportError:
             return
         self.bar = tqdm(
-            total=size, desc=what, unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr
+            total=size,
+            desc=what,
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            file=sys.stderr,
+            disable=None,  # where it is no terminal
         )
 
     def advance(self, size: int) -> None:

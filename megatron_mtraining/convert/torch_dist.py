@@ -6,8 +6,10 @@ Neither way needs a process group or a GPU, and neither has more than a part in 
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import io
+import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,6 +84,19 @@ def write(folder: Path, pieces: list[Piece], extra: list[str], advance) -> None:
         except CheckpointException as error:
             # What went wrong itself: a full disk, an interruption.
             raise next(iter(error.failures.values()))[0] from None
+    metadata = FileSystemReader(folder).read_metadata()
+    with open(folder / ".metadata", "wb") as file:
+        _Pickler(file).dump(metadata)
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves out tensors' strides, which newer versions of torch (2.15) keep: older ones cannot read what has
+    them, newer ones do without, and they are None here."""
+
+    def reducer_override(self, value):
+        if type(value) is not TensorProperties:
+            return NotImplemented
+        return copyreg.__newobj__, (TensorProperties,), value.__getstate__()[:5]
 
 
 class _Saving(SavePlanner):

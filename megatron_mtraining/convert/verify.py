@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from ..config import ConfigError, MTrainingConfig
+from .hf_folder import Shards
 
 ROWS = 256
 """Tokens whose logits exist at once."""
 RANGES = 8
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Verify:
     text: tuple[Path, ...] = ()
     seq_length: int | None = None
     dtype: torch.dtype = torch.float32
-    device: torch.device | str = "cpu"
+    device: torch.device = CPU
     output: Path | None = None
 
 
@@ -60,6 +62,7 @@ def _tokens(options: Verify) -> tuple[Tensor, object]:
     require("transformers")
     if not (options.hugging_face / "config.json").is_file():
         raise ConfigError(f"SRC is {options.hugging_face}, which has no config.json")
+    Shards(options.hugging_face)  # are whole
     common = dict(
         device=options.device, dtype=options.dtype, yarn=None, tokenizer=None, seq_length=None
     )

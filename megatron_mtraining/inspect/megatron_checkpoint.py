@@ -383,7 +383,8 @@ class MegatronCheckpoint:
             return set(FileSystemReader(self.folder).read_metadata().state_dict_metadata)
         except Exception as error:
             raise ConfigError(
-                f".metadata of {self._place} cannot be read: {first_line(error)}"
+                f".metadata of {self._place} cannot be read by torch {torch.__version__}; was it saved by a "
+                f"newer one? ({first_line(error)})"
             ) from error
 
 

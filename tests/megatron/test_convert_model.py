@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -77,6 +78,11 @@ def test_verify_compares_the_two(converted, tmp_path, capsys):
     other = next(path for path in converted if path.name.endswith("llama-3"))
     assert cli.main(["convert", "verify", f"{other}/meg", f"{folder}/hf", *words]) == 0
     assert json.loads((tmp_path / "out.json").read_text())["all"]["top1"] < 0.9
+    shutil.copytree(folder / "hf", tmp_path / "hf")
+    shard = sorted((tmp_path / "hf").glob("*.safetensors"))[1]
+    shard.unlink()
+    assert cli.main(["convert", "verify", f"{tmp_path}/hf", f"{folder}/meg", *words]) == 2
+    assert f"{shard} is missing" in capsys.readouterr().err
 
 
 def test_what_megatron_saves_converts_back(converted, tmp_path):

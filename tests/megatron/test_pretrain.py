@@ -143,10 +143,10 @@ def tree(checkout, tmp_path_factory) -> Tree:
     return Tree(checkout, tmp_path_factory.mktemp("trees"))
 
 
-def losses(run) -> list[float]:
+def losses(run, steps: int = STEPS) -> list[float]:
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
     found = [float(loss) for loss in re.findall(r"lm loss: (\S+)", run.stdout)]
-    assert len(found) == STEPS, run.stdout[-4000:]
+    assert len(found) == steps, run.stdout[-4000:]
     return found
 
 
@@ -254,6 +254,62 @@ def test_prepared_data_trains_as_it_is(tree, tmp_path):
     assert found[0] == pytest.approx(5.56, abs=0.2)  # ln 260
     assert found[-1] < found[0] - 1
     assert found == pytest.approx(losses(tree.run("plain", 1, data=data)), abs=1e-5, rel=0)
+
+
+# What the converted checkpoint's own flags do not say.
+CONVERTED = f"""
+    --transformer-impl local {" ".join(TRAINING.split())} --seq-length 256 --train-iters 3 --lr 1e-3
+    --eval-iters 1 --eval-interval 3 --split 50,50,0 --save-interval 3
+"""
+
+
+def hugging_face_loss(folder: Path, tokens) -> float:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(tokens[None, :-1]).logits[0]
+    return float(torch.nn.functional.cross_entropy(logits, tokens[1:]))
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_converted_checkpoint_trains_and_goes_back(cp, tree, tmp_path):
+    """With the flags that conversion has written: the loss of transformers at the start, and at the end."""
+    pytest.importorskip("transformers")
+    import numpy as np
+    import torch
+    from convert_cases import save
+    from data_cases import EOD, save_tokenizer
+
+    from megatron_mtraining.data.indexed import write
+
+    root = tree.roots["launcher"]
+    hf = save("qwen2 tied" if cp == 1 else "qwen3", tmp_path / "hf")
+    save_tokenizer(hf, eos_token="<eod>")
+    assert main(["convert", "hf-to-megatron", str(hf), str(tmp_path / "meg")]) == 0
+    # A stream of one short document, again and again: all samples are the same, whatever their order.
+    document = np.append(np.random.default_rng(3).integers(256, size=63), EOD)
+    write(tmp_path / "data", [document] * 400, np.uint16, lambda: b"{}")
+    tokens = torch.from_numpy(np.tile(document, 5)[:257])
+    script = 'source "$1" && printf "%s\\n" "${MEGATRON_ARGS[@]}"'
+    flags = ["bash", "-c", script, "bash", tmp_path / "meg" / "megatron_args.sh"]
+    flags = subprocess.run(flags, capture_output=True, text=True, check=True).stdout.splitlines()
+    words = [*flags, *CONVERTED.split(), *EVERYTHING, "--save", tmp_path / "run"]
+    words += ["--data-path", tmp_path / "data", "--data-cache-path", tmp_path / "cache"]
+    words += ["--context-parallel-size", cp]
+    command = [SHIM, "-m", "megatron_mtraining.launch", root / "pretrain_gpt.py", *words]
+    run = torchrun(cp, *command, timeout=300, PYTHONPATH=str(root))
+    found = losses(run, 3)
+    assert found[0] == pytest.approx(hugging_face_loss(hf, tokens), abs=2e-4)
+    assert found[2] < found[0] - 0.01
+    back = ["convert", "megatron-to-hf", str(tmp_path / "run"), str(tmp_path / "back")]
+    assert main([*back, "--like", str(tmp_path / "meg" / "hf")]) == 0
+    (after,) = re.findall(
+        r"loss at iteration 3 on validation set \| lm loss value: (\S+)", run.stdout
+    )
+    assert float(after) < found[2]
+    assert hugging_face_loss(tmp_path / "back", tokens) == pytest.approx(float(after), abs=2e-4)
 
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
