@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from ranks import run_ranks
 
 from megatron_mtraining import ConfigError, MTrainingConfig
-from megatron_mtraining.pattern import Steering
+from megatron_mtraining.pattern import Steering, heads_of_layer
 from megatron_mtraining.pattern.steering import LOST
 
 CPU = torch.device("cpu")
@@ -125,6 +126,25 @@ def test_each_head_meets_its_target():
     assert other.price(CPU, 0, 0, 3).tolist() == pytest.approx([0.7] * 3)
     with pytest.raises(ConfigError, match="2 layers and 3 heads, but the model has 2 and 4"):
         Steering(config, shape=(2, 4)).restore(state)
+
+
+def test_targets_of_layers_and_heads(tmp_path):
+    file = tmp_path / "targets.json"
+    own = {"layers": {"1": {"target_recall": 0.8, "heads": {"2": {"target_recall": 0.9}}}}}
+    file.write_text(json.dumps(own))
+    config = MTrainingConfig(target_recall=0.95, price=0.5, overrides=str(file))
+    steering = Steering(config, shape=(2, 3))
+    for step in range(80):
+        for layer in range(2):
+            kept = 1 - 0.1 * steering.price(CPU, layer, 0, 3) ** 0.7
+            steering.observe(torch.ones(1, 3), kept[None], layer)
+        steering.advance(step + 1)
+    lost = [0.1 * steering.price(CPU, layer, 0, 3) ** 0.7 for layer in range(2)]
+    expected = torch.tensor([[0.05, 0.05, 0.05], [0.2, 0.2, 0.1]])
+    torch.testing.assert_close(torch.stack(lost), expected, atol=1e-3, rtol=0)
+    for run in (aimed(target_recall=0.95), MTrainingConfig(price=0.5)):
+        with pytest.raises(ConfigError, match="layer 1 has target_recall 0.8, which is for runs"):
+            heads_of_layer(replace(run, overrides=str(file)), 1, 2, 3)
 
 
 def _steer_heads(rank, world):

@@ -18,7 +18,7 @@ from ..config import OF_POLICY, OPTIONAL, ConfigError, MTrainingConfig, option
 PUBLISHED = ("vertical_and_slash", "flex_vertical_and_slash")
 OF_A_HEAD = {"policy", "dense"}.union(
     *OF_POLICY.values(), OPTIONAL["price"]
-) - {"target_recall", "target_density", "target_scope", "price_start"}  # fmt: skip
+) - {"target_density", "target_scope", "price_start"}  # fmt: skip
 """What can differ from head to head: the other settings are of all."""
 
 
@@ -165,6 +165,11 @@ def _changed(config: MTrainingConfig, changes: dict, place: str) -> MTrainingCon
         if setting not in OF_A_HEAD:
             known = ", ".join(sorted(OF_A_HEAD))
             raise ConfigError(f"{place} has {setting!r}, which cannot differ there: use {known}")
+    if "target_recall" in changes and config.target_scope != "head":
+        raise ConfigError(
+            f"{place} has target_recall {changes['target_recall']!r}, which is for runs whose heads have "
+            f"prices of their own: use {option('target_recall')} with {option('target_scope')} head"
+        )
     if not isinstance(changes.get("dense", False), bool):
         raise ConfigError(f"{place} has dense {changes['dense']!r}: use true or false")
     try:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import ConfigError, MTrainingConfig
+from .budgets import heads_of_layer
 
 GAIN = 0.3
 """How much of what is missing to the target a step makes up for: less follows slower, more is noisier."""
@@ -45,6 +46,7 @@ class Steering:
         self._target = next((n for n in SLOPES if getattr(config, n) is not None), None)
         self._heads = config.target_scope == "head"
         self._shape = shape if self._heads else (1, 1)
+        self._aim: Tensor | None = None  # the target, or those of heads: float32 [layers, heads]
         self._log_prices: Tensor | None = None  # float32 [layers, heads], or [1, 1]
         self._start = config.price  # or a table of prices
         self._seen: Tensor | None = None  # float32 [2, layers, heads]: sums, and of how many
@@ -120,14 +122,26 @@ class Steering:
             self._move(seen)
         self._seen, self._early, self.step = None, False, step
 
+    def _aims(self, device) -> Tensor:
+        if self._aim is None:
+            layers, heads = self._shape
+            aims = torch.full(self._shape, float(getattr(self.config, self._target)))
+            for layer in range(layers) if self._heads else ():
+                own = heads_of_layer(self.config, layer, layers, heads) or ()
+                for head, settings in enumerate(own):
+                    if settings.target_recall is not None:
+                        aims[layer, head] = settings.target_recall
+            self._aim = aims.to(device)
+        return self._aim
+
     def _move(self, seen: Tensor) -> None:
-        target = getattr(self.config, self._target)
+        target = self._aims(seen.device)
         value = seen[0] / seen[1].clamp(min=1)
         if self._target == "target_recall":
             value, target = 1 - value, 1 - target
         # What is lost, or the density, is too much by this share; the price makes up for a part of it. Of
         # a share, not of a logarithm, noise leaves the mean where it is.
-        over = value / max(target, 1e-5) - 1
+        over = value / target.clamp(min=1e-5) - 1
         by = (-GAIN * over / SLOPES[self._target]).clamp(-MOST, MOST)
         by = torch.where(seen[1] > 0, by, 0.0)  # no attention has run
         low, high = map(math.log, RANGE)
