@@ -22,6 +22,7 @@ it the losses are those of a model that is lost there, and what is compared is h
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 import sysconfig
@@ -37,7 +38,7 @@ from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import attend
 from megatron_mtraining.inspect.hugging_face import tokenizer_of
 from megatron_mtraining.inspect.options import hide_kernels_folder
-from megatron_mtraining.pattern import Steering, choose_index
+from megatron_mtraining.pattern import Steering, choose_index, heads_of_layer
 from megatron_mtraining.ring import Ring
 
 ATTENTION = "mtraining_parity"
@@ -61,10 +62,13 @@ class Attention:
             )
             return out.transpose(1, 2).contiguous(), None
         query, key, value = (t.permute(2, 0, 1, 3).contiguous() for t in (query, key, value))
-        price, layer = None, module.layer_idx
+        price, layer, count = None, module.layer_idx, query.shape[2]
         if self.steering is not None:
-            price = self.steering.price(query.device, layer, 0, query.shape[2])
-        found = attend(query, key, value, config=self.config, softmax_scale=scaling, price=price)
+            price = self.steering.price(query.device, layer, 0, count)
+        heads = heads_of_layer(self.config, layer, None, count)
+        found = attend(
+            query, key, value, config=self.config, softmax_scale=scaling, price=price, heads=heads
+        )
         density, recall = found.index.density(), found.index.recall
         self.density.append(density.mean())
         recall = torch.ones_like(density) if recall is None else recall
@@ -247,6 +251,7 @@ def train(name: str, config: MTrainingConfig | None, tokens: Tensor, options) ->
         held_out_after_dense=round(judged(model, held_out, options), 5),
         loss_last_50=round(sum(losses[-50:]) / len(losses[-50:]), 5),
         **mean_of(kept), **{f"{name}_late": value for name, value in mean_of(late).items()},
+        overrides=config and config.overrides and json.loads(Path(config.overrides).read_text()),
         target_recall=config and config.target_recall, target_scope=config and config.target_scope,
         price=None if attention.steering is None else round(attention.steering.now(), 5),
         coverage=None if config is None else config.coverage,
@@ -268,9 +273,12 @@ def settings(options) -> list[tuple[str, MTrainingConfig | None]]:
         elif name == "coverage":
             found.append((name, MTrainingConfig(policy="coverage", estimator="last", **common)))
         else:
+            scope = dict(target_scope=options.target_scope, **common)
             for target in options.target_recall:
-                aim = dict(target_recall=target, target_scope=options.target_scope)
-                found.append((name, MTrainingConfig(**aim, **common)))
+                found.append((name, MTrainingConfig(target_recall=target, **scope)))
+            for file in options.overrides:
+                aim = dict(target_recall=options.target_recall[0], overrides=str(file))
+                found.append((name, MTrainingConfig(**aim, **scope)))
     return found
 
 
@@ -310,6 +318,10 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--target-recall", type=float, nargs="+", default=[0.95], help="a run of price for each"
     )
+    parser.add_argument(
+        "--overrides", type=Path, nargs="+", default=[],
+        help="a run of price for each of these files, with the first target for what they leave out",
+    )  # fmt: skip
     parser.add_argument("--target-scope", choices=("head", "model"), default="head")
     parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument(

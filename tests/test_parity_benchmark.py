@@ -30,9 +30,14 @@ def test_three_runs(parity, tmp_path):
     output = tmp_path / "parity.jsonl"
     words = [str(model), "--text", str(text), "--seq", "512", "--steps", "3", "--held-out", "2"]
     words += ["--block-size", "64", "--lr", "1e-3", "--device", "cpu", "--output", str(output)]
-    parity.main(words)
-    rows = {row["run"]: row for row in map(json.loads, output.read_text().splitlines())}
-    assert list(rows) == ["dense", "price", "coverage"]
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps({"layers": {"1": {"target_recall": 0.8}}}))
+    parity.main([*words, "--overrides", str(own)])
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["run"] for row in rows] == ["dense", "price", "price", "coverage"]
+    assert rows[2]["overrides"]["layers"] == {"1": {"target_recall": 0.8}}
+    assert rows[1]["overrides"] is None and rows[1]["price"] < rows[2]["price"]
+    rows = {row["run"]: row for row in rows}
     assert {row["held_out_before"] for row in rows.values()} == {rows["dense"]["held_out_before"]}
     for row in rows.values():
         assert len(row["losses"]) == 3 and row["losses"][0] > row["losses"][-1]
