@@ -50,6 +50,7 @@ class Steering:
         self._log_prices: Tensor | None = None  # float32 [layers, heads], or [1, 1]
         self._start = config.price  # or a table of prices
         self._seen: Tensor | None = None  # float32 [2, layers, heads]: sums, and of how many
+        self._made, self._of_step = None, None  # a scheduled price, and of which step
         self._chosen_at: float | None = None
         self._early = False
 
@@ -78,7 +79,10 @@ class Steering:
         config = self.config
         if config.price_start is None:
             return None
-        return torch.tensor(self._scheduled(), dtype=torch.float32, device=device)
+        if self._made != (self.step, device):  # by the first layer: it waits for the host
+            self._made = self.step, device
+            self._of_step = torch.tensor(self._scheduled(), dtype=torch.float32, device=device)
+        return self._of_step
 
     def _scheduled(self) -> float:
         config = self.config
