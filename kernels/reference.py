@@ -118,8 +118,8 @@ def attention_forward(query, key, value, columns, index, this, softmax_scale, ca
         before = None if this.first else (carry[part], lse[:, :, part])
         out, new_lse = _rows_forward(scores, v, this.last, before)
         lse[:, :, part] = new_lse
-        parts.append(out)
-    return torch.cat(parts, 2).permute(2, 0, 1, 3)
+        parts.append(out.permute(2, 0, 1, 3))
+    return torch.cat(parts).contiguous()
 
 
 def _rows_forward(scores, v, last: bool, before) -> tuple[Tensor, Tensor]:

@@ -42,6 +42,7 @@ def run_ring(rank, world, operands, distances, columns, scale, inner=None):
     parts = [stripe(t, rank, world, BLOCK, inner=ring.inner) for t in operands]
     leaves = [t.clone().requires_grad_() for t in parts[:3]]
     out, _ = ring_attention(*leaves, index, ring, scale)
+    assert out.is_contiguous()
     out.backward(parts[3])
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
