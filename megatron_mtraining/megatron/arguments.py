@@ -155,10 +155,14 @@ def settings(config=None) -> MTrainingConfig:
     return MTrainingConfig() if args is None else config_from_args(args)
 
 
-def run_steering() -> Steering:
-    """What moves the price of a run of Megatron-LM: the one that its layers share, also on a rank without."""
+def run_steering(config: MTrainingConfig | None = None) -> Steering:
+    """What moves the price of a run of Megatron-LM: the one that its layers share, also on a rank without.
+
+    Args:
+        config: a layer's settings; None for the command line's.
+    """
     args = training_arguments()
-    return steering_of(settings(), args.num_layers, args.num_attention_heads)
+    return steering_of(config or settings(), args.num_layers, args.num_attention_heads)
 
 
 def check_arguments(args) -> None:

@@ -14,7 +14,8 @@ from ..kernels import DTYPES
 from ..pattern import heads_of_layer, steering_of
 from ..ring import advise_on_hosts, check_hosts, ring_of
 from . import recompute
-from .arguments import settings
+from .arguments import run_steering, settings
+from .backend import is_active, training_arguments
 from .checks import check_settings, ranks_a_node
 from .density import DensityMeter
 from .packing import documents_in
@@ -89,8 +90,7 @@ class MTrainingAttention(MegatronModule):
         else:
             advise_on_hosts(ring_of(self.cp_group, self.cp_inner))
         self.density = DensityMeter()
-        layers = getattr(config, "num_layers", None) or layer_number
-        self.steering = steering_of(self.mtraining, layers, config.num_attention_heads)
+        self.steering = self._steering(place)
         self.first_head = 0
         self.heads = self._own_heads(pg_collection, place)
         self._slashes: Tensor | None = None
@@ -149,6 +149,20 @@ class MTrainingAttention(MegatronModule):
         if self.training and carried is None:
             self._count(attended.index, dense)
         return attended.out.flatten(2)
+
+    def _steering(self, place: str):
+        """The run's, which all layers on all ranks share."""
+        args, heads = training_arguments(), self.config.num_attention_heads
+        if is_active(args):
+            if self.mtraining.target_scope == "head" and heads != args.num_attention_heads:
+                raise ConfigError(
+                    f"the {place} has {heads} heads, but --num-attention-heads is "
+                    f"{args.num_attention_heads}: where layers differ, heads cannot have prices of their "
+                    "own; use --mtraining-target-scope model"
+                )
+            return run_steering(self.mtraining)
+        layers = getattr(self.config, "num_layers", None) or self.layer_number
+        return steering_of(self.mtraining, layers, heads)
 
     def _own_heads(self, pg_collection, place: str):
         """Settings of the heads that this tensor-parallel rank has, from ``first_head`` on; None if all have

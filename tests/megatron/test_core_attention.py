@@ -1,6 +1,7 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 import json
 import math
+from argparse import Namespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_mtraining import ConfigError, MTrainingConfig
-from megatron_mtraining.megatron import MTrainingAttention
+from megatron_mtraining.megatron import MTrainingAttention, arguments, core_attention
 from megatron_mtraining.megatron.density import take_density
 
 SEQUENCE, BATCH, HEADS, GROUPS, DIM = 128, 2, 4, 2, 64
@@ -50,6 +51,23 @@ def dense(query, key, value, scale):
     hidden = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
     out = scores.masked_fill(hidden, -math.inf).softmax(-1) @ value
     return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def test_all_layers_of_a_run_share_its_prices(monkeypatch):
+    args = Namespace(
+        attention_backend=AttnBackend.mtraining, num_layers=3, num_attention_heads=HEADS
+    )
+    for module in (core_attention, arguments):
+        monkeypatch.setattr(module, "training_arguments", lambda: args)
+    target = MTrainingConfig(block_size=64, target_recall=0.9)
+    layers = [make(make_config(mtraining=target), layer_number=n) for n in (1, 3)]
+    assert layers[0].steering is layers[1].steering is arguments.run_steering(target)
+    assert layers[1].steering.price(torch.device("cpu"), 2, 0, HEADS).shape == (HEADS,)
+    args.num_attention_heads = 2 * HEADS  # this layer has others than the run
+    with pytest.raises(ConfigError, match="layer 3 has 4 heads, but --num-attention-heads is 8"):
+        make(make_config(mtraining=target))
+    one = MTrainingConfig(block_size=64, target_recall=0.9, target_scope="model")
+    assert make(make_config(mtraining=one)).steering is arguments.run_steering(one)
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])
