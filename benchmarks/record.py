@@ -49,9 +49,14 @@ def installed(name: str) -> str:
         return "none"
 
 
+SETTINGS = ("NCCL_", "NVTE_", "MTRAINING_")
+"""How the names of those settings of the environment begin that change what runs."""
+
+
 def command() -> str:
-    """This run's command without what says only where files were kept: no output, and of the files and
-    folders that models, texts and data came from just their names."""
+    """This run's command, after the settings that it found in its environment, without what says only where
+    files were kept: no output, and of the files and folders that models, texts and data came from just their
+    names."""
     words, option = ["python", *sys.argv], ""
     for at in range(2, len(words)):
         if words[at].startswith("--"):
@@ -62,7 +67,10 @@ def command() -> str:
         while name in words:
             at = words.index(name)
             del words[at : at + 2]
-    return " ".join(words)
+    found = sorted(
+        name for name in os.environ if name.startswith(SETTINGS) and name != "MTRAINING_COMMIT"
+    )
+    return " ".join([*(f"{name}={os.environ[name]}" for name in found), *words])
 
 
 def append(path: Path, rows: list[dict]) -> None:
