@@ -160,6 +160,16 @@ class MTrainingAttention(MegatronModule):
                     f"{args.num_attention_heads}: where layers differ, heads cannot have prices of their "
                     "own; use --mtraining-target-scope model"
                 )
+            stages = getattr(args, "pipeline_model_parallel_size", 1)
+            has_target = self.mtraining.target_recall is not None
+            has_target |= self.mtraining.target_density is not None
+            if stages > 1 and has_target and self.mtraining != settings():
+                # Ranks of other stages would not take part in this target's sums, and this one wait for them.
+                raise ConfigError(
+                    f"the {place} has settings and a target of its own (config.mtraining), and there are "
+                    f"{stages} pipeline stages: give the target on the command line, and what is the layer's "
+                    "own in a file of --mtraining-overrides"
+                )
             return run_steering(self.mtraining)
         layers = getattr(self.config, "num_layers", None) or self.layer_number
         return steering_of(self.mtraining, layers, heads)

@@ -68,6 +68,14 @@ def test_all_layers_of_a_run_share_its_prices(monkeypatch):
         make(make_config(mtraining=target))
     one = MTrainingConfig(block_size=64, target_recall=0.9, target_scope="model")
     assert make(make_config(mtraining=one)).steering is arguments.run_steering(one)
+    # Other pipeline stages know the command line's target alone.
+    args.num_attention_heads, args.pipeline_model_parallel_size = HEADS, 2
+    with monkeypatch.context() as patch:
+        patch.setattr(arguments, "config_from_args", lambda args: target)
+        assert make(make_config(mtraining=target)).steering is layers[0].steering
+        with pytest.raises(ConfigError, match="a target of its own .* 2 pipeline stages"):
+            make(make_config(mtraining=one))
+        make(make_config(mtraining=MTrainingConfig(block_size=64)))  # has none
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])
