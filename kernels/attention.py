@@ -177,7 +177,7 @@ def attention_backward_columns(
     if not uses_triton(query):
         return reference.attention_backward_columns(*operands)
     if uses_hopper(index, query, grad_out):
-        from .hopper_backward_key import backward_columns
+        from .hopper_backward_columns import backward_columns
     else:
         from .backward_key import backward_columns
     return backward_columns(*operands)
