@@ -1,11 +1,21 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Run a function on several gloo processes, and bring back what each returns."""
+"""Run a function on several gloo processes, and bring back what each returns; or a script, as torchrun does.
+
+Ranks are forked from a process that has imported torch and Megatron, which takes each of them seconds else.
+It knows nothing of the tests: environment and output are those of the test that asks.
+"""
 
 from __future__ import annotations
 
 import os
+import runpy
+import socket
+import sys
 import tempfile
+import time
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -14,10 +24,36 @@ import torch.multiprocessing as mp
 from megatron_mtraining.ring import shut_down
 
 TIMEOUT = 120  # seconds, of the process group
+FORKS = mp.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        "torch",
+        "torch.distributed",
+        "megatron.core.models.gpt.gpt_model",
+        "megatron.core.optimizer",
+        "megatron.core.pipeline_parallel.schedules",
+    ]
+)
 
 
-def _entry(rank, world, folder, function, arguments):
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def _settle(environment: dict, output: str) -> None:
+    """Take over a test's environment, and write to a file."""
+    os.environ.clear()
+    os.environ.update(environment)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
     torch.set_num_threads(1)
+
+
+def _entry(rank, world, folder, environment, function, arguments):
+    _settle(environment, f"{folder}/output")
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
@@ -26,7 +62,7 @@ def _entry(rank, world, folder, function, arguments):
         timeout=timedelta(seconds=TIMEOUT),
     )
     try:
-        torch.save(function(rank, world, *arguments), os.path.join(folder, f"result{rank}"))
+        torch.save(function(rank, world, *arguments), f"{folder}/result{rank}")
     finally:
         shut_down()
 
@@ -35,8 +71,52 @@ def run_ranks(world, function, *arguments):
     """Results of ``function(rank, world, *arguments)``, in rank order. A rank's exception is raised
     here. ``function`` must be importable (module level)."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
-            _entry, (world, folder, function, arguments), nprocs=world, start_method="spawn"
-        )
-        results = [os.path.join(folder, f"result{rank}") for rank in range(world)]
+        given = world, folder, dict(os.environ), function, arguments
+        try:
+            mp.start_processes(_entry, given, nprocs=world, start_method="forkserver")
+        finally:
+            output = Path(folder, "output")
+            print(output.read_text() if output.exists() else "", end="")  # for pytest to show
+        results = [f"{folder}/result{rank}" for rank in range(world)]
         return [torch.load(path, weights_only=False) for path in results]
+
+
+def _script(environment, output, script, words):
+    _settle(environment, output)
+    sys.argv = [script, *words]
+    sys.path.insert(0, os.path.dirname(script))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        sys.stdout.flush()
+
+
+def run_script(world: int, script, *words, timeout: float = 240, **environment):
+    """``torchrun script words`` with ``world`` ranks, on the CPU; as :func:`subprocess.run` gives it, with
+    standard output and error in one. Fails when it takes longer than ``timeout`` seconds: that is a hang."""
+    common = {
+        **os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_VISIBLE_DEVICES": "",
+        "TORCH_CPP_LOG_LEVEL": "ERROR", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), **environment,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        output = f"{folder}/output"
+        ranks = []
+        for rank in range(world):
+            own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            given = own, output, str(script), list(map(str, words))
+            ranks.append(FORKS.Process(target=_script, args=given))
+            ranks[-1].start()
+        end = time.monotonic() + timeout
+        try:
+            while any(rank.is_alive() for rank in ranks) and not any(r.exitcode for r in ranks):
+                assert time.monotonic() < end, f"hangs: {Path(output).read_text()[-4000:]}"
+                time.sleep(0.05)
+            time.sleep(0.5 * any(rank.exitcode for rank in ranks))  # the others' last words
+        finally:
+            for rank in ranks:
+                rank.kill() if rank.is_alive() else None
+                rank.join()
+        failed = [rank.exitcode for rank in ranks if rank.exitcode]
+        text = Path(output).read_text()
+        return SimpleNamespace(returncode=failed[0] if failed else 0, stdout=text)

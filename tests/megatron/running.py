@@ -4,15 +4,10 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
+from ranks import free_port
 
 
 def torchrun(processes: int, *words, timeout: float = 240, **environment):

@@ -12,7 +12,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
-from running import torchrun
+from ranks import run_script
 
 from megatron_mtraining import ConfigError
 from megatron_mtraining.megatron import output
@@ -22,8 +22,8 @@ WORKER = Path(loss_worker.__file__)
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_losses_and_gradients_are_megatron_s(size):
-    run = torchrun(size, WORKER)
-    assert run.returncode == 0, run.stdout + run.stderr[-4000:]
+    run = run_script(size, WORKER)
+    assert run.returncode == 0, run.stdout[-4000:]
     done = [line for line in run.stdout.splitlines() if line.startswith("ok: ")]
     assert len(done) == sum(case["ranks"] == size for case in loss_worker.CASES), run.stdout
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import recompute_worker
-from running import torchrun
+from ranks import run_script
 
 WORKER = Path(recompute_worker.__file__)
 RUNS = {
@@ -22,7 +22,7 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_attention_runs_once_and_no_bit_changes(name):
     processes, stages, chunks = RUNS[name]
-    run = torchrun(processes, WORKER, stages, chunks)
-    assert run.returncode == 0, run.stdout + run.stderr[-4000:]
+    run = run_script(processes, WORKER, stages, chunks)
+    assert run.returncode == 0, run.stdout[-4000:]
     done = [line for line in run.stdout.splitlines() if line.startswith("ok: ")]
     assert len(done) == len(recompute_worker.CASES), run.stdout
