@@ -24,6 +24,14 @@ import torch.multiprocessing as mp
 from megatron_mtraining.ring import shut_down
 
 TIMEOUT = 120  # seconds, of the process group
+HANGS = 240  # seconds, of a script
+ON_CPU = {
+    "OMP_NUM_THREADS": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+"""The environment of Megatron's processes in tests."""
 FORKS = mp.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
@@ -46,14 +54,14 @@ def _settle(environment: dict, output: str) -> None:
     """Take over a test's environment, and write to a file."""
     os.environ.clear()
     os.environ.update(environment)
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
     torch.set_num_threads(1)
 
 
-def _entry(rank, world, folder, environment, function, arguments):
-    _settle(environment, f"{folder}/output")
+def _entry(rank, world, folder, output, environment, function, arguments):
+    _settle(environment, output)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
@@ -71,12 +79,13 @@ def run_ranks(world, function, *arguments):
     """Results of ``function(rank, world, *arguments)``, in rank order. A rank's exception is raised
     here. ``function`` must be importable (module level)."""
     with tempfile.TemporaryDirectory() as folder:
-        given = world, folder, dict(os.environ), function, arguments
+        output = Path(folder, "output")
+        output.touch()
+        given = world, folder, str(output), dict(os.environ), function, arguments
         try:
             mp.start_processes(_entry, given, nprocs=world, start_method="forkserver")
         finally:
-            output = Path(folder, "output")
-            print(output.read_text() if output.exists() else "", end="")  # for pytest to show
+            print(output.read_text(), end="")  # for pytest to show
         results = [f"{folder}/result{rank}" for rank in range(world)]
         return [torch.load(path, weights_only=False) for path in results]
 
@@ -91,32 +100,33 @@ def _script(environment, output, script, words):
         sys.stdout.flush()
 
 
-def run_script(world: int, script, *words, timeout: float = 240, **environment):
+def run_script(world: int, script, *words):
     """``torchrun script words`` with ``world`` ranks, on the CPU; as :func:`subprocess.run` gives it, with
-    standard output and error in one. Fails when it takes longer than ``timeout`` seconds: that is a hang."""
+    standard output and error in one. Fails when it takes longer than ``HANGS``."""
     common = {
-        **os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_VISIBLE_DEVICES": "",
-        "TORCH_CPP_LOG_LEVEL": "ERROR", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), **environment,
+        **os.environ, **ON_CPU, "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        output = f"{folder}/output"
+        output = Path(folder, "output")
+        output.touch()
         ranks = []
         for rank in range(world):
             own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            given = own, output, str(script), list(map(str, words))
+            given = own, str(output), str(script), list(map(str, words))
             ranks.append(FORKS.Process(target=_script, args=given))
             ranks[-1].start()
-        end = time.monotonic() + timeout
+        end = time.monotonic() + HANGS
         try:
-            while any(rank.is_alive() for rank in ranks) and not any(r.exitcode for r in ranks):
-                assert time.monotonic() < end, f"hangs: {Path(output).read_text()[-4000:]}"
+            while any(rank.is_alive() for rank in ranks):
+                if any(rank.exitcode for rank in ranks):
+                    time.sleep(0.5)  # the others' last words
+                    break
+                assert time.monotonic() < end, f"hangs: {output.read_text()[-4000:]}"
                 time.sleep(0.05)
-            time.sleep(0.5 * any(rank.exitcode for rank in ranks))  # the others' last words
+            failed = [rank.exitcode for rank in ranks if rank.exitcode]
         finally:
             for rank in ranks:
-                rank.kill() if rank.is_alive() else None
+                rank.kill()
                 rank.join()
-        failed = [rank.exitcode for rank in ranks if rank.exitcode]
-        text = Path(output).read_text()
-        return SimpleNamespace(returncode=failed[0] if failed else 0, stdout=text)
+        return SimpleNamespace(returncode=failed[0] if failed else 0, stdout=output.read_text())

@@ -74,9 +74,7 @@ from megatron_mtraining.ring import RingStep, rounds
 hopper_backward_key.CHAIN = 8  # as if the sequences were long
 
 for dim, columns, lists, packed in json.loads(sys.argv[2]):
-    gathered_at_once = [(2, *rounds(1, 2, 1))]
-    one_by_one = [(1, this) for this in rounds(1, 1, 2)]
-    for inner, this in gathered_at_once if lists else gathered_at_once + one_by_one:
+    for inner, this in [(2, *rounds(1, 2, 1)), *((1, this) for this in rounds(1, 1, 2))]:
         step = RingStep(1, 1 - this.number, inner, 2 // inner)
         label = f"{dim} {columns} {lists} {packed} {inner} {this.number} "
         distances = torch.ones(1, 4, 8, dtype=torch.bool)
@@ -131,8 +129,8 @@ def test_products_stay_in_flight(tmp_path):
     assert done.returncode == 0, done.stderr[:6000]
     found = json.loads(done.stdout.splitlines()[-1])
     kernels = {name: numbers for name, numbers in found.items() if numbers["products"]}
-    # One round of two ranks, and two of one without lists; columns have a key kernel of their own.
-    assert len(kernels) == 3 * 4 + 3 * 3 + 4 + 4, sorted(found)
+    # One round of two ranks, and two of one; columns have a key kernel of their own.
+    assert len(kernels) == 3 * 4 + 3 * 3 + 3 * 4 + 3 * 4, sorted(found)
     for name, numbers in kernels.items():
         # A product of 64 x 128 x 128 is 8 instructions; serialised, each has a wait of its own.
         assert numbers["waits"] * 2 < numbers["products"], (name, numbers)

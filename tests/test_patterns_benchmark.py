@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -190,7 +191,11 @@ def test_from_a_model_to_rows(patterns, tmp_path, monkeypatch, capsys):
     words = ["patterns.py", "--model", str(tmp_path / "tiny"), "--text", str(text), "--seq", "384"]
     words += ["640", "--yarn", "4", "--layers", "2", "--rows", "51", "--oracle-rows", "64"]
     monkeypatch.setattr(sys, "argv", [*words, "--device", "cpu", "--output", str(output)])
+    for name in [name for name in os.environ if name.startswith(patterns.record.SETTINGS)]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("MTRAINING_COMMIT", "a commit")
+    monkeypatch.setenv("NVTE_ONE", "1")  # rows say what they ran under
+    monkeypatch.setenv("NCCL_OTHER", "0")
     patterns.main()
     printed = capsys.readouterr().out
     rows = [json.loads(line) for line in output.read_text().splitlines()]
@@ -198,7 +203,8 @@ def test_from_a_model_to_rows(patterns, tmp_path, monkeypatch, capsys):
     for row in rows:
         assert (row["model"], row["text"], row["commit"]) == ("tiny", "ids.npy", "a commit")
         assert (row["layers"], row["every"], row["heads"], row["rows"]) == (2, 2, HEADS, 50)
-        assert "python patterns.py --model tiny --text ids.npy --seq 384" in row["command"]
+        words = "python patterns.py --model tiny --text ids.npy --seq 384"
+        assert row["command"].startswith(f"NCCL_OTHER=0 NVTE_ONE=1 {words}")
         assert 0 < row["density"] <= 1 and 0 < row["recall_p10"] <= row["recall"] < 1 + 1e-6
     series = patterns.series_of([row for row in rows if row["seq"] == 640])
     assert {policy for policy, _ in series} == {

@@ -161,9 +161,8 @@ class MTrainingAttention(MegatronModule):
                     "own; use --mtraining-target-scope model"
                 )
             stages = getattr(args, "pipeline_model_parallel_size", 1)
-            has_target = self.mtraining.target_recall is not None
-            has_target |= self.mtraining.target_density is not None
-            if stages > 1 and has_target and self.mtraining != settings():
+            targets = self.mtraining.target_recall, self.mtraining.target_density
+            if stages > 1 and targets != (None, None) and self.mtraining != settings():
                 # Ranks of other stages would not take part in this target's sums, and this one wait for them.
                 raise ConfigError(
                     f"the {place} has settings and a target of its own (config.mtraining), and there are "

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from ranks import free_port
+from ranks import ON_CPU, free_port
 
 
 def torchrun(processes: int, *words, timeout: float = 240, **environment):
@@ -17,14 +17,7 @@ def torchrun(processes: int, *words, timeout: float = 240, **environment):
     command += ["--nproc-per-node", str(processes), "--master-port", str(free_port())]
     return subprocess.run(
         [*command, *map(str, words)],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            **environment,
-        },
+        env={**os.environ, **ON_CPU, **environment},
         capture_output=True,
         text=True,
         timeout=timeout,
