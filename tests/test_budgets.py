@@ -63,9 +63,10 @@ def test_yaml(tmp_path):
         check_files(MTrainingConfig(overrides=path), LAYERS, HEADS)
 
 
-def test_settings_of_the_run_must_be_the_runs(tmp_path):
+@pytest.mark.parametrize("layers", [{"layers": {}}, {}])
+def test_settings_of_the_run_must_be_the_runs(layers, tmp_path):
     """In Megatron-LM they are taken for options that are not given."""
-    content = {"policy": "price", "price": 0.31, "layers": {}}
+    content = {"policy": "price", "price": 0.31, **layers}
     config = overrides(tmp_path, content, price=0.31)
     check_files(config, LAYERS, HEADS)
     assert heads_of_layer(config, 0, LAYERS, HEADS) is None
@@ -92,7 +93,8 @@ def test_published_budgets(tmp_path):
     [
         ("{", "is not valid JSON"),
         ([], '"layers", an object by layer number'),
-        ({"price": 0.3}, '"layers", an object by layer number'),
+        ({}, "is empty: give settings"),
+        ({"layers": [1]}, '"layers", an object by layer number'),
         ({"layers": {}, "cost": 1}, "'cost', which is no setting"),
         ({"layers": {"3": {}}}, "layer 3: the model has 3 layers"),
         ({"layers": {"one": {}}}, "layer one: 'one' is no number"),

@@ -81,8 +81,11 @@ def _of_overrides(config: MTrainingConfig, layers: int | None, heads: int) -> di
     name = f"{option('overrides')} {config.overrides}"
     content = _read(config.overrides, name)
     config = replace(config, overrides=None)
-    if not isinstance(content, dict) or not isinstance(content.get("layers"), dict):
+    # What is recommended may be settings of the run alone.
+    if not isinstance(content, dict) or not isinstance(content.get("layers", {}), dict):
         raise ConfigError(f'{name} must be an object with "layers", an object by layer number')
+    if not content:
+        raise ConfigError(f'{name} is empty: give settings, or "layers" with settings of theirs')
     other = content.keys() - {"layers"} - {field.name for field in fields(MTrainingConfig)}
     if other:
         raise ConfigError(f"{name} has {sorted(other)[0]!r}, which is no setting: leave it out")
@@ -93,7 +96,7 @@ def _of_overrides(config: MTrainingConfig, layers: int | None, heads: int) -> di
                 f"them the same, or leave one out"
             )
     found = {}
-    for number, of_layer in content["layers"].items():
+    for number, of_layer in content.get("layers", {}).items():
         place = f"{name}: layer {number}"
         layer = _number(number, layers, place, "layers")
         if not isinstance(of_layer, dict):
