@@ -7,7 +7,7 @@ autocast; in the sparse runs its attention is this package's. Runs, one after th
 - ``dense``: PyTorch's causal attention.
 - ``price``: policy price with ``--target-recall``: the prices follow the recall that is measured.
 - ``coverage``: the published way, the last 64 rows and a coverage, found on sequences from all of the data
-  so that the density, before training, is that of the first ``price`` run (or of the default price).
+  so that the density, before training, is that of the last ``price`` run (or of the default price).
 
 Each run's row has the loss of every step (training text), and of held-out sequences before and after, with
 the run's own attention and with dense attention; densities and recalls are means over layers, heads and
@@ -38,7 +38,7 @@ from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import attend
 from megatron_mtraining.inspect.hugging_face import tokenizer_of
 from megatron_mtraining.inspect.options import hide_kernels_folder
-from megatron_mtraining.pattern import Steering, choose_index, heads_of_layer
+from megatron_mtraining.pattern import Steering, choose_index, heads_of_layer, settings_of_run
 from megatron_mtraining.ring import Ring
 
 ATTENTION = "mtraining_parity"
@@ -277,8 +277,9 @@ def settings(options) -> list[tuple[str, MTrainingConfig | None]]:
             for target in options.target_recall:
                 found.append((name, MTrainingConfig(target_recall=target, **scope)))
             for file in options.overrides:
-                aim = dict(target_recall=options.target_recall[0], overrides=str(file))
-                found.append((name, MTrainingConfig(**aim, **scope)))
+                aim = dict(target_recall=options.target_recall[0], **scope)
+                aim.update(settings_of_run(str(file)), overrides=str(file))
+                found.append((name, MTrainingConfig(**aim)))
     return found
 
 
@@ -347,7 +348,8 @@ def main(words: list[str] | None = None) -> None:
                 for step in range(0, options.steps, -(-options.steps // 3))
                 for layer in queries_and_keys(model, attention, tokens[step], options)
             ]
-            density = next((row["density"] for row in rows if row["run"] == "price"), None)
+            prices = [row["density"] for row in rows if row["run"] == "price"]
+            density = prices[-1] if prices else None
             if density is None:
                 at = MTrainingConfig(block_size=options.block_size)
                 found = [

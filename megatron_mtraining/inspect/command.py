@@ -49,6 +49,7 @@ def inspect(options: Options) -> None:
     from .measure import held_out_rows
     from .output import all_or_nothing, write_json, write_settings
     from .results import Recommendation, numbers, summary
+    from .sensitivity import measure_sensitivity
     from .sources import open_source
     from .sweep import series_for
     from .text import tokens_for
@@ -83,15 +84,22 @@ def inspect(options: Options) -> None:
     )
     with all_or_nothing(options.output) as folder:
         started = time.perf_counter()
-        with source.loaded() as run_model:
+        sensitivity = None
+        with source.loaded(options.sensitivity) as run_model:
             loaded = time.perf_counter()
             collected = Collected(options, series, configs, rows, shape.layers)
             with collected.progress:
                 run_model(tokens, collected.add)
+            if options.sensitivity:
+                sensitivity = measure_sensitivity(run_model, tokens, shape, options)
         measured = collected.measured()
         recommended = Recommendation(measured)
         seconds, memory = time.perf_counter() - loaded, peak_memory(options.device)
         text = summary(measured, recommended, options.target_recall)
+        settings = recommended.settings_file()
+        if sensitivity is not None:
+            text += "\n" + sensitivity.summary()
+            settings = sensitivity.settings_file(options.base)
         print(f"\n{text}\n", flush=True)
         about = {
             "model": source.description,
@@ -112,11 +120,13 @@ def inspect(options: Options) -> None:
             "megatron_mtraining": __version__,
             "torch": torch.__version__,
         }
+        if sensitivity is not None:
+            about["sensitivity"] = sensitivity.numbers() | {"settings": settings}
         write_json(folder / "results.json", numbers(measured, recommended, about))
         (folder / "summary.txt").write_text(text + "\n", encoding="utf-8")
         draw(folder, measured, recommended, collected.kept, rows, length, options)
         # The last that can fail, and written in one step.
-        write_settings(options.settings, recommended.settings_file())
+        write_settings(options.settings, settings)
     print(
         f"Took {seconds:.0f} s after {loaded - started:.0f} s of loading; peak memory "
         f"{memory / 2**30:.1f} GiB. Pictures and numbers: {options.output.resolve()}; settings: "

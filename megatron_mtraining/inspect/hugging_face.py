@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from torch.nn.functional import cross_entropy
 
 from ..config import ConfigError
 from .options import first_line, require
@@ -17,6 +18,8 @@ from .sources import LayerInput, Shape, dense_attention
 
 ATTENTION = "mtraining_inspect"
 """The name that our attention has in transformers."""
+LOSS_CHUNK = 2048
+"""Tokens whose logits exist at once."""
 
 
 def open_folder(options):
@@ -102,7 +105,9 @@ class HuggingFace:
             return _load_tokenizer(self.folder, self.how)
 
     @contextmanager
-    def loaded(self):
+    def loaded(self, scored: bool = False):
+        if scored:
+            _check_scored(self.config, self._place)
         from transformers import AutoModelForCausalLM
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -117,21 +122,28 @@ class HuggingFace:
                 **self.how,
                 **self.weights,
             )
-        # The body alone: logits over the vocabulary would be the largest tensor of all.
+        # The body: logits over the vocabulary would be the largest tensor of all.
         body = model.base_model.to(self.options.device).eval()
+        head = model.get_output_embeddings().to(self.options.device) if scored else None
         del model
-        yield partial(self._run, body)
+        yield partial(self._run, body, head)
 
     @torch.no_grad()
-    def _run(self, model, tokens, visit) -> None:
+    def _run(self, body, head, tokens, visit) -> float | None:
         self._visit, self._layer = visit, 0
-        model(input_ids=tokens[None].to(self.options.device), use_cache=False)
+        tokens = tokens.to(self.options.device)
+        hidden = body(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
         if self._layer != self.shape.layers:
             raise ConfigError(
                 f"{self._place} has {self.shape.layers} layers, but {self._layer} of them called the "
                 "attention that can be replaced: models where every layer has causal softmax attention "
                 "are supported"
             )
+        if head is None:
+            return None
+        parts = zip(hidden[:-1].split(LOSS_CHUNK), tokens[1:].split(LOSS_CHUNK))
+        losses = [cross_entropy(head(part).float(), to, reduction="sum") for part, to in parts]
+        return (torch.stack(losses).double().sum() / (len(tokens) - 1)).item()
 
     def _attention(self, module, query, key, value, attention_mask, scaling=None, **more):
         """What layers call in place of their attention: ``[b, h, s, d]`` in, ``[b, s, h, d]`` out."""
@@ -148,9 +160,12 @@ class HuggingFace:
                 "softmax attention over the whole sequence is supported"
             )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        given = LayerInput(self._layer, query.permute(2, 0, 1, 3), key.permute(2, 0, 1, 3), scale)
-        self._visit(given)
+        sides = (side.permute(2, 0, 1, 3) for side in (query, key))
+        given = LayerInput(self._layer, *sides, scale, value.permute(2, 0, 1, 3))
+        out = self._visit(given)
         self._layer += 1
+        if out is not None:
+            return out.transpose(0, 1), None
         return dense_attention(query, key, value, scale).transpose(1, 2).contiguous(), None
 
     @contextmanager
@@ -244,6 +259,17 @@ def _check_architecture(config, place: str) -> None:
         if value is not None:
             raise ConfigError(
                 f"{place} has {what} ({field} {value}): full causal softmax attention is supported"
+            )
+
+
+def _check_scored(config, place: str) -> None:
+    """Logits are taken to be the output layer's, of what the last norm gives."""
+    for field in ("logits_scaling", "logit_scale", "final_logit_softcapping"):
+        value = getattr(config, field, None)
+        if value not in (None, 1, 1.0):
+            raise ConfigError(
+                f"{place} changes its logits ({field} {value}), and --sensitivity measures the loss without: "
+                "leave --sensitivity out"
             )
 
 

@@ -210,7 +210,12 @@ class MegatronCheckpoint:
         )
 
     @contextmanager
-    def loaded(self):
+    def loaded(self, scored: bool = False):
+        if scored:
+            raise ConfigError(
+                f"MODEL is {self.options.model}, a Megatron checkpoint, and --sensitivity takes models of "
+                "Hugging Face: convert it first (mtraining convert megatron-to-hf)"
+            )
         with _one_process(self.options.device):
             yield partial(self._run, _quietly(self._model))
 

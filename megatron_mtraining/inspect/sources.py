@@ -27,6 +27,8 @@ class LayerInput(NamedTuple):
     key: Tensor
     """``[s, 1, hk, d]``, likewise."""
     softmax_scale: float
+    value: Tensor | None = None
+    """``[s, 1, hk, d]``; None of a source that cannot be scored."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,9 @@ class Shape:
             )
 
 
-Visitor = Callable[[LayerInput], None]
+Visitor = Callable[[LayerInput], Tensor | None]
+"""Called with each layer's input, in order. What it returns is the layer's attention, ``[s, 1, h, d]``; with
+None that is dense. Of sources that are not scored it is not looked at."""
 
 
 class Source(Protocol):
@@ -64,11 +68,19 @@ class Source(Protocol):
     def tokenizer(self) -> Callable[[str], list[int]]:
         """The model's tokenizer, as a function of a text that gives token ids."""
 
-    def loaded(self) -> AbstractContextManager[Callable[[Tensor, Visitor], None]]:
+    def loaded(
+        self, scored: bool = False
+    ) -> AbstractContextManager[Callable[[Tensor, Visitor], float | None]]:
         """The weights, in memory while the context lasts, as a function that runs the model.
 
-        It takes token ids ``[s]`` and calls its visitor with each layer's input, in order. Attention is
-        dense; only one layer's queries and keys are held at a time.
+        It takes token ids ``[s]`` and a visitor of each layer's input. Only one layer's queries and keys are
+        held at a time.
+
+        Args:
+            scored: return the mean loss of the next token, in nats.
+
+        Raises:
+            ConfigError: the model cannot be scored.
         """
 
 
