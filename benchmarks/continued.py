@@ -28,12 +28,14 @@ import record
 import torch
 from pretrain import megatron_version, read_log
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+LAUNCH = [*TORCHRUN, "-m", "megatron_mtraining.launch"]
 HELD_OUT = 12
 """Every so many-th file is held out."""
 
 
 def share_out(folder: Path, most: int) -> tuple[list[Path], list[Path]]:
-    """Copy Python's sources, up to so many bytes, to ``train/`` and ``held-out/`` in a folder."""
+    """Copy Python's sources, at least so many bytes, to ``train/`` and ``held-out/`` in a folder."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
     files = [file for file in files if not {"site-packages", "test", "idlelib"} & set(file.parts)]
     parts: tuple[list[Path], list[Path]] = ([], [])
@@ -46,16 +48,18 @@ def share_out(folder: Path, most: int) -> tuple[list[Path], list[Path]]:
         shutil.copyfile(file, copy)
         parts[held_out].append(copy)
         total += file.stat().st_size
-        if total > most:
+        if total > most and held_out:
             break
     return parts
 
 
-def mtraining(*words) -> None:
-    """Run the package's command; its error ends this."""
+def mtraining(megatron: Path, *words) -> None:
+    """Run the package's command beside a checkout; its error ends this."""
     command = [sys.executable, "-m", "megatron_mtraining.cli", *map(str, words)]
-    # Elsewhere than in a checkout, whose kernels/ would be taken for a package.
-    run = subprocess.run(command, cwd=tempfile.gettempdir())
+    # The data's indexed files are written by Megatron, which may be there as a checkout alone.
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(megatron.resolve())]))
+    # Elsewhere than in a checkout of ours, whose kernels/ would be taken for a package.
+    run = subprocess.run(command, cwd=tempfile.gettempdir(), env={**os.environ, "PYTHONPATH": path})
     if run.returncode:
         sys.exit(f"{shlex.join(command)}: exit status {run.returncode}")
 
@@ -72,7 +76,7 @@ def train(options, root: Path, attention: str) -> str:
     words = [*flags_of(root / "megatron"), "--seq-length", options.seq]
     words += ["--transformer-impl", options.transformer_impl, "--bf16", "--micro-batch-size", 1]
     words += ["--global-batch-size", 1, "--train-iters", options.steps, "--lr", options.lr]
-    words += ["--lr-decay-style", "constant", "--lr-warmup-iters", 5, "--clip-grad", 1.0]
+    words += ["--lr-decay-style", "constant", "--lr-warmup-fraction", 0.1, "--clip-grad", 1.0]
     words += [
         "--weight-decay",
         0.1,
@@ -84,15 +88,22 @@ def train(options, root: Path, attention: str) -> str:
     ]
     words += ["--recompute-granularity", "full", "--recompute-method", "uniform"]
     words += ["--recompute-num-layers", 1, "--no-gradient-accumulation-fusion"]
-    words += ["--no-create-attention-mask-in-dataloader", "--log-interval", 1, "--eval-iters", 0]
+    words += [
+        "--no-create-attention-mask-in-dataloader",
+        "--log-interval",
+        1,
+        "--eval-iters",
+        0,
+        "--eval-interval",
+        1000,
+    ]
     words += ["--data-path", root / "data", "--data-cache-path", root / "cache"]
     words += ["--split", "100,0,0", "--attention-backend", attention]
     if attention == "mtraining":
         words += ["--mtraining-target-recall", options.target_recall]
         words += ["--save", root / attention, "--save-interval", options.steps]
     words += options.more
-    launch = ["torchrun", "--standalone", "--nproc-per-node", 1, "-m", "megatron_mtraining.launch"]
-    command = list(map(str, [*launch, options.megatron / "pretrain_gpt.py", *words]))
+    command = list(map(str, [*LAUNCH, options.megatron / "pretrain_gpt.py", *words]))
     environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     run = subprocess.run(
         command, env=environment, cwd=tempfile.gettempdir(), text=True,
@@ -142,10 +153,12 @@ def continued(options, root: Path) -> dict:
     training, held_out = share_out(root / "text", most)
     before = held_out_loss(model, held_out, options)
     did("transformers, before")
-    mtraining("convert", "hf-to-megatron", model, root / "megatron")
+    mtraining(options.megatron, "convert", "hf-to-megatron", model, root / "megatron")
     did("hf-to-megatron")
     words = ["--seq-length", options.seq, "--output", root / "data"]
-    mtraining("data", "prepare", root / "text" / "train", "--tokenizer", model, *words)
+    mtraining(
+        options.megatron, "data", "prepare", root / "text" / "train", "--tokenizer", model, *words
+    )
     did("data prepare")
     found = {}
     for attention in ("fused", "mtraining"):
@@ -153,7 +166,9 @@ def continued(options, root: Path) -> dict:
         did(attention)
     sparse = found["mtraining"]
     back = root / "back"
-    mtraining("convert", "megatron-to-hf", root / "mtraining", back, "--like", model)
+    mtraining(
+        options.megatron, "convert", "megatron-to-hf", root / "mtraining", back, "--like", model
+    )
     did("megatron-to-hf")
     after = held_out_loss(back, held_out, options)
     did("transformers, after")

@@ -6,8 +6,10 @@ autocast; in the sparse runs its attention is this package's. Runs, one after th
 
 - ``dense``: PyTorch's causal attention.
 - ``price``: policy price with ``--target-recall``: the prices follow the recall that is measured.
+- ``overrides``: the same with settings of layers and heads from files (``--overrides``), such as
+  ``mtraining inspect --sensitivity`` writes.
 - ``coverage``: the published way, the last 64 rows and a coverage, found on sequences from all of the data
-  so that the density, before training, is that of the last ``price`` run (or of the default price).
+  so that the density, before training, is that of the last run before (or of the default price).
 
 Each run's row has the loss of every step (training text), and of held-out sequences before and after, with
 the run's own attention and with dense attention; densities and recalls are means over layers, heads and
@@ -42,7 +44,7 @@ from megatron_mtraining.pattern import Steering, choose_index, heads_of_layer, s
 from megatron_mtraining.ring import Ring
 
 ATTENTION = "mtraining_parity"
-RUNS = ("dense", "price", "coverage")
+RUNS = ("dense", "price", "overrides", "coverage")
 
 
 class Attention:
@@ -274,9 +276,9 @@ def settings(options) -> list[tuple[str, MTrainingConfig | None]]:
             found.append((name, MTrainingConfig(policy="coverage", estimator="last", **common)))
         else:
             scope = dict(target_scope=options.target_scope, **common)
-            for target in options.target_recall:
+            for target in options.target_recall if name == "price" else ():
                 found.append((name, MTrainingConfig(target_recall=target, **scope)))
-            for file in options.overrides:
+            for file in options.overrides if name == "overrides" else ():
                 aim = dict(target_recall=options.target_recall[0], **scope)
                 aim.update(settings_of_run(str(file)), overrides=str(file))
                 found.append((name, MTrainingConfig(**aim)))
@@ -321,7 +323,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--overrides", type=Path, nargs="+", default=[],
-        help="a run of price for each of these files, with the first target for what they leave out",
+        help="a run for each of these files, with the first target for what they leave out",
     )  # fmt: skip
     parser.add_argument("--target-scope", choices=("head", "model"), default="head")
     parser.add_argument("--block-size", type=int, default=128)
@@ -348,7 +350,7 @@ def main(words: list[str] | None = None) -> None:
                 for step in range(0, options.steps, -(-options.steps // 3))
                 for layer in queries_and_keys(model, attention, tokens[step], options)
             ]
-            prices = [row["density"] for row in rows if row["run"] == "price"]
+            prices = [row["density"] for row in rows if row["run"] != "dense"]
             density = prices[-1] if prices else None
             if density is None:
                 at = MTrainingConfig(block_size=options.block_size)

@@ -34,7 +34,7 @@ def test_three_runs(parity, tmp_path):
     own.write_text(json.dumps({"layers": {"1": {"target_recall": 0.8}}}))
     parity.main([*words, "--overrides", str(own)])
     rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [row["run"] for row in rows] == ["dense", "price", "price", "coverage"]
+    assert [row["run"] for row in rows] == ["dense", "price", "overrides", "coverage"]
     assert rows[2]["overrides"]["layers"] == {"1": {"target_recall": 0.8}}
     assert rows[1]["overrides"] is None and rows[1]["price"] < rows[2]["price"]
     rows = {row["run"]: row for row in rows}

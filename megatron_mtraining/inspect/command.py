@@ -85,12 +85,12 @@ def inspect(options: Options) -> None:
     with all_or_nothing(options.output) as folder:
         started = time.perf_counter()
         sensitivity = None
-        with source.loaded(options.sensitivity) as run_model:
+        with source.loaded(options.sensitivity is not None) as run_model:
             loaded = time.perf_counter()
             collected = Collected(options, series, configs, rows, shape.layers)
             with collected.progress:
                 run_model(tokens, collected.add)
-            if options.sensitivity:
+            if options.sensitivity is not None:
                 sensitivity = measure_sensitivity(run_model, tokens, shape, options)
         measured = collected.measured()
         recommended = Recommendation(measured)

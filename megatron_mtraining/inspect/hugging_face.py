@@ -10,11 +10,10 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from torch.nn.functional import cross_entropy
 
 from ..config import ConfigError
 from .options import first_line, require
-from .sources import LayerInput, Shape, dense_attention
+from .sources import LayerInput, Score, Shape, dense_attention
 
 ATTENTION = "mtraining_inspect"
 """The name that our attention has in transformers."""
@@ -126,10 +125,10 @@ class HuggingFace:
         body = model.base_model.to(self.options.device).eval()
         head = model.get_output_embeddings().to(self.options.device) if scored else None
         del model
-        yield partial(self._run, body, head)
+        yield partial(self._run, body, head, [])
 
     @torch.no_grad()
-    def _run(self, body, head, tokens, visit) -> float | None:
+    def _run(self, body, head, first: list, tokens, visit) -> Score | None:
         self._visit, self._layer = visit, 0
         tokens = tokens.to(self.options.device)
         hidden = body(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
@@ -141,9 +140,17 @@ class HuggingFace:
             )
         if head is None:
             return None
-        parts = zip(hidden[:-1].split(LOSS_CHUNK), tokens[1:].split(LOSS_CHUNK))
-        losses = [cross_entropy(head(part).float(), to, reduction="sum") for part, to in parts]
-        return (torch.stack(losses).double().sum() / (len(tokens) - 1)).item()
+        hidden = hidden[:-1]
+        if not first:
+            first.append(hidden)
+        sums = torch.zeros(2, dtype=torch.float64, device=hidden.device)
+        parts = (each.split(LOSS_CHUNK) for each in (hidden, first[0], tokens[1:]))
+        for part, before, label in zip(*parts):
+            found, expected = (head(each).float().log_softmax(-1) for each in (part, before))
+            divergence = (expected.exp() * (expected - found)).sum(dtype=torch.float64)
+            loss = -found.gather(1, label[:, None]).sum(dtype=torch.float64)
+            sums += torch.stack([loss, divergence])
+        return Score(*(sums / len(hidden)).tolist())
 
     def _attention(self, module, query, key, value, attention_mask, scaling=None, **more):
         """What layers call in place of their attention: ``[b, h, s, d]`` in, ``[b, s, h, d]`` out."""

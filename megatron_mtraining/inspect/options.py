@@ -33,8 +33,8 @@ class Options:
     rows: int | None
     """None for as many as :data:`ROWS`, if there are so many."""
     policies: list[str] | None
-    sensitivity: bool
-    """Whether to measure which layers the loss depends on."""
+    sensitivity: str | None
+    """Of what to measure how much the loss depends on it: layers, heads."""
     heads: list[tuple[int, int]]
     """(layer, head) of those to draw beside the ones that are chosen."""
     base: dict
@@ -70,8 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--target-recall", type=float, default=0.95, metavar="SHARE", help=what)
     add("--rows", type=int, help=f"query rows to judge patterns by ({ROWS}, or all there are)")
     add("--policy", nargs="+", metavar="NAME", help="policies to try (all there are)")
-    what = "measure how much loss each layer's attention costs, and give each a target recall by it"
-    add("--sensitivity", action="store_true", help=what)
+    what = (
+        "measure how much loss the attention of each of these costs, and give each a target by it"
+    )
+    add("--sensitivity", choices=("layers", "heads"), help=what)
     what = "draw this head too, counted from 0; may be given several times"
     add("--head", action="append", default=[], metavar="LAYER:HEAD", help=what)
     add("--window", type=int, help="local window of all settings")

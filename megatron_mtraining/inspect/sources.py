@@ -53,6 +53,16 @@ class Shape:
             )
 
 
+class Score(NamedTuple):
+    """How well a run predicts its text; nats a token."""
+
+    loss: float
+    """Mean cross entropy of the next token."""
+    divergence: float
+    """Mean Kullback-Leibler divergence of the predictions from those of the first run: what the loss is
+    expected to grow by, with far less noise than its difference."""
+
+
 Visitor = Callable[[LayerInput], Tensor | None]
 """Called with each layer's input, in order. What it returns is the layer's attention, ``[s, 1, h, d]``; with
 None that is dense. Of sources that are not scored it is not looked at."""
@@ -70,14 +80,14 @@ class Source(Protocol):
 
     def loaded(
         self, scored: bool = False
-    ) -> AbstractContextManager[Callable[[Tensor, Visitor], float | None]]:
+    ) -> AbstractContextManager[Callable[[Tensor, Visitor], Score | None]]:
         """The weights, in memory while the context lasts, as a function that runs the model.
 
         It takes token ids ``[s]`` and a visitor of each layer's input. Only one layer's queries and keys are
         held at a time.
 
         Args:
-            scored: return the mean loss of the next token, in nats.
+            scored: return a :class:`Score`. All runs are to be of the same tokens then.
 
         Raises:
             ConfigError: the model cannot be scored.
