@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--window", type=int, help="local window of all settings")
     add("--block-size", type=int, help="64 or 128, of all settings")
     add("--device", help="cuda where there is a GPU, else cpu")
-    what = "of the model (bf16 on GPUs and on CPUs that multiply in it, else float32)"
+    what = "of the model (bf16 on GPUs and on CPUs that multiply in it, else float32, and with --sensitivity)"
     add("--dtype", choices=sorted(DTYPES), help=what)
     add("--seed", type=int, default=0, help="of the rows (%(default)s)")
     what = "for pictures, numbers and settings (%(default)s)"
@@ -138,7 +138,7 @@ def options_from(values: argparse.Namespace) -> Options:
         heads=[_head(word) for word in values.head],
         base=base,
         device=device,
-        dtype=DTYPES[values.dtype] if values.dtype else default_dtype(device),
+        dtype=_dtype(values.dtype, device, values.sensitivity is not None),
         seed=values.seed,
         output=values.output,
         settings=settings,
@@ -190,6 +190,13 @@ def default_dtype(device: torch.device) -> torch.dtype:
         for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     )
     return torch.bfloat16 if any(supported) else torch.float32
+
+
+def _dtype(name: str | None, device: torch.device, exact: bool) -> torch.dtype:
+    """The dtype to run in. Exact: bf16's rounding moves predictions as far as a layer's sparse attention."""
+    if name is not None:
+        return DTYPES[name]
+    return torch.float32 if exact else default_dtype(device)
 
 
 def _device(name: str | None) -> torch.device:
