@@ -22,7 +22,7 @@ from megatron_mtraining.pattern import build_index, choose_index
 from megatron_mtraining.ring import Ring, ring_attention
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-NAMES = ("rings", "timeline", "plots", "record", "workloads")
+NAMES = ("rings", "ring_runs", "timeline", "plots", "record", "workloads")
 
 
 def load(name):
@@ -175,7 +175,7 @@ def kernels_without_transfers(rank, world):
     """The calls of kernels, with shapes, of rings and of their silent counterparts."""
     from megatron_mtraining.ring import attention
 
-    rings, called = load("rings"), []
+    ring_runs, called = load("ring_runs"), []
 
     def recorded(name, original):
         def call(*arguments):
@@ -197,7 +197,7 @@ def kernels_without_transfers(rank, world):
     for inner in (1, 2, 4):
         index = build_index(distances, columns, seq, block, world, inner)
         ring = Ring(dist.group.WORLD, inner)
-        for one in (ring, rings.silent(ring)):
+        for one in (ring, ring_runs.silent(ring)):
             leaves = [tensor.clone().requires_grad_() for tensor in operands[:3]]
             out, _ = ring_attention(*leaves, index, one, 0.125)
             out.backward(operands[3])
