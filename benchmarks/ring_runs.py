@@ -2,8 +2,8 @@
 """What ``rings.py`` times: one attention layer on this rank, as functions that run it, by implementation.
 
 For each implementation there is a function that gives its runs, by the name of what is timed: ``fwd``,
-``fwdbwd`` and, of this project's ring, ``kernel`` and ``index``, which ``rings.py`` explains. All ranks
-make the same runs, and call them in the same order, as each of them waits for the others.
+``fwdbwd`` and, of this project's ring, ``kernel_fwd``, ``kernel`` and ``index``, which ``rings.py`` explains.
+All ranks make the same runs, and call them in the same order, as each of them waits for the others.
 
 - :func:`sparse_runs`: this project's ring, with its silent counterpart, which sends nothing.
 - :func:`dense_runs`: Transformer Engine's ring and PyTorch's, or why one cannot run here.
@@ -167,10 +167,13 @@ def sparse_runs(case: Case, setting: Setting, operands, ring: Ring, inner: int):
         )[0]
 
     whole = layer if config else over(ring)
+    # One ring for both runs: what it hands back is kept, and is as large as a node's keys.
+    kernels = over(silent(ring))
     runs = {
         "fwd": forward_of(whole, operands),
         "fwdbwd": both_ways_of(whole, operands),
-        "kernel": both_ways_of(over(silent(ring)), operands),
+        "kernel_fwd": forward_of(kernels, operands),
+        "kernel": both_ways_of(kernels, operands),
     }
     if config and not config.keeps_all(case.seq):
         runs["index"] = chosen

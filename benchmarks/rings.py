@@ -14,9 +14,12 @@ longest of the ranks:
 
 - ``fwd_ms``, ``fwdbwd_ms``: a forward (the choice of the pattern counted in), and one with its backward.
 - ``index_ms``: the choice of the pattern alone; null where the pattern is given or keeps everything.
-- ``kernel_ms``: forward and backward with a ring that hands back what it should send: the same kernels on
-  the same shapes, no transfer. (The choice of the pattern still talks to the other ranks.)
-- ``exposed_comm_ms``: ``fwdbwd_ms`` less ``kernel_ms``: what of the transfers compute does not hide.
+- ``kernel_fwd_ms``, ``kernel_ms``: a forward, and one with its backward, with a ring that hands back what it
+  should send: the same kernels on the same shapes, no transfer. (The choice of the pattern still talks to the
+  other ranks.) Null for dense rings, as are the next two.
+- ``exposed_fwd_ms``: ``fwd_ms`` less ``kernel_fwd_ms``: what of the transfers compute does not hide in a
+  forward.
+- ``exposed_comm_ms``: ``fwdbwd_ms`` less ``kernel_ms``: the same of a forward with its backward.
 
 From one more run, watched (``timeline.py``), ``imbalance_worker`` and ``imbalance_step``: the slowest rank's
 time in kernels over the mean, and each step's slowest summed, over the same mean; ``--timeline FOLDER`` draws
@@ -253,7 +256,9 @@ def row_of(case, setting, impl, index, ms, spans, peak) -> dict:
     def rounded(number, digits=3):
         return None if number is None else round(number, digits)
 
-    exposed = ms["fwdbwd"] - ms["kernel"] if "kernel" in ms else None
+    def exposed(whole, kernels):
+        return rounded(ms[whole] - ms[kernels]) if kernels in ms else None
+
     return dict(
         impl=name, world=setting.world, inner=inner, case=case.name, seq=case.seq,
         heads=setting.heads, kv_heads=setting.kv_heads, dim=setting.dim,
@@ -261,7 +266,8 @@ def row_of(case, setting, impl, index, ms, spans, peak) -> dict:
         distances=rounded(index.distances().sum(-1).float().mean().item(), 1) if index else None,
         density=round(index.density().mean().item(), 5) if index else 1.0,
         fwd_ms=rounded(ms["fwd"]), fwdbwd_ms=rounded(ms["fwdbwd"]), index_ms=rounded(ms.get("index")),
-        kernel_ms=rounded(ms.get("kernel")), exposed_comm_ms=rounded(exposed),
+        kernel_fwd_ms=rounded(ms.get("kernel_fwd")), kernel_ms=rounded(ms.get("kernel")),
+        exposed_fwd_ms=exposed("fwd", "kernel_fwd"), exposed_comm_ms=exposed("fwdbwd", "kernel"),
         imbalance_worker=rounded(worker, 4), imbalance_step=rounded(step, 4), peak_gib=rounded(peak),
     )  # fmt: skip
 
@@ -274,8 +280,9 @@ def line(row: dict) -> str:
     return (
         f"  {impl:20s} density {row['density']:<8g} forward {number('fwd_ms', '.2f'):>9s} ms, both "
         f"{number('fwdbwd_ms', '.2f'):>9s} ms, index {number('index_ms', '.2f'):>6s}, exposed "
-        f"{number('exposed_comm_ms', '.2f'):>7s}, ranks {number('imbalance_worker', '.3f'):>5s}, steps "
-        f"{number('imbalance_step', '.3f'):>5s}, {number('peak_gib', '.2f')} GiB"
+        f"{number('exposed_comm_ms', '.2f'):>7s} (forward {number('exposed_fwd_ms', '.2f'):>6s}), ranks "
+        f"{number('imbalance_worker', '.3f'):>5s}, steps {number('imbalance_step', '.3f'):>5s}, "
+        f"{number('peak_gib', '.2f')} GiB"
     )
 
 

@@ -80,6 +80,10 @@ def test_from_torchrun_to_rows(rings, tmp_path):
         assert row["exposed_comm_ms"] == pytest.approx(
             row["fwdbwd_ms"] - row["kernel_ms"], abs=2e-3
         )
+        assert row["kernel_ms"] > row["kernel_fwd_ms"] > 0
+        assert row["exposed_fwd_ms"] == pytest.approx(
+            row["fwd_ms"] - row["kernel_fwd_ms"], abs=2e-3
+        )
         assert row["peak_gib"] is None and row["versions"]["nccl"] == "none"
         assert row["max_connections"] == os.environ.get(rings.CONNECTIONS, "1")
         assert (row["imbalance_worker"] is not None) == traced
@@ -168,7 +172,26 @@ def test_dense_rows_have_no_pattern(rings):
     assert row["density"] == 1 and row["peak_gib"] == 2.5
     for name in ("vertical", "slash", "distances", "index_ms", "kernel_ms", "exposed_comm_ms"):
         assert row[name] is None
+    assert row["kernel_fwd_ms"] is None and row["exposed_fwd_ms"] is None
     assert "te_p2p" in rings.line(row)
+
+
+def test_what_transfers_cost_is_told_of_both_directions(rings):
+    case = rings.CASES[0]
+    setting = rings.Setting("cuda", None, 0, 4, 16, 2, 128)
+    index = build_index(
+        torch.ones(1, 16, 8, dtype=torch.bool),
+        torch.zeros(1, 16, 0, dtype=torch.long),
+        1024,
+        128,
+        4,
+        2,
+    )
+    ms = dict(fwd=4.5, fwdbwd=16.0, kernel_fwd=4.25, kernel=14.0, index=2.5)
+    row = rings.row_of(case, setting, ("mtraining_hier", 2), index, ms, None, 2.5)
+    assert (row["kernel_fwd_ms"], row["exposed_fwd_ms"]) == (4.25, 0.25)
+    assert (row["kernel_ms"], row["exposed_comm_ms"]) == (14, 2)
+    assert "exposed    2.00 (forward   0.25)" in rings.line(row)
 
 
 def kernels_without_transfers(rank, world):
@@ -210,6 +233,51 @@ def test_a_silent_ring_runs_the_same_kernels():
     for results in run_ranks(4, kernels_without_transfers):
         for real, silent in zip(results[::2], results[1::2]):
             assert real == silent and len(real) > 4
+
+
+def transfers_and_kernels(rank, world):
+    """By what is timed, of a case with budgets and of a drawn one: how often it sent, and its kernels."""
+    from megatron_mtraining.ring import attention
+
+    rings, ring_runs = load("rings"), load("ring_runs")
+    sent, kernels, found = [], [], []
+
+    def recorded(calls, name, original):
+        def call(*arguments, **options):
+            calls.append(name)
+            return original(*arguments, **options)
+
+        return call
+
+    for name in ("post", "gather", "sum_columns"):  # a silent ring has its own
+        setattr(Ring, name, recorded(sent, name, getattr(Ring, name)))
+    for name in dir(attention):
+        if name.startswith("attention_"):
+            setattr(attention, name, recorded(kernels, name, getattr(attention, name)))
+    setting = ring_runs.Setting("cpu", dist.group.WORLD, rank, world, 2, 1, 64)
+    for case in (rings.CASES[0], rings.CASES[3]):
+        case = case.at(1024)
+        torch.manual_seed(0)
+        operands = ring_runs.operands_for(case, setting, 1)
+        ring = ring_runs.make_ring(setting.group, 1)
+        runs, _, _ = ring_runs.sparse_runs(case, setting, operands, ring, 1)
+        found.append({})
+        for name, run in runs.items():
+            sent.clear()
+            kernels.clear()
+            run()
+            found[-1][name] = (len(sent), kernels[:])
+    return found
+
+
+def test_kernels_are_timed_without_transfers_forward_and_both_ways():
+    for budgets, drawn in run_ranks(2, transfers_and_kernels):
+        assert set(budgets) == set(drawn) | {"index"}
+        for found in (budgets, drawn):
+            for name, whole in (("kernel_fwd", "fwd"), ("kernel", "fwdbwd")):
+                assert found[name][0] == 0 < found[whole][0]
+                assert found[name][1] == found[whole][1] != []
+            assert len(found["kernel"][1]) > len(found["kernel_fwd"][1])
 
 
 def traced_run(rank, world):
