@@ -27,8 +27,11 @@ it. ``peak_gib`` is memory that forward and backward need beyond the operands. `
 bandwidth of one hop when all ranks send to the next at once.
 
 ``--emulate-hosts`` makes NCCL believe that every two ranks are a host of their own, so that it uses sockets
-between them: a slow network, on one machine. Rows go to ``results/rings.jsonl``. What runs a layer is in
-``ring_runs.py``; here are the cases, the measuring and the rows.
+between them: a slow network, on one machine. Two cases are for such links, dense enough that a round's
+kernels take about as long as its transfers there: they run with this option, or if ``--case`` names them.
+
+Rows go to ``results/rings.jsonl``. What runs a layer is in ``ring_runs.py``; here are the cases, the
+measuring and the rows.
 """
 
 from __future__ import annotations
@@ -74,7 +77,7 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 class Case:
     """A workload: budgets with which the pattern is chosen, or a drawn pattern of a given density.
 
-    The name begins with the length.
+    The name begins with the length. A case for slow links runs only where links are slow, or by its name.
     """
 
     name: str
@@ -82,6 +85,7 @@ class Case:
     vertical: int
     slash: int | None = None  # None: the pattern is drawn, of this density
     density: float | None = None
+    slow_link: bool = False
 
     def at(self, seq: int) -> Case:
         """The same for another length, with budgets that leave something out there too."""
@@ -105,7 +109,23 @@ CASES = [
     Case("128K 1000 columns, 100 diagonals", 131072, 1000, 100),
     Case("512K 3% density, 1000 columns", 524288, 1000, density=0.03),
     Case("512K all distances", 524288, 0, 524288),
+    # Over slow links, kernels of the sparse cases above are far shorter than transfers, and those of all
+    # distances far longer. In between it shows how much of the transfers the ring hides.
+    Case("512K 10% density, 1000 columns", 524288, 1000, density=0.10, slow_link=True),
+    Case("128K 50% density, 1000 columns", 131072, 1000, density=0.5, slow_link=True),
 ]
+
+
+def cases_for(texts: list[str] | None, slow_links: bool) -> list[Case]:
+    """The cases with any of these texts in their names; without texts, those for the links that there are."""
+    if texts:
+        return [case for case in CASES if any(text in case.name for text in texts)]
+    return [case for case in CASES if slow_links or not case.slow_link]
+
+
+def listed(case: Case) -> str:
+    """A case's name, and when it is left out."""
+    return case.name + (" (only with --emulate-hosts or by name)" if case.slow_link else "")
 
 
 # Measuring.
@@ -327,14 +347,18 @@ def parse(words: list[str] | None = None) -> tuple[argparse.Namespace, list[Case
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--budget", type=float, default=15, help="seconds a case, about")
-    parser.add_argument("--emulate-hosts", action="store_true", help="every two ranks are a host")
+    parser.add_argument(
+        "--emulate-hosts",
+        action="store_true",
+        help="every two ranks are a host; cases for slow links run too",
+    )
     parser.add_argument("--timeline", type=Path, metavar="FOLDER", help="draw what ranks do when")
     parser.add_argument("--list", action="store_true", help="print the cases' names and stop")
     parser.add_argument("--output", type=Path, default=record.RESULTS / "rings.jsonl")
     options = parser.parse_args(words)
-    cases = [c for c in CASES if not options.case or any(text in c.name for text in options.case)]
+    cases = cases_for(options.case, options.emulate_hosts)
     if options.list:
-        print("\n".join(case.name for case in cases))
+        print("\n".join(listed(case) for case in (cases if options.case else CASES)))
         parser.exit()
     if not cases:
         parser.error(f"no case has any of {options.case} in its name; --list names them")

@@ -137,8 +137,9 @@ def test_cases_at_their_own_and_other_lengths(rings, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     _, cases = rings.parse([])
-    assert cases == rings.CASES and len({case.name for case in cases}) == len(cases)
-    for case in cases:
+    assert cases == [case for case in rings.CASES if not case.slow_link]
+    assert len({case.name for case in rings.CASES}) == len(rings.CASES)
+    for case in rings.CASES:
         assert case.name.startswith(f"{case.seq // 1024}K ")
         if case.config():
             case.config().check_sequence(case.seq, 4)
@@ -147,9 +148,37 @@ def test_cases_at_their_own_and_other_lengths(rings, monkeypatch, capsys):
     ]  # fmt: skip
     _, few = rings.parse(["--case", "all distances", "3% density", "--seq", "65536"])
     assert [case.seq for case in few] == [65536, 65536] and few[1].slash == 65536
+    for words in (["--list"], ["--list", "--emulate-hosts"]):
+        with pytest.raises(SystemExit):
+            rings.parse(words)
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split(" (")[0] for line in lines] == [case.name for case in rings.CASES]
+        assert [line for line in lines if "(only with --emulate-hosts or by name)" in line] == [
+            line for line, case in zip(lines, rings.CASES) if case.slow_link
+        ]
     with pytest.raises(SystemExit):
-        rings.parse(["--list"])
-    assert capsys.readouterr().out.splitlines() == [case.name for case in rings.CASES]
+        rings.parse(["--list", "--case", "128K"])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["128K", "128K"]
+
+
+def test_cases_for_slow_links_run_there_or_by_name(rings, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    slow = {"512K 10% density, 1000 columns": 0.1, "128K 50% density, 1000 columns": 0.5}
+    assert {case.name: case.density for case in rings.CASES if case.slow_link} == slow
+    assert all(case.vertical == 1000 for case in rings.CASES if case.slow_link)
+
+    def names(*words):
+        return [case.name for case in rings.parse(list(words))[1]]
+
+    assert not slow.keys() & set(names()) and len(names()) == 5
+    assert names("--emulate-hosts") == [case.name for case in rings.CASES]
+    assert names("--case", *slow) == list(slow)
+    # A name chooses, slow link or not.
+    assert names("--case", "10%") == names("--case", "10%", "--emulate-hosts") == list(slow)[:1]
+    assert names("--case", "all distances", "--emulate-hosts") == ["512K all distances"]
+    # At another length it is still the same case.
+    assert [c.slow_link for c in rings.parse(["--case", "50%", "--seq", "65536"])[1]] == [True]
 
 
 def test_emulated_hosts_are_pairs_of_ranks(rings, monkeypatch):
