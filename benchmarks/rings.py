@@ -14,9 +14,12 @@ longest of the ranks:
 
 - ``fwd_ms``, ``fwdbwd_ms``: a forward (the choice of the pattern counted in), and one with its backward.
 - ``index_ms``: the choice of the pattern alone; null where the pattern is given or keeps everything.
-- ``kernel_ms``: forward and backward with a ring that hands back what it should send: the same kernels on
-  the same shapes, no transfer. (The choice of the pattern still talks to the other ranks.)
-- ``exposed_comm_ms``: ``fwdbwd_ms`` less ``kernel_ms``: what of the transfers compute does not hide.
+- ``kernel_fwd_ms``, ``kernel_ms``: a forward, and one with its backward, with a ring that hands back what it
+  should send: the same kernels on the same shapes, no transfer. (The choice of the pattern still talks to the
+  other ranks.) Null for dense rings, as are the next two.
+- ``exposed_fwd_ms``: ``fwd_ms`` less ``kernel_fwd_ms``: what of the transfers compute does not hide in a
+  forward.
+- ``exposed_comm_ms``: ``fwdbwd_ms`` less ``kernel_ms``: the same of a forward with its backward.
 
 From one more run, watched (``timeline.py``), ``imbalance_worker`` and ``imbalance_step``: the slowest rank's
 time in kernels over the mean, and each step's slowest summed, over the same mean; ``--timeline FOLDER`` draws
@@ -24,7 +27,11 @@ it. ``peak_gib`` is memory that forward and backward need beyond the operands. `
 bandwidth of one hop when all ranks send to the next at once.
 
 ``--emulate-hosts`` makes NCCL believe that every two ranks are a host of their own, so that it uses sockets
-between them: a slow network, on one machine. Rows go to ``results/rings.jsonl``.
+between them: a slow network, on one machine. Two cases are for such links, dense enough that a round's
+kernels take about as long as its transfers there: they run with this option, or if ``--case`` names them.
+
+Rows go to ``results/rings.jsonl``. What runs a layer is in ``ring_runs.py``; here are the cases, the
+measuring and the rows.
 """
 
 from __future__ import annotations
@@ -44,17 +51,20 @@ import record
 import timeline
 import torch
 import torch.distributed as dist
-import workloads
+from ring_runs import (
+    DENSE,
+    IMPLEMENTATIONS,
+    Setting,
+    dense_runs,
+    make_ring,
+    operands_for,
+    sparse_runs,
+)
 from workloads import BLOCK
 
 from megatron_mtraining import MTrainingConfig
-from megatron_mtraining.attention import sparse_attention
-from megatron_mtraining.layout import token_positions
-from megatron_mtraining.pattern import build_index, choose_index
-from megatron_mtraining.ring import Ring, ring_attention, ring_of, shut_down
+from megatron_mtraining.ring import Ring, shut_down
 
-DENSE = ("te_p2p", "torch_cp_cudnn")
-IMPLEMENTATIONS = ("mtraining", *DENSE)
 RANKS_A_HOST = 2  # of an emulated one
 ROUNDS = (3, 15)  # at least, at most
 TURN, MOST_CALLS = 100.0, 20
@@ -67,7 +77,7 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 class Case:
     """A workload: budgets with which the pattern is chosen, or a drawn pattern of a given density.
 
-    The name begins with the length.
+    The name begins with the length. A case for slow links runs only where links are slow, or by its name.
     """
 
     name: str
@@ -75,6 +85,7 @@ class Case:
     vertical: int
     slash: int | None = None  # None: the pattern is drawn, of this density
     density: float | None = None
+    slow_link: bool = False
 
     def at(self, seq: int) -> Case:
         """The same for another length, with budgets that leave something out there too."""
@@ -98,223 +109,23 @@ CASES = [
     Case("128K 1000 columns, 100 diagonals", 131072, 1000, 100),
     Case("512K 3% density, 1000 columns", 524288, 1000, density=0.03),
     Case("512K all distances", 524288, 0, 524288),
+    # Over slow links, kernels of the sparse cases above are far shorter than transfers, and those of all
+    # distances far longer. In between it shows how much of the transfers the ring hides.
+    Case("512K 10% density, 1000 columns", 524288, 1000, density=0.10, slow_link=True),
+    Case("128K 50% density, 1000 columns", 131072, 1000, density=0.5, slow_link=True),
 ]
 
 
-@dataclasses.dataclass
-class Setting:
-    """Where this run is: the ranks, their device, the shape of a layer's heads."""
-
-    device: str
-    group: dist.ProcessGroup
-    rank: int
-    world: int
-    heads: int
-    kv_heads: int
-    dim: int
-
-    @property
-    def scale(self) -> float:
-        return self.dim**-0.5
-
-    def slowest(self, number: float) -> float:
-        """The largest of all ranks' numbers, on all ranks."""
-        largest = torch.tensor([number], dtype=torch.float64, device=self.device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
-        return largest.item()
-
-    def synchronize(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+def cases_for(texts: list[str] | None, slow_links: bool) -> list[Case]:
+    """The cases with any of these texts in their names; without texts, those for the links that there are."""
+    if texts:
+        return [case for case in CASES if any(text in case.name for text in texts)]
+    return [case for case in CASES if slow_links or not case.slow_link]
 
 
-# This project's ring.
-
-
-def make_ring(group: dist.ProcessGroup, inner: int) -> Ring:
-    """The ring over a group, in nodes of ``inner`` ranks; 0 is the default for so many ranks."""
-    return ring_of(group, inner or None)
-
-
-class _AtHand:
-    """A transfer that never was."""
-
-    def __init__(self, tensor):
-        self._tensor = tensor
-
-    def wait(self):
-        return self._tensor
-
-
-class SilentRing(Ring):
-    """A ring that sends nothing: what should have come from other ranks is what this rank had at hand when
-    it was first asked."""
-
-    filled = None
-
-    def post(self, tensor, kind, link, received=None):
-        self.sent = tensor
-        return _AtHand(tensor if received is None else received)
-
-    def gather(self, tensor, after=None):
-        # Numbers as real as the others': with zeros, or what is none, a GPU draws less power and runs faster.
-        if self.filled is None or self.filled.shape != tensor.shape:
-            own = tensor[self.number] if after is None else self.sent
-            self.filled = own.expand(tensor.shape).contiguous()
-        return _AtHand(self.filled)
-
-    def sum_columns(self, tensor):
-        return _AtHand(tensor)
-
-
-def silent(ring: Ring) -> SilentRing:
-    """A ring like another one, in all but its transfers."""
-    copy = object.__new__(SilentRing)
-    copy.__dict__.update(ring.__dict__)
-    return copy
-
-
-def draw_given(case: Case, setting: Setting, inner: int):
-    """The index of a drawn pattern, the same on all ranks."""
-    torch.manual_seed(0)
-    distances, columns = workloads.draw_unequal(
-        case.seq, setting.heads, case.density, case.vertical
-    )
-    device = setting.device
-    return build_index(
-        distances.to(device), columns.to(device), case.seq, BLOCK, setting.world, inner
-    )
-
-
-def sparse_runs(case: Case, setting: Setting, operands, ring: Ring, inner: int):
-    """Functions by what is to be timed, one to be traced, and the pattern's index."""
-    query, key, value, _ = operands
-    config = case.config()
-    given = None if config else draw_given(case, setting, ring.inner)
-
-    def chosen():
-        return choose_index(query, key, config, ring, setting.scale)
-
-    def over(ring):
-        def run(*tensors):
-            index = given or choose_index(*tensors[:2], config, ring, setting.scale)
-            return ring_attention(*tensors, index, ring, setting.scale)[0]
-
-        return run
-
-    def layer(*tensors):  # what a model calls, over the same ring
-        return sparse_attention(
-            *tensors, config=config, cp_group=setting.group, cp_inner=inner or None
-        )[0]
-
-    whole = layer if config else over(ring)
-    runs = {
-        "fwd": forward_of(whole, operands),
-        "fwdbwd": both_ways_of(whole, operands),
-        "kernel": both_ways_of(over(silent(ring)), operands),
-    }
-    if config and not config.keeps_all(case.seq):
-        runs["index"] = chosen
-    return runs, over(ring), given or chosen()
-
-
-def forward_of(attention: Callable, operands) -> Callable:
-    def run():
-        with torch.no_grad():
-            return attention(*operands[:3])
-
-    return run
-
-
-def both_ways_of(attention: Callable, operands) -> Callable:
-    leaves = [tensor.detach().requires_grad_() for tensor in operands[:3]]
-
-    def run():
-        out = attention(*leaves)
-        return torch.autograd.grad(out, leaves, operands[3].reshape(out.shape))
-
-    return run
-
-
-# Others' rings, dense.
-
-
-def te_p2p(setting: Setting, stack: ExitStack) -> list[Callable]:
-    """Ways to call it, the best first."""
-    import transformer_engine.pytorch as te
-
-    attention = te.DotProductAttention(
-        setting.heads, setting.dim, num_gqa_groups=setting.kv_heads, attention_dropout=0.0,
-        qkv_format="sbhd", attn_mask_type="causal", softmax_scale=setting.scale,
-    )  # fmt: skip
-    ranks = dist.get_process_group_ranks(setting.group)
-    stream = torch.cuda.Stream()
-    attention.set_context_parallel_group(setting.group, ranks, stream, cp_comm_type="p2p")
-    return [attention]
-
-
-def torch_cp_cudnn(setting: Setting, stack: ExitStack) -> list[Callable]:
-    """Ways to call it, the best first: with grouped heads as they are, with key heads repeated."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel
-    from torch.distributed.tensor.experimental._attention import set_rotate_method
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    set_rotate_method("alltoall")  # a ring; the default gathers all keys
-    mesh = init_device_mesh(setting.device, (setting.world,))
-    # It wants a buffer to cut into 2 x W chunks; the operands are cut already.
-    buffer = torch.zeros(2 * setting.world, device=setting.device)
-    stack.enter_context(context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]))
-    stack.enter_context(sdpa_kernel(SDPBackend.CUDNN_ATTENTION))
-
-    def grouped(*tensors):
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in tensors)
-        # By its full name: context_parallel replaces the function in the module.
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=setting.scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )  # fmt: skip
-        return out.permute(2, 0, 1, 3)
-
-    def repeated(query, *rest):
-        count = setting.heads // setting.kv_heads
-        return grouped(query, *(tensor.repeat_interleave(count, 2) for tensor in rest))
-
-    return [grouped, repeated]
-
-
-def dense_runs(name: str, setting: Setting, operands, stack: ExitStack) -> dict | str:
-    """Functions by what is to be timed; or why it cannot run, if every way to call it fails."""
-    if setting.device != "cuda":
-        return "it needs GPUs"
-    reason, ways = "", []
-    try:
-        ways = {"te_p2p": te_p2p, "torch_cp_cudnn": torch_cp_cudnn}[name](setting, stack)
-    except Exception as error:  # of any kind: another's code, of any version
-        reason = first_line(error)
-    if setting.slowest(not ways):
-        return reason or "it is not there on another rank"
-    # Contiguous, as its own model code would have them.
-    operands = tuple(tensor.contiguous() for tensor in operands)
-    for attention in ways:
-        failed = False
-        runs = {
-            "fwd": forward_of(attention, operands),
-            "fwdbwd": both_ways_of(attention, operands),
-        }
-        try:
-            for run in runs.values():
-                run()
-            setting.synchronize()
-        except Exception as error:
-            failed, reason = True, reason or first_line(error)
-        if not setting.slowest(failed):
-            return runs
-    return reason or "it failed on another rank"
-
-
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+def listed(case: Case) -> str:
+    """A case's name, and when it is left out."""
+    return case.name + (" (only with --emulate-hosts or by name)" if case.slow_link else "")
 
 
 # Measuring.
@@ -422,14 +233,7 @@ def run_case(case: Case, setting: Setting, rings: dict, options, common: dict):
 
     def operands_in(inner: int):
         if inner not in by_inner:
-            positions = token_positions(
-                case.seq, setting.rank, setting.world, BLOCK, setting.device, inner
-            )
-            dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32
-            by_inner[inner] = workloads.draw_structured(
-                case.seq, positions, setting.heads, setting.kv_heads, setting.dim, case.vertical,
-                dtype,
-            )  # fmt: skip
+            by_inner[inner] = operands_for(case, setting, inner)
         return by_inner[inner]
 
     runs, traced, indices = {}, {}, {}
@@ -472,7 +276,9 @@ def row_of(case, setting, impl, index, ms, spans, peak) -> dict:
     def rounded(number, digits=3):
         return None if number is None else round(number, digits)
 
-    exposed = ms["fwdbwd"] - ms["kernel"] if "kernel" in ms else None
+    def exposed(whole, kernels):
+        return rounded(ms[whole] - ms[kernels]) if kernels in ms else None
+
     return dict(
         impl=name, world=setting.world, inner=inner, case=case.name, seq=case.seq,
         heads=setting.heads, kv_heads=setting.kv_heads, dim=setting.dim,
@@ -480,7 +286,8 @@ def row_of(case, setting, impl, index, ms, spans, peak) -> dict:
         distances=rounded(index.distances().sum(-1).float().mean().item(), 1) if index else None,
         density=round(index.density().mean().item(), 5) if index else 1.0,
         fwd_ms=rounded(ms["fwd"]), fwdbwd_ms=rounded(ms["fwdbwd"]), index_ms=rounded(ms.get("index")),
-        kernel_ms=rounded(ms.get("kernel")), exposed_comm_ms=rounded(exposed),
+        kernel_fwd_ms=rounded(ms.get("kernel_fwd")), kernel_ms=rounded(ms.get("kernel")),
+        exposed_fwd_ms=exposed("fwd", "kernel_fwd"), exposed_comm_ms=exposed("fwdbwd", "kernel"),
         imbalance_worker=rounded(worker, 4), imbalance_step=rounded(step, 4), peak_gib=rounded(peak),
     )  # fmt: skip
 
@@ -493,8 +300,9 @@ def line(row: dict) -> str:
     return (
         f"  {impl:20s} density {row['density']:<8g} forward {number('fwd_ms', '.2f'):>9s} ms, both "
         f"{number('fwdbwd_ms', '.2f'):>9s} ms, index {number('index_ms', '.2f'):>6s}, exposed "
-        f"{number('exposed_comm_ms', '.2f'):>7s}, ranks {number('imbalance_worker', '.3f'):>5s}, steps "
-        f"{number('imbalance_step', '.3f'):>5s}, {number('peak_gib', '.2f')} GiB"
+        f"{number('exposed_comm_ms', '.2f'):>7s} (forward {number('exposed_fwd_ms', '.2f'):>6s}), ranks "
+        f"{number('imbalance_worker', '.3f'):>5s}, steps {number('imbalance_step', '.3f'):>5s}, "
+        f"{number('peak_gib', '.2f')} GiB"
     )
 
 
@@ -539,14 +347,18 @@ def parse(words: list[str] | None = None) -> tuple[argparse.Namespace, list[Case
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--budget", type=float, default=15, help="seconds a case, about")
-    parser.add_argument("--emulate-hosts", action="store_true", help="every two ranks are a host")
+    parser.add_argument(
+        "--emulate-hosts",
+        action="store_true",
+        help="every two ranks are a host; cases for slow links run too",
+    )
     parser.add_argument("--timeline", type=Path, metavar="FOLDER", help="draw what ranks do when")
     parser.add_argument("--list", action="store_true", help="print the cases' names and stop")
     parser.add_argument("--output", type=Path, default=record.RESULTS / "rings.jsonl")
     options = parser.parse_args(words)
-    cases = [c for c in CASES if not options.case or any(text in c.name for text in options.case)]
+    cases = cases_for(options.case, options.emulate_hosts)
     if options.list:
-        print("\n".join(case.name for case in cases))
+        print("\n".join(listed(case) for case in (cases if options.case else CASES)))
         parser.exit()
     if not cases:
         parser.error(f"no case has any of {options.case} in its name; --list names them")

@@ -22,7 +22,7 @@ from megatron_mtraining.pattern import build_index, choose_index
 from megatron_mtraining.ring import Ring, ring_attention
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-NAMES = ("rings", "timeline", "plots", "record", "workloads")
+NAMES = ("rings", "ring_runs", "timeline", "plots", "record", "workloads")
 
 
 def load(name):
@@ -80,6 +80,10 @@ def test_from_torchrun_to_rows(rings, tmp_path):
         assert row["exposed_comm_ms"] == pytest.approx(
             row["fwdbwd_ms"] - row["kernel_ms"], abs=2e-3
         )
+        assert row["kernel_ms"] > row["kernel_fwd_ms"] > 0
+        assert row["exposed_fwd_ms"] == pytest.approx(
+            row["fwd_ms"] - row["kernel_fwd_ms"], abs=2e-3
+        )
         assert row["peak_gib"] is None and row["versions"]["nccl"] == "none"
         assert row["max_connections"] == os.environ.get(rings.CONNECTIONS, "1")
         assert (row["imbalance_worker"] is not None) == traced
@@ -133,8 +137,9 @@ def test_cases_at_their_own_and_other_lengths(rings, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     _, cases = rings.parse([])
-    assert cases == rings.CASES and len({case.name for case in cases}) == len(cases)
-    for case in cases:
+    assert cases == [case for case in rings.CASES if not case.slow_link]
+    assert len({case.name for case in rings.CASES}) == len(rings.CASES)
+    for case in rings.CASES:
         assert case.name.startswith(f"{case.seq // 1024}K ")
         if case.config():
             case.config().check_sequence(case.seq, 4)
@@ -143,9 +148,37 @@ def test_cases_at_their_own_and_other_lengths(rings, monkeypatch, capsys):
     ]  # fmt: skip
     _, few = rings.parse(["--case", "all distances", "3% density", "--seq", "65536"])
     assert [case.seq for case in few] == [65536, 65536] and few[1].slash == 65536
+    for words in (["--list"], ["--list", "--emulate-hosts"]):
+        with pytest.raises(SystemExit):
+            rings.parse(words)
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split(" (")[0] for line in lines] == [case.name for case in rings.CASES]
+        assert [line for line in lines if "(only with --emulate-hosts or by name)" in line] == [
+            line for line, case in zip(lines, rings.CASES) if case.slow_link
+        ]
     with pytest.raises(SystemExit):
-        rings.parse(["--list"])
-    assert capsys.readouterr().out.splitlines() == [case.name for case in rings.CASES]
+        rings.parse(["--list", "--case", "128K"])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["128K", "128K"]
+
+
+def test_cases_for_slow_links_run_there_or_by_name(rings, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    slow = {"512K 10% density, 1000 columns": 0.1, "128K 50% density, 1000 columns": 0.5}
+    assert {case.name: case.density for case in rings.CASES if case.slow_link} == slow
+    assert all(case.vertical == 1000 for case in rings.CASES if case.slow_link)
+
+    def names(*words):
+        return [case.name for case in rings.parse(list(words))[1]]
+
+    assert not slow.keys() & set(names()) and len(names()) == 5
+    assert names("--emulate-hosts") == [case.name for case in rings.CASES]
+    assert names("--case", *slow) == list(slow)
+    # A name chooses, slow link or not.
+    assert names("--case", "10%") == names("--case", "10%", "--emulate-hosts") == list(slow)[:1]
+    assert names("--case", "all distances", "--emulate-hosts") == ["512K all distances"]
+    # At another length it is still the same case.
+    assert [c.slow_link for c in rings.parse(["--case", "50%", "--seq", "65536"])[1]] == [True]
 
 
 def test_emulated_hosts_are_pairs_of_ranks(rings, monkeypatch):
@@ -168,14 +201,33 @@ def test_dense_rows_have_no_pattern(rings):
     assert row["density"] == 1 and row["peak_gib"] == 2.5
     for name in ("vertical", "slash", "distances", "index_ms", "kernel_ms", "exposed_comm_ms"):
         assert row[name] is None
+    assert row["kernel_fwd_ms"] is None and row["exposed_fwd_ms"] is None
     assert "te_p2p" in rings.line(row)
+
+
+def test_what_transfers_cost_is_told_of_both_directions(rings):
+    case = rings.CASES[0]
+    setting = rings.Setting("cuda", None, 0, 4, 16, 2, 128)
+    index = build_index(
+        torch.ones(1, 16, 8, dtype=torch.bool),
+        torch.zeros(1, 16, 0, dtype=torch.long),
+        1024,
+        128,
+        4,
+        2,
+    )
+    ms = dict(fwd=4.5, fwdbwd=16.0, kernel_fwd=4.25, kernel=14.0, index=2.5)
+    row = rings.row_of(case, setting, ("mtraining_hier", 2), index, ms, None, 2.5)
+    assert (row["kernel_fwd_ms"], row["exposed_fwd_ms"]) == (4.25, 0.25)
+    assert (row["kernel_ms"], row["exposed_comm_ms"]) == (14, 2)
+    assert "exposed    2.00 (forward   0.25)" in rings.line(row)
 
 
 def kernels_without_transfers(rank, world):
     """The calls of kernels, with shapes, of rings and of their silent counterparts."""
     from megatron_mtraining.ring import attention
 
-    rings, called = load("rings"), []
+    ring_runs, called = load("ring_runs"), []
 
     def recorded(name, original):
         def call(*arguments):
@@ -197,7 +249,7 @@ def kernels_without_transfers(rank, world):
     for inner in (1, 2, 4):
         index = build_index(distances, columns, seq, block, world, inner)
         ring = Ring(dist.group.WORLD, inner)
-        for one in (ring, rings.silent(ring)):
+        for one in (ring, ring_runs.silent(ring)):
             leaves = [tensor.clone().requires_grad_() for tensor in operands[:3]]
             out, _ = ring_attention(*leaves, index, one, 0.125)
             out.backward(operands[3])
@@ -210,6 +262,51 @@ def test_a_silent_ring_runs_the_same_kernels():
     for results in run_ranks(4, kernels_without_transfers):
         for real, silent in zip(results[::2], results[1::2]):
             assert real == silent and len(real) > 4
+
+
+def transfers_and_kernels(rank, world):
+    """By what is timed, of a case with budgets and of a drawn one: how often it sent, and its kernels."""
+    from megatron_mtraining.ring import attention
+
+    rings, ring_runs = load("rings"), load("ring_runs")
+    sent, kernels, found = [], [], []
+
+    def recorded(calls, name, original):
+        def call(*arguments, **options):
+            calls.append(name)
+            return original(*arguments, **options)
+
+        return call
+
+    for name in ("post", "gather", "sum_columns"):  # a silent ring has its own
+        setattr(Ring, name, recorded(sent, name, getattr(Ring, name)))
+    for name in dir(attention):
+        if name.startswith("attention_"):
+            setattr(attention, name, recorded(kernels, name, getattr(attention, name)))
+    setting = ring_runs.Setting("cpu", dist.group.WORLD, rank, world, 2, 1, 64)
+    for case in (rings.CASES[0], rings.CASES[3]):
+        case = case.at(1024)
+        torch.manual_seed(0)
+        operands = ring_runs.operands_for(case, setting, 1)
+        ring = ring_runs.make_ring(setting.group, 1)
+        runs, _, _ = ring_runs.sparse_runs(case, setting, operands, ring, 1)
+        found.append({})
+        for name, run in runs.items():
+            sent.clear()
+            kernels.clear()
+            run()
+            found[-1][name] = (len(sent), kernels[:])
+    return found
+
+
+def test_kernels_are_timed_without_transfers_forward_and_both_ways():
+    for budgets, drawn in run_ranks(2, transfers_and_kernels):
+        assert set(budgets) == set(drawn) | {"index"}
+        for found in (budgets, drawn):
+            for name, whole in (("kernel_fwd", "fwd"), ("kernel", "fwdbwd")):
+                assert found[name][0] == 0 < found[whole][0]
+                assert found[name][1] == found[whole][1] != []
+            assert len(found["kernel"][1]) > len(found["kernel_fwd"][1])
 
 
 def traced_run(rank, world):
