@@ -44,7 +44,10 @@ def draw_unequal(seq: int, heads: int, density: float, columns: int) -> tuple[Te
     own = 0.85 * 2 * columns / seq
     mean = share_for(max(0.0, density - own), seq)
     spread = torch.logspace(-1, 1, heads, base=4.0)
-    shares = (mean * spread / spread.mean()).clamp(max=1)
+    shares = mean * spread / spread.mean()
+    if shares.max() > 1:  # what the densest heads cannot take goes to the others
+        for _ in range(100):
+            shares = (shares * (mean / shares.mean())).clamp(max=1)
     distances = torch.rand(1, heads, -(-seq // BLOCK)) < shares[None, :, None]
     distances[..., :BAND] = True
     return distances, draw_pattern(seq, heads, 0.0, columns)[1]

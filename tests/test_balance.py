@@ -373,6 +373,11 @@ def test_drawn_patterns_are_as_they_say(balance):
     assert unequal.density() == pytest.approx(0.03, rel=0.1)
     by_head = np.sort(distances[0].sum(-1).numpy())
     assert by_head[-1] > 5 * by_head[0]
+    # Where the densest heads keep all there is, the others make up for it.
+    half = balance.pattern_of(
+        "half", 131072, *balance.workloads.draw_unequal(131072, 16, 0.5, 1000)
+    )
+    assert half.density() == pytest.approx(0.5, rel=0.05)
     local = balance.workloads.draw_local(65536, 2, 100, 10)[0]
     # Diagonals 256 to 355 cross block distances 2 and 3; the window has 0 and 1.
     assert local[0, 0].nonzero().flatten().tolist() == [0, 1, 2, 3]
