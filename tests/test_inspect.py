@@ -114,6 +114,31 @@ def test_pattern_picture_is_the_mask_at_the_rows(monkeypatch):
         torch.testing.assert_close(found[cell], expected)
 
 
+@pytest.mark.parametrize("policy", ["xattention", "moba"])
+def test_recall_of_block_lists_is_that_of_the_written_out_mask(policy, monkeypatch):
+    monkeypatch.setattr(measure, "CHUNK_BYTES", 7 * 4 * HEADS * SEQ)  # rows in several parts
+    query, key = operands()
+    how = {"xattention": dict(block_threshold=0.5), "moba": dict(block_top_k=3)}[policy]
+    config = MTrainingConfig(policy=policy, block_size=64, window=64, **how)
+    rows = measure.held_out_rows(SEQ, 100, [config], seed=1)
+    found = measure.LayerRecall(LayerInput(0, query, key, 0.2), [config], rows)
+    p = true_attention(query, key, 0.2)
+    (index,) = found.indices
+    seen = measure.lists_at(index, rows)
+    for head in range(HEADS):
+        mask = index.token_mask(0, head)
+        kept = (p[head] * mask)[rows].sum(-1).mean()
+        pairs = mask.sum().item() / (SEQ * (SEQ + 1) / 2)
+        assert found.recall[0, head] == pytest.approx(kept.item(), abs=1e-6)
+        assert found.density[0, head] == pytest.approx(pairs, abs=1e-6)
+        assert 0.1 < found.density[0, head] < 0.9
+        picture = measure.lists_picture(seen[head], rows, SEQ, 64, cells=16)
+        for cell in range(16):
+            inside = rows[rows * 16 // SEQ == cell]
+            expected = mask[inside].float().unflatten(-1, (16, -1)).mean(-1).mean(0)
+            torch.testing.assert_close(picture[cell], expected)
+
+
 def test_rows_are_spread_and_not_the_estimators():
     configs = [
         MTrainingConfig(sample_strata=64, sample_rows=1),
@@ -179,12 +204,16 @@ def test_settings_between_two(name, values, middle):
 
 def test_sweeps_are_settings_from_sparse_to_dense():
     found = sweep.series_for(8192, {"block_size": 64})
-    assert found[-1].policy == "fixed"
+    assert [series.label for series in found] == [
+        "price, strata", "price, last", "coverage, strata", "coverage, last", "fixed", "xattention", "moba",
+    ]  # fmt: skip
     for series in found:
         configs = [MTrainingConfig(**setting) for setting in series.settings]
         assert len(configs) > 3 and all(config.block_size == 64 for config in configs)
-    budgets = [(s["vertical"], s["slash"]) for s in found[-1].settings]
+    budgets = [(s["vertical"], s["slash"]) for s in found[4].settings]
     assert budgets == sorted(set(budgets))
+    top = [setting["block_top_k"] for setting in found[-1].settings]
+    assert top == sorted(set(top)) and top[-1] == 64  # half of the blocks
     with pytest.raises(ConfigError, match="--policy is dear: use .*fixed"):
         sweep.series_for(8192, {}, ["dear"])
 
@@ -427,6 +456,17 @@ def test_a_run_leaves_tables_numbers_pictures_and_settings(finished, capsys):
     assert pictures == {"recall_density.png", "density_needed.png"} | heads
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in finished.glob("*.png"))
     assert not [path for path in finished.iterdir() if path.name.startswith(".")]
+
+
+def test_block_lists_are_inspected_and_drawn(llama, words, tmp_path):
+    out = tmp_path / "out"
+    more = ("--rows", 64, "--policy", "moba", "--block-size", 64, "--target-recall", 0.7)
+    assert inspect(llama, *quick(words, out, *more)) == 0
+    settings = json.loads((out / "settings.json").read_text())
+    assert settings["policy"] == "moba" and settings["block_top_k"] >= 1
+    settings.pop("layers", None)
+    MTrainingConfig(**settings)
+    assert len(list(out.glob("head_*.png"))) == 3
 
 
 def model_inputs(folder, seq=SEQ, source=None, **config):

@@ -140,13 +140,14 @@ class KeptHead:
 
     Attributes:
         picture: see :class:`~megatron_mtraining.inspect.measure.LayerRecall`, ``[cells, cells]``.
-        patterns: distances and columns of each setting, on the CPU.
+        patterns: of each setting distances and columns, or of block lists the key blocks that the rows see,
+            eight to a byte; on the CPU.
     """
 
     layer: int
     head: int
     picture: Tensor
-    patterns: list[tuple[Tensor, Tensor]]
+    patterns: list[tuple[Tensor, Tensor] | np.ndarray]
 
 
 class Collected:
@@ -174,15 +175,23 @@ class Collected:
                 f"layer {given.layer} has {here} heads, layer 0 {first}: models with as many heads in every "
                 "layer are supported"
             )
-        for head in self._worth_keeping(given.layer):
-            patterns = [
-                (index.distances()[0, head].cpu(), index.columns[0, head].cpu())
-                for index in found.indices
-            ]
+        heads = self._worth_keeping(given.layer)
+        patterns = [self._patterns(index, heads) for index in found.indices]
+        for at, head in enumerate(heads):
             picture = found.picture[head].clone()
-            self.kept.append(KeptHead(given.layer, head, picture, patterns))
+            self.kept.append(KeptHead(given.layer, head, picture, [each[at] for each in patterns]))
         self.progress.set_postfix(recall=f"{found.recall.mean():.1%}", refresh=False)
         self.progress.update()
+
+    def _patterns(self, index, heads: list[int]) -> list:
+        """An index's patterns of some heads, as :class:`KeptHead` has them."""
+        if not index.LISTS:
+            sides = index.distances()[0].cpu(), index.columns[0].cpu()
+            return [(sides[0][head].clone(), sides[1][head].clone()) for head in heads]
+        from .measure import lists_at
+
+        seen = lists_at(index, self.rows.to(index.member.device))[heads]
+        return list(np.packbits(seen.cpu().numpy(), axis=-1))
 
     def _worth_keeping(self, layer: int) -> list[int]:
         """The easiest, middle and hardest head of the layer that was last added, and those asked for."""
@@ -215,7 +224,7 @@ class Collected:
 def draw(folder: Path, measured, recommended, kept, rows, length: int, options: Options) -> None:
     """Write all pictures into ``folder``."""
     from ..report import pictures
-    from .measure import pattern_picture
+    from .measure import lists_picture, pattern_picture
     from .results import by_difficulty
 
     target = options.target_recall
@@ -252,10 +261,12 @@ def draw(folder: Path, measured, recommended, kept, rows, length: int, options: 
         if (head.layer, head.head) in options.heads:
             chosen[f"layer{head.layer}_head{head.head}"] = head
     for which, head in chosen.items():
-        distances, columns = head.patterns[number]
-        shares = pattern_picture(
-            distances, columns, rows, length, options.block_size, len(head.picture)
-        )
+        where = (rows, length, options.block_size, len(head.picture))
+        if isinstance(head.patterns[number], tuple):
+            shares = pattern_picture(*head.patterns[number], *where)
+        else:
+            seen = torch.from_numpy(np.unpackbits(head.patterns[number], axis=-1)).bool()
+            shares = lists_picture(seen, *where)
         recall = best.recall[recommended.point.denser, head.layer, head.head]
         density = best.density[recommended.point.denser, head.layer, head.head]
         pictures.attention_and_pattern(

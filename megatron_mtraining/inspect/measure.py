@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..config import ConfigError, MTrainingConfig
-from ..pattern import VerticalSlashIndex, choose_index
+from ..pattern import BlockListIndex, VerticalSlashIndex, choose_index
 from ..pattern.estimate import sample_rows
 from ..ring import Ring
 from .options import ROWS
@@ -133,15 +133,19 @@ def row_probabilities(
         yield here, scores.masked_fill_(future, float("-inf")).softmax(-1)
 
 
-def kept_mass(p: Tensor, block_mass: Tensor, rows: Tensor, index: VerticalSlashIndex) -> Tensor:
+def kept_mass(
+    p: Tensor, block_mass: Tensor, rows: Tensor, index: VerticalSlashIndex | BlockListIndex
+) -> Tensor:
     """The probability that a pattern keeps of each row: float32 ``[h, r]``.
 
     Args:
         p: as :func:`row_probabilities` gives it, ``[h, r, keys]``.
         block_mass: its sums over blocks of keys, ``[h, r, keys / block]``.
         rows: int64 ``[r]``.
-        index: of batch 1 on one rank.
+        index: of batch 1 on one rank; one of lists has no columns.
     """
+    if index.LISTS:
+        return (block_mass * lists_at(index, rows)[..., : block_mass.shape[-1]]).sum(-1)
     block, keys = index.block_size, p.shape[-1]
     distances = index.distances()[0]
     row_block = (rows // block)[:, None]
@@ -157,6 +161,24 @@ def kept_mass(p: Tensor, block_mass: Tensor, rows: Tensor, index: VerticalSlashI
     apart = (row_block - columns // block).clamp_(min=0)
     by_slash = distances.gather(-1, apart.flatten(1)).view_as(apart)
     return kept + p.gather(-1, columns).masked_fill(by_slash, 0).sum(-1)
+
+
+def lists_at(index: BlockListIndex, rows: Tensor) -> Tensor:
+    """Which key blocks some rows see, of an index of batch 1 on one rank: bool ``[h, r, NB]``."""
+    return index.block_mask(0)[0, :, rows // index.block_size]
+
+
+def lists_picture(
+    seen: Tensor, rows: Tensor, seq_length: int, block_size: int, cells: int
+) -> Tensor:
+    """:func:`pattern_picture` of a head whose rows see key blocks: bool ``[n, NB]``, on the CPU."""
+    position, size = torch.arange(seq_length), seq_length // cells
+    shares = torch.zeros(cells, cells)
+    for at in torch.arange(len(rows)).split(max(1, CHUNK_BYTES // (16 * seq_length))):
+        mask = seen[at].repeat_interleave(block_size, -1)[:, :seq_length]
+        mask &= position <= rows[at, None]
+        shares.index_add_(0, rows[at] // size, mask.unflatten(-1, (cells, size)).float().mean(-1))
+    return shares / torch.bincount(rows // size, minlength=cells)[:, None]
 
 
 def pattern_picture(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from ..config import ConfigError, MTrainingConfig
 
@@ -12,6 +12,10 @@ POINTS = 7
 """Settings of a series."""
 PRICES = (3.0, 0.02)
 COVERAGES = (0.1, 0.3, 0.5, 0.7, 0.85, 0.95, 0.99)
+THRESHOLDS = (0.4, 0.6, 0.75, 0.85, 0.9, 0.95, 0.98)
+"""Of policy xattention."""
+LISTED = (1 / 64, 1 / 2)
+"""Share of the blocks that policy moba takes."""
 FIXED = (1 / 128, 1)
 """Share of the block distances that are slashes; a quarter of it, of the tokens, are columns."""
 ESTIMATORS = ("strata", "last")
@@ -48,7 +52,10 @@ class Series:
         setting = dict(low)
         for name in self.changing:
             a, b = low[name], high[name]
-            if name == "coverage":  # what is left out is what spans orders of magnitude
+            if name in (
+                "coverage",
+                "block_threshold",
+            ):  # what is left out is what spans orders of magnitude
                 value = 1 - _geometric(1 - a, 1 - b, share)
             elif min(a, b) > 0:
                 value = _geometric(a, b, share)
@@ -68,22 +75,21 @@ def series_for(seq_length: int, base: dict, policies: list[str] | None = None) -
     Raises:
         ConfigError: a policy that is not known, or settings that do not fit.
     """
-    known = {field.name for field in fields(MTrainingConfig)}
     found = []
-    swept = {
-        "price": [{"price": value} for value in _grid(*PRICES)],
-        "coverage": [{"coverage": value} for value in COVERAGES],
-    }
-    estimators = ESTIMATORS if "estimator" in known else (None,)
+    swept = {"price": _grid(*PRICES), "coverage": COVERAGES}
     for policy, values in swept.items():
-        if "policy" in known and policy in known:
-            for estimator in estimators:
-                chosen = {"policy": policy} | ({"estimator": estimator} if estimator else {})
-                settings = tuple({**base, **chosen, **value} for value in values)
-                found.append(Series(policy, estimator, (policy,), settings))
-    chosen = {"policy": "fixed"} if "policy" in known else {}
-    budgets = [{**base, **chosen, **value} for value in _budgets(seq_length, base)]
-    found.append(Series("fixed", None, ("vertical", "slash"), tuple(budgets)))
+        for estimator in ESTIMATORS:
+            chosen = {**base, "policy": policy, "estimator": estimator}
+            settings = tuple({**chosen, policy: value} for value in values)
+            found.append(Series(policy, estimator, (policy,), settings))
+    budgets = tuple({**base, "policy": "fixed", **value} for value in _budgets(seq_length, base))
+    found.append(Series("fixed", None, ("vertical", "slash"), budgets))
+    blocks = -(-seq_length // MTrainingConfig(**base).block_size)
+    top = sorted({max(1, round(blocks * share)) for share in _grid(*LISTED)})
+    lists = ("xattention", "block_threshold", THRESHOLDS), ("moba", "block_top_k", top)
+    for policy, field, values in lists:
+        settings = tuple({**base, "policy": policy, field: value} for value in values)
+        found.append(Series(policy, None, (field,), settings))
     if policies is not None:
         names = {series.policy for series in found}
         for name in policies:
