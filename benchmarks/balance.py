@@ -25,6 +25,9 @@ With w[r, o] the pairs of rank r in round o, and as 1 what a rank has to do in t
 All counts are exact integers, and of the forward. The backward's gradient of queries has the same rounds and
 pairs; its gradient of keys, which goes one rank's keys at a time, is not counted.
 
+``idle_rounds`` of the striped layouts: rounds in which no head of the layer has a slash, so that their keys
+need not have come (columns travel by themselves).
+
 In rows ``inner`` is as it was asked for: 0 is the package's default for so many ranks, 1 the plain ring;
 ``nodes`` is O, so that I is ``world / nodes``.
 
@@ -302,6 +305,12 @@ def striped_work(pattern: Pattern, world: int, inner: int) -> dict[str, np.ndarr
     return {**work, "columns at owner": by_rank(at_owner, world, inner)}
 
 
+def idle_rounds(pattern: Pattern, outer: int) -> int:
+    """Rounds of a striped ring of ``outer`` nodes whose keys no slash of any head reaches."""
+    kept = pattern.distances.any(0)
+    return sum(not kept[number::outer].any() for number in range(outer))
+
+
 def count(pattern: Pattern, world: int, inners: Iterable[int]) -> list[dict]:
     """A row a size of nodes and layout. None if the sequence is too short for 2 x ``world`` chunks, or for
     nodes that ``world`` ranks do not fill or that have been counted."""
@@ -317,11 +326,14 @@ def count(pattern: Pattern, world: int, inners: Iterable[int]) -> list[dict]:
         seen.add(inner)
         work = striped_work(pattern, world, inner)
         work |= {name: on_schedule(pairs, inner) for name, pairs in chunked.items()}
+        idle = idle_rounds(pattern, world // inner)
         for name, of_rank in work.items():
+            striped = name in ("striped", "one direction")
             rows.append(
                 dict(
                     world=world, inner=asked, nodes=world // inner, layout=name,
-                    pattern=pattern.name, seq=pattern.seq, density=density, **figures(of_rank),
+                    pattern=pattern.name, seq=pattern.seq, density=density,
+                    idle_rounds=idle if striped else None, **figures(of_rank),
                 )
             )  # fmt: skip
     return rows
@@ -370,6 +382,8 @@ def main():
         found = [row for world in options.world for row in count(pattern, world, options.inner)]
         print(f"{pattern.name}: {pattern.seq} tokens, density {pattern.density():.4f}")
         print(table(found), flush=True)
+        idle = {row["nodes"]: row["idle_rounds"] for row in found if row["layout"] == "striped"}
+        print("rounds without slashes, of so many:", idle)
         rows += found
     record.append(options.output, rows)
 

@@ -142,6 +142,9 @@ def test_work_is_that_of_the_mask(balance, drawn, inner, outer):
             assert counted[name].dtype == np.int64
             assert np.array_equal(counted[name], work), name
         assert balance.figures(work).items() <= row.items(), name
+        query, key = np.argwhere(slash_mask.any(0)).T // BLOCK
+        rounds = set(((query - key) % outer).tolist())
+        assert row["idle_rounds"] == (outer - len(rounds) if dealt else None)
         assert (row["world"], row["nodes"]) == (world, outer)
 
 
