@@ -11,7 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from test_inspect import save_model
+from inspect_cases import save_model
 
 
 @pytest.fixture

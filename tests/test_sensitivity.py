@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from test_inspect import HEADS, LAYERS, SEQ, inspect, quick, refused, save_model, words  # noqa: F401
+from inspect_cases import HEADS, LAYERS, SEQ, inspect, quick, refused, save_model, words  # noqa: F401
 
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.inspect.sensitivity import EXPONENT, LOST, Outcome, Sensitivity, targets_of
