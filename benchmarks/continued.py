@@ -57,7 +57,7 @@ def mtraining(megatron: Path, *words) -> None:
     """Run the package's command beside a checkout; its error ends this."""
     command = [sys.executable, "-m", "megatron_mtraining.cli", *map(str, words)]
     # The data's indexed files are written by Megatron, which may be there as a checkout alone.
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(megatron.resolve())]))
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(megatron)]))
     # Elsewhere than in a checkout of ours, whose kernels/ would be taken for a package.
     run = subprocess.run(command, cwd=tempfile.gettempdir(), env={**os.environ, "PYTHONPATH": path})
     if run.returncode:
@@ -207,6 +207,9 @@ def parse(words=None):
     parser.add_argument("--output", type=Path, default=record.RESULTS / "continued.jsonl")
     # What this does not know goes to Megatron.
     options, options.more = parser.parse_known_args(words)
+    options.megatron = options.megatron.resolve()  # runs start elsewhere
+    if options.folder:
+        options.folder = options.folder.resolve()
     if not (options.megatron / "pretrain_gpt.py").is_file():
         parser.error(f"there is no pretrain_gpt.py in {options.megatron}")
     if not (options.model / "config.json").is_file():

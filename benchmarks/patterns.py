@@ -48,7 +48,13 @@ import torch
 from torch import Tensor
 
 from megatron_mtraining import ConfigError, MTrainingConfig
-from megatron_mtraining.inspect.measure import held_out_rows, kept_mass, row_probabilities
+from megatron_mtraining.inspect.measure import (
+    ListsAtRows,
+    held_out_rows,
+    kept_of,
+    lists_at_rows,
+    row_probabilities,
+)
 from megatron_mtraining.inspect.options import default_dtype, require
 from megatron_mtraining.inspect.sources import LayerInput, open_source
 from megatron_mtraining.inspect.text import tokens_for
@@ -118,33 +124,6 @@ def cases_for(seq: int, oracle_rows: int) -> list[Case]:
 # Measuring a layer.
 
 
-class ListsAtRows(NamedTuple):
-    """Of block lists, what the rows that judge see."""
-
-    seen: Tensor
-    """bool ``[h, n, NB]``, by row and key block."""
-    share: Tensor
-    """Of the causal pairs that all rows keep: float64 ``[h]``."""
-
-    def density(self) -> Tensor:
-        return self.share[None]
-
-
-def lists_at_rows(blocks: Tensor, rows: Tensor, block: int) -> ListsAtRows:
-    """From lists as :func:`choose_block_lists` gives them on one rank for a whole number of blocks.
-
-    Args:
-        blocks: uint8 ``[1, h, NB, NB]``; each query block sees itself, and none a later one.
-        rows: int64 ``[n]``.
-    """
-    num_blocks = blocks.shape[-1]
-    length = num_blocks * block
-    pairs = blocks[0].sum((-1, -2)).double() * block * block
-    pairs -= num_blocks * (block * (block - 1) / 2)
-    share = pairs / (length * (length + 1) / 2)
-    return ListsAtRows(blocks[0, :, rows // block].bool(), share)
-
-
 def choose(case: Case, given: LayerInput, rows: Tensor) -> VerticalSlashIndex | ListsAtRows:
     """The pattern of a layer at one setting."""
     ring = Ring(None)
@@ -178,11 +157,7 @@ def measure(given: LayerInput, cases: list[Case], rows: Tensor) -> tuple[np.ndar
         mass = p.unflatten(-1, (-1, BLOCK)).sum(-1)
         odd = (at + torch.arange(len(here), device=p.device)) % 2 == 1
         for number, pattern in enumerate(patterns):
-            if isinstance(pattern, ListsAtRows):
-                seen = pattern.seen[:, at : at + len(here), : mass.shape[-1]]
-                kept = (mass * seen).sum(-1).double()
-            else:
-                kept = kept_mass(p, mass, here, pattern).double()
+            kept = kept_of(pattern, p, mass, here, at).double()
             recall[number, 0] += kept.masked_fill(odd, 0).sum(-1)
             recall[number, 1] += kept.masked_fill(~odd, 0).sum(-1)
         at += len(here)

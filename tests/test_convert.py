@@ -376,7 +376,9 @@ def test_targets(plain, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_a_killed_run_leaves_no_target(how, plain, tmp_path):
     code = (
-        "import sys, time\n"
+        "import signal, sys, time\n"
+        # Ignored, if the tests run in a script's background.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from megatron_mtraining import cli\n"
         "from megatron_mtraining.convert import torch_dist\n"
         "write = torch_dist.write\n"

@@ -125,7 +125,7 @@ def test_numbers_are_those_of_the_models_own_attention(kind, words, tmp_path):
     for layer, (query, key, scale) in enumerate(seen):
         p = true_attention(query, key, scale)
         found = measure.LayerRecall(LayerInput(layer, query, key, scale), configs, rows)
-        for number, index in enumerate(found.indices):
+        for number, index in enumerate(found.patterns):
             for head in range(HEADS):
                 kept = (p[head] * index.token_mask(0, head))[rows].sum(-1).mean().item()
                 reported = series["settings"][number]["recall"][layer][head]

@@ -15,8 +15,9 @@ from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.inspect import measure, results, sweep, text
 from megatron_mtraining.inspect.output import all_or_nothing, write_settings
 from megatron_mtraining.inspect.sources import LayerInput, dense_attention
-from megatron_mtraining.pattern import build_index
+from megatron_mtraining.pattern import build_index, choose_index
 from megatron_mtraining.pattern.estimate import sample_rows
+from megatron_mtraining.ring import Ring
 
 # Measuring
 
@@ -32,7 +33,7 @@ def test_recall_is_that_of_the_written_out_mask(block_size, monkeypatch):
     rows = measure.held_out_rows(SEQ, 100, configs, seed=1)
     found = measure.LayerRecall(LayerInput(0, query, key, 0.2), configs, rows)
     p = true_attention(query, key, 0.2)
-    for number, index in enumerate(found.indices):
+    for number, index in enumerate(found.patterns):
         for head in range(HEADS):
             mask = index.token_mask(0, head)
             kept = (p[head] * mask)[rows].sum(-1).mean()
@@ -55,7 +56,7 @@ def test_probabilities_do_not_depend_on_the_models_dtype_alone():
     rows = measure.held_out_rows(SEQ, 64, configs, seed=0)
     found = measure.LayerRecall(LayerInput(0, query, key, 0.125), configs, rows)
     p = true_attention(query, key, 0.125)
-    kept = [(p[h] * found.indices[0].token_mask(0, h))[rows].sum(-1).mean() for h in range(HEADS)]
+    kept = [(p[h] * found.patterns[0].token_mask(0, h))[rows].sum(-1).mean() for h in range(HEADS)]
     assert found.recall[0] == pytest.approx(torch.stack(kept), abs=1e-6)
 
 
@@ -96,8 +97,8 @@ def test_recall_of_block_lists_is_that_of_the_written_out_mask(policy, monkeypat
     rows = measure.held_out_rows(SEQ, 100, [config], seed=1)
     found = measure.LayerRecall(LayerInput(0, query, key, 0.2), [config], rows)
     p = true_attention(query, key, 0.2)
-    (index,) = found.indices
-    seen = measure.lists_at(index, rows)
+    index = choose_index(query, key, config, Ring(None), 0.2)
+    ((seen, _),) = found.patterns
     for head in range(HEADS):
         mask = index.token_mask(0, head)
         kept = (p[head] * mask)[rows].sum(-1).mean()

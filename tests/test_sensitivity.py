@@ -38,6 +38,9 @@ def test_targets_have_bounds():
     # What moves nearly all may lose least, and no less.
     assert 1 - targets_of([1e6, *[1.0] * 9], [0.1] * 10, 0.9)[0] < 0.1
     assert targets_of([0.0, 0.0], [0.2, 0.2], 0.95) == [0.95, 0.95]
+    for target in (0.3, 0.5, 0.7):  # four times what is lost would be more than all
+        low = targets_of([1.0] * 19 + [1e-9], [0.1] * 20, target)
+        assert min(low) >= target / 2 - 1e-4 and sum(low) / 20 == pytest.approx(target, abs=1e-3)
 
 
 def found(own: float, of: str = "layers") -> Sensitivity:
@@ -45,12 +48,13 @@ def found(own: float, of: str = "layers") -> Sensitivity:
     return Sensitivity(
         of, 0.95, 2.0, [[Score(2.01, 0.01)] * n, [Score(2.0, 0.001)] * n], [[0.1] * n, [0.2] * n],
         [[0.97, 0.96][:n], [0.93, 0.94][:n]],
-        Outcome(2.02, 0.02, 0.15, 0.95), Outcome(2.01, own, 0.16, 0.95), 0.3,
+        Outcome(2.02, 0.02, 0.15, 0.95), Outcome(2.01, own, 0.16, 0.95), (0.4, 0.3),
     )  # fmt: skip
 
 
 def test_targets_that_do_not_help_are_not_recommended():
-    better, worse = found(0.01), found(0.03)
+    better, worse = found(0.01), found(0.019)  # a fifteenth more pairs would do as much
+    assert worse.settings_file({})["price"] == 0.4
     settings = better.settings_file({"block_size": 64})
     assert settings["layers"] == {"0": {"target_recall": 0.97}, "1": {"target_recall": 0.93}}
     assert (settings["target_recall"], settings["price"]) == (0.95, 0.3)
@@ -124,6 +128,19 @@ def test_the_loss_is_the_model_s_own(model, words, tmp_path):  # noqa: F811
     assert loss == pytest.approx(expected, abs=1e-5) and abs(other - loss) > 1e-4
     assert none == 0 and divergence > 1e-4
     assert len(seen) == LAYERS and seen[0].value.shape == seen[0].key.shape
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (["--policy", "fixed"], ["--policy is fixed", "price"]),
+        (["--window", 1024], ["--window is 1024", "1024 tokens"]),
+    ],
+)
+def test_what_gives_nothing_to_measure_is_refused(more, named, model, words, tmp_path, capsys):  # noqa: F811
+    rest = quick(words, tmp_path / "out", "--sensitivity", "heads", *more)
+    refused(capsys, [*named, "--sensitivity"], model, *rest)
+    assert not (tmp_path / "out").exists()
 
 
 def test_models_that_change_their_logits_are_refused(tmp_path, words, capsys):  # noqa: F811

@@ -49,7 +49,7 @@ def inspect(options: Options) -> None:
     from .measure import held_out_rows
     from .output import all_or_nothing, write_json, write_settings
     from .results import Recommendation, numbers, summary
-    from .sensitivity import measure_sensitivity
+    from .sensitivity import check_sensitivity, measure_sensitivity
     from .sources import open_source
     from .sweep import series_for
     from .text import tokens_for
@@ -69,6 +69,8 @@ def inspect(options: Options) -> None:
         )
     series = series_for(length, options.base, options.policies)
     configs = [MTrainingConfig(**setting) for one in series for setting in one.settings]
+    if options.sensitivity is not None:
+        check_sensitivity(options, length)
     rows = held_out_rows(length, options.rows, configs, options.seed)
     for layer, head in options.heads:
         if layer >= shape.layers or head >= shape.heads:
@@ -176,22 +178,12 @@ class Collected:
                 "layer are supported"
             )
         heads = self._worth_keeping(given.layer)
-        patterns = [self._patterns(index, heads) for index in found.indices]
+        patterns = [_kept_patterns(pattern, heads) for pattern in found.patterns]
         for at, head in enumerate(heads):
             picture = found.picture[head].clone()
             self.kept.append(KeptHead(given.layer, head, picture, [each[at] for each in patterns]))
         self.progress.set_postfix(recall=f"{found.recall.mean():.1%}", refresh=False)
         self.progress.update()
-
-    def _patterns(self, index, heads: list[int]) -> list:
-        """An index's patterns of some heads, as :class:`KeptHead` has them."""
-        if not index.LISTS:
-            sides = index.distances()[0].cpu(), index.columns[0].cpu()
-            return [(sides[0][head].clone(), sides[1][head].clone()) for head in heads]
-        from .measure import lists_at
-
-        seen = lists_at(index, self.rows.to(index.member.device))[heads]
-        return list(np.packbits(seen.cpu().numpy(), axis=-1))
 
     def _worth_keeping(self, layer: int) -> list[int]:
         """The easiest, middle and hardest head of the layer that was last added, and those asked for."""
@@ -219,6 +211,16 @@ class Collected:
             Measured(one, recall[of], density[of], target)
             for one, of in zip(self.series, self._slices())
         ]
+
+
+def _kept_patterns(pattern, heads: list[int]) -> list:
+    """Some heads' patterns, as :class:`KeptHead` has them."""
+    from .measure import ListsAtRows
+
+    if isinstance(pattern, ListsAtRows):
+        return list(np.packbits(pattern.seen[heads].cpu().numpy(), axis=-1))
+    sides = pattern.distances()[0, heads].cpu(), pattern.columns[0, heads].cpu()
+    return list(zip(*(side.unbind() for side in sides)))
 
 
 def draw(folder: Path, measured, recommended, kept, rows, length: int, options: Options) -> None:

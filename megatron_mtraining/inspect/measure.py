@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..config import ConfigError, MTrainingConfig
-from ..pattern import BlockListIndex, VerticalSlashIndex, choose_index
+from ..pattern import VerticalSlashIndex, choose_index
+from ..pattern.blocks import BLOCK_POLICIES, choose_blocks
 from ..pattern.estimate import sample_rows
 from ..ring import Ring
 from .options import ROWS
@@ -64,12 +66,52 @@ def cells_of(seq_length: int, rows: int) -> int:
     return max(cells for cells in range(1, most + 1) if seq_length % cells == 0)
 
 
+class ListsAtRows(NamedTuple):
+    """Of block lists, what some rows see."""
+
+    seen: Tensor
+    """bool ``[h, n, NB]``, by row and key block."""
+    share: Tensor
+    """Of the causal pairs that all rows keep: float64 ``[h]``."""
+
+    def density(self) -> Tensor:
+        return self.share[None]
+
+
+def lists_at_rows(blocks: Tensor, rows: Tensor, block: int) -> ListsAtRows:
+    """From lists as :func:`~megatron_mtraining.pattern.choose_block_lists` gives them on one rank for a
+    whole number of blocks.
+
+    Args:
+        blocks: uint8 ``[1, h, NB, NB]``; each query block sees itself, and none a later one.
+        rows: int64 ``[n]``.
+    """
+    num_blocks = blocks.shape[-1]
+    length = num_blocks * block
+    pairs = blocks[0].sum((-1, -2)).double() * block * block
+    pairs -= num_blocks * (block * (block - 1) / 2)
+    share = pairs / (length * (length + 1) / 2)
+    return ListsAtRows(blocks[0, :, rows // block].bool(), share)
+
+
+def pattern_of(
+    given: LayerInput, config: MTrainingConfig, rows: Tensor
+) -> VerticalSlashIndex | ListsAtRows:
+    """A layer's pattern on one rank; of block lists, what these rows see."""
+    ring = Ring(None)
+    if config.policy not in BLOCK_POLICIES or config.keeps_all(len(given.query)):
+        return choose_index(given.query, given.key, config, ring, given.softmax_scale)
+    near = -(-config.window // config.block_size) + 1
+    blocks = choose_blocks(given.query, given.key, config, near, ring, given.softmax_scale)
+    return lists_at_rows(blocks, rows, config.block_size)
+
+
 class LayerRecall:
     """Recall and density of one layer's heads, for several settings.
 
     Attributes:
         recall, density: float64 ``[settings, h]``, on the CPU.
-        indices: the pattern of each setting.
+        patterns: the pattern of each setting.
         picture: float32 ``[h, cells, cells]``, on the CPU: the true attention mass that an average
             query of a cell's rows has in a cell's keys; NaN for rows without held-out rows.
     """
@@ -78,22 +120,21 @@ class LayerRecall:
         query, key = given.query, given.key
         if not query.is_cuda:  # the choice's twins on CPUs do so each time, exactly
             query, key = query.float(), key.float()
-        ring = Ring(None)
-        self.indices = [
-            choose_index(query, key, config, ring, given.softmax_scale) for config in configs
-        ]
+        given, rows = given._replace(query=query, key=key), rows.to(query.device)
+        self.patterns = [pattern_of(given, config, rows) for config in configs]
         length, _, heads, _ = query.shape
-        self.density = torch.stack([index.density()[0].double().cpu() for index in self.indices])
+        density = [pattern.density()[0].double().cpu() for pattern in self.patterns]
+        self.density = torch.stack(density)
         block = configs[0].block_size
-        cells = cells_of(length, len(rows))
-        rows = rows.to(query.device)
+        cells, at = cells_of(length, len(rows)), 0
         recall = torch.zeros(len(configs), heads, dtype=torch.float64, device=query.device)
         picture = torch.zeros(heads, cells, cells, device=query.device)
         step = math.lcm(block, length // cells)
         for here, p in row_probabilities(query, key, rows, given.softmax_scale, step):
             mass = p.unflatten(-1, (-1, block)).sum(-1)
-            for number, index in enumerate(self.indices):
-                recall[number] += kept_mass(p, mass, here, index).double().sum(-1)
+            for number, pattern in enumerate(self.patterns):
+                recall[number] += kept_of(pattern, p, mass, here, at).double().sum(-1)
+            at += len(here)
             by_key = p.unflatten(-1, (-1, length // cells)).sum(-1)
             picture[:, :, : by_key.shape[-1]].index_add_(1, here * cells // length, by_key)
         self.recall = (recall / len(rows)).cpu()
@@ -133,19 +174,29 @@ def row_probabilities(
         yield here, scores.masked_fill_(future, float("-inf")).softmax(-1)
 
 
-def kept_mass(
-    p: Tensor, block_mass: Tensor, rows: Tensor, index: VerticalSlashIndex | BlockListIndex
+def kept_of(
+    pattern: VerticalSlashIndex | ListsAtRows,
+    p: Tensor,
+    block_mass: Tensor,
+    rows: Tensor,
+    first: int,
 ) -> Tensor:
+    """:func:`kept_mass` of either kind; ``rows`` are those of the lists from number ``first`` on."""
+    if isinstance(pattern, ListsAtRows):
+        seen = pattern.seen[:, first : first + len(rows), : block_mass.shape[-1]]
+        return (block_mass * seen).sum(-1)
+    return kept_mass(p, block_mass, rows, pattern)
+
+
+def kept_mass(p: Tensor, block_mass: Tensor, rows: Tensor, index: VerticalSlashIndex) -> Tensor:
     """The probability that a pattern keeps of each row: float32 ``[h, r]``.
 
     Args:
         p: as :func:`row_probabilities` gives it, ``[h, r, keys]``.
         block_mass: its sums over blocks of keys, ``[h, r, keys / block]``.
         rows: int64 ``[r]``.
-        index: of batch 1 on one rank; one of lists has no columns.
+        index: of batch 1 on one rank.
     """
-    if index.LISTS:
-        return (block_mass * lists_at(index, rows)[..., : block_mass.shape[-1]]).sum(-1)
     block, keys = index.block_size, p.shape[-1]
     distances = index.distances()[0]
     row_block = (rows // block)[:, None]
@@ -163,24 +214,6 @@ def kept_mass(
     return kept + p.gather(-1, columns).masked_fill(by_slash, 0).sum(-1)
 
 
-def lists_at(index: BlockListIndex, rows: Tensor) -> Tensor:
-    """Which key blocks some rows see, of an index of batch 1 on one rank: bool ``[h, r, NB]``."""
-    return index.block_mask(0)[0, :, rows // index.block_size]
-
-
-def lists_picture(
-    seen: Tensor, rows: Tensor, seq_length: int, block_size: int, cells: int
-) -> Tensor:
-    """:func:`pattern_picture` of a head whose rows see key blocks: bool ``[n, NB]``, on the CPU."""
-    position, size = torch.arange(seq_length), seq_length // cells
-    shares = torch.zeros(cells, cells)
-    for at in torch.arange(len(rows)).split(max(1, CHUNK_BYTES // (16 * seq_length))):
-        mask = seen[at].repeat_interleave(block_size, -1)[:, :seq_length]
-        mask &= position <= rows[at, None]
-        shares.index_add_(0, rows[at] // size, mask.unflatten(-1, (cells, size)).float().mean(-1))
-    return shares / torch.bincount(rows // size, minlength=cells)[:, None]
-
-
 def pattern_picture(
     distances: Tensor, columns: Tensor, rows: Tensor, seq_length: int, block_size: int, cells: int
 ) -> Tensor:
@@ -190,13 +223,34 @@ def pattern_picture(
         distances: bool ``[NB]``; columns: int ``[C]``, N or more for none; rows: int64 ``[n]``; all on
             the CPU.
     """
-    size = seq_length // cells
-    position = torch.arange(seq_length)
+    block = torch.arange(seq_length) // block_size
     is_column = torch.zeros(seq_length, dtype=torch.bool)
     is_column[columns[columns < seq_length].long()] = True
+
+    def mask(at: Tensor) -> Tensor:
+        apart = (rows[at, None] // block_size - block).clamp_(min=0)
+        return distances[apart] | is_column
+
+    return _shares(mask, rows, seq_length, cells)
+
+
+def lists_picture(
+    seen: Tensor, rows: Tensor, seq_length: int, block_size: int, cells: int
+) -> Tensor:
+    """:func:`pattern_picture` of a head whose rows see key blocks: bool ``[n, NB]``, on the CPU."""
+    return _shares(
+        lambda at: seen[at].repeat_interleave(block_size, -1)[:, :seq_length],
+        rows,
+        seq_length,
+        cells,
+    )
+
+
+def _shares(mask: Callable, rows: Tensor, seq_length: int, cells: int) -> Tensor:
+    """``mask``: of rows by their numbers, bool ``[r, N]``; later keys are left out here."""
+    position, size = torch.arange(seq_length), seq_length // cells
     shares = torch.zeros(cells, cells)
-    for here in rows.split(max(1, CHUNK_BYTES // (16 * seq_length))):
-        apart = (here[:, None] // block_size - position // block_size).clamp_(min=0)
-        mask = (distances[apart] | is_column) & (position <= here[:, None])
-        shares.index_add_(0, here // size, mask.unflatten(-1, (cells, size)).float().mean(-1))
+    for at in torch.arange(len(rows)).split(max(1, CHUNK_BYTES // (16 * seq_length))):
+        kept = mask(at) & (position <= rows[at, None])
+        shares.index_add_(0, rows[at] // size, kept.unflatten(-1, (cells, size)).float().mean(-1))
     return shares / torch.bincount(rows // size, minlength=cells)[:, None]

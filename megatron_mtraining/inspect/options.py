@@ -34,7 +34,7 @@ class Options:
     """None for as many as :data:`ROWS`, if there are so many."""
     policies: list[str] | None
     sensitivity: str | None
-    """Of what to measure how much the loss depends on it: layers, heads."""
+    """Of what to measure how much predictions depend on its attention: layers, heads."""
     heads: list[tuple[int, int]]
     """(layer, head) of those to draw beside the ones that are chosen."""
     base: dict
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rows", type=int, help=f"query rows to judge patterns by ({ROWS}, or all there are)")
     add("--policy", nargs="+", metavar="NAME", help="policies to try (all there are)")
     what = (
-        "measure how much loss the attention of each of these costs, and give each a target by it"
+        "measure how far each of these, sparse alone, moves predictions; gives each a target by it"
     )
     add("--sensitivity", choices=("layers", "heads"), help=what)
     what = "draw this head too, counted from 0; may be given several times"

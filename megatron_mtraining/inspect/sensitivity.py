@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..attention import attend
-from ..config import MTrainingConfig
+from ..config import ConfigError, MTrainingConfig
 from ..pattern import choose_index
 from ..pattern.steering import SLOPES
 from ..report.table import table
@@ -29,10 +29,13 @@ from .sources import LayerInput, Score, Shape, dense_attention
 PRICES = (1e-3, 30.0)
 """Between which each head's price is looked for."""
 HALVINGS = 10
-EXPONENT = 1 / (1 - SLOPES["target_density"] / SLOPES["target_recall"])
+FALL = -SLOPES["target_density"] / SLOPES["target_recall"]
+"""b: a density is about ``c x lost ** -b``, over trained models' heads."""
+EXPONENT = 1 / (1 + FALL)
 """See :func:`targets_of`."""
 LOST = (0.1, 4.0)
-"""The least and the most attention that a layer or head may lose, over the mean."""
+"""The least and the most attention that a layer or head may lose, over the mean; and each keeps at least half
+the target."""
 LEAST = 0.02
 """Each is taken to move predictions at least by this share of the mean."""
 
@@ -57,7 +60,7 @@ class Sensitivity:
         density: of each there, ``[layers, n]``.
         targets: recall that each is to keep, ``[layers, n]``.
         same, own: all sparse, with the same target and with ``targets``.
-        price: the heads' median price in ``own``.
+        prices: the heads' median price in ``same`` and in ``own``.
     """
 
     of: str
@@ -68,12 +71,14 @@ class Sensitivity:
     targets: list[list[float]]
     same: Outcome
     own: Outcome
-    price: float
+    prices: tuple[float, float]
 
     @property
     def helps(self) -> bool:
-        """Whether targets of their own move the predictions less than the same for all."""
-        return self.own.divergence < self.same.divergence
+        """Whether targets of their own move the predictions less than the same for all would at their
+        density: more pairs alone, at the same recall everywhere, would do some of it (:data:`FALL`)."""
+        denser = self.own.density / self.same.density
+        return self.own.divergence < self.same.divergence * denser ** (-1 / FALL)
 
     def settings_file(self, base: dict) -> dict:
         """Fields of MTrainingConfig for a run that follows these targets."""
@@ -85,7 +90,7 @@ class Sensitivity:
                 heads = {str(head): {"target_recall": one} for head, one in enumerate(of_layer)}
                 layers[str(at)] = {"heads": heads}
         settings = {**base, "policy": "price", "target_recall": self.target}
-        settings["price"] = float(f"{self.price:.4g}")
+        settings["price"] = float(f"{self.prices[self.helps]:.4g}")
         return settings | ({"layers": layers} if self.helps else {})
 
     def summary(self) -> str:
@@ -117,7 +122,10 @@ class Sensitivity:
                 f"{1e3 * outcome.divergence:.1f}"
             )
         what = "each its own target" if self.helps else "the same target for all"
-        lines.append(f"The settings file has {what}, which a price of each head follows.")
+        lines.append(
+            f"In place of what is recommended above, the settings file has {what}, which a price of each "
+            "head follows"
+        )
         return "\n".join(lines)
 
     def numbers(self) -> dict:
@@ -138,7 +146,7 @@ def targets_of(moved: list[float], density: list[float], target: float) -> list[
     """The recall that each is to keep, their mean ``target``.
 
     What is added to the loss is taken to be the sum of ``s x lost``, and the density of each to be
-    ``c x lost ** -b``, with b as it is over trained models' heads (:data:`~.steering.SLOPES`). The least loss
+    ``c x lost ** -b`` (:data:`FALL`). The least loss
     for a density then has ``lost`` go with ``(c / s) ** (1 / (1 + b))``; within :data:`LOST` times the mean.
 
     Args:
@@ -149,6 +157,7 @@ def targets_of(moved: list[float], density: list[float], target: float) -> list[
         return [target] * len(moved)
     weights = [(kept / max(one, LEAST * mean)) ** EXPONENT for one, kept in zip(moved, density)]
     low, high = (share * (1 - target) for share in LOST)
+    high = min(high, 1 - target / 2)
 
     def lost(scale: float) -> list[float]:
         return [min(max(scale * weight, low), high) for weight in weights]
@@ -158,6 +167,21 @@ def targets_of(moved: list[float], density: list[float], target: float) -> list[
         middle = sum(bounds) / 2
         bounds[sum(lost(math.exp(middle))) > (1 - target) * len(weights)] = middle
     return [round(1 - share, 4) for share in lost(math.exp(sum(bounds) / 2))]
+
+
+def check_sensitivity(options: Options, seq_length: int) -> None:
+    """Raise :class:`ConfigError` where nothing can be learnt from it."""
+    if options.policies is not None and "price" not in options.policies:
+        raise ConfigError(
+            f"--policy is {' '.join(options.policies)}, but --sensitivity gives targets for policy price: "
+            "add price to --policy, or leave --sensitivity out"
+        )
+    config = MTrainingConfig(**options.base, target_recall=options.target_recall)
+    if config.keeps_all(seq_length):
+        raise ConfigError(
+            f"--window is {config.window}, and the text has {seq_length} tokens: everything is kept, so that "
+            "--sensitivity has nothing to measure; use a smaller --window"
+        )
 
 
 def measure_sensitivity(
@@ -206,7 +230,8 @@ def measure_sensitivity(
         _, own = prices_for(targets)
         return Sensitivity(
             options.sensitivity, target, dense.loss, alone, density, targets,
-            all_sparse(same), all_sparse(own), torch.stack(own).median().item(),
+            all_sparse(same), all_sparse(own),
+            tuple(torch.stack(prices).median().item() for prices in (same, own)),
         )  # fmt: skip
 
 

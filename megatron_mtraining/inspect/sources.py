@@ -65,7 +65,7 @@ class Score(NamedTuple):
 
 Visitor = Callable[[LayerInput], Tensor | None]
 """Called with each layer's input, in order. What it returns is the layer's attention, ``[s, 1, h, d]``; with
-None that is dense. Of sources that are not scored it is not looked at."""
+None that is dense. Of Megatron checkpoints it is not looked at."""
 
 
 class Source(Protocol):
