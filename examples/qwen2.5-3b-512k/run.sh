@@ -82,9 +82,13 @@ MEMORY=(
 
 # Keys are kept that are worth their cost at this price, in every layer and head alike: higher is
 # sparser, and `mtraining inspect` says what a model takes. RECALL instead lets each head's price follow
-# what that head keeps: its loss stays closest to dense. VERTICAL and SLASH are fixed budgets.
+# what that head keeps: its loss stays closest to dense. SETTINGS is a file that `mtraining inspect` has
+# written of the model, best with --sensitivity heads. VERTICAL and SLASH are fixed budgets.
 ATTENTION=(--attention-backend mtraining)
-if [ -n "${VERTICAL:-}${SLASH:-}" ]; then
+if [ -n "${SETTINGS:-}" ]; then
+  [ -f "$SETTINGS" ] || fail "there is no $SETTINGS: SETTINGS is a settings file of mtraining inspect"
+  ATTENTION+=(--mtraining-overrides "$SETTINGS")
+elif [ -n "${VERTICAL:-}${SLASH:-}" ]; then
   ATTENTION+=(--mtraining-vertical "${VERTICAL:-1000}" --mtraining-slash "${SLASH:-100}")
 elif [ -n "${RECALL:-}" ]; then
   ATTENTION+=(--mtraining-target-recall "$RECALL")

@@ -25,7 +25,7 @@ SCONTROL = """#!/usr/bin/env bash
 [ "$*" = "show hostnames node[07-10]" ] && printf 'node%s\\n' 07 08 09 10
 """
 CLEAN = {"NODES", "GPUS", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "DATA_PATH", "TOKENIZER"}
-CLEAN |= {"CHECKPOINT", "BATCH", "ITERATIONS", "PRICE", "RECALL", "VERTICAL", "SLASH"}
+CLEAN |= {"CHECKPOINT", "BATCH", "ITERATIONS", "PRICE", "RECALL", "VERTICAL", "SLASH", "SETTINGS"}
 
 
 def command(folder: Path, name: str, text: str) -> None:

@@ -2,6 +2,7 @@
 """The recipes of examples/: what they start is what torchrun and Megatron-LM understand."""
 
 import inspect
+import json
 import sys
 from types import SimpleNamespace
 
@@ -126,11 +127,16 @@ def test_data_a_checkpoint_and_other_settings(recipe, recorder, megatron, tmp_pa
     assert args.padded_vocab_size == 151936, "whatever the tokenizer has"
     args = megatron(started(recorder, recipe, RECALL="0.97"))
     assert (args.mtraining_policy, args.mtraining_target_recall) == ("price", 0.97)
+    own = {"price": 0.3, "target_recall": 0.95, "layers": {"2": {"target_recall": 0.99}}}
+    (tmp_path / "settings.json").write_text(json.dumps(own))
+    args = megatron(started(recorder, recipe, SETTINGS=str(tmp_path / "settings.json")))
+    assert (args.mtraining_price, args.mtraining_target_recall) == (0.3, 0.95)
 
 
 WRONG = [
     ({"NODES": "4"}, "set MASTER_ADDR"),
     ({"NODES": "4", "MASTER_ADDR": "node07"}, "set NODE_RANK"),
+    ({"SETTINGS": "nowhere.json"}, "there is no nowhere.json"),
     ({"DATA_PATH": "nowhere/text"}, "there is no nowhere/text.idx"),
     ({"DATA_PATH": __file__.removesuffix(".py")}, ".idx"),
 ]
