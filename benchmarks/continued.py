@@ -77,26 +77,11 @@ def train(options, root: Path, attention: str) -> str:
     words += ["--transformer-impl", options.transformer_impl, "--bf16", "--micro-batch-size", 1]
     words += ["--global-batch-size", 1, "--train-iters", options.steps, "--lr", options.lr]
     words += ["--lr-decay-style", "constant", "--lr-warmup-fraction", 0.1, "--clip-grad", 1.0]
-    words += [
-        "--weight-decay",
-        0.1,
-        "--adam-beta2",
-        0.95,
-        "--seed",
-        1,
-        "--use-distributed-optimizer",
-    ]
+    words += ["--weight-decay", 0.1, "--adam-beta2", 0.95, "--seed", 1]
+    words += ["--use-distributed-optimizer", "--no-create-attention-mask-in-dataloader"]
     words += ["--recompute-granularity", "full", "--recompute-method", "uniform"]
     words += ["--recompute-num-layers", 1, "--no-gradient-accumulation-fusion"]
-    words += [
-        "--no-create-attention-mask-in-dataloader",
-        "--log-interval",
-        1,
-        "--eval-iters",
-        0,
-        "--eval-interval",
-        1000,
-    ]
+    words += ["--log-interval", 1, "--eval-iters", 0, "--eval-interval", 1000]
     words += ["--data-path", root / "data", "--data-cache-path", root / "cache"]
     words += ["--split", "100,0,0", "--attention-backend", attention]
     if attention == "mtraining":

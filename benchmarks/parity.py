@@ -350,8 +350,8 @@ def main(words: list[str] | None = None) -> None:
                 for step in range(0, options.steps, -(-options.steps // 3))
                 for layer in queries_and_keys(model, attention, tokens[step], options)
             ]
-            prices = [row["density"] for row in rows if row["run"] != "dense"]
-            density = prices[-1] if prices else None
+            before = [row["density"] for row in rows if row["run"] != "dense"]
+            density = before[-1] if before else None
             if density is None:
                 at = MTrainingConfig(block_size=options.block_size)
                 found = [

@@ -146,8 +146,8 @@ def targets_of(moved: list[float], density: list[float], target: float) -> list[
     """The recall that each is to keep, their mean ``target``.
 
     What is added to the loss is taken to be the sum of ``s x lost``, and the density of each to be
-    ``c x lost ** -b`` (:data:`FALL`). The least loss
-    for a density then has ``lost`` go with ``(c / s) ** (1 / (1 + b))``; within :data:`LOST` times the mean.
+    ``c x lost ** -b`` (:data:`FALL`). The least loss for a density then has ``lost`` go with
+    ``(c / s) ** (1 / (1 + b))``; within :data:`LOST` times the mean.
 
     Args:
         moved: divergence with each alone at ``target``, 0 or more; density: of each there.
@@ -254,9 +254,8 @@ class Sparse:
             return self._attend(given)
         if given.layer != self.only:
             return None
-        if (
-            self._layer != given.layer
-        ):  # all layers before are dense: the same for each of its heads
+        # All layers before are dense: it is the same for each of its heads.
+        if self._layer != given.layer:
             self._layer, self._out = given.layer, self._attend(given)
         if self._head is None:
             return self._out

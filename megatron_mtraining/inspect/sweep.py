@@ -52,10 +52,8 @@ class Series:
         setting = dict(low)
         for name in self.changing:
             a, b = low[name], high[name]
-            if name in (
-                "coverage",
-                "block_threshold",
-            ):  # what is left out is what spans orders of magnitude
+            # Of shares, what is left out is what spans orders of magnitude.
+            if name in ("coverage", "block_threshold"):
                 value = 1 - _geometric(1 - a, 1 - b, share)
             elif min(a, b) > 0:
                 value = _geometric(a, b, share)

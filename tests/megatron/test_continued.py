@@ -29,15 +29,8 @@ def test_there_and_on_and_back(tree, tmp_path, monkeypatch):  # noqa: F811
     model = save("qwen2 tied", tmp_path / "hf")
     save_tokenizer(model, eos_token="<eod>")
     words = ["continued.py", root, "--model", model, "--seq", 256, "--steps", 3, "--lr", "1e-3"]
-    words += [
-        "--transformer-impl",
-        "local",
-        "--output",
-        tmp_path / "rows.jsonl",
-        "--log",
-        tmp_path / "logs",
-        *ON_CPU.split(),
-    ]
+    words += ["--transformer-impl", "local", *ON_CPU.split()]
+    words += ["--output", tmp_path / "rows.jsonl", "--log", tmp_path / "logs"]
     monkeypatch.setattr(sys, "argv", list(map(str, words)))
     assert continued.main() == 0
     (row,) = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
