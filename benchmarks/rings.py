@@ -29,6 +29,8 @@ bandwidth of one hop when all ranks send to the next at once.
 ``--emulate-hosts`` makes NCCL believe that every two ranks are a host of their own, so that it uses sockets
 between them: a slow network, on one machine. Two cases are for such links, dense enough that a round's
 kernels take about as long as its transfers there: they run with this option, or if ``--case`` names them.
+Two GPUs are enough for it: ranks of different "hosts" then share a GPU, each at a part of its speed (start
+MPS, ``nvidia-cuda-mps-control -d``, or they take turns at it); rows say so in ``ranks_per_gpu``.
 
 Rows go to ``results/rings.jsonl``. What runs a layer is in ``ring_runs.py``; here are the cases, the
 measuring and the rows.
@@ -386,6 +388,12 @@ def parse(words: list[str] | None = None) -> tuple[argparse.Namespace, list[Case
         parser.error(f"--emulate-hosts needs GPUs, and ranks in groups of {RANKS_A_HOST}")
     if options.emulate_hosts and world == RANKS_A_HOST:
         parser.error(f"--emulate-hosts with {world} ranks is one host: use 4 ranks or more")
+    gpus = torch.cuda.device_count() if options.device == "cuda" else world
+    if gpus < (RANKS_A_HOST if options.emulate_hosts else world):
+        parser.error(
+            f"{world} ranks on {gpus} GPU(s): NCCL takes one rank of a host for each; start as many ranks as "
+            f"there are GPUs, or with --emulate-hosts and {RANKS_A_HOST} GPUs"
+        )
     return options, cases
 
 
@@ -404,7 +412,7 @@ def connect(options) -> Setting:
     if options.emulate_hosts:
         emulate_hosts()
     if options.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     else:
         torch.set_num_threads(1)
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
@@ -433,8 +441,10 @@ def main() -> None:
             sys.exit(str(error))
         hop = hop_gb_s(setting, 2**26 if options.device == "cuda" else 2**20)
         hosts = setting.world // RANKS_A_HOST if options.emulate_hosts else 1
+        gpus = torch.cuda.device_count() if options.device == "cuda" else setting.world
         common = dict(
             hosts=hosts,
+            ranks_per_gpu=-(-setting.world // gpus),
             hop_gb_s=round(hop, 3),
             max_connections=os.environ[CONNECTIONS],
             versions=versions(options.device),

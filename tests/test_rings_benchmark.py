@@ -136,6 +136,7 @@ def test_what_bf16_gradients_cost(tmp_path):
 def test_cases_at_their_own_and_other_lengths(rings, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     _, cases = rings.parse([])
     assert cases == [case for case in rings.CASES if not case.slow_link]
     assert len({case.name for case in rings.CASES}) == len(rings.CASES)
@@ -164,6 +165,7 @@ def test_cases_at_their_own_and_other_lengths(rings, monkeypatch, capsys):
 def test_cases_for_slow_links_run_there_or_by_name(rings, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     slow = {"512K 10% density, 1000 columns": 0.1, "128K 50% density, 1000 columns": 0.5}
     assert {case.name: case.density for case in rings.CASES if case.slow_link} == slow
     assert all(case.vertical == 1000 for case in rings.CASES if case.slow_link)
@@ -179,6 +181,18 @@ def test_cases_for_slow_links_run_there_or_by_name(rings, monkeypatch):
     assert names("--case", "all distances", "--emulate-hosts") == ["512K all distances"]
     # At another length it is still the same case.
     assert [c.slow_link for c in rings.parse(["--case", "50%", "--seq", "65536"])[1]] == [True]
+
+
+def test_ranks_share_gpus_only_where_they_are_different_hosts(rings, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert rings.parse(["--emulate-hosts"])[1]
+    for gpus, words in ((2, []), (1, ["--emulate-hosts"])):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        with pytest.raises(SystemExit):
+            rings.parse(words)
+        assert f"4 ranks on {gpus} GPU(s)" in capsys.readouterr().err
 
 
 def test_emulated_hosts_are_pairs_of_ranks(rings, monkeypatch):
