@@ -27,7 +27,7 @@ it. ``peak_gib`` is memory that forward and backward need beyond the operands. `
 bandwidth of one hop when all ranks send to the next at once.
 
 ``--emulate-hosts`` makes NCCL believe that every two ranks are a host of their own, so that it uses sockets
-between them: a slow network, on one machine. Two cases are for such links, dense enough that a round's
+between them: a slow network, on one machine. Three cases are for such links, dense enough that a round's
 kernels take about as long as its transfers there: they run with this option, or if ``--case`` names them.
 Two GPUs are enough for it: ranks of different "hosts" then share a GPU, each at a part of its speed (start
 MPS, ``nvidia-cuda-mps-control -d``, or they take turns at it); rows say so in ``ranks_per_gpu``.
@@ -114,6 +114,7 @@ CASES = [
     # Over slow links, kernels of the sparse cases above are far shorter than transfers, and those of all
     # distances far longer. In between it shows how much of the transfers the ring hides.
     Case("512K 10% density, 1000 columns", 524288, 1000, density=0.10, slow_link=True),
+    Case("128K 25% density, 1000 columns", 131072, 1000, density=0.25, slow_link=True),
     Case("128K 50% density, 1000 columns", 131072, 1000, density=0.5, slow_link=True),
 ]
 

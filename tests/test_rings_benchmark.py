@@ -159,14 +159,15 @@ def test_cases_at_their_own_and_other_lengths(rings, monkeypatch, capsys):
         ]
     with pytest.raises(SystemExit):
         rings.parse(["--list", "--case", "128K"])
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["128K", "128K"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["128K"] * 3
 
 
 def test_cases_for_slow_links_run_there_or_by_name(rings, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    slow = {"512K 10% density, 1000 columns": 0.1, "128K 50% density, 1000 columns": 0.5}
+    names = ("512K 10%", "128K 25%", "128K 50%")
+    slow = dict(zip((f"{name} density, 1000 columns" for name in names), (0.1, 0.25, 0.5)))
     assert {case.name: case.density for case in rings.CASES if case.slow_link} == slow
     assert all(case.vertical == 1000 for case in rings.CASES if case.slow_link)
 
