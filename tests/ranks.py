@@ -90,6 +90,48 @@ def run_ranks(world, function, *arguments):
         return [torch.load(path, weights_only=False) for path in results]
 
 
+def _to_its_end(rank, world, folder, output, environment, timeout, function, arguments):
+    _settle(environment, output)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world,
+        timeout=timedelta(seconds=timeout),
+    )  # fmt: skip
+    try:
+        function(rank, world, *arguments)
+    except Exception as error:
+        Path(folder, f"error{rank}").write_text(f"{type(error).__name__}: {error}")
+        os._exit(1)  # as a program whose rank has raised ends: its connections go with it
+
+
+def run_to_their_ends(world, timeout, function, *arguments):
+    """Each rank's exit status, and what it has raised ("" if nothing), in rank order.
+
+    Unlike :func:`run_ranks` it leaves ranks alone when one fails, and fails itself if one still runs long
+    after the process group's ``timeout``, in seconds.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "output")
+        output.touch()
+        given = world, folder, str(output), dict(os.environ), timeout, function, arguments
+        ranks = [FORKS.Process(target=_to_its_end, args=(rank, *given)) for rank in range(world)]
+        for rank in ranks:
+            rank.start()
+        end = time.monotonic() + timeout + HANGS
+        try:
+            for rank in ranks:
+                rank.join(max(0, end - time.monotonic()))
+            hang = [number for number, rank in enumerate(ranks) if rank.is_alive()]
+            assert not hang, f"ranks {hang} hang; {output.read_text()[-4000:]}"
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+            print(output.read_text(), end="")  # for pytest to show
+        errors = [Path(folder, f"error{rank}") for rank in range(world)]
+        said = [error.read_text() if error.exists() else "" for error in errors]
+        return [rank.exitcode for rank in ranks], said
+
+
 def _script(environment, output, script, words):
     _settle(environment, output)
     sys.argv = [script, *words]

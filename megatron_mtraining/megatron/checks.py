@@ -41,6 +41,11 @@ def _is_p2p(value) -> bool:
     return all(kind in (None, "p2p") for kind in kinds)
 
 
+def _is_two_sizes(value) -> bool:
+    listed = isinstance(value, list | tuple) and len(value) == 2
+    return listed and all(type(size) is int and size > 0 for size in value)
+
+
 LEAVE_OUT = "leave it out"
 NOT_SOFTMAX = "it is another kind of attention than the causal softmax attention done here"
 
@@ -91,9 +96,9 @@ REFUSALS = (
     ),
     Refusal(
         "hierarchical_context_parallel_sizes",
-        lambda value: unset(value) or (len(value) == 2 and min(value) > 0),
+        lambda value: unset(value) or _is_two_sizes(value),
         "a ring has two levels, inside of nodes and between them",
-        "give two sizes: context-parallel ranks a node, and nodes",
+        "give two whole numbers: context-parallel ranks a node, and nodes",
     ),
     Refusal(
         "cp_comm_type",

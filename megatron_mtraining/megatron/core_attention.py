@@ -12,11 +12,11 @@ from ..attention import attend
 from ..config import HEAD_DIMS, ConfigError
 from ..kernels import DTYPES
 from ..pattern import heads_of_layer, steering_of
-from ..ring import advise_on_hosts, check_hosts, ring_of
+from ..ring import Ring, advise_on_hosts, check_hosts, ring_of
 from . import recompute
 from .arguments import run_steering, settings
 from .backend import is_active, training_arguments
-from .checks import check_settings, ranks_a_node
+from .checks import check_settings, ranks_a_node, show
 from .density import DensityMeter
 from .packing import documents_in
 
@@ -85,10 +85,8 @@ class MTrainingAttention(MegatronModule):
         size = 1 if group is None else group.size()
         gathered = self.mtraining.gathered_ranks
         self.cp_inner = ranks_a_node(config, size, gathered, command_line=False)
-        if getattr(config, "hierarchical_context_parallel_sizes", None):
-            _check_nodes(self.cp_group, self.cp_inner, place)
-        else:
-            advise_on_hosts(ring_of(self.cp_group, self.cp_inner))
+        sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
+        _check_nodes(ring_of(self.cp_group, self.cp_inner), sizes, place)
         self.density = DensityMeter()
         self.steering = self._steering(place)
         self.first_head = 0
@@ -211,13 +209,13 @@ class MTrainingAttention(MegatronModule):
             self._slashes = index.member
 
 
-def _check_nodes(group, inner: int, place: str) -> None:
+def _check_nodes(ring: Ring, sizes, place: str) -> None:
+    """Sizes that are given mean hosts; other nodes may span them."""
     try:
-        check_hosts(ring_of(group, inner))
+        check_hosts(ring) if sizes else advise_on_hosts(ring)
     except ValueError as error:
-        raise ConfigError(
-            f"the {place} has --hierarchical-context-parallel-sizes: {error}"
-        ) from None
+        given = f", with --hierarchical-context-parallel-sizes {show(sizes)}" if sizes else ""
+        raise ConfigError(f"the {place} has no ring{given}: {error}") from None
 
 
 def _check_mask_type(mask_type: AttnMaskType, place: str) -> None:

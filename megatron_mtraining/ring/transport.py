@@ -252,14 +252,10 @@ def shut_down() -> None:
 def check_hosts(ring: Ring) -> None:
     """Raise ValueError, on every rank, if a ring's nodes are not hosts: if one spans several.
 
-    A collective over the group, once a ring; ranks whose ``inner`` differ are named too.
+    A collective over the group, once a ring: :func:`advise_on_hosts` on other ranks is the same one.
     """
-    hosts, inners = _hosts(ring)
-    if len(set(inners)) > 1:
-        raise ValueError(
-            f"context-parallel ranks disagree about the ranks a node: {list(inners)}, in rank order"
-        )
-    for first in range(0, ring.world, ring.inner):
+    hosts = _hosts(ring)
+    for first in range(0, len(hosts), ring.inner):
         names = hosts[first : first + ring.inner]
         if len(set(names)) > 1:
             raise ValueError(
@@ -270,28 +266,49 @@ def check_hosts(ring: Ring) -> None:
 
 
 def advise_on_hosts(ring: Ring) -> None:
-    """Warn, on the first rank, if nodes that nobody has asked for span hosts although ranks could be grouped
-    by host. A collective over the group, once a ring."""
-    hosts, _ = _hosts(ring)
-    if ring.rank or not hosts or len(set(hosts)) == 1:
+    """Warn, on the first rank, if nodes span hosts although ranks could be grouped by host. A collective over
+    the group, once a ring.
+
+    Raises:
+        ValueError: on every rank, if ranks disagree about the ranks a node.
+    """
+    hosts = _hosts(ring)
+    nodes = [hosts[first : first + ring.inner] for first in range(0, len(hosts), ring.inner)]
+    if ring.rank or all(len(set(node)) == 1 for node in nodes):
         return
     together = [len(list(group)) for _, group in itertools.groupby(hosts)]
-    node = together[0]
-    if len(set(together)) > 1 or len(together) > len(set(hosts)) or ring.inner <= node:
+    names = ", ".join(dict.fromkeys(hosts))
+    if len(together) > len(set(hosts)):
+        advice = "start ranks host after host, so that those of one host are neighbours"
+    elif len(set(together)) == 1:
+        advice = (
+            f"--hierarchical-context-parallel-sizes {together[0]} {len(together)} gathers them in each host "
+            "and hides what goes between hosts"
+        )
+    else:
         return
     warnings.warn(
-        f"keys are gathered from {ring.inner} context-parallel ranks at a time, over hosts: "
-        f"{', '.join(dict.fromkeys(hosts))}; --hierarchical-context-parallel-sizes {node} {len(together)} "
-        "gathers them in each host and hides what goes between hosts",
+        f"keys are gathered from {ring.inner} context-parallel ranks at a time, over hosts: {names}; "
+        f"{advice}",
         stacklevel=2,
     )
 
 
-def _hosts(ring: Ring) -> tuple[tuple, tuple]:
-    """Each rank's host and ``inner``, in rank order; nothing if there is one rank, or they were looked at."""
+def _hosts(ring: Ring) -> tuple[str, ...]:
+    """Each rank's host, in rank order; nothing if there is one rank, or they were looked at.
+
+    Raises:
+        ValueError: on every rank, if their ``inner`` differ.
+    """
     if ring.checked or ring.world == 1:
-        return (), ()
+        return ()
     ring.checked = True
     found: list = [None] * ring.world
     dist.all_gather_object(found, (socket.gethostname(), ring.inner), group=ring.group)
-    return tuple(zip(*found))
+    hosts, inners = zip(*found)
+    if len(set(inners)) > 1:
+        raise ValueError(
+            f"context-parallel ranks disagree about the ranks a node: {list(inners)}, in rank order; give "
+            "all the same --hierarchical-context-parallel-sizes or --mtraining-gathered-ranks"
+        )
+    return hosts

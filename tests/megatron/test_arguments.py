@@ -22,7 +22,7 @@ from megatron_mtraining.megatron.arguments import (
     config_from_args,
     help_texts,
 )
-from megatron_mtraining.megatron.checks import REFUSALS
+from megatron_mtraining.megatron.checks import REFUSALS, check_settings
 
 
 def parse(*words: str, backend=AttnBackend.mtraining, **others) -> argparse.Namespace:
@@ -368,6 +368,13 @@ def test_hierarchical_sizes_must_make_the_context_parallel_ranks():
         ArgumentsError, match="--hierarchical-context-parallel-sizes is 2 2.* 4 ranks.* 8"
     ):
         check_arguments(parse(context_parallel_size=8, hierarchical_context_parallel_sizes=[2, 2]))
+
+
+@pytest.mark.parametrize("sizes", [4, "22", [2.0, 2.0], [2, -2], [True, 4], [4]])
+def test_hierarchical_sizes_are_two_whole_numbers(sizes):
+    settings = SimpleNamespace(hierarchical_context_parallel_sizes=sizes)
+    with pytest.raises(ConfigError, match="hierarchical_context_parallel_sizes is .*two whole"):
+        check_settings(settings, command_line=False)
 
 
 def test_gathered_ranks_must_fit_the_context_parallel_ranks():
