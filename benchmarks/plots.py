@@ -106,15 +106,18 @@ SPANS = {
     "key": COLOURS[6],
     "columns": COLOURS[1],
     "wait": COLOURS[4],
+    "transfer": "#444444",
 }
+# Where a rank's row has them, and how high: beside its kernels there is what moves meanwhile.
+LANES = {"wait": (0, 0.4), "transfer": (0.45, 0.1)}
 
 
 def timeline(path: Path, layers: Mapping[str, Sequence[Sequence]], title: str) -> Path:
     """What each rank does during a layer's forward and backward, a panel a ring, on one scale of time.
 
     Args:
-        layers: by the ring's name, for each rank its spans (:class:`timeline.Span`); those named "wait",
-            waits for transfers, are drawn half as high.
+        layers: by the ring's name, for each rank its spans (:class:`timeline.Span`); waits for transfers are
+            drawn half as high, and transfers as lines below.
     """
     ranks = max(len(layer) for layer in layers.values())
     figure, panels = pyplot.subplots(
@@ -126,14 +129,14 @@ def timeline(path: Path, layers: Mapping[str, Sequence[Sequence]], title: str) -
         for rank, spans in enumerate(layer):
             for kind in dict.fromkeys(span.name for span in spans):
                 bars = [(s.start, s.end - s.start) for s in spans if s.name == kind]
-                height = 0.4 if kind == "wait" else 0.8
+                middle, height = LANES.get(kind, (0, 0.8))
                 colour = SPANS.get(kind, COLOURS[5])
                 drawn[kind] = axes.broken_barh(
                     bars,
-                    (rank - height / 2, height),
+                    (rank + middle - height / 2, height),
                     color=colour,
                     edgecolor="white",
-                    linewidth=0.4,
+                    linewidth=0.4 if kind != "transfer" else 0,
                 )
         axes.set_title(name, loc="left", fontsize=10)
         axes.set_ylabel("rank")

@@ -23,8 +23,8 @@ longest of the ranks:
 
 From one more run, watched (``timeline.py``), ``imbalance_worker`` and ``imbalance_step``: the slowest rank's
 time in kernels over the mean, and each step's slowest summed, over the same mean; ``--timeline FOLDER`` draws
-it. ``peak_gib`` is memory that forward and backward need beyond the operands. ``hop_gb_s`` is the
-bandwidth of one hop when all ranks send to the next at once.
+another, with what NCCL transfers meanwhile. ``peak_gib`` is memory that forward and backward need beyond the
+operands. ``hop_gb_s`` is the bandwidth of one hop when all ranks send to the next at once.
 
 ``--emulate-hosts`` makes NCCL believe that every two ranks are a host of their own, so that it uses sockets
 between them: a slow network, on one machine. Three cases are for such links, dense enough that a round's
@@ -204,27 +204,36 @@ def hop_gb_s(setting: Setting, nbytes: int) -> float:
 
 
 def watch(
-    run: Callable, ring: Ring, operands, setting: Setting
+    run: Callable, ring: Ring, operands, setting: Setting, profiled: bool = False
 ) -> list[list[timeline.Span]] | None:
-    """Every rank's spans in a forward and backward, the second of two; None if rings cannot be traced."""
+    """Every rank's spans in a forward and backward, the second of two; None if rings cannot be traced.
+
+    ``profiled``: with its transfers, for a picture; launches then take longer than they do.
+    """
     if not hasattr(ring, "trace"):
         return None
     leaves = [tensor.detach().requires_grad_() for tensor in operands[:3]]
     ring.trace = trace = timeline.Trace(setting.device, setting.group)
-    try:
+
+    def twice():
         for _ in range(2):
             trace.begin()
             trace.phase = "forward"
             out = run(*leaves)
             trace.phase = "backward"
             torch.autograd.grad(out, leaves, operands[3])
+
+    try:
+        if profiled:
+            return trace.gather(trace.profiled(twice))
+        twice()
         return trace.gather()
     finally:
         ring.trace = None
 
 
 def run_case(case: Case, setting: Setting, rings: dict, options, common: dict):
-    """The rows of one case, and for each of our rings, by (name, inner), what every rank did when.
+    """The rows of one case, and with ``--timeline``, by (name, inner) of our rings, what every rank did when.
 
     Args:
         rings: our rings by their ``inner``.
@@ -257,18 +266,20 @@ def run_case(case: Case, setting: Setting, rings: dict, options, common: dict):
         flat = {(impl, op): run for impl, ops in runs.items() for op, run in ops.items()}
         times = take_turns(flat, setting, options.budget) if flat else {}
         peaks = {impl: peak_gib(ops["fwdbwd"], setting) for impl, ops in runs.items()}
-    layers = {}
+    layers, drawn = {}, {}
     for impl, run in traced.items():
         ring = next(ring for ring in rings.values() if ring.inner == impl[1])
         spans = watch(run, ring, operands_in(ring.inner), setting)
         if spans is not None:
             layers[impl] = spans
+            if options.timeline:
+                drawn[impl] = watch(run, ring, operands_in(ring.inner), setting, profiled=True)
     rows = []
     for impl in runs:
         ms = {op: times[impl, op] for op in runs[impl]}
         ours = indices.get(impl)
         rows.append(row_of(case, setting, impl, ours, ms, layers.get(impl), peaks[impl]) | common)
-    return rows, layers
+    return rows, drawn
 
 
 def row_of(case, setting, impl, index, ms, spans, peak) -> dict:

@@ -394,6 +394,31 @@ def test_imbalance_by_hand(rings):
     assert timeline.imbalance([[], waits]) == (None, None)
 
 
+def test_transfers_of_a_profile(rings):
+    span = rings.timeline.Span
+    spans = [span("forward", "attend", 0, 1.0, 2.0), span("backward", "query", 0, 5.0, 6.0)]
+
+    def kernel(name, ts, dur=500):
+        return {"cat": "kernel", "name": name, "ts": ts, "dur": dur}
+
+    mark = "at::cuda::spin_kernel(long)"
+    events = [
+        {"cat": "gpu_memcpy", "name": "ncclMemcpy", "ts": 20500.0, "dur": 1},
+        {"cat": "cpu_op", "name": mark, "ts": 30000.0, "dur": 1},
+        kernel(mark, 10000.0), kernel("ncclDevKernel_AllGather_RING_LL", 10100.0),
+        kernel(mark, 20000.0), kernel("ncclDevKernel_SendRecv(x)", 25500.0),
+        kernel("ncclDevKernel_AllGather_RING_LL", 20250.0, 1000), kernel("_forward_kernel", 21000.0),
+        {"ph": "M", "name": "process_name"},
+    ]  # fmt: skip
+    timeline = rings.timeline
+    assert timeline.moves(events, spans) == [
+        span("forward", "transfer", -1, 0.25, 1.25), span("backward", "transfer", -1, 5.5, 6.0),
+    ]  # fmt: skip
+    assert timeline.moves(events[:2], spans) == [] and timeline.moves([], []) == []
+    both = spans + timeline.moves(events, spans)
+    assert timeline.imbalance([both, spans]) == timeline.imbalance([spans, spans]) == (1, 1)
+
+
 def parts_of_operands(rank, world, seq):
     workloads = load("workloads")
     torch.manual_seed(0)
