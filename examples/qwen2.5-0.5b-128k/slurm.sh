@@ -10,6 +10,7 @@
 #SBATCH --nodes=1
 #SBATCH --gpus-per-node=1
 #SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-gpu=8
 #SBATCH --output=%x-%j.log
 set -euo pipefail
 

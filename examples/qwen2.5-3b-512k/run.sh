@@ -84,6 +84,14 @@ MEMORY=(
 # sparser, and `mtraining inspect` says what a model takes. RECALL instead lets each head's price follow
 # what that head keeps: its loss stays closest to dense. SETTINGS is a file that `mtraining inspect` has
 # written of the model, best with --sensitivity heads. VERTICAL and SLASH are fixed budgets.
+CHOSEN=()
+[ -z "${SETTINGS:-}" ] || CHOSEN+=(SETTINGS)
+[ -z "${VERTICAL:-}${SLASH:-}" ] || CHOSEN+=("VERTICAL or SLASH")
+[ -z "${RECALL:-}" ] || CHOSEN+=(RECALL)
+[ -z "${PRICE:-}" ] || CHOSEN+=(PRICE)
+[ "${#CHOSEN[@]}" -le 1 ] || fail "${CHOSEN[0]} and ${CHOSEN[1]} are both set: each says what is kept, so give one"
+# Made-up tokens get fixed budgets: attention to them is even, and a price would keep nearly all of it.
+[ "${#CHOSEN[@]}" -eq 1 ] || [ -n "${DATA_PATH:-}" ] || VERTICAL=1000
 ATTENTION=(--attention-backend mtraining)
 if [ -n "${SETTINGS:-}" ]; then
   [ -f "$SETTINGS" ] || fail "there is no $SETTINGS: SETTINGS is a settings file of mtraining inspect"

@@ -95,7 +95,9 @@ def check_512k(args):
 
 def check_both(args):
     assert args.position_embedding_type == "yarn" and args.attention_backend.name == "mtraining"
-    assert args.mtraining_price == 0.25 and args.mtraining_loss_chunk == 4096
+    # Made-up tokens: a price would keep nearly all of their attention.
+    assert (args.mtraining_vertical, args.mtraining_slash) == (1000, 100)
+    assert args.mtraining_loss_chunk == 4096
     assert args.recompute_granularity == "full" and args.use_distributed_optimizer
     assert args.padded_vocab_size == 151936 and not args.untie_embeddings_and_output_weights
     assert args.layernorm_epsilon == 1e-6 and args.bf16
@@ -125,6 +127,10 @@ def test_data_a_checkpoint_and_other_settings(recipe, recorder, megatron, tmp_pa
     assert (args.train_iters, args.lr) == (7, 2e-5)
     assert (args.mtraining_policy, args.mtraining_vertical) == ("fixed", 500)
     assert args.padded_vocab_size == 151936, "whatever the tokenizer has"
+    args = megatron(started(recorder, recipe, **environment))
+    assert (args.mtraining_policy, args.mtraining_price) == ("price", 0.25)
+    args = megatron(started(recorder, recipe, PRICE="0.5"))
+    assert (args.mtraining_policy, args.mtraining_price) == ("price", 0.5)
     args = megatron(started(recorder, recipe, RECALL="0.97"))
     assert (args.mtraining_policy, args.mtraining_target_recall) == ("price", 0.97)
     own = {"price": 0.3, "target_recall": 0.95, "layers": {"2": {"target_recall": 0.99}}}
@@ -137,6 +143,8 @@ WRONG = [
     ({"NODES": "4"}, "set MASTER_ADDR"),
     ({"NODES": "4", "MASTER_ADDR": "node07"}, "set NODE_RANK"),
     ({"SETTINGS": "nowhere.json"}, "there is no nowhere.json"),
+    ({"RECALL": "0.97", "PRICE": "0.25"}, "RECALL and PRICE are both set"),
+    ({"SETTINGS": "s.json", "SLASH": "10"}, "SETTINGS and VERTICAL or SLASH are both set"),
     ({"DATA_PATH": "nowhere/text"}, "there is no nowhere/text.idx"),
     ({"DATA_PATH": __file__.removesuffix(".py")}, ".idx"),
 ]
