@@ -313,11 +313,29 @@ def test_sequence_parallelism_splits_what_tensor_parallelism_does_not():
         ("--attention-backend fused", "--no-create-attention-mask-in-dataloader"),
         ("--attention-backend unfused --no-create-attention-mask-in-dataloader", "scores of all pairs"),
         ("--attention-backend fused --mtraining-price 0.5", "0.5 is given, but .* backend is fused"),
+        ("--reset-attention-mask --reset-position-ids --pipeline-model-parallel-size 2",
+         "--pipeline-model-parallel-size 2"),
+        ("--reset-attention-mask", "needs --reset-position-ids"),
+        ("--reset-attention-mask --position-embedding-type rope --context-parallel-size 32 --seq-length 33554432 "
+         "--max-position-embeddings 33554432", "--seq-length 33554432: use at most 16777216"),
+        ("--dataloader-inter-document-masking --overlap-moe-expert-parallel-comm", "--overlap-moe-expert"),
+        ("--position-embedding-type rope --rotary-scaling-factor 4", "use --position-embedding-type yarn"),
+        ("--position-embedding-type rope --no-yarn-correction-range-round-to-int", "--no-yarn-corr"),
+        ("--position-embedding-type yarn --use-rope-scaling", "--use-rope-scaling is given"),
+        ("--position-embedding-type yarn --rotary-percent 0.5", "--rotary-percent 0.5 is given"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_or_not_planned_is_named(flags, message):
     with pytest.raises(ConfigError, match=message):
         made(SMALL + flags)
+
+
+def test_packed_documents_are_planned_as_others_are():
+    packed = made(SMALL + "--reset-attention-mask --position-embedding-type rope")
+    yarn = "--position-embedding-type yarn --rotary-scaling-factor 4 --mscale 2 "
+    other = made(SMALL + yarn + "--yarn-original-max-position-embeddings 128")
+    alone = made(SMALL + "--position-embedding-type rope")
+    assert memory.plan(packed) == memory.plan(alone) == memory.plan(other)
 
 
 @pytest.mark.parametrize(

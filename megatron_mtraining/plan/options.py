@@ -22,13 +22,22 @@ WHOLE_NUMBERS = dict(
     vocab_size=None, padded_vocab_size=None, make_vocab_size_divisible_by=128,
     micro_batch_size=None, global_batch_size=None, recompute_num_layers=None,
     tensor_model_parallel_size=1, pipeline_model_parallel_size=1, context_parallel_size=1,
-    num_distributed_optimizer_instances=1,
+    num_distributed_optimizer_instances=1, yarn_original_max_position_embeddings=None,
+    rotary_seq_len_interpolation_factor=None,
 )  # fmt: skip
 SWITCHES = (
     "group_query_attention", "add_qkv_bias", "qk_layernorm", "swiglu", "squared_relu",
     "untie_embeddings_and_output_weights", "sequence_parallel", "use_distributed_optimizer", "bf16",
     "fp16", "accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16", "cross_entropy_loss_fusion",
     "use_precision_aware_optimizer", "distribute_saved_activations", "recompute_activations",
+    "reset_attention_mask", "reset_position_ids", "dataloader_inter_document_masking",
+    "overlap_moe_expert_parallel_comm", "use_rope_scaling",
+)  # fmt: skip
+"""Some change no memory, and are read as a run with attention backend mtraining checks them; so are
+:data:`FLOATS`."""
+FLOATS = dict(
+    hidden_dropout=0.1, attention_dropout=0.1, rotary_scaling_factor=1.0, rotary_percent=1.0,
+    yarn_beta_fast=None, yarn_beta_slow=None, mscale=1.0, mscale_all_dim=0.0,
 )  # fmt: skip
 TURNED_OFF = {
     "--disable-bias-linear": "add_bias_linear",
@@ -104,8 +113,12 @@ def parser_of_megatron() -> argparse.ArgumentParser:
         parser.add_argument(flag, dest=name, action="store_false")
     for name, (default, choices) in TEXTS.items():
         parser.add_argument(option(name), default=default, choices=choices)
-    for name in ("hidden_dropout", "attention_dropout"):
-        parser.add_argument(option(name), type=float, default=0.1)
+    for name, default in FLOATS.items():
+        parser.add_argument(option(name), type=float, default=default)
+    # None if neither is given, as the first one's default counts.
+    name = "yarn-correction-range-round-to-int"
+    parser.add_argument(f"--{name}", action="store_true", default=None)
+    parser.add_argument(f"--no-{name}", action="store_false", dest=name.replace("-", "_"))
     parser.add_argument("--recompute-modules", nargs="*", default=None)
     parser.add_argument("--hierarchical-context-parallel-sizes", nargs="+", type=int, default=None)
     parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
