@@ -153,7 +153,7 @@ def find_seq_length(
     def attempt_longer(count: int) -> Setting | None:
         try:
             return attempt(count)
-        except ConfigError:  # more blocks than an index takes, or tokens than packed documents may have
+        except ConfigError:  # more blocks than an index takes, or too long for packed documents
             return None
 
     low = max(1, SHORTEST // multiple)
