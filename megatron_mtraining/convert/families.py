@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ..config import ConfigError
+from .fields import check_types, take
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,12 @@ def model_of(config: dict, file: Path, padded_vocab: int | None = None) -> Model
     Raises:
         ConfigError: names the file, the field and its value.
     """
+    check_types(config, file)
     named = config.get("architectures") or []
     family = FAMILIES.get(named[0]) if len(named) == 1 else None
     if family is None:
         raise ConfigError(
-            f"{file}: architectures is {', '.join(map(str, named)) or 'missing'}; "
+            f"{file}: architectures is {', '.join(named) or 'missing'}; "
             f"{', '.join(FAMILIES)} are converted"
         )
     for field, value in family.fixed:
@@ -89,16 +92,9 @@ def model_of(config: dict, file: Path, padded_vocab: int | None = None) -> Model
             )
     _check_attention(family, config, file)
 
-    def number(field: str, default=None):
-        value = config.get(field, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{file}: {field} is {value}: a number of 1 or more is needed")
-        return value
-
-    heads, hidden, vocab = (
-        number("num_attention_heads"), number("hidden_size"), number("vocab_size")
-    )  # fmt: skip
-    groups = number("num_key_value_heads", heads)
+    number = partial(take, config, file=file)
+    heads, hidden, vocab = map(number, ("num_attention_heads", "hidden_size", "vocab_size"))
+    groups = config.get("num_key_value_heads") or heads
     if heads % groups:
         raise ConfigError(
             f"{file}: num_key_value_heads is {groups}, which does not divide num_attention_heads ({heads})"
@@ -127,8 +123,6 @@ def model_of(config: dict, file: Path, padded_vocab: int | None = None) -> Model
             topk=number("num_experts_per_tok"),
             norm_topk=bool(config.get("norm_topk_prob", False)),
         )
-    if "rms_norm_eps" not in config:
-        raise ConfigError(f"{file}: rms_norm_eps is missing")
     return Model(
         family=family,
         layers=number("num_hidden_layers"),
@@ -140,12 +134,14 @@ def model_of(config: dict, file: Path, padded_vocab: int | None = None) -> Model
         vocab=vocab,
         padded_vocab=padded,
         tied=bool(config.get("tie_word_embeddings", False)),
-        norm_eps=config["rms_norm_eps"],
+        norm_eps=number("rms_norm_eps"),
         **experts,
     )
 
 
 def _check_attention(family: Family, config: dict, file: Path) -> None:
+    """All layers have full attention, in transformers: by ``layer_types``, which Qwen3Moe does not read, and
+    else by the sliding window, with transformers' own defaults."""
     kinds = set(config.get("layer_types") or ["full_attention"]) - {"full_attention"}
     if kinds:
         raise ConfigError(
@@ -153,11 +149,14 @@ def _check_attention(family: Family, config: dict, file: Path) -> None:
             "expressed"
         )
     # Qwen2 carries the window's size along where it is switched off, or begins behind the last layer.
-    window, layers = config.get("sliding_window"), config.get("num_hidden_layers", 0)
-    # transformers' Qwen3Moe has it in all layers.
-    first = 0 if family.experts else config.get("max_window_layers", 0)
-    used = config.get("use_sliding_window") and first < layers
-    if "layer_types" not in config and window and used:
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    if family.experts:
+        used = True
+    elif config.get("layer_types"):
+        used = False
+    else:
+        used = config.get("max_window_layers", 28) < take(config, "num_hidden_layers", file)
+    if window is not None and used:
         raise ConfigError(
             f"{file}: use_sliding_window is True, with sliding_window {window}: only full attention in every "
             "layer can be expressed"

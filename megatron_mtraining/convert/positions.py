@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 from ..config import ConfigError
+from .fields import ROPE, check_types, take
 
 LLAMA3 = {
     "low_freq_factor": 1.0,
@@ -23,14 +24,25 @@ NAMES = (
 """Megatron's arguments about positions."""
 
 
-def rope_of(config: dict) -> dict:
-    """What a config.json says of RoPE, in transformers' newer form: rope_type, rope_theta and others."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+DEFAULT_BASE = 10000.0
+"""transformers' rope_theta where config.json has none (Llama 2's), in all families that convert."""
+
+
+def rope_of(config: dict, file: Path) -> dict:
+    """What a config.json says of RoPE, in transformers' newer form: rope_type, rope_theta and others.
+
+    Raises:
+        ConfigError: a field is of another type than it must be.
+    """
+    check_types(config, file)
+    # Of both, transformers takes the older one.
+    field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = dict(config.get(field) or {})
+    check_types(rope, file, ROPE, field)
     if "type" in rope:
         rope.setdefault("rope_type", rope.pop("type"))
     rope.setdefault("rope_type", "default")
-    if "rope_theta" in config:
-        rope.setdefault("rope_theta", config["rope_theta"])
+    rope.setdefault("rope_theta", config.get("rope_theta", DEFAULT_BASE))
     return rope
 
 
@@ -40,18 +52,15 @@ def arguments_of(config: dict, file: Path) -> dict:
     Raises:
         ConfigError: names the file, the field and its value.
     """
-    rope = rope_of(config)
-    kind, base = rope.pop("rope_type"), rope.pop("rope_theta", None)
-    length = config.get("max_position_embeddings")
-    if base is None:
-        raise ConfigError(f"{file}: rope_theta is missing")
+    rope = rope_of(config, file)
+    kind, base = rope.pop("rope_type"), rope.pop("rope_theta")
+    length = take(config, "max_position_embeddings", file)
     if base != int(base):
         raise ConfigError(
             f"{file}: rope_theta is {base}: Megatron's --rotary-base is a whole number"
         )
-    if not isinstance(length, int):
-        raise ConfigError(f"{file}: max_position_embeddings is {length}")
-    if rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
+    rotated = rope.pop("partial_rotary_factor", None), config.get("partial_rotary_factor")
+    if any(part not in (None, 1.0) for part in rotated):
         raise ConfigError(f"{file}: partial_rotary_factor is not 1: heads that are rotated in part")
     found = dict(
         position_embedding_type="rope",
@@ -107,8 +116,8 @@ def arguments_of(config: dict, file: Path) -> dict:
 
 def _factor(rope: dict, file: Path) -> float:
     factor = rope.pop("factor", None)
-    if not isinstance(factor, int | float) or factor < 1:
-        raise ConfigError(f"{file}: factor of the scaling of RoPE is {factor}")
+    if factor is None:
+        raise ConfigError(f"{file}: the scaling of RoPE has no factor")
     return float(factor)
 
 
@@ -219,6 +228,9 @@ def into_config(config: dict, args, file: Path) -> dict:
     config = dict(config)
     if "rope_parameters" in config:
         config["rope_parameters"] = rope
+        config.pop("rope_scaling", None)  # it would be taken instead
+        if "rope_theta" in config:
+            config["rope_theta"] = rope["rope_theta"]
     else:
         config["rope_theta"] = rope.pop("rope_theta")
         config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
