@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from pathlib import Path
 
 import torch
 
+from megatron_mtraining import cli
 from megatron_mtraining.inspect.options import hide_kernels_folder
 
 hide_kernels_folder()  # before transformers is imported
@@ -45,6 +48,12 @@ CASES = {
 }
 
 
+MOE_CONFIG = dict(
+    **BASE, **MOE, architectures=["Qwen3MoeForCausalLM"], rope_parameters=rope(), norm_topk_prob=True
+)  # fmt: skip
+"""A config.json, as far as it is read."""
+
+
 def save(name: str, folder: Path, dtype=torch.float32, shard: str = "200KB", **changes) -> Path:
     """Save a model of random weights, biases and norms too, in several shards."""
     import transformers
@@ -72,3 +81,66 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
         for file in sorted(folder.glob("*.safetensors"))
         for name, tensor in load_file(file).items()
     }
+
+
+def plain_pair(root: Path) -> tuple[Path, Path]:
+    """A Hugging Face folder in bf16, and its checkpoint."""
+    folder = save("qwen2", root / "hf", torch.bfloat16)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "generation_config.json").write_text('{"top_p": 0.5}')
+    assert to_megatron(folder, root / "meg") == 0
+    return folder, root / "meg"
+
+
+def flags_of(checkpoint: Path) -> list[str]:
+    """MEGATRON_ARGS, as bash has them."""
+    script = 'source "$1" && printf "%s\\n" "${MEGATRON_ARGS[@]}"'
+    words = ["bash", "-c", script, "bash", checkpoint / "megatron_args.sh"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def change_args(checkpoint: Path, **values) -> None:
+    """Change the arguments that a checkpoint keeps."""
+    file = checkpoint / "release" / "common.pt"
+    common = torch.load(file, weights_only=False)
+    for name, value in values.items():
+        setattr(common["args"], name, value)
+    torch.save(common, file)
+
+
+def convert(*words) -> int:
+    return cli.main(["convert", *map(str, words)])
+
+
+def to_megatron(*words) -> int:
+    return convert("hf-to-megatron", *words)
+
+
+def config_of(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+def same(before: dict, after: dict) -> None:
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name]), name
+
+
+def refused(capsys, folder: Path, words, named) -> None:
+    """One line of error with these words in it, and no trace of the target."""
+    before = sorted(folder.parent.iterdir())
+    there = folder.exists() and sorted(
+        (path, path.stat().st_mtime_ns) for path in folder.rglob("*")
+    )
+    assert convert(*words) == 2
+    (error,) = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if line.startswith("mtraining convert:")
+    ]
+    for word in named:
+        assert str(word) in error, error
+    assert sorted(folder.parent.iterdir()) == before
+    assert there == (
+        folder.exists() and sorted((path, path.stat().st_mtime_ns) for path in folder.rglob("*"))
+    )

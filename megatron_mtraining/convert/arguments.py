@@ -90,26 +90,89 @@ def flags(args: Namespace) -> list[list[str]]:
         # Transformer Engine's fused rotation cannot scale, and Megatron would warn and fall back.
         model += [yarn, more, ["--no-rope-fusion"]]
     return [
-        [f"{word:g}" if isinstance(word, float) else str(word) for word in line] for line in model
+        # Of a float all its digits: what is typed is compared with config.json on the way back.
+        [repr(word) if isinstance(word, float) else str(word) for word in line]
+        for line in model
     ]
 
 
-def script(args: Namespace, source: str) -> str:
-    """A file for bash to source: ``MEGATRON_ARGS``, to be given to pretrain_gpt.py."""
+def script(args: Namespace, source: str, tokenizer: bool) -> str:
+    """A file for bash to source: ``MEGATRON_ARGS``, to be given to pretrain_gpt.py.
+
+    Args:
+        source: what the model was converted from.
+        tokenizer: whether hf/ beside the file has one.
+    """
     note = ""
     if args.position_embedding_type == "yarn":
         note = "# Flags for YaRN are in Megatron-LM 0.19 and later.\n"
     lines = "\n".join("  " + shlex.join(line) for line in flags(args))
     # The source is in a comment: without line ends.
     source = " ".join(source.split())
+    named = '  --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$CONVERTED/hf"\n'
+    if not tokenizer:
+        named = ""
+        note += (
+            "# The model came without a tokenizer: add --tokenizer-type and --tokenizer-model.\n"
+        )
     return (
         f"# What {source} is in Megatron-LM; source this, and give pretrain_gpt.py\n"
         '#   "${MEGATRON_ARGS[@]}"\n'
         f"{note}"
         'CONVERTED=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)\n'
-        f"MEGATRON_ARGS=(\n{lines}\n"
-        '  --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$CONVERTED/hf"\n'
+        f"MEGATRON_ARGS=(\n{lines}\n{named}"
         '  --load "$CONVERTED" --ckpt-format torch_dist\n)\n'
+    )
+
+
+PLAIN = {
+    "window_size": (), "softmax_type": ("vanilla",), "no_rope_freq": (), "mrope_section": (),
+    "squared_relu": (False,), "quick_geglu": (False,), "openai_gelu": (False,), "glu_linear_offset": (0.0,),
+    "activation_func_clamp_value": (), "qk_l2_norm": (False,), "attention_output_gate": (False,),
+    "multi_latent_attention": (False,), "apply_residual_connection_post_layernorm": (False,),
+    "experimental_attention_variant": (), "heterogeneous_layers_config_path": (),
+    "heterogeneous_layers_config_encoded_json": ("",), "is_hybrid_model": (False,),
+    "hybrid_layer_pattern": (), "hybrid_override_pattern": (), "use_mup": (False,), "mtp_num_layers": (0,),
+}  # fmt: skip
+"""Arguments of Megatron-LM (0.16 to 0.19) that change what a model computes, and of which the families have
+only None and these values. Those of training alone (dropout, capacities, losses) are not among them."""
+PLAIN_EXPERTS = {
+    "moe_router_score_function": ("softmax",), "moe_router_topk_scaling_factor": (1.0,),
+    "moe_router_enable_expert_bias": (False,), "moe_router_num_groups": (), "moe_router_group_topk": (),
+    "moe_router_topk_limited_devices": (), "moe_router_force_load_balancing": (False,),
+    "moe_router_force_biased": (), "moe_shared_expert_intermediate_size": (0,),
+    "moe_shared_expert_gate": (False,), "moe_apply_probs_on_input": (False,), "moe_latent_size": (),
+}  # fmt: skip
+"""The same of a model with experts."""
+ROUTING = {"sinkhorn", "quantile_balancing"}
+"""Kinds of load balancing that choose experts in another way than the most likely."""
+
+
+def check_plain(model: Model, args: Namespace, place: str) -> None:
+    """Raise :class:`ConfigError` where a checkpoint's arguments compute what its family cannot express."""
+    for name, known in (PLAIN | PLAIN_EXPERTS if model.experts else PLAIN).items():
+        value = getattr(args, name, None)
+        if name == "window_size" and value is not None and value[0] == -1:
+            continue  # as far as there is
+        if value is not None and value not in known:
+            _inexpressible(model, place, name, value)
+    scale = getattr(args, "softmax_scale", None)
+    if scale is not None and not math.isclose(scale, model.head_dim**-0.5, rel_tol=1e-6):
+        _inexpressible(model, place, "softmax_scale", scale)
+    if not model.experts:
+        return
+    layers = getattr(args, "moe_layer_freq", None)
+    if layers is not None and set(layers if isinstance(layers, list) else [layers]) != {1}:
+        _inexpressible(model, place, "moe_layer_freq", layers)
+    routing = getattr(args, "moe_router_load_balancing_type", None)
+    if ROUTING & set(routing if isinstance(routing, list) else [routing]):
+        _inexpressible(model, place, "moe_router_load_balancing_type", routing)
+
+
+def _inexpressible(model: Model, place: str, name: str, value) -> None:
+    raise ConfigError(
+        f"{place}: {name} is {value}, which a {model.family.architecture} cannot express: it would be "
+        "another model"
     )
 
 
@@ -118,6 +181,7 @@ def check_same(model: Model, args: Namespace, place: str, like: str) -> None:
 
     What they do not say is not compared; sizes of tensors are, elsewhere.
     """
+    check_plain(model, args, place)
     expected = vars(namespace(model, {}))
     compared = (
         "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "normalization",

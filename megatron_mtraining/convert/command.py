@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..config import ConfigError
+from .signals import Ended, ends_as_exceptions
 
 __all__ = ["add_arguments", "run"]  # what megatron_mtraining.cli asks of a subcommand
 
@@ -133,18 +134,21 @@ def run(args) -> int:
         ConfigError: a folder or an option cannot work; the target is as it was.
     """
     _require("safetensors")
+    directions = {"hf-to-megatron": _to_megatron, "megatron-to-hf": _to_hf, "verify": _verify}
     try:
-        {"hf-to-megatron": _to_megatron, "megatron-to-hf": _to_hf, "verify": _verify}[
-            args.direction
-        ](args)
+        with ends_as_exceptions():
+            return directions[args.direction](args) or 0
     except KeyboardInterrupt:
         print("mtraining convert: interrupted; nothing was left", file=sys.stderr)
         return 130
-    return 0
+    except Ended as end:
+        print(f"mtraining convert: ended by {end.name}; nothing was left", file=sys.stderr)
+        return 128 + end.number
 
 
 def _to_megatron(args) -> None:
     from .dtypes import NAMES
+    from .hf_folder import has_tokenizer
     from .to_megatron import ToMegatron, convert
 
     convert(
@@ -160,6 +164,12 @@ def _to_megatron(args) -> None:
             args.overwrite,
         )
     )
+    if not has_tokenizer(args.source):
+        print(
+            f"mtraining convert: {args.source} has no tokenizer, and megatron_args.sh names none: add "
+            "--tokenizer-type and --tokenizer-model to train",
+            file=sys.stderr,
+        )
     print(
         f"{args.target}: load it with --load, and the flags in {args.target / 'megatron_args.sh'}"
     )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +26,12 @@ KEPT = (
     "chat_template.jinja", "LICENSE", "LICENSE.txt", "NOTICE",
 )  # fmt: skip
 """Files of a model, beside config.json and weights, that go along."""
+TEMPLATES = "additional_chat_templates"
+"""A folder of .jinja files, which goes along too."""
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Files that transformers makes a tokenizer of; one is enough."""
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+"""Names of the files with weights that are written."""
 
 
 def read_json(file: Path) -> dict:
@@ -76,6 +83,10 @@ class Shards:
                     raise ConfigError(
                         f"{file}: {name} is of type {kind}: {', '.join(DTYPES)} convert"
                     )
+                if name in self.tensors:
+                    raise ConfigError(
+                        f"{file}: {name} is also in {self.tensors[name].file.name}: leave one of them"
+                    )
                 self.tensors[name] = Stored(file, tuple(part.get_shape()), DTYPES[kind])
         for name, file in promised.items():
             if name not in self.tensors or self.tensors[name].file.name != file:
@@ -93,6 +104,12 @@ class Shards:
         promised = read_json(index).get("weight_map")
         if not isinstance(promised, dict) or not promised:
             raise ConfigError(f"{index} has no weight_map")
+        for key, name in promised.items():
+            if not isinstance(name, str) or Path(name).name != name:
+                raise ConfigError(
+                    f"{index}: weight_map has {name!r} for {key}: the name of a file in the same folder is "
+                    "needed"
+                )
         files = [self.folder / name for name in sorted(set(promised.values()))]
         for file in files:
             if not file.is_file():
@@ -184,8 +201,15 @@ def write_json(file: Path, value: dict) -> None:
     file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZERS)
+
+
 def copy_files(source: Path, target: Path) -> None:
-    """Copy generation config and tokenizer files."""
+    """Copy generation config, tokenizer files and chat templates."""
     for name in KEPT:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
+    for template in sorted((source / TEMPLATES).glob("*.jinja")):
+        (target / TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(template, target / TEMPLATES / template.name)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from .dtypes import check_loss
 from .families import Model, model_of
 from .hf_folder import Planned, copy_files, read_json, write_json, write_shards
 from .names import Mapped, mapped, part_of, places
-from .target import Progress, check, whole
-from .torch_dist import Reader
+from .target import MODEL, Progress, Target
+from .torch_dist import PART_BYTES, Reader
+
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,15 @@ def convert(options: ToHuggingFace) -> None:
     """
     from ..inspect.megatron_checkpoint import find_iteration
 
-    check(options.target, options.overwrite)
     if not options.source.is_dir():
         raise ConfigError(f"SRC is {options.source}, which is no folder")
-    folder = find_iteration(options.source)
+    target = Target(options.target, options.overwrite, MODEL, options.source)
+    try:
+        folder = find_iteration(options.source)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("MODEL is", "SRC is", 1)) from None
     like = _like(options, folder)
+    target.check_place(folder, like)
     file = like / "config.json"
     config = read_json(file)
     if options.vocab_size is not None:
@@ -56,6 +63,8 @@ def convert(options: ToHuggingFace) -> None:
     reader = Reader(folder)
     model = replace(model, padded_vocab=_rows(reader, model, folder, file))
     found = _locate(reader, model, folder, file)
+    if model.tied:
+        _check_tied(reader, model, folder, file)
     config = positions.into_config(config, args, file)
     plan = []
     for tensor, (key, *_) in found:
@@ -63,7 +72,7 @@ def convert(options: ToHuggingFace) -> None:
         dtype = options.dtype or stored
         check_loss(key, folder, stored, dtype, options.allow_dtype_loss)
         plan.append(Planned(tensor.name, tensor.shape, dtype))
-    _set_dtype(config, plan[0].dtype)
+    _set_dtype(config, plan)
 
     def tensors():
         for planned, (tensor, (key, _, offset, region)) in zip(plan, found):
@@ -77,11 +86,11 @@ def convert(options: ToHuggingFace) -> None:
             yield part.to(planned.dtype, copy=bool(tensor.part))
 
     size = sum(planned.bytes for planned in plan)
-    with whole(options.target, size, options.overwrite) as target:
+    with target.whole(size) as made:
         with Progress("megatron-to-hf", size) as progress:
-            write_shards(target, plan, tensors(), options.shard_bytes, progress.advance)
-        copy_files(like, target)
-        write_json(target / "config.json", config)
+            write_shards(made, plan, tensors(), options.shard_bytes, progress.advance)
+        copy_files(like, made)
+        write_json(made / "config.json", config)
 
 
 def read_args(folder: Path) -> Namespace:
@@ -111,7 +120,7 @@ def _like(options: ToHuggingFace, folder: Path) -> Path:
 
 
 def _rows(reader: Reader, model: Model, folder: Path, file: Path) -> int:
-    key = "embedding.word_embeddings.weight"
+    key = EMBEDDING
     if key not in reader.tensors:
         near = ", ".join(sorted(reader.tensors)[:3]) or "none"
         raise ConfigError(
@@ -142,7 +151,7 @@ def _locate(reader: Reader, model: Model, folder: Path, file: Path) -> list[tupl
         used |= {key, tensor.also}
     for key in reader.tensors:
         ours = key.startswith(("decoder.", "embedding.", "output_layer."))
-        tied = model.tied and key == "output_layer.weight"
+        tied = model.tied and key == HEAD
         if ours and key not in used and "_extra_state" not in key and not tied:
             raise ConfigError(
                 f"{folder}: {key} is not a tensor of a {model.family.architecture}: nothing is left out"
@@ -150,8 +159,30 @@ def _locate(reader: Reader, model: Model, folder: Path, file: Path) -> list[tupl
     return found
 
 
-def _set_dtype(config: dict, dtype: torch.dtype) -> None:
-    name = str(dtype).removeprefix("torch.")
-    names = [field for field in ("torch_dtype", "dtype") if field in config] or ["torch_dtype"]
-    for field in names:
-        config[field] = name
+def _check_tied(reader: Reader, model: Model, folder: Path, file: Path) -> None:
+    """An output layer that was saved although it is the embedding has the embedding's bits."""
+    if HEAD not in reader.tensors:
+        return
+    same = reader.tensors[EMBEDDING] == reader.tensors[HEAD]
+    rows, step = model.padded_vocab, max(1, PART_BYTES // (4 * model.hidden))
+    for begin in range(0, rows if same else 0, step):
+        place = (begin, 0), (min(step, rows - begin), model.hidden)
+        first, second = (reader.read(key, *place) for key in (EMBEDDING, HEAD))
+        same = same and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+    if not same:
+        raise ConfigError(
+            f"{folder}: {HEAD} is not the same as {EMBEDDING}, though {file} has tie_word_embeddings true: "
+            "give the folder of a model with an output layer of its own with --like"
+        )
+
+
+def _set_dtype(config: dict, plan: list[Planned]) -> None:
+    """config.json's dtype, which transformers loads a model in: as it was, if weights of it are there, else
+    that of most bytes."""
+    fields = [field for field in ("torch_dtype", "dtype") if field in config] or ["torch_dtype"]
+    sizes: Counter[str] = Counter()
+    for planned in plan:
+        sizes[str(planned.dtype).removeprefix("torch.")] += planned.bytes
+    if any(config.get(field) not in list(sizes) for field in fields):
+        for field in fields:
+            config[field] = sizes.most_common(1)[0][0]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
 from dataclasses import dataclass
@@ -16,13 +17,12 @@ from ..config import ConfigError
 from . import arguments, positions, torch_dist
 from .dtypes import check_loss
 from .families import Model, model_of
-from .hf_folder import Shards, copy_files, read_json, write_json
+from .hf_folder import Shards, copy_files, has_tokenizer, read_json, write_json
 from .names import Mapped, extra_states, interleave, mapped
-from .target import Progress, check, whole
-from .torch_dist import Piece
+from .target import CHECKPOINT, Progress, Target
+from .torch_dist import PART_BYTES, Piece
 
-PART_BYTES = 256 << 20
-"""Larger tensors are read and written in parts of so many bytes."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
 """Tensors that old checkpoints hold and that are computed."""
 
@@ -48,7 +48,7 @@ def convert(options: ToMegatron) -> None:
     Raises:
         ConfigError: see the checks; the target is as it was.
     """
-    check(options.target, options.overwrite)
+    target = Target(options.target, options.overwrite, CHECKPOINT, options.source)
     file = options.source / "config.json"
     config = read_json(file)
     model = model_of(config, file, options.padded_vocab_size)
@@ -61,10 +61,12 @@ def convert(options: ToMegatron) -> None:
     shards = Shards(options.source)
     tensors = list(mapped(model))
     _check_names(shards, tensors, model)
+    if model.tied:
+        _check_tied(shards)
     pieces = _pieces(options, shards, tensors, model)
     size = sum(piece.bytes for piece in pieces)
     args = arguments.namespace(model, found)
-    with whole(options.target, size, options.overwrite) as folder:
+    with target.whole(size) as folder:
         inside = folder / "release"
         inside.mkdir()
         with Progress("hf-to-megatron", size) as progress:
@@ -76,9 +78,12 @@ def convert(options: ToMegatron) -> None:
         )
         common = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
         common["content_metadata"] = {"singleton_local_shards": False}
-        torch.save(common, inside / "common.pt")
+        whole_file = io.BytesIO()  # torch's own error of a full disk is not the system's
+        torch.save(common, whole_file)
+        (inside / "common.pt").write_bytes(whole_file.getbuffer())
         (folder / "megatron_args.sh").write_text(
-            arguments.script(args, str(options.source)), encoding="utf-8"
+            arguments.script(args, str(options.source), has_tokenizer(options.source)),
+            encoding="utf-8",
         )
         kept = folder / "hf"
         kept.mkdir()
@@ -101,12 +106,32 @@ def _check_names(shards: Shards, tensors: list[Mapped], model: Model) -> None:
                 f"{stored.file}: {tensor.name} is of shape {list(stored.shape)}, and config.json says "
                 f"{list(tensor.shape)}"
             )
-    tied = {"lm_head.weight"} if model.tied else set()
+    tied = {HEAD} if model.tied else set()
     for name, stored in shards.tensors.items():
         if name not in wanted | tied and not IGNORED.search(name):
             raise ConfigError(
                 f"{stored.file}: {name} is not a tensor of a {model.family.architecture}: nothing is left out"
             )
+
+
+def _check_tied(shards: Shards) -> None:
+    """An output layer that is stored although it is the embedding has the embedding's bits."""
+    ours, theirs = shards.tensors[EMBEDDING], shards.tensors.get(HEAD)
+    if theirs is None:
+        return
+    same = (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+    if same:
+        step = max(1, PART_BYTES // (ours.dtype.itemsize * max(1, ours.shape[1])))
+        for begin in range(0, ours.shape[0], step):
+            rows = begin, min(begin + step, ours.shape[0])
+            first, second = (shards.read(name, rows) for name in (EMBEDDING, HEAD))
+            same = same and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+            shards.close()
+    if not same:
+        raise ConfigError(
+            f"{theirs.file}: {HEAD} is not the same as {EMBEDDING}, though config.json has "
+            "tie_word_embeddings true: set it to false, or leave the tensor out"
+        )
 
 
 def _pieces(

@@ -12,6 +12,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -40,6 +42,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ..config import ConfigError
+
+PART_BYTES = 256 << 20
+"""Larger tensors are read and written in parts of so many bytes."""
 
 
 @dataclass(frozen=True)
@@ -77,16 +82,45 @@ def write(folder: Path, pieces: list[Piece], extra: list[str], advance) -> None:
         Exception: what making or writing a part has raised.
     """
     writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
+    writer.fs = files = _Files()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*single process.*")
         try:
             dcp.save({}, storage_writer=writer, planner=_Saving(pieces, extra, advance))
         except CheckpointException as error:
             # What went wrong itself: a full disk, an interruption.
-            raise next(iter(error.failures.values()))[0] from None
+            raise files.error or next(iter(error.failures.values()))[0] from None
     metadata = FileSystemReader(folder).read_metadata()
     with open(folder / ".metadata", "wb") as file:
         _Pickler(file).dump(metadata)
+
+
+class _Files(FileSystem):
+    """Keeps what ended writing, a full disk or a signal: torch's zip writer raises an error of its own."""
+
+    error: BaseException | None = None
+
+    @contextmanager
+    def create_stream(self, path, mode):
+        with super().create_stream(path, mode) as stream:
+            yield _Noting(stream, self) if mode == "wb" else stream
+
+
+class _Noting:
+    """A file that tells of its first error in writing."""
+
+    def __init__(self, stream, files: _Files):
+        self._stream, self._files = stream, files
+
+    def write(self, data) -> int:
+        try:
+            return self._stream.write(data)
+        except BaseException as error:
+            self._files.error = self._files.error or error
+            raise
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
 
 
 class _Pickler(pickle.Pickler):
