@@ -317,7 +317,7 @@ def test_sequence_parallelism_splits_what_tensor_parallelism_does_not():
          "--pipeline-model-parallel-size 2"),
         ("--reset-attention-mask", "needs --reset-position-ids"),
         ("--reset-attention-mask --position-embedding-type rope --context-parallel-size 32 "
-         "--seq-length 33554432 --max-position-embeddings 33554432", "--seq-length 33554432: use at most 16777216"),
+         "--seq-length 33554432 --max-position-embeddings 33554432", "33554432: use at most 16777216"),
         ("--dataloader-inter-document-masking --overlap-moe-expert-parallel-comm", "--overlap-moe-expert"),
         ("--position-embedding-type rope --rotary-scaling-factor 4", "use --position-embedding-type yarn"),
         ("--position-embedding-type rope --no-yarn-correction-range-round-to-int", "--no-yarn-corr"),
