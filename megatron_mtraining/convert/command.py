@@ -79,6 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_argument(
         "--dtype", choices=DTYPES, default="float32", help="to compute in (default: float32)"
     )
+    check.add_argument(
+        "--min-agreement", type=_share, metavar="SHARE",
+        help="of positions where the most likely word must be the same in both, for an exit status of 0 "
+        "(default: 0.99, and 0.9 in 16 bits)",
+    )  # fmt: skip
     check.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
     check.add_argument("--output", type=Path, metavar="FILE", help="write the numbers, as JSON")
 
@@ -108,6 +113,16 @@ def _factor(word: str) -> float:
         value = 0.0
     if not 1 < value < 1e6:
         raise argparse.ArgumentTypeError(f"{word} is not a number above 1")
+    return value
+
+
+def _share(word: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{word} is not a share from 0 to 1")
     return value
 
 
@@ -194,25 +209,43 @@ def _to_hf(args) -> None:
     print(f"{args.target}: load it with transformers")
 
 
-def _verify(args) -> None:
-    import torch
-
+def _verify(args) -> int:
     from ..inspect.megatron_checkpoint import is_checkpoint
+    from ..inspect.options import _device
     from .dtypes import NAMES
     from .hf_folder import write_json
-    from .verify import Verify, as_text, verify
+    from .verify import Verify, as_json, as_text, verify
 
-    folders = sorted((args.source, args.target), key=is_checkpoint)
+    device = _device(args.device)
+    given = [(args.source, "SRC"), (args.target, "DST")]
+    for folder, name in given:
+        if not folder.is_dir():
+            raise ConfigError(f"{name} is {folder}, which is no folder")
+    given.sort(key=lambda pair: is_checkpoint(pair[0]))
+    folders, names = zip(*given)
     if [is_checkpoint(folder) for folder in folders] != [False, True]:
         raise ConfigError(
             f"SRC is {args.source} and DST is {args.target}: one must be a Hugging Face folder, and the "
             "other a Megatron checkpoint"
         )
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    options = Verify(
-        *folders, tuple(args.text), args.seq, NAMES[args.dtype], torch.device(device), args.output
+    found = verify(
+        Verify(
+            *folders,
+            tuple(args.text),
+            args.seq,
+            NAMES[args.dtype],
+            device,
+            args.output,
+            args.min_agreement,
+            names,
+        )
     )
-    found = verify(options)
     print(as_text(found))
     if args.output is not None:
-        write_json(args.output, found)
+        try:
+            write_json(args.output, as_json(found))
+        except OSError as error:
+            raise ConfigError(
+                f"--output is {args.output}, which cannot be written: {error.strerror}"
+            ) from None
+    return 1 if found["differs"] else 0

@@ -60,7 +60,7 @@ def convert(options: ToMegatron) -> None:
     )
     shards = Shards(options.source)
     tensors = list(mapped(model))
-    _check_names(shards, tensors, model)
+    check_names(shards, tensors, model)
     if model.tied:
         _check_tied(shards)
     pieces = _pieces(options, shards, tensors, model)
@@ -92,8 +92,8 @@ def convert(options: ToMegatron) -> None:
         (folder / "latest_checkpointed_iteration.txt").write_text("release", encoding="utf-8")
 
 
-def _check_names(shards: Shards, tensors: list[Mapped], model: Model) -> None:
-    """The tensors there are, and their shapes, are those that the model has."""
+def check_names(shards: Shards, tensors: list[Mapped], model: Model) -> None:
+    """Raise :class:`ConfigError` unless tensors and their shapes are those that the model has."""
     wanted = {tensor.name for tensor in tensors}
     for tensor in tensors:
         stored = shards.tensors.get(tensor.name)

@@ -17,9 +17,11 @@ pytest.importorskip("transformers")
 
 from convert_cases import CASES, save
 from ranks import run_script
+from safetensors.torch import load_file, save_file
 
 from megatron_mtraining import cli
 
+NORM = "model.norm.weight"
 MCORE = tuple(int(part) for part in version("megatron-core").split(".")[:2])
 HERE = Path(__file__).parent
 
@@ -76,9 +78,21 @@ def test_verify_compares_the_two(converted, tmp_path, capsys):
     assert "Perplexity" in capsys.readouterr().out
     # Of another model, logits are others.
     other = next(path for path in converted if path.name.endswith("llama-3"))
-    assert cli.main(["convert", "verify", f"{other}/meg", f"{folder}/hf", *words]) == 0
+    assert cli.main(["convert", "verify", f"{other}/meg", f"{folder}/hf", *words]) == 1
     assert json.loads((tmp_path / "out.json").read_text())["all"]["top1"] < 0.9
+    assert "they are not the same model" in capsys.readouterr().out
     shutil.copytree(folder / "hf", tmp_path / "hf")
+    # Of one that is broken, they are not finite.
+    shard = next(
+        path for path in (tmp_path / "hf").glob("*.safetensors") if NORM in load_file(path)
+    )
+    tensors = load_file(shard)
+    tensors[NORM][3] = float("nan")
+    save_file(tensors, shard, metadata={"format": "pt"})
+    pair = f"{folder}/hf", f"{tmp_path}/nan"
+    assert cli.main(["convert", "hf-to-megatron", f"{tmp_path}/hf", pair[1]]) == 0
+    assert cli.main(["convert", "verify", *pair, *words]) == 1
+    assert "logits of DST are not finite at 256 of 256 positions" in capsys.readouterr().out
     shard = sorted((tmp_path / "hf").glob("*.safetensors"))[1]
     shard.unlink()
     assert cli.main(["convert", "verify", f"{tmp_path}/hf", f"{folder}/meg", *words]) == 2
