@@ -152,6 +152,17 @@ def test_all_kinds_of_input_give_the_same(kind, prepare, documents, tmp_path):
     assert ids(tmp_path / "out") == in_order([ids_of(text) for text in documents], SEQ)
 
 
+@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "mds"])
+def test_names_in_capitals_are_read_as_others(kind, prepare, documents, tmp_path):
+    folder = as_files(kind, documents, tmp_path / "in")
+    for path in [path for path in folder.rglob("*.*") if path.name != "index.json"]:
+        path.rename(path.with_name(path.name.upper()))
+    for index in folder.rglob("index.json"):
+        index.write_text(index.read_text().replace("shard.00000.mds", "SHARD.00000.MDS"))
+    assert prepare(folder, **IN_ORDER, part_bytes=20000) == 0
+    assert ids(tmp_path / "out") == in_order([ids_of(text) for text in documents], SEQ)
+
+
 def test_lines_are_read_once_wherever_parts_begin(documents, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", documents[:40])
     size = path.stat().st_size
@@ -184,7 +195,7 @@ def test_folder_leaves_out_what_is_no_text_and_says_so(prepare, documents, tmp_p
     about = report(tmp_path / "out")
     assert (about["skipped_files"], about["left_out_in_folders"]) == (2, 5)
     shown = capsys.readouterr().out
-    assert "logo.png" in shown and "5 hidden files and links" in shown
+    assert "logo.png" in shown and "5 hidden files, links and" in shown
 
 
 def test_joined_folder_is_one_document(prepare, tmp_path):

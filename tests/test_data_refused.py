@@ -31,7 +31,15 @@ BROKEN = {
         (b'{"input_ids": [1, 2], "indices": 5}', ["line 1", "indices", "2 tokens"]),
         (b'{"input_ids": [1, 99999999999999999999]}', ["line 1", "input_ids", "list"]),
         (b'{"text": "\\ud800"}', ["line 1", "cannot be tokenized"]),
+        (b"[" * 200000, ["line 1", "not JSON", "recursion"]),
+        (b'{"text": {}}', ["line 1", "text", "dict"]),
+        (b'{"text": false}', ["line 1", "text", "bool"]),
+        *(
+            (b'{"input_ids": [1, 2], "indices": [[0, %s], [1, 2]]}' % end, ["line 1", "indices"])
+            for end in (b"Infinity", b"1e400", b"NaN", b"1.5", b'"1"')
+        ),
         (b"", ["a.jsonl", "empty"]),
+        (b'{"text": null}\n{"text": ""}\n', ["no documents", "2 are empty"]),
         (b'{"text": ""}\n', ["no documents", "1 are empty"]),
         (b'{"text": "few tokens"}\n', ["--seq-length is 256", "10 tokens"]),
     ],
@@ -40,6 +48,7 @@ BROKEN = {
         # With the time in it, the test's name would not be the same in all of pytest's workers.
         (gzip.compress(b'{"text": "abc"}\n' * 99, mtime=0)[:-9], ["a.jsonl.gz", "decompressed"]),
     ],
+    "a.JSONL.GZ": [(b"no gzip", ["a.JSONL.GZ", "gzip"])],
     "a.jsonl.zst": [(b"no zstd", ["a.jsonl.zst"])],
     "a.parquet": [(b"PAR1 not", ["a.parquet", "pyarrow"])],
     "a.txt": [(b"\xff\xfe", ["a.txt", "UTF-8", "byte 0"]), (b"", ["a.txt", "empty"])],
@@ -84,10 +93,47 @@ def test_broken_shards_are_named(prepare, tmp_path, capsys):
         "column_sizes": ([], ["version 2"]),
         "version": (1, ["version 2"]),
     }
+    says = ["index.json", "does not say"]
+    for name, value in {
+        "samples": [None, "2", 2.0],
+        "column_sizes": [["x"], [True], 5],
+        "column_encodings": [[5], "t"],
+        "column_names": [[5], {"text": 1}],
+    }.items():
+        changes |= {(name, repr(one)): (one, [name, *says]) for one in value}
     for name, (value, words) in changes.items():
+        name = name if isinstance(name, str) else name[0]
         wrong = {**about["shards"][0], name: value}
         index.write_text(json.dumps({"shards": [wrong]}))
         refused(capsys, ["shard.00000.mds", *words], prepare(folder, output="b"))
+    del about["shards"][0]["samples"]
+    index.write_text(json.dumps(about))
+    refused(capsys, ["shard.00000.mds", "samples", *says], prepare(folder, output="b"))
+    index.write_text("[" * 200000)
+    refused(capsys, ["shard.00000.mds", *says], prepare(folder, output="b"))
+
+
+@pytest.mark.parametrize(
+    "encoding", ["ndarray:uint16:2:3", "ndarray:uint16:x", "ndarray:uint16:99"]
+)
+def test_broken_arrays_of_shards_are_named(encoding, prepare, tmp_path, capsys):
+    folder = write_mds(
+        tmp_path / "books", [{"input_ids": [1] * 300}], {"input_ids": "ndarray:uint16"}
+    )
+    index = folder / "index.json"
+    index.write_text(index.read_text().replace("ndarray:uint16", encoding))
+    refused(capsys, ["shard.00000.mds", "broken"], prepare(folder))
+
+
+def test_parquet_columns_of_other_types_are_named(prepare, tmp_path, capsys):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    for value, kind in (({"a": 1}, "dict"), (b"", "bytes"), ([{"a": 1}], "ndarray")):
+        parquet.write_table(pyarrow.table({"text": ["few", value][1:]}), tmp_path / "a.parquet")
+        refused(
+            capsys, ["a.parquet, row 0", f"text of type {kind}"], prepare(tmp_path / "a.parquet")
+        )
 
 
 OPTIONS = [
@@ -100,6 +146,9 @@ OPTIONS = [
     ({"eod": "<none>"}, ["--eod is <none>"]),
     ({"pack": "as-is", "long_only": 5}, ["--long-only", "as-is"]),
     ({"join": True}, ["--join"]),
+    ({"no_shuffle": True, "seed": 1234}, ["--seed is 1234", "--no-shuffle"]),
+    ({"no_shuffle": True, "buffer": 5}, ["--buffer is 5", "--no-shuffle"]),
+    ({"format": "text", "text_field": "body"}, ["--text-field is body", "leave it out"]),
     ({"text_field": "body"}, ["line 1", "no body", "id, text"]),
 ]
 

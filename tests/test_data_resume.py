@@ -95,7 +95,7 @@ def test_parts_of_other_input_or_broken_ones_are_not_used(prepare, documents, tm
     again = {"keep_parts": True, "part_bytes": 5000, "overwrite": True, **IN_ORDER}
     tokens = sorted((tmp_path / "out.parts").glob("*.tokens"))
     tokens[1].write_bytes(tokens[1].read_bytes()[:-2])
-    (tmp_path / "out.parts" / "abc.tokens.partial").write_text("half")
+    (tmp_path / "out.parts" / f"{tokens[1].stem}.tokens.partial").write_text("half")
     capsys.readouterr()
     assert prepare(given, **again) == 0
     assert f"going on: {len(tokens) - 1} of {len(tokens)}" in capsys.readouterr().err

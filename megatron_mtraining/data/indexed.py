@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from .options import beside
+from .outputs import CACHED, FINAL, beside, cache
 from .parts import cannot_write, written
 
 
@@ -30,7 +29,7 @@ def write(prefix: Path, samples: Iterable[np.ndarray], dtype, report) -> None:
     """
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    final = {suffix: beside(prefix, suffix) for suffix in (".bin", ".json", ".idx")}
+    final = {suffix: beside(prefix, suffix) for suffix in FINAL}
     partial = {suffix: beside(prefix, f"{suffix}.partial") for suffix in final}
     builder = None
     try:
@@ -62,7 +61,9 @@ def write(prefix: Path, samples: Iterable[np.ndarray], dtype, report) -> None:
 
 def forget_cached(prefix: Path) -> None:
     """Remove what Megatron has kept of an earlier dataset of this name: it would be taken for ours."""
-    shutil.rmtree(prefix / "cache" / "GPTDataset_indices", ignore_errors=True)
-    for folder in (prefix / "cache", prefix):
-        with suppress(OSError):  # it is not there, or has other things in it
+    kept = list(cache(prefix).glob(CACHED))
+    for path in kept:
+        path.unlink()
+    for folder in (cache(prefix), prefix / "cache", prefix) if kept else ():
+        with suppress(OSError):  # it has other things in it
             folder.rmdir()

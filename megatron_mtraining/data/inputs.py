@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..config import ConfigError
 from .options import Options, require
+from .outputs import Output
 
 RECORDS = {
     ".jsonl": "jsonl",
@@ -36,6 +37,14 @@ REFUSED = {
     ".idx": "if it is Megatron's dataset already, give it to --data-path",
 }
 """What we do not read, and would not want to be left out unseen or taken for a source file."""
+
+
+_COLUMNS = {
+    "column_names": (str,),
+    "column_encodings": (str,),
+    "column_sizes": (int, type(None)),
+}
+"""What index.json says of the columns of a Mosaic data shard, and of which types."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,8 @@ class Inputs:
     Attributes:
         parts: of all files, in order.
         files: path, bytes and time of change of each.
-        left_out: what was found in folders and is hidden, a link to what is there too, or no file.
+        left_out: what was found in folders and is hidden, a link to what is there too, no file, or the parts
+            of a run that was interrupted. Files of this run's own output are not counted.
     """
 
     parts: list[Part]
@@ -82,14 +92,18 @@ def find(options: Options) -> Inputs:
         ConfigError: one is missing, empty, given twice or of a kind that is not supported.
     """
     found, seen, left_out = [], set(), 0
+    output = Output(options.output)
     for path in options.inputs:
-        if path.is_dir():
-            files, others = _in_folder(path)
+        # os.path's, not Path's: they are False for a name that is too long.
+        if os.path.isdir(path):
+            files, others = _in_folder(path, output)
             left_out += others
             if not files:
                 raise ConfigError(f"INPUT is {path}, a folder without files")
             named = False
-        elif path.exists():
+        elif os.path.exists(path):
+            if output.holds(path):
+                raise _overwritten(path, output)
             files, named = [path], True
         else:
             raise ConfigError(f"INPUT is {path}, which does not exist")
@@ -103,6 +117,11 @@ def find(options: Options) -> Inputs:
             found.append((file, kind, named, joined))
     if options.join and not any(joined for *_, joined in found):
         raise ConfigError("--join is given, but no INPUT is a folder with text files: leave it out")
+    if options.text_field is not None and all(kind == "text" for _, kind, *_ in found):
+        raise ConfigError(
+            f"--text-field is {options.text_field}, but all files of the INPUT are text, which has no "
+            "fields: leave it out, or say with --format what they are"
+        )
     _check_packages(found)
     about = []
     for file, *_ in found:
@@ -114,20 +133,30 @@ def find(options: Options) -> Inputs:
     return Inputs(_parts(found, about, options.part_bytes), about, left_out)
 
 
-def _in_folder(folder: Path) -> tuple[list[Path], int]:
+def _overwritten(file: Path, output: Output) -> ConfigError:
+    return ConfigError(
+        f"INPUT has {file}, which --output {output.prefix} would replace or remove: name another prefix"
+    )
+
+
+def _in_folder(folder: Path, output: Output) -> tuple[list[Path], int]:
     files, left_out = [], 0
     inside = os.path.join(os.path.realpath(folder), "")
     for path, folders, names in os.walk(folder):
         kept = [name for name in sorted(folders) if not name.startswith(".")]
         kept = [name for name in kept if not os.path.islink(os.path.join(path, name))]
+        kept = [name for name in kept if not output.of_another_run(Path(path, name))]
         left_out += len(folders) - len(kept)
         folders[:] = kept
-        shards = any(name.endswith(".mds") for name in names)
+        shards = any(name.lower().endswith(".mds") for name in names)
         for name in sorted(names):
             file = Path(path, name)
             again = file.is_symlink() and os.path.realpath(file).startswith(inside)
             if name.startswith(".") or again or not file.is_file():
                 left_out += 1
+            elif output.holds(file):
+                if not output.is_of_a_run(file):
+                    raise _overwritten(file, output)
             elif not (shards and name == "index.json"):  # which says how to read them
                 files.append(file)
     return files, left_out
@@ -154,10 +183,16 @@ def _kind(file: Path, format: str, named: bool) -> str:
     return "text"
 
 
+def compression(name: str | Path) -> str:
+    """The suffix of a compressed file, or nothing."""
+    suffix = Path(name).suffix.lower()
+    return suffix if suffix in (".gz", ".zst") else ""
+
+
 def _check_packages(found) -> None:
     if any(kind == "parquet" for _, kind, *_ in found):
         require("pyarrow")
-    if any(kind == "jsonl" and file.suffix == ".zst" for file, kind, *_ in found):
+    if any(kind == "jsonl" and compression(file) == ".zst" for file, kind, *_ in found):
         require("zstandard")
 
 
@@ -189,7 +224,7 @@ def _parts(found, about, part_bytes: int) -> list[Part]:
         elif kind == "mds":
             shard_entry(file)
             parts.append(Part(kind, (name,), 0, -1, length, named))
-        elif file.suffix in (".gz", ".zst"):
+        elif compression(file):
             parts.append(Part(kind, (name,), 0, -1, length, named))
         else:
             for start in range(0, length, part_bytes):
@@ -229,11 +264,15 @@ def shard_entry(file: Path) -> dict:
         (entry,) = [one for one in shards if one["raw_data"]["basename"] == file.name]
         size = entry["raw_data"]["bytes"]
         known = (entry["format"], entry["version"]) == ("mds", 2)
-        columns = [entry[name] for name in ("column_names", "column_encodings", "column_sizes")]
-        complete = len({len(column) for column in columns}) == 1
+        for name, types in _COLUMNS.items():
+            if type(entry[name]) is not list or any(type(v) not in types for v in entry[name]):
+                raise ValueError(f"{name} is {entry[name]!r}")
+        if type(entry["samples"]) is not int:
+            raise ValueError(f"samples is {entry['samples']!r}")
+        complete = len({len(entry[name]) for name in _COLUMNS}) == 1
     except FileNotFoundError:
         raise ConfigError(f"INPUT has {file} without {index.name} beside it") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"INPUT has {file}, but {index} does not say how to read it ({error!r})"
         ) from None

@@ -10,12 +10,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..config import ConfigError
+from .outputs import PARTS, Output, beside, prefix_of
 
 EXTRA = "megatron-mtraining[data]"
 FORMATS = ("auto", "jsonl", "parquet", "text", "mds")
 PACKS = ("best-fit", "in-order", "as-is")
 LONGER = ("cut", "drop", "error")
 PART_BYTES = 32 * 2**20
+SEED, BUFFER = 1234, 100000
 INT32 = 2**31 - 1
 
 
@@ -49,12 +51,7 @@ class Options:
     @property
     def parts(self) -> Path:
         """The folder of what is done so far."""
-        return beside(self.output, ".parts")
-
-
-def beside(prefix: Path, suffix: str) -> Path:
-    """A file whose name is the prefix's, as it stands, and ``suffix``."""
-    return prefix.with_name(prefix.name + suffix)
+        return beside(self.output, PARTS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = (
         "PREFIX.bin, PREFIX.idx and the report PREFIX.json are written: --data-path of the training"
     )
-    add("--output", type=Path, required=True, metavar="PREFIX", help=what)
+    # Not a Path, which would drop a slash at the end.
+    add("--output", required=True, metavar="PREFIX", help=what)
     what = "of all files; auto goes by their names (%(default)s)"
     add("--format", choices=FORMATS, default="auto", help=what)
     what = "of records: text, or a list of token ids (text, or input_ids where there is no text)"
@@ -91,9 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--long-only", type=int, default=0, metavar="MIN", help=what)
     what = "keep the documents in the order of the input"
     add("--no-shuffle", dest="shuffle", action="store_false", help=what)
-    add("--seed", type=int, default=1234, help="of the shuffling (%(default)s)")
-    what = "documents that shuffling chooses among at a time (%(default)s)"
-    add("--buffer", type=int, default=100000, metavar="N", help=what)
+    add("--seed", type=int, metavar="N", help=f"of the shuffling ({SEED})")
+    what = f"documents that shuffling chooses among at a time ({BUFFER})"
+    add("--buffer", type=int, metavar="N", help=what)
     add("--workers", type=int, metavar="N", help="processes that tokenize (one a core)")
     what = "of input that are tokenized, or lost by an interruption, at a time (%(default)s)"
     add("--part-bytes", type=int, default=PART_BYTES, metavar="N", help="bytes " + what)
@@ -121,39 +119,25 @@ def options_from(values: argparse.Namespace) -> Options:
         given = {"--long-only": values.long_only, "--longer": values.longer != "cut"}
         for name in [name for name, value in given.items() if value]:
             raise ConfigError(f"{name} has no meaning with --pack as-is: leave one of the two out")
+    for name in () if values.shuffle else ("seed", "buffer"):
+        if getattr(values, name) is not None:
+            raise ConfigError(
+                f"--{name} is {getattr(values, name)}, which has no meaning with --no-shuffle: leave one of "
+                "the two out"
+            )
     fields = dict(vars(values))
     fields = {name: fields[name] for name in Options.__dataclass_fields__}
     fields["workers"] = values.workers or _cores()
-    options = Options(**fields)
-    _check_output(options)
-    return options
+    fields["seed"] = SEED if values.seed is None else values.seed
+    fields["buffer"] = values.buffer or BUFFER
+    fields["output"] = prefix_of(os.fspath(values.output))
+    Output(fields["output"]).check(values.overwrite)
+    return Options(**fields)
 
 
 def _cores() -> int:
     """That this process may use, where the system says so."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _check_output(options: Options) -> None:
-    output = options.output
-    if not output.name or str(output).endswith(os.sep):
-        raise ConfigError(f"--output is {output}: give a prefix of files, such as data/books")
-    for suffix in (".bin", ".idx"):
-        if output.suffix == suffix:
-            raise ConfigError(f"--output is {output}: leave {suffix} out, both files get their own")
-    if not output.parent.is_dir():
-        raise ConfigError(f"--output is {output}, but the folder {output.parent} does not exist")
-    if not os.access(output.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"--output is {output}, but {output.parent} cannot be written to")
-    # A .bin without .idx is what an interruption leaves at the very end, if the parts are there too.
-    there = [beside(output, ".idx")]
-    there += [] if options.parts.is_dir() else [beside(output, ".bin")]
-    for path in there:
-        if path.exists() and not options.overwrite:
-            raise ConfigError(
-                f"--output is {output}, but {path} exists: name another prefix, or replace it with "
-                "--overwrite"
-            )
 
 
 def require(*names: str) -> None:

@@ -2,7 +2,7 @@
 """The folder of what is done so far: token ids of each part of the input, and what was counted in it.
 
 A part is done when its .json is there, which is written last; every file is written under another name
-and then renamed.
+and then renamed. Files of other names are not ours: a folder with one is not used, and none is removed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
+import re
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import numpy as np
 from ..config import ConfigError
 
 LOCK = "lock"
+_OURS = re.compile(r"[0-9a-f]{32}\.(tokens|lengths|json)(\.partial)?")
 
 
 @contextmanager
@@ -61,6 +62,30 @@ class Parts:
     def __init__(self, folder: Path, keys: list[str]):
         self.folder, self.keys = folder, keys
 
+    @staticmethod
+    def begun(folder: Path) -> bool:
+        """Whether a run has opened the folder, and none removed it."""
+        return os.path.isfile(folder / LOCK)
+
+    @staticmethod
+    def foreign(folder: Path) -> Path | None:
+        """What is there and no run has written: something in the folder, or a file in its place."""
+        try:
+            names = sorted(os.listdir(folder))
+        except FileNotFoundError:
+            return None
+        except NotADirectoryError:
+            return folder
+        for path in (folder / name for name in names):
+            ours = path.name == LOCK or _OURS.fullmatch(path.name)
+            if not (ours and path.is_file()):
+                return path
+        return None
+
+    def _ours(self) -> list[Path]:
+        """Files of parts: of this run, or of another before it."""
+        return [path for path in self.folder.iterdir() if _OURS.fullmatch(path.name)]
+
     @contextmanager
     def opened(self):
         """Make the folder ready and hold it.
@@ -81,8 +106,9 @@ class Parts:
                     f"{self.folder} is in use by another run with the same --output: wait for it, or name "
                     "another prefix"
                 ) from None
-            for path in self.folder.glob("*.partial"):
-                path.unlink()
+            for path in self._ours():
+                if path.suffix == ".partial":
+                    path.unlink()
             yield self
         finally:
             os.close(lock)
@@ -130,10 +156,11 @@ class Parts:
 
     def remove(self, others: bool = False) -> None:
         """Remove the folder, or only ``others``: what is of no part of this run."""
-        if not others:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            return
-        keys = set(self.keys)
-        for path in self.folder.iterdir():
-            if path.name != LOCK and path.stem not in keys:
+        keys = set(self.keys) if others else set()
+        for path in self._ours():
+            if path.stem not in keys:
                 path.unlink()
+        if not others:
+            (self.folder / LOCK).unlink(missing_ok=True)
+            with suppress(OSError):  # somebody has put a file there since
+                self.folder.rmdir()

@@ -19,6 +19,7 @@ from .. import __version__
 from ..config import ConfigError
 from . import indexed, inputs, packing, tokenizer
 from .options import LONGER, Options, require
+from .outputs import WRITER
 from .parts import Parts
 from .readers import Place
 from .tally import Tally
@@ -238,6 +239,6 @@ def _report(options: Options, found: inputs.Inputs, loaded, tally: Tally, second
         "workers": options.workers,
         "part_bytes": options.part_bytes,
         "seconds": round(seconds, 1),
-        "megatron_mtraining": __version__,
+        WRITER: __version__,
     }
     return (json.dumps(about, indent=1) + "\n").encode()

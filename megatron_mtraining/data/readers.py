@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import operator
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ..config import ConfigError
-from .inputs import Part, shard_entry
+from .inputs import Part, compression, shard_entry
 
 TEXT, IDS, STRETCHES = "text", "input_ids", "indices"
 """Fields that are looked for; the last two as ProLong's packed sets have them."""
@@ -86,10 +87,12 @@ def _content(where: Place | str, record: Mapping, field: str | None):
         return ""
     if isinstance(value, str):
         return value
-    try:
-        ids = np.asarray(value) if len(value) else np.empty(0, np.int64)
-    except (TypeError, ValueError):
-        ids = None
+    ids = None
+    if isinstance(value, list | np.ndarray):
+        try:
+            ids = np.asarray(value) if len(value) else np.empty(0, np.int64)
+        except (TypeError, ValueError):
+            pass
     if ids is None or ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ConfigError(
             f"{where} has {present[0]} of type {type(value).__name__}: text or a list of token ids is "
@@ -100,7 +103,8 @@ def _content(where: Place | str, record: Mapping, field: str | None):
 
 def _taken_apart(where: Place, ids: np.ndarray, stretches) -> Iterator[np.ndarray]:
     try:
-        bounds = [(int(start), int(stop)) for start, stop in stretches]
+        # Not int(), which takes fractions, and fails in a way of its own for infinity.
+        bounds = [(operator.index(start), operator.index(stop)) for start, stop in stretches]
     except (TypeError, ValueError):
         bounds = [(-1, -1)]
     ends = [0, *(stop for _, stop in bounds)]
@@ -174,7 +178,7 @@ def _lines(part: Part, field: str | None) -> Iterator[tuple[Place, Mapping]]:
             try:
                 record = json.loads(line)
                 problem = None if isinstance(record, dict) else "is not a JSON object"
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 problem = f"is not JSON ({error})"
             if problem:
                 raise ConfigError(f"{Place(part, name, count)} {problem}: mend it or leave it out")
@@ -194,9 +198,10 @@ def _lines_before(name: str, start: int) -> int:
 
 
 def _opened(name: str):
-    if name.endswith(".gz"):
+    kind = compression(name)
+    if kind == ".gz":
         return gzip.open(name, "rb")
-    if name.endswith(".zst"):
+    if kind == ".zst":
         return _zstd(name)
     return open(name, "rb")
 
@@ -246,8 +251,11 @@ def _rows(part: Part, field: str | None) -> Iterator[tuple[Place, Mapping]]:
 
 def _values(column) -> Iterator:
     """Strings as strings, lists of numbers as arrays."""
+    import pyarrow
+
     for value in column:
-        inner = getattr(value, "values", None)
+        # Of a struct, `values` is a function.
+        inner = value.values if isinstance(value, pyarrow.ListScalar) else None
         if inner is None or not value.is_valid:
             yield value.as_py()
         elif hasattr(inner, "values"):  # a list of lists
@@ -273,7 +281,7 @@ def _samples(part: Part, field: str | None) -> Iterator[tuple[Place, Mapping]]:
             for number, (start, stop) in enumerate(zip(bounds, bounds[1:])):
                 where = Place(part, name, number)
                 yield where, _decoded(where, data[start:stop].tobytes(), columns, wanted)
-        except (ValueError, IndexError) as error:
+        except (ValueError, IndexError, TypeError, OverflowError) as error:
             raise ConfigError(f"{name} is broken: {error}") from None
 
 

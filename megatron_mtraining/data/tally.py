@@ -147,7 +147,8 @@ class Tally:
             text += f"\n\n{self.skipped_files} files that are no UTF-8 text were left out: {names}"
             text += ", ..." if self.skipped_files > 3 else ""
         if self.left_out:
-            text += f"\n\n{self.left_out} hidden files and links in folders were left out"
+            what = "hidden files, links and parts of unfinished runs"
+            text += f"\n\n{self.left_out} {what} in folders were left out"
         return text
 
 

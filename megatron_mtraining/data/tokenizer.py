@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ def load(path: Path, eod: str | None) -> Tokenizer:
     Raises:
         ConfigError: it cannot be read, or has no such token.
     """
-    if not path.exists():
+    if not os.path.exists(path):  # unlike Path's, False for a name that is too long
         raise ConfigError(f"--tokenizer is {path}, which does not exist: give {KINDS}")
     if path.suffix == ".model":
         found = _sentencepiece(path, eod)
