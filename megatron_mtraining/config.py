@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import get_args, get_type_hints
@@ -43,6 +43,11 @@ OPTIONAL = {
     "moba": (),
 }
 """Further settings that a policy has, which stay None unless given."""
+STEERED = dict(
+    target_recall=None, target_density=None, price_start=None, slash_refresh=1
+)  # fmt: skip
+"""Settings that move a price from step to step or keep slashes, of heads of policy price alone, and what
+leaves them off."""
 OF_ESTIMATOR = {
     "strata": dict(sample_strata=128, sample_rows=2),
     "last": dict(sample_rows=64),
@@ -73,11 +78,11 @@ class MTrainingConfig:
     2503.16428) or by means of keys. (default: price, but fixed if one of those two is given)"""
     price: float | None = None
     """Policy price: keys are kept whose share of attention, over their share of the pairs, is this or more.
-    0 keeps everything. (default: 0.25)"""
+    0 keeps everything, and takes no caps. (default: 0.25)"""
     coverage: float | None = None
-    """Policy coverage: the share of attention that columns are to hold, and diagonals, each by themselves. 1
-    keeps everything. What the published choice takes; with estimator strata much less will do. (default:
-    0.9)"""
+    """Policy coverage: the share of attention that columns are to hold, and diagonals, each by themselves,
+    within the caps; 1 keeps everything only if --mtraining-slash-cap is the sequence length or more. What the
+    published choice takes; with estimator strata much less will do. (default: 0.9)"""
     vertical: int | None = None
     """Policy fixed: key columns each query head keeps, the first ``sink`` columns counted in; the sequence
     length keeps everything. (default: 1000)"""
@@ -231,6 +236,15 @@ class MTrainingConfig:
                 )
         if self.vertical_cap is not None and self.vertical_cap < max(1, self.sink):
             raise ConfigError(f"{option('vertical_cap')} is {self.vertical_cap}: use 1 or more")
+        for name, usual in (
+            ("vertical_cap", OF_POLICY["price"]["vertical_cap"]),
+            ("slash_cap", None),
+        ):
+            if self.price == 0 and getattr(self, name) != usual:
+                raise ConfigError(
+                    f"{option(name)} is {getattr(self, name)}, but {option('price')} is 0, which keeps "
+                    "everything: leave one of them out"
+                )
         if self.held_out_rows and self.estimator == "last":
             raise ConfigError(
                 f"{option('held_out_rows')} is {self.held_out_rows}, but {option('estimator')} is last, "
@@ -294,6 +308,12 @@ class MTrainingConfig:
                 f"{option('overrides')} is {self.overrides} and {option('budgets')} is {self.budgets}: "
                 "give one file"
             )
+        for name, usual in {**dict.fromkeys(OPTIONAL["price"]), **STEERED}.items():
+            if self.budgets is not None and getattr(self, name) != usual:
+                raise ConfigError(
+                    f"{option(name)} is {getattr(self, name)}, but {option('budgets')} {self.budgets} has "
+                    "the budgets of all heads: leave one of them out"
+                )
 
     def shared(self, **policy) -> MTrainingConfig:
         """These settings with another policy: what is no policy's stays as it is."""
@@ -388,8 +408,11 @@ def _check_type(name: str, value, may_be_none: bool) -> None:
         return
     allowed = (int, float) if kind is float else kind
     wrong = not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool)
-    if wrong or (kind is float and not math.isfinite(value)):
+    # A whole number may be too large for a float, or for a tensor.
+    if wrong or (kind is float and not abs(value) <= sys.float_info.max):
         raise ConfigError(f"{option(name)} must be {TYPE_NAMES[kind]}, but is {value!r}")
+    if kind is int and abs(value) >= 2**63:
+        raise ConfigError(f"{option(name)} is {value}: use less than 2^63")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

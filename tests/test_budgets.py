@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 
 import pytest
@@ -25,6 +26,15 @@ def overrides(tmp_path, content, **others):
 
 def budgets(tmp_path, content, **others):
     return MTrainingConfig(budgets=written(tmp_path, content), **others)
+
+
+FIXED = ["vertical_and_slash", 1000, 6096, 0.98]
+
+
+def layer_of(count=HEADS, **changed):
+    return {str(head): FIXED for head in range(count)} | {
+        k.strip("h"): v for k, v in changed.items()
+    }
 
 
 def test_layers_and_heads_differ(tmp_path):
@@ -61,6 +71,104 @@ def test_yaml(tmp_path):
     path = written(tmp_path, "layers: [", "bad.yml")
     with pytest.raises(ConfigError, match="is not valid YAML"):
         check_files(MTrainingConfig(overrides=path), LAYERS, HEADS)
+
+
+@pytest.mark.parametrize(
+    ("layers", "named"),
+    [
+        ("1.5: {dense: true}", "layer 1.5: 1.5 is no number"),
+        ("true: {dense: true}", "layer True: True is no number"),
+        ('1: {dense: true}\n  "1": {price: 2}', "layer 1 is there twice"),
+        ("1: {dense: true}\n  1: {price: 2}", "has 1 twice in one object"),
+        ("1: " + 3000 * "[", "is nested too deeply"),
+    ],
+)
+def test_mistakes_in_yaml(tmp_path, layers, named):
+    pytest.importorskip("yaml")
+    path = written(tmp_path, f"layers:\n  {layers}\n", "file.yaml")
+    with pytest.raises(ConfigError) as raised:
+        check_files(MTrainingConfig(overrides=path), LAYERS, HEADS)
+    assert "--mtraining-overrides" in str(raised.value) and named in str(raised.value)
+    with pytest.raises(ConfigError, match="has 1, which is no setting"):
+        path = written(tmp_path, "1: 2\ncost: 3\n", "file.yaml")
+        check_files(MTrainingConfig(overrides=path), LAYERS, HEADS)
+
+
+def test_yaml_merges_what_it_refers_to(tmp_path):
+    pytest.importorskip("yaml")
+    text = "layers:\n  0: &usual {price: 0.2, vertical_cap: 9}\n  1: {<<: *usual, price: 0.3}\n"
+    config = MTrainingConfig(overrides=written(tmp_path, text, "file.yaml"))
+    settings = heads_of_layer(config, 1, LAYERS, HEADS)[0]
+    assert (settings.price, settings.vertical_cap) == (0.3, 9)
+
+
+def test_what_a_head_says_wins_over_a_dense_layer(tmp_path):
+    heads = {"0": {}, "1": {"dense": False}, "2": {"price": 0.2}, "3": {"dense": True}}
+    config = overrides(
+        tmp_path, {"layers": {"1": {"dense": True, "heads": heads}}}, price=0.5, vertical_cap=99
+    )
+    found = heads_of_layer(config, 1, LAYERS, HEADS)
+    assert [head.price for head in found] == [0, 0.5, 0.2, 0]
+    assert [head.keeps_all(4096) for head in found] == [True, False, False, True]
+    assert found[1].vertical_cap == found[2].vertical_cap == 99
+    content = {"layers": {"1": {"price": 0, "slash_floor": 7, "heads": heads}}}
+    config = MTrainingConfig(overrides=written(tmp_path, content, "other.json"), price=0.5)
+    found = heads_of_layer(config, 1, LAYERS, HEADS)
+    assert [head.price for head in found] == [0, 0.5, 0.2, 0]
+    assert [head.slash_floor for head in found] == [7, 7, 7, 0]
+
+
+def test_a_price_of_0_is_dense_whatever_the_run_caps_and_aims_at(tmp_path):
+    content = {"layers": {"1": {"price": 0}, "2": {"heads": {"1": {"price": 0}}}}}
+    for run in (dict(slash_cap=9, vertical_cap=99), dict(target_recall=0.9)):
+        config = overrides(tmp_path, content, **run)
+        assert all(head.keeps_all(4096) for head in heads_of_layer(config, 1, LAYERS, HEADS))
+        kept = [head.keeps_all(4096) for head in heads_of_layer(config, 2, LAYERS, HEADS)]
+        assert kept == [False, True, False, False]
+
+
+STEERING = [
+    dict(target_recall=0.95),
+    dict(target_density=0.05),
+    dict(price_start=2.0, price_steps=10),
+    dict(slash_refresh=10),
+]
+
+
+@pytest.mark.parametrize("steering", STEERING, ids=lambda given: next(iter(given)))
+def test_steering_that_no_head_follows_is_refused(steering, tmp_path):
+    first = f"--mtraining-{next(iter(steering)).replace('_', '-')} is "
+    with pytest.raises(ConfigError, match=f"{first}.*, but --mtraining-budgets .*file.json has"):
+        budgets(tmp_path, [layer_of()] * LAYERS, **steering)
+    every = {str(head): {"vertical": 9} for head in range(HEADS)}
+    layers = {"0": {"dense": True}, "1": {"coverage": 0.8}, "2": {"heads": every}}
+    config = overrides(tmp_path, {"layers": layers}, **steering)
+    with pytest.raises(ConfigError, match=f"{first}.*file.json leaves no head with policy price"):
+        check_files(config, LAYERS, HEADS)
+    check_files(overrides(tmp_path, {"layers": layers}), LAYERS, HEADS)  # nothing is steered
+    # A head of the layers named, or a layer that is not, follows.
+    del every["3"]
+    check_files(overrides(tmp_path, {"layers": layers}, **steering), LAYERS, HEADS)
+    del layers["2"]
+    check_files(overrides(tmp_path, {"layers": layers}, **steering), LAYERS, HEADS)
+
+
+def test_settings_that_a_file_of_budgets_would_overrule(tmp_path):
+    content = [layer_of()] * LAYERS
+    with pytest.raises(ConfigError, match="--mtraining-slash-cap is 9, but --mtraining-budgets"):
+        budgets(tmp_path, content, slash_cap=9)
+    heads = heads_of_layer(budgets(tmp_path, content, dense_steps=3), 0, LAYERS, HEADS)
+    assert heads[0].dense_steps == 3, "which holds for all policies"
+
+
+@pytest.mark.parametrize("floor", ["vertical_floor", "slash_floor"])
+def test_floors_of_layers_and_heads_fit_the_sequence(floor, tmp_path):
+    content = {"layers": {"1": {"heads": {"2": {floor: 600, "vertical_cap": 900}}}}}
+    config = overrides(tmp_path, content)
+    for fits in (600, None):
+        check_files(config, LAYERS, HEADS, fits)
+    with pytest.raises(ConfigError, match=f"file.json: layer 1, head 2 has {floor} 600.*512"):
+        check_files(config, LAYERS, HEADS, 512)
 
 
 @pytest.mark.parametrize("layers", [{"layers": {}}, {}])
@@ -107,6 +215,29 @@ def test_published_budgets(tmp_path):
         ({"layers": {"1": {"dense": "yes"}}}, "layer 1 has dense 'yes'"),
         ({"layers": {"1": {"policy": "best"}}}, "layer 1: --mtraining-policy is best"),
         ({"layers": {"1": {"vertical": 9, "coverage": 0.5}}}, "--mtraining-coverage is 0.5, but"),
+        ({"layers": {"1": {"price": None}}}, "layer 1 has price null: give a value"),
+        (
+            {"layers": {"1": {"dense": True, "price": -5}}},
+            "layer 1 has dense true and price -5, but",
+        ),
+        (
+            {"layers": {"1": {"dense": True, "policy": "foo"}}},
+            "has dense true and policy 'foo', but",
+        ),
+        (
+            {"layers": {"1": {"heads": {"2": {"price": 0, "slash_cap": 9}}}}},
+            "layer 1, head 2: --mtraining-slash-cap is 9, but --mtraining-price is 0",
+        ),
+        (
+            {"layers": {"1": {"dense": False, "price": 0}}},
+            "layer 1 has dense false, but a price of 0",
+        ),
+        ({"layers": {"00": {}}}, "layer 00: '00' is no number such as 0 or 12"),
+        ({"layers": {"1": {"heads": {"-1": {}}}}}, "layer 1, head -1: '-1' is no number"),
+        ('{"layers": {"1": {"price": 0.2}, "1": {}}}', "has '1' twice in one object"),
+        ('{"layers": {"1": {"price": 1' + 400 * "0" + "}}}", "--mtraining-price must be a number"),
+        ({"layers": {"1": {"vertical_cap": 2**63}}}, "use less than 2^63"),
+        (10**5 * "[", "is nested too deeply"),
     ],
 )
 def test_mistakes_in_overrides(tmp_path, content, named):
@@ -115,15 +246,6 @@ def test_mistakes_in_overrides(tmp_path, content, named):
         check_files(config, LAYERS, HEADS)
     assert "--mtraining-overrides" in str(raised.value) and "file.json" in str(raised.value)
     assert named in str(raised.value)
-
-
-FIXED = ["vertical_and_slash", 1000, 6096, 0.98]
-
-
-def layer_of(count=HEADS, **changed):
-    return {str(head): FIXED for head in range(count)} | {
-        k.strip("h"): v for k, v in changed.items()
-    }
 
 
 @pytest.mark.parametrize(
@@ -150,6 +272,17 @@ def layer_of(count=HEADS, **changed):
             [layer_of(h1=["vertical_and_slash", 2.5, 9])] * 3,
             "--mtraining-vertical must be a whole number",
         ),
+        ([layer_of(h1=["vertical_and_slash", None, 4])] * 3, "layer 0, head 1 has vertical null"),
+        (
+            [layer_of(h1=["flex_vertical_and_slash", [None, 4], [None, 4]])] * 3,
+            "layer 0, head 1 has coverage null",
+        ),
+        (
+            [layer_of(h1=["flex_vertical_and_slash", [0.9, 4], [0.9, None]])] * 3,
+            "layer 0, head 1 has slash_cap null",
+        ),
+        ([layer_of(3, h9=FIXED)] * 3, "layer 0, head 9: the model has 4 query heads"),
+        ([layer_of(3, h01=FIXED)] * 3, "layer 0, head 01: '01' is no number"),
     ],
 )
 def test_mistakes_in_budgets(tmp_path, content, named):
@@ -157,6 +290,41 @@ def test_mistakes_in_budgets(tmp_path, content, named):
     with pytest.raises(ConfigError) as raised:
         check_files(config, LAYERS, HEADS)
     assert named in str(raised.value) and "file.json" in str(raised.value)
+
+
+def test_budgets_in_yaml_may_have_numbers_as_keys(tmp_path):
+    pytest.importorskip("yaml")
+    layer = "".join(f"  {head}: [vertical_and_slash, {head + 7}, 9]\n" for head in range(HEADS))
+    text = LAYERS * f"-\n{layer}"
+    config = MTrainingConfig(budgets=written(tmp_path, text, "file.yaml"))
+    assert [head.vertical for head in heads_of_layer(config, 2, LAYERS, HEADS)] == [7, 8, 9, 10]
+    config = MTrainingConfig(budgets=written(tmp_path, text + "  4: 5\n", "more.yaml"))
+    with pytest.raises(ConfigError, match=r"layer 2 has 5 heads \(0, 1, 2, 3, ...\), but"):
+        check_files(config, LAYERS, HEADS)
+
+
+@pytest.mark.parametrize("name", ["overrides", "budgets"])
+def test_a_file_that_is_no_text(name, tmp_path):
+    (tmp_path / "file.json").write_bytes(b"\xff\xfe")
+    config = MTrainingConfig(**{name: str(tmp_path / "file.json")})
+    with pytest.raises(ConfigError, match=f"--mtraining-{name} .*file.json is not UTF-8 text"):
+        check_files(config, LAYERS, HEADS)
+
+
+def test_what_coverage_1_keeps_is_up_to_the_caps():
+    text = "1 keeps everything only if --mtraining-slash-cap is the sequence length or more"
+    assert text in " ".join(inspect.getsource(MTrainingConfig).split())
+    assert not MTrainingConfig(policy="coverage", coverage=1.0).keeps_all(8192)
+    assert MTrainingConfig(policy="coverage", coverage=1.0, slash_cap=8192).keeps_all(8192)
+
+
+def test_a_price_of_0_takes_no_caps():
+    """It keeps everything; what a cap would be for is not to be guessed."""
+    for cap in ("vertical_cap", "slash_cap"):
+        name = f"--mtraining-{cap.replace('_', '-')}"
+        with pytest.raises(ConfigError, match=f"{name} is 9, but --mtraining-price is 0"):
+            MTrainingConfig(price=0.0, **{cap: 9})
+    assert MTrainingConfig(price=0.0).keeps_all(4096)
 
 
 def test_no_file():

@@ -35,6 +35,7 @@ def test_without_a_schedule_the_price_is_the_settings():
     assert steering.price(CPU) is None and not steering.dense and steering.chooses_slashes
     assert steering.now() == 0.4 and steering.state() is None
     assert Steering(MTrainingConfig(vertical=9)).now() is None
+    assert Steering(MTrainingConfig(budgets="file.json")).now() is None, "no head has one"
 
 
 def aimed(price=1.0, **target):

@@ -133,6 +133,8 @@ def config_from_args(args) -> MTrainingConfig:
         for name in SIZES
         if name not in values and (getattr(config, name) or 0) > seq_length
     }
+    if config.price == 0:  # which takes no cap, and needs none
+        cut.pop("vertical_cap", None)
     return replace(config, **cut)
 
 
@@ -197,10 +199,11 @@ def check_arguments(args) -> None:
         _check_budgets_alone(args)
         config = config_from_args(args)
         check_loss(args, config.loss_chunk, command_line=True)
-        check_files(config, getattr(args, "num_layers", None), args.num_attention_heads)
+        seq_length = args.seq_length or getattr(args, "encoder_seq_length", None)
+        layers, heads = getattr(args, "num_layers", None), args.num_attention_heads
+        check_files(config, layers, heads, seq_length)
         size = args.context_parallel_size
         inner = ranks_a_node(args, size, config.gathered_ranks, command_line=True)
-        seq_length = args.seq_length or getattr(args, "encoder_seq_length", None)
         first = not getattr(args, FILLED, False)
         if seq_length is not None:
             config.check_sequence(seq_length, size, inner)

@@ -189,7 +189,7 @@ class Steering:
 
     def now(self) -> float | None:
         """This step's price, the median where each head has one, read from the device; None without one."""
-        if self.config.policy != "price":
+        if self.config.policy != "price" or self.config.budgets is not None:
             return None
         if self._target is not None:
             state = self.state()

@@ -105,6 +105,43 @@ def test_files_are_checked_before_training(tmp_path):
         check_arguments(parse("--mtraining-overrides", "nowhere.json", num_layers=3))
 
 
+STEERING = ["--mtraining-target-recall 0.95", "--mtraining-target-density 0.05"]
+STEERING += ["--mtraining-slash-refresh 10"]
+STEERING += ["--mtraining-price-start 2.0 --mtraining-price-steps 10"]
+
+
+def test_files_fit_the_run_s_steering_and_sequence(tmp_path):
+    def given(content, *words, option="overrides", **others):
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
+        path.write_bytes(content)
+        words = [f"--mtraining-{option}", str(path), *words]
+        check_arguments(parse(*words, num_layers=1, **others))
+
+    heads = {str(head): ["vertical_and_slash", 1000, 6096, 0.9] for head in range(8)}
+    budgets, fixed = json.dumps([heads]).encode(), b'{"layers": {"0": {"policy": "fixed"}}}'
+    for words in STEERING:
+        refused = " is ".join(words.split()[:2]) + ", but .*[.]json"
+        with pytest.raises(ArgumentsError, match=f"{refused} has the budgets of all heads"):
+            given(budgets, *words.split(), option="budgets")
+        with pytest.raises(ArgumentsError, match=f"{refused} leaves no head with policy price"):
+            given(fixed, *words.split())
+    floor = b'{"layers": {"0": {"slash_floor": 600}}}'
+    given(floor, seq_length=1024)
+    with pytest.raises(ArgumentsError, match="slash_floor 600, more than --seq-length .512"):
+        given(floor, seq_length=512)
+    with pytest.raises(ArgumentsError, match="--mtraining-overrides .* is not UTF-8 text"):
+        given(b"\xff\xfe")
+
+
+def test_a_price_of_0_on_a_short_sequence():
+    check_arguments(args := parse("--mtraining-price", "0", seq_length=512))
+    once = dict(vars(args))
+    check_arguments(args)
+    assert vars(args) == once and config_from_args(args).keeps_all(512)
+    with pytest.raises(ArgumentsError, match="--mtraining-vertical-cap is 64, but .*price is 0"):
+        check_arguments(parse("--mtraining-price", "0", "--mtraining-vertical-cap", "64"))
+
+
 def test_a_flag():
     for words in ([], ["--mtraining-recompute-attention"]):
         args = parse(*words)
