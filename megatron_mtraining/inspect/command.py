@@ -47,6 +47,7 @@ def inspect(options: Options) -> None:
         ConfigError: see :func:`run`.
     """
     from .measure import held_out_rows
+    from .mixed import mixed_of
     from .output import all_or_nothing, write_json, write_settings
     from .results import Recommendation, numbers, summary
     from .sensitivity import check_sensitivity, measure_sensitivity
@@ -95,10 +96,14 @@ def inspect(options: Options) -> None:
             if options.sensitivity is not None:
                 sensitivity = measure_sensitivity(run_model, tokens, shape, options)
         measured = collected.measured()
-        recommended = Recommendation(measured)
+        recommended, mixed = Recommendation(measured), mixed_of(measured)
         seconds, memory = time.perf_counter() - loaded, peak_memory(options.device)
         text = summary(measured, recommended, options.target_recall)
         settings = recommended.settings_file()
+        if mixed is not None:
+            text += "\n" + mixed.summary()
+            text += ": the settings file has these" if options.mixed else " (--mixed)"
+            settings = mixed.settings_file() if options.mixed else settings
         if sensitivity is not None:
             text += "\n" + sensitivity.summary()
             settings = sensitivity.settings_file(options.base)
@@ -122,6 +127,8 @@ def inspect(options: Options) -> None:
             "megatron_mtraining": __version__,
             "torch": torch.__version__,
         }
+        if mixed is not None:
+            about["mixed"] = mixed.numbers()
         if sensitivity is not None:
             about["sensitivity"] = sensitivity.numbers() | {"settings": settings}
         write_json(folder / "results.json", numbers(measured, recommended, about))

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from ..config import ConfigError, MTrainingConfig
+from ..pattern.blocks import BLOCK_POLICIES
 
 EXTRA = "megatron-mtraining[inspect]"
 ROWS = 512
@@ -34,6 +35,7 @@ class Options:
     """None for as many as :data:`ROWS`, if there are so many."""
     policies: list[str] | None
     sensitivity: str | None
+    mixed: bool
     """Of what to measure how much predictions depend on its attention: layers, heads."""
     heads: list[tuple[int, int]]
     """(layer, head) of those to draw beside the ones that are chosen."""
@@ -74,6 +76,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "measure how far each of these, sparse alone, moves predictions; gives each a target by it"
     )
     add("--sensitivity", choices=("layers", "heads"), help=what)
+    what = (
+        "heads for which lists of blocks keep more for their pairs take them, in the settings file"
+    )
+    add("--mixed", action="store_true", help=what)
     what = "draw this head too, counted from 0; may be given several times"
     add("--head", action="append", default=[], metavar="LAYER:HEAD", help=what)
     add("--window", type=int, help="local window of all settings")
@@ -105,6 +111,8 @@ def options_from(values: argparse.Namespace) -> Options:
         raise ConfigError(f"--seq is {values.seq}: use 1 or more")
     if values.yarn is not None and not (values.yarn > 1 and math.isfinite(values.yarn)):
         raise ConfigError(f"--yarn is {values.yarn:g}: use a factor above 1, such as 4")
+    if not -(2**63) <= values.seed < 2**64:  # what torch's generators take
+        raise ConfigError(f"--seed is {values.seed}: use a number of at most 64 bits, such as 0")
     given = {"window": values.window, "block_size": values.block_size}
     base = {name: value for name, value in given.items() if value is not None}
     try:
@@ -117,6 +125,7 @@ def options_from(values: argparse.Namespace) -> Options:
             raise ConfigError(f"--text is {path}, which {problem}: give a text file")
     if values.tokenizer is not None and not values.tokenizer.exists():
         raise ConfigError(f"--tokenizer is {values.tokenizer}, which does not exist")
+    _check_mixed(values)
     device = _device(values.device)
     settings = values.settings or values.output / "settings.json"
     if settings.suffix in (".yaml", ".yml"):
@@ -135,6 +144,7 @@ def options_from(values: argparse.Namespace) -> Options:
         rows=values.rows,
         policies=values.policy,
         sensitivity=values.sensitivity,
+        mixed=values.mixed,
         heads=[_head(word) for word in values.head],
         base=base,
         device=device,
@@ -213,6 +223,20 @@ def _device(name: str | None) -> torch.device:
             found = f"{count} GPUs" if count else "no GPU"
             raise ConfigError(f"--device is {name}, but torch finds {found} here: use --device cpu")
     return device
+
+
+def _check_mixed(values: argparse.Namespace) -> None:
+    if not values.mixed:
+        return
+    if values.sensitivity is not None:
+        raise ConfigError(
+            "--mixed and --sensitivity each write the settings file: give one of them"
+        )
+    if values.policy and not ("price" in values.policy and {*BLOCK_POLICIES} & {*values.policy}):
+        raise ConfigError(
+            f"--policy is {' '.join(values.policy)}, but --mixed chooses between price and "
+            f"{' or '.join(BLOCK_POLICIES)}: add them to --policy, or leave it out"
+        )
 
 
 def _head(word: str) -> tuple[int, int]:

@@ -87,10 +87,10 @@ class MTrainingAttention(MegatronModule):
         self.cp_inner = ranks_a_node(config, size, gathered, command_line=False)
         sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
         _check_nodes(ring_of(self.cp_group, self.cp_inner), sizes, place)
-        self.density = DensityMeter()
         self.steering = self._steering(place)
         self.first_head = 0
         self.heads = self._own_heads(pg_collection, place)
+        self.density = DensityMeter(layer_number - 1, self.first_head)
         self._slashes: Tensor | None = None
         self.carries = recompute.enable(self)
 

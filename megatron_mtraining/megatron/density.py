@@ -5,6 +5,7 @@ log interval. And what a step's end moves: the price."""
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
 from dataclasses import dataclass
 
@@ -23,9 +24,13 @@ class DensityMeter:
 
     A layer's own mean, so that a layer that is recomputed, and so counted twice, weighs no more
     than one that is not.
+
+    Args:
+        layer: the layer's number in the whole model, from 0; first_head: that of its first head on this rank.
     """
 
-    def __init__(self):
+    def __init__(self, layer: int = 0, first_head: int = 0):
+        self.layer, self.first_head = layer, first_head
         self.total: Tensor | None = None
         self.count = 0
         _meters.add(self)
@@ -58,10 +63,16 @@ class Share:
 
 @dataclass(frozen=True)
 class Density:
-    """The share of causal pairs kept, and the share of attention that they have, on sampled rows."""
+    """The share of causal pairs kept, and the share of attention that they have, on sampled rows.
+
+    Attributes:
+        heads: both, of each layer and head of the model, means over ranks: float32 ``[2, layers, h]``, on
+            the CPU; NaN where none ran.
+    """
 
     density: Share
     recall: Share
+    heads: Tensor
 
     def line(self, iteration: int, price: float | None = None) -> str:
         """The line of the training log."""
@@ -77,25 +88,32 @@ class Density:
 def take_density() -> Density | None:
     """What all layers of all ranks have kept since the last call; a collective where there are
     several ranks. None if no layer has run."""
-    heads = [mean for mean in (meter.take() for meter in list(_meters)) if mean is not None]
-    if heads:
-        flat = torch.cat(heads, 1).float()
-        count = flat.new_full((1,), flat.shape[1])
-        sums = torch.cat([flat.sum(1), count])
-        ends = torch.cat([flat.amin(1), -flat.amax(1)])
-    else:  # a pipeline stage without attention
-        sums, ends = torch.zeros(3), torch.full((4,), float("inf"))
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        if "nccl" in torch.distributed.get_backend():
-            device = torch.device("cuda", torch.cuda.current_device())
-            sums, ends = sums.to(device), ends.to(device)
-        torch.distributed.all_reduce(sums)
-        torch.distributed.all_reduce(ends, op=torch.distributed.ReduceOp.MIN)
-    *totals, count = sums.tolist()
-    if not count:
+    found = [(meter, mean) for meter in list(_meters) if (mean := meter.take()) is not None]
+    several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    device = found[0][1].device if found else torch.device("cpu")
+    if several and "nccl" in torch.distributed.get_backend():
+        device = torch.device("cuda", torch.cuda.current_device())
+    ends = [(meter.layer + 1, meter.first_head + mean.shape[1]) for meter, mean in found]
+    shape = torch.tensor([(0, 0), *ends], device=device).amax(0)
+    if several:  # a pipeline stage has some of the layers, or none
+        torch.distributed.all_reduce(shape, op=torch.distributed.ReduceOp.MAX)
+    layers, heads = shape.tolist()
+    table = torch.zeros(3, layers, heads, device=device)
+    for meter, mean in found:
+        own = table[:, meter.layer, meter.first_head :][:, : mean.shape[1]]
+        own[:2] += mean
+        own[2] += 1
+    if several:
+        torch.distributed.all_reduce(table)
+    *totals, count = table.cpu()
+    if not count.any():
         return None
-    low, high = ends.view(2, 2).tolist()
-    return Density(*(Share(t / count, l, -h) for t, l, h in zip(totals, low, high)))
+    means = torch.stack(totals) / count
+    shares = (
+        Share(some.mean().item(), some.min().item(), some.max().item())
+        for some in means[:, count > 0]
+    )
+    return Density(*shares, means)
 
 
 def wrap_training_log(original):
@@ -127,6 +145,20 @@ def end_step(iteration: int) -> None:
     advance(iteration, device)
 
 
+def figures(density: Density) -> dict[str, float]:
+    """What TensorBoard and W&B get, by name: of all heads, and the mean of each layer's."""
+    values = {}
+    both = ("density", density.density), ("recall", density.recall)
+    for (name, share), layers in zip(both, density.heads.nanmean(2).tolist()):
+        values[f"mtraining-{name}/mean"] = share.mean
+        values[f"mtraining-{name}/lowest-head"] = share.lowest
+        values[f"mtraining-{name}/highest-head"] = share.highest
+        for number, mean in enumerate(layers):
+            if not math.isnan(mean):
+                values[f"mtraining-{name}-layers/{number:02d}"] = mean
+    return values
+
+
 def log_density(iteration: int) -> None:
     """Print and record density and recall since the last call; called by all ranks alike."""
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
@@ -144,17 +176,15 @@ def log_density(iteration: int) -> None:
                 f" [mtraining] iteration {iteration} | recall has fallen by {LOST} or more since slashes "
                 "were chosen: they are chosen anew in the next step"
             )
-    values = {}
-    for name, share in (("density", density.density), ("recall", density.recall)):
-        values[f"mtraining-{name}/mean"] = share.mean
-        values[f"mtraining-{name}/lowest-head"] = share.lowest
-        values[f"mtraining-{name}/highest-head"] = share.highest
+    values = figures(density)
     if price is not None:
         values["mtraining-price"] = price
     writer = get_tensorboard_writer()
     if writer:
         for name, value in values.items():
             writer.add_scalar(name, value, iteration)
+        for name, heads in zip(("density", "recall"), density.heads):
+            writer.add_histogram(f"mtraining-{name}/heads", heads[heads.isfinite()], iteration)
     wandb = get_wandb_writer()
     if wandb:
         wandb.log(values, iteration)

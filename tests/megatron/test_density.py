@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
+from ranks import run_ranks
 
 from megatron_mtraining.megatron import density as module
 from megatron_mtraining.megatron.density import DensityMeter, take_density
@@ -17,7 +18,7 @@ def no_meters():
 
 
 def test_means_over_calls_layers_and_heads():
-    first, second = DensityMeter(), DensityMeter()
+    first, second = DensityMeter(0), DensityMeter(2)
     first.add(torch.tensor([[0.1, 0.3], [0.3, 0.5]]), torch.tensor([[0.8, 0.6], [1.0, 0.8]]))
     second.add(torch.tensor([[0.6, 0.8]]))
     density = take_density()
@@ -26,11 +27,46 @@ def test_means_over_calls_layers_and_heads():
     assert share.lowest == pytest.approx(0.2) and share.highest == pytest.approx(0.8)
     assert density.recall.mean == pytest.approx((0.9 + 0.7 + 1 + 1) / 4)
     assert density.recall.lowest == pytest.approx(0.7)
+    assert density.heads.shape == (2, 3, 2) and density.heads[:, 1].isnan().all()
+    assert density.heads[0, 0].tolist() == pytest.approx([0.2, 0.4])
+    assert density.heads[1, 2].tolist() == [1, 1]
     assert take_density() is None, "taken"
 
 
+def ranks_of_two_stages(rank, world):
+    """Ranks 0 and 1 have half the heads each of layer 0, rank 2 has layer 1, rank 3 none."""
+    meters = [DensityMeter(0, 0), DensityMeter(0, 2), DensityMeter(1, 0)][rank : rank + 1]
+    for meter in meters:
+        heads = 4 if rank == 2 else 2
+        meter.add(
+            0.1 * (rank + 1) * torch.ones(1, heads), torch.tensor([[0.9, 0.8, 0.7, 0.6][:heads]])
+        )
+    density = take_density()
+    return density.density, density.recall, density.heads
+
+
+def test_every_layer_and_head_over_ranks():
+    found = run_ranks(4, ranks_of_two_stages)
+    for density, recall, heads in found:
+        assert heads[0].tolist() == [pytest.approx([0.1, 0.1, 0.2, 0.2]), pytest.approx([0.3] * 4)]
+        assert heads[1].tolist() == [
+            pytest.approx([0.9, 0.8, 0.9, 0.8]), pytest.approx([0.9, 0.8, 0.7, 0.6]),
+        ]  # fmt: skip
+        assert density == module.Share(*map(pytest.approx, (0.225, 0.1, 0.3)))
+        assert recall == module.Share(*map(pytest.approx, (0.8, 0.6, 0.9)))
+
+
+def test_figures_have_every_layer():
+    meter = DensityMeter(1)
+    meter.add(torch.tensor([[0.1, 0.3]]), torch.tensor([[0.8, 0.6]]))
+    figures = module.figures(take_density())
+    assert figures["mtraining-recall-layers/01"] == pytest.approx(0.7)
+    assert figures["mtraining-density/mean"] == pytest.approx(0.2)
+    assert not any(name.endswith("/00") for name in figures)
+
+
 def test_a_layer_that_is_recomputed_weighs_no_more():
-    once, twice = DensityMeter(), DensityMeter()
+    once, twice = DensityMeter(0), DensityMeter(1)
     once.add(torch.tensor([[0.2]]))
     for _ in range(2):
         twice.add(torch.tensor([[0.4]]))
@@ -46,7 +82,7 @@ def test_meters_of_deleted_models_are_gone():
 
 
 def test_line():
-    kept = module.Density(module.Share(0.0421, 0.01, 0.09), module.Share(0.95, 0.8, 1.0))
+    kept = module.Density(module.Share(0.0421, 0.01, 0.09), module.Share(0.95, 0.8, 1.0), None)
     line = (
         " [mtraining] iteration 10 | density 0.0421 (lowest head 0.0100, highest 0.0900) | recall 0.9500 "
         "(lowest head 0.8000)"
@@ -55,9 +91,9 @@ def test_line():
     assert kept.line(10, 0.25) == line + " | price 0.25"
 
 
-@pytest.mark.parametrize("backend", [AttnBackend.mtraining, AttnBackend.auto])
+@pytest.mark.parametrize("backend", ["mtraining", "auto"])
 def test_log_on_megatron_s_interval_and_only_in_our_runs(backend, monkeypatch):
-    args = SimpleNamespace(attention_backend=backend, log_interval=5)
+    args = SimpleNamespace(attention_backend=AttnBackend[backend], log_interval=5)
     monkeypatch.setattr(module, "training_arguments", lambda: args)
     logged, called = [], []
     monkeypatch.setattr(module, "log_density", logged.append)
@@ -73,5 +109,5 @@ def test_log_on_megatron_s_interval_and_only_in_our_runs(backend, monkeypatch):
     for iteration in range(2, 11):
         training_log({}, iteration=iteration)
     assert called == list(range(1, 11))
-    assert ended == (called if backend is AttnBackend.mtraining else [])
-    assert logged == ([1, 5, 10] if backend is AttnBackend.mtraining else [])
+    assert ended == (called if backend == "mtraining" else [])
+    assert logged == ([1, 5, 10] if backend == "mtraining" else [])
