@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import builtins
 import json
 import os
@@ -184,6 +185,10 @@ REFUSED = [
     (["--head", "x"], ["--head", "x", "LAYER:HEAD"]),
     (["--head", "7:0"], ["--head", "7:0", "2 layers"]),
     (["--window", "-1"], ["--window", "-1"]),
+    (["--window", "5000"], [": --window is 5000, more than the 1024 tokens", "--seq"]),
+    (["--seq", "192", "--block-size", "64"], [": there are 192 tokens, fewer than the 256 rows"]),
+    (["--seed", 23 * "9"], ["--seed is 999", "64 bits"]),
+    (["--seed", str(2**64)], ["--seed is 18446744073709551616"]),
     (["--block-size", "48"], ["--block-size", "48", "64"]),
     (["--device", "abacus"], ["--device", "abacus"]),
     (["--output", __file__], ["--output", __file__]),
@@ -209,6 +214,34 @@ def test_bad_values_end_in_one_error_before_weights_are_read(
     monkeypatch.chdir(tmp_path)
     refused(capsys, named, llama, *quick(words, tmp_path / "out"), *wrong)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("archive", "an archive of arrays (.npz): save the token ids alone"),
+        (b"", "numpy cannot read"),
+        (b"PK\x03\x04 broken", "numpy cannot read"),
+    ],
+)
+def test_token_ids_that_are_no_array(content, named, llama, tmp_path, capsys):
+    path = tmp_path / "ids.npy"
+    if content == "archive":
+        with path.open("wb") as file:
+            np.savez(file, ids=np.arange(2000))
+    else:
+        path.write_bytes(content)
+    refused(capsys, [f"--text is {path}", named], llama, *quick(path, tmp_path / "out"))
+    assert [left.name for left in tmp_path.iterdir()] == ["ids.npy"]
+
+
+def test_seeds_that_torch_takes(llama, words, tmp_path):
+    for seed in (2**64 - 1, -(2**63)):
+        args = argparse.ArgumentParser()
+        options.add_arguments(args)
+        given = quick(words, tmp_path / "out", "--seed", seed)
+        found = options.options_from(args.parse_args([str(llama), *map(str, given)]))
+        assert torch.Generator().manual_seed(found.seed) is not None
 
 
 def test_models_that_are_none(tmp_path, words, capsys):

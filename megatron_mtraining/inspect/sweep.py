@@ -96,8 +96,28 @@ def series_for(seq_length: int, base: dict, policies: list[str] | None = None) -
         found = [series for series in found if series.policy in policies]
     for series in found:
         for setting in series.settings:
-            MTrainingConfig(**setting).check_sequence(seq_length, 1)
+            _check(MTrainingConfig(**setting), seq_length)
     return found
+
+
+def _check(config: MTrainingConfig, seq_length: int) -> None:
+    """Raise :class:`ConfigError`, in words of this command's options, if settings do not fit the tokens."""
+    longer = "give a longer text, or a larger --seq"
+    if config.window > seq_length:
+        raise ConfigError(
+            f"--window is {config.window}, more than the {seq_length} tokens to run over: use at most "
+            f"{seq_length}, or {longer}"
+        )
+    if config.rows > seq_length and not config.keeps_all(seq_length):
+        raise ConfigError(
+            f"there are {seq_length} tokens, fewer than the {config.rows} rows that patterns are estimated "
+            f"from: {longer}"
+        )
+    try:
+        config.check_sequence(seq_length, 1)
+    except ConfigError as error:
+        text = str(error).replace("--seq-length", "--seq").replace("--mtraining-", "--")
+        raise ConfigError(text) from None
 
 
 def _budgets(seq_length: int, base: dict) -> list[dict]:

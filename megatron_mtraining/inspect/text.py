@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -43,8 +44,13 @@ def read_tokens(path: Path) -> np.ndarray:
     """Token ids from a .npy file of whole numbers, whatever its shape: int64 ``[n]``."""
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
         raise ConfigError(f"--text is {path}, which numpy cannot read: {error}") from None
+    if not isinstance(ids, np.ndarray):
+        ids.close()
+        raise ConfigError(
+            f"--text is {path}, an archive of arrays (.npz): save the token ids alone, with numpy.save"
+        )
     if ids.dtype.kind not in "iu":
         raise ConfigError(f"--text is {path}, an array of {ids.dtype}: token ids are whole numbers")
     return ids.reshape(-1)
