@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 
 from megatron_mtraining import ConfigError, MTrainingConfig
@@ -209,3 +211,39 @@ def test_slashes_are_chosen_every_so_many_steps_and_when_recall_falls():
     assert not steering.watch(0.95 - 2 * LOST)
     assert not Steering(MTrainingConfig()).watch(0.1)
     assert math.isclose(LOST, 0.02)
+
+
+def _refreshed(rank, world):
+    """Members of one layer's patterns between refreshes, as batch and length change."""
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_mtraining.megatron import MTrainingAttention
+
+    sizes = dict(num_layers=1, hidden_size=128, num_attention_heads=2, num_query_groups=1)
+    config = TransformerConfig(**sizes, attention_dropout=0.0, use_cpu_initialization=True)
+    sampled = dict(sample_strata=16, window=0, price=0.3)
+    config.mtraining = MTrainingConfig(block_size=64, slash_refresh=100, **sampled)
+    group = dist.group.WORLD if world > 1 else None
+    attention = MTrainingAttention(
+        config, 1, AttnMaskType.causal, "self", pg_collection=SimpleNamespace(cp=group)
+    )
+    torch.manual_seed(rank)
+    found = []
+    for step, (blocks, batch) in enumerate([(8, 1), (16, 1), (16, 1), (8, 1), (8, 2), (8, 2)]):
+        attention.steering.step = step
+        length = 64 * blocks // world
+        key = torch.randn(length, batch, 1, 64)
+        attention(4 * torch.randn(length, batch, 2, 64), key, torch.randn_like(key))
+        found.append(attention._slashes)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_slashes_of_another_length_or_batch_are_chosen_anew(world):
+    pytest.importorskip("megatron.core")
+    for found in run_ranks(world, _refreshed):
+        shapes = [tuple(member.shape) for member in found]
+        assert shapes == [(1, 2, 8), (1, 2, 16), (1, 2, 16), (1, 2, 8), (2, 2, 8), (2, 2, 8)]
+        assert torch.equal(found[1], found[2]) and torch.equal(found[4], found[5]), "kept else"
+        assert not torch.equal(found[0], found[3])

@@ -192,7 +192,11 @@ class MTrainingAttention(MegatronModule):
         """What of this step's choice is not in the settings."""
         steering = self.steering
         keeps = self.training and not steering.chooses_slashes and self._slashes is not None
-        fits = keeps and len(self._slashes) == query.shape[1]
+        # Those of other batches or sequence lengths do not fit, and are chosen anew.
+        world = 1 if self.cp_group is None else self.cp_group.size()
+        length, batch, heads, _ = query.shape
+        blocks = -(-length * world // self.mtraining.block_size)
+        fits = keeps and self._slashes.shape == (batch, heads, blocks)
         return dict(
             heads=self.heads,
             price=steering.price(
