@@ -142,14 +142,19 @@ if where == "written":
     torch_dist.write = lambda *args: (write(*args), pause())
 elif where == "writing":
     # In the middle of a tensor, inside torch's own writer.
-    count = []
-    note = torch_dist._Noting.write
-    def slow(self, data):
-        count.append(1)
-        if len(count) == 30:
-            pause()
-        return note(self, data)
-    torch_dist._Noting.write = slow
+    init = torch_dist._Noting.__init__
+    class Slow:
+        count = 0
+        def __init__(self, stream):
+            self.stream = stream
+        def write(self, data):
+            self.count += 1
+            if self.count == 30:
+                pause()
+            return self.stream.write(data)
+        def __getattr__(self, name):
+            return getattr(self.stream, name)
+    torch_dist._Noting.__init__ = lambda self, stream, files: init(self, Slow(stream), files)
 else:  # between taking the old target away and giving the new one its name
     rename = leftovers.Path.rename
     def slow(self, to):

@@ -96,7 +96,7 @@ def write(folder: Path, pieces: list[Piece], extra: list[str], advance) -> None:
 
 
 class _Files(FileSystem):
-    """Keeps what ended writing, a full disk or a signal: torch's zip writer raises an error of its own."""
+    """Keeps what ended writing, such as a full disk: torch's zip writer raises an error of its own."""
 
     error: BaseException | None = None
 
