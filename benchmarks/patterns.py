@@ -10,6 +10,8 @@ the share of them that keep less than 0.9.
 
 - ``price``, ``coverage``, ``fixed``: this package's policies. Estimator ``strata`` is the default, ``last``
   the published one, the last 64 rows. Budgets of ``fixed`` are cut to the length.
+- ``--samples 64x4 ...``: policy price with the default's rows beside so many stretches x rows, half of which
+  choose, and nothing else.
 - ``price`` with estimator ``oracle``: all rows choose, those that judge among them; at most
   ``--oracle-rows``, as masses are summed in 32 bits whose steps grow with the rows. The setting says how
   many.
@@ -36,7 +38,7 @@ import platform
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,9 +93,17 @@ class Case(NamedTuple):
         return self.policy, self.estimator
 
 
-def cases_for(seq: int, oracle_rows: int) -> list[Case]:
-    """All that is measured at a length of ``seq`` tokens."""
+def cases_for(seq: int, oracle_rows: int, samples: Sequence[tuple[int, int]] = ()) -> list[Case]:
+    """All that is measured at a length of ``seq`` tokens; with ``samples`` (strata, rows) the default beside
+    policy price with these alone."""
     cases = []
+    if samples:
+        for strata, rows in (None, None), *samples:
+            name = "strata" if strata is None else f"strata {strata} x {rows}"
+            for price in PRICES:
+                how = MTrainingConfig(price=price, sample_strata=strata, sample_rows=rows)
+                cases.append(Case("price", name, f"price {price:g}", how))
+        return cases
     for estimator in ("strata", "last"):
         for price in PRICES:
             how = MTrainingConfig(policy="price", estimator=estimator, price=price)
@@ -231,7 +241,7 @@ def rows_of(measured: Measured) -> list[dict]:
         "mixed, oracle choice": (True, True),
         "xattention, priced": (False, False),
     }
-    for name, (with_slashes, same_rows) in kinds.items():
+    for name, (with_slashes, same_rows) in kinds.items() if lists else ():
         for number in slashes:
             options = [number, *lists] if with_slashes else lists
             price = cases[number].how.price
@@ -359,7 +369,7 @@ class Progress:
 
 def run_model(run, tokens: Tensor, layers: int, options, title: str) -> tuple[Measured, int]:
     """Run a loaded model over tokens ``[s]``, and measure every n-th layer; also says by how many rows."""
-    cases = cases_for(len(tokens), options.oracle_rows)
+    cases = cases_for(len(tokens), options.oracle_rows, options.samples)
     estimated = [
         case.how
         for case in cases
@@ -451,6 +461,12 @@ def show(path: Path) -> None:
         print(f"\n{' '.join(map(str, about[:3]))}\n{summary(rows)}")
 
 
+def stretches(word: str) -> tuple[int, int]:
+    """``64x4`` as numbers."""
+    strata, _, rows = word.partition("x")
+    return int(strata), int(rows)
+
+
 def options_from(words: list[str] | None = None) -> argparse.Namespace:
     """The run that arguments ask for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -466,6 +482,8 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
     add("--rows", type=int, default=512, help="query rows to judge by (%(default)s)")
     what = "rows that choose with estimator oracle, at most (%(default)s)"
     add("--oracle-rows", type=int, default=4096, metavar="N", help=what)
+    what = "nothing but policy price, with so many stretches x rows beside the default's"
+    add("--samples", type=stretches, nargs="+", default=[], metavar="SxR", help=what)
     add("--device", type=torch.device, help="cuda where there is a GPU, else cpu")
     add("--show", action="store_true", help="only print the tables of --output")
     add("--output", type=Path, default=record.RESULTS / "patterns.jsonl")

@@ -95,6 +95,13 @@ def test_what_is_measured(patterns):
     assert all(case.setting.endswith("all rows") for case in oracle)
     some = [case for case in patterns.cases_for(2048, 101) if case.estimator == "oracle"]
     assert all(case.how.rows == 100 and case.setting.endswith("100 of 2048 rows") for case in some)
+    few = patterns.cases_for(2048, 64, [(64, 4), (256, 1)])
+    assert [case.estimator for case in few[:: len(patterns.PRICES)]] == [
+        "strata", "strata 64 x 4", "strata 256 x 1",
+    ]  # fmt: skip
+    assert [case.how.rows for case in few[:: len(patterns.PRICES)]] == [256, 256, 256]
+    assert [case.how.held_out_rows for case in few[:: len(patterns.PRICES)]] == [1, 2, 0]
+    assert patterns.options_from(["--model", "m", "--samples", "64x4"]).samples == [(64, 4)]
     fixed = [case.how for case in cases if case.series == ("fixed", "last")]
     assert [(how.vertical, how.slash) for how in fixed] == [(1000, 100), (2048, 30), (1000, 2048)]
     longer = [case.how["top_k"] for case in patterns.cases_for(131072, 64) if case.policy == "moba"]
