@@ -7,6 +7,7 @@ import argparse
 import builtins
 import json
 import os
+import signal
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -342,6 +343,19 @@ def test_an_interrupted_run_leaves_nothing(llama, words, tmp_path, capsys, monke
     assert inspect(llama, *quick(words, tmp_path / "out")) == 130
     assert calls and not list(tmp_path.iterdir())
     assert "nothing was written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_run_that_is_ended_leaves_nothing(number, llama, words, tmp_path, capsys, monkeypatch):
+    """A scheduler's signal, which would end the process at once."""
+    monkeypatch.setattr(measure, "kept_mass", lambda *_: os.kill(os.getpid(), number))
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        assert inspect(llama, *quick(words, tmp_path / "out")) == 128 + number
+    finally:
+        signal.signal(number, before)
+    assert not list(tmp_path.iterdir())
+    assert f"ended by {number.name}; nothing was written" in capsys.readouterr().err
 
 
 def test_layers_whose_attention_is_special_are_refused(llama, tmp_path, words, capsys, monkeypatch):

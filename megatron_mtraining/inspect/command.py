@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import __version__
 from ..config import ConfigError, MTrainingConfig
+from ..signals import Ended, ends_as_exceptions
 from .options import Options, add_arguments, options_from
 
 __all__ = ["add_arguments", "run"]  # what megatron_mtraining.cli asks of a subcommand
@@ -28,7 +29,8 @@ def run(args) -> int:
     """
     options = options_from(args)
     try:
-        inspect(options)
+        with ends_as_exceptions():
+            inspect(options)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"the memory of {options.device} is not enough ({str(error).splitlines()[0]}): use a smaller "
@@ -37,6 +39,9 @@ def run(args) -> int:
     except KeyboardInterrupt:
         print("mtraining inspect: interrupted; nothing was written", file=sys.stderr)
         return 130
+    except Ended as end:
+        print(f"mtraining inspect: ended by {end.name}; nothing was written", file=sys.stderr)
+        return 128 + end.number
     return 0
 
 
