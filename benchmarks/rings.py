@@ -400,10 +400,11 @@ def parse(words: list[str] | None = None) -> tuple[argparse.Namespace, list[Case
         parser.error(f"--emulate-hosts needs GPUs, and ranks in groups of {RANKS_A_HOST}")
     if options.emulate_hosts and world == RANKS_A_HOST:
         parser.error(f"--emulate-hosts with {world} ranks is one host: use 4 ranks or more")
-    gpus = torch.cuda.device_count() if options.device == "cuda" else world
-    if gpus < (RANKS_A_HOST if options.emulate_hosts else world):
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    gpus = torch.cuda.device_count() if options.device == "cuda" else local
+    if gpus < (RANKS_A_HOST if options.emulate_hosts else local):
         parser.error(
-            f"{world} ranks on {gpus} GPU(s): NCCL takes one rank of a host for each; start as many ranks as "
+            f"{local} ranks on {gpus} GPU(s): NCCL takes one rank of a host for each; start as many ranks as "
             f"there are GPUs, or with --emulate-hosts and {RANKS_A_HOST} GPUs"
         )
     return options, cases
@@ -453,10 +454,11 @@ def main() -> None:
             sys.exit(str(error))
         hop = hop_gb_s(setting, 2**26 if options.device == "cuda" else 2**20)
         hosts = setting.world // RANKS_A_HOST if options.emulate_hosts else 1
-        gpus = torch.cuda.device_count() if options.device == "cuda" else setting.world
+        local = int(os.environ["LOCAL_WORLD_SIZE"])
+        gpus = torch.cuda.device_count() if options.device == "cuda" else local
         common = dict(
             hosts=hosts,
-            ranks_per_gpu=-(-setting.world // gpus),
+            ranks_per_gpu=-(-local // gpus),
             hop_gb_s=round(hop, 3),
             max_connections=os.environ[CONNECTIONS],
             versions=versions(options.device),

@@ -309,7 +309,8 @@ class MTrainingConfig:
                 "give one file"
             )
         for name, usual in {**dict.fromkeys(OPTIONAL["price"]), **STEERED}.items():
-            if self.budgets is not None and getattr(self, name) != usual:
+            as_usual = getattr(self, name) in (usual, OF_POLICY[self.policy].get(name))
+            if self.budgets is not None and not as_usual:
                 raise ConfigError(
                     f"{option(name)} is {getattr(self, name)}, but {option('budgets')} {self.budgets} has "
                     "the budgets of all heads: leave one of them out"

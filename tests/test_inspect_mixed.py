@@ -86,9 +86,9 @@ def test_a_run_writes_settings_that_training_takes(llama, words, tmp_path, capsy
     kinds = [
         head.policy
         for layer in range(LAYERS)
-        for head in heads_of_layer(config, layer, None, HEADS) or [config] * HEADS
+        for head in heads_of_layer(config, layer, LAYERS, HEADS) or [config] * HEADS
     ]
-    assert kinds.count("moba") == numbers["mixed"]["heads_with_lists"]
+    assert kinds.count("moba") == numbers["mixed"]["heads_with_lists"] > 0
 
 
 @pytest.mark.parametrize(

@@ -267,36 +267,38 @@ def test_nodes_that_are_no_hosts_are_refused_on_every_rank():
     assert len(set(said)) == 1 and "[2, 2, 2, 1]" in said[0]
 
 
-def run_with_advice(rank, world, hosts, inner):
+def run_with_advice(rank, world, cases):
     import warnings
 
     import megatron_mtraining.ring.transport as transport
 
-    transport.socket.gethostname = lambda: hosts[rank]
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        ring = Ring(dist.group.WORLD, inner)
-        advise_on_hosts(ring)
-        advise_on_hosts(ring)  # once
-    return [str(warning.message) for warning in found]
+    said = []
+    for hosts, inner in cases:
+        transport.socket.gethostname = lambda hosts=hosts: hosts[rank]
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            ring = Ring(dist.group.WORLD, inner)
+            advise_on_hosts(ring)
+            advise_on_hosts(ring)  # once
+        said.append([str(warning.message) for warning in found])
+    return said
 
 
 def test_gathering_over_hosts_is_advised_against_on_one_rank():
-    said = run_ranks(4, run_with_advice, ["a", "a", "b", "b"], None)
-    assert said[1:] == [[]] * 3 and len(said[0]) == 1
-    assert "4 context-parallel ranks" in said[0][0] and "a, b" in said[0][0]
-    assert "--hierarchical-context-parallel-sizes 2 2" in said[0][0]
-    said = run_ranks(4, run_with_advice, ["a", "b", "a", "b"], 2)
-    assert said[1:] == [[]] * 3 and "host after host" in said[0][0]
-    said = run_ranks(6, run_with_advice, list("aaabbb"), 2)
-    assert "--hierarchical-context-parallel-sizes 3 2" in said[0][0]
-    for hosts, inner in (
-        (["a"] * 4, None),
-        (["a", "a", "b", "b"], 2),
-        (["a", "a", "b", "b"], 1),
-        (["a", "b", "b", "b"], None),
-    ):
-        assert run_ranks(4, run_with_advice, hosts, inner) == [[]] * 4
+    two = "--hierarchical-context-parallel-sizes 2 2"
+    cases = {
+        ("aabb", None): ["4 context-parallel ranks", "a, b", two],
+        ("aabb", 4): [two],
+        ("abab", 2): ["host after host"],
+        ("aaaa", None): None, ("aabb", 2): None, ("aabb", 1): None, ("abbb", None): None,
+    }  # fmt: skip
+    first, *others = run_ranks(4, run_with_advice, list(cases))
+    assert others == [[[]] * len(cases)] * 3
+    for said, expected in zip(first, cases.values()):
+        assert len(said) == (expected is not None)
+        assert all(words in said[0] for words in expected or ())
+    said = run_ranks(6, run_with_advice, [("aaabbb", 2)])[0][0]
+    assert "--hierarchical-context-parallel-sizes 3 2" in said[0]
 
 
 def run_with_other_nodes(rank, world, inner):

@@ -91,7 +91,7 @@ CHOSEN=()
 [ -z "${PRICE:-}" ] || CHOSEN+=(PRICE)
 [ "${#CHOSEN[@]}" -le 1 ] || fail "${CHOSEN[0]} and ${CHOSEN[1]} are both set: each says what is kept, so give one"
 # Made-up tokens get fixed budgets: attention to them is even, and a price would keep nearly all of it.
-[ "${#CHOSEN[@]}" -eq 1 ] || [ -n "${DATA_PATH:-}" ] || VERTICAL=1000
+[[ " $*" == *" --mtraining-"* ]] || [ "${#CHOSEN[@]}" -eq 1 ] || [ -n "${DATA_PATH:-}" ] || VERTICAL=1000
 ATTENTION=(--attention-backend mtraining)
 if [ -n "${SETTINGS:-}" ]; then
   [ -f "$SETTINGS" ] || fail "there is no $SETTINGS: SETTINGS is a settings file of mtraining inspect"

@@ -142,6 +142,10 @@ class Target:
                 yield partial
                 self._put(partial)
             except OSError as error:
+                named = error.filename
+                if isinstance(named, str) and partial not in Path(named).parents:
+                    reason = error.strerror or error
+                    raise ConfigError(f"{named} cannot be read: {reason}") from None
                 raise self._cannot("written", error) from None
             finally:
                 shutil.rmtree(partial, ignore_errors=True)

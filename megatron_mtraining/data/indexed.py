@@ -41,9 +41,9 @@ def write(prefix: Path, samples: Iterable[np.ndarray], dtype, report) -> None:
             with open(partial[suffix], "rb") as file:
                 os.fsync(file.fileno())
         text = report()
+        forget_cached(prefix)  # first: where that fails, the old dataset is still there
         with suppress(FileNotFoundError):
             final[".idx"].unlink()
-        forget_cached(prefix)
         os.replace(partial[".bin"], final[".bin"])
         with written(final[".json"]) as file:
             file.write(text)

@@ -37,12 +37,19 @@ def run(args) -> int:
             "--seq, or --device cpu"
         ) from error
     except KeyboardInterrupt:
-        print("mtraining inspect: interrupted; nothing was written", file=sys.stderr)
+        print(f"mtraining inspect: interrupted; {_left(options)}", file=sys.stderr)
         return 130
     except Ended as end:
-        print(f"mtraining inspect: ended by {end.name}; nothing was written", file=sys.stderr)
+        print(f"mtraining inspect: ended by {end.name}; {_left(options)}", file=sys.stderr)
         return 128 + end.number
     return 0
+
+
+def _left(options: Options) -> str:
+    """What a run that was broken off has written."""
+    if options.output.exists() or options.settings.exists():
+        return f"what is in {options.output} and {options.settings} may be of an earlier run"
+    return "nothing was written"
 
 
 def inspect(options: Options) -> None:

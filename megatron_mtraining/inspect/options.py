@@ -35,8 +35,9 @@ class Options:
     """None for as many as :data:`ROWS`, if there are so many."""
     policies: list[str] | None
     sensitivity: str | None
-    mixed: bool
     """Of what to measure how much predictions depend on its attention: layers, heads."""
+    mixed: bool
+    """Whether heads take lists of blocks in the settings file."""
     heads: list[tuple[int, int]]
     """(layer, head) of those to draw beside the ones that are chosen."""
     base: dict

@@ -5,9 +5,8 @@ log interval. And what a step's end moves: the price."""
 from __future__ import annotations
 
 import inspect
-import math
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -67,12 +66,14 @@ class Density:
 
     Attributes:
         heads: both, of each layer and head of the model, means over ranks: float32 ``[2, layers, h]``, on
-            the CPU; NaN where none ran.
+            the CPU.
+        ran: which of them there were: bool ``[layers, h]``.
     """
 
     density: Share
     recall: Share
-    heads: Tensor
+    heads: Tensor = field(compare=False)
+    ran: Tensor = field(compare=False)
 
     def line(self, iteration: int, price: float | None = None) -> str:
         """The line of the training log."""
@@ -106,14 +107,14 @@ def take_density() -> Density | None:
     if several:
         torch.distributed.all_reduce(table)
     *totals, count = table.cpu()
-    if not count.any():
+    ran = count > 0
+    if not ran.any():
         return None
-    means = torch.stack(totals) / count
+    means = torch.stack(totals) / count.clamp(min=1)
     shares = (
-        Share(some.mean().item(), some.min().item(), some.max().item())
-        for some in means[:, count > 0]
+        Share(some.mean().item(), some.min().item(), some.max().item()) for some in means[:, ran]
     )
-    return Density(*shares, means)
+    return Density(*shares, means, ran)
 
 
 def wrap_training_log(original):
@@ -149,13 +150,13 @@ def figures(density: Density) -> dict[str, float]:
     """What TensorBoard and W&B get, by name: of all heads, and the mean of each layer's."""
     values = {}
     both = ("density", density.density), ("recall", density.recall)
-    for (name, share), layers in zip(both, density.heads.nanmean(2).tolist()):
+    for (name, share), heads in zip(both, density.heads):
         values[f"mtraining-{name}/mean"] = share.mean
         values[f"mtraining-{name}/lowest-head"] = share.lowest
         values[f"mtraining-{name}/highest-head"] = share.highest
-        for number, mean in enumerate(layers):
-            if not math.isnan(mean):
-                values[f"mtraining-{name}-layers/{number:02d}"] = mean
+        for number, (layer, ran) in enumerate(zip(heads, density.ran)):
+            if ran.any():
+                values[f"mtraining-{name}-layers/{number:02d}"] = layer[ran].mean().item()
     return values
 
 
@@ -184,7 +185,9 @@ def log_density(iteration: int) -> None:
         for name, value in values.items():
             writer.add_scalar(name, value, iteration)
         for name, heads in zip(("density", "recall"), density.heads):
-            writer.add_histogram(f"mtraining-{name}/heads", heads[heads.isfinite()], iteration)
+            heads = heads[density.ran & heads.isfinite()]
+            if len(heads):  # TensorBoard raises at none, and attention may be NaN
+                writer.add_histogram(f"mtraining-{name}/heads", heads, iteration)
     wandb = get_wandb_writer()
     if wandb:
         wandb.log(values, iteration)

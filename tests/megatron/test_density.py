@@ -27,7 +27,8 @@ def test_means_over_calls_layers_and_heads():
     assert share.lowest == pytest.approx(0.2) and share.highest == pytest.approx(0.8)
     assert density.recall.mean == pytest.approx((0.9 + 0.7 + 1 + 1) / 4)
     assert density.recall.lowest == pytest.approx(0.7)
-    assert density.heads.shape == (2, 3, 2) and density.heads[:, 1].isnan().all()
+    assert density.heads.shape == (2, 3, 2)
+    assert density.ran.tolist() == [[True] * 2, [False] * 2, [True] * 2]
     assert density.heads[0, 0].tolist() == pytest.approx([0.2, 0.4])
     assert density.heads[1, 2].tolist() == [1, 1]
     assert take_density() is None, "taken"
@@ -65,6 +66,24 @@ def test_figures_have_every_layer():
     assert not any(name.endswith("/00") for name in figures)
 
 
+def test_attention_that_is_nan_does_not_end_the_log(monkeypatch):
+    from megatron.training import global_vars
+
+    written = []
+    writer = SimpleNamespace(
+        add_scalar=lambda *given: written.append(given),
+        add_histogram=lambda name, values, _: written.append((name, values.tolist())),
+    )
+    monkeypatch.setattr(global_vars, "get_tensorboard_writer", lambda: writer)
+    monkeypatch.setattr(global_vars, "get_wandb_writer", lambda: None)
+    meter = DensityMeter()
+    meter.add(torch.tensor([[0.25, 0.5]]), torch.full((1, 2), float("nan")))
+    module.log_density(7)
+    names = [name for name, *_ in written]
+    assert ("mtraining-density/heads", [0.25, 0.5]) in written
+    assert "mtraining-recall/heads" not in names and "mtraining-recall-layers/00" in names
+
+
 def test_a_layer_that_is_recomputed_weighs_no_more():
     once, twice = DensityMeter(0), DensityMeter(1)
     once.add(torch.tensor([[0.2]]))
@@ -82,7 +101,9 @@ def test_meters_of_deleted_models_are_gone():
 
 
 def test_line():
-    kept = module.Density(module.Share(0.0421, 0.01, 0.09), module.Share(0.95, 0.8, 1.0), None)
+    kept = module.Density(
+        module.Share(0.0421, 0.01, 0.09), module.Share(0.95, 0.8, 1.0), None, None
+    )
     line = (
         " [mtraining] iteration 10 | density 0.0421 (lowest head 0.0100, highest 0.0900) | recall 0.9500 "
         "(lowest head 0.8000)"

@@ -129,6 +129,8 @@ def test_data_a_checkpoint_and_other_settings(recipe, recorder, megatron, tmp_pa
     assert args.padded_vocab_size == 151936, "whatever the tokenizer has"
     args = megatron(started(recorder, recipe, **environment))
     assert (args.mtraining_policy, args.mtraining_price) == ("price", 0.25)
+    args = megatron(started(recorder, recipe, "--mtraining-price", "0.3"))
+    assert (args.mtraining_policy, args.mtraining_price) == ("price", 0.3)
     args = megatron(started(recorder, recipe, PRICE="0.5"))
     assert (args.mtraining_policy, args.mtraining_price) == ("price", 0.5)
     args = megatron(started(recorder, recipe, RECALL="0.97"))
