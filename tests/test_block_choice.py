@@ -218,7 +218,8 @@ def check_strided(drawn, world, inner, block, stride, tolerance, first=0):
 def test_strided_interpreted(interpreter):
     drawn = operands(torch.float32, 512)
     one, two = (check_strided(drawn, *ranks, 64, 16, 1e-4) for ranks in ((1, 1), (2, 1)))
-    assert torch.equal(one, two)
+    # Not bit for bit: a row's bits from numpy's products depend on where in a tile it is.
+    torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
     check_strided(drawn, 2, 1, 64, 32, 1e-4, first=1)
 
 
