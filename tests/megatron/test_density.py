@@ -67,8 +67,7 @@ def test_figures_have_every_layer():
 
 
 def test_attention_that_is_nan_does_not_end_the_log(monkeypatch):
-    from megatron.training import global_vars
-
+    global_vars = pytest.importorskip("megatron.training.global_vars")
     written = []
     writer = SimpleNamespace(
         add_scalar=lambda *given: written.append(given),
