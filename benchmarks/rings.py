@@ -400,14 +400,19 @@ def parse(words: list[str] | None = None) -> tuple[argparse.Namespace, list[Case
         parser.error(f"--emulate-hosts needs GPUs, and ranks in groups of {RANKS_A_HOST}")
     if options.emulate_hosts and world == RANKS_A_HOST:
         parser.error(f"--emulate-hosts with {world} ranks is one host: use 4 ranks or more")
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    gpus = torch.cuda.device_count() if options.device == "cuda" else local
+    local, gpus = ranks_and_gpus(options.device)
     if gpus < (RANKS_A_HOST if options.emulate_hosts else local):
         parser.error(
             f"{local} ranks on {gpus} GPU(s): NCCL takes one rank of a host for each; start as many ranks as "
             f"there are GPUs, or with --emulate-hosts and {RANKS_A_HOST} GPUs"
         )
     return options, cases
+
+
+def ranks_and_gpus(device: str) -> tuple[int, int]:
+    """Of this machine; on CPUs each rank is taken to have one."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    return local, torch.cuda.device_count() if device == "cuda" else local
 
 
 def emulate_hosts() -> None:
@@ -454,8 +459,7 @@ def main() -> None:
             sys.exit(str(error))
         hop = hop_gb_s(setting, 2**26 if options.device == "cuda" else 2**20)
         hosts = setting.world // RANKS_A_HOST if options.emulate_hosts else 1
-        local = int(os.environ["LOCAL_WORLD_SIZE"])
-        gpus = torch.cuda.device_count() if options.device == "cuda" else local
+        local, gpus = ranks_and_gpus(options.device)
         common = dict(
             hosts=hosts,
             ranks_per_gpu=-(-local // gpus),

@@ -60,15 +60,19 @@ def _settle(environment: dict, output: str) -> None:
     torch.set_num_threads(1)
 
 
-def _entry(rank, world, folder, output, environment, function, arguments):
-    _settle(environment, output)
+def _meet(rank: int, world: int, folder: str, timeout: float) -> None:
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=TIMEOUT),
+        timeout=timedelta(seconds=timeout),
     )
+
+
+def _entry(rank, world, folder, output, environment, function, arguments):
+    _settle(environment, output)
+    _meet(rank, world, folder, TIMEOUT)
     try:
         torch.save(function(rank, world, *arguments), f"{folder}/result{rank}")
     finally:
@@ -92,10 +96,7 @@ def run_ranks(world, function, *arguments):
 
 def _to_its_end(rank, world, folder, output, environment, timeout, function, arguments):
     _settle(environment, output)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world,
-        timeout=timedelta(seconds=timeout),
-    )  # fmt: skip
+    _meet(rank, world, folder, timeout)
     try:
         function(rank, world, *arguments)
     except Exception as error:

@@ -232,6 +232,21 @@ def test_a_model_without_a_tokenizer(plain, tmp_path, capsys):
     assert template.read_text() == "{{ tools }}"
 
 
+def test_bits_are_compared_to_the_last_part(monkeypatch):
+    monkeypatch.setattr(torch_dist, "PART_BYTES", 100)
+    first = torch.randn(23, 4)
+    second, asked = first.clone(), []
+
+    def read(begin, end):
+        asked.append((begin, end))
+        return first[begin:end], second[begin:end]
+
+    assert torch_dist.same_bits(23, 16, read)
+    assert asked == [(0, 6), (6, 12), (12, 18), (18, 23)]
+    first[22, 3], second[22, 3] = 0.0, -0.0
+    assert not torch_dist.same_bits(23, 16, read)
+
+
 def test_an_output_layer_beside_a_tied_embedding(plain, tmp_path, capsys):
     """Dropped where it is the embedding, and refused where it is not."""
     folder = tmp_path / "hf"

@@ -211,12 +211,12 @@ def _to_hf(args) -> None:
 
 def _verify(args) -> int:
     from ..inspect.megatron_checkpoint import is_checkpoint
-    from ..inspect.options import _device
+    from ..inspect.options import device_of
     from .dtypes import NAMES
     from .hf_folder import write_json
     from .verify import Verify, as_json, as_text, verify
 
-    device = _device(args.device)
+    device = device_of(args.device)
     given = [(args.source, "SRC"), (args.target, "DST")]
     for folder, name in given:
         if not folder.is_dir():

@@ -17,7 +17,7 @@ from .families import Model, model_of
 from .hf_folder import Planned, copy_files, read_json, write_json, write_shards
 from .names import Mapped, mapped, part_of, places
 from .target import MODEL, Progress, Target
-from .torch_dist import PART_BYTES, Reader
+from .torch_dist import Reader, same_bits
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -163,13 +163,13 @@ def _check_tied(reader: Reader, model: Model, folder: Path, file: Path) -> None:
     """An output layer that was saved although it is the embedding has the embedding's bits."""
     if HEAD not in reader.tensors:
         return
-    same = reader.tensors[EMBEDDING] == reader.tensors[HEAD]
-    rows, step = model.padded_vocab, max(1, PART_BYTES // (4 * model.hidden))
-    for begin in range(0, rows if same else 0, step):
-        place = (begin, 0), (min(step, rows - begin), model.hidden)
-        first, second = (reader.read(key, *place) for key in (EMBEDDING, HEAD))
-        same = same and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
-    if not same:
+
+    def read(begin, end):
+        place = (begin, 0), (end - begin, model.hidden)
+        return tuple(reader.read(key, *place) for key in (EMBEDDING, HEAD))
+
+    alike = reader.tensors[EMBEDDING] == reader.tensors[HEAD]
+    if not (alike and same_bits(model.padded_vocab, 4 * model.hidden, read)):
         raise ConfigError(
             f"{folder}: {HEAD} is not the same as {EMBEDDING}, though {file} has tie_word_embeddings true: "
             "give the folder of a model with an output layer of its own with --like"

@@ -20,7 +20,7 @@ from .families import Model, model_of
 from .hf_folder import Shards, copy_files, has_tokenizer, read_json, write_json
 from .names import Mapped, extra_states, interleave, mapped
 from .target import CHECKPOINT, Progress, Target
-from .torch_dist import PART_BYTES, Piece
+from .torch_dist import PART_BYTES, Piece, same_bits
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -119,15 +119,14 @@ def _check_tied(shards: Shards) -> None:
     ours, theirs = shards.tensors[EMBEDDING], shards.tensors.get(HEAD)
     if theirs is None:
         return
-    same = (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-    if same:
-        step = max(1, PART_BYTES // (ours.dtype.itemsize * max(1, ours.shape[1])))
-        for begin in range(0, ours.shape[0], step):
-            rows = begin, min(begin + step, ours.shape[0])
-            first, second = (shards.read(name, rows) for name in (EMBEDDING, HEAD))
-            same = same and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
-            shards.close()
-    if not same:
+
+    def read(*rows):
+        both = tuple(shards.read(name, rows) for name in (EMBEDDING, HEAD))
+        shards.close()
+        return both
+
+    alike = (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+    if not (alike and same_bits(ours.shape[0], ours.dtype.itemsize * ours.shape[1], read)):
         raise ConfigError(
             f"{theirs.file}: {HEAD} is not the same as {EMBEDDING}, though config.json has "
             "tie_word_embeddings true: set it to false, or leave the tensor out"

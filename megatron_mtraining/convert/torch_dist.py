@@ -95,6 +95,13 @@ def write(folder: Path, pieces: list[Piece], extra: list[str], advance) -> None:
         _Pickler(file).dump(metadata)
 
 
+def same_bits(rows: int, row_bytes: int, read: Callable[[int, int], tuple[Tensor, Tensor]]) -> bool:
+    """Whether two tensors of so many rows are alike to the bit; ``read`` gives both, from row to row."""
+    step = max(1, PART_BYTES // max(1, row_bytes))
+    parts = (read(begin, min(begin + step, rows)) for begin in range(0, rows, step))
+    return all(torch.equal(*(each.view(torch.uint8) for each in both)) for both in parts)
+
+
 class _Files(FileSystem):
     """Keeps what ended writing, such as a full disk: torch's zip writer raises an error of its own."""
 

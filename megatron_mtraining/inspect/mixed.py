@@ -43,11 +43,11 @@ class Mixed:
             takes = worth.max(0) > slashes.recall[at] - price * slashes.density[at]
             takes &= ~self.dense
             choices.append((takes, best))
-            curve.append(self._all(slashes.recall[at], recall, takes, best, 1.0).mean())
+            curve.append(self._all(slashes.recall[at], recall, takes, best).mean())
         self.point: Point = reach(np.array(curve), slashes.target)
         takes, best = choices[self.point.denser]
         self.recall, self.density = (
-            self._all(self.point.of(own), listed, takes, best, 1.0).mean()
+            self._all(self.point.of(own), listed, takes, best).mean()
             for own, listed in ((slashes.recall, recall), (slashes.density, density))
         )
         self.reached = self.point.reached
@@ -56,10 +56,10 @@ class Mixed:
             for layer, head in np.argwhere(takes)
         }
 
-    def _all(self, slashes, listed, takes, best, dense: float) -> np.ndarray:
-        """Of each head, its own kind's number."""
+    def _all(self, slashes, listed, takes, best) -> np.ndarray:
+        """Of each head, its own kind's recall, or density: 1 of a dense one."""
         of_best = np.take_along_axis(listed, best[None], 0)[0]
-        return np.where(self.dense, dense, np.where(takes, of_best, slashes))
+        return np.where(self.dense, 1.0, np.where(takes, of_best, slashes))
 
     def settings_file(self) -> dict:
         """Fields of MTrainingConfig, and under ``layers`` the heads that differ."""

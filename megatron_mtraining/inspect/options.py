@@ -127,7 +127,7 @@ def options_from(values: argparse.Namespace) -> Options:
     if values.tokenizer is not None and not values.tokenizer.exists():
         raise ConfigError(f"--tokenizer is {values.tokenizer}, which does not exist")
     _check_mixed(values)
-    device = _device(values.device)
+    device = device_of(values.device)
     settings = values.settings or values.output / "settings.json"
     if settings.suffix in (".yaml", ".yml"):
         require("yaml")
@@ -210,7 +210,7 @@ def _dtype(name: str | None, device: torch.device, exact: bool) -> torch.dtype:
     return torch.float32 if exact else default_dtype(device)
 
 
-def _device(name: str | None) -> torch.device:
+def device_of(name: str | None) -> torch.device:
     gpu = torch.cuda.is_available()
     try:
         device = torch.device(name or ("cuda" if gpu else "cpu"))

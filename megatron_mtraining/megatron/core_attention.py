@@ -190,20 +190,21 @@ class MTrainingAttention(MegatronModule):
 
     def _choice(self, query: Tensor) -> dict:
         """What of this step's choice is not in the settings."""
-        steering = self.steering
-        keeps = self.training and not steering.chooses_slashes and self._slashes is not None
-        # Those of other batches or sequence lengths do not fit, and are chosen anew.
+        layer, heads = self.layer_number - 1, query.shape[2]
+        return dict(
+            heads=self.heads,
+            price=self.steering.price(query.device, layer, self.first_head, heads),
+            slashes=self._kept_slashes(query),
+        )
+
+    def _kept_slashes(self, query: Tensor) -> Tensor | None:
+        """Slashes of a step before; None where they are chosen anew, as for another batch or length."""
+        if self._slashes is None or not self.training or self.steering.chooses_slashes:
+            return None
         world = 1 if self.cp_group is None else self.cp_group.size()
         length, batch, heads, _ = query.shape
         blocks = -(-length * world // self.mtraining.block_size)
-        fits = keeps and self._slashes.shape == (batch, heads, blocks)
-        return dict(
-            heads=self.heads,
-            price=steering.price(
-                query.device, self.layer_number - 1, self.first_head, query.shape[2]
-            ),
-            slashes=self._slashes if fits else None,
-        )
+        return self._slashes if self._slashes.shape == (batch, heads, blocks) else None
 
     def _count(self, index, dense: bool) -> None:
         density = index.density()
