@@ -26,14 +26,19 @@ time in kernels over the mean, and each step's slowest summed, over the same mea
 another, with what NCCL transfers meanwhile. ``peak_gib`` is memory that forward and backward need beyond the
 operands. ``hop_gb_s`` is the bandwidth of one hop when all ranks send to the next at once.
 
+``queued``: the same times of our rings where calls are launched while the GPU is busy, by what is timed
+(``fwd_ms``, ``fwdbwd_ms``, ``kernel_fwd_ms``, ``kernel_ms``, ``index_ms``). Attention layers right after one
+another, as in the other times, leave the host no lead, and short ones wait for it; in a model it has one from
+the other layers' work. Without those of more than 50 ms, where it makes no difference; null on CPUs.
+
 ``--emulate-hosts`` makes NCCL believe that every two ranks are a host of their own, so that it uses sockets
 between them: a slow network, on one machine. Three cases are for such links, dense enough that a round's
 kernels take about as long as its transfers there: they run with this option, or if ``--case`` names them.
 Two GPUs are enough for it: ranks of different "hosts" then share a GPU, each at a part of its speed (start
 MPS, ``nvidia-cuda-mps-control -d``, or they take turns at it); rows say so in ``ranks_per_gpu``.
 
-Rows go to ``results/rings.jsonl``. What runs a layer is in ``ring_runs.py``; here are the cases, the
-measuring and the rows.
+Rows go to ``results/rings.jsonl``. What runs a layer is in ``ring_runs.py``, how it is timed in
+``ring_times.py``; here are the cases and the rows.
 """
 
 from __future__ import annotations
@@ -42,9 +47,7 @@ import argparse
 import dataclasses
 import json
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -62,15 +65,13 @@ from ring_runs import (
     operands_for,
     sparse_runs,
 )
+from ring_times import hop_gb_s, peak_gib, queued, take_turns
 from workloads import BLOCK
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.ring import Ring, shut_down
 
 RANKS_A_HOST = 2  # of an emulated one
-ROUNDS = (3, 15)  # at least, at most
-TURN, MOST_CALLS = 100.0, 20
-"""A turn is as many calls in a row as take about so many milliseconds, up to so many."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Megatron wants 1 of them, which sets what can overlap: so does this, unless the environment has it."""
 
@@ -131,76 +132,7 @@ def listed(case: Case) -> str:
     return case.name + (" (only with --emulate-hosts or by name)" if case.slow_link else "")
 
 
-# Measuring.
-
-
-def milliseconds(run: Callable, setting: Setting, calls: int = 1) -> float:
-    """What one of several calls in a row takes on this rank; all ranks begin together.
-
-    In a row, as in a model: the host prepares a layer's kernels while those before still run.
-    """
-    setting.synchronize()
-    dist.barrier(group=setting.group)
-    if setting.device == "cpu":
-        start = time.perf_counter()
-        for _ in range(calls):
-            run()
-        return 1000 * (time.perf_counter() - start) / calls
-    torch.cuda.synchronize()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(calls):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / calls
-
-
-def take_turns(runs: dict, setting: Setting, budget: float) -> dict:
-    """Milliseconds of each run: medians over rounds in which each has a turn, the longest of the ranks."""
-    for run in runs.values():
-        run()  # compiles, makes communicators
-    once = {name: setting.slowest(milliseconds(run, setting)) for name, run in runs.items()}
-    calls = {name: max(1, min(MOST_CALLS, int(TURN / ms))) for name, ms in once.items()}
-    a_round = sum(once[name] * calls[name] for name in runs) / 1000
-    least, most = ROUNDS
-    rounds = min(most, max(least, int(budget / a_round)))
-    times = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            times[name].append(milliseconds(run, setting, calls[name]))
-    return {name: setting.slowest(statistics.median(found)) for name, found in times.items()}
-
-
-def peak_gib(run: Callable, setting: Setting) -> float | None:
-    """The most memory allocated during a run, over what was before."""
-    if setting.device != "cuda":
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return setting.slowest((torch.cuda.max_memory_allocated() - before) / 2**30)
-
-
-def hop_gb_s(setting: Setting, nbytes: int) -> float:
-    """Bandwidth of a hop when all ranks send so much to the next one at once."""
-    sent = torch.zeros(nbytes, dtype=torch.uint8, device=setting.device)
-    received = torch.empty_like(sent)
-    following, previous = (
-        dist.get_global_rank(setting.group, (setting.rank + by) % setting.world) for by in (1, -1)
-    )
-
-    def hop():
-        operations = [
-            dist.P2POp(dist.isend, sent, following, setting.group),
-            dist.P2POp(dist.irecv, received, previous, setting.group),
-        ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-
-    return nbytes / take_turns({"hop": hop}, setting, 1.0)["hop"] / 1e6
+# Measuring: times are taken in ring_times.py.
 
 
 def watch(
@@ -266,6 +198,10 @@ def run_case(case: Case, setting: Setting, rings: dict, options, common: dict):
         flat = {(impl, op): run for impl, ops in runs.items() for op, run in ops.items()}
         times = take_turns(flat, setting, options.budget) if flat else {}
         peaks = {impl: peak_gib(ops["fwdbwd"], setting) for impl, ops in runs.items()}
+        ahead = {
+            impl: queued(runs[impl], {op: times[impl, op] for op in runs[impl]}, setting)
+            for impl in traced
+        }
     layers, drawn = {}, {}
     for impl, run in traced.items():
         ring = next(ring for ring in rings.values() if ring.inner == impl[1])
@@ -278,11 +214,12 @@ def run_case(case: Case, setting: Setting, rings: dict, options, common: dict):
     for impl in runs:
         ms = {op: times[impl, op] for op in runs[impl]}
         ours = indices.get(impl)
-        rows.append(row_of(case, setting, impl, ours, ms, layers.get(impl), peaks[impl]) | common)
+        row = row_of(case, setting, impl, ours, ms, layers.get(impl), peaks[impl], ahead.get(impl))
+        rows.append(row | common)
     return rows, drawn
 
 
-def row_of(case, setting, impl, index, ms, spans, peak) -> dict:
+def row_of(case, setting, impl, index, ms, spans, peak, ahead=None) -> dict:
     """One row; ``index`` is None for dense attention."""
     name, inner = impl
     worker, step = timeline.imbalance(spans) if spans else (None, None)
@@ -303,6 +240,7 @@ def row_of(case, setting, impl, index, ms, spans, peak) -> dict:
         kernel_fwd_ms=rounded(ms.get("kernel_fwd")), kernel_ms=rounded(ms.get("kernel")),
         exposed_fwd_ms=exposed("fwd", "kernel_fwd"), exposed_comm_ms=exposed("fwdbwd", "kernel"),
         imbalance_worker=rounded(worker, 4), imbalance_step=rounded(step, 4), peak_gib=rounded(peak),
+        queued=ahead and {f"{op}_ms": rounded(number) for op, number in ahead.items()},
     )  # fmt: skip
 
 
@@ -310,13 +248,17 @@ def line(row: dict) -> str:
     def number(name, form):
         return format(row[name], form) if row[name] is not None else "-"
 
+    queue = "".join(
+        f", {name.removesuffix('_ms')} {ms:.2f}" for name, ms in (row["queued"] or {}).items()
+    )
+    queue = queue and f"; queued {queue[2:]}"
     impl = row["impl"] + (f" {row['world'] // row['inner']}x{row['inner']}" if row["inner"] else "")
     return (
         f"  {impl:20s} density {row['density']:<8g} forward {number('fwd_ms', '.2f'):>9s} ms, both "
         f"{number('fwdbwd_ms', '.2f'):>9s} ms, index {number('index_ms', '.2f'):>6s}, exposed "
         f"{number('exposed_comm_ms', '.2f'):>7s} (forward {number('exposed_fwd_ms', '.2f'):>6s}), ranks "
         f"{number('imbalance_worker', '.3f'):>5s}, steps {number('imbalance_step', '.3f'):>5s}, "
-        f"{number('peak_gib', '.2f')} GiB"
+        f"{number('peak_gib', '.2f')} GiB{queue}"
     )
 
 

@@ -27,6 +27,7 @@ from .attention import (
     attention_forward,
     check_operands,
     gather_columns,
+    pack,
 )
 from .choice import (
     block_counts,
@@ -70,6 +71,7 @@ __all__ = [
     "lse_parts",
     "merge_lse",
     "merge_selections",
+    "pack",
     "price_columns",
     "price_slashes",
     "recall_of",

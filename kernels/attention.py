@@ -32,6 +32,17 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
+def pack(key: Tensor, value: Tensor, out: Tensor) -> None:
+    """Copy keys and values into ``out``, ``[2, s, b, hk, d]``, contiguous."""
+    if not uses_triton(key):
+        out[0].copy_(key)
+        out[1].copy_(value)
+        return
+    from .pairs import pack as launch
+
+    launch(key, value, out)
+
+
 def gather_columns(key: Tensor, value: Tensor | None, index, rank: int) -> Tensor:
     """Each head's columns that ``rank`` owns, from its keys and values; zeros for those of other ranks.
 

@@ -81,7 +81,10 @@ def attend(
     else:
         before = attended.out, attended.lse
     if attended is None:
-        index = choose_index(query, key, config, ring, softmax_scale, documents=documents, **choice)
+        index = choose_index(
+            query, key, config, ring, softmax_scale, documents=documents,
+            gather=lambda index: keys.columns(index).wait()[0], **choice,
+        )  # fmt: skip
     else:
         index = attended.index
     found = ring_attention(

@@ -14,6 +14,8 @@ from attention_cases import (
     written_out_mask,
 )
 
+from megatron_mtraining.kernels import pack
+
 pytestmark = pytest.mark.usefixtures("fresh_inputs")
 
 NAMES = ("out", "grad_query", "grad_key", "grad_value")
@@ -107,6 +109,32 @@ def test_long_sums(monkeypatch, seq_length, world, dim, budget):
 
     monkeypatch.setattr(hopper_backward_key, "CHAIN", 32)
     check(seq_length, world, 1, (8, 2), dim, budget, torch.bfloat16, 128, 1e-2, "cuda", batch=1)
+
+
+def check_pack(device):
+    """Strided as in a projection's result, and so that rows do not divide into tiles."""
+    for length, batch, heads, dim in ((77, 3, 2, 64), (130, 1, 5, 128), (1, 1, 1, 64)):
+        mixed = torch.randn(length, batch, heads, 3 * dim, device=device).to(torch.bfloat16)
+        key, value = (
+            mixed[..., :dim].transpose(0, 1).contiguous().transpose(0, 1),
+            mixed[..., dim : 2 * dim],
+        )
+        room = torch.full((3, 2, length, batch, heads, dim), 7.0, device=device).to(torch.bfloat16)
+        pack(key, value, room[1])
+        assert torch.equal(room[1], torch.stack((key, value)))
+        assert (room[0] == 7).all() and (room[2] == 7).all()
+
+
+def test_keys_and_values_side_by_side(monkeypatch):
+    check_pack("cpu")
+    if not torch.cuda.is_available():  # interpreted
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        check_pack("cpu")
+
+
+@pytest.mark.gpu
+def test_keys_and_values_side_by_side_compiled():
+    check_pack("cuda")
 
 
 @pytest.mark.gpu

@@ -23,8 +23,15 @@ from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.config import ConfigError
 from megatron_mtraining.layout import stripe, unstripe
-from megatron_mtraining.pattern import build_index
-from megatron_mtraining.ring import Ring, advise_on_hosts, check_hosts, ring_attention, ring_of
+from megatron_mtraining.pattern import build_index, choose_index
+from megatron_mtraining.ring import (
+    Ring,
+    advise_on_hosts,
+    attention,
+    check_hosts,
+    ring_attention,
+    ring_of,
+)
 
 BLOCK = 64
 
@@ -205,6 +212,32 @@ def test_choosing_and_attending_over_processes(world, blocks):
         expected = dense_attention(*operands, masks, 64**-0.5)
         for i, truth in enumerate(expected):
             assert relative_error(unstripe([rank[i] for rank in ranks], BLOCK), truth) < 1e-12
+
+
+def run_with_columns_told(rank, world, operands, config):
+    """How often a forward asks for columns, and how far its pattern's recall is from one chosen alone."""
+    query, key, value = (stripe(t, rank, world, BLOCK) for t in operands)
+    group, asked, gather = dist.group.WORLD, [], attention.gather_columns
+    alone = choose_index(query, key, config, ring_of(group), 64**-0.5)
+    attention.gather_columns = lambda *words: asked.append(words) or gather(*words)
+    try:
+        _, index = sparse_attention(query, key, value, config=config, cp_group=group)
+    finally:
+        attention.gather_columns = gather
+    assert torch.equal(index.member, alone.member) and torch.equal(index.columns, alone.columns)
+    return len(asked), (index.recall - alone.recall).abs().max().item(), index.recall
+
+
+@pytest.mark.parametrize(
+    "budget", [dict(vertical=20, slash=3), dict(policy="coverage", coverage=0.6, vertical_cap=40)]
+)
+def test_columns_travel_once_for_recall_and_attention(budget):
+    config = MTrainingConfig(block_size=BLOCK, sample_strata=16, **budget)
+    operands = random_operands(BLOCK * 8, 2, 4, 2, 64, torch.float32, "cpu")[:3]
+    results = run_ranks(2, run_with_columns_told, operands, config)
+    for asked, apart, recall in results:
+        assert asked == 1 and apart < 1e-6 and (recall > 0).all()
+        assert torch.equal(recall, results[0][2])
 
 
 def test_a_replay_gives_the_same_gradients_and_attends_nothing(monkeypatch):

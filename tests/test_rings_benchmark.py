@@ -22,7 +22,7 @@ from megatron_mtraining.pattern import build_index, choose_index
 from megatron_mtraining.ring import Ring, ring_attention
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-NAMES = ("rings", "ring_runs", "timeline", "plots", "record", "workloads")
+NAMES = ("rings", "ring_runs", "ring_times", "timeline", "plots", "record", "workloads")
 
 
 def load(name):
@@ -84,7 +84,7 @@ def test_from_torchrun_to_rows(rings, tmp_path):
         assert row["exposed_fwd_ms"] == pytest.approx(
             row["fwd_ms"] - row["kernel_fwd_ms"], abs=2e-3
         )
-        assert row["peak_gib"] is None and row["versions"]["nccl"] == "none"
+        assert row["peak_gib"] is row["queued"] is None and row["versions"]["nccl"] == "none"
         assert row["max_connections"] == os.environ.get(rings.CONNECTIONS, "1")
         assert (row["imbalance_worker"] is not None) == traced
         assert (row["imbalance_step"] is not None) == traced
@@ -217,7 +217,7 @@ def test_dense_rows_have_no_pattern(rings):
     for name in ("vertical", "slash", "distances", "index_ms", "kernel_ms", "exposed_comm_ms"):
         assert row[name] is None
     assert row["kernel_fwd_ms"] is None and row["exposed_fwd_ms"] is None
-    assert "te_p2p" in rings.line(row)
+    assert "te_p2p" in rings.line(row) and row["queued"] is None and "queued" not in rings.line(row)
 
 
 def test_what_transfers_cost_is_told_of_both_directions(rings):
@@ -232,7 +232,10 @@ def test_what_transfers_cost_is_told_of_both_directions(rings):
         2,
     )
     ms = dict(fwd=4.5, fwdbwd=16.0, kernel_fwd=4.25, kernel=14.0, index=2.5)
-    row = rings.row_of(case, setting, ("mtraining_hier", 2), index, ms, None, 2.5)
+    ahead = dict(fwd=4.0, index=1.0)
+    row = rings.row_of(case, setting, ("mtraining_hier", 2), index, ms, None, 2.5, ahead)
+    assert row["queued"] == dict(fwd_ms=4, index_ms=1)
+    assert rings.line(row).endswith("; queued fwd 4.00, index 1.00")
     assert (row["kernel_fwd_ms"], row["exposed_fwd_ms"]) == (4.25, 0.25)
     assert (row["kernel_ms"], row["exposed_comm_ms"]) == (14, 2)
     assert "exposed    2.00 (forward   0.25)" in rings.line(row)

@@ -6,6 +6,7 @@ All ranks choose the same from numbers that they have alike; nothing is read bac
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -19,7 +20,7 @@ from .blocks import BLOCK_POLICIES, choose_blocks, recall_of_blocks
 from .counted import choose_coverage, choose_fixed
 from .estimate import Sample, draw_sample, sample_lse
 from .index import VerticalSlashIndex, build_index, full_index, index_of_choice
-from .price import Chosen, choose_by_price, listed, recall_of
+from .price import Chosen, choose_by_price, recall_of
 
 
 def choose_index(
@@ -33,6 +34,7 @@ def choose_index(
     price: Tensor | None = None,
     slashes: Tensor | None = None,
     documents: Documents | None = None,
+    gather: Callable[[VerticalSlashIndex], Tensor] | None = None,
 ) -> VerticalSlashIndex | BlockListIndex:
     """The pattern of one attention call, from its own queries and keys.
 
@@ -49,6 +51,8 @@ def choose_index(
         slashes: uint8 ``[b, h, NB]``: block distances to keep, as an index of before has them, for heads of
             policy price; None to choose them.
         documents: packed ones, of the whole sequence; None for one document.
+        gather: gives the keys of an index's columns, ``[b, h, C, d]``, of all ranks: attention needs them
+            too, so they need travel just once. Not called by all policies.
 
     Returns:
         The same index on all ranks, but for lists of blocks (policies xattention and moba), of which each
@@ -83,7 +87,8 @@ def choose_index(
     if len(policies) == 1 and policies.keys() <= {"coverage", "fixed"}:
         columns, diagonals, masses = _count(next(iter(policies)), sample, key, lse, heads, ring)
         index = index_of_choice(near, diagonals, columns, *layout)
-        recall = _recall(sample, key, lse, masses, index.member, columns, ring)
+        keys = gather(index) if gather and columns.shape[-1] else None
+        recall = _recall(sample, key, lse, masses, index, keys, ring)
         return replace(index, recall=recall, documents=documents)
     chosen = {}
     for policy in policies:
@@ -96,9 +101,9 @@ def choose_index(
             chosen[policy] = choose_by_price(sample, key, lse, alike, ring, prices, slashes)
         else:
             columns, diagonals, masses = _count(policy, sample, key, lse, alike, ring)
-            member = index_of_choice(near, diagonals, columns, *layout).member
-            recall = _recall(sample, key, lse, masses, member, columns, ring)
-            chosen[policy] = Chosen(member, columns, recall)
+            found = index_of_choice(near, diagonals, columns, *layout)
+            recall = _recall(sample, key, lse, masses, found, None, ring)
+            chosen[policy] = Chosen(found.member, columns, recall)
     if not policies.keys() & set(BLOCK_POLICIES):
         distances, columns, recall = _merge(chosen, heads, seq_length)
         index = build_index(distances.view(torch.bool), columns, *layout)
@@ -179,11 +184,14 @@ def _count(policy: str, sample: Sample, key, lse, heads, ring) -> tuple[Tensor, 
     return *choose(sample, key, lse, values, heads, ring), ring.all_reduce(masses)
 
 
-def _recall(sample: Sample, key, lse, masses, member, columns, ring) -> Tensor:
-    """The share of attention kept by what was chosen by numbers: float32 ``[b, h]``."""
-    keys = ring.all_reduce(gather_columns(key, None, listed(columns, sample), ring.rank))[0]
-    held = held_columns(sample, keys, columns, lse, member)
-    return recall_of(sample, masses, member, columns, held)
+def _recall(sample: Sample, key, lse, masses, index, keys: Tensor | None, ring) -> Tensor:
+    """The share of attention kept by what was chosen by numbers: float32 ``[b, h]``. ``keys`` are of the
+    index's columns; None to gather them."""
+    columns = index.columns
+    if keys is None:
+        keys = ring.all_reduce(gather_columns(key, None, index, ring.rank))[0]
+    held = held_columns(sample, keys, columns, lse, index.member)
+    return recall_of(sample, masses, index.member, columns, held)
 
 
 def _merge(chosen: dict[str, Chosen], heads, seq_length: int) -> Chosen:

@@ -22,38 +22,43 @@ from ..kernels import (
     attention_forward,
     check_operands,
     gather_columns,
+    pack,
 )
 from ..pattern.index import PatternIndex
 from .schedule import Do, Link, backward_ops, forward_ops
-from .transport import Ring
-
-
-def _post_columns(key, value, index, ring):
-    """The columns of all ranks, on their way; None if there are none."""
-    if not index.columns.shape[-1]:
-        return None
-    with ring.span("columns"):
-        return ring.sum_columns(gather_columns(key, value, index, ring.rank))
+from .transport import Ring, Transfer
 
 
 class KeysAndValues:
     """The keys and values at hand, ``[I, s, b, hk, d]``, and those on their way.
 
-    Made before the pattern is chosen, their transfer hides behind the choice.
+    Made before the pattern is chosen, their transfer hides behind the choice. With the pattern, its
+    columns are sent first: they are few, and needed first.
     """
 
     @torch.no_grad()
-    def __init__(self, key: Tensor, value: Tensor, ring: Ring):
+    def __init__(self, key: Tensor, value: Tensor, ring: Ring, index: PatternIndex | None = None):
         self._ring, self._following = ring, None
+        self._own, self._columns = (key.detach(), value.detach()), None
+        if index is not None:
+            self.columns(index)
         if ring.world == 1:
             self._here, self._coming = (key[None], value[None]), None
             return
         gathered = key.new_empty(ring.inner, 2, *key.shape)
-        for own, tensor in zip(gathered[ring.number], (key, value)):
-            own.copy_(tensor)
+        pack(key, value, gathered[ring.number])
         if ring.outer > 1:
             self._send(gathered)
         self._coming = ring.gather(gathered)
+
+    def columns(self, index: PatternIndex) -> Transfer | None:
+        """The columns of all ranks (:func:`~megatron_mtraining.kernels.gather_columns`), on their way; None
+        if there are none. Sent when first asked for: always with the same index."""
+        if self._columns is None and index.columns.shape[-1]:
+            with self._ring.span("columns"):
+                own = gather_columns(*self._own, index, self._ring.rank)
+                self._columns = self._ring.sum_columns(own)
+        return self._columns
 
     def move(self, op) -> None:
         if op.do is Do.SEND_VALUES and self._following is None:
@@ -111,8 +116,8 @@ def _forward(query, key, value, index, ring, softmax_scale, keys):
     length, batch, heads, _ = query.shape
     lse_dtype = torch.promote_types(query.dtype, torch.float32)
     lse = torch.empty(batch, heads, length, dtype=lse_dtype, device=query.device)
-    out, columns = None, _post_columns(key, value, index, ring)
-    keys = keys or KeysAndValues(key, value, ring)
+    keys = keys or KeysAndValues(key, value, ring, index)
+    out, columns = None, keys.columns(index)
     for op in forward_ops(ring.rank, ring.inner, ring.outer):
         keys.move(op)
         if op.do is Do.ATTEND:
@@ -126,8 +131,8 @@ def _forward(query, key, value, index, ring, softmax_scale, keys):
 
 
 def _backward(query, key, value, grad_out, out, lse, index, ring, softmax_scale, wire):
-    columns = _post_columns(key, value, index, ring)
-    keys, gradients = KeysAndValues(key, value, ring), _Gradients(ring, wire)
+    keys, gradients = KeysAndValues(key, value, ring, index), _Gradients(ring, wire)
+    columns = keys.columns(index)
     delta = attention_delta(out, grad_out)
     rest = (grad_out, lse, delta, index)
     # A carry is read by the round that writes its successor.
