@@ -9,7 +9,7 @@ import triton.language as tl
 from .launch import cdiv, launch
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # 1 would be a constant, of no type
 def _pack_kernel(
     k_ptr, v_ptr, out_ptr,
     k_ss, k_sb, k_sh, v_ss, v_sb, v_sh, rows, batch,
