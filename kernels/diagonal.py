@@ -97,7 +97,7 @@ def diagonal_mass(sample, key, lse, sink, columns):
     column, cut = (sample.rows, sample.rows) if columns is None else columns
     block = sample.block_size
     # Without tensor cores a product's operands are held in registers.
-    rows, warps = (16, 8) if key.dtype == torch.float32 else (32, 4)
+    rows = 16 if key.dtype == torch.float32 else 32
     launch(
         _diagonal_kernel, (cdiv(length, block), batch * kv_heads),
         sample.query, sample.rows, sample.starts, key, lse, column, cut, mass,
@@ -107,6 +107,6 @@ def diagonal_mass(sample, key, lse, sink, columns):
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
         IN_STRATUM=sample.rows_in_stratum, FIT=sample.fit, COLUMNS=columns is not None,
         ALL_ROWS=next_power_of_2(num_rows), ROWS=rows, EVEN=length % block == 0, PREC=precision_for(key),
-        num_warps=warps, num_stages=2,
+        num_warps=8, num_stages=2,
     )  # fmt: skip
     return mass

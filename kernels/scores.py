@@ -85,11 +85,11 @@ def lse_parts(sample, key):
     length, batch, kv_heads, dim = key.shape
     num_rows, _, heads, _ = sample.query.shape
     wide = key.dtype != torch.float32
-    # Two programs fit a multiprocessor: one's products hide behind the other's exponentials.
-    rows, keys, warps, stages = (128, 64, 8, 3) if wide else (32, 32, 4, 2)
+    # Several programs fit a multiprocessor: one's products hide behind the others' exponentials.
+    rows, keys, warps, stages = (64, 64, 4, 3) if wide else (32, 32, 4, 2)
     tiles = cdiv(num_rows * (heads // kv_heads), rows)
-    # About 8 programs a multiprocessor.
-    splits = max(1, min(64, 1024 // (tiles * batch * kv_heads), cdiv(length, keys)))
+    # About 16 programs a multiprocessor.
+    splits = max(1, min(128, 2048 // (tiles * batch * kv_heads), cdiv(length, keys)))
     shape = (splits, batch, heads, num_rows)
     parts = torch.empty(shape, dtype=torch.float32, device=key.device)
     launch(
