@@ -8,7 +8,9 @@ Prints a table and appends rows to ``results/kernels.jsonl``: milliseconds of
 GPU time (``ms``, replayed as a CUDA graph: what a queue that runs ahead of the GPU would show), the
 same launched one by one (``launched_ms``) and the host's time to launch it all (``host_ms``), medians;
 transient memory at its peak, and what the index keeps. ``vertical`` is the cap with policy price; half of the
-rows are held out where a stratum has several.
+rows are held out where a stratum has several. Of policies that choose lists of blocks, and of heads of which
+some do (``mixed``: every second by xattention, the others by price), there is no ``ms``: making lists waits
+for the device.
 
     python benchmarks/index.py [--quick] [--profile] [--output FILE]
 """
@@ -25,6 +27,7 @@ import triton
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.pattern import choose_index
+from megatron_mtraining.pattern.blocks import BLOCK_POLICIES
 
 HEADS, KV_HEADS, DIM = 16, 2, 128
 # seq, ranks
@@ -38,6 +41,12 @@ SETTINGS = [
     dict(vertical=3500, sample_strata=64, sample_rows=1),
     dict(vertical=1000, sample_strata=64, sample_rows=4),
     dict(vertical=3500, sample_strata=64, sample_rows=4),
+]
+# On one rank.
+BLOCK_SETTINGS = [
+    dict(policy="xattention"),
+    dict(policy="moba"),
+    dict(policy="price", price=1.0, standing_out=1000, mixed=True),
 ]
 
 
@@ -120,10 +129,10 @@ def print_profile(run) -> None:
 
 
 def run_case(seq, world, settings, show_profile):
-    standing_out = settings.get("standing_out", 0)
-    config = MTrainingConfig(
-        **{name: value for name, value in settings.items() if name != "standing_out"}
-    )
+    settings = dict(settings)
+    standing_out, mixed = settings.pop("standing_out", 0), settings.pop("mixed", False)
+    config = MTrainingConfig(**settings)
+    heads = [config, MTrainingConfig(policy="xattention")] * (HEADS // 2) if mixed else None
     length = seq // world
     query = torch.randn(length, 1, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     key = torch.randn(length, 1, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
@@ -134,22 +143,23 @@ def run_case(seq, world, settings, show_profile):
     ring = RankAlone(world)
 
     def run():
-        return choose_index(query, key, config, ring, DIM**-0.5)
+        return choose_index(query, key, config, ring, DIM**-0.5, heads=heads)
 
     nbytes = run().nbytes
-    ms = graph_milliseconds(run)
+    lists = mixed or config.policy in BLOCK_POLICIES
+    ms = None if lists else graph_milliseconds(run)
     launched = triton.testing.do_bench(run, warmup=50, rep=200, return_mode="median")
     row = dict(
         op="index", impl="mtraining", seq=seq, world=world, heads=HEADS, kv_heads=KV_HEADS, dim=DIM,
-        policy=config.policy, vertical=config.vertical or config.vertical_cap, slash=config.slash,
-        rows=config.rows, standing_out=standing_out,
-        ms=round(ms, 4), launched_ms=round(launched, 4), host_ms=round(host_milliseconds(run), 4),
+        policy="mixed" if mixed else config.policy, vertical=config.vertical or config.vertical_cap,
+        slash=config.slash, rows=config.rows, standing_out=standing_out,
+        ms=ms and round(ms, 4), launched_ms=round(launched, 4), host_ms=round(host_milliseconds(run), 4),
         transient_bytes=transient_bytes(run), index_bytes=nbytes,
     )  # fmt: skip
     print(
-        f"index {seq:7d} tokens / {world} ranks, {config.policy}, {row['vertical']:4d} columns, "
+        f"index {seq:7d} tokens / {world} ranks, {row['policy']}, {row['vertical'] or 0:4d} columns, "
         f"{config.rows:3d} rows{f', {standing_out} stand out' if standing_out else ''}: "
-        f"{ms:.3f} ms, launched {launched:.3f} ms, host {row['host_ms']:.3f} ms, "
+        f"{'' if lists else f'{ms:.3f} ms, '}launched {launched:.3f} ms, host {row['host_ms']:.3f} ms, "
         f"transient {row['transient_bytes'] / 1e6:.1f} MB, index {nbytes / 1e6:.2f} MB",
         flush=True,
     )
@@ -163,6 +173,8 @@ def run_cases(quick, show_profile, output):
     for layout in LAYOUTS:
         for settings in SETTINGS[:2] if quick else SETTINGS:
             record.append(output, [run_case(*layout, settings, show_profile)])
+    for settings in () if quick else BLOCK_SETTINGS:
+        record.append(output, [run_case(*LAYOUTS[0], settings, show_profile)])
 
 
 def main():

@@ -3,11 +3,13 @@
 dense; then the choice of the pattern (``index.py``, unless cases or implementations are named). Prints a
 table, appends rows to ``results/kernels.jsonl`` and draws ``kernels.png`` beside it.
 
-Rates count the work of what is kept: pairs x 4 x dim forward, x 2.5 backward. A GPU's clock falls with
+Rates count the work of what is kept (within documents, where they are packed): pairs x 4 x dim forward, x 2.5
+backward. A GPU's clock falls with
 the power it has drawn, so what is compared runs in turns of equal length, and figures are medians of
 the turns. Each implementation gets the same numbers in its own layout. FlexAttention runs up to 64K
 tokens: its mask lists every pair of blocks of each head (67 MB there, 4.3 GB at 512K). Dense attention
-runs at up to ``--dense-seq`` tokens: ``dense_seq`` in a row says where its cuDNN rate was measured.
+runs at up to ``--dense-seq`` tokens, as one document: ``dense_seq`` in a row says where its cuDNN rate was
+measured.
 
     python benchmarks/kernels.py [--quick] [--case TEXT ...] [--impl NAME ...] [--output FILE]
     python benchmarks/kernels.py --plot-only
@@ -20,6 +22,7 @@ import functools
 import json
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from workloads import BLOCK, draw_index, draw_operands, heads_first, share_for
 
+from megatron_mtraining.documents import Documents
 from megatron_mtraining.ring import Ring, ring_attention
 
 IMPLEMENTATIONS = ("mtraining", "flex", "cudnn", "flash")
@@ -49,6 +53,7 @@ class Case(NamedTuple):
     share: float  # of far block distances that are kept
     columns: int
     quick: bool = False
+    documents: int = 0  # packed, of unequal lengths; 0: one, that is not packed
 
     @property
     def shape(self):
@@ -73,6 +78,9 @@ def _cases() -> list[Case]:
                 quick = (seq, columns, percent) == (128, 1000, 1)
                 share = percent / 100
                 cases.append(Case(name, seq * 1024, 16, 2, 128, share, columns, quick))
+    for share, columns, kept in ((0.05, 1000, "5% + 1000 columns"), (1.0, 0, "all distances")):
+        name = f"128K d128 {kept} in 16 documents"
+        cases.append(Case(name, 131072, 16, 2, 128, share, columns, documents=16))
     return cases
 
 
@@ -170,7 +178,8 @@ def attention_runs(case: Case, index, implementations, dense_seq: int, device: s
             return ring_attention(*tensors, index, ring, scale)[0]
 
         found["mtraining"] = (ours, operands)
-    fits = case.seq <= min(FLEX_SEQ, dense_seq) and not case.columns and case.share < 1
+    plain = not case.columns and not case.documents and case.share < 1
+    fits = plain and case.seq <= min(FLEX_SEQ, dense_seq)
     if "flex" in implementations and fits:
         found["flex"] = (flex_for(index), dense)
     for name in DENSE:
@@ -212,6 +221,7 @@ def rows_of(case: Case, pairs: float, slash: int, dense_seq: int, times: dict) -
                     op=op, impl=name, case=case.name, seq=seq, heads=case.heads,
                     kv_heads=case.kv_heads, dim=case.dim, density=round(work / causal, 5),
                     vertical=0 if dense else case.columns, slash=seq // BLOCK if dense else slash,
+                    documents=case.documents,
                     ms=round(ms, 4), tflops=round(rates[name], 1),
                 )
             )  # fmt: skip
@@ -222,11 +232,22 @@ def rows_of(case: Case, pairs: float, slash: int, dense_seq: int, times: dict) -
     return rows
 
 
+def draw_lengths(seq: int, documents: int) -> list[int]:
+    """Of documents that make up a sequence: the longest about 16 times the shortest, in random order."""
+    share = torch.logspace(0, 4, documents, base=2)[torch.randperm(documents)]
+    ends = (share.cumsum(0) / share.sum() * seq).long()
+    ends[-1] = seq
+    return ends.diff(prepend=torch.zeros(1, dtype=torch.long)).tolist()
+
+
 def run_case(
     case: Case, implementations, dense_seq: int, budget: float, device: str = "cuda"
 ) -> list[dict]:
     torch.manual_seed(0)  # the same pattern, whichever cases run
     index = draw_index(case.seq, case.heads, case.share, case.columns, device)
+    if case.documents:
+        lengths = draw_lengths(case.seq, case.documents)
+        index = replace(index, documents=Documents.from_lengths(lengths, case.seq, device))
     pairs = index.work().sum().item()
     slash = round(index.distances().sum(-1).float().mean().item())
     runs = attention_runs(case, index, implementations, dense_seq, device)
@@ -238,7 +259,8 @@ def line(row: dict) -> str:
     return (
         f"{row['op']:8s} {row['impl']:9s} {row['seq']:7d} {row['heads']:2d}/{row['kv_heads']} "
         f"d{row['dim']:<3d} density {row['density']:<8g} columns {row['vertical']:<4d} "
-        f"{row['ms']:10.3f} ms {row['tflops']:6.1f} TFLOP/s"
+        + (f"{row['documents']} documents " if row["documents"] else "")
+        + f"{row['ms']:10.3f} ms {row['tflops']:6.1f} TFLOP/s"
         + (f"  {share:5.2f} of cuDNN" if share is not None else "")
     )
 

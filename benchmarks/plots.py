@@ -20,8 +20,11 @@ MARKERS = {65536: "o", 131072: "s", 262144: "^", 524288: "D"}
 
 
 def newest(rows: list[dict]) -> list[dict]:
-    """The attention rows measured with the last one's commit on its GPU, the last of each kind."""
-    rows = [row for row in rows if row["op"] in ("forward", "backward")]
+    """The attention rows measured with the last one's commit on its GPU, the last of each kind; without
+    those of packed documents."""
+    rows = [
+        row for row in rows if row["op"] in ("forward", "backward") and not row.get("documents")
+    ]
     kept = {}
     for row in rows:
         if (row["commit"], row["gpu"]) == (rows[-1]["commit"], rows[-1]["gpu"]):

@@ -147,6 +147,27 @@ def test_a_case_from_drawing_to_picture(scripts, monkeypatch, tmp_path):
     plots.pyplot.close("all")
 
 
+def test_packed_documents_are_a_case_of_their_own(scripts, monkeypatch, tmp_path):
+    """Rates count pairs within documents; pictures of other cases are without them."""
+    kernels, plots = scripts["kernels"], scripts["plots"]
+    monkeypatch.setattr(kernels, "TURN", 1e-3)
+    lengths = kernels.draw_lengths(1000, 7)
+    assert sum(lengths) == 1000 and len(lengths) == 7 and min(lengths) > 0
+    assert 8 < max(lengths) / min(lengths) < 24
+    case = kernels.Case("tiny", 512, 4, 2, 64, 1.0, 0, documents=3)
+    rows = kernels.run_case(case, {"mtraining"}, 256, 1e-3, "cpu")
+    torch.manual_seed(0)
+    workloads = scripts["workloads"]
+    workloads.draw_index(512, 4, 1.0, 0, "cpu")
+    lengths = kernels.draw_lengths(512, 3)
+    pairs = sum(length * (length + 1) / 2 for length in lengths)
+    assert all(row["documents"] == 3 for row in rows) and "3 documents" in kernels.line(rows[0])
+    assert rows[0]["density"] == round(pairs / (512 * 513 / 2), 5)
+    plain = kernels.run_case(case._replace(documents=0), {"mtraining"}, 256, 1e-3, "cpu")
+    plain, packed = ([dict(row, commit="a", gpu="b") for row in found] for found in (plain, rows))
+    assert plots.newest(plain + packed) == plots.newest(plain) and len(plots.newest(plain)) == 2
+
+
 def test_kept_results_can_be_drawn(scripts, tmp_path):
     kernels, plots, record = (scripts[name] for name in ("kernels", "plots", "record"))
     rows = kernels.read_rows(record.RESULTS / "kernels.jsonl")
