@@ -20,17 +20,15 @@ MARKERS = {65536: "o", 131072: "s", 262144: "^", 524288: "D"}
 
 
 def newest(rows: list[dict]) -> list[dict]:
-    """The attention rows measured with the last one's commit on its GPU, the last of each kind; without
-    those of packed documents."""
-    rows = [
-        row for row in rows if row["op"] in ("forward", "backward") and not row.get("documents")
-    ]
-    kept = {}
+    """The attention rows of the commit, and its GPU, that has the most kinds of them, the last of each kind;
+    of commits with equally many, the last: a run of a few cases is no picture. Without packed documents."""
+    runs = {}
     for row in rows:
-        if (row["commit"], row["gpu"]) == (rows[-1]["commit"], rows[-1]["gpu"]):
+        if row["op"] in ("forward", "backward") and not row.get("documents"):
             names = ("op", "impl", "seq", "heads", "dim", "density", "vertical")
-            kept[tuple(row[name] for name in names)] = row
-    return list(kept.values())
+            kinds = runs.setdefault((row["commit"], row["gpu"]), {})
+            kinds[tuple(row[name] for name in names)] = row
+    return list(max(reversed(runs.values()), key=len).values())
 
 
 def kernels(path: Path, rows: list[dict]) -> Path:

@@ -24,7 +24,7 @@ from workloads import BLOCK
 from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.layout import token_positions
 from megatron_mtraining.pattern import build_index, choose_index
-from megatron_mtraining.ring import Ring, ring_attention, ring_of
+from megatron_mtraining.ring import KeysAndValues, Ring, ring_attention, ring_of
 
 if TYPE_CHECKING:  # it imports this module
     from rings import Case
@@ -156,8 +156,13 @@ def sparse_runs(case: Case, setting: Setting, operands, ring: Ring, inner: int):
 
     def over(ring):
         def run(*tensors):
-            index = given or choose_index(*tensors[:2], config, ring, setting.scale)
-            return ring_attention(*tensors, index, ring, setting.scale)[0]
+            # As a model's layer: keys are on their way while the pattern is chosen, columns travel once.
+            keys = KeysAndValues(*tensors[1:], ring)
+            index = given or choose_index(
+                *tensors[:2], config, ring, setting.scale,
+                gather=lambda index: keys.columns(index).wait()[0],
+            )  # fmt: skip
+            return ring_attention(*tensors, index, ring, setting.scale, keys=keys)[0]
 
         return run
 

@@ -33,7 +33,7 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def pack(key: Tensor, value: Tensor, out: Tensor) -> None:
-    """Copy keys and values into ``out``, ``[2, s, b, hk, d]``, contiguous."""
+    """Copy keys and values, of unit stride in ``d``, into ``out``, ``[2, s, b, hk, d]``, contiguous."""
     if not uses_triton(key):
         out[0].copy_(key)
         out[1].copy_(value)

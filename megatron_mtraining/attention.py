@@ -68,6 +68,8 @@ def attend(
     """
     ring = ring_of(cp_group, cp_inner)
     check_operands(query, key, value)
+    # Megatron's projections give unit stride in the head dim; anything else is copied once.
+    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     if documents is not None:
         documents.check(query.shape[1], query.shape[0] * ring.world, query.device)
     if softmax_scale is None:

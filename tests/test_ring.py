@@ -23,7 +23,7 @@ from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.config import ConfigError
 from megatron_mtraining.layout import stripe, unstripe
-from megatron_mtraining.pattern import build_index, choose_index
+from megatron_mtraining.pattern import build_index, choose_index, select
 from megatron_mtraining.ring import (
     Ring,
     advise_on_hosts,
@@ -215,17 +215,24 @@ def test_choosing_and_attending_over_processes(world, blocks):
 
 
 def run_with_columns_told(rank, world, operands, config):
-    """How often a forward asks for columns, and how far its pattern's recall is from one chosen alone."""
+    """How often columns are gathered in a choice alone, and in a forward; how far recall is apart."""
     query, key, value = (stripe(t, rank, world, BLOCK) for t in operands)
     group, asked, gather = dist.group.WORLD, [], attention.gather_columns
-    alone = choose_index(query, key, config, ring_of(group), 64**-0.5)
-    attention.gather_columns = lambda *words: asked.append(words) or gather(*words)
+
+    def told(*words):
+        asked.append(words)
+        return gather(*words)
+
+    attention.gather_columns = select.gather_columns = told
     try:
+        alone = choose_index(query, key, config, ring_of(group), 64**-0.5)
+        in_choice = len(asked)
         _, index = sparse_attention(query, key, value, config=config, cp_group=group)
     finally:
-        attention.gather_columns = gather
+        attention.gather_columns = select.gather_columns = gather
     assert torch.equal(index.member, alone.member) and torch.equal(index.columns, alone.columns)
-    return len(asked), (index.recall - alone.recall).abs().max().item(), index.recall
+    apart = (index.recall - alone.recall).abs().max().item()
+    return in_choice, len(asked) - in_choice, apart, index.recall
 
 
 @pytest.mark.parametrize(
@@ -235,9 +242,9 @@ def test_columns_travel_once_for_recall_and_attention(budget):
     config = MTrainingConfig(block_size=BLOCK, sample_strata=16, **budget)
     operands = random_operands(BLOCK * 8, 2, 4, 2, 64, torch.float32, "cpu")[:3]
     results = run_ranks(2, run_with_columns_told, operands, config)
-    for asked, apart, recall in results:
-        assert asked == 1 and apart < 1e-6 and (recall > 0).all()
-        assert torch.equal(recall, results[0][2])
+    for in_choice, in_forward, apart, recall in results:
+        assert (in_choice, in_forward) == (1, 1) and apart < 1e-6 and (recall > 0).all()
+        assert torch.equal(recall, results[0][3])
 
 
 def test_a_replay_gives_the_same_gradients_and_attends_nothing(monkeypatch):
@@ -254,6 +261,31 @@ def test_a_replay_gives_the_same_gradients_and_attends_nothing(monkeypatch):
     assert torch.equal(again, out) and not attended[0].requires_grad
     for one, other in zip(torch.autograd.grad(again, leaves, grad_out), expected):
         assert torch.equal(one, other)
+
+
+def run_turned(rank, world, operands):
+    """Whether operands whose head dim has another stride give what those of unit stride do."""
+    group = dist.group.WORLD if world > 1 else None
+    config = MTrainingConfig(block_size=BLOCK, vertical=20, slash=2, window=1, sample_strata=8)
+    parts = [stripe(t, rank, world, BLOCK) for t in operands]
+    turned = [torch.stack((t, t), -1)[..., 0] for t in parts[:3]]
+    assert all(t.stride(-1) == 2 for t in turned)
+    found = []
+    for tensors in (parts[:3], turned):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        out, _ = sparse_attention(*leaves, config=config, cp_group=group)
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, parts[3])])
+    return [torch.equal(one, other) for one, other in zip(*found)]
+
+
+def test_any_strides_will_do():
+    operands = random_operands(BLOCK * 4, 1, 2, 1, 64, torch.float32, "cpu")
+    assert run_ranks(2, run_turned, operands) == [[True] * 4] * 2
+
+
+def test_any_strides_will_do_for_kernels(interpreter):
+    operands = random_operands(BLOCK * 2, 1, 2, 1, 64, torch.float32, "cpu")
+    assert run_turned(0, 1, operands) == [True] * 4
 
 
 def test_operands_that_do_not_fit_are_named():
@@ -349,35 +381,45 @@ def test_ranks_that_disagree_about_nodes_all_say_so():
         assert len(set(said)) == 1 and str(inner) in said[0] and "gathered-ranks" in said[0]
 
 
-def run_until_a_rank_fails(rank, world, operands, index_sets, inner, backward, how):
-    """Rank 1 fails in the second round of its forward or backward, or in the only one: transfers are under
-    way."""
-    from megatron_mtraining.ring import attention
+FAILING = {
+    "forward": "attention_forward",
+    "backward": "attention_backward_query",
+    "choice": "gather_columns",
+}
 
-    name = "attention_backward_query" if backward else "attention_forward"
-    original, calls = getattr(attention, name), []
+
+def run_until_a_rank_fails(rank, world, operands, index_sets, inner, where, how):
+    """Rank 1 fails in the second round of its forward or backward, or in the only one, or as it chooses a
+    pattern: transfers are under way."""
+    name, calls = FAILING[where], []
+    original = getattr(attention, name)
 
     def fail(*arguments):
         calls.append(name)
-        if rank == 1 and len(calls) == min(2, world // inner):
+        if rank == 1 and len(calls) == (1 if where == "choice" else min(2, world // inner)):
             if how == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("rank 1 has had enough")
         return original(*arguments)
 
     setattr(attention, name, fail)
-    run_ring(rank, world, operands, *index_sets, 0.1, inner)
+    if where == "choice":
+        config = MTrainingConfig(block_size=BLOCK, vertical=20, slash=2, window=1, sample_strata=8)
+        parts = (stripe(t, rank, world, BLOCK, inner=inner) for t in operands[:3])
+        sparse_attention(*parts, config=config, cp_group=dist.group.WORLD, cp_inner=inner)
+    else:
+        run_ring(rank, world, operands, *index_sets, 0.1, inner)
     dist.barrier()  # a rank that needs nothing more of the others meets them at the next collective
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("where", FAILING)
 @pytest.mark.parametrize("how", ["raises", "dies"])
 @pytest.mark.parametrize(("world", "inner"), [(2, 2), (2, 1), (4, 1), (4, 2)])
-def test_a_rank_that_fails_ends_all(world, inner, how, backward):
+def test_a_rank_that_fails_ends_all(world, inner, how, where):
     operands = random_operands(BLOCK * world, 1, 4, 2, 64, torch.float32, "cpu")
     index = random_index(BLOCK * world, 1, 4, BLOCK, 1, "few", "cpu")
     sets = distances_and_columns(index)
-    given = operands, sets, inner, backward, how
+    given = operands, sets, inner, where, how
     statuses, said = run_to_their_ends(world, 60, run_until_a_rank_fails, *given)
     others = [rank for rank in range(world) if rank != 1]
     if how == "dies":

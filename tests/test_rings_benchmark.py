@@ -283,7 +283,9 @@ def test_a_silent_ring_runs_the_same_kernels():
 
 
 def transfers_and_kernels(rank, world):
-    """By what is timed, of a case with budgets and of a drawn one: how often it sent, and its kernels."""
+    """By what is timed, of a case with budgets and of a drawn one: how often it sent, and its kernels and the
+    choice's collectives."""
+    from megatron_mtraining.pattern import select
     from megatron_mtraining.ring import attention
 
     rings, ring_runs = load("rings"), load("ring_runs")
@@ -298,9 +300,12 @@ def transfers_and_kernels(rank, world):
 
     for name in ("post", "gather", "sum_columns"):  # a silent ring has its own
         setattr(Ring, name, recorded(sent, name, getattr(Ring, name)))
-    for name in dir(attention):
-        if name.startswith("attention_"):
-            setattr(attention, name, recorded(kernels, name, getattr(attention, name)))
+    for name in ("all_reduce", "all_gather", "reduce_scatter"):  # of the choice, on both sides
+        setattr(Ring, name, recorded(kernels, name, getattr(Ring, name)))
+    for module in (attention, select):
+        for name in dir(module):
+            if name.startswith("attention_") or name in ("gather_columns", "pack"):
+                setattr(module, name, recorded(kernels, name, getattr(module, name)))
     setting = ring_runs.Setting("cpu", dist.group.WORLD, rank, world, 2, 1, 64)
     for case in (rings.CASES[0], rings.CASES[3]):
         case = case.at(1024)
@@ -325,6 +330,9 @@ def test_kernels_are_timed_without_transfers_forward_and_both_ways():
                 assert found[name][0] == 0 < found[whole][0]
                 assert found[name][1] == found[whole][1] != []
             assert len(found["kernel"][1]) > len(found["kernel_fwd"][1])
+        whole = budgets["fwd"][1]
+        assert "all_gather" in whole and "all_gather" not in drawn["fwd"][1]
+        assert whole.count("gather_columns") == whole.count("pack") == 1
 
 
 def traced_run(rank, world):

@@ -233,6 +233,8 @@ def ring_attention(
             bytes, and a rounding to 8 bits at each of ``world - 1`` hops.
         keys: the same key and value, if they are on their way already. Used up.
 
+    Operands of other than unit stride in ``d`` are copied.
+
     Returns:
         out ``[s, b, h, d]``, in the query's dtype, contiguous; the log-sum-exp of its rows, ``[b, h, s]``,
         float32 (float64 for float64), which has no gradient.
@@ -264,7 +266,6 @@ def ring_attention(
         index.documents.check(query.shape[1], index.seq_length, query.device)
     if not softmax_scale > 0:
         raise ValueError(f"softmax_scale is {softmax_scale}: it must be positive")
-    # Megatron's projections give unit stride in the head dim; anything else is copied once.
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     wire = torch.bfloat16 if bf16_gradients else None
     return _RingAttention.apply(query, key, value, index, ring, softmax_scale, attended, wire, keys)
