@@ -269,7 +269,7 @@ def draw(folder: Path, case: Case, setting: Setting, layers: dict) -> None:
     name = "timeline_" + "".join(c if c.isalnum() else "_" for c in case.name)
     folder.mkdir(parents=True, exist_ok=True)
     kept = {
-        (f"{setting.world // inner} rounds of {inner} ranks"): spans
+        f"nodes x ranks: {setting.world // inner} x {inner}": spans
         for (_, inner), spans in layers.items()
     }
     (folder / f"{name}.json").write_text(json.dumps(kept), encoding="utf-8")
