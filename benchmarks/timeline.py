@@ -25,6 +25,8 @@ WAIT = "wait"
 """The name of spans in which a rank has nothing to compute."""
 MOVE = "transfer"
 """The name of spans in which NCCL sends and receives, or waits for another rank to."""
+LEAD = 60_000_000
+"""Cycles of a GPU's clock, about 30 ms: several times what launching a layer both ways takes."""
 MARK = "spin_kernel"
 """In the name of the kernel by which a profiler's clock is set to a trace's."""
 
@@ -56,11 +58,14 @@ class Trace:
         self._origin, self._marks, self._numbers = None, [], {}
 
     def begin(self) -> None:
-        """Forget earlier spans; from here on time counts, on all ranks: they meet at a barrier."""
+        """Forget earlier spans; from here on time counts, on all ranks: they meet. GPUs do so behind a kernel
+        that does nothing, so that what is launched meanwhile does not wait for the host, as in a model."""
         self._marks, self._numbers = [], {}
         dist.barrier(group=self._group)
         if self._on_gpu:
             torch.cuda.synchronize()
+            torch.cuda._sleep(LEAD)
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=self._group)
         self._origin = self._now()
         if self._on_gpu:
             torch.cuda._sleep(1)  # MARK
