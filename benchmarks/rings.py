@@ -21,10 +21,10 @@ longest of the ranks:
   forward.
 - ``exposed_comm_ms``: ``fwdbwd_ms`` less ``kernel_ms``: the same of a forward with its backward.
 
-From one more run, watched (``timeline.py``) and queued, ``imbalance_worker`` and ``imbalance_step``: the slowest rank's
-time in kernels over the mean, and each step's slowest summed, over the same mean; ``--timeline FOLDER`` draws
-another, with what NCCL transfers meanwhile. ``peak_gib`` is memory that forward and backward need beyond the
-operands. ``hop_gb_s`` is the bandwidth of one hop when all ranks send to the next at once.
+From one more run, watched (``timeline.py``) and queued, ``imbalance_worker`` and ``imbalance_step``: the
+slowest rank's time in kernels over the mean, and each step's slowest summed, over the same mean; ``--timeline
+FOLDER`` draws another, with what NCCL transfers meanwhile. ``peak_gib`` is memory that forward and backward
+need beyond the operands. ``hop_gb_s`` is the bandwidth of one hop when all ranks send to the next at once.
 
 ``queued``: the same times of our rings where calls are launched while the GPU is busy, by what is timed
 (``fwd_ms``, ``fwdbwd_ms``, ``kernel_fwd_ms``, ``kernel_ms``, ``index_ms``). Attention layers right after one
