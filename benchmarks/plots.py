@@ -28,7 +28,7 @@ def newest(rows: list[dict]) -> list[dict]:
             names = ("op", "impl", "seq", "heads", "dim", "density", "vertical")
             kinds = runs.setdefault((row["commit"], row["gpu"]), {})
             kinds[tuple(row[name] for name in names)] = row
-    return list(max(reversed(runs.values()), key=len).values())
+    return list(max(reversed(runs.values()), key=len, default={}).values())
 
 
 def kernels(path: Path, rows: list[dict]) -> Path:
