@@ -168,7 +168,7 @@ def test_packed_documents_are_a_case_of_their_own(scripts, monkeypatch, tmp_path
     assert plots.newest(plain + packed) == plots.newest(plain) and len(plots.newest(plain)) == 2
     assert plots.newest(packed) == []
     # A later run of fewer cases is no picture of its own.
-    assert plots.newest(plain + [dict(plain[0], commit="later")]) == plots.newest(plain)
+    assert plots.newest([*plain, dict(plain[0], commit="later")]) == plots.newest(plain)
 
 
 def test_kept_results_can_be_drawn(scripts, tmp_path):
