@@ -4,12 +4,11 @@ dense; then the choice of the pattern (``index.py``, unless cases or implementat
 table, appends rows to ``results/kernels.jsonl`` and draws ``kernels.png`` beside it.
 
 Rates count the work of what is kept (within documents, where they are packed): pairs x 4 x dim forward, x 2.5
-backward. A GPU's clock falls with
-the power it has drawn, so what is compared runs in turns of equal length, and figures are medians of
-the turns. Each implementation gets the same numbers in its own layout. FlexAttention runs up to 64K
-tokens: its mask lists every pair of blocks of each head (67 MB there, 4.3 GB at 512K). Dense attention
-runs at up to ``--dense-seq`` tokens, as one document: ``dense_seq`` in a row says where its cuDNN rate was
-measured.
+backward. A GPU's clock falls with the power it has drawn, so what is compared runs in turns of equal length,
+and figures are medians of the turns. Each implementation gets the same numbers in its own layout.
+FlexAttention runs up to 64K tokens: its mask lists every pair of blocks of each head (67 MB there, 4.3 GB at
+512K). Dense attention runs at up to ``--dense-seq`` tokens, as one document: ``dense_seq`` in a row says
+where its cuDNN rate was measured.
 
     python benchmarks/kernels.py [--quick] [--case TEXT ...] [--impl NAME ...] [--output FILE]
     python benchmarks/kernels.py --plot-only

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 
+import timeline
 import torch
 import torch.distributed as dist
 from ring_runs import Setting
@@ -41,6 +42,11 @@ def milliseconds(run: Callable, setting: Setting, calls: int = 1) -> float:
             run()
         return 1000 * (time.perf_counter() - start) / calls
     torch.cuda.synchronize()
+    return _gpu_milliseconds(run, calls)
+
+
+def _gpu_milliseconds(run: Callable, calls: int) -> float:
+    """A call's, of several in a row, from where the GPU's work has come to so far."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(calls):
@@ -72,18 +78,11 @@ def queued_milliseconds(run: Callable, setting: Setting, calls: int) -> float:
     setting.synchronize()
     dist.barrier(group=setting.group)
     setting.synchronize()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     launched = time.perf_counter()
     run()
     launched = setting.slowest(1000 * (time.perf_counter() - launched))
-    torch.cuda._sleep(int(2 * CYCLES * launched * (calls + 1)))
-    dist.all_reduce(torch.zeros(1, device=setting.device), group=setting.group)  # ranks meet
-    start.record()
-    for _ in range(calls):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / calls
+    timeline.meet(setting.group, int(2 * CYCLES * launched * (calls + 1)))
+    return _gpu_milliseconds(run, calls)
 
 
 def queued(runs: dict, once: dict, setting: Setting) -> dict | None:

@@ -196,12 +196,10 @@ def run_case(case: Case, setting: Setting, rings: dict, options, common: dict):
                 else:
                     runs[name, 0] = found
         flat = {(impl, op): run for impl, ops in runs.items() for op, run in ops.items()}
-        times = take_turns(flat, setting, options.budget) if flat else {}
+        taken = take_turns(flat, setting, options.budget) if flat else {}
+        times = {impl: {op: taken[impl, op] for op in ops} for impl, ops in runs.items()}
         peaks = {impl: peak_gib(ops["fwdbwd"], setting) for impl, ops in runs.items()}
-        ahead = {
-            impl: queued(runs[impl], {op: times[impl, op] for op in runs[impl]}, setting)
-            for impl in traced
-        }
+        ahead = {impl: queued(runs[impl], times[impl], setting) for impl in traced}
     layers, drawn = {}, {}
     for impl, run in traced.items():
         ring = next(ring for ring in rings.values() if ring.inner == impl[1])
@@ -211,8 +209,7 @@ def run_case(case: Case, setting: Setting, rings: dict, options, common: dict):
             if options.timeline:
                 drawn[impl] = watch(run, ring, operands_in(ring.inner), setting, profiled=True)
     rows = []
-    for impl in runs:
-        ms = {op: times[impl, op] for op in runs[impl]}
+    for impl, ms in times.items():
         ours = indices.get(impl)
         row = row_of(case, setting, impl, ours, ms, layers.get(impl), peaks[impl], ahead.get(impl))
         rows.append(row | common)
@@ -248,17 +245,16 @@ def line(row: dict) -> str:
     def number(name, form):
         return format(row[name], form) if row[name] is not None else "-"
 
-    queue = "".join(
-        f", {name.removesuffix('_ms')} {ms:.2f}" for name, ms in (row["queued"] or {}).items()
+    ahead = ", ".join(
+        f"{name.removesuffix('_ms')} {ms:.2f}" for name, ms in (row["queued"] or {}).items()
     )
-    queue = queue and f"; queued {queue[2:]}"
     impl = row["impl"] + (f" {row['world'] // row['inner']}x{row['inner']}" if row["inner"] else "")
     return (
         f"  {impl:20s} density {row['density']:<8g} forward {number('fwd_ms', '.2f'):>9s} ms, both "
         f"{number('fwdbwd_ms', '.2f'):>9s} ms, index {number('index_ms', '.2f'):>6s}, exposed "
         f"{number('exposed_comm_ms', '.2f'):>7s} (forward {number('exposed_fwd_ms', '.2f'):>6s}), ranks "
         f"{number('imbalance_worker', '.3f'):>5s}, steps {number('imbalance_step', '.3f'):>5s}, "
-        f"{number('peak_gib', '.2f')} GiB{queue}"
+        f"{number('peak_gib', '.2f')} GiB" + (f"; queued {ahead}" if ahead else "")
     )
 
 

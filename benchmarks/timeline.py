@@ -41,6 +41,13 @@ class Span(NamedTuple):
     end: float
 
 
+def meet(group: dist.ProcessGroup, cycles: int) -> None:
+    """The ranks' GPUs meet, behind a kernel that does nothing for so many cycles: what is launched meanwhile
+    does not wait for the host, as in a model."""
+    torch.cuda._sleep(cycles)
+    dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+
+
 class Trace:
     """Records spans: ``with trace(name, step): ...``.
 
@@ -58,14 +65,12 @@ class Trace:
         self._origin, self._marks, self._numbers = None, [], {}
 
     def begin(self) -> None:
-        """Forget earlier spans; from here on time counts, on all ranks: they meet. GPUs do so behind a kernel
-        that does nothing, so that what is launched meanwhile does not wait for the host, as in a model."""
+        """Forget earlier spans; from here on time counts, on all ranks: they meet, GPUs by :func:`meet`."""
         self._marks, self._numbers = [], {}
         dist.barrier(group=self._group)
         if self._on_gpu:
             torch.cuda.synchronize()
-            torch.cuda._sleep(LEAD)
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=self._group)
+            meet(self._group, LEAD)
         self._origin = self._now()
         if self._on_gpu:
             torch.cuda._sleep(1)  # MARK

@@ -28,6 +28,7 @@ from .attention import (
     check_operands,
     gather_columns,
     pack,
+    unit_stride,
 )
 from .choice import (
     block_counts,
@@ -79,6 +80,7 @@ __all__ = [
     "select_largest",
     "strided_lse",
     "take_blocks",
+    "unit_stride",
 ]
 
 

@@ -32,6 +32,12 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
+def unit_stride(*tensors: Tensor) -> list[Tensor]:
+    """Tensors as the kernels take them, of unit stride in the last dimension: copied where they are not.
+    Megatron's projections give such operands."""
+    return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
+
+
 def pack(key: Tensor, value: Tensor, out: Tensor) -> None:
     """Copy keys and values, of unit stride in ``d``, into ``out``, ``[2, s, b, hk, d]``, contiguous."""
     if not uses_triton(key):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .config import MTrainingConfig
 from .documents import Documents
-from .kernels import check_operands
+from .kernels import check_operands, unit_stride
 from .pattern import BlockListIndex, VerticalSlashIndex, check_choice, choose_index
 from .ring import KeysAndValues, ring_attention, ring_of
 
@@ -68,8 +68,7 @@ def attend(
     """
     ring = ring_of(cp_group, cp_inner)
     check_operands(query, key, value)
-    # Megatron's projections give unit stride in the head dim; anything else is copied once.
-    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    query, key, value = unit_stride(query, key, value)
     if documents is not None:
         documents.check(query.shape[1], query.shape[0] * ring.world, query.device)
     if softmax_scale is None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents
-from ..kernels import strided_lse, take_blocks
+from ..kernels import strided_lse, take_blocks, unit_stride
 from ..layout import block_at
 
 SOURCES = ("moba", "xattention")
@@ -75,9 +75,7 @@ def choose_block_lists(
             f"top_k, window_blocks and sink_blocks are {top_k}, {window_blocks}, {sink_blocks}: "
             "none may be negative"
         )
-    query, key = (
-        t if t.stride(-1) == 1 else t.contiguous() for t in (query.detach(), key.detach())
-    )
+    query, key = unit_stride(query.detach(), key.detach())
     length = query.shape[0]
     missing = -length % block_size
     if missing and ring.world > 1:

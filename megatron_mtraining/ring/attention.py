@@ -23,6 +23,7 @@ from ..kernels import (
     check_operands,
     gather_columns,
     pack,
+    unit_stride,
 )
 from ..pattern.index import PatternIndex
 from .schedule import Do, Link, backward_ops, forward_ops
@@ -203,8 +204,7 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_out, _):
         query, key, value, out, lse = ctx.saved_tensors
-        if grad_out.stride(-1) != 1:
-            grad_out = grad_out.contiguous()
+        (grad_out,) = unit_stride(grad_out)
         dq, dkv = _backward(query, key, value, grad_out, out, lse, *ctx.rest)
         return dq, dkv[0], dkv[1], None, None, None, None, None, None
 
@@ -266,6 +266,6 @@ def ring_attention(
         index.documents.check(query.shape[1], index.seq_length, query.device)
     if not softmax_scale > 0:
         raise ValueError(f"softmax_scale is {softmax_scale}: it must be positive")
-    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    query, key, value = unit_stride(query, key, value)
     wire = torch.bfloat16 if bf16_gradients else None
     return _RingAttention.apply(query, key, value, index, ring, softmax_scale, attended, wire, keys)
