@@ -25,7 +25,7 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 quickstart: $(READY)
-	$(BIN)/python -m megatron_mtraining.quickstart $(ARGS)
+	$(BIN)/python -m megatron_mtraining quickstart $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)

@@ -1,31 +1,23 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""What is installed, and where from.
+"""What is installed.
 
-Two packages live in top-level folders but install inside ``megatron_mtraining``: a top-level module
-named ``kernels`` would collide with another well-known package, and ``patches`` is data.
+``megatron_mtraining/kernels`` and ``megatron_mtraining/patches`` are symbolic links to the top-level folders,
+so that a plain checkout, editors and type checkers see them where they are imported. The ``kernels`` folder
+itself has no ``__init__.py``: as a namespace package it never shadows the package of that name on PyPI.
 """
 
 import re
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import find_namespace_packages, setup
 
 ROOT = Path(__file__).parent
 PACKAGE = "megatron_mtraining"
-INSIDE = ("kernels", "patches")
 
 
 def version() -> str:
     text = (ROOT / PACKAGE / "__init__.py").read_text(encoding="utf-8")
     return re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE).group(1)
-
-
-def packages() -> list[str]:
-    found = find_packages(include=[PACKAGE, PACKAGE + ".*"])
-    for folder in INSIDE:
-        found.append(f"{PACKAGE}.{folder}")
-        found += [f"{PACKAGE}.{folder}.{name}" for name in find_packages(folder)]
-    return found
 
 
 QUICKSTART = ["sentencepiece", "matplotlib>=3.7", "tqdm"]
@@ -42,10 +34,9 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=packages(),
-    package_dir={f"{PACKAGE}.{folder}": folder for folder in INSIDE},
+    packages=find_namespace_packages(include=[PACKAGE, f"{PACKAGE}.*"]),
     package_data={f"{PACKAGE}.patches": ["*.patch", "*.md", "*.json"]},
-    entry_points={"console_scripts": [f"mtraining = {PACKAGE}.cli:main"]},
+    entry_points={"console_scripts": [f"mtraining = {PACKAGE}.tools.cli:main"]},
     install_requires=[
         "torch>=2.6",
         "triton",

@@ -55,7 +55,7 @@ def share_out(folder: Path, most: int) -> tuple[list[Path], list[Path]]:
 
 def mtraining(megatron: Path, *words) -> None:
     """Run the package's command beside a checkout; its error ends this."""
-    command = [sys.executable, "-m", "megatron_mtraining.cli", *map(str, words)]
+    command = [sys.executable, "-m", "megatron_mtraining", *map(str, words)]
     # The data's indexed files are written by Megatron, which may be there as a checkout alone.
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(megatron)]))
     # Elsewhere than in a checkout of ours, whose kernels/ would be taken for a package.

@@ -73,10 +73,10 @@ def make(folder: Path, config: dict, shard_bytes: int) -> None:
     """
     import torch
 
-    from megatron_mtraining.convert.dtypes import NAMES
-    from megatron_mtraining.convert.families import model_of
-    from megatron_mtraining.convert.hf_folder import Planned, write_json, write_shards
-    from megatron_mtraining.convert.names import mapped
+    from megatron_mtraining.tools.convert.dtypes import NAMES
+    from megatron_mtraining.tools.convert.families import model_of
+    from megatron_mtraining.tools.convert.hf_folder import Planned, write_json, write_shards
+    from megatron_mtraining.tools.convert.names import mapped
 
     folder.mkdir()
     dtype = NAMES[config["torch_dtype"]]
@@ -98,7 +98,7 @@ def digests(folder: Path) -> dict[str, str]:
     """Type, shape and a digest of the bytes of each tensor, by name."""
     import torch
 
-    from megatron_mtraining.convert.hf_folder import Shards
+    from megatron_mtraining.tools.convert.hf_folder import Shards
 
     shards, found = Shards(folder), {}
     for name, stored in shards.tensors.items():
@@ -116,7 +116,7 @@ def apart(function, *words):
 
 def converted(*words) -> tuple[float, int]:
     """Run ``mtraining convert``: seconds, and bytes of its peak memory."""
-    command = [sys.executable, "-m", "megatron_mtraining.cli", "convert", *map(str, words)]
+    command = [sys.executable, "-m", "megatron_mtraining", "convert", *map(str, words)]
     begun = time.perf_counter()
     # Elsewhere than in a checkout, whose kernels/ would be taken for a package.
     run = subprocess.Popen(command, cwd=tempfile.gettempdir(), stdout=subprocess.DEVNULL)
@@ -222,7 +222,7 @@ def line(row: dict) -> str:
 
 
 def parse(words=None):
-    from megatron_mtraining.convert.command import size
+    from megatron_mtraining.tools.convert.command import size
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

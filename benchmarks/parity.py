@@ -38,10 +38,10 @@ from torch import Tensor
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import attend
-from megatron_mtraining.inspect.hugging_face import tokenizer_of
-from megatron_mtraining.inspect.options import hide_kernels_folder
+from megatron_mtraining.models.hugging_face import tokenizer_of
 from megatron_mtraining.pattern import Steering, choose_index, heads_of_layer, settings_of_run
 from megatron_mtraining.ring import Ring
+from megatron_mtraining.tools.inspect.options import hide_kernels_folder
 
 ATTENTION = "mtraining_parity"
 RUNS = ("dense", "price", "overrides", "coverage")

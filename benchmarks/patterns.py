@@ -50,19 +50,19 @@ import torch
 from torch import Tensor
 
 from megatron_mtraining import ConfigError, MTrainingConfig
-from megatron_mtraining.inspect.measure import (
+from megatron_mtraining.models.text import tokens_for
+from megatron_mtraining.pattern import VerticalSlashIndex, choose_block_lists, choose_index
+from megatron_mtraining.ring import Ring
+from megatron_mtraining.tools.inspect.measure import (
     ListsAtRows,
     held_out_rows,
     kept_of,
     lists_at_rows,
     row_probabilities,
 )
-from megatron_mtraining.inspect.options import default_dtype, require
-from megatron_mtraining.inspect.sources import LayerInput, open_source
-from megatron_mtraining.inspect.text import tokens_for
-from megatron_mtraining.pattern import VerticalSlashIndex, choose_block_lists, choose_index
-from megatron_mtraining.report.table import table
-from megatron_mtraining.ring import Ring
+from megatron_mtraining.tools.inspect.options import default_dtype, require
+from megatron_mtraining.tools.inspect.sources import LayerInput, open_source
+from megatron_mtraining.tools.report.table import table
 
 BLOCK = 128
 PRICES = (2.0, 1.3, 0.8, 0.5, 0.3, 0.18, 0.11, 0.065, 0.04)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_mtraining.report.pictures import COLOURS, pyplot
+from megatron_mtraining.tools.report.pictures import COLOURS, pyplot
 
 # What a colour stands for, by (implementation, whether the pattern has columns).
 SERIES = {

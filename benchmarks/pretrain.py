@@ -48,7 +48,7 @@ def make_data(folder: Path, tokens: int) -> None:
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    from megatron_mtraining.quickstart import text
+    from megatron_mtraining.tools.quickstart import text
 
     folder.mkdir(parents=True, exist_ok=True)
     files = text.source_files()

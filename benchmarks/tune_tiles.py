@@ -19,15 +19,15 @@ import torch
 import triton
 from workloads import draw_index
 
-from megatron_mtraining.kernels import (
+from megatron_mtraining.kernels.attention import (
     attention_backward_columns,
     attention_backward_key,
     attention_backward_query,
     attention_delta,
     attention_forward,
     gather_columns,
-    tiles,
 )
+from megatron_mtraining.kernels.common import tiles
 from megatron_mtraining.ring import RingStep, Round
 
 SWEEP = {

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .kernels import cross_entropy_gradient, cross_entropy_rows
+from .kernels.loss import cross_entropy_gradient, cross_entropy_rows
 
 
 def linear_cross_entropy(

@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import importlib
 import pkgutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def import_kernels_interpreted() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         package = importlib.import_module("megatron_mtraining.kernels")
-        for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             importlib.import_module(module.name)
     finally:
         if before is None:
@@ -75,50 +76,41 @@ def pytest_report_header(config):
     )
 
 
-# Of the tests of ``mtraining data``
+@pytest.fixture
+def cpu_device(monkeypatch):
+    """megatron-core moves rotary tables to the current CUDA device."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
 
 
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory):
-    pytest.importorskip("transformers")
-    from data_cases import save_tokenizer
+class Group:
+    """As much of a process group as layout code asks for."""
 
-    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    def __init__(self, rank: int, size: int):
+        self._rank, self._size = rank, size
 
+    def rank(self) -> int:
+        return self._rank
 
-@pytest.fixture(scope="session")
-def sentencepiece_model(tmp_path_factory):
-    """A quick one for several processes, which need not import transformers then."""
-    sentencepiece = pytest.importorskip("sentencepiece")
-    from data_cases import make_documents
-
-    prefix = tmp_path_factory.mktemp("sentencepiece") / "tokens"
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(make_documents(100)), model_prefix=str(prefix), vocab_size=30,
-        model_type="char", hard_vocab_limit=False, minloglevel=2,
-    )  # fmt: skip
-    return prefix.with_suffix(".model")
+    def size(self) -> int:
+        return self._size
 
 
 @pytest.fixture
-def documents():
-    from data_cases import make_documents
-
-    return make_documents(200)
+def group():
+    return Group
 
 
-@pytest.fixture
-def prepare(tokenizer, tmp_path):
-    """Run the command over inputs, into ``tmp_path/out`` or another prefix; returns the exit status."""
-    from data_cases import SEQ
+def checkout_paths() -> list[Path]:
+    """The Megatron-LM checkouts to test with: MEGATRON_LM_PATH, one or several."""
+    given = os.environ.get("MEGATRON_LM_PATH", "")
+    return [Path(part).resolve() for part in given.split(os.pathsep) if part]
 
-    from megatron_mtraining import cli
 
-    def run(*inputs, output="out", **options):
-        defaults = {"tokenizer": tokenizer, "seq_length": SEQ, "workers": 1}
-        words = ["data", "prepare", *map(str, inputs), "--output", str(tmp_path / output)]
-        for name, value in {**defaults, **options}.items():
-            words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
-        return cli.main(words)
-
-    return run
+def pytest_generate_tests(metafunc):
+    """Tests that take ``checkout`` run once for each, or are skipped, saying what is missing."""
+    if "checkout" in metafunc.fixturenames:
+        paths = checkout_paths()
+        missing = pytest.mark.skip(reason="MEGATRON_LM_PATH names no Megatron-LM checkout")
+        values = paths or [pytest.param(None, marks=missing)]
+        names = [path.name for path in paths] or ["no-checkout"]
+        metafunc.parametrize("checkout", values, ids=names, scope="session")

@@ -8,7 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import (
+
+from megatron_mtraining import ConfigError
+from megatron_mtraining.documents import Documents
+from megatron_mtraining.kernels.attention import reference
+from megatron_mtraining.layout import block_at, token_positions
+from megatron_mtraining.pattern import build_index
+from tests.support.attention_cases import (
     block_lists_of,
     dense_attention,
     random_index,
@@ -17,12 +23,6 @@ from attention_cases import (
     simulated_ring,
     written_out_mask,
 )
-
-from megatron_mtraining import ConfigError
-from megatron_mtraining.documents import Documents
-from megatron_mtraining.kernels import reference
-from megatron_mtraining.layout import block_at, token_positions
-from megatron_mtraining.pattern import build_index
 
 pytestmark = pytest.mark.usefixtures("fresh_inputs")
 

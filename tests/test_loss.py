@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from attention_cases import relative_error
-from ranks import run_ranks
 
-from megatron_mtraining.kernels import cross_entropy_gradient, cross_entropy_rows
+from megatron_mtraining.kernels.loss import cross_entropy_gradient, cross_entropy_rows
 from megatron_mtraining.loss import linear_cross_entropy
+from tests.support.attention_cases import relative_error
+from tests.support.ranks import run_ranks
 
 
 def draw(tokens, words, dim, dtype, device="cpu", seed=0):

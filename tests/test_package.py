@@ -2,6 +2,7 @@
 """What is installed, from the tree, editable and from an sdist, and under which names."""
 
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -38,9 +39,9 @@ def sdist(tmp_path_factory) -> Path:
     if listed.returncode:
         pytest.skip("this tree is not a git checkout, so its own files are not known")
     for name in listed.stdout.splitlines():
-        if (ROOT / name).is_file():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            (copy / name).write_bytes((ROOT / name).read_bytes())
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, copy / name, follow_symlinks=False)
     return build("sdist", copy, tmp_path_factory.mktemp("sdist"))
 
 
@@ -55,7 +56,7 @@ def wheel(sdist, tmp_path_factory) -> list[str]:
     with zipfile.ZipFile(built) as archive:
         names = archive.namelist()
         metadata = next(name for name in names if name.endswith("entry_points.txt"))
-        assert "mtraining = megatron_mtraining.cli:main" in archive.read(metadata).decode()
+        assert "mtraining = megatron_mtraining.tools.cli:main" in archive.read(metadata).decode()
     return names
 
 
@@ -92,7 +93,7 @@ def test_installed_names():
     )
     # Not from the repository's root, where the two folders lie under their own names.
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT / "tests", capture_output=True, text=True
+        [sys.executable, "-c", code], cwd=ROOT / "docs", capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..attention import attend
 from ..config import HEAD_DIMS, ConfigError
-from ..kernels import DTYPES
+from ..kernels.attention import DTYPES
 from ..pattern import heads_of_layer, steering_of
 from ..ring import Ring, advise_on_hosts, check_hosts, ring_of
 from . import recompute

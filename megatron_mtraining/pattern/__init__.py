@@ -1,9 +1,9 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Which keys each query head sees: estimation, choice, and the index."""
 
+from ..config.overrides import check_files, heads_of_layer, settings_of_run
 from .block_choice import choose_block_lists
 from .block_index import BlockListIndex, build_block_index
-from .budgets import check_files, heads_of_layer, settings_of_run
 from .index import VerticalSlashIndex, build_index, full_index
 from .select import check_choice, choose_index
 from .steering import Steering, advance, steering_of, steerings

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents
-from ..kernels import strided_lse, take_blocks, unit_stride
+from ..kernels.attention import unit_stride
+from ..kernels.selection import strided_lse, take_blocks
 from ..layout import block_at
 
 SOURCES = ("moba", "xattention")

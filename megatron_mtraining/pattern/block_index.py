@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents
-from ..kernels import block_counts, block_lists, index_lists
+from ..kernels.selection import block_counts, block_lists, index_lists
 from ..layout import block_at, inner_size
 from . import packed
 from .index import PatternIndex

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels import diagonal_mass, merge_selections, select_largest
+from ..kernels.selection import diagonal_mass, merge_selections, select_largest
 from .estimate import Sample
 
 SINK = 2**31 - 1

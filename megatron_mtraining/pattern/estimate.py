@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..documents import Costs, Documents
-from ..kernels import lse_parts, merge_lse
+from ..kernels.selection import lse_parts, merge_lse
 from ..layout import locate
 
 

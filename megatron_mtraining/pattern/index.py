@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents
-from ..kernels import index_lists
+from ..kernels.selection import index_lists
 from ..layout import block_at, inner_size, owner_of
 from . import packed
 

@@ -17,15 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..kernels import (
-    candidate_slashes,
-    fixed_point_one,
-    gather_columns,
-    price_columns,
-    price_slashes,
-    row_masses,
-)
+from ..kernels import selection as kernels
+from ..kernels.attention import gather_columns
+from ..kernels.selection import candidate_slashes, price_columns, price_slashes, row_masses
+from ..kernels.selection.reference import fixed_point_one
 from .counted import best_columns
 from .estimate import Sample
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents
-from ..kernels import gather_columns, held_columns, row_masses
+from ..kernels.attention import gather_columns
+from ..kernels.selection import held_columns, row_masses
 from ..layout import check_layout
 from .block_index import BlockListIndex, build_block_index
 from .blocks import BLOCK_POLICIES, choose_blocks, recall_of_blocks

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import ConfigError, MTrainingConfig
-from .budgets import heads_of_layer
+from ..config.overrides import heads_of_layer
 
 GAIN = 0.3
 """How much of what is missing to the target a step makes up for: less follows slower, more is noisier."""

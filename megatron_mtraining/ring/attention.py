@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..kernels import (
+from ..kernels.attention import (
     attention_backward_columns,
     attention_backward_key,
     attention_backward_query,

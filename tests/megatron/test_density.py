@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
-from ranks import run_ranks
 
 from megatron_mtraining.megatron import density as module
 from megatron_mtraining.megatron.density import DensityMeter, take_density
+from tests.support.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)

@@ -3,9 +3,10 @@
 
 from pathlib import Path
 
-import gpt_worker
 import pytest
-from ranks import run_script
+
+from tests.support import gpt_worker
+from tests.support.ranks import run_script
 
 WORKER = Path(gpt_worker.__file__)
 

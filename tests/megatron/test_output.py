@@ -5,17 +5,17 @@ import copy
 import pickle
 from pathlib import Path
 
-import loss_worker
 import pytest
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
-from ranks import run_script
 
 from megatron_mtraining import ConfigError
 from megatron_mtraining.megatron import output
+from tests.support import loss_worker
+from tests.support.ranks import run_script
 
 WORKER = Path(loss_worker.__file__)
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnBackend
-from test_arguments import parse
-from test_batch import BLOCK, SEQUENCE, call, run_with, whole_batch
-from test_core_attention import make, operands
 
 from megatron_mtraining import ConfigError
 from megatron_mtraining.documents import Documents
 from megatron_mtraining.layout import token_positions
 from megatron_mtraining.megatron import packing
 from megatron_mtraining.megatron.arguments import ArgumentsError, check_arguments
+from tests.megatron.test_arguments import parse
+from tests.megatron.test_batch import BLOCK, SEQUENCE, call, run_with, whole_batch
+from tests.megatron.test_core_attention import make, operands
 
 LENGTHS = [[1, 130, 64, 573], [300, 468]]
 

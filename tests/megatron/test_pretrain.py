@@ -18,12 +18,11 @@ import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 
-import cpu_shim
 import pytest
-import recipes
-from running import torchrun
 
-from megatron_mtraining.cli import main
+from megatron_mtraining.tools.cli import main
+from tests.support import cpu_shim, recipes
+from tests.support.running import torchrun
 
 SHIM = Path(cpu_shim.__file__)
 STEPS = 20
@@ -237,7 +236,7 @@ def test_a_benchmark_s_run(tree, tmp_path, monkeypatch):
 def test_prepared_data_trains_as_it_is(tree, tmp_path):
     """What ``mtraining data prepare`` wrote, over more than an epoch."""
     pytest.importorskip("transformers")
-    from data_cases import make_documents, save_tokenizer, write_jsonl
+    from tests.support.data_cases import make_documents, save_tokenizer, write_jsonl
 
     tokenizer = save_tokenizer(tmp_path / "tokenizer", eos_token="<eod>")
     given = write_jsonl(tmp_path / "a.jsonl", make_documents(70))
@@ -279,10 +278,10 @@ def test_a_converted_checkpoint_trains_and_goes_back(cp, tree, tmp_path):
     pytest.importorskip("transformers")
     import numpy as np
     import torch
-    from convert_cases import save
-    from data_cases import EOD, save_tokenizer
 
-    from megatron_mtraining.data.indexed import write
+    from megatron_mtraining.tools.data.indexed import write
+    from tests.support.convert_cases import save
+    from tests.support.data_cases import EOD, save_tokenizer
 
     root = tree.roots["launcher"]
     hf = save("qwen2 tied" if cp == 1 else "qwen3", tmp_path / "hf")

@@ -10,13 +10,21 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.extensions import transformer_engine
 from megatron.core.tensor_parallel import random
-from test_core_attention import BATCH, DIM, HEADS, SEQUENCE, make, make_config, operands
 
 import megatron_mtraining.attention as plain
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.megatron import recompute
 from megatron_mtraining.megatron.density import take_density
 from megatron_mtraining.megatron.wrapping import is_wrapped
+from tests.megatron.test_core_attention import (
+    BATCH,
+    DIM,
+    HEADS,
+    SEQUENCE,
+    make,
+    make_config,
+    operands,
+)
 
 SPARSE = dict(block_size=64, slash=2, vertical=8, window=0, sample_strata=32)
 

@@ -5,8 +5,9 @@ opt-out bit for bit."""
 from pathlib import Path
 
 import pytest
-import recompute_worker
-from ranks import run_script
+
+from tests.support import recompute_worker
+from tests.support.ranks import run_script
 
 WORKER = Path(recompute_worker.__file__)
 RUNS = {

@@ -16,14 +16,9 @@ from megatron.core.models.common.embeddings import (
 )
 
 from megatron_mtraining import ConfigError
-from megatron_mtraining.inspect.options import hide_kernels_folder
 from megatron_mtraining.layout import stripe, token_positions
-from megatron_mtraining.megatron.rotary import (
-    CACHED,
-    building,
-    stripe_embedding,
-    wrap_yarn_cache,
-)
+from megatron_mtraining.megatron.rotary import CACHED, building, stripe_embedding, wrap_yarn_cache
+from megatron_mtraining.tools.inspect.options import hide_kernels_folder
 
 SEQUENCE, BLOCK = 768, 64
 

@@ -1,0 +1,147 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The options of ``mtraining data prepare``, checked before any input is read."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from ...config import ConfigError
+from .outputs import PARTS, Output, beside, prefix_of
+
+EXTRA = "megatron-mtraining[data]"
+FORMATS = ("auto", "jsonl", "parquet", "text", "mds")
+PACKS = ("best-fit", "in-order", "as-is")
+LONGER = ("cut", "drop", "error")
+PART_BYTES = 32 * 2**20
+SEED, BUFFER = 1234, 100000
+INT32 = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Options:
+    """One run; sizes in tokens unless said otherwise."""
+
+    inputs: list[Path]
+    tokenizer: Path
+    seq_length: int
+    output: Path
+    format: str
+    text_field: str | None
+    """None for ``text``, or ``input_ids`` where there is no text."""
+    join: bool
+    """Text files of a folder are one document."""
+    eod: str | None
+    pack: str
+    longer: str
+    long_only: int
+    """Documents with fewer tokens are left out."""
+    shuffle: bool
+    seed: int
+    buffer: int
+    """Documents."""
+    workers: int
+    part_bytes: int
+    overwrite: bool
+    keep_parts: bool
+
+    @property
+    def parts(self) -> Path:
+        """The folder of what is done so far."""
+        return beside(self.output, PARTS)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to ``parser``."""
+    add = parser.add_argument
+    what = "jsonl (.gz, .zst), parquet, text or MDS files, and folders of these or of source files"
+    add("inputs", type=Path, nargs="+", metavar="INPUT", help=what)
+    what = "a Hugging Face folder, a .gguf file or a sentencepiece .model"
+    add("--tokenizer", type=Path, required=True, metavar="PATH", help=what)
+    what = "tokens of a sample: --seq-length of the training"
+    add("--seq-length", type=int, required=True, metavar="N", help=what)
+    what = (
+        "PREFIX.bin, PREFIX.idx and the report PREFIX.json are written: --data-path of the training"
+    )
+    # Not a Path, which would drop a slash at the end.
+    add("--output", required=True, metavar="PREFIX", help=what)
+    what = "of all files; auto goes by their names (%(default)s)"
+    add("--format", choices=FORMATS, default="auto", help=what)
+    what = "of records: text, or a list of token ids (text, or input_ids where there is no text)"
+    add("--text-field", metavar="NAME", help=what)
+    what = "the text files of each INPUT folder, such as a repository, are one document"
+    add("--join", action="store_true", help=what)
+    what = (
+        "the end-of-document token, where the tokenizer's own is missing or another one is wanted"
+    )
+    add("--eod", metavar="TOKEN", help=what)
+    what = (
+        "how documents fill samples. best-fit: looking for those that fit; in-order: one after the other; "
+        "as-is: each is a sample already (%(default)s)"
+    )
+    add("--pack", choices=PACKS, default="best-fit", help=what)
+    what = "documents longer than a sample: cut into several, leave out, or stop (%(default)s)"
+    add("--longer", choices=LONGER, default="cut", help=what)
+    what = "leave out documents with fewer tokens (%(default)s)"
+    add("--long-only", type=int, default=0, metavar="MIN", help=what)
+    what = "keep the documents in the order of the input"
+    add("--no-shuffle", dest="shuffle", action="store_false", help=what)
+    add("--seed", type=int, metavar="N", help=f"of the shuffling ({SEED})")
+    what = f"documents that shuffling chooses among at a time ({BUFFER})"
+    add("--buffer", type=int, metavar="N", help=what)
+    add("--workers", type=int, metavar="N", help="processes that tokenize (one a core)")
+    what = "of input that are tokenized, or lost by an interruption, at a time (%(default)s)"
+    add("--part-bytes", type=int, default=PART_BYTES, metavar="N", help="bytes " + what)
+    add("--overwrite", action="store_true", help="replace a dataset that is there")
+    what = "keep PREFIX.parts, to pack the same documents again in another way"
+    add("--keep-parts", action="store_true", help=what)
+
+
+def options_from(values: argparse.Namespace) -> Options:
+    """The run that parsed arguments ask for.
+
+    Raises:
+        ConfigError: a value that cannot work, or an output that exists.
+    """
+    least = {"seq_length": 2, "long_only": 0, "buffer": 1, "workers": 1, "part_bytes": 1}
+    for name, low in least.items():
+        value = getattr(values, name)
+        if value is not None and value < low:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}: use {low} or more")
+    if values.seq_length > INT32:
+        raise ConfigError(
+            f"--seq-length is {values.seq_length}: Megatron's index holds {INT32} at most"
+        )
+    if values.pack == "as-is":
+        given = {"--long-only": values.long_only, "--longer": values.longer != "cut"}
+        for name in [name for name, value in given.items() if value]:
+            raise ConfigError(f"{name} has no meaning with --pack as-is: leave one of the two out")
+    for name in () if values.shuffle else ("seed", "buffer"):
+        if getattr(values, name) is not None:
+            raise ConfigError(
+                f"--{name} is {getattr(values, name)}, which has no meaning with --no-shuffle: leave one of "
+                "the two out"
+            )
+    fields = dict(vars(values))
+    fields = {name: fields[name] for name in Options.__dataclass_fields__}
+    fields["workers"] = values.workers or _cores()
+    fields["seed"] = SEED if values.seed is None else values.seed
+    fields["buffer"] = values.buffer or BUFFER
+    fields["output"] = prefix_of(os.fspath(values.output))
+    Output(fields["output"]).check(values.overwrite)
+    return Options(**fields)
+
+
+def _cores() -> int:
+    """That this process may use, where the system says so."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def require(*names: str) -> None:
+    """Raise :class:`ConfigError` unless these packages are installed."""
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} not installed: pip install '{EXTRA}'")

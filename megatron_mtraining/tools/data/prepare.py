@@ -1,0 +1,244 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``mtraining data prepare`` from start to end: find, tokenize, pack, write, tell."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from functools import lru_cache
+from itertools import chain
+
+import numpy as np
+
+from ... import __version__
+from ...config import ConfigError
+from . import indexed, inputs, packing, tokenizer
+from .options import LONGER, Options, require
+from .outputs import WRITER
+from .parts import Parts
+from .readers import Place
+from .tally import Tally
+from .workers import Job, tokenize_all
+
+VERSION = 1
+"""Of what is kept of parts: that of another one is not used."""
+OPEN_PARTS = 256
+"""Parts whose files are open at a time."""
+
+
+def prepare(options: Options) -> Tally:
+    """Write the dataset, and print what became of the documents.
+
+    Raises:
+        ConfigError: the input, the tokenizer or the output cannot work; no dataset is there then that
+            was not there before.
+    """
+    require("tqdm", "megatron")
+    started = time.perf_counter()
+    found = inputs.find(options)
+    loaded = tokenizer.load(options.tokenizer, options.eod)
+    as_is = options.pack == "as-is"
+    keys = _keys(options, found, loaded)
+    job = Job(
+        options.parts, found.parts, keys, options.tokenizer, options.eod, options.text_field, as_is, loaded
+    )  # fmt: skip
+    parts = Parts(options.parts, keys)
+    tally = Tally(options.seq_length, found.left_out)
+    with parts.opened():
+        _tokenize(options, job, parts)
+        for number in range(len(found.parts)):
+            tally.read(parts.done(number), parts.lengths(number))
+        if not tally.documents["read"]:
+            raise ConfigError(
+                f"INPUT ({', '.join(map(str, options.inputs))}) has no documents: {tally.documents['empty']} "
+                f"are empty, {tally.skipped_files} files are no UTF-8 text"
+            )
+        kept = _kept(parts, len(found.parts), options, tally)
+        if options.shuffle:
+            kept = _shuffled(kept, options.buffer, random.Random(options.seed + 1))
+        how = "in-order" if as_is else options.pack
+        groups = packing.samples(kept, options.seq_length, how)
+        if options.shuffle:
+            # Else short documents, and those left for the last, would be together at the end: in --split's
+            # validation data.
+            groups = _shuffled(groups, options.buffer, random.Random(options.seed + 2), _pieces)
+        rows = _with_tokens(chain.from_iterable(groups), parts, loaded, tally)
+
+        def report() -> bytes:
+            if not tally.samples:
+                raise ConfigError(
+                    f"--seq-length is {options.seq_length}, but all documents that are kept have only "
+                    f"{tally.tokens['left_over']} tokens: use fewer, or give more input"
+                )
+            return _report(options, found, loaded, tally, time.perf_counter() - started)
+
+        with closing(rows):
+            indexed.write(options.output, rows, loaded.dtype, report)
+        parts.remove(others=options.keep_parts)
+    print(f"\n{tally.text()}\n")
+    print(
+        f"{tally.samples:,} samples of {options.seq_length:,} tokens, {tally.samples_an_epoch:,} an epoch, "
+        f"in {time.perf_counter() - started:.0f} s. Train with --data-path {options.output} --seq-length "
+        f"{options.seq_length}"
+    )
+    return tally
+
+
+def _keys(options: Options, found: inputs.Inputs, loaded) -> list[str]:
+    """Names of the parts, see :class:`~megatron_mtraining.tools.data.parts.Parts`."""
+    about = {name: (size, changed) for name, size, changed in found.files}
+    shared = (
+        VERSION,
+        options.text_field,
+        options.pack == "as-is",
+        tokenizer.fingerprint(options.tokenizer),
+        loaded.eod,
+        loaded.vocab_size,
+    )
+    return [
+        hashlib.sha256(
+            repr((shared, part, [about[name] for name in part.files])).encode()
+        ).hexdigest()[:32]
+        for part in found.parts
+    ]
+
+
+def _tokenize(options: Options, job: Job, parts: Parts) -> None:
+    from tqdm import tqdm
+
+    todo = []
+    total = sum(part.size for part in job.parts)
+    bar = tqdm(total=total, desc="tokenize", unit="B", unit_scale=True, file=sys.stderr)
+    with bar:
+        for number, part in enumerate(job.parts):
+            counts = parts.done(number)
+            if counts is None:
+                todo.append(number)
+            else:
+                _check_lengths(options, part, counts)
+                bar.update(part.size)
+        if len(todo) < len(job.parts):
+            bar.write(
+                f"going on: {len(job.parts) - len(todo)} of {len(job.parts)} parts are done",
+                file=sys.stderr,
+            )
+        for number, counts in tokenize_all(job, todo, options.workers):
+            _check_lengths(options, job.parts[number], counts)
+            bar.update(job.parts[number].size)
+
+
+def _check_lengths(options: Options, part: inputs.Part, counts: dict) -> None:
+    """Refuse a document that --longer or --pack do not let through, as soon as it is known."""
+    length = options.seq_length
+    if counts["longest"] is None:
+        return
+    if options.pack == "as-is":
+        for tokens, *place in (counts["longest"], counts["shortest"]):
+            if tokens != length:
+                raise ConfigError(
+                    f"{Place(part, *place)} has {tokens} tokens, but --pack is as-is and --seq-length "
+                    f"{length}: use --seq-length {tokens} if all are so long, or --pack best-fit"
+                )
+    tokens, *place = counts["longest"]
+    if options.longer == "error" and tokens > length:
+        others = " or ".join(name for name in LONGER if name != "error")
+        raise ConfigError(
+            f"{Place(part, *place)} has {tokens} tokens, more than --seq-length ({length}), and --longer is "
+            f"error: use --longer {others}, or longer samples"
+        )
+
+
+def _kept(parts: Parts, count: int, options: Options, tally: Tally) -> Iterator[tuple[tuple, int]]:
+    """Documents that are not left out, as ((part, first token in it), tokens)."""
+    order = list(range(count))
+    if options.shuffle:
+        random.Random(options.seed).shuffle(order)
+    for number in order:
+        start = 0
+        for length in parts.lengths(number).tolist():
+            if length < options.long_only:
+                tally.drop("short", length)
+            elif length > options.seq_length and options.longer == "drop":
+                tally.drop("longer_dropped", length)
+            else:
+                tally.documents["longer_cut"] += length > options.seq_length
+                yield (number, start), length
+            start += length
+
+
+def _shuffled(items: Iterable, size: int, rng: random.Random, weigh=lambda item: 1) -> Iterator:
+    """Any of the items that wait, as soon as these weigh more than ``size``."""
+    waiting, weight = [], 0
+    for item in items:
+        waiting.append(item)
+        weight += weigh(item)
+        while weight > size:
+            place = int(rng.random() * len(waiting))
+            waiting[place], waiting[-1] = waiting[-1], waiting[place]
+            item = waiting.pop()
+            weight -= weigh(item)
+            yield item
+    rng.shuffle(waiting)
+    yield from waiting
+
+
+def _pieces(group: list[list[packing.Piece]]) -> int:
+    return sum(map(len, group))
+
+
+def _with_tokens(samples, parts: Parts, loaded, tally: Tally) -> Iterator[np.ndarray]:
+    """Token ids ``[seq_length]`` of the samples that are full."""
+    from tqdm import tqdm
+
+    # Not mapped: mapped pages count as this process's memory.
+    tokens = lru_cache(OPEN_PARTS)(parts.tokens)
+    width = np.dtype(loaded.dtype).itemsize
+    total = tally.tokens["read"]
+    with tqdm(total=total, desc="pack", unit="tok", unit_scale=True, file=sys.stderr) as bar:
+        for pieces in samples:
+            if sum(map(len, pieces)) < tally.seq_length:
+                tally.left_over(pieces)
+                continue
+            ids = np.full(tally.seq_length, loaded.eod, loaded.dtype)
+            at = 0
+            for piece in pieces:
+                number, first = piece.document
+                count = piece.stop - piece.start
+                file = tokens(number)
+                file.seek((first + piece.start) * width)
+                ids[at : at + count] = np.fromfile(file, loaded.dtype, count)
+                at += len(piece)
+            tally.sample(pieces)
+            bar.update(sum(piece.stop - piece.start for piece in pieces))
+            yield ids
+
+
+def _report(options: Options, found: inputs.Inputs, loaded, tally: Tally, seconds: float) -> bytes:
+    about = {
+        "seq_length": options.seq_length,
+        "dtype": np.dtype(loaded.dtype).name,
+        "tokenizer": str(options.tokenizer),
+        "eod": loaded.eod,
+        "vocab_size": loaded.vocab_size,
+        **tally.numbers(),
+        "inputs": [str(path) for path in options.inputs],
+        "files": len(found.files),
+        "bytes": sum(size for _, size, _ in found.files),
+        "join": options.join,
+        "pack": options.pack,
+        "longer": options.longer,
+        "long_only": options.long_only,
+        "shuffle": options.shuffle,
+        "seed": options.seed,
+        "buffer": options.buffer,
+        "workers": options.workers,
+        "part_bytes": options.part_bytes,
+        "seconds": round(seconds, 1),
+        WRITER: __version__,
+    }
+    return (json.dumps(about, indent=1) + "\n").encode()

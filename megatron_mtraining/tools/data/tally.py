@@ -1,0 +1,158 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""What became of the documents: counted while packing, told as a table and as JSON."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..report.table import table
+from .packing import Piece
+
+
+class Tally:
+    """Counts of documents and tokens.
+
+    Args:
+        seq_length: tokens of a sample.
+        left_out: see :class:`~megatron_mtraining.tools.data.inputs.Inputs`.
+    """
+
+    def __init__(self, seq_length: int, left_out: int = 0):
+        self.seq_length, self.left_out = seq_length, left_out
+        self.documents = dict.fromkeys(
+            (
+                "read",
+                "empty",
+                "short",
+                "longer_dropped",
+                "longer_cut",
+                "cut_at_end_of_sample",
+                "eod_inside",
+            ),
+            0,
+        )
+        self.tokens = dict.fromkeys(
+            ("read", "short", "longer_dropped", "written", "end_of_document", "left_over"), 0
+        )
+        self.samples = self.pieces = self.of_one_document = 0
+        self.left_over_documents = 0
+        self.skipped_files = 0
+        self.skipped_names: list[str] = []
+        self.by_length = np.zeros((32, 2), np.int64)
+
+    def read(self, counts: dict, lengths: np.ndarray) -> None:
+        """Count the documents of a part: int64 ``[documents]`` tokens each."""
+        self.documents["read"] += len(lengths)
+        self.tokens["read"] += int(lengths.sum())
+        self.documents["empty"] += counts["empty"]
+        self.documents["eod_inside"] += counts["with_eod"]
+        self.skipped_files += counts["skipped"]
+        self.skipped_names += counts["skipped_names"]
+        power = np.frexp(lengths.astype(np.float64))[1] - 1
+        self.by_length[:, 0] += np.bincount(power, minlength=32)
+        self.by_length[:, 1] += np.bincount(power, lengths, minlength=32).astype(np.int64)
+
+    def drop(self, why: str, length: int) -> None:
+        """Count a document that is left out: ``short`` or ``longer_dropped``."""
+        self.documents[why] += 1
+        self.tokens[why] += length
+
+    def sample(self, pieces: list[Piece]) -> None:
+        """Count a sample that is written."""
+        self.samples += 1
+        self.pieces += len(pieces)
+        self.of_one_document += len(pieces) == 1
+        for piece in pieces:
+            self.tokens["written"] += piece.stop - piece.start
+            self.tokens["end_of_document"] += piece.eod
+            first = piece.start == 0 and not piece.whole
+            # The first piece of a document that is longer than a sample fills one.
+            if first and len(piece) < self.seq_length:
+                self.documents["cut_at_end_of_sample"] += 1
+
+    def left_over(self, pieces: list[Piece]) -> None:
+        """Count what does not fill a last sample, and is dropped."""
+        self.left_over_documents += len(pieces)
+        self.tokens["left_over"] += sum(piece.stop - piece.start for piece in pieces)
+
+    @property
+    def samples_an_epoch(self) -> int:
+        """That Megatron draws: each has the next one's first token as its last label, the last has none."""
+        return max(0, self.samples - 1)
+
+    def histogram(self) -> list[dict]:
+        """Of the documents that were read: lengths from a power of two to below the next."""
+        used = np.flatnonzero(self.by_length[:, 0])
+        return [
+            {"from": 1 << power, "to": (2 << power) - 1, "documents": documents, "tokens": tokens}
+            for power in (range(used[0], used[-1] + 1) if len(used) else ())
+            for documents, tokens in [self.by_length[power].tolist()]
+        ]
+
+    def numbers(self) -> dict:
+        """All of it, for JSON."""
+        return {
+            "samples": self.samples,
+            "samples_an_epoch": self.samples_an_epoch,
+            "samples_of_one_document": self.of_one_document,
+            "documents": {**self.documents, "left_over": self.left_over_documents},
+            "tokens": self.tokens,
+            "left_out_in_folders": self.left_out,
+            "skipped_files": self.skipped_files,
+            "skipped_names": self.skipped_names[:100],
+            "histogram": self.histogram(),
+        }
+
+    def text(self) -> str:
+        """All of it, for people."""
+        documents, tokens = self.documents, self.tokens
+        rows = [
+            ("read", documents["read"], tokens["read"]),
+            ("left out: shorter than --long-only", documents["short"], tokens["short"]),
+            (
+                "left out: longer than a sample",
+                documents["longer_dropped"],
+                tokens["longer_dropped"],
+            ),
+            (
+                "left out: at the end, less than a sample",
+                self.left_over_documents,
+                tokens["left_over"],
+            ),
+            ("longer than a sample, cut into several", documents["longer_cut"], ""),
+            ("cut where a sample was full", documents["cut_at_end_of_sample"], ""),
+            ("with the end-of-document token inside", documents["eod_inside"], ""),
+            ("empty", documents["empty"], ""),
+            ("end-of-document tokens added", "", tokens["end_of_document"]),
+        ]
+        always = ("read", "left out: at the end, less than a sample")
+        kept = [row for row in rows if any(row[1:]) or row[0] in always]
+        kept.append(("written", "", self.samples * self.seq_length))
+        text = table(("documents", "number", "tokens"), [_shown(row) for row in kept])
+        total = max(1, tokens["read"])
+        lengths = [
+            _shown(
+                (
+                    f"{row['from']} to {row['to']}",
+                    row["documents"],
+                    row["tokens"],
+                    row["tokens"] / total,
+                )
+            )
+            for row in self.histogram()
+        ]
+        text += "\n\n" + table(("length (tokens)", "documents", "tokens", "share"), lengths)
+        if self.skipped_files:
+            names = ", ".join(self.skipped_names[:3])
+            text += f"\n\n{self.skipped_files} files that are no UTF-8 text were left out: {names}"
+            text += ", ..." if self.skipped_files > 3 else ""
+        if self.left_out:
+            what = "hidden files, links and parts of unfinished runs"
+            text += f"\n\n{self.left_out} {what} in folders were left out"
+        return text
+
+
+def _shown(row: tuple) -> tuple[str, ...]:
+    """Cells of a row: numbers with separators, shares as percentages."""
+    kinds = {int: "{:,}", float: "{:.1%}", str: "{}"}
+    return tuple(kinds[type(cell)].format(cell) for cell in row)

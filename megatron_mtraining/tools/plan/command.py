@@ -1,0 +1,217 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``mtraining plan memory``: what a training setting needs on each GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+
+from ...config import ConfigError
+from ..report.table import table
+from .memory import (
+    GIB,
+    OVERHEAD_GIB,
+    SLACK,
+    Stage,
+    find_context_parallel_size,
+    find_seq_length,
+    needed,
+    plan,
+)
+from .options import read
+from .setting import Setting, setting_of
+
+FIND = ("seq-length", "context-parallel-size")
+NAMES = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "kept activations": "activations kept for the backward",
+    "carried attention": "attention carried to the replay, patterns",
+    "batch, rotary": "batch, rotary table",
+    "pipeline buffers": "between pipeline stages",
+}
+EPILOG = """\
+FLAGS are those of pretrain_gpt.py, with Megatron's names and defaults, or a whole command:
+
+  mtraining plan memory --gpu-memory-gib 139 --find seq-length -- torchrun ... pretrain_gpt.py ...
+
+Options of the plan stand before --, or among the flags.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("subject", choices=["memory"], help="what to plan")
+    parser.add_argument(
+        "words",
+        nargs=argparse.REMAINDER,
+        metavar="...",
+        help="options and Megatron's flags: mtraining plan memory --help",
+    )
+
+
+def options_of_plan() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mtraining plan memory",
+        usage="%(prog)s [options] [--] FLAGS",
+        description="What a training setting needs on each GPU, computed: nothing is run.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--flags-file", type=Path, help="file of flags, instead or besides")
+    parser.add_argument(
+        "--world-size", type=int, help="GPUs (default: as many as torchrun or the flags say)"
+    )
+    parser.add_argument(
+        "--gpu-memory-gib", type=float, help="say whether it fits a GPU of so many GiB"
+    )
+    parser.add_argument(
+        "--find",
+        choices=FIND,
+        help="with --gpu-memory-gib: the longest sequence that fits, or the fewest GPUs, as context-parallel "
+        "ranks",
+    )
+    parser.add_argument(
+        "--overhead-gib",
+        type=float,
+        default=OVERHEAD_GIB,
+        help="what is not PyTorch's: CUDA context, NCCL (default: %(default)s, assumed)",
+    )
+    parser.add_argument(
+        "--slack",
+        type=float,
+        default=SLACK,
+        help="what the allocator reserves beyond what it gives (default: %(default)s of it, assumed)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def run(args) -> int:
+    options, words = options_of_plan().parse_known_args(args.words)
+    words = [word for word in words if word != "--"]
+    _check(options)
+    if options.flags_file:
+        words = _words_of(options.flags_file) + words
+    flags, passed_over = read(words)
+
+    def fits(setting: Setting) -> bool:
+        memory = needed(plan(setting), options.overhead_gib, options.slack)
+        return memory <= options.gpu_memory_gib * GIB
+
+    if options.find == "seq-length":
+        setting = find_seq_length(flags, fits, options.world_size)
+    elif options.find:
+        setting = find_context_parallel_size(flags, fits)
+    else:
+        setting = setting_of(flags, options.world_size)
+    if setting is None:
+        raise ConfigError(
+            f"no {options.find} fits {options.gpu_memory_gib:g} GiB: use more pipeline or tensor "
+            "parallelism, full recomputation, or the distributed optimizer"
+        )
+    report = report_of(setting, options, passed_over)
+    print(json.dumps(report, indent=2) if options.json else as_text(report))
+    return 0 if report["fits"] in (None, True) else 1
+
+
+def _check(options) -> None:
+    if options.find and options.gpu_memory_gib is None:
+        raise ConfigError("--find needs --gpu-memory-gib")
+    if options.find == "context-parallel-size" and options.world_size is not None:
+        raise ConfigError(
+            "--find context-parallel-size finds the world size: leave --world-size out"
+        )
+    for name in ("world_size", "gpu_memory_gib"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}: it must be positive")
+    for name in ("overhead_gib", "slack"):
+        if not getattr(options, name) >= 0:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {getattr(options, name)}: it must not be negative"
+            )
+
+
+def _words_of(path: Path) -> list[str]:
+    try:
+        return shlex.split(path.read_text(encoding="utf-8").replace("\\\n", " "), comments=True)
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ConfigError(f"--flags-file {path} cannot be read: {error}") from None
+
+
+def report_of(setting: Setting, options, passed_over: list[str]) -> dict:
+    """The plan as plain values; bytes are whole numbers."""
+    stages = plan(setting)
+    memory = needed(stages, options.overhead_gib, options.slack)
+    limit = options.gpu_memory_gib
+    return dict(
+        seq_length=setting.args.seq_length,
+        world_size=setting.world,
+        tensor_parallel=setting.tp,
+        pipeline_parallel=setting.pp,
+        context_parallel=setting.cp,
+        data_parallel=setting.dp,
+        attention_backend=setting.args.attention_backend,
+        stages=[_stage(stage) for stage in stages],
+        allocated=max(stage.allocated for stage in stages),
+        overhead_gib=options.overhead_gib,
+        slack=options.slack,
+        needed=memory,
+        gpu_memory_gib=limit,
+        fits=None if limit is None else memory <= limit * GIB,
+        passed_over=sorted(set(passed_over)),
+    )
+
+
+def _stage(stage: Stage) -> dict:
+    return dict(
+        stage=stage.stage,
+        parameters=stage.parameters,
+        held=stage.parts,
+        backward_of_a_layer=stage.layer,
+        output_layer_and_loss=stage.loss,
+        allocated=stage.allocated,
+    )
+
+
+def as_text(report: dict) -> str:
+    """The table, and what it rests on."""
+    stages = report["stages"]
+    header = ["GiB a GPU", *(f"stage {stage['stage']}" for stage in stages)]
+    if len(stages) == 1:
+        header[1] = ""
+
+    def line(name: str, values) -> list[str]:
+        return [name, *(f"{value / GIB:.2f}" for value in values)]
+
+    rows = [
+        line(NAMES[name], (stage["held"][name] for stage in stages)) for name in stages[0]["held"]
+    ]
+    rows.append(line("backward of a layer (a)", (stage["backward_of_a_layer"] for stage in stages)))
+    rows.append(
+        line("output layer and loss (b)", (stage["output_layer_and_loss"] for stage in stages))
+    )
+    rows.append(line("peak, with the larger of a and b", (stage["allocated"] for stage in stages)))
+    sizes = (
+        f"{report['seq_length']} tokens on {report['world_size']} GPUs: tensor {report['tensor_parallel']} x "
+        f"pipeline {report['pipeline_parallel']} x context {report['context_parallel']} x data "
+        f"{report['data_parallel']}, --attention-backend {report['attention_backend']}"
+    )
+    lines = [
+        sizes,
+        "",
+        table(header, rows),
+        "",
+        f"A GPU needs {report['needed'] / GIB:.1f} GiB, with {report['slack']:.0%} that the allocator "
+        f"reserves and {report['overhead_gib']:g} GiB for CUDA and NCCL (assumed)",
+    ]
+    if report["fits"] is not None:
+        words = "fits" if report["fits"] else "does not fit"
+        lines.append(f"It {words} a GPU of {report['gpu_memory_gib']:g} GiB")
+    if report["passed_over"]:
+        lines.append(f"Taken to change no memory: {' '.join(report['passed_over'])}")
+    return "\n".join(lines)

@@ -1,0 +1,189 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Megatron's own flags as a plan reads them: names and defaults are those of ``pretrain_gpt.py``.
+
+A flag is read, refused because it changes memory in a way that is not computed here, or passed over and
+listed, as it is taken to change no memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+
+from ...config import ConfigError
+from ...megatron.arguments import add_arguments
+from ...megatron.checks import REFUSALS
+
+DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+
+WHOLE_NUMBERS = dict(
+    num_layers=None, hidden_size=None, ffn_hidden_size=None, num_attention_heads=None,
+    kv_channels=None, num_query_groups=1, max_position_embeddings=None, seq_length=None,
+    vocab_size=None, padded_vocab_size=None, make_vocab_size_divisible_by=128,
+    micro_batch_size=None, global_batch_size=None, recompute_num_layers=None,
+    tensor_model_parallel_size=1, pipeline_model_parallel_size=1, context_parallel_size=1,
+    num_distributed_optimizer_instances=1, yarn_original_max_position_embeddings=None,
+    rotary_seq_len_interpolation_factor=None,
+)  # fmt: skip
+SWITCHES = (
+    "group_query_attention", "add_qkv_bias", "qk_layernorm", "swiglu", "squared_relu",
+    "untie_embeddings_and_output_weights", "sequence_parallel", "use_distributed_optimizer", "bf16",
+    "fp16", "accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16", "cross_entropy_loss_fusion",
+    "use_precision_aware_optimizer", "distribute_saved_activations", "recompute_activations",
+    "reset_attention_mask", "reset_position_ids", "dataloader_inter_document_masking",
+    "overlap_moe_expert_parallel_comm", "use_rope_scaling",
+)  # fmt: skip
+"""Some change no memory, and are read as a run with attention backend mtraining checks them; so are
+:data:`FLOATS`."""
+FLOATS = dict(
+    hidden_dropout=0.1, attention_dropout=0.1, rotary_scaling_factor=1.0, rotary_percent=1.0,
+    yarn_beta_fast=None, yarn_beta_slow=None, mscale=1.0, mscale_all_dim=0.0,
+)  # fmt: skip
+TURNED_OFF = {
+    "--disable-bias-linear": "add_bias_linear",
+    "--no-bias-swiglu-fusion": "bias_swiglu_fusion",
+    "--no-rope-fusion": "apply_rope_fusion",
+    "--no-gradient-accumulation-fusion": "gradient_accumulation_fusion",
+    "--no-position-embedding": "add_position_embedding",
+    "--no-create-attention-mask-in-dataloader": "create_attention_mask_in_dataloader",
+}
+TEXTS = dict(
+    normalization=("LayerNorm", ("LayerNorm", "RMSNorm")),
+    position_embedding_type=(
+        "learned_absolute",
+        ("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
+    ),
+    transformer_impl=(
+        "transformer_engine",
+        ("local", "transformer_engine", "inference_optimized"),
+    ),
+    attention_backend=("auto", ("flash", "fused", "unfused", "local", "auto", "mtraining")),
+    recompute_granularity=(None, ("full", "selective")),
+    recompute_method=(None, ("uniform", "block")),
+    cross_entropy_fusion_impl=("native", ("native", "te")),
+    optimizer=("adam", None),
+    main_grads_dtype=("fp32", ("fp32", "bf16")),
+    main_params_dtype=("fp32", ("fp32", "fp16")),
+    exp_avg_dtype=("fp32", ("fp32", "fp16", "bf16", "fp8")),
+    exp_avg_sq_dtype=("fp32", ("fp32", "fp16", "bf16", "fp8")),
+)
+
+NOT_PLANNED = (
+    "--num-experts", "--expert-model-parallel-size", "--expert-tensor-parallel-size", "--fp8-format",
+    "--fp4-format", "--fp8-param-gather", "--fp4-param-gather", "--use-megatron-fsdp",
+    "--use-torch-fsdp2", "--optimizer-cpu-offload", "--cpu-offloading-num-layers",
+    "--fine-grained-activation-offloading", "--offload-modules", "--activation-offload-fraction",
+    "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank",
+    "--pipeline-model-parallel-layout", "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers", "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split", "--tp-comm-overlap", "--delay-wgrad-compute",
+    "--defer-embedding-wgrad-compute", "--fp32-residual-connection", "--attention-output-gate",
+    "--quick-geglu", "--glu-linear-offset", "--use-te-activation-func", "--checkpoint-activations",
+    "--tensor-parallel-num-weight-shards", "--overlap-param-gather-with-optimizer-step",
+    "--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json", "--spec",
+    "--yaml-cfg", "--use-nccl-ub", "--apply-residual-connection-post-layernorm",
+    "--output-logit-dtype", "--label-smoothing", "--fp16-lm-cross-entropy",
+    "--encoder-num-layers", "--decoder-num-layers", "--encoder-seq-length",
+    "--use-rotary-position-embeddings", "--config-logger-dir", "--fp8-output-proj",
+)  # fmt: skip
+"""Flags that change memory, and that are not computed."""
+
+
+def option(name: str) -> str:
+    """Megatron's flag for an attribute of its arguments."""
+    return "--" + name.replace("_", "-")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise ConfigError(message)
+
+
+def parser_of_megatron() -> argparse.ArgumentParser:
+    """A parser of the flags that a plan reads, ``--mtraining-*`` among them.
+
+    It raises :class:`ConfigError` instead of ending the process.
+    """
+    parser = _Parser(prog="mtraining plan memory", add_help=False, allow_abbrev=False)
+    for name, default in WHOLE_NUMBERS.items():
+        parser.add_argument(option(name), type=int, default=default)
+    for name in SWITCHES:
+        parser.add_argument(option(name), action="store_true")
+    for flag, name in TURNED_OFF.items():
+        parser.add_argument(flag, dest=name, action="store_false")
+    for name, (default, choices) in TEXTS.items():
+        parser.add_argument(option(name), default=default, choices=choices)
+    for name, default in FLOATS.items():
+        parser.add_argument(option(name), type=float, default=default)
+    # None if neither is given, as the first one's default counts.
+    name = "yarn-correction-range-round-to-int"
+    parser.add_argument(f"--{name}", action="store_true", default=None)
+    parser.add_argument(f"--no-{name}", action="store_false", dest=name.replace("-", "_"))
+    parser.add_argument("--recompute-modules", nargs="*", default=None)
+    parser.add_argument("--hierarchical-context-parallel-sizes", nargs="+", type=int, default=None)
+    parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
+    return add_arguments(parser)
+
+
+def read(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Megatron's arguments, and the flags that were passed over.
+
+    Args:
+        words: of a command line, with or without what stands before the script's own flags (``torchrun
+            ... pretrain_gpt.py``). ``--nproc-per-node`` and ``--nnodes`` before it make ``world_size``.
+
+    Raises:
+        ConfigError: a flag that is refused, or that has a wrong value.
+    """
+    script = [i for i, word in enumerate(words) if word.endswith(".py")]
+    before, words = (words[: script[0]], words[script[0] + 1 :]) if script else ([], words)
+    for word in words:
+        if "$" in word:
+            raise ConfigError(f"{word} is a variable of a shell: give its value")
+    args, rest = parser_of_megatron().parse_known_args(words)
+    passed_over = [word.split("=")[0] for word in rest if word.startswith("--")]
+    backend = args.attention_backend
+    refused = dict.fromkeys(NOT_PLANNED, "the plan does not compute what it does to memory")
+    for refusal in REFUSALS:
+        if backend == "mtraining" and not hasattr(args, refusal.name):
+            refused[refusal.option or option(refusal.name)] = (
+                f"{refusal.why} with attention backend mtraining"
+            )
+        else:
+            refused.setdefault(refusal.option or option(refusal.name), refused[NOT_PLANNED[0]])
+    for flag in passed_over:
+        if flag in refused:
+            raise ConfigError(f"{flag} is given: {refused[flag]}; leave it out")
+        if flag.startswith(("--moe-", "--mamba-", "--mtp-")):
+            raise ConfigError(f"{flag} is given: only dense GPT models are planned; leave it out")
+    stray = _values_of_nothing(rest)
+    if stray:
+        raise ConfigError(f"{stray} belongs to no flag")
+    args.world_size = _world_size(before)
+    return args, passed_over
+
+
+def _values_of_nothing(rest: list[str]) -> str | None:
+    """A word before all flags: where it stands between flags it may be the value of one passed over."""
+    return rest[0] if rest and not rest[0].startswith("-") else None
+
+
+def _world_size(before: list[str]) -> int | None:
+    """torchrun's number of processes."""
+    launcher = _Parser(add_help=False, allow_abbrev=False)
+    launcher.add_argument("--nproc-per-node", "--nproc_per_node", type=int)
+    launcher.add_argument("--nnodes", default="1")
+    known, _ = launcher.parse_known_args(before)
+    if known.nproc_per_node is None:
+        return None
+    if not known.nnodes.isdigit():
+        raise ConfigError(f"--nnodes is {known.nnodes}: give one number of nodes, or --world-size")
+    return known.nproc_per_node * int(known.nnodes)
+
+
+def changed(args: argparse.Namespace, **values) -> argparse.Namespace:
+    """A copy with other values."""
+    args = copy.deepcopy(args)
+    for name, value in values.items():
+        setattr(args, name, value)
+    return args

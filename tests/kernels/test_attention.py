@@ -1,0 +1,164 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Kernels and their twins against dense attention under the same mask in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_mtraining.kernels.attention import pack
+from tests.support.attention_cases import (
+    dense_attention,
+    random_index,
+    random_operands,
+    relative_error,
+    simulated_ring,
+    written_out_mask,
+)
+
+pytestmark = pytest.mark.usefixtures("fresh_inputs")
+
+NAMES = ("out", "grad_query", "grad_key", "grad_value")
+GROUPS = [(1, 1), (4, 2), (7, 1), (8, 1)]
+# (seq_length, world, inner): odd block counts, a partial last block (one rank only), sizes of no power of
+# 2; all ranks in one round, one a round, and several of both.
+SEQUENCES = [
+    (64, 1, 1), (320, 1, 1), (500, 1, 1), (37, 1, 1),
+    (768, 2, 2), (768, 2, 1), (576, 3, 3), (384, 6, 2), (768, 6, 3),
+]  # fmt: skip
+
+
+def check(
+    seq_length, world, inner, heads, dim, budget, dtype, block, tolerance, device="cpu", batch=2
+):
+    operands = random_operands(seq_length, batch, *heads, dim, dtype, device)
+    index = random_index(seq_length, batch, heads[0], block, world, budget, device, inner)
+    mask = written_out_mask(index, batch, heads[0])
+    scale = 0.7 * dim**-0.5
+    expected = dense_attention(*operands, mask, scale)
+    actual = simulated_ring(*operands, index, scale, parts_of_heads=max(1, inner - 1))
+    for name, a, e in zip(NAMES, actual, expected):
+        assert a.shape == e.shape
+        error = relative_error(a, e)
+        assert error < tolerance, f"{name}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("budget", ["none", "columns", "few", "all"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("heads", GROUPS)
+@pytest.mark.parametrize(("seq_length", "world", "inner"), SEQUENCES)
+def test_twins(seq_length, world, inner, heads, dim, budget):
+    check(seq_length, world, inner, heads, dim, budget, torch.float64, 64, 1e-12, batch=1)
+
+
+@pytest.mark.parametrize(
+    ("seq_length", "world", "inner", "heads", "dim", "budget", "block"),
+    [
+        (192, 1, 1, (2, 1), 64, "few", 64),
+        (150, 1, 1, (2, 2), 64, "few", 64),
+        (200, 1, 1, (7, 1), 64, "columns", 128),
+        (128, 1, 1, (1, 1), 128, "none", 64),
+        (384, 2, 1, (4, 2), 64, "few", 64),
+        (384, 3, 3, (2, 1), 128, "few", 64),
+        (256, 2, 2, (2, 1), 64, "all", 128),
+        (512, 4, 2, (2, 1), 64, "few", 64),
+        (192, 3, 3, (2, 1), 64, "few", 64),  # one block a rank
+    ],
+)
+def test_kernels_interpreted(interpreter, seq_length, world, inner, heads, dim, budget, block):
+    if torch.cuda.is_available():
+        pytest.skip("the kernels run compiled here: see test_kernels_compiled")
+    check(seq_length, world, inner, heads, dim, budget, torch.float32, block, 1e-5, batch=1)
+
+
+# A gradient's operands are rounded to 16 bits: 3 mantissa digits in bf16.
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-6}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("budget", ["none", "columns", "few", "all"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("seq_length", "world", "inner", "heads", "block"),
+    [
+        (1152, 1, 1, (1, 1), 128),
+        (1000, 1, 1, (7, 1), 128),
+        (1000, 1, 1, (4, 2), 64),
+        (1536, 2, 2, (8, 1), 128),
+        (1152, 3, 1, (4, 2), 128),
+        (2048, 4, 2, (4, 2), 128),
+        (768, 4, 4, (2, 2), 64),
+        (256, 2, 2, (2, 1), 128),  # one block a rank
+        (64, 1, 1, (2, 1), 64),
+    ],
+)
+def test_kernels_compiled(seq_length, world, inner, heads, dim, budget, block, dtype):
+    check(seq_length, world, inner, heads, dim, budget, dtype, block, TOLERANCE[dtype], "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("budget", ["few", "all"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("seq_length", "world"), [(2996, 1), (3072, 2)])
+def test_long_sums(monkeypatch, seq_length, world, dim, budget):
+    """Hopper kernels put a key block's sums aside every so many query tiles: here often."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip(f"no Hopper GPU: {torch.cuda.get_device_name()}")
+    from megatron_mtraining.kernels.attention.hopper import backward_key as hopper_backward_key
+
+    monkeypatch.setattr(hopper_backward_key, "CHAIN", 32)
+    check(seq_length, world, 1, (8, 2), dim, budget, torch.bfloat16, 128, 1e-2, "cuda", batch=1)
+
+
+def check_pack(device):
+    """Strided as in a projection's result, and so that rows do not divide into tiles."""
+    for length, batch, heads, dim in ((77, 3, 2, 64), (130, 1, 5, 128), (1, 1, 1, 64)):
+        mixed = torch.randn(length, batch, heads, 3 * dim, device=device).to(torch.bfloat16)
+        key, value = (
+            mixed[..., :dim].transpose(0, 1).contiguous().transpose(0, 1),
+            mixed[..., dim : 2 * dim],
+        )
+        room = torch.full((3, 2, length, batch, heads, dim), 7.0, device=device).to(torch.bfloat16)
+        pack(key, value, room[1])
+        assert torch.equal(room[1], torch.stack((key, value)))
+        assert (room[0] == 7).all() and (room[2] == 7).all()
+
+
+def test_keys_and_values_side_by_side(monkeypatch):
+    check_pack("cpu")
+    if not torch.cuda.is_available():  # interpreted
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        check_pack("cpu")
+
+
+@pytest.mark.gpu
+def test_keys_and_values_side_by_side_compiled():
+    check_pack("cuda")
+
+
+@pytest.mark.gpu
+def test_bitwise_equal_from_run_to_run():
+    operands = random_operands(4096, 1, 8, 2, 128, torch.bfloat16, "cuda")
+    index = random_index(4096, 1, 8, 128, 2, "few", "cuda")
+    first = simulated_ring(*operands, index, 0.1)
+    for _ in range(3):
+        again = simulated_ring(*operands, index, 0.1)
+        assert all(torch.equal(a, b) for a, b in zip(first, again))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_future_token_leaks_under_a_pattern(world):
+    """Changing keys and values from a token on changes nothing before it, in any budget. What the
+    future does to the choice of the pattern: see test_pattern."""
+    seq_length, cut = 512, 300
+    query, key, value, grad_out = random_operands(seq_length, 1, 4, 2, 64, torch.float32, "cpu")
+    for budget in ("none", "columns", "few", "all"):
+        index = random_index(seq_length, 1, 4, 64, world, budget, "cpu")
+        before = simulated_ring(query, key, value, grad_out, index, 0.1)[0]
+        other_key, other_value = key.clone(), value.clone()
+        other_key[cut:] = torch.randn_like(key[cut:])
+        other_value[cut:] = torch.randn_like(value[cut:])
+        after = simulated_ring(query, other_key, other_value, grad_out, index, 0.1)[0]
+        assert torch.equal(before[:cut], after[:cut])
+        assert not torch.equal(before[cut:], after[cut:])

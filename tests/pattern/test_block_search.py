@@ -1,0 +1,300 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Which blocks the sources of block lists take, against what they say they take; on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_mtraining.kernels.selection import strided_lse, take_blocks
+from megatron_mtraining.layout import block_at, stripe
+from megatron_mtraining.pattern import block_choice, build_block_index, choose_block_lists
+from megatron_mtraining.ring import Ring, ring_attention, ring_of
+from tests.support.attention_cases import random_operands
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("fresh_inputs")
+
+BLOCK, SEQ = 64, 64 * 12
+OPTIONS = [
+    dict(source="moba", top_k=3),
+    dict(source="moba", top_k=0, window_blocks=2, sink_blocks=0),
+    dict(source="moba", top_k=50, window_blocks=0, sink_blocks=2),
+    dict(source="xattention", stride=16, threshold=0.7),
+    dict(source="xattention", stride=8, threshold=0.3, window_blocks=0, sink_blocks=0),
+    dict(source="xattention", stride=4, threshold=1.0),
+]
+
+
+def operands(dtype=torch.float32, seq_length=SEQ, device="cpu"):
+    query, key, _, _ = random_operands(seq_length, 2, 4, 2, 64, dtype, device)
+    key[BLOCK * 2 : BLOCK * 3] += query[-BLOCK:, :, ::2]  # something to find
+    return query, key
+
+
+def always_of(num_blocks, window_blocks=1, sink_blocks=1, **_):
+    at = torch.arange(num_blocks)
+    apart = at[:, None] - at
+    return (apart >= 0) & ((apart <= window_blocks) | (at < sink_blocks)), apart >= 0
+
+
+def means(tensor, block):
+    parts = [part.double().mean(0) for part in tensor.split(block)]
+    return torch.stack(parts, 2)  # [b, h, NB, d]
+
+
+def block_mass(query, key, stride, block, scale):
+    """Antidiagonal scores square by square, and their softmax summed to blocks: float64 [b, h, NB, NB]."""
+    heads, length = query.shape[2], query.shape[0]
+    count = -(-length // block) * block
+    q, k = (
+        torch.nn.functional.pad(t.double(), (0, 0, 0, 0, 0, 0, 0, count - length))
+        for t in (query, key)
+    )
+    k = k.repeat_interleave(heads // k.shape[2], 2)
+    scores = torch.einsum("ibhd,jbhd->bhij", q, k) * scale
+    squares = scores.unflatten(-2, (-1, stride)).unflatten(-1, (-1, stride)).transpose(-3, -2)
+    squares = squares.flip(-2).diagonal(dim1=-2, dim2=-1).sum(-1) / stride
+    at = torch.arange(squares.shape[-1])
+    p = squares.masked_fill(at[:, None] < at, float("-inf")).softmax(-1)
+    p[:, :, -(-length // stride) :] = 0
+    per = block // stride
+    return p.unflatten(-1, (-1, per)).sum(-1).unflatten(-2, (-1, per)).sum(-2)
+
+
+def check_moba(blocks, query, key, block, top_k, options):
+    scores = means(query, block) @ means(key, block).repeat_interleave(2, 1).transpose(-1, -2)
+    always, causal = always_of(scores.shape[-1], **options)
+    assert torch.equal(blocks & always, always.expand_as(blocks)) and not (blocks & ~causal).any()
+    chosen = blocks & ~always
+    open_ = (causal & ~always).sum(-1)
+    assert torch.equal(chosen.sum(-1), open_.clamp(max=top_k).expand_as(chosen[..., 0]))
+    worst = scores.masked_fill(~chosen, math.inf).amin(-1)
+    best_left = scores.masked_fill(chosen | always | ~causal, -math.inf).amax(-1)
+    assert (worst >= best_left - 1e-5 * scores.abs().max()).all()
+
+
+def check_share(blocks, mass, threshold, options, slack):
+    """It holds the threshold, and without its least free block it would not."""
+    always, causal = always_of(mass.shape[-1], **options)
+    assert torch.equal(blocks & always, always.expand_as(blocks)) and not (blocks & ~causal).any()
+    total = mass.sum(-1)
+    held = (mass * blocks).sum(-1) / total
+    assert (held >= threshold - slack).all()
+    chosen = blocks & ~always
+    least = mass.masked_fill(~chosen, math.inf).amin(-1)
+    assert (held - least / total < threshold + slack)[chosen.any(-1)].all()
+    best_left = mass.masked_fill(chosen | always | ~causal, -math.inf).amax(-1)
+    assert (least >= best_left - slack * total).all()
+
+
+@pytest.mark.parametrize("seq_length", [SEQ, 450])  # the last block has rows past the end
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_what_is_taken(options, seq_length):
+    query, key = operands(torch.float64, seq_length)
+    blocks = choose_block_lists(query, key, Ring(None), 0.5, block_size=BLOCK, **options)
+    assert blocks.dtype == torch.uint8
+    if options["source"] == "moba":
+        check_moba(blocks.bool(), query, key, BLOCK, options["top_k"], options)
+    else:
+        mass = block_mass(query, key, options["stride"], BLOCK, 0.5)
+        check_share(blocks.bool(), mass, options["threshold"], options, 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_what_is_taken_on_a_gpu(options, dtype):
+    query, key = operands(dtype, 4096, "cuda")
+    options = dict(options, block_size=128)
+    blocks = choose_block_lists(query, key, Ring(None), 0.5, **options).bool().cpu()
+    query, key = query.cpu(), key.cpu()
+    if options["source"] == "moba":
+        check_moba(blocks, query, key, 128, options["top_k"], options)
+    else:
+        mass = block_mass(query, key, options["stride"], 128, 0.5)
+        check_share(blocks, mass, options["threshold"], options, 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_nothing_is_read_back_to_the_host(options):
+    query, key = operands(torch.bfloat16, 4096, "cuda")
+    options = dict(options, block_size=128)
+    choose_block_lists(query, key, Ring(None), 0.5, **options)  # compilation may synchronise
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        choose_block_lists(query, key, Ring(None), 0.5, **options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_ties_go_to_the_earlier_block():
+    query, key = torch.ones(SEQ, 1, 1, 64), torch.ones(SEQ, 1, 1, 64)
+    options = dict(block_size=BLOCK, window_blocks=0, sink_blocks=0)
+    for more, count in ((dict(source="moba", top_k=3), 3), (dict(threshold=0.4), None)):
+        blocks = choose_block_lists(query, key, Ring(None), 1.0, **more, **options)[0, 0]
+        for i, row in enumerate(blocks.tolist()):
+            taken = [j for j in range(i) if row[j]]
+            assert row[i] and taken == list(range(len(taken))) and not any(row[i + 1 :])
+            assert count is None or len(taken) == min(i, count)
+
+
+def test_what_holds_nothing_is_not_taken():
+    query, key = torch.ones(SEQ, 1, 1, 64), torch.ones(SEQ, 1, 1, 64)
+    key[3 * BLOCK : 5 * BLOCK] = -10
+    blocks = choose_block_lists(query, key, Ring(None), 1.0, threshold=1.0, block_size=BLOCK)[0, 0]
+    at = torch.arange(SEQ // BLOCK)
+    # But as the window, of blocks 4 and 5, and by the query blocks themselves.
+    expected = (at[:, None] >= at) & ((at < 3) | (at > 4) | (at[:, None] - at < 2))
+    assert torch.equal(blocks.bool(), expected)
+
+
+def test_chunks_change_nothing(monkeypatch):
+    query, key = operands()
+    whole = [
+        choose_block_lists(query, key, Ring(None), 0.5, block_size=BLOCK, **o) for o in OPTIONS
+    ]
+    monkeypatch.setattr(block_choice, "CHUNK", 4 * 2 * 4 * 12 * 3)
+    for options, expected in zip(OPTIONS, whole):
+        blocks = choose_block_lists(query, key, Ring(None), 0.5, block_size=BLOCK, **options)
+        assert torch.equal(blocks, expected)
+
+
+def run_choices(rank, world, cases, inner):
+    ring = ring_of(dist.group.WORLD, inner)
+    results = []
+    for query, key in cases:
+        parts = [stripe(t, rank, world, BLOCK, inner=inner) for t in (query, key)]
+        for options in OPTIONS:
+            results.append(choose_block_lists(*parts, ring, 0.5, block_size=BLOCK, **options))
+    return results
+
+
+@pytest.mark.parametrize(("world", "inner"), [(2, 2), (3, 1), (4, 2)])
+def test_the_same_on_any_number_of_ranks(world, inner):
+    cases = [operands(dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)]
+    alone = [
+        choose_block_lists(*case, Ring(None), 0.5, block_size=BLOCK, **options)
+        for case in cases
+        for options in OPTIONS
+    ]
+    for rank, results in enumerate(run_ranks(world, run_choices, cases, inner)):
+        own = block_at(torch.arange(SEQ // BLOCK // world), rank, world, inner)
+        for blocks, whole in zip(results, alone):
+            assert torch.equal(blocks, whole[:, :, own])
+
+
+def check_strided(drawn, world, inner, block, stride, tolerance, first=0):
+    """Against the twin. Returns all query blocks' parts, in their order."""
+    query, key = drawn
+    device = query.device
+    keys = torch.stack([stripe(key, r, world, block, inner=inner) for r in range(world)])
+    found = []
+    for rank in range(world):
+        part = stripe(query, rank, world, block, inner=inner)
+        rest = stride, block, first, rank, inner, 0.3
+        parts, lse = strided_lse(part[first * block :], keys, *rest)
+        from megatron_mtraining.kernels.selection.reference_blocks import strided_lse as twin
+
+        expected = twin(part[first * block :], keys, *rest)
+        for a, e in zip((parts, lse), expected):
+            assert torch.equal(a.isinf(), e.isinf())
+            a, e = a.double().exp2(), e.exp2()
+            assert ((a - e).abs() <= tolerance * e.abs()).all()
+        own = block_at(torch.arange(8 // world, device=device), rank, world, inner)[first:]
+        found.append((own, parts.unflatten(2, (-1, block // stride))))
+    whole = torch.zeros(2, 4, 8, block // stride, 8, dtype=found[0][1].dtype, device=device)
+    for own, parts in found:
+        whole[:, :, own] = parts
+    return whole
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")  # numpy's, in the interpreter
+def test_strided_interpreted(interpreter):
+    drawn = operands(torch.float32, 512)
+    one, two = (check_strided(drawn, *ranks, 64, 16, 1e-4) for ranks in ((1, 1), (2, 1)))
+    # Not bit for bit: a row's bits from numpy's products depend on where in a tile it is.
+    torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
+    check_strided(drawn, 2, 1, 64, 32, 1e-4, first=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stride", [4, 16, 64])
+@pytest.mark.parametrize("block", [64, 128])
+def test_strided_compiled(block, stride, dtype):
+    drawn = operands(dtype, 8 * block, "cuda")
+    wholes = [
+        check_strided(drawn, *ranks, block, stride, 1e-3) for ranks in ((1, 1), (2, 2), (4, 2))
+    ]
+    assert all(torch.equal(whole, wholes[0]) for whole in wholes)
+    check_strided(drawn, 2, 1, block, stride, 1e-3, first=1)
+
+
+def check_take(device="cpu"):
+    """Values with many ties, all counts and shares: the kernel takes what the twin takes."""
+    from megatron_mtraining.kernels.selection.reference_blocks import take_blocks as twin
+
+    for top in (3, 2**20):
+        values = torch.randint(0, top, (1, 2, 5, 20), dtype=torch.int32, device=device)
+        for share, wanted in (
+            (True, 2**29),
+            (True, 2**30),
+            (True, 2**28 + 7),
+            (False, 0),
+            (False, 4),
+        ):
+            rest = share, wanted, 1, 2, 1, 1, 2, 1
+            assert torch.equal(take_blocks(values, *rest), twin(values, *rest))
+
+
+def test_take_interpreted(interpreter):
+    check_take()
+
+
+@pytest.mark.gpu
+def test_take_compiled():
+    check_take("cuda")
+
+
+def test_what_is_not_a_number_is_not_chosen_by():
+    query, key = operands()
+    key[100], query[600] = float("nan"), float("inf")
+    for options in OPTIONS:
+        blocks = choose_block_lists(query, key, Ring(None), 0.5, block_size=BLOCK, **options)
+        always, causal = always_of(SEQ // BLOCK, **options)
+        assert (blocks.bool() | ~always).all() and not (blocks.bool() & ~causal).any()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (dict(source="best"), "best"),
+        (dict(stride=5), "stride is 5"),
+        (dict(threshold=0.0), "threshold is 0"),
+        (dict(top_k=-1), "-1, 1, 1"),
+    ],
+)
+def test_options_out_of_range_are_named(wrong, said):
+    query, key = operands()
+    with pytest.raises(ValueError, match=said):
+        choose_block_lists(query, key, Ring(None), 0.5, block_size=BLOCK, **wrong)
+
+
+def test_from_choice_to_attention():
+    """What is chosen goes into an index and through attention; all of it is dense attention."""
+    query, key, value, _ = random_operands(SEQ, 1, 4, 2, 64, torch.float64, "cpu")
+    none = torch.zeros(1, 4, 12, dtype=torch.bool), torch.zeros(1, 4, 0, dtype=torch.int64)
+    outs = []
+    for options in (dict(source="moba", top_k=12), dict(threshold=1.0), dict(threshold=0.2)):
+        blocks = choose_block_lists(query, key, Ring(None), 0.125, block_size=BLOCK, **options)
+        index = build_block_index(blocks, *none, SEQ, BLOCK, 1)
+        outs.append(ring_attention(query, key, value, index, Ring(None), 0.125)[0])
+        density = index.density().mean()
+    assert torch.allclose(outs[0], outs[1]) and density < 1
+    assert not torch.allclose(outs[0], outs[2])

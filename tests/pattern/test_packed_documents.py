@@ -1,0 +1,259 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Choosing a pattern where documents are packed, and attention with it over processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_mtraining import ConfigError, MTrainingConfig, kernels
+from megatron_mtraining.attention import attend, sparse_attention
+from megatron_mtraining.documents import Documents
+from megatron_mtraining.kernels.selection import reference as reference_choice
+from megatron_mtraining.kernels.selection import reference_masses
+from megatron_mtraining.layout import stripe, unstripe
+from megatron_mtraining.pattern import choose_index
+from megatron_mtraining.pattern.estimate import last_rows, sample_rows
+from megatron_mtraining.pattern.price import units
+from megatron_mtraining.ring import Ring, ring_of
+from tests.kernels.test_selection import device, sample_of  # noqa: F401
+from tests.pattern.test_price import operands
+from tests.support.attention_cases import (
+    dense_attention,
+    random_operands,
+    relative_error,
+    written_out_mask,
+)
+from tests.support.ranks import run_ranks
+
+SEQ, BLOCK = 768, 64
+LENGTHS = [[200, 1, 240, 64, 263]]
+
+
+def probabilities(query, key, rows, starts, scale):
+    """Softmax of sampled rows over the keys of their documents: float64 ``[b, h, R, N]``."""
+    group = query.shape[2] // key.shape[2]
+    q, k = (t.permute(1, 2, 0, 3).double() for t in (query, key))
+    scores = q[:, :, rows] @ k.repeat_interleave(group, 1).transpose(-1, -2) * scale
+    position = torch.arange(len(key))
+    outside = (position > rows[:, None]) | (position < starts[:, rows, None])
+    return scores.masked_fill(outside[:, None], float("-inf")).softmax(-1)
+
+
+POLICIES = [
+    dict(price=0.6), dict(price=1.0, estimator="last"), dict(vertical=40, slash=3),
+    dict(policy="coverage", coverage=0.2), dict(policy="xattention", block_threshold=0.6),
+    dict(policy="moba", block_top_k=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_recall_is_of_attention_within_documents(policy):
+    query, key = operands()
+    documents = Documents.from_lengths(LENGTHS, SEQ)
+    rows = {}
+    if "estimator" not in policy:
+        rows = dict(sample_strata=24, sample_rows=4, held_out_rows=3)
+    config = MTrainingConfig(**policy, **rows, window=64, block_size=BLOCK)
+    index = choose_index(query, key, config, Ring(None), 0.125, documents=documents)
+    held = sample_rows(SEQ, 24, 4).view(24, 4)[:, 1:].flatten() if rows else last_rows(SEQ, 64)
+    p = probabilities(query, key, held, documents.starts, 0.125)
+    masks = written_out_mask(index, 1, query.shape[2])[:, :, held]
+    truth = (p * masks).sum(-1).mean(-1)
+    torch.testing.assert_close(index.recall, truth, atol=2e-5, rtol=1e-5, check_dtype=False)
+    assert (index.density() < 1).any() and (index.recall < 1).any()
+
+
+@pytest.mark.parametrize("policy", [each for each in POLICIES if "estimator" not in each])
+def test_what_other_documents_hold_changes_no_mass(policy):
+    """Whatever keys the first document has, what is chosen within the second stays, if the first one's
+    queries ask for nothing in particular."""
+    query, key = operands()
+    documents = Documents.from_lengths([[384, 384]], SEQ)
+    config = MTrainingConfig(
+        **policy, window=64, block_size=BLOCK, sample_strata=32, sample_rows=2, sink=0
+    )
+    found = []
+    for far in (1.0, 7.0):
+        other = key.clone()
+        other[:384] *= far
+        query[:384] = 0
+        index = choose_index(query, other, config, Ring(None), 0.125, documents=documents)
+        found.append(written_out_mask(index, 1, query.shape[2])[:, :, 384:])
+    assert torch.equal(*found)
+
+
+def listed_operands(where):
+    torch.manual_seed(8)
+    query, key, _, _ = random_operands(500, 2, 4, 2, 64, torch.float32, where)
+    documents = Documents.from_lengths([[60, 1, 300, 139], [500]], 500, where)
+    sample = sample_of(query, 0, 1, 64, 8, 3, 2, held=1)
+    starts = documents.starts[:, sample.rows.long()].contiguous()
+    sample = replace(sample, documents=documents, starts=starts, costs=documents.costs(64))
+    positions = torch.stack([torch.randperm(500)[:70] for _ in range(8)]).view(2, 4, 70).int()
+    positions[0, 0, 9:] = 500
+    keys = key.permute(1, 2, 0, 3).repeat_interleave(2, 1)
+    at = positions.long().clamp(max=499)[..., None].expand(-1, -1, -1, 64).to(where)
+    return sample, key, keys.gather(2, at).contiguous(), positions.to(where)
+
+
+def test_the_choice_by_kernels(device):  # noqa: F811
+    sample, key, keys, positions = listed_operands(device)
+    one, near, sink = kernels.fixed_point_one(24), 2, 7
+    close = dict(atol=1e-5, rtol=1e-4)
+    lse = kernels.merge_lse(kernels.lse_parts(sample, key))
+    expected = reference_choice.merge_lse(reference_choice.lse_parts(sample, key))
+    torch.testing.assert_close(lse, expected, **close)
+    values, masses = kernels.row_masses(sample, key, lse, sink, True)
+    own_values, own_masses = reference_masses.row_masses(sample, key, lse, sink, True)
+    torch.testing.assert_close(masses / one, own_masses / one, **close)
+    assert (own_masses[1].sum(-1) / one - 8).abs().max() < 1e-4  # held-out rows' whole attention
+    floats = (bits[..., sink:].contiguous().view(torch.float32) for bits in (values, own_values))
+    torch.testing.assert_close(*floats, **close)
+    diagonal, own = (
+        make(sample, key, lse, sink, None)
+        for make in (kernels.diagonal_mass, reference_choice.diagonal_mass)
+    )
+    torch.testing.assert_close(diagonal / one, own / one, **close)
+    pair, column = units(sample)
+    worth = torch.rand(positions.shape, device=device).view(torch.int32)
+    given = (sample, keys, positions, worth, 0.5, lse, 8)
+    slashes, truth = kernels.candidate_slashes(*given), reference_masses.candidate_slashes(*given)
+    assert truth.any()
+    torch.testing.assert_close(slashes / one, truth / one, **close)
+    total = truth + (0.3 * torch.rand(truth.shape, device=device) * one).int()
+    price = torch.tensor([0.0, 0.2, 0.9, 3.0], device=device)
+    given = (total, truth, price, 0.5, near, pair, one, True, sample.costs)
+    actual, expected = kernels.price_slashes(*given), reference_masses.price_slashes(*given)
+    for a, e in zip(actual[:3], expected[:3]):
+        assert torch.equal(a, e)
+    torch.testing.assert_close(actual[3], expected[3])
+    member, usual, outside, _ = actual
+    given = (sample, keys, positions, lse, member, usual, outside, price, sink, column)
+    columns, value, held = kernels.price_columns(*given)
+    expected = reference_masses.price_columns(*given)
+    assert torch.equal(columns, expected[0])
+    torch.testing.assert_close(value, expected[1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(held, expected[2], **close)
+    given = (sample, keys, positions, lse, member)
+    torch.testing.assert_close(
+        kernels.held_columns(*given), reference_masses.held_columns(*given), **close
+    )
+
+
+def test_costs_are_of_visible_pairs():
+    documents = Documents.from_lengths([[60, 1, 300, 139], [500]], 500)
+    costs = documents.costs(64)
+    starts = documents.starts
+    seen = (starts[:, :, None] == starts[:, None]).tril()
+    pairs = seen.sum((-1, -2)).double()
+    torch.testing.assert_close(costs.factor.double(), 500 * 501 / 2 / pairs, rtol=1e-6, atol=0)
+    block = torch.arange(500) // 64
+    for distance in range(8):
+        count = (seen & (block[:, None] - block == distance)).sum((-1, -2)) / 64**2
+        torch.testing.assert_close(costs.seen[:, distance].double(), count * costs.factor.double())
+    for j in range(8):
+        last = torch.stack([(each & (block == j)).any(1).nonzero().max() // 64 for each in seen])
+        assert torch.equal(costs.further[:, j], (last - j).int())
+
+
+CONFIGS = [
+    dict(price=0.0), dict(price=0.5), dict(vertical=30, slash=2),
+    dict(policy="xattention", block_threshold=0.5),
+]  # fmt: skip
+RUNS = {
+    1: [(None, each) for each in CONFIGS],
+    2: [(None, CONFIGS[0]), (1, CONFIGS[1])],
+    3: [(None, CONFIGS[3]), (1, CONFIGS[0])],
+    4: [(None, CONFIGS[0]), (1, CONFIGS[2]), (2, CONFIGS[1])],
+}
+"""Ranks a node and settings, by the number of ranks."""
+
+
+def run_packed(rank, world, operands, lengths):
+    results = []
+    for inner, policy in RUNS[world]:
+        config = MTrainingConfig(block_size=BLOCK, sample_strata=16, window=0, sink=2, **policy)
+        group, ring = None, Ring(None)
+        if world > 1:
+            group, ring = dist.group.WORLD, ring_of(dist.group.WORLD, inner)
+        documents = Documents.from_lengths(lengths, operands[0].shape[0])
+        parts = [stripe(t, rank, world, BLOCK, inner=ring.inner) for t in operands]
+        leaves = [t.clone().requires_grad_() for t in parts[:3]]
+        out, index = sparse_attention(
+            *leaves, config=config, cp_group=group, cp_inner=inner, documents=documents
+        )
+        out.backward(parts[3])
+        masks = written_out_mask(index, 2, 4)
+        results.append([masks, ring.inner, out.detach(), *(leaf.grad for leaf in leaves)])
+    return results
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_processes_agree_with_dense_attention(world):
+    """Packed documents against dense attention, and, with nothing left out, the documents one by one."""
+    print("torch seed", torch.seed())
+    seq = BLOCK * 12
+    # One document on several ranks, one of a token, others on and off blocks' edges.
+    lengths = [[300, 1, 211, 128, 128], [64, 704 - 5, 5]]
+    given = random_operands(seq, 2, 4, 2, 64, torch.float64, "cpu")
+    if world == 1:
+        results = [run_packed(0, 1, given, lengths)]
+    else:
+        results = run_ranks(world, run_packed, given, lengths)
+    starts = Documents.from_lengths(lengths, seq).starts
+    apart = starts[:, :, None] != starts[:, None]
+    for number, ranks in enumerate(zip(*results)):
+        masks, inner = ranks[0][:2]
+        policy = RUNS[world][number][1]
+        if policy.get("policy") == "xattention":  # each rank has its own rows
+            whole = [rank[0].transpose(0, 2) for rank in ranks]
+            masks = unstripe(whole, BLOCK, inner=inner).transpose(0, 2)
+        else:
+            assert all(torch.equal(rank[0], masks) for rank in ranks)
+        assert not (masks & apart[:, None]).any()
+        expected = dense_attention(*given, masks, 64**-0.5)
+        for i, truth in enumerate(expected):
+            found = unstripe([rank[2 + i] for rank in ranks], BLOCK, inner=inner)
+            assert relative_error(found, truth) < 1e-12
+        if policy != dict(price=0.0):
+            continue
+        for entry, own in enumerate(lengths):
+            parts = [t[:, entry : entry + 1].split(own) for t in given]
+            alone = [
+                dense_attention(*part, torch.ones(len(part[0]), len(part[0])).tril() > 0, 64**-0.5)
+                for part in zip(*parts)
+            ]
+            for truth, separate in zip(expected, zip(*alone)):
+                assert relative_error(torch.cat(separate), truth[:, entry : entry + 1]) < 1e-12
+
+
+def test_a_replay_keeps_documents_apart():
+    given = random_operands(256, 1, 4, 2, 64, torch.float64, "cpu")
+    config = MTrainingConfig(block_size=BLOCK, price=0.0)
+    documents = Documents.from_lengths([100, 156], 256)
+    gradients = []
+    for replayed in (False, True):
+        leaves = [t.clone().requires_grad_() for t in given[:3]]
+        attended = None
+        if replayed:
+            with torch.no_grad():
+                attended = attend(*leaves, config=config, documents=documents)
+        out = attend(*leaves, config=config, attended=attended, documents=documents).out
+        gradients.append(torch.autograd.grad(out, leaves, given[3]))
+    for one, other in zip(*gradients):
+        assert torch.equal(one, other)
+
+
+def test_documents_of_another_batch_are_named():
+    query, key, value, _ = random_operands(256, 2, 4, 2, 64, torch.float32, "cpu")
+    config = MTrainingConfig(block_size=BLOCK, price=0.0)
+    for documents in (
+        Documents.from_lengths([256], 256),
+        Documents.from_lengths([[128], [128]], 128),
+    ):
+        with pytest.raises(ConfigError, match="there are 2 of 256"):
+            attend(query, key, value, config=config, documents=documents)

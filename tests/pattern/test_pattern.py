@@ -1,0 +1,277 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The pattern: what is always kept, what is found, and that all ranks choose alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining.attention import sparse_attention
+from megatron_mtraining.kernels.selection import index_lists
+from megatron_mtraining.layout import stripe
+from megatron_mtraining.pattern import build_index, choose_index
+from megatron_mtraining.pattern.estimate import sample_rows
+from megatron_mtraining.ring import Ring, ring_attention
+from tests.support.attention_cases import random_index, random_operands
+from tests.support.ranks import run_ranks
+
+SEQ = 768
+
+
+def settings(**changes):
+    base = dict(vertical=24, slash=3, window=70, sink=4, block_size=64, sample_strata=32)
+    return MTrainingConfig(**{**base, **changes})
+
+
+def structured(seq_length, heads=2, kv_heads=1, distance=300, column=200):
+    """q and k whose attention is one diagonal (head 0) or one column (head 1), above noise."""
+    torch.manual_seed(3)
+    base = torch.randn(seq_length + distance, 64)
+    query = 0.1 * torch.randn(seq_length, 1, heads, 64)
+    key = 0.3 * base[distance:, None, None].expand(-1, 1, kv_heads, -1).clone()
+    # Query i looks like key i - distance.
+    query[:, 0, 0] += 3 * base[:seq_length]
+    query[:, 0, 1] += 6 * base[distance + column] / 8
+    return query, key
+
+
+def columns_of(index, b, h):
+    """Global positions of a head's columns, and whether each is one, for world 1."""
+    return index.columns[b, h, : int(index.column_ptr[b, h, -1])].tolist()
+
+
+def test_rows_are_spread_each_once_and_the_same_everywhere():
+    for seq, strata, rows in [(768, 32, 1), (768, 24, 4), (131072, 64, 1), (1000, 7, 3)]:
+        got = sample_rows(seq, strata, rows)
+        assert (got.diff() > 0).all() and got[0] >= 0 and got[-1] < seq
+        stratum = got.view(strata, rows) * strata // seq
+        expected = torch.arange(strata)[:, None]
+        assert ((stratum - expected).abs() <= (seq % (strata * rows) > 0)).all()
+    # Offsets within blocks differ, so that no diagonal is seen at one offset only.
+    assert len(set((sample_rows(131072, 64, 1) % 128).tolist())) > 32
+
+
+def test_distance_0_window_and_sinks_always_hold():
+    query, key, _, _ = random_operands(SEQ, 1, 4, 2, 64, torch.float32, "cpu")
+    for changes in ({}, dict(slash=0), dict(vertical=0), dict(slash=0, vertical=0), dict(sink=0)):
+        config = settings(**changes)
+        index = choose_index(query, key, config, Ring(None), 0.125)
+        for h in range(4):
+            mask = index.token_mask(0, h)
+            i = torch.arange(SEQ)
+            for back in (0, 1, 63, 64, 70):
+                assert mask[i[back:], i[: SEQ - back]].all()
+            assert mask[:, : config.sink].tril().sum() == torch.ones(SEQ, config.sink).tril().sum()
+            assert not mask.triu(1).any()
+
+
+def test_diagonal_block_cannot_be_absent():
+    nothing = torch.zeros(1, 1, 12, dtype=torch.bool)
+    none = torch.full((1, 1, 5), SEQ)
+    index = build_index(nothing, none, SEQ, 64, 3)
+    assert index.member[0, 0, 0] == 1
+    assert torch.equal(
+        index.token_mask(0, 0),
+        build_index(nothing.index_fill(-1, torch.tensor([0]), True), none, SEQ, 64, 3).token_mask(
+            0, 0
+        ),
+    )
+    assert index.token_mask(0, 0).diagonal().all()
+
+
+def test_a_planted_diagonal_and_a_planted_column_are_found():
+    query, key = structured(SEQ)
+    index = choose_index(query, key, settings(slash=1, vertical=5), Ring(None), 0.125)
+    found = index.distances()[0, 0].nonzero().flatten().tolist()
+    # Token distance 300 with blocks of 64 crosses block distances 4 and 5.
+    assert set(found) == {0, 1, 2, 4, 5}
+    assert 200 in columns_of(index, 0, 1)
+
+
+@pytest.mark.parametrize(("window", "block"), [(0, 64), (1, 64), (64, 64), (129, 64), (128, 128)])
+def test_the_window_is_as_wide_as_asked(window, block):
+    query, key, _, _ = random_operands(512, 1, 2, 2, 64, torch.float32, "cpu")
+    config = settings(window=window, block_size=block, slash=0, vertical=0, sink=0)
+    mask = choose_index(query, key, config, Ring(None), 0.125).token_mask(0, 0)
+    i = torch.arange(512)
+    for back in (window, max(0, window - 1)):
+        assert mask[i[back:], i[: 512 - back]].all()
+    # No block more than it takes: the first query of a block sees no farther.
+    farthest = -(-window // block) * block
+    assert mask[256].int().argmax() == 256 - farthest
+
+
+def test_the_callers_distances_are_left_alone():
+    distances = torch.zeros(1, 1, 4, dtype=torch.bool)
+    build_index(distances, torch.zeros(1, 1, 0, dtype=torch.int64), 256, 64, 1)
+    assert not distances.any()
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), -float("inf")])
+def test_what_is_not_a_number_does_not_break_the_choice(bad):
+    query, key, _, _ = random_operands(SEQ, 1, 2, 2, 64, torch.float32, "cpu")
+    key[500, 0, 0, 3] = bad
+    config = settings()
+    index = choose_index(query, key, config, Ring(None), 0.125)
+    for h in range(2):
+        found = columns_of(index, 0, h)
+        assert len(set(found)) == len(found) and set(range(config.sink)) <= set(found)
+        assert index.distances()[0, h, :3].all()
+
+
+def test_the_future_can_change_the_choice_but_nothing_else():
+    """A step's pattern is chosen from all of its queries and keys; under one pattern, attention is
+    causal. With a pattern that no input can change, the future changes nothing."""
+    query, key, value, _ = random_operands(SEQ, 1, 4, 2, 64, torch.float32, "cpu")
+    cut = 300
+    later = [torch.cat((t[:cut], torch.randn_like(t[cut:]))) for t in (query, key, value)]
+    for config in (settings(slash=0, vertical=0), settings(slash=SEQ)):
+        before, _ = sparse_attention(query, key, value, config=config)
+        after, _ = sparse_attention(*later, config=config)
+        assert torch.equal(before[:cut], after[:cut])
+    before, index = sparse_attention(query, key, value, config=settings())
+    after, _ = ring_attention(*later, index, Ring(None), 64**-0.5)
+    assert torch.equal(before[:cut], after[:cut])
+
+
+def test_budgets_are_kept_to():
+    query, key, _, _ = random_operands(SEQ, 2, 4, 2, 64, torch.float32, "cpu")
+    config = settings()
+    index = choose_index(query, key, config, Ring(None), 0.125)
+    assert (index.column_ptr[..., -1] <= config.vertical).all()
+    near = 3  # a window of 70 tokens reaches into the second block before
+    assert (index.round_ptr[..., -1] <= near + 2 * config.slash).all()
+    assert (index.round_ptr[..., -1] > near).all()
+    for changes in (dict(slash=SEQ), dict(vertical=SEQ), dict(window=SEQ)):
+        everything = choose_index(query, key, settings(**changes), Ring(None), 0.125)
+        assert (everything.density() == 1).all()
+
+
+def test_fewer_columns_than_the_budget_is_no_column_twice():
+    query, key, _, _ = random_operands(256, 1, 2, 2, 64, torch.float32, "cpu")
+    index = choose_index(query, key, settings(vertical=255), Ring(None), 0.125)
+    for h in range(2):
+        positions = columns_of(index, 0, h)
+        assert len(set(positions)) == len(positions) <= 255
+
+
+def choose(rank, world, query, key, config):
+    parts = [stripe(t, rank, world, 64) for t in (query, key)]
+    index = choose_index(*parts, config, Ring(dist.group.WORLD), 0.125)
+    masks = [index.token_mask(0, h) for h in range(query.shape[2])]
+    return vars(index), torch.stack(masks), index.work()
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_all_ranks_choose_what_one_process_chooses(world):
+    query, key, _, _ = random_operands(SEQ, 1, 4, 2, 64, torch.float32, "cpu")
+    config = settings()
+    alone = choose_index(query, key, config, Ring(None), 0.125)
+    masks = torch.stack([alone.token_mask(0, h) for h in range(4)])
+    results = run_ranks(world, choose, query, key, config)
+    first = results[0][0]
+    for fields, mask, work in results:
+        for name, value in fields.items():
+            same = (
+                torch.equal(value, first[name])
+                if hasattr(value, "shape")
+                else (value == first[name])
+            )
+            assert same, f"{name} differs between ranks"
+        # Sums over ranks round differently from sums in one process: nearly all choices agree.
+        assert (mask != masks).float().mean() < 0.01
+        assert torch.equal(work[0].sum((-1, -2)).double(), mask.sum((-1, -2)).double())
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("budget", ["none", "columns", "few", "all"])
+def test_work_is_exact_and_balanced(world, budget):
+    # Balance is a matter of the draw: one in a hundred is beyond the bound.
+    torch.manual_seed(world)
+    index = random_index(64 * 24, 1, 3, 64, world, budget, "cpu")
+    work = index.work()
+    for h in range(3):
+        assert work[0, h].sum() == index.token_mask(0, h).sum()
+    per_rank = work[0].sum((0, 2))
+    assert per_rank.max() / per_rank.mean() < 1.15
+    causal = index.seq_length * (index.seq_length + 1) / 2
+    assert torch.allclose(index.density().double(), work.sum((-1, -2)) / causal)
+    if budget == "all":
+        assert (index.density() == 1).all()
+
+
+def test_work_with_a_partial_last_block():
+    for budget in ("none", "columns", "few", "all"):
+        index = random_index(500, 2, 3, 64, 1, budget, "cpu")
+        for b in range(2):
+            for h in range(3):
+                pairs = index.token_mask(b, h).sum()
+                assert index.work()[b, h].sum() == pairs
+                assert index.density()[b, h].item() == pytest.approx(pairs / (500 * 501 / 2))
+
+
+def test_index_is_small():
+    index = random_index(64 * 1024, 1, 2, 64, 4, "columns", "cpu")
+    assert index.nbytes < 150_000
+
+
+def test_the_same_inputs_choose_the_same_pattern():
+    query, key, value, _ = random_operands(SEQ, 1, 4, 2, 64, torch.float32, "cpu")
+    first, one = sparse_attention(query, key, value, config=settings())
+    again, two = sparse_attention(query, key, value, config=settings())
+    assert torch.equal(first, again)
+    assert torch.equal(one.round_list, two.round_list) and torch.equal(one.columns, two.columns)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (dict(block_size=100), "--mtraining-block-size is 100"),
+        (dict(vertical=-1), "--mtraining-vertical is -1"),
+        (dict(slash=-2), "--mtraining-slash is -2"),
+        (dict(window=-1), "--mtraining-window is -1"),
+        (dict(sink=25), "--mtraining-sink is 25"),
+        (dict(sample_strata=1), "--mtraining-sample-strata is 1"),
+        (dict(sample_rows=0), "--mtraining-sample-rows is 0"),
+        (dict(vertical=2.5), "--mtraining-vertical.*2.5"),
+    ],
+)
+def test_settings_out_of_range_are_named(changes, named):
+    with pytest.raises(ConfigError, match=named):
+        settings(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "seq_length", "cp_size", "named"),
+    [
+        ({}, 1000, 2, "--seq-length is 1000.*128"),
+        (dict(vertical=2000), 1024, 2, "--mtraining-vertical is 2000"),
+        (dict(window=2000), 1024, 2, "--mtraining-window is 2000"),
+        (dict(slash=2000), 1024, 2, "--mtraining-slash is 2000"),
+        (dict(sample_strata=64, sample_rows=32), 1024, 2, "64 x 32"),
+        ({}, 2**23 + 256, 4, "--seq-length is 8388864.* at least 5 ranks"),
+    ],
+)
+def test_sequences_that_do_not_fit_are_named(changes, seq_length, cp_size, named):
+    with pytest.raises(ConfigError, match=named):
+        settings(**changes).check_sequence(seq_length, cp_size)
+    settings().check_sequence(1024, 2)
+    settings().check_sequence(2**23, 4)
+    with pytest.raises(ConfigError, match="4 context-parallel ranks.*--mtraining-gathered-ranks"):
+        settings().check_sequence(2**22 + 512, 8, 4)
+
+
+def test_a_part_that_is_no_multiple_of_the_block_is_refused():
+    two = Ring(None)
+    two.world = 2
+    query, key, _, _ = random_operands(100, 1, 2, 2, 64, torch.float32, "cpu")
+    with pytest.raises(ValueError, match="200 tokens"):
+        choose_index(query, key, settings(), two, 0.125)
+
+
+def test_blocks_past_16_bits_are_refused():
+    nothing = torch.zeros(1, 1, 0, dtype=torch.int32)
+    with pytest.raises(ValueError, match="32768 blocks of 64"):
+        index_lists(None, nothing, 1, nothing, 32769 * 64, 64, 1, 1)

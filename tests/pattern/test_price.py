@@ -1,0 +1,449 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Choosing at a price and by coverage: masses, costs and recall against dense attention in float64, and what
+must hold whatever the input is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_mtraining import ConfigError, MTrainingConfig, kernels
+from megatron_mtraining.attention import sparse_attention
+from megatron_mtraining.kernels.selection import reference as reference_choice
+from megatron_mtraining.kernels.selection import reference_masses
+from megatron_mtraining.layout import stripe
+from megatron_mtraining.pattern import choose_index
+from megatron_mtraining.pattern.counted import SINK
+from megatron_mtraining.pattern.estimate import last_rows, sample_rows
+from megatron_mtraining.pattern.price import units
+from megatron_mtraining.ring import Ring, ring_of
+from tests.kernels.test_selection import (  # noqa: F401
+    CASES,
+    SCALE,
+    dense_probabilities,
+    device,
+    part_of,
+    sample_of,
+)
+from tests.pattern.test_pattern import structured
+from tests.support.attention_cases import random_operands
+from tests.support.ranks import run_ranks
+
+SEQ = 768
+
+
+def settings(**changes):
+    base = dict(window=64, sink=4, block_size=64, sample_strata=32, sample_rows=2)
+    return MTrainingConfig(**{**base, **changes})
+
+
+def operands(heads=4, seq=SEQ, seed=None):
+    """Queries and keys with some structure: local attention, a few columns, noise, by different amounts."""
+    if seed is not None:
+        torch.manual_seed(seed)
+    query, key, _, _ = random_operands(seq, 1, heads, 2, 64, torch.float32, "cpu")
+    query, key = 1.5 * query, key.clone()
+    key[torch.randperm(seq)[:9]] *= 2.5
+    position = torch.arange(seq)[:, None, None] / 97
+    for tensor in (query, key):
+        tensor[..., 0] = 3 * position.cos()
+        tensor[..., 1] = 3 * position.sin()
+    return query * torch.linspace(0.3, 1.5, heads)[:, None], key
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("held", [0, 1])
+def test_masses_against_dense(case, held):
+    """Twins, over all ranks."""
+    seq, world, batch, heads, dim, block, strata, in_stratum, near, sink = case
+    if held >= in_stratum:
+        pytest.skip("one row in a stratum: none can be held out")
+    query, key, _, _ = random_operands(seq, batch, *heads, dim, torch.float32, "cpu")
+    samples = [
+        sample_of(query, r, world, block, strata, in_stratum, near, held) for r in range(world)
+    ]
+    keys = [part_of(key, r, world, block) for r in range(world)]
+    lse = kernels.merge_lse(torch.cat([kernels.lse_parts(s, k) for s, k in zip(samples, keys)]))
+    found = [kernels.row_masses(s, k, lse, sink, True) for s, k in zip(samples, keys)]
+    one = kernels.fixed_point_one(strata * in_stratum)
+    slashes, held_out = sum(masses for _, masses in found) / one
+    rows = samples[0].rows.long()
+    p = dense_probabilities(query, key, rows, SCALE)
+    counts = torch.arange(len(rows)) % in_stratum < in_stratum - held
+    blocks = slashes.shape[-1]
+    expected, exact = torch.zeros(2, batch, heads[0], blocks + 1, dtype=torch.float64)
+    for r, row in enumerate(rows.tolist()):
+        for k in range(row + 1):
+            distance, far = divmod(row - k, block)
+            if counts[r]:
+                expected[..., distance] += p[:, :, r, k] * (1 - far / block)
+                expected[..., distance + 1] += p[:, :, r, k] * far / block
+            else:
+                exact[..., row // block - k // block] += p[:, :, r, k]
+            if not held:
+                exact[..., row // block - k // block] += p[:, :, r, k]
+    close = dict(atol=2e-6, rtol=1e-5, check_dtype=False)
+    torch.testing.assert_close(slashes, expected[..., :blocks], **close)
+    torch.testing.assert_close(held_out, exact[..., :blocks], **close)
+    # A column's cost is how many query blocks see it beyond their window.
+    values = torch.zeros(batch, heads[0], seq)
+    for rank, (bits, _) in enumerate(found):
+        own = part_of(torch.arange(seq), rank, world, block)
+        values[..., own] = bits.view(torch.float32)
+    position = torch.arange(seq)
+    apart = rows[:, None] // block - position // block
+    p = p.masked_fill((apart < near) | ~counts[:, None], 0).unflatten(2, (strata, -1)).sum(3)
+    cost = (blocks - position // block - near).clamp(min=1)
+    mass = (p.sum(2) - p.amax(2)) / cost
+    torch.testing.assert_close(values[..., sink:], mass[..., sink:], **close)
+    assert values[..., :sink].isnan().all()
+
+
+def listed_operands(where):
+    torch.manual_seed(8)
+    query, key, _, _ = random_operands(500, 2, 4, 2, 64, torch.float32, where)
+    sample = sample_of(query, 0, 1, 64, 8, 3, 2, held=1)
+    lse = reference_choice.merge_lse(reference_choice.lse_parts(sample, key))
+    positions = torch.stack([torch.randperm(500)[:70] for _ in range(8)]).view(2, 4, 70).int()
+    positions[0, 0, 9:] = 500
+    keys = key.permute(1, 2, 0, 3).repeat_interleave(2, 1)
+    at = positions.long().clamp(max=499)[..., None].expand(-1, -1, -1, 64).to(where)
+    return sample, keys.gather(2, at).contiguous(), positions.to(where), lse
+
+
+def test_candidates_by_kernels(device):  # noqa: F811
+    sample, keys, positions, lse = listed_operands(device)
+    one, near, sink = kernels.fixed_point_one(24), 2, 7
+    pair, column = units(sample)
+    # Half of them are worth enough.
+    values = torch.rand(positions.shape, device=device).view(torch.int32)
+    given = (sample, keys, positions, values, 0.5, lse, 8)
+    slashes = kernels.candidate_slashes(*given)
+    truth = reference_masses.candidate_slashes(*given)
+    enough = positions.where(values.view(torch.float32) >= 0.5, 500)
+    given = (sample, keys, enough, torch.full_like(values, SINK), 0.5, lse, 8)
+    assert truth.any() and torch.equal(truth, reference_masses.candidate_slashes(*given))
+    torch.testing.assert_close(slashes / one, truth / one, atol=1e-5, rtol=1e-5)
+    total = truth + (0.3 * torch.rand(truth.shape, device=device) * one).int()
+    price = torch.tensor([0.0, 0.2, 0.9, 3.0], device=device)
+    given = (total, truth, price, 0.5, near, pair, one, True)
+    actual, expected = kernels.price_slashes(*given), reference_masses.price_slashes(*given)
+    for a, e in zip(actual[:3], expected[:3]):
+        assert torch.equal(a, e)
+    torch.testing.assert_close(actual[3], expected[3])
+    assert actual[0][:, 0].all() and not actual[0][:, 3, near:].all()
+    member, usual, outside, _ = actual
+    assert not torch.equal(member, usual)
+    given = (sample, keys, positions, lse, member, usual, outside, price, sink, column)
+    columns, value, held = kernels.price_columns(*given)
+    expected = reference_masses.price_columns(*given)
+    assert torch.equal(columns, expected[0])
+    torch.testing.assert_close(value, expected[1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(held, expected[2], atol=1e-5, rtol=1e-5)
+    kept = columns < 500
+    assert kept[positions < sink].all() and 0 < kept.float().mean() < 1
+    assert not kept[0, 0, 9:].any()
+    for which in (sample, replace(sample, fit=3)):  # rows held out, or none
+        given = (which, keys, positions, lse, member)
+        alone = kernels.held_columns(*given)
+        torch.testing.assert_close(
+            alone, reference_masses.held_columns(*given), atol=1e-5, rtol=1e-5
+        )
+        assert which is not sample or torch.equal(alone, held)
+    given = (truth, member, columns, held, 500, one, 8)
+    recall = kernels.recall_of(*given)
+    torch.testing.assert_close(recall, reference_masses.recall_of(*given))
+    assert recall.all()
+
+
+def dense_recall(index, query, key, rows, scale):
+    """float64 ``[b, h]``: what an index keeps of some rows' attention, by its mask written out."""
+    p = dense_probabilities(query, key, rows, scale)
+    return torch.stack(
+        [
+            torch.stack(
+                [(p[b, h] * index.token_mask(b, h)[rows]).sum(-1).mean() for h in range(p.shape[1])]
+            )
+            for b in range(p.shape[0])
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        dict(price=0.6), dict(price=1.5, vertical_cap=30), dict(vertical=40, slash=3),
+        dict(policy="coverage", coverage=0.2),
+        dict(policy="coverage", coverage=0.2, estimator="last"),
+        dict(policy="xattention", block_threshold=0.6), dict(policy="moba", block_top_k=2),
+    ],
+)  # fmt: skip
+def test_recall_is_of_the_rows_that_did_not_choose(policy):
+    query, key = operands()
+    rows = {}
+    if "estimator" not in policy:
+        rows = dict(sample_strata=24, sample_rows=4, held_out_rows=3)
+    config = MTrainingConfig(**policy, **rows, window=64, block_size=64)
+    index = choose_index(query, key, config, Ring(None), 0.125)
+    if rows:
+        held = sample_rows(SEQ, 24, 4).view(24, 4)[:, 1:].flatten()
+    else:
+        held = last_rows(SEQ, 64)
+    truth = dense_recall(index, query, key, held, 0.125)
+    torch.testing.assert_close(index.recall, truth, atol=2e-5, rtol=1e-5, check_dtype=False)
+    assert (index.density() < 1).any() and (index.recall < 1).any()
+
+
+def test_what_rows_say_that_are_held_out_changes_nothing():
+    query, key = operands()
+    config = settings(price=0.8)
+    held = sample_rows(SEQ, 32, 2).view(32, 2)[:, 1]
+    first = choose_index(query, key, config, Ring(None), 0.125)
+    other = query.clone()
+    other[held] = torch.randn_like(other[held])
+    again = choose_index(other, key, config, Ring(None), 0.125)
+    assert torch.equal(first.member, again.member) and torch.equal(first.columns, again.columns)
+    assert not torch.equal(first.recall, again.recall)
+
+
+def test_a_price_of_nothing_is_dense_and_a_high_one_leaves_what_always_holds():
+    query, key = operands()
+    for policy in (dict(price=0.0), dict(policy="coverage", coverage=1.0, slash_cap=SEQ)):
+        assert (
+            choose_index(query, key, settings(**policy), Ring(None), 0.125).density() == 1
+        ).all()
+    index = choose_index(query, key, settings(price=1e9), Ring(None), 0.125)
+    assert (index.member.sum(-1) == 2).all() and (index.column_ptr[..., -1] == 4).all()
+
+
+def test_the_last_rows_count_for_as_many_as_see_what_they_see():
+    """More density is more recall with them too: far distances are not worth what the last rows see there."""
+    query, key = operands(seed=3)
+    rows = torch.arange(SEQ)
+    found = []
+    for price in (2.0, 0.7, 0.3, 0.1):
+        config = MTrainingConfig(price=price, estimator="last", window=64, block_size=64)
+        index = choose_index(query, key, config, Ring(None), 0.125)
+        found.append((index.density().mean(), dense_recall(index, query, key, rows, 0.125).mean()))
+    for (density, recall), (more, better) in zip(found, found[1:]):
+        assert more >= density and better >= recall
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_lower_price_keeps_all_that_a_higher_one_does(seed):
+    query, key = operands(seed=seed)
+    before = None
+    for price in (2.0, 1.2, 0.8, 0.5, 0.3, 0.25, 0.1, 0.02):
+        config = settings(price=price, held_out_rows=0)
+        index = choose_index(query, key, config, Ring(None), 0.125)
+        assert index.member[..., 0].all()
+        if before is not None:
+            assert (index.member >= before.member).all()
+            for h in range(4):
+                assert set(before.columns[0, h].tolist()) <= set(index.columns[0, h].tolist()) | {
+                    SEQ
+                }
+            assert (index.density() >= before.density()).all()
+            # Up to the rounding of sums in fixed point.
+            assert (index.recall >= before.recall - 1e-4).all()
+        before = index
+
+
+def test_a_planted_diagonal_and_a_planted_column_are_found():
+    query, key = structured(SEQ)
+    index = choose_index(query, key, settings(price=0.5), Ring(None), 0.125)
+    # Token distance 300 with blocks of 64 crosses block distances 4 and 5, and 5 for most queries.
+    assert index.distances()[0, 0].nonzero().flatten().tolist() in ([0, 1, 4, 5], [0, 1, 5])
+    assert 200 in index.columns[0, 1].tolist()
+    assert (index.density() < 0.9).all()
+
+
+def test_floors_and_caps():
+    query, key = operands()
+    config = settings(price=1e6, vertical_floor=20, slash_floor=3)
+    index = choose_index(query, key, config, Ring(None), 0.125)
+    assert (index.column_ptr[..., -1] == 20).all() and (index.member.sum(-1) == 2 + 3).all()
+    config = settings(price=1e-6, vertical_cap=30, slash_cap=2)
+    index = choose_index(query, key, config, Ring(None), 0.125)
+    assert (index.column_ptr[..., -1] <= 30).all() and (index.member.sum(-1) == 2 + 2).all()
+    config = settings(policy="coverage", coverage=1e-9, vertical_floor=20, slash_floor=3)
+    index = choose_index(query, key, config, Ring(None), 0.125)
+    assert (index.column_ptr[..., -1] == 20).all()
+    config = settings(policy="coverage", coverage=1.0, vertical_cap=30, slash_cap=2)
+    index = choose_index(query, key, config, Ring(None), 0.125)
+    assert (index.column_ptr[..., -1] == 30).all() and (index.member.sum(-1) <= 2 + 4).all()
+
+
+def test_coverage_holds_its_share():
+    """As few columns as hold it: one fewer would not."""
+    query, key = operands(seed=2)
+    config = settings(policy="coverage", coverage=0.5, held_out_rows=0, sink=0)
+    index = choose_index(query, key, config, Ring(None), 0.125)
+    rows = sample_rows(SEQ, 32, 2)
+    p = dense_probabilities(query, key, rows, 0.125)
+    p = p.masked_fill(rows[:, None] // 64 - torch.arange(SEQ) // 64 < 2, 0).sum(2)
+    for h in range(4):
+        taken = index.columns[0, h, : int(index.column_ptr[0, h, -1])].long()
+        share = p[0, h, taken] / p[0, h].sum()
+        assert share.sum() >= 0.5 > share.sum() - share.min()
+
+
+def test_heads_with_settings_of_their_own():
+    query, key = operands()
+    base = settings(price=0.8)
+    heads = (
+        base,
+        replace(base, price=0.0),
+        settings(vertical=25, slash=2),
+        settings(policy="coverage", coverage=0.4),
+    )
+    index = choose_index(query, key, base, Ring(None), 0.125, heads=heads)
+    for h, config in enumerate(heads):
+        alone = choose_index(query, key, config, Ring(None), 0.125)
+        assert torch.equal(index.member[0, h], alone.member[0, h]), h
+        count = int(alone.column_ptr[0, h, -1])
+        assert int(index.column_ptr[0, h, -1]) == count or h == 1
+        if h != 1:
+            assert torch.equal(index.columns[0, h, :count], alone.columns[0, h, :count])
+            torch.testing.assert_close(index.recall[0, h], alone.recall[0, h])
+    assert index.density()[0, 1] == 1
+    # A price from outside moves all heads that have one.
+    higher = choose_index(query, key, base, Ring(None), 0.125, heads=heads, price=torch.tensor(1.6))
+    alone = choose_index(query, key, settings(price=1.6), Ring(None), 0.125)
+    assert torch.equal(higher.member[0, 0], alone.member[0, 0])
+    assert torch.equal(higher.member[0, 1:], index.member[0, 1:])
+
+
+def test_heads_with_lists_of_blocks_beside_others():
+    query, key = operands()
+    heads = (
+        settings(price=0.6),
+        settings(policy="xattention", block_threshold=0.7),
+        settings(policy="moba", block_top_k=2),
+        settings(vertical=25, slash=2),
+    )
+    index = choose_index(query, key, heads[0], Ring(None), 0.125, heads=heads)
+    value = torch.randn_like(key)
+    out, pattern = sparse_attention(query, key, value, config=settings(price=0.6), heads=heads)
+    for h, config in enumerate(heads):
+        alone = choose_index(query, key, config, Ring(None), 0.125)
+        mask = index.token_mask(0, h)
+        assert torch.equal(mask, alone.token_mask(0, h)), h
+        torch.testing.assert_close(index.recall[0, h], alone.recall[0, h])
+        scores = query[:, 0, h].double() @ key[:, 0, h // 2].double().T * 0.125
+        expected = (
+            scores.masked_fill(~mask, float("-inf")).softmax(-1) @ value[:, 0, h // 2].double()
+        )
+        torch.testing.assert_close(out[:, 0, h], expected, atol=1e-5, rtol=1e-5, check_dtype=False)
+    assert pattern.LISTS
+
+
+@pytest.mark.parametrize("policy", [dict(vertical=(9, 40, 4, 30), slash=(1, 4, 0, 4))])
+def test_budgets_that_differ_from_head_to_head(policy):
+    query, key = operands()
+    heads = tuple(
+        settings(vertical=v, slash=s) for v, s in zip(policy["vertical"], policy["slash"])
+    )
+    index = choose_index(query, key, heads[0], Ring(None), 0.125, heads=heads)
+    for h, config in enumerate(heads):
+        alone = choose_index(query, key, config, Ring(None), 0.125)
+        assert torch.equal(index.member[0, h], alone.member[0, h])
+        count = int(alone.column_ptr[0, h, -1])
+        assert torch.equal(index.columns[0, h, :count], alone.columns[0, h, :count])
+        assert int(index.column_ptr[0, h, -1]) == count
+
+
+def test_slashes_that_are_given_are_kept():
+    query, key = operands()
+    config = settings(price=0.8)
+    first = choose_index(query, key, config, Ring(None), 0.125)
+    other = torch.randn_like(query)
+    index = choose_index(other, key, config, Ring(None), 0.125, slashes=first.member)
+    assert torch.equal(index.member, first.member)
+    held = sample_rows(SEQ, 32, 2).view(32, 2)[:, 1]
+    truth = dense_recall(index, other, key, held, 0.125)
+    torch.testing.assert_close(index.recall, truth, atol=2e-5, rtol=1e-5, check_dtype=False)
+
+
+def _choose(rank, world, query, key, config, inner):
+    import torch.distributed as dist
+
+    ring = ring_of(dist.group.WORLD, inner)
+    part = [stripe(t, rank, world, 64, inner=inner) for t in (query, key)]
+    index = choose_index(*part, config, ring, 0.125)
+    masks = None
+    if index.LISTS:  # each rank has the lists of its own queries
+        masks = torch.stack([index.token_mask(0, head) for head in range(query.shape[2])])
+    return index.member, index.columns, index.column_ptr, index.recall, masks
+
+
+@pytest.mark.parametrize(("world", "inner"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        dict(price=0.6), dict(policy="coverage", coverage=0.5), dict(vertical=20, slash=4),
+        dict(policy="xattention", block_threshold=0.6), dict(policy="moba", block_top_k=2),
+    ],
+)  # fmt: skip
+def test_sets_do_not_depend_on_the_number_of_ranks(world, inner, policy):
+    query, key = operands(seed=11)
+    config = settings(**policy)
+    alone = choose_index(query, key, config, Ring(None), 0.125)
+    found = run_ranks(world, _choose, query, key, config, inner)
+    for rank, (member, columns, column_ptr, recall, masks) in enumerate(found):
+        if masks is not None:
+            own = stripe(torch.arange(SEQ), rank, world, 64, inner=inner)
+            for head, mask in enumerate(masks):
+                assert torch.equal(mask, alone.token_mask(0, head)[own])
+        assert torch.equal(member, alone.member) and torch.equal(column_ptr, alone.column_ptr)
+        width = min(columns.shape[-1], alone.columns.shape[-1])
+        assert torch.equal(columns[..., :width], alone.columns[..., :width])
+        assert torch.equal(recall, found[0][3])
+        torch.testing.assert_close(recall, alone.recall)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (dict(policy="best"), "--mtraining-policy is best: use one of price, coverage, fixed"),
+        (dict(estimator="first"), "--mtraining-estimator is first"),
+        (dict(price=-0.1), "--mtraining-price is -0.1"),
+        (dict(price=float("nan")), "--mtraining-price must be a number"),
+        (
+            dict(policy="price", vertical=9),
+            "--mtraining-vertical is 9, but --mtraining-policy is price",
+        ),
+        (dict(coverage=0.9), "--mtraining-coverage is 0.9, but --mtraining-policy is price"),
+        (dict(policy="coverage", coverage=1.1), "--mtraining-coverage is 1.1"),
+        (dict(vertical_floor=9, vertical_cap=8), "--mtraining-vertical-floor is 9, more than"),
+        (dict(slash_floor=9, slash_cap=8), "--mtraining-slash-floor is 9, more than"),
+        (dict(vertical_cap=0, sink=0), "--mtraining-vertical-cap is 0: use 1 or more"),
+        (dict(vertical_cap=3), "--mtraining-sink is 4, more than --mtraining-vertical-cap"),
+        (dict(sample_rows=2, held_out_rows=2), "leaves none of the --mtraining-sample-rows"),
+        (dict(estimator="last", held_out_rows=1), "--mtraining-held-out-rows is 1, but"),
+        (dict(estimator="last", sample_strata=2), "--mtraining-sample-strata is 2, but"),
+        (dict(target_recall=0.9, target_density=0.1), "one price cannot meet both"),
+        (
+            dict(target_scope="head"),
+            "target-scope is head, but there is no --mtraining-target-recall",
+        ),
+        (dict(target_density=0.1, target_scope="head"), "there is no --mtraining-target-recall"),
+        (dict(target_recall=0.9, target_scope="layer"), "is layer: use one of head, model"),
+        (dict(target_recall=1.5), "--mtraining-target-recall is 1.5"),
+        (dict(policy="fixed", target_recall=0.9), "--mtraining-target-recall is 0.9, but"),
+        (dict(price_start=1.0), "--mtraining-price-start is 1.0 and --mtraining-price-steps is 0"),
+        (dict(price_start=0.0, price_steps=9), "use prices above 0"),
+        (dict(slash_refresh=4, vertical=9), "--mtraining-slash-refresh is 4, but"),
+        (dict(overrides="a", budgets="b"), "give one file"),
+        (dict(policy="xattention", block_stride=24), "--mtraining-block-stride is 24"),
+        (dict(policy="xattention", block_threshold=0.0), "--mtraining-block-threshold is 0.0"),
+        (dict(policy="moba", block_top_k=-1), "--mtraining-block-top-k is -1"),
+        (dict(block_top_k=9), "--mtraining-block-top-k is 9, but --mtraining-policy is price"),
+    ],
+)
+def test_settings_that_cannot_be(changes, named):
+    with pytest.raises(ConfigError) as raised:
+        MTrainingConfig(**changes)
+    assert named in str(raised.value)

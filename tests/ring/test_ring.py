@@ -1,0 +1,430 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The ring over processes against one process, and what happens when a rank fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_mtraining import MTrainingConfig
+from megatron_mtraining.attention import sparse_attention
+from megatron_mtraining.config import ConfigError
+from megatron_mtraining.layout import stripe, unstripe
+from megatron_mtraining.pattern import build_index, choose_index, select
+from megatron_mtraining.ring import (
+    Ring,
+    advise_on_hosts,
+    attention,
+    check_hosts,
+    ring_attention,
+    ring_of,
+)
+from tests.support.attention_cases import (
+    dense_attention,
+    random_index,
+    random_operands,
+    relative_error,
+    written_out_mask,
+)
+from tests.support.ranks import run_ranks, run_to_their_ends
+
+BLOCK = 64
+
+
+def distances_and_columns(index):
+    """The sets an index was built from, to build it again for another world."""
+    return index.distances(), index.columns
+
+
+def run_ring(rank, world, operands, distances, columns, scale, inner=None):
+    seq_length = operands[0].shape[0]
+    ring = ring_of(dist.group.WORLD, inner)
+    index = build_index(distances, columns, seq_length, BLOCK, world, ring.inner)
+    check_hosts(ring)
+    parts = [stripe(t, rank, world, BLOCK, inner=ring.inner) for t in operands]
+    leaves = [t.clone().requires_grad_() for t in parts[:3]]
+    out, _ = ring_attention(*leaves, index, ring, scale)
+    assert out.is_contiguous()
+    out.backward(parts[3])
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def run_rings(rank, world, cases):
+    return [run_ring(rank, world, *case) for case in cases]
+
+
+# Ranks to the ranks a node that they are run with (None: all of so few): all in one set of processes.
+NODES = {1: [None], 2: [None, 1], 3: [None, 1], 4: [None, 1, 2], 6: [None, 2, 3], 8: [None, 1, 4]}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}
+
+
+@pytest.mark.parametrize("world", list(NODES))
+def test_processes_agree_with_dense_attention(world):
+    print("torch seed", torch.seed())
+    seq_length, scale = BLOCK * world * (3 if world < 6 else 2), 0.1
+    cases, expected = [], []
+    for dtype in TOLERANCE:
+        for budget in ("few", "all"):
+            operands = random_operands(seq_length, 1, 4, 2, 64, dtype, "cpu")
+            index = random_index(seq_length, 1, 4, BLOCK, 1, budget, "cpu")
+            truth = dense_attention(*operands, written_out_mask(index, 1, 4), scale)
+            for inner in NODES[world]:
+                cases.append((operands, *distances_and_columns(index), scale, inner))
+                expected.append(truth)
+    results = run_ranks(world, run_rings, cases)
+    for case, truths, ranks in zip(cases, expected, zip(*results)):
+        dtype = case[0][0].dtype
+        for parts, truth in zip(zip(*ranks), truths):
+            assert parts[0].dtype == dtype
+            error = relative_error(unstripe(list(parts), BLOCK, inner=case[-1]), truth)
+            assert error < TOLERANCE[dtype], f"{dtype}, nodes of {case[-1]}: {error:.1e}"
+
+
+def run_and_tell(rank, world, operands, distances, columns):
+    """What a rank of two nodes of two asks for, in order: gathers are named by whose keys they bring."""
+    ring = ring_of(dist.group.WORLD, 2)
+    index = build_index(distances, columns, operands[0].shape[0], BLOCK, world, 2)
+    said, gather, post = [], ring.gather, ring.post
+
+    def told_gather(tensor, after=None):
+        said.append("gather next" if after else "gather own")
+        return gather(tensor, after)
+
+    def told_post(tensor, kind, link, received=None):
+        said.append(f"{('values', 'gradients')[kind]} {link.value}")
+        return post(tensor, kind, link, received)
+
+    ring.gather, ring.post = told_gather, told_post
+    ring.trace = lambda name, step: said.append(name) or nullcontext()
+    try:
+        parts = [stripe(t, rank, world, BLOCK, inner=2) for t in operands]
+        leaves = [t.clone().requires_grad_() for t in parts[:3]]
+        ring_attention(*leaves, index, ring, 0.1)[0].backward(parts[3])
+    finally:
+        ring.trace = None
+        del ring.gather, ring.post
+    return [each for each in said if each != "wait"]
+
+
+def test_no_kernel_waits_in_line_behind_another_node():
+    """What another node sends is gathered after the kernels of the round that hides it, and what goes home
+    over that link has kernels to hide behind."""
+    operands = random_operands(BLOCK * 8, 1, 4, 2, 64, torch.float32, "cpu")
+    index = random_index(BLOCK * 8, 1, 4, BLOCK, 1, "few", "cpu")
+    for said in run_ranks(4, run_and_tell, operands, *distances_and_columns(index)):
+        forward = ["columns", "values outer", "gather own", "attend", "gather next", "attend"]
+        assert said[:6] == forward
+        assert said[6:9] == forward[:3]
+        backward = said[9:]
+        following = backward.index("gather next")
+        assert {"query", "key"} <= set(backward[:following])
+        home = backward.index("gradients outer")
+        assert home > following and backward[home + 1 :] == ["query", "key"]
+
+
+def run_with_bf16_gradients(rank, world, operands, distances, columns):
+    results = []
+    for inner in (1, 2):
+        index = build_index(distances, columns, operands[0].shape[0], BLOCK, world, inner)
+        ring = ring_of(dist.group.WORLD, inner)
+        parts = [stripe(t, rank, world, BLOCK, inner=ring.inner) for t in operands]
+        for bf16 in (False, True):
+            leaves = [t.clone().requires_grad_() for t in parts[:3]]
+            out, _ = ring_attention(*leaves, index, ring, 0.1, bf16_gradients=bf16)
+            out.backward(parts[3])
+            results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    return results
+
+
+def test_gradients_may_travel_in_bf16():
+    operands = random_operands(BLOCK * 8, 1, 4, 2, 64, torch.float32, "cpu")
+    index = random_index(BLOCK * 8, 1, 4, BLOCK, 1, "few", "cpu")
+    results = run_ranks(4, run_with_bf16_gradients, operands, *distances_and_columns(index))
+    for exact, rounded in ((0, 1), (2, 3)):
+        for rank in results:
+            assert torch.equal(rank[exact][0], rank[rounded][0])
+            assert torch.equal(rank[exact][1], rank[rounded][1])
+        for i in (2, 3):
+            one, other = (
+                torch.cat([rank[case][i] for rank in results]) for case in (exact, rounded)
+            )
+            assert 1e-4 < relative_error(other, one) < 1e-2
+
+
+def run_in_halves(rank, world, operands, distances, columns, scale):
+    """Two rings of half the ranks each: context parallelism beside data parallelism."""
+    half = world // 2
+    groups = [dist.new_group(list(range(half))), dist.new_group(list(range(half, world)))]
+    seq_length = operands[0].shape[0]
+    index = build_index(distances, columns, seq_length, BLOCK, half)
+    parts = [stripe(t, rank % half, half, BLOCK) for t in operands]
+    leaves = [t.clone().requires_grad_() for t in parts[:3]]
+    out, _ = ring_attention(*leaves, index, Ring(groups[rank // half]), scale)
+    out.backward(parts[3])
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def test_a_ring_need_not_be_the_whole_world():
+    operands = random_operands(BLOCK * 4, 1, 2, 1, 64, torch.float64, "cpu")
+    index = random_index(BLOCK * 4, 1, 2, BLOCK, 1, "few", "cpu")
+    results = run_ranks(4, run_in_halves, operands, *distances_and_columns(index), 0.1)
+    expected = dense_attention(*operands, written_out_mask(index, 1, 2), 0.1)
+    for ring in (results[:2], results[2:]):
+        for parts, truth in zip(zip(*ring), expected):
+            assert relative_error(unstripe(list(parts), BLOCK), truth) < 1e-12
+
+
+BUDGETS = [
+    dict(vertical=20, slash=3, window=0, sink=4),
+    dict(vertical=0, slash=0, window=0, sink=0),
+    dict(vertical=64, slash=0, window=64, sink=64),
+    dict(vertical=0, slash=5, window=1, sink=2, sample_rows=2),
+]
+
+
+def run_sparse(rank, world, operands):
+    results = []
+    for budget in BUDGETS:
+        config = MTrainingConfig(block_size=BLOCK, sample_strata=16, **budget)
+        parts = [stripe(t, rank, world, BLOCK) for t in operands]
+        leaves = [t.clone().requires_grad_() for t in parts[:3]]
+        out, index = sparse_attention(*leaves, config=config, cp_group=dist.group.WORLD)
+        out.backward(parts[3])
+        masks = written_out_mask(index, 2, 4)
+        results.append([out.detach(), *(leaf.grad for leaf in leaves), masks])
+    return results
+
+
+@pytest.mark.parametrize(("world", "blocks"), [(2, 3), (3, 2), (6, 1)])
+def test_choosing_and_attending_over_processes(world, blocks):
+    print("torch seed", torch.seed())
+    operands = random_operands(BLOCK * world * blocks, 2, 4, 2, 64, torch.float64, "cpu")
+    results = run_ranks(world, run_sparse, operands)
+    for case in range(len(BUDGETS)):
+        ranks = [result[case] for result in results]
+        masks = ranks[0][4]
+        assert all(torch.equal(rank[4], masks) for rank in ranks)
+        expected = dense_attention(*operands, masks, 64**-0.5)
+        for i, truth in enumerate(expected):
+            assert relative_error(unstripe([rank[i] for rank in ranks], BLOCK), truth) < 1e-12
+
+
+def run_with_columns_told(rank, world, operands, config):
+    """How often columns are gathered in a choice alone, and in a forward; how far recall is apart."""
+    query, key, value = (stripe(t, rank, world, BLOCK) for t in operands)
+    group, asked, gather = dist.group.WORLD, [], attention.gather_columns
+
+    def told(*words):
+        asked.append(words)
+        return gather(*words)
+
+    attention.gather_columns = select.gather_columns = told
+    try:
+        alone = choose_index(query, key, config, ring_of(group), 64**-0.5)
+        in_choice = len(asked)
+        _, index = sparse_attention(query, key, value, config=config, cp_group=group)
+    finally:
+        attention.gather_columns = select.gather_columns = gather
+    assert torch.equal(index.member, alone.member) and torch.equal(index.columns, alone.columns)
+    apart = (index.recall - alone.recall).abs().max().item()
+    return in_choice, len(asked) - in_choice, apart, index.recall
+
+
+@pytest.mark.parametrize(
+    "budget", [dict(vertical=20, slash=3), dict(policy="coverage", coverage=0.6, vertical_cap=40)]
+)
+def test_columns_travel_once_for_recall_and_attention(budget):
+    config = MTrainingConfig(block_size=BLOCK, sample_strata=16, **budget)
+    operands = random_operands(BLOCK * 8, 2, 4, 2, 64, torch.float32, "cpu")[:3]
+    results = run_ranks(2, run_with_columns_told, operands, config)
+    for in_choice, in_forward, apart, recall in results:
+        assert (in_choice, in_forward) == (1, 1) and apart < 1e-6 and (recall > 0).all()
+        assert torch.equal(recall, results[0][3])
+
+
+def test_a_replay_gives_the_same_gradients_and_attends_nothing(monkeypatch):
+    query, key, value, grad_out = random_operands(192, 1, 4, 2, 64, torch.float32, "cpu")
+    index = random_index(192, 1, 4, BLOCK, 1, "few", "cpu")
+    leaves = [t.clone().requires_grad_() for t in (query, key, value)]
+    out, lse = ring_attention(*leaves, index, Ring(None), 0.1)
+    expected = torch.autograd.grad(out, leaves, grad_out)
+    with torch.no_grad():
+        attended = ring_attention(*leaves, index, Ring(None), 0.1)
+    assert torch.equal(attended[0], out) and torch.equal(attended[1], lse)
+    monkeypatch.setattr("megatron_mtraining.ring.attention.attention_forward", None)
+    again, _ = ring_attention(*leaves, index, Ring(None), 0.1, attended)
+    assert torch.equal(again, out) and not attended[0].requires_grad
+    for one, other in zip(torch.autograd.grad(again, leaves, grad_out), expected):
+        assert torch.equal(one, other)
+
+
+def run_turned(rank, world, operands):
+    """Whether operands whose head dim has another stride give what those of unit stride do."""
+    group = dist.group.WORLD if world > 1 else None
+    config = MTrainingConfig(block_size=BLOCK, vertical=20, slash=2, window=1, sample_strata=8)
+    parts = [stripe(t, rank, world, BLOCK) for t in operands]
+    turned = [torch.stack((t, t), -1)[..., 0] for t in parts[:3]]
+    assert all(t.stride(-1) == 2 for t in turned)
+    found = []
+    for tensors in (parts[:3], turned):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        out, _ = sparse_attention(*leaves, config=config, cp_group=group)
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, parts[3])])
+    return [torch.equal(one, other) for one, other in zip(*found)]
+
+
+def test_any_strides_will_do():
+    operands = random_operands(BLOCK * 4, 1, 2, 1, 64, torch.float32, "cpu")
+    assert run_ranks(2, run_turned, operands) == [[True] * 4] * 2
+
+
+def test_any_strides_will_do_for_kernels(interpreter):
+    operands = random_operands(BLOCK * 2, 1, 2, 1, 64, torch.float32, "cpu")
+    assert run_turned(0, 1, operands) == [True] * 4
+
+
+def test_operands_that_do_not_fit_are_named():
+    q = torch.zeros(128, 1, 4, 64)
+    k = torch.zeros(128, 1, 2, 64)
+    index = random_index(128, 1, 4, 64, 1, "all", "cpu")
+    ring = Ring(None)
+    with pytest.raises(ValueError, match="head dim 32"):
+        ring_attention(q[..., :32], k[..., :32], k[..., :32], index, ring, 0.1)
+    with pytest.raises(ValueError, match="KV heads must divide"):
+        ring_attention(q[:, :, :3], k, k, index, ring, 0.1)
+    with pytest.raises(ValueError, match="int32"):
+        ring_attention(q.int(), k.int(), k.int(), index, ring, 0.1)
+    with pytest.raises(ValueError, match="128 tokens.*64"):
+        ring_attention(q[:64], k[:64], k[:64], index, ring, 0.1)
+    with pytest.raises(ValueError, match=r"\(1, 4\).*\(1, 2\)"):
+        ring_attention(q[:, :, :2], k, k, index, ring, 0.1)
+    with pytest.raises(ValueError, match="for 2 ranks"):
+        ring_attention(q, k, k, random_index(256, 1, 4, 64, 2, "all", "cpu"), ring, 0.1)
+    with pytest.raises(ValueError, match="softmax_scale is 0"):
+        ring_attention(q, k, k, index, ring, 0)
+
+
+def test_nodes_that_do_not_divide_the_ranks_are_refused():
+    with pytest.raises(ConfigError, match="1 context-parallel ranks cannot be cut into nodes of 2"):
+        Ring(None, 2)
+
+
+def run_with_hosts(rank, world, hosts, inner):
+    import megatron_mtraining.ring.transport as transport
+
+    transport.socket.gethostname = lambda: hosts[rank]
+    try:
+        check_hosts(Ring(dist.group.WORLD, inner[rank]))
+    except ValueError as error:
+        return str(error)
+
+
+def test_nodes_that_are_no_hosts_are_refused_on_every_rank():
+    said = run_ranks(4, run_with_hosts, ["a", "b", "b", "b"], [2] * 4)
+    assert len(set(said)) == 1 and "ranks 0 to 1 spans hosts: a, b" in said[0]
+    assert run_ranks(4, run_with_hosts, ["a", "a", "b", "b"], [2] * 4) == [None] * 4
+    said = run_ranks(4, run_with_hosts, ["a"] * 4, [2, 2, 2, 1])
+    assert len(set(said)) == 1 and "[2, 2, 2, 1]" in said[0]
+
+
+def run_with_advice(rank, world, cases):
+    import warnings
+
+    import megatron_mtraining.ring.transport as transport
+
+    said = []
+    for hosts, inner in cases:
+        transport.socket.gethostname = lambda hosts=hosts: hosts[rank]
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            ring = Ring(dist.group.WORLD, inner)
+            advise_on_hosts(ring)
+            advise_on_hosts(ring)  # once
+        said.append([str(warning.message) for warning in found])
+    return said
+
+
+def test_gathering_over_hosts_is_advised_against_on_one_rank():
+    two = "--hierarchical-context-parallel-sizes 2 2"
+    cases = {
+        ("aabb", None): ["4 context-parallel ranks", "a, b", two],
+        ("aabb", 4): [two],
+        ("abab", 2): ["host after host"],
+        ("aaaa", None): None, ("aabb", 2): None, ("aabb", 1): None, ("abbb", None): None,
+    }  # fmt: skip
+    first, *others = run_ranks(4, run_with_advice, list(cases))
+    assert others == [[[]] * len(cases)] * 3
+    for said, expected in zip(first, cases.values()):
+        assert len(said) == (expected is not None)
+        assert all(words in said[0] for words in expected or ())
+    said = run_ranks(6, run_with_advice, [("aaabbb", 2)])[0][0]
+    assert "--hierarchical-context-parallel-sizes 3 2" in said[0]
+
+
+def run_with_other_nodes(rank, world, inner):
+    """Ranks with sizes (2) check their hosts, those without advise on them."""
+    ring = Ring(dist.group.WORLD, inner[rank])
+    try:
+        check_hosts(ring) if inner[rank] == 2 else advise_on_hosts(ring)
+    except ValueError as error:
+        return str(error)
+
+
+def test_ranks_that_disagree_about_nodes_all_say_so():
+    for inner in ([2, 2, 4, 4], [1, 1, 4, 4]):
+        said = run_ranks(4, run_with_other_nodes, inner)
+        assert len(set(said)) == 1 and str(inner) in said[0] and "gathered-ranks" in said[0]
+
+
+FAILING = {
+    "forward": "attention_forward",
+    "backward": "attention_backward_query",
+    "choice": "gather_columns",
+}
+
+
+def run_until_a_rank_fails(rank, world, operands, index_sets, inner, where, how):
+    """Rank 1 fails in the second round of its forward or backward, or in the only one, or as it chooses a
+    pattern: transfers are under way."""
+    name, calls = FAILING[where], []
+    original = getattr(attention, name)
+
+    def fail(*arguments):
+        calls.append(name)
+        if rank == 1 and len(calls) == (1 if where == "choice" else min(2, world // inner)):
+            if how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("rank 1 has had enough")
+        return original(*arguments)
+
+    setattr(attention, name, fail)
+    if where == "choice":
+        config = MTrainingConfig(block_size=BLOCK, vertical=20, slash=2, window=1, sample_strata=8)
+        parts = (stripe(t, rank, world, BLOCK, inner=inner) for t in operands[:3])
+        sparse_attention(*parts, config=config, cp_group=dist.group.WORLD, cp_inner=inner)
+    else:
+        run_ring(rank, world, operands, *index_sets, 0.1, inner)
+    dist.barrier()  # a rank that needs nothing more of the others meets them at the next collective
+
+
+@pytest.mark.parametrize("where", FAILING)
+@pytest.mark.parametrize("how", ["raises", "dies"])
+@pytest.mark.parametrize(("world", "inner"), [(2, 2), (2, 1), (4, 1), (4, 2)])
+def test_a_rank_that_fails_ends_all(world, inner, how, where):
+    operands = random_operands(BLOCK * world, 1, 4, 2, 64, torch.float32, "cpu")
+    index = random_index(BLOCK * world, 1, 4, BLOCK, 1, "few", "cpu")
+    sets = distances_and_columns(index)
+    given = operands, sets, inner, where, how
+    statuses, said = run_to_their_ends(world, 60, run_until_a_rank_fails, *given)
+    others = [rank for rank in range(world) if rank != 1]
+    if how == "dies":
+        assert statuses[1] == -signal.SIGKILL
+    else:
+        assert statuses[1] == 1 and "rank 1 has had enough" in said[1]
+    # Nobody has killed them: each has an error of its own, of a connection or of the timeout.
+    assert all(statuses[rank] == 1 and said[rank] for rank in others), (statuses, said)

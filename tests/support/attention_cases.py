@@ -1,0 +1,163 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""What the attention tests share: a dense float64 reference, random patterns, a ring in one process."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megatron_mtraining.kernels.attention import (
+    attention_backward_columns,
+    attention_backward_key,
+    attention_backward_query,
+    attention_delta,
+    attention_forward,
+    gather_columns,
+)
+from megatron_mtraining.layout import block_at, stripe, unstripe
+from megatron_mtraining.pattern import build_block_index, build_index
+from megatron_mtraining.ring import RingStep, Round
+
+
+def random_operands(seq_length, batch, heads, kv_heads, dim, dtype, device):
+    """query, key, value and a gradient of out; the value as Megatron gives it, a strided view."""
+
+    def draw(h):
+        return torch.randn(seq_length, batch, h, dim, device=device).to(dtype)
+
+    query = draw(heads)
+    both = torch.randn(seq_length, batch, kv_heads, 2 * dim, device=device).to(dtype)
+    return query, draw(kv_heads), both[..., dim:], draw(heads)
+
+
+def random_index(seq_length, batch, heads, block_size, world, budget, device, inner=None):
+    """A random pattern: ``budget`` is "none" (distance 0 alone), "columns", "few" or "all"."""
+    num_blocks = math.ceil(seq_length / block_size)
+    distances = torch.zeros(batch, heads, num_blocks, dtype=torch.bool)
+    count = 0
+    if budget == "all":
+        distances[:] = True
+    elif budget == "few":
+        distances = torch.rand(batch, heads, num_blocks) < 0.3
+    if budget in ("few", "columns"):
+        count = max(1, seq_length // 7)
+    columns = torch.stack([torch.randperm(seq_length)[:count] for _ in range(batch * heads)])
+    columns = columns.view(batch, heads, count)
+    if count > 2:
+        columns[..., -2:] = seq_length  # heads may have fewer columns than the budget
+    return build_index(
+        distances.to(device), columns.to(device), seq_length, block_size, world, inner
+    )
+
+
+def block_lists_of(
+    blocks, distances, columns, seq_length, block_size, world, inner=None, **options
+):
+    """Each rank's block-list index, of bool blocks ``[b, h, NB, NB]`` in the order of the sequence."""
+    nb = blocks.shape[-1] // world
+    indices = []
+    for rank in range(world):
+        own = block_at(torch.arange(nb), rank, world, inner).to(blocks.device)
+        sets = blocks[:, :, own], distances, columns, seq_length, block_size
+        indices.append(build_block_index(*sets, world, inner, rank, **options))
+    return indices
+
+
+def written_out_mask(index, batch, heads):
+    """bool ``[b, h, N, N]``."""
+    rows = [torch.stack([index.token_mask(b, h) for h in range(heads)]) for b in range(batch)]
+    return torch.stack(rows)
+
+
+def dense_attention(query, key, value, grad_out, mask, scale):
+    """out and the gradients of query, key, value in float64, under a bool mask ``[b, h, N, N]``."""
+    leaves = [t.detach().double().requires_grad_() for t in (query, key, value)]
+    group = query.shape[2] // key.shape[2]
+    q, k, v = (t.permute(1, 2, 0, 3) for t in leaves)
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~mask, float("-inf"))
+    out = (scores.softmax(-1) @ v).permute(2, 0, 1, 3)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad_out.double())
+
+
+def gathered(keys, values, this):
+    """Keys and values of a round's ranks, ``[I, s, b, hk, d]``, as a ring hands them to the kernels."""
+    if this.world == 1:
+        return keys[0][None], values[0][None]
+    both = [torch.stack((keys[rank], values[rank])) for rank in this.sources]
+    return torch.stack(both).unbind(1)
+
+
+def simulated_ring(query, key, value, grad_out, index, scale, parts_of_heads=1):
+    """Forward and backward of all ranks of a ring, one after the other, in this process.
+
+    ``index`` is that of all ranks, or a list with each rank's own.
+
+    Returns out and the gradients over the whole sequence, as a ring over processes would give them.
+    """
+    indices = index if isinstance(index, list) else [index] * index.world
+    index = indices[0]
+    world, block = index.world, index.block_size
+    parts = []
+    for tensor in (query, key, value, grad_out):
+        if world == 1:
+            parts.append([tensor])
+        else:
+            parts.append([stripe(tensor, r, world, block, inner=index.inner) for r in range(world)])
+    q, k, v, do = parts
+    columns = column_gradients = None
+    if index.columns.shape[-1]:
+        columns = sum(gather_columns(k[r], v[r], index, r) for r in range(world))
+        column_gradients = []
+    outs, dqs, dkvs, lses, deltas = [], [], [None] * world, [], []
+    for rank, index in enumerate(indices):
+        length, batch, heads, _ = q[rank].shape
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        lse = torch.full((batch, heads, length), float("nan"), dtype=dtype, device=query.device)
+        out = dq = None
+        rounds = [Round(rank, o, index.inner, index.outer) for o in range(index.outer)]
+        for this in rounds:
+            out = attention_forward(
+                q[rank], *gathered(k, v, this), columns, index, this, scale, out, lse
+            )
+        delta = attention_delta(out, do[rank])
+        rest = (do[rank], lse, delta, index)
+        for this in rounds:
+            carry, dq = dq, None
+            for part in range(parts_of_heads):
+                dq = attention_backward_query(
+                    q[rank], *gathered(k, v, this), columns, *rest, this, scale, carry, dq,
+                    (part, parts_of_heads),
+                )  # fmt: skip
+        for source in range(world):
+            if source != rank:
+                step = RingStep(rank, source, index.inner, index.outer)
+                dkvs[source] = attention_backward_key(
+                    q[rank], k[source], v[source], *rest, step, scale, dkvs[source]
+                )
+        if columns is not None:
+            column_gradients.append(
+                attention_backward_columns(q[rank], columns, *rest, rank, scale)
+            )
+        outs.append(out)
+        dqs.append(dq)
+        lses.append(lse)
+        deltas.append(delta)
+    if columns is not None:
+        parts = sum(column_gradients)
+        column_gradients = parts.sum(3, keepdim=True) if world > 1 else parts
+    for rank, index in enumerate(indices):
+        dkvs[rank] = attention_backward_key(
+            q[rank], k[rank], v[rank], do[rank], lses[rank], deltas[rank], index,
+            RingStep(rank, rank, index.inner, index.outer), scale, dkvs[rank], column_gradients, key.dtype,
+        )  # fmt: skip
+    if world == 1:
+        return outs[0], dqs[0], dkvs[0][0], dkvs[0][1]
+    dk, dv = ([d[i] for d in dkvs] for i in range(2))
+    return tuple(unstripe(t, block, inner=index.inner) for t in (outs, dqs, dk, dv))
+
+
+def relative_error(actual, expected):
+    """Norm of the difference over the norm expected; NaN anywhere never passes a comparison."""
+    return ((actual.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()

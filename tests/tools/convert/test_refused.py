@@ -1,0 +1,257 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``mtraining convert``: what is refused, by file and field."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file
+
+from megatron_mtraining import ConfigError
+from megatron_mtraining.tools.convert import arguments, positions
+from megatron_mtraining.tools.convert.families import model_of
+from tests.support.convert_cases import MOE_CONFIG, change_args, config_of, plain_pair, refused
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return plain_pair(tmp_path_factory.mktemp("plain"))
+
+
+BAD_CONFIGS = {
+    "architecture": (
+        dict(architectures=["MambaForCausalLM"]),
+        ["MambaForCausalLM", "Qwen2ForCausalLM"],
+    ),
+    "sliding window": (
+        dict(layer_types=["full_attention", "sliding_attention"]),
+        ["layer_types", "sliding_attention"],
+    ),
+    "old sliding window": (
+        dict(layer_types=None, use_sliding_window=True, sliding_window=64, max_window_layers=2),
+        ["use_sliding_window", "64"],
+    ),
+    "sliding window of experts": (
+        dict(
+            architectures=["Qwen3MoeForCausalLM"],
+            layer_types=None,
+            use_sliding_window=True,
+            sliding_window=64,
+            max_window_layers=4,
+        ),
+        ["use_sliding_window", "64"],
+    ),
+    "sliding window of experts, who do not read layer_types": (
+        dict(
+            architectures=["Qwen3MoeForCausalLM"],
+            layer_types=["full_attention"] * 4,
+            use_sliding_window=True,
+            sliding_window=64,
+        ),
+        ["use_sliding_window", "64"],
+    ),
+    "sliding window of transformers' own size": (
+        dict(layer_types=None, use_sliding_window=True, sliding_window=None, max_window_layers=0),
+        ["use_sliding_window", "4096"],
+    ),
+    "rope type": (
+        dict(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
+        ["rope_type", "longrope"],
+    ),
+    "rope base": (
+        dict(rope_parameters={"rope_type": "default", "rope_theta": 1.5}),
+        ["rope_theta"],
+    ),
+    "yarn attention factor": (
+        dict(
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4,
+                "attention_factor": 1.0,
+            }
+        ),
+        ["attention_factor"],
+    ),
+    "llama 3 factors": (
+        dict(
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 4,
+                "low_freq_factor": 2.0,
+            }
+        ),
+        ["low_freq_factor"],
+    ),
+    "rope field": (
+        dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "new_field": 3}),
+        ["new_field", "3"],
+    ),
+    "activation": (dict(hidden_act="gelu"), ["hidden_act", "gelu"]),
+    "heads": (dict(num_key_value_heads=3), ["num_key_value_heads", "3"]),
+    "layers": (dict(num_hidden_layers="4"), ["num_hidden_layers"]),
+    "shape": (dict(intermediate_size=160), ["gate_proj.weight", "[176, 128]", ".safetensors"]),
+    "more layers": (dict(num_hidden_layers=5), ["model.layers.4."]),
+    "fewer layers": (dict(num_hidden_layers=3), ["model.layers.3.", ".safetensors"]),
+    "quantised": (dict(quantization_config={"bits": 4}), ["quantization_config"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_configs_that_cannot_be_expressed(case, plain, tmp_path, capsys):
+    changes, named = BAD_CONFIGS[case]
+    shutil.copytree(plain[0], tmp_path / "hf")
+    config = {**config_of(plain[0]), **changes}
+    config = {name: value for name, value in config.items() if value is not None}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    refused(capsys, tmp_path / "out", ("hf-to-megatron", tmp_path / "hf", tmp_path / "out"), named)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+WRONG_TYPES = [
+    ("architectures", "Qwen2ForCausalLM"), ("architectures", 5), ("architectures", [{"a": 1}]),
+    ("head_dim", 16.0), ("head_dim", "16"), ("hidden_size", True), ("max_position_embeddings", -3),
+    ("max_window_layers", None), ("num_hidden_layers", 0), ("num_key_value_heads", -2),
+    ("rms_norm_eps", None), ("rms_norm_eps", "1e-6"), ("rms_norm_eps", float("nan")),
+    ("tie_word_embeddings", "false"), ("rope_theta", "abc"), ("rope_theta", float("inf")),
+    ("rope_parameters", "yarn"), ("rope_scaling", ["yarn"]), ("layer_types", "full_attention"),
+    ("norm_topk_prob", "true"), ("vocab_size", 1e3),
+]  # fmt: skip
+WRONG_IN_ROPE = [
+    ("rope_theta", "abc"), ("rope_theta", float("inf")), ("rope_theta", -1.0), ("factor", "4"),
+    ("factor", float("inf")), ("factor", 0.5), ("factor", True), ("beta_fast", "x"),
+    ("attention_factor", float("nan")), ("original_max_position_embeddings", "64"),
+    ("original_max_position_embeddings", 1e3), ("mscale", "1"), ("truncate", "no"), ("rope_type", 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG_TYPES)
+def test_fields_of_another_type(field, value, plain):
+    file = plain[0] / "config.json"
+    config = {**config_of(plain[0]), "rope_theta": 1e4, field: value}
+    with pytest.raises(ConfigError, match=rf"config\.json: {field} is .* is needed"):
+        model_of(config, file)
+    with pytest.raises(ConfigError, match=rf"config\.json: {field} is .* is needed"):
+        positions.arguments_of(config, file)
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG_IN_ROPE)
+def test_fields_of_rope_of_another_type(field, value, plain):
+    config = {**config_of(plain[0]), "rope_parameters": {**YARN, field: value}}
+    named = rf"config\.json: {field} in rope_parameters is .* is needed"
+    with pytest.raises(ConfigError, match=named):
+        positions.arguments_of(config, plain[0] / "config.json")
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "max_position_embeddings", "rms_norm_eps"])
+def test_fields_that_are_missing(field, plain, tmp_path, capsys):
+    shutil.copytree(plain[0], tmp_path / "hf")
+    config = config_of(plain[0])
+    del config[field]
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    words = ("hf-to-megatron", tmp_path / "hf", tmp_path / "out")
+    refused(capsys, tmp_path / "out", words, ["config.json", f"{field} is missing"])
+
+
+def test_an_index_of_other_than_files_of_the_folder(plain, tmp_path, capsys):
+    folder = tmp_path / "hf"
+    shutil.copytree(plain[0], folder)
+    words = ("hf-to-megatron", folder, tmp_path / "out")
+    index = json.loads((folder / INDEX).read_text())
+    name, file = next(iter(index["weight_map"].items()))
+    for other in (f"sub/{file}", f"../hf/{file}", 3, None):
+        index["weight_map"][name] = other
+        (folder / INDEX).write_text(json.dumps(index))
+        refused(capsys, tmp_path / "out", words, [folder / INDEX, name, repr(other)])
+    index["weight_map"][name] = file
+    (folder / INDEX).write_text(json.dumps(index))
+    shard = next(path for path in folder.glob("*.safetensors") if path.name != file)
+    twice = {name: load_file(folder / file)[name], **load_file(shard)}
+    save_file(twice, shard)
+    refused(capsys, tmp_path / "out", words, [name, file, shard.name])
+
+
+INEXPRESSIBLE = [
+    ("window_size", (64, 0)), ("softmax_type", "off-by-one"), ("no_rope_freq", 4), ("quick_geglu", True),
+    ("squared_relu", True), ("openai_gelu", True), ("glu_linear_offset", 1.0), ("softmax_scale", 0.5),
+    ("activation_func_clamp_value", 7.0), ("qk_l2_norm", True), ("attention_output_gate", True),
+    ("use_mup", True), ("mtp_num_layers", 1), ("apply_residual_connection_post_layernorm", True),
+    ("moe_router_score_function", "sigmoid"), ("moe_router_topk_scaling_factor", 2.5),
+    ("moe_router_enable_expert_bias", True), ("moe_router_group_topk", 2), ("moe_layer_freq", [0, 1]),
+    ("moe_router_load_balancing_type", "sinkhorn"), ("moe_shared_expert_intermediate_size", 64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), INEXPRESSIBLE)
+def test_arguments_that_the_family_cannot_express(name, value):
+    """In models with experts, which have all arguments; those of experts mean nothing without."""
+    moe = model_of(MOE_CONFIG, Path("config.json"))
+    plain = ("window_size", (-1, 0)), ("softmax_scale", moe.head_dim**-0.5), ("moe_layer_freq", [1])
+    args = vars(arguments.namespace(moe, {})) | dict(plain)
+    args |= dict(mtp_num_layers=None, moe_router_load_balancing_type=["aux_loss"])
+    arguments.check_same(moe, Namespace(**args), "run", "config.json")
+    with pytest.raises(ConfigError, match=f"run: {name} is .* cannot express"):
+        arguments.check_same(moe, Namespace(**{**args, name: value}), "run", "config.json")
+    if name.startswith("moe"):
+        dense = {**MOE_CONFIG, "architectures": ["Qwen3ForCausalLM"]}
+        dense = model_of(dense, Path("config.json"))
+        args = vars(arguments.namespace(dense, {})) | {name: value}
+        arguments.check_same(dense, Namespace(**args), "run", "config.json")
+
+
+def test_a_run_whose_arguments_cannot_be_expressed(plain, tmp_path, capsys):
+    shutil.copytree(plain[1], tmp_path / "meg")
+    change_args(tmp_path / "meg", window_size=(64, 0))
+    words = ("megatron-to-hf", tmp_path / "meg", tmp_path / "out")
+    refused(capsys, tmp_path / "out", words, [tmp_path / "meg", "window_size is (64, 0)"])
+
+
+def test_files_that_are_missing_or_cut_off(plain, tmp_path, capsys):
+    folder = tmp_path / "hf"
+    words = ("hf-to-megatron", folder, tmp_path / "out")
+    refused(capsys, tmp_path / "out", words, [folder / "config.json"])
+    shutil.copytree(plain[0], folder)
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    content = shard.read_bytes()
+    shard.unlink()
+    refused(capsys, tmp_path / "out", words, [shard, "is missing", "model."])
+    shard.write_bytes(content[:-100])
+    refused(capsys, tmp_path / "out", words, [shard, "not a whole safetensors file"])
+    tensors = load_file(plain[0] / shard.name)
+    name, tensor = tensors.popitem()
+    save_file(tensors, shard)
+    refused(capsys, tmp_path / "out", words, [shard, name])
+    save_file({**tensors, name: tensor.float()}, shard)
+    if "norm" not in name:
+        refused(capsys, tmp_path / "out", words, [shard.name, name, "--dtype"])
+    shard.write_bytes(content)
+    (folder / INDEX).write_text("{")
+    refused(capsys, tmp_path / "out", words, [folder / INDEX, "not JSON"])
+    shutil.rmtree(folder)
+    shutil.copytree(plain[1], folder)
+    words = ("megatron-to-hf", folder, tmp_path / "out")
+    data = folder / "release" / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-100])
+    refused(capsys, tmp_path / "out", words, [data, "cut off"])
+    data.unlink()
+    refused(capsys, tmp_path / "out", words, [data, "missing"])
+    shutil.rmtree(folder / "hf")
+    refused(capsys, tmp_path / "out", words, [folder, "--like"])
+
+
+def test_another_models_config(plain, tmp_path, capsys):
+    config = {**config_of(plain[0]), "num_hidden_layers": 3}
+    (tmp_path / "like").mkdir()
+    (tmp_path / "like" / "config.json").write_text(json.dumps(config))
+    words = ("megatron-to-hf", plain[1], tmp_path / "out", "--like", tmp_path / "like")
+    refused(capsys, tmp_path / "out", words, ["num_layers is 4", tmp_path / "like"])

@@ -1,0 +1,302 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``mtraining convert``: there and back, bit for bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file
+
+from megatron_mtraining.tools.convert import arguments, to_hf, torch_dist
+from megatron_mtraining.tools.convert.families import model_of
+from megatron_mtraining.tools.convert.hf_folder import Shards
+from megatron_mtraining.tools.convert.names import interleave, part_of
+from tests.support.convert_cases import (
+    CASES,
+    MOE_CONFIG,
+    change_args,
+    config_of,
+    convert,
+    flags_of,
+    plain_pair,
+    refused,
+    same,
+    save,
+    to_megatron,
+    weights,
+)
+
+HEAD = "lm_head.weight"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return plain_pair(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_there_and_back_is_bit_identical(name, dtype, tmp_path):
+    folder = save(name, tmp_path / "hf", dtype)
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    assert to_megatron(folder, tmp_path / "meg") == 0
+    assert (
+        convert("megatron-to-hf", tmp_path / "meg", tmp_path / "back", "--shard-size", "0.3MB") == 0
+    )
+    same(weights(folder), weights(tmp_path / "back"))
+    assert config_of(folder) == config_of(tmp_path / "back")
+    index = json.loads((tmp_path / "back" / INDEX).read_text())
+    for tensor, file in index["weight_map"].items():
+        assert tensor in load_file(tmp_path / "back" / file)
+    # transformers reads what came back, all of it.
+    from transformers import AutoModelForCausalLM
+
+    _, told = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+
+
+def test_files_of_the_folders(plain, tmp_path):
+    folder, checkpoint = plain
+    assert (checkpoint / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert config_of(checkpoint / "hf") == config_of(folder)
+    words = flags_of(checkpoint)
+    assert words[words.index("--num-query-groups") + 1] == "2"
+    assert words[words.index("--tokenizer-model") + 1] == f"{checkpoint}/hf"
+    assert "--add-qkv-bias" in words and "--qk-layernorm" not in words
+    assert convert("megatron-to-hf", checkpoint / "release", tmp_path / "back") == 0
+    for name in ("tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "back" / name).read_text() == (folder / name).read_text()
+    assert [file.name for file in (tmp_path / "back").glob("*.safetensors")] == [
+        "model.safetensors"
+    ]
+
+
+def test_queries_keys_and_values_are_interleaved_by_group(plain):
+    model = model_of(config_of(plain[0]), plain[0] / "config.json")
+    heads = [torch.full((model.head_dim,), float(n)) for n in range(8)]
+    query, key, value = torch.cat(heads[:4]), torch.cat(heads[4:6]), torch.cat(heads[6:])
+    rows = interleave(model, query, key, value)
+    assert rows.view(-1, model.head_dim)[:, 0].tolist() == [0, 1, 4, 6, 2, 3, 5, 7]
+    for part, expected in zip("qkv", (query, key, value)):
+        assert torch.equal(part_of(model, rows, part), expected)
+
+
+def test_padding_of_the_vocabulary(plain, tmp_path):
+    folder, _ = plain
+    assert to_megatron(folder, tmp_path / "meg", "--padded-vocab-size", 384) == 0
+    reader = torch_dist.Reader(tmp_path / "meg" / "release")
+    rows = reader.read("output_layer.weight", (0, 0), (384, 128))
+    assert rows[:320].all(1).any() and not rows[320:].any()
+    assert to_hf.read_args(tmp_path / "meg" / "release").padded_vocab_size == 384
+    assert convert("megatron-to-hf", tmp_path / "meg", tmp_path / "back") == 0
+    same(weights(folder), weights(tmp_path / "back"))
+    assert convert("megatron-to-hf", tmp_path / "meg", tmp_path / "more", "--vocab-size", 400) == 2
+    assert convert("megatron-to-hf", tmp_path / "meg", tmp_path / "more", "--vocab-size", 330) == 0
+    assert config_of(tmp_path / "more")["vocab_size"] == 330
+    assert weights(tmp_path / "more")["lm_head.weight"].shape[0] == 330
+
+
+def test_what_was_read_does_not_keep_its_shard_in_memory(plain):
+    shards = Shards(plain[0])
+    read = {name: shards.read(name) for name in shards.tensors}
+    rows = shards.read("lm_head.weight", (3, 9))
+    assert torch.equal(rows, read["lm_head.weight"][3:9])
+    shards.close()
+    assert str(plain[0]) not in Path("/proc/self/maps").read_text()
+
+
+def test_older_versions_of_torch_read_it(plain, monkeypatch):
+    """Those before 2.15 know five properties of a tensor, no more."""
+    seen, read = [], torch_dist.TensorProperties.__setstate__
+
+    def setstate(self, state):
+        seen.append(len(state))
+        read(self, state)
+
+    monkeypatch.setattr(torch_dist.TensorProperties, "__setstate__", setstate)
+    assert torch_dist.Reader(plain[1] / "release").tensors
+    assert set(seen) == {5}
+
+
+def test_large_tensors_go_in_parts(plain, tmp_path, monkeypatch):
+    from megatron_mtraining.tools.convert import to_megatron as module
+
+    monkeypatch.setattr(module, "PART_BYTES", 5000)
+    assert to_megatron(plain[0], tmp_path / "meg") == 0
+    chunks = torch_dist.FileSystemReader(tmp_path / "meg" / "release").read_metadata()
+    assert len(chunks.state_dict_metadata["embedding.word_embeddings.weight"].chunks) == 17
+    assert convert("megatron-to-hf", tmp_path / "meg", tmp_path / "back") == 0
+    same(weights(plain[0]), weights(tmp_path / "back"))
+
+
+def test_layers_and_experts_saved_one_by_one_are_found(tmp_path):
+    """As runs with singleton_local_shards save them."""
+    from megatron_mtraining.tools.convert import to_megatron as module
+    from megatron_mtraining.tools.convert.names import mapped, places
+
+    folder = save("qwen3 moe", tmp_path / "hf")
+    assert to_megatron(folder, tmp_path / "meg") == 0
+    model = model_of(config_of(folder), folder / "config.json")
+    reader = torch_dist.Reader(tmp_path / "meg" / "release")
+    pieces = {}
+    for tensor in mapped(model):
+        key, size, offset, region = list(places(tensor))[-1]
+        whole = reader.read(tensor.key, tensor.offset, tensor.region)
+        piece = torch_dist.Piece(key, size, whole.dtype, offset, region, lambda whole=whole: whole)
+        pieces[key, offset] = piece
+    release = tmp_path / "meg" / "release"
+    for file in (".metadata", "__0_0.distcp"):
+        (release / file).unlink()
+    torch_dist.write(release, list(pieces.values()), [], lambda size: None)
+    keys = torch_dist.Reader(release).tensors
+    assert "decoder.layers.2.mlp.experts.experts.3.linear_fc1.weight_v" in keys
+    assert convert("megatron-to-hf", tmp_path / "meg", tmp_path / "back") == 0
+    same(weights(folder), weights(tmp_path / "back"))
+    assert module.PART_BYTES > 1 << 20
+
+
+def test_types(plain, tmp_path, capsys):
+    folder, checkpoint = plain
+    assert to_megatron(folder, tmp_path / "f32", "--dtype", "float32") == 0
+    assert (
+        torch_dist.Reader(tmp_path / "f32" / "release").tensors["output_layer.weight"][1]
+        == torch.float32
+    )
+    words = ("megatron-to-hf", tmp_path / "f32", tmp_path / "back", "--dtype", "bfloat16")
+    refused(capsys, tmp_path / "back", words, ["word_embeddings", "float32", "--allow-dtype-loss"])
+    assert convert(*words, "--allow-dtype-loss") == 0
+    same(weights(folder), weights(tmp_path / "back"))
+    assert "bfloat16" in (
+        config_of(tmp_path / "back").get("dtype"),
+        config_of(folder).get("torch_dtype"),
+    )
+    words = ("hf-to-megatron", folder, tmp_path / "f16", "--dtype", "float16")
+    refused(capsys, tmp_path / "f16", words, ["model.", ".safetensors", "bfloat16"])
+
+
+def test_mixed_types_keep_the_dtype_of_the_config(plain, tmp_path):
+    """What transformers loads a model in is not the embedding's type because that comes first."""
+    folder = tmp_path / "hf"
+    shutil.copytree(plain[0], folder)
+    for shard in folder.glob("*.safetensors"):
+        tensors = load_file(shard)
+        for name in tensors:
+            if "embed_tokens" in name:
+                tensors[name] = tensors[name].float()
+        save_file(tensors, shard, metadata={"format": "pt"})
+    assert to_megatron(folder, tmp_path / "meg") == 0
+    assert convert("megatron-to-hf", tmp_path / "meg", tmp_path / "back") == 0
+    same(weights(folder), weights(tmp_path / "back"))
+    assert config_of(tmp_path / "back") == config_of(folder)
+    # Of a config.json that says none of the two, it is the type of most bytes.
+    config = {**config_of(folder), "dtype": "float16"}
+    (tmp_path / "meg" / "hf" / "config.json").write_text(json.dumps(config))
+    assert convert("megatron-to-hf", tmp_path / "meg", tmp_path / "other") == 0
+    assert config_of(tmp_path / "other")["dtype"] == "bfloat16"
+
+
+def test_numbers_are_typed_with_all_their_digits():
+    values = {"norm_epsilon": 1.2345678e-05, "rotary_scaling_factor": 87381 / 32768, "mscale": 0.1}
+    args = dict(position_embedding_type="yarn", rope_scaling_factor=8.0, rotary_base=10000)
+    args |= dict(use_rope_scaling=False, max_position_embeddings=64, mscale_all_dim=0.0)
+    args |= dict(yarn_beta_fast=32.0, yarn_beta_slow=1.0, yarn_original_max_position_embeddings=32)
+    args |= dict(yarn_correction_range_round_to_int=True)
+    model = model_of(MOE_CONFIG, Path("config.json"))
+    args = Namespace(**{**vars(arguments.namespace(model, args)), **values})
+    words = [word for line in arguments.flags(args) for word in line]
+    for name, value in values.items():
+        assert float(words[words.index("--" + name.replace("_", "-")) + 1]) == value
+
+
+def test_a_model_without_a_tokenizer(plain, tmp_path, capsys):
+    folder = tmp_path / "hf"
+    shutil.copytree(plain[0], folder)
+    (folder / "tokenizer.json").unlink()
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    assert to_megatron(folder, tmp_path / "meg") == 0
+    assert "no tokenizer" in capsys.readouterr().err
+    assert not {"--tokenizer-model", "--tokenizer-type"} & set(flags_of(tmp_path / "meg"))
+    assert convert("megatron-to-hf", tmp_path / "meg", tmp_path / "back") == 0
+    template = tmp_path / "back" / "additional_chat_templates" / "tools.jinja"
+    assert template.read_text() == "{{ tools }}"
+
+
+def test_bits_are_compared_to_the_last_part(monkeypatch):
+    monkeypatch.setattr(torch_dist, "PART_BYTES", 100)
+    first = torch.randn(23, 4)
+    second, asked = first.clone(), []
+
+    def read(begin, end):
+        asked.append((begin, end))
+        return first[begin:end], second[begin:end]
+
+    assert torch_dist.same_bits(23, 16, read)
+    assert asked == [(0, 6), (6, 12), (12, 18), (18, 23)]
+    first[22, 3], second[22, 3] = 0.0, -0.0
+    assert not torch_dist.same_bits(23, 16, read)
+
+
+def test_an_output_layer_beside_a_tied_embedding(plain, tmp_path, capsys):
+    """Dropped where it is the embedding, and refused where it is not."""
+    folder = tmp_path / "hf"
+    shutil.copytree(plain[0], folder)
+    config = {**config_of(folder), "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    words = ("hf-to-megatron", folder, tmp_path / "meg")
+    refused(capsys, tmp_path / "meg", words, ["lm_head.weight", "embed_tokens", ".safetensors"])
+    shard = next(path for path in folder.glob("*.safetensors") if HEAD in load_file(path))
+    tensors = load_file(shard)
+    head = weights(folder)["model.embed_tokens.weight"]
+    save_file({**tensors, HEAD: head[:-1].clone()}, shard)
+    refused(capsys, tmp_path / "meg", words, ["lm_head.weight"])
+    save_file({**tensors, HEAD: head}, shard)
+    assert convert(*words) == 0
+    assert convert("megatron-to-hf", tmp_path / "meg", tmp_path / "back") == 0
+    assert HEAD not in weights(tmp_path / "back")
+    # A checkpoint of an untied model, as a tied one.
+    shutil.rmtree(tmp_path / "meg")
+    shutil.copytree(plain[1], tmp_path / "meg")
+    (tmp_path / "meg" / "hf" / "config.json").write_text(json.dumps(config))
+    change_args(tmp_path / "meg", untie_embeddings_and_output_weights=None)
+    words = ("megatron-to-hf", tmp_path / "meg", tmp_path / "out")
+    refused(capsys, tmp_path / "out", words, ["output_layer.weight", "word_embeddings"])
+
+
+def test_the_benchmark_s_rows(tmp_path, monkeypatch):
+    """Both ways of a model it makes; its conversions run in this process here."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    script = Path(__file__).parents[3] / "benchmarks" / "convert.py"
+    spec = importlib.util.spec_from_file_location("benchmark_convert", script)
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    monkeypatch.setattr(benchmark, "apart", lambda function, *words: function(*words))
+    spoilt = False
+
+    def converted(way, source, folder, *words):
+        assert convert(way, source, folder, *words) == 0
+        if spoilt and way == "megatron-to-hf":
+            file = sorted(folder.glob("*.safetensors"))[0]
+            file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+        return 1.0, 5 * 10**9
+
+    monkeypatch.setattr(benchmark, "converted", converted)
+    words = ["time", "--shape", "tiny", "--layers", "3", "--shard-bytes", "100KB"]
+    options = benchmark.parse([*words, "--folder", str(tmp_path)])
+    row = benchmark.times(options)
+    assert row["identical"] and row["shards"] > 2 and row["largest_shard"] < 110_000
+    assert row["layers"] == 3 and not row["within_budget"]
+    assert "bit-identical" in benchmark.line(row)
+    spoilt = True
+    assert not benchmark.times(options)["identical"]
+    assert not list(tmp_path.iterdir())

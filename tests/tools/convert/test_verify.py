@@ -1,0 +1,143 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``mtraining convert verify``: its verdict, and what it refuses before it runs anything."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import numpy as np
+
+from megatron_mtraining.tools.convert import verify as module
+from megatron_mtraining.tools.convert.verify import Verify, as_text, verify
+from tests.support.convert_cases import change_args, config_of, convert, plain_pair
+
+NAN = float("nan")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return plain_pair(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture
+def ids(tmp_path):
+    np.save(tmp_path / "ids.npy", np.arange(256))
+    return "--text", tmp_path / "ids.npy"
+
+
+def compared(monkeypatch, first, second, tokens=64, **options) -> dict:
+    """What comes of these logits."""
+    monkeypatch.setattr(module, "_tokens", lambda options: (torch.arange(tokens) % 7, None))
+    monkeypatch.setattr(module, "_hugging_face", lambda options, tokens: lambda a, b: first[a:b])
+    monkeypatch.setattr(
+        module, "_megatron", lambda options, source, tokens: lambda a, b: second[a:b]
+    )
+    return verify(Verify(Path("hf"), Path("meg"), names=("DST", "SRC"), **options))
+
+
+def test_the_verdict(monkeypatch):
+    logits = torch.randn(64, 7, generator=torch.manual_seed(1))
+    logits[:, 3] += 10
+    found = compared(monkeypatch, logits, logits + 0.01)
+    assert found["differs"] is None and found["all"]["top1"] == 1
+    assert as_text(found).splitlines()[-1].startswith("PASS")
+    other = logits.clone()
+    other[:2, 4] += 20  # 2 of 64 positions
+    found = compared(monkeypatch, logits, other)
+    assert "96.88%" in found["differs"] and "--min-agreement" in found["differs"]
+    assert as_text(found).splitlines()[-1] == f"FAIL: {found['differs']}"
+    for options in (dict(dtype=torch.bfloat16), dict(min_agreement=0.95)):
+        assert compared(monkeypatch, logits, other, **options)["differs"] is None
+    assert compared(monkeypatch, logits, other, dtype=torch.bfloat16, min_agreement=1.0)["differs"]
+
+
+@pytest.mark.parametrize("value", [NAN, float("inf")])
+@pytest.mark.parametrize(("side", "name"), [(0, "DST"), (1, "SRC"), (None, "DST")])
+def test_numbers_that_are_not_finite(side, name, value, monkeypatch):
+    """In one of the two, early or late, or in both."""
+    sides = [torch.randn(64, 7, generator=torch.manual_seed(1)).clone() for _ in range(2)]
+    for each in sides if side is None else [sides[side]]:
+        each[:3, 2] = value
+    found = compared(monkeypatch, *sides, min_agreement=0.0)
+    assert found["differs"] == f"logits of {name} are not finite at 3 of 64 positions"
+    whole = [line for line in as_text(found).splitlines() if line.startswith("all ")][0]
+    assert whole.split()[1] == ("inf" if value > 0 and side is not None else "nan")
+
+
+def test_nan_of_a_part_is_not_dropped():
+    assert str(module._max([NAN, 1.0])) == str(module._max([1.0, NAN])) == "nan"
+
+
+def test_exit_status_and_numbers(plain, ids, tmp_path, monkeypatch, capsys):
+    whole = dict(max=NAN, mean=NAN, top1=0.5, perplexity_hugging_face=2.0, perplexity_megatron=NAN)
+    found = dict(tokens=2, ranges=[], all=whole, min_agreement=0.99, differs="all of it")
+    monkeypatch.setattr(module, "verify", lambda options: found)
+    words = ("verify", *plain, *ids, "--device", "cpu", "--output", tmp_path / "out.json")
+    assert convert(*words) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "FAIL: all of it"
+
+    def strictly(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    written = json.loads((tmp_path / "out.json").read_text(), parse_constant=strictly)
+    assert written["all"]["max"] is None and written["all"]["top1"] == 0.5
+    found["differs"] = None
+    assert convert(*words) == 0
+
+
+def refused(capsys, words, named) -> None:
+    assert convert("verify", *words) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    for word in named:
+        assert str(word) in error, error
+    assert "MODEL" not in error
+
+
+def test_options_are_looked_at_first(plain, ids, tmp_path, capsys, monkeypatch):
+    def never(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(module, "_hugging_face", never)
+    cpu = ("--device", "cpu")
+    there = tmp_path / "no" / "out.json"
+    refused(capsys, (*plain, *ids, *cpu, "--output", there), ["--output", there])
+    refused(capsys, (*plain, *ids, *cpu, "--output", tmp_path), ["--output", tmp_path])
+    refused(capsys, (*plain, *ids, "--device", "tpux"), ["--device is tpux"])
+    if not torch.cuda.is_available():
+        refused(capsys, (*plain, *ids, "--device", "cuda"), ["--device is cuda", "no GPU"])
+    refused(capsys, (plain[0], tmp_path / "none", *ids, *cpu), ["DST is", tmp_path / "none"])
+    with pytest.raises(SystemExit):
+        convert("verify", *plain, *ids, "--min-agreement", "99")
+
+
+def test_folders_are_called_what_the_command_calls_them(plain, ids, tmp_path, capsys):
+    pytest.importorskip("megatron.core")
+    cpu = ("--device", "cpu")
+    folder, checkpoint = tmp_path / "hf", tmp_path / "meg"
+    shutil.copytree(plain[0], folder)
+    shutil.copytree(plain[1], checkpoint)
+    words = (checkpoint, folder, *ids, *cpu)
+    refused(capsys, (*words, "--seq", 512), ["SRC and DST has 256 positions"])
+    # Shapes other than config.json's.
+    config = config_of(folder)
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 160}))
+    refused(capsys, words, [folder, "gate_proj.weight", "[176, 128]", "[160, 128]"])
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "foo"}))
+    refused(capsys, words, [f"DST ({folder})", "foo"])
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").unlink()
+    refused(capsys, (checkpoint, folder, *cpu), [f"DST is {folder}", "no tokenizer", ".npy"])
+    change_args(checkpoint, window_size=(64, 0))
+    refused(capsys, words, [f"SRC ({checkpoint}/release)", "sliding windows"])
+    (checkpoint / "release" / ".metadata").unlink()
+    refused(capsys, words, [f"SRC is {checkpoint}/release", "not whole"])
+    back = ("megatron-to-hf", checkpoint, tmp_path / "back")
+    assert convert(*back) == 2
+    assert f"SRC is {checkpoint}/release" in capsys.readouterr().err

@@ -1,0 +1,164 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``mtraining data prepare``: its own files are no input, and nobody else's are lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from megatron_mtraining.tools.data import prepare as prepare_module
+from tests.support.data_cases import IN_ORDER, ids, refused, report, write_jsonl
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def folder(documents, tmp_path):
+    """Of text files, in which the output is, too."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number, text in enumerate(documents):
+        (folder / f"{number:04d}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+def interrupted(prepare, monkeypatch, *given, **options) -> None:
+    """Run until all parts are done."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "_kept", interrupt)
+        assert prepare(*given, **options) == 130
+
+
+def test_output_inside_of_input_is_not_read(prepare, folder, tmp_path, monkeypatch):
+    assert prepare(folder, output="beside", **IN_ORDER) == 0
+    expected = ids(tmp_path / "beside")
+    inside = {"output": "data/books", "part_bytes": 2000, **IN_ORDER}
+    interrupted(prepare, monkeypatch, folder, **{**inside, "output": "data/others"})
+    interrupted(prepare, monkeypatch, folder, **inside)
+    assert len(list((folder / "books.parts").glob("*.json"))) > 3
+    (folder / "books.json.partial").write_text("half of a report")
+    assert prepare(folder, **inside) == 0
+    assert ids(folder / "books") == expected
+    about = report(folder / "books")
+    assert (about["files"], about["left_out_in_folders"]) == (200, 1)  # the folder others.parts
+    # The dataset, and what Megatron keeps of it: text, too
+    kept = folder / "books" / "cache" / "GPTDataset_indices"
+    kept.mkdir(parents=True)
+    (kept / "abc-GPTDataset-train-description.txt").write_text("kept")
+    assert prepare(folder, overwrite=True, **inside) == 0
+    assert ids(folder / "books") == expected and not (folder / "books").exists()
+
+
+def test_input_is_never_overwritten(prepare, documents, tmp_path, capsys):
+    given = write_jsonl(tmp_path / "books.json", documents)
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(given)
+    before = given.read_bytes()
+    for overwrite in ({}, {"overwrite": True}):
+        for name in (given, link, tmp_path):
+            status = prepare(name, format="jsonl", output="books", **overwrite)
+            refused(capsys, ["books.json"], status)
+            assert given.read_bytes() == before
+    # Files that only have the names: with --overwrite they would go, but not while they are read.
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.bin").write_text("text " * 200)
+    (folder / "b.idx.partial").write_text("text " * 200)
+    for output, file in {"a": "a.bin", "b": "b.idx.partial"}.items():
+        more = {"format": "text", "output": f"in/{output}"}
+        refused(capsys, [file, "--overwrite"], prepare(folder, **more))
+        for given in (folder, folder / file):
+            status = prepare(given, overwrite=True, **more)
+            refused(capsys, [f"INPUT has {folder / file}", "another prefix"], status)
+        assert (folder / file).read_text() == "text " * 200
+
+
+def test_files_of_others_are_not_overwritten(prepare, documents, tmp_path, capsys):
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    for text in ('{"books": 5}', "[" * 200000, "no JSON"):
+        (tmp_path / "out.json").write_text(text)
+        refused(capsys, ["out.json", "--overwrite"], prepare(given))
+        refused(capsys, ["out.json", "report", "another"], prepare(given, overwrite=True))
+        assert (tmp_path / "out.json").read_text() == text
+    (tmp_path / "out.json").unlink()
+    (tmp_path / "out.bin.partial").write_text("mine")
+    refused(capsys, ["out.bin.partial"], prepare(given))
+    (tmp_path / "out.bin.partial").unlink()
+    (tmp_path / "out.idx").mkdir()
+    refused(capsys, ["out.idx", "folder"], prepare(given, overwrite=True))
+
+
+@pytest.mark.parametrize("name", ["mine.txt", "notes.partial", "folder", "a.tokens", "abc.json"])
+def test_parts_of_others_are_not_removed(name, prepare, documents, tmp_path, capsys):
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    parts = tmp_path / "out.parts"
+    parts.mkdir()
+    mine = parts / name
+    if name == "folder":
+        mine.mkdir()
+    else:
+        mine.write_text("mine")
+    for overwrite in ({}, {"overwrite": True}):
+        refused(capsys, [str(mine), "out.parts"], prepare(given, **overwrite))
+        assert [path.name for path in parts.iterdir()] == [name]
+    shutil.rmtree(parts)
+    parts.write_text("mine")
+    refused(capsys, ["out.parts"], prepare(given))
+    assert parts.read_text() == "mine"
+
+
+def test_what_comes_into_the_parts_meanwhile_stays(prepare, documents, tmp_path, monkeypatch):
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    mine = tmp_path / "out.parts" / "mine.txt"
+
+    def kept(*args):
+        mine.write_text("mine")
+        return original(*args)
+
+    original = prepare_module._kept
+    monkeypatch.setattr(prepare_module, "_kept", kept)
+    assert prepare(given) == 0
+    assert list(mine.parent.iterdir()) == [mine]
+
+
+def test_folders_of_others_stay(prepare, documents, tmp_path):
+    """Only what Megatron keeps is removed where it keeps it, and no folder that is merely empty."""
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    kept = tmp_path / "out" / "cache" / "GPTDataset_indices"
+    kept.mkdir(parents=True)
+    assert prepare(given) == 0
+    assert kept.exists()
+    (kept / "mine.txt").write_text("mine")
+    (kept / "abc-GPTDataset-train-description.txt").write_text("kept")
+    assert prepare(given, overwrite=True) == 0
+    assert [path.name for path in kept.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("output", ["", ".", "..", "data/", "data/.", "data/.."])
+def test_a_folder_is_no_prefix(output, documents, tokenizer, tmp_path, capsys, monkeypatch):
+    from megatron_mtraining.tools import cli
+
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path / "data")
+    words = ["data", "prepare", str(given), "--tokenizer", str(tokenizer), "--seq-length", "256"]
+    refused(capsys, ["--output", "prefix of files"], cli.main([*words, "--output", output]))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "data"]
+    assert not list((tmp_path / "data").iterdir())
+
+
+def test_names_that_are_too_long(prepare, documents, tmp_path, capsys):
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    for length in (243, 250, 300):
+        status = prepare(given, output="o" * length)
+        refused(capsys, ["--output", "too long", "another prefix"], status)
+    refused(capsys, ["INPUT", "does not exist"], prepare(tmp_path / ("i" * 300)))
+    refused(capsys, ["--tokenizer", "does not exist"], prepare(given, tokenizer="t" * 300))
+    assert prepare(given, output="o" * 242) == 0
+    assert json.loads((tmp_path / ("o" * 242 + ".json")).read_text())["samples"]

@@ -1,0 +1,254 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``mtraining data prepare``: what it writes from each kind of input."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_mtraining.tools.data.inputs import Part
+from megatron_mtraining.tools.data.readers import read
+from tests.support.data_cases import (
+    EOD,
+    IN_ORDER,
+    SEQ,
+    ids,
+    ids_of,
+    in_order,
+    refused,
+    report,
+    write_jsonl,
+    write_mds,
+)
+
+pytest.importorskip("transformers")
+
+
+def test_samples_in_order_are_those_of_the_slow_twin(prepare, documents, tmp_path):
+    assert prepare(write_jsonl(tmp_path / "a.jsonl", documents), **IN_ORDER) == 0
+    assert ids(tmp_path / "out") == in_order([ids_of(text) for text in documents], SEQ)
+    assert not list(tmp_path.glob("out.*part*"))
+
+
+@pytest.mark.parametrize("pack", ["best-fit", "in-order"])
+def test_report_accounts_for_every_token(pack, prepare, documents, tmp_path, capsys):
+    given = write_jsonl(tmp_path / "a.jsonl", [*documents, "", " \n", "ab<eod>cd", "x" * (5 * SEQ)])
+    assert prepare(given, pack=pack, long_only=30) == 0
+    samples, about = ids(tmp_path / "out"), report(tmp_path / "out")
+    counted, tokens = about["documents"], about["tokens"]
+    expected = [ids_of(text) for text in documents] + [[0] * 5, [0] * 5 * SEQ]
+    assert counted["read"] == len(expected) and counted["empty"] == 2 and counted["eod_inside"] == 1
+    assert tokens["read"] == sum(map(len, expected))
+    short = [one for one in expected if len(one) < 30]
+    assert (counted["short"], tokens["short"]) == (len(short), sum(map(len, short)))
+    assert tokens["read"] == tokens["short"] + tokens["written"] + tokens["left_over"]
+    assert about["samples"] == len(samples) and about["samples_an_epoch"] == len(samples) - 1
+    assert sum(map(len, samples)) == tokens["written"] + tokens["end_of_document"]
+    assert counted["longer_cut"] == sum(len(one) > SEQ for one in expected)
+    ends = sum(sample.count(EOD) for sample in samples)
+    assert ends == tokens["end_of_document"]
+    for row in about["histogram"]:
+        there = [len(one) for one in expected if row["from"] <= len(one) <= row["to"]]
+        assert (row["documents"], row["tokens"]) == (len(there), sum(there))
+    assert sum(row["documents"] for row in about["histogram"]) == len(expected)
+    shown = capsys.readouterr().out
+    assert f"{tokens['left_over']:,}" in shown and "with the end-of-document token inside" in shown
+
+
+def whole_documents(samples) -> list[bytes]:
+    """What is between ends of documents in a sample, without what its own ends may cut."""
+    found = []
+    for sample in samples:
+        ends = [at for at, token in enumerate(sample) if token == EOD]
+        found += [bytes(sample[a + 1 : b]) for a, b in zip(ends, ends[1:])]
+    return found
+
+
+def test_shuffled_documents_stay_whole(prepare, documents, tmp_path):
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    for number, seed in enumerate((1, 1, 2)):
+        assert prepare(given, output=f"out{number}", seed=seed, buffer=50) == 0
+    same, again, other = (Path(tmp_path / f"out{n}.bin").read_bytes() for n in range(3))
+    assert same == again != other
+    texts = [text.encode() for text in documents]
+    found = whole_documents(ids(tmp_path / "out0"))
+    whole = [text for text in found if text in texts]
+    assert len(whole) > 50 and len(set(whole)) == len(whole)
+    assert whole != sorted(whole, key=texts.index)
+    for rest in set(found) - set(whole):
+        assert any(text.endswith(rest) for text in texts)
+
+
+def as_files(kind: str, documents: list[str], folder: Path) -> Path:
+    """The documents, in order, as input of some kind."""
+    folder.mkdir()
+    plain = write_jsonl(folder / "a.jsonl", documents)
+    if kind == "jsonl":
+        return plain
+    if kind == "jsonl.gz":
+        with gzip.open(folder / "a.jsonl.gz", "wb") as file:
+            file.write(plain.read_bytes())
+    elif kind == "jsonl.zst":
+        zstandard = pytest.importorskip("zstandard")
+        data, compressor = plain.read_bytes(), zstandard.ZstdCompressor()
+        half = len(data) // 2  # two frames
+        both = compressor.compress(data[:half]) + compressor.compress(data[half:])
+        (folder / "a.jsonl.zst").write_bytes(both)
+    elif kind in ("parquet", "parquet ids"):
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        columns = {"n": list(range(len(documents))), "text": documents}
+        if kind == "parquet ids":
+            columns = {"input_ids": [ids_of(text) for text in documents]}
+        parquet.write_table(pyarrow.table(columns), folder / "a.parquet", row_group_size=30)
+    elif kind == "text":
+        for number, text in enumerate(documents):
+            (folder / f"{number // 50}").mkdir(exist_ok=True)
+            (folder / f"{number // 50}" / f"{number:04d}.py").write_text(text, encoding="utf-8")
+    elif kind == "mds":
+        rows = [{"domain": "books", "text": text, "length": 1} for text in documents]
+        write_mds(folder / "books", rows, {"domain": "str", "length": "int", "text": "str"})
+    elif kind == "mds ids of a shape":
+        for number, text in enumerate(documents):
+            encodings = {"input_ids": f"ndarray:uint16:{len(ids_of(text))}"}
+            write_mds(folder / f"{number:04d}", [{"input_ids": ids_of(text)}], encodings)
+    elif kind == "mds ids":
+        encodings = {"domain": "str", "indices": "ndarray:uint32", "input_ids": "ndarray:uint32"}
+        rows = []
+        for at in range(0, len(documents), 40):
+            # Half of them with the end-of-document token, which is not to be doubled.
+            some = [ids_of(text) + [EOD] * (at % 80 == 0) for text in documents[at : at + 40]]
+            ends = np.cumsum([0, *map(len, some)])
+            bounds = np.stack([ends[:-1], ends[1:]], 1)
+            rows.append({"domain": "books", "indices": bounds, "input_ids": np.concatenate(some)})
+        write_mds(folder / "books-524288" / "proc00-64", rows, encodings)
+    plain.unlink()
+    return folder
+
+
+KINDS = [
+    "jsonl",
+    "jsonl.gz",
+    "jsonl.zst",
+    "parquet",
+    "parquet ids",
+    "text",
+    "mds",
+    "mds ids",
+    "mds ids of a shape",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_kinds_of_input_give_the_same(kind, prepare, documents, tmp_path):
+    given = as_files(kind, documents, tmp_path / "in")
+    assert prepare(given, **IN_ORDER, part_bytes=20000) == 0
+    assert ids(tmp_path / "out") == in_order([ids_of(text) for text in documents], SEQ)
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "mds"])
+def test_names_in_capitals_are_read_as_others(kind, prepare, documents, tmp_path):
+    folder = as_files(kind, documents, tmp_path / "in")
+    for path in [path for path in folder.rglob("*.*") if path.name != "index.json"]:
+        path.rename(path.with_name(path.name.upper()))
+    for index in folder.rglob("index.json"):
+        index.write_text(index.read_text().replace("shard.00000.mds", "SHARD.00000.MDS"))
+    assert prepare(folder, **IN_ORDER, part_bytes=20000) == 0
+    assert ids(tmp_path / "out") == in_order([ids_of(text) for text in documents], SEQ)
+
+
+def test_lines_are_read_once_wherever_parts_begin(documents, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", documents[:40])
+    size = path.stat().st_size
+    first = path.read_bytes().index(b"\n") + 1  # and so a part begins where a line does
+    for step in (1, 7, first, 100, size - 1, size):
+        bounds = [*range(0, size, step), size]
+        parts = [Part("jsonl", (str(path),), a, b, b - a, True) for a, b in zip(bounds, bounds[1:])]
+        found = [
+            (str(place), text) for part in parts for place, text in read(part, None, stretches=True)
+        ]
+        assert [text for _, text in found] == documents[:40]
+        assert [place for place, _ in found] == [f"{path}, line {n}" for n in range(1, 41)]
+        if step > 100:
+            continue
+        assert len(parts) > 40
+
+
+def test_folder_leaves_out_what_is_no_text_and_says_so(prepare, documents, tmp_path, capsys):
+    folder = as_files("text", documents, tmp_path / "in")
+    (folder / "logo.png").write_bytes(b"\x89PNG\xff")
+    (folder / "zero").write_bytes(b"a\0b")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "config").write_text("hidden")
+    (folder / "again").symlink_to(folder / "0")
+    (folder / "again.py").symlink_to(folder / "0" / "0001.py")
+    (folder / "nowhere.py").symlink_to(folder / "none")
+    os.mkfifo(folder / "pipe")
+    assert prepare(folder, **IN_ORDER) == 0
+    assert ids(tmp_path / "out") == in_order([ids_of(text) for text in documents], SEQ)
+    about = report(tmp_path / "out")
+    assert (about["skipped_files"], about["left_out_in_folders"]) == (2, 5)
+    shown = capsys.readouterr().out
+    assert "logo.png" in shown and "5 hidden files, links and" in shown
+
+
+def test_joined_folder_is_one_document(prepare, tmp_path):
+    for name, texts in {"one": ["def f():\n", "b = 2"], "two": ["x\n" * 300, "y"]}.items():
+        (tmp_path / name).mkdir()
+        for number, text in enumerate(texts):
+            (tmp_path / name / f"{number}.py").write_text(text)
+    assert prepare(tmp_path / "one", tmp_path / "two", join=True, part_bytes=1, **IN_ORDER) == 0
+    joined = [ids_of("def f():\nb = 2\n"), ids_of("x\n" * 300 + "y\n")]
+    assert ids(tmp_path / "out") == in_order(joined, SEQ)
+    assert report(tmp_path / "out")["documents"]["read"] == 2
+
+
+def test_samples_that_are_packed_already(prepare, tmp_path, capsys):
+    rng = random.Random(0)
+    packed = [[rng.randrange(EOD + 1) for _ in range(SEQ)] for _ in range(9)]
+    given = write_jsonl(tmp_path / "a.jsonl", packed, "input_ids")
+    assert prepare(given, pack="as-is", no_shuffle=True) == 0
+    assert ids(tmp_path / "out") == packed
+    assert prepare(given, pack="as-is", seq_length=SEQ // 2, output="b") == 2
+    assert "line 1 has 256 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("longer", ["cut", "drop", "error"])
+def test_documents_longer_than_a_sample(longer, prepare, tmp_path, capsys):
+    texts = ["a" * 100] * 10 + ["b" * (SEQ + 1)] + ["c" * SEQ]
+    given = write_jsonl(tmp_path / "a.jsonl", texts)
+    status = prepare(given, longer=longer, **IN_ORDER)
+    if longer == "error":
+        assert status == 2 and "line 11 has 257 tokens" in capsys.readouterr().err
+        assert not (tmp_path / "out.idx").exists()
+        return
+    kept = texts if longer == "cut" else texts[:10] + texts[11:]
+    assert ids(tmp_path / "out") == in_order([ids_of(text) for text in kept], SEQ)
+    assert report(tmp_path / "out")["documents"]["longer_dropped"] == (longer == "drop")
+
+
+def test_sentencepiece(prepare, documents, tmp_path, capsys):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    (tmp_path / "text").write_text("\n".join(documents))
+    for name, eos in {"tokens": 2, "bare": -1}.items():
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(tmp_path / "text"), model_prefix=str(tmp_path / name), vocab_size=40,
+            eos_id=eos, model_type="char", hard_vocab_limit=False, minloglevel=2,
+        )  # fmt: skip
+    model = tmp_path / "tokens.model"
+    encode = sentencepiece.SentencePieceProcessor(model_file=str(model)).encode
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    assert prepare(given, tokenizer=model, **IN_ORDER) == 0
+    assert ids(tmp_path / "out") == in_order([encode(text) for text in documents], SEQ, eod=2)
+    refused(
+        capsys,
+        ["bare.model", "--eod"],
+        prepare(given, tokenizer=tmp_path / "bare.model", output="b"),
+    )
+    assert prepare(given, tokenizer=tmp_path / "bare.model", eod="<unk>", output="b") == 0

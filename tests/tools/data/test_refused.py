@@ -1,0 +1,183 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``mtraining data prepare``: what it refuses, in one error."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+
+import pytest
+
+from tests.support.data_cases import refused, save_tokenizer, write_jsonl, write_mds
+
+pytest.importorskip("transformers")
+
+
+BROKEN = {
+    "a.jsonl": [
+        (b'{"text": "a"}\n{"text": "b"\n', ["line 2", "not JSON"]),
+        (b'{"text": "a"}\n\n[1]\n', ["line 3", "not a JSON object"]),
+        (
+            b'{"text": "a"}\n{"body": "b", "id": 1}',
+            ["line 2", "no text", "body, id", "--text-field"],
+        ),
+        (b'{"text": 5}', ["line 1", "text", "int"]),
+        (b'{"text": [1.5]}', ["line 1", "text", "list"]),
+        (b'{"text": "a\xff"}', ["line 1", "not JSON"]),
+        (b'{"input_ids": [1, 257]}', ["line 1", "257", "--tokenizer"]),
+        (b'{"input_ids": [-1]}', ["line 1", "-1"]),
+        (b'{"input_ids": [1, 2], "indices": [[0, 1]]}', ["line 1", "indices", "2 tokens"]),
+        (b'{"input_ids": [1, 2], "indices": [[0, 1], [1]]}', ["line 1", "indices", "2 tokens"]),
+        (b'{"input_ids": [1, 2], "indices": 5}', ["line 1", "indices", "2 tokens"]),
+        (b'{"input_ids": [1, 99999999999999999999]}', ["line 1", "input_ids", "list"]),
+        (b'{"text": "\\ud800"}', ["line 1", "cannot be tokenized"]),
+        (b"[" * 200000, ["line 1", "not JSON", "recursion"]),
+        (b'{"text": {}}', ["line 1", "text", "dict"]),
+        (b'{"text": false}', ["line 1", "text", "bool"]),
+        *(
+            (b'{"input_ids": [1, 2], "indices": [[0, %s], [1, 2]]}' % end, ["line 1", "indices"])
+            for end in (b"Infinity", b"1e400", b"NaN", b"1.5", b'"1"')
+        ),
+        (b"", ["a.jsonl", "empty"]),
+        (b'{"text": null}\n{"text": ""}\n', ["no documents", "2 are empty"]),
+        (b'{"text": ""}\n', ["no documents", "1 are empty"]),
+        (b'{"text": "few tokens"}\n', ["--seq-length is 256", "10 tokens"]),
+    ],
+    "a.jsonl.gz": [
+        (b"no gzip", ["a.jsonl.gz"]),
+        # With the time in it, the test's name would not be the same in all of pytest's workers.
+        (gzip.compress(b'{"text": "abc"}\n' * 99, mtime=0)[:-9], ["a.jsonl.gz", "decompressed"]),
+    ],
+    "a.JSONL.GZ": [(b"no gzip", ["a.JSONL.GZ", "gzip"])],
+    "a.jsonl.zst": [(b"no zstd", ["a.jsonl.zst"])],
+    "a.parquet": [(b"PAR1 not", ["a.parquet", "pyarrow"])],
+    "a.txt": [(b"\xff\xfe", ["a.txt", "UTF-8", "byte 0"]), (b"", ["a.txt", "empty"])],
+    "a.arrow": [(b"ARROW1", [".arrow", "convert"])],
+    "a.json": [(b"{}", ["a.json", "--format"])],
+    "a.jsonl.bz2": [(b"BZ", [".bz2", "gzip"])],
+    "a.mds": [(b"\0\0\0\0", ["a.mds", "index.json"])],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "named"),
+    [
+        pytest.param(name, *case, id=f"{name}-{number}")
+        for name, cases in BROKEN.items()
+        for number, case in enumerate(cases)
+    ],
+)
+def test_broken_input_is_named(name, data, named, prepare, tmp_path, capsys):
+    for suffix, package in {".zst": "zstandard", ".parquet": "pyarrow"}.items():
+        if name.endswith(suffix):
+            pytest.importorskip(package)
+    (tmp_path / name).write_bytes(data)
+    refused(capsys, named, prepare(tmp_path / name))
+    assert not list(tmp_path.glob("out.[bij]*"))
+
+
+def test_broken_shards_are_named(prepare, tmp_path, capsys):
+    rows = [{"text": "abc" * 200}, {"text": "d" * 500}]
+    folder = write_mds(tmp_path / "books", rows, {"text": "str"})
+    shard, index = folder / "shard.00000.mds", folder / "index.json"
+    good, about = shard.read_bytes(), json.loads(index.read_text())
+    assert prepare(folder) == 0
+    shard.write_bytes(good[:-1])
+    refused(capsys, ["shard.00000.mds", "bytes"], prepare(folder, output="b"))
+    shard.write_bytes(good[:4] + b"\xff\xff" + good[6:])
+    refused(capsys, ["shard.00000.mds", "broken"], prepare(folder, output="b"))
+    shard.write_bytes(good)
+    changes = {
+        "column_encodings": (["pkl"], ["sample 0", "text encoded as pkl"]),
+        "samples": (3, ["broken"]),
+        "column_sizes": ([], ["version 2"]),
+        "version": (1, ["version 2"]),
+    }
+    says = ["index.json", "does not say"]
+    for name, value in {
+        "samples": [None, "2", 2.0],
+        "column_sizes": [["x"], [True], 5],
+        "column_encodings": [[5], "t"],
+        "column_names": [[5], {"text": 1}],
+    }.items():
+        changes |= {(name, repr(one)): (one, [name, *says]) for one in value}
+    for name, (value, words) in changes.items():
+        name = name if isinstance(name, str) else name[0]
+        wrong = {**about["shards"][0], name: value}
+        index.write_text(json.dumps({"shards": [wrong]}))
+        refused(capsys, ["shard.00000.mds", *words], prepare(folder, output="b"))
+    del about["shards"][0]["samples"]
+    index.write_text(json.dumps(about))
+    refused(capsys, ["shard.00000.mds", "samples", *says], prepare(folder, output="b"))
+    index.write_text("[" * 200000)
+    refused(capsys, ["shard.00000.mds", *says], prepare(folder, output="b"))
+
+
+@pytest.mark.parametrize(
+    "encoding", ["ndarray:uint16:2:3", "ndarray:uint16:x", "ndarray:uint16:99"]
+)
+def test_broken_arrays_of_shards_are_named(encoding, prepare, tmp_path, capsys):
+    folder = write_mds(
+        tmp_path / "books", [{"input_ids": [1] * 300}], {"input_ids": "ndarray:uint16"}
+    )
+    index = folder / "index.json"
+    index.write_text(index.read_text().replace("ndarray:uint16", encoding))
+    refused(capsys, ["shard.00000.mds", "broken"], prepare(folder))
+
+
+def test_parquet_columns_of_other_types_are_named(prepare, tmp_path, capsys):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    for value, kind in (({"a": 1}, "dict"), (b"", "bytes"), ([{"a": 1}], "ndarray")):
+        parquet.write_table(pyarrow.table({"text": ["few", value][1:]}), tmp_path / "a.parquet")
+        refused(
+            capsys, ["a.parquet, row 0", f"text of type {kind}"], prepare(tmp_path / "a.parquet")
+        )
+
+
+OPTIONS = [
+    ({"seq_length": 1}, ["--seq-length is 1"]),
+    ({"workers": 0}, ["--workers is 0"]),
+    ({"output": "no/where"}, ["--output", "does not exist"]),
+    ({"output": "a.bin"}, ["--output", ".bin"]),
+    ({"tokenizer": "/nowhere"}, ["--tokenizer is /nowhere"]),
+    ({"tokenizer": __file__}, ["--tokenizer is", ".gguf"]),
+    ({"eod": "<none>"}, ["--eod is <none>"]),
+    ({"pack": "as-is", "long_only": 5}, ["--long-only", "as-is"]),
+    ({"join": True}, ["--join"]),
+    ({"no_shuffle": True, "seed": 1234}, ["--seed is 1234", "--no-shuffle"]),
+    ({"no_shuffle": True, "buffer": 5}, ["--buffer is 5", "--no-shuffle"]),
+    ({"format": "text", "text_field": "body"}, ["--text-field is body", "leave it out"]),
+    ({"text_field": "body"}, ["line 1", "no body", "id, text"]),
+]
+
+
+@pytest.mark.parametrize(("wrong", "named"), OPTIONS)
+def test_bad_options(wrong, named, prepare, documents, tmp_path, capsys):
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    refused(capsys, named, prepare(given, **wrong))
+
+
+def test_bad_inputs(prepare, documents, tokenizer, tmp_path, capsys, monkeypatch):
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    refused(capsys, ["nothing.jsonl", "does not exist"], prepare(tmp_path / "nothing.jsonl"))
+    (tmp_path / "empty").mkdir()
+    refused(capsys, ["empty", "without files"], prepare(tmp_path / "empty"))
+    refused(capsys, ["a.jsonl twice"], prepare(given, given))
+    bare = save_tokenizer(tmp_path / "bare", pad_token="<eod>")
+    refused(capsys, ["bare", "end-of-document", "--eod"], prepare(given, tokenizer=bare))
+    monkeypatch.setattr("megatron_mtraining.tools.data.options.find_spec", lambda name: None)
+    refused(capsys, ["tqdm", "megatron-mtraining[data]"], prepare(given))
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_error_of_a_worker_process_is_the_same(
+    prepare, sentencepiece_model, documents, tmp_path, capsys
+):
+    path = write_jsonl(tmp_path / "a.jsonl", documents)
+    path.write_text(path.read_text() + "broken\n")
+    status = prepare(path, workers=2, part_bytes=9000, tokenizer=sentencepiece_model)
+    refused(capsys, [f"line {len(documents) + 1} ", "not JSON"], status)
+    assert os.listdir(tmp_path / "out.parts")

@@ -1,0 +1,194 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``mtraining data prepare``: several processes, going on, and what is left of a run that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_mtraining.tools.data import prepare as prepare_module
+from tests.support.data_cases import (
+    IN_ORDER,
+    SEQ,
+    ids,
+    ids_of,
+    in_order,
+    make_documents,
+    refused,
+    write_jsonl,
+)
+
+pytest.importorskip("transformers")
+
+
+def command(given, tokenizer, prefix, *more) -> list[str]:
+    words = ["data", "prepare", given, "--tokenizer", tokenizer, "--output", prefix]
+    words += ["--seq-length", SEQ, "--part-bytes", 20000, *more]
+    return [sys.executable, "-m", "megatron_mtraining", *map(str, words)]
+
+
+def workers_of(process: psutil.Process) -> list[psutil.Process]:
+    """Processes two levels below: their server is the one between."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child for server in process.children() for child in server.children()]
+    return []
+
+
+def test_killed_run_goes_on_and_gives_the_same(prepare, tokenizer, tmp_path, capsys):
+    texts = make_documents(4000)
+    given = write_jsonl(tmp_path / "a.jsonl", texts)
+    prefix = tmp_path / "out"
+    running = subprocess.Popen(
+        command(given, tokenizer, prefix, "--workers", 2),
+        cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    parts, deadline = tmp_path / "out.parts", time.monotonic() + 60
+    while len(list(parts.glob("*.json"))) < 3:
+        assert running.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    # Stopped first: else it may end before the signal that kills it.
+    running.send_signal(signal.SIGSTOP)
+    workers = workers_of(psutil.Process(running.pid))
+    assert len(workers) == 2
+    running.kill()
+    running.wait()
+    assert psutil.wait_procs(workers, timeout=20)[1] == []
+    assert not list(tmp_path.glob("out.bin*")) and not list(tmp_path.glob("out.idx*"))
+    done = len(list(parts.glob("*.json")))
+    assert prepare(given, part_bytes=20000) == 0
+    assert f"going on: {done} of " in capsys.readouterr().err
+    assert not parts.exists()
+    assert prepare(given, part_bytes=20000, output="alone") == 0
+    for suffix in (".bin", ".idx"):
+        assert Path(f"{prefix}{suffix}").read_bytes() == (tmp_path / f"alone{suffix}").read_bytes()
+
+
+def test_a_worker_that_dies_ends_the_run_with_one_error(
+    prepare, sentencepiece_model, tmp_path, capsys
+):
+    given = write_jsonl(tmp_path / "a.jsonl", make_documents(4000))
+    options = {"tokenizer": sentencepiece_model, "part_bytes": 20000}
+
+    def kill_one():
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            for worker in workers_of(psutil.Process()):
+                with contextlib.suppress(psutil.NoSuchProcess):  # of an earlier run
+                    worker.kill()
+                    return
+            time.sleep(0.002)
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    status = prepare(given, workers=2, **options)
+    killer.join()
+    refused(capsys, ["worker", "--workers"], status)
+    assert not (tmp_path / "out.idx").exists()
+    assert prepare(given, **options) == 0
+
+
+def test_parts_of_other_input_or_broken_ones_are_not_used(prepare, documents, tmp_path, capsys):
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    assert prepare(given, keep_parts=True, part_bytes=5000, **IN_ORDER) == 0
+    first = ids(tmp_path / "out")
+    again = {"keep_parts": True, "part_bytes": 5000, "overwrite": True, **IN_ORDER}
+    tokens = sorted((tmp_path / "out.parts").glob("*.tokens"))
+    tokens[1].write_bytes(tokens[1].read_bytes()[:-2])
+    (tmp_path / "out.parts" / f"{tokens[1].stem}.tokens.partial").write_text("half")
+    capsys.readouterr()
+    assert prepare(given, **again) == 0
+    assert f"going on: {len(tokens) - 1} of {len(tokens)}" in capsys.readouterr().err
+    assert ids(tmp_path / "out") == first
+    # Packed in another way, from the same parts
+    assert prepare(given, **{**again, "seq_length": 100}) == 0
+    assert f"going on: {len(tokens)} of {len(tokens)}" in capsys.readouterr().err
+    assert ids(tmp_path / "out", 100) == in_order([ids_of(text) for text in documents], 100)
+    # Another file, read before: its parts are new, those of the first are not.
+    other = write_jsonl(tmp_path / "b.jsonl", documents[::-1])
+    assert prepare(other, given, **again) == 0
+    assert f"going on: {len(tokens)} of {2 * len(tokens)}" in capsys.readouterr().err
+    both = [ids_of(text) for text in documents[::-1] + documents]
+    assert ids(tmp_path / "out") == in_order(both, SEQ)
+    write_jsonl(given, documents[::-1])
+    assert prepare(given, **again) == 0
+    assert "going on" not in capsys.readouterr().err
+    assert ids(tmp_path / "out") == in_order([ids_of(text) for text in documents[::-1]], SEQ)
+    left = {path.suffix for path in (tmp_path / "out.parts").iterdir()}
+    assert left == {"", ".json", ".lengths", ".tokens"}
+    assert len(list((tmp_path / "out.parts").glob("*.json"))) == len(tokens)
+
+
+def test_interrupted_run_says_how_to_go_on(prepare, documents, tmp_path, capsys, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare_module, "_shuffled", interrupt)
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    assert prepare(given) == 130
+    assert "goes on" in capsys.readouterr().err
+    assert sorted(path.suffix for path in tmp_path.glob("out.*")) == [".parts"]
+
+
+def test_overwriting_forgets_what_megatron_kept(prepare, documents, tmp_path, capsys):
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    assert prepare(given) == 0
+    kept = tmp_path / "out" / "cache" / "GPTDataset_indices"
+    kept.mkdir(parents=True)
+    (kept / "abc-GPTDataset-train-document_index.npy").write_text("")
+    before = (tmp_path / "out.bin").read_bytes()
+    refused(capsys, ["out.idx", "--overwrite"], prepare(given, seed=5))
+    assert (tmp_path / "out.bin").read_bytes() == before and kept.exists()
+    assert prepare(given, seed=5, overwrite=True) == 0
+    assert (tmp_path / "out.bin").read_bytes() != before and not (tmp_path / "out").exists()
+
+
+def test_a_dataset_stays_until_there_is_another(prepare, documents, tmp_path, capsys):
+    assert prepare(write_jsonl(tmp_path / "a.jsonl", documents)) == 0
+    before = {path: path.read_bytes() for path in tmp_path.glob("out.*")}
+    few = write_jsonl(tmp_path / "b.jsonl", ["few"])
+    refused(capsys, ["--seq-length"], prepare(few, overwrite=True))
+    shutil.rmtree(tmp_path / "out.parts")
+    assert {path: path.read_bytes() for path in tmp_path.glob("out.*")} == before
+
+
+@pytest.mark.parametrize(("limit", "parts"), [(3000, 0), (30000, 6)])
+def test_what_cannot_be_written_leaves_nothing_half(
+    limit, parts, prepare, documents, tmp_path, capsys
+):
+    """As on a full disk, here by a limit to the size of files: of a part's, or only the dataset's."""
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    size = given.stat().st_size
+    assert size > 32000
+    prepare(given, output="warm", part_bytes=size // 5)  # what is imported may write files
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        status = prepare(given, part_bytes=size // 5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    refused(capsys, ["cannot be written", "File too large"], status)
+    assert [path.name for path in tmp_path.glob("out*")] == ["out.parts"]
+    assert len(list((tmp_path / "out.parts").glob("*.json"))) >= parts - 1
+    assert not list(tmp_path.glob("out.parts/*.partial"))
+    assert prepare(given, part_bytes=size // 5) == 0
+
+
+def test_one_run_at_a_time(prepare, documents, tmp_path, capsys):
+    import fcntl
+
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    (tmp_path / "out.parts").mkdir()
+    with open(tmp_path / "out.parts" / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        refused(capsys, ["out.parts", "in use"], prepare(given))
+    assert prepare(given) == 0

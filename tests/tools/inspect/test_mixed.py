@@ -1,0 +1,104 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``mtraining inspect --mixed``: which heads take lists of blocks, what is expected of them, settings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_mtraining import MTrainingConfig
+from megatron_mtraining.pattern import heads_of_layer, settings_of_run
+from megatron_mtraining.tools.inspect import results, sweep
+from megatron_mtraining.tools.inspect.mixed import mixed_of
+from tests.support.inspect_cases import HEADS, LAYERS, inspect, quick
+
+
+def measured(policy, settings, recall, density, target=0.9, estimator=None):
+    """Of one layer: recall and density are [settings][heads]."""
+    name = {"price": "price", "xattention": "block_threshold", "moba": "block_top_k"}[policy]
+    fields = tuple({"policy": policy, name: value} for value in settings)
+    series = sweep.Series(policy, estimator, (name,), fields)
+    recall, density = (np.array(values, dtype=float)[:, None] for values in (recall, density))
+    return results.Measured(series, recall, density, target)
+
+
+# Head 1 is all lists', head 0 none, head 2 takes nearly everything either way.
+SLASHES = measured(
+    "price", (0.5, 0.1), [[0.9, 0.5, 0.3], [0.98, 0.7, 0.95]], [[0.1, 0.3, 0.3], [0.2, 0.6, 0.9]],
+    estimator="strata",
+)  # fmt: skip
+LISTS = measured(
+    "xattention", (0.6, 0.9), [[0.5, 0.8, 0.3], [0.9, 0.96, 0.96]], [[0.2, 0.05, 0.3], [0.4, 0.1, 0.95]]
+)  # fmt: skip
+
+
+def test_each_head_takes_what_keeps_more_for_its_pairs():
+    mixed = mixed_of([SLASHES, LISTS])
+    assert mixed.dense.tolist() == [[False, False, True]]
+    assert mixed.lists == {(0, 1): {"policy": "xattention", "block_threshold": 0.9}}
+    # Enough at the sparsest price: 0.9 and 0.96 and a dense head.
+    assert mixed.recall == pytest.approx((0.9 + 0.96 + 1) / 3) and mixed.reached
+    assert mixed.density == pytest.approx((0.1 + 0.1 + 1) / 3)
+    assert mixed.settings_file() == {
+        "policy": "price", "price": 0.5,
+        "layers": {"0": {"heads": {"1": mixed.lists[0, 1], "2": {"dense": True}}}},
+    }  # fmt: skip
+    assert "lists of blocks in 1 of 3 heads" in mixed.summary()
+    assert json.loads(json.dumps(mixed.numbers()))["mean_density"] == round(1.2 / 3, 5)
+
+
+def test_price_goes_on_until_the_target_is_reached():
+    mixed = mixed_of([replace_target(SLASHES, 0.955), replace_target(LISTS, 0.955)])
+    assert mixed.reached and 0.1 < mixed.settings_file()["price"] < 0.5
+    # Lists hold at both prices; head 0 goes from 0.9 to 0.98 for it.
+    assert set(mixed.lists) == {(0, 1), (0, 2)} and mixed.recall == pytest.approx(0.955)
+    assert mixed.density == pytest.approx((0.1 + 0.1 * (0.045 / 0.08) + 0.1 + 0.95) / 3)
+    hopeless = mixed_of([replace_target(SLASHES, 0.999), replace_target(LISTS, 0.999)])
+    assert not hopeless.reached and "densest tried" in hopeless.summary()
+
+
+def replace_target(one, target):
+    return results.Measured(one.series, one.recall, one.density, target)
+
+
+def test_without_both_kinds_there_is_no_mix():
+    last = results.Measured(
+        replace(SLASHES.series, estimator="last"), SLASHES.recall, SLASHES.density, 0.9
+    )
+    assert mixed_of([SLASHES]) is None and mixed_of([LISTS]) is None
+    assert mixed_of([last, LISTS]) is None
+
+
+def test_a_run_writes_settings_that_training_takes(llama, words, tmp_path, capsys):
+    out = tmp_path / "out"
+    more = ("--rows", 64, "--policy", "price", "moba", "--block-size", 64, "--target-recall", 0.8)
+    assert inspect(llama, *quick(words, out, *more, "--mixed")) == 0
+    said = capsys.readouterr().out
+    assert "the settings file has these" in said
+    file, numbers = out / "settings.json", json.loads((out / "results.json").read_text())
+    settings = json.loads(file.read_text())
+    assert settings == numbers["mixed"]["settings"] and settings["policy"] == "price"
+    own = settings_of_run(str(file))
+    config = MTrainingConfig(**{**own, "overrides": str(file)})
+    kinds = [
+        head.policy
+        for layer in range(LAYERS)
+        for head in heads_of_layer(config, layer, LAYERS, HEADS) or [config] * HEADS
+    ]
+    assert kinds.count("moba") == numbers["mixed"]["heads_with_lists"] > 0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--sensitivity", "heads"), "--mixed and --sensitivity"),
+        (("--policy", "price"), "--policy is price, but --mixed"),
+        (("--policy", "moba", "coverage"), "--policy is moba coverage, but --mixed"),
+    ],
+)
+def test_options_that_leave_nothing_to_mix(llama, words, tmp_path, capsys, more, message):
+    assert inspect(llama, *quick(words, tmp_path / "out", *more, "--mixed")) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()

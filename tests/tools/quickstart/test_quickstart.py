@@ -1,0 +1,209 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The quickstart from its command line to its pictures, small; and its parts."""
+
+import argparse
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from megatron_mtraining.tools import cli
+from megatron_mtraining.tools.quickstart import text
+from megatron_mtraining.tools.quickstart.main import summary
+from megatron_mtraining.tools.quickstart.options import add_arguments, options_from
+
+STEPS = 4
+VOCABULARY = 512
+SMALL = {
+    "--device": "cpu",
+    "--steps": STEPS,
+    "--seq-length": 512,
+    "--layers": 2,
+    "--heads": 2,
+    "--kv-heads": 1,
+    "--vocab-size": VOCABULARY,
+    "--held-out": 1,
+    "--vertical": 16,
+}
+
+
+def run_quickstart(folder, *more, code=None):
+    """Run it in ``folder``; ``code`` is Python that the training processes import first."""
+    environment = dict(os.environ)
+    if code is not None:
+        (folder / "sitecustomize.py").write_text(code)
+        environment["PYTHONPATH"] = str(folder)
+    options = [str(word) for pair in SMALL.items() for word in pair]
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_mtraining", "quickstart", *options, *more],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A whole run: its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    done = run_quickstart(folder, "--output", "out")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return folder / "out", done.stdout
+
+
+def test_writes_table_and_pictures(finished):
+    output, printed = finished
+    assert (output / "table.txt").read_text() in printed
+    assert str(output.resolve()) in printed.splitlines()[-1]
+    for name in ("loss.png", "pattern.png", "patterns.png", "work.png"):
+        assert (output / name).read_bytes().startswith(b"\x89PNG"), name
+    for label in ("loss, held-out text", "density", "tokens/s", "work of rank 1"):
+        assert label in printed
+
+
+def test_losses_are_sane(finished):
+    runs = json.loads((finished[0] / "runs.json").read_text())
+    for run in runs.values():
+        assert len(run["losses"]) == STEPS
+        assert all(math.isfinite(loss) for loss in [*run["losses"], run["held_out"]])
+        # Untrained, every token is about as likely as any other; then it learns.
+        assert run["losses"][0] == pytest.approx(math.log(VOCABULARY), abs=0.5)
+        assert run["losses"][-1] < run["losses"][0]
+    # The same weights and the same text, seen through different attention: close, not the same.
+    first = [run["losses"][0] for run in runs.values()]
+    assert first[0] != first[1]
+    assert first[0] == pytest.approx(first[1], abs=0.2)
+
+
+def test_dense_is_dense_and_sparse_is_sparse(finished):
+    runs = json.loads((finished[0] / "runs.json").read_text())
+    assert runs["dense"]["density"] == pytest.approx([1.0] * STEPS, abs=1e-6)
+    assert all(0.05 < density < 0.95 for density in runs["sparse"]["density"])
+    work = {name: np.array(run["work"]) for name, run in runs.items()}
+    assert work["dense"].shape == work["sparse"].shape == (2, 1)  # ranks, rounds
+    pairs = 512 * 513 / 2 * 2 * 2  # causal pairs x heads x layers
+    assert work["dense"].sum() == pairs
+    assert work["sparse"].sum() / pairs == pytest.approx(runs["sparse"]["density"][-1], abs=1e-4)
+    assert (work["sparse"] <= work["dense"]).all()
+
+
+def test_compares_dense_with_megatrons_own_attention(finished):
+    agreed = re.findall(
+        r"(\w+) model, dense: loss over 2 ranks .* agree to (\S+)$", finished[1], re.MULTILINE
+    )
+    assert [which for which, _ in agreed] == ["untrained", "trained"]
+    assert all(float(difference) <= 1e-4 for _, difference in agreed)
+
+
+def test_one_failing_rank_stops_all_with_its_reason(tmp_path):
+    # Rank 1 fails after it has joined the others; rank 0 would wait for it in the ring.
+    code = """
+import sys
+if any("spawn_main" in word for word in sys.argv) or "multiprocessing.spawn" in str(sys.orig_argv):
+    import megatron_mtraining.tools.quickstart.train as train
+    original = train._work
+    def fail(rank, options, folder):
+        if rank == 1:
+            raise RuntimeError("the cable is loose")
+        original(rank, options, folder)
+    train._work = fail
+"""
+    done = run_quickstart(tmp_path, code=code)
+    assert done.returncode == 1
+    assert "process 1 failed" in done.stderr and "the cable is loose" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (["--seq-length", "1000"], ["--seq-length", "1000", "128"]),
+        (["--seq-length", "0"], ["--seq-length", "0"]),
+        (["--steps", "0"], ["--steps", "0"]),
+        (["--processes", "0"], ["--processes", "0"]),
+        (["--heads", "3"], ["--heads", "3", "--kv-heads"]),
+        (["--lr", "-1"], ["--lr", "-1"]),
+        (["--lr", "nan"], ["--lr", "nan"]),
+        (["--vertical", "-5"], ["--vertical", "-5"]),
+        (["--block-size", "48"], ["--block-size", "48", "64"]),
+        (["--output", __file__], ["--output", __file__]),
+        (["--output", __file__ + "/out"], ["--output", __file__]),
+        (["--vertical", "9999"], ["--vertical", "9999"]),
+    ],
+)
+def test_bad_values_end_in_one_error(wrong, named, capsys):
+    status = cli.main(["quickstart", "--device", "cpu", *wrong])
+    error = capsys.readouterr().err
+    assert status == 2 and len(error.strip().splitlines()) == 1
+    for word in named:
+        assert word in error
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["quickstart", "--help"])
+    assert stopped.value.code == 0
+    assert "--seq-length" in capsys.readouterr().out
+
+
+def test_tokenizer_keeps_every_character(tmp_path, monkeypatch):
+    import sentencepiece
+
+    monkeypatch.setattr(text, "TOKENIZER_CHARACTERS", 50_000)
+    files, held_out = text.split(text.source_files())
+    assert files and held_out and not set(files) & set(held_out)
+    model = text.train_tokenizer(files, VOCABULARY, tmp_path / "tokenizer")
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    sample = "def f(x):\n    # caf\u00e9 \U0001f600\n\n\treturn {x  : 1}\n"
+    assert processor.decode(processor.encode(sample)) == sample
+    sequences = text.tokenize(files, model, 3, 64)
+    assert sequences.shape == (3, 65) and sequences.dtype == np.int32
+    assert (sequences[1:, 0] == sequences[:-1, -1]).all()  # one stream, cut
+    assert 0 <= sequences.min() and sequences.max() < VOCABULARY
+    with pytest.raises(text.TextError, match="lower --steps"):
+        text.tokenize(files[:1], model, 10_000, 64)
+
+
+def test_summary_counts_work_against_dense():
+    class Some:
+        steps, seq_length, batch, processes = 2, 100, 1, 2
+
+    run = dict(losses=[2.0, 1.0], seconds=[9.0, 0.5], held_out=1.5)
+    runs = {
+        "dense": run | dict(density=[1.0, 1.0], work=[[30, 20], [25, 25]]),
+        "sparse": run | dict(density=[0.2, 0.4], work=[[5, 5], [10, 0]]),
+    }
+    lines = summary(Some(), runs).splitlines()
+    found = {label: values for label, *values in (re.split(r"  +", line) for line in lines[2:-3])}
+    assert found["density (pairs kept)"] == ["100.0%", "30.0%"]
+    assert found["tokens/s"] == ["200", "200"]
+    assert found["work of rank 0"] == ["50.0%", "10.0%"]
+
+
+@pytest.mark.parametrize("processes", [1, 3, 6])
+def test_the_default_length_fits_any_number_of_processes(processes, tmp_path):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = ["--device", "cpu", "--processes", str(processes), "--output", str(tmp_path / "out")]
+    options = options_from(parser.parse_args(words))
+    assert 2048 <= options.seq_length < 2048 + 64 * processes
+    options.sparse.check_sequence(options.seq_length, processes)
+
+
+def test_a_vocabulary_that_the_text_does_not_give_is_named(tmp_path):
+    with pytest.raises(text.TextError, match="--vocab-size is 900000"):
+        text.train_tokenizer(text.source_files()[:5], 900000, tmp_path / "tokenizer")
+
+
+@pytest.mark.gpu
+def test_on_gpus(tmp_path):
+    done = run_quickstart(tmp_path, "--device", "cuda", "--output", "out")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert (tmp_path / "out" / "pattern.png").exists()
+    assert "GPUs, NCCL" in done.stdout
