@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 from dataclasses import dataclass
 
 from ..config import ConfigError
+from .common.signals import Ended, ends_as_exceptions
 
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand. Its module has ``add_arguments(parser)`` and ``run(args) -> int``, the exit
-    status, and is imported only when the subcommand is used."""
+    """A subcommand.
+
+    Its module is imported only when the subcommand is used, and has ``add_arguments(parser)`` and
+    ``run(args) -> int``, the exit status. It may have ``when_ended(args) -> str``: what to say of a run
+    that is interrupted or ended by a signal.
+    """
 
     name: str
     module: str
@@ -62,18 +68,24 @@ def main(argv: list[str] | None = None) -> int:
         prog="mtraining", description="Dynamic sparse ring attention for Megatron-LM."
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    chosen = None
+    module = None
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
         if argv[:1] == [command.name]:
-            chosen = importlib.import_module(command.module)
-            chosen.add_arguments(subparser)
+            module = importlib.import_module(command.module)
+            module.add_arguments(subparser)
     args = parser.parse_args(argv)
     try:
-        return chosen.run(args)
+        with ends_as_exceptions():
+            return module.run(args)
     except ConfigError as error:
         print(f"mtraining {args.command}: {error}", file=sys.stderr)
         return 2
+    except (KeyboardInterrupt, Ended) as end:
+        how = f"ended by {end.name}" if isinstance(end, Ended) else "interrupted"
+        left = f"; {module.when_ended(args)}" if hasattr(module, "when_ended") else ""
+        print(f"mtraining {args.command}: {how}{left}", file=sys.stderr)
+        return 128 + (end.number if isinstance(end, Ended) else signal.SIGINT)
 
 
 if __name__ == "__main__":

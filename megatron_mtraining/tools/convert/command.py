@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ...config import ConfigError
-from ..signals import Ended, ends_as_exceptions
+from ..common.signals import Ended, ends_as_exceptions
 
 __all__ = ["add_arguments", "run"]  # what megatron_mtraining.tools.cli asks of a subcommand
 

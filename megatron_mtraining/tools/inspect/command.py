@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ... import __version__
 from ...config import ConfigError, MTrainingConfig
-from ..signals import Ended, ends_as_exceptions
+from ..common.signals import Ended, ends_as_exceptions
 from .options import Options, add_arguments, options_from
 
 __all__ = ["add_arguments", "run"]  # what megatron_mtraining.tools.cli asks of a subcommand

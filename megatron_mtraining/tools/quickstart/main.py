@@ -98,7 +98,7 @@ def train(options: Options, folder: Path) -> None:
             flush=True,
         )
     try:
-        processes.spawn(worker, args=(options, str(folder)), nprocs=options.processes)
+        processes.spawn(worker, args=(options, str(folder)), nprocs=options.processes, daemon=True)
     except (processes.ProcessRaisedException, processes.ProcessExitedException) as error:
         raise TrainingError(f"process {error.error_index} failed:\n{error}") from error
 

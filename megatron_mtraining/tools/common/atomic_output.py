@@ -1,0 +1,256 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Output files and folders that appear whole or not at all.
+
+Everything is written into a new private folder beside the target, ``.NAME.partial``, and renamed at the
+end. The folder is locked: a second run with the same target is refused. Whether the target may be replaced
+is checked under that lock, before writing and again before renaming. Symbolic links are not followed: a
+link in the place of the private folder is refused, a link in the place of the target is replaced itself.
+
+On errors, and on signals where these raise exceptions (see :mod:`.signals`; ``mtraining`` does so for all
+its commands), the private folder is removed. What a killed process leaves is not locked, and the next run
+removes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from ...config import ConfigError
+
+LOCK, NEW, OLD = "lock", "new", "old"
+"""Names in the private folder: its lock, what is being written, and the folder that it replaces."""
+
+Check = Callable[[Path], None]
+"""Raises :class:`ConfigError` if what is at the target may not be replaced."""
+
+
+@contextmanager
+def atomic_file(
+    path: Path, *, option: str = "--output", overwrite: bool = False, check: Check | None = None
+) -> Iterator[BinaryIO]:
+    """A binary file to write, which becomes ``path`` if the context ends without an exception.
+
+    Args:
+        path: the target. Parent folders are made, and removed again if the context fails.
+        option: how messages call the target: an option or a positional argument.
+        overwrite: replace a file that is there.
+        check: asked in place of ``overwrite``.
+
+    Raises:
+        ConfigError: the target exists, is in use by another run, or cannot be written.
+    """
+    check = check or _refuse_existing(option, overwrite, "file")
+    with _private_folder(path.with_name(f".{path.name}.partial"), path, option) as private:
+        check(path)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with open(os.open(private / NEW, flags, 0o666), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        check(path)
+        os.replace(private / NEW, path)
+
+
+@contextmanager
+def atomic_folder(
+    path: Path, *, option: str = "--output", overwrite: bool = False, check: Check | None = None
+) -> Iterator[Path]:
+    """A new folder to write into, which becomes ``path`` if the context ends without an exception.
+
+    A folder that is replaced stays until the new one is complete, and is put back if the process is killed
+    between the two renames: by the next run with this target.
+
+    Args, Raises: as for :func:`atomic_file`.
+    """
+    check = check or _refuse_existing(option, overwrite, "folder")
+    with _private_folder(path.with_name(f".{path.name}.partial"), path, option) as private:
+        check(path)
+        new, old = private / NEW, private / OLD
+        new.mkdir()
+        yield new
+        check(path)
+        try:
+            if os.path.lexists(path):
+                os.rename(path, old)
+            os.rename(new, path)
+        except BaseException:
+            _put_back(path, old)
+            raise
+
+
+@contextmanager
+def atomic_files(
+    folder: Path, *, option: str = "--output", overwrite: bool = True
+) -> Iterator[Path]:
+    """A new folder to write into, whose files move into ``folder`` if the context ends without an exception.
+
+    Other files in ``folder`` stay; those of the same names are replaced. It is made if it is not there.
+
+    Args, Raises: as for :func:`atomic_file`.
+    """
+    with _private_folder(folder / ".partial", folder, option) as private:
+        new = private / NEW
+        new.mkdir()
+        yield new
+        check = _refuse_existing(option, overwrite, "file")
+        files = sorted(new.iterdir())
+        for file in files:
+            check(folder / file.name)
+        for file in files:
+            os.replace(file, folder / file.name)
+
+
+@contextmanager
+def locked_folder(path: Path, option: str) -> Iterator[Path]:
+    """Make or open a folder of this process alone, and lock it. It is not removed.
+
+    Raises:
+        ConfigError: another run holds it, or what is there is a link or of another user.
+    """
+    descriptors: list[int] = []
+    try:
+        while not _try_lock(path, option, descriptors):
+            _close(descriptors)
+        yield path
+    finally:
+        _close(descriptors)
+
+
+def remove_locked(path: Path) -> None:
+    """Remove a folder that this process has locked, with all that is in it. The lock goes last."""
+    for file in os.scandir(path):
+        if file.is_dir(follow_symlinks=False):
+            shutil.rmtree(file.path)
+        elif file.name != LOCK:
+            os.unlink(file.path)
+    (path / LOCK).unlink(missing_ok=True)
+    path.rmdir()
+
+
+def cannot_write(option: str, path: Path, error: OSError) -> ConfigError:
+    """What an error in writing the target means for the user."""
+    return ConfigError(
+        f"{option} is {path}, which cannot be written: {error.strerror or error}; name another place, or "
+        "make room"
+    )
+
+
+@contextmanager
+def _private_folder(private: Path, target: Path, option: str) -> Iterator[Path]:
+    """The folder, locked and empty; removed at the end, as are new parents of a target that failed."""
+    parents: list[Path] = []
+    try:
+        parents += _make_parents(private.parent)
+        with locked_folder(private, option):
+            try:
+                if _put_back(target, private / OLD):
+                    print(f"{target} is back: a killed run had moved it away", file=sys.stderr)
+                _empty(private)
+                yield private
+            finally:
+                with suppress(OSError):
+                    remove_locked(private)
+    except BaseException as error:
+        for parent in reversed(parents):
+            with suppress(OSError):  # in use by another
+                parent.rmdir()
+        if isinstance(error, OSError) and _is_about(error, private, target):
+            raise cannot_write(option, target, error) from error
+        raise
+
+
+def _is_about(error: OSError, private: Path, target: Path) -> bool:
+    """Whether it comes from writing here, and not from some file that was read meanwhile."""
+    if error.errno is None:  # a library's own
+        return False
+    if not isinstance(error.filename, str | os.PathLike):  # of an open file
+        return True
+    file = Path(error.filename)
+    return file in (target, *target.parents) or private in (file, *file.parents)
+
+
+def _make_parents(folder: Path) -> list[Path]:
+    """Make a folder and return those that were not there, the outermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing[::-1]
+
+
+def _try_lock(path: Path, option: str, descriptors: list[int]) -> bool:
+    """Lock the folder; False if it was removed meanwhile."""
+    foreign = ConfigError(
+        f"{path} is needed for {option}, and is a link, a file or another user's folder: remove it"
+    )
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        about = os.lstat(path)
+        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
+            raise foreign from None
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        descriptors.append(folder)
+        lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+        descriptors.append(lock)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise foreign if error.errno in (errno.ELOOP, errno.ENOTDIR) else error from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"{path} is in use by another run with the same {option}: wait for it, or name another place"
+        ) from None
+    try:
+        return os.path.samestat(os.fstat(lock), os.stat(path / LOCK, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _close(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
+
+
+def _empty(private: Path) -> None:
+    """Remove what a killed run has left."""
+    for name in (NEW, OLD):
+        path = private / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _put_back(target: Path, old: Path) -> bool:
+    """Give a folder its name back that was moved away and not replaced; True if there was one."""
+    if os.path.lexists(target) or not os.path.lexists(old):
+        return False
+    os.rename(old, target)
+    return True
+
+
+def _refuse_existing(option: str, overwrite: bool, kind: str) -> Check:
+    def check(path: Path) -> None:
+        if not os.path.lexists(path):
+            return
+        if not overwrite:
+            raise ConfigError(
+                f"{option} is {path}, which exists: name another {kind}, or --overwrite it"
+            )
+        if os.path.isdir(path) and not os.path.islink(path) and kind == "file":
+            raise ConfigError(f"{option} is {path}, which is a folder: name a file")
+        if not os.path.isdir(path) and kind == "folder":
+            raise ConfigError(f"{option} is {path}, which is no folder: name another")
+
+    return check
