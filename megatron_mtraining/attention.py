@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .config import MTrainingConfig
 from .documents import Documents
-from .kernels.attention import check_operands, unit_stride
+from .kernels.attention.operands import check_operands, unit_stride
 from .pattern import BlockListIndex, VerticalSlashIndex, check_choice, choose_index
 from .ring import KeysAndValues, ring_attention, ring_of
 

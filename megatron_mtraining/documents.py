@@ -28,17 +28,18 @@ class LocalDocuments:
 
     Attributes:
         start: int32 ``[b, s]``: where the documents of this rank's tokens start, as positions over all ranks.
-        line: float32, the same.
-        reach: int32 ``[b, 2, nb]``, by own query block: the first key block of which it sees anything, and
-            the first from which on it needs no mask of documents. Blocks are numbered over all ranks.
-        extent: int32 ``[b, 2, NB]``, by key block: up to before which query block no mask of documents is
-            needed, and before which one queries see anything of it.
+        start_f32: float32, the same.
+        kv_block_bounds: int32 ``[b, 2, nb]``, by own query block: the first key block that it attends to
+            (first_kv_block), and the first from which on it needs no document mask
+            (first_unmasked_kv_block). Blocks are numbered over all ranks.
+        q_block_bounds: int32 ``[b, 2, NB]``, by key block: the end of the query blocks that need no document
+            mask for it (end_unmasked_q_block), and the end of those that attend to it (end_q_block).
     """
 
     start: Tensor
-    line: Tensor
-    reach: Tensor
-    extent: Tensor
+    start_f32: Tensor
+    kv_block_bounds: Tensor
+    q_block_bounds: Tensor
 
 
 class Costs(NamedTuple):

@@ -199,14 +199,14 @@ def test_bounds_are_exact(seq_length, world, inner, kind):
     whole = (seen | ~there[:, :, None, None] | ~there[None, None]).all(3).all(1)
     for rank in range(world):
         local = documents.on(rank, world, inner, block)
-        assert torch.equal(local.line, local.start.float())
+        assert torch.equal(local.start_f32, local.start.float())
         for a in range(num_blocks // world):
             own = int(block_at(a, rank, world, inner))
-            first, from_there = local.reach[0, :, a].tolist()
+            first, from_there = local.kv_block_bounds[0, :, a].tolist()
             assert some[own].nonzero().min() == first
             assert whole[own, :own].nonzero().flatten().tolist() == list(range(from_there, own))
         for j in range(num_blocks):
-            until, end = local.extent[0, :, j].tolist()
+            until, end = local.q_block_bounds[0, :, j].tolist()
             assert some[:, j].nonzero().max() + 1 == end
             later = whole[j + 1 :, j].nonzero().flatten() + j + 1
             assert later.tolist() == list(range(j + 1, until))

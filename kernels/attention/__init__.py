@@ -6,36 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...config import HEAD_DIMS
 from ..common.dispatch import uses_hopper, uses_triton
 from . import reference
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise ValueError, naming what was given, unless the kernels can take these operands."""
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-    if query.dim() != 4 or key.shape != value.shape or query.shape[:2] != key.shape[:2]:
-        raise ValueError(f"expected [s, b, h, d] and twice [s, b, hk, d], got {shapes}")
-    if query.shape[3] != key.shape[3] or query.shape[2] % key.shape[2]:
-        raise ValueError(f"head dims must be equal, KV heads must divide query heads: {shapes}")
-    if query.shape[3] not in HEAD_DIMS:
-        raise ValueError(f"head dim {query.shape[3]} is not supported: use one of {HEAD_DIMS}")
-    # float64 runs on the twins alone: a reference for tests.
-    allowed = DTYPES if uses_triton(query) else (*DTYPES, torch.float64)
-    if query.dtype not in allowed or not query.dtype == key.dtype == value.dtype:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
-        raise ValueError(
-            f"query, key, value are {query.dtype}, {key.dtype}, {value.dtype}: "
-            f"they must share one dtype of {names}"
-        )
-
-
-def unit_stride(*tensors: Tensor) -> list[Tensor]:
-    """Tensors as the kernels take them, of unit stride in the last dimension: copied where they are not.
-    Megatron's projections give such operands."""
-    return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
 
 
 def pack(key: Tensor, value: Tensor, out: Tensor) -> None:
@@ -84,7 +56,7 @@ def attention_forward(
     Args:
         key, value: ``[I, s, b, hk, d]``, of the ranks at ``this.sources``.
         columns: ``[2, b, h, C, d]``, the columns of all ranks, attended in one of the rounds by each head
-            (``this.number``); None if there are none.
+            (``this.round_index``); None if there are none.
         carry: out of the rounds before, float32; None at the first.
         lse: softmax log-sum-exp so far (natural logarithm), float32, updated in place; its content
             is not read at the first round.

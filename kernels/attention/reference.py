@@ -97,7 +97,7 @@ def _masked_scores(q, k, columns, index, this, queries: range, key_length, softm
     heads = q.shape[1]
     mask = slash_mask(index, this.rank, this.sources, queries, key_length)
     if columns is not None:
-        turn = torch.arange(heads, device=q.device) * this.outer // heads == this.number
+        turn = torch.arange(heads, device=q.device) * this.outer // heads == this.round_index
         more = column_mask(index, this.rank, queries) & turn[:, None, None]
         mask = torch.cat((mask, more), -1)
     return _scores(q, k, mask, softmax_scale)

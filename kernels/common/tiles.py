@@ -67,20 +67,20 @@ def precision_for(tensor: torch.Tensor) -> str:
 
 def document_rows(index, rank: int) -> tuple:
     """Of packed documents, what kernels that hold queries take: where the documents of a rank's rows start,
-    and ``LocalDocuments.reach``. None, which compiles to nothing, if there are none."""
+    and ``LocalDocuments.kv_block_bounds``. None, which compiles to nothing, if there are none."""
     if index.documents is None:
         return None, None
     local = index.documents.on(rank, index.world, index.inner, index.block_size)
-    return local.start, local.reach
+    return local.start, local.kv_block_bounds
 
 
 def document_keys(index, rank: int) -> tuple:
     """What kernels that hold keys take: where the documents of the rows of ``rank`` start, and
-    ``LocalDocuments.extent``."""
+    ``LocalDocuments.q_block_bounds``."""
     if index.documents is None:
         return None, None
     local = index.documents.on(rank, index.world, index.inner, index.block_size)
-    return local.start, local.extent
+    return local.start, local.q_block_bounds
 
 
 @triton.jit

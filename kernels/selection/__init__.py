@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...config import MAX_BLOCKS
 from ..common.dispatch import uses_triton
+from ..limits import MAX_BLOCKS
 from . import reference as reference_choice
 from . import reference_blocks, reference_masses
 
@@ -65,8 +65,8 @@ def row_masses(
     """Attention mass of sampled rows by column and by block distance, over this rank's keys.
 
     Args:
-        sample: ``sample.fit`` of the rows of each stratum count, the others are held out. ``sample.twice``:
-            the largest share that a single stratum gives to a column is left out.
+        sample: ``sample.num_selection_rows`` of the rows of each stratum count, the others are held out.
+            ``sample.drop_max_stratum``: the largest share of a single stratum in a column is left out.
         lse: the rows' log-sum-exp over all ranks, float32 ``[b, h, R]``.
         sink: so many first columns of the sequence come before all others.
         per_cost: divide a column's mass by the number of query blocks that see it beyond their window.
@@ -288,7 +288,7 @@ def index_lists(
         counts.
 
     Raises:
-        ValueError: ranks of a round have more than :data:`~megatron_mtraining.config.MAX_BLOCKS` blocks.
+        ValueError: ranks of a round have more than :data:`~..limits.MAX_BLOCKS` blocks.
     """
     if seq_length > MAX_BLOCKS * block_size * (world // inner):
         raise ValueError(

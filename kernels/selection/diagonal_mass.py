@@ -11,10 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common.fixed_point import fixed_point_one
 from ..common.launch import cdiv, launch, next_power_of_2
 from ..common.tiles import LOG2E, block_at, load_rows, precision_for
 from .masses import seen_probabilities
-from .reference import fixed_point_one
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -103,9 +103,9 @@ def diagonal_mass(sample, key, lse, sink, columns):
         sample.query, sample.rows, sample.starts, key, lse, column, cut, mass,
         *key.stride()[:3], num_rows, batch * heads, length, seq_length, sample.rank, sample.world,
         sample.inner,
-        sample.near, sink, sample.softmax_scale, fixed_point_one(num_rows),
+        sample.window_blocks, sink, sample.softmax_scale, fixed_point_one(num_rows),
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
-        IN_STRATUM=sample.rows_in_stratum, FIT=sample.fit, COLUMNS=columns is not None,
+        IN_STRATUM=sample.rows_per_stratum, FIT=sample.num_selection_rows, COLUMNS=columns is not None,
         ALL_ROWS=next_power_of_2(num_rows), ROWS=rows, EVEN=length % block == 0, PREC=precision_for(key),
         num_warps=8, num_stages=2,
     )  # fmt: skip

@@ -13,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common.fixed_point import fixed_point_one
 from ..common.launch import cdiv, launch, next_power_of_2
 from ..common.tiles import LOG2E, block_at, load_rows, precision_for
 from .lse import load_sampled
-from .reference import fixed_point_one
 
 
 @triton.jit
@@ -220,11 +220,11 @@ def row_masses(sample, key, lse, sink, per_cost):
         sample.query, sample.rows, sample.starts, None if sample.costs is None else sample.costs.further,
         key, lse, values, *masses,
         *key.stride()[:3], num_rows, batch * heads, length, num_blocks,
-        sample.rank, sample.world, sample.inner, sample.near, sink, sample.softmax_scale,
+        sample.rank, sample.world, sample.inner, sample.window_blocks, sink, sample.softmax_scale,
         fixed_point_one(num_rows),
         HEADS=heads, GROUP=group, D=dim, BLOCK=block,
-        IN_STRATUM=sample.rows_in_stratum, FIT=sample.fit, ALL_ROWS=next_power_of_2(num_rows),
-        TOGETHER=together, STRATA=64 // together, KEYS=keys, PER_COST=per_cost, TWICE=sample.twice,
+        IN_STRATUM=sample.rows_per_stratum, FIT=sample.num_selection_rows, ALL_ROWS=next_power_of_2(num_rows),
+        TOGETHER=together, STRATA=64 // together, KEYS=keys, PER_COST=per_cost, TWICE=sample.drop_max_stratum,
         EVEN=length % keys == 0, PREC=precision_for(key), num_warps=warps, num_stages=2,
         **most,
     )  # fmt: skip

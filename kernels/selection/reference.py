@@ -7,23 +7,11 @@ counts too large for the kernel take, on any device.
 
 from __future__ import annotations
 
-import struct
-
 import torch
 from torch import Tensor
 
 from ...layout import positions_at
-
-
-def fixed_point_one(num_rows: int) -> int:
-    """The integer that stands for a probability of 1: exact in float32, and ``num_rows`` of them fit
-    in an int32."""
-    return (2**31 - 1) // num_rows & ~255
-
-
-def float_bits(number: float) -> int:
-    """The bits of a positive number, in float32, which order like it."""
-    return struct.unpack("i", struct.pack("f", number))[0]
+from ..common.fixed_point import fixed_point_one
 
 
 def _positions(length: int, rank: int, world: int, inner: int, block_size: int, device) -> Tensor:
@@ -54,10 +42,10 @@ def _far_probabilities(sample, key, lse) -> tuple[Tensor, Tensor]:
     """Probabilities beyond the window, NaN as 0, and the keys' global positions."""
     scores, position = _scores(sample, key)
     apart = (sample.rows // sample.block_size)[:, None] - position // sample.block_size
-    left_out = (apart < sample.near) | unseen(sample, position)
+    left_out = (apart < sample.window_blocks) | unseen(sample, position)
     # Held-out rows do not count.
     row = torch.arange(len(sample.rows), device=key.device)
-    left_out = left_out | (row % sample.rows_in_stratum >= sample.fit)[:, None]
+    left_out = left_out | (row % sample.rows_per_stratum >= sample.num_selection_rows)[:, None]
     p = torch.exp(scores - lse[..., None]).masked_fill_(left_out, 0)
     return p.nan_to_num_(nan=0.0).clamp_(max=1), position
 

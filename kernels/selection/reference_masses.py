@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from .reference import _positions, fixed_point_one, float_bits, unseen
+from ..common.fixed_point import fixed_point_one, float_bits
+from .reference import _positions, unseen
 
 
 def _probabilities(sample, keys, position, lse):
@@ -23,19 +24,21 @@ def _probabilities(sample, keys, position, lse):
 
 def _fit(sample, p):
     """Of rows ``[b, h, R, k]`` those that choose, by stratum ``[b, h, strata, rows, k]``, and the others."""
-    strata = p.unflatten(2, (-1, sample.rows_in_stratum))
-    return strata[:, :, :, : sample.fit], strata[:, :, :, sample.fit :]
+    strata = p.unflatten(2, (-1, sample.rows_per_stratum))
+    return strata[:, :, :, : sample.num_selection_rows], strata[
+        :, :, :, sample.num_selection_rows :
+    ]
 
 
 def _rows(sample):
-    rows = sample.rows.long().unflatten(0, (-1, sample.rows_in_stratum))
-    return rows[:, : sample.fit], rows[:, sample.fit :]
+    rows = sample.rows.long().unflatten(0, (-1, sample.rows_per_stratum))
+    return rows[:, : sample.num_selection_rows], rows[:, sample.num_selection_rows :]
 
 
 def _total(sample, strata):
     """Mass by key, of strata ``[b, h, strata, k]``."""
     total = strata.sum(2)
-    return (total - strata.amax(2)).clamp_(min=0) if sample.twice else total
+    return (total - strata.amax(2)).clamp_(min=0) if sample.drop_max_stratum else total
 
 
 def _add(out, distance, mass, one):
@@ -56,12 +59,12 @@ def row_masses(sample, key, lse, sink, per_cost):
     keys = key.permute(1, 2, 0, 3).repeat_interleave(heads // kv_heads, 1)
     fit, held = _fit(sample, _probabilities(sample, keys, position, lse))
     rows, held_rows = _rows(sample)
-    far = rows[..., None] // block - position // block >= sample.near
+    far = rows[..., None] // block - position // block >= sample.window_blocks
     total = _total(sample, torch.where(far, fit, 0.0).sum(3))
     if per_cost:
-        seen = num_blocks - position // block - sample.near
+        seen = num_blocks - position // block - sample.window_blocks
         if sample.costs is not None:
-            seen = (sample.costs.further[:, position // block] + 1 - sample.near)[:, None]
+            seen = (sample.costs.further[:, position // block] + 1 - sample.window_blocks)[:, None]
         total = torch.where(seen > 0, total / seen.clamp(min=1), 0.0)
     values = torch.where(position < sink, 2**31 - 1, total.float().contiguous().view(torch.int32))
 
@@ -80,7 +83,7 @@ def row_masses(sample, key, lse, sink, per_cost):
     _add(masses[0], apart - 1, before, one)
     _add(masses[0], apart, fit.sum(-1) - before - after, one)
     _add(masses[0], apart + 1, after, one)
-    if sample.fit == sample.rows_in_stratum:
+    if sample.num_selection_rows == sample.rows_per_stratum:
         held, held_rows = fit, rows
     _add(masses[1], held_rows[..., None] // block - at[:, 0] // block, held.sum(-1), one)
     return values, masses
@@ -150,7 +153,7 @@ def price_columns(sample, keys, positions, lse, member, usual, outside, price, s
         at = (positions // block).clamp(max=num_blocks - 1).long().flatten(1)
         before = sample.costs.further.gather(1, at).view(positions.shape).long()
     total, adds = _total(sample, strata), outside.gather(-1, before)
-    if not sample.spread:
+    if not sample.stratified:
         adds = torch.full_like(adds, num_blocks)
     adds = adds.clamp(min=1)
     if sample.costs is not None:

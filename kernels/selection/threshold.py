@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common.fixed_point import fixed_point_one, float_bits
 from ..common.launch import cdiv, launch, next_power_of_2
 from ..common.tiles import LOG2E, gather_rows, precision_for
 from .masses import seen_probabilities
-from .reference import fixed_point_one, float_bits
 
 
 @triton.jit
@@ -74,7 +74,8 @@ def candidate_slashes(sample, keys, positions, values, least, lse, num_blocks):
         sample.query, sample.rows, sample.starts, keys, positions, values, lse, masses,
         num_rows, batch * heads, count, sample.seq_length, num_blocks, float_bits(least),
         sample.softmax_scale, fixed_point_one(num_rows),
-        HEADS=heads, D=dim, BLOCK=sample.block_size, IN_STRATUM=sample.rows_in_stratum, FIT=sample.fit,
+        HEADS=heads, D=dim, BLOCK=sample.block_size, IN_STRATUM=sample.rows_per_stratum,
+        FIT=sample.num_selection_rows,
         STRATA=32, KEYS=tile, PREC=precision_for(keys), num_warps=4, num_stages=2,
     )  # fmt: skip
     return masses
@@ -233,8 +234,9 @@ def _launch_columns(sample, keys, positions, lse, slashes, chosen, sink, unit, c
         *((None, None) if sample.costs is None else (sample.costs.further, sample.costs.factor)),
         keys, positions, lse, *slashes, *chosen,
         num_rows, batch * heads, count, sample.seq_length, num_blocks, sink, sample.softmax_scale, unit,
-        HEADS=heads, D=dim, BLOCK=sample.block_size, IN_STRATUM=sample.rows_in_stratum, FIT=sample.fit,
-        STRATA=32, KEYS=tile, TWICE=sample.twice, SPREAD=sample.spread,
+        HEADS=heads, D=dim, BLOCK=sample.block_size, IN_STRATUM=sample.rows_per_stratum,
+        FIT=sample.num_selection_rows,
+        STRATA=32, KEYS=tile, TWICE=sample.drop_max_stratum, SPREAD=sample.stratified,
         CHOOSE=choose, PREC=precision_for(keys), num_warps=4, num_stages=2,
     )  # fmt: skip
 

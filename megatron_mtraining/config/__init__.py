@@ -8,14 +8,9 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import get_args, get_type_hints
 
+from ..kernels.limits import MAX_BLOCKS
+
 BLOCK_SIZES = (64, 128)
-HEAD_DIMS = (64, 128)
-"""Head dimensions there are kernels for."""
-MAX_BLOCKS = 32768
-"""Blocks of a rank, and of the ranks that gather their keys, whose numbers fit the index's 16 bits: 4M
-tokens with blocks of 128."""
-
-
 POLICIES = ("price", "coverage", "fixed", "xattention", "moba")
 ESTIMATORS = ("strata", "last")
 SCOPES = ("head", "model")

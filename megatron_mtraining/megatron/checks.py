@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import HEAD_DIMS, ConfigError
+from ..config import ConfigError
 from ..config import option as mtraining_option
+from ..kernels.limits import HEAD_DIMS
 from ..layout import inner_size
 
 

@@ -9,8 +9,9 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from ..attention import attend
-from ..config import HEAD_DIMS, ConfigError
-from ..kernels.attention import DTYPES
+from ..config import ConfigError
+from ..kernels.attention.operands import DTYPES
+from ..kernels.limits import HEAD_DIMS
 from ..pattern import heads_of_layer, steering_of
 from ..ring import Ring, advise_on_hosts, check_hosts, ring_of
 from . import recompute

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents
-from ..kernels.attention import unit_stride
+from ..kernels.attention.operands import unit_stride
 from ..kernels.selection import strided_lse, take_blocks
 from ..layout import block_at
 
@@ -85,7 +85,7 @@ def choose_block_lists(
         query, key = (torch.nn.functional.pad(t, (0, 0) * 3 + (0, missing)) for t in (query, key))
     apart = None
     if documents is not None:
-        first = documents.on(ring.rank, ring.world, ring.inner, block_size).reach[:, 0]
+        first = documents.on(ring.rank, ring.world, ring.inner, block_size).kv_block_bounds[:, 0]
         every = torch.arange(first.shape[1] * ring.world, device=query.device)
         apart = every < first[:, None, :, None]  # [b, 1, nb, NB]
     if source == "moba":

@@ -71,7 +71,7 @@ class BlockListIndex(PatternIndex):
     recall: Tensor | None = None
     documents: Documents | None = None
 
-    LISTS: ClassVar[bool] = True
+    has_block_lists: ClassVar[bool] = True
 
     @property
     def list_strides(self) -> tuple[int, int]:

@@ -46,8 +46,8 @@ def recall_of_blocks(sample: Sample, key: Tensor, lse: Tensor, blocks: Tensor, r
     """
     batch, heads, _, num_blocks = blocks.shape
     size, world = sample.block_size, sample.world
-    held = torch.arange(len(sample.rows), device=key.device).view(-1, sample.rows_in_stratum)
-    held = held[:, sample.fit % sample.rows_in_stratum :].flatten()
+    held = torch.arange(len(sample.rows), device=key.device).view(-1, sample.rows_per_stratum)
+    held = held[:, sample.num_selection_rows % sample.rows_per_stratum :].flatten()
     rows = sample.rows.long()[held]
     owner, local = owner_of(rows // size, world, sample.inner)
     seen = blocks.index_select(2, torch.where(owner == sample.rank, local, 0))

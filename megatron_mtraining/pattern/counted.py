@@ -117,7 +117,7 @@ def choose_fixed(sample: Sample, key, lse, values, heads, ring) -> tuple[Tensor,
 
 
 def choose_coverage(sample: Sample, key, lse, values, heads, ring) -> tuple[Tensor, Tensor]:
-    """As few columns as hold the share ``coverage`` of attention beyond ``sample.near`` and sinks, and as few
+    """As few columns as hold the share ``coverage`` of attention beyond the window and sinks, and as few
     token diagonals, each by themselves, within floors and caps: as :func:`choose_fixed` gives them.
     """
     device, seq_length, sink = key.device, sample.seq_length, min(heads[0].sink, sample.seq_length)

@@ -26,11 +26,11 @@ class Sample:
     Attributes:
         query: ``[R, b, h, d]`` in the queries' dtype, contiguous, the same on all ranks.
         rows: int32 ``[R]``, global positions of the rows, ascending.
-        rows_in_stratum: so many rows in a row are of one stretch of the sequence.
-        fit: so many of them, the first, choose the pattern; the others are held out.
-        twice: a column must show in two stretches: the largest share that one gives to it is left out.
-        spread: the rows are spread over the sequence, not its last.
-        near: query and key blocks fewer apart than this are in the local window.
+        rows_per_stratum: consecutive rows that are of one stratum (stretch) of the sequence.
+        num_selection_rows: the first rows of each stratum, which select the pattern; the others are held out.
+        drop_max_stratum: leave out, of a column's mass, the largest share that one stratum gives to it.
+        stratified: the rows are spread over the sequence, not its last.
+        window_blocks: query and key blocks fewer apart than this are in the local window.
         seq_length: N.
         documents: packed ones: a row sees keys of its own alone. None for one document.
         starts: int32 ``[b, R]``: where the rows' documents start; None without ``documents``.
@@ -41,11 +41,11 @@ class Sample:
 
     query: Tensor
     rows: Tensor
-    rows_in_stratum: int
-    fit: int
-    twice: bool
-    spread: bool
-    near: int
+    rows_per_stratum: int
+    num_selection_rows: int
+    drop_max_stratum: bool
+    stratified: bool
+    window_blocks: int
     seq_length: int
     rank: int
     world: int
@@ -99,7 +99,7 @@ def draw_sample(
 
     Args:
         query ``[s, b, h, d]``: this rank's part, block-striped.
-        near: see :class:`Sample`.
+        near: its ``window_blocks``.
     """
     block, strata, rows = config.block_size, config.sample_strata, config.sample_rows
     seq_length = query.shape[0] * ring.world
@@ -119,14 +119,21 @@ def draw_sample(
         # One rank has each row, so the sum is exact in any dtype.
         sampled = ring.all_reduce(sampled.masked_fill_(elsewhere, 0))
     if config.estimator == "last":  # there are no stretches to tell apart: each row is one
-        kind = dict(rows_in_stratum=1, fit=1, twice=False, spread=False)
+        kind = dict(
+            rows_per_stratum=1, num_selection_rows=1, drop_max_stratum=False, stratified=False
+        )
     else:
-        kind = dict(rows_in_stratum=rows, fit=rows - config.held_out_rows, twice=True, spread=True)
+        kind = dict(
+            rows_per_stratum=rows,
+            num_selection_rows=rows - config.held_out_rows,
+            drop_max_stratum=True,
+            stratified=True,
+        )
     if documents is not None:
         kind.update(documents=documents, starts=documents.starts[:, row.long()].contiguous())
-        kind.update(costs=documents.costs(block) if kind["spread"] else None)
+        kind.update(costs=documents.costs(block) if kind["stratified"] else None)
     return Sample(
-        sampled, row, **kind, near=near, seq_length=seq_length,
+        sampled, row, **kind, window_blocks=near, seq_length=seq_length,
         rank=ring.rank, world=ring.world, inner=ring.inner, block_size=block, softmax_scale=softmax_scale,
     )  # fmt: skip
 

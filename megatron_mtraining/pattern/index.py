@@ -34,7 +34,7 @@ from . import packed
 class PatternIndex:
     """What the kernels and the ring take for a pattern: of this or of :mod:`.block_index`."""
 
-    LISTS: ClassVar[bool]
+    has_block_lists: ClassVar[bool]
     """Whether each query block has a list of its own (key blocks), or a head has one for all."""
     member: Tensor
     columns: Tensor
@@ -125,7 +125,7 @@ class VerticalSlashIndex(PatternIndex):
     recall: Tensor | None = None
     documents: Documents | None = None
 
-    LISTS: ClassVar[bool] = False
+    has_block_lists: ClassVar[bool] = False
 
     @property
     def list_strides(self) -> tuple[int, int]:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..kernels import selection as kernels
 from ..kernels.attention import gather_columns
+from ..kernels.common.fixed_point import fixed_point_one
 from ..kernels.selection import candidate_slashes, price_columns, price_slashes, row_masses
-from ..kernels.selection.reference import fixed_point_one
 from .counted import best_columns
 from .estimate import Sample
 
@@ -57,7 +57,7 @@ def listed(columns: Tensor, sample: Sample) -> Listed:
 def units(sample: Sample) -> tuple[float, float]:
     """Cost of a pair of blocks, and of a column in a query block, as shares of the causal pairs, times the
     rows that choose: what a mass summed over those is compared to."""
-    rows = len(sample.rows) // sample.rows_in_stratum * sample.fit
+    rows = len(sample.rows) // sample.rows_per_stratum * sample.num_selection_rows
     column = sample.block_size * rows / (sample.seq_length * (sample.seq_length + 1) / 2)
     return column * sample.block_size, column
 
@@ -76,20 +76,20 @@ def choose_by_price(
     """
     cap = min(max(config.vertical_cap for config in heads), sample.seq_length)
     sink = min(heads[0].sink, sample.seq_length)
-    values, masses = row_masses(sample, key, lse, sink, per_cost=sample.spread)
+    values, masses = row_masses(sample, key, lse, sink, per_cost=sample.stratified)
     masses = ring.all_reduce(masses)
     (values, positions), _ = best_columns(values, cap, sample, ring)
     keys = ring.all_reduce(gather_columns(key, None, listed(positions, sample), ring.rank))[0]
     pair, column = units(sample)
     one, num_blocks = fixed_point_one(len(sample.rows)), masses.shape[-1]
     if slashes is None:
-        least = USUAL * column * (1 if sample.spread else num_blocks)
+        least = USUAL * column * (1 if sample.stratified else num_blocks)
         inside = candidate_slashes(sample, keys, positions, values, least, lse, num_blocks)
         slashes, usual, outside, value = price_slashes(
-            masses[0], inside, price, USUAL, sample.near, pair, one, sample.spread,
+            masses[0], inside, price, USUAL, sample.window_blocks, pair, one, sample.stratified,
             sample.costs,
         )  # fmt: skip
-        slashes = _bound_slashes(slashes, value, sample.near, heads)
+        slashes = _bound_slashes(slashes, value, sample.window_blocks, heads)
     else:
         usual, outside = slashes, (slashes == 0).cumsum(-1, dtype=torch.int32)
     columns, value, held = price_columns(
@@ -109,8 +109,8 @@ def recall_of(
         slashes: uint8 ``[b, h, NB]``.
         columns: int32 ``[b, h, C]``; ``held`` float32 ``[b, h, C]``: what the columns add to slashes.
     """
-    rows = len(sample.rows) // sample.rows_in_stratum
-    rows *= sample.rows_in_stratum - sample.fit or sample.fit
+    rows = len(sample.rows) // sample.rows_per_stratum
+    rows *= sample.rows_per_stratum - sample.num_selection_rows or sample.num_selection_rows
     one = fixed_point_one(len(sample.rows))
     return kernels.recall_of(masses[1], slashes, columns, held, sample.seq_length, one, rows)
 

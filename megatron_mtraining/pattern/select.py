@@ -178,8 +178,8 @@ def _count(policy: str, sample: Sample, key, lse, heads, ring) -> tuple[Tensor, 
     sink = min(heads[0].sink, sample.seq_length)
     if policy == "coverage":
         # As published, the last rows' share is of all attention, the window's too.
-        near = 0 if heads[0].estimator == "last" else sample.near
-        sample = replace(sample, near=near, twice=False)
+        near = 0 if heads[0].estimator == "last" else sample.window_blocks
+        sample = replace(sample, window_blocks=near, drop_max_stratum=False)
     values, masses = row_masses(sample, key, lse, sink, per_cost=False)
     choose = choose_coverage if policy == "coverage" else choose_fixed
     return *choose(sample, key, lse, values, heads, ring), ring.all_reduce(masses)

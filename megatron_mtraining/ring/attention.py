@@ -20,11 +20,10 @@ from ..kernels.attention import (
     attention_backward_query,
     attention_delta,
     attention_forward,
-    check_operands,
     gather_columns,
     pack,
-    unit_stride,
 )
+from ..kernels.attention.operands import check_operands, unit_stride
 from ..pattern.index import PatternIndex
 from .schedule import Do, Link, backward_ops, forward_ops
 from .transport import Ring, Transfer
@@ -124,7 +123,7 @@ def _forward(query, key, value, index, ring, softmax_scale, keys):
         if op.do is Do.ATTEND:
             at_hand = keys.at_hand()
             with_columns = columns.wait() if columns else None
-            with ring.span("attend", op.round.number):
+            with ring.span("attend", op.round.round_index):
                 out = attention_forward(
                     query, *at_hand, with_columns, index, op.round, softmax_scale, out, lse
                 )
@@ -248,7 +247,7 @@ def ring_attention(
             f"the index is for {index.world} ranks in nodes of {index.inner}, but the ring has "
             f"{ring.world} in nodes of {ring.inner}"
         )
-    if index.LISTS and index.rank != ring.rank:
+    if index.has_block_lists and index.rank != ring.rank:
         raise ValueError(
             f"the index has the lists of rank {index.rank}, but this is rank {ring.rank}"
         )

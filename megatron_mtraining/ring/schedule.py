@@ -49,13 +49,13 @@ class Round:
 
     Attributes:
         rank: of the queries.
-        number: o, of the round, from 0: how many nodes apart. The columns of head h of H are attended
+        round_index: o, of the round, from 0: how many nodes apart. The columns of head h of H are attended
             in round ``h * O // H``.
         inner, outer: I and O.
     """
 
     rank: int
-    number: int
+    round_index: int
     inner: int
     outer: int
 
@@ -67,17 +67,17 @@ class Round:
     @property
     def first(self) -> bool:
         """Whether there is nothing to carry in."""
-        return self.number == 0
+        return self.round_index == 0
 
     @property
     def last(self) -> bool:
         """Whether no round follows."""
-        return self.number == self.outer - 1
+        return self.round_index == self.outer - 1
 
     @property
     def sources(self) -> tuple[int, ...]:
         """The ranks whose keys these are, in the order they are gathered in."""
-        node = (self.rank // self.inner - self.number) % self.outer
+        node = (self.rank // self.inner - self.round_index) % self.outer
         return tuple(node * self.inner + y for y in range(self.inner))
 
     @property
@@ -87,7 +87,7 @@ class Round:
         Blocks of a node are numbered in the order of the sequence: the queries' block n sees the keys'
         blocks up to ``n - wrap``, which is ``o`` blocks of the sequence before it.
         """
-        return int(self.number > self.rank // self.inner)
+        return int(self.round_index > self.rank // self.inner)
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _key(this: Round, slot: int) -> Op:
 def _round_of_single_ranks(rank: int, this: Round) -> list[Op]:
     """Each rank adds to what the rank before has sent, and sends it on."""
     ops = []
-    if this.number > 1:
+    if this.round_index > 1:
         ops.append(Op(Do.TAKE_GRADIENTS, link=Link.OUTER))
     if not this.first:  # own keys come at the very end
         ops += [_key(this, 0), Op(Do.SEND_GRADIENTS, link=Link.OUTER)]
@@ -219,7 +219,7 @@ def _round_of_nodes(rank: int, this: Round) -> list[Op]:
     ops.append(Op(Do.TAKE_GRADIENTS, link=Link.INNER))
     if not this.first:
         ops.append(_key(this, y))
-        if this.number > 1:
+        if this.round_index > 1:
             ops.append(Op(Do.ADD_GRADIENTS, link=Link.OUTER))
         ops.append(Op(Do.SEND_GRADIENTS, link=Link.OUTER))
     elif not this.last:

@@ -177,8 +177,8 @@ def test_sources_are_the_schedule_s(balance, inner, outer):
     for rank in range(world):
         for this in rounds(rank, inner, outer):
             expected = list(this.sources)
-            assert found[rank, this.number].tolist() == expected
-            assert expected == node_before(rank, this.number, inner, outer)
+            assert found[rank, this.round_index].tolist() == expected
+            assert expected == node_before(rank, this.round_index, inner, outer)
 
 
 def test_makespan_by_hand(balance):
@@ -241,7 +241,7 @@ def run_schedule(work, inner):
                     held[rank] -= 1
                 else:
                     assert op.do is Do.ATTEND
-                    clock[rank] += work[rank, op.round.number]
+                    clock[rank] += work[rank, op.round.round_index]
                 ops[rank].pop(0)
                 moved = True
         assert moved, "every rank waits"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_mtraining.kernels.attention import check_operands
+from megatron_mtraining.kernels.attention.operands import check_operands
 from megatron_mtraining.pattern import build_index
 from tests.support.attention_cases import dense_attention, relative_error
 

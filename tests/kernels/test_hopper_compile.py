@@ -75,8 +75,8 @@ hopper_backward_key.CHAIN = 8  # as if the sequences were long
 
 for dim, columns, lists, packed in json.loads(sys.argv[2]):
     for inner, this in [(2, *rounds(1, 2, 1)), *((1, this) for this in rounds(1, 1, 2))]:
-        step = RingStep(1, 1 - this.number, inner, 2 // inner)
-        label = f"{dim} {columns} {lists} {packed} {inner} {this.number} "
+        step = RingStep(1, 1 - this.round_index, inner, 2 // inner)
+        label = f"{dim} {columns} {lists} {packed} {inner} {this.round_index} "
         distances = torch.ones(1, 4, 8, dtype=torch.bool)
         picks = torch.arange(columns).expand(1, 4, -1)
         index = build_index(distances, picks, 1024, 128, 2, inner)

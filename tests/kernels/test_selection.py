@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_mtraining import MTrainingConfig, kernels
+from megatron_mtraining.kernels.common.fixed_point import fixed_point_one
 from megatron_mtraining.kernels.selection import reference as twins
 from megatron_mtraining.kernels.selection import reference_masses as masses_twin
 from megatron_mtraining.layout import positions_at, stripe, unstripe
@@ -107,7 +108,7 @@ def test_sums_against_dense(case):
     assert (whole[..., :sink] == 2**31 - 1).all()
     got = whole[..., sink:].contiguous().view(torch.float32)
     torch.testing.assert_close(got.double(), truth[0][..., sink:], atol=2e-6, rtol=1e-5)
-    one = twins.fixed_point_one(len(rows))
+    one = fixed_point_one(len(rows))
     torch.testing.assert_close(diagonals / one, truth[1], atol=1e-6, rtol=1e-5, check_dtype=False)
 
 
@@ -137,7 +138,7 @@ def test_the_choice_against_dense():
 
 def test_fixed_point_cannot_overflow():
     for rows in (2, 3, 64, 100, 256, 257, 100_000):
-        one = twins.fixed_point_one(rows)
+        one = fixed_point_one(rows)
         assert 0 < one * rows < 2**31
         assert int(torch.tensor(float(one)) + 0.5) == one
 
@@ -167,7 +168,7 @@ def test_sums_kernels(device, case, dtype):
         for columns in (None, (expected, twins.select_largest(expected, 9, seq, 0, 1, 1, 64)[1])):
             truth = twins.diagonal_mass(sample, part, lse, sink, columns)
             actual = kernels.diagonal_mass(sample, part, lse, sink, columns)
-            one = twins.fixed_point_one(strata * in_stratum)
+            one = fixed_point_one(strata * in_stratum)
             torch.testing.assert_close(actual / one, truth / one, atol=1e-6, rtol=1e-5)
             assert truth.any()
 
@@ -341,13 +342,13 @@ def test_16_bit_scores_are_float32_scores(dtype):
     torch.testing.assert_close(actual, lse, atol=2e-5, rtol=1e-5)
     expected, slashes = masses_twin.row_masses(sample, key, lse, 4, False)
     actual, same = kernels.row_masses(sample, key, lse, 4, False)
-    one = twins.fixed_point_one(256)
+    one = fixed_point_one(256)
     torch.testing.assert_close(same / one, slashes / one, atol=1e-5, rtol=1e-4)
     pair = (t[..., 4:].contiguous().view(torch.float32) for t in (actual, expected))
     torch.testing.assert_close(*pair, atol=1e-5, rtol=1e-4)
     truth = twins.diagonal_mass(sample, key, lse, 4, None)
     actual = kernels.diagonal_mass(sample, key, lse, 4, None)
-    one = twins.fixed_point_one(256)
+    one = fixed_point_one(256)
     torch.testing.assert_close(actual / one, truth / one, atol=1e-5, rtol=1e-4)
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_mtraining import ConfigError, MTrainingConfig, kernels
 from megatron_mtraining.attention import attend, sparse_attention
 from megatron_mtraining.documents import Documents
+from megatron_mtraining.kernels.common.fixed_point import fixed_point_one
 from megatron_mtraining.kernels.selection import reference as reference_choice
 from megatron_mtraining.kernels.selection import reference_masses
 from megatron_mtraining.layout import stripe, unstripe
@@ -102,7 +103,7 @@ def listed_operands(where):
 
 def test_the_choice_by_kernels(device):  # noqa: F811
     sample, key, keys, positions = listed_operands(device)
-    one, near, sink = kernels.fixed_point_one(24), 2, 7
+    one, near, sink = fixed_point_one(24), 2, 7
     close = dict(atol=1e-5, rtol=1e-4)
     lse = kernels.merge_lse(kernels.lse_parts(sample, key))
     expected = reference_choice.merge_lse(reference_choice.lse_parts(sample, key))

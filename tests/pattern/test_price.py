@@ -11,6 +11,7 @@ import torch
 
 from megatron_mtraining import ConfigError, MTrainingConfig, kernels
 from megatron_mtraining.attention import sparse_attention
+from megatron_mtraining.kernels.common.fixed_point import fixed_point_one
 from megatron_mtraining.kernels.selection import reference as reference_choice
 from megatron_mtraining.kernels.selection import reference_masses
 from megatron_mtraining.layout import stripe
@@ -67,7 +68,7 @@ def test_masses_against_dense(case, held):
     keys = [part_of(key, r, world, block) for r in range(world)]
     lse = kernels.merge_lse(torch.cat([kernels.lse_parts(s, k) for s, k in zip(samples, keys)]))
     found = [kernels.row_masses(s, k, lse, sink, True) for s, k in zip(samples, keys)]
-    one = kernels.fixed_point_one(strata * in_stratum)
+    one = fixed_point_one(strata * in_stratum)
     slashes, held_out = sum(masses for _, masses in found) / one
     rows = samples[0].rows.long()
     p = dense_probabilities(query, key, rows, SCALE)
@@ -115,7 +116,7 @@ def listed_operands(where):
 
 def test_candidates_by_kernels(device):  # noqa: F811
     sample, keys, positions, lse = listed_operands(device)
-    one, near, sink = kernels.fixed_point_one(24), 2, 7
+    one, near, sink = fixed_point_one(24), 2, 7
     pair, column = units(sample)
     # Half of them are worth enough.
     values = torch.rand(positions.shape, device=device).view(torch.int32)
@@ -145,7 +146,7 @@ def test_candidates_by_kernels(device):  # noqa: F811
     kept = columns < 500
     assert kept[positions < sink].all() and 0 < kept.float().mean() < 1
     assert not kept[0, 0, 9:].any()
-    for which in (sample, replace(sample, fit=3)):  # rows held out, or none
+    for which in (sample, replace(sample, num_selection_rows=3)):  # rows held out, or none
         given = (which, keys, positions, lse, member)
         alone = kernels.held_columns(*given)
         torch.testing.assert_close(
@@ -337,7 +338,7 @@ def test_heads_with_lists_of_blocks_beside_others():
             scores.masked_fill(~mask, float("-inf")).softmax(-1) @ value[:, 0, h // 2].double()
         )
         torch.testing.assert_close(out[:, 0, h], expected, atol=1e-5, rtol=1e-5, check_dtype=False)
-    assert pattern.LISTS
+    assert pattern.has_block_lists
 
 
 @pytest.mark.parametrize("policy", [dict(vertical=(9, 40, 4, 30), slash=(1, 4, 0, 4))])
@@ -374,7 +375,7 @@ def _choose(rank, world, query, key, config, inner):
     part = [stripe(t, rank, world, 64, inner=inner) for t in (query, key)]
     index = choose_index(*part, config, ring, 0.125)
     masks = None
-    if index.LISTS:  # each rank has the lists of its own queries
+    if index.has_block_lists:  # each rank has the lists of its own queries
         masks = torch.stack([index.token_mask(0, head) for head in range(query.shape[2])])
     return index.member, index.columns, index.column_ptr, index.recall, masks
 

@@ -139,7 +139,7 @@ def run(ops, inner, outer):
 
 
 def check_rounds(found, rank, inner, outer):
-    assert [this.number for this in found] == list(range(outer))
+    assert [this.round_index for this in found] == list(range(outer))
     assert rank in found[0].sources
     assert sorted(source for this in found for source in this.sources) == list(range(inner * outer))
     assert [this.first for this in found] == [True] + [False] * (outer - 1)
@@ -179,9 +179,9 @@ def test_keys_of_a_round_are_found_by_their_distance(inner, outer):
                 block = block_at(a, rank, world, inner)
                 last = block_at(a, rank % inner, inner, inner) - this.wrap
                 for e in range(last + 1):
-                    assert block - numbered[last - e] == e * outer + this.number
+                    assert block - numbered[last - e] == e * outer + this.round_index
                 # Nothing of this residue is left out.
-                assert block - (last + 1) * outer < this.number
+                assert block - (last + 1) * outer < this.round_index
 
 
 @every_shape

@@ -357,6 +357,6 @@ def backward_key(
         softmax_scale, *meetings(index, step),
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block, STAGES=3, SPLITS=splits,
         DIAGONAL=step.source == step.rank, COLUMNS=column_gradients is not None,
-        CARRY=carry is not None, CHAIN=chain, LISTS=index.LISTS,
+        CARRY=carry is not None, CHAIN=chain, LISTS=index.has_block_lists,
         DOCS=index.documents is not None, num_warps=4, maxnreg=168,
     )  # fmt: skip

@@ -290,9 +290,9 @@ def backward_query(
         *document_lines(index, this.rank),
         *carried.stride()[:3], *grad_query.stride()[:3],
         index.column_ptr.shape[-1], index.list_strides[0], index.columns.shape[-1],
-        length, nb, items, softmax_scale, index.round_start(this.number), this.wrap,
-        chunk_rows(key), this.rank, index.world, this.number, index.outer,
+        length, nb, items, softmax_scale, index.round_start(this.round_index), this.wrap,
+        chunk_rows(key), this.rank, index.world, this.round_index, index.outer,
         INNER=index.inner, HEADS=heads, GROUP=heads // key.shape[3], D=dim, BLOCK=block, STAGES=2,
-        DIAGONAL=this.first, CARRY=not this.first, COLUMNS=columns is not None, LISTS=index.LISTS,
+        DIAGONAL=this.first, CARRY=not this.first, COLUMNS=columns is not None, LISTS=index.has_block_lists,
         DOCS=index.documents is not None, LAST=this.last, num_warps=4, maxnreg=168,
     )  # fmt: skip

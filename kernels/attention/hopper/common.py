@@ -111,7 +111,7 @@ def document_lines(index, rank: int) -> tuple:
     if index.documents is None:
         return None, None
     local = index.documents.on(rank, index.world, index.inner, index.block_size)
-    return local.line, local.reach
+    return local.start_f32, local.kv_block_bounds
 
 
 @gluon.jit

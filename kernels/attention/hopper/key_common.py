@@ -160,4 +160,4 @@ def documents_of(index, rank):
     if index.documents is None:
         return None, None
     local = index.documents.on(rank, index.world, index.inner, index.block_size)
-    return line_descriptor(local.line[:, None], QROWS.value), local.extent
+    return line_descriptor(local.start_f32[:, None], QROWS.value), local.q_block_bounds

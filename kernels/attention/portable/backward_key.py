@@ -250,7 +250,7 @@ def meetings(index, step) -> list[int]:
     """``RingStep.meetings`` as the kernels take them: where each residue begins in the prefix counts, and its
     wrap, for key blocks that are not turned and that are. Of block lists, where those of the keys' rank begin
     is the first, and there is no other."""
-    if index.LISTS:
+    if index.has_block_lists:
         return [index.rank_start(step.source), *[0] * 7]
     length = cdiv(index.local_blocks, 2)
     return [
@@ -319,7 +319,7 @@ def backward_key(
         step.source, index.world, index.inner, *meetings(index, step),
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block, KEEP=tile.keep, WALK=tile.walk,
         SPLITS=splits, DIAGONAL=step.source == step.rank, CARRY=carry is not None,
-        COLUMNS=columns is not None, LISTS=index.LISTS, DOCS=index.documents is not None,
+        COLUMNS=columns is not None, LISTS=index.has_block_lists, DOCS=index.documents is not None,
         EVEN=length % block == 0, PREC=precision_for(query),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

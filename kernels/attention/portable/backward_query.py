@@ -200,11 +200,11 @@ def backward_query(
         *carried.stride()[:3], *grad_query.stride()[:3],
         index.column_ptr.shape[-1], index.list_strides[0], index.columns.shape[-1],
         length, key.shape[1], nb, softmax_scale,
-        index.round_start(this.number), this.wrap, this.rank, index.world, this.number,
+        index.round_start(this.round_index), this.wrap, this.rank, index.world, this.round_index,
         index.outer, line_range.start,
         INNER=index.inner, HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
         KEEP=tile.keep, WALK=tile.walk, DIAGONAL=this.first, CARRY=not this.first,
-        COLUMNS=columns is not None, LISTS=index.LISTS, DOCS=index.documents is not None,
+        COLUMNS=columns is not None, LISTS=index.has_block_lists, DOCS=index.documents is not None,
         EVEN=length % block == 0, PREC=precision_for(query),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

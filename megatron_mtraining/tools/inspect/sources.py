@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ...config import HEAD_DIMS, ConfigError
+from ...config import ConfigError
+from ...kernels.limits import HEAD_DIMS
 
 
 class LayerInput(NamedTuple):
