@@ -3,21 +3,19 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.layer import balance
 from megatron_mtraining.layout import inner_size, locate
 from megatron_mtraining.pattern import build_index
 from megatron_mtraining.ring import rounds
 from megatron_mtraining.ring.schedule import Do, forward_ops
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 BLOCK = 128
 SEQ = 16 * BLOCK
 # inner, outer: one rank, one node, a plain ring, and nodes of several ranks
@@ -26,21 +24,7 @@ every_shape = pytest.mark.parametrize(("inner", "outer"), SHAPES)
 
 
 @pytest.fixture(scope="module")
-def balance():
-    """The script, loaded as it is when it is run; what it imported by short names is forgotten after."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield importlib.import_module("balance")
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in ("balance", "record", "workloads"):
-            if name not in before:
-                sys.modules.pop(name, None)
-
-
-@pytest.fixture(scope="module")
-def chosen(balance):
+def chosen():
     """Distances and columns of three heads."""
     torch.manual_seed(3)
     distances, picked = balance.workloads.draw_few_far(SEQ, 3, 4, 40)
@@ -49,7 +33,7 @@ def chosen(balance):
 
 
 @pytest.fixture(scope="module")
-def drawn(balance, chosen):
+def drawn(chosen):
     """A pattern, and its mask, of slashes and in all: bool ``[heads, N, N]``."""
     distances, picked = chosen
     index = build_index(distances, picked, SEQ, BLOCK, 1)
@@ -109,7 +93,7 @@ def work_of(slash_mask, mask, owner, inner, outer, dealt):
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_pairs_are_those_of_the_mask(balance, drawn, layout, world):
+def test_pairs_are_those_of_the_mask(drawn, layout, world):
     pattern, _, mask = drawn
     pairs = getattr(balance, layout)(pattern, world)
     assert pairs.dtype == np.int64
@@ -117,7 +101,7 @@ def test_pairs_are_those_of_the_mask(balance, drawn, layout, world):
 
 
 @every_shape
-def test_striped_is_the_index_s_own_count(balance, drawn, chosen, inner, outer):
+def test_striped_is_the_index_s_own_count(drawn, chosen, inner, outer):
     world = inner * outer
     index = build_index(*chosen, SEQ, BLOCK, world, inner)
     work = balance.striped_work(drawn[0], world, inner)["striped"]
@@ -127,7 +111,7 @@ def test_striped_is_the_index_s_own_count(balance, drawn, chosen, inner, outer):
 
 
 @every_shape
-def test_work_is_that_of_the_mask(balance, drawn, inner, outer):
+def test_work_is_that_of_the_mask(drawn, inner, outer):
     """Every layout's counts and figures, from masks and owners of tokens. The turn makes no difference to
     nodes of one rank."""
     pattern, slash_mask, mask = drawn
@@ -149,7 +133,7 @@ def test_work_is_that_of_the_mask(balance, drawn, inner, outer):
 
 
 @pytest.mark.parametrize(("world", "inner"), [(8, 8), (64, 8), (256, 8)])
-def test_no_pair_is_lost_at_512k(balance, world, inner):
+def test_no_pair_is_lost_at_512k(world, inner):
     """Sums of products by FFT are exact at the size they are made for: all layouts have as many pairs."""
     torch.manual_seed(0)
     drawn = balance.workloads.draw_unequal(balance.SEQ, 16, 0.03, 3500)
@@ -160,7 +144,7 @@ def test_no_pair_is_lost_at_512k(balance, world, inner):
         assert work.sum() == pairs, name
 
 
-def test_sizes_of_nodes_are_counted_once(balance, drawn):
+def test_sizes_of_nodes_are_counted_once(drawn):
     """0 is the package's own size. What was counted, or does not divide the ranks, is left out."""
     rows = balance.count(drawn[0], 8, [0, 1, 8, 3, 4])
     assert inner_size(8) == 8
@@ -170,7 +154,7 @@ def test_sizes_of_nodes_are_counted_once(balance, drawn):
 
 
 @pytest.mark.parametrize(("inner", "outer"), [*SHAPES, (3, 2), (2, 3), (3, 4)])
-def test_sources_are_the_schedule_s(balance, inner, outer):
+def test_sources_are_the_schedule_s(inner, outer):
     world = inner * outer
     found = balance.sources(world, inner)
     assert found.shape == (world, outer, inner)
@@ -181,7 +165,7 @@ def test_sources_are_the_schedule_s(balance, inner, outer):
             assert expected == node_before(rank, this.round_index, inner, outer)
 
 
-def test_makespan_by_hand(balance):
+def test_makespan_by_hand():
     even = np.full((4, 4), 5)
     assert balance.makespan(even) == 20 and balance.makespan(even[:, :2]) == 10
     # One node: nothing is waited for.
@@ -198,7 +182,7 @@ def test_makespan_by_hand(balance):
     assert balance.makespan(nodes) == 8 < nodes.max(0).sum()
 
 
-def test_who_waits_for_a_late_rank(balance):
+def test_who_waits_for_a_late_rank():
     """Rank 0 of nodes of 2 begins its round 1 at 9. For that wait, before their round 2, its own node, the
     next, which gets keys from it, and the one before, which sends to it."""
     for rank in range(10):
@@ -249,7 +233,7 @@ def run_schedule(work, inner):
 
 
 @pytest.mark.parametrize(("inner", "outer"), [*SHAPES, (3, 2), (2, 3), (3, 5), (1, 6)])
-def test_makespan_is_the_schedule_s(balance, inner, outer):
+def test_makespan_is_the_schedule_s(inner, outer):
     work = np.random.default_rng(0).integers(1, 30, (inner * outer, outer))
     assert balance.makespan(work) == run_schedule(work, inner)
     # One rank far behind, and one that is far ahead until it has to wait.
@@ -258,7 +242,7 @@ def test_makespan_is_the_schedule_s(balance, inner, outer):
     assert balance.makespan(work) == run_schedule(work, inner)
 
 
-def test_figures_are_in_order(balance, drawn):
+def test_figures_are_in_order(drawn):
     for row in balance.count(drawn[0], 8, (0, 1, 2, 4)):
         assert 1 <= row["worker_imbalance"] <= row["exposed"] <= row["step_imbalance"]
         assert row["step_over_mean"] >= 1
@@ -268,7 +252,7 @@ def test_figures_are_in_order(balance, drawn):
     assert balance.count(drawn[0], 16, (0, 1)) == []  # 16 blocks make no 32 chunks
 
 
-def test_dense_attention_s_known_figures(balance):
+def test_dense_attention_s_known_figures():
     """All pairs: zigzag is even to the pair, and so are nodes' blocks dealt there and back, of an even
     number of stripes; contiguous nearly twice the mean; dealt in one direction, off by a block a stripe."""
     distances = torch.ones(1, 1, 64, dtype=torch.bool)
@@ -298,7 +282,7 @@ def write_operands(path, tokens):
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
-def test_a_model_s_own_pattern_and_its_stretch(balance, tmp_path, monkeypatch):
+def test_a_model_s_own_pattern_and_its_stretch(tmp_path, monkeypatch):
     monkeypatch.setattr(balance, "SEQ", 8 * SEQ)
     with pytest.raises(FileNotFoundError, match=r"no \*.safetensors"):
         balance.real(tmp_path)
@@ -314,7 +298,7 @@ def test_a_model_s_own_pattern_and_its_stretch(balance, tmp_path, monkeypatch):
     assert long.columns[:, 0].tolist() == found.columns[:, 0].tolist()
 
 
-def test_from_patterns_to_rows(balance, tmp_path, monkeypatch, capsys):
+def test_from_patterns_to_rows(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(balance, "SEQ", 32 * BLOCK)
     monkeypatch.setattr(balance, "HEADS", 4)
     folder = tmp_path / "some" / "where"
@@ -358,14 +342,14 @@ def test_from_patterns_to_rows(balance, tmp_path, monkeypatch, capsys):
      (["--world", "4", "8", "--inner", "0", "16"], "--inner 16"),
      (["--data", "/no/such"], "no such folder")],
 )  # fmt: skip
-def test_bad_options_end_early(balance, monkeypatch, capsys, words, message):
+def test_bad_options_end_early(monkeypatch, capsys, words, message):
     monkeypatch.setattr(sys, "argv", ["balance.py", *words])
     with pytest.raises(SystemExit):
         balance.main()
     assert message in capsys.readouterr().err
 
 
-def test_drawn_patterns_are_as_they_say(balance):
+def test_drawn_patterns_are_as_they_say():
     for pattern in balance.synthetic(65536, 8):
         assert pattern.distances[:, 0].all()
         columns = 0 if "columns" not in pattern.name or "no columns" in pattern.name else 1000

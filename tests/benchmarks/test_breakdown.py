@@ -4,31 +4,25 @@
 from __future__ import annotations
 
 import gzip
-import importlib
 import json
 import os
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.lib import plots, record
+from benchmarks.model import breakdown, instrument, pretrain
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-NAMES = ("pretrain", "breakdown", "instrument", "plots", "record")
 
 
 @pytest.fixture(scope="module")
 def scripts():
-    before = set(sys.modules)
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in NAMES:
-            if name not in before:
-                sys.modules.pop(name, None)
+    return SimpleNamespace(
+        pretrain=pretrain, breakdown=breakdown, instrument=instrument, plots=plots, record=record
+    )
 
 
 class Trace:

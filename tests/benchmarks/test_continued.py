@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
+from benchmarks.model import continued
 from tests.megatron.test_pretrain import SHIM, tree  # noqa: F401
 from tests.support.convert_cases import save
 from tests.support.data_cases import save_tokenizer
@@ -20,9 +20,6 @@ ON_CPU = """
 
 
 def test_there_and_on_and_back(tree, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    import continued
-
     launch = [*continued.TORCHRUN, SHIM, "-m", "megatron_mtraining.launch"]
     monkeypatch.setattr(continued, "LAUNCH", launch)
     root = tree.roots["launcher"]

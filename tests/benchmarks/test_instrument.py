@@ -2,16 +2,15 @@
 """``benchmarks/instrument.py``: in the trace of a real GPTModel every product is in its part's range, forward
 and backward."""
 
-import importlib
 import json
 import math
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.model import breakdown
 from tests.support import breakdown_worker
 from tests.support.ranks import run_script
 
@@ -30,11 +29,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def split():
-    sys.path.insert(0, str(breakdown_worker.BENCHMARKS))
-    try:
-        return importlib.import_module("breakdown").split
-    finally:
-        sys.path.remove(str(breakdown_worker.BENCHMARKS))
+    return breakdown.split
 
 
 def products(split, trace: Path) -> Counter:

@@ -3,43 +3,28 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.kernels import attention, loss, numerics
+from benchmarks.lib import plots, record, workloads
 from megatron_mtraining.kernels.attention.operands import check_operands
 from megatron_mtraining.pattern import build_index
 from tests.support.attention_cases import dense_attention, relative_error
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+SCRIPTS = dict(
+    record=record, workloads=workloads, plots=plots, kernels=attention, numerics=numerics, loss=loss
+)
 
 
 @pytest.fixture(scope="module")
 def scripts():
-    """The scripts by name, loaded as they find each other. By path: the folder above has ``kernels``
-    too."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(FOLDER))
-    try:
-        found = {}
-        for name in ("record", "workloads", "plots", "kernels", "numerics", "loss"):
-            spec = importlib.util.spec_from_file_location(
-                f"benchmark_{name}", FOLDER / f"{name}.py"
-            )
-            found[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(found[name])
-        yield found
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in ("record", "workloads", "plots"):
-            if name not in before:
-                sys.modules.pop(name, None)
+    return SCRIPTS
 
 
 def drawn_mask(workloads, distances, columns, seq):
@@ -223,7 +208,7 @@ def test_losses_side_by_side(tmp_path):
     output = tmp_path / "loss.jsonl"
     words = "--device cpu --tokens 96 40 --hidden 64 --vocab 500 --chunk 7 64 --rounds 2 --dtype float32"
     done = subprocess.run(
-        [sys.executable, FOLDER / "loss.py", *words.split(), "--output", output],
+        [sys.executable, "-m", "benchmarks.kernels.loss", *words.split(), "--output", output],
         env={**os.environ, "MTRAINING_COMMIT": "a commit"}, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

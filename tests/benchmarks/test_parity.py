@@ -4,23 +4,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
+from benchmarks.model import parity as parity_script
 from tests.support.inspect_cases import save_model
 
 
-@pytest.fixture
-def parity(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    import parity
-
-    yield parity
-    sys.modules.pop("parity")
+@pytest.fixture(scope="module")
+def parity():
+    return parity_script
 
 
 def test_three_runs(parity, tmp_path):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.model import patterns as patterns_script
 from megatron_mtraining.pattern import build_block_index, choose_block_lists
 from megatron_mtraining.ring import Ring
 from megatron_mtraining.tools.inspect import measure
@@ -26,15 +26,7 @@ SEQ, HEADS, KV_HEADS = 1024, 4, 2
 
 @pytest.fixture(scope="module")
 def patterns():
-    before = set(sys.modules)
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield importlib.import_module("patterns")
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in ("patterns", "record"):
-            if name not in before:
-                sys.modules.pop(name, None)
+    return patterns_script
 
 
 @pytest.fixture(scope="module")

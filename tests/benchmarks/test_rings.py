@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -15,41 +14,32 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.layer import ring_runs, timeline
+from benchmarks.layer import rings as rings_script
+from benchmarks.lib import plots, workloads
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.layout import stripe, token_positions
 from megatron_mtraining.pattern import build_index, choose_index
 from megatron_mtraining.ring import Ring, ring_attention
 from tests.support.ranks import run_ranks
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-NAMES = ("rings", "ring_runs", "ring_times", "timeline", "plots", "record", "workloads")
-
-
-def load(name):
-    """A script as it is found when another one is run."""
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(FOLDER))
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def rings():
-    before = set(sys.modules)
-    load("plots")
-    yield load("rings")
-    for name in NAMES:
-        if name not in before:
-            sys.modules.pop(name, None)
+    return rings_script
 
 
-def torchrun(*words, processes=2, name="rings.py"):
+def torchrun(*words, processes=2, name="rings"):
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    script = str(FOLDER / name)
     environment = dict(os.environ, OMP_NUM_THREADS="1", MTRAINING_COMMIT="a commit")
     return subprocess.run(
-        [*launch, "--standalone", script, *words], env=environment, capture_output=True, text=True
+        [*launch, "--standalone", "-m", f"benchmarks.layer.{name}", *words],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
 
 
@@ -245,7 +235,7 @@ def kernels_without_transfers(rank, world):
     """The calls of kernels, with shapes, of rings and of their silent counterparts."""
     from megatron_mtraining.ring import attention
 
-    ring_runs, called = load("ring_runs"), []
+    called = []
 
     def recorded(name, original):
         def call(*arguments):
@@ -288,7 +278,7 @@ def transfers_and_kernels(rank, world):
     from megatron_mtraining.pattern import select
     from megatron_mtraining.ring import attention
 
-    rings, ring_runs = load("rings"), load("ring_runs")
+    rings = rings_script
     sent, kernels, found = [], [], []
 
     def recorded(calls, name, original):
@@ -337,7 +327,7 @@ def test_kernels_are_timed_without_transfers_forward_and_both_ways():
 
 def traced_run(rank, world):
     """Two steps a phase; rank 1 takes three times as long in the second."""
-    rings, timeline = load("rings"), load("timeline")
+    rings = rings_script
 
     class TracedRing:
         trace = None
@@ -377,7 +367,7 @@ def test_a_trace_over_ranks(rings, tmp_path, monkeypatch):
     # 40 and 80 ms of compute: 80 / 60, and 20 + 60 over 60. Waits do not count.
     assert worker == pytest.approx(80 / 60, rel=0.15)
     assert step == pytest.approx(80 / 60, rel=0.2) and step >= worker
-    plots, drawn = load("plots"), []
+    drawn = []
     monkeypatch.setattr(plots.pyplot, "close", drawn.append)
     layers = {"flat, 2 ranks": spans, "2 x 1 ranks": spans}
     assert plots.timeline(tmp_path / "t.png", layers, "a layer").stat().st_size > 5000
@@ -389,7 +379,6 @@ def test_a_trace_over_ranks(rings, tmp_path, monkeypatch):
 
 
 def test_imbalance_by_hand(rings):
-    timeline = load("timeline")
     span = timeline.Span
 
     def rank(*ms):
@@ -431,7 +420,6 @@ def test_transfers_of_a_profile(rings):
 
 
 def parts_of_operands(rank, world, seq):
-    workloads = load("workloads")
     torch.manual_seed(0)
     positions = token_positions(seq, rank, world, 128)
     query, key, value, _ = workloads.draw_structured(seq, positions, 4, 2, 64, 100, torch.float32)
@@ -442,7 +430,6 @@ def parts_of_operands(rank, world, seq):
 
 def test_structured_operands_lead_to_a_usual_pattern():
     seq, world = 8192, 2
-    workloads = load("workloads")
     results = run_ranks(world, parts_of_operands, seq)
     index = results[0][3]
     # 50 diagonals next to each other right beyond the window, so few distances.

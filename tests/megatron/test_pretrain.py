@@ -216,8 +216,7 @@ def test_pipeline_stages(tree):
 
 def test_a_benchmark_s_run(tree, tmp_path, monkeypatch):
     """A stand-in for the checkout: dense attention with our loss and without our options, and a breakdown."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    from instrument import stand_in
+    from benchmarks.model.instrument import stand_in
 
     traces = tmp_path / "traces"
     settings = dict(traces=str(traces), steps=2, loss_chunk=100, drop=["--mtraining-"])

@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks.model import instrument
 from tests.support import cpu_shim
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 SEQUENCE, VOCABULARY, LAYERS, CHUNK = 128, 56, 2, 48
 STEPS, TRACED = 4, 2
@@ -102,7 +101,6 @@ def forward_step(data_iterator, model):
 
 
 def run(folder: Path, ours: bool = False, chunk: int = 0, config=None, traced: bool = True) -> None:
-    import instrument
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     before = GPTModel.__init__
@@ -121,7 +119,6 @@ def run(folder: Path, ours: bool = False, chunk: int = 0, config=None, traced: b
 
 
 def main(folder: Path) -> None:
-    sys.path.append(str(BENCHMARKS))  # not first: it has a kernels.py
     cpu_shim.install_torch()
     cpu_shim.install_core()
     dist.init_process_group("gloo")

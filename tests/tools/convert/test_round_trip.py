@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from argparse import Namespace
@@ -271,32 +270,3 @@ def test_an_output_layer_beside_a_tied_embedding(plain, tmp_path, capsys):
     change_args(tmp_path / "meg", untie_embeddings_and_output_weights=None)
     words = ("megatron-to-hf", tmp_path / "meg", tmp_path / "out")
     refused(capsys, tmp_path / "out", words, ["output_layer.weight", "word_embeddings"])
-
-
-def test_the_benchmark_s_rows(tmp_path, monkeypatch):
-    """Both ways of a model it makes; its conversions run in this process here."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
-    script = Path(__file__).parents[3] / "benchmarks" / "convert.py"
-    spec = importlib.util.spec_from_file_location("benchmark_convert", script)
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
-    monkeypatch.setattr(benchmark, "apart", lambda function, *words: function(*words))
-    spoilt = False
-
-    def converted(way, source, folder, *words):
-        assert convert(way, source, folder, *words) == 0
-        if spoilt and way == "megatron-to-hf":
-            file = sorted(folder.glob("*.safetensors"))[0]
-            file.write_bytes(file.read_bytes()[:-1] + b"\x01")
-        return 1.0, 5 * 10**9
-
-    monkeypatch.setattr(benchmark, "converted", converted)
-    words = ["time", "--shape", "tiny", "--layers", "3", "--shard-bytes", "100KB"]
-    options = benchmark.parse([*words, "--folder", str(tmp_path)])
-    row = benchmark.times(options)
-    assert row["identical"] and row["shards"] > 2 and row["largest_shard"] < 110_000
-    assert row["layers"] == 3 and not row["within_budget"]
-    assert "bit-identical" in benchmark.line(row)
-    spoilt = True
-    assert not benchmark.times(options)["identical"]
-    assert not list(tmp_path.iterdir())

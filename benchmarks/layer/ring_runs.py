@@ -14,20 +14,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import workloads
-from workloads import BLOCK
 
 from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.layout import token_positions
 from megatron_mtraining.pattern import build_index, choose_index
 from megatron_mtraining.ring import KeysAndValues, Ring, ring_attention, ring_of
 
-if TYPE_CHECKING:  # it imports this module
-    from rings import Case
+from ..lib import workloads
+from ..lib.workloads import BLOCK
+from .ring_cases import Case
 
 DENSE = ("te_p2p", "torch_cp_cudnn")
 IMPLEMENTATIONS = ("mtraining", *DENSE)

@@ -1,7 +1,7 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Times each kernel with several tile sizes on one GPU, for the table in ``kernels/tiles.py``.
 
-    python benchmarks/tune_tiles.py [OPERATION ...]
+    python -m benchmarks.kernels.tune_tiles [OPERATION ...]
 
 Prints the four fastest of each, and appends them to ``results/tiles.jsonl``: ``keep`` and ``walk`` are
 the rows of the operand that a program keeps and of the one it walks; rates count the products the
@@ -14,10 +14,8 @@ import itertools
 import os
 import sys
 
-import record
 import torch
 import triton
-from workloads import draw_index
 
 from megatron_mtraining.kernels.attention import (
     attention_backward_columns,
@@ -29,6 +27,9 @@ from megatron_mtraining.kernels.attention import (
 )
 from megatron_mtraining.kernels.common import tiles
 from megatron_mtraining.ring import RingStep, Round
+
+from ..lib import record
+from ..lib.workloads import draw_index
 
 SWEEP = {
     "forward": itertools.product((128,), (64, 128), (4, 8), (2, 3, 4)),

@@ -1,7 +1,7 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """A Hugging Face model to Megatron, trained on with sparse attention, and back: losses all the way.
 
-    python benchmarks/continued.py MEGATRON_LM --model HF_FOLDER [--seq N] [--steps N]
+    python -m benchmarks.model.continued MEGATRON_LM --model HF_FOLDER [--seq N] [--steps N]
 
 Converts the model (``mtraining convert``), prepares Python's own sources (``mtraining data prepare``), trains
 with ``pretrain_gpt.py`` from the converted checkpoint, dense (``fused``) and with the mtraining backend, on
@@ -24,9 +24,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import record
 import torch
-from pretrain import megatron_version, read_log
+
+from ..lib import record
+from .pretrain import megatron_version, read_log
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
 LAUNCH = [*TORCHRUN, "-m", "megatron_mtraining.launch"]

@@ -1,10 +1,11 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Conversion: time, peak memory and whether every tensor comes back, and logits of both sides, without a GPU.
+r"""Conversion: time, peak memory, whether every tensor comes back, and logits of both sides, without a GPU.
 Rows go to ``results/convert.jsonl``.
 
-    python benchmarks/convert.py time --shape qwen2.5-3b          random weights, made on disk
-    python benchmarks/convert.py time --model HF_FOLDER --name NAME
-    python benchmarks/convert.py verify --model HF_FOLDER CHECKPOINT --name NAME [--seq N] [--text FILE ...]
+    python -m benchmarks.tools.convert time --shape qwen2.5-3b          random weights, made on disk
+    python -m benchmarks.tools.convert time --model HF_FOLDER --name NAME
+    python -m benchmarks.tools.convert verify --model HF_FOLDER CHECKPOINT --name NAME [--seq N] \
+        [--text FILE ...]
 
 ``time`` takes disk for the model twice: one that was made is deleted once it is converted, and digests of
 its tensors are kept. ``--layers`` takes fewer layers of a shape, where the whole has no room. Each conversion
@@ -28,7 +29,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-import record
+from ..lib import record
 
 GB = 10**9
 BUDGET = 4 * 10**9

@@ -4,7 +4,7 @@
 There is no process group: a stand-in for the ring of W ranks makes sums a no-op, and all-gather
 gives zeros for the other ranks. So times have every kernel of the choice at the sizes of a rank (the
 merge of W ranks' offers too) and no communication, and the chosen sets are of this rank's keys alone.
-Prints a table and appends rows to ``results/kernels.jsonl``: milliseconds of
+Prints a table and appends rows to ``results/selection.jsonl``: milliseconds of
 GPU time (``ms``, replayed as a CUDA graph: what a queue that runs ahead of the GPU would show), the
 same launched one by one (``launched_ms``) and the host's time to launch it all (``host_ms``), medians;
 transient memory at its peak, and what the index keeps. ``vertical`` is the cap with policy price; half of the
@@ -12,7 +12,7 @@ rows are held out where a stratum has several. Of policies that choose lists of 
 some do (``mixed``: every second by xattention, the others by price), there is no ``ms``: making lists waits
 for the device.
 
-    python benchmarks/index.py [--quick] [--profile] [--output FILE]
+    python -m benchmarks.kernels.selection [--quick] [--profile] [--output FILE]
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import argparse
 import time
 from pathlib import Path
 
-import record
 import torch
 import triton
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.pattern import choose_index
 from megatron_mtraining.pattern.blocks import BLOCK_POLICIES
+
+from ..lib import record
 
 HEADS, KV_HEADS, DIM = 16, 2, 128
 # seq, ranks
@@ -181,7 +182,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="policy price only")
     parser.add_argument("--profile", action="store_true", help="also GPU time by kernel")
-    parser.add_argument("--output", type=Path, default=record.RESULTS / "kernels.jsonl")
+    parser.add_argument("--output", type=Path, default=record.RESULTS / "selection.jsonl")
     options = parser.parse_args()
     run_cases(options.quick, options.profile, options.output)
 

@@ -1,7 +1,7 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """What a training step's time goes to, from a profiler's trace of it.
 
-    python benchmarks/breakdown.py TRACE.json ...
+    python -m benchmarks.model.breakdown TRACE.json ...
 
 The traces are those of ``benchmarks/pretrain.py run --breakdown --traces FOLDER``. Work of the GPU belongs
 to the part whose range (``instrument.py``) the CPU thread that launched it was in. Names of kernels tell only

@@ -18,9 +18,10 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-import breakdown
 import torch
 from torch.autograd.profiler import record_function
+
+from . import breakdown
 
 SCRIPT = "pretrain_gpt.py"
 RANK = "rank-{}.json"
@@ -34,10 +35,9 @@ def stand_in(checkout: Path, folder: Path, **settings) -> Path:
     for item in checkout.iterdir():
         if item.name != SCRIPT:
             (folder / item.name).symlink_to(item)
-    here = str(Path(__file__).resolve().parent)
-    # Not left on the path: this folder's kernels.py is nobody else's.
+    root = str(Path(__file__).resolve().parents[2])
     (folder / SCRIPT).write_text(
-        f"import sys\nsys.path.insert(0, {here!r})\nimport instrument\nsys.path.remove({here!r})\n"
+        f"import sys\nsys.path.append({root!r})\nfrom benchmarks.model import instrument\n"
         f"instrument.run({str(checkout / SCRIPT)!r}, **{settings!r})\n",
         encoding="utf-8",
     )

@@ -25,7 +25,7 @@ Prints, for each series, the density at some recalls, on the line between two se
 density and of what is lost, and appends rows to ``results/patterns.jsonl``. Memory is linear in the length,
 but for the lists of one choice: a byte a head and pair of blocks, 14 MB at 128K tokens and 14 heads.
 
-    python benchmarks/patterns.py --model PATH ... --text FILE ... --seq N ... [--yarn FACTOR]
+    python -m benchmarks.model.patterns --model PATH ... --text FILE ... --seq N ... [--yarn FACTOR]
         [--layers EVERY]
 """
 
@@ -39,13 +39,11 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
-import record
 import torch
 from torch import Tensor
 
@@ -63,6 +61,8 @@ from megatron_mtraining.tools.inspect.measure import (
 from megatron_mtraining.tools.inspect.options import default_dtype, require
 from megatron_mtraining.tools.inspect.sources import LayerInput, open_source
 from megatron_mtraining.tools.report.table import table
+
+from ..lib import record
 
 BLOCK = 128
 PRICES = (2.0, 1.3, 0.8, 0.5, 0.3, 0.18, 0.11, 0.065, 0.04)
@@ -339,14 +339,6 @@ def code_files() -> list[Path]:
     return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
 
 
-def hide_kernels_script() -> None:
-    """Keep transformers from taking ``kernels.py`` beside this script for a package of that name, which it
-    looks for. To be called before transformers is imported."""
-    spec = None if "kernels" in sys.modules else find_spec("kernels")
-    if spec is not None and spec.origin and Path(spec.origin).parent == Path(__file__).parent:
-        sys.modules["kernels"] = None  # so it is not found
-
-
 class Progress:
     """A bar of measured layers, if tqdm is there."""
 
@@ -434,7 +426,6 @@ def run_text(run, source, text: str, tokens: Tensor, yarn: float | None, options
 def run_all(options) -> None:
     """Every model over every text at every length; rows are appended after each."""
     require("transformers")
-    hide_kernels_script()
     for path in options.model:
         options.name, tokenizer = path.name, None
         for source, yarn, lengths in loads_of(path, options):

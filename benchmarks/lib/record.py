@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def provenance() -> dict:
@@ -24,10 +25,9 @@ def provenance() -> dict:
 
     commit = os.environ.get("MTRAINING_COMMIT")
     if not commit:
-        root = Path(__file__).parent
 
         def git(*words):
-            run = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True)
+            run = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
             return run.stdout.strip()
 
         commit = git("rev-parse", "--short", "HEAD") or "unknown"
@@ -57,7 +57,12 @@ def command() -> str:
     """This run's command, after the settings that it found in its environment, without what says only where
     files were kept: no output, and of the files and folders that models, texts and data came from just their
     names."""
-    words, option = ["python", *sys.argv], ""
+    script = Path(sys.argv[0]).resolve()
+    if script.is_relative_to(ROOT):  # python -m gives the path of the module
+        module = script.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+        words, option = ["python", "-m", module, *sys.argv[1:]], ""
+    else:
+        words, option = ["python", *sys.argv], ""
     for at in range(2, len(words)):
         if words[at].startswith("--"):
             option = words[at]

@@ -8,8 +8,8 @@ of some keys of the last KV head, for which the log-sum-exp of all later queries
 computed. ``rows`` in a row says which: "spread" over the sequence, or the "fewest" pairs (the first
 queries, the last keys).
 
-    python benchmarks/numerics.py [--long] [--output FILE]
-    python benchmarks/numerics.py --device cpu --seq 512    # against PyTorch's own attention
+    python -m benchmarks.kernels.numerics [--long] [--output FILE]
+    python -m benchmarks.kernels.numerics --device cpu --seq 512    # against PyTorch's own attention
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import record
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from workloads import (
+
+from megatron_mtraining.pattern import build_index
+from megatron_mtraining.ring import Ring, ring_attention
+
+from ..lib import record
+from ..lib.workloads import (
     BLOCK,
     draw_operands,
     draw_pattern,
@@ -33,9 +37,6 @@ from workloads import (
     mask_rows,
     share_for,
 )
-
-from megatron_mtraining.pattern import build_index
-from megatron_mtraining.ring import Ring, ring_attention
 
 LIMIT = 1.5
 SAMPLE = 256

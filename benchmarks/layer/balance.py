@@ -36,7 +36,7 @@ In rows ``inner`` is as it was asked for: 0 is the package's default for so many
 counted at their own length and, stretched (:func:`stretch`), at 512K tokens. Prints a table and appends
 rows to ``results/balance.jsonl``.
 
-    python benchmarks/balance.py [--data FOLDER] [--world N ...] [--inner I ...] [--output FILE]
+    python -m benchmarks.layer.balance [--data FOLDER] [--world N ...] [--inner I ...] [--output FILE]
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import record
 import torch
-import workloads
-from workloads import BLOCK
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.layout import block_at, inner_size
 from megatron_mtraining.pattern import choose_index
 from megatron_mtraining.ring import Ring
+
+from ..lib import record, workloads
+from ..lib.workloads import BLOCK
 
 WORLDS = (4, 8, 32, 64, 256)
 INNER = (0, 1, 4)

@@ -10,8 +10,8 @@ FlexAttention runs up to 64K tokens: its mask lists every pair of blocks of each
 512K). Dense attention runs at up to ``--dense-seq`` tokens, as one document: ``dense_seq`` in a row says
 where its cuDNN rate was measured.
 
-    python benchmarks/kernels.py [--quick] [--case TEXT ...] [--impl NAME ...] [--output FILE]
-    python benchmarks/kernels.py --plot-only
+    python -m benchmarks.kernels.attention [--quick] [--case TEXT ...] [--impl NAME ...] [--output FILE]
+    python -m benchmarks.kernels.attention --plot-only
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import index
-import plots
-import record
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from workloads import BLOCK, draw_index, draw_operands, heads_first, share_for
 
 from megatron_mtraining.documents import Documents
 from megatron_mtraining.ring import Ring, ring_attention
+
+from ..lib import plots, record
+from ..lib.workloads import BLOCK, draw_index, draw_operands, heads_first, share_for
+from . import selection as index
 
 IMPLEMENTATIONS = ("mtraining", "flex", "cudnn", "flash")
 QUICK = ("mtraining", "cudnn")

@@ -1,9 +1,10 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Output layer and loss of one rank: in chunks, and Megatron's own, with the logits of all tokens. Time of
+r"""Output layer and loss of one rank: in chunks, and Megatron's own, with the logits of all tokens. Time of
 the forward and of the backward, and peak memory beside the operands. Rows go to ``results/loss.jsonl``.
 
-    python benchmarks/loss.py [--tokens N ...] [--chunk N ...] [--impl NAME ...]
-    python benchmarks/loss.py --device cpu --tokens 256 --hidden 64 --vocab 1000 --chunk 64 --dtype float32
+    python -m benchmarks.kernels.loss [--tokens N ...] [--chunk N ...] [--impl NAME ...]
+    python -m benchmarks.kernels.loss --device cpu --tokens 256 --hidden 64 --vocab 1000 \
+        --chunk 64 --dtype float32
 
 Implementations: ``chunked`` (``main_grad`` in its rows: whether the weight's gradient is added to a float32
 ``main_grad`` or made in the model's dtype), ``megatron`` (``ColumnParallelLinear``, vocabulary-parallel cross
@@ -16,17 +17,19 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import record
 import torch
 import torch.distributed as dist
 
 from megatron_mtraining.loss import linear_cross_entropy
+
+from ..lib import record
 
 MEGATRON = ("megatron", "megatron_fused", "megatron_te")
 IMPLEMENTATIONS = ("chunked", *MEGATRON)
@@ -102,9 +105,13 @@ def megatron(name: str, hidden: int, vocab: int, dtype: torch.dtype, device: str
         def cross_entropy(logits, labels):
             return fused_vocab_parallel_cross_entropy(logits, labels, group)
     else:
+        function = tensor_parallel.vocab_parallel_cross_entropy
+        takes_group = "tp_group" in inspect.signature(function).parameters
+        groups = {"tp_group": group} if takes_group else {}
 
         def cross_entropy(logits, labels):
-            return tensor_parallel.vocab_parallel_cross_entropy(logits, labels, tp_group=group)
+            # Megatron-Core 0.16 takes no group: it knows one tensor-parallel group, this one.
+            return tensor_parallel.vocab_parallel_cross_entropy(logits, labels, **groups)
 
     return lambda states, weight, labels: cross_entropy(layer(states, weight)[0], labels)
 

@@ -2,8 +2,8 @@
 """What ``--mtraining-bf16-gradients`` costs in exactness: errors of the gradients of keys and values,
 sent from rank to rank in float32 and in bfloat16, against dense attention under the same mask in float64.
 
-    torchrun --nproc-per-node 4 benchmarks/wire.py [--seq N] [--inner 0 1 2]
-    torchrun --nproc-per-node 4 benchmarks/wire.py --device cpu --seq 1024
+    torchrun --nproc-per-node 4 -m benchmarks.layer.wire [--seq N] [--inner 0 1 2]
+    torchrun --nproc-per-node 4 -m benchmarks.layer.wire --device cpu --seq 1024
 
 Operands are bf16 on GPUs (float32 on CPU), 16 query heads and 2 of keys, dim 128. An error is the norm of
 the difference over the norm of what is right, the larger one of keys and values. Rows go to
@@ -18,14 +18,15 @@ import os
 import sys
 from pathlib import Path
 
-import record
 import torch
 import torch.distributed as dist
-from workloads import BLOCK
 
 from megatron_mtraining.layout import positions_at
 from megatron_mtraining.pattern import build_index
 from megatron_mtraining.ring import Ring, ring_attention, shut_down
+
+from ..lib import record
+from ..lib.workloads import BLOCK
 
 HEADS, KV_HEADS, DIM, BATCH = 16, 2, 128, 1
 SCALE = DIM**-0.5
@@ -89,7 +90,9 @@ def parse():
     options = parser.parse_args()
     world = int(os.environ.get("WORLD_SIZE", "0"))
     if world < 2:
-        parser.error("start it with torchrun --nproc-per-node N benchmarks/wire.py, N 2 or more")
+        parser.error(
+            "start it with torchrun --nproc-per-node N -m benchmarks.layer.wire, N 2 or more"
+        )
     if options.seq < BLOCK * world or options.seq % (BLOCK * world):
         parser.error(f"--seq {options.seq}: a multiple of {BLOCK} x {world} ranks")
     for inner in options.inner:

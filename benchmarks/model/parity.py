@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Training parity: a real model continued on real code, dense and sparse, from the same weights and data.
+r"""Training parity: a real model continued on real code, dense and sparse, from the same weights and data.
 
 One process, one GPU (or a CPU, to try it). The model is transformers', with float32 weights under bf16
 autocast; in the sparse runs its attention is this package's. Runs, one after the other:
@@ -18,7 +18,8 @@ steps. Appends rows to ``results/parity.jsonl`` and draws ``results/parity.png``
 Positions that the model has not been trained on are reached with YaRN, as a user would (``--yarn``): without
 it the losses are those of a model that is lost there, and what is compared is how fast it finds its way.
 
-    python benchmarks/parity.py MODEL.gguf [--seq N] [--steps N] [--yarn F] [--text FILE ...] [--run NAME ...]
+    python -m benchmarks.model.parity MODEL.gguf [--seq N] [--steps N] [--yarn F] [--text FILE ...] \
+        [--run NAME ...]
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import record
 import torch
 from torch import Tensor
 
@@ -41,7 +41,8 @@ from megatron_mtraining.attention import attend
 from megatron_mtraining.models.hugging_face import tokenizer_of
 from megatron_mtraining.pattern import Steering, choose_index, heads_of_layer, settings_of_run
 from megatron_mtraining.ring import Ring
-from megatron_mtraining.tools.inspect.options import hide_kernels_folder
+
+from ..lib import record
 
 ATTENTION = "mtraining_parity"
 RUNS = ("dense", "price", "overrides", "coverage")
@@ -112,7 +113,6 @@ def read_tokens(options) -> Tensor:
 
 def load(options, attention: Attention):
     """The model, in float32, with ``attention`` in all layers, and YaRN if the sequence needs it."""
-    hide_kernels_folder()
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -1,8 +1,8 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """One attention layer over several GPUs with all that belongs to it, beside dense rings of others.
 
-    torchrun --nproc-per-node 4 benchmarks/rings.py [--inner 0 2] [--case TEXT ...] [--impl NAME ...]
-    torchrun --nproc-per-node 2 benchmarks/rings.py --device cpu --seq 2048 --shape 4 2 64    # a trial
+    torchrun --nproc-per-node 4 -m benchmarks.layer.rings [--inner 0 2] [--case TEXT ...] [--impl NAME ...]
+    torchrun --nproc-per-node 2 -m benchmarks.layer.rings --device cpu --seq 2048 --shape 4 2 64    # a trial
 
 Implementations: ``mtraining_flat`` (this project's ring: all ranks a node, or each, by ``--inner``),
 ``mtraining_hier`` (nodes of several ranks),
@@ -44,7 +44,6 @@ Rows go to ``results/rings.jsonl``. What runs a layer is in ``ring_runs.py``, ho
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -52,11 +51,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-import record
-import timeline
 import torch
 import torch.distributed as dist
-from ring_runs import (
+
+from megatron_mtraining.ring import Ring, shut_down
+
+from ..lib import record
+from ..lib.workloads import BLOCK
+from . import timeline
+from .ring_cases import CASES, Case, cases_for
+from .ring_runs import (
     DENSE,
     IMPLEMENTATIONS,
     Setting,
@@ -65,66 +69,11 @@ from ring_runs import (
     operands_for,
     sparse_runs,
 )
-from ring_times import hop_gb_s, peak_gib, queued, take_turns
-from workloads import BLOCK
-
-from megatron_mtraining import MTrainingConfig
-from megatron_mtraining.ring import Ring, shut_down
+from .ring_times import hop_gb_s, peak_gib, queued, take_turns
 
 RANKS_A_HOST = 2  # of an emulated one
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Megatron wants 1 of them, which sets what can overlap: so does this, unless the environment has it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A workload: budgets with which the pattern is chosen, or a drawn pattern of a given density.
-
-    The name begins with the length. A case for slow links runs only where links are slow, or by its name.
-    """
-
-    name: str
-    seq: int
-    vertical: int
-    slash: int | None = None  # None: the pattern is drawn, of this density
-    density: float | None = None
-    slow_link: bool = False
-
-    def at(self, seq: int) -> Case:
-        """The same for another length, with budgets that leave something out there too."""
-        slash = self.slash
-        if slash is not None:
-            slash = seq if slash == self.seq else min(slash, seq // 16)
-        name = f"{seq / 1024:g}K " + self.name.split(" ", 1)[1]
-        vertical = min(self.vertical, seq // 16)
-        return dataclasses.replace(self, name=name, seq=seq, vertical=vertical, slash=slash)
-
-    def config(self) -> MTrainingConfig | None:
-        if self.slash is None:
-            return None
-        rows = dict(sample_strata=64, sample_rows=1)
-        return MTrainingConfig(vertical=self.vertical, slash=self.slash, block_size=BLOCK, **rows)
-
-
-CASES = [
-    Case("512K 1000 columns, 100 diagonals", 524288, 1000, 100),
-    Case("512K 3500 columns, 30 diagonals", 524288, 3500, 30),
-    Case("128K 1000 columns, 100 diagonals", 131072, 1000, 100),
-    Case("512K 3% density, 1000 columns", 524288, 1000, density=0.03),
-    Case("512K all distances", 524288, 0, 524288),
-    # Over slow links, kernels of the sparse cases above are far shorter than transfers, and those of all
-    # distances far longer. In between it shows how much of the transfers the ring hides.
-    Case("512K 10% density, 1000 columns", 524288, 1000, density=0.10, slow_link=True),
-    Case("128K 25% density, 1000 columns", 131072, 1000, density=0.25, slow_link=True),
-    Case("128K 50% density, 1000 columns", 131072, 1000, density=0.5, slow_link=True),
-]
-
-
-def cases_for(texts: list[str] | None, slow_links: bool) -> list[Case]:
-    """The cases with any of these texts in their names; without texts, those for the links that there are."""
-    if texts:
-        return [case for case in CASES if any(text in case.name for text in texts)]
-    return [case for case in CASES if slow_links or not case.slow_link]
 
 
 def listed(case: Case) -> str:
@@ -260,7 +209,7 @@ def line(row: dict) -> str:
 
 def draw(folder: Path, case: Case, setting: Setting, layers: dict) -> None:
     """A picture of what each rank did, and the spans that it is drawn from."""
-    import plots
+    from ..lib import plots
 
     name = "timeline_" + "".join(c if c.isalnum() else "_" for c in case.name)
     folder.mkdir(parents=True, exist_ok=True)
@@ -315,7 +264,7 @@ def parse(words: list[str] | None = None) -> tuple[argparse.Namespace, list[Case
     if not cases:
         parser.error(f"no case has any of {options.case} in its name; --list names them")
     if "WORLD_SIZE" not in os.environ:
-        parser.error("start it with torchrun --nproc-per-node N benchmarks/rings.py ...")
+        parser.error("start it with torchrun --nproc-per-node N -m benchmarks.layer.rings ...")
     world = int(os.environ["WORLD_SIZE"])
     if world < 2:
         parser.error("one process is no ring: --nproc-per-node 2 or more")

@@ -1,10 +1,10 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """A real pretraining run of Qwen2.5-3B's shape, dense or sparse, and a row on it.
 
-    python benchmarks/pretrain.py data FOLDER                  # Python's sources, tokenised
-    python benchmarks/pretrain.py run MEGATRON_LM --attention fused --data FOLDER/text
-    python benchmarks/pretrain.py run MEGATRON_LM --attention mtraining --data FOLDER/text
-    python benchmarks/pretrain.py picture                      # of the rows with a breakdown
+    python -m benchmarks.model.pretrain data FOLDER                  # Python's sources, tokenised
+    python -m benchmarks.model.pretrain run MEGATRON_LM --attention fused --data FOLDER/text
+    python -m benchmarks.model.pretrain run MEGATRON_LM --attention mtraining --data FOLDER/text
+    python -m benchmarks.model.pretrain picture                      # of the rows with a breakdown
 
 Runs ``examples/pretrain_qwen2.5_3b.sh``, or another recipe (``--script``), reads Megatron's log, and appends
 a row to ``results/pretrain.jsonl``. Figures are of iterations after the first four (``--warm-up``), which
@@ -26,9 +26,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import record
+from ..lib import record
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "pretrain_qwen2.5_3b.sh"
 DEFAULT_CHUNK = 4096  # of the plug-in, without --mtraining-loss-chunk
 WARM_UP = 4
@@ -131,7 +131,7 @@ def command(options, folder: Path) -> tuple[list[str], dict[str, str]]:
         changes["drop"] = drop
     checkout = options.megatron
     if changes:
-        import instrument
+        from . import instrument
 
         checkout = instrument.stand_in(checkout, folder / "Megatron-LM", **changes)
     return [str(options.script or SCRIPT), str(checkout), *words, *options.more], environment
@@ -140,7 +140,7 @@ def command(options, folder: Path) -> tuple[list[str], dict[str, str]]:
 def breakdowns(folder: Path) -> dict:
     """What the ranks have found: rank 0's, and of each part the longest that a rank had; nothing if rank 0
     has found nothing."""
-    import instrument
+    from . import instrument
 
     files = folder.glob(instrument.RANK.format("*"))
     ranks = {int(path.stem.split("-")[1]): json.loads(path.read_text()) for path in files}
@@ -263,7 +263,7 @@ def check(options, refuse) -> None:
 
 
 def picture(options) -> None:
-    import plots
+    from ..lib import plots
 
     rows = [json.loads(line) for line in options.rows.read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if row.get("breakdown")]

@@ -13,10 +13,11 @@ import statistics
 import time
 from collections.abc import Callable
 
-import timeline
 import torch
 import torch.distributed as dist
-from ring_runs import Setting
+
+from . import timeline
+from .ring_runs import Setting
 
 ROUNDS = (3, 15)  # at least, at most
 TURN, MOST_CALLS = 100.0, 20
