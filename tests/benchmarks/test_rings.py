@@ -112,14 +112,14 @@ def test_bad_options_end_before_anything_starts(rings, monkeypatch, capsys, word
 
 def test_what_bf16_gradients_cost(tmp_path):
     output = tmp_path / "wire.jsonl"
-    done = torchrun("--device", "cpu", "--seq", "512", "--output", str(output), name="wire.py")
+    done = torchrun("--device", "cpu", "--seq", "512", "--output", str(output), name="wire")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [(row["world"], row["inner"], row["seq"]) for row in rows] == [(2, 2, 512), (2, 1, 512)]
     for row in rows:
         assert row["error_float32"] < 1e-5 < 1e-4 < row["error_bf16"] < 1e-2
         assert row["commit"] == "a commit" and row["dtype"] == "float32"
-    done = torchrun("--device", "cpu", "--seq", "100", name="wire.py")
+    done = torchrun("--device", "cpu", "--seq", "100", name="wire")
     assert done.returncode != 0 and "--seq 100" in done.stderr
 
 
