@@ -1,23 +1,26 @@
 # Each command creates the environment it needs and is quick when that is there already.
 #
 #   make quickstart   train a small model, dense and sparse, and compare
-#   make test         the test suite (GPU tests too where there is a GPU)
+#   make test         the test suite without its slow tests (GPU tests too where there is a GPU)
+#   make test-all     the whole test suite
 #   make lint         ruff and shellcheck
 #   make clean        remove the environment and what the commands wrote
 #
 # Variables: PYTHON (an interpreter, 3.10 to 3.13; found by itself), VENV (where the environment
-# goes), MCORE and TORCH (versions of Megatron-Core and torch; by default the newest that fit), ARGS
-# (options of the command: make quickstart ARGS="--steps 20", make test ARGS="tests/test_layout.py").
+# goes), MCORE and TORCH (versions of Megatron-Core and torch; by default the newest that fit), JOBS (test
+# processes; one a core), ARGS (options of the command: make quickstart ARGS="--steps 20",
+# make test ARGS="tests/test_layout.py -x").
 
 VENV ?= .venv
 PYTHON ?=
 MCORE ?=
 TORCH ?=
 ARGS ?=
+JOBS ?= logical
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready$(if $(MCORE),-mcore-$(MCORE))$(if $(TORCH),-torch-$(TORCH))
 
-.PHONY: quickstart test lint clean env
+.PHONY: quickstart test test-all lint clean env
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -28,7 +31,10 @@ quickstart: $(READY)
 	$(BIN)/python -m megatron_mtraining quickstart $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -110,22 +110,3 @@ def test_source_files_carry_the_licence(folder):
         if HEADER not in path.read_text(encoding="utf-8")[:200]
     ]
     assert not bare
-
-
-def test_only_the_plug_in_imports_megatron():
-    """Kernels, layout, pattern, ring and report run without Megatron."""
-    allowed = (
-        "megatron_mtraining/megatron/",
-        "megatron_mtraining/quickstart/",
-        "megatron_mtraining/inspect/megatron_checkpoint.py",
-        "megatron_mtraining/convert/verify.py",
-        "megatron_mtraining/data/indexed.py",
-    )
-    imports = re.compile(r"^\s*(from|import) megatron(\.|\s|$)", re.MULTILINE)
-    wrong = []
-    for folder in ("megatron_mtraining", "kernels"):
-        for path in (ROOT / folder).rglob("*.py"):
-            name = path.relative_to(ROOT).as_posix()
-            if imports.search(path.read_text(encoding="utf-8")) and not name.startswith(allowed):
-                wrong.append(name)
-    assert not wrong
