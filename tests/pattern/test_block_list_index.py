@@ -402,4 +402,5 @@ def test_all_blocks_are_dense_attention():
     indices = block_lists_of(*random_sets(384, 1, 4, 64, "all"), 384, 64, 2)
     dense = full_index(1, 4, 384, 64, 2, 2, "cpu")
     one, other = (simulated_ring(*operands, i, 0.1) for i in (dense, indices))
-    assert all(torch.equal(a, b) for a, b in zip(one, other))
+    for a, b in zip(one, other):  # the same sums, which BLAS may add in another order
+        torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-14)
