@@ -38,7 +38,7 @@ from torch import Tensor
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import attend
-from megatron_mtraining.models.hugging_face import tokenizer_of
+from megatron_mtraining.models.tokenizer import open_tokenizer
 from megatron_mtraining.pattern import Steering, choose_index, heads_of_layer, settings_of_run
 from megatron_mtraining.ring import Ring
 
@@ -94,7 +94,7 @@ class Attention:
 
 def read_tokens(options) -> Tensor:
     """int64 ``[sequences, seq + 1]``: the training steps' and then the held-out ones."""
-    encode = tokenizer_of(options.model)
+    encode = open_tokenizer(options.model).encode
     files = options.text or sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
     files += [] if options.text else sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py"))
     need = (options.steps + options.held_out) * options.seq + 1

@@ -40,7 +40,6 @@ import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -48,8 +47,12 @@ import torch
 from torch import Tensor
 
 from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining.models.environment import default_dtype
+from megatron_mtraining.models.open import open_model
 from megatron_mtraining.models.text import tokens_for
+from megatron_mtraining.models.types import LayerInput, ModelOptions
 from megatron_mtraining.pattern import VerticalSlashIndex, choose_block_lists, choose_index
+from megatron_mtraining.requirements import require
 from megatron_mtraining.ring import Ring
 from megatron_mtraining.tools.inspect.measure import (
     ListsAtRows,
@@ -58,8 +61,6 @@ from megatron_mtraining.tools.inspect.measure import (
     lists_at_rows,
     row_probabilities,
 )
-from megatron_mtraining.tools.inspect.options import default_dtype, require
-from megatron_mtraining.tools.inspect.sources import LayerInput, open_source
 from megatron_mtraining.tools.report.table import table
 
 from ..lib import record
@@ -389,8 +390,7 @@ def loads_of(path: Path, options) -> Iterator[tuple[object, float | None, list[i
     positions for as it is, then those that take ``--yarn``."""
 
     def source_with(yarn):
-        how = dict(model=path, tokenizer=None, device=options.device, dtype=options.dtype)
-        return open_source(SimpleNamespace(yarn=yarn, **how))
+        return open_model(ModelOptions(path, options.device, options.dtype, yarn_factor=yarn))
 
     source = source_with(None)
     near = [seq for seq in options.seq if seq <= source.shape.positions or options.yarn is None]
@@ -425,7 +425,7 @@ def run_text(run, source, text: str, tokens: Tensor, yarn: float | None, options
 
 def run_all(options) -> None:
     """Every model over every text at every length; rows are appended after each."""
-    require("transformers")
+    require("transformers", extra="inspect")
     for path in options.model:
         options.name, tokenizer = path.name, None
         for source, yarn, lengths in loads_of(path, options):

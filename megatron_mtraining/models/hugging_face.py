@@ -3,114 +3,120 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from ..config import ConfigError
-from ..tools.inspect.options import first_line, require
-from ..tools.inspect.sources import LayerInput, Score, Shape, dense_attention
+from ..requirements import first_line, require
+from .dense_attention import dense_attention
+from .tokenizer import Tokenizer, hugging_face_tokenizer, open_tokenizer
+from .types import LayerInput, ModelOptions, Score, Shape, Visitor
 
 ATTENTION = "mtraining_inspect"
-"""The name that our attention has in transformers."""
+"""The name under which our attention function is registered with transformers."""
 LOSS_CHUNK = 256
-"""Tokens whose predictions exist at once, those of the first run too: 0.7 GiB of 150 thousand words."""
+"""Tokens whose logits exist at once, with those of the first run: 0.7 GiB for a vocabulary of 150K."""
 
 
-def open_folder(options):
-    """A Hugging Face folder: config.json, weights and tokenizer."""
-    require("transformers")
-    return HuggingFace(options, options.model, {}, nullcontext)
+def open_folder(options: ModelOptions) -> HuggingFaceModel:
+    """Open a Hugging Face folder: config.json, weights and tokenizer."""
+    require("transformers", extra="inspect")
+    return HuggingFaceModel(options, options.path)
 
 
-def open_gguf(options):
-    """A GGUF file: configuration, tokenizer and weights in one, quantised or not."""
-    path: Path = options.model
+def open_gguf(options: ModelOptions) -> HuggingFaceModel:
+    """Open a GGUF file, quantised or not: configuration, tokenizer and weights in one file."""
+    path, label = options.path, f"{options.name} is {options.path}"
     try:
         with path.open("rb") as file:
             magic = file.read(4)
     except OSError as error:
-        raise ConfigError(f"MODEL is {path}, which cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{label}, which cannot be read: {error.strerror}") from None
     if magic != b"GGUF":
         raise ConfigError(
-            f"MODEL is {path}, which is not a GGUF file (it begins with {magic!r}): give a Hugging Face "
+            f"{label}, which is not a GGUF file (it begins with {magic!r}): give a Hugging Face "
             "folder, a .gguf file or a Megatron checkpoint's folder"
         )
-    require("transformers", "gguf", "accelerate")
+    require("transformers", "gguf", "accelerate", extra="inspect")
     import gguf
+    import transformers
 
     try:
         reader = gguf.GGUFReader(path)
     except Exception as error:
-        raise ConfigError(f"MODEL is {path}, which gguf cannot read: {first_line(error)}") from None
+        raise ConfigError(f"{label}, which gguf cannot read: {first_line(error)}") from None
     # transformers does not read these, and without them the positions of long texts are wrong.
     scaled = [name for name in reader.fields if ".rope.scaling." in name]
     scaled += [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_f")]
     if scaled:
         raise ConfigError(
-            f"MODEL is {path}, which scales its rotary positions ({scaled[0]}), and transformers does not "
+            f"{label}, which scales its rotary positions ({scaled[0]}), and transformers does not "
             "read that from GGUF: use the model's Hugging Face folder"
         )
 
-    def one_reader():
-        # transformers reads the file for each of configuration, tokenizer and weights: seconds each.
+    def shared_reader():
+        # transformers parses the file for configuration, tokenizer and weights: seconds each time.
         return mock.patch.object(gguf, "GGUFReader", lambda *args, **kwargs: reader)
 
-    source = HuggingFace(options, path.parent, {"gguf_file": path.name}, one_reader)
-    source.weights = _unpacked()
-    return source
-
-
-def _unpacked() -> dict:
-    """What makes transformers unpack a GGUF file's weights, in versions that would otherwise look for
-    kernels that multiply with packed ones."""
-    import transformers
-
+    # Some versions would otherwise keep the weights packed and look for kernels that multiply with them.
     config = getattr(transformers, "GgufConfig", None)
-    return {} if config is None else {"quantization_config": config(dequantize=True)}
+    unpacked = {} if config is None else {"quantization_config": config(dequantize=True)}
+    return HuggingFaceModel(
+        options, path.parent, {"gguf_file": path.name}, weights=unpacked, reading=shared_reader
+    )
 
 
-class HuggingFace:
-    """See :class:`~megatron_mtraining.tools.inspect.sources.Source`."""
+class HuggingFaceModel:
+    """See :class:`~megatron_mtraining.models.types.Source`."""
 
-    def __init__(self, options, folder: Path, how: dict, reading):
-        self.options, self.folder, self.how = options, folder, how
-        self.reading = reading
-        self.weights: dict = {}  # more arguments for loading them
+    def __init__(
+        self,
+        options: ModelOptions,
+        folder: Path,
+        files: dict | None = None,
+        weights: dict | None = None,
+        reading: Callable[[], AbstractContextManager] = nullcontext,
+    ):
+        """
+        Args:
+            files: arguments of each ``from_pretrained`` that say which files to read.
+            weights: further arguments of the one that loads weights.
+            reading: a context in which files are read.
+        """
+        self.options, self.folder, self.reading = options, folder, reading
+        self.files, self.weights = files or {}, weights or {}
         with self._explained("configuration"), reading():
             from transformers import AutoConfig
 
-            self.config = AutoConfig.from_pretrained(folder, local_files_only=True, **how)
-        self.description = f"{self.config.model_type}, {options.model}"
-        _check_architecture(self.config, self._place)
-        self.shape = _shape_of(self.config, self._place)
-        self.shape.check(self._place)
-        if options.yarn is not None:
-            self.shape = _with_yarn(self.config, self.shape, options.yarn, self._place)
+            self.config = AutoConfig.from_pretrained(folder, local_files_only=True, **self.files)
+        self.description = f"{self.config.model_type}, {options.path}"
+        _check_architecture(self.config, options.label)
+        self.shape = _shape_of(self.config, options.label)
+        self.shape.check(options.label)
+        if options.yarn_factor is not None:
+            self.shape = _with_yarn(self.config, self.shape, options.yarn_factor, options.label)
 
-    @property
-    def _place(self) -> str:
-        return f"MODEL ({self.options.model})"
-
-    def tokenizer(self):
-        named = self.options.tokenizer
-        if named is not None:
-            return tokenizer_of(named)
+    def tokenizer(self) -> Tokenizer:
+        if self.options.tokenizer is not None:
+            return open_tokenizer(self.options.tokenizer)
         with self._explained("tokenizer"), self.reading():
-            return _load_tokenizer(self.folder, self.how)
+            return hugging_face_tokenizer(self.folder, **self.files)
 
     @contextmanager
-    def loaded(self, scored: bool = False):
+    def loaded(self, scored: bool = False) -> Iterator[_LoadedModel]:
         if scored:
-            _check_scored(self.config, self._place)
+            _check_scored(self.config, self.options.label)
         from transformers import AutoModelForCausalLM
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        ALL_ATTENTION_FUNCTIONS.register(ATTENTION, self._attention)
+        run = _LoadedModel(self.options.label, self.shape.layers)
+        ALL_ATTENTION_FUNCTIONS.register(ATTENTION, run.attention)
         with self._explained("weights"), self.reading():
             model = AutoModelForCausalLM.from_pretrained(
                 self.folder,
@@ -118,198 +124,162 @@ class HuggingFace:
                 dtype=self.options.dtype,
                 attn_implementation=ATTENTION,
                 local_files_only=True,
-                **self.how,
+                **self.files,
                 **self.weights,
             )
-        # The body: logits over the vocabulary would be the largest tensor of all.
-        body = model.base_model.to(self.options.device).eval()
-        head = model.get_output_embeddings().to(self.options.device) if scored else None
+        # Without the head: logits over the vocabulary would be the largest tensor of all.
+        run.body = model.base_model.to(self.options.device).eval()
+        run.head = model.get_output_embeddings().to(self.options.device) if scored else None
         del model
-        yield partial(self._run, body, head, [])
+        try:
+            yield run
+        finally:  # transformers keeps the registered function
+            run.body = run.head = None
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Turn transformers' errors about a file into a :class:`ConfigError` of one line."""
+        try:
+            yield
+        except (ConfigError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"the {what} of {self.options.label} cannot be loaded: {first_line(error)}"
+            ) from error
+
+
+class _LoadedModel:
+    """Runs a model, and hands each layer's attention input to a visitor."""
+
+    body: torch.nn.Module | None = None
+    """The model without its output layer."""
+    head: torch.nn.Module | None = None
+    """The output layer; None if runs are not scored."""
+
+    def __init__(self, label: str, layers: int):
+        self.label, self.layers = label, layers
+        self._first_hidden: Tensor | None = None  # of the first run, ``[s - 1, hidden]``
 
     @torch.no_grad()
-    def _run(self, body, head, first: list, tokens, visit) -> Score | None:
+    def __call__(self, tokens: Tensor, visit: Visitor) -> Score | None:
         self._visit, self._layer = visit, 0
-        tokens = tokens.to(self.options.device)
-        hidden = body(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
-        if self._layer != self.shape.layers:
+        tokens = tokens.to(next(self.body.parameters()).device)
+        hidden = self.body(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+        if self._layer != self.layers:
             raise ConfigError(
-                f"{self._place} has {self.shape.layers} layers, but {self._layer} of them called the "
-                "attention that can be replaced: models where every layer has causal softmax attention "
-                "are supported"
+                f"{self.label} has {self.layers} layers, but only {self._layer} called the attention "
+                "function that transformers lets us replace: every layer must have causal softmax attention"
             )
-        if head is None:
-            return None
-        hidden = hidden[:-1]
-        if not first:
-            first.append(hidden)
+        return None if self.head is None else self._score(hidden[:-1], tokens[1:])
+
+    def _score(self, hidden: Tensor, labels: Tensor) -> Score:
+        """Compare predictions with labels, and with the predictions of the first run."""
+        if self._first_hidden is None:
+            self._first_hidden = hidden
         sums = torch.zeros(2, dtype=torch.float64, device=hidden.device)
-        parts = (each.split(LOSS_CHUNK) for each in (hidden, first[0], tokens[1:]))
-        for part, before, label in zip(*parts):
-            found = head(part).float().log_softmax(-1)
-            sums[0] -= found.gather(1, label[:, None]).sum(dtype=torch.float64)
-            if hidden is not first[0]:
-                expected = head(before).float().log_softmax(-1)
-                apart = (expected - found).mul_(expected.exp_())
-                sums[1] += apart.sum(dtype=torch.float64)
+        chunks = (each.split(LOSS_CHUNK) for each in (hidden, self._first_hidden, labels))
+        for chunk, first, label in zip(*chunks):
+            log_p = self.head(chunk).float().log_softmax(-1)
+            sums[0] -= log_p.gather(1, label[:, None]).sum(dtype=torch.float64)
+            if hidden is not self._first_hidden:
+                expected = self.head(first).float().log_softmax(-1)
+                difference = (expected - log_p).mul_(expected.exp_())
+                sums[1] += difference.sum(dtype=torch.float64)
         return Score(*(sums / len(hidden)).tolist())
 
-    def _attention(self, module, query, key, value, attention_mask, scaling=None, **more):
-        """What layers call in place of their attention: ``[b, h, s, d]`` in, ``[b, s, h, d]`` out."""
-        unknown = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
-        for name in unknown:
+    def attention(self, module, query, key, value, attention_mask, scaling=None, **more):
+        """Replaces a layer's attention function: ``[b, h, s, d]`` in, ``[b, s, h, d]`` out."""
+        place = f"layer {self._layer} of {self.label}"
+        for name in ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask"):
             if more.get(name) is not None:
                 raise ConfigError(
-                    f"layer {self._layer} of {self._place} has attention with {name}: causal softmax "
-                    "attention over the whole sequence is supported"
+                    f"{place} has attention with {name}: only causal softmax attention over the whole "
+                    "sequence is supported"
                 )
         if attention_mask is not None or not getattr(module, "is_causal", True):
             raise ConfigError(
-                f"layer {self._layer} of {self._place} has attention that is masked, or not causal: causal "
-                "softmax attention over the whole sequence is supported"
+                f"{place} has attention that is masked or not causal: only causal softmax attention over "
+                "the whole sequence is supported"
             )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        sides = (side.permute(2, 0, 1, 3) for side in (query, key))
-        given = LayerInput(self._layer, *sides, scale, value.permute(2, 0, 1, 3))
+        sequence_first = (x.permute(2, 0, 1, 3) for x in (query, key))
+        given = LayerInput(self._layer, *sequence_first, scale, value.permute(2, 0, 1, 3))
         out = self._visit(given)
         self._layer += 1
         if out is not None:
             return out.transpose(0, 1), None
         return dense_attention(query, key, value, scale).transpose(1, 2).contiguous(), None
 
-    @contextmanager
-    def _explained(self, what: str):
-        """transformers' own errors about a file, as one line of ours."""
-        try:
-            yield
-        except ConfigError:
-            raise
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"the {what} of {self._place} cannot be loaded: {first_line(error)}"
-            ) from error
 
-
-def tokenizer_of(path: Path):
-    """The tokenizer of --tokenizer: a Hugging Face folder, a GGUF file or a sentencepiece model."""
-    if path.suffix == ".model":
-        require("sentencepiece")
-        import sentencepiece
-
-        try:
-            processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        except Exception as error:
-            raise ConfigError(
-                f"--tokenizer is {path}, which sentencepiece cannot read: {first_line(error)}"
-            ) from None
-        return processor.encode
-    if path.is_dir():
-        require("transformers")
-        folder, how = path, {}
-    elif path.suffix == ".gguf":
-        require("transformers", "gguf")
-        folder, how = path.parent, {"gguf_file": path.name}
-    elif path.name in ("tokenizer.json", "tokenizer_config.json"):
-        require("transformers")
-        folder, how = path.parent, {}
-    else:
-        raise ConfigError(
-            f"--tokenizer is {path}: give a Hugging Face folder, a .gguf file or a sentencepiece .model"
-        )
-    try:
-        return _load_tokenizer(folder, how)
-    except Exception as error:
-        raise ConfigError(
-            f"--tokenizer is {path}, which transformers cannot read: {first_line(error)}"
-        ) from None
-
-
-def _load_tokenizer(folder: Path, how: dict):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **how)
-    return lambda text: tokenizer(text, verbose=False)["input_ids"]
-
-
-def _check_architecture(config, place: str) -> None:
+def _check_architecture(config, label: str) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     name = config.model_type
     if config.get_text_config() is not config or getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(
-            f"{place} is of type {name}, which is more than a decoder of text: that is what is supported"
-        )
+        raise ConfigError(f"{label} is of type {name}: only text decoders are supported")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
-            f"{place} is of type {name}, which is no causal language model of transformers"
+            f"{label} is of type {name}, which is not a causal language model of transformers"
         )
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     replaceable = getattr(model, "_can_set_attn_implementation", lambda: True)
     if not replaceable() or getattr(model, "_is_stateful", False):
         raise ConfigError(
-            f"{place} is of type {name}, whose attention in transformers cannot be replaced: models of the "
-            "kind of Llama, Mistral, Qwen2 and Qwen3 are supported"
+            f"{label} is of type {name}, whose attention function transformers cannot replace: models "
+            "such as Llama, Mistral, Qwen2 and Qwen3 are supported"
         )
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise ConfigError(
-            f"{place} has layers of {', '.join(sorted(kinds - {'full_attention'}))}: full causal attention "
-            "in every layer is supported"
+            f"{label} has layers of type {', '.join(sorted(kinds - {'full_attention'}))}: only full causal "
+            "attention in every layer is supported"
         )
     for field, what in {
         "sliding_window": "sliding windows",
-        "attention_chunk_size": "attention in chunks",
+        "attention_chunk_size": "chunked attention",
         "kv_lora_rank": "multi-latent attention",
         "attn_logit_softcapping": "capped scores",
     }.items():
         value = getattr(config, field, None)
         if value is not None:
             raise ConfigError(
-                f"{place} has {what} ({field} {value}): full causal softmax attention is supported"
+                f"{label} has {what} ({field} {value}): only full causal softmax attention is supported"
             )
 
 
-def _check_scored(config, place: str) -> None:
-    """Logits are taken to be the output layer's, of what the last norm gives."""
+def _check_scored(config, label: str) -> None:
+    """Scores take the output layer's result as logits."""
     for field in ("logits_scaling", "logit_scale", "final_logit_softcapping"):
         value = getattr(config, field, None)
         if value not in (None, 1, 1.0):
             raise ConfigError(
-                f"{place} changes its logits ({field} {value}), and --sensitivity measures the loss without: "
+                f"{label} changes its logits ({field} {value}), which --sensitivity does not support: "
                 "leave --sensitivity out"
             )
 
 
-def _shape_of(config, place: str) -> Shape:
+def _shape_of(config, label: str) -> Shape:
     heads = getattr(config, "num_attention_heads", None)
     layers = getattr(config, "num_hidden_layers", None)
     positions = getattr(config, "max_position_embeddings", None)
     if not all(isinstance(value, int) for value in (heads, layers, positions)):
         raise ConfigError(
-            f"{place} is of type {config.model_type}, whose configuration does not say num_attention_heads, "
-            "num_hidden_layers and max_position_embeddings: models of the kind of Llama are supported"
+            f"{label} is of type {config.model_type}, whose configuration lacks num_attention_heads, "
+            "num_hidden_layers or max_position_embeddings: models such as Llama are supported"
         )
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return Shape(layers, heads, kv_heads, head_dim, positions, config.vocab_size)
 
 
-def _with_yarn(config, shape: Shape, factor: float, place: str) -> Shape:
-    """Let the model's positions go ``factor`` times as far, and return the shape it has then."""
+def _with_yarn(config, shape: Shape, factor: float, label: str) -> Shape:
+    """Extend the model's positions by ``factor``, and return its new shape."""
     rope = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type")
     if kind != "default":
-        raise ConfigError(
-            f"--yarn is {factor:g}, but {place} has "
-            + (
-                f"rotary positions of type {kind}"
-                if kind
-                else "no rotary positions that can be scaled"
-            )
-            + ": leave --yarn out"
-        )
+        found = f"rotary positions of type {kind}" if kind else "no rotary positions to scale"
+        raise ConfigError(f"--yarn is {factor:g}, but {label} has {found}: leave --yarn out")
     config.rope_parameters = {
         **rope,
         "rope_type": "yarn",

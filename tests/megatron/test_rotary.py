@@ -18,7 +18,6 @@ from megatron.core.models.common.embeddings import (
 from megatron_mtraining import ConfigError
 from megatron_mtraining.layout import stripe, token_positions
 from megatron_mtraining.megatron.rotary import CACHED, building, stripe_embedding, wrap_yarn_cache
-from megatron_mtraining.tools.inspect.options import hide_kernels_folder
 
 SEQUENCE, BLOCK = 768, 64
 
@@ -85,7 +84,6 @@ def test_yarn_at_512k_over_nodes(size, inner, group, cpu_device):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_yarn_is_that_of_transformers(head_dim, group, cpu_device):
-    hide_kernels_folder()
     qwen = pytest.importorskip("transformers.models.qwen2.modeling_qwen2")
     config = qwen.Qwen2Config(
         hidden_size=2 * head_dim,

@@ -10,9 +10,6 @@ from pathlib import Path
 import torch
 
 from megatron_mtraining.tools import cli
-from megatron_mtraining.tools.inspect.options import hide_kernels_folder
-
-hide_kernels_folder()  # before transformers is imported
 
 BASE = dict(
     vocab_size=320, hidden_size=128, intermediate_size=176, num_hidden_layers=4, num_attention_heads=4,

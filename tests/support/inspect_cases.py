@@ -6,9 +6,7 @@ from __future__ import annotations
 import torch
 
 from megatron_mtraining.tools import cli
-from megatron_mtraining.tools.inspect import options
 
-options.hide_kernels_folder()
 LAYERS, HEADS, KV_HEADS, SEQ = 2, 4, 2, 1024
 
 

@@ -210,8 +210,8 @@ def _to_hf(args) -> None:
 
 
 def _verify(args) -> int:
-    from ...models.megatron_checkpoint import is_checkpoint
-    from ..inspect.options import device_of
+    from ...models.environment import device_of
+    from ...models.megatron_folder import is_checkpoint
     from .dtypes import NAMES
     from .hf_folder import write_json
     from .verify import Verify, as_json, as_text, verify

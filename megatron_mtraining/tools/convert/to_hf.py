@@ -42,15 +42,12 @@ def convert(options: ToHuggingFace) -> None:
     Raises:
         ConfigError: see the checks; the target is as it was.
     """
-    from ...models.megatron_checkpoint import find_iteration
+    from ...models.megatron_folder import find_iteration
 
     if not options.source.is_dir():
         raise ConfigError(f"SRC is {options.source}, which is no folder")
     target = Target(options.target, options.overwrite, MODEL, options.source)
-    try:
-        folder = find_iteration(options.source)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("MODEL is", "SRC is", 1)) from None
+    folder = find_iteration(options.source, "SRC")
     like = _like(options, folder)
     target.check_place(folder, like)
     file = like / "config.json"
@@ -95,13 +92,9 @@ def convert(options: ToHuggingFace) -> None:
 
 def read_args(folder: Path) -> Namespace:
     """The arguments of the run that saved a checkpoint."""
-    from ...models.megatron_checkpoint import read_common
+    from ...models.megatron_folder import args_in, read_common
 
-    common = read_common(folder, str(folder))
-    args = common.get("args")
-    if not isinstance(args, Namespace):
-        raise ConfigError(f"{folder} has no arguments of a training run")
-    return args
+    return args_in(read_common(folder, str(folder)), str(folder))
 
 
 def _like(options: ToHuggingFace, folder: Path) -> Path:

@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from ...config import ConfigError, MTrainingConfig
-from ..inspect.options import first_line, require
+from ...requirements import first_line, require
 from .families import FAMILIES, model_of
 from .hf_folder import Shards, has_tokenizer, read_json
 from .names import mapped
@@ -82,24 +79,14 @@ def _check_output(output: Path | None) -> None:
         raise ConfigError(f"--output is {output}: name a file in a folder that exists")
 
 
-@contextmanager
-def _called(name: str):
-    """What inspection says of MODEL, said of SRC or DST."""
-    try:
-        yield
-    except ConfigError as error:
-        said = re.sub(r"\bMODEL(?= \(| is| has)", name, str(error), count=1)
-        said = said.replace("so inspect a model with one of these", "which verify runs it with")
-        raise ConfigError(said) from None
-
-
 def _tokens(options: Verify) -> tuple[Tensor, object]:
     """The tokens, int64 ``[s]``, and the opened Megatron checkpoint."""
-    from ...models.hugging_face import HuggingFace
-    from ...models.megatron_checkpoint import open_checkpoint
+    from ...models.hugging_face import open_folder
+    from ...models.megatron_checkpoint import MegatronCheckpoint
     from ...models.text import tokens_for
+    from ...models.types import ModelOptions
 
-    require("transformers")
+    require("transformers", extra="convert")
     theirs, ours = options.names
     if not (options.hugging_face / "config.json").is_file():
         raise ConfigError(f"{theirs} is {options.hugging_face}, which has no config.json")
@@ -111,29 +98,20 @@ def _tokens(options: Verify) -> tuple[Tensor, object]:
             "file"
         )
     _check_weights(options.hugging_face)
-    common = dict(
-        device=options.device, dtype=options.dtype, yarn=None, tokenizer=None, seq_length=None
-    )
-    with _called(ours):
-        megatron = open_checkpoint(SimpleNamespace(model=options.megatron, **common))
-    with _called(theirs):
-        given = SimpleNamespace(model=options.hugging_face, **common)
-        folder = HuggingFace(given, options.hugging_face, {}, nullcontext)
+    common = dict(device=options.device, dtype=options.dtype)
+    megatron = MegatronCheckpoint(ModelOptions(options.megatron, name=ours, **common))
+    folder = open_folder(ModelOptions(options.hugging_face, name=theirs, **common))
     if folder.shape.vocabulary > megatron.shape.vocabulary:
         raise ConfigError(
             f"{options.hugging_face} has {folder.shape.vocabulary} words, and {options.megatron} "
             f"{megatron.shape.vocabulary}: they are not the same model"
         )
 
-    def tokenizer():
-        with _called(theirs):
-            return folder.tokenizer()
-
-    with _called("the shorter of SRC and DST"):
-        tokens = tokens_for(
-            list(paths), options.seq_length, min(folder.shape.positions, megatron.shape.positions),
-            MTrainingConfig(price=0.0).block_size, tokenizer, "give fewer"
-        )  # fmt: skip
+    tokens = tokens_for(
+        list(paths), options.seq_length, min(folder.shape.positions, megatron.shape.positions),
+        MTrainingConfig(price=0.0).block_size, folder.tokenizer, "give fewer",
+        name="the shorter of SRC and DST",
+    )  # fmt: skip
     for token in (int(tokens.min()), int(tokens.max())):
         if not 0 <= token < folder.shape.vocabulary:
             raise ConfigError(
@@ -182,24 +160,23 @@ def _megatron(options: Verify, source, tokens: Tensor) -> Callable[[int, int], T
     from megatron.core.transformer.enums import AttnBackend
 
     from ... import register
-    from ...models.megatron_checkpoint import _one_process, _quietly
+    from ...models.environment import quietly, single_process
 
-    _quietly(register)
+    quietly(register)
 
     def ours(config) -> None:
         config.attention_backend = AttnBackend.mtraining
         config.mtraining = MTrainingConfig(price=0.0)  # keeps everything
 
-    with _one_process(options.device):
-        with _called(options.names[1]):
-            model = _quietly(lambda: source._model(output_layer=True, prepare=ours))
+    with single_process(options.device):
+        model = quietly(lambda: source.model(output_layer=True, prepare=ours))
         tied = model.share_embeddings_and_output_weights
         head = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
         # What comes before the output layer, for its logits to be made in parts.
         model.post_process = False
         ids = tokens[None].to(options.device)
         positions = torch.arange(len(tokens), device=options.device)[None]
-        hidden = _quietly(lambda: model(ids, positions, None))[:, 0]
+        hidden = quietly(lambda: model(ids, positions, None))[:, 0]
     return lambda begin, end: hidden[begin:end] @ head.T
 
 

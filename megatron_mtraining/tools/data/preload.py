@@ -1,8 +1,4 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Imported by the server that worker processes are forked from, so that they start quickly."""
 
-from ..inspect.options import hide_kernels_folder
-
-hide_kernels_folder()
-
-from transformers import AutoTokenizer  # noqa: E402, F401
+from transformers import AutoTokenizer  # noqa: F401

@@ -86,9 +86,6 @@ def _sentencepiece(path: Path, eod: str | None) -> Tokenizer:
 
 def _hugging_face(path: Path, folder: Path, how: dict, eod: str | None) -> Tokenizer:
     require("transformers")
-    from ..inspect.options import hide_kernels_folder
-
-    hide_kernels_folder()
     from transformers import AutoTokenizer
 
     try:

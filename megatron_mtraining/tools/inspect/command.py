@@ -58,16 +58,19 @@ def inspect(options: Options) -> None:
     Raises:
         ConfigError: see :func:`run`.
     """
+    from ...models.open import open_model
     from ...models.text import tokens_for
+    from ...models.types import ModelOptions
     from .measure import held_out_rows
     from .mixed import mixed_of
     from .output import all_or_nothing, write_json, write_settings
     from .results import Recommendation, numbers, summary
     from .sensitivity import check_sensitivity, measure_sensitivity
-    from .sources import open_source
     from .sweep import series_for
 
-    source = open_source(options)
+    source = open_model(
+        ModelOptions(options.model, options.device, options.dtype, options.tokenizer, options.yarn)
+    )
     shape = source.shape
     extend = "--yarn FACTOR to let them go farther" if options.yarn is None else "a larger --yarn"
     tokens = tokens_for(
@@ -184,7 +187,7 @@ class Collected:
         self.progress = tqdm(total=layers, desc="inspect", unit="layer", file=sys.stderr)
 
     def add(self, given) -> None:
-        """Measure a layer; see :meth:`~megatron_mtraining.tools.inspect.sources.Source.run`."""
+        """Measure a layer; see :meth:`~megatron_mtraining.models.types.Visitor`."""
         from .measure import LayerRecall
 
         found = LayerRecall(given, self.configs, self.rows)

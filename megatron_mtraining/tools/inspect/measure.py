@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ...config import ConfigError, MTrainingConfig
+from ...models.types import LayerInput
 from ...pattern import VerticalSlashIndex, choose_index
 from ...pattern.blocks import BLOCK_POLICIES, choose_blocks
 from ...pattern.estimate import sample_rows
 from ...ring import Ring
 from .options import ROWS
-from .sources import LayerInput
 
 CHUNK_BYTES = 2**28
 """Of the probabilities that are held at a time, unless a single row of all heads takes more."""

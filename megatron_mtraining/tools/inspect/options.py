@@ -5,20 +5,18 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from ...config import ConfigError, MTrainingConfig
+from ...models.environment import DTYPES, default_dtype, device_of
 from ...pattern.blocks import BLOCK_POLICIES
+from ...requirements import require
 
-EXTRA = "megatron-mtraining[inspect]"
 ROWS = 512
 """Query rows that patterns are judged by, unless told otherwise."""
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ def options_from(values: argparse.Namespace) -> Options:
     Raises:
         ConfigError: a value that cannot work, or a package that is missing.
     """
-    require("matplotlib", "tqdm")
+    require("matplotlib", "tqdm", extra="inspect")
     if not 0 < values.target_recall < 1:
         raise ConfigError(
             f"--target-recall is {values.target_recall:g}: use a share between 0 and 1, such as 0.95"
@@ -130,7 +128,7 @@ def options_from(values: argparse.Namespace) -> Options:
     device = device_of(values.device)
     settings = values.settings or values.output / "settings.json"
     if settings.suffix in (".yaml", ".yml"):
-        require("yaml")
+        require("yaml", extra="inspect")
     if settings.is_dir() or (values.settings and not settings.parent.is_dir()):
         raise ConfigError(f"--settings is {settings}: name a file in a folder that exists")
     if values.output.exists() and not values.output.is_dir():
@@ -156,74 +154,11 @@ def options_from(values: argparse.Namespace) -> Options:
     )
 
 
-def require(*names: str) -> None:
-    """Raise :class:`ConfigError` unless these packages are installed."""
-    packages = {"yaml": "pyyaml", "megatron.core": "megatron-core"}
-    missing = [packages.get(name, name) for name in names if not _installed(name)]
-    if missing:
-        raise ConfigError(f"{', '.join(missing)} not installed: pip install '{EXTRA}'")
-    if "transformers" in names:
-        hide_kernels_folder()
-
-
-def _installed(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:  # the parent package
-        return False
-
-
-def first_line(error: Exception) -> str:
-    """An error of a library in one line: its kind, and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def hide_kernels_folder() -> None:
-    """Keep transformers from taking our ``kernels/`` for another package of that name, which it looks for.
-
-    It can be imported by that name only where the root of a checkout is on Python's path, as with
-    ``python -m`` there; importing it so fails. To be called before transformers is imported.
-    """
-    from ... import kernels
-
-    spec = None if "kernels" in sys.modules else find_spec("kernels")
-    if spec is not None and spec.origin and Path(spec.origin).samefile(kernels.__file__):
-        sys.modules["kernels"] = None  # so it is not found
-
-
-def default_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the device multiplies in it, else float32."""
-    if device.type == "cuda":
-        return torch.bfloat16
-    supported = (
-        getattr(torch.cpu, name, bool)()
-        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    )
-    return torch.bfloat16 if any(supported) else torch.float32
-
-
 def _dtype(name: str | None, device: torch.device, exact: bool) -> torch.dtype:
     """The dtype to run in. Exact: bf16's rounding moves predictions as far as a layer's sparse attention."""
     if name is not None:
         return DTYPES[name]
     return torch.float32 if exact else default_dtype(device)
-
-
-def device_of(name: str | None) -> torch.device:
-    gpu = torch.cuda.is_available()
-    try:
-        device = torch.device(name or ("cuda" if gpu else "cpu"))
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cuda", "cpu"):
-        raise ConfigError(f"--device is {name}: use cuda, cuda:1 and so on, or cpu")
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if gpu else 0
-        if (device.index or 0) >= count:
-            found = f"{count} GPUs" if count else "no GPU"
-            raise ConfigError(f"--device is {name}, but torch finds {found} here: use --device cpu")
-    return device
 
 
 def _check_mixed(values: argparse.Namespace) -> None:

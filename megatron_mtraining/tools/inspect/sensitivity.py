@@ -19,12 +19,13 @@ from torch import Tensor
 
 from ...attention import attend
 from ...config import ConfigError, MTrainingConfig
+from ...models.dense_attention import dense_attention
+from ...models.types import LayerInput, Score, Shape
 from ...pattern import choose_index
 from ...pattern.steering import SLOPES
 from ...ring import Ring
 from ..report.table import table
 from .options import Options
-from .sources import LayerInput, Score, Shape, dense_attention
 
 PRICES = (1e-3, 30.0)
 """Between which each head's price is looked for."""
@@ -190,7 +191,7 @@ def measure_sensitivity(
     """Run a model over ``tokens`` once for each layer, or head, and four times more.
 
     Args:
-        run: of a :class:`~megatron_mtraining.tools.inspect.sources.Source` that is scored.
+        run: of a :class:`~megatron_mtraining.models.types.Source` that is scored.
     """
     from tqdm import tqdm
 

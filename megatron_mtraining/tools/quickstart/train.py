@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...models.cpu import megatron_on_cpu
+from ...models.environment import megatron_on_cpu
 from ...ring import shut_down
 from .options import Options, threads_a_process
 

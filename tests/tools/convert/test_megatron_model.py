@@ -103,13 +103,13 @@ def test_what_megatron_saves_converts_back(converted, tmp_path):
 
     from megatron.core import dist_checkpointing
 
-    from megatron_mtraining.models.megatron_checkpoint import _one_process
+    from megatron_mtraining.models.environment import single_process
     from tests.support.convert_cases import weights
     from tests.support.convert_worker import build, load
 
     folder = next(path for path in converted if path.name.endswith("qwen2-tied"))
     release = str(folder / "meg" / "release")
-    with _one_process(torch.device("cpu")):
+    with single_process(torch.device("cpu")):
         args = dist_checkpointing.load_common_state_dict(release)["args"]
         args.rotary_base = 5000000
         model = build(args, 1, 1)

@@ -9,16 +9,15 @@ import json
 import os
 import signal
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining import MTrainingConfig, requirements
+from megatron_mtraining.models.types import LayerInput
 from megatron_mtraining.tools.inspect import measure, options
-from megatron_mtraining.tools.inspect.sources import LayerInput, Shape
 from tests.support.inspect_cases import (
     HEADS,
     LAYERS,
@@ -201,12 +200,12 @@ REFUSED = [
 def test_bad_values_end_in_one_error_before_weights_are_read(
     wrong, named, llama, words, tmp_path, capsys, monkeypatch
 ):
-    from megatron_mtraining.models.hugging_face import HuggingFace
+    from megatron_mtraining.models.hugging_face import HuggingFaceModel
 
     def unexpected(*_):
         raise AssertionError("the weights are read")
 
-    monkeypatch.setattr(HuggingFace, "loaded", unexpected)
+    monkeypatch.setattr(HuggingFaceModel, "loaded", unexpected)
     monkeypatch.chdir(tmp_path)
     refused(capsys, named, llama, *quick(words, tmp_path / "out"), *wrong)
     assert not list(tmp_path.iterdir())
@@ -306,7 +305,7 @@ def test_missing_packages_are_named_with_the_command(
     package, llama, words, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(
-        options, "find_spec", lambda name: None if name == package else find_spec(name)
+        requirements, "find_spec", lambda name: None if name == package else find_spec(name)
     )
     named = [package, "pip install 'megatron-mtraining[inspect]'"]
     refused(capsys, named, llama, *quick(words, tmp_path / "out"))
@@ -356,11 +355,13 @@ def test_a_run_that_is_ended_leaves_nothing(number, llama, words, tmp_path, caps
 
 
 def test_layers_whose_attention_is_special_are_refused(llama, tmp_path, words, capsys, monkeypatch):
-    from megatron_mtraining.models.hugging_face import HuggingFace
+    from megatron_mtraining.models import hugging_face
 
-    own = HuggingFace._attention
+    own = hugging_face._LoadedModel.attention
     monkeypatch.setattr(
-        HuggingFace, "_attention", lambda self, *a, **k: own(self, *a, **{**k, "s_aux": 1})
+        hugging_face._LoadedModel,
+        "attention",
+        lambda self, *a, **k: own(self, *a, **{**k, "s_aux": 1}),
     )
     refused(capsys, ["layer 0", "s_aux"], llama, *quick(words, tmp_path / "out"))
     assert not list(tmp_path.iterdir())
@@ -380,10 +381,3 @@ def test_a_gguf_file(tmp_path):
     assert np.array(setting["recall"]).shape == shape
     # A trained model's attention is not spread evenly.
     assert setting["mean_recall"] > setting["mean_density"] + 0.1
-
-
-def test_shape_is_checked():
-    shape = Shape(1, 2, 2, 64, 128, 1000)
-    shape.check("MODEL")
-    with pytest.raises(ConfigError, match="dimension 80"):
-        replace(shape, head_dim=80).check("MODEL")

@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from megatron_mtraining import ConfigError, MTrainingConfig
-from megatron_mtraining.models import text
+from megatron_mtraining.models.types import LayerInput
 from megatron_mtraining.pattern import build_index, choose_index
 from megatron_mtraining.pattern.estimate import sample_rows
 from megatron_mtraining.ring import Ring
 from megatron_mtraining.tools.inspect import measure, results, sweep
 from megatron_mtraining.tools.inspect.output import all_or_nothing, write_settings
-from megatron_mtraining.tools.inspect.sources import LayerInput, dense_attention
-from tests.support.inspect_cases import HEADS, KV_HEADS, SEQ, operands, true_attention
+from tests.support.inspect_cases import HEADS, SEQ, operands, true_attention
 
 # Measuring
 
@@ -142,15 +141,6 @@ def test_scores_that_are_no_numbers_are_named():
     configs = [MTrainingConfig(vertical=SEQ)]
     with pytest.raises(ConfigError, match="layer 3 .*float32"):
         measure.LayerRecall(LayerInput(3, query, key, 0.125), configs, torch.arange(SEQ))
-
-
-def test_dense_attention_is_attention():
-    query, key = operands(seq=192)
-    value = torch.randn_like(key)
-    out = dense_attention(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), 0.2)
-    v = value[:, 0].double().transpose(0, 1).repeat_interleave(HEADS // KV_HEADS, 0)
-    expected = true_attention(query, key, 0.2) @ v
-    torch.testing.assert_close(out[0].double(), expected, atol=1e-5, rtol=0)
 
 
 # What follows
@@ -277,60 +267,3 @@ def test_settings_as_json_and_yaml(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
     with pytest.raises(ConfigError, match="--settings"):
         write_settings(tmp_path / "none" / "s.json", settings)
-
-
-# Text
-
-
-def characters():
-    return lambda words: [ord(c) % 256 for c in words]
-
-
-def tokens(path, seq=None, positions=1024, tokenizer=characters):
-    return text.tokens_for([path], seq, positions, 128, tokenizer, "--yarn")
-
-
-def test_tokens_are_whole_blocks_of_the_text(tmp_path):
-    path = tmp_path / "text"
-    path.write_text("ab" * 300)
-    assert tokens(path).shape == (512,) and tokens(path).dtype == torch.int64
-    assert tokens(path, seq=256).tolist() == [97, 98] * 128
-    assert tokens(path, positions=300).shape == (256,)
-    seen = []
-
-    def thrifty():
-        return lambda words: seen.append(len(words)) or [1] * (len(words) // 10)
-
-    path.write_text("ab" * 100_000)
-    assert tokens(path, seq=1024, tokenizer=thrifty).shape == (1024,)
-    assert seen == [8192, 16384]  # not all of it
-    np.save(tmp_path / "ids.npy", np.arange(600, dtype=np.uint16).reshape(2, 300))
-    assert tokens(tmp_path / "ids.npy", tokenizer=None).tolist() == list(range(512))
-
-
-def test_texts_that_do_not_fit(tmp_path):
-    path = tmp_path / "text"
-    path.write_text("a" * 300)
-    for seq, words in {
-        384: ["--seq is 384", "300 tokens", "--seq 256"],
-        200: ["--seq is 200", "128"],
-        2048: ["--seq is 2048", "1024 positions", "--yarn"],
-    }.items():
-        with pytest.raises(ConfigError) as refused:
-            tokens(path, seq=seq)
-        assert all(word in str(refused.value) for word in words), refused.value
-    path.write_text("a" * 100)
-    with pytest.raises(ConfigError, match="has 100 tokens"):
-        tokens(path)
-    path.write_text(" \n")
-    with pytest.raises(ConfigError, match="no text in it"):
-        tokens(path)
-    path.write_bytes(b"abc\xff\xfe")
-    with pytest.raises(ConfigError, match="not UTF-8"):
-        tokens(path)
-    np.save(tmp_path / "ids.npy", np.ones(600))
-    with pytest.raises(ConfigError, match="float64"):
-        tokens(tmp_path / "ids.npy")
-    (tmp_path / "bad.npy").write_text("no array")
-    with pytest.raises(ConfigError, match="numpy cannot read"):
-        tokens(tmp_path / "bad.npy")

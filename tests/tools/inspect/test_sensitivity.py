@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining import MTrainingConfig
+from megatron_mtraining.models.types import Score
 from megatron_mtraining.pattern import heads_of_layer, settings_of_run
 from megatron_mtraining.tools.inspect.sensitivity import (
     EXPONENT,
@@ -19,11 +19,9 @@ from megatron_mtraining.tools.inspect.sensitivity import (
     Sensitivity,
     targets_of,
 )
-from megatron_mtraining.tools.inspect.sources import Score
 from tests.support.inspect_cases import (
     HEADS,
     LAYERS,
-    SEQ,
     inspect,
     quick,
     refused,
@@ -116,33 +114,6 @@ def test_a_run_leaves_targets_that_training_takes(of, model, words, tmp_path):
     assert "How far predictions move" in (out / "summary.txt").read_text()
 
 
-def test_the_loss_is_the_model_s_own(model, words, tmp_path):
-    from contextlib import nullcontext
-
-    from transformers import AutoModelForCausalLM
-
-    from megatron_mtraining.models.hugging_face import HuggingFace
-
-    options = SimpleNamespace(
-        model=model, device=torch.device("cpu"), dtype=torch.float32, yarn=None, tokenizer=None
-    )
-    source = HuggingFace(options, model, {}, nullcontext)
-    tokens = torch.randint(200, (SEQ,), generator=torch.Generator().manual_seed(1))
-    seen = []
-    with source.loaded(scored=True) as run:
-        loss, none = run(tokens, lambda given: seen.append(given))
-        # Attention that a visitor returns is taken: nothing, here.
-        other, divergence = run(tokens, lambda given: torch.zeros_like(given.query))
-    with source.loaded() as run:
-        assert run(tokens, lambda given: None) is None
-    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    with torch.no_grad():
-        expected = theirs(input_ids=tokens[None], labels=tokens[None]).loss.item()
-    assert loss == pytest.approx(expected, abs=1e-5) and abs(other - loss) > 1e-4
-    assert none == 0 and divergence > 1e-4
-    assert len(seen) == LAYERS and seen[0].value.shape == seen[0].key.shape
-
-
 @pytest.mark.parametrize(
     ("more", "named"),
     [
@@ -161,13 +132,3 @@ def test_models_that_change_their_logits_are_refused(tmp_path, words, capsys):
     rest = quick(words, tmp_path / "out", "--policy", "price")
     refused(capsys, ["logits_scaling 8", "--sensitivity"], folder, *rest, "--sensitivity", "layers")
     assert not (tmp_path / "out").exists()
-
-
-def test_checkpoints_are_to_be_converted_first():
-    from megatron_mtraining.models.megatron_checkpoint import MegatronCheckpoint
-
-    checkpoint = object.__new__(MegatronCheckpoint)
-    checkpoint.options = SimpleNamespace(model="run")
-    with pytest.raises(ConfigError, match="MODEL is run.*megatron-to-hf"):
-        with checkpoint.loaded(scored=True):
-            pass

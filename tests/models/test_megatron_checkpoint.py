@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""``mtraining inspect`` on Megatron checkpoints: the queries and keys are those of the model saved."""
+"""Megatron checkpoints: queries and keys are those of the saved model; what is not supported is refused."""
 
 from __future__ import annotations
 
@@ -24,8 +24,13 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_mtraining import ConfigError
 from megatron_mtraining.models import megatron_checkpoint
+from megatron_mtraining.models.environment import single_process
+from megatron_mtraining.models.megatron_checkpoint import MegatronCheckpoint
+from megatron_mtraining.models.megatron_folder import TRACKER
+from megatron_mtraining.models.text import read_indexed_dataset
+from megatron_mtraining.models.types import ModelOptions
 from megatron_mtraining.tools import cli
-from megatron_mtraining.tools.inspect.options import Options
+from tests.support.inspect_cases import byte_tokenizer
 
 SEQ, VOCABULARY = 512, 384
 MCORE = tuple(int(part) for part in version("megatron-core").split(".")[:2])
@@ -112,7 +117,7 @@ def token_ids(length=SEQ):
 def run_and_save(case, folder: Path):
     """Save a model as pretrain_gpt.py does; its own queries and keys over :func:`token_ids`."""
     seen = []
-    with megatron_checkpoint._one_process(torch.device("cpu")), torch.no_grad():
+    with single_process(torch.device("cpu")), torch.no_grad():
         model = build(case)
         for layer in model.decoder.layers:
             layer.self_attention.core_attention.register_forward_pre_hook(
@@ -126,14 +131,13 @@ def run_and_save(case, folder: Path):
         state = {"args": arguments(case), "iteration": 7, "model": model.sharded_state_dict()}
         with mock.patch.object(torch.cuda, "synchronize"):  # saving waits for a GPU, always
             dist_checkpointing.save(state, str(iteration))
-    (folder / megatron_checkpoint.TRACKER).write_text("7")
+    (folder / TRACKER).write_text("7")
     return seen
 
 
 def options(folder, **changes):
-    values = dict.fromkeys(Options.__dataclass_fields__)
-    values |= dict(model=folder, device=torch.device("cpu"), dtype=torch.float32)
-    return Options(**{**values, **changes})
+    values = dict(path=folder, device=torch.device("cpu"), dtype=torch.float32)
+    return ModelOptions(**{**values, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +152,7 @@ def test_queries_and_keys_are_those_of_the_model(name, tmp_path):
     if name == "experts" and MCORE < (0, 17) and find_spec("transformer_engine") is None:
         pytest.skip("routers of Megatron-Core 0.16 need Transformer Engine, which is not installed")
     expected = run_and_save(CASES[name], tmp_path)
-    source = megatron_checkpoint.open_checkpoint(options(tmp_path))
+    source = MegatronCheckpoint(options(tmp_path))
     shape = source.shape
     kv_heads = CASES[name]["config"].get("num_query_groups", 2)
     assert (shape.layers, shape.heads, shape.kv_heads, shape.head_dim) == (2, 4, kv_heads, 64)
@@ -182,7 +186,7 @@ def test_the_command(saved, tmp_path, capsys):
 
 
 def test_weights_take_the_dtype_asked_for(saved):
-    source = megatron_checkpoint.open_checkpoint(options(saved[0], dtype=torch.bfloat16))
+    source = MegatronCheckpoint(options(saved[0], dtype=torch.bfloat16))
     found = []
     with source.loaded() as run:
         run(token_ids(), found.append)
@@ -192,26 +196,26 @@ def test_weights_take_the_dtype_asked_for(saved):
         torch.testing.assert_close(given.key.float(), key, atol=0.05, rtol=0.05)
 
 
-def test_indexed_data_sets_are_token_ids(saved, tmp_path):
+def test_indexed_datasets_are_token_ids(tmp_path):
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(str(tmp_path / "data.bin"), dtype=np.uint16)
     for part in token_ids(300).split(100):
         builder.add_document(part, [len(part)])
     builder.finalize(str(tmp_path / "data.idx"))
-    found = megatron_checkpoint.indexed_tokens(tmp_path / "data.bin", 250)
+    found = read_indexed_dataset(tmp_path / "data.bin", 250)
     assert found.tolist() == token_ids(300)[:250].tolist()
     (tmp_path / "lone.bin").write_bytes(b"")
     with pytest.raises(ConfigError, match="without lone.idx"):
-        megatron_checkpoint.indexed_tokens(tmp_path / "lone.bin", 9)
+        read_indexed_dataset(tmp_path / "lone.bin", 9)
 
 
 def test_yarn_is_that_of_a_model_trained_with_it(saved, tmp_path):
     # The same weights, saved as of a model that had YaRN.
     as_yarn = case(positions="yarn", **{**YARN, "yarn_original_max_position_embeddings": SEQ})
-    expected = megatron_checkpoint.open_checkpoint(options(saved[0]))
+    expected = MegatronCheckpoint(options(saved[0]))
     expected.args = arguments(as_yarn)
-    scaled = megatron_checkpoint.open_checkpoint(options(saved[0], yarn=4.0))
+    scaled = MegatronCheckpoint(options(saved[0], yarn_factor=4.0))
     assert scaled.shape.positions == 4 * SEQ
     queries = []
     for source in (expected, scaled):
@@ -239,9 +243,9 @@ def refused(capsys, folder, tmp_path, named, *more):
 def test_folders_that_are_no_such_checkpoint(saved, tmp_path, capsys):
     folder = copy_of(saved, tmp_path)
     iteration = folder / "iter_0000007"
-    (folder / megatron_checkpoint.TRACKER).write_text("9")
+    (folder / TRACKER).write_text("9")
     refused(capsys, folder, tmp_path, ["MODEL", "'9'", "iter_0000009"])
-    (folder / megatron_checkpoint.TRACKER).unlink()
+    (folder / TRACKER).unlink()
     refused(capsys, folder, tmp_path, ["name an iteration's folder", "iter_0000007"])
     (iteration / ".metadata").rename(iteration / "away")
     refused(capsys, iteration, tmp_path, ["not whole", ".metadata", "--ckpt-format torch_dist"])
@@ -267,6 +271,7 @@ def test_text_takes_a_tokenizer_that_fits(saved, tmp_path, capsys):
     ("changes", "named"),
     [
         (dict(multi_latent_attention=True), ["multi-latent"]),
+        (dict(window_size=0, spec="a.b"), ["specification"]),
         (dict(window_size=(128, 0)), ["sliding windows", "128"]),
         (dict(hybrid_layer_pattern="M*M*"), ["M*M*"]),
         (dict(spec=["a", "b"]), ["specification"]),
@@ -280,17 +285,17 @@ def test_runs_that_are_not_supported(changes, named, saved, tmp_path, monkeypatc
     args = Namespace(**{**vars(arguments(case())), **changes})
     monkeypatch.setattr(megatron_checkpoint, "read_common", lambda folder, place: {"args": args})
     with pytest.raises(ConfigError) as refusal:
-        megatron_checkpoint.open_checkpoint(options(saved[0]))
+        MegatronCheckpoint(options(saved[0]))
     assert all(word in str(refusal.value) for word in named), refusal.value
 
 
 def test_weights_of_another_model_are_named(saved):
-    source = megatron_checkpoint.open_checkpoint(options(saved[0]))
+    source = MegatronCheckpoint(options(saved[0]))
     source.args.qk_layernorm = True
     with pytest.raises(ConfigError, match=r"lacks 2 .*layernorm.*among those it has"):
         with source.loaded():
             pass
-    source = megatron_checkpoint.open_checkpoint(options(saved[0]))
+    source = MegatronCheckpoint(options(saved[0]))
     source.args.ffn_hidden_size = 256
     with pytest.raises(ConfigError, match="cannot be loaded"):
         with source.loaded():
@@ -300,4 +305,20 @@ def test_weights_of_another_model_are_named(saved):
 def test_checkpoints_of_something_else(saved, monkeypatch):
     monkeypatch.setattr(megatron_checkpoint, "read_common", lambda folder, place: {"iteration": 3})
     with pytest.raises(ConfigError, match=r"no arguments.*iteration"):
-        megatron_checkpoint.open_checkpoint(options(saved[0]))
+        MegatronCheckpoint(options(saved[0]))
+
+
+def test_a_tokenizer_that_is_at_hand_is_opened(saved, tmp_path):
+    source = MegatronCheckpoint(options(saved[0]))
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    source.args.tokenizer_model = str(tmp_path / "tokenizer")
+    assert source.tokenizer().encode("ab") == byte_tokenizer()("ab").input_ids
+    source.args.tokenizer_type = "GPT2BPETokenizer"
+    with pytest.raises(ConfigError, match="trained with GPT2BPETokenizer .*--tokenizer"):
+        source.tokenizer()
+
+
+def test_sensitivity_takes_a_converted_checkpoint(saved):
+    with pytest.raises(ConfigError, match="MODEL .* is a Megatron checkpoint.*megatron-to-hf"):
+        with MegatronCheckpoint(options(saved[0])).loaded(scored=True):
+            pass

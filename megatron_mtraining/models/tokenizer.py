@@ -1,0 +1,92 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Tokenizers: of Hugging Face folders, GGUF files and sentencepiece models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config import ConfigError
+from ..requirements import first_line, require
+
+KINDS = "a Hugging Face folder, a .gguf file or a sentencepiece .model"
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer that adds the special tokens it adds by itself, as in Megatron.
+
+    Attributes:
+        encode: text to token ids.
+        vocab_size: ids are below it.
+        eos: id of the end-of-sequence token, or None if it has none.
+        id_of: id of a token by its text, or None if it is not in the vocabulary.
+    """
+
+    encode: Callable[[str], list[int]]
+    vocab_size: int
+    eos: int | None
+    id_of: Callable[[str], int | None]
+
+
+def open_tokenizer(path: Path, extra: str = "inspect") -> Tokenizer:
+    """The tokenizer of ``--tokenizer PATH``.
+
+    Args:
+        extra: the extra of megatron-mtraining that a missing package is named with.
+
+    Raises:
+        ConfigError: it does not exist or cannot be read, or a package is missing.
+    """
+    if not os.path.exists(path):  # unlike Path's, False for a name that is too long
+        raise ConfigError(f"--tokenizer is {path}, which does not exist: give {KINDS}")
+    if path.suffix == ".model":
+        require("sentencepiece", extra=extra)
+        library, load = "sentencepiece", lambda: _sentencepiece(path)
+    else:
+        gguf = path.suffix == ".gguf"
+        if not (gguf or path.is_dir() or path.name in ("tokenizer.json", "tokenizer_config.json")):
+            raise ConfigError(f"--tokenizer is {path}: give {KINDS}")
+        require("transformers", *(["gguf"] if gguf else []), extra=extra)
+        folder = path if path.is_dir() else path.parent
+        more = {"gguf_file": path.name} if gguf else {}
+        library, load = "transformers", lambda: hugging_face_tokenizer(folder, **more)
+    try:
+        return load()
+    except Exception as error:
+        raise ConfigError(
+            f"--tokenizer is {path}, which {library} cannot read: {first_line(error)}"
+        ) from None
+
+
+def hugging_face_tokenizer(folder: Path, **more) -> Tokenizer:
+    """The tokenizer of a folder, by transformers; raises what transformers raises.
+
+    Args:
+        more: arguments of ``AutoTokenizer.from_pretrained``, such as ``gguf_file``.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **more)
+    return Tokenizer(
+        # If verbose, it warns about texts longer than the model's positions.
+        encode=lambda text: tokenizer(text, verbose=False)["input_ids"],
+        vocab_size=len(tokenizer),
+        eos=tokenizer.eos_token_id,
+        id_of=lambda token: tokenizer.get_vocab().get(token),
+    )
+
+
+def _sentencepiece(path: Path) -> Tokenizer:
+    import sentencepiece
+
+    model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+
+    def id_of(token: str) -> int | None:
+        found = model.piece_to_id(token)  # that of the unknown token, for one
+        return found if model.id_to_piece(found) == token else None
+
+    eos = model.eos_id()
+    return Tokenizer(model.encode, model.get_piece_size(), eos if eos >= 0 else None, id_of)

@@ -1,0 +1,72 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Hugging Face models: their own loss, sizes that are not supported, and the package named kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_mtraining import ConfigError
+from megatron_mtraining.models.hugging_face import open_folder
+from megatron_mtraining.models.types import ModelOptions, Shape
+from tests.support.inspect_cases import LAYERS, SEQ
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_loss_is_the_models_own(llama):
+    from transformers import AutoModelForCausalLM
+
+    source = open_folder(ModelOptions(llama, torch.device("cpu"), torch.float32))
+    tokens = torch.randint(200, (SEQ,), generator=torch.Generator().manual_seed(1))
+    seen = []
+    with source.loaded(scored=True) as run:
+        loss, none = run(tokens, lambda given: seen.append(given))
+        # Attention that a visitor returns is taken: nothing, here.
+        other, divergence = run(tokens, lambda given: torch.zeros_like(given.query))
+    with source.loaded() as run:
+        assert run(tokens, lambda given: None) is None
+    theirs = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens[None], labels=tokens[None]).loss.item()
+    assert loss == pytest.approx(expected, abs=1e-5) and abs(other - loss) > 1e-4
+    assert none == 0 and divergence > 1e-4
+    assert len(seen) == LAYERS and seen[0].value.shape == seen[0].key.shape
+
+
+def test_shape_is_checked():
+    shape = Shape(1, 2, 2, 64, 128, 1000)
+    shape.check("MODEL")
+    with pytest.raises(ConfigError, match="dimension 80"):
+        replace(shape, head_dim=80).check("MODEL")
+
+
+def python(code: str, *path) -> str:
+    """Run code in another interpreter, in the root of the checkout."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_transformers_does_not_take_our_kernels_folder_for_a_package():
+    pytest.importorskip("transformers")
+    code = "from transformers.utils import is_kernels_available; print(is_kernels_available())"
+    installed = python("import kernels; print(kernels.__file__ is not None)", "") == "True"
+    assert python(code, "") == str(installed)
+
+
+def test_an_installed_kernels_package_is_found_before_our_folder(tmp_path):
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("__version__ = '1.2'")
+    code = "import kernels, megatron_mtraining.kernels as ours; print(kernels.__version__, ours.__path__)"
+    found = python(code, tmp_path)
+    assert found.startswith("1.2") and str(ROOT) in found
