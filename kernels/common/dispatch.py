@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import ParamSpec, TypeVar
@@ -23,11 +22,13 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from .triton_version import is_tested_triton
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Gluon, which the Hopper kernels are written in, still changes from version to version.
 GLUON_VERSIONS = ((3, 6), (3, 9))
+"""First and last version of Triton for the Hopper kernels: Gluon still changes."""
 
 
 def uses_triton(tensor: Tensor) -> bool:
@@ -69,22 +70,6 @@ def _first_tensor(*operands: object) -> Tensor:
 
 
 @functools.cache
-def _gluon_is_known() -> bool:
-    import triton
-
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    low, high = GLUON_VERSIONS
-    if low <= version <= high:
-        return True
-    warnings.warn(
-        f"Triton {triton.__version__} is not one of those that the Hopper kernels were tried with "
-        f"({low[0]}.{low[1]} to {high[0]}.{high[1]}): the portable kernels run instead, which are slower",
-        stacklevel=2,
-    )
-    return False
-
-
-@functools.cache
 def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
@@ -111,5 +96,7 @@ def uses_hopper(index, *operands: Tensor) -> bool:
         and _is_hopper(query.device)
         and os.environ.get("MTRAINING_PORTABLE_KERNELS", "0") != "1"
         and all(_can_be_described(operand) for operand in operands)
-        and _gluon_is_known()
+        and is_tested_triton(
+            GLUON_VERSIONS, "attention takes the portable kernels, which are slower"
+        )
     )

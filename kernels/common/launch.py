@@ -1,60 +1,144 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Launching a kernel that was launched before, with little of the host's time.
+"""Kernel launches that take little time on the host.
 
-Triton looks at every argument in each launch to find the compiled kernel; with short sequences that takes
-longer than the kernels run. A layer launches the same kernels in every step, so what was found is kept.
+Triton inspects every argument of every launch to find the compiled kernel. With short sequences this takes
+longer than the kernels run. A layer launches the same kernels with the same shapes in every step, so
+:func:`launch` remembers the compiled kernel of each combination of shapes and calls it directly.
+
+This relies on how Triton calls a compiled kernel, which may change. Versions other than
+:data:`LAUNCH_VERSIONS` take Triton's own launch; so does ``MTRAINING_TRITON_LAUNCH=1`` in the environment,
+which is read once.
 """
 
 from __future__ import annotations
+
+import functools
+import os
+from typing import Any
 
 from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-_FOUND: dict[tuple, tuple] = {}
-_MOST = 4096
-"""Launches that are kept; sequences of ever new lengths would make ever more."""
+from .triton_version import is_tested_triton
+
+LAUNCH_VERSIONS = ((3, 6), (3, 9))
+"""First and last version of Triton whose compiled kernels are called directly."""
+
+_MAX_CACHED = 4096
+"""Launches that are remembered for a kernel. Sequences of ever new lengths would add ever more."""
 
 
 def cdiv(a: int, b: int) -> int:
-    """``a / b``, rounded up. Triton's own takes microseconds, being made for device code too."""
+    """``a / b``, rounded up. Triton's own takes microseconds, since it also works in kernels."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of 2 from n on; 1 for 0."""
+    """The least power of 2 that is ``n`` or more; 1 for 0."""
     return 1 << max(n - 1, 0).bit_length()
 
 
-def launch(kernel, grid: tuple, *arguments, **constants):
-    """``kernel[grid](*arguments, **constants)``.
+def launch(kernel: Any, grid: tuple[int, ...], /, *leading: Any, **arguments: Any) -> Any:
+    """``kernel[grid](*leading, **arguments)``.
 
     Args:
-        arguments: the first parameters, in order: tensors, tensor descriptors, numbers; None, which is a
-            constant, for what a kernel does not look at.
-        constants: the others, which must be constants to the compiler, and its own options.
+        kernel: a function under ``triton.jit`` or ``gluon.jit``.
+        grid: one to three sizes.
+        arguments: every parameter of the kernel, and after them options of the compiler (``num_warps``, ...).
+            In the order of the kernel's signature they take the least time. Parameters that are not
+            ``constexpr`` are tensors, tensor descriptors, numbers, or None where a kernel does not read them.
+
+    Returns:
+        the compiled kernel.
     """
-    if not isinstance(kernel, JITFunction):  # Triton's interpreter
-        return kernel[grid](*arguments, **constants)
-    # What Triton compiles for: types, alignment, and some numbers; all of them here.
+    if not isinstance(kernel, JITFunction) or not launches_directly():
+        return kernel[grid](*leading, **arguments)
+    launches = _LAUNCHES.get(id(kernel))  # a kernel's own hash takes a lock
+    if launches is None:
+        launches = _LAUNCHES[id(kernel)] = _Launches(kernel)
+    if leading:
+        arguments = dict(zip(launches.names, leading), **arguments)
+    order, found = launches.last
+    if (*arguments,) != order:
+        arguments, found = launches.arrange(arguments)
+    values = (*arguments.values(),)
+    count = launches.num_operands
+    # All that a kernel may be compiled for: dtypes, alignment, and the values of numbers and constants.
     key = (
-        kernel, driver.active.get_current_device(), *constants.values(),
+        driver.active.get_current_device(),
+        values[count:],
         *[
-            (argument.dtype, argument.data_ptr() & 15 == 0) if isinstance(argument, Tensor)
-            else argument if argument is None or isinstance(argument, (int, float))
-            else (argument.base.dtype, *argument.block_shape)
-            for argument in arguments
+            value
+            if (kind := type(value)) is int or kind is float or value is None
+            else (value.dtype, value.data_ptr() & 15 == 0)
+            if isinstance(value, Tensor)
+            else _specialization(value)
+            for value in values[:count]
         ],
-    )  # fmt: skip
-    found = _FOUND.get(key)
-    if found is None:
-        compiled = kernel[grid](*arguments, **constants)
-        if compiled is not None:
-            if len(_FOUND) >= _MOST:
-                _FOUND.clear()
-            names = [parameter.name for parameter in kernel.params[len(arguments) :]]
-            _FOUND[key] = compiled, [constants[name] for name in names]
+    )
+    compiled = found.get(key)
+    if compiled is not None:
+        compiled[(*grid, 1, 1)[:3]](*values[: launches.num_parameters])
         return compiled
-    compiled, rest = found
-    compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
+    compiled = kernel[grid](**arguments)
+    if compiled is not None:
+        if len(found) >= _MAX_CACHED:
+            found.clear()
+        found[key] = compiled
     return compiled
+
+
+@functools.cache
+def launches_directly() -> bool:
+    """Whether compiled kernels are remembered and called directly."""
+    if os.environ.get("MTRAINING_TRITON_LAUNCH", "0") == "1":
+        return False
+    return is_tested_triton(LAUNCH_VERSIONS, "launches take more time on the host")
+
+
+class _Launches:
+    """What is remembered of a kernel's launches.
+
+    Attributes:
+        kernel: it; held here, its ``id`` is no other's.
+        names: of its parameters.
+        num_operands: parameters before the first ``constexpr``. The compiler sees the values of constants; of
+            operands it sees the type, and more.
+        last: names of the last launch's arguments, in order, and the kernels that were compiled for launches
+            with the same options. One object, since the backward launches in another thread.
+    """
+
+    def __init__(self, kernel: JITFunction):
+        constants = [parameter.is_constexpr for parameter in kernel.params]
+        self.kernel = kernel
+        self.names = tuple(parameter.name for parameter in kernel.params)
+        self.num_parameters = len(constants)
+        self.num_operands = constants.index(True) if True in constants else len(constants)
+        if not all(constants[self.num_operands :]):
+            raise TypeError(f"{kernel.__name__}: constexpr parameters must come after all others")
+        self.last: tuple[tuple[str, ...], dict[tuple, Any]] = (), {}
+        self._found: dict[tuple[str, ...], dict[tuple, Any]] = {}
+
+    def arrange(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[tuple, Any]]:
+        """Put the arguments in the order of the parameters, options after them.
+
+        Returns:
+            the arguments, and the kernels that were compiled for launches with the same options.
+        """
+        missing = [name for name in self.names if name not in arguments]
+        if missing:
+            raise TypeError(f"{self.kernel.__name__} is missing arguments: {', '.join(missing)}")
+        arguments = {name: arguments[name] for name in self.names} | arguments
+        order = (*arguments,)
+        found = self._found.setdefault(order[self.num_parameters :], {})
+        self.last = order, found
+        return arguments, found
+
+
+_LAUNCHES: dict[int, _Launches] = {}
+
+
+def _specialization(value: Any) -> Any:
+    """What the compiler sees of an operand that is no tensor: a bool, or a tensor descriptor."""
+    return value if isinstance(value, int) else (value.base.dtype, *value.block_shape)

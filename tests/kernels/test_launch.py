@@ -1,8 +1,14 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Launches by what was found before: the same kernel only where Triton would find the same."""
+"""Launches: a compiled kernel is reused exactly where Triton would find the same one.
+
+- on a fake kernel: what is looked up once and what again, the order of arguments, the bound on memory;
+- the switch to Triton's own launch, by the environment and by Triton's version;
+- on a GPU: kernels get the arguments they are given.
+"""
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -13,20 +19,26 @@ import triton
 import triton.language as tl
 
 from megatron_mtraining.kernels.common import launch as module
-from megatron_mtraining.kernels.common.launch import launch
+from megatron_mtraining.kernels.common.launch import launch, launches_directly
+from megatron_mtraining.kernels.common.triton_version import is_tested_triton
+
+OPTIONS = dict(num_warps=4)
 
 
 class Kernel:
-    """As Triton's: called with a grid it looks for a compiled one, and returns that."""
+    """As Triton's: called with a grid it looks up a compiled kernel, launches and returns it."""
+
+    __name__ = "kernel"
 
     def __init__(self):
-        self.params = [SimpleNamespace(name=name) for name in ("x", "n", "WIDE", "BLOCK")]
-        self.found, self.launched = 0, []
+        names = ("x", "n", "WIDE", "BLOCK")
+        self.params = [SimpleNamespace(name=name, is_constexpr=name.isupper()) for name in names]
+        self.lookups, self.launched = 0, []
 
     def __getitem__(self, grid):
-        def run(*arguments, BLOCK, WIDE, num_warps):
-            self.found += 1
-            self.launched.append((grid, *arguments, WIDE, BLOCK))
+        def run(x, n, WIDE, BLOCK, **options):
+            self.lookups += 1
+            self.launched.append((grid, x, n, WIDE, BLOCK))
             return Compiled(self)
 
         return run
@@ -41,45 +53,105 @@ class Compiled:
 
 
 @pytest.fixture
-def kernel(monkeypatch):
+def fresh_switch():
+    """``launches_directly`` looks at the environment and the version once: let it look again."""
+    launches_directly.cache_clear()
+    is_tested_triton.cache_clear()
+    yield
+    launches_directly.cache_clear()
+    is_tested_triton.cache_clear()
+
+
+@pytest.fixture
+def kernel(monkeypatch, fresh_switch):
     monkeypatch.setattr(module, "JITFunction", Kernel)
-    monkeypatch.setattr(module, "_FOUND", {})
+    monkeypatch.setattr(module, "_LAUNCHES", {})
     active = SimpleNamespace(get_current_device=lambda: 0)
     monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
+    monkeypatch.delenv("MTRAINING_TRITON_LAUNCH", raising=False)
     return Kernel()
 
 
-def test_what_is_the_same_to_the_compiler_is_looked_for_once(kernel):
+def test_equal_specializations_are_looked_up_once(kernel):
     x, y = torch.zeros(64), torch.ones(64)
-    launch(kernel, (3,), x, 7, BLOCK=32, WIDE=True, num_warps=4)
-    launch(kernel, (5, 2), y, 7, BLOCK=32, WIDE=True, num_warps=4)
-    assert kernel.found == 1
+    launch(kernel, (3,), x=x, n=7, WIDE=True, BLOCK=32, **OPTIONS)
+    launch(kernel, (5, 2), x=y, n=7, WIDE=True, BLOCK=32, **OPTIONS)
+    assert kernel.lookups == 1
     assert kernel.launched[0][0] == (3,) and kernel.launched[1][0] == (5, 2, 1)
     assert kernel.launched[1][1] is y and kernel.launched[1][2:] == (7, True, 32)
 
 
-def test_what_may_be_another_to_the_compiler_is_looked_for(kernel):
+def test_other_specializations_are_looked_up(kernel):
+    """Dtype, alignment, numbers, constants, options and their names."""
     x = torch.zeros(64)
+    usual = dict(x=x, n=7, WIDE=True, BLOCK=32, num_warps=4)
     variants = [
-        ((x, 7), dict(BLOCK=32, WIDE=True, num_warps=4)),
-        ((x.half(), 7), dict(BLOCK=32, WIDE=True, num_warps=4)),
-        ((x[1:], 7), dict(BLOCK=32, WIDE=True, num_warps=4)),
-        ((x, 16), dict(BLOCK=32, WIDE=True, num_warps=4)),
-        ((x, 7), dict(BLOCK=64, WIDE=True, num_warps=4)),
-        ((x, 7), dict(BLOCK=32, WIDE=False, num_warps=4)),
-        ((x, 7), dict(BLOCK=32, WIDE=True, num_warps=8)),
+        usual,
+        dict(usual, x=x.half()),
+        dict(usual, x=x[1:]),
+        dict(usual, n=16),
+        dict(usual, BLOCK=64),
+        dict(usual, WIDE=False),
+        dict(usual, num_warps=8),
+        dict(x=x, n=7, WIDE=True, BLOCK=32, num_stages=4),
     ]
     for _ in range(2):
-        for arguments, constants in variants:
-            launch(kernel, (1,), *arguments, **constants)
-    assert kernel.found == len(variants)
+        for arguments in variants:
+            launch(kernel, (1,), **arguments)
+    assert kernel.lookups == len(variants)
 
 
-def test_what_is_kept_is_bounded(kernel, monkeypatch):
-    monkeypatch.setattr(module, "_MOST", 3)
+def test_arguments_may_come_in_any_order(kernel):
+    x = torch.zeros(64)
+    launch(kernel, (1,), x=x, n=7, WIDE=True, BLOCK=32, **OPTIONS)
+    launch(kernel, (1,), BLOCK=32, n=7, **OPTIONS, x=x, WIDE=True)
+    assert kernel.lookups == 1 and kernel.launched[1][1:] == (x, 7, True, 32)
+
+
+def test_a_missing_argument_is_named(kernel):
+    with pytest.raises(TypeError, match="missing arguments: n, BLOCK"):
+        launch(kernel, (1,), x=torch.zeros(64), WIDE=True)
+
+
+def test_constants_before_other_parameters_are_refused(kernel):
+    kernel.params.reverse()
+    with pytest.raises(TypeError, match="constexpr parameters must come after"):
+        launch(kernel, (1,), x=torch.zeros(64), n=7, WIDE=True, BLOCK=32)
+
+
+def test_remembered_launches_are_bounded(kernel, monkeypatch):
+    monkeypatch.setattr(module, "_MAX_CACHED", 3)
     for n in range(10):
-        launch(kernel, (1,), torch.zeros(64), n, BLOCK=32, WIDE=True, num_warps=4)
-        assert len(module._FOUND) <= 3
+        launch(kernel, (1,), x=torch.zeros(64), n=n, WIDE=True, BLOCK=32, **OPTIONS)
+        _, found = module._LAUNCHES[id(kernel)].last
+        assert len(found) <= 3
+
+
+def launched_twice(kernel) -> int:
+    """How often Triton looked the kernel up in two equal launches."""
+    for _ in range(2):
+        launch(kernel, (1,), x=torch.zeros(64), n=7, WIDE=True, BLOCK=32, **OPTIONS)
+    return kernel.lookups
+
+
+def test_the_environment_switches_to_tritons_launch(kernel, monkeypatch):
+    monkeypatch.setenv("MTRAINING_TRITON_LAUNCH", "1")
+    assert launched_twice(kernel) == 2
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.6.0", "3.9.0+git", "3.10.0", "4.0.0"])
+def test_untested_triton_versions_launch_themselves(kernel, monkeypatch, version):
+    monkeypatch.setattr(triton, "__version__", version)
+    if version.startswith(("3.6", "3.9")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert launched_twice(kernel) == 1
+    else:
+        with pytest.warns(
+            UserWarning, match=f"Triton {version} is not tested.*3.6 to 3.9"
+        ) as caught:
+            assert launched_twice(kernel) == 2
+        assert len(caught) == 1
 
 
 @triton.jit
@@ -89,10 +161,11 @@ def _shift_kernel(x_ptr, y_ptr, n, by, BLOCK: tl.constexpr):
 
 
 @pytest.mark.gpu
-def test_kernels_get_what_they_are_given():
+def test_kernels_get_their_arguments():
     x = torch.randn(1000, device="cuda")
     for offset in (0, 1, 0, 4, 1):  # aligned and not
         for n in (900, 512, 900):
             y = torch.zeros_like(x)
-            launch(_shift_kernel, (8,), x[offset:], y, n, 2.5, BLOCK=128, num_warps=4)
+            arguments = dict(x_ptr=x[offset:], y_ptr=y, n=n, by=2.5, BLOCK=128)
+            launch(_shift_kernel, (8,), **arguments, num_warps=4)
             assert torch.equal(y[:n], x[offset : offset + n] + 2.5) and not y[n:].any()
