@@ -7,3 +7,13 @@ HEAD_DIMS = (64, 128)
 MAX_BLOCKS = 32768
 """Blocks on a rank, and blocks of the ranks of one round: the index stores block numbers in 16 bits. With
 blocks of 128 tokens this is 4M tokens."""
+
+
+def check_blocks_per_round(seq_length: int, block_size: int, world: int, inner: int) -> None:
+    """Raise ValueError if the ``inner`` ranks of a round have more than :data:`MAX_BLOCKS` blocks."""
+    rounds = world // inner
+    if seq_length > MAX_BLOCKS * block_size * rounds:
+        raise ValueError(
+            f"{seq_length} tokens in {rounds} rounds of {inner} context-parallel ranks are more "
+            f"than {MAX_BLOCKS} blocks of {block_size} in each: use more rounds, of fewer ranks"
+        )

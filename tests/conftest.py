@@ -51,6 +51,17 @@ def interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
+@pytest.fixture(params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
+def triton_device(request, monkeypatch):
+    """Where the Triton kernels run: on the GPU, or interpreted on the CPU where there is none."""
+    if request.param == "compiled":
+        return "cuda"
+    if torch.cuda.is_available():
+        pytest.skip("the kernels run compiled here")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return "cpu"
+
+
 def pytest_collection_modifyitems(config, items):
     if torch.cuda.is_available():
         return

@@ -69,8 +69,8 @@ def _strided_kernel(
     tl.store(lse_ptr + bh * rows + row, m + tl.math.log2(l), mask=inside)
 
 
-def strided_lse(query, keys, stride, block_size, first_block, rank, inner, softmax_scale):
-    """Launch the scoring; see :func:`kernels.strided_lse`."""
+def antidiagonal_lse(query, keys, stride, block_size, first_block, rank, inner, softmax_scale):
+    """Launch the scoring; see the reference."""
     length, batch, heads, dim = query.shape
     world, num_blocks = keys.shape[0], keys.shape[0] * keys.shape[1] // block_size
     rows = length // stride

@@ -104,8 +104,8 @@ def _launch(blocks, member, rounds, ranks, beside, capacity, world, inner, rank,
     )  # fmt: skip
 
 
-def block_counts(blocks, member, world, inner, rank):
-    """Launch the counts; see :func:`kernels.block_counts`."""
+def block_list_offsets(blocks, member, world, inner, rank):
+    """Launch the counts; see the reference."""
     batch, heads, nb, _ = blocks.shape
     lines = batch * heads * nb
 
@@ -124,7 +124,7 @@ def block_counts(blocks, member, world, inner, rank):
 
 
 def block_lists(blocks, member, world, inner, rank, round_ptr, rank_ptr, capacity):
-    """Launch the lists; see :func:`kernels.block_lists`."""
+    """Launch the lists; see the reference."""
     rounds, ranks = (
         (ptr, torch.empty(capacity, dtype=torch.int16, device=blocks.device))
         for ptr in (round_ptr, rank_ptr)

@@ -48,14 +48,16 @@ def _take_kernel(
     tl.store(blocks_ptr + line * num_blocks + block, taken.to(tl.uint8), mask=block < num_blocks)
 
 
-def take_blocks(values, share, wanted, first_block, window, sink, rank, world, inner):
-    """Launch the choice; see :func:`kernels.take_blocks`."""
+def top_blocks(
+    values, by_mass, target, first_block, previous_blocks, sink_blocks, rank, world, inner
+):  # fmt: skip
+    """Launch the choice; see the reference."""
     batch, heads, count, num_blocks = values.shape
     blocks = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
     width = next_power_of_2(num_blocks)
     launch(
-        _take_kernel, (count, batch * heads), values.contiguous(), blocks, num_blocks, wanted,
-        first_block, window, sink, rank, world, inner,
-        SHARE=share, WIDTH=width, num_warps=min(16, max(1, width // 1024)),
+        _take_kernel, (count, batch * heads), values.contiguous(), blocks, num_blocks, target,
+        first_block, previous_blocks, sink_blocks, rank, world, inner,
+        SHARE=by_mass, WIDTH=width, num_warps=min(16, max(1, width // 1024)),
     )  # fmt: skip
     return blocks

@@ -88,13 +88,14 @@ def _diagonal_kernel(
         tl.atomic_add(to, addend, mask=addend > 0, sem="relaxed")
 
 
-def diagonal_mass(sample, key, lse, sink, columns):
-    """Launch the diagonals' sums; see :func:`kernels.diagonal_mass`."""
+def diagonal_masses(sampled_rows, key, lse, num_sinks, selected_columns):
+    """Launch the diagonals' sums; see the reference."""
+    sample = sampled_rows
     length, batch, kv_heads, dim = key.shape
     num_rows, _, heads, _ = sample.query.shape
     seq_length = length * sample.world
     mass = torch.zeros(batch, heads, seq_length, dtype=torch.int32, device=key.device)
-    column, cut = (sample.rows, sample.rows) if columns is None else columns
+    column, cut = (sample.rows, sample.rows) if selected_columns is None else selected_columns
     block = sample.block_size
     # Without tensor cores a product's operands are held in registers.
     rows = 16 if key.dtype == torch.float32 else 32
@@ -103,9 +104,10 @@ def diagonal_mass(sample, key, lse, sink, columns):
         sample.query, sample.rows, sample.starts, key, lse, column, cut, mass,
         *key.stride()[:3], num_rows, batch * heads, length, seq_length, sample.rank, sample.world,
         sample.inner,
-        sample.window_blocks, sink, sample.softmax_scale, fixed_point_one(num_rows),
+        sample.window_blocks, num_sinks, sample.softmax_scale, fixed_point_one(num_rows),
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
-        IN_STRATUM=sample.rows_per_stratum, FIT=sample.num_selection_rows, COLUMNS=columns is not None,
+        IN_STRATUM=sample.rows_per_stratum,
+        FIT=sample.num_selection_rows, COLUMNS=selected_columns is not None,
         ALL_ROWS=next_power_of_2(num_rows), ROWS=rows, EVEN=length % block == 0, PREC=precision_for(key),
         num_warps=8, num_stages=2,
     )  # fmt: skip

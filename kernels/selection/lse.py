@@ -80,8 +80,9 @@ def _lse_kernel(
     tl.store(out_ptr + head * num_rows + r, (top + tl.math.log2(total)) * LN2, mask=r < num_rows)
 
 
-def lse_parts(sample, key):
-    """Launch the log-sum-exps; see :func:`kernels.lse_parts`."""
+def partial_lse(sampled_rows, key):
+    """Launch the log-sum-exps; see the reference."""
+    sample = sampled_rows
     length, batch, kv_heads, dim = key.shape
     num_rows, _, heads, _ = sample.query.shape
     wide = key.dtype != torch.float32
@@ -122,7 +123,7 @@ def _merge_kernel(parts_ptr, out_ptr, parts, lines, PARTS: tl.constexpr, LINES: 
 
 
 def merge_lse(parts):
-    """Launch the merge; see :func:`kernels.merge_lse`."""
+    """Launch the merge; see the reference."""
     out = torch.empty(parts.shape[1:], dtype=torch.float32, device=parts.device)
     width = 16
     launch(

@@ -201,11 +201,15 @@ def _mass_kernel(
             largest = tl.zeros([lines // 16, 8, KEYS], tl.float32)
 
 
-def row_masses(sample, key, lse, sink, per_cost):
-    """Launch the sums; see :func:`kernels.row_masses`."""
+def attention_masses(sampled_rows, key, lse, num_sinks, divide_by_cost):
+    """Launch the sums; see the reference."""
+    sample = sampled_rows
     length, batch, kv_heads, dim = key.shape
     num_rows, _, heads, _ = sample.query.shape
-    block, num_blocks = sample.block_size, cdiv(length * sample.world, sample.block_size)
+    block, num_blocks = (
+        sample.block_size,
+        cdiv(length * sample.world, sample.block_size),
+    )
     values = torch.empty(batch, heads, length, dtype=torch.int32, device=key.device)
     masses = torch.zeros(2, batch, heads, num_blocks, dtype=torch.int32, device=key.device)
     group = heads // kv_heads
@@ -220,11 +224,13 @@ def row_masses(sample, key, lse, sink, per_cost):
         sample.query, sample.rows, sample.starts, None if sample.costs is None else sample.costs.further,
         key, lse, values, *masses,
         *key.stride()[:3], num_rows, batch * heads, length, num_blocks,
-        sample.rank, sample.world, sample.inner, sample.window_blocks, sink, sample.softmax_scale,
+        sample.rank, sample.world, sample.inner, sample.window_blocks, num_sinks, sample.softmax_scale,
         fixed_point_one(num_rows),
         HEADS=heads, GROUP=group, D=dim, BLOCK=block,
-        IN_STRATUM=sample.rows_per_stratum, FIT=sample.num_selection_rows, ALL_ROWS=next_power_of_2(num_rows),
-        TOGETHER=together, STRATA=64 // together, KEYS=keys, PER_COST=per_cost, TWICE=sample.drop_max_stratum,
+        IN_STRATUM=sample.rows_per_stratum,
+        FIT=sample.num_selection_rows, ALL_ROWS=next_power_of_2(num_rows),
+        TOGETHER=together, STRATA=64 // together, KEYS=keys, PER_COST=divide_by_cost,
+        TWICE=sample.drop_max_stratum,
         EVEN=length % keys == 0, PREC=precision_for(key), num_warps=warps, num_stages=2,
         **most,
     )  # fmt: skip

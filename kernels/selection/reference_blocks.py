@@ -1,6 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Plain PyTorch twins of the kernels that choose block lists and make them, as ``reference.py`` is of
-attention's."""
+"""Reference implementation of ``antidiagonal.py`` and ``block_topk.py`` in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -12,68 +11,40 @@ from torch import Tensor
 from ...layout import block_at, owner_of
 
 
-def _by_round(blocks, member, world, inner, rank) -> tuple[Tensor, Tensor]:
-    """What each own query block sees, by round and quotient: bool ``[O, b, h, nb, NB / O]``; and which of
-    it is in ``blocks`` alone."""
-    nb, num_blocks = blocks.shape[-2:]
-    rounds = world // inner
-    device = blocks.device
-    own = block_at(torch.arange(nb, device=device), rank, world, inner)
-    distance = torch.arange(num_blocks, device=device)
-    block = own[:, None] - distance
-    given = blocks.bool().gather(-1, block.clamp(min=0).expand_as(blocks))
-    near = member.bool()[:, :, None]
-    seen, alone = ((given | near) & (block >= 0), given & ~near & (block >= 0))
-    return (t.unflatten(-1, (-1, rounds)).movedim(-1, 0) for t in (seen, alone))
+def antidiagonal_lse(
+    query: Tensor,
+    keys: Tensor,
+    stride: int,
+    block_size: int,
+    first_block: int,
+    rank: int,
+    inner: int,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp of antidiagonal scores by key block: each score is a sum over ``stride`` queries and keys.
 
+    Args:
+        query: ``[s', b, h, d]``, whole query blocks of ``rank``, from local block ``first_block`` on.
+        keys: ``[W, s, b, hk, d]``, the keys of all ranks, in whole blocks.
+        stride: tokens that one row of scores stands for; divides the block size.
+        rank, inner: the striped layout, and the rank whose queries these are.
 
-def _by_rank(blocks, member, world, inner, rank) -> Tensor:
-    """Which own query blocks see each key block: bool ``[W, b, h, nb of keys, nb]``."""
-    nb, num_blocks = blocks.shape[-2:]
-    local = torch.arange(nb, device=blocks.device)
-    ranks = torch.arange(world, device=blocks.device)
-    own = block_at(local, rank, world, inner)
-    block = block_at(local, ranks[:, None], world, inner).flatten()
-    apart = own[:, None] - block
-    near = member.bool()[:, :, apart.clamp(min=0)]
-    seen = (blocks.bool()[..., block] | near) & (apart >= 0)
-    return seen.unflatten(-1, (world, nb)).movedim(-2, 0).transpose(-1, -2)
+    Returns:
+        parts: ``[b, h, s' / stride, NB]``, base-2 log-sum-exp over each key block; -inf for later blocks.
+        lse: ``[b, h, s' / stride]``, over all keys.
 
-
-def _prefix(seen: Tensor) -> Tensor:
-    counts = seen.sum(-1).flatten().cumsum(0)
-    return torch.nn.functional.pad(counts, (1, 0)).int()
-
-
-def block_counts(blocks, member, world, inner, rank):
-    """See :func:`kernels.block_counts`."""
-    operands = (blocks, member, world, inner, rank)
-    seen, alone = _by_round(*operands)
-    return _prefix(seen), _prefix(_by_rank(*operands)), alone.sum((0, -1, -2)).int()
-
-
-def block_lists(blocks, member, world, inner, rank, round_ptr, rank_ptr, capacity):
-    """See :func:`kernels.block_lists`."""
-    operands = (blocks, member, world, inner, rank)
-    seen, _ = _by_round(*operands)
-    lists = []
-    for by in (seen, _by_rank(*operands)):
-        # In the order of the memory: by line, and ascending in it.
-        entries = by.nonzero()[:, -1][:capacity].short()
-        lists.append(torch.nn.functional.pad(entries, (0, capacity - len(entries))))
-    return tuple(lists)
-
-
-def strided_lse(query, keys, stride, block_size, first_block, rank, inner, softmax_scale):
-    """See :func:`kernels.strided_lse`; in float64, of whatever operands."""
-    world, heads = keys.shape[0], query.shape[2]
+        float32; float64 from the reference implementation. The bits of a row do not depend on the number of
+        ranks.
+    """
+    world, num_heads = keys.shape[0], query.shape[2]
     squares, device = block_size // stride, query.device
     num_blocks = world * keys.shape[1] // block_size
-    rank_of, local = owner_of(torch.arange(num_blocks, device=device), world, inner)
-    keys = keys.unflatten(1, (-1, block_size))[rank_of, local].flatten(0, 1)  # in their order
+    owner, local = owner_of(torch.arange(num_blocks, device=device), world, inner)
+    # In the order of the sequence.
+    keys = keys.unflatten(1, (-1, block_size))[owner, local].flatten(0, 1)
     # [b, h, row, stride, d]: a query row with the key rows it meets on its antidiagonal.
     q, k = (t.double().unflatten(0, (-1, stride)).permute(2, 3, 0, 1, 4) for t in (query, keys))
-    k = k.repeat_interleave(heads // keys.shape[2], 1)
+    k = k.repeat_interleave(num_heads // keys.shape[2], 1)
     scores = q.flip(3).flatten(-2) @ k.flatten(-2).transpose(-1, -2)
     row = torch.arange(len(query) // stride, device=device)
     own = block_at(first_block + row // squares, rank, world, inner) * squares + row % squares
@@ -83,22 +54,47 @@ def strided_lse(query, keys, stride, block_size, first_block, rank, inner, softm
     return parts, scores.logsumexp(-1) / math.log(2)
 
 
-def take_blocks(values, share, wanted, first_block, window, sink, rank, world, inner):
-    """See :func:`kernels.take_blocks`."""
+def top_blocks(
+    values: Tensor,
+    by_mass: bool,
+    target: int,
+    first_block: int,
+    previous_blocks: int,
+    sink_blocks: int,
+    rank: int,
+    world: int,
+    inner: int,
+) -> Tensor:
+    """The key blocks with the largest values of each query block; of equal values, the earlier blocks.
+
+    Args:
+        values: int32 ``[b, h, count, NB]``, by own query block, from local block ``first_block`` on, and by
+            key block. Blocks with a value of 0 or less are not selected. With ``by_mass``, a row adds up
+            to less than 2^31.
+        by_mass: whether ``target`` is a fraction of the sum of a row's causal values, in units of 2^-30, to
+            which the blocks that are always selected count; or a number of blocks beside those.
+        previous_blocks, sink_blocks: number of blocks before a query's own, and of leading blocks, that are
+            always selected, as is the query's own block.
+        rank, world, inner: the striped layout, and the rank whose query blocks these are.
+
+    Returns:
+        uint8 ``[b, h, count, NB]``: the fewest blocks that reach the target, none later than the query block.
+    """
     count, num_blocks = values.shape[-2:]
     local = torch.arange(first_block, first_block + count, device=values.device)
     own = block_at(local, rank, world, inner)[:, None]
     block = torch.arange(num_blocks, device=values.device)
     causal = block <= own
-    always = causal & ((block >= own - window) | (block < sink))
+    always = causal & ((block >= own - previous_blocks) | (block < sink_blocks))
     values = torch.where(causal, values.long(), 0)
     free = torch.where(always, 0, values)
-    if share:
-        wanted = -(-values.sum(-1, keepdim=True) * wanted // 2**30)  # rounded up
-        wanted = wanted - torch.where(always, values, 0).sum(-1, keepdim=True)
-    # All different: in the order of value and, at ties, of the earlier block first.
-    place = (free * num_blocks + num_blocks - 1 - block).argsort(-1, descending=True)
-    counted = free.gather(-1, place)
-    weight = counted if share else (counted > 0).long()
-    taken = (weight.cumsum(-1) - weight < wanted) & (counted > 0)
-    return (torch.zeros_like(taken).scatter_(-1, place, taken) | always).to(torch.uint8)
+    if by_mass:
+        target = -(-values.sum(-1, keepdim=True) * target // 2**30)  # rounded up
+        target = target - torch.where(always, values, 0).sum(-1, keepdim=True)
+    # All different: by value, then by earlier block.
+    order = (free * num_blocks + num_blocks - 1 - block).argsort(-1, descending=True)
+    ordered = free.gather(-1, order)
+    weight = ordered if by_mass else (ordered > 0).long()
+    selected = (weight.cumsum(-1) - weight < target) & (ordered > 0)
+    selected = torch.zeros_like(selected).scatter_(-1, order, selected)
+    return (selected | always).to(torch.uint8)

@@ -1,169 +1,217 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Plain PyTorch twins of ``masses.py`` and ``candidates.py``.
+"""Reference implementation of ``lse.py``, ``masses.py`` and ``diagonal_mass.py`` in plain PyTorch.
 
-Scores are float64: their sums are of other lengths on other numbers of ranks, and the choice must not differ.
+It materializes the scores of all sampled rows and local keys: for tests and small runs.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from ..common.fixed_point import fixed_point_one, float_bits
-from .reference import _positions, unseen
-
-
-def _probabilities(sample, keys, position, lse):
-    """Probabilities of all rows, float64 ``[b, h, R, k]``, 0 for keys after the row; ``keys``
-    ``[b, h, k, d]``, ``position`` ``[k]`` or ``[b, h, k]``."""
-    query = sample.query.permute(1, 2, 0, 3).double() * sample.softmax_scale
-    p = query @ keys.double().transpose(-1, -2)
-    p.sub_(lse[..., None].double())
-    p.masked_fill_(unseen(sample, position), float("-inf"))
-    return p.exp_().nan_to_num_(nan=0.0).clamp_(max=1)
+from ...layout import positions_at
+from ..common.fixed_point import fixed_point_one
 
 
-def _fit(sample, p):
-    """Of rows ``[b, h, R, k]`` those that choose, by stratum ``[b, h, strata, rows, k]``, and the others."""
-    strata = p.unflatten(2, (-1, sample.rows_per_stratum))
-    return strata[:, :, :, : sample.num_selection_rows], strata[
-        :, :, :, sample.num_selection_rows :
+def partial_lse(sampled_rows, key: Tensor) -> Tensor:
+    """Log-sum-exp of each sampled row's scores over this rank's keys, in parts.
+
+    Args:
+        sampled_rows: a :class:`~megatron_mtraining.pattern.estimate.SampledRows`.
+        key: ``[s, b, hk, d]``, this rank's keys, with unit stride in the last dimension.
+
+    Returns:
+        float32 ``[parts, b, h, R]``, natural logarithms, for :func:`merge_lse`; -inf for a part without
+        keys that the row sees.
+    """
+    scores, position = _scores(sampled_rows, key)
+    return torch.logsumexp(scores.masked_fill_(unseen(sampled_rows, position), float("-inf")), -1)[
+        None
     ]
 
 
-def _rows(sample):
-    rows = sample.rows.long().unflatten(0, (-1, sample.rows_per_stratum))
-    return rows[:, : sample.num_selection_rows], rows[:, sample.num_selection_rows :]
+def merge_lse(parts: Tensor) -> Tensor:
+    """Log-sum-exp over the first dimension: float32 ``[parts, ...]`` to ``[...]``."""
+    return torch.logsumexp(parts, 0)
 
 
-def _total(sample, strata):
-    """Mass by key, of strata ``[b, h, strata, k]``."""
-    total = strata.sum(2)
-    return (total - strata.amax(2)).clamp_(min=0) if sample.drop_max_stratum else total
+def attention_masses(
+    sampled_rows, key: Tensor, lse: Tensor, num_sinks: int, divide_by_cost: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention mass of the sampled rows by column and by block distance, over this rank's keys.
 
+    Args:
+        sampled_rows: ``num_selection_rows`` of the rows in each stratum select, the others are held out. With
+            ``drop_max_stratum`` the stratum with the largest mass is left out of each column's sum.
+        key: ``[s, b, hk, d]``, this rank's keys.
+        lse: float32 ``[b, h, R]``, the rows' log-sum-exp over the keys of all ranks.
+        num_sinks: number of leading columns of the sequence that order before all others.
+        divide_by_cost: divide a column's mass by the number of query blocks that see it beyond their window.
 
-def _add(out, distance, mass, one):
-    """Add masses ``[b, h, ..., k]`` to integers ``[b, h, NB]`` at distances that broadcast to their shape."""
-    num_blocks = out.shape[-1]
-    there = (distance >= 0) & (distance < num_blocks)
-    addend = torch.where(there, (mass * one + 0.5).int(), 0)
-    to = distance.clamp(0, num_blocks - 1).expand(mass.shape)
-    out.scatter_add_(-1, to.flatten(2), addend.flatten(2))
-
-
-def row_masses(sample, key, lse, sink, per_cost):
-    """See :func:`kernels.row_masses`."""
+    Returns:
+        values: int32 ``[b, h, s]``, the float32 bits of each column's mass beyond the rows' window, from the
+            selecting rows. The bits order like the masses; sinks have 2^31 - 1.
+        masses: int32 ``[2, b, h, NB]``, mass by block distance in fixed point. ``masses[0]`` is from the
+            selecting rows: the mass at each token distance is split between the two block distances that its
+            diagonal crosses. ``masses[1]`` is from the held-out rows (from all rows if none are held out), at
+            the block distance where the row sees it. Sums over ranks are exact.
+    """
+    rows = sampled_rows
     length, batch, kv_heads, _ = key.shape
-    heads, block = sample.query.shape[2], sample.block_size
-    position = _positions(length, sample.rank, sample.world, sample.inner, block, key.device)
-    num_blocks = -(-sample.seq_length // block)
-    keys = key.permute(1, 2, 0, 3).repeat_interleave(heads // kv_heads, 1)
-    fit, held = _fit(sample, _probabilities(sample, keys, position, lse))
-    rows, held_rows = _rows(sample)
-    far = rows[..., None] // block - position // block >= sample.window_blocks
-    total = _total(sample, torch.where(far, fit, 0.0).sum(3))
-    if per_cost:
-        seen = num_blocks - position // block - sample.window_blocks
-        if sample.costs is not None:
-            seen = (sample.costs.further[:, position // block] + 1 - sample.window_blocks)[:, None]
-        total = torch.where(seen > 0, total / seen.clamp(min=1), 0.0)
-    values = torch.where(position < sink, 2**31 - 1, total.float().contiguous().view(torch.int32))
+    num_heads, block = rows.query.shape[2], rows.block_size
+    position = positions(length, rows.rank, rows.world, rows.inner, block, key.device)
+    num_blocks = -(-rows.seq_length // block)
+    keys = key.permute(1, 2, 0, 3).repeat_interleave(num_heads // kv_heads, 1)
+    selecting, held_out = split_strata(rows, probabilities(rows, keys, position, lse))
+    row, held_out_row = split_row_positions(rows)
+    beyond_window = row[..., None] // block - position // block >= rows.window_blocks
+    total = sum_of_strata(rows, torch.where(beyond_window, selecting, 0.0).sum(3))
+    if divide_by_cost:
+        cost = num_blocks - position // block - rows.window_blocks
+        if rows.costs is not None:
+            cost = (rows.costs.further[:, position // block] + 1 - rows.window_blocks)[:, None]
+        total = torch.where(cost > 0, total / cost.clamp(min=1), 0.0)
+    bits = total.float().contiguous().view(torch.int32)
+    values = torch.where(position < num_sinks, 2**31 - 1, bits)
 
-    one = fixed_point_one(len(sample.rows))
-    masses = torch.zeros(2, batch, heads, num_blocks, dtype=torch.int32, device=key.device)
-    # A row's mass in a key block: what crosses to the distance before, and to the one after.
-    blocks = -(-length // block)
-    fit, held, at = (
-        torch.nn.functional.pad(t, (0, blocks * block - length)).unflatten(-1, (blocks, block))
-        for t in (fit, held, position)
+    one = fixed_point_one(len(rows.rows))
+    masses = torch.zeros(2, batch, num_heads, num_blocks, dtype=torch.int32, device=key.device)
+    # By key block: how much of a row's mass belongs to the block distance before, and to the one after.
+    local_blocks = -(-length // block)
+    selecting, held_out, position = (
+        torch.nn.functional.pad(t, (0, local_blocks * block - length)).unflatten(
+            -1, (local_blocks, block)
+        )
+        for t in (selecting, held_out, position)
     )
-    further = (rows[..., None, None] % block - at % block).double() / block
-    after = (fit * further.clamp(min=0)).sum(-1)
-    before = (fit * (-further).clamp(min=0)).sum(-1)
-    apart = rows[..., None] // block - at[:, 0] // block
-    _add(masses[0], apart - 1, before, one)
-    _add(masses[0], apart, fit.sum(-1) - before - after, one)
-    _add(masses[0], apart + 1, after, one)
-    if sample.num_selection_rows == sample.rows_per_stratum:
-        held, held_rows = fit, rows
-    _add(masses[1], held_rows[..., None] // block - at[:, 0] // block, held.sum(-1), one)
+    offset = (row[..., None, None] % block - position % block).double() / block
+    after = (selecting * offset.clamp(min=0)).sum(-1)
+    before = (selecting * (-offset).clamp(min=0)).sum(-1)
+    distance = row[..., None] // block - position[:, 0] // block
+    add_masses(masses[0], distance - 1, before, one)
+    add_masses(masses[0], distance, selecting.sum(-1) - before - after, one)
+    add_masses(masses[0], distance + 1, after, one)
+    if rows.num_selection_rows == rows.rows_per_stratum:
+        held_out, held_out_row = selecting, row
+    distance = held_out_row[..., None] // block - position[:, 0] // block
+    add_masses(masses[1], distance, held_out.sum(-1), one)
     return values, masses
 
 
-def candidate_slashes(sample, keys, positions, values, least, lse, num_blocks):
-    """See :func:`kernels.candidate_slashes`."""
-    positions = torch.where(values >= float_bits(least), positions, sample.seq_length)
-    # Few are taken: those first, and no more than the head with the most has.
-    none = positions >= sample.seq_length
-    most = int((~none).sum(-1).max())
-    order = none.to(torch.uint8).argsort(dim=-1, stable=True)[..., :most]
-    positions = positions.gather(-1, order)
-    keys = keys.gather(2, order[..., None].expand(-1, -1, -1, keys.shape[-1]))
-    fit, _ = _fit(sample, _probabilities(sample, keys, positions, lse))
-    apart = _rows(sample)[0][..., None] - positions[:, :, None, None]
-    fit = torch.where(positions[:, :, None, None] < sample.seq_length, fit, 0.0)
-    block, one = sample.block_size, fixed_point_one(len(sample.rows))
-    far = (apart % block).double() / block
-    masses = torch.zeros(*positions.shape[:2], num_blocks, dtype=torch.int32, device=keys.device)
-    _add(masses, apart // block, fit * (1 - far), one)
-    _add(masses, apart // block + 1, fit * far, one)
+def diagonal_masses(
+    sampled_rows,
+    key: Tensor,
+    lse: Tensor,
+    num_sinks: int,
+    selected_columns: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Attention mass by token distance over this rank's keys, beyond the rows' window and outside of the
+    selected columns.
+
+    Args:
+        sampled_rows, key, lse, num_sinks: as for :func:`attention_masses`. Sinks are columns always. Held-out
+            rows do not count.
+        selected_columns: the ``values`` of :func:`attention_masses` and the selection threshold over all
+            ranks, int32 ``[2, b, h]``, as :func:`~.topk_torch.select_topk` returns it. None if no
+            columns but sinks are selected.
+
+    Returns:
+        int32 ``[b, h, N]`` by ``row - key``, in fixed point. Sums over ranks are exact.
+    """
+    rows = sampled_rows
+    scores, position = _scores(rows, key)
+    distance = (rows.rows // rows.block_size)[:, None] - position // rows.block_size
+    excluded = (distance < rows.window_blocks) | unseen(rows, position)
+    row_number = torch.arange(len(rows.rows), device=key.device)
+    held_out = row_number % rows.rows_per_stratum >= rows.num_selection_rows
+    excluded = excluded | held_out[:, None]
+    p = torch.exp(scores - lse[..., None]).masked_fill_(excluded, 0)
+    p = p.nan_to_num_(nan=0.0).clamp_(max=1)
+    excluded = position < num_sinks
+    if selected_columns is not None:
+        value, (threshold, last_position) = selected_columns
+        tied = (value == threshold[..., None]) & (position <= last_position[..., None])
+        excluded = excluded | (value > threshold[..., None]) | tied
+        excluded = excluded[:, :, None]
+    p.masked_fill_(excluded, 0)
+    addend = (p * fixed_point_one(len(rows.rows)) + 0.5).int()
+    masses = addend.new_zeros(*p.shape[:2], key.shape[0] * rows.world)
+    for i, row in enumerate(rows.rows):
+        # Keys after the row have probability 0, wherever it is added.
+        masses.index_add_(-1, (row - position).clamp(min=0), addend[:, :, i])
     return masses
 
 
-def price_slashes(total, inside, price, usual_price, near, unit, one, spread, costs=None):
-    """See :func:`kernels.price_slashes`."""
-    num_blocks = total.shape[-1]
-    distance = torch.arange(num_blocks, device=total.device)
-    seen = num_blocks - distance if spread else num_blocks
-    if costs is not None:
-        seen = costs.seen[:, None]
-    value = (total - inside).clamp(min=0).float() / one / (unit * seen)
-    kept = (distance < near) | (value >= price[:, None])
-    usual = (distance < near) | (value >= usual_price)
-    outside = (~usual).cumsum(-1, dtype=torch.int32)
-    return kept.to(torch.uint8), usual.to(torch.uint8), outside, value
+def positions(length: int, rank: int, world: int, inner: int, block_size: int, device) -> Tensor:
+    """Global positions of a rank's tokens: int64 ``[length]``."""
+    # Unlike token_positions, also where the last block is partial.
+    return positions_at(torch.arange(length, device=device), rank, world, block_size, inner)
 
 
-def _beyond(sample, p, positions, slashes):
-    """Probabilities at distances that are no slash."""
-    apart = sample.rows.long()[:, None] // sample.block_size
-    apart = apart - positions[:, :, None] // sample.block_size
-    apart = apart.clamp(0, slashes.shape[-1] - 1).flatten(2)
-    return p.masked_fill(slashes.gather(-1, apart).view(p.shape) != 0, 0)
+def unseen(sampled_rows, position: Tensor) -> Tensor:
+    """Keys that rows do not see: later ones, and those of other documents. Broadcasts to ``[b, h, R, k]``;
+    ``position`` is ``[k]`` or ``[b, h, k]``."""
+    later = position[..., None, :] > sampled_rows.rows[:, None]
+    if sampled_rows.starts is None:
+        return later
+    return later | (position[..., None, :] < sampled_rows.starts[:, None, :, None])
 
 
-def _held(sample, p, positions, member):
-    fit, held = _fit(sample, _beyond(sample, p, positions, member))
-    return (held if held.shape[3] else fit).sum((2, 3)).float()
+def probabilities(sampled_rows, keys: Tensor, position: Tensor, lse: Tensor) -> Tensor:
+    """Probabilities of all rows, float64 ``[b, h, R, k]``, 0 for keys that the row does not see.
+
+    Their sums have other lengths on other numbers of ranks, and the selection must not differ: hence float64.
+
+    Args:
+        keys: ``[b, h, k, d]``; position: ``[k]`` or ``[b, h, k]``.
+    """
+    query = sampled_rows.query.permute(1, 2, 0, 3).double() * sampled_rows.softmax_scale
+    p = query @ keys.double().transpose(-1, -2)
+    p.sub_(lse[..., None].double())
+    p.masked_fill_(unseen(sampled_rows, position), float("-inf"))
+    return p.exp_().nan_to_num_(nan=0.0).clamp_(max=1)
 
 
-def held_columns(sample, keys, positions, lse, member):
-    """See :func:`kernels.held_columns`."""
-    return _held(sample, _probabilities(sample, keys, positions, lse), positions, member)
+def split_strata(sampled_rows, p: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities ``[b, h, R, k]`` of the selecting and of the held-out rows, by stratum:
+    ``[b, h, strata, rows, k]`` each."""
+    strata = p.unflatten(2, (-1, sampled_rows.rows_per_stratum))
+    count = sampled_rows.num_selection_rows
+    return strata[:, :, :, :count], strata[:, :, :, count:]
 
 
-def price_columns(sample, keys, positions, lse, member, usual, outside, price, sink, unit):
-    """See :func:`kernels.price_columns`."""
-    block, num_blocks = sample.block_size, member.shape[-1]
-    p = _probabilities(sample, keys, positions, lse)
-    strata = _fit(sample, _beyond(sample, p, positions, usual))[0].sum(3)
-    held = _held(sample, p, positions, member)
-    there = positions < sample.seq_length
-    before = (num_blocks - 1 - positions // block).clamp(min=0).long()
-    if sample.costs is not None:
-        at = (positions // block).clamp(max=num_blocks - 1).long().flatten(1)
-        before = sample.costs.further.gather(1, at).view(positions.shape).long()
-    total, adds = _total(sample, strata), outside.gather(-1, before)
-    if not sample.stratified:
-        adds = torch.full_like(adds, num_blocks)
-    adds = adds.clamp(min=1)
-    if sample.costs is not None:
-        adds = adds * sample.costs.factor[:, None, None]
-    value = torch.where(there, total / (unit * adds), 0.0).float()
-    kept = there & (((total > 0) & (value >= price[:, None])) | (positions < sink))
-    return torch.where(kept, positions, sample.seq_length), value, held
+def split_row_positions(sampled_rows) -> tuple[Tensor, Tensor]:
+    """Positions of the selecting and of the held-out rows: int64 ``[strata, rows]`` each."""
+    rows = sampled_rows.rows.long().unflatten(0, (-1, sampled_rows.rows_per_stratum))
+    count = sampled_rows.num_selection_rows
+    return rows[:, :count], rows[:, count:]
 
 
-def recall_of(masses, member, columns, held, seq_length, one, rows):
-    """See :func:`kernels.recall_of`."""
-    of_slashes = (masses * member).sum(-1, dtype=torch.float32) / one
-    return (of_slashes + torch.where(columns < seq_length, held, 0.0).sum(-1)) / rows
+def sum_of_strata(sampled_rows, strata: Tensor) -> Tensor:
+    """Mass by key from the masses by stratum, ``[b, h, strata, k]``."""
+    total = strata.sum(2)
+    if not sampled_rows.drop_max_stratum:
+        return total
+    return (total - strata.amax(2)).clamp_(min=0)
+
+
+def add_masses(out: Tensor, distance: Tensor, mass: Tensor, one: int) -> None:
+    """Add masses ``[b, h, ..., k]`` in fixed point to ``out``, int32 ``[b, h, NB]``, at distances that
+    broadcast to their shape."""
+    num_blocks = out.shape[-1]
+    inside = (distance >= 0) & (distance < num_blocks)
+    addend = torch.where(inside, (mass * one + 0.5).int(), 0)
+    distance = distance.clamp(0, num_blocks - 1).expand(mass.shape)
+    out.scatter_add_(-1, distance.flatten(2), addend.flatten(2))
+
+
+def _scores(sampled_rows, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores of all rows, float32 ``[b, h, R, s]``, and the keys' global positions."""
+    rows = sampled_rows
+    num_heads, kv_heads = rows.query.shape[2], key.shape[2]
+    query = rows.query.permute(1, 2, 0, 3).float()
+    keys = key.permute(1, 2, 3, 0).float().repeat_interleave(num_heads // kv_heads, 1)
+    position = positions(
+        key.shape[0], rows.rank, rows.world, rows.inner, rows.block_size, key.device
+    )
+    return query @ keys * rows.softmax_scale, position

@@ -63,8 +63,9 @@ def _share_kernel(
             tl.atomic_add(to + distance, both, mask=there, sem="relaxed")
 
 
-def candidate_slashes(sample, keys, positions, values, least, lse, num_blocks):
-    """Launch the sums by distance; see :func:`kernels.candidate_slashes`."""
+def slash_mass_in_columns(sampled_rows, keys, positions, values, min_value, lse, num_blocks):
+    """Launch the sums by distance; see the reference."""
+    sample = sampled_rows
     batch, heads, count, dim = keys.shape
     num_rows = len(sample.rows)
     masses = torch.zeros(batch, heads, num_blocks, dtype=torch.int32, device=keys.device)
@@ -72,7 +73,7 @@ def candidate_slashes(sample, keys, positions, values, least, lse, num_blocks):
     launch(
         _share_kernel, (cdiv(count, tile), batch * heads),
         sample.query, sample.rows, sample.starts, keys, positions, values, lse, masses,
-        num_rows, batch * heads, count, sample.seq_length, num_blocks, float_bits(least),
+        num_rows, batch * heads, count, sample.seq_length, num_blocks, float_bits(min_value),
         sample.softmax_scale, fixed_point_one(num_rows),
         HEADS=heads, D=dim, BLOCK=sample.block_size, IN_STRATUM=sample.rows_per_stratum,
         FIT=sample.num_selection_rows,
@@ -112,18 +113,22 @@ def _slash_kernel(
         before += tl.sum(outside, 0)
 
 
-def price_slashes(total, inside, price, usual_price, near, unit, one, spread, costs=None):
-    """Launch the choice of slashes; see :func:`kernels.price_slashes`."""
-    batch, heads, num_blocks = total.shape
-    member = torch.empty(total.shape, dtype=torch.uint8, device=total.device)
+def select_slashes_by_price(
+    slash_mass, mass_in_columns, price, reference_price, window_blocks, cost_per_block_pair, fixed_point_one,
+    stratified, costs=None,
+):  # fmt: skip
+    """Launch the choice of slashes; see the reference."""
+    batch, heads, num_blocks = slash_mass.shape
+    member = torch.empty(slash_mass.shape, dtype=torch.uint8, device=slash_mass.device)
     usual = torch.empty_like(member)
-    value = torch.empty(total.shape, dtype=torch.float32, device=total.device)
-    outside = torch.empty_like(total)
+    value = torch.empty(slash_mass.shape, dtype=torch.float32, device=slash_mass.device)
+    outside = torch.empty_like(slash_mass)
     launch(
         _slash_kernel, (batch * heads,),
-        total, inside, None if costs is None else costs.seen, price, member, usual, outside, value,
-        num_blocks, near, unit, float(one), usual_price,
-        HEADS=heads, WIDTH=min(4096, next_power_of_2(num_blocks)), SPREAD=spread, num_warps=4,
+        slash_mass, mass_in_columns, None if costs is None else costs.seen, price,
+        member, usual, outside, value,
+        num_blocks, window_blocks, cost_per_block_pair, float(fixed_point_one), reference_price,
+        HEADS=heads, WIDTH=min(4096, next_power_of_2(num_blocks)), SPREAD=stratified, num_warps=4,
     )  # fmt: skip
     return member, usual, outside, value
 
@@ -205,26 +210,32 @@ def _column_kernel(
         tl.store(value_ptr + at, tl.where(there, value, 0.0), mask=listed)
 
 
-def price_columns(sample, keys, positions, lse, member, usual, outside, price, sink, unit):
-    """Launch the choice of columns; see :func:`kernels.price_columns`."""
+def select_columns_by_price(
+    sampled_rows, keys, positions, lse, slashes, reference_slashes, num_outside, price, num_sinks,
+    cost_per_block,
+):  # fmt: skip
+    """Launch the choice of columns; see the reference."""
     columns = torch.empty_like(positions)
     value = torch.empty(positions.shape, dtype=torch.float32, device=keys.device)
     held = torch.empty_like(value)
-    slashes, chosen = (member, usual, outside, price), (columns, value, held)
-    _launch_columns(sample, keys, positions, lse, slashes, chosen, sink, unit, True)
+    slashes, chosen = (slashes, reference_slashes, num_outside, price), (columns, value, held)
+    _launch_columns(
+        sampled_rows, keys, positions, lse, slashes, chosen, num_sinks, cost_per_block, True
+    )
     return columns, value, held
 
 
-def held_columns(sample, keys, positions, lse, member):
-    """Launch the measuring of columns; see :func:`kernels.held_columns`."""
+def column_masses(sampled_rows, keys, positions, lse, slashes):
+    """Launch the measuring of columns; see the reference."""
     held = torch.empty(positions.shape, dtype=torch.float32, device=keys.device)
     # What is not looked at stands in for what is not there.
-    slashes, chosen = (member, member, positions, held), (positions, held, held)
-    _launch_columns(sample, keys, positions, lse, slashes, chosen, 0, 1.0, False)
+    slashes, chosen = (slashes, slashes, positions, held), (positions, held, held)
+    _launch_columns(sampled_rows, keys, positions, lse, slashes, chosen, 0, 1.0, False)
     return held
 
 
-def _launch_columns(sample, keys, positions, lse, slashes, chosen, sink, unit, choose):
+def _launch_columns(sampled_rows, keys, positions, lse, slashes, chosen, sink, unit, choose):
+    sample = sampled_rows
     batch, heads, count, dim = keys.shape
     num_rows, num_blocks = len(sample.rows), slashes[0].shape[-1]
     tile = 64
@@ -236,7 +247,8 @@ def _launch_columns(sample, keys, positions, lse, slashes, chosen, sink, unit, c
         num_rows, batch * heads, count, sample.seq_length, num_blocks, sink, sample.softmax_scale, unit,
         HEADS=heads, D=dim, BLOCK=sample.block_size, IN_STRATUM=sample.rows_per_stratum,
         FIT=sample.num_selection_rows,
-        STRATA=32, KEYS=tile, TWICE=sample.drop_max_stratum, SPREAD=sample.stratified,
+        STRATA=32, KEYS=tile,
+        TWICE=sample.drop_max_stratum, SPREAD=sample.stratified,
         CHOOSE=choose, PREC=precision_for(keys), num_warps=4, num_stages=2,
     )  # fmt: skip
 
@@ -264,13 +276,15 @@ def _recall_kernel(
     tl.store(out_ptr + bh, tl.sum(kept, 0) / rows)
 
 
-def recall_of(masses, member, columns, held, seq_length, one, rows):
-    """Launch the sums; see :func:`kernels.recall_of`."""
-    batch, heads, num_blocks = member.shape
-    recall = torch.empty(batch, heads, dtype=torch.float32, device=member.device)
+def attention_recall(
+    slash_mass, slashes, columns, column_mass, seq_length, fixed_point_one, num_rows
+):
+    """Launch the sums; see the reference."""
+    batch, heads, num_blocks = slashes.shape
+    recall = torch.empty(batch, heads, dtype=torch.float32, device=slashes.device)
     launch(
         _recall_kernel, (batch * heads,),
-        masses, member, columns, held, recall, num_blocks, columns.shape[-1], seq_length, float(one),
-        float(rows), WIDTH=1024, num_warps=4,
+        slash_mass, slashes, columns, column_mass, recall, num_blocks, columns.shape[-1], seq_length,
+        float(fixed_point_one), float(num_rows), WIDTH=1024, num_warps=4,
     )  # fmt: skip
     return recall

@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 
 from ..common.launch import cdiv, launch, next_power_of_2
-from . import reference as reference_choice
+from . import topk_torch
 from .lse import key_positions
 
 TILE = 16384
-"""Values a program holds. Counts of more than half of it take the twin: offers would not get fewer."""
+"""Values that a program holds. Larger ``k`` than half of it are left to ``torch.topk``: the levels of tiles
+would not get smaller."""
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -94,25 +95,25 @@ def _levels(values, positions, shape, length, inner, outer, line, count, none, l
         length = inner = outer = line = tiles * count
 
 
-def select_largest(values, count, none, rank, world, inner, block_size):
-    """Launch the selection; see :func:`kernels.select_largest`."""
-    if count > TILE // 2:
-        return reference_choice.select_largest(values, count, none, rank, world, inner, block_size)
+def select_topk(values, k, fill_position, rank=0, world=1, inner=1, block_size=128):
+    """Launch the selection; see the reference."""
+    if k > TILE // 2:
+        return topk_torch.select_topk(values, k, fill_position, rank, world, inner, block_size)
     length = values.shape[-1]
     return _levels(
-        values, None, values.shape[:2], length, length, length, length, count, none,
+        values, None, values.shape[:2], length, length, length, length, k, fill_position,
         (rank, world, inner, block_size),
     )  # fmt: skip
 
 
-def merge_selections(offers, count, none):
-    """Launch the selection from offers; see :func:`kernels.merge_selections`."""
-    if count > TILE // 2:
-        return reference_choice.merge_selections(offers, count, none)
-    ranks, _, batch, heads, offered = offers.shape
-    positions = offers[:, 1]
+def merge_topk(candidates, k, fill_position):
+    """Launch the selection from offers; see the reference."""
+    if k > TILE // 2:
+        return topk_torch.merge_topk(candidates, k, fill_position)
+    ranks, _, batch, heads, offered = candidates.shape
+    positions = candidates[:, 1]
     outer = 2 * batch * heads * offered
     return _levels(
-        offers, positions, (batch, heads), ranks * offered, offered, outer, offered, count, none,
+        candidates, positions, (batch, heads), ranks * offered, offered, outer, offered, k, fill_position,
         (0, 1, 1, 1),
     )  # fmt: skip

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ..common.launch import cdiv, launch, next_power_of_2
+from ..limits import check_blocks_per_round
 
 
 @triton.jit
@@ -102,8 +103,11 @@ def _column_kernel(
         tl.store(ptr_ptr + bh * limit + place, before, mask=place < limit)
 
 
-def index_lists(distances, diagonals, near, columns, seq_length, block_size, world, inner):
-    """Launch the lists; see :func:`kernels.index_lists`."""
+def vertical_slash_lists(
+    distances, diagonals, window_blocks, columns, seq_length, block_size, world, inner
+):  # fmt: skip
+    """Launch the lists; see the reference."""
+    check_blocks_per_round(seq_length, block_size, world, inner)
     batch, heads, count = columns.shape
     num_blocks = cdiv(seq_length, block_size)
     lines, device = batch * heads, columns.device
@@ -125,7 +129,7 @@ def index_lists(distances, diagonals, near, columns, seq_length, block_size, wor
     width = min(4096, next_power_of_2(num_blocks))
     launch(
         _slash_kernel, (lines,),
-        distances, diagonals, member, *rounds, *ranks, diagonals.shape[-1], near, num_blocks,
+        distances, diagonals, member, *rounds, *ranks, diagonals.shape[-1], window_blocks, num_blocks,
         world // inner, 2 * world, GIVEN=given, BLOCK=block_size, WIDTH=width, WALK=128, num_warps=4,
     )  # fmt: skip
     width = 64

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..documents import Documents
 from ..kernels.attention.operands import unit_stride
-from ..kernels.selection import strided_lse, take_blocks
+from ..kernels.selection import antidiagonal_lse, top_blocks
 from ..layout import block_at
 
 SOURCES = ("moba", "xattention")
@@ -133,7 +133,7 @@ def _pooled(query, key, length, ring, apart, block_size, top_k, window, sink) ->
         order = order.clamp(min=1)
         if apart is not None:
             order = order.masked_fill(apart[:, :, first : first + count], 0)
-        blocks[:, :, first : first + count] = take_blocks(
+        blocks[:, :, first : first + count] = top_blocks(
             order, False, top_k, first, window, sink, *layout
         )
     return blocks
@@ -153,7 +153,7 @@ def _antidiagonal(
         its = slice(kv * group, (kv + 1) * group)
         for first, count in _chunks(nb, batch * group * squares * num_blocks):
             rows = query[first * block_size : (first + count) * block_size, :, its]
-            parts, lse = strided_lse(
+            parts, lse = antidiagonal_lse(
                 rows, keys, stride, block_size, first, ring.rank, ring.inner, softmax_scale
             )
             if apart is not None:
@@ -163,7 +163,7 @@ def _antidiagonal(
             mass = _fixed_point(parts, lse)
             mass[:, :, -(-length // stride) - first * squares :] = 0  # past the end of the sequence
             mass = mass.unflatten(2, (count, squares)).sum(3)
-            blocks[:, its, first : first + count] = take_blocks(
+            blocks[:, its, first : first + count] = top_blocks(
                 mass.int(), True, wanted, first, window, sink, ring.rank, ring.world, ring.inner
             )
     return blocks

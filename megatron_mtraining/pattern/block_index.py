@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents
-from ..kernels.selection import block_counts, block_lists, index_lists
+from ..kernels.selection import block_list_offsets, block_lists, vertical_slash_lists
 from ..layout import block_at, inner_size
 from . import packed
 from .index import PatternIndex
@@ -214,11 +214,11 @@ def build_block_index(
         raise ValueError(f"blocks are {blocks.dtype}: they must be bool or uint8")
     if not 0 <= rank < world:
         raise ValueError(f"rank {rank} is none of {world}")
-    member, *_, columns, column_ptr = index_lists(
+    member, *_, columns, column_ptr = vertical_slash_lists(
         distances, None, 0, columns, seq_length, block_size, world, inner
     )
     operands = (blocks, member, world, inner, rank)
-    round_ptr, rank_ptr, beside = block_counts(*operands)
+    round_ptr, rank_ptr, beside = block_list_offsets(*operands)
     both = ((beside > 0) & (column_ptr[..., -1] > 0)).any()
     torch._assert_async(~both, "a head has columns, and blocks at other distances than its own")
     if capacity is None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..layout import block_at, owner_of
 from .block_choice import choose_block_lists
-from .estimate import Sample
+from .estimate import SampledRows
 
 BLOCK_POLICIES = ("xattention", "moba")
 
@@ -33,7 +33,7 @@ def choose_blocks(
     )  # fmt: skip
 
 
-def recall_of_blocks(sample: Sample, key: Tensor, lse: Tensor, blocks: Tensor, ring) -> Tensor:
+def recall_of_blocks(sample: SampledRows, key: Tensor, lse: Tensor, blocks: Tensor, ring) -> Tensor:
     """The share of held-out rows' attention in the key blocks that their own blocks see: float32 ``[b, h]``.
 
     Every rank scores the rows against its keys, one head at a time: one pass, which takes memory for rows x

@@ -10,17 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.selection import diagonal_mass, merge_selections, select_largest
-from .estimate import Sample
+from ..kernels.selection import diagonal_masses, merge_topk, select_topk
+from .estimate import SampledRows
 
 SINK = 2**31 - 1
 """What stands for the mass of a sink."""
 
 
-def best_columns(values: Tensor, count: int, sample: Sample, ring) -> tuple[Tensor, Tensor]:
+def best_columns(values: Tensor, count: int, sample: SampledRows, ring) -> tuple[Tensor, Tensor]:
     """The ``count`` columns with the largest values over all ranks: int32 ``[2, b, h, count]``, values and
     positions (0 and N where none is left); and the cut they were taken at
-    (:func:`~megatron_mtraining.kernels.select_largest`).
+    (see ``kernels.selection.select_topk``).
 
     Each rank offers its best; the best of all are the same on every rank.
 
@@ -28,12 +28,12 @@ def best_columns(values: Tensor, count: int, sample: Sample, ring) -> tuple[Tens
         values: int32 ``[b, h, s]``, of this rank's columns.
     """
     count = min(count, sample.seq_length)
-    offer, cut = select_largest(
+    offer, cut = select_topk(
         values, min(count, values.shape[-1]), sample.seq_length,
         ring.rank, ring.world, ring.inner, sample.block_size,
     )  # fmt: skip
     if ring.world > 1:
-        offer, cut = merge_selections(ring.all_gather(offer), count, sample.seq_length)
+        offer, cut = merge_topk(ring.all_gather(offer), count, sample.seq_length)
     return offer, cut
 
 
@@ -46,11 +46,11 @@ def best_diagonals(mass: Tensor, count: int, seq_length: int, ring) -> Tensor:
     mass = ring.reduce_scatter(mass)
     length = mass.shape[-1]
     # With blocks as long as a stretch, positions in the layout of one node are distances.
-    offer, _ = select_largest(
+    offer, _ = select_topk(
         mass, min(count, length), seq_length, ring.rank, ring.world, ring.world, length
     )
     if ring.world > 1:
-        offer, _ = merge_selections(ring.all_gather(offer), min(count, seq_length), seq_length)
+        offer, _ = merge_topk(ring.all_gather(offer), min(count, seq_length), seq_length)
     return offer
 
 
@@ -79,12 +79,12 @@ def _cut(taken: Tensor, value: Tensor, position: Tensor) -> Tensor:
     return torch.stack((torch.where(some, value, 0), torch.where(some, position, -1))).int()
 
 
-def choose_fixed(sample: Sample, key, lse, values, heads, ring) -> tuple[Tensor, Tensor]:
+def choose_fixed(sample: SampledRows, key, lse, values, heads, ring) -> tuple[Tensor, Tensor]:
     """Columns and token diagonals as many as ``vertical`` and ``slash`` say: int32 ``[b, h, C]`` and ``[b, h,
     K]``; N for none. Diagonals have mass outside of the columns, and columns outside of the window.
 
     Args:
-        values: int32 ``[b, h, s]``: columns' masses (:func:`~megatron_mtraining.kernels.row_masses`).
+        values: int32 ``[b, h, s]``: columns' masses, as ``kernels.selection.attention_masses`` returns them.
     """
     batch, seq_length, sink = (
         values.shape[0],
@@ -107,7 +107,7 @@ def choose_fixed(sample: Sample, key, lse, values, heads, ring) -> tuple[Tensor,
         columns, taken = columns.expand(batch, len(heads), -1).contiguous(), None
     if not max(slashes):
         return columns, columns.new_empty(batch, len(heads), 0)
-    mass = diagonal_mass(sample, key, lse, sink, taken)
+    mass = diagonal_masses(sample, key, lse, sink, taken)
     offer = best_diagonals(mass, max(slashes), seq_length, ring)
     diagonals = offer[1]
     if min(slashes) < max(slashes):
@@ -116,7 +116,7 @@ def choose_fixed(sample: Sample, key, lse, values, heads, ring) -> tuple[Tensor,
     return columns, diagonals
 
 
-def choose_coverage(sample: Sample, key, lse, values, heads, ring) -> tuple[Tensor, Tensor]:
+def choose_coverage(sample: SampledRows, key, lse, values, heads, ring) -> tuple[Tensor, Tensor]:
     """As few columns as hold the share ``coverage`` of attention beyond the window and sinks, and as few
     token diagonals, each by themselves, within floors and caps: as :func:`choose_fixed` gives them.
     """
@@ -139,7 +139,7 @@ def choose_coverage(sample: Sample, key, lse, values, heads, ring) -> tuple[Tens
     whole = ring.all_reduce(_weight(values).sum(-1))
     offer, _ = best_columns(values, max(each.vertical_cap for each in heads), sample, ring)
     columns = taken(offer, whole, "vertical", sink)
-    mass = diagonal_mass(sample, key, lse, sink, None)
+    mass = diagonal_masses(sample, key, lse, sink, None)
     whole = ring.all_reduce(mass.sum(-1, dtype=torch.float64))
     most = max(max(each.slash_cap for each in heads), 1)
     return columns, taken(best_diagonals(mass, most, seq_length, ring), whole, "slash", 0)

@@ -15,22 +15,24 @@ import torch
 from torch import Tensor
 
 from ..documents import Costs, Documents
-from ..kernels.selection import lse_parts, merge_lse
+from ..kernels.selection import merge_lse, partial_lse
 from ..layout import locate
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampledRows:
     """Query rows of all ranks, and what it takes to score them against this rank's keys.
 
     Attributes:
         query: ``[R, b, h, d]`` in the queries' dtype, contiguous, the same on all ranks.
         rows: int32 ``[R]``, global positions of the rows, ascending.
-        rows_per_stratum: consecutive rows that are of one stratum (stretch) of the sequence.
-        num_selection_rows: the first rows of each stratum, which select the pattern; the others are held out.
-        drop_max_stratum: leave out, of a column's mass, the largest share that one stratum gives to it.
-        stratified: the rows are spread over the sequence, not its last.
-        window_blocks: query and key blocks fewer apart than this are in the local window.
+        rows_per_stratum: consecutive rows that belong to one stratum (stretch) of the sequence.
+        num_selection_rows: the first rows of each stratum, which select the pattern; the others are held out
+            and measure its recall.
+        drop_max_stratum: leave the stratum with the largest mass out of each column's sum, so that a column
+            must have mass in two strata to be selected.
+        stratified: the rows are spread over the sequence; False for its last rows.
+        window_blocks: query and key blocks fewer than this apart are in the local window.
         seq_length: N.
         documents: packed ones: a row sees keys of its own alone. None for one document.
         starts: int32 ``[b, R]``: where the rows' documents start; None without ``documents``.
@@ -93,13 +95,18 @@ def _rows_here(seq_length, estimator, strata, rows, rank, world, inner, block_si
 
 
 def draw_sample(
-    query: Tensor, config, ring, near: int, softmax_scale: float, documents: Documents | None = None
-) -> Sample:
+    query: Tensor,
+    config,
+    ring,
+    window_blocks: int,
+    softmax_scale: float,
+    documents: Documents | None = None,
+) -> SampledRows:
     """Bring the sampled rows to all ranks, in one small collective.
 
     Args:
         query ``[s, b, h, d]``: this rank's part, block-striped.
-        near: its ``window_blocks``.
+        window_blocks: see :class:`SampledRows`.
     """
     block, strata, rows = config.block_size, config.sample_strata, config.sample_rows
     seq_length = query.shape[0] * ring.world
@@ -132,13 +139,13 @@ def draw_sample(
     if documents is not None:
         kind.update(documents=documents, starts=documents.starts[:, row.long()].contiguous())
         kind.update(costs=documents.costs(block) if kind["stratified"] else None)
-    return Sample(
-        sampled, row, **kind, window_blocks=near, seq_length=seq_length,
+    return SampledRows(
+        sampled, row, **kind, window_blocks=window_blocks, seq_length=seq_length,
         rank=ring.rank, world=ring.world, inner=ring.inner, block_size=block, softmax_scale=softmax_scale,
     )  # fmt: skip
 
 
-def sample_lse(sample: Sample, key: Tensor, ring) -> Tensor:
+def sample_lse(sample: SampledRows, key: Tensor, ring) -> Tensor:
     """Log-sum-exp of the rows' scores over the keys of all ranks: float32 ``[b, h, R]``, in one small
     collective. ``key`` ``[s, b, hk, d]`` is this rank's part."""
-    return merge_lse(ring.all_gather(lse_parts(sample, key)).flatten(0, 1))
+    return merge_lse(ring.all_gather(partial_lse(sample, key)).flatten(0, 1))

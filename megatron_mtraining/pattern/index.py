@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents
-from ..kernels.selection import index_lists
+from ..kernels.selection import vertical_slash_lists
 from ..layout import block_at, inner_size, owner_of
 from . import packed
 
@@ -235,7 +235,7 @@ def build_index(
             f"blocks of {block_size}, to be divided by {world} ranks"
         )
     return VerticalSlashIndex(
-        *index_lists(distances, None, 0, columns, seq_length, block_size, world, inner),
+        *vertical_slash_lists(distances, None, 0, columns, seq_length, block_size, world, inner),
         seq_length=seq_length,
         block_size=block_size,
         world=world,
@@ -259,7 +259,7 @@ def index_of_choice(
         diagonals: int ``[b, h, K]``, token distances; those of N or more stand for none.
     """
     return VerticalSlashIndex(
-        *index_lists(None, diagonals, near, columns, seq_length, block_size, world, inner),
+        *vertical_slash_lists(None, diagonals, near, columns, seq_length, block_size, world, inner),
         seq_length=seq_length,
         block_size=block_size,
         world=world,

@@ -17,12 +17,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels import selection as kernels
 from ..kernels.attention import gather_columns
 from ..kernels.common.fixed_point import fixed_point_one
-from ..kernels.selection import candidate_slashes, price_columns, price_slashes, row_masses
+from ..kernels.selection import (
+    attention_masses,
+    attention_recall,
+    select_columns_by_price,
+    select_slashes_by_price,
+    slash_mass_in_columns,
+)
 from .counted import best_columns
-from .estimate import Sample
+from .estimate import SampledRows
 
 USUAL = 0.4
 """The price at which candidates meet each other."""
@@ -49,12 +54,12 @@ class Listed(NamedTuple):
     inner: int
 
 
-def listed(columns: Tensor, sample: Sample) -> Listed:
+def listed(columns: Tensor, sample: SampledRows) -> Listed:
     """Column positions ``[b, h, C]`` in the layout of a sample's keys."""
     return Listed(columns, sample.seq_length, sample.block_size, sample.world, sample.inner)
 
 
-def units(sample: Sample) -> tuple[float, float]:
+def units(sample: SampledRows) -> tuple[float, float]:
     """Cost of a pair of blocks, and of a column in a query block, as shares of the causal pairs, times the
     rows that choose: what a mass summed over those is compared to."""
     rows = len(sample.rows) // sample.rows_per_stratum * sample.num_selection_rows
@@ -63,7 +68,13 @@ def units(sample: Sample) -> tuple[float, float]:
 
 
 def choose_by_price(
-    sample: Sample, key: Tensor, lse: Tensor, heads, ring, price: Tensor, slashes: Tensor | None
+    sample: SampledRows,
+    key: Tensor,
+    lse: Tensor,
+    heads,
+    ring,
+    price: Tensor,
+    slashes: Tensor | None,
 ) -> Chosen:
     """Distances and columns of each head at its price.
 
@@ -76,7 +87,7 @@ def choose_by_price(
     """
     cap = min(max(config.vertical_cap for config in heads), sample.seq_length)
     sink = min(heads[0].sink, sample.seq_length)
-    values, masses = row_masses(sample, key, lse, sink, per_cost=sample.stratified)
+    values, masses = attention_masses(sample, key, lse, sink, divide_by_cost=sample.stratified)
     masses = ring.all_reduce(masses)
     (values, positions), _ = best_columns(values, cap, sample, ring)
     keys = ring.all_reduce(gather_columns(key, None, listed(positions, sample), ring.rank))[0]
@@ -84,15 +95,15 @@ def choose_by_price(
     one, num_blocks = fixed_point_one(len(sample.rows)), masses.shape[-1]
     if slashes is None:
         least = USUAL * column * (1 if sample.stratified else num_blocks)
-        inside = candidate_slashes(sample, keys, positions, values, least, lse, num_blocks)
-        slashes, usual, outside, value = price_slashes(
+        inside = slash_mass_in_columns(sample, keys, positions, values, least, lse, num_blocks)
+        slashes, usual, outside, value = select_slashes_by_price(
             masses[0], inside, price, USUAL, sample.window_blocks, pair, one, sample.stratified,
             sample.costs,
         )  # fmt: skip
         slashes = _bound_slashes(slashes, value, sample.window_blocks, heads)
     else:
         usual, outside = slashes, (slashes == 0).cumsum(-1, dtype=torch.int32)
-    columns, value, held = price_columns(
+    columns, value, held = select_columns_by_price(
         sample, keys, positions, lse, slashes, usual, outside, price, sink, column
     )
     columns = _bound_columns(columns, positions, value, sample.seq_length, sink, heads)
@@ -100,19 +111,19 @@ def choose_by_price(
 
 
 def recall_of(
-    sample: Sample, masses: Tensor, slashes: Tensor, columns: Tensor, held: Tensor
+    sample: SampledRows, masses: Tensor, slashes: Tensor, columns: Tensor, held: Tensor
 ) -> Tensor:
     """The share of attention kept, float32 ``[b, h]``, of held-out rows; of all rows if none are.
 
     Args:
-        masses: int32 ``[2, b, h, NB]``, of :func:`~megatron_mtraining.kernels.row_masses`, over all ranks.
+        masses: int32 ``[2, b, h, NB]``, of ``kernels.selection.attention_masses``, over all ranks.
         slashes: uint8 ``[b, h, NB]``.
         columns: int32 ``[b, h, C]``; ``held`` float32 ``[b, h, C]``: what the columns add to slashes.
     """
     rows = len(sample.rows) // sample.rows_per_stratum
     rows *= sample.rows_per_stratum - sample.num_selection_rows or sample.num_selection_rows
     one = fixed_point_one(len(sample.rows))
-    return kernels.recall_of(masses[1], slashes, columns, held, sample.seq_length, one, rows)
+    return attention_recall(masses[1], slashes, columns, held, sample.seq_length, one, rows)
 
 
 def _ranks(value: Tensor) -> Tensor:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ..documents import Documents
 from ..kernels.attention import gather_columns
-from ..kernels.selection import held_columns, row_masses
+from ..kernels.selection import attention_masses, column_masses
 from ..layout import check_layout
 from .block_index import BlockListIndex, build_block_index
 from .blocks import BLOCK_POLICIES, choose_blocks, recall_of_blocks
 from .counted import choose_coverage, choose_fixed
-from .estimate import Sample, draw_sample, sample_lse
+from .estimate import SampledRows, draw_sample, sample_lse
 from .index import VerticalSlashIndex, build_index, full_index, index_of_choice
 from .price import Chosen, choose_by_price, recall_of
 
@@ -112,7 +112,7 @@ def choose_index(
     return _with_blocks(query, key, sample, lse, heads, near, chosen, layout, ring)
 
 
-def _with_blocks(query, key, sample: Sample, lse, heads, near, chosen, layout, ring):
+def _with_blocks(query, key, sample: SampledRows, lse, heads, near, chosen, layout, ring):
     """The index of heads some of which, or all, have lists of key blocks."""
     batch, num_heads = query.shape[1:3]
     seq_length, num_blocks = sample.seq_length, -(-sample.seq_length // sample.block_size)
@@ -173,25 +173,27 @@ def _constant(numbers: tuple[float, ...], device) -> Tensor:
     return _CONSTANTS[at]
 
 
-def _count(policy: str, sample: Sample, key, lse, heads, ring) -> tuple[Tensor, Tensor, Tensor]:
+def _count(
+    policy: str, sample: SampledRows, key, lse, heads, ring
+) -> tuple[Tensor, Tensor, Tensor]:
     """Columns, token diagonals, and masses by block distance, of a policy that counts."""
     sink = min(heads[0].sink, sample.seq_length)
     if policy == "coverage":
         # As published, the last rows' share is of all attention, the window's too.
         near = 0 if heads[0].estimator == "last" else sample.window_blocks
         sample = replace(sample, window_blocks=near, drop_max_stratum=False)
-    values, masses = row_masses(sample, key, lse, sink, per_cost=False)
+    values, masses = attention_masses(sample, key, lse, sink, divide_by_cost=False)
     choose = choose_coverage if policy == "coverage" else choose_fixed
     return *choose(sample, key, lse, values, heads, ring), ring.all_reduce(masses)
 
 
-def _recall(sample: Sample, key, lse, masses, index, keys: Tensor | None, ring) -> Tensor:
+def _recall(sample: SampledRows, key, lse, masses, index, keys: Tensor | None, ring) -> Tensor:
     """The share of attention kept by what was chosen by numbers: float32 ``[b, h]``. ``keys`` are of the
     index's columns; None to gather them."""
     columns = index.columns
     if keys is None:
         keys = ring.all_reduce(gather_columns(key, None, index, ring.rank))[0]
-    held = held_columns(sample, keys, columns, lse, index.member)
+    held = column_masses(sample, keys, columns, lse, index.member)
     return recall_of(sample, masses, index.member, columns, held)
 
 

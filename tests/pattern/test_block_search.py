@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_mtraining.kernels.selection import strided_lse, take_blocks
 from megatron_mtraining.layout import block_at, stripe
 from megatron_mtraining.pattern import block_choice, build_block_index, choose_block_lists
 from megatron_mtraining.ring import Ring, ring_attention, ring_of
 from tests.support.attention_cases import random_operands
 from tests.support.ranks import run_ranks
+from tests.support.selection_cases import planted_operands
 
 pytestmark = pytest.mark.usefixtures("fresh_inputs")
 
@@ -27,12 +27,6 @@ OPTIONS = [
     dict(source="xattention", stride=8, threshold=0.3, window_blocks=0, sink_blocks=0),
     dict(source="xattention", stride=4, threshold=1.0),
 ]
-
-
-def operands(dtype=torch.float32, seq_length=SEQ, device="cpu"):
-    query, key, _, _ = random_operands(seq_length, 2, 4, 2, 64, dtype, device)
-    key[BLOCK * 2 : BLOCK * 3] += query[-BLOCK:, :, ::2]  # something to find
-    return query, key
 
 
 def always_of(num_blocks, window_blocks=1, sink_blocks=1, **_):
@@ -94,7 +88,7 @@ def check_share(blocks, mass, threshold, options, slack):
 @pytest.mark.parametrize("seq_length", [SEQ, 450])  # the last block has rows past the end
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_what_is_taken(options, seq_length):
-    query, key = operands(torch.float64, seq_length)
+    query, key = planted_operands(torch.float64, seq_length)
     blocks = choose_block_lists(query, key, Ring(None), 0.5, block_size=BLOCK, **options)
     assert blocks.dtype == torch.uint8
     if options["source"] == "moba":
@@ -108,7 +102,7 @@ def test_what_is_taken(options, seq_length):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_what_is_taken_on_a_gpu(options, dtype):
-    query, key = operands(dtype, 4096, "cuda")
+    query, key = planted_operands(dtype, 4096, "cuda")
     options = dict(options, block_size=128)
     blocks = choose_block_lists(query, key, Ring(None), 0.5, **options).bool().cpu()
     query, key = query.cpu(), key.cpu()
@@ -122,7 +116,7 @@ def test_what_is_taken_on_a_gpu(options, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_nothing_is_read_back_to_the_host(options):
-    query, key = operands(torch.bfloat16, 4096, "cuda")
+    query, key = planted_operands(torch.bfloat16, 4096, "cuda")
     options = dict(options, block_size=128)
     choose_block_lists(query, key, Ring(None), 0.5, **options)  # compilation may synchronise
     torch.cuda.synchronize()
@@ -155,7 +149,7 @@ def test_what_holds_nothing_is_not_taken():
 
 
 def test_chunks_change_nothing(monkeypatch):
-    query, key = operands()
+    query, key = planted_operands()
     whole = [
         choose_block_lists(query, key, Ring(None), 0.5, block_size=BLOCK, **o) for o in OPTIONS
     ]
@@ -177,7 +171,7 @@ def run_choices(rank, world, cases, inner):
 
 @pytest.mark.parametrize(("world", "inner"), [(2, 2), (3, 1), (4, 2)])
 def test_the_same_on_any_number_of_ranks(world, inner):
-    cases = [operands(dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)]
+    cases = [planted_operands(dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)]
     alone = [
         choose_block_lists(*case, Ring(None), 0.5, block_size=BLOCK, **options)
         for case in cases
@@ -189,81 +183,8 @@ def test_the_same_on_any_number_of_ranks(world, inner):
             assert torch.equal(blocks, whole[:, :, own])
 
 
-def check_strided(drawn, world, inner, block, stride, tolerance, first=0):
-    """Against the twin. Returns all query blocks' parts, in their order."""
-    query, key = drawn
-    device = query.device
-    keys = torch.stack([stripe(key, r, world, block, inner=inner) for r in range(world)])
-    found = []
-    for rank in range(world):
-        part = stripe(query, rank, world, block, inner=inner)
-        rest = stride, block, first, rank, inner, 0.3
-        parts, lse = strided_lse(part[first * block :], keys, *rest)
-        from megatron_mtraining.kernels.selection.reference_blocks import strided_lse as twin
-
-        expected = twin(part[first * block :], keys, *rest)
-        for a, e in zip((parts, lse), expected):
-            assert torch.equal(a.isinf(), e.isinf())
-            a, e = a.double().exp2(), e.exp2()
-            assert ((a - e).abs() <= tolerance * e.abs()).all()
-        own = block_at(torch.arange(8 // world, device=device), rank, world, inner)[first:]
-        found.append((own, parts.unflatten(2, (-1, block // stride))))
-    whole = torch.zeros(2, 4, 8, block // stride, 8, dtype=found[0][1].dtype, device=device)
-    for own, parts in found:
-        whole[:, :, own] = parts
-    return whole
-
-
-@pytest.mark.filterwarnings("ignore:divide by zero")  # numpy's, in the interpreter
-def test_strided_interpreted(interpreter):
-    drawn = operands(torch.float32, 512)
-    one, two = (check_strided(drawn, *ranks, 64, 16, 1e-4) for ranks in ((1, 1), (2, 1)))
-    # Not bit for bit: a row's bits from numpy's products depend on where in a tile it is.
-    torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
-    check_strided(drawn, 2, 1, 64, 32, 1e-4, first=1)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("stride", [4, 16, 64])
-@pytest.mark.parametrize("block", [64, 128])
-def test_strided_compiled(block, stride, dtype):
-    drawn = operands(dtype, 8 * block, "cuda")
-    wholes = [
-        check_strided(drawn, *ranks, block, stride, 1e-3) for ranks in ((1, 1), (2, 2), (4, 2))
-    ]
-    assert all(torch.equal(whole, wholes[0]) for whole in wholes)
-    check_strided(drawn, 2, 1, block, stride, 1e-3, first=1)
-
-
-def check_take(device="cpu"):
-    """Values with many ties, all counts and shares: the kernel takes what the twin takes."""
-    from megatron_mtraining.kernels.selection.reference_blocks import take_blocks as twin
-
-    for top in (3, 2**20):
-        values = torch.randint(0, top, (1, 2, 5, 20), dtype=torch.int32, device=device)
-        for share, wanted in (
-            (True, 2**29),
-            (True, 2**30),
-            (True, 2**28 + 7),
-            (False, 0),
-            (False, 4),
-        ):
-            rest = share, wanted, 1, 2, 1, 1, 2, 1
-            assert torch.equal(take_blocks(values, *rest), twin(values, *rest))
-
-
-def test_take_interpreted(interpreter):
-    check_take()
-
-
-@pytest.mark.gpu
-def test_take_compiled():
-    check_take("cuda")
-
-
 def test_what_is_not_a_number_is_not_chosen_by():
-    query, key = operands()
+    query, key = planted_operands()
     key[100], query[600] = float("nan"), float("inf")
     for options in OPTIONS:
         blocks = choose_block_lists(query, key, Ring(None), 0.5, block_size=BLOCK, **options)
@@ -281,7 +202,7 @@ def test_what_is_not_a_number_is_not_chosen_by():
     ],
 )
 def test_options_out_of_range_are_named(wrong, said):
-    query, key = operands()
+    query, key = planted_operands()
     with pytest.raises(ValueError, match=said):
         choose_block_lists(query, key, Ring(None), 0.5, block_size=BLOCK, **wrong)
 

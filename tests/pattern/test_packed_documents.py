@@ -3,24 +3,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_mtraining import ConfigError, MTrainingConfig, kernels
+from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.attention import attend, sparse_attention
 from megatron_mtraining.documents import Documents
-from megatron_mtraining.kernels.common.fixed_point import fixed_point_one
-from megatron_mtraining.kernels.selection import reference as reference_choice
-from megatron_mtraining.kernels.selection import reference_masses
 from megatron_mtraining.layout import stripe, unstripe
 from megatron_mtraining.pattern import choose_index
 from megatron_mtraining.pattern.estimate import last_rows, sample_rows
-from megatron_mtraining.pattern.price import units
 from megatron_mtraining.ring import Ring, ring_of
-from tests.kernels.test_selection import device, sample_of  # noqa: F401
 from tests.pattern.test_price import operands
 from tests.support.attention_cases import (
     dense_attention,
@@ -85,64 +78,6 @@ def test_what_other_documents_hold_changes_no_mass(policy):
         index = choose_index(query, other, config, Ring(None), 0.125, documents=documents)
         found.append(written_out_mask(index, 1, query.shape[2])[:, :, 384:])
     assert torch.equal(*found)
-
-
-def listed_operands(where):
-    torch.manual_seed(8)
-    query, key, _, _ = random_operands(500, 2, 4, 2, 64, torch.float32, where)
-    documents = Documents.from_lengths([[60, 1, 300, 139], [500]], 500, where)
-    sample = sample_of(query, 0, 1, 64, 8, 3, 2, held=1)
-    starts = documents.starts[:, sample.rows.long()].contiguous()
-    sample = replace(sample, documents=documents, starts=starts, costs=documents.costs(64))
-    positions = torch.stack([torch.randperm(500)[:70] for _ in range(8)]).view(2, 4, 70).int()
-    positions[0, 0, 9:] = 500
-    keys = key.permute(1, 2, 0, 3).repeat_interleave(2, 1)
-    at = positions.long().clamp(max=499)[..., None].expand(-1, -1, -1, 64).to(where)
-    return sample, key, keys.gather(2, at).contiguous(), positions.to(where)
-
-
-def test_the_choice_by_kernels(device):  # noqa: F811
-    sample, key, keys, positions = listed_operands(device)
-    one, near, sink = fixed_point_one(24), 2, 7
-    close = dict(atol=1e-5, rtol=1e-4)
-    lse = kernels.merge_lse(kernels.lse_parts(sample, key))
-    expected = reference_choice.merge_lse(reference_choice.lse_parts(sample, key))
-    torch.testing.assert_close(lse, expected, **close)
-    values, masses = kernels.row_masses(sample, key, lse, sink, True)
-    own_values, own_masses = reference_masses.row_masses(sample, key, lse, sink, True)
-    torch.testing.assert_close(masses / one, own_masses / one, **close)
-    assert (own_masses[1].sum(-1) / one - 8).abs().max() < 1e-4  # held-out rows' whole attention
-    floats = (bits[..., sink:].contiguous().view(torch.float32) for bits in (values, own_values))
-    torch.testing.assert_close(*floats, **close)
-    diagonal, own = (
-        make(sample, key, lse, sink, None)
-        for make in (kernels.diagonal_mass, reference_choice.diagonal_mass)
-    )
-    torch.testing.assert_close(diagonal / one, own / one, **close)
-    pair, column = units(sample)
-    worth = torch.rand(positions.shape, device=device).view(torch.int32)
-    given = (sample, keys, positions, worth, 0.5, lse, 8)
-    slashes, truth = kernels.candidate_slashes(*given), reference_masses.candidate_slashes(*given)
-    assert truth.any()
-    torch.testing.assert_close(slashes / one, truth / one, **close)
-    total = truth + (0.3 * torch.rand(truth.shape, device=device) * one).int()
-    price = torch.tensor([0.0, 0.2, 0.9, 3.0], device=device)
-    given = (total, truth, price, 0.5, near, pair, one, True, sample.costs)
-    actual, expected = kernels.price_slashes(*given), reference_masses.price_slashes(*given)
-    for a, e in zip(actual[:3], expected[:3]):
-        assert torch.equal(a, e)
-    torch.testing.assert_close(actual[3], expected[3])
-    member, usual, outside, _ = actual
-    given = (sample, keys, positions, lse, member, usual, outside, price, sink, column)
-    columns, value, held = kernels.price_columns(*given)
-    expected = reference_masses.price_columns(*given)
-    assert torch.equal(columns, expected[0])
-    torch.testing.assert_close(value, expected[1], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(held, expected[2], **close)
-    given = (sample, keys, positions, lse, member)
-    torch.testing.assert_close(
-        kernels.held_columns(*given), reference_masses.held_columns(*given), **close
-    )
 
 
 def test_costs_are_of_visible_pairs():

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.attention import sparse_attention
-from megatron_mtraining.kernels.selection import index_lists
 from megatron_mtraining.layout import stripe
 from megatron_mtraining.pattern import build_index, choose_index
 from megatron_mtraining.pattern.estimate import sample_rows
@@ -269,9 +268,3 @@ def test_a_part_that_is_no_multiple_of_the_block_is_refused():
     query, key, _, _ = random_operands(100, 1, 2, 2, 64, torch.float32, "cpu")
     with pytest.raises(ValueError, match="200 tokens"):
         choose_index(query, key, settings(), two, 0.125)
-
-
-def test_blocks_past_16_bits_are_refused():
-    nothing = torch.zeros(1, 1, 0, dtype=torch.int32)
-    with pytest.raises(ValueError, match="32768 blocks of 64"):
-        index_lists(None, nothing, 1, nothing, 32769 * 64, 64, 1, 1)

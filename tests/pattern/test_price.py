@@ -9,28 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_mtraining import ConfigError, MTrainingConfig, kernels
+from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.attention import sparse_attention
-from megatron_mtraining.kernels.common.fixed_point import fixed_point_one
-from megatron_mtraining.kernels.selection import reference as reference_choice
-from megatron_mtraining.kernels.selection import reference_masses
 from megatron_mtraining.layout import stripe
 from megatron_mtraining.pattern import choose_index
-from megatron_mtraining.pattern.counted import SINK
 from megatron_mtraining.pattern.estimate import last_rows, sample_rows
-from megatron_mtraining.pattern.price import units
 from megatron_mtraining.ring import Ring, ring_of
-from tests.kernels.test_selection import (  # noqa: F401
-    CASES,
-    SCALE,
-    dense_probabilities,
-    device,
-    part_of,
-    sample_of,
-)
 from tests.pattern.test_pattern import structured
 from tests.support.attention_cases import random_operands
 from tests.support.ranks import run_ranks
+from tests.support.selection_cases import dense_probabilities
 
 SEQ = 768
 
@@ -52,111 +40,6 @@ def operands(heads=4, seq=SEQ, seed=None):
         tensor[..., 0] = 3 * position.cos()
         tensor[..., 1] = 3 * position.sin()
     return query * torch.linspace(0.3, 1.5, heads)[:, None], key
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("held", [0, 1])
-def test_masses_against_dense(case, held):
-    """Twins, over all ranks."""
-    seq, world, batch, heads, dim, block, strata, in_stratum, near, sink = case
-    if held >= in_stratum:
-        pytest.skip("one row in a stratum: none can be held out")
-    query, key, _, _ = random_operands(seq, batch, *heads, dim, torch.float32, "cpu")
-    samples = [
-        sample_of(query, r, world, block, strata, in_stratum, near, held) for r in range(world)
-    ]
-    keys = [part_of(key, r, world, block) for r in range(world)]
-    lse = kernels.merge_lse(torch.cat([kernels.lse_parts(s, k) for s, k in zip(samples, keys)]))
-    found = [kernels.row_masses(s, k, lse, sink, True) for s, k in zip(samples, keys)]
-    one = fixed_point_one(strata * in_stratum)
-    slashes, held_out = sum(masses for _, masses in found) / one
-    rows = samples[0].rows.long()
-    p = dense_probabilities(query, key, rows, SCALE)
-    counts = torch.arange(len(rows)) % in_stratum < in_stratum - held
-    blocks = slashes.shape[-1]
-    expected, exact = torch.zeros(2, batch, heads[0], blocks + 1, dtype=torch.float64)
-    for r, row in enumerate(rows.tolist()):
-        for k in range(row + 1):
-            distance, far = divmod(row - k, block)
-            if counts[r]:
-                expected[..., distance] += p[:, :, r, k] * (1 - far / block)
-                expected[..., distance + 1] += p[:, :, r, k] * far / block
-            else:
-                exact[..., row // block - k // block] += p[:, :, r, k]
-            if not held:
-                exact[..., row // block - k // block] += p[:, :, r, k]
-    close = dict(atol=2e-6, rtol=1e-5, check_dtype=False)
-    torch.testing.assert_close(slashes, expected[..., :blocks], **close)
-    torch.testing.assert_close(held_out, exact[..., :blocks], **close)
-    # A column's cost is how many query blocks see it beyond their window.
-    values = torch.zeros(batch, heads[0], seq)
-    for rank, (bits, _) in enumerate(found):
-        own = part_of(torch.arange(seq), rank, world, block)
-        values[..., own] = bits.view(torch.float32)
-    position = torch.arange(seq)
-    apart = rows[:, None] // block - position // block
-    p = p.masked_fill((apart < near) | ~counts[:, None], 0).unflatten(2, (strata, -1)).sum(3)
-    cost = (blocks - position // block - near).clamp(min=1)
-    mass = (p.sum(2) - p.amax(2)) / cost
-    torch.testing.assert_close(values[..., sink:], mass[..., sink:], **close)
-    assert values[..., :sink].isnan().all()
-
-
-def listed_operands(where):
-    torch.manual_seed(8)
-    query, key, _, _ = random_operands(500, 2, 4, 2, 64, torch.float32, where)
-    sample = sample_of(query, 0, 1, 64, 8, 3, 2, held=1)
-    lse = reference_choice.merge_lse(reference_choice.lse_parts(sample, key))
-    positions = torch.stack([torch.randperm(500)[:70] for _ in range(8)]).view(2, 4, 70).int()
-    positions[0, 0, 9:] = 500
-    keys = key.permute(1, 2, 0, 3).repeat_interleave(2, 1)
-    at = positions.long().clamp(max=499)[..., None].expand(-1, -1, -1, 64).to(where)
-    return sample, keys.gather(2, at).contiguous(), positions.to(where), lse
-
-
-def test_candidates_by_kernels(device):  # noqa: F811
-    sample, keys, positions, lse = listed_operands(device)
-    one, near, sink = fixed_point_one(24), 2, 7
-    pair, column = units(sample)
-    # Half of them are worth enough.
-    values = torch.rand(positions.shape, device=device).view(torch.int32)
-    given = (sample, keys, positions, values, 0.5, lse, 8)
-    slashes = kernels.candidate_slashes(*given)
-    truth = reference_masses.candidate_slashes(*given)
-    enough = positions.where(values.view(torch.float32) >= 0.5, 500)
-    given = (sample, keys, enough, torch.full_like(values, SINK), 0.5, lse, 8)
-    assert truth.any() and torch.equal(truth, reference_masses.candidate_slashes(*given))
-    torch.testing.assert_close(slashes / one, truth / one, atol=1e-5, rtol=1e-5)
-    total = truth + (0.3 * torch.rand(truth.shape, device=device) * one).int()
-    price = torch.tensor([0.0, 0.2, 0.9, 3.0], device=device)
-    given = (total, truth, price, 0.5, near, pair, one, True)
-    actual, expected = kernels.price_slashes(*given), reference_masses.price_slashes(*given)
-    for a, e in zip(actual[:3], expected[:3]):
-        assert torch.equal(a, e)
-    torch.testing.assert_close(actual[3], expected[3])
-    assert actual[0][:, 0].all() and not actual[0][:, 3, near:].all()
-    member, usual, outside, _ = actual
-    assert not torch.equal(member, usual)
-    given = (sample, keys, positions, lse, member, usual, outside, price, sink, column)
-    columns, value, held = kernels.price_columns(*given)
-    expected = reference_masses.price_columns(*given)
-    assert torch.equal(columns, expected[0])
-    torch.testing.assert_close(value, expected[1], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(held, expected[2], atol=1e-5, rtol=1e-5)
-    kept = columns < 500
-    assert kept[positions < sink].all() and 0 < kept.float().mean() < 1
-    assert not kept[0, 0, 9:].any()
-    for which in (sample, replace(sample, num_selection_rows=3)):  # rows held out, or none
-        given = (which, keys, positions, lse, member)
-        alone = kernels.held_columns(*given)
-        torch.testing.assert_close(
-            alone, reference_masses.held_columns(*given), atol=1e-5, rtol=1e-5
-        )
-        assert which is not sample or torch.equal(alone, held)
-    given = (truth, member, columns, held, 500, one, 8)
-    recall = kernels.recall_of(*given)
-    torch.testing.assert_close(recall, reference_masses.recall_of(*given))
-    assert recall.all()
 
 
 def dense_recall(index, query, key, rows, scale):
