@@ -89,14 +89,14 @@ def chunk_loss(chunk: int) -> None:
     """
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from megatron_mtraining.megatron import output
+    from megatron_mtraining.megatron import output_layer
 
     original = GPTModel.__init__
 
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
         original(self, *args, **kwargs)
-        output.chunk_loss(self, chunk)
+        output_layer.chunk_loss(self, chunk)
 
     GPTModel.__init__ = __init__
 

@@ -1,11 +1,19 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""All contact with Megatron: the only package here that imports it.
+"""The plug-in: all contact between attention and Megatron.
 
-:func:`register` adds the backend to the Megatron that is installed. The files, in the order a run
-meets them: ``backend`` (the enum member), ``arguments`` (options and their validation),
-``checks`` (what is refused), ``spec`` and ``model`` (layer specs, ``GPTModel``), ``batch`` and
-``rotary`` (the striped layout), ``core_attention`` (the module in each layer), ``recompute`` (its
-results under activation recomputation), ``output`` (output layer and loss), ``density`` (the log line).
+The files, in the order a run meets them:
+
+- ``registration``: :func:`register`, and the table of what is replaced in Megatron; ``wrapping``: how
+- ``backend``: the enum member ``AttnBackend.mtraining``
+- ``arguments``: the options ``--mtraining-*``, refused before Megatron's validation and filled in after;
+  with ``checks`` (the table of what is unsupported) and ``rotary_options`` (context extension)
+- ``gpt_model``: construction of ``GPTModel``; with ``layer_spec`` (where core attention is put),
+  ``rotary_embedding`` (in the striped layout) and ``output_layer`` (output layer and loss in chunks)
+- ``checkpoint``: what checkpoints save and restore
+- ``batch``: a rank's part of the batch, and ``packed_documents``: documents, from there to the layers
+- ``core_attention``: :class:`MTrainingAttention`, the module in each layer
+- ``recompute``: its results under activation recomputation
+- ``density``: the end of a step, and the line in the log
 """
 
 from .registration import register
@@ -14,8 +22,8 @@ __all__ = ["MTrainingAttention", "register", "settings"]
 
 
 def __getattr__(name: str):
-    """``MTrainingAttention`` and ``settings``, imported when first asked for: registering needs
-    neither the kernels nor a device."""
+    """``MTrainingAttention`` and ``settings``, imported when first asked for: :func:`register` names the
+    version of a Megatron that is too old to import them."""
     if name == "MTrainingAttention":
         from .core_attention import MTrainingAttention
 

@@ -14,6 +14,7 @@ import ast
 import inspect
 import sys
 import textwrap
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, replace
 from itertools import pairwise
 
@@ -31,14 +32,14 @@ from ..config import (
 from ..pattern import Steering, check_files, settings_of_run, steering_of
 from .backend import is_active, training_arguments
 from .checks import check_settings, ranks_a_node
-from .output import check_loss, why_not
-from .packing import check_documents
-from .positions import check_positions
-from .wrapping import is_first_local_rank
+from .output_layer import check_loss, why_not
+from .packed_documents import check_documents, fill_in_documents
+from .rotary_options import check_rotary_options
+from .wrapping import is_first_local_rank, log, log_replaced
 
 ALL = "all"
-FILLED = "mtraining_filled_in"
-"""An attribute of arguments in which defaults are filled in: they look like given ones then."""
+BUDGETS = ("policy", *(name for names in OF_POLICY.values() for name in names))
+"""Settings that a file of all heads' budgets gives."""
 CHOICES = {"policy": POLICIES, "estimator": ESTIMATORS, "target_scope": SCOPES}
 
 
@@ -167,78 +168,103 @@ def run_steering(config: MTrainingConfig | None = None) -> Steering:
     return steering_of(config or settings(), args.num_layers, args.num_attention_heads)
 
 
-def check_arguments(args) -> None:
-    """Refuse what cannot run, and fill in what was left out.
-
-    Called before and after Megatron's own validation: before, so that our message comes first
-    and the printed arguments are the ones used; after, for what Megatron derives.
-
-    Raises:
-        ArgumentsError: names the option, its value and what to do.
-    """
+@contextmanager
+def _ending_the_run():
+    """Turns a :class:`ConfigError` into one that argparse's callers expect."""
     try:
-        if not is_active(args):
-            given = [
-                field.name
-                for field in fields(MTrainingConfig)
-                if getattr(args, attribute(field.name), None) is not None
-            ]
-            if given:
-                name = given[0]
-                value = getattr(args, attribute(name))
-                words = option(name) if value is True else f"{option(name)} {value}"
-                backend = getattr(args.attention_backend, "name", args.attention_backend)
-                raise ConfigError(
-                    f"{words} is given, but the attention backend is {backend or 'not chosen'}: add "
-                    f"--attention-backend mtraining or leave {option(name)} out"
-                )
-            return
-        check_settings(args, command_line=True)
-        check_documents(args)
-        beyond = check_positions(args)
-        _check_budgets_alone(args)
-        config = config_from_args(args)
-        check_loss(args, config.loss_chunk, command_line=True)
-        seq_length = args.seq_length or getattr(args, "encoder_seq_length", None)
-        layers, heads = getattr(args, "num_layers", None), args.num_attention_heads
-        check_files(config, layers, heads, seq_length)
-        size = args.context_parallel_size
-        inner = ranks_a_node(args, size, config.gathered_ranks, command_line=True)
-        first = not getattr(args, FILLED, False)
-        if seq_length is not None:
-            config.check_sequence(seq_length, size, inner)
-            for field in fields(MTrainingConfig):
-                setattr(args, attribute(field.name), getattr(config, field.name))
-            setattr(args, FILLED, True)
-        if first and beyond and getattr(args, "rank", 0) == 0:
-            print(f"[mtraining] warning: {beyond}", flush=True)
-        chunked = config.loss_chunk != 0 and why_not(args, command_line=True) is None
-        if first and chunked and getattr(args, "cross_entropy_loss_fusion", False):
-            if getattr(args, "rank", 0) == 0:
-                print(
-                    "[mtraining] the loss is computed in chunks of tokens: Megatron's own "
-                    "(--cross-entropy-loss-fusion) is not used; --mtraining-loss-chunk 0 would",
-                    flush=True,
-                )
-        if getattr(args, "create_attention_mask_in_dataloader", False):
-            args.create_attention_mask_in_dataloader = False
-            if getattr(args, "rank", 0) == 0:
-                print(
-                    "[mtraining] attention is causal by itself: the data loader makes no "
-                    "[sequence, sequence] mask (as with --no-create-attention-mask-in-dataloader)",
-                    flush=True,
-                )
+        yield
     except ArgumentsError:
         raise
     except ConfigError as error:
         raise ArgumentsError(str(error)) from None
 
 
+@_ending_the_run()
+def refuse(args) -> None:
+    """Refuse what cannot run, before Megatron's own validation, so that our message comes first.
+
+    Raises:
+        ArgumentsError: names the option, its value and what to do.
+    """
+    if is_active(args):
+        _check_budgets_alone(args)
+        _checked(args)
+        return
+    for field in fields(MTrainingConfig):
+        value = getattr(args, attribute(field.name), None)
+        if value is None:
+            continue
+        given = option(field.name) if value is True else f"{option(field.name)} {value}"
+        backend = getattr(args.attention_backend, "name", args.attention_backend)
+        raise ConfigError(
+            f"{given} is given, but the attention backend is {backend or 'not chosen'}: add "
+            f"--attention-backend mtraining or leave {option(field.name)} out"
+        )
+
+
+@_ending_the_run()
+def fill_in(args) -> list[str]:
+    """Fill in defaults, and the options of Megatron's that follow, after its validation.
+
+    Refuses what Megatron has derived, too.
+
+    Returns:
+        Lines for the log of the run.
+
+    Raises:
+        ArgumentsError: as :func:`refuse`.
+    """
+    if not is_active(args):
+        return []
+    config, warning = _checked(args)
+    names = [field.name for field in fields(MTrainingConfig)]
+    if config.budgets is not None:  # all heads have their own
+        names = [name for name in names if name not in BUDGETS]
+    values = {name: getattr(config, name) for name in names}
+    for name, value in values.items():
+        setattr(args, attribute(name), value)
+    given = " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
+    lines = [f"settings: {given}"]
+    if warning:
+        lines.append(f"warning: {warning}")
+    lines += fill_in_documents(args)
+    chunked = config.loss_chunk != 0 and why_not(args, command_line=True) is None
+    if chunked and getattr(args, "cross_entropy_loss_fusion", False):
+        lines.append(
+            "the loss is computed in chunks of tokens: Megatron's own (--cross-entropy-loss-fusion) is "
+            "not used; with --mtraining-loss-chunk 0 it would be"
+        )
+    if getattr(args, "create_attention_mask_in_dataloader", False):
+        args.create_attention_mask_in_dataloader = False
+        lines.append(
+            "attention is causal by itself: the data loader makes no [sequence, sequence] mask (as with "
+            "--no-create-attention-mask-in-dataloader)"
+        )
+    return lines
+
+
+def _checked(args) -> tuple[MTrainingConfig, str | None]:
+    """The settings, and a warning, of arguments that can run."""
+    check_settings(args, command_line=True)
+    check_documents(args)
+    warning = check_rotary_options(args)
+    config = config_from_args(args)
+    check_loss(args, config.loss_chunk, command_line=True)
+    seq_length = args.seq_length or getattr(args, "encoder_seq_length", None)
+    layers, heads = getattr(args, "num_layers", None), args.num_attention_heads
+    check_files(config, layers, heads, seq_length)
+    size = args.context_parallel_size
+    inner = ranks_a_node(args, size, config.gathered_ranks, command_line=True)
+    if seq_length is not None:
+        config.check_sequence(seq_length, size, inner)
+    return config, warning
+
+
 def _check_budgets_alone(args) -> None:
     """A file of all heads' budgets would overrule what the command line says of them."""
-    if getattr(args, attribute("budgets"), None) is None or getattr(args, FILLED, False):
+    if getattr(args, attribute("budgets"), None) is None:
         return
-    for name in ("policy", *(name for known in OF_POLICY.values() for name in known)):
+    for name in BUDGETS:
         value = getattr(args, attribute(name), None)
         if value is not None:
             raise ConfigError(
@@ -248,30 +274,34 @@ def _check_budgets_alone(args) -> None:
 
 
 def wrap_add_megatron_arguments(original):
+    """``add_megatron_arguments`` with the ``--mtraining-*`` options."""
+
     def add_megatron_arguments(parser):
-        """Adds the options of attention backend mtraining after Megatron's own: no hook of
-        Megatron lets a package that is not the training script add options."""
         return add_arguments(original(parser))
 
     return add_megatron_arguments
 
 
 def wrap_validate_args(original):
+    """``validate_args`` between :func:`refuse` and :func:`fill_in`."""
+
     def validate_args(args, *others, **named):
-        """Refuses what cannot run with attention backend mtraining before any process group
-        exists, so that all ranks stop with one message and none waits for another."""
-        check_arguments(args)
+        refuse(args)
         result = original(args, *others, **named)
-        check_arguments(args if result is None else result)
+        args = args if result is None else result
+        if is_active(args):
+            log_replaced()
+        for line in fill_in(args):
+            log(line)
         return result
 
     return validate_args
 
 
 def wrap_parse_args(original):
+    """``parse_args`` that refuses ``--yaml-cfg`` with our options."""
+
     def parse_args(*others, **named):
-        """Refuses --yaml-cfg with attention backend mtraining: Megatron replaces the whole
-        command line by the file's contents then, and would drop these options unseen."""
         words = [word.split("=")[0] for word in sys.argv[1:]]
         ours = [word for word in words if word.startswith("--mtraining-")]
         if ours and "--yaml-cfg" in words:
@@ -282,10 +312,3 @@ def wrap_parse_args(original):
         return original(*others, **named)
 
     return parse_args
-
-
-WRAPPERS = {
-    "add_megatron_arguments": wrap_add_megatron_arguments,
-    "validate_args": wrap_validate_args,
-    "parse_args": wrap_parse_args,
-}

@@ -13,18 +13,17 @@ from ..layout import stripe_batch
 from .arguments import config_from_args
 from .backend import is_active, training_arguments
 from .checks import ranks_a_node
-from .packing import carry
+from .packed_documents import attach_documents
 
 PACKED = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
 SEQUENCES = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def wrap_get_batch(original):
+    """``get_batch_on_this_cp_rank`` in the striped layout."""
     signature = inspect.signature(original)
 
     def get_batch_on_this_cp_rank(*args, **kwargs):
-        """Slices the batch in stripes of blocks instead of zigzag halves when the run's
-        arguments choose attention backend mtraining; Megatron's data path knows one layout."""
         arguments = training_arguments()
         if not is_active(arguments):
             return original(*args, **kwargs)
@@ -68,7 +67,7 @@ def slice_batch(
         block_size: tokens in a block.
         inner: ranks of a node, as for :func:`~megatron_mtraining.layout.inner_size`.
         documents: keep documents apart, which begin where position ids are 0: the result's tensors carry them
-            (:mod:`.packing`).
+            (:mod:`.packed_documents`).
 
     Returns:
         The same dict.
@@ -101,7 +100,7 @@ def slice_batch(
     found = _documents(batch) if documents else None
     batch.update(stripe_batch(ours, cp_rank, cp_size, block_size, inner))
     if found is not None:
-        carry(batch, found)
+        attach_documents(batch, found)
     return batch
 
 

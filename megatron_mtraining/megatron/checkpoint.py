@@ -13,10 +13,9 @@ from .backend import is_active, training_arguments
 
 
 def wrap_generate_state_dict(original):
+    """``generate_state_dict`` with attention backend ``auto`` in the saved arguments."""
+
     def generate_state_dict(*args, **kwargs):
-        """Saves the arguments with attention backend ``auto`` in place of mtraining. Megatron pickles
-        them into each checkpoint, and a process whose enum lacks our member could not read any of
-        it. The weights are those of a dense model, and a run's backend is always its own."""
         state = original(*args, **kwargs)
         saved = state.get("args")
         if is_active(saved):
@@ -32,9 +31,9 @@ def wrap_generate_state_dict(original):
 
 
 def wrap_check_checkpoint_args(original):
+    """``check_checkpoint_args`` that restores the price, or prices, of the checkpoint's run."""
+
     def check_checkpoint_args(checkpoint_args, *others, **named):
-        """Goes on from the price, or prices, that the checkpoint's run had reached: Megatron hands a
-        checkpoint's arguments to this function alone, and only when training goes on, not for finetuning."""
         result = original(checkpoint_args, *others, **named)
         if is_active(training_arguments()):
             price = getattr(checkpoint_args, "mtraining_price_reached", None)
@@ -46,8 +45,9 @@ def wrap_check_checkpoint_args(original):
 
 
 def wrap_load_checkpoint(original):
+    """``load_checkpoint`` that continues the count of steps."""
+
     def load_checkpoint(*args, **kwargs):
-        """Counts steps on from the checkpoint's, which it alone returns."""
         result = original(*args, **kwargs)
         if is_active(training_arguments()):
             begin_at(result[0])

@@ -19,7 +19,7 @@ from .arguments import run_steering, settings
 from .backend import is_active, training_arguments
 from .checks import check_settings, ranks_a_node, show
 from .density import DensityMeter
-from .packing import documents_in
+from .packed_documents import documents_for_layer
 
 
 class MTrainingAttention(MegatronModule):
@@ -113,7 +113,7 @@ class MTrainingAttention(MegatronModule):
             attention_mask: not looked at; attention is causal, as for TEDotProductAttention.
             attn_mask_type: causal, or None for the one given at construction.
             attention_bias: must be None.
-            packed_seq_params: None, or packed documents (:func:`~.packing.params_of`).
+            packed_seq_params: None, or packed documents (:func:`~.packed_documents.packed_seq_params_of`).
 
         Returns:
             ``[s/cp, b, heads * d]``, contiguous, of the query's dtype.
@@ -126,7 +126,7 @@ class MTrainingAttention(MegatronModule):
         place = f"attention of layer {self.layer_number}"
         if attention_bias is not None:
             raise ConfigError(f"the {place} is given an attention_bias, which is not supported")
-        documents = documents_in(packed_seq_params, place)
+        documents = documents_for_layer(packed_seq_params, place)
         if attn_mask_type is not None:
             _check_mask_type(attn_mask_type, place)
         _check_tensors(query, key, value, place)

@@ -118,11 +118,10 @@ def take_density() -> Density | None:
 
 
 def wrap_training_log(original):
+    """``training_log`` that ends our step and, at the log interval, logs density and recall."""
     signature = inspect.signature(original)
 
     def training_log(*args, **kwargs):
-        """Adds a line on density after Megatron's own line, on the rank that prints it, and
-        writes it to TensorBoard; Megatron's log has no hook for figures of a layer."""
         result = original(*args, **kwargs)
         arguments = training_arguments()
         if not is_active(arguments):

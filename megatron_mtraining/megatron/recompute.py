@@ -183,15 +183,13 @@ class _Carrier:
 
 
 def wrap_checkpoint(original):
-    def checkpoint(*args, **kwargs):
-        """Gives each checkpointed call a place that carries results of attention from its first pass
-        to its replay: Megatron calls the two alike, and only here can they be told to be of one
-        call. Takes ``tensor_parallel.checkpoint`` and ``te_checkpoint``, whose first argument is the
-        function. Hands over until a model with attention backend mtraining is built; a function
-        without our attention runs as before then, too.
+    """``tensor_parallel.checkpoint`` or ``te_checkpoint``, whose first argument is the function to recompute.
 
-        With gradients off there will be no replay, or it is one of an enclosing checkpoint. A module
-        is given as it is: Transformer Engine looks into it, and Megatron's (MLPs) hold no attention."""
+    With gradients off there is no replay, or it is one of an enclosing checkpoint. A module is passed on as
+    it is: Transformer Engine inspects it, and Megatron's (MLPs) hold no attention.
+    """
+
+    def checkpoint(*args, **kwargs):
         carries = _carrying and torch.is_grad_enabled()
         if not carries or not args or isinstance(args[0], torch.nn.Module):
             return original(*args, **kwargs)

@@ -1,66 +1,256 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""``register``: every place in Megatron that the plug-in touches, on one page."""
+"""``register`` and its table: every function of Megatron that the plug-in replaces, and why.
+
+From the table come the wrapping, the log line at the start of a run and ``docs/live-changes.md``
+(``python docs/generate.py``).
+"""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from typing import NamedTuple
 
 from ..config import ConfigError
 from .wrapping import wrap
 
 OLDEST = (0, 16)
-"""The first Megatron-Core whose seams are the ones used here."""
+"""The first Megatron-Core that has all of :func:`live_changes`."""
+
+
+class LiveChange(NamedTuple):
+    """A function that is replaced in the running Megatron."""
+
+    owner: str
+    """``package.module``, or ``package.module:Class``."""
+    name: str
+    wrapper: Callable[[Callable], Callable]
+    """Takes the original and returns its replacement, which calls the original in runs with another
+    attention backend."""
+    why: str
+
+
+def live_changes() -> tuple[LiveChange, ...]:
+    """The table, in the order a run meets the functions. Importing the wrappers needs megatron-core."""
+    from . import (
+        arguments,
+        batch,
+        checkpoint,
+        density,
+        gpt_model,
+        output_layer,
+        packed_documents,
+        recompute,
+        rotary_embedding,
+    )
+
+    gpt = "megatron.core.models.gpt.gpt_model:GPTModel"
+    return (
+        LiveChange(
+            "megatron.training.arguments",
+            "parse_args",
+            arguments.wrap_parse_args,
+            "Refuses `--yaml-cfg` together with `--mtraining-*` options: Megatron then replaces the whole "
+            "command line by the file and would silently drop them.",
+        ),
+        LiveChange(
+            "megatron.training.arguments",
+            "add_megatron_arguments",
+            arguments.wrap_add_megatron_arguments,
+            "Adds the `--mtraining-*` options: Megatron's own hook for extra options belongs to the training "
+            "script.",
+        ),
+        LiveChange(
+            "megatron.training.arguments",
+            "validate_args",
+            arguments.wrap_validate_args,
+            "Refuses unsupported settings before process groups exist, so that all ranks stop with one "
+            "message and none waits; fills in defaults afterwards.",
+        ),
+        LiveChange(
+            "megatron.core.models.common.language_module.language_module:LanguageModule",
+            "__init__",
+            gpt_model.wrap_any_model,
+            "Refuses models other than GPTModel: Megatron ignores a backend that it does not know, so they "
+            "would silently run dense attention.",
+        ),
+        LiveChange(
+            "megatron.core.models.common.vision_module.vision_module:VisionModule",
+            "__init__",
+            gpt_model.wrap_any_model,
+            "As for `LanguageModule`: refuses vision encoders.",
+        ),
+        LiveChange(
+            gpt,
+            "__init__",
+            gpt_model.wrap_gpt_model,
+            "Puts `MTrainingAttention` into a copy of the layer spec, then changes the rotary embedding and "
+            "the output layer of the built model (see below). Megatron has no registry of core attentions; "
+            "all versions build their GPT models here.",
+        ),
+        LiveChange(
+            "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding",
+            "_set_cos_sin_cache",
+            rotary_embedding.wrap_yarn_cache,
+            "Builds YaRN's first table unsliced while such a model is built: the constructor slices it in "
+            "zigzag order, which fails for context-parallel sizes that do not divide it (3, for example), "
+            "and the result is not used.",
+        ),
+        LiveChange(
+            "megatron.core.utils",
+            "get_batch_on_this_cp_rank",
+            batch.wrap_get_batch,
+            "Slices the batch in the striped layout in place of zigzag order, and attaches the documents "
+            "of `--reset-attention-mask` to it.",
+        ),
+        LiveChange(
+            gpt,
+            "forward",
+            packed_documents.wrap_forward,
+            "Hands the documents of a batch to all layers as `packed_seq_params`, which every version "
+            "passes on. Sequences stay in the striped layout; Megatron would slice them document by "
+            "document.",
+        ),
+        LiveChange(
+            "megatron.core.tensor_parallel.random",
+            "checkpoint",
+            recompute.wrap_checkpoint,
+            "Saves the result of attention from the first pass of a recomputed layer for its replay: "
+            "Megatron calls the two alike, and only here are they known to belong together. Passes through "
+            "until a model with this backend is built.",
+        ),
+        LiveChange(
+            "megatron.core.extensions.transformer_engine",
+            "te_checkpoint",
+            recompute.wrap_checkpoint,
+            "As for `checkpoint`: used in its place under FP8.",
+        ),
+        LiveChange(
+            gpt,
+            "_postprocess",
+            output_layer.wrap_postprocess,
+            "Computes output layer and loss in chunks of tokens (`--mtraining-loss-chunk`): every version "
+            "calls the two here, one after the other, with the logits of all tokens in between.",
+        ),
+        LiveChange(
+            "megatron.training.training",
+            "training_log",
+            density.wrap_training_log,
+            "Ends a step (a targeted recall moves the price) and logs density and recall: Megatron's log "
+            "has no hook for figures of a layer.",
+        ),
+        LiveChange(
+            "megatron.training.checkpointing",
+            "generate_state_dict",
+            checkpoint.wrap_generate_state_dict,
+            "Saves the arguments with attention backend `auto`: they are pickled into each checkpoint, and "
+            "a process without this package could not read the enum member `mtraining`.",
+        ),
+        LiveChange(
+            "megatron.training.checkpointing",
+            "check_checkpoint_args",
+            checkpoint.wrap_check_checkpoint_args,
+            "Restores the price, or the prices of the heads, that the checkpoint's run had reached: only "
+            "this function is given a checkpoint's arguments, and only when training continues.",
+        ),
+        LiveChange(
+            "megatron.training.checkpointing",
+            "load_checkpoint",
+            checkpoint.wrap_load_checkpoint,
+            "Continues the count of steps from the checkpoint's, which only this function returns.",
+        ),
+    )
+
+
+class LiveState(NamedTuple):
+    """Anything else that is added to live objects of Megatron, for the page."""
+
+    what: str
+    where: str
+    why: str
+
+
+LIVE_STATE = (
+    LiveState(
+        "`AttnBackend.mtraining`",
+        "`backend.py`, on registration",
+        "A member of the enum, so that `--attention-backend mtraining` parses. Always there.",
+    ),
+    LiveState(
+        "`args.mtraining_*`",
+        "`arguments.py`, in `validate_args`",
+        "The settings, defaults filled in, as plain values: arguments are pickled into checkpoints, which "
+        "must load without this package. `mtraining_price_reached` in a checkpoint is the state of a "
+        "targeted recall.",
+    ),
+    LiveState(
+        "`args.create_attention_mask_in_dataloader`, `args.reset_position_ids`",
+        "`arguments.py`, in `validate_args`",
+        "Set to False (attention is causal by itself), and with `--reset-attention-mask` to True (documents "
+        "begin where position ids restart). Both are logged.",
+    ),
+    LiveState(
+        "`config.mtraining`",
+        "set by a user of megatron-core on a `TransformerConfig`",
+        "The settings of a model, or of a layer, that do not come from a command line.",
+    ),
+    LiveState(
+        "`core_attention` of `SelfAttentionSubmodules`",
+        "`layer_spec.py`, in `GPTModel.__init__`",
+        "`MTrainingAttention`, in a copy of the spec: specs are shared between models.",
+    ),
+    LiveState(
+        "class of `model.rotary_pos_emb`",
+        "`rotary_embedding.py`, in `GPTModel.__init__`",
+        "Becomes `StripedRotaryEmbedding` or `StripedYarnRotaryEmbedding`, on that instance alone, with its "
+        "settings in `mtraining_*` attributes. Exchanging the class keeps copies and pickles intact.",
+    ),
+    LiveState(
+        "class of `model.output_layer`",
+        "`output_layer.py`, in `GPTModel.__init__`",
+        "Becomes `ChunkedOutputLayer` (chunk in `mtraining_chunk`), on that instance alone, unless all "
+        "logits are needed. Its `__name__` stays `ColumnParallelLinear`, by which Megatron-FSDP recognises it.",
+    ),
+    LiveState(
+        "`mtraining_documents` on `tokens` and `position_ids`",
+        "`packed_documents.py`, in `get_batch_on_this_cp_rank`",
+        "The documents of a microbatch, from the place where the whole batch is known to `GPTModel.forward`.",
+    ),
+    LiveState(
+        "a context variable during a checkpointed call",
+        "`recompute.py`, in `checkpoint`",
+        "The queue of attention results that a first pass fills and its replay empties. It belongs to the "
+        "call, so that pipeline schedules may replay in any order.",
+    ),
+)
 
 
 def register() -> None:
     """Add attention backend ``mtraining`` to the Megatron that is installed.
 
-    Idempotent; before or after a training script's imports. Each wrapper hands over to the original
-    unless a run has chosen the backend, so that other runs are unchanged.
-
-    Without Megatron-LM (``megatron.training``), the parts of megatron-core alone are wrapped.
+    Idempotent; before or after a training script's imports. Without Megatron-LM
+    (``megatron.training``), the functions of megatron-core alone are replaced.
 
     Raises:
         ImportError: megatron-core is not importable.
-        ConfigError: it is too old.
+        ConfigError: it is too old, or has moved something that would be replaced.
     """
-    check_version(_module("megatron.core").__version__)
-    from . import batch, model, output, packing, recompute, rotary
-    from .backend import add_member
-
-    add_member()
-    core = "megatron.core."
-    language_module = _module(core + "models.common.language_module.language_module")
-    gpt_model = _module(core + "models.gpt.gpt_model")
-    yarn = _module(core + "models.common.embeddings.yarn_rotary_pos_embedding")
-    transformer_engine = _module(core + "extensions.transformer_engine")
-    vision_module = _module(core + "models.common.vision_module.vision_module")
-    wrap(language_module.LanguageModule, "__init__", model.wrap_any_model)
-    wrap(vision_module.VisionModule, "__init__", model.wrap_any_model)
-    wrap(gpt_model.GPTModel, "__init__", model.wrap_gpt_model)
-    wrap(gpt_model.GPTModel, "_postprocess", output.wrap_postprocess)
-    wrap(gpt_model.GPTModel, "forward", packing.wrap_forward)
-    wrap(yarn.YarnRotaryEmbedding, "_set_cos_sin_cache", rotary.wrap_yarn_cache)
-    wrap(_module(core + "tensor_parallel.random"), "checkpoint", recompute.wrap_checkpoint)
-    wrap(transformer_engine, "te_checkpoint", recompute.wrap_checkpoint)
-    wrap(_module(core + "utils"), "get_batch_on_this_cp_rank", batch.wrap_get_batch)
-
+    version = importlib.import_module("megatron.core").__version__
+    check_version(version)
     try:
-        arguments = _module("megatron.training.arguments")
-        checkpointing = _module("megatron.training.checkpointing")
-        training = _module("megatron.training.training")
-    except ImportError:
-        # megatron-core alone, or without what Megatron-LM needs: then no script can use it either.
-        return
-    from . import checkpoint, density
-    from .arguments import WRAPPERS
+        from .backend import add_member
 
-    for name, make in WRAPPERS.items():
-        wrap(arguments, name, make)
-    wrap(training, "training_log", density.wrap_training_log)
-    wrap(checkpointing, "generate_state_dict", checkpoint.wrap_generate_state_dict)
-    wrap(checkpointing, "check_checkpoint_args", checkpoint.wrap_check_checkpoint_args)
-    wrap(checkpointing, "load_checkpoint", checkpoint.wrap_load_checkpoint)
+        changes = live_changes()
+    except ImportError as error:
+        if not (error.name or "").startswith("megatron.core"):
+            raise
+        raise _moved(f"what the plug-in imports ({error})", version) from None
+    add_member()
+    if not _has_training():
+        changes = [row for row in changes if not row.owner.startswith("megatron.training.")]
+    # Find all of them first: nothing is replaced if one is missing.
+    for change, owner in [(change, find_owner(change, version)) for change in changes]:
+        wrap(owner, change.name, change.wrapper)
 
 
 def check_version(version: str) -> None:
@@ -73,5 +263,42 @@ def check_version(version: str) -> None:
         )
 
 
-def _module(name: str):
-    return importlib.import_module(name)
+def _has_training() -> bool:
+    """Whether Megatron-LM is importable, and not megatron-core alone or without what Megatron-LM needs:
+    no script can use it then either."""
+    modules = ("megatron.training.arguments", "megatron.training.training")
+    try:
+        for module in modules:
+            importlib.import_module(module)
+    except ImportError as error:
+        moved = isinstance(error, ModuleNotFoundError) and error.name in modules
+        return moved  # which find_owner says then
+    return True
+
+
+def find_owner(change: LiveChange, version: str):
+    """The module or class that holds what ``change`` replaces.
+
+    Raises:
+        ConfigError: this Megatron does not have it there; names it and the version.
+    """
+    path, _, class_name = change.owner.partition(":")
+    symbol = f"{change.owner.replace(':', '.')}.{change.name}"
+    try:
+        owner = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if not f"{path}.".startswith(f"{error.name}."):
+            raise
+        raise _moved(f"{symbol}, which megatron-mtraining replaces", version) from None
+    if class_name:
+        owner = getattr(owner, class_name, None)
+    if not callable(getattr(owner, change.name, None)):
+        raise _moved(f"{symbol}, which megatron-mtraining replaces", version)
+    return owner
+
+
+def _moved(what: str, version: str) -> ConfigError:
+    return ConfigError(
+        f"Megatron-Core {version} does not have {what}: use a Megatron version that README.md lists as "
+        "supported, or a newer megatron-mtraining"
+    )

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""How upstream functions are wrapped: once, everywhere they are bound, and recognisably."""
+"""How a function of Megatron is replaced: once, everywhere it is bound, and recognisably."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import sys
 import types
 from collections.abc import Callable
 
+import torch.distributed as dist
+
 MARK = "_mtraining_wrapper"
+_replaced: list[str] = []
+"""What this process has replaced, in order; emptied by :func:`log_replaced`."""
 
 
 def is_wrapped(function) -> bool:
@@ -23,20 +27,19 @@ def wrap(owner, name: str, make: Callable[[Callable], Callable]) -> bool:
     Args:
         owner: a module or class.
         name: the attribute; a function.
-        make: takes the original, returns the wrapper, which hands over to the original unless
-            the run's backend is ``mtraining``. Its own docstring is kept: it says why it exists.
+        make: takes the original and returns the wrapper, which calls the original unless the run's
+            attention backend is ``mtraining``.
 
     Returns:
-        True if it was wrapped by this call.
+        True if this call replaced it.
     """
     original = getattr(owner, name)
     if is_wrapped(original):
         return False
-    wrapper = make(original)
-    assigned = [part for part in functools.WRAPPER_ASSIGNMENTS if part != "__doc__"]
-    functools.update_wrapper(wrapper, original, assigned=assigned)
+    wrapper = functools.update_wrapper(make(original), original)
     setattr(wrapper, MARK, True)
     setattr(owner, name, wrapper)
+    _replaced.append(f"{owner.__name__.rpartition('.')[2]}.{name}")
     if isinstance(owner, types.ModuleType):
         _rebind(original, wrapper)
     return True
@@ -54,5 +57,30 @@ def _rebind(original: Callable, wrapper: Callable) -> None:
 
 
 def is_first_local_rank() -> bool:
-    """Whether this process speaks for its node (``LOCAL_RANK``, as torchrun sets it)."""
+    """Whether this process prints for its host (``LOCAL_RANK``, as torchrun sets it)."""
     return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
+def is_first_rank() -> bool:
+    """Whether this process prints for the run; before process groups exist too."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def log(message: str) -> None:
+    """Print a line of the plug-in's on the first rank."""
+    if is_first_rank():
+        print(f"[mtraining] {message}", flush=True)
+
+
+def log_replaced() -> None:
+    """Print once, in a run that has chosen the backend, which functions of Megatron it replaced."""
+    if _replaced:
+        from megatron.core import __version__
+
+        log(
+            f"replaced {len(_replaced)} functions of Megatron-Core {__version__} "
+            f"(docs/live-changes.md says why): {', '.join(_replaced)}"
+        )
+        _replaced.clear()

@@ -1,4 +1,6 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The enum member ``AttnBackend.mtraining`` behaves as Megatron's own members do."""
+
 import argparse
 import copy
 import enum

@@ -1,47 +1,38 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-import inspect
-from types import SimpleNamespace
+"""The batch in the striped layout: entries, refusals, and the wrapped ``get_batch_on_this_cp_rank``."""
 
 import pytest
 import torch
-from megatron.core import utils
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_mtraining import ConfigError
 from megatron_mtraining.layout import token_positions
 from megatron_mtraining.megatron import batch as batch_module
 from megatron_mtraining.megatron.batch import slice_batch
-
-SEQUENCE, BLOCK = 768, 64
-
-
-def whole_batch(**others) -> dict:
-    tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE)
-    return {
-        "tokens": tokens,
-        "labels": tokens + 1,
-        "loss_mask": torch.ones(2, SEQUENCE),
-        "position_ids": torch.arange(SEQUENCE).repeat(2, 1),
-        "attention_mask": None,
-        **others,
-    }
+from tests.support.megatron_cases import (
+    BATCH_SEQUENCE,
+    BLOCK,
+    run_with,
+    slice_by_megatron,
+    whole_batch,
+)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
 def test_every_rank_gets_its_stripes(size):
     for rank in range(size):
         ours = slice_batch(whole_batch(), rank, size, BLOCK)
-        positions = token_positions(SEQUENCE, rank, size, BLOCK)
+        positions = token_positions(BATCH_SEQUENCE, rank, size, BLOCK)
         assert torch.equal(ours["position_ids"], positions.repeat(2, 1))
-        assert torch.equal(ours["tokens"][1], positions + SEQUENCE)
+        assert torch.equal(ours["tokens"][1], positions + BATCH_SEQUENCE)
         assert torch.equal(ours["labels"], ours["tokens"] + 1)
         assert ours["attention_mask"] is None
 
 
 def test_mask_is_sliced_by_query_row():
-    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril() < 0.5
+    mask = torch.ones(1, 1, BATCH_SEQUENCE, BATCH_SEQUENCE).tril() < 0.5
     ours = slice_batch(whole_batch(attention_mask=mask), 1, 2, BLOCK)
-    positions = token_positions(SEQUENCE, 1, 2, BLOCK)
+    positions = token_positions(BATCH_SEQUENCE, 1, 2, BLOCK)
     assert torch.equal(ours["attention_mask"], mask[:, :, positions])
 
 
@@ -69,24 +60,10 @@ def test_another_length_is_refused():
         slice_batch(whole_batch(), 0, 5, BLOCK)
 
 
-def call(batch, group):
-    """megatron-core's function, as its version wants to be called."""
-    names = inspect.signature(utils.get_batch_on_this_cp_rank).parameters
-    more = {"is_hybrid_cp": False} if "is_hybrid_cp" in names else {}
-    return utils.get_batch_on_this_cp_rank(batch, cp_group=group, **more)
-
-
-def run_with(monkeypatch, backend, **others):
-    args = SimpleNamespace(
-        attention_backend=backend, seq_length=SEQUENCE, mtraining_block_size=BLOCK, **others
-    )
-    monkeypatch.setattr(batch_module, "training_arguments", lambda: args)
-
-
 def test_wrapper_stripes_in_a_run_of_ours(monkeypatch, group):
     run_with(monkeypatch, AttnBackend.mtraining)
-    ours = call(whole_batch(), group(1, 3))
-    assert torch.equal(ours["position_ids"][0], token_positions(SEQUENCE, 1, 3, BLOCK))
+    ours = slice_by_megatron(whole_batch(), group(1, 3))
+    assert torch.equal(ours["position_ids"][0], token_positions(BATCH_SEQUENCE, 1, 3, BLOCK))
 
 
 @pytest.mark.parametrize("backend", [AttnBackend.auto, None])

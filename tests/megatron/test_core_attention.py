@@ -1,4 +1,6 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``MTrainingAttention`` as Megatron builds and calls it."""
+
 import json
 import math
 from argparse import Namespace
@@ -6,41 +8,20 @@ from argparse import Namespace
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_mtraining import ConfigError, MTrainingConfig
-from megatron_mtraining.megatron import MTrainingAttention, arguments, core_attention
+from megatron_mtraining.megatron import arguments, core_attention
 from megatron_mtraining.megatron.density import take_density
-
-SEQUENCE, BATCH, HEADS, GROUPS, DIM = 128, 2, 4, 2, 64
-
-
-def make_config(**others) -> TransformerConfig:
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HEADS * DIM,
-        num_attention_heads=HEADS,
-        num_query_groups=GROUPS,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        attention_backend=AttnBackend.mtraining,
-    )
-    config.mtraining = MTrainingConfig(block_size=64, slash=SEQUENCE, vertical=0)
-    for name, value in others.items():
-        setattr(config, name, value)
-    return config
-
-
-def make(config=None, **others) -> MTrainingAttention:
-    given = {"layer_number": 3, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
-    return MTrainingAttention(config or make_config(), **{**given, **others})
-
-
-def operands(dim=DIM, dtype=torch.float32, queries=SEQUENCE):
-    torch.manual_seed(0)
-    query = torch.randn(queries, BATCH, HEADS, dim).to(dtype)
-    packed = torch.randn(SEQUENCE, BATCH, GROUPS, 2 * dim).to(dtype)
-    return query, packed[..., :dim].contiguous(), packed[..., dim:]  # as Megatron's value: strided
+from tests.support.megatron_cases import (
+    BATCH,
+    DIM,
+    GROUPS,
+    HEADS,
+    SEQUENCE,
+    make,
+    make_config,
+    operands,
+)
 
 
 def dense(query, key, value, scale):

@@ -1,4 +1,6 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Density and recall: their running means, over ranks, and the lines and figures of the log."""
+
 import gc
 from types import SimpleNamespace
 

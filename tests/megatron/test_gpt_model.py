@@ -1,27 +1,86 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""megatron-core's GPTModel with everything kept: losses and gradients of dense attention."""
+"""Models other than GPTModel must not run dense, unseen."""
 
-from pathlib import Path
+from argparse import Namespace
 
 import pytest
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.common.vision_module.vision_module import VisionModule
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from tests.support import gpt_worker
-from tests.support.ranks import run_script
-
-WORKER = Path(gpt_worker.__file__)
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    """The dense results, written by the run with one process."""
-    file = tmp_path_factory.mktemp("gpt") / "dense.pt"
-    return file, run_script(1, WORKER, file)
+from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining.megatron import gpt_model as model_module
+from megatron_mtraining.megatron import register
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_losses_and_gradients_are_those_of_dense_attention(size, reference):
-    file, first = reference
-    run = first if size == 1 else run_script(size, WORKER, file)
-    assert run.returncode == 0, run.stdout[-4000:]
-    done = [line for line in run.stdout.splitlines() if line.startswith("ok: ")]
-    assert len(done) == len(gpt_worker.CASES), run.stdout
+class Encoder(VisionModule):
+    pass
+
+
+class Translator(LanguageModule):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    register()
+
+
+def config(backend):
+    made = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1)
+    made.attention_backend = backend
+    return made
+
+
+# Megatron's YAML files leave the backend's name a string.
+@pytest.mark.parametrize("backend", ["member", "mtraining"])
+@pytest.mark.parametrize("model", [Encoder, Translator])
+def test_other_models_are_refused(model, backend):
+    chosen = AttnBackend["mtraining"] if backend == "member" else backend
+    with pytest.raises(ConfigError, match=f"GPTModel only, not with {model.__name__}"):
+        model(config=config(chosen))
+
+
+def test_multi_token_prediction_is_refused():
+    with pytest.raises(ConfigError, match="--mtp-num-layers"):
+        GPTModel(
+            config=config(AttnBackend["mtraining"]),
+            transformer_layer_spec=get_gpt_layer_local_spec(),
+            vocab_size=64,
+            max_sequence_length=128,
+            mtp_block_spec=get_gpt_layer_local_spec(),
+        )
+
+
+def test_batch_and_model_must_be_cut_alike(monkeypatch):
+    made = config(AttnBackend["mtraining"])
+    made.mtraining = MTrainingConfig(block_size=64)
+    arguments = Namespace(attention_backend=AttnBackend["mtraining"], mtraining_block_size=128)
+    monkeypatch.setattr(model_module, "training_arguments", lambda: arguments)
+    with pytest.raises(ConfigError, match="block_size 64.*--mtraining-block-size.*128"):
+        GPTModel(
+            config=made,
+            transformer_layer_spec=get_gpt_layer_local_spec(),
+            vocab_size=64,
+            max_sequence_length=128,
+        )
+
+
+def test_yarn_without_its_settings_is_refused():
+    made = config(AttnBackend["mtraining"])
+    made.yarn_rotary_scaling_factor = 4.0
+    with pytest.raises(ConfigError, match=r"no yarn_original\w+, yarn_beta_fast.* 0.19"):
+        GPTModel(
+            config=made,
+            transformer_layer_spec=get_gpt_layer_local_spec(),
+            vocab_size=64,
+            max_sequence_length=128,
+            position_embedding_type="yarn",
+        )
+
+
+def test_other_backends_are_left_alone():
+    assert Encoder(config=config(AttnBackend.auto)).config.attention_backend is AttnBackend.auto

@@ -1,4 +1,6 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``python -m megatron_mtraining.launch`` runs a script as Python would, with the backend registered."""
+
 import json
 import os
 import subprocess

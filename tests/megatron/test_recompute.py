@@ -16,7 +16,7 @@ from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.megatron import recompute
 from megatron_mtraining.megatron.density import take_density
 from megatron_mtraining.megatron.wrapping import is_wrapped
-from tests.megatron.test_core_attention import (
+from tests.support.megatron_cases import (
     BATCH,
     DIM,
     HEADS,

@@ -1,4 +1,6 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Functions are replaced once, everywhere they are bound."""
+
 import sys
 import types
 
@@ -27,7 +29,7 @@ def test_wraps_once_and_keeps_what_the_original_says():
     assert is_wrapped(owner.plain) and not is_wrapped(plain)
     assert owner.plain.__wrapped__ is plain
     assert owner.plain.__name__ == "plain"
-    assert owner.plain.__doc__ == "Why it exists."
+    assert owner.plain.__doc__ == "What it does."
 
 
 def test_rebinds_every_module_that_imported_by_name(monkeypatch):

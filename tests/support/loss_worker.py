@@ -136,7 +136,7 @@ def train(model, case: dict) -> dict:
 def compare(case: dict) -> None:
     from megatron.core import tensor_parallel
 
-    from megatron_mtraining.megatron.output import ChunkedOutputLayer
+    from megatron_mtraining.megatron.output_layer import ChunkedOutputLayer
 
     theirs, ours = build(case, 0), build(case, case["chunk"])
     layer = getattr(theirs, "output_layer", None)

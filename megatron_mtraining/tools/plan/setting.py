@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from ...config import ConfigError, MTrainingConfig
 from ...config import option as mtraining_option
-from ...megatron.arguments import check_arguments, config_from_args
+from ...megatron.arguments import config_from_args, fill_in, refuse
 from ...megatron.checks import ranks_a_node
-from ...megatron.output import DEFAULT_CHUNK
+from ...megatron.output_layer import DEFAULT_CHUNK
 from .options import DTYPE_BYTES, changed, option
 
 
@@ -228,8 +228,8 @@ def _microbatches(args, dp: int) -> int:
 
 def _backend(args) -> tuple[MTrainingConfig | None, int, int]:
     """Settings of the backend, ranks whose keys are gathered, chunk of the loss."""
-    args.rank = 1  # not the one that prints what a run is told
-    check_arguments(args)
+    refuse(args)
+    fill_in(args)
     if args.attention_backend != "mtraining":
         if args.create_attention_mask_in_dataloader:
             raise ConfigError(

@@ -1,4 +1,6 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Our core attention in copies of Megatron's layer specs, and the specs that are refused."""
+
 import dataclasses
 from functools import partial
 
@@ -21,7 +23,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_mtraining import ConfigError
 from megatron_mtraining.megatron import MTrainingAttention
-from megatron_mtraining.megatron.spec import module_of, replace_core_attention
+from megatron_mtraining.megatron.layer_spec import module_of, replace_core_attention
 
 
 def attention(core=DotProductAttention, **others) -> ModuleSpec:

@@ -13,11 +13,19 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron_mtraining import ConfigError
 from megatron_mtraining.documents import Documents
 from megatron_mtraining.layout import token_positions
-from megatron_mtraining.megatron import packing
-from megatron_mtraining.megatron.arguments import ArgumentsError, check_arguments
-from tests.megatron.test_arguments import parse
-from tests.megatron.test_batch import BLOCK, SEQUENCE, call, run_with, whole_batch
-from tests.megatron.test_core_attention import make, operands
+from megatron_mtraining.megatron import packed_documents
+from megatron_mtraining.megatron.arguments import ArgumentsError
+from tests.support.megatron_cases import (
+    BATCH_SEQUENCE,
+    BLOCK,
+    check,
+    make,
+    operands,
+    parse,
+    run_with,
+    slice_by_megatron,
+    whole_batch,
+)
 
 LENGTHS = [[1, 130, 64, 573], [300, 468]]
 
@@ -27,34 +35,36 @@ def restarting_ids() -> torch.Tensor:
 
 
 def test_the_batch_carries_documents_where_they_are_kept_apart(monkeypatch, group):
-    expected = Documents.from_lengths(LENGTHS, SEQUENCE).starts
+    expected = Documents.from_lengths(LENGTHS, BATCH_SEQUENCE).starts
     for apart in (False, True):
         run_with(monkeypatch, AttnBackend.mtraining, reset_attention_mask=apart)
-        ours = call(whole_batch(position_ids=restarting_ids()), group(1, 2))
-        positions = token_positions(SEQUENCE, 1, 2, BLOCK)
+        ours = slice_by_megatron(whole_batch(position_ids=restarting_ids()), group(1, 2))
+        positions = token_positions(BATCH_SEQUENCE, 1, 2, BLOCK)
         assert torch.equal(ours["position_ids"], restarting_ids()[:, positions])
-        found = packing.carried_by(ours["tokens"], None)
+        found = packed_documents.attached_documents(ours["tokens"], None)
         assert (found is None) == (not apart)
         if apart:
             assert torch.equal(found.starts, expected)
-            assert packing.carried_by(None, ours["position_ids"]) is found
+            assert packed_documents.attached_documents(None, ours["position_ids"]) is found
 
 
 def test_position_ids_that_are_none_or_wrong_are_named(monkeypatch, group):
     run_with(monkeypatch, AttnBackend.mtraining, reset_attention_mask=True)
     with pytest.raises(ConfigError, match="no position_ids"):
-        call(whole_batch(position_ids=None), group(0, 2))
+        slice_by_megatron(whole_batch(position_ids=None), group(0, 2))
     wrong = restarting_ids()
     wrong[1, 400] += 1
     with pytest.raises(ConfigError, match="token 400 of batch entry 1"):
-        call(whole_batch(position_ids=wrong), group(0, 2))
+        slice_by_megatron(whole_batch(position_ids=wrong), group(0, 2))
 
 
 def test_lengths_of_documents_stay_in_the_batch(monkeypatch, group):
     run_with(monkeypatch, AttnBackend.mtraining, dataloader_inter_document_masking=True)
-    ends = torch.tensor([[0, 100, SEQUENCE]], dtype=torch.int32)
-    ours = call(whole_batch(cu_seqlens=ends, max_seqlen=torch.tensor([668])), group(1, 3))
-    assert ours["cu_seqlens"] is ends and ours["tokens"].shape == (2, SEQUENCE // 3)
+    ends = torch.tensor([[0, 100, BATCH_SEQUENCE]], dtype=torch.int32)
+    ours = slice_by_megatron(
+        whole_batch(cu_seqlens=ends, max_seqlen=torch.tensor([668])), group(1, 3)
+    )
+    assert ours["cu_seqlens"] is ends and ours["tokens"].shape == (2, BATCH_SEQUENCE // 3)
 
 
 class Model:
@@ -66,16 +76,16 @@ class Model:
     def forward(self, input_ids, position_ids, attention_mask, labels=None, packed_seq_params=None):
         return packed_seq_params
 
-    wrapped = packing.wrap_forward(forward)
+    wrapped = packed_documents.wrap_forward(forward)
 
 
 def test_the_model_gives_layers_what_the_batch_carries(monkeypatch, group):
     run_with(monkeypatch, AttnBackend.mtraining, reset_attention_mask=True)
-    batch = call(whole_batch(position_ids=restarting_ids()), group(0, 2))
+    batch = slice_by_megatron(whole_batch(position_ids=restarting_ids()), group(0, 2))
     params = Model().wrapped(batch["tokens"], batch["position_ids"], None)
-    assert params.documents is packing.carried_by(batch["tokens"])
-    assert params.qkv_format == "sbhd" and params.max_seqlen_q == SEQUENCE
-    assert packing.documents_in(params, "attention") is params.documents
+    assert params.documents is packed_documents.attached_documents(batch["tokens"])
+    assert params.qkv_format == "sbhd" and params.max_seqlen_q == BATCH_SEQUENCE
+    assert packed_documents.documents_for_layer(params, "attention") is params.documents
     assert Model().wrapped(None, None, None, packed_seq_params=params).documents is params.documents
     assert Model(AttnBackend.auto).wrapped(batch["tokens"], None, None) is None
     assert Model().wrapped(torch.zeros(1), None, None) is None
@@ -102,7 +112,7 @@ def test_documents_that_do_not_reach_a_layer_are_missed(monkeypatch):
     query, key, value = operands()
     args = SimpleNamespace(attention_backend=AttnBackend.mtraining, reset_attention_mask=True)
     attention = make()
-    monkeypatch.setattr(packing, "training_arguments", lambda: args)
+    monkeypatch.setattr(packed_documents, "training_arguments", lambda: args)
     with pytest.raises(ConfigError, match="--reset-attention-mask.* not told where they are"):
         attention(query, key, value, None)
 
@@ -112,27 +122,30 @@ def test_a_layer_keeps_documents_apart():
     length, batch = query.shape[:2]
     documents = Documents.from_lengths([[10, length - 10]] * batch, length)
     attention = make()
-    before = attention(query, key, value, None, packed_seq_params=packing.params_of(documents))
+    before = attention(
+        query, key, value, None, packed_seq_params=packed_documents.packed_seq_params_of(documents)
+    )
     key, value = key.clone(), value.clone()
     key[:10], value[:10] = 3, 5
-    after = attention(query, key, value, None, packed_seq_params=packing.params_of(documents))
+    after = attention(
+        query, key, value, None, packed_seq_params=packed_documents.packed_seq_params_of(documents)
+    )
     assert torch.equal(before[10:], after[10:]) and not torch.equal(before[:10], after[:10])
 
 
-def test_where_documents_cannot_be_had_is_said_early(capsys):
+def test_where_documents_cannot_be_had_is_said_early():
     args = parse(reset_attention_mask=True)
-    check_arguments(args)
-    check_arguments(args)
+    lines = check(args)
     assert args.reset_position_ids is True
-    assert capsys.readouterr().out.count("--reset-position-ids") == 1
-    check_arguments(
+    assert "--reset-position-ids" in "\n".join(lines)
+    check(
         parse(
             reset_attention_mask=True,
             reset_position_ids=True,
             position_embedding_type="learned_absolute",
         )
     )
-    check_arguments(parse(dataloader_inter_document_masking=True, pipeline_model_parallel_size=2))
+    check(parse(dataloader_inter_document_masking=True, pipeline_model_parallel_size=2))
     for given, message in (
         (dict(pipeline_model_parallel_size=2), "--pipeline-model-parallel-size 2"),
         (dict(position_embedding_type="learned_absolute"), "needs --reset-position-ids"),
@@ -140,4 +153,4 @@ def test_where_documents_cannot_be_had_is_said_early(capsys):
         (dict(seq_length=2**25), "--seq-length 33554432"),
     ):
         with pytest.raises(ArgumentsError, match=message):
-            check_arguments(parse(reset_attention_mask=True, **given))
+            check(parse(reset_attention_mask=True, **given))

@@ -13,8 +13,10 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_mtraining import ConfigError
-from megatron_mtraining.megatron import output
+from megatron_mtraining.megatron import output_layer
+from megatron_mtraining.megatron.arguments import ArgumentsError, config_from_args
 from tests.support import loss_worker
+from tests.support.megatron_cases import check, parse
 from tests.support.ranks import run_script
 
 WORKER = Path(loss_worker.__file__)
@@ -75,23 +77,23 @@ REFUSED = {
 def test_what_needs_all_logits(words):
     """Refused if chunks were asked for; else Megatron's own loss, and it says so."""
     with pytest.raises(ConfigError, match=f"--mtraining-loss-chunk is 64, but .*{words}.*chunk 0"):
-        output.chunk_loss(REFUSED[words](), 64)
+        output_layer.chunk_loss(REFUSED[words](), 64)
     model = REFUSED[words]()
     with pytest.warns(UserWarning, match=f"all tokens are held at once, as .*{words}"):
-        output.chunk_loss(model, None)
-    assert not isinstance(getattr(model, "output_layer", None), output.ChunkedOutputLayer)
+        output_layer.chunk_loss(model, None)
+    assert not isinstance(getattr(model, "output_layer", None), output_layer.ChunkedOutputLayer)
 
 
 @pytest.mark.parametrize(("chunk", "expected"), [(None, 4096), (7, 7), (0, None)])
 def test_the_chunk(chunk, expected):
     model = Model(linear())
-    output.chunk_loss(model, chunk)
-    assert isinstance(model.output_layer, output.ChunkedOutputLayer) is (expected is not None)
+    output_layer.chunk_loss(model, chunk)
+    assert isinstance(model.output_layer, output_layer.ChunkedOutputLayer) is (expected is not None)
     assert getattr(model.output_layer, "mtraining_chunk", None) == expected
     assert type(model.output_layer).__name__ == "ColumnParallelLinear"  # Megatron-FSDP looks
     assert type(copy.deepcopy(model.output_layer)) is type(model.output_layer)
     assert pickle.loads(pickle.dumps(type(model.output_layer))) is type(model.output_layer)
-    output.chunk_loss(Model(), chunk)  # a pipeline stage without an output layer
+    output_layer.chunk_loss(Model(), chunk)  # a pipeline stage without an output layer
 
 
 def test_a_loss_that_no_other_backend_has(monkeypatch):
@@ -104,10 +106,34 @@ def test_a_loss_that_no_other_backend_has(monkeypatch):
         seen.append(labels)
         return "Megatron's"
 
-    wrapped = output.wrap_postprocess(_postprocess)
+    wrapped = output_layer.wrap_postprocess(_postprocess)
     assert wrapped(Model(linear()), 1, labels=2) == "Megatron's"
     ours = Model(linear())
-    output.chunk_loss(ours, None)
+    output_layer.chunk_loss(ours, None)
     assert wrapped(ours, 1, None) == wrapped(ours, 1, 2, inference_context=3) == "Megatron's"
     assert wrapped(ours, 1, 2, True) == "Megatron's"
     assert seen == [2, None, 2, 2]
+
+
+def test_loss_chunk_on_the_command_line():
+    lines = check(args := parse(cross_entropy_loss_fusion=True))
+    assert args.mtraining_loss_chunk is None and config_from_args(args).loss_chunk is None
+    assert "--cross-entropy-loss-fusion) is not used" in "\n".join(lines)
+    lines = check(parse("--mtraining-loss-chunk", "0", cross_entropy_loss_fusion=True))
+    lines += check(parse(cross_entropy_loss_fusion=True, config_logger_dir="logs"))
+    assert "not used" not in "\n".join(lines)
+    with pytest.raises(ArgumentsError, match="--mtraining-loss-chunk is -1: use 0 or more"):
+        check(parse("--mtraining-loss-chunk", "-1"))
+    words = ["--mtraining-loss-chunk", "100"]  # which need not divide anything
+    check(args := parse(*words))
+    assert config_from_args(args).loss_chunk == 100
+    for name, given in {
+        "config_logger_dir": "--config-logger-dir is logs",
+        "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute is True",
+        "logit_dtype": "--output-logit-dtype is fp32",
+        "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards is 2",
+    }.items():
+        value = {"logs": "logs", "True": True, "fp32": "fp32", "2": 2}[given.split()[-1]]
+        with pytest.raises(ArgumentsError, match=f"chunk is 100, but {given}.*-chunk 0"):
+            check(parse(*words, **{name: value}))
+        check(parse("--mtraining-loss-chunk", "0", **{name: value}))

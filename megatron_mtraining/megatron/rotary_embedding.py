@@ -136,10 +136,9 @@ def check_yarn_fields(config) -> None:
 
 
 def wrap_yarn_cache(original):
+    """``YarnRotaryEmbedding._set_cos_sin_cache``, unsliced while one of our models is built."""
+
     def _set_cos_sin_cache(self, seq_len, offset, dtype, packed_seq=False, *others, **named):
-        """Builds YaRN's tables unsliced while one of our models is built: the constructor slices
-        a table of the original length in zigzag order, which fails for context-parallel
-        sizes that do not divide it (3, for example), and its result is not used by us."""
         packed_seq = packed_seq or _building.get()
         return original(self, seq_len, offset, dtype, packed_seq, *others, **named)
 

@@ -19,18 +19,18 @@ from ..config import ConfigError
 from ..documents import MOST_TOKENS, Documents
 from .backend import is_active, training_arguments
 
-CARRIED = "mtraining_documents"
+ATTRIBUTE = "mtraining_documents"
 """The attribute of a batch's tensors that has their documents."""
 
 
 class DocumentParams(PackedSeqParams):
     """What layers are given of documents: sequences stay ``[s, b, ...]``, and nothing but our core attention
-    looks at it. Made by :func:`params_of`."""
+    looks at it. Made by :func:`packed_seq_params_of`."""
 
     documents: Documents
 
 
-def params_of(documents: Documents) -> DocumentParams:
+def packed_seq_params_of(documents: Documents) -> DocumentParams:
     """``packed_seq_params`` of a forward of the model, for training loops that make their own batches."""
     length = documents.seq_length  # rotary tables are made for so many positions
     params = DocumentParams(qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length)
@@ -38,34 +38,34 @@ def params_of(documents: Documents) -> DocumentParams:
     return params
 
 
-def carry(batch: dict, documents: Documents) -> None:
+def attach_documents(batch: dict, documents: Documents) -> None:
     """Let the tokens and position ids of a batch carry its documents to the model."""
     for name in ("tokens", "position_ids"):
         if batch.get(name) is not None:
-            setattr(batch[name], CARRIED, documents)
+            setattr(batch[name], ATTRIBUTE, documents)
 
 
-def carried_by(*tensors: Tensor | None) -> Documents | None:
+def attached_documents(*tensors: Tensor | None) -> Documents | None:
     """The documents that some tensor of a batch carries."""
     for tensor in tensors:
-        if isinstance(tensor, Tensor) and hasattr(tensor, CARRIED):
-            return getattr(tensor, CARRIED)
+        if isinstance(tensor, Tensor) and hasattr(tensor, ATTRIBUTE):
+            return getattr(tensor, ATTRIBUTE)
     return None
 
 
-def keeps_documents_apart(arguments) -> bool:
+def masks_documents(arguments) -> bool:
     """Whether a run's arguments ask for attention within documents."""
     names = ("reset_attention_mask", "dataloader_inter_document_masking")
     return any(getattr(arguments, name, False) for name in names)
 
 
 def check_documents(args) -> None:
-    """Refuse documents where they cannot be had, and have the data loader say where they are.
+    """Refuse packed documents in runs that cannot tell where documents begin.
 
     Raises:
         ConfigError: names the option and what to do.
     """
-    if not keeps_documents_apart(args):
+    if not masks_documents(args):
         return
     asked = "--dataloader-inter-document-masking"
     if getattr(args, "reset_attention_mask", False):
@@ -97,40 +97,48 @@ def check_documents(args) -> None:
             f"{kind}: documents are told by position ids that restart, which change what such a model "
             "learns; give both"
         )
+
+
+def fill_in_documents(args) -> list[str]:
+    """With ``--reset-attention-mask``, have the data loader's position ids say where documents begin.
+
+    Returns:
+        Lines for the log.
+    """
+    if not getattr(args, "reset_attention_mask", False) or getattr(
+        args, "reset_position_ids", False
+    ):
+        return []
     args.reset_position_ids = True
-    if getattr(args, "rank", 0) == 0:
-        print(
-            "[mtraining] --reset-attention-mask: position ids restart with documents (as with "
-            "--reset-position-ids), which says where they are; rotary embeddings do not look at them",
-            flush=True,
-        )
+    return [
+        "--reset-attention-mask: position ids restart with documents (as with --reset-position-ids), "
+        "which says where they are; rotary embeddings do not look at them"
+    ]
 
 
 def wrap_forward(original):
+    """``GPTModel.forward`` that hands documents to the layers as :class:`DocumentParams`."""
     signature = inspect.signature(original)
 
     def forward(self, *args, **kwargs):
-        """Gives the layers the documents of the batch, with attention backend mtraining: as
-        ``packed_seq_params``, which every version hands on to them. Those of Megatron's packed sequences
-        become ours: queries and keys then stay in the striped layout, not sliced document by document."""
         if not is_active(self.config):
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         given = bound.arguments
         params = given.get("packed_seq_params")
         if params is None:
-            documents = carried_by(given.get("input_ids"), given.get("position_ids"))
+            documents = attached_documents(given.get("input_ids"), given.get("position_ids"))
         elif isinstance(params, DocumentParams):
             documents = params.documents
         else:
-            documents = documents_of(params)
-        given["packed_seq_params"] = None if documents is None else params_of(documents)
+            documents = documents_from_packed_seq_params(params)
+        given["packed_seq_params"] = None if documents is None else packed_seq_params_of(documents)
         return original(*bound.args, **bound.kwargs)
 
     return forward
 
 
-def documents_of(params: PackedSeqParams) -> Documents:
+def documents_from_packed_seq_params(params: PackedSeqParams) -> Documents:
     """Documents of Megatron's packed sequences, one after the other in one sequence. Read on the host.
 
     Raises:
@@ -156,7 +164,7 @@ def documents_of(params: PackedSeqParams) -> Documents:
     return Documents.from_cu_seqlens(ends, int(ends.flatten()[-1]))
 
 
-def documents_in(params, place: str) -> Documents | None:
+def documents_for_layer(params, place: str) -> Documents | None:
     """The documents that a layer is given; None if there are none.
 
     Raises:
@@ -167,13 +175,13 @@ def documents_in(params, place: str) -> Documents | None:
     if params is not None:
         raise ConfigError(
             f"the {place} is given packed_seq_params of Megatron's: attention backend mtraining takes "
-            "them in GPTModel's forward, or those of megatron_mtraining.megatron.packing.params_of"
+            "them in GPTModel's forward, or those that packed_documents.packed_seq_params_of makes"
         )
     arguments = training_arguments()
-    if is_active(arguments) and keeps_documents_apart(arguments):
+    if is_active(arguments) and masks_documents(arguments):
         raise ConfigError(
             f"the {place} is to keep documents apart (--reset-attention-mask), but is not told where "
-            "they are: give the model the tensors that get_batch_on_this_cp_rank has returned, or "
-            "packed_seq_params of megatron_mtraining.megatron.packing.params_of"
+            "they are: give the model the tensors that get_batch_on_this_cp_rank has returned, or what "
+            "megatron_mtraining.megatron.packed_documents.packed_seq_params_of makes"
         )
     return None

@@ -1,4 +1,6 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Rotary embeddings in the striped layout against Megatron's own tables."""
+
 import copy
 import math
 import pickle
@@ -17,7 +19,12 @@ from megatron.core.models.common.embeddings import (
 
 from megatron_mtraining import ConfigError
 from megatron_mtraining.layout import stripe, token_positions
-from megatron_mtraining.megatron.rotary import CACHED, building, stripe_embedding, wrap_yarn_cache
+from megatron_mtraining.megatron.rotary_embedding import (
+    CACHED,
+    building,
+    stripe_embedding,
+    wrap_yarn_cache,
+)
 
 SEQUENCE, BLOCK = 768, 64
 

@@ -2,7 +2,7 @@
 """Context extension by Megatron's own options: those that it would ignore are refused.
 
 A forgotten ``--position-embedding-type yarn`` trains without error, on positions that the model has
-never seen. RoPE's table for either kind is :mod:`.rotary`'s.
+never seen. RoPE's table for either kind is :mod:`.rotary_embedding`'s.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NOT_OF_YARN = {
 """Options that Megatron's YaRN does not read, and their defaults."""
 
 
-def check_positions(args) -> str | None:
+def check_rotary_options(args) -> str | None:
     """Refuse scalings of rotary positions that the chosen kind of position embedding ignores.
 
     Args:

@@ -143,11 +143,10 @@ def chunk_loss(model, chunk: int | None) -> None:
 
 
 def wrap_postprocess(original):
+    """``GPTModel._postprocess`` with output layer and loss in chunks, where the model has them."""
     signature = inspect.signature(original)
 
     def _postprocess(self, *args, **kwargs):
-        """Computes the loss in chunks where Megatron would compute logits of all tokens first. Output layer
-        and loss are separate calls inside of this method, in every version."""
         layer = getattr(self, "output_layer", None)
         if not isinstance(layer, ChunkedOutputLayer):
             return original(self, *args, **kwargs)

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""``GPTModel`` with attention backend ``mtraining``: what its construction is given and leaves."""
+"""``GPTModel`` with attention backend ``mtraining``: its layer spec, rotary embedding and output layer."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from ..config import ConfigError, option
 from .arguments import config_from_args, settings
 from .backend import is_active, training_arguments
 from .checks import ranks_a_node
+from .wrapping import log_replaced
 
 
 def wrap_gpt_model(original):
+    """``GPTModel.__init__`` with our core attention, rotary embedding and output layer."""
     signature = inspect.signature(original)
 
     def __init__(self, *args, **kwargs):
-        """Puts our core attention into the layer spec, stripes the rotary embedding and splits the
-        loss into chunks, when the config chooses attention backend mtraining. Megatron has no registry
-        of core attentions; this is the one place that every version builds its GPT models through."""
         bound = signature.bind(self, *args, **kwargs)
         config = bound.arguments["config"]
         if not is_active(config):
             return original(self, *args, **kwargs)
-        from . import output, rotary
-        from .spec import replace_core_attention
+        log_replaced()
+        from . import output_layer, rotary_embedding
+        from .layer_spec import replace_core_attention
 
         given = bound.arguments
         if given.get("mtp_block_spec") is not None:
@@ -34,18 +34,18 @@ def wrap_gpt_model(original):
             )
         _check_one_layout(config)
         if given.get("position_embedding_type") == "yarn":
-            rotary.check_yarn_fields(config)
+            rotary_embedding.check_yarn_fields(config)
         given["transformer_layer_spec"] = replace_core_attention(given["transformer_layer_spec"])
-        with rotary.building():
+        with rotary_embedding.building():
             original(*bound.args, **bound.kwargs)
         ours = settings(config)
-        output.chunk_loss(self, ours.loss_chunk)
+        output_layer.chunk_loss(self, ours.loss_chunk)
         embedding = getattr(self, "rotary_pos_emb", None)
         if embedding is not None:
             group = self.pg_collection.cp
             size = 1 if group is None else group.size()
             inner = ranks_a_node(config, size, ours.gathered_ranks, command_line=False)
-            rotary.stripe_embedding(embedding, group, ours.block_size, inner)
+            rotary_embedding.stripe_embedding(embedding, group, ours.block_size, inner)
 
     return __init__
 
@@ -72,12 +72,10 @@ def _check_one_layout(config) -> None:
 
 
 def wrap_any_model(original):
+    """A model's ``__init__`` that refuses the backend unless the model is a GPTModel."""
     signature = inspect.signature(original)
 
     def __init__(self, *args, **kwargs):
-        """Refuses models other than GPTModel with attention backend mtraining, vision encoders
-        too: Megatron does nothing on a backend that it does not know, so they would run dense,
-        unseen."""
         from megatron.core.models.gpt.gpt_model import GPTModel
 
         config = signature.bind(self, *args, **kwargs).arguments["config"]

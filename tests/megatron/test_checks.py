@@ -1,0 +1,113 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Every unsupported setting of Megatron is refused, with its value and what to do."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_mtraining import ConfigError
+from megatron_mtraining.megatron.arguments import ArgumentsError
+from megatron_mtraining.megatron.checks import REFUSALS, check_settings
+from tests.support.megatron_cases import check, parse
+
+REFUSED = {
+    "attention_dropout": 0.1,
+    "multi_latent_attention": True,
+    "experimental_attention_variant": "dsa",
+    "linear_attention_freq": 2,
+    "use_kitchen_attention": True,
+    "window_size": (128, 0),
+    "softmax_type": "learnable",
+    "position_embedding_type": "mrope",
+    "sft": True,
+    "rl_use_sequence_packing": True,
+    "hybrid_context_parallel": True,
+    "dynamic_context_parallel": True,
+    "hierarchical_context_parallel_sizes": [2, 2, 2],
+    "cp_comm_type": ["a2a"],
+    "mtp_num_layers": 1,
+    "is_hybrid_model": True,
+    "hybrid_layer_pattern": "M*M*",
+    "hybrid_override_pattern": "M*M*",
+    "hybrid_attention_ratio": 0.5,
+    "hybrid_mlp_ratio": 0.5,
+    "use_legacy_models": True,
+    "yaml_cfg": "run.yaml",
+    "cuda_graph_impl": "local",
+    "enable_cuda_graph": True,
+    "external_cuda_graph": True,
+    "transformer_impl": "inference_optimized",
+    "flash_decode": True,
+    "perform_rl_step": True,
+    "batch_invariant_mode": True,
+    "qk_clip": True,
+    "log_max_attention_logit": True,
+    "flash_attention_version": 3,
+    "fp8_dot_product_attention": True,
+    "fp8_multi_head_attention": True,
+}
+
+
+def test_every_refusal_is_tried():
+    assert {refusal.name for refusal in REFUSALS} == set(REFUSED)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_name_option_value_and_what_to_do(name):
+    value = REFUSED[name]
+    refusal = next(refusal for refusal in REFUSALS if refusal.name == name)
+    with pytest.raises(ArgumentsError) as raised:
+        check(parse(**{name: value}))
+    message = str(raised.value)
+    assert "--" + name.replace("_", "-") in message
+    shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    assert f"is {shown}," in message
+    assert refusal.advice in message and refusal.why in message
+    check(parse(backend="auto", **{name: value}))
+
+
+OTHERS = {
+    "sequence not a multiple": ({"seq_length": 1000}, "--seq-length is 1000", "1024"),
+    "sequence from the old option": (
+        {"seq_length": None, "encoder_seq_length": 1000},
+        "--seq-length is 1000",
+        "1024",
+    ),
+    "head dim given": ({"kv_channels": 80}, "--kv-channels", "is 80"),
+    "head dim derived": ({"hidden_size": 8 * 32}, "is 32", "(64, 128)"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_refusals(name):
+    given, *words = OTHERS[name]
+    with pytest.raises(ArgumentsError) as raised:
+        check(parse(**given))
+    assert all(word in str(raised.value) for word in words)
+
+
+def test_gathered_ranks_must_fit_the_context_parallel_ranks():
+    check(parse(context_parallel_size=8, mtraining_gathered_ranks=4))
+    with pytest.raises(ArgumentsError, match="--mtraining-gathered-ranks is 3.* 8 .*divisor"):
+        check(parse(context_parallel_size=8, mtraining_gathered_ranks=3))
+    with pytest.raises(ArgumentsError, match="--mtraining-gathered-ranks is -1"):
+        check(parse(context_parallel_size=8, mtraining_gathered_ranks=-1))
+    nodes = dict(context_parallel_size=8, hierarchical_context_parallel_sizes=[4, 2])
+    check(parse(**nodes, mtraining_gathered_ranks=4))
+    with pytest.raises(ArgumentsError, match="--mtraining-gathered-ranks is 2, but .*nodes of 4"):
+        check(parse(**nodes, mtraining_gathered_ranks=2))
+
+
+def test_hierarchical_sizes_must_make_the_context_parallel_ranks():
+    check(parse(context_parallel_size=8, hierarchical_context_parallel_sizes=[4, 2]))
+    with pytest.raises(
+        ArgumentsError, match="--hierarchical-context-parallel-sizes is 2 2.* 4 ranks.* 8"
+    ):
+        check(parse(context_parallel_size=8, hierarchical_context_parallel_sizes=[2, 2]))
+
+
+@pytest.mark.parametrize("sizes", [4, "22", [2.0, 2.0], [2, -2], [True, 4], [4]])
+def test_hierarchical_sizes_are_two_whole_numbers(sizes):
+    settings = SimpleNamespace(hierarchical_context_parallel_sizes=sizes)
+    with pytest.raises(ConfigError, match="hierarchical_context_parallel_sizes is .*two whole"):
+        check_settings(settings, command_line=False)

@@ -1,0 +1,45 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Options of context extension that Megatron would ignore are refused."""
+
+import pytest
+
+from megatron_mtraining.megatron.arguments import ArgumentsError
+from tests.support.megatron_cases import check, parse
+
+POSITIONS = [
+    ("rope", {"rotary_scaling_factor": 16.0}, "--rotary-scaling-factor 16.0 .* yarn"),
+    ("rope", {"mscale": 0.0}, "--mscale 0.0 .* yarn"),
+    ("none", {"yarn_original_max_position_embeddings": 32768}, "--yarn-original.* 32768 .* yarn"),
+    ("rope", {"yarn_correction_range_round_to_int": False}, "--no-yarn-correction-range.* yarn"),
+    ("yarn", {"use_rope_scaling": True}, "--use-rope-scaling is given.* is yarn.* rope"),
+    ("yarn", {"rotary_seq_len_interpolation_factor": 4}, "interpolation-factor 4 .* rope"),
+    ("yarn", {"rotary_percent": 0.5}, "--rotary-percent 0.5 .* rope"),
+]
+
+
+@pytest.mark.parametrize(
+    "kind, given, message",
+    POSITIONS,
+    ids=[f"{kind}-{next(iter(given))}" for kind, given, _ in POSITIONS],
+)
+def test_scalings_of_positions_that_megatron_would_ignore(kind, given, message):
+    with pytest.raises(ArgumentsError, match=message):
+        check(parse(position_embedding_type=kind, **given))
+    other = "rope" if kind == "yarn" else "yarn"
+    check(parse(position_embedding_type=other, **given))
+
+
+@pytest.mark.parametrize(
+    "factor, original, said",
+    [(16.0, 256, 0), (16.0, None, 0), (8.0, 256, 1)],
+    ids=["16x256", "16xdefault", "8x256"],
+)
+def test_samples_longer_than_yarn_extends_to(factor, original, said):
+    args = parse(
+        position_embedding_type="yarn",
+        rotary_scaling_factor=factor,
+        yarn_original_max_position_embeddings=original,
+    )
+    out = "\n".join(check(args))
+    assert out.count("warning: --seq-length is 4096") == said
+    assert out.count("to 2048") == said
