@@ -209,7 +209,7 @@ LIVE_STATE = (
         "class of `model.output_layer`",
         "`output_layer.py`, in `GPTModel.__init__`",
         "Becomes `ChunkedOutputLayer` (chunk in `mtraining_chunk`), on that instance alone, unless all "
-        "logits are needed. Its `__name__` stays `ColumnParallelLinear`, by which Megatron-FSDP recognises it.",
+        "logits are needed. Its `__name__` stays `ColumnParallelLinear`, which Megatron-FSDP looks for.",
     ),
     LiveState(
         "`mtraining_documents` on `tokens` and `position_ids`",
@@ -292,7 +292,7 @@ def find_owner(change: LiveChange, version: str):
         raise _moved(f"{symbol}, which megatron-mtraining replaces", version) from None
     if class_name:
         owner = getattr(owner, class_name, None)
-    if not callable(getattr(owner, change.name, None)):
+    if owner is None or not callable(getattr(owner, change.name, None)):
         raise _moved(f"{symbol}, which megatron-mtraining replaces", version)
     return owner
 
