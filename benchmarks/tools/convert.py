@@ -74,13 +74,12 @@ def make(folder: Path, config: dict, shard_bytes: int) -> None:
     """
     import torch
 
-    from megatron_mtraining.tools.convert.dtypes import NAMES
     from megatron_mtraining.tools.convert.families import model_of
     from megatron_mtraining.tools.convert.hf_folder import Planned, write_json, write_shards
-    from megatron_mtraining.tools.convert.names import mapped
+    from megatron_mtraining.tools.convert.mapping import mapped
 
     folder.mkdir()
-    dtype = NAMES[config["torch_dtype"]]
+    dtype = getattr(torch, config["torch_dtype"])
     model = model_of(config, folder / "config.json")
     plan = [Planned(tensor.name, tensor.shape, dtype) for tensor in mapped(model)]
     needed, free = 2 * sum(p.bytes for p in plan), shutil.disk_usage(folder).free

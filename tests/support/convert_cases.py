@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Small random models of the families that convert, as transformers saves them."""
+"""Tiny random models of the families that can be converted, as transformers saves them."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ CASES = {
 MOE_CONFIG = dict(
     **BASE, **MOE, architectures=["Qwen3MoeForCausalLM"], rope_parameters=rope(), norm_topk_prob=True
 )  # fmt: skip
-"""A config.json, as far as it is read."""
+"""The fields of a Qwen3-MoE config.json that are read."""
 
 
 def save(name: str, folder: Path, dtype=torch.float32, shard: str = "200KB", **changes) -> Path:
-    """Save a model of random weights, biases and norms too, in several shards."""
+    """Save a model of random weights, biases and norms too, in several files."""
     import transformers
 
     family, values = CASES[name]
@@ -81,7 +81,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def plain_pair(root: Path) -> tuple[Path, Path]:
-    """A Hugging Face folder in bf16, and its checkpoint."""
+    """A Hugging Face folder in bfloat16, and the checkpoint converted from it."""
     folder = save("qwen2", root / "hf", torch.bfloat16)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "generation_config.json").write_text('{"top_p": 0.5}')
@@ -90,14 +90,14 @@ def plain_pair(root: Path) -> tuple[Path, Path]:
 
 
 def flags_of(checkpoint: Path) -> list[str]:
-    """MEGATRON_ARGS, as bash has them."""
+    """The words of MEGATRON_ARGS, from bash."""
     script = 'source "$1" && printf "%s\\n" "${MEGATRON_ARGS[@]}"'
     words = ["bash", "-c", script, "bash", checkpoint / "megatron_args.sh"]
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def change_args(checkpoint: Path, **values) -> None:
-    """Change the arguments that a checkpoint keeps."""
+    """Change the arguments in a checkpoint."""
     file = checkpoint / "release" / "common.pt"
     common = torch.load(file, weights_only=False)
     for name, value in values.items():
@@ -113,18 +113,24 @@ def to_megatron(*words) -> int:
     return convert("hf-to-megatron", *words)
 
 
+def case_id(name: str) -> str:
+    """A model's name as a pytest id."""
+    return name.replace(",", "").replace(" ", "-")
+
+
 def config_of(folder: Path) -> dict:
     return json.loads((folder / "config.json").read_text())
 
 
 def same(before: dict, after: dict) -> None:
+    """Assert that two folders' weights are bit-identical, in the same dtypes."""
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name]), name
 
 
 def refused(capsys, folder: Path, words, named) -> None:
-    """One line of error with these words in it, and no trace of the target."""
+    """Assert that a conversion fails with one line that contains ``named``, and changes nothing."""
     before = sorted(folder.parent.iterdir())
     there = folder.exists() and sorted(
         (path, path.stat().st_mtime_ns) for path in folder.rglob("*")

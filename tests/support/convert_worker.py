@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""One rank of test_convert_model: GPTModel of megatron-core, loaded from converted checkpoints.
+"""One rank of test_megatron_model: a GPTModel of megatron-core, loaded from converted checkpoints.
 
 torchrun ... convert_worker.py TP PP FOLDER...     each with meg/, tokens.pt and logits.pt in it
 """
@@ -18,7 +18,7 @@ YARN = {"rotary_scaling_factor", "mscale", "mscale_all_dim"}
 
 
 def build(args, tp: int, pp: int):
-    """A model of what the checkpoint's arguments say, as far as Megatron-LM reads them."""
+    """The model of a checkpoint's arguments, as Megatron-LM builds it."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
@@ -86,7 +86,7 @@ def build(args, tp: int, pp: int):
 
 
 def load(model, folder: str) -> None:
-    """As load_checkpoint of Megatron-LM does."""
+    """Load a checkpoint as Megatron-LM's load_checkpoint does."""
     from megatron.core import dist_checkpointing
 
     for weight in model.parameters():
@@ -98,7 +98,7 @@ def load(model, folder: str) -> None:
 
 @torch.no_grad()
 def logits_of(model, tokens):
-    """Logits of all words, on the last stage; None before."""
+    """Logits of the whole vocabulary on the last pipeline stage; None on the others."""
     length = tokens.shape[1]
     mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
     rank, tp = dist.get_rank(), model.config.tensor_model_parallel_size
@@ -130,10 +130,9 @@ def main(tp: int, pp: int, folders: list[Path]) -> None:
         found = logits_of(model, torch.load(folder / "tokens.pt"))
         if found is not None:
             expected = torch.load(folder / "logits.pt")
-            words = expected.shape[-1]
-            torch.testing.assert_close(found[..., :words], expected, atol=1e-4, rtol=1e-4)
-        if found is not None and words < found.shape[-1]:
-            assert not found[..., words:].any()  # rows of padding are zero
+            vocab = expected.shape[-1]
+            torch.testing.assert_close(found[..., :vocab], expected, atol=1e-4, rtol=1e-4)
+            assert not found[..., vocab:].any()  # rows of padding are zero
         dist.barrier()
         if dist.get_rank() == 0:
             print(f"ok: {folder.name}", flush=True)

@@ -6,246 +6,193 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from importlib.util import find_spec
+from collections.abc import Callable
 from pathlib import Path
 
 from ...config import ConfigError
-from ..common.signals import Ended, ends_as_exceptions
-
-__all__ = ["add_arguments", "run"]  # what megatron_mtraining.tools.cli asks of a subcommand
+from ...requirements import require
+from ..common.atomic_output import atomic_file
 
 DTYPES = ("float32", "bfloat16", "float16")
+OUTER = ("command", "direction")
+"""Arguments that say which function to call; the others are its options."""
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The subcommands, and their options."""
-    kinds = parser.add_subparsers(dest="direction", required=True, metavar="DIRECTION")
-    to_megatron = kinds.add_parser(
-        "hf-to-megatron", help="a Hugging Face folder to a checkpoint that pretrain_gpt.py loads"
+    directions = parser.add_subparsers(dest="direction", required=True, metavar="DIRECTION")
+    what = "convert a Hugging Face folder to a checkpoint that pretrain_gpt.py loads"
+    command = directions.add_parser("hf-to-megatron", help=what, description=what)
+    add = command.add_argument
+    _add_common(command, "Hugging Face folder with safetensors", "checkpoint folder to write")
+    what = (
+        "rows of Megatron's embedding; those beyond the vocabulary are zero (default: vocab_size)"
     )
-    _folders(to_megatron, "Hugging Face folder with safetensors", "checkpoint folder to be made")
-    to_megatron.add_argument(
-        "--padded-vocab-size", type=_positive, metavar="N",
-        help="rows of Megatron's embedding; those beyond the model's vocabulary are zero (default: the "
-        "model's own vocab_size)",
-    )  # fmt: skip
-    to_megatron.add_argument(
-        "--rotary-base", type=_positive, metavar="BASE", help="another base for RoPE"
+    add("--padded-vocab-size", type=POSITIVE, metavar="N", help=what)
+    add(
+        "--rotary-base",
+        type=POSITIVE,
+        metavar="BASE",
+        help="RoPE base to train with (default: the model's)",
     )
-    to_megatron.add_argument(
-        "--yarn",
-        type=_factor,
-        metavar="FACTOR",
-        help="let positions go so many times as far, with YaRN",
+    what = "extend the model's positions by this factor with YaRN"
+    add("--yarn", type=FACTOR, metavar="FACTOR", help=what)
+    what = "longest sequence (default: the model's, times --yarn)"
+    add("--max-position-embeddings", type=POSITIVE, metavar="N", help=what)
+
+    what = "convert a Megatron checkpoint (torch_dist) to a Hugging Face folder"
+    command = directions.add_parser("megatron-to-hf", help=what, description=what)
+    add = command.add_argument
+    _add_common(
+        command, "folder of the checkpoint or of an iteration", "Hugging Face folder to write"
     )
-    to_megatron.add_argument(
-        "--max-position-embeddings", type=_positive, metavar="N",
-        help="positions (default: the model's, times --yarn)",
-    )  # fmt: skip
-    to_hf = kinds.add_parser(
-        "megatron-to-hf", help="a Megatron checkpoint (torch_dist) to a Hugging Face folder"
+    what = (
+        "folder to take config.json and tokenizer from: the model that training began from (default: hf/ of "
+        "a converted checkpoint)"
     )
-    _folders(
-        to_hf, "checkpoint's folder, or that of an iteration", "Hugging Face folder to be made"
+    add("--like", type=Path, metavar="HF_FOLDER", help=what)
+    what = "rows of the embedding to write (default: vocab_size of config.json)"
+    add("--vocab-size", type=POSITIVE, metavar="N", help=what)
+    what = "largest size of a file (default: %(default)s)"
+    add("--shard-size", type=size, default="5GB", metavar="SIZE", help=what)
+
+    what = "compare the logits of a Hugging Face model and of a Megatron checkpoint on a text"
+    command = directions.add_parser("verify", help=what, description=what)
+    add = command.add_argument
+    add("source", type=Path, metavar="SRC", help="Hugging Face folder, or the checkpoint")
+    add("target", type=Path, metavar="DST", help="the other one")
+    what = "text, or token ids (.npy) (default: the source of Python's argparse)"
+    add("--text", type=Path, nargs="+", default=[], metavar="FILE", help=what)
+    add(
+        "--seq",
+        type=POSITIVE,
+        metavar="N",
+        help="tokens (default: all, up to the models' positions)",
     )
-    to_hf.add_argument(
-        "--like", type=Path, metavar="HF_FOLDER",
-        help="where config.json and tokenizer come from: the model that training began from (default: hf/ "
-        "of the checkpoint, if it was converted)",
-    )  # fmt: skip
-    to_hf.add_argument(
-        "--vocab-size", type=_positive, metavar="N", help="rows to write (default: config.json's)"
+    add("--dtype", choices=DTYPES, default="float32", help="to compute in (default: %(default)s)")
+    what = (
+        "fraction of positions where both must have the same top-1 token, for exit status 0 (default: "
+        "0.99, or 0.9 in 16 bits)"
     )
-    to_hf.add_argument(
-        "--shard-size",
-        type=size,
-        default="5GB",
-        metavar="SIZE",
-        help="most of a file (default: 5GB)",
-    )
-    check = kinds.add_parser("verify", help="compare the logits of both on a text")
-    check.add_argument(
-        "source", type=Path, metavar="SRC", help="Hugging Face folder, or the checkpoint"
-    )
-    check.add_argument("target", type=Path, metavar="DST", help="the other one")
-    check.add_argument(
-        "--text", type=Path, nargs="+", default=[], metavar="FILE",
-        help="text, or token ids (.npy) (default: the source of a module of Python's)",
-    )  # fmt: skip
-    check.add_argument(
-        "--seq", type=_positive, metavar="N", help="tokens (default: all, up to positions)"
-    )
-    check.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="to compute in (default: float32)"
-    )
-    check.add_argument(
-        "--min-agreement", type=_share, metavar="SHARE",
-        help="of positions where the most likely word must be the same in both, for an exit status of 0 "
-        "(default: 0.99, and 0.9 in 16 bits)",
-    )  # fmt: skip
-    check.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
-    check.add_argument("--output", type=Path, metavar="FILE", help="write the numbers, as JSON")
+    add("--min-agreement", type=FRACTION, metavar="FRACTION", help=what)
+    add("--device", help="cpu or cuda (default: a GPU if there is one)")
+    add("--output", type=Path, metavar="FILE", help="write the result as JSON")
 
 
-def _folders(parser: argparse.ArgumentParser, source: str, target: str) -> None:
-    parser.add_argument("source", type=Path, metavar="SRC", help=source)
-    parser.add_argument("target", type=Path, metavar="DST", help=target)
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
-    parser.add_argument(
-        "--allow-dtype-loss", action="store_true", help="let --dtype round what it cannot hold"
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace a checkpoint or model in DST"
-    )
+def _add_common(command: argparse.ArgumentParser, source: str, target: str) -> None:
+    add = command.add_argument
+    add("source", type=Path, metavar="SRC", help=source)
+    add("target", type=Path, metavar="DST", help=target)
+    add("--dtype", choices=DTYPES, help="of the weights written (default: unchanged)")
+    add("--allow-dtype-loss", action="store_true", help="allow --dtype to round")
+    add("--overwrite", action="store_true", help="replace a checkpoint or model in DST")
 
 
-def _positive(word: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"{word} is not a whole number of 1 or more")
-    return int(word)
+def _number(kind: type, is_valid: Callable, expected: str) -> Callable[[str], float]:
+    """A type of option: numbers of a kind that are valid."""
+
+    def parse(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not is_valid(value):
+            raise argparse.ArgumentTypeError(f"{text} is not {expected}")
+        return value
+
+    return parse
 
 
-def _factor(word: str) -> float:
-    try:
-        value = float(word)
-    except ValueError:
-        value = 0.0
-    if not 1 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{word} is not a number above 1")
-    return value
+POSITIVE = _number(int, lambda value: value >= 1, "a positive integer")
+FACTOR = _number(float, lambda value: 1 < value < 1e6, "a number above 1")
+FRACTION = _number(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
 
 
-def _share(word: str) -> float:
-    try:
-        value = float(word)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{word} is not a share from 0 to 1")
-    return value
-
-
-def size(word: str) -> int:
-    """Bytes, of a command line's word such as 5GB."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]B)?", word)
+def size(text: str) -> int:
+    """The bytes of a size such as 5GB."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]B)?", text)
     if not found or float(found[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{word} is not a size such as 5GB or 500MB")
+        raise argparse.ArgumentTypeError(f"{text} is not a size such as 5GB or 500MB")
     return int(float(found[1]) * UNITS[found[2] or ""])
 
 
-def _require(*names: str) -> None:
-    missing = [name for name in names if find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"{', '.join(missing)} not installed: pip install 'megatron-mtraining[convert]'"
-        )
-
-
-def run(args) -> int:
-    """Run a subcommand with parsed arguments; returns the exit status.
+def run(args: argparse.Namespace) -> int:
+    """Run a subcommand; returns the exit status.
 
     Raises:
-        ConfigError: a folder or an option cannot work; the target is as it was.
+        ConfigError: a folder or an option cannot be used; DST has not changed.
     """
-    _require("safetensors")
+    require("safetensors", "tqdm", extra="convert")
     directions = {"hf-to-megatron": _to_megatron, "megatron-to-hf": _to_hf, "verify": _verify}
+    options = {name: value for name, value in vars(args).items() if name not in OUTER}
+    if options["dtype"] is not None:
+        import torch
+
+        options["dtype"] = getattr(torch, options["dtype"])
     try:
-        with ends_as_exceptions():
-            return directions[args.direction](args) or 0
-    except KeyboardInterrupt:
-        print("mtraining convert: interrupted; nothing was left", file=sys.stderr)
-        return 130
-    except Ended as end:
-        print(f"mtraining convert: ended by {end.name}; nothing was left", file=sys.stderr)
-        return 128 + end.number
+        return directions[args.direction](**options)
+    except OSError as error:  # errors in writing are ConfigErrors already
+        if error.filename is None:
+            raise
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
-def _to_megatron(args) -> None:
-    from .dtypes import NAMES
+def when_ended(args: argparse.Namespace) -> str:
+    """What an interrupted run has left."""
+    return "nothing was left"
+
+
+def _to_megatron(source: Path, target: Path, **options) -> int:
     from .hf_folder import has_tokenizer
-    from .to_megatron import ToMegatron, convert
+    from .to_megatron import convert
 
-    convert(
-        ToMegatron(
-            args.source,
-            args.target,
-            NAMES.get(args.dtype),
-            args.allow_dtype_loss,
-            args.padded_vocab_size,
-            args.rotary_base,
-            args.yarn,
-            args.max_position_embeddings,
-            args.overwrite,
-        )
-    )
-    if not has_tokenizer(args.source):
+    convert(source, target, **options)
+    if not has_tokenizer(source):
         print(
-            f"mtraining convert: {args.source} has no tokenizer, and megatron_args.sh names none: add "
-            "--tokenizer-type and --tokenizer-model to train",
+            f"mtraining convert: {source} has no tokenizer, so megatron_args.sh has no flags for one: "
+            "add --tokenizer-type and --tokenizer-model to train",
             file=sys.stderr,
         )
-    print(
-        f"{args.target}: load it with --load, and the flags in {args.target / 'megatron_args.sh'}"
-    )
+    script = target / "megatron_args.sh"
+    print(f"{target}: load it with --load and the flags in {script}")
+    return 0
 
 
-def _to_hf(args) -> None:
-    from .dtypes import NAMES
-    from .to_hf import ToHuggingFace, convert
+def _to_hf(source: Path, target: Path, **options) -> int:
+    from .to_hf import convert
 
-    convert(
-        ToHuggingFace(
-            args.source,
-            args.target,
-            args.like,
-            NAMES.get(args.dtype),
-            args.allow_dtype_loss,
-            args.vocab_size,
-            args.shard_size,
-            args.overwrite,
-        )
-    )
-    print(f"{args.target}: load it with transformers")
+    convert(source, target, **options)
+    print(f"{target}: load it with transformers")
+    return 0
 
 
-def _verify(args) -> int:
+def _verify(
+    source: Path, target: Path, *, dtype, device: str | None, output: Path | None, **options
+) -> int:
+    import json
+
     from ...models.environment import device_of
     from ...models.megatron_folder import is_checkpoint
-    from .dtypes import NAMES
-    from .hf_folder import write_json
-    from .verify import Verify, as_json, as_text, verify
+    from ...models.types import ModelOptions
+    from .verify import as_json, as_text, verify
 
-    device = device_of(args.device)
-    given = [(args.source, "SRC"), (args.target, "DST")]
-    for folder, name in given:
-        if not folder.is_dir():
-            raise ConfigError(f"{name} is {folder}, which is no folder")
-    given.sort(key=lambda pair: is_checkpoint(pair[0]))
-    folders, names = zip(*given)
-    if [is_checkpoint(folder) for folder in folders] != [False, True]:
+    run_on = device_of(device)
+    models = [ModelOptions(source, run_on, dtype, name="SRC")]
+    models.append(ModelOptions(target, run_on, dtype, name="DST"))
+    for model in models:
+        if not model.path.is_dir():
+            raise ConfigError(f"{model.name} is {model.path}, which is not a folder")
+    models.sort(key=lambda model: is_checkpoint(model.path))
+    if [is_checkpoint(model.path) for model in models] != [False, True]:
         raise ConfigError(
-            f"SRC is {args.source} and DST is {args.target}: one must be a Hugging Face folder, and the "
-            "other a Megatron checkpoint"
+            f"SRC is {source} and DST is {target}: give one Hugging Face folder and one Megatron checkpoint"
         )
-    found = verify(
-        Verify(
-            *folders,
-            tuple(args.text),
-            args.seq,
-            NAMES[args.dtype],
-            device,
-            args.output,
-            args.min_agreement,
-            names,
-        )
-    )
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        raise ConfigError(f"--output is {output}: name a file in an existing folder")
+    found = verify(*models, **options)
     print(as_text(found))
-    if args.output is not None:
-        try:
-            write_json(args.output, as_json(found))
-        except OSError as error:
-            raise ConfigError(
-                f"--output is {args.output}, which cannot be written: {error.strerror}"
-            ) from None
+    if output is not None:
+        with atomic_file(output, overwrite=True) as file:
+            file.write(json.dumps(as_json(found), indent=2).encode() + b"\n")
     return 1 if found["differs"] else 0

@@ -1,52 +1,49 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The families of models that convert, as data: what their config.json says, and what Megatron calls it."""
+"""The model families that can be converted, and a model's sizes from its config.json."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ...config import ConfigError
-from .fields import check_types, take
+from .config_schema import check_types, required
 
 
 @dataclass(frozen=True)
 class Family:
-    """Models of one architecture of transformers.
+    """The models of one architecture of transformers.
 
     Attributes:
-        fixed: fields of config.json with the only value that is supported, and whether that value is also
-            what transformers takes where the field is missing.
+        only: fields of config.json with the single value that can be converted, which is also their
+            default in transformers.
     """
 
     architecture: str
+    only: dict[str, object]
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: bool = False
-    fixed: tuple[tuple[str, object], ...] = ()
 
 
-PLAIN = (("hidden_act", "silu"), ("attention_dropout", 0.0), ("mlp_bias", False))
+DENSE = {"hidden_act": "silu", "attention_dropout": 0.0, "mlp_bias": False}
+UNBIASED = DENSE | {"attention_bias": False}
 FAMILIES = {
     family.architecture: family
     for family in (
-        Family("Qwen2ForCausalLM", qkv_bias=True, fixed=PLAIN),
-        Family("Qwen3ForCausalLM", qk_norm=True, fixed=(*PLAIN, ("attention_bias", False))),
+        Family("Qwen2ForCausalLM", DENSE, qkv_bias=True),
+        Family("Qwen3ForCausalLM", UNBIASED, qk_norm=True),
         Family(
-            "Qwen3MoeForCausalLM",
-            qk_norm=True,
-            experts=True,
-            fixed=(*PLAIN, ("attention_bias", False), ("decoder_sparse_step", 1)),
+            "Qwen3MoeForCausalLM", UNBIASED | {"decoder_sparse_step": 1}, qk_norm=True, experts=True
         ),
-        Family("LlamaForCausalLM", fixed=(*PLAIN, ("attention_bias", False))),
+        Family("LlamaForCausalLM", UNBIASED),
     )
 }
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model's shape, the same on both sides. ``vocab`` is Hugging Face's, ``padded_vocab`` Megatron's."""
+    """A model's sizes. ``vocab`` is Hugging Face's vocabulary size, ``padded_vocab`` Megatron's."""
 
     family: Family
     layers: int
@@ -77,23 +74,27 @@ def model_of(config: dict, file: Path, padded_vocab: int | None = None) -> Model
         ConfigError: names the file, the field and its value.
     """
     check_types(config, file)
-    named = config.get("architectures") or []
-    family = FAMILIES.get(named[0]) if len(named) == 1 else None
+    names = config.get("architectures") or []
+    family = FAMILIES.get(names[0]) if len(names) == 1 else None
     if family is None:
         raise ConfigError(
-            f"{file}: architectures is {', '.join(named) or 'missing'}; "
-            f"{', '.join(FAMILIES)} are converted"
+            f"{file}: architectures is {', '.join(names) or 'missing'}; supported are "
+            f"{', '.join(FAMILIES)}"
         )
-    for field, value in family.fixed:
+    for field, value in family.only.items():
         if config.get(field, value) != value:
             raise ConfigError(
-                f"{file}: {field} is {config[field]}, of which Megatron's {family.architecture} knows "
-                f"only {value}"
+                f"{file}: {field} is {config[field]}; a {family.architecture} can be converted only with "
+                f"{value}"
             )
-    _check_attention(family, config, file)
+    _check_full_attention(family, config, file)
+    if config.get("quantization_config"):
+        raise ConfigError(f"{file}: quantization_config is set: give the unquantized weights")
 
-    number = partial(take, config, file=file)
-    heads, hidden, vocab = map(number, ("num_attention_heads", "hidden_size", "vocab_size"))
+    def size(field: str):
+        return required(config, field, file)
+
+    heads, hidden, vocab = size("num_attention_heads"), size("hidden_size"), size("vocab_size")
     groups = config.get("num_key_value_heads") or heads
     if heads % groups:
         raise ConfigError(
@@ -107,61 +108,59 @@ def model_of(config: dict, file: Path, padded_vocab: int | None = None) -> Model
     padded = vocab if padded_vocab is None else padded_vocab
     if padded < vocab:
         raise ConfigError(
-            f"--padded-vocab-size is {padded}, fewer than vocab_size in {file} ({vocab}): use {vocab} or more"
+            f"--padded-vocab-size is {padded}, below vocab_size in {file} ({vocab}): use {vocab} or more"
         )
     experts = {}
     if family.experts:
         if config.get("mlp_only_layers"):
             raise ConfigError(
-                f"{file}: mlp_only_layers is {config['mlp_only_layers']}: layers with and without experts in "
-                "one model are not converted"
+                f"{file}: mlp_only_layers is {config['mlp_only_layers']}: models with both dense and MoE "
+                "layers cannot be converted"
             )
         experts = dict(
             # transformers 5 writes the second name.
-            experts=number("num_experts" if "num_experts" in config else "num_local_experts"),
-            expert_ffn=number("moe_intermediate_size"),
-            topk=number("num_experts_per_tok"),
+            experts=size("num_experts" if "num_experts" in config else "num_local_experts"),
+            expert_ffn=size("moe_intermediate_size"),
+            topk=size("num_experts_per_tok"),
             norm_topk=bool(config.get("norm_topk_prob", False)),
         )
     return Model(
         family=family,
-        layers=number("num_hidden_layers"),
+        layers=size("num_hidden_layers"),
         hidden=hidden,
         heads=heads,
         groups=groups,
         head_dim=head_dim,
-        ffn=number("intermediate_size"),
+        ffn=size("intermediate_size"),
         vocab=vocab,
         padded_vocab=padded,
         tied=bool(config.get("tie_word_embeddings", False)),
-        norm_eps=number("rms_norm_eps"),
+        norm_eps=size("rms_norm_eps"),
         **experts,
     )
 
 
-def _check_attention(family: Family, config: dict, file: Path) -> None:
-    """All layers have full attention, in transformers: by ``layer_types``, which Qwen3Moe does not read, and
-    else by the sliding window, with transformers' own defaults."""
+def _check_full_attention(family: Family, config: dict, file: Path) -> None:
+    """Refuse sliding windows, as transformers decides on them.
+
+    By ``layer_types`` (which Qwen3Moe ignores), else by the window and transformers' defaults for it.
+    """
     kinds = set(config.get("layer_types") or ["full_attention"]) - {"full_attention"}
     if kinds:
         raise ConfigError(
-            f"{file}: layer_types has {', '.join(sorted(kinds))}: only full attention in every layer can be "
-            "expressed"
+            f"{file}: layer_types has {', '.join(sorted(kinds))}; only full attention in every layer can be "
+            "converted"
         )
-    # Qwen2 carries the window's size along where it is switched off, or begins behind the last layer.
+    # Qwen2's config.json keeps the window's size also where no layer uses it.
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     if family.experts:
         used = True
     elif config.get("layer_types"):
         used = False
     else:
-        used = config.get("max_window_layers", 28) < take(config, "num_hidden_layers", file)
+        used = config.get("max_window_layers", 28) < required(config, "num_hidden_layers", file)
     if window is not None and used:
         raise ConfigError(
-            f"{file}: use_sliding_window is True, with sliding_window {window}: only full attention in every "
-            "layer can be expressed"
-        )
-    if config.get("quantization_config"):
-        raise ConfigError(
-            f"{file}: quantization_config is set: give the weights that are not quantised"
+            f"{file}: use_sliding_window is True, with sliding_window {window}; only full attention in every "
+            "layer can be converted"
         )

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Hugging Face folders: safetensors shards, read tensor by tensor and written shard by shard."""
+"""Hugging Face folders: safetensors files, read tensor by tensor and written file by file."""
 
 from __future__ import annotations
 
@@ -20,25 +20,28 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
-KEPT = (
+"""By their names in safetensors files."""
+LOSSLESS = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
+"""Changes of dtype that keep every value."""
+COPIED = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.json",
     "chat_template.jinja", "LICENSE", "LICENSE.txt", "NOTICE",
 )  # fmt: skip
-"""Files of a model, beside config.json and weights, that go along."""
+"""Files that are copied to the converted model, beside config.json and weights."""
 TEMPLATES = "additional_chat_templates"
-"""A folder of .jinja files, which goes along too."""
+"""A folder of .jinja files, which is copied too."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""Files that transformers makes a tokenizer of; one is enough."""
+"""transformers needs one of these files for a tokenizer."""
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-"""Names of the files with weights that are written."""
+"""Names of the files with weights that :func:`write_shards` writes."""
 
 
 def read_json(file: Path) -> dict:
-    """A JSON file's object.
+    """The object in a JSON file.
 
     Raises:
-        ConfigError: there is none, or it cannot be read.
+        ConfigError: the file cannot be read, or has no object.
     """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -53,7 +56,7 @@ def read_json(file: Path) -> dict:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a shard."""
+    """A tensor in a safetensors file."""
 
     file: Path
     shape: tuple[int, ...]
@@ -61,88 +64,90 @@ class Stored:
 
 
 class Shards:
-    """The weights of a folder. Every shard's header is read at once, a tensor only when asked for.
+    """The weights of a folder. All headers are read at once, a tensor only on demand.
 
     Attributes:
-        tensors: all that there are, by name.
+        tensors: all tensors, by name.
 
     Raises:
-        ConfigError: a shard is missing, cut off, or lacks what the index says it has.
+        ConfigError: a file is missing, cut off, or lacks a tensor that the index promises.
     """
 
     def __init__(self, folder: Path):
-        self.folder, self._name, self._open = folder, None, None
-        files, promised = self._files()
+        self.folder, self._file, self._open = folder, None, None
+        weight_map = self._weight_map()
         self.tensors: dict[str, Stored] = {}
-        for file in files:
-            shard = self._shard(file)
-            for name in shard.keys():
-                part = shard.get_slice(name)
-                kind = part.get_dtype()
-                if kind not in DTYPES:
-                    raise ConfigError(
-                        f"{file}: {name} is of type {kind}: {', '.join(DTYPES)} convert"
-                    )
-                if name in self.tensors:
-                    raise ConfigError(
-                        f"{file}: {name} is also in {self.tensors[name].file.name}: leave one of them"
-                    )
-                self.tensors[name] = Stored(file, tuple(part.get_shape()), DTYPES[kind])
-        for name, file in promised.items():
+        for file in sorted(set(weight_map.values())) or [SINGLE]:
+            self._read_header(folder / file)
+        for name, file in weight_map.items():
             if name not in self.tensors or self.tensors[name].file.name != file:
-                raise ConfigError(f"{folder / file} has no {name}, which {INDEX} says it has")
+                raise ConfigError(f"{folder / file} has no {name}, which {INDEX} promises")
         self.close()
 
-    def _files(self) -> tuple[list[Path], dict[str, str]]:
-        index, single = self.folder / INDEX, self.folder / SINGLE
+    def _weight_map(self) -> dict[str, str]:
+        """The files of the tensors, by the index; empty if there is a single file."""
+        index = self.folder / INDEX
         if not index.is_file():
-            if not single.is_file():
+            if not (self.folder / SINGLE).is_file():
                 raise ConfigError(
                     f"{self.folder} has neither {SINGLE} nor {INDEX}: no safetensors weights"
                 )
-            return [single], {}
-        promised = read_json(index).get("weight_map")
-        if not isinstance(promised, dict) or not promised:
+            return {}
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
             raise ConfigError(f"{index} has no weight_map")
-        for key, name in promised.items():
+        for key, name in weight_map.items():
             if not isinstance(name, str) or Path(name).name != name:
                 raise ConfigError(
-                    f"{index}: weight_map has {name!r} for {key}: the name of a file in the same folder is "
-                    "needed"
+                    f"{index}: weight_map has {name!r} for {key}, which is not the name of a file in the "
+                    "same folder"
                 )
-        files = [self.folder / name for name in sorted(set(promised.values()))]
-        for file in files:
-            if not file.is_file():
-                key = next(k for k, v in promised.items() if v == file.name)
-                raise ConfigError(f"{file} is missing: {INDEX} says it has {key}")
-        return files, promised
+        for name, key in {name: key for key, name in weight_map.items()}.items():
+            if not (self.folder / name).is_file():
+                raise ConfigError(f"{self.folder / name} is missing; by {INDEX}, {key} is in it")
+        return weight_map
+
+    def _read_header(self, file: Path) -> None:
+        shard = self._shard(file)
+        for name in shard.keys():
+            tensor = shard.get_slice(name)
+            dtype = tensor.get_dtype()
+            if dtype not in DTYPES:
+                raise ConfigError(
+                    f"{file}: {name} is of type {dtype}; {', '.join(DTYPES)} can be converted"
+                )
+            if name in self.tensors:
+                raise ConfigError(
+                    f"{file}: {name} is also in {self.tensors[name].file.name}: remove one of them"
+                )
+            self.tensors[name] = Stored(file, tuple(tensor.get_shape()), DTYPES[dtype])
 
     def _shard(self, file: Path):
         from safetensors import safe_open
 
-        if self._name != file:
+        if self._file != file:
             self.close()
             try:
                 self._open = safe_open(file, "pt")
             except Exception as error:
-                raise ConfigError(f"{file} is not a whole safetensors file: {error}") from None
-            self._name = file
+                raise ConfigError(f"{file} is not a complete safetensors file: {error}") from None
+            self._file = file
         return self._open
 
     def close(self) -> None:
-        """Let go of the shard that is open, and of its pages in memory."""
-        self._name = self._open = None
+        """Close the open file, whose pages count as this process's memory."""
+        self._file = self._open = None
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """A tensor, or some of its rows, in memory of its own."""
-        part = self._shard(self.tensors[name].file).get_slice(name)
-        part = part[:] if rows is None else part[rows[0] : rows[1]]
-        return part.clone()  # as it is, it would keep the whole shard
+        """A copy of a tensor, or of some of its rows."""
+        tensor = self._shard(self.tensors[name].file).get_slice(name)
+        tensor = tensor[:] if rows is None else tensor[rows[0] : rows[1]]
+        return tensor.clone()  # the tensor itself would keep the file mapped
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor to be written."""
+    """A tensor to write."""
 
     name: str
     shape: tuple[int, ...]
@@ -156,13 +161,12 @@ class Planned:
 def write_shards(
     folder: Path, plan: list[Planned], tensors: Iterator[Tensor], shard_bytes: int, advance
 ) -> None:
-    """Write tensors as safetensors, with an index where there is more than one file.
+    """Write tensors as safetensors files, with an index if there are several.
 
     Args:
-        folder: where to.
-        plan: what will come.
-        tensors: those of the plan, in its order, made when they are asked for.
-        shard_bytes: most bytes of a file, unless one tensor has more.
+        plan: the tensors to come.
+        tensors: the tensors of the plan, in its order; each is taken when it is needed.
+        shard_bytes: largest size of a file, unless one tensor is larger.
         advance: called with the bytes of each tensor.
 
     Raises:
@@ -172,17 +176,18 @@ def write_shards(
     from safetensors.torch import save_file
 
     shards: list[list[Planned]] = [[]]
-    held = 0
+    size = 0
     for planned in plan:
-        if shards[-1] and held + planned.bytes > shard_bytes:
+        if shards[-1] and size + planned.bytes > shard_bytes:
             shards.append([])
-            held = 0
+            size = 0
         shards[-1].append(planned)
-        held += planned.bytes
+        size += planned.bytes
     weight_map = {}
     for number, shard in enumerate(shards, 1):
-        many = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        file = SINGLE if len(shards) == 1 else many
+        file = SINGLE
+        if len(shards) > 1:
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         content = {}
         for planned in shard:
             content[planned.name] = next(tensors).contiguous()
@@ -190,8 +195,8 @@ def write_shards(
             weight_map[planned.name] = file
         try:
             save_file(content, folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(0, str(error)) from None  # such as a full disk
+        except SafetensorError as error:  # such as a full disk
+            raise OSError(0, str(error)) from None
     if len(shards) > 1:
         total = sum(planned.bytes for planned in plan)
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
@@ -201,13 +206,26 @@ def write_json(file: Path, value: dict) -> None:
     file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def check_lossless(
+    name: str, place: Path, stored: torch.dtype, wanted: torch.dtype, allowed: bool
+) -> None:
+    """Raise :class:`ConfigError` if a change of dtype rounds, unless that is allowed."""
+    if stored == wanted or (stored, wanted) in LOSSLESS or allowed:
+        return
+    stored, wanted = (str(dtype).removeprefix("torch.") for dtype in (stored, wanted))
+    raise ConfigError(
+        f"{place}: {name} is {stored}, and --dtype {wanted} would round it: leave --dtype out, or add "
+        "--allow-dtype-loss"
+    )
+
+
 def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in TOKENIZERS)
 
 
 def copy_files(source: Path, target: Path) -> None:
     """Copy generation config, tokenizer files and chat templates."""
-    for name in KEPT:
+    for name in COPIED:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
     for template in sorted((source / TEMPLATES).glob("*.jinja")):

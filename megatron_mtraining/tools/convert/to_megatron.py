@@ -6,7 +6,8 @@ from __future__ import annotations
 import io
 import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -14,178 +15,163 @@ from pathlib import Path
 import torch
 
 from ...config import ConfigError
-from . import arguments, positions, torch_dist
-from .dtypes import check_loss
+from . import megatron_args, rope, torch_dist
 from .families import Model, model_of
-from .hf_folder import Shards, copy_files, has_tokenizer, read_json, write_json
-from .names import Mapped, extra_states, interleave, mapped
-from .target import CHECKPOINT, Progress, Target
-from .torch_dist import PART_BYTES, Piece, same_bits
+from .hf_folder import Shards, check_lossless, copy_files, has_tokenizer, read_json, write_json
+from .mapping import Mapped, Region, extra_states, interleave, mapped
+from .target_folder import CHECKPOINT, Target, progress
+from .torch_dist import PART_BYTES, Part, same_bits
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
-"""Tensors that old checkpoints hold and that are computed."""
+"""Tensors of old checkpoints that Megatron computes."""
 
 
-@dataclass(frozen=True)
-class ToMegatron:
-    """What the command line asks for; see ``mtraining convert hf-to-megatron --help``."""
-
-    source: Path
-    target: Path
-    dtype: torch.dtype | None = None
-    allow_dtype_loss: bool = False
-    padded_vocab_size: int | None = None
-    rotary_base: int | None = None
-    yarn: float | None = None
-    max_position_embeddings: int | None = None
-    overwrite: bool = False
-
-
-def convert(options: ToMegatron) -> None:
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    allow_dtype_loss: bool = False,
+    padded_vocab_size: int | None = None,
+    rotary_base: int | None = None,
+    yarn: float | None = None,
+    max_position_embeddings: int | None = None,
+    overwrite: bool = False,
+) -> None:
     """Write a Hugging Face folder's model as a checkpoint that pretrain_gpt.py loads.
 
+    The arguments are the command line's; see ``mtraining convert hf-to-megatron --help``.
+
     Raises:
-        ConfigError: see the checks; the target is as it was.
+        ConfigError: the model or the target cannot be used; nothing has changed then.
     """
-    target = Target(options.target, options.overwrite, CHECKPOINT, options.source)
-    file = options.source / "config.json"
+    output = Target(target, overwrite, CHECKPOINT, source)
+    file = source / "config.json"
     config = read_json(file)
-    model = model_of(config, file, options.padded_vocab_size)
-    found = positions.extended(
-        positions.arguments_of(config, file),
-        options.rotary_base,
-        options.yarn,
-        options.max_position_embeddings,
-    )
-    shards = Shards(options.source)
+    model = model_of(config, file, padded_vocab_size)
+    positions = rope.arguments_of(config, file)
+    positions = rope.extended(positions, rotary_base, yarn, max_position_embeddings)
+    args = megatron_args.namespace(model, positions)
+    shards = Shards(source)
     tensors = list(mapped(model))
-    check_names(shards, tensors, model)
+    check_tensors(shards, tensors, model)
     if model.tied:
         _check_tied(shards)
-    pieces = _pieces(options, shards, tensors, model)
-    size = sum(piece.bytes for piece in pieces)
-    args = arguments.namespace(model, found)
-    with target.whole(size) as folder:
-        inside = folder / "release"
-        inside.mkdir()
-        with Progress("hf-to-megatron", size) as progress:
-            torch_dist.write(inside, pieces, list(extra_states(model)), progress.advance)
+    parts = list(_parts(shards, tensors, model, dtype, allow_dtype_loss))
+    size = sum(part.bytes for part in parts)
+    with output.written(size) as folder:
+        release, kept = folder / "release", folder / "hf"
+        release.mkdir()
+        with progress("hf-to-megatron", size) as bar:
+            torch_dist.write(release, parts, list(extra_states(model)), bar.update)
         shards.close()
         write_json(
-            inside / "metadata.json",
+            release / "metadata.json",
             {"sharded_backend": "torch_dist", "sharded_backend_version": 1},
         )
         common = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
         common["content_metadata"] = {"singleton_local_shards": False}
-        whole_file = io.BytesIO()  # torch's own error of a full disk is not the system's
-        torch.save(common, whole_file)
-        (inside / "common.pt").write_bytes(whole_file.getbuffer())
-        (folder / "megatron_args.sh").write_text(
-            arguments.script(args, str(options.source), has_tokenizer(options.source)),
-            encoding="utf-8",
-        )
-        kept = folder / "hf"
+        buffer = io.BytesIO()  # a full disk raises an OSError then, and not an error of torch's
+        torch.save(common, buffer)
+        (release / "common.pt").write_bytes(buffer.getbuffer())
+        script = megatron_args.script(args, str(source), has_tokenizer(source))
+        (folder / "megatron_args.sh").write_text(script, encoding="utf-8")
         kept.mkdir()
-        copy_files(options.source, kept)
+        copy_files(source, kept)
         shutil.copyfile(file, kept / "config.json")
         (folder / "latest_checkpointed_iteration.txt").write_text("release", encoding="utf-8")
 
 
-def check_names(shards: Shards, tensors: list[Mapped], model: Model) -> None:
-    """Raise :class:`ConfigError` unless tensors and their shapes are those that the model has."""
-    wanted = {tensor.name for tensor in tensors}
+def check_tensors(shards: Shards, tensors: list[Mapped], model: Model) -> None:
+    """Raise :class:`ConfigError` unless a folder has the model's tensors, in their shapes, and no others."""
+    architecture = model.family.architecture
     for tensor in tensors:
         stored = shards.tensors.get(tensor.name)
         if stored is None:
             raise ConfigError(
-                f"{shards.folder} has no {tensor.name}, which config.json's {model.family.architecture} has"
+                f"{shards.folder} has no {tensor.name}, which config.json's {architecture} has"
             )
         if stored.shape != tensor.shape:
             raise ConfigError(
-                f"{stored.file}: {tensor.name} is of shape {list(stored.shape)}, and config.json says "
+                f"{stored.file}: {tensor.name} has shape {list(stored.shape)}, but by config.json "
                 f"{list(tensor.shape)}"
             )
-    tied = {HEAD} if model.tied else set()
+    known = {tensor.name for tensor in tensors} | ({HEAD} if model.tied else set())
     for name, stored in shards.tensors.items():
-        if name not in wanted | tied and not IGNORED.search(name):
+        if name not in known and not IGNORED.search(name):
             raise ConfigError(
-                f"{stored.file}: {name} is not a tensor of a {model.family.architecture}: nothing is left out"
+                f"{stored.file}: {name} is not a tensor of a {architecture}, and would be lost"
             )
 
 
 def _check_tied(shards: Shards) -> None:
-    """An output layer that is stored although it is the embedding has the embedding's bits."""
-    ours, theirs = shards.tensors[EMBEDDING], shards.tensors.get(HEAD)
-    if theirs is None:
+    """A stored output layer must be bit-identical to the embedding that it is tied to."""
+    embedding, head = shards.tensors[EMBEDDING], shards.tensors.get(HEAD)
+    if head is None:
         return
 
     def read(*rows):
-        both = tuple(shards.read(name, rows) for name in (EMBEDDING, HEAD))
+        both = shards.read(EMBEDDING, rows), shards.read(HEAD, rows)
         shards.close()
         return both
 
-    alike = (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-    if not (alike and same_bits(ours.shape[0], ours.dtype.itemsize * ours.shape[1], read)):
+    alike = (embedding.shape, embedding.dtype) == (head.shape, head.dtype)
+    row_bytes = embedding.dtype.itemsize * embedding.shape[1]
+    if not (alike and same_bits(embedding.shape[0], row_bytes, read)):
         raise ConfigError(
-            f"{theirs.file}: {HEAD} is not the same as {EMBEDDING}, though config.json has "
-            "tie_word_embeddings true: set it to false, or leave the tensor out"
+            f"{head.file}: {HEAD} differs from {EMBEDDING}, though tie_word_embeddings in config.json is "
+            "true: set it to false, or remove the tensor"
         )
 
 
-def _pieces(
-    options: ToMegatron, shards: Shards, tensors: list[Mapped], model: Model
-) -> list[Piece]:
-    pieces: list[Piece] = []
-    dtypes: dict[str, tuple[torch.dtype, Mapped]] = {}
-    for (key, offset), group in groupby(tensors, lambda tensor: (tensor.key, tensor.offset)):
-        parts = list(group)
-        for tensor in parts:
+def _parts(
+    shards: Shards,
+    tensors: list[Mapped],
+    model: Model,
+    wanted: torch.dtype | None,
+    allow_dtype_loss: bool,
+) -> Iterator[Part]:
+    """The parts of Megatron's tensors, in the order of ``tensors``; in the wanted dtype, if there is one."""
+    dtypes: dict[str, tuple[torch.dtype, str]] = {}
+    for region, group in groupby(tensors, lambda tensor: tensor.region):
+        group = list(group)
+        for tensor in group:
             stored = shards.tensors[tensor.name]
-            dtype = options.dtype or stored.dtype
-            check_loss(tensor.name, stored.file, stored.dtype, dtype, options.allow_dtype_loss)
-            first, by = dtypes.setdefault(key, (dtype, tensor))
+            dtype = wanted or stored.dtype
+            check_lossless(tensor.name, stored.file, stored.dtype, dtype, allow_dtype_loss)
+            first, name = dtypes.setdefault(region.key, (dtype, tensor.name))
             if dtype != first:
                 raise ConfigError(
-                    f"{stored.file}: {tensor.name} is {dtype}, but {by.name}, which is in one tensor of "
-                    f"Megatron's with it, is {first}: choose one with --dtype"
+                    f"{stored.file}: {tensor.name} is {dtype}, but {name} is {first}, and Megatron has both "
+                    "in one tensor: choose a type with --dtype"
                 )
-        first = parts[0]
-        if first.part:
-            read = partial(_qkv, model, shards, parts)
-            pieces.append(Piece(key, first.size, dtype, offset, first.region, read))
+        if group[0].part:
+            yield Part(region, dtype, partial(_interleaved, model, shards, group))
             continue
-        for name in filter(None, (key, first.also)):
-            pieces += _split(shards, first, name, dtype)
-    return pieces
+        for key in filter(None, (region.key, group[0].also)):
+            yield from _split(shards, group[0], replace(region, key=key), dtype)
 
 
-def _qkv(model: Model, shards: Shards, parts: list[Mapped]) -> torch.Tensor:
-    return interleave(model, *(shards.read(part.name) for part in parts))
+def _interleaved(model: Model, shards: Shards, group: list[Mapped]) -> torch.Tensor:
+    return interleave(model, *(shards.read(tensor.name) for tensor in group))
 
 
-def _split(shards: Shards, tensor: Mapped, key: str, dtype: torch.dtype) -> list[Piece]:
-    """The parts of a tensor that is one in both, and the rows of a padded vocabulary."""
-    rows, inner = tensor.shape[0], tensor.shape[1:]
-    axis = len(tensor.size) - len(tensor.shape)  # of rows
+def _split(shards: Shards, tensor: Mapped, region: Region, dtype: torch.dtype) -> Iterator[Part]:
+    """The parts of a tensor that Megatron has in one region, and the padding of a vocabulary."""
+    rows, *inner = tensor.shape
+    axis = len(region.shape) - len(tensor.shape)  # that of the rows in Megatron's tensor
     step = max(1, PART_BYTES // (dtype.itemsize * max(1, torch.Size(inner).numel())))
 
-    def piece(begin: int, end: int, make) -> Piece:
-        at = list(tensor.offset)
-        at[axis] += begin
-        region = (1,) * axis + (end - begin, *inner)
-        return Piece(key, tensor.size, dtype, tuple(at), region, make)
+    def part(begin: int, end: int, load) -> Part:
+        offsets = list(region.offsets)
+        offsets[axis] += begin
+        sizes = (*region.sizes[:axis], end - begin, *inner)
+        return Part(replace(region, offsets=tuple(offsets), sizes=sizes), dtype, load)
 
-    found = [
-        piece(
-            begin,
-            min(begin + step, rows),
-            partial(shards.read, tensor.name, (begin, min(begin + step, rows))),
-        )
-        for begin in range(0, rows, step)
-    ]
-    is_vocabulary = key in ("embedding.word_embeddings.weight", "output_layer.weight")
-    if is_vocabulary and tensor.size[0] > rows:
-        padding = (tensor.size[0] - rows, *inner)
-        found.append(piece(rows, tensor.size[0], partial(torch.zeros, padding, dtype=dtype)))
-    return found
+    for begin in range(0, rows, step):
+        end = min(begin + step, rows)
+        yield part(begin, end, partial(shards.read, tensor.name, (begin, end)))
+    padded = region.shape[0]
+    if tensor.name in (EMBEDDING, HEAD) and padded > rows:
+        yield part(rows, padded, partial(torch.zeros, (padded - rows, *inner), dtype=dtype))

@@ -1,138 +1,131 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Megatron's torch_dist through torch.distributed.checkpoint: written and read by parts, without a model.
+"""Megatron's torch_dist, through torch.distributed.checkpoint: written and read by parts, without a model.
 
-Neither way needs a process group or a GPU, and neither has more than a part in memory.
+Neither needs a process group or a GPU, or holds more than one part in memory.
 """
 
 from __future__ import annotations
 
 import copyreg
-import dataclasses
 import io
 import pickle
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ...config import ConfigError
+from .mapping import Region
 
 PART_BYTES = 256 << 20
-"""Larger tensors are read and written in parts of so many bytes."""
+"""Larger tensors are read and written in parts of this size."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a tensor to be written.
+class Part:
+    """A part of a tensor to write.
 
     Attributes:
-        key, size, dtype: the whole tensor's.
-        offset, region: where in it this part is.
-        make: gives the part, in any shape with as many elements.
+        dtype: that of the tensor.
+        load: returns the part, in any shape with as many elements.
     """
 
-    key: str
-    size: tuple[int, ...]
+    region: Region
     dtype: torch.dtype
-    offset: tuple[int, ...]
-    region: tuple[int, ...]
-    make: Callable[[], Tensor]
+    load: Callable[[], Tensor]
 
     @property
     def bytes(self) -> int:
-        return torch.Size(self.region).numel() * self.dtype.itemsize
+        return torch.Size(self.region.sizes).numel() * self.dtype.itemsize
+
+    @property
+    def write_data(self) -> TensorWriteData:
+        """The part as torch plans it."""
+        offsets, sizes = torch.Size(self.region.offsets), torch.Size(self.region.sizes)
+        return TensorWriteData(
+            ChunkStorageMetadata(offsets, sizes),
+            TensorProperties(self.dtype),
+            torch.Size(self.region.shape),
+        )
 
 
-def write(folder: Path, pieces: list[Piece], extra: list[str], advance) -> None:
+def write(
+    folder: Path, parts: list[Part], extra: list[str], advance: Callable[[int], object]
+) -> None:
     """Write a checkpoint's tensors: ``.metadata`` and one data file.
 
     Args:
-        folder: where to; made by the caller.
-        pieces: all parts of all tensors, made in this order, one after the other.
-        extra: keys of entries that hold nothing.
+        folder: an existing folder.
+        parts: all parts of all tensors; they are loaded in this order, one after the other.
+        extra: keys of empty entries beside the tensors.
         advance: called with the bytes of each part.
 
     Raises:
-        Exception: what making or writing a part has raised.
+        Exception: what loading or writing a part has raised.
     """
-    writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
+    writer = dcp.FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
     writer.fs = files = _Files()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*single process.*")
         try:
-            dcp.save({}, storage_writer=writer, planner=_Saving(pieces, extra, advance))
+            dcp.save({}, storage_writer=writer, planner=_SavePlanner(parts, extra, advance))
         except CheckpointException as error:
-            # What went wrong itself: a full disk, an interruption.
+            # The cause itself: a full disk, an interrupt.
             raise files.error or next(iter(error.failures.values()))[0] from None
-    metadata = FileSystemReader(folder).read_metadata()
+    metadata = dcp.FileSystemReader(folder).read_metadata()
     with open(folder / ".metadata", "wb") as file:
         _Pickler(file).dump(metadata)
 
 
 def same_bits(rows: int, row_bytes: int, read: Callable[[int, int], tuple[Tensor, Tensor]]) -> bool:
-    """Whether two tensors of so many rows are alike to the bit; ``read`` gives both, from row to row."""
+    """Whether two tensors are bit-identical.
+
+    Args:
+        rows, row_bytes: their number of rows, and the size of one.
+        read: returns the rows of both from one row to another.
+    """
     step = max(1, PART_BYTES // max(1, row_bytes))
     parts = (read(begin, min(begin + step, rows)) for begin in range(0, rows, step))
     return all(torch.equal(*(each.view(torch.uint8) for each in both)) for both in parts)
 
 
 class _Files(FileSystem):
-    """Keeps what ended writing, such as a full disk: torch's zip writer raises an error of its own."""
+    """Keeps the error that ended writing: torch's zip writer replaces it by one of its own."""
 
     error: BaseException | None = None
 
-    @contextmanager
     def create_stream(self, path, mode):
-        with super().create_stream(path, mode) as stream:
-            yield _Noting(stream, self) if mode == "wb" else stream
+        if mode != "wb":
+            return super().create_stream(path, mode)
+        file = _File(path, mode)
+        file.files = self
+        return io.BufferedWriter(file)
 
 
-class _Noting:
-    """A file that tells of its first error in writing."""
-
-    def __init__(self, stream, files: _Files):
-        self._stream, self._files = stream, files
+class _File(io.FileIO):
+    files: _Files
 
     def write(self, data) -> int:
         try:
-            return self._stream.write(data)
+            return super().write(data)
         except BaseException as error:
-            self._files.error = self._files.error or error
+            self.files.error = self.files.error or error
             raise
-
-    def __getattr__(self, name: str):
-        return getattr(self._stream, name)
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves out tensors' strides, which newer versions of torch (2.15) keep: older ones cannot read what has
-    them, newer ones do without, and they are None here."""
+    """Leaves out the strides of tensors, which are None here. torch 2.15 added them: older versions cannot
+    read metadata that has them, newer ones do without."""
 
     def reducer_override(self, value):
         if type(value) is not TensorProperties:
@@ -140,75 +133,56 @@ class _Pickler(pickle.Pickler):
         return copyreg.__newobj__, (TensorProperties,), value.__getstate__()[:5]
 
 
-class _Saving(SavePlanner):
-    def __init__(self, pieces: list[Piece], extra: list[str], advance):
-        self.extra, self.advance = extra, advance
-        self.pieces = {MetadataIndex(p.key, p.offset): p for p in pieces}
-        if len(self.pieces) != len(pieces):
-            raise ValueError("two parts of a tensor begin at the same place")
+class _SavePlanner(dcp.DefaultSavePlanner):
+    """Plans given parts, in place of those of a state dict."""
 
-    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False) -> None:
-        pass
+    def __init__(self, parts: list[Part], extra: list[str], advance: Callable[[int], object]):
+        super().__init__(flatten_state_dict=False)
+        self.extra, self.advance = extra, advance
+        self.parts = {dcp.metadata.MetadataIndex(p.region.key, p.region.offsets): p for p in parts}
+        if len(self.parts) != len(parts):
+            raise ValueError("two parts of a tensor begin at the same place")
 
     def create_local_plan(self) -> SavePlan:
         items = [
-            WriteItem(
-                index=index,
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(p.offset), torch.Size(p.region)),
-                    properties=TensorProperties(dtype=p.dtype),
-                    size=torch.Size(p.size),
-                ),
-            )
-            for index, p in self.pieces.items()
+            WriteItem(index, WriteItemType.SHARD, tensor_data=part.write_data)
+            for index, part in self.parts.items()
         ]
-        items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self.extra]
+        items += [
+            WriteItem(dcp.metadata.MetadataIndex(key), WriteItemType.BYTE_IO) for key in self.extra
+        ]
         return SavePlan(items)
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        (plan,) = all_plans
-        tensors: dict = {}
-        items = []
-        for item in plan.items:
-            if item.type == WriteItemType.BYTE_IO:
-                tensors[item.index.fqn] = BytesStorageMetadata()
-                items.append(item)
-                continue
-            data = item.tensor_data
-            whole = tensors.setdefault(
-                item.index.fqn, TensorStorageMetadata(data.properties, data.size, [])
-            )
-            index = dataclasses.replace(item.index, index=len(whole.chunks))
-            items.append(dataclasses.replace(item, index=index))
-            whole.chunks.append(data.chunk)
-        return [dataclasses.replace(plan, items=items)], Metadata(tensors)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
+    def create_global_plan(self, all_plans):
+        # The default also compares each two parts of a tensor, of which experts have many.
+        return create_default_global_save_plan(all_plans)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if write_item.type == WriteItemType.BYTE_IO:
             empty = io.BytesIO()
             torch.save([None], empty)  # Megatron's form: a list of one object
             return empty
-        piece = self.pieces[write_item.index]
-        self.advance(piece.bytes)
-        part = piece.make().to(piece.dtype).reshape(piece.region)
-        # Of its own storage: torch.save writes the whole of a view's.
-        return part.clone() if part.untyped_storage().nbytes() != piece.bytes else part.contiguous()
+        part = self.parts[write_item.index]
+        self.advance(part.bytes)
+        tensor = part.load().to(part.dtype).reshape(part.region.sizes)
+        # torch.save writes the whole storage of a view.
+        is_view = tensor.untyped_storage().nbytes() != part.bytes
+        return tensor.clone() if is_view else tensor.contiguous()
 
 
 class Reader:
-    """A checkpoint's tensors, by region, however they were sharded when they were saved.
+    """A checkpoint's tensors, read by region, whatever their sharding was when they were saved.
 
     Attributes:
-        tensors: size and dtype of each, by key.
+        tensors: shape and dtype of each, by key.
+
+    Raises:
+        ConfigError: torch cannot read the metadata, or a data file is missing or cut off.
     """
 
     def __init__(self, folder: Path):
         self.folder, self._last = folder, (None, None)
-        self._reader = FileSystemReader(folder)
+        self._reader = dcp.FileSystemReader(folder)
         try:
             self._metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(self._metadata, True)
@@ -220,73 +194,50 @@ class Reader:
         self.tensors = {
             key: (tuple(entry.size), entry.properties.dtype)
             for key, entry in self._metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
+            if isinstance(entry, dcp.metadata.TensorStorageMetadata)
         }
-        self._check_files()
-
-    def _check_files(self) -> None:
-        """Every data file has all of its bytes."""
         ends: dict[str, int] = {}
         for stored in self._metadata.storage_data.values():
             end = stored.offset + stored.length
             ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), end)
         for name, end in ends.items():
-            file = self.folder / name
+            file = folder / name
             if not file.is_file():
-                raise ConfigError(f"{file} is missing: .metadata says it has tensors")
+                raise ConfigError(f"{file} is missing; by .metadata, it has tensors")
             if file.stat().st_size < end:
                 raise ConfigError(f"{file} is cut off: {file.stat().st_size} of {end} bytes")
 
-    def read(self, key: str, offset: tuple[int, ...], region: tuple[int, ...]) -> Tensor:
-        """A part of a tensor, ``region`` large; the last one read is kept.
+    def read(self, region: Region) -> Tensor:
+        """A part of a tensor. The last one is kept, for parts that several tensors are in.
 
         Raises:
-            ConfigError: it cannot be read, or was not saved whole.
+            ConfigError: it cannot be read, or was not saved completely.
         """
-        place = (key, offset, region)
-        if self._last[0] != place:
+        if self._last[0] != region:
             self._last = (None, None)
-            self._last = (place, self._read(*place))
+            self._last = (region, self._read(region))
         return self._last[1]
 
-    def _read(self, key, offset, region) -> Tensor:
-        entry = self._metadata.state_dict_metadata[key]
-        target = torch.empty(region, dtype=entry.properties.dtype)
-        chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(region))
-        items = create_read_items_for_chunk_list(key, entry, [chunk])
+    def _read(self, region: Region) -> Tensor:
+        entry = self._metadata.state_dict_metadata[region.key]
+        target = torch.empty(region.sizes, dtype=entry.properties.dtype)
+        chunk = ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.sizes))
+        items = create_read_items_for_chunk_list(region.key, entry, [chunk])
         if sum(torch.Size(item.lengths).numel() for item in items) < target.numel():
-            raise ConfigError(f"{self.folder}: {key} was not saved whole")
+            raise ConfigError(f"{self.folder}: {region.key} was not saved completely")
         try:
-            self._reader.read_data(LoadPlan(items), _Loading(target)).wait()
+            self._reader.read_data(dcp.planner.LoadPlan(items), _LoadPlanner(target)).wait()
         except Exception as error:
-            raise ConfigError(f"{self.folder}: {key} cannot be read: {error}") from None
+            raise ConfigError(f"{self.folder}: {region.key} cannot be read: {error}") from None
         return target
 
 
-class _Loading(LoadPlanner):
+class _LoadPlanner(dcp.DefaultLoadPlanner):
+    """Loads into one tensor, in place of a state dict."""
+
     def __init__(self, target: Tensor):
+        super().__init__()
         self.target = target
 
-    def set_up_planner(self, state_dict, metadata=None, is_coordinator=False) -> None:
-        pass
-
-    def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item, value) -> None:
-        raise NotImplementedError
-
-    def resolve_tensor(self, read_item) -> Tensor:
-        part = self.target
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths)):
-            part = part.narrow(dim, start, length)
-        return part
-
-    def commit_tensor(self, read_item, tensor: Tensor) -> None:
-        pass
+    def lookup_tensor(self, index: dcp.metadata.MetadataIndex) -> Tensor:
+        return self.target

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Converted checkpoints in Megatron: its own loading and resharding, and the logits of Hugging Face."""
+"""Converted checkpoints in Megatron: loaded and resharded by Megatron-Core, with Hugging Face's logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 
 from megatron_mtraining.tools import cli
-from tests.support.convert_cases import CASES, save
+from tests.support.convert_cases import CASES, case_id, save
 from tests.support.ranks import run_script
 
 NORM = "model.norm.weight"
@@ -34,14 +34,14 @@ def logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
-    """A folder for each family: its model as Hugging Face has it and as Megatron does, and its logits."""
+    """A folder for each case: the model in both formats, tokens, and transformers' logits."""
     root = tmp_path_factory.mktemp("models")
     tokens = torch.randint(300, (2, 96), generator=torch.manual_seed(2))
     folders = []
     for number, name in enumerate(CASES):
         if "moe" in name and MCORE < (0, 17) and find_spec("transformer_engine") is None:
-            continue  # its routers need Transformer Engine
-        folder = root / f"{number}-{name.replace(' ', '-')}"
+            continue  # routers of these versions need Transformer Engine
+        folder = root / f"{number}-{case_id(name)}"
         save(name, folder / "hf")
         padding = ["--padded-vocab-size", "384"] if name == "qwen2" else []
         assert (
@@ -53,15 +53,15 @@ def converted(tmp_path_factory):
     return folders
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
-def test_logits_are_those_of_hugging_face(tp, pp, converted):
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)], ids=["tp1-pp1", "tp2-pp2"])
+def test_logits_equal_those_of_transformers(tp, pp, converted):
     done = run_script(tp * pp, SUPPORT / "convert_worker.py", tp, pp, *converted)
     assert done.returncode == 0, done.stdout[-4000:]
     assert done.stdout.count("ok: ") == len(converted), done.stdout
 
 
-def test_verify_compares_the_two(converted, tmp_path, capsys):
-    """With the backend mtraining, at a dense budget."""
+def test_verify(converted, tmp_path, capsys):
+    """PASS for the same model, with attention backend mtraining at a dense budget; FAIL for others."""
     import json
 
     import numpy as np
@@ -74,13 +74,13 @@ def test_verify_compares_the_two(converted, tmp_path, capsys):
     assert found["tokens"] == 256 and len(found["ranges"]) == 8
     assert found["all"]["max"] < 1e-4 and found["all"]["top1"] == 1
     assert "Perplexity" in capsys.readouterr().out
-    # Of another model, logits are others.
+    # Another model.
     other = next(path for path in converted if path.name.endswith("llama-3"))
     assert cli.main(["convert", "verify", f"{other}/meg", f"{folder}/hf", *words]) == 1
     assert json.loads((tmp_path / "out.json").read_text())["all"]["top1"] < 0.9
     assert "they are not the same model" in capsys.readouterr().out
     shutil.copytree(folder / "hf", tmp_path / "hf")
-    # Of one that is broken, they are not finite.
+    # Logits that are not finite.
     shard = next(
         path for path in (tmp_path / "hf").glob("*.safetensors") if NORM in load_file(path)
     )
@@ -97,8 +97,8 @@ def test_verify_compares_the_two(converted, tmp_path, capsys):
     assert f"{shard} is missing" in capsys.readouterr().err
 
 
-def test_what_megatron_saves_converts_back(converted, tmp_path):
-    """A checkpoint of Megatron-Core's own saving, from another layout, without hf/ beside it."""
+def test_checkpoint_saved_by_megatron(converted, tmp_path):
+    """A checkpoint that Megatron-Core has saved, without hf/, converts back with --like."""
     from unittest import mock
 
     from megatron.core import dist_checkpointing

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""``mtraining convert``: what is refused, by file and field."""
+"""``mtraining convert``: what cannot be converted is refused, and the file and field are named."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 
 from megatron_mtraining import ConfigError
-from megatron_mtraining.tools.convert import arguments, positions
+from megatron_mtraining.tools.convert import megatron_args, rope
 from megatron_mtraining.tools.convert.families import model_of
-from tests.support.convert_cases import MOE_CONFIG, change_args, config_of, plain_pair, refused
+from tests.support.convert_cases import (
+    MOE_CONFIG,
+    case_id,
+    change_args,
+    config_of,
+    plain_pair,
+    refused,
+)
 
 INDEX = "model.safetensors.index.json"
 
@@ -50,7 +57,7 @@ BAD_CONFIGS = {
         ),
         ["use_sliding_window", "64"],
     ),
-    "sliding window of experts, who do not read layer_types": (
+    "sliding window of experts that ignore layer_types": (
         dict(
             architectures=["Qwen3MoeForCausalLM"],
             layer_types=["full_attention"] * 4,
@@ -107,8 +114,8 @@ BAD_CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_CONFIGS)
-def test_configs_that_cannot_be_expressed(case, plain, tmp_path, capsys):
+@pytest.mark.parametrize("case", BAD_CONFIGS, ids=case_id)
+def test_inexpressible_configs(case, plain, tmp_path, capsys):
     changes, named = BAD_CONFIGS[case]
     shutil.copytree(plain[0], tmp_path / "hf")
     config = {**config_of(plain[0]), **changes}
@@ -135,26 +142,30 @@ WRONG_IN_ROPE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("field", "value"), WRONG_TYPES)
-def test_fields_of_another_type(field, value, plain):
+def value_id(value) -> str:
+    return str(value) if isinstance(value, str) else json.dumps(value, default=repr)
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG_TYPES, ids=value_id)
+def test_fields_of_wrong_types(field, value, plain):
     file = plain[0] / "config.json"
     config = {**config_of(plain[0]), "rope_theta": 1e4, field: value}
-    with pytest.raises(ConfigError, match=rf"config\.json: {field} is .* is needed"):
+    with pytest.raises(ConfigError, match=rf"config\.json: {field} is .*, which is not"):
         model_of(config, file)
-    with pytest.raises(ConfigError, match=rf"config\.json: {field} is .* is needed"):
-        positions.arguments_of(config, file)
+    with pytest.raises(ConfigError, match=rf"config\.json: {field} is .*, which is not"):
+        rope.arguments_of(config, file)
 
 
-@pytest.mark.parametrize(("field", "value"), WRONG_IN_ROPE)
-def test_fields_of_rope_of_another_type(field, value, plain):
+@pytest.mark.parametrize(("field", "value"), WRONG_IN_ROPE, ids=value_id)
+def test_fields_of_rope_of_wrong_types(field, value, plain):
     config = {**config_of(plain[0]), "rope_parameters": {**YARN, field: value}}
-    named = rf"config\.json: {field} in rope_parameters is .* is needed"
+    named = rf"config\.json: {field} in rope_parameters is .*, which is not"
     with pytest.raises(ConfigError, match=named):
-        positions.arguments_of(config, plain[0] / "config.json")
+        rope.arguments_of(config, plain[0] / "config.json")
 
 
 @pytest.mark.parametrize("field", ["hidden_size", "max_position_embeddings", "rms_norm_eps"])
-def test_fields_that_are_missing(field, plain, tmp_path, capsys):
+def test_missing_fields(field, plain, tmp_path, capsys):
     shutil.copytree(plain[0], tmp_path / "hf")
     config = config_of(plain[0])
     del config[field]
@@ -163,7 +174,8 @@ def test_fields_that_are_missing(field, plain, tmp_path, capsys):
     refused(capsys, tmp_path / "out", words, ["config.json", f"{field} is missing"])
 
 
-def test_an_index_of_other_than_files_of_the_folder(plain, tmp_path, capsys):
+def test_invalid_index(plain, tmp_path, capsys):
+    """The index names files outside the folder, or a tensor is in two files."""
     folder = tmp_path / "hf"
     shutil.copytree(plain[0], folder)
     words = ("hf-to-megatron", folder, tmp_path / "out")
@@ -192,31 +204,31 @@ INEXPRESSIBLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "value"), INEXPRESSIBLE)
-def test_arguments_that_the_family_cannot_express(name, value):
-    """In models with experts, which have all arguments; those of experts mean nothing without."""
+@pytest.mark.parametrize(("name", "value"), INEXPRESSIBLE, ids=value_id)
+def test_inexpressible_arguments(name, value):
+    """Arguments that change what a model computes; those of experts are ignored in dense models."""
     moe = model_of(MOE_CONFIG, Path("config.json"))
     plain = ("window_size", (-1, 0)), ("softmax_scale", moe.head_dim**-0.5), ("moe_layer_freq", [1])
-    args = vars(arguments.namespace(moe, {})) | dict(plain)
+    args = vars(megatron_args.namespace(moe, {})) | dict(plain)
     args |= dict(mtp_num_layers=None, moe_router_load_balancing_type=["aux_loss"])
-    arguments.check_same(moe, Namespace(**args), "run", "config.json")
+    megatron_args.check_same(moe, Namespace(**args), "run", "config.json")
     with pytest.raises(ConfigError, match=f"run: {name} is .* cannot express"):
-        arguments.check_same(moe, Namespace(**{**args, name: value}), "run", "config.json")
+        megatron_args.check_same(moe, Namespace(**{**args, name: value}), "run", "config.json")
     if name.startswith("moe"):
         dense = {**MOE_CONFIG, "architectures": ["Qwen3ForCausalLM"]}
         dense = model_of(dense, Path("config.json"))
-        args = vars(arguments.namespace(dense, {})) | {name: value}
-        arguments.check_same(dense, Namespace(**args), "run", "config.json")
+        args = vars(megatron_args.namespace(dense, {})) | {name: value}
+        megatron_args.check_same(dense, Namespace(**args), "run", "config.json")
 
 
-def test_a_run_whose_arguments_cannot_be_expressed(plain, tmp_path, capsys):
+def test_checkpoint_with_inexpressible_arguments(plain, tmp_path, capsys):
     shutil.copytree(plain[1], tmp_path / "meg")
     change_args(tmp_path / "meg", window_size=(64, 0))
     words = ("megatron-to-hf", tmp_path / "meg", tmp_path / "out")
     refused(capsys, tmp_path / "out", words, [tmp_path / "meg", "window_size is (64, 0)"])
 
 
-def test_files_that_are_missing_or_cut_off(plain, tmp_path, capsys):
+def test_missing_and_truncated_files(plain, tmp_path, capsys):
     folder = tmp_path / "hf"
     words = ("hf-to-megatron", folder, tmp_path / "out")
     refused(capsys, tmp_path / "out", words, [folder / "config.json"])
@@ -226,7 +238,7 @@ def test_files_that_are_missing_or_cut_off(plain, tmp_path, capsys):
     shard.unlink()
     refused(capsys, tmp_path / "out", words, [shard, "is missing", "model."])
     shard.write_bytes(content[:-100])
-    refused(capsys, tmp_path / "out", words, [shard, "not a whole safetensors file"])
+    refused(capsys, tmp_path / "out", words, [shard, "not a complete safetensors file"])
     tensors = load_file(plain[0] / shard.name)
     name, tensor = tensors.popitem()
     save_file(tensors, shard)
@@ -249,7 +261,7 @@ def test_files_that_are_missing_or_cut_off(plain, tmp_path, capsys):
     refused(capsys, tmp_path / "out", words, [folder, "--like"])
 
 
-def test_another_models_config(plain, tmp_path, capsys):
+def test_config_of_another_model(plain, tmp_path, capsys):
     config = {**config_of(plain[0]), "num_hidden_layers": 3}
     (tmp_path / "like").mkdir()
     (tmp_path / "like" / "config.json").write_text(json.dumps(config))

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""``mtraining convert``: there and back, bit for bit."""
+"""``mtraining convert``: conversion to Megatron and back, bit for bit, and what is written."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 
-from megatron_mtraining.tools.convert import arguments, to_hf, torch_dist
+from megatron_mtraining.tools.convert import megatron_args, to_hf, torch_dist
 from megatron_mtraining.tools.convert.families import model_of
 from megatron_mtraining.tools.convert.hf_folder import Shards
-from megatron_mtraining.tools.convert.names import interleave, part_of
+from megatron_mtraining.tools.convert.mapping import Region, interleave, locations, mapped, part_of
 from tests.support.convert_cases import (
     CASES,
     MOE_CONFIG,
+    case_id,
     change_args,
     config_of,
     convert,
@@ -43,9 +44,9 @@ def plain(tmp_path_factory):
     return plain_pair(tmp_path_factory.mktemp("plain"))
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_there_and_back_is_bit_identical(name, dtype, tmp_path):
+@pytest.mark.parametrize("name", CASES, ids=case_id)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_round_trip_is_bit_identical(name, dtype, tmp_path):
     folder = save(name, tmp_path / "hf", dtype)
     assert len(list(folder.glob("*.safetensors"))) > 2
     assert to_megatron(folder, tmp_path / "meg") == 0
@@ -57,14 +58,14 @@ def test_there_and_back_is_bit_identical(name, dtype, tmp_path):
     index = json.loads((tmp_path / "back" / INDEX).read_text())
     for tensor, file in index["weight_map"].items():
         assert tensor in load_file(tmp_path / "back" / file)
-    # transformers reads what came back, all of it.
+    # transformers finds all its tensors, and no others.
     from transformers import AutoModelForCausalLM
 
     _, told = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not told["missing_keys"] and not told["unexpected_keys"]
 
 
-def test_files_of_the_folders(plain, tmp_path):
+def test_files_that_are_written(plain, tmp_path):
     folder, checkpoint = plain
     assert (checkpoint / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert config_of(checkpoint / "hf") == config_of(folder)
@@ -80,7 +81,8 @@ def test_files_of_the_folders(plain, tmp_path):
     ]
 
 
-def test_queries_keys_and_values_are_interleaved_by_group(plain):
+def test_interleave(plain):
+    """Megatron has the query heads, the key and the value of each query group together."""
     model = model_of(config_of(plain[0]), plain[0] / "config.json")
     heads = [torch.full((model.head_dim,), float(n)) for n in range(8)]
     query, key, value = torch.cat(heads[:4]), torch.cat(heads[4:6]), torch.cat(heads[6:])
@@ -90,11 +92,11 @@ def test_queries_keys_and_values_are_interleaved_by_group(plain):
         assert torch.equal(part_of(model, rows, part), expected)
 
 
-def test_padding_of_the_vocabulary(plain, tmp_path):
+def test_vocabulary_padding(plain, tmp_path):
     folder, _ = plain
     assert to_megatron(folder, tmp_path / "meg", "--padded-vocab-size", 384) == 0
     reader = torch_dist.Reader(tmp_path / "meg" / "release")
-    rows = reader.read("output_layer.weight", (0, 0), (384, 128))
+    rows = reader.read(Region("output_layer.weight", (384, 128), (0, 0), (384, 128)))
     assert rows[:320].all(1).any() and not rows[320:].any()
     assert to_hf.read_args(tmp_path / "meg" / "release").padded_vocab_size == 384
     assert convert("megatron-to-hf", tmp_path / "meg", tmp_path / "back") == 0
@@ -105,7 +107,7 @@ def test_padding_of_the_vocabulary(plain, tmp_path):
     assert weights(tmp_path / "more")["lm_head.weight"].shape[0] == 330
 
 
-def test_what_was_read_does_not_keep_its_shard_in_memory(plain):
+def test_tensors_do_not_keep_their_file_mapped(plain):
     shards = Shards(plain[0])
     read = {name: shards.read(name) for name in shards.tensors}
     rows = shards.read("lm_head.weight", (3, 9))
@@ -114,8 +116,8 @@ def test_what_was_read_does_not_keep_its_shard_in_memory(plain):
     assert str(plain[0]) not in Path("/proc/self/maps").read_text()
 
 
-def test_older_versions_of_torch_read_it(plain, monkeypatch):
-    """Those before 2.15 know five properties of a tensor, no more."""
+def test_metadata_for_older_versions_of_torch(plain, monkeypatch):
+    """Versions before 2.15 know five properties of a tensor, and cannot read more."""
     seen, read = [], torch_dist.TensorProperties.__setstate__
 
     def setstate(self, state):
@@ -127,44 +129,39 @@ def test_older_versions_of_torch_read_it(plain, monkeypatch):
     assert set(seen) == {5}
 
 
-def test_large_tensors_go_in_parts(plain, tmp_path, monkeypatch):
+def test_large_tensors_are_written_in_parts(plain, tmp_path, monkeypatch):
     from megatron_mtraining.tools.convert import to_megatron as module
 
     monkeypatch.setattr(module, "PART_BYTES", 5000)
     assert to_megatron(plain[0], tmp_path / "meg") == 0
-    chunks = torch_dist.FileSystemReader(tmp_path / "meg" / "release").read_metadata()
+    chunks = torch_dist.dcp.FileSystemReader(tmp_path / "meg" / "release").read_metadata()
     assert len(chunks.state_dict_metadata["embedding.word_embeddings.weight"].chunks) == 17
     assert convert("megatron-to-hf", tmp_path / "meg", tmp_path / "back") == 0
     same(weights(plain[0]), weights(tmp_path / "back"))
 
 
-def test_layers_and_experts_saved_one_by_one_are_found(tmp_path):
-    """As runs with singleton_local_shards save them."""
-    from megatron_mtraining.tools.convert import to_megatron as module
-    from megatron_mtraining.tools.convert.names import mapped, places
-
+def test_layers_and_experts_under_keys_of_their_own(tmp_path):
+    """Checkpoints of runs with singleton_local_shards can be converted."""
     folder = save("qwen3 moe", tmp_path / "hf")
     assert to_megatron(folder, tmp_path / "meg") == 0
     model = model_of(config_of(folder), folder / "config.json")
     reader = torch_dist.Reader(tmp_path / "meg" / "release")
-    pieces = {}
+    parts = {}
     for tensor in mapped(model):
-        key, size, offset, region = list(places(tensor))[-1]
-        whole = reader.read(tensor.key, tensor.offset, tensor.region)
-        piece = torch_dist.Piece(key, size, whole.dtype, offset, region, lambda whole=whole: whole)
-        pieces[key, offset] = piece
+        *_, region = locations(tensor)
+        content = reader.read(tensor.region)
+        parts[region] = torch_dist.Part(region, content.dtype, lambda content=content: content)
     release = tmp_path / "meg" / "release"
     for file in (".metadata", "__0_0.distcp"):
         (release / file).unlink()
-    torch_dist.write(release, list(pieces.values()), [], lambda size: None)
+    torch_dist.write(release, list(parts.values()), [], lambda size: None)
     keys = torch_dist.Reader(release).tensors
     assert "decoder.layers.2.mlp.experts.experts.3.linear_fc1.weight_v" in keys
     assert convert("megatron-to-hf", tmp_path / "meg", tmp_path / "back") == 0
     same(weights(folder), weights(tmp_path / "back"))
-    assert module.PART_BYTES > 1 << 20
 
 
-def test_types(plain, tmp_path, capsys):
+def test_dtypes(plain, tmp_path, capsys):
     folder, checkpoint = plain
     assert to_megatron(folder, tmp_path / "f32", "--dtype", "float32") == 0
     assert (
@@ -183,8 +180,8 @@ def test_types(plain, tmp_path, capsys):
     refused(capsys, tmp_path / "f16", words, ["model.", ".safetensors", "bfloat16"])
 
 
-def test_mixed_types_keep_the_dtype_of_the_config(plain, tmp_path):
-    """What transformers loads a model in is not the embedding's type because that comes first."""
+def test_dtype_in_config_of_mixed_dtypes(plain, tmp_path):
+    """The dtype in config.json stays if any tensor has it, also if the embedding has another."""
     folder = tmp_path / "hf"
     shutil.copytree(plain[0], folder)
     for shard in folder.glob("*.safetensors"):
@@ -197,27 +194,29 @@ def test_mixed_types_keep_the_dtype_of_the_config(plain, tmp_path):
     assert convert("megatron-to-hf", tmp_path / "meg", tmp_path / "back") == 0
     same(weights(folder), weights(tmp_path / "back"))
     assert config_of(tmp_path / "back") == config_of(folder)
-    # Of a config.json that says none of the two, it is the type of most bytes.
+    # If no tensor has it, the dtype of most bytes is written.
     config = {**config_of(folder), "dtype": "float16"}
     (tmp_path / "meg" / "hf" / "config.json").write_text(json.dumps(config))
     assert convert("megatron-to-hf", tmp_path / "meg", tmp_path / "other") == 0
     assert config_of(tmp_path / "other")["dtype"] == "bfloat16"
 
 
-def test_numbers_are_typed_with_all_their_digits():
+def test_flags_have_all_digits():
+    """Floats keep their value in megatron_args.sh, as the way back compares them with config.json."""
     values = {"norm_epsilon": 1.2345678e-05, "rotary_scaling_factor": 87381 / 32768, "mscale": 0.1}
     args = dict(position_embedding_type="yarn", rope_scaling_factor=8.0, rotary_base=10000)
     args |= dict(use_rope_scaling=False, max_position_embeddings=64, mscale_all_dim=0.0)
     args |= dict(yarn_beta_fast=32.0, yarn_beta_slow=1.0, yarn_original_max_position_embeddings=32)
     args |= dict(yarn_correction_range_round_to_int=True)
     model = model_of(MOE_CONFIG, Path("config.json"))
-    args = Namespace(**{**vars(arguments.namespace(model, args)), **values})
-    words = [word for line in arguments.flags(args) for word in line]
+    args = Namespace(**{**vars(megatron_args.namespace(model, args)), **values})
+    words = [word for line in megatron_args.flags(args) for word in line]
     for name, value in values.items():
         assert float(words[words.index("--" + name.replace("_", "-")) + 1]) == value
 
 
-def test_a_model_without_a_tokenizer(plain, tmp_path, capsys):
+def test_model_without_tokenizer(plain, tmp_path, capsys):
+    """A warning, and no flags for a tokenizer; chat templates are copied."""
     folder = tmp_path / "hf"
     shutil.copytree(plain[0], folder)
     (folder / "tokenizer.json").unlink()
@@ -231,7 +230,8 @@ def test_a_model_without_a_tokenizer(plain, tmp_path, capsys):
     assert template.read_text() == "{{ tools }}"
 
 
-def test_bits_are_compared_to_the_last_part(monkeypatch):
+def test_same_bits(monkeypatch):
+    """All parts are compared, by bits: 0.0 and -0.0 differ."""
     monkeypatch.setattr(torch_dist, "PART_BYTES", 100)
     first = torch.randn(23, 4)
     second, asked = first.clone(), []
@@ -246,8 +246,8 @@ def test_bits_are_compared_to_the_last_part(monkeypatch):
     assert not torch_dist.same_bits(23, 16, read)
 
 
-def test_an_output_layer_beside_a_tied_embedding(plain, tmp_path, capsys):
-    """Dropped where it is the embedding, and refused where it is not."""
+def test_output_layer_beside_tied_embedding(plain, tmp_path, capsys):
+    """An output layer is dropped if it equals the embedding that it is tied to, else refused."""
     folder = tmp_path / "hf"
     shutil.copytree(plain[0], folder)
     config = {**config_of(folder), "tie_word_embeddings": True}
@@ -263,7 +263,7 @@ def test_an_output_layer_beside_a_tied_embedding(plain, tmp_path, capsys):
     assert convert(*words) == 0
     assert convert("megatron-to-hf", tmp_path / "meg", tmp_path / "back") == 0
     assert HEAD not in weights(tmp_path / "back")
-    # A checkpoint of an untied model, as a tied one.
+    # The checkpoint of an untied model, with the config.json of a tied one.
     shutil.rmtree(tmp_path / "meg")
     shutil.copytree(plain[1], tmp_path / "meg")
     (tmp_path / "meg" / "hf" / "config.json").write_text(json.dumps(config))

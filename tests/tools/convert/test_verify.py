@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""``mtraining convert verify``: its verdict, and what it refuses before it runs anything."""
+"""``mtraining convert verify``: its verdict, and what it refuses before it loads a model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ pytest.importorskip("transformers")
 
 import numpy as np
 
+from megatron_mtraining.models.types import ModelOptions
 from megatron_mtraining.tools.convert import verify as module
-from megatron_mtraining.tools.convert.verify import Verify, as_text, verify
+from megatron_mtraining.tools.convert.verify import as_text, verify
 from tests.support.convert_cases import change_args, config_of, convert, plain_pair
 
 NAN = float("nan")
@@ -32,17 +33,18 @@ def ids(tmp_path):
     return "--text", tmp_path / "ids.npy"
 
 
-def compared(monkeypatch, first, second, tokens=64, **options) -> dict:
-    """What comes of these logits."""
-    monkeypatch.setattr(module, "_tokens", lambda options: (torch.arange(tokens) % 7, None))
-    monkeypatch.setattr(module, "_hugging_face", lambda options, tokens: lambda a, b: first[a:b])
-    monkeypatch.setattr(
-        module, "_megatron", lambda options, source, tokens: lambda a, b: second[a:b]
-    )
-    return verify(Verify(Path("hf"), Path("meg"), names=("DST", "SRC"), **options))
+def compared(monkeypatch, first, second, tokens=64, dtype=torch.float32, **options) -> dict:
+    """The result of ``verify`` for given logits."""
+    monkeypatch.setattr(module, "_open", lambda *args: (torch.arange(tokens) % 7, None))
+    monkeypatch.setattr(module, "_hugging_face", lambda *args: lambda a, b: first[a:b])
+    monkeypatch.setattr(module, "_megatron", lambda *args: lambda a, b: second[a:b])
+    cpu = torch.device("cpu")
+    models = [ModelOptions(Path(name), cpu, dtype, name=name) for name in ("DST", "SRC")]
+    return verify(*models, **options)
 
 
-def test_the_verdict(monkeypatch):
+def test_verdict(monkeypatch):
+    """PASS at --min-agreement or more, whose default is lower in 16 bits."""
     logits = torch.randn(64, 7, generator=torch.manual_seed(1))
     logits[:, 3] += 10
     found = compared(monkeypatch, logits, logits + 0.01)
@@ -58,10 +60,12 @@ def test_the_verdict(monkeypatch):
     assert compared(monkeypatch, logits, other, dtype=torch.bfloat16, min_agreement=1.0)["differs"]
 
 
-@pytest.mark.parametrize("value", [NAN, float("inf")])
-@pytest.mark.parametrize(("side", "name"), [(0, "DST"), (1, "SRC"), (None, "DST")])
-def test_numbers_that_are_not_finite(side, name, value, monkeypatch):
-    """In one of the two, early or late, or in both."""
+@pytest.mark.parametrize("value", [NAN, float("inf")], ids=["nan", "inf"])
+@pytest.mark.parametrize(
+    ("side", "name"), [(0, "DST"), (1, "SRC"), (None, "DST")], ids=["first", "second", "both"]
+)
+def test_logits_that_are_not_finite(side, name, value, monkeypatch):
+    """NaN or infinity in one of the models, or in both, is a difference at any --min-agreement."""
     sides = [torch.randn(64, 7, generator=torch.manual_seed(1)).clone() for _ in range(2)]
     for each in sides if side is None else [sides[side]]:
         each[:3, 2] = value
@@ -71,14 +75,14 @@ def test_numbers_that_are_not_finite(side, name, value, monkeypatch):
     assert whole.split()[1] == ("inf" if value > 0 and side is not None else "nan")
 
 
-def test_nan_of_a_part_is_not_dropped():
+def test_maximum_keeps_nan():
     assert str(module._max([NAN, 1.0])) == str(module._max([1.0, NAN])) == "nan"
 
 
-def test_exit_status_and_numbers(plain, ids, tmp_path, monkeypatch, capsys):
+def test_exit_status_and_json(plain, ids, tmp_path, monkeypatch, capsys):
     whole = dict(max=NAN, mean=NAN, top1=0.5, perplexity_hugging_face=2.0, perplexity_megatron=NAN)
     found = dict(tokens=2, ranges=[], all=whole, min_agreement=0.99, differs="all of it")
-    monkeypatch.setattr(module, "verify", lambda options: found)
+    monkeypatch.setattr(module, "verify", lambda *models, **options: found)
     words = ("verify", *plain, *ids, "--device", "cpu", "--output", tmp_path / "out.json")
     assert convert(*words) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "FAIL: all of it"
@@ -93,6 +97,7 @@ def test_exit_status_and_numbers(plain, ids, tmp_path, monkeypatch, capsys):
 
 
 def refused(capsys, words, named) -> None:
+    """Assert that ``verify`` fails with a line that contains ``named``."""
     assert convert("verify", *words) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     for word in named:
@@ -100,7 +105,7 @@ def refused(capsys, words, named) -> None:
     assert "MODEL" not in error
 
 
-def test_options_are_looked_at_first(plain, ids, tmp_path, capsys, monkeypatch):
+def test_options_are_checked_before_models_load(plain, ids, tmp_path, capsys, monkeypatch):
     def never(*args, **kwargs):
         raise AssertionError("a model was loaded")
 
@@ -117,7 +122,8 @@ def test_options_are_looked_at_first(plain, ids, tmp_path, capsys, monkeypatch):
         convert("verify", *plain, *ids, "--min-agreement", "99")
 
 
-def test_folders_are_called_what_the_command_calls_them(plain, ids, tmp_path, capsys):
+def test_messages_name_src_and_dst(plain, ids, tmp_path, capsys):
+    """Errors in opening the models name the arguments of ``verify``, not those of other tools."""
     pytest.importorskip("megatron.core")
     cpu = ("--device", "cpu")
     folder, checkpoint = tmp_path / "hf", tmp_path / "meg"
@@ -125,7 +131,7 @@ def test_folders_are_called_what_the_command_calls_them(plain, ids, tmp_path, ca
     shutil.copytree(plain[1], checkpoint)
     words = (checkpoint, folder, *ids, *cpu)
     refused(capsys, (*words, "--seq", 512), ["SRC and DST has 256 positions"])
-    # Shapes other than config.json's.
+    # Shapes that differ from config.json's.
     config = config_of(folder)
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 160}))
     refused(capsys, words, [folder, "gate_proj.weight", "[176, 128]", "[160, 128]"])

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""``mtraining convert``: rotary positions, there and back."""
+"""``mtraining convert``: RoPE of config.json and of Megatron's arguments, converted both ways."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from megatron_mtraining import ConfigError
-from megatron_mtraining.tools.convert import arguments, positions, to_hf
+from megatron_mtraining.tools.convert import megatron_args, rope, to_hf
 from tests.support.convert_cases import config_of, convert, plain_pair, to_megatron
 
 
@@ -20,14 +20,14 @@ def plain(tmp_path_factory):
     return plain_pair(tmp_path_factory.mktemp("plain"))
 
 
-def test_positions_go_there_and_back(plain, tmp_path):
+def test_yarn_round_trip(plain, tmp_path):
     folder, _ = plain
     words = ("--yarn", 4, "--rotary-base", 5000000)
     assert to_megatron(folder, tmp_path / "meg", *words) == 0
     args = to_hf.read_args(tmp_path / "meg" / "release")
     assert (args.position_embedding_type, args.rotary_base) == ("yarn", 5000000)
     assert (args.rotary_scaling_factor, args.yarn_original_max_position_embeddings) == (4.0, 256)
-    flags = [word for line in arguments.flags(args) for word in line]
+    flags = [word for line in megatron_args.flags(args) for word in line]
     assert float(flags[flags.index("--rotary-scaling-factor") + 1]) == 4
     assert flags[flags.index("--max-position-embeddings") + 1] == "1024"
     assert convert("megatron-to-hf", tmp_path / "meg", tmp_path / "back") == 0
@@ -35,72 +35,65 @@ def test_positions_go_there_and_back(plain, tmp_path):
     assert found["max_position_embeddings"] == 1024
     assert found["rope_parameters"]["rope_type"] == "yarn"
     file = tmp_path / "back" / "config.json"
-    # Read again, they are the same arguments.
-    assert positions.arguments_of(found, file).items() <= vars(args).items()
+    # It gives the same arguments again.
+    assert rope.arguments_of(found, file).items() <= vars(args).items()
 
 
-@pytest.mark.parametrize("old", [True, False])
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "default"},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
-        {
-            "rope_type": "yarn",
-            "factor": 8.0,
-            "original_max_position_embeddings": 64,
-            "beta_fast": 16.0,
-        },
-        {
-            "rope_type": "yarn",
-            "factor": 2.0,
-            "mscale": 0.7,
-            "mscale_all_dim": 0.9,
-            "truncate": False,
-        },
-        {"rope_type": "llama3", "factor": 8.0, **positions.LLAMA3},
-    ],
-)
-def test_positions_of_both_kinds_of_config(rope, old):
+FIELDS = {
+    "default": {},
+    "yarn": dict(factor=4.0, original_max_position_embeddings=32768),
+    "yarn-beta": dict(factor=8.0, original_max_position_embeddings=64, beta_fast=16.0),
+    "yarn-mscale": dict(factor=2.0, mscale=0.7, mscale_all_dim=0.9, truncate=False),
+    "llama3": dict(factor=8.0, **rope.LLAMA3),
+}
+
+
+@pytest.mark.parametrize("old", [True, False], ids=["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("name", FIELDS)
+def test_both_forms_of_config(name, old):
+    """The fields of transformers 4 and of 5: unchanged if they say the same, else rewritten."""
+    fields = {"rope_type": name.partition("-")[0], **FIELDS[name]}
     file = Path("config.json")
     config = {"max_position_embeddings": 40960}
     if old:
         config |= {"rope_theta": 10000.0, "rope_scaling": None}
-        if rope["rope_type"] != "default":
-            config["rope_scaling"] = rope
+        if name != "default":
+            config["rope_scaling"] = fields
     else:
-        config["rope_parameters"] = {**rope, "rope_theta": 10000.0}
-    found = positions.arguments_of(config, file)
-    assert positions.into_config(config, Namespace(**found), file) is config
-    # Another model of the family, brought to the same positions, and read again.
+        config["rope_parameters"] = {**fields, "rope_theta": 10000.0}
+    found = rope.arguments_of(config, file)
+    assert rope.into_config(config, Namespace(**found), file) is config
+    # The same positions in another model's config.json, and read again.
     plain = {"max_position_embeddings": 512, "rope_theta": 5.0}
     if not old:
         plain = {"max_position_embeddings": 512, "rope_parameters": {"rope_theta": 5.0}}
-    again = positions.into_config(plain, Namespace(**found), file)
-    assert positions.arguments_of(again, file) == found
+    again = rope.into_config(plain, Namespace(**found), file)
+    assert rope.arguments_of(again, file) == found
 
 
-def test_positions_that_are_scaled_already():
+def test_yarn_of_scaled_positions():
+    """--yarn is refused if the model scales its positions already."""
     file = Path("config.json")
     config = {"max_position_embeddings": 64, "rope_theta": 1e4}
     config["rope_scaling"] = {"type": "yarn", "factor": 4.0}
     with pytest.raises(ConfigError, match="--yarn is 2"):
-        positions.extended(positions.arguments_of(config, file), None, 2.0, None)
+        rope.extended(rope.arguments_of(config, file), None, 2.0, None)
 
 
-def test_a_config_without_a_base_has_that_of_transformers(tmp_path):
-    """As Llama 2's own has none."""
+def test_default_base(tmp_path):
+    """A config.json without rope_theta, such as Llama 2's, has transformers' default."""
     from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     for kind in (LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig):
         (tmp_path / "config.json").write_text("{}")
         theirs = kind.from_pretrained(tmp_path)
         base = getattr(theirs, "rope_theta", None) or theirs.rope_parameters["rope_theta"]
-        found = positions.arguments_of({"max_position_embeddings": 64}, Path("config.json"))
+        found = rope.arguments_of({"max_position_embeddings": 64}, Path("config.json"))
         assert found["rotary_base"] == base == 10000
 
 
-def test_of_two_scalings_it_is_the_one_that_transformers_takes():
+def test_two_scalings():
+    """Of rope_scaling and rope_parameters, transformers and the conversion prefer the first."""
     from transformers import Qwen2Config
 
     both = dict(
@@ -110,8 +103,8 @@ def test_of_two_scalings_it_is_the_one_that_transformers_takes():
     )
     theirs = Qwen2Config(**both)
     kind = (getattr(theirs, "rope_parameters", None) or theirs.rope_scaling)["rope_type"]
-    found = positions.arguments_of(both, Path("config.json"))
+    found = rope.arguments_of(both, Path("config.json"))
     assert found["position_embedding_type"] == kind == "yarn"
     found |= dict(position_embedding_type="rope", rotary_base=5)
-    again = positions.into_config(both, Namespace(**found), Path("config.json"))
-    assert positions.arguments_of(again, Path("config.json"))["position_embedding_type"] == "rope"
+    again = rope.into_config(both, Namespace(**found), Path("config.json"))
+    assert rope.arguments_of(again, Path("config.json"))["position_embedding_type"] == "rope"
