@@ -1,6 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Data, installed as ``megatron_mtraining.patches``: what ``mtraining patch`` puts into a checkout.
+"""Data, installed as ``megatron_mtraining.patches``: what ``mtraining patch`` applies to a checkout.
 
-``table.json`` says which patch is for which Megatron lines, and what it touches; ``git apply`` takes
-the patches too. This file is here so that the folder is a package however it is installed.
+This file is here so that the folder is a package however it is installed.
 """

@@ -1,4 +1,7 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``mtraining patch``: applied and reverted to the byte, refused where the checkout is not as expected, and
+what the patch does to training scripts with and without the package."""
+
 import os
 import shutil
 import subprocess
@@ -9,31 +12,34 @@ import pytest
 
 import megatron_mtraining
 from megatron_mtraining import ConfigError
+from megatron_mtraining.tools import patching
 from megatron_mtraining.tools.cli import main
-from megatron_mtraining.tools.patching import edit, parse_patch, patches_folder, supported_lines
+from megatron_mtraining.tools.patching import FILES, MADE_FOR, PATCH
 
-ENUMS, TRAINING = "megatron/core/transformer/enums.py", "megatron/training/__init__.py"
-LINES = supported_lines()
+ENUMS, TRAINING = FILES
+OLDEST, *_, NEWEST = MADE_FOR
 GIT = shutil.which("git")
 
+pytestmark = pytest.mark.skipif(GIT is None, reason="needs git")
 
-def make_tree(root: Path, line, end: str = "\n") -> Path:
-    """A tree as the patch knows it: for each file, the lines its hunks expect, with others."""
-    major, minor = line.version.split(".")
-    info = root / "megatron/core/package_info.py"
+
+def side(path: str, sign: str) -> list[str]:
+    """The lines that the patch has for a file before (sign -) or after (sign +), or adds (only +)."""
+    lines = PATCH.read_text().split(f"+++ b/{path}\n")[1].split("\n--- ")[0].splitlines()
+    return [line[1:] for line in lines if line[:1] in (" ", sign)]
+
+
+def make_tree(root: Path, version: str = OLDEST, before: int = 10) -> Path:
+    """A checkout whose files have the lines around the changes, and others before."""
+    major, minor = version.split(".")
+    info = root / patching.PACKAGE_INFO
     info.parent.mkdir(parents=True)
     info.write_text(f"MAJOR = {major}\nMINOR = {minor}\nPATCH = 1\n")
-    for path, hunks in line.hunks.items():
-        rows = ["# first line"]
-        for hunk in hunks:
-            rows += [row[1:] for row in hunk.rows if row[0] != "+"]
-            # A change with nothing after it goes to the file's end, which git minds.
-            rows += ["# after"] if hunk.rows[-1][0] == " " else []
-        at_the_end = hunks[-1].rows[-1][0] == "+"
-        file = root / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        text = end.join(rows) + (end if at_the_end else " # no end of line")
-        file.write_bytes(text.encode())
+    for path in FILES:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        lines = [f"# {number}" for number in range(before)] + side(path, "-")
+        lines += ["# after"] if path == ENUMS else []
+        (root / path).write_text("\n".join(lines) + "\n")
     return root
 
 
@@ -49,30 +55,29 @@ def patch(action: str, root: Path) -> int:
     return main(["patch", action, str(root)])
 
 
-@pytest.mark.parametrize("line", LINES, ids=lambda line: line.version)
-@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["lf", "crlf"])
-def test_apply_check_revert(line, end, tmp_path, capsys):
-    root = make_tree(tmp_path, line, end)
-    before = contents(root)
+@pytest.mark.parametrize("version", MADE_FOR)
+@pytest.mark.parametrize("before", [2, 60, 500])
+def test_apply_check_revert(version, before, tmp_path, capsys):
+    root = make_tree(tmp_path, version, before)
+    clean = contents(root)
     assert patch("check", root) == 1
-    assert patch("revert", root) == 0 and contents(root) == before
+    assert patch("revert", root) == 0 and contents(root) == clean
     assert "nothing to do" in capsys.readouterr().out
     assert patch("apply", root) == 0
     told = capsys.readouterr().out
     assert ENUMS in told and TRAINING in told, "says what it changes"
     applied = contents(root)
-    assert {path for path in before if before[path] != applied[path]} == {ENUMS, TRAINING}
+    assert {path for path in clean if clean[path] != applied[path]} == {ENUMS, TRAINING}
     assert "mtraining = 6" in applied[ENUMS].decode()
     assert "megatron_mtraining.register()" in applied[TRAINING].decode()
-    assert applied[ENUMS].count(b"\r\n") == applied[ENUMS].count(b"\n") * (end == "\r\n")
     assert patch("check", root) == 0
     assert patch("apply", root) == 0 and contents(root) == applied, "idempotent"
     assert patch("revert", root) == 0
-    assert contents(root) == before, "to the byte"
+    assert contents(root) == clean, "to the byte"
 
 
 def test_mode_of_a_file_stays(tmp_path):
-    root = make_tree(tmp_path, LINES[0])
+    root = make_tree(tmp_path)
     (root / TRAINING).chmod(0o755)
     assert patch("apply", root) == 0
     assert (root / TRAINING).stat().st_mode & 0o777 == 0o755
@@ -89,66 +94,57 @@ def refused(root: Path, capsys, *words: str, action: str = "apply") -> None:
 def test_unknown_trees(tmp_path, capsys):
     refused(tmp_path / "missing", capsys, "is not a folder")
     refused(tmp_path, capsys, "not a Megatron-LM checkout", "package_info.py")
-    root = make_tree(tmp_path / "tree", LINES[0])
+    root = make_tree(tmp_path / "tree")
     info = root / "megatron/core/package_info.py"
     info.write_text("MAJOR = 0\nMINOR = 9\nPATCH = 2\n")
-    refused(root, capsys, "0.9.2", LINES[0].version, LINES[-1].version)
+    refused(root, capsys, "0.9.2", OLDEST, NEWEST)
     info.write_text("VERSION = 3\n")
     refused(root, capsys, "does not say which version")
 
 
 @pytest.mark.parametrize("action", ["apply", "check", "revert"])
 def test_edited_half_applied_and_missing_files(tmp_path, capsys, action):
-    line = LINES[0]
-    root = make_tree(tmp_path / "a", line)
+    root = make_tree(tmp_path / "a")
     (root / ENUMS).write_text((root / ENUMS).read_text().replace("local = 4", "local = 44"))
     refused(root, capsys, ENUMS, "not as in", action=action)
 
-    root = make_tree(tmp_path / "b", line)
+    root = make_tree(tmp_path / "b")
     clean = (root / TRAINING).read_bytes()
     assert patch("apply", root) == 0
     (root / TRAINING).write_bytes(clean)
     refused(root, capsys, "half patched", f"{TRAINING} clean", f"{ENUMS} applied", action=action)
 
-    root = make_tree(tmp_path / "c", line)
+    root = make_tree(tmp_path / "c")
     assert patch("apply", root) == 0
     text = (root / TRAINING).read_text()
     (root / TRAINING).write_text(text.replace("megatron_mtraining.register()", "pass"))
     refused(root, capsys, TRAINING, "not as in", action=action)
 
-    root = make_tree(tmp_path / "d", line)
+    root = make_tree(tmp_path / "d")
     (root / TRAINING).unlink()
     refused(root, capsys, f"no {TRAINING}", action=action)
 
 
 def test_lines_that_somebody_put_at_the_end(tmp_path, capsys):
-    root = make_tree(tmp_path, LINES[0])
+    root = make_tree(tmp_path)
     (root / TRAINING).write_text((root / TRAINING).read_text() + "import mine\n")
     refused(root, capsys, TRAINING, "not as in")
 
 
-def test_a_place_that_is_there_twice_is_refused(tmp_path, capsys):
-    root = make_tree(tmp_path, LINES[0])
-    text = (root / ENUMS).read_text()
-    (root / ENUMS).write_text(text + "\n" + text)
-    refused(root, capsys, ENUMS)
-
-
-@pytest.mark.skipif(GIT is None, reason="needs git")
-def test_changes_that_are_not_committed(tmp_path, capsys):
-    root = make_tree(tmp_path, LINES[0])
-
-    def git(*words):
-        who = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+def commit(root: Path) -> None:
+    """A repository of the checkout, with all committed."""
+    who = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
         subprocess.run([GIT, "-C", str(root), *who, *words], check=True, capture_output=True)
 
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-qm", "upstream")
+
+def test_changes_that_are_not_committed(tmp_path, capsys):
+    root = make_tree(tmp_path)
+    commit(root)
     file = root / TRAINING
     file.write_text("# mine\n" + file.read_text())
     refused(root, capsys, TRAINING, "not committed")
-    git("commit", "-qam", "mine")
+    commit(root)
     (root / "other.py").write_text("# not touched by the patch\n")
     assert patch("apply", root) == 0
     assert patch("check", root) == 0 and patch("apply", root) == 0
@@ -157,63 +153,75 @@ def test_changes_that_are_not_committed(tmp_path, capsys):
     assert status.stdout == b""
 
 
-@pytest.mark.skipif(GIT is None, reason="needs git")
-@pytest.mark.parametrize("line", LINES, ids=lambda line: line.version)
-def test_git_accepts_the_same_patches(line, tmp_path):
-    root = make_tree(tmp_path, line)
-    given = patches_folder().joinpath(line.patch).read_text()
-    # Line numbers are those of the real files.
-    command = [GIT, "apply", "--check", "--unidiff-zero", "-"]
-    subprocess.run(command, cwd=root, input=given, text=True, check=True)
-    twin = make_tree(tmp_path / "twin", line)
-    subprocess.run([GIT, "apply", "-"], cwd=twin, input=given, text=True, check=True)
-    assert patch("check", twin) == 0
+def test_a_checkout_inside_of_another_repository(tmp_path, capsys):
+    """Where git apply would take paths as the outer repository's, and leave them out in silence."""
+    root = make_tree(tmp_path / "third_party" / "megatron")
+    commit(tmp_path)
+    for action in ("apply", "check", "revert"):
+        assert patch(action, root) == 0
+    assert patch("check", root) == 1
+    (root / TRAINING).write_text("# mine\n" + (root / TRAINING).read_text())
+    refused(root, capsys, TRAINING, "not committed")
 
 
-def test_one_patch_for_each_line():
-    versions = [line.version for line in LINES]
-    assert versions == ["0.16", "0.17", "0.18", "0.19", "0.20"]
-    for line in LINES:
-        assert set(line.touches) == set(line.hunks) == {ENUMS, TRAINING}
+def test_programs_that_a_repository_names_are_not_run(tmp_path):
+    root = make_tree(tmp_path)
+    commit(root)
+    program = f"touch {tmp_path}/ran; cat"
+    for name in ("core.fsmonitor", "filter.evil.clean", "filter.evil.smudge", "core.sshCommand"):
+        subprocess.run([GIT, "-C", str(root), "config", name, program], check=True)
+    (root / ".gitattributes").write_text("* filter=evil\n")
+    hook = root / ".git" / "hooks" / "post-index-change"
+    hook.write_text(f"#!/bin/sh\n{program}\n")
+    hook.chmod(0o755)
+    for file in root.rglob("*.py"):
+        os.utime(file, (1, 1))
+    for action in ("apply", "check", "revert"):
+        assert patch(action, root) == 0
+    assert not (tmp_path / "ran").exists()
 
 
-def test_edit_needs_exactly_one_place():
-    (hunks,) = parse_patch("--- a/f\n+++ b/f\n@@ -1,2 +1,2 @@\n one\n-two\n+2\n").values()
-    assert edit(b"zero\none\ntwo\n", hunks) == b"zero\none\n2\n"
-    assert edit(b"zero\none\n2\n", hunks, reverse=True) == b"zero\none\ntwo\n"
-    assert edit(b"one\n2\n", hunks) is None
-    assert edit(b"one\ntwo\none\ntwo\n", hunks) is None
-    odd = b"caf\xe9 \x0c\none\r\ntwo"
-    assert edit(odd, hunks) == b"caf\xe9 \x0c\none\r\n2\r\n"
-    (at_the_end,) = parse_patch("--- a/f\n+++ b/f\n@@ -1 +1,2 @@\n one\n+two\n").values()
-    assert edit(b"zero\none\n", at_the_end) == b"zero\none\ntwo\n"
-    assert edit(b"one\nzero\n", at_the_end) is None
-    assert edit(b"zero\none", at_the_end) is None, "nothing to put a line after"
+@pytest.mark.parametrize("path", FILES)
+def test_links_are_not_followed(path, tmp_path, capsys):
+    root = make_tree(tmp_path / "tree")
+    outside = tmp_path / "outside.py"
+    (root / path).rename(outside)
+    (root / path).symlink_to(outside)
+    before = outside.read_bytes()
+    refused(root, capsys, path)
+    assert outside.read_bytes() == before
 
 
-def test_a_folder_that_cannot_be_written(tmp_path, capsys, monkeypatch):
-    from megatron_mtraining.tools import patching
+def test_the_files_that_are_named_are_those_of_the_patch():
+    named = [line[6:] for line in PATCH.read_text().splitlines() if line.startswith("+++ b/")]
+    assert named == list(FILES)
 
-    root = make_tree(tmp_path, LINES[0])
-    before, replace = contents(root), patching.os.replace
-    calls = []
 
-    def fails_on_the_second(source, target):
-        calls.append(target)
-        if len(calls) == 2:
-            raise OSError(28, "No space left on device", str(target))
-        replace(source, target)
+def test_git_is_missing(tmp_path, capsys, monkeypatch):
+    root = make_tree(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refused(root, capsys, "git is not installed", "megatron_mtraining.launch")
 
-    monkeypatch.setattr(patching.os, "replace", fails_on_the_second)
-    assert patch("apply", root) == 2
-    assert "No space left" in capsys.readouterr().err
-    assert contents(root) == before
+
+def test_files_that_cannot_be_written(tmp_path, capsys, monkeypatch):
+    """What git has written of two files when it fails is undone."""
+    root = make_tree(tmp_path)
+    git = patching.git
+
+    def fails_half_way(folder, *words, **options):
+        if words[0] == "apply" and "--check" not in words:
+            git(folder, *words, f"--include={ENUMS}")
+            return subprocess.CompletedProcess(words, 1, b"", b"error: No space left on device\n")
+        return git(folder, *words, **options)
+
+    monkeypatch.setattr(patching, "git", fails_half_way)
+    refused(root, capsys, "cannot be written: No space left")
 
 
 def added(path: str) -> str:
     """What the patch puts into a file, alone."""
-    hunks = LINES[-1].hunks[path]
-    return "\n".join(row[1:] for hunk in hunks for row in hunk.rows if row[0] == "+")
+    old = side(path, "-")
+    return "\n".join(side(path, "+")[len(old) :])
 
 
 def test_the_package_registers(monkeypatch):
@@ -255,24 +263,6 @@ def test_the_package_of_patches():
     """However it is installed here; not from the repository's root, which has ``patches`` too."""
     code = "import megatron_mtraining.patches as p; assert p.__doc__, p"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True)
-
-
-@pytest.mark.parametrize("place", ["megatron_mtraining/patches", "patches"])
-def test_where_the_patches_are(place, tmp_path):
-    """Inside the package, as in a wheel, and beside it, as in a checkout, installed or not."""
-    package = Path(megatron_mtraining.__file__).parent
-    ignore = shutil.ignore_patterns("__pycache__", "patches")
-    shutil.copytree(package, tmp_path / "megatron_mtraining", ignore=ignore)
-    shutil.copytree(patches_folder(), tmp_path / place)
-    code = "from megatron_mtraining.tools import patching as p; print(p.patches_folder())"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}; assert p.supported_lines()"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path.parent,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.strip() == str(tmp_path / place), done.stderr
 
 
 def test_command_line(capsys):
