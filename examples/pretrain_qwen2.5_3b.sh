@@ -42,7 +42,7 @@ TRAIN=(
   --no-create-attention-mask-in-dataloader
   --log-interval 1 --eval-interval 1000 --eval-iters 0
 )
-# DATA_PATH: an indexed dataset of Megatron's, without .bin and .idx; made-up tokens otherwise.
+# DATA_PATH: an indexed dataset of Megatron's, without .bin and .idx; mock data otherwise.
 DATA=(--tokenizer-type NullTokenizer --vocab-size 151936)
 if [ -n "${DATA_PATH:-}" ]; then
   DATA+=(--data-path "$DATA_PATH" --split "100,0,0")

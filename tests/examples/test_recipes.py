@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.run import get_args_parser
 
+from megatron_mtraining.megatron import register
 from tests.support.recipes import EXAMPLES, RECIPES, VARIABLE, Recorder
 
 BIG, SMALL = "qwen2.5-3b-512k", "qwen2.5-0.5b-128k"
@@ -41,6 +42,7 @@ def megatron(monkeypatch):
     module = pytest.importorskip("megatron.training.arguments", reason=reason)
     if "--yarn-original-max-position-embeddings" not in inspect.getsource(module):
         pytest.skip("this Megatron has no options for YaRN, which 0.19 has")
+    register()
 
     def validated(launch):
         nodes = int(launch.nnodes.split(":")[0])
@@ -166,7 +168,7 @@ def test_what_is_missing_is_named(recipe, recorder, tmp_path):
         assert (run.returncode, lines) == (2, []) and message in run.stderr, run.stderr
     (recorder.checkout / "megatron/training/arguments.py").write_text("'--rotary-base'")
     run, lines = recorder.start(script, recorder.checkout)
-    assert (run.returncode, lines) == (2, []) and "take Megatron-LM 0.19" in run.stderr
+    assert (run.returncode, lines) == (2, []) and "use Megatron-LM 0.19" in run.stderr
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
