@@ -40,6 +40,18 @@ OTHER_NAMES = {
 }
 """Arguments that have had another name than their field."""
 
+UNFUSED = dict(
+    use_cpu_initialization=True,
+    bias_activation_fusion=False,
+    bias_dropout_fusion=False,
+    masked_softmax_fusion=False,
+    persist_layer_norm=False,
+    gradient_accumulation_fusion=False,
+    apply_rope_fusion=False,
+)
+"""Fields of TransformerConfig for a machine without GPU, apex and Transformer Engine, which fusions need.
+Weights that are drawn on the CPU are the same on every machine."""
+
 
 def arg(args: Namespace, name: str, default=None):
     """An argument of the training run; the default if it is missing or None."""
@@ -136,16 +148,9 @@ def transformer_config(args: Namespace, shape: Shape, options: ModelOptions):
         params_dtype=options.dtype,
         bf16=options.dtype == torch.bfloat16,
         fp16=options.dtype == torch.float16,
-        use_cpu_initialization=True,
         perform_initialization=False,
         attention_backend=AttnBackend.auto,
-        # Fusions need a GPU, apex or Transformer Engine.
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
+        **UNFUSED,
     )
     for name, value in _yarn(args, options.yarn_factor).items():
         setattr(config, name, value)

@@ -30,7 +30,7 @@ class Command:
 COMMANDS = (
     Command(
         "quickstart",
-        "megatron_mtraining.tools.quickstart.main",
+        "megatron_mtraining.tools.quickstart.command",
         "train a small model on this machine, dense and sparse, and compare the two",
     ),
     Command(

@@ -16,10 +16,10 @@ COLOURS = ("#1f5fa8", "#e07b1a", "#3a8f4d", "#9a4fa3", "#b83a3a", "#6b6b6b", "#2
 
 
 def loss_curves(path: Path, losses: Mapping[str, Sequence[float]], subtitle: str) -> Path:
-    """Training loss against the step, a line a run, and below it how far each is from the first.
+    """Training loss of each run by step, and below it the difference from the first run.
 
     Args:
-        losses: nats per token at each step, of runs over the same data.
+        losses: nats per token at each step, for each run's name; all over the same data.
     """
     figure, (above, below) = pyplot.subplots(
         2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 1), layout="constrained"
@@ -46,26 +46,26 @@ def loss_curves(path: Path, losses: Mapping[str, Sequence[float]], subtitle: str
     return _save(figure, path)
 
 
-def pattern(path: Path, shares: np.ndarray, seq_length: int, title: str) -> Path:
-    """One head's pattern as a heat map: queries down, keys to the right.
+def pattern(path: Path, density: np.ndarray, seq_length: int, title: str) -> Path:
+    """One head's pattern as a heat map with a query per row and a key per column.
 
     Args:
-        shares: ``[n, n]``, the share of the query-key pairs in each square that is kept, 0 to 1.
+        density: ``[n, n]``, the fraction of the query-key pairs in each cell that is kept.
         seq_length: tokens along a side.
     """
     figure, axes = pyplot.subplots(figsize=(7.4, 6.4), layout="constrained")
-    image = _heat_map(axes, shares, seq_length)
+    image = _heat_map(axes, density, seq_length)
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("key position (tokens)")
     axes.set_ylabel("query position (tokens)")
-    figure.colorbar(image, ax=axes, shrink=0.85, label="share of the pairs that is kept")
+    figure.colorbar(image, ax=axes, shrink=0.85, label="density (fraction of pairs kept)")
     return _save(figure, path)
 
 
-def patterns(path: Path, shares: Mapping[str, np.ndarray], seq_length: int, title: str) -> Path:
-    """Several heads' patterns side by side, at most four in a row; keys are the titles."""
-    columns = min(4, len(shares))
-    rows = -(-len(shares) // columns)
+def patterns(path: Path, heads: Mapping[str, np.ndarray], seq_length: int, title: str) -> Path:
+    """Several heads' patterns as in :func:`pattern` side by side, at most four in a row, by their titles."""
+    columns = min(4, len(heads))
+    rows = -(-len(heads) // columns)
     figure, grid = pyplot.subplots(
         rows,
         columns,
@@ -75,48 +75,48 @@ def patterns(path: Path, shares: Mapping[str, np.ndarray], seq_length: int, titl
         squeeze=False,
         layout="constrained",
     )
-    for axes in grid.flat[len(shares) :]:
+    for axes in grid.flat[len(heads) :]:
         axes.set_visible(False)
-    for axes, (name, share) in zip(grid.flat, shares.items(), strict=False):
-        image = _heat_map(axes, share, seq_length)
-        kept = share.sum() / (np.tri(len(share)).sum())
-        axes.set_title(f"{name}: keeps {min(kept, 1):.0%}", fontsize=9)
+    for axes, (name, density) in zip(grid.flat, heads.items(), strict=False):
+        image = _heat_map(axes, density, seq_length)
+        mean = density.sum() / np.tri(len(density)).sum()
+        axes.set_title(f"{name}: density {min(mean, 1):.0%}", fontsize=9)
     figure.suptitle(title, fontsize=11)
     figure.supxlabel("key position (tokens)", fontsize=10)
     figure.supylabel("query position (tokens)", fontsize=10)
-    figure.colorbar(image, ax=grid, shrink=0.7, label="share of the pairs that is kept")
+    figure.colorbar(image, ax=grid, shrink=0.7, label="density (fraction of pairs kept)")
     return _save(figure, path)
 
 
 def work(path: Path, pairs: np.ndarray, dense_pairs: float, title: str) -> Path:
-    """Attention work of each rank in each round of the ring, as a share of what dense attention has.
+    """Attention work of each rank in each round of the ring, as a fraction of dense attention's.
 
     Args:
         pairs: ``[ranks, rounds]``, query-key pairs.
         dense_pairs: pairs of dense causal attention, over all ranks and rounds.
     """
     pairs = np.asarray(pairs, dtype=np.float64)
-    ranks, steps = pairs.shape
+    ranks, rounds = pairs.shape
     percent = 100 * pairs / dense_pairs
     figure, axes = pyplot.subplots(figsize=(max(5.5, 1.4 * ranks + 3), 4.6), layout="constrained")
     bottom = np.zeros(ranks)
-    for step in range(steps):
-        colour = COLOURS[step % len(COLOURS)]
+    for number in range(rounds):
+        colour = COLOURS[number % len(COLOURS)]
         bars = axes.bar(
             np.arange(ranks),
-            percent[:, step],
+            percent[:, number],
             bottom=bottom,
             color=colour,
             width=0.6,
-            label=f"round {step}",
+            label=f"round {number}",
         )
-        labels = [f"{value:.2f}%" for value in percent[:, step]]
+        labels = [f"{value:.2f}%" for value in percent[:, number]]
         axes.bar_label(bars, labels, label_type="center", color="white", fontsize=9)
-        bottom += percent[:, step]
+        bottom += percent[:, number]
     even = 100 / ranks
     axes.axhline(even, color="black", linestyle="--", linewidth=1)
     axes.annotate(
-        f"dense attention, shared evenly: {even:.1f}%",
+        f"dense attention, evenly distributed: {even:.1f}%",
         (ranks - 0.6, even),
         ha="right",
         va="bottom",
@@ -126,7 +126,7 @@ def work(path: Path, pairs: np.ndarray, dense_pairs: float, title: str) -> Path:
     axes.set_xlim(-0.6, ranks - 0.4)
     axes.set_xticks(np.arange(ranks), [f"rank {rank}" for rank in range(ranks)])
     axes.set_xlabel("context-parallel rank")
-    axes.set_ylabel("query-key pairs\n(% of all pairs of dense causal attention)")
+    axes.set_ylabel("query-key pairs\n(% of all causal pairs)")
     busiest = pairs.sum(1).max() / pairs.sum(1).mean() - 1
     axes.set_title(f"{title}\nbusiest rank: {busiest:.1%} above the mean", fontsize=11)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=9)
@@ -141,18 +141,18 @@ def recall_density(
     target: float,
     title: str,
 ) -> Path:
-    """Recall against density, a line a policy: solid the mean, dotted the worst tenth of the heads.
+    """Recall by density, two lines for each policy: solid for the mean, dotted for a low percentile.
 
     Args:
-        curves: density, mean recall and recall of the worst tenth, all as shares, at each setting.
-        target: recall that is marked.
+        curves: density, mean recall and the 10th percentile of recall, all as fractions, for each setting.
+        target: the recall to mark.
     """
     figure, axes = pyplot.subplots(figsize=(8, 5.6), layout="constrained")
-    for number, (name, (density, mean, worst)) in enumerate(curves.items()):
+    for number, (name, (density, mean, decile)) in enumerate(curves.items()):
         colour = COLOURS[number % len(COLOURS)]
         percent = 100 * np.asarray(density)
         axes.plot(percent, 100 * np.asarray(mean), "o-", color=colour, markersize=4, label=name)
-        axes.plot(percent, 100 * np.asarray(worst), ":", color=colour, linewidth=1.2)
+        axes.plot(percent, 100 * np.asarray(decile), ":", color=colour, linewidth=1.2)
     axes.axhline(100 * target, color="black", linestyle="--", linewidth=1)
     axes.annotate(
         f"target {target:.0%}", (0.01, 100 * target), xycoords=("axes fraction", "data"),
@@ -163,16 +163,16 @@ def recall_density(
     axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5, 7)))
     axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
     axes.xaxis.set_minor_locator(ticker.NullLocator())
-    axes.set_xlabel("density (% of all causal pairs that is kept)")
-    axes.set_ylabel("recall (% of the true attention that is kept)")
-    axes.set_title(f"{title}; dotted: nine in ten heads are above", fontsize=10)
+    axes.set_xlabel("density (% of causal query-key pairs kept)")
+    axes.set_ylabel("recall (% of attention mass kept)")
+    axes.set_title(f"{title}; dotted: 10th percentile of heads", fontsize=10)
     axes.legend(loc="lower right")
     axes.grid(alpha=0.3, which="both")
     return _save(figure, path)
 
 
 def layers_by_heads(path: Path, values: np.ndarray, title: str, label: str) -> Path:
-    """A share of each head as a heat map: layers down, heads to the right; crosses where not finite.
+    """A value of each head as a heat map with a layer per row; crosses where it is not finite.
 
     Args:
         values: ``[layers, heads]``, 0 to 1.
@@ -197,13 +197,13 @@ def layers_by_heads(path: Path, values: np.ndarray, title: str, label: str) -> P
 
 
 def attention_and_pattern(
-    path: Path, mass: np.ndarray, shares: np.ndarray, seq_length: int, title: str
+    path: Path, mass: np.ndarray, density: np.ndarray, seq_length: int, title: str
 ) -> Path:
-    """One head's true attention, and beside it the pairs that its pattern keeps.
+    """One head's dense attention, and beside it the pairs that its pattern keeps.
 
     Args:
-        mass: ``[n, n]``, the share of an average query's attention that each cell of keys has.
-        shares: ``[n, n]``, the share of the pairs in each cell that is kept. NaN rows are left out.
+        mass: ``[n, n]``, the attention mass of each cell, averaged over its queries.
+        density: ``[n, n]``, the fraction of the pairs in each cell that is kept. NaN rows are left out.
         seq_length: tokens along a side.
     """
     figure, (left, right) = pyplot.subplots(
@@ -219,13 +219,13 @@ def attention_and_pattern(
         interpolation="nearest",
         extent=(0, seq_length, seq_length, 0),
     )
-    left.set_title("true attention", fontsize=10)
-    figure.colorbar(image, ax=left, shrink=0.8, label="share of a query's attention in the cell")
-    # By the square root: a single column in a cell of many keys would not show.
+    left.set_title("dense attention", fontsize=10)
+    figure.colorbar(image, ax=left, shrink=0.8, label="mean attention mass of a query in the cell")
+    # With a linear scale a single column in a cell of many keys would not show.
     norm = matplotlib.colors.PowerNorm(0.5, vmin=0, vmax=1)
-    image = _heat_map(right, shares, seq_length, norm)
+    image = _heat_map(right, density, seq_length, norm)
     right.set_title("pattern", fontsize=10)
-    figure.colorbar(image, ax=right, shrink=0.8, label="share of the pairs that is kept")
+    figure.colorbar(image, ax=right, shrink=0.8, label="density (fraction of pairs kept)")
     for axes in (left, right):
         axes.set_xlabel("key position (tokens)")
     left.set_ylabel("query position (tokens)")
@@ -233,10 +233,10 @@ def attention_and_pattern(
     return _save(figure, path)
 
 
-def _heat_map(axes, shares: np.ndarray, seq_length: int, norm=None):
-    shares = np.asarray(shares)
-    future = np.triu(np.ones(shares.shape, dtype=bool), 1)
-    shown = np.ma.masked_where(future & (shares == 0) | np.isnan(shares), shares)
+def _heat_map(axes, density: np.ndarray, seq_length: int, norm=None):
+    density = np.asarray(density)
+    future = np.triu(np.ones(density.shape, dtype=bool), 1)
+    shown = np.ma.masked_where(future & (density == 0) | np.isnan(density), density)
     colours = matplotlib.colormaps["viridis"].with_extremes(bad="#e8e8e8")
     return axes.imshow(
         shown,

@@ -1,6 +1,8 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """The quickstart from its command line to its pictures, small; and its parts."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import math
@@ -12,22 +14,19 @@ import sys
 import numpy as np
 import pytest
 
+from megatron_mtraining import ConfigError
 from megatron_mtraining.tools import cli
 from megatron_mtraining.tools.quickstart import text
-from megatron_mtraining.tools.quickstart.main import summary
 from megatron_mtraining.tools.quickstart.options import add_arguments, options_from
+from megatron_mtraining.tools.quickstart.results import summary
 
 STEPS = 4
-VOCABULARY = 512
 SMALL = {
     "--device": "cpu",
     "--steps": STEPS,
     "--seq-length": 512,
     "--layers": 2,
     "--heads": 2,
-    "--kv-heads": 1,
-    "--vocab-size": VOCABULARY,
-    "--held-out": 1,
     "--vertical": 16,
 }
 
@@ -37,7 +36,8 @@ def run_quickstart(folder, *more, code=None):
     environment = dict(os.environ)
     if code is not None:
         (folder / "sitecustomize.py").write_text(code)
-        environment["PYTHONPATH"] = str(folder)
+        paths = [str(folder), environment.get("PYTHONPATH")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     options = [str(word) for pair in SMALL.items() for word in pair]
     return subprocess.run(
         [sys.executable, "-m", "megatron_mtraining", "quickstart", *options, *more],
@@ -74,7 +74,7 @@ def test_losses_are_sane(finished):
         assert len(run["losses"]) == STEPS
         assert all(math.isfinite(loss) for loss in [*run["losses"], run["held_out"]])
         # Untrained, every token is about as likely as any other; then it learns.
-        assert run["losses"][0] == pytest.approx(math.log(VOCABULARY), abs=0.5)
+        assert run["losses"][0] == pytest.approx(math.log(text.VOCABULARY), abs=0.5)
         assert run["losses"][-1] < run["losses"][0]
     # The same weights and the same text, seen through different attention: close, not the same.
     first = [run["losses"][0] for run in runs.values()]
@@ -108,12 +108,12 @@ def test_one_failing_rank_stops_all_with_its_reason(tmp_path):
 import sys
 if any("spawn_main" in word for word in sys.argv) or "multiprocessing.spawn" in str(sys.orig_argv):
     import megatron_mtraining.tools.quickstart.train as train
-    original = train._work
+    original = train.compare_runs
     def fail(rank, options, folder):
         if rank == 1:
             raise RuntimeError("the cable is loose")
         original(rank, options, folder)
-    train._work = fail
+    train.compare_runs = fail
 """
     done = run_quickstart(tmp_path, code=code)
     assert done.returncode == 1
@@ -127,15 +127,13 @@ if any("spawn_main" in word for word in sys.argv) or "multiprocessing.spawn" in 
         (["--seq-length", "0"], ["--seq-length", "0"]),
         (["--steps", "0"], ["--steps", "0"]),
         (["--processes", "0"], ["--processes", "0"]),
-        (["--heads", "3"], ["--heads", "3", "--kv-heads"]),
-        (["--lr", "-1"], ["--lr", "-1"]),
-        (["--lr", "nan"], ["--lr", "nan"]),
+        (["--heads", "0"], ["--heads", "0"]),
         (["--vertical", "-5"], ["--vertical", "-5"]),
-        (["--block-size", "48"], ["--block-size", "48", "64"]),
         (["--output", __file__], ["--output", __file__]),
         (["--output", __file__ + "/out"], ["--output", __file__]),
         (["--vertical", "9999"], ["--vertical", "9999"]),
     ],
+    ids=lambda words: " ".join(words).replace(__file__, "FILE"),
 )
 def test_bad_values_end_in_one_error(wrong, named, capsys):
     status = cli.main(["quickstart", "--device", "cpu", *wrong])
@@ -158,21 +156,21 @@ def test_tokenizer_keeps_every_character(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "TOKENIZER_CHARACTERS", 50_000)
     files, held_out = text.split(text.source_files())
     assert files and held_out and not set(files) & set(held_out)
-    model = text.train_tokenizer(files, VOCABULARY, tmp_path / "tokenizer")
+    model = text.train_tokenizer(files, 512, tmp_path / "tokenizer")
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     sample = "def f(x):\n    # caf\u00e9 \U0001f600\n\n\treturn {x  : 1}\n"
     assert processor.decode(processor.encode(sample)) == sample
     sequences = text.tokenize(files, model, 3, 64)
     assert sequences.shape == (3, 65) and sequences.dtype == np.int32
     assert (sequences[1:, 0] == sequences[:-1, -1]).all()  # one stream, cut
-    assert 0 <= sequences.min() and sequences.max() < VOCABULARY
-    with pytest.raises(text.TextError, match="lower --steps"):
+    assert 0 <= sequences.min() and sequences.max() < 512
+    with pytest.raises(ConfigError, match="lower --steps"):
         text.tokenize(files[:1], model, 10_000, 64)
 
 
 def test_summary_counts_work_against_dense():
     class Some:
-        steps, seq_length, batch, processes = 2, 100, 1, 2
+        steps, seq_length, processes = 2, 100, 2
 
     run = dict(losses=[2.0, 1.0], seconds=[9.0, 0.5], held_out=1.5)
     runs = {
@@ -196,9 +194,12 @@ def test_the_default_length_fits_any_number_of_processes(processes, tmp_path):
     options.sparse.check_sequence(options.seq_length, processes)
 
 
-def test_a_vocabulary_that_the_text_does_not_give_is_named(tmp_path):
-    with pytest.raises(text.TextError, match="--vocab-size is 900000"):
-        text.train_tokenizer(text.source_files()[:5], 900000, tmp_path / "tokenizer")
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (2, 1), (3, 3), (6, 3)])
+def test_key_heads_divide_query_heads(heads, kv_heads, tmp_path):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = ["--device", "cpu", "--heads", str(heads), "--output", str(tmp_path / "out")]
+    assert options_from(parser.parse_args(words)).kv_heads == kv_heads
 
 
 @pytest.mark.gpu

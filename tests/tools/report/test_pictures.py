@@ -1,26 +1,10 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Tables and pictures."""
+"""Pictures show the numbers that they were given."""
 
 import numpy as np
 import pytest
 
 from megatron_mtraining.tools.report import pictures
-from megatron_mtraining.tools.report.table import table
-
-
-def test_table_aligns_columns():
-    text = table(["", "dense", "sparse"], [["loss", "1.25", "1.5"], ["tokens/s", "1", "12,000"]])
-    assert text.splitlines() == [
-        "          dense  sparse",
-        "--------  -----  ------",
-        "loss       1.25     1.5",
-        "tokens/s      1  12,000",
-    ]
-
-
-def test_table_refuses_ragged_rows():
-    with pytest.raises(ValueError, match="2 cells under 1 columns"):
-        table(["a"], [["b", "c"]])
 
 
 @pytest.fixture
@@ -48,21 +32,21 @@ def test_loss_curves(tmp_path, drawn):
     assert below.get_xlabel() and above.get_ylabel() == "loss (nats per token)"
 
 
-def test_pattern_shows_shares_over_token_positions(tmp_path, drawn):
-    shares = np.tril(np.random.default_rng(0).random((8, 8)))
-    path = pictures.pattern(tmp_path / "pattern.png", shares, 512, "a head")
+def test_pattern_shows_density_over_token_positions(tmp_path, drawn):
+    density = np.tril(np.random.default_rng(0).random((8, 8)))
+    path = pictures.pattern(tmp_path / "pattern.png", density, 512, "a head")
     assert image(path).std() > 0
     (shown,) = drawn[0].axes[0].images
-    assert np.array_equal(shown.get_array().filled(0), shares)
+    assert np.array_equal(shown.get_array().filled(0), density)
     assert shown.get_extent() == [0, 512, 512, 0]
 
 
 @pytest.mark.parametrize("heads", [1, 3, 6])
 def test_patterns_draws_every_head(tmp_path, drawn, heads):
-    shares = {f"head {head}": np.tri(4) for head in range(heads)}
-    pictures.patterns(tmp_path / "patterns.png", shares, 64, "heads")
+    density = {f"head {head}": np.tri(4) for head in range(heads)}
+    pictures.patterns(tmp_path / "patterns.png", density, 64, "heads")
     titles = [axes.get_title() for axes in drawn[0].axes if axes.get_title()]
-    assert titles == [f"head {head}: keeps 100%" for head in range(heads)]
+    assert titles == [f"head {head}: density 100%" for head in range(heads)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
@@ -77,7 +61,7 @@ def test_work_stacks_ring_steps(tmp_path, drawn, ranks):
     assert tops == pytest.approx(heights.sum(1))
 
 
-def test_recall_density_has_a_line_for_mean_and_worst_of_each_policy(tmp_path, drawn):
+def test_recall_density_has_lines_for_mean_and_percentile_of_each_policy(tmp_path, drawn):
     curves = {
         "price": ([0.1, 0.2], [0.8, 0.9], [0.5, 0.7]),
         "fixed": ([0.05, 0.4], [0.7, 0.95], [0.2, 0.9]),
@@ -115,12 +99,12 @@ def test_layers_by_heads_crosses_out_what_is_not_finite(tmp_path, drawn):
 
 def test_attention_and_pattern_stand_side_by_side(tmp_path, drawn):
     rng = np.random.default_rng(0)
-    mass, shares = np.tril(rng.random((8, 8))), np.tril(rng.random((8, 8)))
-    mass[3], shares[3] = np.nan, np.nan  # a row without rows
-    path = pictures.attention_and_pattern(tmp_path / "head.png", mass, shares, 512, "a head")
+    mass, density = np.tril(rng.random((8, 8))), np.tril(rng.random((8, 8)))
+    mass[3], density[3] = np.nan, np.nan  # a row without rows
+    path = pictures.attention_and_pattern(tmp_path / "head.png", mass, density, 512, "a head")
     assert image(path).std() > 0
     left, right = (axes.images[0] for axes in drawn[0].axes[:2])
     assert np.array_equal(left.get_array().filled(0), np.nan_to_num(mass))
-    assert np.array_equal(right.get_array().filled(0), np.nan_to_num(shares))
+    assert np.array_equal(right.get_array().filled(0), np.nan_to_num(density))
     assert right.get_array().mask[3].all()  # grey, not "nothing kept"
     assert left.get_extent() == right.get_extent() == [0, 512, 512, 0]
