@@ -57,7 +57,7 @@ def attend(
         documents: packed ones, of the whole sequence, on this device: queries attend to keys of their own
             document alone, and the pattern is chosen from what they may attend to. None for one document.
             ``attended`` has them already.
-        choice: ``heads``, ``price`` and ``slashes`` of :func:`~megatron_mtraining.pattern.choose_index`.
+        choice: ``head_policies`` and ``price`` of :func:`~megatron_mtraining.pattern.choose_index`.
 
     Returns:
         out, its log-sum-exp and the pattern.

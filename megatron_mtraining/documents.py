@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .config import ConfigError
+from .errors import ConfigError
 from .layout import block_at, inner_size, positions_at
 
 MOST_TOKENS = 2**24

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .config import ConfigError
+from .errors import ConfigError
 
 GATHERED = 8
 """Ranks whose keys a rank has at hand at once, at most, unless it is told otherwise."""

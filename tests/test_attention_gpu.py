@@ -25,7 +25,9 @@ from tests.support.attention_cases import (
 )
 
 pytestmark = pytest.mark.gpu
-CONFIG = MTrainingConfig(vertical=64, slash=6, window=100, block_size=64, sample_strata=32)
+CONFIG = MTrainingConfig.from_options(
+    vertical=64, slash=6, window=100, block_size=64, sample_strata=32
+)
 
 
 def test_gpu_chooses_what_the_cpu_chooses():

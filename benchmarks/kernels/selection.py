@@ -25,8 +25,8 @@ import torch
 import triton
 
 from megatron_mtraining import MTrainingConfig
+from megatron_mtraining.config import BlockListPolicy, XAttentionPolicy
 from megatron_mtraining.pattern import choose_index
-from megatron_mtraining.pattern.blocks import BLOCK_POLICIES
 
 from ..lib import record
 
@@ -132,8 +132,8 @@ def print_profile(run) -> None:
 def run_case(seq, world, settings, show_profile):
     settings = dict(settings)
     standing_out, mixed = settings.pop("standing_out", 0), settings.pop("mixed", False)
-    config = MTrainingConfig(**settings)
-    heads = [config, MTrainingConfig(policy="xattention")] * (HEADS // 2) if mixed else None
+    config = MTrainingConfig.from_options(**settings)
+    heads = [config.policy, XAttentionPolicy()] * (HEADS // 2) if mixed else None
     length = seq // world
     query = torch.randn(length, 1, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     key = torch.randn(length, 1, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
@@ -144,22 +144,23 @@ def run_case(seq, world, settings, show_profile):
     ring = RankAlone(world)
 
     def run():
-        return choose_index(query, key, config, ring, DIM**-0.5, heads=heads)
+        return choose_index(query, key, config, ring, DIM**-0.5, head_policies=heads)
 
     nbytes = run().nbytes
-    lists = mixed or config.policy in BLOCK_POLICIES
+    lists = mixed or isinstance(config.policy, BlockListPolicy)
+    flat, rows = config.options(), config.sampling.num_rows
     ms = None if lists else graph_milliseconds(run)
     launched = triton.testing.do_bench(run, warmup=50, rep=200, return_mode="median")
     row = dict(
         op="index", impl="mtraining", seq=seq, world=world, heads=HEADS, kv_heads=KV_HEADS, dim=DIM,
-        policy="mixed" if mixed else config.policy, vertical=config.vertical or config.vertical_cap,
-        slash=config.slash, rows=config.rows, standing_out=standing_out,
+        policy="mixed" if mixed else config.policy.name, vertical=flat["vertical"] or flat["vertical_cap"],
+        slash=flat["slash"], rows=rows, standing_out=standing_out,
         ms=ms and round(ms, 4), launched_ms=round(launched, 4), host_ms=round(host_milliseconds(run), 4),
         transient_bytes=transient_bytes(run), index_bytes=nbytes,
     )  # fmt: skip
     print(
         f"index {seq:7d} tokens / {world} ranks, {row['policy']}, {row['vertical'] or 0:4d} columns, "
-        f"{config.rows:3d} rows{f', {standing_out} stand out' if standing_out else ''}: "
+        f"{rows:3d} rows{f', {standing_out} stand out' if standing_out else ''}: "
         f"{'' if lists else f'{ms:.3f} ms, '}launched {launched:.3f} ms, host {row['host_ms']:.3f} ms, "
         f"transient {row['transient_bytes'] / 1e6:.1f} MB, index {nbytes / 1e6:.2f} MB",
         flush=True,

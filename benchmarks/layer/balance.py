@@ -284,7 +284,9 @@ def real(folder: Path) -> list[Pattern]:
     for file in files:
         query, key = workloads.read_operands(file)
         seq = query.shape[0]
-        config = MTrainingConfig(vertical=1000, slash=100, sample_strata=64, sample_rows=1)
+        config = MTrainingConfig.from_options(
+            vertical=1000, slash=100, sample_strata=64, sample_rows=1
+        )
         index = choose_index(query, key, config, Ring(None), query.shape[-1] ** -0.5)
         found = index.distances(), columns_of(index)
         patterns.append(pattern_of(f"real {file.stem}", seq, *found))

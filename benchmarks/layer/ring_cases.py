@@ -37,7 +37,9 @@ class Case:
         if self.slash is None:
             return None
         rows = dict(sample_strata=64, sample_rows=1)
-        return MTrainingConfig(vertical=self.vertical, slash=self.slash, block_size=BLOCK, **rows)
+        return MTrainingConfig.from_options(
+            vertical=self.vertical, slash=self.slash, block_size=BLOCK, **rows
+        )
 
 
 CASES = [

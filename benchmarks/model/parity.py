@@ -38,8 +38,9 @@ from torch import Tensor
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import attend
+from megatron_mtraining.config import head_policies, settings_of_run
 from megatron_mtraining.models.tokenizer import open_tokenizer
-from megatron_mtraining.pattern import Steering, choose_index, heads_of_layer, settings_of_run
+from megatron_mtraining.pattern import Steering, choose_index
 from megatron_mtraining.ring import Ring
 
 from ..lib import record
@@ -68,17 +69,18 @@ class Attention:
         price, layer, count = None, module.layer_idx, query.shape[2]
         if self.steering is not None:
             price = self.steering.price(query.device, layer, 0, count)
-        heads = heads_of_layer(self.config, layer, None, count)
+        policies = head_policies(self.config, layer, None, count)
         found = attend(
-            query, key, value, config=self.config, softmax_scale=scaling, price=price, heads=heads
-        )
+            query, key, value, config=self.config, softmax_scale=scaling, price=price,
+            head_policies=policies,
+        )  # fmt: skip
         density, recall = found.index.density(), found.index.recall
         self.density.append(density.mean())
         recall = torch.ones_like(density) if recall is None else recall
         self.recall.append(recall.mean())
         self.low.append((recall < 0.9).float().mean())
         if self.steering is not None and module.training:
-            self.steering.observe(density, recall, layer)
+            self.steering.observe(recall, layer)
         return found.out.transpose(0, 1), None
 
     def take(self) -> tuple[float, float, float]:
@@ -176,7 +178,7 @@ def coverage_at(
     low, high = 0.01, 0.999
     for _ in range(8):
         middle = (low + high) / 2
-        config = replace(base, coverage=middle)
+        config = base.with_policy(replace(base.policy, coverage=middle))
         found = [
             choose_index(query, key, config, Ring(None), scale).density().mean()
             for query, key, scale in layers
@@ -217,7 +219,8 @@ def train(name: str, config: MTrainingConfig | None, tokens: Tensor, options) ->
     held_out = tokens[options.steps :]
     before = judged(model, held_out, options)
     attention.config = config
-    if config is not None and config.target_recall is not None:
+    flat = {} if config is None else config.options()
+    if flat.get("target_recall") is not None:
         shape = model.config.num_hidden_layers, model.config.num_attention_heads
         attention.steering = Steering(config, shape=shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
@@ -253,10 +256,10 @@ def train(name: str, config: MTrainingConfig | None, tokens: Tensor, options) ->
         held_out_after_dense=round(judged(model, held_out, options), 5),
         loss_last_50=round(sum(losses[-50:]) / len(losses[-50:]), 5),
         **mean_of(kept), **{f"{name}_late": value for name, value in mean_of(late).items()},
-        overrides=config and config.overrides and json.loads(Path(config.overrides).read_text()),
-        target_recall=config and config.target_recall, target_scope=config and config.target_scope,
+        overrides=flat.get("settings") and json.loads(Path(config.settings).read_text()),
+        target_recall=flat.get("target_recall"), target_scope=flat.get("target_scope"),
         price=None if attention.steering is None else round(attention.steering.now(), 5),
-        coverage=None if config is None else config.coverage,
+        coverage=flat.get("coverage"),
         seconds=round(time.time() - start, 1), losses=[round(loss, 5) for loss in losses],
     )  # fmt: skip
 
@@ -273,15 +276,17 @@ def settings(options) -> list[tuple[str, MTrainingConfig | None]]:
         if name == "dense":
             found.append((name, None))
         elif name == "coverage":
-            found.append((name, MTrainingConfig(policy="coverage", estimator="last", **common)))
+            found.append(
+                (name, MTrainingConfig.from_options(policy="coverage", estimator="last", **common))
+            )
         else:
             scope = dict(target_scope=options.target_scope, **common)
             for target in options.target_recall if name == "price" else ():
-                found.append((name, MTrainingConfig(target_recall=target, **scope)))
+                found.append((name, MTrainingConfig.from_options(target_recall=target, **scope)))
             for file in options.overrides if name == "overrides" else ():
                 aim = dict(target_recall=options.target_recall[0], **scope)
-                aim.update(settings_of_run(str(file)), overrides=str(file))
-                found.append((name, MTrainingConfig(**aim)))
+                aim.update(settings_of_run(str(file)), settings=str(file))
+                found.append((name, MTrainingConfig.from_options(**aim)))
     return found
 
 
@@ -353,12 +358,13 @@ def main(words: list[str] | None = None) -> None:
             before = [row["density"] for row in rows if row["run"] != "dense"]
             density = before[-1] if before else None
             if density is None:
-                at = MTrainingConfig(block_size=options.block_size)
+                at = MTrainingConfig.from_options(block_size=options.block_size)
                 found = [
                     choose_index(q, k, at, Ring(None), s).density().mean() for q, k, s in layers
                 ]
                 density = torch.stack(found).mean().item()
-            config = replace(config, coverage=coverage_at(density, layers, config))
+            coverage = coverage_at(density, layers, config)
+            config = config.with_policy(replace(config.policy, coverage=coverage))
             del layers
         row = train(name, config, tokens, options)
         print({key: value for key, value in row.items() if key != "losses"}, flush=True)

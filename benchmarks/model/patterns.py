@@ -102,26 +102,32 @@ def cases_for(seq: int, oracle_rows: int, samples: Sequence[tuple[int, int]] = (
         for strata, rows in (None, None), *samples:
             name = "strata" if strata is None else f"strata {strata} x {rows}"
             for price in PRICES:
-                how = MTrainingConfig(price=price, sample_strata=strata, sample_rows=rows)
+                how = MTrainingConfig.from_options(
+                    price=price, sample_strata=strata, sample_rows=rows
+                )
                 cases.append(Case("price", name, f"price {price:g}", how))
         return cases
     for estimator in ("strata", "last"):
         for price in PRICES:
-            how = MTrainingConfig(policy="price", estimator=estimator, price=price)
+            how = MTrainingConfig.from_options(policy="price", estimator=estimator, price=price)
             cases.append(Case("price", estimator, f"price {price:g}", how))
         for coverage in COVERAGES:
-            how = MTrainingConfig(policy="coverage", estimator=estimator, coverage=coverage)
+            how = MTrainingConfig.from_options(
+                policy="coverage", estimator=estimator, coverage=coverage
+            )
             cases.append(Case("coverage", estimator, f"coverage {coverage:g}", how))
         for vertical, slash in FIXED:
             vertical, slash = min(vertical, seq), min(slash, seq)
-            how = MTrainingConfig(
+            how = MTrainingConfig.from_options(
                 policy="fixed", estimator=estimator, vertical=vertical, slash=slash
             )
             cases.append(Case("fixed", estimator, f"vertical {vertical} slash {slash}", how))
     rows = min(oracle_rows, seq) // 2 * 2
     which = "all rows" if rows == seq else f"{rows} of {seq} rows"
     for price in PRICES:
-        how = MTrainingConfig(price=price, sample_strata=rows // 2, sample_rows=2, held_out_rows=0)
+        how = MTrainingConfig.from_options(
+            price=price, sample_strata=rows // 2, sample_rows=2, held_out_rows=0
+        )
         cases.append(Case("price", "oracle", f"price {price:g}, {which}", how))
     for threshold in THRESHOLDS:
         how = dict(source="xattention", stride=STRIDE, threshold=threshold)
@@ -245,7 +251,7 @@ def rows_of(measured: Measured) -> list[dict]:
     for name, (with_slashes, same_rows) in kinds.items() if lists else ():
         for number in slashes:
             options = [number, *lists] if with_slashes else lists
-            price = cases[number].how.price
+            price = cases[number].how.policy.price
             *found, taken = best_of(measured, options, price, same_rows)
             row = row_of(name, "strata" if with_slashes else "own", f"price {price:g}", *found)
             rows.append({**row, "lists": round(float((taken != number).mean()), 5)})

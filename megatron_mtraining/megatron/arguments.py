@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The options ``--mtraining-*``: one for each field of :class:`MTrainingConfig`, and their
+"""The options ``--mtraining-*``: one for each of :data:`~megatron_mtraining.config.OPTIONS`, and their
 validation before anything is built.
 
 Defaults are filled in after parsing: an option that was given without the backend must be told from
@@ -10,26 +10,22 @@ into checkpoints, which must stay readable without this package).
 from __future__ import annotations
 
 import argparse
-import ast
-import inspect
 import sys
-import textwrap
 from contextlib import contextmanager
-from dataclasses import MISSING, fields, replace
-from itertools import pairwise
 
 from ..config import (
-    ESTIMATORS,
-    OF_POLICY,
-    POLICIES,
-    SCOPES,
-    SIZES,
+    OPTIONS,
+    REMOVED,
+    RENAMED,
     ConfigError,
     MTrainingConfig,
-    field_types,
+    check_settings_file,
+    current_name,
     option,
+    sets_every_head,
+    settings_of_run,
 )
-from ..pattern import Steering, check_files, settings_of_run, steering_of
+from ..pattern import Steering, steering_of
 from .backend import is_active, training_arguments
 from .checks import check_settings, ranks_a_node
 from .output_layer import check_loss, why_not
@@ -38,9 +34,8 @@ from .rotary_options import check_rotary_options
 from .wrapping import is_first_local_rank, log, log_replaced
 
 ALL = "all"
-BUDGETS = ("policy", *(name for names in OF_POLICY.values() for name in names))
-"""Settings that a file of all heads' budgets gives."""
-CHOICES = {"policy": POLICIES, "estimator": ESTIMATORS, "target_scope": SCOPES}
+PER_POLICY = ("policy", *(each.name for each in OPTIONS if each.policies))
+"""Options that a settings file with a policy for every head overrules."""
 
 
 class ArgumentsError(ConfigError, SystemExit):
@@ -60,18 +55,15 @@ def attribute(name: str) -> str:
     return "mtraining_" + name
 
 
-def help_texts() -> dict[str, str]:
-    """The text under each field of :class:`MTrainingConfig`, which is its option's help."""
-    try:
-        source = textwrap.dedent(inspect.getsource(MTrainingConfig))
-    except OSError:  # installed without sources
-        return {}
-    body = ast.parse(source).body[0].body
-    texts = {}
-    for statement, following in pairwise(body):
-        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
-            texts[statement.target.id] = " ".join(ast.literal_eval(following.value).split())
-    return texts
+class _OldOption(argparse.Action):
+    """An option of the last version: stored under its name of today with a warning, or refused."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        old = option_string.removeprefix("--mtraining-").replace("-", "_")
+        try:
+            setattr(namespace, attribute(current_name(old)), values)
+        except ConfigError as error:
+            parser.error(str(error))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -80,26 +72,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         title="mtraining",
         description="dynamic sparse ring attention; only with --attention-backend mtraining",
     )
-    texts = help_texts()
-    for field in fields(MTrainingConfig):
-        default = None if field.default is MISSING else field.default
-        text = texts.get(field.name, "").replace("%", "%%")
-        how = {"type": field_types()[field.name]}
-        if isinstance(default, bool):
+    for each in OPTIONS:
+        text = each.full_help.replace("%", "%%")
+        how = {"type": each.type}
+        if each.type is bool:
             how = {"action": "store_true"}
-        elif field.name == "slash":
+        elif each.name == "slash":
             how = {"type": _size_or_all, "metavar": f"N|{ALL}"}
             text += f" '{ALL}' stands for the sequence length."
-        elif field.name in CHOICES:
-            how = {"choices": CHOICES[field.name]}
-        if default is not None:
-            text += f" (default: {default})"
+        elif each.choices:
+            how = {"choices": each.choices}
         group.add_argument(
-            option(field.name),
-            dest=attribute(field.name),
+            each.flag,
+            dest=attribute(each.name),
             default=argparse.SUPPRESS,
             help=text,
             **how,
+        )
+    for name in (*RENAMED, *REMOVED):
+        group.add_argument(
+            option(name),
+            dest=attribute(RENAMED.get(name, name)),
+            default=argparse.SUPPRESS,
+            action=_OldOption,
+            help=argparse.SUPPRESS,
         )
     return parser
 
@@ -115,28 +111,19 @@ def config_from_args(args) -> MTrainingConfig:
     """The settings in Megatron's arguments, whether filled in yet or not."""
     seq_length = getattr(args, "seq_length", None) or getattr(args, "encoder_seq_length", None)
     values = {}
-    for field in fields(MTrainingConfig):
-        value = getattr(args, attribute(field.name), None)
+    for each in OPTIONS:
+        value = getattr(args, attribute(each.name), None)
         if value == ALL:
             if seq_length is None:
-                raise ConfigError(f"{option(field.name)} {ALL} needs --seq-length")
+                raise ConfigError(f"{each.flag} {ALL} needs --seq-length")
             value = seq_length
         if value is not None:
-            values[field.name] = value
-    if "overrides" in values:
-        values = {**settings_of_run(values["overrides"]), **values}
-    config = MTrainingConfig(**values)
+            values[each.name] = value
+    if "settings" in values:
+        values = {**settings_of_run(values["settings"]), **values}
     if seq_length is None:
-        return config
-    # A default is cut to the sequence; what was given must fit it.
-    cut = {
-        name: seq_length
-        for name in SIZES
-        if name not in values and (getattr(config, name) or 0) > seq_length
-    }
-    if config.price == 0:  # which takes no cap, and needs none
-        cut.pop("vertical_cap", None)
-    return replace(config, **cut)
+        return MTrainingConfig.from_options(**values)
+    return MTrainingConfig.for_sequence(seq_length, **values)
 
 
 def settings(config=None) -> MTrainingConfig:
@@ -190,15 +177,15 @@ def refuse(args) -> None:
         _check_budgets_alone(args)
         _checked(args)
         return
-    for field in fields(MTrainingConfig):
-        value = getattr(args, attribute(field.name), None)
+    for each in OPTIONS:
+        value = getattr(args, attribute(each.name), None)
         if value is None:
             continue
-        given = option(field.name) if value is True else f"{option(field.name)} {value}"
+        given = each.flag if value is True else f"{each.flag} {value}"
         backend = getattr(args.attention_backend, "name", args.attention_backend)
         raise ConfigError(
             f"{given} is given, but the attention backend is {backend or 'not chosen'}: add "
-            f"--attention-backend mtraining or leave {option(field.name)} out"
+            f"--attention-backend mtraining or leave {each.flag} out"
         )
 
 
@@ -217,10 +204,9 @@ def fill_in(args) -> list[str]:
     if not is_active(args):
         return []
     config, warning = _checked(args)
-    names = [field.name for field in fields(MTrainingConfig)]
-    if config.budgets is not None:  # all heads have their own
-        names = [name for name in names if name not in BUDGETS]
-    values = {name: getattr(config, name) for name in names}
+    values = config.options()
+    if config.settings is not None and sets_every_head(config.settings):
+        values = {name: value for name, value in values.items() if name not in PER_POLICY}
     for name, value in values.items():
         setattr(args, attribute(name), value)
     given = " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
@@ -252,7 +238,7 @@ def _checked(args) -> tuple[MTrainingConfig, str | None]:
     check_loss(args, config.loss_chunk, command_line=True)
     seq_length = args.seq_length or getattr(args, "encoder_seq_length", None)
     layers, heads = getattr(args, "num_layers", None), args.num_attention_heads
-    check_files(config, layers, heads, seq_length)
+    check_settings_file(config, layers, heads)
     size = args.context_parallel_size
     inner = ranks_a_node(args, size, config.gathered_ranks, command_line=True)
     if seq_length is not None:
@@ -261,15 +247,16 @@ def _checked(args) -> tuple[MTrainingConfig, str | None]:
 
 
 def _check_budgets_alone(args) -> None:
-    """A file of all heads' budgets would overrule what the command line says of them."""
-    if getattr(args, attribute("budgets"), None) is None:
+    """A file with the policies of all heads would overrule what the command line says of them."""
+    path = getattr(args, attribute("settings"), None)
+    if path is None or not sets_every_head(path):
         return
-    for name in BUDGETS:
+    for name in PER_POLICY:
         value = getattr(args, attribute(name), None)
         if value is not None:
             raise ConfigError(
-                f"{option(name)} is {value}, but {option('budgets')} {args.mtraining_budgets} has the "
-                "budgets of all heads: leave one of them out"
+                f"{option(name)} is {value}, but {option('settings')} {path} has the policies of all heads: "
+                "leave one of them out"
             )
 
 

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from ..attention import attend
-from ..config import ConfigError
+from ..config import ConfigError, Policy, head_policies
 from ..kernels.attention.operands import DTYPES
 from ..kernels.limits import HEAD_DIMS
-from ..pattern import heads_of_layer, steering_of
+from ..pattern import steering_of
 from ..ring import Ring, advise_on_hosts, check_hosts, ring_of
 from . import recompute
 from .arguments import run_steering, settings
@@ -90,9 +91,8 @@ class MTrainingAttention(MegatronModule):
         _check_nodes(ring_of(self.cp_group, self.cp_inner), sizes, place)
         self.steering = self._steering(place)
         self.first_head = 0
-        self.heads = self._own_heads(pg_collection, place)
+        self.head_policies = self._own_policies(pg_collection, place)
         self.density = DensityMeter(layer_number - 1, self.first_head)
-        self._slashes: Tensor | None = None
         self.carries = recompute.enable(self)
 
     def forward(
@@ -142,43 +142,43 @@ class MTrainingAttention(MegatronModule):
             softmax_scale=self.softmax_scale,
             attended=carried,
             documents=documents,
-            **({} if dense or carried else self._choice(query)),
+            **({} if dense or carried else self._of_this_step(query)),
         )
         recompute.keep(self, attended)
         if self.training and carried is None:
-            self._count(attended.index, dense)
+            self._count(attended.index)
         return attended.out.flatten(2)
 
     def _steering(self, place: str):
         """The run's, which all layers on all ranks share."""
         args, heads = training_arguments(), self.config.num_attention_heads
         if is_active(args):
-            if self.mtraining.target_scope == "head" and heads != args.num_attention_heads:
+            scope = getattr(self.mtraining.policy, "target_scope", None)
+            if scope == "head" and heads != args.num_attention_heads:
                 raise ConfigError(
                     f"the {place} has {heads} heads, but --num-attention-heads is "
                     f"{args.num_attention_heads}: where layers differ, heads cannot have prices of their "
                     "own; use --mtraining-target-scope model"
                 )
             stages = getattr(args, "pipeline_model_parallel_size", 1)
-            targets = self.mtraining.target_recall, self.mtraining.target_density
-            if stages > 1 and targets != (None, None) and self.mtraining != settings():
+            if stages > 1 and scope is not None and self.mtraining != settings():
                 # Ranks of other stages would not take part in this target's sums, and this one wait for them.
                 raise ConfigError(
                     f"the {place} has settings and a target of its own (config.mtraining), and there are "
                     f"{stages} pipeline stages: give the target on the command line, and what is the layer's "
-                    "own in a file of --mtraining-overrides"
+                    "own in a file of --mtraining-settings"
                 )
             return run_steering(self.mtraining)
         layers = getattr(self.config, "num_layers", None) or self.layer_number
         return steering_of(self.mtraining, layers, heads)
 
-    def _own_heads(self, pg_collection, place: str):
-        """Settings of the heads that this tensor-parallel rank has, from ``first_head`` on; None if all have
+    def _own_policies(self, pg_collection, place: str) -> tuple[Policy, ...] | None:
+        """Policies of the heads that this tensor-parallel rank has, from ``first_head`` on; None if all have
         the run's."""
         layers = getattr(self.config, "num_layers", None)
         count = self.config.num_attention_heads
         try:
-            heads = heads_of_layer(self.mtraining, self.layer_number - 1, layers, count)
+            policies = head_policies(self.mtraining, self.layer_number - 1, layers, count)
         except ConfigError as error:
             raise ConfigError(f"the {place} does not fit: {error}") from None
         group = getattr(pg_collection, "tp", None)
@@ -187,32 +187,21 @@ class MTrainingAttention(MegatronModule):
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         own = count // size
         self.first_head = rank * own
-        return None if heads is None else heads[self.first_head : self.first_head + own]
+        return None if policies is None else policies[self.first_head : self.first_head + own]
 
-    def _choice(self, query: Tensor) -> dict:
-        """What of this step's choice is not in the settings."""
+    def _of_this_step(self, query: Tensor) -> dict:
+        """What the pattern search of this step takes beside the settings."""
         layer, heads = self.layer_number - 1, query.shape[2]
         return dict(
-            heads=self.heads,
+            head_policies=self.head_policies,
             price=self.steering.price(query.device, layer, self.first_head, heads),
-            slashes=self._kept_slashes(query),
         )
 
-    def _kept_slashes(self, query: Tensor) -> Tensor | None:
-        """Slashes of a step before; None where they are chosen anew, as for another batch or length."""
-        if self._slashes is None or not self.training or self.steering.chooses_slashes:
-            return None
-        world = 1 if self.cp_group is None else self.cp_group.size()
-        length, batch, heads, _ = query.shape
-        blocks = -(-length * world // self.mtraining.block_size)
-        return self._slashes if self._slashes.shape == (batch, heads, blocks) else None
-
-    def _count(self, index, dense: bool) -> None:
-        density = index.density()
-        self.density.add(density, index.recall)
-        self.steering.observe(density, index.recall, self.layer_number - 1, self.first_head)
-        if not dense and self.mtraining.slash_refresh > 1:
-            self._slashes = index.member
+    def _count(self, index) -> None:
+        self.density.add(density := index.density(), index.recall)
+        # Without recall, everything is kept.
+        recall = torch.ones_like(density) if index.recall is None else index.recall
+        self.steering.observe(recall, self.layer_number - 1, self.first_head)
 
 
 def _check_nodes(ring: Ring, sizes, place: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..pattern.steering import LOST, advance, steerings
+from ..pattern.steering import advance, steerings
 from .arguments import run_steering
 from .backend import is_active, training_arguments
 
@@ -170,12 +170,6 @@ def log_density(iteration: int) -> None:
     runs = steerings()
     price = next((run.now() for run in runs if run.now() is not None), None)
     print_rank_last(density.line(iteration, price))
-    for run in runs:
-        if run.watch(density.recall.mean):
-            print_rank_last(
-                f" [mtraining] iteration {iteration} | recall has fallen by {LOST} or more since slashes "
-                "were chosen: they are chosen anew in the next step"
-            )
     values = figures(density)
     if price is not None:
         values["mtraining-price"] = price

@@ -1,7 +1,6 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Which keys each query head sees: estimation, choice, and the index."""
 
-from ..config.overrides import check_files, heads_of_layer, settings_of_run
 from .block_choice import choose_block_lists
 from .block_index import BlockListIndex, build_block_index
 from .index import VerticalSlashIndex, build_index, full_index
@@ -16,12 +15,9 @@ __all__ = [
     "build_block_index",
     "build_index",
     "check_choice",
-    "check_files",
     "choose_block_lists",
     "choose_index",
     "full_index",
-    "heads_of_layer",
-    "settings_of_run",
     "steering_of",
     "steerings",
 ]

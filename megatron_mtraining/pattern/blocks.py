@@ -6,26 +6,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..config import BlockListPolicy, MobaPolicy, MTrainingConfig
 from ..layout import block_at, owner_of
 from .block_choice import choose_block_lists
 from .estimate import SampledRows
 
-BLOCK_POLICIES = ("xattention", "moba")
-
 
 def choose_blocks(
-    query: Tensor, key: Tensor, config, near: int, ring, softmax_scale, documents=None
+    query: Tensor,
+    key: Tensor,
+    policy: BlockListPolicy,
+    config: MTrainingConfig,
+    near: int,
+    ring,
+    softmax_scale: float,
+    documents=None,
 ) -> Tensor:
-    """Key blocks of this rank's query blocks: uint8 ``[b, h, nb, NB]``, by one policy's settings.
+    """Key blocks of this rank's query blocks: uint8 ``[b, h, nb, NB]``, by one policy for all heads.
 
     Args:
+        config: window, sink and block size; its own policy is not read.
         near: query and key blocks fewer apart than this are in the local window.
     """
-    options = dict(source=config.policy)
-    if config.policy == "moba":
-        options["top_k"] = config.block_top_k
+    options = dict(source=policy.name)
+    if isinstance(policy, MobaPolicy):
+        options["top_k"] = policy.top_k
     else:
-        options.update(stride=config.block_stride, threshold=config.block_threshold)
+        options.update(stride=policy.stride, threshold=policy.threshold)
     return choose_block_lists(
         query, key, ring, softmax_scale, **options,
         block_size=config.block_size, window_blocks=near - 1,

@@ -79,20 +79,18 @@ def _cut(taken: Tensor, value: Tensor, position: Tensor) -> Tensor:
     return torch.stack((torch.where(some, value, 0), torch.where(some, position, -1))).int()
 
 
-def choose_fixed(sample: SampledRows, key, lse, values, heads, ring) -> tuple[Tensor, Tensor]:
+def choose_fixed(
+    sample: SampledRows, key, lse, values, policies, sink: int, ring
+) -> tuple[Tensor, Tensor]:
     """Columns and token diagonals as many as ``vertical`` and ``slash`` say: int32 ``[b, h, C]`` and ``[b, h,
     K]``; N for none. Diagonals have mass outside of the columns, and columns outside of the window.
 
     Args:
         values: int32 ``[b, h, s]``: columns' masses, as ``kernels.selection.attention_masses`` returns them.
     """
-    batch, seq_length, sink = (
-        values.shape[0],
-        sample.seq_length,
-        min(heads[0].sink, sample.seq_length),
-    )
-    verticals = [min(max(config.vertical, sink), seq_length) for config in heads]
-    slashes = [min(config.slash, seq_length) for config in heads]
+    batch, seq_length = values.shape[0], sample.seq_length
+    verticals = [min(max(policy.vertical, sink), seq_length) for policy in policies]
+    slashes = [min(policy.slash, seq_length) for policy in policies]
     if max(verticals) > sink:
         offer, cut = best_columns(values, max(verticals), sample, ring)
         columns = offer[1]
@@ -104,9 +102,9 @@ def choose_fixed(sample: SampledRows, key, lse, values, heads, ring) -> tuple[Te
         taken = values, cut
     else:
         columns = torch.arange(sink, dtype=torch.int32, device=key.device)
-        columns, taken = columns.expand(batch, len(heads), -1).contiguous(), None
+        columns, taken = columns.expand(batch, len(policies), -1).contiguous(), None
     if not max(slashes):
-        return columns, columns.new_empty(batch, len(heads), 0)
+        return columns, columns.new_empty(batch, len(policies), 0)
     mass = diagonal_masses(sample, key, lse, sink, taken)
     offer = best_diagonals(mass, max(slashes), seq_length, ring)
     diagonals = offer[1]
@@ -116,32 +114,29 @@ def choose_fixed(sample: SampledRows, key, lse, values, heads, ring) -> tuple[Te
     return columns, diagonals
 
 
-def choose_coverage(sample: SampledRows, key, lse, values, heads, ring) -> tuple[Tensor, Tensor]:
+def choose_coverage(
+    sample: SampledRows, key, lse, values, policies, sink: int, ring
+) -> tuple[Tensor, Tensor]:
     """As few columns as hold the share ``coverage`` of attention beyond the window and sinks, and as few
-    token diagonals, each by themselves, within floors and caps: as :func:`choose_fixed` gives them.
+    token diagonals, each by themselves, within caps: as :func:`choose_fixed` gives them.
     """
-    device, seq_length, sink = key.device, sample.seq_length, min(heads[0].sink, sample.seq_length)
-    share = torch.tensor([each.coverage for each in heads], device=device, dtype=torch.float64)
+    device, seq_length = key.device, sample.seq_length
+    share = torch.tensor([each.coverage for each in policies], device=device, dtype=torch.float64)
 
     def taken(offer, whole, kind, least):
         value, position = _in_order(offer)
         weight = _weight(value.int()) if kind == "vertical" else value.double()
         count = (weight.cumsum(-1) < (share * whole)[..., None]).sum(-1, keepdim=True) + 1
-        floors, caps = (
-            torch.tensor(
-                [max(least, getattr(each, f"{kind}_{end}")) for each in heads], device=device
-            )
-            for end in ("floor", "cap")
-        )
-        count = count.clamp(min=floors[:, None]).minimum(caps[:, None])
+        caps = [max(least, getattr(each, f"{kind}_cap")) for each in policies]
+        count = count.clamp(min=least).minimum(torch.tensor(caps, device=device)[:, None])
         return torch.where(_up_to(count, value), position, seq_length).int()
 
     whole = ring.all_reduce(_weight(values).sum(-1))
-    offer, _ = best_columns(values, max(each.vertical_cap for each in heads), sample, ring)
+    offer, _ = best_columns(values, max(each.vertical_cap for each in policies), sample, ring)
     columns = taken(offer, whole, "vertical", sink)
     mass = diagonal_masses(sample, key, lse, sink, None)
     whole = ring.all_reduce(mass.sum(-1, dtype=torch.float64))
-    most = max(max(each.slash_cap for each in heads), 1)
+    most = max(max(each.slash_cap for each in policies), 1)
     return columns, taken(best_diagonals(mass, most, seq_length, ring), whole, "slash", 0)
 
 

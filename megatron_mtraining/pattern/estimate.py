@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..config import LastRowsSampling, Sampling
 from ..documents import Costs, Documents
 from ..kernels.selection import merge_lse, partial_lse
 from ..layout import locate
@@ -80,15 +81,19 @@ def last_rows(seq_length: int, rows: int, device=None) -> Tensor:
     return torch.arange(seq_length - rows, seq_length, device=device)
 
 
+def rows_of(sampling: Sampling, seq_length: int, device=None) -> Tensor:
+    """The query rows that a way of sampling looks at: int64 ``[R]``."""
+    if isinstance(sampling, LastRowsSampling):
+        return last_rows(seq_length, sampling.rows, device)
+    return sample_rows(seq_length, sampling.strata, sampling.rows, device)
+
+
 @lru_cache(maxsize=16)
-def _rows_here(seq_length, estimator, strata, rows, rank, world, inner, block_size, device):
+def _rows_here(seq_length, sampling, rank, world, inner, block_size, device):
     """The rows, int32; where a rank has them, int64 (0 for others); which it has not, bool. The same
     in every layer and step, so kept: they take a dozen launches."""
     with torch.inference_mode(False):
-        if estimator == "last":
-            row = last_rows(seq_length, rows, device)
-        else:
-            row = sample_rows(seq_length, strata, rows, device)
+        row = rows_of(sampling, seq_length, device)
         owner, local = locate(row, world, block_size, inner)
         here = owner == rank
         return row.int(), torch.where(here, local, 0), ~here[:, None, None, None]
@@ -108,13 +113,11 @@ def draw_sample(
         query ``[s, b, h, d]``: this rank's part, block-striped.
         window_blocks: see :class:`SampledRows`.
     """
-    block, strata, rows = config.block_size, config.sample_strata, config.sample_rows
+    block, sampling = config.block_size, config.sampling
     seq_length = query.shape[0] * ring.world
     row, local, elsewhere = _rows_here(
         seq_length,
-        config.estimator,
-        strata,
-        rows,
+        sampling,
         ring.rank,
         ring.world,
         ring.inner,
@@ -125,14 +128,14 @@ def draw_sample(
     if ring.world > 1:
         # One rank has each row, so the sum is exact in any dtype.
         sampled = ring.all_reduce(sampled.masked_fill_(elsewhere, 0))
-    if config.estimator == "last":  # there are no stretches to tell apart: each row is one
+    if isinstance(sampling, LastRowsSampling):  # each row is a stratum of its own
         kind = dict(
             rows_per_stratum=1, num_selection_rows=1, drop_max_stratum=False, stratified=False
         )
     else:
         kind = dict(
-            rows_per_stratum=rows,
-            num_selection_rows=rows - config.held_out_rows,
+            rows_per_stratum=sampling.rows,
+            num_selection_rows=sampling.rows - sampling.held_out_rows,
             drop_max_stratum=True,
             stratified=True,
         )

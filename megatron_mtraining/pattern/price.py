@@ -68,45 +68,35 @@ def units(sample: SampledRows) -> tuple[float, float]:
 
 
 def choose_by_price(
-    sample: SampledRows,
-    key: Tensor,
-    lse: Tensor,
-    heads,
-    ring,
-    price: Tensor,
-    slashes: Tensor | None,
+    sample: SampledRows, key: Tensor, lse: Tensor, policies, sink: int, ring, price: Tensor
 ) -> Chosen:
     """Distances and columns of each head at its price.
 
     Args:
         key ``[s, b, hk, d]``: this rank's part.
         lse: the rows' log-sum-exp, float32 ``[b, h, R]``.
-        heads: a :class:`~megatron_mtraining.MTrainingConfig` for each head.
+        policies: a :class:`~megatron_mtraining.config.PricePolicy` for each head.
+        sink: first columns that are always kept.
         price: float32 ``[h]``.
-        slashes: uint8 ``[b, h, NB]``, the distances to keep; None to choose them.
     """
-    cap = min(max(config.vertical_cap for config in heads), sample.seq_length)
-    sink = min(heads[0].sink, sample.seq_length)
+    cap = min(max(policy.vertical_cap for policy in policies), sample.seq_length)
     values, masses = attention_masses(sample, key, lse, sink, divide_by_cost=sample.stratified)
     masses = ring.all_reduce(masses)
     (values, positions), _ = best_columns(values, cap, sample, ring)
     keys = ring.all_reduce(gather_columns(key, None, listed(positions, sample), ring.rank))[0]
     pair, column = units(sample)
     one, num_blocks = fixed_point_one(len(sample.rows)), masses.shape[-1]
-    if slashes is None:
-        least = USUAL * column * (1 if sample.stratified else num_blocks)
-        inside = slash_mass_in_columns(sample, keys, positions, values, least, lse, num_blocks)
-        slashes, usual, outside, value = select_slashes_by_price(
-            masses[0], inside, price, USUAL, sample.window_blocks, pair, one, sample.stratified,
-            sample.costs,
-        )  # fmt: skip
-        slashes = _bound_slashes(slashes, value, sample.window_blocks, heads)
-    else:
-        usual, outside = slashes, (slashes == 0).cumsum(-1, dtype=torch.int32)
+    least = USUAL * column * (1 if sample.stratified else num_blocks)
+    inside = slash_mass_in_columns(sample, keys, positions, values, least, lse, num_blocks)
+    slashes, usual, outside, value = select_slashes_by_price(
+        masses[0], inside, price, USUAL, sample.window_blocks, pair, one, sample.stratified,
+        sample.costs,
+    )  # fmt: skip
+    slashes = _cap_slashes(slashes, value, sample.window_blocks, policies)
     columns, value, held = select_columns_by_price(
         sample, keys, positions, lse, slashes, usual, outside, price, sink, column
     )
-    columns = _bound_columns(columns, positions, value, sample.seq_length, sink, heads)
+    columns = _cap_columns(columns, positions, value, sample.seq_length, sink, policies)
     return Chosen(slashes, columns, recall_of(sample, masses, slashes, columns, held))
 
 
@@ -138,28 +128,22 @@ def per_head(numbers, device, dtype=torch.int64) -> Tensor:
     return torch.tensor(numbers, device=device, dtype=dtype)[:, None]
 
 
-def _bound_slashes(slashes, value, near, heads) -> Tensor:
-    """At least the floor's, at most the cap's best distances beside the window."""
+def _cap_slashes(slashes, value, near, policies) -> Tensor:
+    """At most the cap's best distances beside the window."""
     far = value.shape[-1] - near
-    floors = [min(config.slash_floor, far) for config in heads]
-    caps = [far if config.slash_cap is None else min(config.slash_cap, far) for config in heads]
-    if far <= 0 or (not any(floors) and min(caps) == far):
+    caps = [far if policy.slash_cap is None else min(policy.slash_cap, far) for policy in policies]
+    if far <= 0 or min(caps) == far:
         return slashes
-    place = _ranks(value[..., near:])
-    kept = slashes[..., near:].bool() & (place < per_head(caps, value.device))
-    kept |= place < per_head(floors, value.device)
+    kept = slashes[..., near:].bool() & (_ranks(value[..., near:]) < per_head(caps, value.device))
     return torch.cat((slashes[..., :near], kept.to(torch.uint8)), -1)
 
 
-def _bound_columns(columns, positions, value, seq_length, sink, heads) -> Tensor:
-    """At least the floor's, at most the cap's best columns, sinks first."""
-    caps = [config.vertical_cap for config in heads]
-    floors = [min(config.vertical_floor, config.vertical_cap) for config in heads]
-    if not any(floors) and min(caps) == max(caps):
+def _cap_columns(columns, positions, value, seq_length, sink, policies) -> Tensor:
+    """At most the cap's best columns, sinks first."""
+    caps = [policy.vertical_cap for policy in policies]
+    if min(caps) == max(caps):
         return columns
     there = positions < seq_length
     value = torch.where(positions < sink, float("inf"), torch.where(there, value, -1.0))
-    place = _ranks(value)
-    kept = (columns < seq_length) & (place < per_head(caps, value.device))
-    kept |= there & (value > 0) & (place < per_head(floors, value.device))
+    kept = (columns < seq_length) & (_ranks(value) < per_head(caps, value.device))
     return torch.where(kept, positions, seq_length)

@@ -6,18 +6,26 @@ All ranks choose the same from numbers that they have alike; nothing is read bac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ..config import (
+    DENSE,
+    BlockListPolicy,
+    CoveragePolicy,
+    FixedPolicy,
+    Policy,
+    PricePolicy,
+)
 from ..documents import Documents
 from ..kernels.attention import gather_columns
 from ..kernels.selection import attention_masses, column_masses
 from ..layout import check_layout
 from .block_index import BlockListIndex, build_block_index
-from .blocks import BLOCK_POLICIES, choose_blocks, recall_of_blocks
+from .blocks import choose_blocks, recall_of_blocks
 from .counted import choose_coverage, choose_fixed
 from .estimate import SampledRows, draw_sample, sample_lse
 from .index import VerticalSlashIndex, build_index, full_index, index_of_choice
@@ -31,9 +39,8 @@ def choose_index(
     ring,
     softmax_scale: float,
     *,
-    heads=None,
+    head_policies: Sequence[Policy] | None = None,
     price: Tensor | None = None,
-    slashes: Tensor | None = None,
     documents: Documents | None = None,
     gather: Callable[[VerticalSlashIndex], Tensor] | None = None,
 ) -> VerticalSlashIndex | BlockListIndex:
@@ -45,12 +52,10 @@ def choose_index(
 
     Args:
         query ``[s, b, h, d]``, key ``[s, b, hk, d]``: this rank's parts, block-striped; detached here.
-        heads: settings of each of the ``h`` heads, alike but for their policies; None for ``config`` in all.
-            Budgets of more than the sequence has are cut to it.
+        head_policies: the policy of each of the ``h`` heads; None for ``config.policy`` in all. Caps of more
+            than the sequence has are cut to it.
         price: float32 ``[]``, or ``[h]``, in place of the price of ``config``; heads with another price of
             their own keep its ratio to that.
-        slashes: uint8 ``[b, h, NB]``: block distances to keep, as an index of before has them, for heads of
-            policy price; None to choose them.
         documents: packed ones, of the whole sequence; None for one document.
         gather: gives the keys of an index's columns, ``[b, h, C, d]``, of all ranks: attention needs them
             too, so they need travel just once. Not called by all policies.
@@ -68,14 +73,10 @@ def choose_index(
     block, world = config.block_size, ring.world
     seq_length = length * world
     check_choice(seq_length, config, world)
-    heads = heads or (config,) * num_heads
-    # Most heads share their settings: each is looked at once.
-    settings = {
-        at: each.dense() if each.keeps_all(seq_length) else each
-        for at, each in {id(each): each for each in heads}.items()
-    }
-    heads = [settings[id(each)] for each in heads]
-    if all(each.keeps_all(seq_length) for each in settings.values()):
+    policies = _effective_policies(
+        config, head_policies or (config.policy,) * num_heads, seq_length
+    )
+    if all(policy == DENSE for policy in policies):
         index = full_index(batch, num_heads, seq_length, block, world, ring.inner, query.device)
         return replace(index, documents=documents)
     num_blocks = -(-seq_length // block)
@@ -83,36 +84,46 @@ def choose_index(
     near = min(num_blocks, -(-config.window // block) + 1)
     sample = draw_sample(query, config, ring, near, softmax_scale, documents)
     lse = sample_lse(sample, key, ring)
-    policies = dict.fromkeys(each.policy for each in settings.values())
+    kinds = dict.fromkeys(type(policy) for policy in policies)
     layout = (seq_length, block, world, ring.inner)
-    if len(policies) == 1 and policies.keys() <= {"coverage", "fixed"}:
-        columns, diagonals, masses = _count(next(iter(policies)), sample, key, lse, heads, ring)
+    sink = min(config.sink, seq_length)
+    if len(kinds) == 1 and kinds.keys() <= {CoveragePolicy, FixedPolicy}:
+        columns, diagonals, masses = _count(sample, key, lse, policies, sink, ring)
         index = index_of_choice(near, diagonals, columns, *layout)
         keys = gather(index) if gather and columns.shape[-1] else None
         recall = _recall(sample, key, lse, masses, index, keys, ring)
         return replace(index, recall=recall, documents=documents)
     chosen = {}
-    for policy in policies:
+    for kind in kinds:
         # Heads of other policies are chosen for too, and then not taken: mixed layers are few.
-        alike = _alike(heads, policy)
-        if policy in BLOCK_POLICIES:
+        if issubclass(kind, BlockListPolicy):
             continue
-        if policy == "price":
+        alike = _alike(policies, kind)
+        if kind is PricePolicy:
             prices = _prices(config, alike, price, key.device)
-            chosen[policy] = choose_by_price(sample, key, lse, alike, ring, prices, slashes)
+            chosen[kind] = choose_by_price(sample, key, lse, alike, sink, ring, prices)
         else:
-            columns, diagonals, masses = _count(policy, sample, key, lse, alike, ring)
+            columns, diagonals, masses = _count(sample, key, lse, alike, sink, ring)
             found = index_of_choice(near, diagonals, columns, *layout)
             recall = _recall(sample, key, lse, masses, found, None, ring)
-            chosen[policy] = Chosen(found.member, columns, recall)
-    if not policies.keys() & set(BLOCK_POLICIES):
-        distances, columns, recall = _merge(chosen, heads, seq_length)
+            chosen[kind] = Chosen(found.member, columns, recall)
+    if not any(issubclass(kind, BlockListPolicy) for kind in kinds):
+        distances, columns, recall = _merge(chosen, policies, seq_length)
         index = build_index(distances.view(torch.bool), columns, *layout)
         return replace(index, recall=recall, documents=documents)
-    return _with_blocks(query, key, sample, lse, heads, near, chosen, layout, ring)
+    return _with_blocks(query, key, config, sample, lse, policies, near, chosen, layout, ring)
 
 
-def _with_blocks(query, key, sample: SampledRows, lse, heads, near, chosen, layout, ring):
+def _effective_policies(config, policies: Sequence[Policy], seq_length: int) -> list[Policy]:
+    """The policies of the heads; of those that keep everything, the same."""
+    if config.window >= seq_length:
+        return [DENSE] * len(policies)
+    return [DENSE if p.keeps_all(seq_length, config.block_size) else p for p in policies]
+
+
+def _with_blocks(
+    query, key, config, sample: SampledRows, lse, policies, near, chosen, layout, ring
+):
     """The index of heads some of which, or all, have lists of key blocks."""
     batch, num_heads = query.shape[1:3]
     seq_length, num_blocks = sample.seq_length, -(-sample.seq_length // sample.block_size)
@@ -122,14 +133,14 @@ def _with_blocks(query, key, sample: SampledRows, lse, heads, near, chosen, layo
         torch.empty(batch, num_heads, 0, dtype=torch.int32, device=device),
         torch.zeros(batch, num_heads, device=device),
     )
-    distances, columns, recall = _merge({**chosen, None: none}, heads, seq_length)
+    distances, columns, recall = _merge({**chosen, None: none}, policies, seq_length)
     blocks = torch.zeros(
         batch, num_heads, num_blocks // ring.world, num_blocks, dtype=torch.uint8, device=device
     )
-    for settings in dict.fromkeys(each for each in heads if each.policy in BLOCK_POLICIES):
-        own = torch.tensor([each == settings for each in heads], device=device)
+    for policy in dict.fromkeys(each for each in policies if isinstance(each, BlockListPolicy)):
+        own = torch.tensor([each == policy for each in policies], device=device)
         found = choose_blocks(
-            query, key, settings, near, ring, sample.softmax_scale, sample.documents
+            query, key, policy, config, near, ring, sample.softmax_scale, sample.documents
         )
         kept = recall_of_blocks(sample, key, lse, found, ring)
         blocks = torch.where(own[:, None, None], found, blocks)
@@ -143,22 +154,21 @@ def check_choice(seq_length: int, config, world: int) -> None:
     ranks."""
     if world > 1:
         check_layout(seq_length, world, config.block_size)
-    config.check_budgets(seq_length)
+    config.check_sizes(seq_length)
 
 
-def _alike(heads, policy: str):
-    """The heads' settings; those of heads with another policy are the first's that has this one."""
-    if all(each.policy == policy for each in heads):
-        return heads
-    first = next(each for each in heads if each.policy == policy)
-    return [each if each.policy == policy else first for each in heads]
+def _alike(policies: list[Policy], kind: type) -> list[Policy]:
+    """The heads' policies; the first one of this kind for heads with another kind."""
+    first = next(policy for policy in policies if isinstance(policy, kind))
+    return [policy if isinstance(policy, kind) else first for policy in policies]
 
 
-def _prices(config, heads, price: Tensor | None, device) -> Tensor:
+def _prices(config, policies: list[PricePolicy], price: Tensor | None, device) -> Tensor:
     """The price of each head, float32 ``[h]``."""
-    if price is None or config.policy != "price" or config.price == 0:
-        return _constant(tuple(each.price for each in heads), device)
-    return price * _constant(tuple(each.price / config.price for each in heads), device)
+    own = config.policy.price if isinstance(config.policy, PricePolicy) else 0
+    if price is None or own == 0:
+        return _constant(tuple(policy.price for policy in policies), device)
+    return price * _constant(tuple(policy.price / own for policy in policies), device)
 
 
 _CONSTANTS: dict[tuple, Tensor] = {}
@@ -174,17 +184,17 @@ def _constant(numbers: tuple[float, ...], device) -> Tensor:
 
 
 def _count(
-    policy: str, sample: SampledRows, key, lse, heads, ring
+    sample: SampledRows, key, lse, policies, sink: int, ring
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Columns, token diagonals, and masses by block distance, of a policy that counts."""
-    sink = min(heads[0].sink, sample.seq_length)
-    if policy == "coverage":
+    coverage = isinstance(policies[0], CoveragePolicy)
+    if coverage:
         # As published, the last rows' share is of all attention, the window's too.
-        near = 0 if heads[0].estimator == "last" else sample.window_blocks
+        near = sample.window_blocks if sample.stratified else 0
         sample = replace(sample, window_blocks=near, drop_max_stratum=False)
     values, masses = attention_masses(sample, key, lse, sink, divide_by_cost=False)
-    choose = choose_coverage if policy == "coverage" else choose_fixed
-    return *choose(sample, key, lse, values, heads, ring), ring.all_reduce(masses)
+    choose = choose_coverage if coverage else choose_fixed
+    return *choose(sample, key, lse, values, policies, sink, ring), ring.all_reduce(masses)
 
 
 def _recall(sample: SampledRows, key, lse, masses, index, keys: Tensor | None, ring) -> Tensor:
@@ -197,17 +207,17 @@ def _recall(sample: SampledRows, key, lse, masses, index, keys: Tensor | None, r
     return recall_of(sample, masses, index.member, columns, held)
 
 
-def _merge(chosen: dict[str, Chosen], heads, seq_length: int) -> Chosen:
+def _merge(chosen: dict[type | None, Chosen], policies, seq_length: int) -> Chosen:
     """Of each head, what its own policy has chosen."""
     if len(chosen) == 1:
         return next(iter(chosen.values()))
     width = max(each.columns.shape[-1] for each in chosen.values())
     merged = None
-    for policy, each in chosen.items():
+    for kind, each in chosen.items():
         spare = width - each.columns.shape[-1]
         columns = torch.nn.functional.pad(each.columns, (0, spare), value=seq_length)
         own = torch.tensor(
-            [h.policy == policy or (policy is None and h.policy not in chosen) for h in heads],
+            [type(p) is kind or (kind is None and type(p) not in chosen) for p in policies],
             device=columns.device,
         )
         each = Chosen(each.distances, columns, each.recall)

@@ -1,8 +1,8 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""What changes from step to step: dense steps at the start, the price, when slashes are chosen anew.
+"""What changes from step to step: dense steps at the start, and the price.
 
-A target is met by feedback: each step's recall (or density) moves the price for the next, of each head or
-one for all. All of it stays on the device.
+A target recall is met by feedback: each step's recall moves the price of the next step, of each head or one
+for all. All of it stays on the device.
 """
 
 from __future__ import annotations
@@ -14,19 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import ConfigError, MTrainingConfig
-from ..config.overrides import heads_of_layer
+from ..config import ConfigError, MTrainingConfig, PricePolicy, head_policies, sets_every_head
 
 GAIN = 0.3
 """How much of what is missing to the target a step makes up for: less follows slower, more is noisier."""
-SLOPES = {"target_recall": 0.75, "target_density": -0.55}
-"""About how the logarithms of what is lost, and of the density, go with the price's in trained models.
-Feedback makes up for the rest."""
+SLOPE = 0.75
+"""About how the logarithm of the attention that is lost goes with the price's in trained models. Feedback
+makes up for the rest."""
 MOST = 0.5
 """The farthest that a step moves the price's logarithm."""
 RANGE = (1e-4, 1e4)
-LOST = 0.02
-"""A fall of recall, since slashes were chosen, at which they are chosen again before their time."""
 
 
 class Steering:
@@ -43,16 +40,14 @@ class Steering:
     def __init__(self, config: MTrainingConfig, step: int = 0, shape: tuple[int, int] = (1, 1)):
         self.config = config
         self.step = step
-        self._target = next((n for n in SLOPES if getattr(config, n) is not None), None)
-        self._heads = config.target_scope == "head"
+        policy = config.policy if isinstance(config.policy, PricePolicy) else None
+        self._target = policy and policy.target_recall
+        self._heads = policy is not None and policy.target_scope == "head"
         self._shape = shape if self._heads else (1, 1)
         self._aim: Tensor | None = None  # the target, or those of heads: float32 [layers, heads]
         self._log_prices: Tensor | None = None  # float32 [layers, heads], or [1, 1]
-        self._start = config.price  # or a table of prices
+        self._start = policy and policy.price  # or a table of prices
         self._seen: Tensor | None = None  # float32 [2, layers, heads]: sums, and of how many
-        self._made, self._of_step = None, None  # a scheduled price, and of which step
-        self._chosen_at: float | None = None
-        self._early = False
 
     @property
     def dense(self) -> bool:
@@ -61,33 +56,16 @@ class Steering:
 
     @property
     def moves(self) -> bool:
-        """Whether the price is not the settings' in each step."""
-        return self._target is not None or self.config.price_start is not None
-
-    @property
-    def chooses_slashes(self) -> bool:
-        """Whether slashes are chosen anew in this step."""
-        since = self.step - self.config.dense_steps
-        return self._early or since % self.config.slash_refresh == 0
+        """Whether the price moves from step to step."""
+        return self._target is not None
 
     def price(self, device, layer: int = 0, first: int = 0, count: int = 1) -> Tensor | None:
         """This step's price, float32: ``[]`` for all heads, or ``[count]``, of the layer's heads from
         ``first`` on (both from 0, over the whole model); None for the settings'."""
-        if self._target is not None:
-            prices = self._logarithms(device).exp()
-            return prices[layer, first : first + count] if self._heads else prices[0, 0]
-        config = self.config
-        if config.price_start is None:
+        if self._target is None:
             return None
-        if self._made != (self.step, device):  # by the first layer: it waits for the host
-            self._made = self.step, device
-            self._of_step = torch.tensor(self._scheduled(), dtype=torch.float32, device=device)
-        return self._of_step
-
-    def _scheduled(self) -> float:
-        config = self.config
-        done = min(1.0, max(0, self.step - config.dense_steps) / config.price_steps)
-        return config.price_start * (config.price / config.price_start) ** done
+        prices = self._logarithms(device).exp()
+        return prices[layer, first : first + count] if self._heads else prices[0, 0]
 
     def _logarithms(self, device) -> Tensor:
         if self._log_prices is None:
@@ -95,16 +73,12 @@ class Steering:
             self._log_prices = start.expand(self._shape).clone().to(device)
         return self._log_prices
 
-    def observe(
-        self, density: Tensor, recall: Tensor | None, layer: int = 0, first: int = 0
-    ) -> None:
-        """Count a call's density and recall, float32 ``[b, h]``, for the target: of so many heads from
-        ``first`` on of a layer, both from 0."""
+    def observe(self, recall: Tensor, layer: int = 0, first: int = 0) -> None:
+        """Count the recall of one call, float32 ``[b, h]``, for the target: of the heads from ``first`` on of
+        a layer, both from 0."""
         if self._target is None or self.dense:
             return
-        value = density if self._target == "target_density" else recall
-        if value is None:  # all is kept
-            value = torch.ones_like(density)
+        value = recall
         if self._seen is None:
             self._seen = torch.zeros(2, *self._shape, device=value.device)
         if self._heads:
@@ -124,41 +98,30 @@ class Steering:
             if dist.is_initialized() and dist.get_world_size() > 1:
                 dist.all_reduce(seen)
             self._move(seen)
-        self._seen, self._early, self.step = None, False, step
+        self._seen, self.step = None, step
 
     def _aims(self, device) -> Tensor:
         if self._aim is None:
             layers, heads = self._shape
-            aims = torch.full(self._shape, float(getattr(self.config, self._target)))
+            aims = torch.full(self._shape, float(self._target))
             for layer in range(layers) if self._heads else ():
-                own = heads_of_layer(self.config, layer, layers, heads) or ()
-                for head, settings in enumerate(own):
-                    if settings.target_recall is not None:
-                        aims[layer, head] = settings.target_recall
+                policies = head_policies(self.config, layer, layers, heads) or ()
+                for head, policy in enumerate(policies):
+                    target = getattr(policy, "target_recall", None)
+                    if target is not None:
+                        aims[layer, head] = target
             self._aim = aims.to(device)
         return self._aim
 
     def _move(self, seen: Tensor) -> None:
-        target = self._aims(seen.device)
-        value = seen[0] / seen[1].clamp(min=1)
-        if self._target == "target_recall":
-            value, target = 1 - value, 1 - target
-        # What is lost, or the density, is too much by this share; the price makes up for a part of it. Of
-        # a share, not of a logarithm, noise leaves the mean where it is.
-        over = value / target.clamp(min=1e-5) - 1
-        by = (-GAIN * over / SLOPES[self._target]).clamp(-MOST, MOST)
+        lost = 1 - seen[0] / seen[1].clamp(min=1)
+        # The loss is too much by this share; the price makes up for a part of it. Of a share, not of a
+        # logarithm, noise leaves the mean where it is.
+        over = lost / (1 - self._aims(seen.device)).clamp(min=1e-5) - 1
+        by = (-GAIN * over / SLOPE).clamp(-MOST, MOST)
         by = torch.where(seen[1] > 0, by, 0.0)  # no attention has run
         low, high = map(math.log, RANGE)
         self._log_prices = (self._logarithms(seen.device) + by).clamp(low, high)
-
-    def watch(self, recall: float | None) -> bool:
-        """Look at the recall that was read for the log; True if slashes are chosen again for what it lost."""
-        if recall is None or self.config.slash_refresh == 1:
-            return False
-        best = recall if self._chosen_at is None else max(self._chosen_at, recall)
-        self._early = recall < best - LOST
-        self._chosen_at = None if self._early else best
-        return self._early
 
     def state(self) -> float | list[list[float]] | None:
         """The price to go on from after a checkpoint, or those of each layer's heads; reads from the device.
@@ -189,12 +152,15 @@ class Steering:
 
     def now(self) -> float | None:
         """This step's price, the median where each head has one, read from the device; None without one."""
-        if self.config.policy != "price" or self.config.budgets is not None:
+        config = self.config
+        if not isinstance(config.policy, PricePolicy):
             return None
-        if self._target is not None:
-            state = self.state()
-            return _median(state) if isinstance(state, list) else state
-        return self._scheduled() if self.config.price_start is not None else self.config.price
+        if config.settings is not None and sets_every_head(config.settings):
+            return None
+        if self._target is None:
+            return config.policy.price
+        state = self.state()
+        return _median(state) if isinstance(state, list) else state
 
 
 def _median(table: list[list[float]]) -> float:
@@ -228,7 +194,7 @@ def begin_at(step: int) -> None:
 
 def advance(step: int, device=None) -> None:
     """End a training step on all ranks: ``step`` steps are done. For training loops other than Megatron-LM's,
-    whose steps end themselves; schedules, targets and the refresh of slashes count by it."""
+    whose steps end themselves; dense steps and targets count by it."""
     global _step
     _step = step
     for steering in _STEERINGS.values():

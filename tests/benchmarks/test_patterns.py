@@ -78,22 +78,33 @@ def test_what_is_measured(patterns):
     cases = patterns.cases_for(2048, 1 << 20)
     assert len({(case.series, case.setting) for case in cases}) == len(cases)
     strata = [case for case in cases if case.series == patterns.DEFAULT]
-    assert [case.how.price for case in strata] == list(patterns.PRICES)
-    assert all(case.how.rows == 256 and case.how.held_out_rows == 1 for case in strata)
-    assert {case.how.rows for case in cases if case.series == ("coverage", "last")} == {64}
+    assert [case.how.policy.price for case in strata] == list(patterns.PRICES)
+    assert all(
+        case.how.sampling.num_rows == 256 and case.how.sampling.held_out_rows == 1
+        for case in strata
+    )
+    assert {
+        case.how.sampling.num_rows for case in cases if case.series == ("coverage", "last")
+    } == {64}
     oracle = [case for case in cases if case.estimator == "oracle"]
-    assert all(case.how.rows == 2048 and not case.how.held_out_rows for case in oracle)
+    assert all(
+        case.how.sampling.num_rows == 2048 and not case.how.sampling.held_out_rows
+        for case in oracle
+    )
     assert all(case.setting.endswith("all rows") for case in oracle)
     some = [case for case in patterns.cases_for(2048, 101) if case.estimator == "oracle"]
-    assert all(case.how.rows == 100 and case.setting.endswith("100 of 2048 rows") for case in some)
+    assert all(
+        case.how.sampling.num_rows == 100 and case.setting.endswith("100 of 2048 rows")
+        for case in some
+    )
     few = patterns.cases_for(2048, 64, [(64, 4), (256, 1)])
     assert [case.estimator for case in few[:: len(patterns.PRICES)]] == [
         "strata", "strata 64 x 4", "strata 256 x 1",
     ]  # fmt: skip
-    assert [case.how.rows for case in few[:: len(patterns.PRICES)]] == [256, 256, 256]
-    assert [case.how.held_out_rows for case in few[:: len(patterns.PRICES)]] == [1, 2, 0]
+    assert [case.how.sampling.num_rows for case in few[:: len(patterns.PRICES)]] == [256, 256, 256]
+    assert [case.how.sampling.held_out_rows for case in few[:: len(patterns.PRICES)]] == [1, 2, 0]
     assert patterns.options_from(["--model", "m", "--samples", "64x4"]).samples == [(64, 4)]
-    fixed = [case.how for case in cases if case.series == ("fixed", "last")]
+    fixed = [case.how.policy for case in cases if case.series == ("fixed", "last")]
     assert [(how.vertical, how.slash) for how in fixed] == [(1000, 100), (2048, 30), (1000, 2048)]
     longer = [case.how["top_k"] for case in patterns.cases_for(131072, 64) if case.policy == "moba"]
     assert longer == [4, 8, 16, 32, 64, 128, 256, 512]
@@ -104,7 +115,7 @@ def measured_by_hand(patterns):
     """Two heads; halves of the rows disagree in the second."""
     kinds = [("price", "strata"), ("xattention", "own"), ("xattention", "own")]
     cases = [
-        patterns.Case(*kind, str(number), patterns.MTrainingConfig(price=0.5))
+        patterns.Case(*kind, str(number), patterns.MTrainingConfig.from_options(price=0.5))
         for number, kind in enumerate(kinds)
     ]
     recall = np.array(

@@ -423,7 +423,7 @@ def parts_of_operands(rank, world, seq):
     torch.manual_seed(0)
     positions = token_positions(seq, rank, world, 128)
     query, key, value, _ = workloads.draw_structured(seq, positions, 4, 2, 64, 100, torch.float32)
-    config = MTrainingConfig(vertical=100, slash=50)
+    config = MTrainingConfig.from_options(vertical=100, slash=50)
     index = choose_index(query, key, config, Ring(dist.group.WORLD), 64**-0.5)
     return query, key, value, index
 
@@ -443,7 +443,9 @@ def test_structured_operands_lead_to_a_usual_pattern():
             assert torch.equal(part[..., :40], stripe(full, rank, world, 128)[..., :40])
         assert not value.is_contiguous() and value.stride(-1) == 1
     # The columns chosen are strong ones, and not the same for all heads.
-    one = choose_index(*whole[:2], MTrainingConfig(vertical=100, slash=50), Ring(None), 64**-0.5)
+    one = choose_index(
+        *whole[:2], MTrainingConfig.from_options(vertical=100, slash=50), Ring(None), 64**-0.5
+    )
     chosen = [set(one.columns[0, head].tolist()) for head in range(4)]
     strong = whole[1][:, 0, :, 32:40].abs().sum(-1) > 0
     for head in range(4):

@@ -6,22 +6,19 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_mtraining import ConfigError, MTrainingConfig
-from megatron_mtraining.config import field_types, option
+from megatron_mtraining.config import BY_NAME, OPTIONS, REMOVED, RENAMED, option
 from megatron_mtraining.megatron import arguments as module
 from megatron_mtraining.megatron import register, settings
 from megatron_mtraining.megatron.arguments import (
-    CHOICES,
     ArgumentsError,
     add_arguments,
     config_from_args,
-    help_texts,
     refuse,
 )
 from tests.support.megatron_cases import check, parse
@@ -29,11 +26,9 @@ from tests.support.megatron_cases import check, parse
 
 def test_an_option_and_a_help_text_for_every_field():
     text = " ".join(add_arguments(argparse.ArgumentParser()).format_help().split())
-    for field in fields(MTrainingConfig):
-        assert option(field.name) in text
-        assert len(help_texts()[field.name]) > 20
-        if field.default is not None:
-            assert f"(default: {field.default})" in text
+    text = text.replace("- ", "-")  # a word may be split at its hyphen
+    for each in OPTIONS:
+        assert each.flag in text and " ".join(each.full_help.split()) in text
 
 
 def test_values_reach_the_config():
@@ -41,7 +36,9 @@ def test_values_reach_the_config():
         "--mtraining-vertical", "500", "--mtraining-slash=20", "--mtraining-block-size", "64"
     )
     check(args)
-    assert config_from_args(args) == MTrainingConfig(vertical=500, slash=20, block_size=64)
+    assert config_from_args(args) == MTrainingConfig.from_options(
+        vertical=500, slash=20, block_size=64
+    )
     assert (args.mtraining_vertical, args.mtraining_sink) == (500, MTrainingConfig.sink)
 
 
@@ -67,49 +64,54 @@ def test_files_are_checked_before_training(tmp_path):
     budgets = tmp_path / "budgets.json"
     heads = {str(head): ["vertical_and_slash", 1000, 6096, 0.9] for head in range(8)}
     budgets.write_text(json.dumps([heads] * 3))
-    words = ["--mtraining-budgets", str(budgets)]
+    words = ["--mtraining-settings", str(budgets)]
     check(args := parse(*words, num_layers=3))
     check(args)  # again, with what was filled in
     with pytest.raises(ArgumentsError, match="has 3 layers, but the model 4"):
         check(parse(*words, num_layers=4))
-    with pytest.raises(ArgumentsError, match="--mtraining-vertical is 9, but --mtraining-budgets"):
+    with pytest.raises(ArgumentsError, match="--mtraining-vertical is 9, but --mtraining-settings"):
         check(parse(*words, "--mtraining-vertical", "9", num_layers=3))
     recommended = tmp_path / "settings.json"
     recommended.write_text(json.dumps({"price": 0.2, "layers": {"1": {"dense": True}}}))
-    words = ["--mtraining-overrides", str(recommended)]
+    words = ["--mtraining-settings", str(recommended)]
     check(args := parse(*words, num_layers=3))
     assert args.mtraining_price == 0.2
     with pytest.raises(ArgumentsError, match="has price 0.2, but the run 0.5"):
         check(parse(*words, "--mtraining-price", "0.5", num_layers=3))
-    with pytest.raises(ArgumentsError, match="--mtraining-overrides nowhere.json cannot be read"):
-        check(parse("--mtraining-overrides", "nowhere.json", num_layers=3))
+    with pytest.raises(ArgumentsError, match="--mtraining-settings nowhere.json cannot be read"):
+        check(parse("--mtraining-settings", "nowhere.json", num_layers=3))
 
 
-STEERING = ["--mtraining-target-recall 0.95", "--mtraining-target-density 0.05"]
-STEERING += ["--mtraining-slash-refresh 10"]
-STEERING += ["--mtraining-price-start 2.0 --mtraining-price-steps 10"]
+def test_old_names_of_options(tmp_path, capsys):
+    path = tmp_path / "settings.json"
+    path.write_text('{"price": 0.2}')
+    renamed = "--mtraining-overrides is now called --mtraining-settings"
+    with pytest.warns(FutureWarning, match=renamed):
+        args = parse("--mtraining-overrides", str(path))
+    check(args)
+    assert args.mtraining_settings == str(path) and args.mtraining_price == 0.2
+    for name in REMOVED:
+        with pytest.raises(SystemExit):
+            parse(option(name), "3")
+        assert f"{option(name)} is not an option any more; " in capsys.readouterr().err
 
 
 def test_files_fit_the_run_s_steering_and_sequence(tmp_path):
-    def given(content, *words, option="overrides", **others):
+    def given(content, *words, **others):
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
         path.write_bytes(content)
-        words = [f"--mtraining-{option}", str(path), *words]
+        words = ["--mtraining-settings", str(path), *words]
         check(parse(*words, num_layers=1, **others))
 
     heads = {str(head): ["vertical_and_slash", 1000, 6096, 0.9] for head in range(8)}
     budgets, fixed = json.dumps([heads]).encode(), b'{"layers": {"0": {"policy": "fixed"}}}'
-    for words in STEERING:
-        refused = " is ".join(words.split()[:2]) + ", but .*[.]json"
-        with pytest.raises(ArgumentsError, match=f"{refused} has the budgets of all heads"):
-            given(budgets, *words.split(), option="budgets")
-        with pytest.raises(ArgumentsError, match=f"{refused} leaves no head with policy price"):
-            given(fixed, *words.split())
-    floor = b'{"layers": {"0": {"slash_floor": 600}}}'
-    given(floor, seq_length=1024)
-    with pytest.raises(ArgumentsError, match="slash_floor 600, more than --seq-length .512"):
-        given(floor, seq_length=512)
-    with pytest.raises(ArgumentsError, match="--mtraining-overrides .* is not UTF-8 text"):
+    words = ["--mtraining-target-recall", "0.95"]
+    refused = "--mtraining-target-recall is 0.95, but .*[.]json"
+    with pytest.raises(ArgumentsError, match=f"{refused} has the policies of all heads"):
+        given(budgets, *words)
+    with pytest.raises(ArgumentsError, match=f"{refused} leaves no head with policy price"):
+        given(fixed, *words)
+    with pytest.raises(ArgumentsError, match="--mtraining-settings .* is not UTF-8 text"):
         given(b"\xff\xfe")
 
 
@@ -139,11 +141,11 @@ def test_words_that_are_no_number(capsys):
     assert "--mtraining-slash" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("field", fields(MTrainingConfig), ids=lambda field: field.name)
-def test_options_without_the_backend_are_refused(field):
-    text = CHOICES.get(field.name, ("fixed",))[-1]
+@pytest.mark.parametrize("each", OPTIONS, ids=lambda each: each.name)
+def test_options_without_the_backend_are_refused(each):
+    text = (each.choices or ("fixed",))[-1]
     word = {bool: [], str: [text], float: ["0.5"]}
-    words = [option(field.name), *word.get(field_types()[field.name], ["64"])]
+    words = [each.flag, *word.get(each.type, ["64"])]
     with pytest.raises(ArgumentsError) as raised:
         check(parse(*words, backend="auto"))
     assert f"{' '.join(words)} is given" in str(raised.value)
@@ -214,12 +216,12 @@ def test_uncaught_it_ends_the_process_with_the_message_once_a_node():
 
 
 def test_where_settings_come_from(monkeypatch):
-    own = MTrainingConfig(slash=7)
+    own = MTrainingConfig.from_options(slash=7)
     args = parse("--mtraining-slash", "9")
     assert settings() == MTrainingConfig()
     assert settings(SimpleNamespace(mtraining=own)) is own
     monkeypatch.setattr(module, "training_arguments", lambda: args)
-    assert settings(SimpleNamespace()).slash == 9
+    assert settings(SimpleNamespace()).policy.slash == 9
     assert settings(SimpleNamespace(mtraining=own)) is own, "the config's own settings come first"
     with pytest.raises(ConfigError, match="MTrainingConfig"):
         settings(SimpleNamespace(mtraining={"slash": 7}))
@@ -266,7 +268,7 @@ def real_parser():
 def test_megatron_s_own_parser_has_the_group_and_the_choice(real_parser):
     (group,) = [g for g in real_parser._action_groups if g.title == "mtraining"]
     names = {name for action in group._group_actions for name in action.option_strings}
-    assert names == {option(field.name) for field in fields(MTrainingConfig)}
+    assert names == {option(name) for name in (*BY_NAME, *RENAMED, *REMOVED)}
     args = real_parser.parse_args(
         [*REAL.split(), "--attention-backend", "mtraining", "--mtraining-slash", "7"]
     )

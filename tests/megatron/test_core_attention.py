@@ -10,6 +10,7 @@ import torch
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
 from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining.config import DENSE
 from megatron_mtraining.megatron import arguments, core_attention
 from megatron_mtraining.megatron.density import take_density
 from tests.support.megatron_cases import (
@@ -40,14 +41,14 @@ def test_all_layers_of_a_run_share_its_prices(monkeypatch):
     )
     for module in (core_attention, arguments):
         monkeypatch.setattr(module, "training_arguments", lambda: args)
-    target = MTrainingConfig(block_size=64, target_recall=0.9)
+    target = MTrainingConfig.from_options(block_size=64, target_recall=0.9)
     layers = [make(make_config(mtraining=target), layer_number=n) for n in (1, 3)]
     assert layers[0].steering is layers[1].steering is arguments.run_steering(target)
     assert layers[1].steering.price(torch.device("cpu"), 2, 0, HEADS).shape == (HEADS,)
     args.num_attention_heads = 2 * HEADS  # this layer has others than the run
     with pytest.raises(ConfigError, match="layer 3 has 4 heads, but --num-attention-heads is 8"):
         make(make_config(mtraining=target))
-    one = MTrainingConfig(block_size=64, target_recall=0.9, target_scope="model")
+    one = MTrainingConfig.from_options(block_size=64, target_recall=0.9, target_scope="model")
     assert make(make_config(mtraining=one)).steering is arguments.run_steering(one)
     # Other pipeline stages know the command line's target alone.
     args.num_attention_heads, args.pipeline_model_parallel_size = HEADS, 2
@@ -56,7 +57,7 @@ def test_all_layers_of_a_run_share_its_prices(monkeypatch):
         assert make(make_config(mtraining=target)).steering is layers[0].steering
         with pytest.raises(ConfigError, match="a target of its own .* 2 pipeline stages"):
             make(make_config(mtraining=one))
-        make(make_config(mtraining=MTrainingConfig(block_size=64)))  # has none
+        make(make_config(mtraining=MTrainingConfig.from_options(block_size=64)))  # has none
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])
@@ -149,7 +150,7 @@ def watched(config, seq=512):
 
 
 def sparse(**changes):
-    return MTrainingConfig(
+    return MTrainingConfig.from_options(
         block_size=64, window=64, sample_strata=16, **{"price": 1.3, **changes}
     )  # fmt: skip
 
@@ -167,30 +168,19 @@ def test_dense_steps_are_dense():
     assert torch.equal(out, attention(*given))
 
 
-def test_slashes_stay_between_refreshes():
-    attention, _, (query, key, value) = watched(sparse(slash_refresh=3, price=0.15))
-    members = []
-    for step in range(5):
-        attention.steering.step = step
-        attention(query + step, key, value)
-        members.append(attention._slashes)
-    assert torch.equal(members[0], members[1]) and torch.equal(members[0], members[2])
-    assert torch.equal(members[3], members[4]) and not torch.equal(members[0], members[3])
-
-
 def test_heads_by_a_file_and_by_tensor_parallel_rank(tmp_path, group):
     path = tmp_path / "settings.json"
     path.write_text(json.dumps({"layers": {"2": {"heads": {"1": {"dense": True}}}}}))
-    config = sparse(overrides=str(path))
+    config = sparse(settings=str(path))
     groups = type("Groups", (), {"cp": group(0, 1), "tp": group(0, 1)})()
     attention = make(make_config(mtraining=config, num_layers=3), pg_collection=groups)
-    assert [head.keeps_all(999) for head in attention.heads] == [False, True, False, False]
+    assert [policy == DENSE for policy in attention.head_policies] == [False, True, False, False]
     for rank, expected in ((0, [False, True]), (1, [False, False])):
         groups = type("Groups", (), {"cp": group(0, 1), "tp": group(rank, 2)})()
         attention = make(make_config(mtraining=config, num_layers=3), pg_collection=groups)
-        assert [head.keeps_all(999) for head in attention.heads] == expected
+        assert [policy == DENSE for policy in attention.head_policies] == expected
     attention = make(make_config(mtraining=config, num_layers=3), layer_number=1)
-    assert attention.heads is None
+    assert attention.head_policies is None
     with pytest.raises(
         ConfigError, match="attention of layer 3 does not fit.*the model has 1 layers"
     ):

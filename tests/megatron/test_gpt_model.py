@@ -57,7 +57,7 @@ def test_multi_token_prediction_is_refused():
 
 def test_batch_and_model_must_be_cut_alike(monkeypatch):
     made = config(AttnBackend["mtraining"])
-    made.mtraining = MTrainingConfig(block_size=64)
+    made.mtraining = MTrainingConfig.from_options(block_size=64)
     arguments = Namespace(attention_backend=AttnBackend["mtraining"], mtraining_block_size=128)
     monkeypatch.setattr(model_module, "training_arguments", lambda: arguments)
     with pytest.raises(ConfigError, match="block_size 64.*--mtraining-block-size.*128"):

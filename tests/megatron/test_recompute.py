@@ -63,7 +63,7 @@ class Layers(torch.nn.Module):
     def __init__(self, number: int, again: bool = False, **others):
         super().__init__()
         config = make_config(**others)
-        config.mtraining = MTrainingConfig(**SPARSE, recompute_attention=again)
+        config.mtraining = MTrainingConfig.from_options(**SPARSE, recompute_attention=again)
         self.attentions = torch.nn.ModuleList(
             make(config, layer_number=1 + layer) for layer in range(number)
         )

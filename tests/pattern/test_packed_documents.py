@@ -51,7 +51,7 @@ def test_recall_is_of_attention_within_documents(policy):
     rows = {}
     if "estimator" not in policy:
         rows = dict(sample_strata=24, sample_rows=4, held_out_rows=3)
-    config = MTrainingConfig(**policy, **rows, window=64, block_size=BLOCK)
+    config = MTrainingConfig.from_options(**policy, **rows, window=64, block_size=BLOCK)
     index = choose_index(query, key, config, Ring(None), 0.125, documents=documents)
     held = sample_rows(SEQ, 24, 4).view(24, 4)[:, 1:].flatten() if rows else last_rows(SEQ, 64)
     p = probabilities(query, key, held, documents.starts, 0.125)
@@ -67,7 +67,7 @@ def test_what_other_documents_hold_changes_no_mass(policy):
     queries ask for nothing in particular."""
     query, key = operands()
     documents = Documents.from_lengths([[384, 384]], SEQ)
-    config = MTrainingConfig(
+    config = MTrainingConfig.from_options(
         **policy, window=64, block_size=BLOCK, sample_strata=32, sample_rows=2, sink=0
     )
     found = []
@@ -112,7 +112,9 @@ RUNS = {
 def run_packed(rank, world, operands, lengths):
     results = []
     for inner, policy in RUNS[world]:
-        config = MTrainingConfig(block_size=BLOCK, sample_strata=16, window=0, sink=2, **policy)
+        config = MTrainingConfig.from_options(
+            block_size=BLOCK, sample_strata=16, window=0, sink=2, **policy
+        )
         group, ring = None, Ring(None)
         if world > 1:
             group, ring = dist.group.WORLD, ring_of(dist.group.WORLD, inner)
@@ -169,7 +171,7 @@ def test_processes_agree_with_dense_attention(world):
 
 def test_a_replay_keeps_documents_apart():
     given = random_operands(256, 1, 4, 2, 64, torch.float64, "cpu")
-    config = MTrainingConfig(block_size=BLOCK, price=0.0)
+    config = MTrainingConfig.from_options(block_size=BLOCK, price=0.0)
     documents = Documents.from_lengths([100, 156], 256)
     gradients = []
     for replayed in (False, True):
@@ -186,7 +188,7 @@ def test_a_replay_keeps_documents_apart():
 
 def test_documents_of_another_batch_are_named():
     query, key, value, _ = random_operands(256, 2, 4, 2, 64, torch.float32, "cpu")
-    config = MTrainingConfig(block_size=BLOCK, price=0.0)
+    config = MTrainingConfig.from_options(block_size=BLOCK, price=0.0)
     for documents in (
         Documents.from_lengths([256], 256),
         Documents.from_lengths([[128], [128]], 128),

@@ -21,7 +21,7 @@ SEQ = 768
 
 def settings(**changes):
     base = dict(vertical=24, slash=3, window=70, sink=4, block_size=64, sample_strata=32)
-    return MTrainingConfig(**{**base, **changes})
+    return MTrainingConfig.from_options(**{**base, **changes})
 
 
 def structured(seq_length, heads=2, kv_heads=1, distance=300, column=200):
@@ -139,9 +139,9 @@ def test_budgets_are_kept_to():
     query, key, _, _ = random_operands(SEQ, 2, 4, 2, 64, torch.float32, "cpu")
     config = settings()
     index = choose_index(query, key, config, Ring(None), 0.125)
-    assert (index.column_ptr[..., -1] <= config.vertical).all()
+    assert (index.column_ptr[..., -1] <= config.policy.vertical).all()
     near = 3  # a window of 70 tokens reaches into the second block before
-    assert (index.round_ptr[..., -1] <= near + 2 * config.slash).all()
+    assert (index.round_ptr[..., -1] <= near + 2 * config.policy.slash).all()
     assert (index.round_ptr[..., -1] > near).all()
     for changes in (dict(slash=SEQ), dict(vertical=SEQ), dict(window=SEQ)):
         everything = choose_index(query, key, settings(**changes), Ring(None), 0.125)

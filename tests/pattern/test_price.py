@@ -4,8 +4,6 @@ must hold whatever the input is."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -25,7 +23,11 @@ SEQ = 768
 
 def settings(**changes):
     base = dict(window=64, sink=4, block_size=64, sample_strata=32, sample_rows=2)
-    return MTrainingConfig(**{**base, **changes})
+    return MTrainingConfig.from_options(**{**base, **changes})
+
+
+def policies_of(configs):
+    return [config.policy for config in configs]
 
 
 def operands(heads=4, seq=SEQ, seed=None):
@@ -69,7 +71,7 @@ def test_recall_is_of_the_rows_that_did_not_choose(policy):
     rows = {}
     if "estimator" not in policy:
         rows = dict(sample_strata=24, sample_rows=4, held_out_rows=3)
-    config = MTrainingConfig(**policy, **rows, window=64, block_size=64)
+    config = MTrainingConfig.from_options(**policy, **rows, window=64, block_size=64)
     index = choose_index(query, key, config, Ring(None), 0.125)
     if rows:
         held = sample_rows(SEQ, 24, 4).view(24, 4)[:, 1:].flatten()
@@ -108,7 +110,9 @@ def test_the_last_rows_count_for_as_many_as_see_what_they_see():
     rows = torch.arange(SEQ)
     found = []
     for price in (2.0, 0.7, 0.3, 0.1):
-        config = MTrainingConfig(price=price, estimator="last", window=64, block_size=64)
+        config = MTrainingConfig.from_options(
+            price=price, estimator="last", window=64, block_size=64
+        )
         index = choose_index(query, key, config, Ring(None), 0.125)
         found.append((index.density().mean(), dense_recall(index, query, key, rows, 0.125).mean()))
     for (density, recall), (more, better) in zip(found, found[1:]):
@@ -144,17 +148,11 @@ def test_a_planted_diagonal_and_a_planted_column_are_found():
     assert (index.density() < 0.9).all()
 
 
-def test_floors_and_caps():
+def test_caps():
     query, key = operands()
-    config = settings(price=1e6, vertical_floor=20, slash_floor=3)
-    index = choose_index(query, key, config, Ring(None), 0.125)
-    assert (index.column_ptr[..., -1] == 20).all() and (index.member.sum(-1) == 2 + 3).all()
     config = settings(price=1e-6, vertical_cap=30, slash_cap=2)
     index = choose_index(query, key, config, Ring(None), 0.125)
     assert (index.column_ptr[..., -1] <= 30).all() and (index.member.sum(-1) == 2 + 2).all()
-    config = settings(policy="coverage", coverage=1e-9, vertical_floor=20, slash_floor=3)
-    index = choose_index(query, key, config, Ring(None), 0.125)
-    assert (index.column_ptr[..., -1] == 20).all()
     config = settings(policy="coverage", coverage=1.0, vertical_cap=30, slash_cap=2)
     index = choose_index(query, key, config, Ring(None), 0.125)
     assert (index.column_ptr[..., -1] == 30).all() and (index.member.sum(-1) <= 2 + 4).all()
@@ -179,11 +177,11 @@ def test_heads_with_settings_of_their_own():
     base = settings(price=0.8)
     heads = (
         base,
-        replace(base, price=0.0),
+        settings(price=0.0),
         settings(vertical=25, slash=2),
         settings(policy="coverage", coverage=0.4),
     )
-    index = choose_index(query, key, base, Ring(None), 0.125, heads=heads)
+    index = choose_index(query, key, base, Ring(None), 0.125, head_policies=policies_of(heads))
     for h, config in enumerate(heads):
         alone = choose_index(query, key, config, Ring(None), 0.125)
         assert torch.equal(index.member[0, h], alone.member[0, h]), h
@@ -194,7 +192,15 @@ def test_heads_with_settings_of_their_own():
             torch.testing.assert_close(index.recall[0, h], alone.recall[0, h])
     assert index.density()[0, 1] == 1
     # A price from outside moves all heads that have one.
-    higher = choose_index(query, key, base, Ring(None), 0.125, heads=heads, price=torch.tensor(1.6))
+    higher = choose_index(
+        query,
+        key,
+        base,
+        Ring(None),
+        0.125,
+        head_policies=policies_of(heads),
+        price=torch.tensor(1.6),
+    )
     alone = choose_index(query, key, settings(price=1.6), Ring(None), 0.125)
     assert torch.equal(higher.member[0, 0], alone.member[0, 0])
     assert torch.equal(higher.member[0, 1:], index.member[0, 1:])
@@ -208,9 +214,11 @@ def test_heads_with_lists_of_blocks_beside_others():
         settings(policy="moba", block_top_k=2),
         settings(vertical=25, slash=2),
     )
-    index = choose_index(query, key, heads[0], Ring(None), 0.125, heads=heads)
+    index = choose_index(query, key, heads[0], Ring(None), 0.125, head_policies=policies_of(heads))
     value = torch.randn_like(key)
-    out, pattern = sparse_attention(query, key, value, config=settings(price=0.6), heads=heads)
+    out, pattern = sparse_attention(
+        query, key, value, config=settings(price=0.6), head_policies=policies_of(heads)
+    )
     for h, config in enumerate(heads):
         alone = choose_index(query, key, config, Ring(None), 0.125)
         mask = index.token_mask(0, h)
@@ -230,25 +238,13 @@ def test_budgets_that_differ_from_head_to_head(policy):
     heads = tuple(
         settings(vertical=v, slash=s) for v, s in zip(policy["vertical"], policy["slash"])
     )
-    index = choose_index(query, key, heads[0], Ring(None), 0.125, heads=heads)
+    index = choose_index(query, key, heads[0], Ring(None), 0.125, head_policies=policies_of(heads))
     for h, config in enumerate(heads):
         alone = choose_index(query, key, config, Ring(None), 0.125)
         assert torch.equal(index.member[0, h], alone.member[0, h])
         count = int(alone.column_ptr[0, h, -1])
         assert torch.equal(index.columns[0, h, :count], alone.columns[0, h, :count])
         assert int(index.column_ptr[0, h, -1]) == count
-
-
-def test_slashes_that_are_given_are_kept():
-    query, key = operands()
-    config = settings(price=0.8)
-    first = choose_index(query, key, config, Ring(None), 0.125)
-    other = torch.randn_like(query)
-    index = choose_index(other, key, config, Ring(None), 0.125, slashes=first.member)
-    assert torch.equal(index.member, first.member)
-    held = sample_rows(SEQ, 32, 2).view(32, 2)[:, 1]
-    truth = dense_recall(index, other, key, held, 0.125)
-    torch.testing.assert_close(index.recall, truth, atol=2e-5, rtol=1e-5, check_dtype=False)
 
 
 def _choose(rank, world, query, key, config, inner):
@@ -301,26 +297,18 @@ def test_sets_do_not_depend_on_the_number_of_ranks(world, inner, policy):
         ),
         (dict(coverage=0.9), "--mtraining-coverage is 0.9, but --mtraining-policy is price"),
         (dict(policy="coverage", coverage=1.1), "--mtraining-coverage is 1.1"),
-        (dict(vertical_floor=9, vertical_cap=8), "--mtraining-vertical-floor is 9, more than"),
-        (dict(slash_floor=9, slash_cap=8), "--mtraining-slash-floor is 9, more than"),
         (dict(vertical_cap=0, sink=0), "--mtraining-vertical-cap is 0: use 1 or more"),
         (dict(vertical_cap=3), "--mtraining-sink is 4, more than --mtraining-vertical-cap"),
         (dict(sample_rows=2, held_out_rows=2), "leaves none of the --mtraining-sample-rows"),
         (dict(estimator="last", held_out_rows=1), "--mtraining-held-out-rows is 1, but"),
         (dict(estimator="last", sample_strata=2), "--mtraining-sample-strata is 2, but"),
-        (dict(target_recall=0.9, target_density=0.1), "one price cannot meet both"),
         (
             dict(target_scope="head"),
             "target-scope is head, but there is no --mtraining-target-recall",
         ),
-        (dict(target_density=0.1, target_scope="head"), "there is no --mtraining-target-recall"),
         (dict(target_recall=0.9, target_scope="layer"), "is layer: use one of head, model"),
         (dict(target_recall=1.5), "--mtraining-target-recall is 1.5"),
         (dict(policy="fixed", target_recall=0.9), "--mtraining-target-recall is 0.9, but"),
-        (dict(price_start=1.0), "--mtraining-price-start is 1.0 and --mtraining-price-steps is 0"),
-        (dict(price_start=0.0, price_steps=9), "use prices above 0"),
-        (dict(slash_refresh=4, vertical=9), "--mtraining-slash-refresh is 4, but"),
-        (dict(overrides="a", budgets="b"), "give one file"),
         (dict(policy="xattention", block_stride=24), "--mtraining-block-stride is 24"),
         (dict(policy="xattention", block_threshold=0.0), "--mtraining-block-threshold is 0.0"),
         (dict(policy="moba", block_top_k=-1), "--mtraining-block-top-k is -1"),
@@ -329,5 +317,5 @@ def test_sets_do_not_depend_on_the_number_of_ranks(world, inner, policy):
 )
 def test_settings_that_cannot_be(changes, named):
     with pytest.raises(ConfigError) as raised:
-        MTrainingConfig(**changes)
+        MTrainingConfig.from_options(**changes)
     assert named in str(raised.value)

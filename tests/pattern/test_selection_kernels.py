@@ -20,7 +20,7 @@ from tests.support.selection_cases import SCALE, dense_masses
 
 def test_columns_and_diagonals_against_dense():
     """Columns, then diagonals, selected by sorting the dense masses: the same sets."""
-    config = MTrainingConfig(
+    config = MTrainingConfig.from_options(
         vertical=24, slash=5, window=70, sink=4, block_size=64, sample_strata=16, sample_rows=2,
         held_out_rows=0,
     )  # fmt: skip
@@ -30,10 +30,10 @@ def test_columns_and_diagonals_against_dense():
     rows, window_blocks = sample_rows(500, 16, 2), 3
     masses = dense_masses(query, key, rows, 2, window_blocks, 64, SCALE)[0]
     masses[..., : config.sink] = float("inf")
-    columns = masses.argsort(dim=-1, descending=True, stable=True)[..., : config.vertical]
+    columns = masses.argsort(dim=-1, descending=True, stable=True)[..., : config.policy.vertical]
     taken = torch.zeros_like(masses, dtype=torch.bool).scatter_(-1, columns, True)
     masses = dense_masses(query, key, rows, 2, window_blocks, 64, SCALE, taken)[1]
-    diagonals = masses.argsort(dim=-1, descending=True, stable=True)[..., : config.slash]
+    diagonals = masses.argsort(dim=-1, descending=True, stable=True)[..., : config.policy.slash]
     distances = torch.zeros(2, 4, 9, dtype=torch.bool)
     distances[..., :window_blocks] = True
     distances.scatter_(-1, diagonals // 64, True).scatter_(-1, (diagonals + 63) // 64, True)
@@ -48,7 +48,7 @@ def test_columns_and_diagonals_against_dense():
         pytest.param(dict(vertical=24, slash=5), id="fixed"),
         pytest.param(dict(price=0.7, vertical_cap=90), id="price"),
         pytest.param(
-            dict(price=0.9, vertical_cap=40, slash_floor=1, slash_cap=3, vertical_floor=9),
+            dict(price=0.9, vertical_cap=40, slash_cap=3),
             id="price-floors-caps",
         ),
         pytest.param(dict(policy="coverage", coverage=0.3), id="coverage"),
@@ -57,7 +57,7 @@ def test_columns_and_diagonals_against_dense():
 )
 def test_the_same_index_from_kernels(triton_device, monkeypatch, policy):
     rows = {} if "estimator" in policy else dict(sample_strata=16, sample_rows=2)
-    config = MTrainingConfig(**policy, **rows, window=70, sink=4, block_size=64)
+    config = MTrainingConfig.from_options(**policy, **rows, window=70, sink=4, block_size=64)
     torch.manual_seed(6)
     query, key, _, _ = random_operands(500, 1, 4, 2, 64, torch.float32, "cpu")
     operands = (query.to(triton_device), key.to(triton_device))
@@ -75,7 +75,7 @@ def test_the_same_index_from_kernels(triton_device, monkeypatch, policy):
 def test_sampled_rows_are_the_sequences_rows():
     """Each rank contributes the rows that it has."""
     query = torch.randn(576, 1, 2, 64)
-    config = MTrainingConfig(block_size=64, sample_strata=8, sample_rows=3)
+    config = MTrainingConfig.from_options(block_size=64, sample_strata=8, sample_rows=3)
     total = 0
     for rank in range(3):
         ring = Ring(None)

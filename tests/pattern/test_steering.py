@@ -1,67 +1,62 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""What changes from step to step: schedules, targets by feedback, the refresh of slashes."""
+"""What changes from step to step: dense steps, and prices that feedback moves to a target recall."""
 
 from __future__ import annotations
 
 import json
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_mtraining import ConfigError, MTrainingConfig
-from megatron_mtraining.pattern import Steering, heads_of_layer
-from megatron_mtraining.pattern.steering import LOST
+from megatron_mtraining.config import head_policies
+from megatron_mtraining.pattern import Steering
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
 
-def test_dense_steps_then_a_price_that_goes_evenly_in_ratio():
-    steering = Steering(MTrainingConfig(price=0.4, price_start=0.1, price_steps=4, dense_steps=2))
+def test_dense_steps_come_first():
+    steering = Steering(MTrainingConfig.from_options(price=0.4, dense_steps=2))
     found = []
-    for step in range(8):
+    for step in range(4):
         assert steering.step == step
-        found.append((steering.dense, round(steering.price(CPU).item(), 4)))
+        found.append(steering.dense)
         steering.advance(step + 1)
-    prices = [round(0.1 * 4 ** (i / 4), 4) for i in (0, 0, 0, 1, 2, 3, 4, 4)]
-    assert found == [(step < 2, price) for step, price in enumerate(prices)]
-    assert steering.now() == 0.4
+    assert found == [True, True, False, False]
 
 
-def test_without_a_schedule_the_price_is_the_settings():
-    steering = Steering(MTrainingConfig(price=0.4))
-    assert steering.price(CPU) is None and not steering.dense and steering.chooses_slashes
+def test_without_a_target_the_price_is_the_settings(tmp_path):
+    steering = Steering(MTrainingConfig.from_options(price=0.4))
+    assert steering.price(CPU) is None and not steering.dense and not steering.moves
     assert steering.now() == 0.4 and steering.state() is None
-    assert Steering(MTrainingConfig(vertical=9)).now() is None
-    assert Steering(MTrainingConfig(budgets="file.json")).now() is None, "no head has one"
+    assert Steering(MTrainingConfig.from_options(vertical=9)).now() is None
+    (tmp_path / "patterns.json").write_text("[]")
+    config = MTrainingConfig(settings=str(tmp_path / "patterns.json"))
+    assert Steering(config).now() is None, "no head has one"
 
 
 def aimed(price=1.0, **target):
     """One price for all."""
-    scope = dict(target_scope="model") if "target_recall" in target else {}
-    return MTrainingConfig(price=price, **target, **scope)
+    return MTrainingConfig.from_options(price=price, **target, target_scope="model")
 
 
 @pytest.mark.parametrize("start", [0.03, 3.0])
-@pytest.mark.parametrize("target", ["target_recall", "target_density"])
-def test_a_target_is_met(target, start):
-    """With a model whose recall and density go with the price as trained models' do, and noise."""
+def test_a_target_is_met(start):
+    """With a model whose recall goes with the price as trained models' does, and noise."""
     torch.manual_seed(1)
-    aim = {"target_recall": 0.95, "target_density": 0.08}[target]
-    steering = Steering(aimed(start, **{target: aim}))
+    aim = 0.95
+    steering = Steering(aimed(start, target_recall=aim))
     reached = []
     for step in range(80):
         price = steering.price(CPU).item()
         for _ in range(3):  # layers
             noise = torch.exp(0.1 * torch.randn(2, 4))
-            density = (0.1 * price**-0.55 * noise).clamp(max=1)
             recall = (1 - 0.09 * price**0.75 * noise).clamp(min=0)
-            steering.observe(density, recall)
-        reached.append((recall if target == "target_recall" else density).mean().item())
+            steering.observe(recall)
+        reached.append(recall.mean().item())
         steering.advance(step + 1)
     late = sum(reached[40:]) / 40
     assert abs(late - aim) < 0.1 * min(aim, 1 - aim), late
@@ -75,7 +70,7 @@ def test_a_target_is_met(target, start):
 def test_a_target_that_cannot_be_met_leaves_a_price():
     steering = Steering(aimed(target_recall=0.99))
     for step in range(60):
-        steering.observe(torch.ones(1, 2), torch.zeros(1, 2))
+        steering.observe(torch.zeros(1, 2))
         steering.advance(step + 1)
     assert steering.price(CPU).item() == pytest.approx(1e-4, rel=1e-3)
 
@@ -86,7 +81,7 @@ def test_steps_without_attention_move_nothing():
     steering.advance(1)
     assert torch.equal(steering.price(CPU), before)
     # All was kept (dense steps, an index of everything): nothing is lost, so the price rises.
-    steering.observe(torch.ones(1, 2), None)
+    steering.observe(torch.ones(1, 2))
     steering.advance(2)
     assert steering.price(CPU) > before
 
@@ -97,8 +92,8 @@ LOSSES = torch.tensor([[0.02, 0.3, 1e-7], [0.1, 0.5, 0.9]])
 
 def test_each_head_meets_its_target():
     torch.manual_seed(2)
-    config = MTrainingConfig(target_recall=0.95, price=0.5)
-    assert config.target_scope == "head"
+    config = MTrainingConfig.from_options(target_recall=0.95, price=0.5)
+    assert config.policy.target_scope == "head"
     steering, found = Steering(config, shape=(2, 3)), []
     for step in range(150):
         for layer in range(2):
@@ -108,7 +103,7 @@ def test_each_head_meets_its_target():
                 assert price.shape == (count,)
                 noise = torch.exp(0.3 * torch.randn(2, count))
                 kept = 1 - LOSSES[layer, first : first + count] * price**0.7 * noise
-                steering.observe(torch.ones(2, count), kept, layer, first)
+                steering.observe(kept, layer, first)
         steering.advance(step + 1)
         found.append(torch.stack([steering.price(CPU, layer, 0, 3) for layer in range(2)]))
     prices = torch.stack(found[60:])
@@ -135,30 +130,30 @@ def test_targets_of_layers_and_heads(tmp_path):
     file = tmp_path / "targets.json"
     own = {"layers": {"1": {"target_recall": 0.8, "heads": {"2": {"target_recall": 0.9}}}}}
     file.write_text(json.dumps(own))
-    config = MTrainingConfig(target_recall=0.95, price=0.5, overrides=str(file))
+    config = MTrainingConfig.from_options(target_recall=0.95, price=0.5, settings=str(file))
     steering = Steering(config, shape=(2, 3))
     for step in range(80):
         for layer in range(2):
             kept = 1 - 0.1 * steering.price(CPU, layer, 0, 3) ** 0.7
-            steering.observe(torch.ones(1, 3), kept[None], layer)
+            steering.observe(kept[None], layer)
         steering.advance(step + 1)
     lost = [0.1 * steering.price(CPU, layer, 0, 3) ** 0.7 for layer in range(2)]
     expected = torch.tensor([[0.05, 0.05, 0.05], [0.2, 0.2, 0.1]])
     torch.testing.assert_close(torch.stack(lost), expected, atol=1e-3, rtol=0)
-    for run in (aimed(target_recall=0.95), MTrainingConfig(price=0.5)):
+    for run in (aimed(target_recall=0.95), MTrainingConfig.from_options(price=0.5)):
         with pytest.raises(ConfigError, match="layer 1 has target_recall 0.8, which is for runs"):
-            heads_of_layer(replace(run, overrides=str(file)), 1, 2, 3)
+            head_policies(replace(run, settings=str(file)), 1, 2, 3)
 
 
 def _steer_heads(rank, world):
     """Rank 0 and 1: data-parallel copies of layer 0's first head; 2: its second; 3: layer 1."""
-    steering = Steering(MTrainingConfig(price=1.0, target_recall=0.9), shape=(2, 2))
+    steering = Steering(MTrainingConfig.from_options(price=1.0, target_recall=0.9), shape=(2, 2))
     for step in range(3):
         if rank < 3:
             recall = torch.full((1, 1), (0.8, 0.95, 0.5)[rank])
-            steering.observe(torch.ones(1, 1), recall, 0, rank // 2)
+            steering.observe(recall, 0, rank // 2)
         else:
-            steering.observe(torch.ones(1, 2), torch.tensor([[0.99, 0.85]]), 1)
+            steering.observe(torch.tensor([[0.99, 0.85]]), 1)
         steering.advance(step + 1)
     return torch.tensor(steering.state())
 
@@ -166,10 +161,10 @@ def _steer_heads(rank, world):
 def test_all_ranks_have_every_head_s_price():
     found = run_ranks(4, _steer_heads)
     assert all(torch.equal(each, found[0]) for each in found)
-    alone = Steering(MTrainingConfig(price=1.0, target_recall=0.9), shape=(2, 2))
+    alone = Steering(MTrainingConfig.from_options(price=1.0, target_recall=0.9), shape=(2, 2))
     for step in range(3):
-        alone.observe(torch.ones(2, 2), torch.tensor([[0.8, 0.5], [0.95, 0.5]]), 0)
-        alone.observe(torch.ones(1, 2), torch.tensor([[0.99, 0.85]]), 1)
+        alone.observe(torch.tensor([[0.8, 0.5], [0.95, 0.5]]), 0)
+        alone.observe(torch.tensor([[0.99, 0.85]]), 1)
         alone.advance(step + 1)
     torch.testing.assert_close(found[0], torch.tensor(alone.state()))
     assert len(found[0].unique()) == 4
@@ -179,7 +174,7 @@ def _steer(rank, world):
     steering = Steering(aimed(target_recall=0.9))
     for step in range(3):
         if rank < 2:  # the others are a pipeline stage without attention
-            steering.observe(torch.ones(1, 2), torch.full((1, 2), 0.8 + 0.15 * rank))
+            steering.observe(torch.full((1, 2), 0.8 + 0.15 * rank))
         steering.advance(step + 1)
     return steering.price(CPU)
 
@@ -189,61 +184,6 @@ def test_all_ranks_have_one_price():
     assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
     alone = Steering(aimed(target_recall=0.9))
     for step in range(3):
-        alone.observe(torch.ones(1, 2), torch.tensor([[0.8, 0.95]]))
+        alone.observe(torch.tensor([[0.8, 0.95]]))
         alone.advance(step + 1)
     torch.testing.assert_close(found[0], alone.price(CPU))
-
-
-def test_slashes_are_chosen_every_so_many_steps_and_when_recall_falls():
-    steering = Steering(MTrainingConfig(slash_refresh=4, dense_steps=2))
-    chosen = []
-    for step in range(11):
-        chosen.append(steering.chooses_slashes)
-        steering.advance(step + 1)
-    assert [step for step, c in enumerate(chosen) if c] == [2, 6, 10]
-    steering.advance(11)
-    assert not steering.watch(0.95) and not steering.chooses_slashes
-    assert not steering.watch(0.95 - LOST / 2)
-    assert steering.watch(0.95 - 2 * LOST) and steering.chooses_slashes
-    steering.advance(12)
-    assert not steering.chooses_slashes
-    # What is lost then counts from there.
-    assert not steering.watch(0.95 - 2 * LOST)
-    assert not Steering(MTrainingConfig()).watch(0.1)
-    assert math.isclose(LOST, 0.02)
-
-
-def _refreshed(rank, world):
-    """Members of one layer's patterns between refreshes, as batch and length change."""
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megatron_mtraining.megatron import MTrainingAttention
-
-    sizes = dict(num_layers=1, hidden_size=128, num_attention_heads=2, num_query_groups=1)
-    config = TransformerConfig(**sizes, attention_dropout=0.0, use_cpu_initialization=True)
-    sampled = dict(sample_strata=16, window=0, price=0.3)
-    config.mtraining = MTrainingConfig(block_size=64, slash_refresh=100, **sampled)
-    group = dist.group.WORLD if world > 1 else None
-    attention = MTrainingAttention(
-        config, 1, AttnMaskType.causal, "self", pg_collection=SimpleNamespace(cp=group)
-    )
-    torch.manual_seed(rank)
-    found = []
-    for step, (blocks, batch) in enumerate([(8, 1), (16, 1), (16, 1), (8, 1), (8, 2), (8, 2)]):
-        attention.steering.step = step
-        length = 64 * blocks // world
-        key = torch.randn(length, batch, 1, 64)
-        attention(4 * torch.randn(length, batch, 2, 64), key, torch.randn_like(key))
-        found.append(attention._slashes)
-    return found
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_slashes_of_another_length_or_batch_are_chosen_anew(world):
-    pytest.importorskip("megatron.core")
-    for found in run_ranks(world, _refreshed):
-        shapes = [tuple(member.shape) for member in found]
-        assert shapes == [(1, 2, 8), (1, 2, 16), (1, 2, 16), (1, 2, 8), (2, 2, 8), (2, 2, 8)]
-        assert torch.equal(found[1], found[2]) and torch.equal(found[4], found[5]), "kept else"
-        assert not torch.equal(found[0], found[3])

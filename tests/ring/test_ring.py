@@ -190,7 +190,7 @@ BUDGETS = [
 def run_sparse(rank, world, operands):
     results = []
     for budget in BUDGETS:
-        config = MTrainingConfig(block_size=BLOCK, sample_strata=16, **budget)
+        config = MTrainingConfig.from_options(block_size=BLOCK, sample_strata=16, **budget)
         parts = [stripe(t, rank, world, BLOCK) for t in operands]
         leaves = [t.clone().requires_grad_() for t in parts[:3]]
         out, index = sparse_attention(*leaves, config=config, cp_group=dist.group.WORLD)
@@ -239,7 +239,7 @@ def run_with_columns_told(rank, world, operands, config):
     "budget", [dict(vertical=20, slash=3), dict(policy="coverage", coverage=0.6, vertical_cap=40)]
 )
 def test_columns_travel_once_for_recall_and_attention(budget):
-    config = MTrainingConfig(block_size=BLOCK, sample_strata=16, **budget)
+    config = MTrainingConfig.from_options(block_size=BLOCK, sample_strata=16, **budget)
     operands = random_operands(BLOCK * 8, 2, 4, 2, 64, torch.float32, "cpu")[:3]
     results = run_ranks(2, run_with_columns_told, operands, config)
     for in_choice, in_forward, apart, recall in results:
@@ -266,7 +266,9 @@ def test_a_replay_gives_the_same_gradients_and_attends_nothing(monkeypatch):
 def run_turned(rank, world, operands):
     """Whether operands whose head dim has another stride give what those of unit stride do."""
     group = dist.group.WORLD if world > 1 else None
-    config = MTrainingConfig(block_size=BLOCK, vertical=20, slash=2, window=1, sample_strata=8)
+    config = MTrainingConfig.from_options(
+        block_size=BLOCK, vertical=20, slash=2, window=1, sample_strata=8
+    )
     parts = [stripe(t, rank, world, BLOCK) for t in operands]
     turned = [torch.stack((t, t), -1)[..., 0] for t in parts[:3]]
     assert all(t.stride(-1) == 2 for t in turned)
@@ -404,7 +406,9 @@ def run_until_a_rank_fails(rank, world, operands, index_sets, inner, where, how)
 
     setattr(attention, name, fail)
     if where == "choice":
-        config = MTrainingConfig(block_size=BLOCK, vertical=20, slash=2, window=1, sample_strata=8)
+        config = MTrainingConfig.from_options(
+            block_size=BLOCK, vertical=20, slash=2, window=1, sample_strata=8
+        )
         parts = (stripe(t, rank, world, BLOCK, inner=inner) for t in operands[:3])
         sparse_attention(*parts, config=config, cp_group=dist.group.WORLD, cp_inner=inner)
     else:

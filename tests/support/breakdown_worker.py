@@ -50,7 +50,9 @@ def build(ours: bool, chunk: int, config: dict):
         attention_dropout=0.0, hidden_dropout=0.0, use_cpu_initialization=True,
         attention_backend=backend, **config,
     )  # fmt: skip
-    config.mtraining = MTrainingConfig(block_size=64, slash=SEQUENCE, vertical=0, loss_chunk=chunk)
+    config.mtraining = MTrainingConfig.from_options(
+        block_size=64, slash=SEQUENCE, vertical=0, loss_chunk=chunk
+    )
     model = GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(),

@@ -78,7 +78,9 @@ def build(case: dict, ours: bool, cp_size: int):
     for name, value in case.get("yarn", {}).items():
         setattr(config, name, value)
     if ours:
-        config.mtraining = MTrainingConfig(block_size=BLOCK, slash=SEQUENCE, vertical=0)
+        config.mtraining = MTrainingConfig.from_options(
+            block_size=BLOCK, slash=SEQUENCE, vertical=0
+        )
     return GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(),

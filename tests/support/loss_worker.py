@@ -61,7 +61,9 @@ def build(case: dict, chunk: int | None):
         sequence_parallel=case.get("sp", False), pipeline_dtype=dtype, params_dtype=dtype,
         bf16=dtype is torch.bfloat16, **more,
     )  # fmt: skip
-    config.mtraining = MTrainingConfig(block_size=64, slash=SEQUENCE, vertical=0, loss_chunk=chunk)
+    config.mtraining = MTrainingConfig.from_options(
+        block_size=64, slash=SEQUENCE, vertical=0, loss_chunk=chunk
+    )
     model = GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(),

@@ -88,7 +88,7 @@ def make_config(**others) -> TransformerConfig:
         use_cpu_initialization=True,
         attention_backend=AttnBackend.mtraining,
     )
-    config.mtraining = MTrainingConfig(block_size=64, slash=SEQUENCE, vertical=0)
+    config.mtraining = MTrainingConfig.from_options(block_size=64, slash=SEQUENCE, vertical=0)
     for name, value in others.items():
         setattr(config, name, value)
     return config

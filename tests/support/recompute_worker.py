@@ -72,7 +72,7 @@ def build(case: dict, again: bool, stages: int, virtual: int, cp_size: int) -> l
         attention_backend=AttnBackend.mtraining,
         **case,
     )
-    config.mtraining = MTrainingConfig(
+    config.mtraining = MTrainingConfig.from_options(
         block_size=BLOCK,
         slash=2,
         vertical=8,

@@ -103,7 +103,7 @@ def _open(
         text,
         seq,
         min(theirs.shape.positions, ours.shape.positions),
-        MTrainingConfig(price=0.0).block_size,
+        MTrainingConfig.from_options(price=0.0).block_size,
         theirs.tokenizer,
         "give fewer",
         name="the shorter of SRC and DST",
@@ -154,7 +154,7 @@ def _megatron(options: ModelOptions, checkpoint: MegatronCheckpoint, tokens: Ten
 
     def use_mtraining(config) -> None:
         config.attention_backend = AttnBackend.mtraining
-        config.mtraining = MTrainingConfig(price=0.0)  # dense
+        config.mtraining = MTrainingConfig.from_options(price=0.0)  # dense
 
     with single_process(options.device):
         model = quietly(lambda: checkpoint.model(output_layer=True, prepare=use_mtraining))

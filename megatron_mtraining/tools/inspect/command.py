@@ -84,7 +84,9 @@ def inspect(options: Options) -> None:
             "that it was trained with (--tokenizer)"
         )
     series = series_for(length, options.base, options.policies)
-    configs = [MTrainingConfig(**setting) for one in series for setting in one.settings]
+    configs = [
+        MTrainingConfig.from_options(**setting) for one in series for setting in one.settings
+    ]
     if options.sensitivity is not None:
         check_sensitivity(options, length)
     rows = held_out_rows(length, options.rows, configs, options.seed)

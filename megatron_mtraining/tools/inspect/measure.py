@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...config import ConfigError, MTrainingConfig
+from ...config import BlockListPolicy, ConfigError, MTrainingConfig
 from ...models.types import LayerInput
 from ...pattern import VerticalSlashIndex, choose_index
-from ...pattern.blocks import BLOCK_POLICIES, choose_blocks
-from ...pattern.estimate import sample_rows
+from ...pattern.blocks import choose_blocks
+from ...pattern.estimate import rows_of
 from ...ring import Ring
 from .options import ROWS
 
@@ -37,10 +37,7 @@ def held_out_rows(
     """
     free = torch.ones(seq_length, dtype=torch.bool)
     for config in configs:
-        if getattr(config, "estimator", "strata") == "last":
-            free[-config.sample_strata * config.sample_rows :] = False
-        else:
-            free[sample_rows(seq_length, config.sample_strata, config.sample_rows)] = False
+        free[rows_of(config.sampling, seq_length)] = False
     rows = free.nonzero()[:, 0]
     if count is None:
         count = min(ROWS, len(rows))
@@ -99,10 +96,11 @@ def pattern_of(
 ) -> VerticalSlashIndex | ListsAtRows:
     """A layer's pattern on one rank; of block lists, what these rows see."""
     ring = Ring(None)
-    if config.policy not in BLOCK_POLICIES or config.keeps_all(len(given.query)):
+    policy = config.policy
+    if not isinstance(policy, BlockListPolicy) or config.keeps_all(len(given.query)):
         return choose_index(given.query, given.key, config, ring, given.softmax_scale)
     near = -(-config.window // config.block_size) + 1
-    blocks = choose_blocks(given.query, given.key, config, near, ring, given.softmax_scale)
+    blocks = choose_blocks(given.query, given.key, policy, config, near, ring, given.softmax_scale)
     return lists_at_rows(blocks, rows, config.block_size)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...pattern.blocks import BLOCK_POLICIES
+from ...config import BLOCK_POLICY_NAMES
 from .results import Measured, Point, reach
 
 
@@ -97,7 +97,7 @@ def mixed_of(measured: list[Measured]) -> Mixed | None:
     slashes = [
         one for one in measured if (one.series.policy, one.series.estimator) == ("price", "strata")
     ]
-    lists = [one for one in measured if one.series.policy in BLOCK_POLICIES]
+    lists = [one for one in measured if one.series.policy in BLOCK_POLICY_NAMES]
     return Mixed(slashes[0], lists) if slashes and lists else None
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 
-from ...config import ConfigError, MTrainingConfig
+from ...config import BLOCK_POLICY_NAMES, ConfigError, MTrainingConfig
 from ...models.environment import DTYPES, default_dtype, device_of
-from ...pattern.blocks import BLOCK_POLICIES
 from ...requirements import require
 
 ROWS = 512
@@ -49,7 +48,7 @@ class Options:
 
     @property
     def block_size(self) -> int:
-        return MTrainingConfig(**self.base).block_size
+        return MTrainingConfig.from_options(**self.base).block_size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,7 +114,7 @@ def options_from(values: argparse.Namespace) -> Options:
     given = {"window": values.window, "block_size": values.block_size}
     base = {name: value for name, value in given.items() if value is not None}
     try:
-        MTrainingConfig(**base)
+        MTrainingConfig.from_options(**base)
     except ConfigError as error:
         raise ConfigError(str(error).replace("--mtraining-", "--")) from None
     for path in values.text:
@@ -168,10 +167,12 @@ def _check_mixed(values: argparse.Namespace) -> None:
         raise ConfigError(
             "--mixed and --sensitivity each write the settings file: give one of them"
         )
-    if values.policy and not ("price" in values.policy and {*BLOCK_POLICIES} & {*values.policy}):
+    if values.policy and not (
+        "price" in values.policy and {*BLOCK_POLICY_NAMES} & {*values.policy}
+    ):
         raise ConfigError(
             f"--policy is {' '.join(values.policy)}, but --mixed chooses between price and "
-            f"{' or '.join(BLOCK_POLICIES)}: add them to --policy, or leave it out"
+            f"{' or '.join(BLOCK_POLICY_NAMES)}: add them to --policy, or leave it out"
         )
 
 

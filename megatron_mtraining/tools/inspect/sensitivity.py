@@ -22,7 +22,7 @@ from ...config import ConfigError, MTrainingConfig
 from ...models.dense_attention import dense_attention
 from ...models.types import LayerInput, Score, Shape
 from ...pattern import choose_index
-from ...pattern.steering import SLOPES
+from ...pattern.steering import SLOPE
 from ...ring import Ring
 from ..report.table import table
 from .options import Options
@@ -30,7 +30,7 @@ from .options import Options
 PRICES = (1e-3, 30.0)
 """Between which each head's price is looked for."""
 HALVINGS = 10
-FALL = -SLOPES["target_density"] / SLOPES["target_recall"]
+FALL = 0.55 / SLOPE
 """b: a density is about ``c x lost ** -b``, over trained models' heads."""
 EXPONENT = 1 / (1 + FALL)
 """See :func:`targets_of`."""
@@ -177,7 +177,7 @@ def check_sensitivity(options: Options, seq_length: int) -> None:
             f"--policy is {' '.join(options.policies)}, but --sensitivity gives targets for policy price: "
             "add price to --policy, or leave --sensitivity out"
         )
-    config = MTrainingConfig(**options.base, target_recall=options.target_recall)
+    config = MTrainingConfig.from_options(**options.base, target_recall=options.target_recall)
     if config.keeps_all(seq_length):
         raise ConfigError(
             f"--window is {config.window}, and the text has {seq_length} tokens: everything is kept, so that "
@@ -195,7 +195,7 @@ def measure_sensitivity(
     """
     from tqdm import tqdm
 
-    config = MTrainingConfig(**options.base, target_recall=options.target_recall)
+    config = MTrainingConfig.from_options(**options.base, target_recall=options.target_recall)
     target, everywhere = options.target_recall, range(shape.layers)
     each = range(shape.heads) if options.sensitivity == "heads" else [None]
     total = shape.layers * len(each) + 4

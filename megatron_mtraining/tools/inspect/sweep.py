@@ -82,7 +82,7 @@ def series_for(seq_length: int, base: dict, policies: list[str] | None = None) -
             found.append(Series(policy, estimator, (policy,), settings))
     budgets = tuple({**base, "policy": "fixed", **value} for value in _budgets(seq_length, base))
     found.append(Series("fixed", None, ("vertical", "slash"), budgets))
-    blocks = -(-seq_length // MTrainingConfig(**base).block_size)
+    blocks = -(-seq_length // MTrainingConfig.from_options(**base).block_size)
     top = sorted({max(1, round(blocks * share)) for share in _grid(*LISTED)})
     lists = ("xattention", "block_threshold", THRESHOLDS), ("moba", "block_top_k", top)
     for policy, field, values in lists:
@@ -96,7 +96,7 @@ def series_for(seq_length: int, base: dict, policies: list[str] | None = None) -
         found = [series for series in found if series.policy in policies]
     for series in found:
         for setting in series.settings:
-            _check(MTrainingConfig(**setting), seq_length)
+            _check(MTrainingConfig.from_options(**setting), seq_length)
     return found
 
 
@@ -108,9 +108,10 @@ def _check(config: MTrainingConfig, seq_length: int) -> None:
             f"--window is {config.window}, more than the {seq_length} tokens to run over: use at most "
             f"{seq_length}, or {longer}"
         )
-    if config.rows > seq_length and not config.keeps_all(seq_length):
+    rows = config.sampling.num_rows
+    if rows > seq_length and not config.keeps_all(seq_length):
         raise ConfigError(
-            f"there are {seq_length} tokens, fewer than the {config.rows} rows that patterns are estimated "
+            f"there are {seq_length} tokens, fewer than the {rows} rows that patterns are estimated "
             f"from: {longer}"
         )
     try:
@@ -121,7 +122,7 @@ def _check(config: MTrainingConfig, seq_length: int) -> None:
 
 
 def _budgets(seq_length: int, base: dict) -> list[dict]:
-    config = MTrainingConfig(**base)
+    config = MTrainingConfig.from_options(**base)
     blocks = -(-seq_length // config.block_size)
     budgets = []
     for share in _grid(*FIXED):

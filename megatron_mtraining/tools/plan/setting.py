@@ -7,7 +7,7 @@ import argparse
 import math
 from dataclasses import dataclass
 
-from ...config import ConfigError, MTrainingConfig
+from ...config import BlockListPolicy, ConfigError, FixedPolicy, MTrainingConfig
 from ...config import option as mtraining_option
 from ...megatron.arguments import config_from_args, fill_in, refuse
 from ...megatron.checks import ranks_a_node
@@ -74,8 +74,8 @@ class Setting:
     @property
     def columns(self) -> int:
         """Columns a head that the index has room for."""
-        config = self.mtraining
-        most = config.vertical if config.policy == "fixed" else config.vertical_cap
+        policy = self.mtraining.policy
+        most = policy.vertical if isinstance(policy, FixedPolicy) else policy.vertical_cap
         return min(most, self.args.seq_length)
 
     @property
@@ -244,10 +244,10 @@ def _backend(args) -> tuple[MTrainingConfig | None, int, int]:
         _check_own_loss(args)
         return None, 1, 0
     config = config_from_args(args)
-    if config.policy in ("xattention", "moba"):
+    if isinstance(config.policy, BlockListPolicy):
         raise ConfigError(
-            f"{mtraining_option('policy')} is {config.policy}: how long its lists of blocks are depends on "
-            "the data, which a plan does not see; use price, fixed or coverage"
+            f"{mtraining_option('policy')} is {config.policy.name}: how long its lists of blocks are depends "
+            "on the data, which a plan does not see; use price, fixed or coverage"
         )
     inner = ranks_a_node(args, args.context_parallel_size, config.gathered_ranks, True)
     chunk = DEFAULT_CHUNK if config.loss_chunk is None else config.loss_chunk

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -41,8 +41,8 @@ class Options:
 
     @property
     def dense(self) -> MTrainingConfig:
-        """The same backend with a slash budget that keeps every pair: dense causal attention."""
-        return replace(self.sparse, slash=self.seq_length)
+        """The same backend with a policy that keeps every pair: dense causal attention."""
+        return self.sparse.dense()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +92,7 @@ def options_from(values: argparse.Namespace) -> Options:
             f"({error.strerror or error}): name another"
         ) from None
     try:
-        sparse = MTrainingConfig(
+        sparse = MTrainingConfig.from_options(
             vertical=values.vertical, slash=values.slash, window=WINDOW, block_size=BLOCK_SIZE
         )
         sparse.check_sequence(seq_length, values.processes)

@@ -61,7 +61,7 @@ def test_a_run_leaves_tables_numbers_pictures_and_settings(finished, capsys):
     settings = json.loads((finished / "settings.json").read_text())
     assert settings == numbers["recommended"]["settings"]
     settings.pop("layers", None)
-    assert MTrainingConfig(**settings).block_size == 64
+    assert MTrainingConfig.from_options(**settings).block_size == 64
     assert "hardest head" in (finished / "summary.txt").read_text()
     pictures = {path.name for path in finished.glob("*.png")}
     heads = {"head_easiest.png", "head_middle.png", "head_hardest.png"}
@@ -77,7 +77,7 @@ def test_block_lists_are_inspected_and_drawn(llama, words, tmp_path):
     settings = json.loads((out / "settings.json").read_text())
     assert settings["policy"] == "moba" and settings["block_top_k"] >= 1
     settings.pop("layers", None)
-    MTrainingConfig(**settings)
+    MTrainingConfig.from_options(**settings)
     assert len(list(out.glob("head_*.png"))) == 3
 
 
@@ -114,7 +114,9 @@ def test_numbers_are_those_of_the_models_own_attention(kind, words, tmp_path):
     out = tmp_path / "out"
     assert inspect(folder, *quick(words, out, "--rows", 64, "--policy", "fixed")) == 0
     (series,) = json.loads((out / "results.json").read_text())["series"]
-    configs = [MTrainingConfig(**setting["settings"]) for setting in series["settings"]]
+    configs = [
+        MTrainingConfig.from_options(**setting["settings"]) for setting in series["settings"]
+    ]
     rows = measure.held_out_rows(SEQ, 64, configs, seed=0)
     seen, _ = model_inputs(folder, source=words.read_text())
     assert len(seen) == LAYERS
@@ -159,7 +161,9 @@ def test_yarn_goes_beyond_the_models_positions(llama, words, tmp_path):
         "original_max_position_embeddings": SEQ,
     }
     seen, _ = model_inputs(llama, 2048, words.read_text(), config=config)
-    configs = [MTrainingConfig(**s["settings"]) for s in numbers["series"][0]["settings"]]
+    configs = [
+        MTrainingConfig.from_options(**s["settings"]) for s in numbers["series"][0]["settings"]
+    ]
     rows = measure.held_out_rows(2048, 32, configs, seed=0)
     found = measure.LayerRecall(LayerInput(0, *seen[0]), configs, rows)
     reported = [s["recall"][0] for s in numbers["series"][0]["settings"]]

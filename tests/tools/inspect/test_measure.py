@@ -27,7 +27,7 @@ def test_recall_is_that_of_the_written_out_mask(block_size, monkeypatch):
     monkeypatch.setattr(measure, "CHUNK_BYTES", 7 * 4 * HEADS * SEQ)  # rows in several parts
     query, key = operands()
     configs = [
-        MTrainingConfig(block_size=block_size, vertical=vertical, slash=slash)
+        MTrainingConfig.from_options(block_size=block_size, vertical=vertical, slash=slash)
         for vertical, slash in [(0, 0), (20, 2), (100, 5), (8, SEQ)]
     ]
     rows = measure.held_out_rows(SEQ, 100, configs, seed=1)
@@ -52,7 +52,7 @@ def test_recall_is_that_of_the_written_out_mask(block_size, monkeypatch):
 
 def test_probabilities_do_not_depend_on_the_models_dtype_alone():
     query, key = operands(dtype=torch.bfloat16)
-    configs = [MTrainingConfig(vertical=40, slash=1, block_size=64)]
+    configs = [MTrainingConfig.from_options(vertical=40, slash=1, block_size=64)]
     rows = measure.held_out_rows(SEQ, 64, configs, seed=0)
     found = measure.LayerRecall(LayerInput(0, query, key, 0.125), configs, rows)
     p = true_attention(query, key, 0.125)
@@ -93,7 +93,7 @@ def test_recall_of_block_lists_is_that_of_the_written_out_mask(policy, monkeypat
     monkeypatch.setattr(measure, "CHUNK_BYTES", 7 * 4 * HEADS * SEQ)  # rows in several parts
     query, key = operands()
     how = {"xattention": dict(block_threshold=0.5), "moba": dict(block_top_k=3)}[policy]
-    config = MTrainingConfig(policy=policy, block_size=64, window=64, **how)
+    config = MTrainingConfig.from_options(policy=policy, block_size=64, window=64, **how)
     rows = measure.held_out_rows(SEQ, 100, [config], seed=1)
     found = measure.LayerRecall(LayerInput(0, query, key, 0.2), [config], rows)
     p = true_attention(query, key, 0.2)
@@ -115,13 +115,13 @@ def test_recall_of_block_lists_is_that_of_the_written_out_mask(policy, monkeypat
 
 def test_rows_are_spread_and_not_the_estimators():
     configs = [
-        MTrainingConfig(sample_strata=64, sample_rows=1),
-        MTrainingConfig(sample_strata=32, sample_rows=2),
+        MTrainingConfig.from_options(sample_strata=64, sample_rows=1),
+        MTrainingConfig.from_options(sample_strata=32, sample_rows=2),
     ]
     rows = measure.held_out_rows(8192, 512, configs, seed=0)
     assert len(rows) == 512 and (rows.diff() > 0).all()
     for config in configs:
-        seen = sample_rows(8192, config.sample_strata, config.sample_rows)
+        seen = sample_rows(8192, config.sampling.strata, config.sampling.rows)
         assert not set(rows.tolist()) & set(seen.tolist())
     assert rows.diff().max() < 3 * 8192 / 512  # everywhere
     assert not torch.equal(rows, measure.held_out_rows(8192, 512, configs, seed=1))
@@ -138,7 +138,7 @@ def test_rows_are_spread_and_not_the_estimators():
 def test_scores_that_are_no_numbers_are_named():
     query, key = operands()
     query[5] = float("nan")
-    configs = [MTrainingConfig(vertical=SEQ)]
+    configs = [MTrainingConfig.from_options(vertical=SEQ)]
     with pytest.raises(ConfigError, match="layer 3 .*float32"):
         measure.LayerRecall(LayerInput(3, query, key, 0.125), configs, torch.arange(SEQ))
 
@@ -173,7 +173,7 @@ def test_sweeps_are_settings_from_sparse_to_dense():
         "price, strata", "price, last", "coverage, strata", "coverage, last", "fixed", "xattention", "moba",
     ]  # fmt: skip
     for series in found:
-        configs = [MTrainingConfig(**setting) for setting in series.settings]
+        configs = [MTrainingConfig.from_options(**setting) for setting in series.settings]
         assert len(configs) > 3 and all(config.block_size == 64 for config in configs)
     budgets = [(s["vertical"], s["slash"]) for s in found[4].settings]
     assert budgets == sorted(set(budgets))

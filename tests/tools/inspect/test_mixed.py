@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_mtraining import MTrainingConfig
-from megatron_mtraining.pattern import heads_of_layer, settings_of_run
+from megatron_mtraining.config import head_policies, settings_of_run
 from megatron_mtraining.tools.inspect import results, sweep
 from megatron_mtraining.tools.inspect.mixed import mixed_of
 from tests.support.inspect_cases import HEADS, LAYERS, inspect, quick
@@ -82,11 +82,11 @@ def test_a_run_writes_settings_that_training_takes(llama, words, tmp_path, capsy
     settings = json.loads(file.read_text())
     assert settings == numbers["mixed"]["settings"] and settings["policy"] == "price"
     own = settings_of_run(str(file))
-    config = MTrainingConfig(**{**own, "overrides": str(file)})
+    config = MTrainingConfig.from_options(**{**own, "settings": str(file)})
     kinds = [
-        head.policy
+        policy.name
         for layer in range(LAYERS)
-        for head in heads_of_layer(config, layer, LAYERS, HEADS) or [config] * HEADS
+        for policy in head_policies(config, layer, LAYERS, HEADS) or [config.policy] * HEADS
     ]
     assert kinds.count("moba") == numbers["mixed"]["heads_with_lists"] > 0
 

@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("transformers")
 from megatron_mtraining import MTrainingConfig
+from megatron_mtraining.config import head_policies, settings_of_run
 from megatron_mtraining.models.types import Score
-from megatron_mtraining.pattern import heads_of_layer, settings_of_run
 from megatron_mtraining.tools.inspect.sensitivity import (
     EXPONENT,
     LOST,
@@ -106,9 +106,9 @@ def test_a_run_leaves_targets_that_training_takes(of, model, words, tmp_path):
     settings = json.loads((out / "settings.json").read_text())
     assert settings == numbers["settings"] and settings["target_recall"] == 0.8
     given = settings_of_run(str(out / "settings.json"))
-    config = MTrainingConfig(**given, overrides=str(out / "settings.json"))
+    config = MTrainingConfig.from_options(**given, settings=str(out / "settings.json"))
     for layer, of_layer in enumerate(targets):
-        heads = heads_of_layer(config, layer, LAYERS, HEADS)
+        heads = head_policies(config, layer, LAYERS, HEADS)
         expected = of_layer * (HEADS // shape[1]) if "layers" in settings else None
         assert (heads and [head.target_recall for head in heads]) == expected
     assert "How far predictions move" in (out / "summary.txt").read_text()

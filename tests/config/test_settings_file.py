@@ -1,15 +1,24 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Files of settings: what is read from them, and how each kind of mistake is named."""
+"""The settings file: what is read from its two formats, and how each kind of mistake is named."""
 
 from __future__ import annotations
 
-import inspect
 import json
 
 import pytest
 
 from megatron_mtraining import ConfigError, MTrainingConfig
-from megatron_mtraining.pattern import check_files, heads_of_layer, settings_of_run
+from megatron_mtraining.config import (
+    BY_NAME,
+    DENSE,
+    CoveragePolicy,
+    FixedPolicy,
+    PricePolicy,
+    check_settings_file,
+    head_policies,
+    sets_every_head,
+    settings_of_run,
+)
 
 LAYERS, HEADS = 3, 4
 
@@ -20,12 +29,8 @@ def written(tmp_path, content, name="file.json"):
     return str(path)
 
 
-def overrides(tmp_path, content, **others):
-    return MTrainingConfig(overrides=written(tmp_path, content), **others)
-
-
-def budgets(tmp_path, content, **others):
-    return MTrainingConfig(budgets=written(tmp_path, content), **others)
+def with_file(tmp_path, content, **others):
+    return MTrainingConfig.from_options(settings=written(tmp_path, content), **others)
 
 
 FIXED = ["vertical_and_slash", 1000, 6096, 0.98]
@@ -38,7 +43,7 @@ def layer_of(count=HEADS, **changed):
 
 
 def test_layers_and_heads_differ(tmp_path):
-    config = overrides(
+    config = with_file(
         tmp_path,
         {
             "layers": {
@@ -53,24 +58,23 @@ def test_layers_and_heads_differ(tmp_path):
         price=0.5,
         window=256,
     )
-    assert heads_of_layer(config, 1, LAYERS, HEADS) is None
-    assert all(head.keeps_all(4096) for head in heads_of_layer(config, 0, LAYERS, HEADS))
-    coverage, dense, usual, fixed = heads_of_layer(config, 2, LAYERS, HEADS)
-    assert (usual.policy, usual.price, usual.vertical_cap) == ("price", 0.2, 99)
-    assert dense.keeps_all(4096)
-    assert (fixed.policy, fixed.vertical, fixed.slash) == ("fixed", 50, 100)
-    assert (coverage.policy, coverage.coverage) == ("coverage", 0.7)
-    assert {head.window for head in (coverage, dense, usual, fixed)} == {256}
+    assert head_policies(config, 1, LAYERS, HEADS) is None
+    assert head_policies(config, 0, LAYERS, HEADS) == (DENSE,) * HEADS
+    coverage, dense, usual, fixed = head_policies(config, 2, LAYERS, HEADS)
+    assert usual == PricePolicy(price=0.2, vertical_cap=99)
+    assert dense == DENSE
+    assert fixed == FixedPolicy(vertical=50, slash=100)
+    assert coverage == CoveragePolicy(coverage=0.7)
 
 
 def test_yaml(tmp_path):
     pytest.importorskip("yaml")
     path = written(tmp_path, "layers:\n  1:\n    heads:\n      2: {dense: true}\n", "file.yaml")
-    heads = heads_of_layer(MTrainingConfig(overrides=path), 1, LAYERS, HEADS)
-    assert [head.keeps_all(999) for head in heads] == [False, False, True, False]
+    heads = head_policies(MTrainingConfig.from_options(settings=path), 1, LAYERS, HEADS)
+    assert [head == DENSE for head in heads] == [False, False, True, False]
     path = written(tmp_path, "layers: [", "bad.yml")
     with pytest.raises(ConfigError, match="is not valid YAML"):
-        check_files(MTrainingConfig(overrides=path), LAYERS, HEADS)
+        check_settings_file(MTrainingConfig.from_options(settings=path), LAYERS, HEADS)
 
 
 @pytest.mark.parametrize(
@@ -87,120 +91,116 @@ def test_mistakes_in_yaml(tmp_path, layers, named):
     pytest.importorskip("yaml")
     path = written(tmp_path, f"layers:\n  {layers}\n", "file.yaml")
     with pytest.raises(ConfigError) as raised:
-        check_files(MTrainingConfig(overrides=path), LAYERS, HEADS)
-    assert "--mtraining-overrides" in str(raised.value) and named in str(raised.value)
+        check_settings_file(MTrainingConfig.from_options(settings=path), LAYERS, HEADS)
+    assert "--mtraining-settings" in str(raised.value) and named in str(raised.value)
     with pytest.raises(ConfigError, match="has 1, which is no setting"):
         path = written(tmp_path, "1: 2\ncost: 3\n", "file.yaml")
-        check_files(MTrainingConfig(overrides=path), LAYERS, HEADS)
+        check_settings_file(MTrainingConfig.from_options(settings=path), LAYERS, HEADS)
 
 
 def test_yaml_merges_what_it_refers_to(tmp_path):
     pytest.importorskip("yaml")
     text = "layers:\n  0: &usual {price: 0.2, vertical_cap: 9}\n  1: {<<: *usual, price: 0.3}\n"
-    config = MTrainingConfig(overrides=written(tmp_path, text, "file.yaml"))
-    settings = heads_of_layer(config, 1, LAYERS, HEADS)[0]
+    config = MTrainingConfig.from_options(settings=written(tmp_path, text, "file.yaml"))
+    settings = head_policies(config, 1, LAYERS, HEADS)[0]
     assert (settings.price, settings.vertical_cap) == (0.3, 9)
 
 
 def test_what_a_head_says_wins_over_a_dense_layer(tmp_path):
     heads = {"0": {}, "1": {"dense": False}, "2": {"price": 0.2}, "3": {"dense": True}}
-    config = overrides(
+    config = with_file(
         tmp_path, {"layers": {"1": {"dense": True, "heads": heads}}}, price=0.5, vertical_cap=99
     )
-    found = heads_of_layer(config, 1, LAYERS, HEADS)
+    found = head_policies(config, 1, LAYERS, HEADS)
     assert [head.price for head in found] == [0, 0.5, 0.2, 0]
-    assert [head.keeps_all(4096) for head in found] == [True, False, False, True]
+    assert [head == DENSE for head in found] == [True, False, False, True]
     assert found[1].vertical_cap == found[2].vertical_cap == 99
-    content = {"layers": {"1": {"price": 0, "slash_floor": 7, "heads": heads}}}
-    config = MTrainingConfig(overrides=written(tmp_path, content, "other.json"), price=0.5)
-    found = heads_of_layer(config, 1, LAYERS, HEADS)
+    content = {"layers": {"1": {"price": 0, "heads": heads}}}
+    config = MTrainingConfig.from_options(
+        settings=written(tmp_path, content, "other.json"), price=0.5
+    )
+    found = head_policies(config, 1, LAYERS, HEADS)
     assert [head.price for head in found] == [0, 0.5, 0.2, 0]
-    assert [head.slash_floor for head in found] == [7, 7, 7, 0]
 
 
 def test_a_price_of_0_is_dense_whatever_the_run_caps_and_aims_at(tmp_path):
     content = {"layers": {"1": {"price": 0}, "2": {"heads": {"1": {"price": 0}}}}}
     for run in (dict(slash_cap=9, vertical_cap=99), dict(target_recall=0.9)):
-        config = overrides(tmp_path, content, **run)
-        assert all(head.keeps_all(4096) for head in heads_of_layer(config, 1, LAYERS, HEADS))
-        kept = [head.keeps_all(4096) for head in heads_of_layer(config, 2, LAYERS, HEADS)]
-        assert kept == [False, True, False, False]
+        config = with_file(tmp_path, content, **run)
+        assert head_policies(config, 1, LAYERS, HEADS) == (DENSE,) * HEADS
+        dense = [head == DENSE for head in head_policies(config, 2, LAYERS, HEADS)]
+        assert dense == [False, True, False, False]
 
 
-STEERING = [
-    dict(target_recall=0.95),
-    dict(target_density=0.05),
-    dict(price_start=2.0, price_steps=10),
-    dict(slash_refresh=10),
-]
-
-
-@pytest.mark.parametrize("steering", STEERING, ids=lambda given: next(iter(given)))
-def test_steering_that_no_head_follows_is_refused(steering, tmp_path):
-    first = f"--mtraining-{next(iter(steering)).replace('_', '-')} is "
-    with pytest.raises(ConfigError, match=f"{first}.*, but --mtraining-budgets .*file.json has"):
-        budgets(tmp_path, [layer_of()] * LAYERS, **steering)
+def test_a_target_that_no_head_follows_is_refused(tmp_path):
+    target = dict(target_recall=0.95)
+    refused = "--mtraining-target-recall is 0.95, but --mtraining-settings .*file.json"
+    config = with_file(tmp_path, [layer_of()] * LAYERS, **target)
+    with pytest.raises(ConfigError, match=f"{refused} has the policies of all heads"):
+        check_settings_file(config, LAYERS, HEADS)
     every = {str(head): {"vertical": 9} for head in range(HEADS)}
     layers = {"0": {"dense": True}, "1": {"coverage": 0.8}, "2": {"heads": every}}
-    config = overrides(tmp_path, {"layers": layers}, **steering)
-    with pytest.raises(ConfigError, match=f"{first}.*file.json leaves no head with policy price"):
-        check_files(config, LAYERS, HEADS)
-    check_files(overrides(tmp_path, {"layers": layers}), LAYERS, HEADS)  # nothing is steered
+    config = with_file(tmp_path, {"layers": layers}, **target)
+    with pytest.raises(ConfigError, match=f"{refused} leaves no head with policy price"):
+        check_settings_file(config, LAYERS, HEADS)
+    check_settings_file(with_file(tmp_path, {"layers": layers}), LAYERS, HEADS)  # no target
     # A head of the layers named, or a layer that is not, follows.
     del every["3"]
-    check_files(overrides(tmp_path, {"layers": layers}, **steering), LAYERS, HEADS)
+    check_settings_file(with_file(tmp_path, {"layers": layers}, **target), LAYERS, HEADS)
     del layers["2"]
-    check_files(overrides(tmp_path, {"layers": layers}, **steering), LAYERS, HEADS)
+    check_settings_file(with_file(tmp_path, {"layers": layers}, **target), LAYERS, HEADS)
 
 
-def test_settings_that_a_file_of_budgets_would_overrule(tmp_path):
+def test_settings_that_a_best_pattern_file_would_overrule(tmp_path):
     content = [layer_of()] * LAYERS
-    with pytest.raises(ConfigError, match="--mtraining-slash-cap is 9, but --mtraining-budgets"):
-        budgets(tmp_path, content, slash_cap=9)
-    heads = heads_of_layer(budgets(tmp_path, content, dense_steps=3), 0, LAYERS, HEADS)
-    assert heads[0].dense_steps == 3, "which holds for all policies"
+    with pytest.raises(ConfigError, match="--mtraining-slash-cap is 9, but --mtraining-settings"):
+        check_settings_file(with_file(tmp_path, content, slash_cap=9), LAYERS, HEADS)
+    check_settings_file(with_file(tmp_path, content, dense_steps=3), LAYERS, HEADS)
 
 
-@pytest.mark.parametrize("floor", ["vertical_floor", "slash_floor"])
-def test_floors_of_layers_and_heads_fit_the_sequence(floor, tmp_path):
-    content = {"layers": {"1": {"heads": {"2": {floor: 600, "vertical_cap": 900}}}}}
-    config = overrides(tmp_path, content)
-    for fits in (600, None):
-        check_files(config, LAYERS, HEADS, fits)
-    with pytest.raises(ConfigError, match=f"file.json: layer 1, head 2 has {floor} 600.*512"):
-        check_files(config, LAYERS, HEADS, 512)
+@pytest.mark.parametrize("place", ["run", "layer", "head"])
+def test_options_that_are_gone_say_what_to_use(place, tmp_path):
+    content = {
+        "run": {"slash_floor": 3},
+        "layer": {"layers": {"0": {"slash_floor": 3}}},
+        "head": {"layers": {"0": {"heads": {"1": {"slash_floor": 3}}}}},
+    }[place]
+    config = with_file(tmp_path, content)
+    gone = "has 'slash_floor', which is not an option any more; .*--mtraining-price"
+    with pytest.raises(ConfigError, match=gone):
+        check_settings_file(config, LAYERS, HEADS)
 
 
 @pytest.mark.parametrize("layers", [{"layers": {}}, {}])
 def test_settings_of_the_run_must_be_the_runs(layers, tmp_path):
     """In Megatron-LM they are taken for options that are not given."""
     content = {"policy": "price", "price": 0.31, **layers}
-    config = overrides(tmp_path, content, price=0.31)
-    check_files(config, LAYERS, HEADS)
-    assert heads_of_layer(config, 0, LAYERS, HEADS) is None
-    assert settings_of_run(config.overrides) == {"policy": "price", "price": 0.31}
+    config = with_file(tmp_path, content, price=0.31)
+    check_settings_file(config, LAYERS, HEADS)
+    assert head_policies(config, 0, LAYERS, HEADS) is None
+    assert settings_of_run(config.settings) == {"policy": "price", "price": 0.31}
     with pytest.raises(ConfigError, match="has price 0.31, but the run 0.25"):
-        check_files(overrides(tmp_path, content), LAYERS, HEADS)
+        check_settings_file(with_file(tmp_path, content), LAYERS, HEADS)
 
 
 def test_published_budgets(tmp_path):
     fixed = ["vertical_and_slash", 1000, 6096, 0.98]
     flexible = ["flex_vertical_and_slash", [0.95, 4096], [0.95, 2048], 0.0]
     layer = {"0": fixed, "1": flexible, "2": fixed, "3": ["vertical_and_slash", 30, 800, 1.0]}
-    config = budgets(tmp_path, [layer] * LAYERS)
+    config = with_file(tmp_path, [layer] * LAYERS)
     for number in range(LAYERS):
-        heads = heads_of_layer(config, number, LAYERS, HEADS)
-        assert [head.policy for head in heads] == ["fixed", "coverage", "fixed", "fixed"]
-        assert (heads[0].vertical, heads[0].slash) == (1000, 6096)
-        assert (heads[3].vertical, heads[3].slash) == (30, 800)
-        assert (heads[1].coverage, heads[1].vertical_cap, heads[1].slash_cap) == (0.95, 4096, 2048)
+        heads = head_policies(config, number, LAYERS, HEADS)
+        assert heads[0] == heads[2] == FixedPolicy(vertical=1000, slash=6096)
+        assert heads[1] == CoveragePolicy(coverage=0.95, vertical_cap=4096, slash_cap=2048)
+        assert heads[3] == FixedPolicy(vertical=30, slash=800)
+    assert sets_every_head(config.settings) and settings_of_run(config.settings) == {}
 
 
 @pytest.mark.parametrize(
     ("content", "named"),
     [
         ("{", "is not valid JSON"),
-        ([], '"layers", an object by layer number'),
+        ([], "has 0 layers, but the model 3"),
         ({}, "is empty: give settings"),
         ({"layers": [1]}, '"layers", an object by layer number'),
         ({"layers": {}, "cost": 1}, "'cost', which is no setting"),
@@ -241,17 +241,17 @@ def test_published_budgets(tmp_path):
     ],
 )
 def test_mistakes_in_overrides(tmp_path, content, named):
-    config = overrides(tmp_path, content)
+    config = with_file(tmp_path, content)
     with pytest.raises(ConfigError) as raised:
-        check_files(config, LAYERS, HEADS)
-    assert "--mtraining-overrides" in str(raised.value) and "file.json" in str(raised.value)
+        check_settings_file(config, LAYERS, HEADS)
+    assert "--mtraining-settings" in str(raised.value) and "file.json" in str(raised.value)
     assert named in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        ({}, "must be a list of layers"),
+        ([1], "must be a list of layers"),
         ([layer_of()] * 2, "has 2 layers, but the model 3"),
         (
             [layer_of(), layer_of(3), layer_of()],
@@ -286,9 +286,9 @@ def test_mistakes_in_overrides(tmp_path, content, named):
     ],
 )
 def test_mistakes_in_budgets(tmp_path, content, named):
-    config = budgets(tmp_path, content)
+    config = with_file(tmp_path, content)
     with pytest.raises(ConfigError) as raised:
-        check_files(config, LAYERS, HEADS)
+        check_settings_file(config, LAYERS, HEADS)
     assert named in str(raised.value) and "file.json" in str(raised.value)
 
 
@@ -296,26 +296,28 @@ def test_budgets_in_yaml_may_have_numbers_as_keys(tmp_path):
     pytest.importorskip("yaml")
     layer = "".join(f"  {head}: [vertical_and_slash, {head + 7}, 9]\n" for head in range(HEADS))
     text = LAYERS * f"-\n{layer}"
-    config = MTrainingConfig(budgets=written(tmp_path, text, "file.yaml"))
-    assert [head.vertical for head in heads_of_layer(config, 2, LAYERS, HEADS)] == [7, 8, 9, 10]
-    config = MTrainingConfig(budgets=written(tmp_path, text + "  4: 5\n", "more.yaml"))
+    config = MTrainingConfig.from_options(settings=written(tmp_path, text, "file.yaml"))
+    assert [head.vertical for head in head_policies(config, 2, LAYERS, HEADS)] == [7, 8, 9, 10]
+    config = MTrainingConfig.from_options(
+        settings=written(tmp_path, text + "  4: 5\n", "more.yaml")
+    )
     with pytest.raises(ConfigError, match=r"layer 2 has 5 heads \(0, 1, 2, 3, ...\), but"):
-        check_files(config, LAYERS, HEADS)
+        check_settings_file(config, LAYERS, HEADS)
 
 
-@pytest.mark.parametrize("name", ["overrides", "budgets"])
-def test_a_file_that_is_no_text(name, tmp_path):
+def test_a_file_that_is_no_text(tmp_path):
     (tmp_path / "file.json").write_bytes(b"\xff\xfe")
-    config = MTrainingConfig(**{name: str(tmp_path / "file.json")})
-    with pytest.raises(ConfigError, match=f"--mtraining-{name} .*file.json is not UTF-8 text"):
-        check_files(config, LAYERS, HEADS)
+    config = MTrainingConfig.from_options(settings=str(tmp_path / "file.json"))
+    with pytest.raises(ConfigError, match="--mtraining-settings .*file.json is not UTF-8 text"):
+        check_settings_file(config, LAYERS, HEADS)
 
 
 def test_what_coverage_1_keeps_is_up_to_the_caps():
     text = "1 keeps everything only if --mtraining-slash-cap is the sequence length or more"
-    assert text in " ".join(inspect.getsource(MTrainingConfig).split())
-    assert not MTrainingConfig(policy="coverage", coverage=1.0).keeps_all(8192)
-    assert MTrainingConfig(policy="coverage", coverage=1.0, slash_cap=8192).keeps_all(8192)
+    assert text in BY_NAME["coverage"].help
+    config = MTrainingConfig(policy=CoveragePolicy(coverage=1.0))
+    assert not config.keeps_all(8192)
+    assert MTrainingConfig(policy=CoveragePolicy(coverage=1.0, slash_cap=8192)).keeps_all(8192)
 
 
 def test_a_price_of_0_takes_no_caps():
@@ -323,11 +325,10 @@ def test_a_price_of_0_takes_no_caps():
     for cap in ("vertical_cap", "slash_cap"):
         name = f"--mtraining-{cap.replace('_', '-')}"
         with pytest.raises(ConfigError, match=f"{name} is 9, but --mtraining-price is 0"):
-            MTrainingConfig(price=0.0, **{cap: 9})
-    assert MTrainingConfig(price=0.0).keeps_all(4096)
+            MTrainingConfig.from_options(price=0.0, **{cap: 9})
+    assert MTrainingConfig.from_options(price=0.0).keeps_all(4096)
 
 
 def test_no_file():
-    for name in ("overrides", "budgets"):
-        with pytest.raises(ConfigError, match=f"--mtraining-{name} /no/such.json cannot be read"):
-            check_files(MTrainingConfig(**{name: "/no/such.json"}), LAYERS, HEADS)
+    with pytest.raises(ConfigError, match="--mtraining-settings /no/such.json cannot be read"):
+        check_settings_file(MTrainingConfig(settings="/no/such.json"), LAYERS, HEADS)

@@ -1,0 +1,368 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The table of options: the flat name of each setting, its type, and its help text.
+
+The command line (``--mtraining-NAME``, underscores become hyphens), settings files, and docs/options.md are
+made from :data:`OPTIONS`. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+from .policies import (
+    POLICIES,
+    SAMPLINGS,
+    TARGET_SCOPES,
+    CoveragePolicy,
+    FixedPolicy,
+    LastRowsSampling,
+    MobaPolicy,
+    Policy,
+    PricePolicy,
+    Sampling,
+    StratifiedSampling,
+    XAttentionPolicy,
+)
+from .validation import check_choice, check_type, option
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option.
+
+    Attributes:
+        name: the flat name, as in settings files; ``flag`` is the one of the command line.
+        type: of its value.
+        help: what it does. The first sentence alone is :attr:`summary`.
+        sections: the policies or samplings that have it; empty for a field of :class:`~.MTrainingConfig`.
+        field: its name there.
+        choices: values it can have; empty for any of the type.
+        common: whether the short help shows it.
+        default_help: the default in words, where it is not that of the first section's field.
+    """
+
+    name: str
+    type: type
+    help: str
+    sections: tuple[type, ...] = ()
+    field: str = ""
+    choices: tuple[str, ...] = ()
+    common: bool = False
+    default_help: str = ""
+
+    @property
+    def flag(self) -> str:
+        """The option of the command line."""
+        return option(self.name)
+
+    @property
+    def field_name(self) -> str:
+        """Its name in the dataclass."""
+        return self.field or self.name
+
+    @property
+    def default(self) -> str:
+        """The default, in words."""
+        if self.default_help:
+            return self.default_help
+        return str(getattr(self.sections[0], self.field_name))
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Names of the policies that have it; empty for an option of all policies."""
+        return tuple(name for name, policy in POLICIES.items() if policy in self.sections)
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of the help text."""
+        first = self.help.split(". ")[0]
+        return first if first.endswith(".") else first + "."
+
+    @property
+    def full_help(self) -> str:
+        """The help text with the policies that have the option, and the default."""
+        of = ""
+        if self.policies:
+            of = f"{'Policy' if len(self.policies) == 1 else 'Policies'} {', '.join(self.policies)}: "
+        return f"{of}{self.help} (default: {self.default})"
+
+
+OPTIONS = (
+    Option(
+        "policy", str,
+        "How each head's pattern is selected. price: the columns and slashes with the most attention mass "
+        "per unit of cost, compared over all heads; fixed: fixed numbers of columns and diagonals per head; "
+        "coverage: the fewest that hold a share of each head's attention; xattention, moba: key blocks for "
+        "each query block, by antidiagonal scores (arXiv 2503.16428) or mean keys (arXiv 2502.13189).",
+        choices=tuple(POLICIES), common=True,
+        default_help="price; fixed if --mtraining-vertical or --mtraining-slash is given",
+    ),
+    Option(
+        "price", float,
+        "Keep a slash or column if its attention mass per unit of cost is at least this. Mass is its share "
+        "of attention, cost its share of the causal query-key pairs. Higher is sparser; 0 keeps "
+        "everything, and takes no caps.",
+        (PricePolicy,), common=True,
+    ),
+    Option(
+        "coverage", float,
+        "Share of each head's attention that the columns, and the diagonals, are each to hold. 1 "
+        "keeps everything only if --mtraining-slash-cap is the sequence length or more. The published method "
+        "uses 0.9 or more with estimator last; with estimator strata much less will do.",
+        (CoveragePolicy,),
+    ),
+    Option(
+        "vertical", int,
+        "Key columns per head, sink columns included. The sequence length keeps everything.",
+        (FixedPolicy,), common=True,
+    ),
+    Option(
+        "slash", int,
+        "Token diagonals per head beside the local window. The sequence length keeps every diagonal, which "
+        "is dense causal attention.",
+        (FixedPolicy,), common=True,
+    ),
+    Option(
+        "vertical_cap", int,
+        "Most columns per head, sink columns included.",
+        (PricePolicy, CoveragePolicy),
+    ),
+    Option(
+        "slash_cap", int,
+        "Most diagonals per head beside the local window. Policy price counts block distances, policy "
+        "coverage token diagonals.",
+        (PricePolicy, CoveragePolicy),
+        default_help="no limit with policy price, 4096 with policy coverage",
+    ),
+    Option(
+        "block_stride", int,
+        "Tokens along an antidiagonal that share one score. Divides the block size.",
+        (XAttentionPolicy,), "stride",
+    ),
+    Option(
+        "block_threshold", float,
+        "Share of each query block's attention, as scored, that its key blocks are to hold. 1 keeps "
+        "everything.",
+        (XAttentionPolicy,), "threshold",
+    ),
+    Option(
+        "block_top_k", int,
+        "Key blocks of each query block, beside the local window and the sink.",
+        (MobaPolicy,), "top_k",
+    ),
+    Option(
+        "window", int,
+        "Tokens before each query that are always kept, rounded up to whole blocks.",
+        common=True, default_help="128",
+    ),
+    Option("sink", int, "First columns of the sequence that are always kept.", default_help="4"),
+    Option(
+        "block_size", int,
+        "Tokens in a block: the granularity of slashes and of the striped layout. 64 or 128.",
+        default_help="128",
+    ),
+    Option(
+        "estimator", str,
+        "Query rows that the pattern is estimated from. strata: a few in each of many equal stretches of the "
+        "sequence; last: the last rows, as published.",
+        field="sampling", choices=tuple(SAMPLINGS), default_help="strata",
+    ),
+    Option(
+        "sample_strata", int,
+        "Estimator strata: stretches of the sequence that rows are sampled from.",
+        (StratifiedSampling,), "strata",
+    ),
+    Option(
+        "sample_rows", int,
+        "Query rows sampled in each stratum; with estimator last, in all.",
+        (StratifiedSampling, LastRowsSampling), "rows",
+        default_help="2; 64 with estimator last",
+    ),
+    Option(
+        "held_out_rows", int,
+        "Estimator strata: sampled rows of each stratum that measure recall and do not select the pattern. "
+        "With 0 recall is measured on the rows that select, and is too high.",
+        (StratifiedSampling,), default_help="half of the sampled rows",
+    ),
+    Option(
+        "target_recall", float,
+        "Move the price from step to step until this share of attention is kept, measured on held-out rows. "
+        "By each head, or in the mean over layers and heads (--mtraining-target-scope).",
+        (PricePolicy,), common=True, default_help="a price that does not move",
+    ),
+    Option(
+        "target_scope", str,
+        "With --mtraining-target-recall: head moves a price for each head, model moves one price for all.",
+        (PricePolicy,), choices=TARGET_SCOPES, default_help="head",
+    ),
+    Option(
+        "dense_steps", int, "Training steps at the start in which attention is dense.", default_help="0"
+    ),
+    Option(
+        "settings", str,
+        "A JSON or YAML file of settings, also of settings that differ for layers and heads. Either "
+        '{"price": 0.3, "layers": {"0": {"dense": true}, "7": {"heads": {"3": {"dense": true}}}}}'
+        ", with the names of these options, or a best-pattern file as MInference publishes them (entries "
+        "vertical_and_slash and flex_vertical_and_slash).",
+        common=True, default_help="none",
+    ),
+    Option(
+        "gathered_ranks", int,
+        "Context-parallel ranks of an inner group, whose keys a rank has at hand at once. More take less "
+        "time and more memory; 1 is a ring of single ranks. 0 takes the inner size of "
+        "--hierarchical-context-parallel-sizes or, without those, the largest divisor of "
+        "--context-parallel-size up to 8.",
+        common=True, default_help="0",
+    ),
+    Option(
+        "recompute_attention", bool,
+        "Compute attention again in the replay of activation recomputation, instead of saving the output of "
+        "the first pass. Takes more time and less memory.",
+        common=True, default_help="off",
+    ),
+    Option(
+        "bf16_gradients", bool,
+        "Send the gradients of keys and values between context-parallel ranks in bfloat16 instead of "
+        "float32. Half the bytes; over 4 ranks their error becomes 0.29 percent, from 0.24.",
+        default_help="off",
+    ),
+    Option(
+        "loss_chunk", int,
+        "Tokens whose logits exist at once. Output layer and loss are computed in such chunks; 0 "
+        "leaves them to Megatron, with the logits of all tokens.",
+        default_help="4096; 0 where Megatron's options allow no chunks",
+    ),
+)  # fmt: skip
+"""Every option, in the order of help and docs."""
+
+BY_NAME = {each.name: each for each in OPTIONS}
+SIZES = ("vertical", "slash", "vertical_cap", "slash_cap", "window", "sink")
+"""Options that cannot be more than the sequence is long."""
+
+RENAMED = {"overrides": "settings", "budgets": "settings"}
+"""Options of the last version under another name, and the name they have now."""
+REMOVED = {
+    "slash_refresh": "slashes are selected in every step: leave it out",
+    "price_start": "use --mtraining-dense-steps for dense steps at the start, or --mtraining-target-recall",
+    "price_steps": "use --mtraining-dense-steps for dense steps at the start, or --mtraining-target-recall",
+    "target_density": "use --mtraining-target-recall, or --mtraining-price for a fixed price",
+    "vertical_floor": "heads keep what pays for its cost: use a lower --mtraining-price",
+    "slash_floor": "heads keep what pays for its cost: use a lower --mtraining-price",
+}
+"""Options of the last version that are gone, and what to do instead."""
+
+
+def current_name(name: str, where: str = "") -> str:
+    """The name of an option today.
+
+    Args:
+        name: a flat name, perhaps an old one, for which a warning is given.
+        where: where it was read, for the warning and the errors; empty for the command line.
+
+    Raises:
+        ConfigError: the option is gone, or there is none.
+    """
+    shown = f"{where} has {name!r}, which" if where else option(name)
+    if name in RENAMED:
+        new = RENAMED[name] if where else option(RENAMED[name])
+        warnings.warn(
+            f"{shown} is now called {new}; the old name will go in the next version",
+            FutureWarning,
+            stacklevel=3,
+        )
+        return RENAMED[name]
+    if name in REMOVED:
+        raise ConfigError(f"{shown} is not an option any more; {REMOVED[name]}")
+    if name not in BY_NAME:
+        raise ConfigError(f"{shown} is no setting: leave it out")
+    return name
+
+
+def config_fields(options: dict[str, object]) -> dict[str, object]:
+    """The fields of :class:`~.MTrainingConfig` that flat options make; None stands for an option left out.
+
+    Raises:
+        ConfigError: an unknown option, one of another policy, or a value that cannot work.
+    """
+    given: dict[str, object] = {}
+    for name, value in options.items():
+        if value is None:
+            continue
+        new = current_name(name)
+        if new in given:
+            raise ConfigError(f"{option(name)} and {option(new)} are both given: leave one out")
+        check_type(name, value, BY_NAME[new].type)
+        given[new] = value
+    general = {
+        name: value
+        for name, value in given.items()
+        if not BY_NAME[name].sections and name not in ("policy", "estimator")
+    }
+    return {"policy": policy_from(given), "sampling": sampling_from(given), **general}
+
+
+def policy_from(given: dict[str, object]) -> Policy:
+    """The policy that flat options make; those of no policy are not looked at.
+
+    Raises:
+        ConfigError: an unknown policy, or an option of another one than is selected.
+    """
+    fixed = "vertical" in given or "slash" in given
+    name = given.get("policy", "fixed" if fixed else "price")
+    check_choice("policy", name, POLICIES)
+    section = POLICIES[name]
+    values = {}
+    for key, value in given.items():
+        each = BY_NAME[key]
+        if section in each.sections:
+            values[each.field_name] = value
+        elif each.policies:
+            raise ConfigError(
+                f"{option(key)} is {value}, but {option('policy')} is {name}, which has no such setting: "
+                f"leave it out or use {option('policy')} {each.policies[0]}"
+            )
+    return section(**values)
+
+
+def sampling_from(given: dict[str, object]) -> Sampling:
+    """The sampling that flat options make; those of no sampling are not looked at.
+
+    Raises:
+        ConfigError: an unknown estimator, or an option of the other one.
+    """
+    name = given.get("estimator", "strata")
+    check_choice("estimator", name, SAMPLINGS)
+    section = SAMPLINGS[name]
+    values = {}
+    for key, value in given.items():
+        each = BY_NAME[key]
+        if section in each.sections:
+            values[each.field_name] = value
+        elif StratifiedSampling in each.sections and value != {"sample_strata": 1}.get(key, 0):
+            why = "looks at one stretch" if key == "sample_strata" else "holds none out"
+            raise ConfigError(
+                f"{option(key)} is {value}, but {option('estimator')} is {name}, which {why}: leave it out"
+            )
+    return section(**values)
+
+
+def policy_values(policy: Policy) -> dict[str, object]:
+    """The flat options of a policy, its name too."""
+    own = {each.name: each.field_name for each in OPTIONS if type(policy) in each.sections}
+    return {
+        "policy": policy.name,
+        **{name: getattr(policy, field_name) for name, field_name in own.items()},
+    }
+
+
+def option_values(config) -> dict[str, object]:
+    """The value of every option in a :class:`~.MTrainingConfig`; None where its policy or its sampling has no
+    such setting."""
+    values: dict[str, object] = {}
+    for each in OPTIONS:
+        parts = [p for p in (config.policy, config.sampling) if type(p) in each.sections]
+        part = parts[0] if parts else None if each.sections else config
+        values[each.name] = getattr(part, each.field_name, None)
+    return {**values, "policy": config.policy.name, "estimator": config.sampling.name}

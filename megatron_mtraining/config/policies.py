@@ -1,0 +1,239 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""How a head's pattern is selected, and from which query rows: one dataclass for each way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..errors import ConfigError
+from .validation import check_at_least, check_choice, check_share, option
+
+TARGET_SCOPES = ("head", "model")
+
+
+@dataclass(frozen=True)
+class PricePolicy:
+    """Vertical-slash: keep what has most attention mass per unit of cost, compared over all heads.
+
+    Attributes:
+        price: least attention mass per unit of cost of a slash or column that is kept; the Lagrange
+            multiplier of density. Higher is sparser; 0 keeps everything, and takes no caps.
+        vertical_cap: most columns per head, sink columns included.
+        slash_cap: most slashes (block distances) per head beside the local window; None for no limit.
+        target_recall: recall to which feedback moves the price from step to step; None for a fixed price.
+        target_scope: with a target, "head" for a price for each head (default), "model" for one price.
+    """
+
+    name: ClassVar[str] = "price"
+
+    price: float = 0.25
+    vertical_cap: int = 4096
+    slash_cap: int | None = None
+    target_recall: float | None = None
+    target_scope: str | None = None
+
+    def __post_init__(self):
+        check_at_least("price", self.price, 0, float)
+        check_at_least("vertical_cap", self.vertical_cap, 1)
+        if self.slash_cap is not None:
+            check_at_least("slash_cap", self.slash_cap, 0)
+        if self.target_recall is not None:
+            check_share("target_recall", self.target_recall)
+            if self.target_scope is None:
+                object.__setattr__(self, "target_scope", "head")
+        if self.target_scope is not None:
+            check_choice("target_scope", self.target_scope, TARGET_SCOPES)
+            if self.target_recall is None:
+                raise ConfigError(
+                    f"{option('target_scope')} is {self.target_scope}, but there is no "
+                    f"{option('target_recall')}: give one, or leave it out"
+                )
+        if self.price == 0:
+            self._check_dense()
+
+    def _check_dense(self) -> None:
+        if self.target_recall is not None:
+            raise ConfigError(
+                f"{option('price')} is 0, but {option('target_recall')} is {self.target_recall}: use a "
+                "price above 0 to start from"
+            )
+        for name in ("vertical_cap", "slash_cap"):
+            if getattr(self, name) != getattr(PricePolicy, name):
+                raise ConfigError(
+                    f"{option(name)} is {getattr(self, name)}, but {option('price')} is 0, which keeps "
+                    "everything: leave one of them out"
+                )
+
+    def keeps_all(self, seq_length: int, block_size: int) -> bool:
+        """Whether every pair of a sequence is kept, whatever the data."""
+        return self.price == 0
+
+
+@dataclass(frozen=True)
+class FixedPolicy:
+    """Vertical-slash: fixed numbers of columns and token diagonals per head, those with the most mass.
+
+    Attributes:
+        vertical: columns per head, sink columns included.
+        slash: token diagonals per head beside the local window.
+    """
+
+    name: ClassVar[str] = "fixed"
+
+    vertical: int = 1000
+    slash: int = 100
+
+    def __post_init__(self):
+        check_at_least("vertical", self.vertical, 0)
+        check_at_least("slash", self.slash, 0)
+
+    def keeps_all(self, seq_length: int, block_size: int) -> bool:
+        """Whether every pair of a sequence is kept, whatever the data."""
+        return max(self.vertical, self.slash) >= seq_length
+
+
+@dataclass(frozen=True)
+class CoveragePolicy:
+    """Vertical-slash: the fewest columns, and the fewest token diagonals, that hold a share of each head's
+    attention.
+
+    Attributes:
+        coverage: that share.
+        vertical_cap, slash_cap: most columns, and token diagonals beside the local window, per head.
+    """
+
+    name: ClassVar[str] = "coverage"
+
+    coverage: float = 0.9
+    vertical_cap: int = 4096
+    slash_cap: int = 4096
+
+    def __post_init__(self):
+        check_share("coverage", self.coverage)
+        check_at_least("vertical_cap", self.vertical_cap, 1)
+        check_at_least("slash_cap", self.slash_cap, 0)
+
+    def keeps_all(self, seq_length: int, block_size: int) -> bool:
+        """Whether every pair of a sequence is kept, whatever the data."""
+        return self.coverage == 1 and self.slash_cap >= seq_length
+
+
+@dataclass(frozen=True)
+class XAttentionPolicy:
+    """Block-sparse: the fewest key blocks of each query block that hold a share of its antidiagonal scores
+    (arXiv 2503.16428).
+
+    Attributes:
+        stride: tokens along an antidiagonal that share one score; divides the block size.
+        threshold: the share of each query block's attention, as scored.
+    """
+
+    name: ClassVar[str] = "xattention"
+
+    stride: int = 16
+    threshold: float = 0.9
+
+    def __post_init__(self):
+        check_at_least("block_stride", self.stride, 1)
+        check_share("block_threshold", self.threshold)
+
+    def keeps_all(self, seq_length: int, block_size: int) -> bool:
+        """Whether every pair of a sequence is kept, whatever the data."""
+        return self.threshold == 1
+
+
+@dataclass(frozen=True)
+class MobaPolicy:
+    """Block-sparse: the key blocks of each query block with the best mean keys (arXiv 2502.13189).
+
+    Attributes:
+        top_k: key blocks per query block, beside the local window and the sink.
+    """
+
+    name: ClassVar[str] = "moba"
+
+    top_k: int = 16
+
+    def __post_init__(self):
+        check_at_least("block_top_k", self.top_k, 0)
+
+    def keeps_all(self, seq_length: int, block_size: int) -> bool:
+        """Whether every pair of a sequence is kept, whatever the data."""
+        return self.top_k * block_size >= seq_length
+
+
+BlockListPolicy = XAttentionPolicy | MobaPolicy
+"""Policies that select key blocks for each query block."""
+Policy = PricePolicy | CoveragePolicy | FixedPolicy | BlockListPolicy
+
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy
+    for policy in (PricePolicy, CoveragePolicy, FixedPolicy, XAttentionPolicy, MobaPolicy)
+}
+BLOCK_POLICY_NAMES = tuple(
+    n for n, policy in POLICIES.items() if issubclass(policy, BlockListPolicy)
+)
+
+
+@dataclass(frozen=True)
+class StratifiedSampling:
+    """Query rows spread over the whole sequence: a few in each of many strata.
+
+    Attributes:
+        strata: equal stretches of the sequence.
+        rows: query rows sampled in each.
+        held_out_rows: how many of these measure recall, and do not select the pattern. None for half. With 0
+            recall is measured on the rows that select, and is too high.
+    """
+
+    name: ClassVar[str] = "strata"
+
+    strata: int = 128
+    rows: int = 2
+    held_out_rows: int | None = None
+
+    def __post_init__(self):
+        check_at_least("sample_strata", self.strata, 2)
+        check_at_least("sample_rows", self.rows, 1)
+        if self.held_out_rows is None:
+            object.__setattr__(self, "held_out_rows", self.rows // 2)
+        check_at_least("held_out_rows", self.held_out_rows, 0)
+        if self.held_out_rows >= self.rows:
+            raise ConfigError(
+                f"{option('held_out_rows')} is {self.held_out_rows}, which leaves none of the "
+                f"{option('sample_rows')} ({self.rows}) to select by: use fewer"
+            )
+
+    @property
+    def num_rows(self) -> int:
+        """Query rows sampled in all, held-out ones too."""
+        return self.strata * self.rows
+
+
+@dataclass(frozen=True)
+class LastRowsSampling:
+    """The last query rows of the sequence, as MInference and MTraining publish it.
+
+    Attributes:
+        rows: query rows sampled.
+    """
+
+    name: ClassVar[str] = "last"
+
+    rows: int = 64
+
+    def __post_init__(self):
+        check_at_least("sample_rows", self.rows, 1)
+
+    @property
+    def num_rows(self) -> int:
+        """Query rows sampled in all."""
+        return self.rows
+
+
+Sampling = StratifiedSampling | LastRowsSampling
+
+SAMPLINGS: dict[str, type[Sampling]] = {
+    sampling.name: sampling for sampling in (StratifiedSampling, LastRowsSampling)
+}

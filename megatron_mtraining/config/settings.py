@@ -1,0 +1,180 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""All settings of the backend, validated when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import get_args
+
+from ..errors import ConfigError
+from .options import SIZES, config_fields, option_values
+from .policies import (
+    Policy,
+    PricePolicy,
+    Sampling,
+    StratifiedSampling,
+    XAttentionPolicy,
+)
+from .validation import check_at_least, check_type, option
+
+BLOCK_SIZES = (64, 128)
+
+
+@dataclass(frozen=True)
+class MTrainingConfig:
+    """Settings of dynamic sparse attention. :data:`.options.OPTIONS` has the option of each field.
+
+    Attributes:
+        policy: how the pattern is selected.
+        sampling: query rows that the pattern is estimated from.
+        window: tokens before each query that are always kept, rounded up to whole blocks.
+        sink: first columns of the sequence that are always kept.
+        block_size: tokens in a block: the granularity of slashes and of the striped layout.
+        dense_steps: first training steps, in which attention is dense.
+        settings: a file of settings that differ for layers and heads (:mod:`.settings_file`).
+        gathered_ranks: context-parallel ranks whose keys are gathered, the inner group; 0 for a default.
+        recompute_attention: compute attention again under activation recomputation.
+        bf16_gradients: send gradients of keys and values in bfloat16.
+        loss_chunk: tokens whose logits exist at once; 0 for Megatron's own loss; None for a default.
+
+    Raises:
+        ConfigError: a value that cannot work; the message names its option.
+    """
+
+    policy: Policy = field(default_factory=PricePolicy)
+    sampling: Sampling = field(default_factory=StratifiedSampling)
+    window: int = 128
+    sink: int = 4
+    block_size: int = 128
+    dense_steps: int = 0
+    settings: str | None = None
+    gathered_ranks: int = 0
+    recompute_attention: bool = False
+    bf16_gradients: bool = False
+    loss_chunk: int | None = None
+
+    def __post_init__(self):
+        for name, kind in (("policy", Policy), ("sampling", Sampling)):
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                names = ", ".join(each.__name__ for each in get_args(kind))
+                raise ConfigError(f"{name} is {value!r}: give one of {names}")
+        for name in ("window", "sink", "dense_steps", "gathered_ranks"):
+            check_at_least(name, getattr(self, name), 0)
+        check_type("block_size", self.block_size, int)
+        if self.block_size not in BLOCK_SIZES:
+            raise ConfigError(
+                f"{option('block_size')} is {self.block_size}: use one of {BLOCK_SIZES}"
+            )
+        for name in ("recompute_attention", "bf16_gradients"):
+            check_type(name, getattr(self, name), bool)
+        if self.settings is not None:
+            check_type("settings", self.settings, str)
+        if self.loss_chunk is not None:
+            check_at_least("loss_chunk", self.loss_chunk, 0)
+        for name in ("vertical", "vertical_cap"):
+            columns = getattr(self.policy, name, None)
+            if columns and self.sink > columns:
+                raise ConfigError(
+                    f"{option('sink')} is {self.sink}, more than {option(name)} ({columns}), which "
+                    f"counts the sink columns in: raise {option(name)} or lower {option('sink')}"
+                )
+        if isinstance(self.policy, XAttentionPolicy) and self.block_size % self.policy.stride:
+            raise ConfigError(
+                f"{option('block_stride')} is {self.policy.stride}, which does not divide "
+                f"{option('block_size')} ({self.block_size}): use 8 or 16, for example"
+            )
+
+    @classmethod
+    def from_options(cls, **options) -> MTrainingConfig:
+        """Settings from flat option names, as on the command line: ``from_options(policy="fixed",
+        vertical=500)``. An option that is left out, or None, has its default.
+
+        Raises:
+            ConfigError: an unknown option, one of another policy, or a value that cannot work.
+        """
+        return cls(**config_fields(options))
+
+    @classmethod
+    def for_sequence(cls, seq_length: int, **options) -> MTrainingConfig:
+        """:meth:`from_options`, with defaults cut to the sequence length. Options given must fit it."""
+        config = cls.from_options(**options)
+        flat = config.options()
+        cut = {
+            name: seq_length
+            for name in SIZES
+            if options.get(name) is None and (flat[name] or 0) > seq_length
+        }
+        if flat["price"] == 0:  # takes no cap, and needs none
+            cut.pop("vertical_cap", None)
+        return cls.from_options(**{**flat, **cut}) if cut else config
+
+    def options(self) -> dict[str, object]:
+        """The inverse of :meth:`from_options`: the value of every option, None where the policy or the
+        sampling has no such setting."""
+        return option_values(self)
+
+    def with_policy(self, policy: Policy) -> MTrainingConfig:
+        """These settings with another policy.
+
+        Raises:
+            ConfigError: it does not fit them.
+        """
+        return self if policy == self.policy else replace(self, policy=policy)
+
+    def dense(self) -> MTrainingConfig:
+        """These settings, but keeping everything."""
+        return self.with_policy(DENSE)
+
+    def check_sequence(self, seq_length: int, cp_size: int, inner: int = 1) -> None:
+        """Raise :class:`ConfigError` if a sequence of ``seq_length`` tokens cannot be laid out
+        over ``cp_size`` ranks with inner groups of ``inner``, or :meth:`check_sizes` does."""
+        from ..kernels.limits import MAX_BLOCKS
+
+        multiple = self.block_size * cp_size
+        if seq_length <= 0 or seq_length % multiple:
+            near = max(multiple, round(seq_length / multiple) * multiple)
+            raise ConfigError(
+                f"--seq-length is {seq_length}, which is not a multiple of {multiple} = "
+                f"{option('block_size')} ({self.block_size}) x --context-parallel-size "
+                f"({cp_size}): use {near}, for example"
+            )
+        if seq_length > MAX_BLOCKS * multiple:
+            raise ConfigError(
+                f"--seq-length is {seq_length}: each of {cp_size} context-parallel ranks would have more "
+                f"than {MAX_BLOCKS} blocks of {self.block_size} tokens; use at least "
+                f"{-(-seq_length // (MAX_BLOCKS * self.block_size))} ranks"
+            )
+        if seq_length > MAX_BLOCKS * self.block_size * (cp_size // inner):
+            raise ConfigError(
+                f"--seq-length is {seq_length}: {inner} context-parallel ranks that gather their keys would "
+                f"have more than {MAX_BLOCKS} blocks of {self.block_size} tokens; use fewer: "
+                f"{option('gathered_ranks')} or --hierarchical-context-parallel-sizes"
+            )
+        self.check_sizes(seq_length)
+
+    def check_sizes(self, seq_length: int) -> None:
+        """Raise :class:`ConfigError` if window, sink or the policy's numbers do not fit ``seq_length``
+        tokens. Caps may be larger: they are cut to the sequence."""
+        for name in ("vertical", "slash", "window", "sink"):
+            value = getattr(self, name, getattr(self.policy, name, None))
+            if value is not None and value > seq_length:
+                raise ConfigError(
+                    f"{option(name)} is {value}, more than --seq-length ({seq_length}): use at most "
+                    f"{seq_length}"
+                )
+        if not self.keeps_all(seq_length) and self.sampling.num_rows > seq_length:
+            sampling = self.sampling
+            strata = getattr(sampling, "strata", 1)
+            raise ConfigError(
+                f"{option('sample_strata')} x {option('sample_rows')} = {strata} x "
+                f"{sampling.rows} rows are more than --seq-length ({seq_length})"
+            )
+
+    def keeps_all(self, seq_length: int) -> bool:
+        """Whether every pair of a sequence of ``seq_length`` tokens is kept, whatever the data."""
+        return self.window >= seq_length or self.policy.keeps_all(seq_length, self.block_size)
+
+
+DENSE = PricePolicy(price=0.0)
+"""The policy that keeps everything."""

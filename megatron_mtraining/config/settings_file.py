@@ -1,0 +1,346 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The file of ``--mtraining-settings``: settings of the run, and policies that differ for layers and heads.
+
+Two formats, JSON or YAML each: an object with names of options and ``layers``, or a best-pattern file as
+MInference publishes it, which has a policy for every head: a list of layers, each an object of heads, each a
+list of a pattern's name, its numbers, and a score that is not read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from functools import lru_cache
+from pathlib import Path
+
+from ..errors import ConfigError
+from .options import BY_NAME, RENAMED, current_name, policy_from, policy_values
+from .policies import Policy, PricePolicy
+from .settings import DENSE, MTrainingConfig
+from .validation import option
+
+PUBLISHED = ("vertical_and_slash", "flex_vertical_and_slash")
+PER_HEAD = {"policy", "dense"} | {
+    each.name for each in BY_NAME.values() if each.policies and each.name != "target_scope"
+}
+"""Settings that can differ from head to head."""
+
+
+def head_policies(
+    config: MTrainingConfig, layer: int, num_layers: int | None, num_heads: int
+) -> tuple[Policy, ...] | None:
+    """The policy of each query head of a layer, or None if all have ``config.policy``.
+
+    Args:
+        layer: from 0, in the whole model.
+        num_layers: of the whole model; None if that is not known.
+
+    Raises:
+        ConfigError: the file cannot be read, or does not fit the model; names the file, the layer and
+            the head.
+    """
+    if config.settings is None:
+        return None
+    return _policies_by_layer(config, num_layers, num_heads).get(layer)
+
+
+def settings_of_run(path: str) -> dict[str, object]:
+    """What a settings file says of all layers: flat options by name.
+
+    Raises:
+        ConfigError: the file cannot be read, or has an option that is gone.
+    """
+    name = _shown(path)
+    content = _read(path, name)
+    found = content if isinstance(content, dict) else {}
+    return {
+        current_name(key, name): value
+        for key, value in found.items()
+        if key != "layers" and isinstance(key, str)
+    }
+
+
+def sets_every_head(path: str) -> bool:
+    """Whether a settings file is a best-pattern file, which has a policy for every head.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    return isinstance(_read(path, _shown(path)), list)
+
+
+def check_settings_file(config: MTrainingConfig, num_layers: int | None, num_heads: int) -> None:
+    """Raise :class:`ConfigError` if the settings file of a run does not fit the model."""
+    if config.settings is not None:
+        _policies_by_layer(config, num_layers, num_heads)
+
+
+def changed_policy(policy: Policy, changes: dict[str, object]) -> Policy:
+    """``policy`` with flat options changed, which may select another policy; ``dense`` keeps everything.
+
+    Raises:
+        ConfigError: an option of another policy, or a value that cannot work.
+    """
+    changes = dict(changes)
+    if changes.pop("dense", False):
+        return DENSE
+    name = changes.get("policy")
+    if name is None and {"vertical", "slash"} & changes.keys():
+        name = "fixed"
+    elif name is None and "coverage" in changes:
+        name = "coverage"
+    name = name or policy.name
+    base = {}
+    # A price of 0 keeps everything: caps and target of the run do not hold, those beside it are refused.
+    if name == policy.name and not (name == "price" and changes.get("price") == 0):
+        base = {key: value for key, value in policy_values(policy).items() if value is not None}
+    return policy_from({**base, **changes, "policy": name})
+
+
+def _shown(path: str) -> str:
+    return f"{option('settings')} {path}"
+
+
+@lru_cache(maxsize=8)
+def _policies_by_layer(
+    config: MTrainingConfig, num_layers: int | None, num_heads: int
+) -> dict[int, tuple[Policy, ...]]:
+    name = _shown(config.settings)
+    content = _read(config.settings, name)
+    if isinstance(content, list):
+        return dict(enumerate(_of_published(config, content, num_layers, num_heads, name)))
+    return _of_object(config, content, num_layers, num_heads, name)
+
+
+def _of_object(config, content, num_layers, num_heads, name) -> dict[int, tuple[Policy, ...]]:
+    if not isinstance(content, dict) or not isinstance(content.get("layers", {}), dict):
+        raise ConfigError(
+            f'{name} must be an object with "layers", an object by layer number, or a list of layers as '
+            "MInference publishes it"
+        )
+    if not content:
+        raise ConfigError(f'{name} is empty: give settings, or "layers" with settings of theirs')
+    _check_settings_of_run(config, content, name)
+    found = {}
+    for layer, of_layer in _numbered(
+        content.get("layers", {}), num_layers, f"{name}: layer", "layers"
+    ):
+        place = f"{name}: layer {layer}"
+        if not isinstance(of_layer, dict):
+            raise ConfigError(f"{place} must be an object of settings")
+        of_layer = dict(of_layer)
+        of_heads = of_layer.pop("heads", {})
+        if not isinstance(of_heads, dict):
+            raise ConfigError(f'{place} has "heads", which must be an object by head number')
+        base = _changed(config, config.policy, of_layer, place)
+        # A head's own settings win over a dense layer: it starts from the layer's other settings then.
+        left = {k: v for k, v in of_layer.items() if k != "dense" and (k, v) != ("price", 0)}
+        start = base if left == of_layer else _changed(config, config.policy, left, place)
+        policies = [base] * num_heads
+        for head, changes in _numbered(of_heads, num_heads, f"{place}, head", "query heads"):
+            where = f"{place}, head {head}"
+            if not isinstance(changes, dict):
+                raise ConfigError(f"{where} must be an object of settings")
+            if changes:
+                policies[head] = _changed(config, start, changes, where)
+        found[layer] = tuple(policies)
+    if num_layers is not None and len(found) == num_layers:
+        _check_target(config, found, name)
+    return found
+
+
+def _check_settings_of_run(config: MTrainingConfig, content: dict, name: str) -> None:
+    """Raise :class:`ConfigError` unless a file's settings of all layers are those of the run: the command
+    line takes them for options that are not given."""
+    known = BY_NAME.keys() - {"settings"}
+    flat = config.options()
+    for key in sorted(content.keys() - {"layers"}, key=str):
+        setting = current_name(key, name) if isinstance(key, str) and key not in RENAMED else key
+        if setting not in known:
+            raise ConfigError(f"{name} has {key!r}, which is no setting: leave it out")
+        if content[key] != flat[setting]:
+            raise ConfigError(
+                f"{name} has {setting} {content[key]!r}, but the run {flat[setting]!r}: make them the same, "
+                "or leave one out"
+            )
+
+
+def _check_target(config: MTrainingConfig, found: dict[int, tuple], name: str) -> None:
+    """Raise :class:`ConfigError` if the run has a target, and no head a price that follows it."""
+    target = getattr(config.policy, "target_recall", None)
+    every = (policy for policies in found.values() for policy in policies)
+    if target is not None and not any(isinstance(p, PricePolicy) and p.price > 0 for p in every):
+        raise ConfigError(
+            f"{option('target_recall')} is {target}, but {name} leaves no head with policy price and a price "
+            "above 0, which alone follows a target: leave one of them out"
+        )
+
+
+def _of_published(config, content, num_layers, num_heads, name) -> list[tuple[Policy, ...]]:
+    default = type(config.policy)()
+    for setting in ("slash_cap", "target_recall"):
+        value = getattr(config.policy, setting, None)
+        if value != getattr(default, setting, None):
+            raise ConfigError(
+                f"{option(setting)} is {value}, but {name} has the policies of all heads: leave one of "
+                "them out"
+            )
+    if not all(isinstance(layer, dict) for layer in content):
+        raise ConfigError(f"{name} must be a list of layers, each an object by head number")
+    if num_layers is not None and len(content) != num_layers:
+        raise ConfigError(f"{name} has {len(content)} layers, but the model {num_layers}")
+    found = []
+    for layer, of_layer in enumerate(content):
+        place = f"{name}: layer {layer}"
+        if len(of_layer) != num_heads:
+            first = ", ".join(map(str, list(of_layer)[:4]))
+            raise ConfigError(
+                f"{place} has {len(of_layer)} heads ({first}, ...), but the model {num_heads}, from 0"
+            )
+        entries = dict(_numbered(of_layer, num_heads, f"{place}, head", "query heads"))
+        found.append(
+            tuple(
+                _published(config, entries[head], f"{place}, head {head}")
+                for head in range(num_heads)
+            )
+        )
+    return found
+
+
+def _published(config: MTrainingConfig, entry, place: str) -> Policy:
+    if not isinstance(entry, list) or len(entry) < 3:
+        raise ConfigError(f"{place} is {entry!r}: expected a pattern's name and two numbers")
+    kind, vertical, slash = entry[:3]
+    if kind not in PUBLISHED:
+        raise ConfigError(f"{place} is {kind!r}: only {' and '.join(PUBLISHED)} are supported")
+    if kind == "vertical_and_slash":
+        changes = dict(policy="fixed", vertical=vertical, slash=slash)
+        return _changed(config, config.policy, changes, place)
+    for each in (vertical, slash):
+        if not isinstance(each, list) or len(each) != 2:
+            raise ConfigError(f"{place} is {entry!r}: expected pairs of a coverage and a cap")
+    if vertical[0] != slash[0]:
+        raise ConfigError(
+            f"{place} has coverage {vertical[0]} of columns and {slash[0]} of diagonals: give both the same"
+        )
+    changes = dict(
+        policy="coverage", coverage=vertical[0], vertical_cap=vertical[1], slash_cap=slash[1]
+    )
+    return _changed(config, config.policy, changes, place)
+
+
+def _changed(config: MTrainingConfig, policy: Policy, changes: dict, place: str) -> Policy:
+    """``policy`` with ``changes`` of a file, which must go with the settings of the run."""
+    for setting in changes:
+        if setting not in PER_HEAD:
+            current_name(setting, place) if isinstance(setting, str) else None
+            known = ", ".join(sorted(PER_HEAD))
+            raise ConfigError(f"{place} has {setting!r}, which cannot differ there: use {known}")
+        if changes[setting] is None:  # would stand for the default
+            raise ConfigError(f"{place} has {setting} null: give a value")
+    if "target_recall" in changes and getattr(config.policy, "target_scope", None) != "head":
+        raise ConfigError(
+            f"{place} has target_recall {changes['target_recall']!r}, which is for runs whose heads have "
+            f"prices of their own: use {option('target_recall')} with {option('target_scope')} head"
+        )
+    if not isinstance(changes.get("dense", False), bool):
+        raise ConfigError(f"{place} has dense {changes['dense']!r}: use true or false")
+    beside = sorted(changes.keys() - {"dense"})
+    if changes.get("dense") and beside:
+        raise ConfigError(
+            f"{place} has dense true and {beside[0]} {changes[beside[0]]!r}, but dense keeps everything: "
+            "leave one of them out"
+        )
+    try:
+        changed = config.with_policy(changed_policy(policy, changes)).policy
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
+    if changes.get("dense") is False and getattr(changed, "price", None) == 0:
+        raise ConfigError(
+            f"{place} has dense false, but a price of 0 keeps everything: give a price"
+        )
+    return changed
+
+
+def _numbered(entries: dict, count: int | None, place: str, what: str):
+    """(number, value) for the entries of an object whose keys are numbers below ``count``. YAML has keys 1
+    and "1"; "01" is no number."""
+    found = {}
+    for key, value in entries.items():
+        where = f"{place} {key}"
+        if isinstance(key, bool) or not re.fullmatch("0|[1-9][0-9]{0,8}", str(key), re.ASCII):
+            raise ConfigError(f"{where}: {key!r} is no number such as 0 or 12")
+        number = int(key)
+        if count is not None and number >= count:
+            raise ConfigError(f"{where}: the model has {count} {what}, from 0")
+        if number in found:
+            raise ConfigError(f"{where} is there twice: leave one out")
+        found[number] = value
+    return found.items()
+
+
+def _read(path: str, name: str):
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{name} is not UTF-8 text (byte {error.start}): give a JSON or YAML file, saved as UTF-8"
+        ) from None
+    yaml = Path(path).suffix in (".yaml", ".yml")
+    try:
+        return _from_yaml(text, name) if yaml else json.loads(text, object_pairs_hook=_each_once)
+    except ConfigError:
+        raise
+    except _Twice as error:
+        raise ConfigError(
+            f"{name} has {error.args[0]!r} twice in one object: leave one out"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{name} is not valid {'YAML' if yaml else 'JSON'}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{name} is nested too deeply: settings take four levels") from None
+
+
+class _Twice(ValueError):
+    """A key that one object has twice, of which parsers drop the first unseen."""
+
+
+def _each_once(pairs: list[tuple]) -> dict:
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
+            raise _Twice(key)
+    return dict(pairs)
+
+
+def _from_yaml(text: str, name: str):
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(
+            f"{name} is YAML, for which pyyaml is missing: pip install pyyaml, or use JSON"
+        ) from None
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        # In the nodes, as they are written: what "<<" merges in may be there again.
+        open_nodes, seen = [node], set()
+        while open_nodes:
+            each = open_nodes.pop()
+            if each is None or id(each) in seen or isinstance(each, yaml.ScalarNode):
+                continue
+            seen.add(id(each))
+            if isinstance(each, yaml.MappingNode):
+                keys = [key for key, _ in each.value if isinstance(key, yaml.ScalarNode)]
+                own = [key for key in keys if not key.tag.endswith((":merge", ":value"))]
+                _each_once([(loader.construct_object(key), None) for key in own])
+                open_nodes += [part for pair in each.value for part in pair]
+            else:
+                open_nodes += each.value
+        return None if node is None else loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name} is not valid YAML: {error}") from None
+    finally:
+        loader.dispose()

@@ -1,0 +1,108 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The table of options: it fits the dataclasses, flat options and nested settings are one another's inverse,
+and old names are accepted or refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+
+from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining.config import (
+    OPTIONS,
+    REMOVED,
+    CoveragePolicy,
+    FixedPolicy,
+    LastRowsSampling,
+    MobaPolicy,
+    PricePolicy,
+    StratifiedSampling,
+    XAttentionPolicy,
+)
+from megatron_mtraining.config.policies import POLICIES, SAMPLINGS
+
+GENERAL = {option.field_name: option for option in OPTIONS if not option.sections}
+
+
+def test_every_field_has_one_option():
+    names = [option.name for option in OPTIONS]
+    assert len(names) == len(set(names))
+    assert set(GENERAL) == {field.name for field in fields(MTrainingConfig)}
+    for section in (*POLICIES.values(), *SAMPLINGS.values()):
+        named = [option.field_name for option in OPTIONS if section in option.sections]
+        assert sorted(named) == sorted(field.name for field in fields(section))
+
+
+def test_defaults_in_help_are_those_of_the_settings():
+    words = {"False": "off", "None": GENERAL["loss_chunk"].default}
+    for field in fields(MTrainingConfig):
+        if field.name not in ("policy", "sampling", "settings"):
+            default = str(field.default)
+            assert GENERAL[field.name].default == words.get(default, default), field.name
+    for option in OPTIONS:
+        assert option.default and len(option.help) > 20 and option.help.endswith(".")
+        assert option.default in option.full_help and option.help.startswith(option.summary[:-1])
+
+
+CONFIGS = [
+    MTrainingConfig(),
+    MTrainingConfig(PricePolicy(price=0.1, slash_cap=9, target_recall=0.9, target_scope="model")),
+    MTrainingConfig(FixedPolicy(vertical=5, slash=0), window=0, sink=2, block_size=64),
+    MTrainingConfig(CoveragePolicy(0.5, 100, 200), LastRowsSampling(rows=9), dense_steps=3),
+    MTrainingConfig(XAttentionPolicy(8, 0.5), StratifiedSampling(4, 3, 0), settings="file.json"),
+    MTrainingConfig(MobaPolicy(3), recompute_attention=True, bf16_gradients=True, loss_chunk=0),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.policy.name)
+def test_options_and_from_options_are_inverse(config):
+    flat = config.options()
+    assert set(flat) == {option.name for option in OPTIONS}
+    assert MTrainingConfig.from_options(**flat) == config
+
+
+def test_the_policy_follows_from_what_is_given():
+    assert MTrainingConfig.from_options() == MTrainingConfig(PricePolicy(price=0.25))
+    assert MTrainingConfig.from_options(slash=7).policy == FixedPolicy(vertical=1000, slash=7)
+
+
+@pytest.mark.parametrize("name", ["overrides", "budgets"])
+def test_renamed_options_are_accepted_with_a_warning(name):
+    renamed = f"--mtraining-{name} is now called --mtraining-settings"
+    with pytest.warns(FutureWarning, match=renamed):
+        config = MTrainingConfig.from_options(**{name: "file.json"})
+    assert config == MTrainingConfig(settings="file.json")
+    with pytest.warns(FutureWarning), pytest.raises(ConfigError, match="are both given"):
+        MTrainingConfig.from_options(settings="other.json", **{name: "file.json"})
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_removed_options_say_what_to_use(name):
+    flag = "--mtraining-" + name.replace("_", "-")
+    with pytest.raises(ConfigError, match=f"{flag} is not an option any more; "):
+        MTrainingConfig.from_options(**{name: 1})
+
+
+def test_unknown_options_are_refused():
+    with pytest.raises(ConfigError, match="--mtraining-cost is no setting"):
+        MTrainingConfig.from_options(cost=1)
+
+
+def test_defaults_are_cut_to_the_sequence_and_given_options_are_not():
+    assert MTrainingConfig.for_sequence(512).policy == PricePolicy(vertical_cap=512)
+    assert MTrainingConfig.for_sequence(512, policy="fixed").policy == FixedPolicy(512, 100)
+    assert MTrainingConfig.for_sequence(512, vertical=600).policy.vertical == 600
+    assert MTrainingConfig.for_sequence(512, price=0).keeps_all(512)
+
+
+def test_what_a_section_must_be():
+    with pytest.raises(ConfigError, match="policy is 'price': give one of PricePolicy, "):
+        MTrainingConfig(policy="price")
+
+
+def test_settings_need_no_torch():
+    code = "import sys, megatron_mtraining.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
