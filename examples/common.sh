@@ -73,7 +73,7 @@ GIVEN=()
 ATTENTION=(--attention-backend mtraining)
 if [ -n "${SETTINGS:-}" ]; then
   [ -f "$SETTINGS" ] || fail "there is no $SETTINGS: SETTINGS is a settings file of mtraining inspect"
-  ATTENTION+=(--mtraining-overrides "$SETTINGS")
+  ATTENTION+=(--mtraining-settings "$SETTINGS")
 elif [ -n "${VERTICAL:-}${SLASH:-}" ]; then
   ATTENTION+=(--mtraining-vertical "${VERTICAL:-1000}" --mtraining-slash "${SLASH:-100}")
 elif [ -n "${RECALL:-}" ]; then
