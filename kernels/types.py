@@ -96,6 +96,14 @@ class Costs(Protocol):
         """float32 ``[b]``: causal pairs of the sequence over causal pairs within documents."""
 
 
+class Columns(StripedLayout, Protocol):
+    """Columns, positions of keys, and the layout that says which rank has them."""
+
+    @property
+    def columns(self) -> Tensor:
+        """int32 ``[b, h, C]``, in any order; N for no column."""
+
+
 class PatternIndex(StripedLayout, Protocol):
     """The sparse pattern of one layer, in the form that the kernels read.
 

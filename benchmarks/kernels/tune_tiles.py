@@ -17,14 +17,7 @@ import sys
 import torch
 import triton
 
-from megatron_mtraining.kernels.attention import (
-    attention_backward_columns,
-    attention_backward_key,
-    attention_backward_query,
-    attention_delta,
-    attention_forward,
-    gather_columns,
-)
+from megatron_mtraining.kernels import attention as kernels
 from megatron_mtraining.kernels.common import tiles
 from megatron_mtraining.ring import RingStep, Round
 
@@ -42,7 +35,7 @@ SWEEP = {
 def main():
     os.environ["MTRAINING_PORTABLE_KERNELS"] = "1"  # the table is theirs
     torch.manual_seed(0)
-    this, step = Round(0, 0, 1, 1), RingStep(0, 0, 1, 1)
+    round_, ring_step = Round(0, 0, 1, 1), RingStep(0, 0, 1, 1)
     sweep = {name: list(sizes) for name, sizes in SWEEP.items()}
     for dim, heads in ((128, 16), (64, 14)):
         q = torch.randn(65536, 1, heads, dim, device="cuda", dtype=torch.bfloat16)
@@ -52,19 +45,18 @@ def main():
         columns = draw_index(65536, heads, 0.0, 1000, "cuda")
         lse = torch.empty(1, heads, 65536, device="cuda")
         held = k[None], v[None]  # of the one rank of a round
-        out = attention_forward(q, *held, None, slashes, this, dim**-0.5, None, lse)
-        delta = attention_delta(out, do)
-        gathered = gather_columns(k, v, columns, 0)
-        rest = (do, lse, delta)
+        scale = dict(softmax_scale=dim**-0.5)
+        of_round = dict(column_kv=None, index=slashes, round_=round_, accumulator=None, **scale)
+        out = kernels.forward(q, *held, lse=lse, **of_round)
+        rest = dict(grad_out=do, lse=lse, delta=kernels.delta(out, do))
+        of_columns = dict(column_kv=kernels.gather_columns(k, v, columns, 0), index=columns, rank=0)
         runs = {
-            "forward": lambda: attention_forward(
-                q, *held, None, slashes, this, dim**-0.5, None, lse
+            "forward": lambda: kernels.forward(q, *held, lse=lse, **of_round),
+            "query": lambda: kernels.backward_query(q, *held, **rest, **of_round),
+            "key": lambda: kernels.backward_key(
+                q, k, v, **rest, index=slashes, ring_step=ring_step, **scale
             ),
-            "query": lambda: attention_backward_query(
-                q, *held, None, *rest, slashes, this, dim**-0.5, None
-            ),
-            "key": lambda: attention_backward_key(q, k, v, *rest, slashes, step, dim**-0.5),
-            "column": lambda: attention_backward_columns(q, gathered, *rest, columns, 0, dim**-0.5),
+            "column": lambda: kernels.backward_columns(q, **rest, **of_columns, **scale),
         }
         flops = slashes.work().sum().item() * dim * 2
         products = {"forward": 2, "query": 3, "key": 4}

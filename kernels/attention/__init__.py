@@ -1,215 +1,197 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Attention and its gradients, a round at a time: by the kernels for these operands, or the twins."""
+"""Sparse attention and its gradients, for one round of the ring at a time.
+
+Each operation has up to three backends, which compute the same (``backends.py`` chooses by the operands):
+
+- ``reference.py``: PyTorch, for CPU tensors; it defines the operation
+- ``portable/``: Triton, for any GPU that Triton compiles for
+- ``hopper/``: Gluon, for Hopper GPUs
+
+Shapes: query, out and their gradients ``[s, b, h, d]``; key, value and their gradients ``[s, b, hk, d]``,
+and ``[I, s, b, hk, d]`` for the I ranks of a round; lse and delta ``[b, h, s]``, float32. ``s`` is the length
+of a rank's part of the sequence, ``h`` a multiple of ``hk``. Operands have unit stride in ``d`` and any other
+strides (``operands.unit_stride``), and the caller has checked them (``operands.check_operands``). float64
+operands, which only the reference takes, have float64 where others have float32.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..common.dispatch import uses_hopper, uses_triton
+from ..common.dispatch import dispatch
+from ..types import PatternIndex, RingStep, Round
 from . import reference
+from .backends import backend_for
+
+__all__ = [
+    "backward_columns",
+    "backward_key",
+    "backward_query",
+    "delta",
+    "forward",
+    "gather_columns",
+    "pack_kv",
+]
+
+delta = dispatch(reference.delta, "portable.delta")
+gather_columns = dispatch(reference.gather_columns, "portable.columns")
+pack_kv = dispatch(reference.pack_kv, "portable.pack_kv")
 
 
-def pack(key: Tensor, value: Tensor, out: Tensor) -> None:
-    """Copy keys and values, of unit stride in ``d``, into ``out``, ``[2, s, b, hk, d]``, contiguous."""
-    if not uses_triton(key):
-        out[0].copy_(key)
-        out[1].copy_(value)
-        return
-    from .pack_kv import pack as launch
-
-    launch(key, value, out)
-
-
-def gather_columns(key: Tensor, value: Tensor | None, index, rank: int) -> Tensor:
-    """Each head's columns that ``rank`` owns, from its keys and values; zeros for those of other ranks.
-
-    Args:
-        value: None for keys alone.
-        index: anything with ``columns``, int32 ``[b, h, C]`` in any order, and the layout.
-
-    Returns:
-        ``[2, b, h, C, d]`` (``[1, ...]`` of keys alone) in the key's dtype, contiguous, in the order of
-        ``index.columns``. The sum over ranks, which is exact, is all columns: ``columns`` of the functions
-        below.
-    """
-    if not uses_triton(key):
-        return reference.gather_columns(key, value, index, rank)
-    from .columns import gather_columns as launch
-
-    return launch(key, value, index, rank)
-
-
-def attention_forward(
+def forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    columns: Tensor | None,
-    index,
-    this,
+    *,
+    column_kv: Tensor | None,
+    index: PatternIndex,
+    round_: Round,
     softmax_scale: float,
-    carry: Tensor | None,
+    accumulator: Tensor | None,
     lse: Tensor,
 ) -> Tensor:
-    """Attend to the keys of one round, on top of the rounds before.
+    """Attention to the keys of one round, added to the result of the rounds before.
 
     Args:
-        key, value: ``[I, s, b, hk, d]``, of the ranks at ``this.sources``.
-        columns: ``[2, b, h, C, d]``, the columns of all ranks, attended in one of the rounds by each head
-            (``this.round_index``); None if there are none.
-        carry: out of the rounds before, float32; None at the first.
-        lse: softmax log-sum-exp so far (natural logarithm), float32, updated in place; its content
-            is not read at the first round.
+        query: ``[s, b, h, d]``.
+        key, value: ``[I, s, b, hk, d]``, of the ranks ``round_.sources``.
+        column_kv: ``[2, b, h, C, d]``, keys and values of the columns of all ranks
+            (:func:`gather_columns`), or None if there are none. Each head attends to them in one round.
+        index: the pattern.
+        round_: which keys these are.
+        softmax_scale: factor of the scores.
+        accumulator: the result of the rounds before, float32 ``[s, b, h, d]``; None in the first round.
+        lse: log-sum-exp of the scores of the rounds before (natural logarithm), ``[b, h, s]``. Updated in
+            place; not read in the first round.
 
     Returns:
-        out ``[s, b, h, d]``: in the query's dtype after the last round, otherwise float32 (which may
-        be the carry's memory).
+        out ``[s, b, h, d]``: in the query's dtype after the last round, else float32. It may be the
+        accumulator's memory.
     """
-    operands = (query, key, value, columns, index, this, softmax_scale, carry)
-    if not uses_triton(query):
-        out = reference.attention_forward(*operands, lse)
-        return out.to(query.dtype) if this.last else out
-    if uses_hopper(index, query, key, value):
-        from .hopper.forward import forward
-    else:
-        from .portable.forward import forward
-
-    out = carry
-    if this.last or carry is None:
-        dtype = query.dtype if this.last else torch.float32
-        out = torch.empty(query.shape, dtype=dtype, device=query.device)
-    forward(*operands, out, lse)
+    out = _result(query, round_, accumulator)
+    backend_for(index, query, key, value).forward(
+        query, key, value, column_kv, index, round_, softmax_scale, accumulator, out, lse
+    )
     return out
 
 
-def attention_delta(out: Tensor, grad_out: Tensor) -> Tensor:
-    """Row sums of ``out * grad_out``: float32 ``[b, h, s]``."""
-    if not uses_triton(out):
-        return reference.attention_delta(out, grad_out)
-    from .portable.backward_query import delta
-
-    length, batch, heads, _ = out.shape
-    result = torch.empty(batch, heads, length, dtype=torch.float32, device=out.device)
-    delta(out, grad_out, result)
-    return result
-
-
-def attention_backward_query(
+def backward_query(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    columns: Tensor | None,
+    *,
+    column_kv: Tensor | None,
     grad_out: Tensor,
     lse: Tensor,
     delta: Tensor,
-    index,
-    this,
+    index: PatternIndex,
+    round_: Round,
     softmax_scale: float,
-    carry: Tensor | None,
-    gradient: Tensor | None = None,
-    part: tuple[int, int] = (0, 1),
+    accumulator: Tensor | None,
+    grad_query: Tensor | None = None,
+    head_part: tuple[int, int] = (0, 1),
 ) -> Tensor:
-    """The queries' gradient of one round, on top of the rounds before.
+    """The query's gradient through the keys of one round, added to that of the rounds before.
 
     Args:
-        key, value, columns: as for the forward.
-        lse, delta: of all rounds, float32.
-        carry: the gradient of the rounds before, float32; None at the first.
-        gradient: where to, what this function has returned for the other parts; None for the first part.
-        part: (p, P): for the heads (of all batch entries) from ``p / P`` on to ``(p + 1) / P`` alone.
+        query, key, value, column_kv, index, round_, softmax_scale: as for :func:`forward`.
+        grad_out: gradient of out, ``[s, b, h, d]``.
+        lse, delta: of all rounds (:func:`forward`, :func:`delta`), ``[b, h, s]``.
+        accumulator: the gradient of the rounds before, float32 ``[s, b, h, d]``; None in the first round.
+        grad_query: what this function returned for the parts before; None for the first part.
+        head_part: (p, P): compute part p of P of the ``b * h`` heads of all batch entries.
 
     Returns:
-        ``[s, b, h, d]``, in the query's dtype after the last round, otherwise float32 (which may be the
-        carry's memory).
+        ``[s, b, h, d]``: in the query's dtype after the last round, else float32. It may be the
+        accumulator's memory.
     """
-    operands = (query, key, value, columns, grad_out, lse, delta, index, this, softmax_scale, carry)
-    dq = gradient
-    if dq is None:
-        dq = carry
-        if this.last or carry is None:
-            dtype = query.dtype
-            if not this.last:
-                dtype = torch.promote_types(dtype, torch.float32)
-            dq = torch.empty(query.shape, dtype=dtype, device=query.device)
-    lines = query.shape[1] * query.shape[2]
-    heads = range(part[0] * lines // part[1], (part[0] + 1) * lines // part[1])
-    if not heads:
-        return dq
-    if not uses_triton(query):
-        reference.attention_backward_query(*operands, dq, heads)
-        return dq
-    if uses_hopper(index, query, key, value, grad_out):
-        from .hopper.backward_query import backward_query
-    else:
-        from .portable.backward_query import backward_query
-    backward_query(*operands, dq, heads)
-    return dq
+    if grad_query is None:
+        grad_query = _result(query, round_, accumulator)
+    part, parts = head_part
+    heads = query.shape[1] * query.shape[2]
+    head_range = range(part * heads // parts, (part + 1) * heads // parts)
+    if head_range:
+        backend_for(index, query, key, value, grad_out).backward_query(
+            query, key, value, column_kv, grad_out, lse, delta, index, round_, softmax_scale,
+            accumulator, grad_query, head_range,
+        )  # fmt: skip
+    return grad_query
 
 
-def attention_backward_columns(
+def backward_columns(
     query: Tensor,
-    columns: Tensor,
+    *,
+    column_kv: Tensor,
     grad_out: Tensor,
     lse: Tensor,
     delta: Tensor,
-    index,
+    index: PatternIndex,
     rank: int,
     softmax_scale: float,
 ) -> Tensor:
-    """Gradients of all columns from the queries of ``rank``.
+    """Gradients of the keys and values of all columns through the queries of one rank.
+
+    Args:
+        query: ``[s, b, h, d]``, of ``rank``.
+        column_kv, index, softmax_scale: as for :func:`forward`.
+        grad_out, lse, delta: as for :func:`backward_query`.
 
     Returns:
-        float32 ``[2, b, h, parts, C, d]``: of keys (``softmax_scale`` left out) and values, as sums of their
-        parts; undefined past a head's number of columns. What all ranks have is to be summed.
+        float32 ``[2, b, h, splits, C, d]``: of keys (without the factor ``softmax_scale``) and values, each
+        the sum over splits; undefined past a head's number of columns. The gradient is the sum over ranks.
     """
-    operands = (query, columns, grad_out, lse, delta, index, rank, softmax_scale)
-    if not uses_triton(query):
-        return reference.attention_backward_columns(*operands)
-    if uses_hopper(index, query, grad_out):
-        from .hopper.backward_columns import backward_columns
-    else:
-        from .portable.backward_key import backward_columns
-    return backward_columns(*operands)
+    return backend_for(index, query, grad_out).backward_columns(
+        query, column_kv, grad_out, lse, delta, index, rank, softmax_scale
+    )
 
 
-def attention_backward_key(
+def backward_key(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    *,
     grad_out: Tensor,
     lse: Tensor,
     delta: Tensor,
-    index,
-    step,
+    index: PatternIndex,
+    ring_step: RingStep,
     softmax_scale: float,
-    carry: Tensor | None = None,
+    accumulator: Tensor | None = None,
     column_gradients: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Gradients of one rank's keys and values.
+    """Gradients of one rank's keys and values through the queries of one rank.
 
     Args:
-        key, value: ``[s, b, hk, d]``, of the rank at ``step.source``.
-        carry: the same keys' gradients from other ranks, float32 ``[2, s, b, hk, d]``, contiguous: added.
-        column_gradients: those of all columns (:func:`attention_backward_columns`), summed over ranks:
-            the rows that are among these keys are added. Once for each key: on its own rank.
+        query, grad_out: ``[s, b, h, d]``, of ``ring_step.rank``.
+        key, value: ``[s, b, hk, d]``, of ``ring_step.source``.
+        lse, delta, index, softmax_scale: as for :func:`backward_query`.
+        ring_step: whose queries and whose keys these are.
+        accumulator: gradients of the same keys and values through other queries, float32
+            ``[2, s, b, hk, d]``, contiguous: added to the result.
+        column_gradients: the result of :func:`backward_columns`, summed over ranks. Its rows that are among
+            these keys are added to the result: to be given once for each key, on its own rank.
         dtype: of the result.
 
     Returns:
-        ``[2, s, b, hk, d]``, contiguous; it may be the carry's memory.
+        ``[2, s, b, hk, d]``, contiguous. It may be the accumulator's memory.
     """
-    operands = (query, key, value, grad_out, lse, delta, index, step, softmax_scale)
-    if not uses_triton(query):
-        gradients = reference.attention_backward_key(*operands, carry, column_gradients)
-        return gradients.to(
-            torch.promote_types(query.dtype, dtype) if dtype == torch.float32 else dtype
-        )
-    gradients = carry
-    if carry is None or dtype != carry.dtype:
-        gradients = torch.empty((2, *key.shape), dtype=dtype, device=key.device)
-    if uses_hopper(index, query, key, value, grad_out):
-        from .hopper.backward_key import backward_key
-    else:
-        from .portable.backward_key import backward_key
-    backward_key(*operands, carry, column_gradients, gradients)
-    return gradients
+    if dtype == torch.float32:
+        dtype = torch.promote_types(query.dtype, dtype)
+    grad_kv = accumulator
+    if grad_kv is None or grad_kv.dtype != dtype:
+        grad_kv = torch.empty((2, *key.shape), dtype=dtype, device=key.device)
+    backend_for(index, query, key, value, grad_out).backward_key(
+        query, key, value, grad_out, lse, delta, index, ring_step, softmax_scale, accumulator,
+        column_gradients, grad_kv,
+    )  # fmt: skip
+    return grad_kv
+
+
+def _result(query: Tensor, round_: Round, accumulator: Tensor | None) -> Tensor:
+    """Memory for the result of a round, ``[s, b, h, d]``: the accumulator's where the dtype stays."""
+    if accumulator is not None and not round_.last:
+        return accumulator
+    dtype = query.dtype if round_.last else torch.promote_types(query.dtype, torch.float32)
+    return torch.empty(query.shape, dtype=dtype, device=query.device)

@@ -19,16 +19,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import ParamSpec, TypeVar
 
-import torch
 from torch import Tensor
-
-from .triton_version import is_tested_triton
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-GLUON_VERSIONS = ((3, 6), (3, 9))
-"""First and last version of Triton for the Hopper kernels: Gluon still changes."""
 
 
 def uses_triton(tensor: Tensor) -> bool:
@@ -67,36 +61,3 @@ def _first_tensor(*operands: object) -> Tensor:
         if isinstance(operand, Tensor):
             return operand
     raise TypeError("no operand is a tensor")
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def _can_be_described(tensor: Tensor) -> bool:
-    """Whether the tensor memory accelerator can address it: 16-byte aligned, rows at unit stride."""
-    size = tensor.element_size()
-    aligned = all(stride * size % 16 == 0 for stride in tensor.stride()[:-1])
-    return aligned and tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0
-
-
-def uses_hopper(index, *operands: Tensor) -> bool:
-    """Whether the Hopper kernels take these ``[s, b, h, d]`` operands (keys also ``[I, s, b, hk, d]``).
-
-    They need a Hopper GPU, 16-bit operands at 16-byte aligned strides, blocks of 128 and lengths that
-    are multiples of 4. ``MTRAINING_PORTABLE_KERNELS=1`` in the environment keeps to the portable ones.
-    """
-    query = operands[0]
-    return (
-        query.is_cuda
-        and query.element_size() == 2
-        and index.block_size == 128
-        and query.shape[0] % 4 == 0
-        and _is_hopper(query.device)
-        and os.environ.get("MTRAINING_PORTABLE_KERNELS", "0") != "1"
-        and all(_can_be_described(operand) for operand in operands)
-        and is_tested_triton(
-            GLUON_VERSIONS, "attention takes the portable kernels, which are slower"
-        )
-    )

@@ -14,15 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..kernels.attention import (
-    attention_backward_columns,
-    attention_backward_key,
-    attention_backward_query,
-    attention_delta,
-    attention_forward,
-    gather_columns,
-    pack,
-)
+from ..kernels import attention as kernels
 from ..kernels.attention.operands import check_operands, unit_stride
 from ..pattern.index import PatternIndex
 from .schedule import Do, Link, backward_ops, forward_ops
@@ -46,7 +38,7 @@ class KeysAndValues:
             self._here, self._coming = (key[None], value[None]), None
             return
         gathered = key.new_empty(ring.inner, 2, *key.shape)
-        pack(key, value, gathered[ring.number])
+        kernels.pack_kv(key, value, gathered[ring.number])
         if ring.outer > 1:
             self._send(gathered)
         self._coming = ring.gather(gathered)
@@ -56,7 +48,7 @@ class KeysAndValues:
         if there are none. Sent when first asked for: always with the same index."""
         if self._columns is None and index.columns.shape[-1]:
             with self._ring.span("columns"):
-                own = gather_columns(*self._own, index, self._ring.rank)
+                own = kernels.gather_columns(*self._own, index, self._ring.rank)
                 self._columns = self._ring.sum_columns(own)
         return self._columns
 
@@ -124,8 +116,15 @@ def _forward(query, key, value, index, ring, softmax_scale, keys):
             at_hand = keys.at_hand()
             with_columns = columns.wait() if columns else None
             with ring.span("attend", op.round.round_index):
-                out = attention_forward(
-                    query, *at_hand, with_columns, index, op.round, softmax_scale, out, lse
+                out = kernels.forward(
+                    query,
+                    *at_hand,
+                    column_kv=with_columns,
+                    index=index,
+                    round_=op.round,
+                    softmax_scale=softmax_scale,
+                    accumulator=out,
+                    lse=lse,
                 )
     return out, lse
 
@@ -133,8 +132,8 @@ def _forward(query, key, value, index, ring, softmax_scale, keys):
 def _backward(query, key, value, grad_out, out, lse, index, ring, softmax_scale, wire):
     keys, gradients = KeysAndValues(key, value, ring, index), _Gradients(ring, wire)
     columns = keys.columns(index)
-    delta = attention_delta(out, grad_out)
-    rest = (grad_out, lse, delta, index)
+    delta = kernels.delta(out, grad_out)
+    rest = dict(grad_out=grad_out, lse=lse, delta=delta, index=index, softmax_scale=softmax_scale)
     # A carry is read by the round that writes its successor.
     carry = dq = column_gradients = None
     several = ring.inner > 1 and ring.outer > 1
@@ -143,45 +142,51 @@ def _backward(query, key, value, grad_out, out, lse, index, ring, softmax_scale,
         keys.move(op)
         gradients.move(op)
         if op.do is Do.COLUMNS and columns:
-            column_gradients = _post_column_gradients(query, columns, *rest, ring, softmax_scale)
+            column_gradients = _post_column_gradients(query, columns, ring, **rest)
         elif op.do is Do.QUERY:
             if op.part[0] == 0:
                 carry, dq = dq, None
             at_hand = keys.at_hand()
             with_columns = columns.wait() if columns else None
             with ring.span("query", number := number + 1):
-                dq = attention_backward_query(
+                dq = kernels.backward_query(
                     query,
                     *at_hand,
-                    with_columns,
-                    *rest,
-                    op.round,
-                    softmax_scale,
-                    carry,
-                    dq,
-                    op.part,
+                    **rest,
+                    column_kv=with_columns,
+                    round_=op.round,
+                    accumulator=carry,
+                    grad_query=dq,
+                    head_part=op.part,
                 )
         elif op.do is Do.KEY:
             its = (tensor[op.slot] for tensor in keys.at_hand())
             with ring.span("key", number := number + 1):
-                gradients.moving = attention_backward_key(
-                    query, *its, *rest, op.step, softmax_scale, gradients.moving
+                gradients.moving = kernels.backward_key(
+                    query, *its, **rest, ring_step=op.step, accumulator=gradients.moving
                 )
         elif op.do is Do.OWN_KEY:
             added = column_gradients.wait() if columns else None
             # More is to be added only where another hop comes home.
             dtype = torch.float32 if several else key.dtype
             with ring.span("key", number := number + 1):
-                gradients.moving = attention_backward_key(
-                    query, key, value, *rest, op.step, softmax_scale, gradients.moving, added, dtype
+                gradients.moving = kernels.backward_key(
+                    query,
+                    key,
+                    value,
+                    **rest,
+                    ring_step=op.step,
+                    accumulator=gradients.moving,
+                    column_gradients=added,
+                    dtype=dtype,
                 )
     return dq, gradients.moving.to(key.dtype)
 
 
-def _post_column_gradients(query, columns, grad_out, lse, delta, index, ring, softmax_scale):
-    operands = (query, columns.wait(), grad_out, lse, delta, index, ring.rank, softmax_scale)
+def _post_column_gradients(query, columns, ring, **operands):
+    column_kv = columns.wait()
     with ring.span("columns"):
-        parts = attention_backward_columns(*operands)
+        parts = kernels.backward_columns(query, column_kv=column_kv, rank=ring.rank, **operands)
         if ring.world > 1 and parts.shape[3] > 1:
             parts = parts.sum(3, keepdim=True)
         return ring.sum_columns(parts)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_mtraining.kernels.attention import pack
+from megatron_mtraining.kernels.attention import pack_kv
 from tests.support.attention_cases import (
     dense_attention,
     random_index,
@@ -120,7 +120,7 @@ def check_pack(device):
             mixed[..., dim : 2 * dim],
         )
         room = torch.full((3, 2, length, batch, heads, dim), 7.0, device=device).to(torch.bfloat16)
-        pack(key, value, room[1])
+        pack_kv(key, value, room[1])
         assert torch.equal(room[1], torch.stack((key, value)))
         assert (room[0] == 7).all() and (room[2] == 7).all()
 

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from megatron_mtraining.kernels.common.dispatch import GLUON_VERSIONS
+from megatron_mtraining.kernels.attention.backends import GLUON_VERSIONS
 
 COMPILE = r'''
 import json, os, re, subprocess, sys

@@ -256,7 +256,7 @@ def test_a_replay_gives_the_same_gradients_and_attends_nothing(monkeypatch):
     with torch.no_grad():
         attended = ring_attention(*leaves, index, Ring(None), 0.1)
     assert torch.equal(attended[0], out) and torch.equal(attended[1], lse)
-    monkeypatch.setattr("megatron_mtraining.ring.attention.attention_forward", None)
+    monkeypatch.setattr("megatron_mtraining.kernels.attention.forward", None)
     again, _ = ring_attention(*leaves, index, Ring(None), 0.1, attended)
     assert torch.equal(again, out) and not attended[0].requires_grad
     for one, other in zip(torch.autograd.grad(again, leaves, grad_out), expected):
@@ -384,8 +384,8 @@ def test_ranks_that_disagree_about_nodes_all_say_so():
 
 
 FAILING = {
-    "forward": "attention_forward",
-    "backward": "attention_backward_query",
+    "forward": "forward",
+    "backward": "backward_query",
     "choice": "gather_columns",
 }
 
@@ -394,17 +394,17 @@ def run_until_a_rank_fails(rank, world, operands, index_sets, inner, where, how)
     """Rank 1 fails in the second round of its forward or backward, or in the only one, or as it chooses a
     pattern: transfers are under way."""
     name, calls = FAILING[where], []
-    original = getattr(attention, name)
+    original = getattr(attention.kernels, name)
 
-    def fail(*arguments):
+    def fail(*arguments, **keywords):
         calls.append(name)
         if rank == 1 and len(calls) == (1 if where == "choice" else min(2, world // inner)):
             if how == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("rank 1 has had enough")
-        return original(*arguments)
+        return original(*arguments, **keywords)
 
-    setattr(attention, name, fail)
+    setattr(attention.kernels, name, fail)
     if where == "choice":
         config = MTrainingConfig.from_options(
             block_size=BLOCK, vertical=20, slash=2, window=1, sample_strata=8

@@ -7,14 +7,7 @@ import math
 
 import torch
 
-from megatron_mtraining.kernels.attention import (
-    attention_backward_columns,
-    attention_backward_key,
-    attention_backward_query,
-    attention_delta,
-    attention_forward,
-    gather_columns,
-)
+from megatron_mtraining.kernels import attention as kernels
 from megatron_mtraining.layout import block_at, stripe, unstripe
 from megatron_mtraining.pattern import build_block_index, build_index
 from megatron_mtraining.ring import RingStep, Round
@@ -108,7 +101,7 @@ def simulated_ring(query, key, value, grad_out, index, scale, parts_of_heads=1):
     q, k, v, do = parts
     columns = column_gradients = None
     if index.columns.shape[-1]:
-        columns = sum(gather_columns(k[r], v[r], index, r) for r in range(world))
+        columns = sum(kernels.gather_columns(k[r], v[r], index, r) for r in range(world))
         column_gradients = []
     outs, dqs, dkvs, lses, deltas = [], [], [None] * world, [], []
     for rank, index in enumerate(indices):
@@ -118,27 +111,28 @@ def simulated_ring(query, key, value, grad_out, index, scale, parts_of_heads=1):
         out = dq = None
         rounds = [Round(rank, o, index.inner, index.outer) for o in range(index.outer)]
         for this in rounds:
-            out = attention_forward(
-                q[rank], *gathered(k, v, this), columns, index, this, scale, out, lse
-            )
-        delta = attention_delta(out, do[rank])
-        rest = (do[rank], lse, delta, index)
+            out = kernels.forward(
+                q[rank], *gathered(k, v, this), column_kv=columns, index=index, round_=this,
+                softmax_scale=scale, accumulator=out, lse=lse,
+            )  # fmt: skip
+        delta = kernels.delta(out, do[rank])
+        rest = dict(grad_out=do[rank], lse=lse, delta=delta, index=index, softmax_scale=scale)
         for this in rounds:
             carry, dq = dq, None
             for part in range(parts_of_heads):
-                dq = attention_backward_query(
-                    q[rank], *gathered(k, v, this), columns, *rest, this, scale, carry, dq,
-                    (part, parts_of_heads),
+                dq = kernels.backward_query(
+                    q[rank], *gathered(k, v, this), **rest, column_kv=columns, round_=this,
+                    accumulator=carry, grad_query=dq, head_part=(part, parts_of_heads),
                 )  # fmt: skip
         for source in range(world):
             if source != rank:
                 step = RingStep(rank, source, index.inner, index.outer)
-                dkvs[source] = attention_backward_key(
-                    q[rank], k[source], v[source], *rest, step, scale, dkvs[source]
+                dkvs[source] = kernels.backward_key(
+                    q[rank], k[source], v[source], **rest, ring_step=step, accumulator=dkvs[source]
                 )
         if columns is not None:
             column_gradients.append(
-                attention_backward_columns(q[rank], columns, *rest, rank, scale)
+                kernels.backward_columns(q[rank], column_kv=columns, **rest, rank=rank)
             )
         outs.append(out)
         dqs.append(dq)
@@ -148,9 +142,10 @@ def simulated_ring(query, key, value, grad_out, index, scale, parts_of_heads=1):
         parts = sum(column_gradients)
         column_gradients = parts.sum(3, keepdim=True) if world > 1 else parts
     for rank, index in enumerate(indices):
-        dkvs[rank] = attention_backward_key(
-            q[rank], k[rank], v[rank], do[rank], lses[rank], deltas[rank], index,
-            RingStep(rank, rank, index.inner, index.outer), scale, dkvs[rank], column_gradients, key.dtype,
+        dkvs[rank] = kernels.backward_key(
+            q[rank], k[rank], v[rank], grad_out=do[rank], lse=lses[rank], delta=deltas[rank],
+            index=index, ring_step=RingStep(rank, rank, index.inner, index.outer), softmax_scale=scale,
+            accumulator=dkvs[rank], column_gradients=column_gradients, dtype=key.dtype,
         )  # fmt: skip
     if world == 1:
         return outs[0], dqs[0], dkvs[0][0], dkvs[0][1]

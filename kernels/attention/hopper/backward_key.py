@@ -21,8 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...common.launch import launch
 from ...common.tiles import LOG2E, block_at, blocks_before, first_beyond
-from ..columns import invert_columns
 from ..portable.backward_key import MEETINGS, meetings
+from ..portable.columns import invert_columns
 from .common import descriptor
 from .key_common import (
     QROWS,

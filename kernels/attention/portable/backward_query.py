@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...common.launch import cdiv, launch
+from ...common.launch import launch
 from ...common.tiles import (
     LOG2E,
     block_at,
@@ -26,33 +26,6 @@ from ...common.tiles import (
     store_rows,
     tile_for,
 )
-
-
-@triton.jit
-def _delta_kernel(
-    out_ptr, grad_ptr, delta_ptr, o_ss, o_sb, o_sh, g_ss, g_sb, g_sh, length,
-    HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    bh = tl.program_id(1).to(tl.int64)
-    start = tl.program_id(0) * ROWS
-    rows = tl.arange(0, ROWS)
-    out_ptr += bh // HEADS * o_sb + bh % HEADS * o_sh
-    grad_ptr += bh // HEADS * g_sb + bh % HEADS * g_sh
-    out = load_rows(out_ptr, start, o_ss, rows, length, D, False).to(tl.float32)
-    grad = load_rows(grad_ptr, start, g_ss, rows, length, D, False).to(tl.float32)
-    delta_ptr += bh * length + start + rows
-    tl.store(delta_ptr, tl.sum(out * grad, 1), mask=start + rows < length)
-
-
-def delta(out, grad_out, result):
-    """Launch ``result[b, h, s] = sum over d of out * grad_out``."""
-    length, batch, heads, dim = out.shape
-    rows = 64
-    launch(
-        _delta_kernel, (cdiv(length, rows), batch * heads),
-        out, grad_out, result, *out.stride()[:3], *grad_out.stride()[:3], length,
-        HEADS=heads, D=dim, ROWS=rows,
-    )  # fmt: skip
 
 
 @triton.jit

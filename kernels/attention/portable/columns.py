@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.launch import cdiv, launch
-from ..common.tiles import owner_of
+from ...common.launch import cdiv, launch
+from ...common.tiles import owner_of
 
 
 @triton.jit

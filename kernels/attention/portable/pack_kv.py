@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.launch import cdiv, launch
+from ...common.launch import cdiv, launch
 
 
 @triton.jit(do_not_specialize=["rows"])  # 1 would be a constant, of no type
@@ -31,7 +31,7 @@ def _pack_kernel(
     tl.store(out_ptr + rows.to(tl.int64) * D + to, value, mask=inside)
 
 
-def pack(key, value, out):
+def pack_kv(key, value, out):
     """Launch the copy; see :func:`kernels.pack`."""
     length, batch, heads, dim = key.shape
     rows = 64

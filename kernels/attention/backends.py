@@ -1,0 +1,134 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The backends of attention, and which of them takes given operands."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..common.dispatch import uses_triton
+from ..common.triton_version import is_tested_triton
+from ..types import PatternIndex, RingStep, Round
+from . import reference
+
+GLUON_VERSIONS = ((3, 6), (3, 9))
+"""First and last version of Triton for the Hopper kernels: Gluon still changes."""
+
+
+class Backend(Protocol):
+    """A module with the operations of ``__init__.py``, which documents the arguments. Results are written to
+    memory that the caller provides (``out``, ``grad_query``, ``grad_kv``); it may be the accumulator's."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        column_kv: Tensor | None,
+        index: PatternIndex,
+        round_: Round,
+        softmax_scale: float,
+        accumulator: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """Attention to the keys of one round."""
+
+    def backward_query(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        column_kv: Tensor | None,
+        grad_out: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        index: PatternIndex,
+        round_: Round,
+        softmax_scale: float,
+        accumulator: Tensor | None,
+        grad_query: Tensor,
+        head_range: range,
+    ) -> None:
+        """The query's gradient through the keys of one round, for a range of the ``b * h`` heads."""
+
+    def backward_columns(
+        self,
+        query: Tensor,
+        column_kv: Tensor,
+        grad_out: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        index: PatternIndex,
+        rank: int,
+        softmax_scale: float,
+    ) -> Tensor:
+        """Gradients of all columns through the queries of one rank. The backend chooses the number of splits,
+        so it allocates the result."""
+
+    def backward_key(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        grad_out: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        index: PatternIndex,
+        ring_step: RingStep,
+        softmax_scale: float,
+        accumulator: Tensor | None,
+        column_gradients: Tensor | None,
+        grad_kv: Tensor,
+    ) -> None:
+        """Gradients of one rank's keys and values through the queries of one rank."""
+
+
+def backend_for(index: PatternIndex, query: Tensor, *operands: Tensor) -> Backend:
+    """The backend that takes these operands, ``[s, b, h, d]`` (keys and values also ``[I, s, b, hk, d]``)."""
+    if not uses_triton(query):
+        return reference
+    if uses_hopper(index, query, *operands):
+        from .hopper import backend as hopper
+
+        return hopper
+    from .portable import backend as portable
+
+    return portable
+
+
+def uses_hopper(index: PatternIndex, query: Tensor, *operands: Tensor) -> bool:
+    """Whether the Hopper kernels take these operands.
+
+    They need a Hopper GPU, 16-bit operands with 16-byte aligned strides, blocks of 128, lengths that are
+    multiples of 4, and a Triton of :data:`GLUON_VERSIONS`. ``MTRAINING_PORTABLE_KERNELS=1`` in the
+    environment disables them.
+    """
+    return (
+        query.is_cuda
+        and query.element_size() == 2
+        and index.block_size == 128
+        and query.shape[0] % 4 == 0
+        and _is_hopper(query.device)
+        and os.environ.get("MTRAINING_PORTABLE_KERNELS", "0") != "1"
+        and all(_fits_tma(operand) for operand in (query, *operands))
+        and is_tested_triton(
+            GLUON_VERSIONS, "attention takes the portable kernels, which are slower"
+        )
+    )
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _fits_tma(tensor: Tensor) -> bool:
+    """Whether the tensor memory accelerator can address it: 16-byte aligned, rows of unit stride."""
+    size = tensor.element_size()
+    aligned = all(stride * size % 16 == 0 for stride in tensor.stride()[:-1])
+    return aligned and tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0

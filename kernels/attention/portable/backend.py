@@ -1,0 +1,9 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The portable kernels as a backend (``..backends.Backend``)."""
+
+from .backward_columns import backward_columns
+from .backward_key import backward_key
+from .backward_query import backward_query
+from .forward import forward
+
+__all__ = ["backward_columns", "backward_key", "backward_query", "forward"]
