@@ -1,11 +1,11 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Times each kernel with several tile sizes on one GPU, for the table in ``kernels/tiles.py``.
+"""Times each kernel with several tile sizes on one GPU, for the table in ``kernels/common/tiles.py``.
 
     python -m benchmarks.kernels.tune_tiles [OPERATION ...]
 
-Prints the four fastest of each, and appends them to ``results/tiles.jsonl``: ``keep`` and ``walk`` are
-the rows of the operand that a program keeps and of the one it walks; rates count the products the
-kernel itself does.
+Prints the four fastest of each, and appends them to ``results/tiles.jsonl``: ``block_m`` and ``block_n`` are
+the query and key rows of a tile; rates count the products the kernel itself does. Older rows have ``keep``
+and ``walk``: the rows of the operand that a program holds, and of the one that it loops over.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ..lib.workloads import draw_index
 SWEEP = {
     "forward": itertools.product((128,), (64, 128), (4, 8), (2, 3, 4)),
     "query": itertools.product((64, 128), (32, 64), (4, 8), (2, 3)),
-    "key": itertools.product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3)),
-    "column": itertools.product((32, 64, 128), (64, 128), (4, 8), (2, 3)),
+    "key": itertools.product((32, 64, 128), (64, 128), (4, 8), (1, 2, 3)),
+    "column": itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3)),
 }
 
 
@@ -74,7 +74,7 @@ def main():
             for ms, sizes in sorted(found)[:4]:
                 rate = round(flops * products[name] / ms / 1e9) if name in products else None
                 print(f"{name} d{dim} {sizes} {ms:.3f} ms {rate or ''}", flush=True)
-                row = dict(zip(("keep", "walk", "warps", "stages"), sizes))
+                row = dict(zip(("block_m", "block_n", "warps", "stages"), sizes))
                 row = dict(op=name, dim=dim, **row, ms=round(ms, 3), tflops=rate)
                 record.append(record.RESULTS / "tiles.jsonl", [row])
 

@@ -3,21 +3,25 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from ..common.launch import cdiv
 from ..types import PatternIndex, RingStep
 
 MEETINGS = [
     f"{what}_{turned}{apart}" for turned in "01" for apart in "01" for what in ("residue", "wrap")
 ]
-"""Parameters of the key kernels; see :func:`meetings`."""
+"""Parameters of the gradient of keys, see :func:`meetings`. ``turned`` is the key block's local number modulo
+2, ``apart`` whether the query block's differs."""
 
 
 def meetings(index: PatternIndex, ring_step: RingStep) -> list[int]:
-    """``RingStep.meetings`` as the kernels take them: where each residue begins in the prefix counts, and its
-    wrap, for key blocks that are not turned and that are. Of block lists, where those of the keys' rank begin
-    is the first, and there is no other."""
+    """``RingStep.meetings`` as the kernels take them: for key blocks of even and of odd local number, where
+    the counts of each residue begin in a head's ``rank_ptr``, and the wrap. With block lists, the first is
+    where the counts of the keys' rank begin, and the others are not read."""
     if index.has_block_lists:
-        return [index.rank_start(ring_step.source), *[0] * 7]
+        batch, heads, _ = index.member.shape
+        return [ring_step.source * batch * heads * index.local_blocks, *[0] * 7]
     length = cdiv(index.local_blocks, 2)
     return [
         number
@@ -28,11 +32,19 @@ def meetings(index: PatternIndex, ring_step: RingStep) -> list[int]:
 
 
 def column_splits(index: PatternIndex, num_heads: int, block_n: int) -> int:
-    """Parts that the queries of a column tile are cut in, to have about 4 programs a multiprocessor.
-
-    More splits cost buffer and additions."""
+    """Into how many splits to divide the queries of each tile of ``block_n`` columns, for about 4 programs a
+    multiprocessor. More splits cost memory and additions."""
     tiles = max(1, index.columns.shape[-1] // block_n) * num_heads
     splits = 1
     while splits < 8 and tiles * splits < 512 and splits * 4 <= index.local_blocks:
         splits *= 2
     return splits
+
+
+def key_documents(index: PatternIndex, rank: int) -> dict[str, Tensor | None]:
+    """Packed documents as kernels that hold keys take them, for the queries of ``rank``. Without documents
+    None, which compiles to nothing."""
+    if index.documents is None:
+        return dict(document_starts=None, q_block_bounds=None)
+    local = index.documents.on(rank, index.world, index.inner, index.block_size)
+    return dict(document_starts=local.start, q_block_bounds=local.q_block_bounds)

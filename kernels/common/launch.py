@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.runtime import driver
@@ -45,9 +47,9 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *leading: Any, **arguments: An
     Args:
         kernel: a function under ``triton.jit`` or ``gluon.jit``.
         grid: one to three sizes.
-        arguments: every parameter of the kernel, and after them options of the compiler (``num_warps``, ...).
-            In the order of the kernel's signature they take the least time. Parameters that are not
-            ``constexpr`` are tensors, tensor descriptors, numbers, or None where a kernel does not read them.
+        arguments: every parameter of the kernel, and options of the compiler (``num_warps``, ...), in any
+            order. Parameters that are not ``constexpr`` are tensors, tensor descriptors, numbers, or None
+            where a kernel does not read them.
 
     Returns:
         the compiled kernel.
@@ -59,10 +61,10 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *leading: Any, **arguments: An
         launches = _LAUNCHES[id(kernel)] = _Launches(kernel)
     if leading:
         arguments = dict(zip(launches.names, leading), **arguments)
-    order, found = launches.last
+    order, arrange, found = launches.last
     if (*arguments,) != order:
-        arguments, found = launches.arrange(arguments)
-    values = (*arguments.values(),)
+        order, arrange, found = launches.look_up((*arguments,))
+    values = arrange((*arguments.values(),))
     count = launches.num_operands
     # All that a kernel may be compiled for: dtypes, alignment, and the values of numbers and constants.
     key = (
@@ -97,16 +99,25 @@ def launches_directly() -> bool:
     return is_tested_triton(LAUNCH_VERSIONS, "launches take more time on the host")
 
 
+class _Order(NamedTuple):
+    """An order of keywords, in which launches of a kernel come."""
+
+    names: tuple[str, ...]
+    arrange: Callable[[tuple], tuple]
+    """Puts values of this order into that of the kernel's parameters, options after them."""
+    found: dict[tuple, Any]
+    """Compiled kernels of launches with the same options, by what the compiler sees of other arguments."""
+
+
 class _Launches:
     """What is remembered of a kernel's launches.
 
     Attributes:
-        kernel: it; held here, its ``id`` is no other's.
+        kernel: the kernel. It is held here so that no other object gets its ``id``.
         names: of its parameters.
         num_operands: parameters before the first ``constexpr``. The compiler sees the values of constants; of
             operands it sees the type, and more.
-        last: names of the last launch's arguments, in order, and the kernels that were compiled for launches
-            with the same options. One object, since the backward launches in another thread.
+        last: the order of the last launch. One object, since the backward launches in another thread.
     """
 
     def __init__(self, kernel: JITFunction):
@@ -117,23 +128,25 @@ class _Launches:
         self.num_operands = constants.index(True) if True in constants else len(constants)
         if not all(constants[self.num_operands :]):
             raise TypeError(f"{kernel.__name__}: constexpr parameters must come after all others")
-        self.last: tuple[tuple[str, ...], dict[tuple, Any]] = (), {}
+        self.last = _Order((), tuple, {})
+        self._orders: dict[tuple[str, ...], _Order] = {}
         self._found: dict[tuple[str, ...], dict[tuple, Any]] = {}
 
-    def arrange(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[tuple, Any]]:
-        """Put the arguments in the order of the parameters, options after them.
-
-        Returns:
-            the arguments, and the kernels that were compiled for launches with the same options.
-        """
-        missing = [name for name in self.names if name not in arguments]
-        if missing:
-            raise TypeError(f"{self.kernel.__name__} is missing arguments: {', '.join(missing)}")
-        arguments = {name: arguments[name] for name in self.names} | arguments
-        order = (*arguments,)
-        found = self._found.setdefault(order[self.num_parameters :], {})
-        self.last = order, found
-        return arguments, found
+    def look_up(self, names: tuple[str, ...]) -> _Order:
+        """The order of these names, remembered as the last."""
+        if names not in self._orders:
+            missing = [name for name in self.names if name not in names]
+            if missing:
+                raise TypeError(
+                    f"{self.kernel.__name__} is missing arguments: {', '.join(missing)}"
+                )
+            options = tuple(sorted(set(names) - set(self.names)))
+            places = [names.index(name) for name in (*self.names, *options)]
+            found = self._found.setdefault(options, {})
+            arrange = itemgetter(*places) if len(places) > 1 else tuple
+            self._orders[names] = _Order(names, arrange, found)
+        self.last = self._orders[names]
+        return self.last
 
 
 _LAUNCHES: dict[int, _Launches] = {}

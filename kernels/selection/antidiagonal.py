@@ -77,13 +77,13 @@ def antidiagonal_lse(query, keys, stride, block_size, first_block, rank, inner, 
     shape, device = (batch, heads, rows), query.device
     parts = torch.full((*shape, num_blocks), float("-inf"), dtype=torch.float32, device=device)
     lse = torch.empty(shape, dtype=torch.float32, device=device)
-    tile = tile_for("strided", dim, block_size, query)
+    tile = tile_for("antidiagonal", dim, block_size, query)
     launch(
-        _strided_kernel, (cdiv(rows, tile.keep), batch * heads),
+        _strided_kernel, (cdiv(rows, tile.block_m), batch * heads),
         query, keys, parts, lse, *query.stride()[:3], *keys.stride()[:4],
         rows, first_block, num_blocks, softmax_scale * LOG2E.value / stride, rank, world, inner,
         HEADS=heads, GROUP=heads // keys.shape[3], D=dim, BLOCK=block_size, STRIDE=stride,
-        KEEP=tile.keep, WALK=tile.walk, PREC=precision_for(query),
-        num_warps=tile.warps, num_stages=tile.stages,
+        KEEP=tile.block_m, WALK=tile.block_n, PREC=precision_for(query),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return parts, lse

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from ...common.launch import cdiv, launch
 from ...common.tiles import LOG2E, block_at, blocks_before
-from ..portable.backward_key import column_splits
+from ..launch_args import column_splits
 from .common import descriptor_heads_first
 from .key_common import (
     QROWS,

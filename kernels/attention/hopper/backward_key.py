@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...common.launch import launch
 from ...common.tiles import LOG2E, block_at, blocks_before, first_beyond
-from ..portable.backward_key import MEETINGS, meetings
+from ..launch_args import MEETINGS, meetings
 from ..portable.columns import invert_columns
 from .common import descriptor
 from .key_common import (

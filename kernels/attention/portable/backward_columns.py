@@ -1,112 +1,208 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Gradients of columns."""
+"""Gradients of the columns' keys and values through the queries of one rank.
+
+    dv_k = sum_i p_ik dout_i        dk = scale sum_i ds_ik q_i
+
+A program holds a tile of one head's columns, of whatever rank they are, and loops over the later queries of
+this rank, of which it takes every SPLITS-th block. It writes its part of the sums to a buffer: no atomics, so
+the result is deterministic. The factor ``scale`` is left to the gradient of keys, which adds the columns'
+rows.
+"""
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...common.launch import cdiv, launch
 from ...common.tiles import (
     LOG2E,
     block_at,
     blocks_before,
-    document_keys,
     gather_rows,
     load_line,
-    load_rows,
     precision_for,
     store_rows,
     tile_for,
 )
-from ..launch_args import column_splits
-from .backward_key import _add_tile
+from ...types import PatternIndex
+from ..launch_args import column_splits, key_documents
+from .query_tiles import add_tile, query_tile
 
 
 @triton.jit(do_not_specialize=["rank"])
 def _column_kernel(
-    q_ptr, column_k, column_v, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
-    member, columns, column_ptr, start_ptr, extent_ptr,
-    q_ss, q_sb, q_sh, do_ss, do_sb, do_sh,
-    ptr_len, column_len, query_len, nb, softmax_scale, rank, world, inner,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    KEEP: tl.constexpr, WALK: tl.constexpr, SPLITS: tl.constexpr, DOCS: tl.constexpr,
-    EVEN: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    walks: tl.constexpr = BLOCK // WALK
+    # Operands and results
+    q_ptr,  # [s, b, h, d]
+    column_k_ptr,  # [b, h, C, d]
+    column_v_ptr,  # [b, h, C, d]
+    do_ptr,  # [s, b, h, d]
+    lse_ptr,  # [b, h, s]
+    delta_ptr,  # [b, h, s]
+    dk_ptr,  # [b, h, SPLITS, C, d] float32
+    dv_ptr,
+    # The pattern (types.PatternIndex), and packed documents or None
+    member,
+    columns,
+    column_ptr,
+    document_starts,
+    q_block_bounds,
+    # Strides (m: query row, b: batch entry, h: head)
+    stride_qm,
+    stride_qb,
+    stride_qh,
+    stride_dom,
+    stride_dob,
+    stride_doh,
+    # Sizes
+    ptr_len,  # NB + 1
+    column_len,  # C
+    query_len,  # s
+    local_blocks,  # nb
+    softmax_scale,
+    # The layout
+    rank,
+    world,
+    inner,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    D: tl.constexpr,
+    PACKED: tl.constexpr,
+    EVEN: tl.constexpr,
+    PREC: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    tiles: tl.constexpr = BLOCK // BLOCK_M
     split = tl.program_id(1)
     bh = tl.program_id(2).to(tl.int64)
-    first = tl.program_id(0) * KEEP
+    first = tl.program_id(0) * BLOCK_N
     end = tl.load(column_ptr + bh * ptr_len + ptr_len - 1)
     if first >= end:
         return
     batch = bh // HEADS
     head = bh % HEADS
-    q_ptr += batch * q_sb + head * q_sh
-    do_ptr += batch * do_sb + head * do_sh
+    q_ptr += batch * stride_qb + head * stride_qh
+    do_ptr += batch * stride_dob + head * stride_doh
     lse_ptr += bh * query_len
     delta_ptr += bh * query_len
     member += bh * (ptr_len - 1)
     columns += bh * column_len
 
-    entry = first + tl.arange(0, KEEP)
+    entry = first + tl.arange(0, BLOCK_N)
     listed = entry < end
     position = tl.load(columns + entry, mask=listed, other=0)
-    block = position // BLOCK
+    k_block = position // BLOCK
     entry = tl.where(listed, entry, first)
-    k = gather_rows(column_k + bh * column_len * D, entry, D)
-    v = gather_rows(column_v + bh * column_len * D, entry, D)
-    dk = tl.zeros([KEEP, D], tl.float32)
-    dv = tl.zeros([KEEP, D], tl.float32)
+    k = gather_rows(column_k_ptr + bh * column_len * D, entry, D)  # [BLOCK_N, D]
+    v = gather_rows(column_v_ptr + bh * column_len * D, entry, D)  # [BLOCK_N, D]
+    dk = tl.zeros([BLOCK_N, D], tl.float32)
+    dv = tl.zeros([BLOCK_N, D], tl.float32)
     scale = softmax_scale * LOG2E
-    queries = tl.arange(0, WALK)
-    # Columns are sorted: no query block up to the first one's sees any of this tile.
-    a_first = tl.load(columns + first) // BLOCK // world + split
-    a_end = nb
-    if DOCS:
-        # Nor one after the last one's document.
-        start_ptr += batch * query_len
-        seen_to = tl.load(extent_ptr + (2 * batch + 1) * nb * world + tl.max(block, 0))
-        a_end = blocks_before(seen_to, rank, world, inner)
-    # Query blocks go round the splits, so that each split has as many near and far ones.
-    for j in range(0, tl.cdiv(tl.maximum(a_end - a_first, 0), SPLITS) * walks):
-        a = a_first + j // walks * SPLITS
-        distance = block_at(a, rank, world, inner) - block
+    offs_m = tl.arange(0, BLOCK_M)
+    # Columns are ascending: no query block before the first column's attends to any of this tile.
+    first_q_block = tl.load(columns + first) // BLOCK // world + split
+    end_q_block = local_blocks
+    if PACKED:
+        # Nor does one after the last column's document.
+        document_starts += batch * query_len
+        q_block_bounds += (2 * batch + 1) * local_blocks * world
+        end_q_block = blocks_before(
+            tl.load(q_block_bounds + tl.max(k_block, 0)), rank, world, inner
+        )
+    # Splits take turns, so that each has as many near and far query blocks.
+    for j in range(0, tl.cdiv(tl.maximum(end_q_block - first_q_block, 0), SPLITS) * tiles):
+        q_block = first_q_block + j // tiles * SPLITS
+        distance = block_at(q_block, rank, world, inner) - k_block
         seen = listed & (distance > 0)
         covered = tl.load(member + distance, mask=seen, other=1)
-        keep = (seen & (covered == 0))[:, None]
-        at = a * BLOCK + j % walks * WALK
-        q = load_rows(q_ptr, at, q_ss, queries, query_len, D, EVEN)
-        do = load_rows(do_ptr, at, do_ss, queries, query_len, D, EVEN)
-        lse = load_line(lse_ptr, at, queries, query_len, float("inf"), EVEN) * LOG2E
-        delta = load_line(delta_ptr, at, queries, query_len, 0.0, EVEN)
-        if DOCS:
-            begins = load_line(start_ptr, at, queries, query_len, 0, EVEN)
-            keep &= position[:, None] >= begins[None, :]
-        dk, dv = _add_tile(q, k, v, do, keep, dk, dv, lse, delta, scale, True, PREC)
-    line = (bh * SPLITS + split) * column_len + first
-    rows = tl.arange(0, KEEP)
-    store_rows(dk_ptr, line, D, rows, line + end - first, dk, D, False)
-    store_rows(dv_ptr, line, D, rows, line + end - first, dv, D, False)
+        mask = (seen & (covered == 0))[:, None]
+        start = q_block * BLOCK + j % tiles * BLOCK_M
+        q, do, lse, delta = query_tile(
+            start,
+            offs_m,
+            q_ptr,
+            do_ptr,
+            lse_ptr,
+            delta_ptr,
+            stride_qm,
+            stride_dom,
+            query_len,
+            D,
+            EVEN,
+        )
+        if PACKED:
+            starts = load_line(document_starts, start, offs_m, query_len, 0, EVEN)
+            mask &= position[:, None] >= starts[None, :]
+        dk, dv = add_tile(q, k, v, do, mask, dk, dv, lse, delta, scale, True, PREC)
+    row = (bh * SPLITS + split) * column_len + first
+    offs_n = tl.arange(0, BLOCK_N)
+    store_rows(dk_ptr, row, D, offs_n, row + end - first, dk, D, False)
+    store_rows(dv_ptr, row, D, offs_n, row + end - first, dv, D, False)
 
 
-def backward_columns(query, columns, grad_out, lse, delta, index, rank, softmax_scale):
-    """Launch the columns' gradients; see :func:`kernels.attention_backward_columns`."""
+def backward_columns(
+    query: Tensor,
+    column_kv: Tensor,
+    grad_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    index: PatternIndex,
+    rank: int,
+    softmax_scale: float,
+) -> Tensor:
+    """See :func:`...attention.backward_columns`."""
     length, batch, heads, dim = query.shape
-    nb, block, num_columns = index.local_blocks, index.block_size, columns.shape[-2]
-    tile = tile_for("column", dim, block, query)
-    splits = column_splits(index, batch * heads, tile.keep)
-    shape = (2, batch, heads, splits, num_columns, dim)
-    gradients = torch.empty(shape, dtype=torch.float32, device=query.device)
+    column_k, column_v = column_kv
+    num_columns = column_k.shape[2]
+    tile = tile_for("column", dim, index.block_size, query)
+    splits = column_splits(index, batch * heads, tile.block_n)
+    gradients = torch.empty(
+        (2, batch, heads, splits, num_columns, dim), dtype=torch.float32, device=query.device
+    )
+    dk, dv = gradients
     launch(
-        _column_kernel, (cdiv(num_columns, tile.keep), splits, batch * heads),
-        query, *columns, grad_out, lse, delta, *gradients,
-        index.member, index.columns, index.column_ptr, *document_keys(index, rank),
-        *query.stride()[:3], *grad_out.stride()[:3],
-        index.column_ptr.shape[-1], num_columns, length, nb, softmax_scale, rank, index.world, index.inner,
-        HEADS=heads, D=dim, BLOCK=block, KEEP=tile.keep, WALK=tile.walk, SPLITS=splits,
-        DOCS=index.documents is not None, EVEN=length % block == 0, PREC=precision_for(query),
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+        _column_kernel,
+        (cdiv(num_columns, tile.block_n), splits, batch * heads),
+        q_ptr=query,
+        do_ptr=grad_out,
+        lse_ptr=lse,
+        delta_ptr=delta,
+        stride_qm=query.stride(0),
+        stride_qb=query.stride(1),
+        stride_qh=query.stride(2),
+        stride_dom=grad_out.stride(0),
+        stride_dob=grad_out.stride(1),
+        stride_doh=grad_out.stride(2),
+        query_len=length,
+        softmax_scale=softmax_scale,
+        column_k_ptr=column_k,
+        column_v_ptr=column_v,
+        dk_ptr=dk,
+        dv_ptr=dv,
+        member=index.member,
+        columns=index.columns,
+        column_ptr=index.column_ptr,
+        **key_documents(index, rank),
+        ptr_len=index.column_ptr.shape[-1],
+        column_len=num_columns,
+        local_blocks=index.local_blocks,
+        rank=rank,
+        world=index.world,
+        inner=index.inner,
+        HEADS=heads,
+        BLOCK=index.block_size,
+        D=dim,
+        PACKED=index.documents is not None,
+        EVEN=length % index.block_size == 0,
+        PREC=precision_for(query),
+        SPLITS=splits,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
     return gradients

@@ -1,26 +1,25 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Gradients of the keys and values of one rank.
+"""Gradients of the keys and values of one rank through the queries of one rank.
 
-    dv = sum over queries of p dout        dk = scale * sum over queries of ds q
+    dv_k = sum_i p_ik dout_i        dk = scale sum_i ds_ik q_i
 
-Two kernels, both deterministic, without atomics. The column kernel walks all later queries of this rank
-for a tile of one head's columns, of whatever rank, and writes their gradients to a buffer; the key kernel
-holds one key block, walks the slash list of every query head of its group the other way round
-(``RingStep.meetings``), and adds, where it is given them, the columns' rows that lie in its block, in a
-fixed order.
+A program holds BLOCK_N keys of one block and loops over the query blocks that attend to them, for every query
+head of the group: the slash list the other way round (``RingStep.meetings``). Where it is given the columns'
+gradients, it adds the rows that lie in its block. All sums are in a fixed order, without atomics, so the
+result is deterministic.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...common.launch import launch
 from ...common.tiles import (
     LOG2E,
     block_at,
     blocks_before,
-    document_keys,
     first_beyond,
     load_line,
     load_rows,
@@ -28,178 +27,285 @@ from ...common.tiles import (
     store_rows,
     tile_for,
 )
-from ..launch_args import MEETINGS, column_splits, meetings  # noqa: F401
+from ...types import PatternIndex, RingStep
+from ..launch_args import MEETINGS, key_documents, meetings
+from .query_tiles import add_tile, query_tile
 
 
-@triton.jit
-def _add_tile(
-    q, k, v, do, keep, dk, dv, lse, delta, scale, MASKED: tl.constexpr, PREC: tl.constexpr
-):
-    """Scores transposed, keys in rows, so that no operand has to be turned in registers."""
-    scores = tl.dot(k, tl.trans(q), input_precision=PREC)
-    # Both products are under way before the exponentials, which hide behind the second.
-    dp = tl.dot(v, tl.trans(do), input_precision=PREC)
-    if MASKED:
-        scores = tl.where(keep, scores, float("-inf"))
-    p = tl.math.exp2(scores * scale - lse[None, :])
-    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PREC)
-    ds = p * (dp - delta[None, :])
-    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PREC)
-    return dk, dv
-
-
-@triton.jit(do_not_specialize=["rank", "asking", *MEETINGS])
+@triton.jit(do_not_specialize=["rank", "query_rank", *MEETINGS])
 def _key_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, carry_dk, carry_dv,
-    column_dk, column_dv,
-    slash_ptr, slash_list, columns, column_ptr, start_ptr, extent_ptr, asking,
-    q_ss, q_sb, q_sh, k_ss, k_sb, k_sh, v_ss, v_sb, v_sh,
-    do_ss, do_sb, do_sh, g_ss, g_sb, g_sh,
-    ptr_len, list_len, column_ptr_len, column_len, query_len, key_len, nb, softmax_scale,
-    rank, world, inner,
-    residue_00, wrap_00, residue_01, wrap_01, residue_10, wrap_10, residue_11, wrap_11,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    KEEP: tl.constexpr, WALK: tl.constexpr, SPLITS: tl.constexpr, DIAGONAL: tl.constexpr,
-    CARRY: tl.constexpr, COLUMNS: tl.constexpr, LISTS: tl.constexpr, DOCS: tl.constexpr,
-    EVEN: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    parts: tl.constexpr = BLOCK // KEEP
-    walks: tl.constexpr = BLOCK // WALK
-    c = tl.program_id(0) // parts
+    # Operands and results
+    q_ptr,  # [s, b, h, d]
+    k_ptr,  # [s, b, hk, d]
+    v_ptr,  # [s, b, hk, d]
+    do_ptr,  # [s, b, h, d]
+    lse_ptr,  # [b, h, s]
+    delta_ptr,  # [b, h, s]
+    dk_ptr,  # [s, b, hk, d]
+    dv_ptr,  # [s, b, hk, d]
+    accumulator_dk_ptr,  # [s, b, hk, d] float32, read if ACCUMULATE
+    accumulator_dv_ptr,
+    column_dk_ptr,  # [b, h, SPLITS, C, d] float32, read if COLUMNS
+    column_dv_ptr,
+    # The pattern by key rank (types.PatternIndex); packed documents and the queries' rank, or None
+    slash_ptr,
+    slash_list,
+    columns,
+    column_ptr,
+    document_starts,
+    q_block_bounds,
+    query_rank,
+    # Strides (m: query row, n: key row, b: batch entry, h: head; d: of dk, dv and the accumulator)
+    stride_qm,
+    stride_qb,
+    stride_qh,
+    stride_kn,
+    stride_kb,
+    stride_kh,
+    stride_vn,
+    stride_vb,
+    stride_vh,
+    stride_dom,
+    stride_dob,
+    stride_doh,
+    stride_dn,
+    stride_db,
+    stride_dh,
+    # Sizes
+    ptr_len,
+    list_len,
+    column_ptr_len,  # NB + 1
+    column_len,  # C
+    query_len,  # s
+    key_len,  # s
+    local_blocks,  # nb
+    softmax_scale,
+    # The layout (``rank`` has the keys), and how key blocks meet query blocks (launch_args.meetings)
+    rank,
+    world,
+    inner,
+    residue_00,
+    wrap_00,
+    residue_01,
+    wrap_01,
+    residue_10,
+    wrap_10,
+    residue_11,
+    wrap_11,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    D: tl.constexpr,
+    DIAGONAL: tl.constexpr,  # whether queries and keys are of the same rank
+    ACCUMULATE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LISTS: tl.constexpr,
+    PACKED: tl.constexpr,
+    EVEN: tl.constexpr,
+    PREC: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    parts: tl.constexpr = BLOCK // BLOCK_N
+    tiles: tl.constexpr = BLOCK // BLOCK_M
+    k_block = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
     kv_heads: tl.constexpr = HEADS // GROUP
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
-    rows = tl.arange(0, KEEP)
-    queries = tl.arange(0, WALK)
-    start = c * BLOCK + part * KEEP
-    k = load_rows(k_ptr + batch * k_sb + kv_head * k_sh, start, k_ss, rows, key_len, D, EVEN)
-    v = load_rows(v_ptr + batch * v_sb + kv_head * v_sh, start, v_ss, rows, key_len, D, EVEN)
-    dk = tl.zeros([KEEP, D], tl.float32)
-    dv = tl.zeros([KEEP, D], tl.float32)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_m = tl.arange(0, BLOCK_M)
+    start_n = k_block * BLOCK + part * BLOCK_N
+    k_ptr += batch * stride_kb + kv_head * stride_kh
+    k = load_rows(k_ptr, start_n, stride_kn, offs_n, key_len, D, EVEN)  # [BLOCK_N, D]
+    v_ptr += batch * stride_vb + kv_head * stride_vh
+    v = load_rows(v_ptr, start_n, stride_vn, offs_n, key_len, D, EVEN)  # [BLOCK_N, D]
+    dk = tl.zeros([BLOCK_N, D], tl.float32)
+    dv = tl.zeros([BLOCK_N, D], tl.float32)
     scale = softmax_scale * LOG2E
     # How this key block meets query blocks: see RingStep.meetings.
-    turned = (c & 1) == 1
-    same = tl.where(turned, residue_10, residue_00)
+    turned = (k_block & 1) == 1
+    same_residue = tl.where(turned, residue_10, residue_00)
     same_wrap = tl.where(turned, wrap_10, wrap_00)
-    other = tl.where(turned, residue_11, residue_01)
+    other_residue = tl.where(turned, residue_11, residue_01)
     other_wrap = tl.where(turned, wrap_11, wrap_01)
-    if DOCS:
-        block = block_at(c, rank, world, inner)
-        position = block * BLOCK + part * KEEP + rows
-        start_ptr += batch * query_len
-        extent_ptr += 2 * batch * nb * world + block
-        # Query blocks of rank ``asking``: those before a_whole see all of these keys, if they are later at
-        # all; from a_end on they see nothing.
-        a_whole = blocks_before(tl.load(extent_ptr), asking, world, inner)
-        a_end = blocks_before(tl.load(extent_ptr + nb * world), asking, world, inner)
+    if PACKED:
+        block = block_at(k_block, rank, world, inner)
+        position = block * BLOCK + part * BLOCK_N + offs_n  # [BLOCK_N]
+        document_starts += batch * query_len
+        q_block_bounds += 2 * batch * local_blocks * world + block
+        # Query blocks before end_unmasked need no document mask; from end_q_block on they attend to nothing.
+        end_unmasked = blocks_before(tl.load(q_block_bounds), query_rank, world, inner)
+        end_q_block = blocks_before(
+            tl.load(q_block_bounds + local_blocks * world), query_rank, world, inner
+        )
     for g in range(GROUP):
         head = kv_head * GROUP + g
         bh = batch * HEADS + head
-        q_head = q_ptr + batch * q_sb + head * q_sh
-        do_head = do_ptr + batch * do_sb + head * do_sh
+        q_head = q_ptr + batch * stride_qb + head * stride_qh
+        do_head = do_ptr + batch * stride_dob + head * stride_doh
         lse_head = lse_ptr + bh * query_len
         delta_head = delta_ptr + bh * query_len
         if DIAGONAL:
-            for walk in range(part * KEEP // WALK, walks):
-                at = c * BLOCK + walk * WALK
-                q = load_rows(q_head, at, q_ss, queries, query_len, D, EVEN)
-                do = load_rows(do_head, at, do_ss, queries, query_len, D, EVEN)
-                lse = load_line(lse_head, at, queries, query_len, float("inf"), EVEN) * LOG2E
-                delta = load_line(delta_head, at, queries, query_len, 0.0, EVEN)
-                keep = (start + rows)[:, None] <= (at + queries)[None, :]
-                if DOCS:
-                    begins = load_line(start_ptr, at, queries, query_len, 0, EVEN)
-                    keep &= position[:, None] >= begins[None, :]
-                dk, dv = _add_tile(q, k, v, do, keep, dk, dv, lse, delta, scale, True, PREC)
+            for tile in range(part * BLOCK_N // BLOCK_M, tiles):
+                start_m = k_block * BLOCK + tile * BLOCK_M
+                q, do, lse, delta = query_tile(
+                    start_m, offs_m, q_head, do_head, lse_head, delta_head, stride_qm, stride_dom,
+                    query_len, D, EVEN,
+                )  # fmt: skip
+                mask = (start_n + offs_n)[:, None] <= (start_m + offs_m)[None, :]
+                if PACKED:
+                    starts = load_line(document_starts, start_m, offs_m, query_len, 0, EVEN)
+                    mask &= position[:, None] >= starts[None, :]
+                dk, dv = add_tile(q, k, v, do, mask, dk, dv, lse, delta, scale, True, PREC)
         for apart in tl.static_range(1 if LISTS else 2):
             if LISTS:  # entries are query blocks
                 first = 0
-                low = tl.load(slash_ptr + residue_00 + bh * nb + c)
-                high = tl.load(slash_ptr + residue_00 + bh * nb + c + 1)
-                whole = high
-                if DOCS:
-                    own = slash_list + bh * list_len
-                    whole = first_beyond(own, low, high, a_whole - 1)
-                    high = first_beyond(own, low, high, a_end - 1)
+                low = tl.load(slash_ptr + residue_00 + bh * local_blocks + k_block)
+                high = tl.load(slash_ptr + residue_00 + bh * local_blocks + k_block + 1)
+                unmasked_end = high
+                if PACKED:
+                    own_list = slash_list + bh * list_len
+                    unmasked_end = first_beyond(own_list, low, high, end_unmasked - 1)
+                    high = first_beyond(own_list, low, high, end_q_block - 1)
             else:
-                residue = same if apart == 0 else other
-                first = c + apart + 2 * (same_wrap if apart == 0 else other_wrap)
+                residue = same_residue if apart == 0 else other_residue
+                first = k_block + apart + 2 * (same_wrap if apart == 0 else other_wrap)
                 low = tl.load(slash_ptr + bh * ptr_len + residue)
-                # Query blocks first, first + 2, and so on, below nb.
-                count = tl.maximum((a_end if DOCS else nb) + 1 - first, 0) // 2
+                # Query blocks first, first + 2, and so on.
+                count = tl.maximum((end_q_block if PACKED else local_blocks) + 1 - first, 0) // 2
                 high = tl.load(slash_ptr + bh * ptr_len + residue + count)
-                whole = high
-                if DOCS:
-                    count = tl.maximum(a_whole + 1 - first, 0) // 2
-                    whole = tl.load(slash_ptr + bh * ptr_len + residue + count)
+                unmasked_end = high
+                if PACKED:
+                    count = tl.maximum(end_unmasked + 1 - first, 0) // 2
+                    unmasked_end = tl.load(slash_ptr + bh * ptr_len + residue + count)
             if DIAGONAL and apart == 0:
                 low += 1
-            for j in range(low * walks, whole * walks):
-                e = tl.load(slash_list + bh * list_len + j // walks).to(tl.int32)
-                at = (first + (1 if LISTS else 2) * e) * BLOCK + j % walks * WALK
-                q = load_rows(q_head, at, q_ss, queries, query_len, D, EVEN)
-                do = load_rows(do_head, at, do_ss, queries, query_len, D, EVEN)
-                lse = load_line(lse_head, at, queries, query_len, float("inf"), EVEN) * LOG2E
-                delta = load_line(delta_head, at, queries, query_len, 0.0, EVEN)
-                dk, dv = _add_tile(q, k, v, do, None, dk, dv, lse, delta, scale, False, PREC)
-            if DOCS:
-                for j in range(tl.maximum(low, whole) * walks, high * walks):
-                    e = tl.load(slash_list + bh * list_len + j // walks).to(tl.int32)
-                    at = (first + (1 if LISTS else 2) * e) * BLOCK + j % walks * WALK
-                    q = load_rows(q_head, at, q_ss, queries, query_len, D, EVEN)
-                    do = load_rows(do_head, at, do_ss, queries, query_len, D, EVEN)
-                    lse = load_line(lse_head, at, queries, query_len, float("inf"), EVEN) * LOG2E
-                    delta = load_line(delta_head, at, queries, query_len, 0.0, EVEN)
-                    begins = load_line(start_ptr, at, queries, query_len, 0, EVEN)
-                    keep = position[:, None] >= begins[None, :]
-                    dk, dv = _add_tile(q, k, v, do, keep, dk, dv, lse, delta, scale, True, PREC)
+            for MASKED in tl.static_range(2 if PACKED else 1):
+                begin = tl.maximum(low, unmasked_end) if MASKED else low
+                end = high if MASKED else unmasked_end
+                for j in range(begin * tiles, end * tiles):
+                    e = tl.load(slash_list + bh * list_len + j // tiles).to(tl.int32)
+                    start_m = (first + (1 if LISTS else 2) * e) * BLOCK + j % tiles * BLOCK_M
+                    q, do, lse, delta = query_tile(
+                        start_m, offs_m, q_head, do_head, lse_head, delta_head, stride_qm, stride_dom,
+                        query_len, D, EVEN,
+                    )  # fmt: skip
+                    mask = 0
+                    if MASKED:
+                        starts = load_line(document_starts, start_m, offs_m, query_len, 0, EVEN)
+                        mask = position[:, None] >= starts[None, :]
+                    dk, dv = add_tile(q, k, v, do, mask, dk, dv, lse, delta, scale, MASKED, PREC)
         if COLUMNS:
-            own = column_ptr + bh * column_ptr_len + block_at(c, rank, world, inner)
-            dims = tl.arange(0, D)
-            for j in range(tl.load(own), tl.load(own + 1)):
-                row = tl.load(columns + bh * column_len + j) % BLOCK - part * KEEP
+            column_ptr_block = (
+                column_ptr + bh * column_ptr_len + block_at(k_block, rank, world, inner)
+            )
+            offs_d = tl.arange(0, D)
+            for j in range(tl.load(column_ptr_block), tl.load(column_ptr_block + 1)):
+                row = tl.load(columns + bh * column_len + j) % BLOCK - part * BLOCK_N
                 for split in range(SPLITS):
                     line = ((bh * SPLITS + split) * column_len + j) * D
-                    here = (rows == row)[:, None]
-                    dk += tl.where(here, tl.load(column_dk + line + dims)[None, :], 0.0)
-                    dv += tl.where(here, tl.load(column_dv + line + dims)[None, :], 0.0)
+                    here = (offs_n == row)[:, None]
+                    dk += tl.where(here, tl.load(column_dk_ptr + line + offs_d)[None, :], 0.0)
+                    dv += tl.where(here, tl.load(column_dv_ptr + line + offs_d)[None, :], 0.0)
     dk = dk * softmax_scale
-    head = batch * g_sb + kv_head * g_sh
-    if CARRY:
-        dk += load_rows(carry_dk + head, start, g_ss, rows, key_len, D, EVEN)
-        dv += load_rows(carry_dv + head, start, g_ss, rows, key_len, D, EVEN)
-    store_rows(dk_ptr + head, start, g_ss, rows, key_len, dk, D, EVEN)
-    store_rows(dv_ptr + head, start, g_ss, rows, key_len, dv, D, EVEN)
+    head_offset = batch * stride_db + kv_head * stride_dh
+    if ACCUMULATE:
+        accumulator_dk_ptr += head_offset
+        accumulator_dv_ptr += head_offset
+        dk += load_rows(accumulator_dk_ptr, start_n, stride_dn, offs_n, key_len, D, EVEN)
+        dv += load_rows(accumulator_dv_ptr, start_n, stride_dn, offs_n, key_len, D, EVEN)
+    store_rows(dk_ptr + head_offset, start_n, stride_dn, offs_n, key_len, dk, D, EVEN)
+    store_rows(dv_ptr + head_offset, start_n, stride_dn, offs_n, key_len, dv, D, EVEN)
 
 
 def backward_key(
-    query, key, value, grad_out, lse, delta, index, step, softmax_scale, carry, column_gradients,
-    gradients,
-):  # fmt: skip
-    """Launch the keys' and values' gradients; see :func:`kernels.attention_backward_key`.
-
-    ``gradients``, which may be ``carry``, is overwritten.
-    """
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    index: PatternIndex,
+    ring_step: RingStep,
+    softmax_scale: float,
+    accumulator: Tensor | None,
+    column_gradients: Tensor | None,
+    grad_kv: Tensor,
+) -> None:
+    """:func:`...attention.backward_key` into ``grad_kv``, which may be the accumulator."""
     length, batch, heads, dim = query.shape
-    kv_heads, nb, block = key.shape[2], index.local_blocks, index.block_size
-    tile = tile_for("key", dim, block, query)
-    columns = column_gradients
-    splits, num_columns = (1, 0) if columns is None else columns.shape[3:5]
+    kv_heads = key.shape[2]
+    tile = tile_for("key", dim, index.block_size, query)
+    dk, dv = grad_kv
+    acc_dk, acc_dv = grad_kv if accumulator is None else accumulator
+    column_dk, column_dv, splits, num_columns = lse, lse, 1, 0  # not read
+    if column_gradients is not None:
+        column_dk, column_dv = column_gradients
+        splits, num_columns = column_gradients.shape[3:5]
     launch(
-        _key_kernel, (nb * (block // tile.keep), batch * kv_heads),
-        query, key, value, grad_out, lse, delta, *gradients,
-        *(gradients if carry is None else carry), *((lse, lse) if columns is None else columns),
-        index.rank_ptr, index.rank_list, index.columns, index.column_ptr, *document_keys(index, step.rank),
-        None if index.documents is None else step.rank,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3],
-        *gradients.stride()[1:4],
-        index.rank_ptr.shape[-1], index.list_strides[1], index.column_ptr.shape[-1], num_columns,
-        length, key.shape[0], nb, softmax_scale,
-        step.source, index.world, index.inner, *meetings(index, step),
-        HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block, KEEP=tile.keep, WALK=tile.walk,
-        SPLITS=splits, DIAGONAL=step.source == step.rank, CARRY=carry is not None,
-        COLUMNS=columns is not None, LISTS=index.has_block_lists, DOCS=index.documents is not None,
-        EVEN=length % block == 0, PREC=precision_for(query),
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+        _key_kernel,
+        (index.local_blocks * (index.block_size // tile.block_n), batch * kv_heads),
+        q_ptr=query,
+        do_ptr=grad_out,
+        lse_ptr=lse,
+        delta_ptr=delta,
+        stride_qm=query.stride(0),
+        stride_qb=query.stride(1),
+        stride_qh=query.stride(2),
+        stride_dom=grad_out.stride(0),
+        stride_dob=grad_out.stride(1),
+        stride_doh=grad_out.stride(2),
+        query_len=length,
+        softmax_scale=softmax_scale,
+        k_ptr=key,
+        v_ptr=value,
+        dk_ptr=dk,
+        dv_ptr=dv,
+        accumulator_dk_ptr=acc_dk,
+        accumulator_dv_ptr=acc_dv,
+        stride_kn=key.stride(0),
+        stride_kb=key.stride(1),
+        stride_kh=key.stride(2),
+        stride_vn=value.stride(0),
+        stride_vb=value.stride(1),
+        stride_vh=value.stride(2),
+        stride_dn=dk.stride(0),
+        stride_db=dk.stride(1),
+        stride_dh=dk.stride(2),
+        key_len=key.shape[0],
+        column_dk_ptr=column_dk,
+        column_dv_ptr=column_dv,
+        columns=index.columns,
+        column_ptr=index.column_ptr,
+        column_ptr_len=index.column_ptr.shape[-1],
+        column_len=num_columns,
+        slash_ptr=index.rank_ptr,
+        slash_list=index.rank_list,
+        ptr_len=index.rank_ptr.shape[-1],
+        list_len=index.list_strides[1],
+        **key_documents(index, ring_step.rank),
+        query_rank=None if index.documents is None else ring_step.rank,
+        local_blocks=index.local_blocks,
+        rank=ring_step.source,
+        world=index.world,
+        inner=index.inner,
+        **dict(zip(MEETINGS, meetings(index, ring_step))),
+        HEADS=heads,
+        GROUP=heads // kv_heads,
+        BLOCK=index.block_size,
+        D=dim,
+        DIAGONAL=ring_step.source == ring_step.rank,
+        ACCUMULATE=accumulator is not None,
+        COLUMNS=column_gradients is not None,
+        LISTS=index.has_block_lists,
+        PACKED=index.documents is not None,
+        EVEN=length % index.block_size == 0,
+        PREC=precision_for(query),
+        SPLITS=splits,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )

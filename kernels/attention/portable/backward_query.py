@@ -1,183 +1,253 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Gradient of the queries of one round, and the row sums that both gradients need.
+"""Gradient of the queries of one round.
 
-With ``p = exp(scale q.k - lse)`` and ``delta = sum(out * dout)``,
+With ``p_ik = exp(scale q_i.k - lse_i)`` and ``delta_i = sum(out_i * dout_i)``,
 
-    ds = p * (dout.v - delta)        dq = carried + scale * sum_k ds k
+    ds_ik = p_ik (dout_i.v_k - delta_i)        dq_i = dq_i' + scale sum_k ds_ik k
+
+where ``'`` marks the gradient of the rounds before (the accumulator). Each program computes BLOCK_M rows of
+one query block of one head.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...common.launch import launch
-from ...common.tiles import (
-    LOG2E,
-    block_at,
+from ...common.tiles import LOG2E, load_rows, store_rows, tile_for
+from ...types import PatternIndex, Round
+from .kv_tiles import (
+    column_range,
     column_tile,
-    document_rows,
-    gather_rows,
-    list_start,
-    load_rows,
-    owner_of,
-    precision_for,
-    seen_from,
-    store_rows,
-    tile_for,
+    diagonal_tile,
+    kv_arguments,
+    pattern_of_head,
+    query_rows_of_program,
+    slash_range,
+    slash_tile,
 )
 
 
 @triton.jit
-def _add_tile(q, k, v, do, keep, acc, lse, delta, scale, MASKED: tl.constexpr, PREC: tl.constexpr):
-    scores = tl.dot(q, tl.trans(k), input_precision=PREC)
-    dp = tl.dot(do, tl.trans(v), input_precision=PREC)
+def _add_tile(
+    q,  # [BLOCK_M, D]
+    k,  # [BLOCK_N, D]
+    v,  # [BLOCK_N, D]
+    do,  # [BLOCK_M, D]
+    mask,  # [BLOCK_M, BLOCK_N], read if MASKED
+    dq,  # [BLOCK_M, D]
+    lse,  # [BLOCK_M], of base 2
+    delta,  # [BLOCK_M]
+    scale,
+    MASKED: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """dq with one tile of keys added, without the factor ``softmax_scale``."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PREC)  # [BLOCK_M, BLOCK_N]
+    dp = tl.dot(do, tl.trans(v), input_precision=PREC)  # [BLOCK_M, BLOCK_N]
     if MASKED:
-        scores = tl.where(keep, scores, float("-inf"))
+        scores = tl.where(mask, scores, float("-inf"))
     p = tl.math.exp2(scores * scale - lse[:, None])
     ds = p * (dp - delta[:, None])
-    return tl.dot(ds.to(k.dtype), k, acc, input_precision=PREC)
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PREC)
 
 
-@triton.jit(do_not_specialize=["residue", "wrap", "rank", "number", "first_head"])
+@triton.jit(do_not_specialize=["first_head", "round_start", "wrap", "rank", "round_index"])
 def _query_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, carry_ptr, dq_ptr, lse_ptr, delta_ptr,
-    slash_ptr, slash_list, member, columns, column_ptr, column_k, column_v, start_ptr, reach_ptr,
-    q_ss, q_sb, q_sh, k_sc, k_ss, k_sb, k_sh, v_sc, v_ss, v_sb, v_sh,
-    do_ss, do_sb, do_sh, c_ss, c_sb, c_sh, dq_ss, dq_sb, dq_sh,
-    ptr_len, list_len, column_len, query_len, key_len, nb, softmax_scale,
-    residue, wrap, rank, world, number, outer, first_head,
-    INNER: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    KEEP: tl.constexpr, WALK: tl.constexpr, DIAGONAL: tl.constexpr, CARRY: tl.constexpr,
-    COLUMNS: tl.constexpr, LISTS: tl.constexpr, DOCS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    parts: tl.constexpr = BLOCK // KEEP
-    walks: tl.constexpr = BLOCK // WALK
-    program = nb * parts - 1 - tl.program_id(0)
-    a = program // parts
-    part = program % parts
+    # Operands and results
+    q_ptr,  # [s, b, h, d]
+    k_ptr,  # [I, s, b, hk, d]
+    v_ptr,  # [I, s, b, hk, d]
+    do_ptr,  # [s, b, h, d]
+    accumulator_ptr,  # [s, b, h, d] float32, read unless FIRST
+    dq_ptr,  # [s, b, h, d]
+    lse_ptr,  # [b, h, s]
+    delta_ptr,  # [b, h, s]
+    # The pattern (types.PatternIndex), the gathered columns [b, h, C, d], and packed documents or None
+    slash_ptr,
+    slash_list,
+    member,
+    columns,
+    column_ptr,
+    column_k_ptr,
+    column_v_ptr,
+    document_starts,
+    kv_block_bounds,
+    # Strides (r: rank, m: query row, n: key row, b: batch entry, h: head)
+    stride_qm,
+    stride_qb,
+    stride_qh,
+    stride_kr,
+    stride_kn,
+    stride_kb,
+    stride_kh,
+    stride_vr,
+    stride_vn,
+    stride_vb,
+    stride_vh,
+    stride_dom,
+    stride_dob,
+    stride_doh,
+    stride_am,
+    stride_ab,
+    stride_ah,
+    stride_dqm,
+    stride_dqb,
+    stride_dqh,
+    # Sizes
+    ptr_len,  # NB + 1
+    list_len,
+    column_len,  # C
+    query_len,  # s
+    key_len,  # s
+    local_blocks,  # nb
+    softmax_scale,
+    # The layout and the round (types.Round)
+    round_start,
+    wrap,
+    rank,
+    world,
+    round_index,
+    outer,
+    first_head,  # of the heads of all batch entries
+    INNER: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    D: tl.constexpr,
+    FIRST: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LISTS: tl.constexpr,
+    PACKED: tl.constexpr,
+    EVEN: tl.constexpr,
+    PREC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    tiles: tl.constexpr = BLOCK // BLOCK_N
+    q_block, part = query_rows_of_program(local_blocks, BLOCK, BLOCK_M)
     bh = (first_head + tl.program_id(1)).to(tl.int64)
     batch = bh // HEADS
     head = bh % HEADS
     kv_head = head // GROUP
-    q_ptr += batch * q_sb + head * q_sh
-    k_ptr += batch * k_sb + kv_head * k_sh
-    v_ptr += batch * v_sb + kv_head * v_sh
-    do_ptr += batch * do_sb + head * do_sh
-    slash_ptr += list_start(bh, a, ptr_len, nb, residue, LISTS)
-    slash_list += bh * list_len
-    member += bh * (ptr_len - 1)
-    columns += bh * column_len
-    column_ptr += bh * ptr_len
-    column_k += bh * column_len * D
-    column_v += bh * column_len * D
-
-    rows = tl.arange(0, KEEP)
-    keys = tl.arange(0, WALK)
-    start = a * BLOCK + part * KEEP
-    inside = start + rows < query_len
-    q = load_rows(q_ptr, start, q_ss, rows, query_len, D, EVEN)
-    do = load_rows(do_ptr, start, do_ss, rows, query_len, D, EVEN)
-    # A row past the end gets lse = inf, hence p = 0.
-    lse = tl.load(lse_ptr + bh * query_len + start + rows, mask=inside, other=float("inf")) * LOG2E
-    delta = tl.load(delta_ptr + bh * query_len + start + rows, mask=inside, other=0.0)
-    scale = softmax_scale * LOG2E
-    acc = tl.zeros([KEEP, D], tl.float32)
-
-    low = tl.load(slash_ptr)
-    # Among the blocks of the round's ranks, the last that this query block may see.
-    last = block_at(a, rank % INNER, INNER, INNER) - wrap
-    high = tl.load(slash_ptr + 1 if LISTS else slash_ptr + last + 1)
-    whole = high
-    if DOCS:
-        begins = tl.load(start_ptr + batch * query_len + start + rows, mask=inside, other=0)
-        reach_ptr += batch * 2 * nb + a
-        first_block = tl.load(reach_ptr)
-        node = rank // INNER - number + wrap * outer
-        whole = seen_from(
-            tl.load(reach_ptr + nb), slash_ptr, slash_list, low, high, last, node, outer, LISTS
+    q_ptr += batch * stride_qb + head * stride_qh
+    k_ptr += batch * stride_kb + kv_head * stride_kh
+    v_ptr += batch * stride_vb + kv_head * stride_vh
+    do_ptr += batch * stride_dob + head * stride_doh
+    slash_ptr, slash_list, member, columns, column_ptr, column_k_ptr, column_v_ptr = (
+        pattern_of_head(
+            bh, q_block, slash_ptr, slash_list, member, columns, column_ptr, column_k_ptr, column_v_ptr,
+            ptr_len, list_len, column_len, local_blocks, round_start, D, LISTS,
         )
-        high = seen_from(first_block, slash_ptr, slash_list, low, high, last, node, outer, LISTS)
-    if DIAGONAL:
-        low += 1
-        own_k = k_ptr + rank % INNER * k_sc.to(tl.int64)
-        own_v = v_ptr + rank % INNER * v_sc.to(tl.int64)
-        for walk in range(tl.cdiv((part + 1) * KEEP, WALK)):
-            at = a * BLOCK + walk * WALK
-            k = load_rows(own_k, at, k_ss, keys, key_len, D, EVEN)
-            v = load_rows(own_v, at, v_ss, keys, key_len, D, EVEN)
-            keep = (start + rows)[:, None] >= (at + keys)[None, :]
-            if DOCS:
-                position = block_at(a, rank, world, INNER) * BLOCK + walk * WALK + keys
-                keep &= position[None, :] >= begins[:, None]
-            acc = _add_tile(q, k, v, do, keep, acc, lse, delta, scale, True, PREC)
-    for j in range(low * walks, whole * walks):
-        block = last - tl.load(slash_list + j // walks).to(tl.int32)
-        chunk, c = owner_of(block, INNER, INNER)
-        at = c * BLOCK + j % walks * WALK
-        chunk = chunk.to(tl.int64)
-        k = load_rows(k_ptr + chunk * k_sc, at, k_ss, keys, key_len, D, True)
-        v = load_rows(v_ptr + chunk * v_sc, at, v_ss, keys, key_len, D, True)
-        acc = _add_tile(q, k, v, do, None, acc, lse, delta, scale, False, PREC)
-    if DOCS:  # key blocks of which some rows see a part, or nothing
-        for j in range(tl.maximum(low, whole) * walks, high * walks):
-            block = last - tl.load(slash_list + j // walks).to(tl.int32)
-            chunk, c = owner_of(block, INNER, INNER)
-            at = c * BLOCK + j % walks * WALK
-            chunk = chunk.to(tl.int64)
-            k = load_rows(k_ptr + chunk * k_sc, at, k_ss, keys, key_len, D, True)
-            v = load_rows(v_ptr + chunk * v_sc, at, v_ss, keys, key_len, D, True)
-            position = (block * outer + node) * BLOCK + j % walks * WALK + keys
-            keep = position[None, :] >= begins[:, None]
-            acc = _add_tile(q, k, v, do, keep, acc, lse, delta, scale, True, PREC)
-    if COLUMNS:
-        block = block_at(a, rank, world, INNER)
-        # Each head has its columns in one of the rounds, so that rounds are alike.
-        high = tl.load(column_ptr + block)
-        high = tl.where(head * outer // HEADS == number, high, 0)
-        low = 0
-        if DOCS:
-            low = tl.load(column_ptr + first_block)
-        for first in range(low, high, WALK):
-            entry, keep = column_tile(columns, member, first, high, block, BLOCK, WALK)
-            k = gather_rows(column_k, entry, D)
-            v = gather_rows(column_v, entry, D)
-            keep = keep[None, :]
-            if DOCS:
-                keep &= tl.load(columns + entry)[None, :] >= begins[:, None]
-            acc = _add_tile(q, k, v, do, keep, acc, lse, delta, scale, True, PREC)
+    )  # fmt: skip
 
-    acc = acc * softmax_scale
-    if CARRY:
-        carry_ptr += batch * c_sb + head * c_sh
-        acc += load_rows(carry_ptr, start, c_ss, rows, query_len, D, EVEN).to(tl.float32)
-    store_rows(dq_ptr + batch * dq_sb + head * dq_sh, start, dq_ss, rows, query_len, acc, D, EVEN)
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    start = q_block * BLOCK + part * BLOCK_M
+    inside = start + offs_m < query_len
+    q = load_rows(q_ptr, start, stride_qm, offs_m, query_len, D, EVEN)  # [BLOCK_M, D]
+    do = load_rows(do_ptr, start, stride_dom, offs_m, query_len, D, EVEN)  # [BLOCK_M, D]
+    # A row past the end gets lse = inf, hence p = 0.
+    lse = (
+        tl.load(lse_ptr + bh * query_len + start + offs_m, mask=inside, other=float("inf")) * LOG2E
+    )
+    delta = tl.load(delta_ptr + bh * query_len + start + offs_m, mask=inside, other=0.0)
+    scale = softmax_scale * LOG2E
+    dq = tl.zeros([BLOCK_M, D], tl.float32)
+
+    low, unmasked_end, high, last_block, starts, first_block, group = slash_range(
+        slash_ptr, slash_list, document_starts, kv_block_bounds, q_block, start, offs_m, inside, batch,
+        query_len, local_blocks, rank, wrap, round_index, outer, INNER, LISTS, PACKED,
+    )  # fmt: skip
+    if FIRST:
+        # Block distance 0 is the first of the list, and the only one that needs a causal mask.
+        low += 1
+        own_k = k_ptr + rank % INNER * stride_kr.to(tl.int64)
+        own_v = v_ptr + rank % INNER * stride_vr.to(tl.int64)
+        for tile in range(tl.cdiv((part + 1) * BLOCK_M, BLOCK_N)):
+            k, v, mask = diagonal_tile(
+                tile, q_block, start + offs_m, offs_n, starts, own_k, own_v, stride_kn, stride_vn, key_len,
+                rank, world, INNER, BLOCK, BLOCK_N, D, PACKED, EVEN,
+            )  # fmt: skip
+            dq = _add_tile(q, k, v, do, mask, dq, lse, delta, scale, True, PREC)
+    for MASKED in tl.static_range(2 if PACKED else 1):
+        begin = tl.maximum(low, unmasked_end) if MASKED else low
+        end = high if MASKED else unmasked_end
+        for j in range(begin * tiles, end * tiles):
+            k, v, mask = slash_tile(
+                j, offs_n, slash_list, last_block, group, starts, k_ptr, v_ptr,
+                stride_kr, stride_kn, stride_vr, stride_vn, key_len, outer,
+                INNER, BLOCK, BLOCK_N, D, MASKED,
+            )  # fmt: skip
+            dq = _add_tile(q, k, v, do, mask, dq, lse, delta, scale, MASKED, PREC)
+    if COLUMNS:
+        low, high, block = column_range(
+            column_ptr, q_block, head, first_block, rank, world, round_index, outer, INNER, HEADS, PACKED
+        )  # fmt: skip
+        for first in range(low, high, BLOCK_N):
+            k, v, mask = column_tile(
+                first, high, offs_n, block, starts, columns, member, column_k_ptr, column_v_ptr,
+                BLOCK, D, PACKED,
+            )  # fmt: skip
+            dq = _add_tile(q, k, v, do, mask, dq, lse, delta, scale, True, PREC)
+
+    dq = dq * softmax_scale
+    if not FIRST:
+        accumulator_ptr += batch * stride_ab + head * stride_ah
+        acc = load_rows(accumulator_ptr, start, stride_am, offs_m, query_len, D, EVEN)
+        dq += acc.to(tl.float32)
+    dq_ptr += batch * stride_dqb + head * stride_dqh
+    store_rows(dq_ptr, start, stride_dqm, offs_m, query_len, dq, D, EVEN)
 
 
 def backward_query(
-    query, key, value, columns, grad_out, lse, delta, index, this, softmax_scale, carry, grad_query,
-    line_range,
-):  # fmt: skip
-    """Launch the queries' gradient of one round, for a range of the heads of all batch entries; ``carry``
-    is read unless ``this.first``."""
-    length, batch, heads, dim = query.shape
-    kv_heads, nb, block = key.shape[3], index.local_blocks, index.block_size
-    tile = tile_for("query", dim, block, query)
-    carried = grad_query if carry is None else carry
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    column_kv: Tensor | None,
+    grad_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    index: PatternIndex,
+    round_: Round,
+    softmax_scale: float,
+    accumulator: Tensor | None,
+    grad_query: Tensor,
+    head_range: range,
+) -> None:
+    """:func:`...attention.backward_query` into ``grad_query``, which may be the accumulator, for some of the
+    ``b * h`` heads of all batch entries."""
+    tile = tile_for("query", query.shape[3], index.block_size, query)
+    acc_in = grad_query if accumulator is None else accumulator
     launch(
-        _query_kernel, (nb * (block // tile.keep), len(line_range)),
-        query, key, value, grad_out, carried, grad_query, lse, delta,
-        index.round_ptr, index.round_list, index.member, index.columns, index.column_ptr,
-        *((key, value) if columns is None else columns), *document_rows(index, this.rank),
-        *query.stride()[:3], *key.stride()[:4], *value.stride()[:4], *grad_out.stride()[:3],
-        *carried.stride()[:3], *grad_query.stride()[:3],
-        index.column_ptr.shape[-1], index.list_strides[0], index.columns.shape[-1],
-        length, key.shape[1], nb, softmax_scale,
-        index.round_start(this.round_index), this.wrap, this.rank, index.world, this.round_index,
-        index.outer, line_range.start,
-        INNER=index.inner, HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
-        KEEP=tile.keep, WALK=tile.walk, DIAGONAL=this.first, CARRY=not this.first,
-        COLUMNS=columns is not None, LISTS=index.has_block_lists, DOCS=index.documents is not None,
-        EVEN=length % block == 0, PREC=precision_for(query),
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+        _query_kernel,
+        (index.local_blocks * (index.block_size // tile.block_m), len(head_range)),
+        q_ptr=query,
+        do_ptr=grad_out,
+        accumulator_ptr=acc_in,
+        dq_ptr=grad_query,
+        lse_ptr=lse,
+        delta_ptr=delta,
+        stride_qm=query.stride(0),
+        stride_qb=query.stride(1),
+        stride_qh=query.stride(2),
+        stride_dom=grad_out.stride(0),
+        stride_dob=grad_out.stride(1),
+        stride_doh=grad_out.stride(2),
+        stride_am=acc_in.stride(0),
+        stride_ab=acc_in.stride(1),
+        stride_ah=acc_in.stride(2),
+        stride_dqm=grad_query.stride(0),
+        stride_dqb=grad_query.stride(1),
+        stride_dqh=grad_query.stride(2),
+        query_len=query.shape[0],
+        softmax_scale=softmax_scale,
+        first_head=head_range.start,
+        **kv_arguments(query, key, value, column_kv, index, round_),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )

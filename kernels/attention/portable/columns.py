@@ -1,8 +1,8 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Each head's columns gathered from the keys and values, and where the keys' own columns are in the list.
+"""Keys and values of each head's columns gathered from a rank, and the inverse: which column each key is.
 
-Columns travel between ranks in this form, a few MB: a rank fills in those it owns, and the sum over
-ranks is all of them.
+Columns travel between ranks in the gathered form, a few MB. Each rank fills in those it has; the sum over
+ranks has all of them.
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...common.launch import cdiv, launch
 from ...common.tiles import owner_of
+from ...types import Columns, PatternIndex
 
 
 @triton.jit
-def _own_columns(columns, entry, column_len, seq_length, rank, world, inner, BLOCK: tl.constexpr):
-    """Rows of this rank's part that entries of the list are, and which entries it owns."""
+def _own_columns(
+    columns, entry, column_len, seq_length, rank, world, inner, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The row, in this rank's part, of each entry of the list of columns, and whether the rank has it."""
     position = tl.load(columns + entry, mask=entry < column_len, other=seq_length)
     owner, local_block = owner_of(position // BLOCK, world, inner)
     owned = (position < seq_length) & (owner == rank)
@@ -26,73 +30,126 @@ def _own_columns(columns, entry, column_len, seq_length, rank, world, inner, BLO
 
 @triton.jit(do_not_specialize=["rank"])
 def _gather_kernel(
-    k_ptr, v_ptr, kc_ptr, vc_ptr, columns,
-    k_ss, k_sb, k_sh, v_ss, v_sb, v_sh, column_len, seq_length, rank, world, inner,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, VALUES: tl.constexpr,
-):  # fmt: skip
+    k_ptr,  # [s, b, hk, d]
+    v_ptr,  # [s, b, hk, d]
+    column_k_ptr,  # [b, h, C, d]
+    column_v_ptr,  # [b, h, C, d]
+    columns,  # [b, h, C]
+    stride_kn,
+    stride_kb,
+    stride_kh,
+    stride_vn,
+    stride_vb,
+    stride_vh,
+    column_len,  # C
+    seq_length,
+    rank,
+    world,
+    inner,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    VALUES: tl.constexpr,
+):
     bh = tl.program_id(1).to(tl.int64)
     batch = bh // HEADS
     kv_head = bh % HEADS // GROUP
-    entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    entry = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row, owned = _own_columns(
         columns + bh * column_len, entry, column_len, seq_length, rank, world, inner, BLOCK
     )
     row = row.to(tl.int64)[:, None]
-    d = tl.arange(0, D)[None, :]
-    to = (bh * column_len + entry)[:, None] * D + d
+    offs_d = tl.arange(0, D)[None, :]
+    target = (bh * column_len + entry)[:, None] * D + offs_d  # [BLOCK_N, D]
     inside = (entry < column_len)[:, None]
-    k_ptr += batch * k_sb + kv_head * k_sh
-    v_ptr += batch * v_sb + kv_head * v_sh
-    # Rows of other ranks are zero: nothing to the sum.
-    tl.store(
-        kc_ptr + to, tl.load(k_ptr + row * k_ss + d, mask=owned[:, None], other=0.0), mask=inside
-    )
+    k_ptr += batch * stride_kb + kv_head * stride_kh
+    v_ptr += batch * stride_vb + kv_head * stride_vh
+    # Columns of other ranks are 0: they add nothing to the sum.
+    k = tl.load(k_ptr + row * stride_kn + offs_d, mask=owned[:, None], other=0.0)
+    tl.store(column_k_ptr + target, k, mask=inside)
     if VALUES:
-        value = tl.load(v_ptr + row * v_ss + d, mask=owned[:, None], other=0.0)
-        tl.store(vc_ptr + to, value, mask=inside)
+        v = tl.load(v_ptr + row * stride_vn + offs_d, mask=owned[:, None], other=0.0)
+        tl.store(column_v_ptr + target, v, mask=inside)
 
 
-def gather_columns(key, value, index, rank):
-    """Launch the gathering; see :func:`kernels.gather_columns`."""
-    batch, heads, columns = index.columns.shape
-    dim, rows = key.shape[3], 32
-    values = value is not None
-    value = value if values else key
+def gather_columns(key: Tensor, value: Tensor | None, index: Columns, rank: int) -> Tensor:
+    """See :func:`..reference.gather_columns`."""
+    batch, heads, num_columns = index.columns.shape
+    dim, block_n = key.shape[3], 32
+    has_values = value is not None
+    value = value if has_values else key
     gathered = torch.empty(
-        (1 + values, batch, heads, columns, dim), dtype=key.dtype, device=key.device
+        (1 + has_values, batch, heads, num_columns, dim), dtype=key.dtype, device=key.device
     )
     launch(
-        _gather_kernel, (cdiv(columns, rows), batch * heads),
-        key, value, gathered[0], gathered[-1], index.columns, *key.stride()[:3], *value.stride()[:3],
-        columns, index.seq_length, rank, index.world, index.inner,
-        HEADS=heads, GROUP=heads // key.shape[2], D=dim, BLOCK=index.block_size, ROWS=rows, VALUES=values,
-    )  # fmt: skip
+        _gather_kernel,
+        (cdiv(num_columns, block_n), batch * heads),
+        k_ptr=key,
+        v_ptr=value,
+        column_k_ptr=gathered[0],
+        column_v_ptr=gathered[-1],
+        columns=index.columns,
+        stride_kn=key.stride(0),
+        stride_kb=key.stride(1),
+        stride_kh=key.stride(2),
+        stride_vn=value.stride(0),
+        stride_vb=value.stride(1),
+        stride_vh=value.stride(2),
+        column_len=num_columns,
+        seq_length=index.seq_length,
+        rank=rank,
+        world=index.world,
+        inner=index.inner,
+        HEADS=heads,
+        GROUP=heads // key.shape[2],
+        D=dim,
+        BLOCK=index.block_size,
+        BLOCK_N=block_n,
+        VALUES=has_values,
+    )
     return gathered
 
 
 @triton.jit(do_not_specialize=["rank"])
 def _invert_kernel(
-    entries, columns, column_len, key_len, seq_length, rank, world, inner,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    entries,  # [b, h, s]
+    columns,  # [b, h, C]
+    column_len,  # C
+    key_len,  # s
+    seq_length,
+    rank,
+    world,
+    inner,
+    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     bh = tl.program_id(1).to(tl.int64)
-    entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    entry = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row, owned = _own_columns(
         columns + bh * column_len, entry, column_len, seq_length, rank, world, inner, BLOCK
     )
     tl.store(entries + bh * key_len + row, entry, mask=owned)
 
 
-def invert_columns(index, rank, key_len):
-    """Which entry of the list of columns each of a rank's keys is: int32 ``[b, h, s]``, -1 if none."""
-    batch, heads, columns = index.columns.shape
-    shape = (batch, heads, key_len)
+def invert_columns(index: PatternIndex, rank: int, key_len: int) -> Tensor:
+    """Which entry of the list of columns each key of ``rank`` is: int32 ``[b, h, s]``, -1 if none."""
+    batch, heads, num_columns = index.columns.shape
+    shape, block_n = (batch, heads, key_len), 128
     entries = torch.full(shape, -1, dtype=torch.int32, device=index.columns.device)
-    rows = 128
     launch(
-        _invert_kernel, (cdiv(columns, rows), batch * heads),
-        entries, index.columns, columns, key_len, index.seq_length, rank, index.world, index.inner,
-        BLOCK=index.block_size, ROWS=rows,
-    )  # fmt: skip
+        _invert_kernel,
+        (cdiv(num_columns, block_n), batch * heads),
+        entries=entries,
+        columns=index.columns,
+        column_len=num_columns,
+        key_len=key_len,
+        seq_length=index.seq_length,
+        rank=rank,
+        world=index.world,
+        inner=index.inner,
+        BLOCK=index.block_size,
+        BLOCK_N=block_n,
+    )
     return entries

@@ -11,31 +11,55 @@ from torch import Tensor
 from ...common.launch import cdiv, launch
 from ...common.tiles import load_rows
 
+BLOCK_M = 64
+
 
 @triton.jit
 def _delta_kernel(
-    out_ptr, grad_ptr, delta_ptr, o_ss, o_sb, o_sh, g_ss, g_sb, g_sh, length,
-    HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    out_ptr,  # [s, b, h, d]
+    do_ptr,  # [s, b, h, d]
+    delta_ptr,  # [b, h, s]
+    stride_om,
+    stride_ob,
+    stride_oh,
+    stride_dom,
+    stride_dob,
+    stride_doh,
+    query_len,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
     bh = tl.program_id(1).to(tl.int64)
-    start = tl.program_id(0) * ROWS
-    rows = tl.arange(0, ROWS)
-    out_ptr += bh // HEADS * o_sb + bh % HEADS * o_sh
-    grad_ptr += bh // HEADS * g_sb + bh % HEADS * g_sh
-    out = load_rows(out_ptr, start, o_ss, rows, length, D, False).to(tl.float32)
-    grad = load_rows(grad_ptr, start, g_ss, rows, length, D, False).to(tl.float32)
-    delta_ptr += bh * length + start + rows
-    tl.store(delta_ptr, tl.sum(out * grad, 1), mask=start + rows < length)
+    start = tl.program_id(0) * BLOCK_M
+    offs_m = tl.arange(0, BLOCK_M)
+    out_ptr += bh // HEADS * stride_ob + bh % HEADS * stride_oh
+    do_ptr += bh // HEADS * stride_dob + bh % HEADS * stride_doh
+    out = load_rows(out_ptr, start, stride_om, offs_m, query_len, D, False).to(tl.float32)
+    do = load_rows(do_ptr, start, stride_dom, offs_m, query_len, D, False).to(tl.float32)
+    delta_ptr += bh * query_len + start + offs_m
+    tl.store(delta_ptr, tl.sum(out * do, 1), mask=start + offs_m < query_len)
 
 
 def delta(out: Tensor, grad_out: Tensor) -> Tensor:
     """See :func:`..reference.delta`."""
     length, batch, heads, dim = out.shape
     result = torch.empty(batch, heads, length, dtype=torch.float32, device=out.device)
-    rows = 64
     launch(
-        _delta_kernel, (cdiv(length, rows), batch * heads),
-        out, grad_out, result, *out.stride()[:3], *grad_out.stride()[:3], length,
-        HEADS=heads, D=dim, ROWS=rows,
-    )  # fmt: skip
+        _delta_kernel,
+        (cdiv(length, BLOCK_M), batch * heads),
+        out_ptr=out,
+        do_ptr=grad_out,
+        delta_ptr=result,
+        stride_om=out.stride(0),
+        stride_ob=out.stride(1),
+        stride_oh=out.stride(2),
+        stride_dom=grad_out.stride(0),
+        stride_dob=grad_out.stride(1),
+        stride_doh=grad_out.stride(2),
+        query_len=length,
+        HEADS=heads,
+        D=dim,
+        BLOCK_M=BLOCK_M,
+    )
     return result

@@ -3,45 +3,55 @@
 
 For a query row ``i`` over the keys ``k`` of the round that its head attends to,
 
-    lse_i = log( exp(lse_i carried) + sum_k exp(scale q_i.k_k) )
-    out_i = exp(lse_i carried - lse_i) out_i carried + sum_k exp(scale q_i.k_k - lse_i) v_k
+    lse_i = log( exp(lse_i') + sum_k exp(scale q_i.k) )
+    out_i = exp(lse_i' - lse_i) out_i' + sum_k exp(scale q_i.k - lse_i) v_k
 
-with the sums in float32. Each program holds one query block of one head.
+with the sums in float32, where ``'`` marks the result of the rounds before (the accumulator). Each program
+computes BLOCK_M rows of one query block of one head.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...common.launch import launch
-from ...common.tiles import (
-    LN2,
-    LOG2E,
-    block_at,
+from ...common.tiles import LN2, LOG2E, load_rows, store_rows, tile_for
+from ...types import PatternIndex, Round
+from .kv_tiles import (
+    column_range,
     column_tile,
-    document_rows,
-    gather_rows,
-    list_start,
-    load_rows,
-    owner_of,
-    precision_for,
-    seen_from,
-    store_rows,
-    tile_for,
+    diagonal_tile,
+    kv_arguments,
+    pattern_of_head,
+    query_rows_of_program,
+    slash_range,
+    slash_tile,
 )
 
 
 @triton.jit
-def _online_softmax(q, k, v, keep, acc, m, l, scale, MASKED: tl.constexpr, PREC: tl.constexpr):
-    """Add one tile of keys to the running (acc, max, sum); base-2 logits."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PREC)
+def _online_softmax(
+    q,  # [BLOCK_M, D]
+    k,  # [BLOCK_N, D]
+    v,  # [BLOCK_N, D]
+    mask,  # [BLOCK_M, BLOCK_N], read if MASKED
+    acc,  # [BLOCK_M, D]
+    m,  # [BLOCK_M]
+    l,  # [BLOCK_M]
+    scale,
+    MASKED: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """Add one tile of keys to the running output, maximum and sum of each row; logits are of base 2."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PREC)  # [BLOCK_M, BLOCK_N]
     if MASKED:
-        scores = tl.where(keep, scores, float("-inf"))
+        scores = tl.where(mask, scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 1) * scale)
-    # A row that has seen nothing but scores of -inf has a maximum to subtract only later.
+    # A row with no score above -inf so far has no maximum to subtract yet.
     finite = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.math.exp2(scores * scale - finite[:, None])
+    p = tl.math.exp2(scores * scale - finite[:, None])  # [BLOCK_M, BLOCK_N]
     alpha = tl.math.exp2(m - finite)
     l = l * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
@@ -49,152 +59,189 @@ def _online_softmax(q, k, v, keep, acc, m, l, scale, MASKED: tl.constexpr, PREC:
     return acc, m_new, l
 
 
-@triton.jit(do_not_specialize=["residue", "wrap", "rank", "number", "first_head"])
+@triton.jit(do_not_specialize=["round_start", "wrap", "rank", "round_index"])
 def _forward_kernel(
-    q_ptr, k_ptr, v_ptr, carry_ptr, out_ptr, lse_ptr,
-    slash_ptr, slash_list, member, columns, column_ptr, column_k, column_v, start_ptr, reach_ptr,
-    q_ss, q_sb, q_sh, k_sc, k_ss, k_sb, k_sh, v_sc, v_ss, v_sb, v_sh,
-    c_ss, c_sb, c_sh, o_ss, o_sb, o_sh,
-    ptr_len, list_len, column_len, query_len, key_len, nb, scale,
-    residue, wrap, rank, world, number, outer, first_head,
-    INNER: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    KEEP: tl.constexpr, WALK: tl.constexpr, DIAGONAL: tl.constexpr, CARRY: tl.constexpr,
-    LAST: tl.constexpr, COLUMNS: tl.constexpr, LISTS: tl.constexpr, DOCS: tl.constexpr, EVEN: tl.constexpr,
+    # Operands and results
+    q_ptr,  # [s, b, h, d]
+    k_ptr,  # [I, s, b, hk, d]
+    v_ptr,  # [I, s, b, hk, d]
+    accumulator_ptr,  # [s, b, h, d] float32, read unless FIRST
+    out_ptr,  # [s, b, h, d]
+    lse_ptr,  # [b, h, s]
+    # The pattern (types.PatternIndex), the gathered columns [b, h, C, d], and packed documents or None
+    slash_ptr,
+    slash_list,
+    member,
+    columns,
+    column_ptr,
+    column_k_ptr,
+    column_v_ptr,
+    document_starts,
+    kv_block_bounds,
+    # Strides (r: rank, m: query row, n: key row, b: batch entry, h: head)
+    stride_qm,
+    stride_qb,
+    stride_qh,
+    stride_kr,
+    stride_kn,
+    stride_kb,
+    stride_kh,
+    stride_vr,
+    stride_vn,
+    stride_vb,
+    stride_vh,
+    stride_am,
+    stride_ab,
+    stride_ah,
+    stride_om,
+    stride_ob,
+    stride_oh,
+    # Sizes
+    ptr_len,  # NB + 1
+    list_len,
+    column_len,  # C
+    query_len,  # s
+    key_len,  # s
+    local_blocks,  # nb
+    softmax_scale,
+    # The layout and the round (types.Round)
+    round_start,
+    wrap,
+    rank,
+    world,
+    round_index,
+    outer,
+    INNER: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    D: tl.constexpr,
+    FIRST: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LISTS: tl.constexpr,
+    PACKED: tl.constexpr,
+    EVEN: tl.constexpr,
     PREC: tl.constexpr,
-):  # fmt: skip
-    parts: tl.constexpr = BLOCK // KEEP
-    walks: tl.constexpr = BLOCK // WALK
-    # The last query blocks have the most keys: start them first.
-    program = nb * parts - 1 - tl.program_id(0)
-    a = program // parts
-    part = program % parts
-    bh = (first_head + tl.program_id(1)).to(tl.int64)
+    LAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    tiles: tl.constexpr = BLOCK // BLOCK_N
+    q_block, part = query_rows_of_program(local_blocks, BLOCK, BLOCK_M)
+    bh = tl.program_id(1).to(tl.int64)
     batch = bh // HEADS
     head = bh % HEADS
     kv_head = head // GROUP
-    q_ptr += batch * q_sb + head * q_sh
-    k_ptr += batch * k_sb + kv_head * k_sh
-    v_ptr += batch * v_sb + kv_head * v_sh
-    slash_ptr += list_start(bh, a, ptr_len, nb, residue, LISTS)
-    slash_list += bh * list_len
-    member += bh * (ptr_len - 1)
-    columns += bh * column_len
-    column_ptr += bh * ptr_len
-    column_k += bh * column_len * D
-    column_v += bh * column_len * D
-
-    rows = tl.arange(0, KEEP)
-    keys = tl.arange(0, WALK)
-    start = a * BLOCK + part * KEEP
-    q = load_rows(q_ptr, start, q_ss, rows, query_len, D, EVEN)
-    scale = scale * LOG2E
-    lse_ptr += bh * query_len + start + rows
-    inside = start + rows < query_len
-    if CARRY:
-        carry_ptr += batch * c_sb + head * c_sh
-        acc = load_rows(carry_ptr, start, c_ss, rows, query_len, D, EVEN).to(tl.float32)
-        m = tl.load(lse_ptr, mask=inside, other=0.0) * LOG2E
-        # A row without weight so far may meet no tile here either.
-        l = tl.where(m == float("-inf"), 0.0, 1.0)
-    else:
-        acc = tl.zeros([KEEP, D], tl.float32)
-        m = tl.full([KEEP], float("-inf"), tl.float32)
-        l = tl.zeros([KEEP], tl.float32)
-
-    low = tl.load(slash_ptr)
-    # Among the blocks of the round's ranks, the last that this query block may see.
-    last = block_at(a, rank % INNER, INNER, INNER) - wrap
-    high = tl.load(slash_ptr + 1 if LISTS else slash_ptr + last + 1)
-    whole = high
-    if DOCS:
-        begins = tl.load(start_ptr + batch * query_len + start + rows, mask=inside, other=0)
-        reach_ptr += batch * 2 * nb + a
-        first_block = tl.load(reach_ptr)
-        node = rank // INNER - number + wrap * outer
-        whole = seen_from(
-            tl.load(reach_ptr + nb), slash_ptr, slash_list, low, high, last, node, outer, LISTS
+    q_ptr += batch * stride_qb + head * stride_qh
+    k_ptr += batch * stride_kb + kv_head * stride_kh
+    v_ptr += batch * stride_vb + kv_head * stride_vh
+    slash_ptr, slash_list, member, columns, column_ptr, column_k_ptr, column_v_ptr = (
+        pattern_of_head(
+            bh, q_block, slash_ptr, slash_list, member, columns, column_ptr, column_k_ptr, column_v_ptr,
+            ptr_len, list_len, column_len, local_blocks, round_start, D, LISTS,
         )
-        high = seen_from(first_block, slash_ptr, slash_list, low, high, last, node, outer, LISTS)
-    if DIAGONAL:
-        # Distance 0 is first in the list of residue 0, and the only block that needs a token mask.
-        low += 1
-        own_k = k_ptr + rank % INNER * k_sc.to(tl.int64)
-        own_v = v_ptr + rank % INNER * v_sc.to(tl.int64)
-        for walk in range(tl.cdiv((part + 1) * KEEP, WALK)):
-            at = a * BLOCK + walk * WALK
-            k = load_rows(own_k, at, k_ss, keys, key_len, D, EVEN)
-            v = load_rows(own_v, at, v_ss, keys, key_len, D, EVEN)
-            keep = (start + rows)[:, None] >= (at + keys)[None, :]
-            if DOCS:
-                position = block_at(a, rank, world, INNER) * BLOCK + walk * WALK + keys
-                keep &= position[None, :] >= begins[:, None]
-            acc, m, l = _online_softmax(q, k, v, keep, acc, m, l, scale, True, PREC)
-    for j in range(low * walks, whole * walks):
-        block = last - tl.load(slash_list + j // walks).to(tl.int32)
-        chunk, c = owner_of(block, INNER, INNER)
-        at = c * BLOCK + j % walks * WALK
-        chunk = chunk.to(tl.int64)
-        k = load_rows(k_ptr + chunk * k_sc, at, k_ss, keys, key_len, D, True)
-        v = load_rows(v_ptr + chunk * v_sc, at, v_ss, keys, key_len, D, True)
-        acc, m, l = _online_softmax(q, k, v, None, acc, m, l, scale, False, PREC)
-    if DOCS:  # key blocks of which some rows see a part, or nothing
-        for j in range(tl.maximum(low, whole) * walks, high * walks):
-            block = last - tl.load(slash_list + j // walks).to(tl.int32)
-            chunk, c = owner_of(block, INNER, INNER)
-            at = c * BLOCK + j % walks * WALK
-            chunk = chunk.to(tl.int64)
-            k = load_rows(k_ptr + chunk * k_sc, at, k_ss, keys, key_len, D, True)
-            v = load_rows(v_ptr + chunk * v_sc, at, v_ss, keys, key_len, D, True)
-            position = (block * outer + node) * BLOCK + j % walks * WALK + keys
-            keep = position[None, :] >= begins[:, None]
-            acc, m, l = _online_softmax(q, k, v, keep, acc, m, l, scale, True, PREC)
-    if COLUMNS:
-        block = block_at(a, rank, world, INNER)
-        # Each head has its columns in one of the rounds, so that rounds are alike.
-        high = tl.load(column_ptr + block)
-        high = tl.where(head * outer // HEADS == number, high, 0)
-        low = 0
-        if DOCS:
-            low = tl.load(column_ptr + first_block)
-        for first in range(low, high, WALK):
-            entry, keep = column_tile(columns, member, first, high, block, BLOCK, WALK)
-            k = gather_rows(column_k, entry, D)
-            v = gather_rows(column_v, entry, D)
-            keep = keep[None, :]
-            if DOCS:
-                keep &= tl.load(columns + entry)[None, :] >= begins[:, None]
-            acc, m, l = _online_softmax(q, k, v, keep, acc, m, l, scale, True, PREC)
+    )  # fmt: skip
 
-    out_ptr += batch * o_sb + head * o_sh
-    # What has no weight yet is carried as 0, and is NaN only if it has none at the end.
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    start = q_block * BLOCK + part * BLOCK_M
+    q = load_rows(q_ptr, start, stride_qm, offs_m, query_len, D, EVEN)  # [BLOCK_M, D]
+    scale = softmax_scale * LOG2E
+    lse_ptr += bh * query_len + start + offs_m
+    inside = start + offs_m < query_len
+    if FIRST:
+        acc = tl.zeros([BLOCK_M, D], tl.float32)
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_M], tl.float32)
+    else:
+        accumulator_ptr += batch * stride_ab + head * stride_ah
+        acc = load_rows(accumulator_ptr, start, stride_am, offs_m, query_len, D, EVEN)
+        acc = acc.to(tl.float32)
+        m = tl.load(lse_ptr, mask=inside, other=0.0) * LOG2E
+        # A row without any weight so far may meet no tile here either.
+        l = tl.where(m == float("-inf"), 0.0, 1.0)
+
+    low, unmasked_end, high, last_block, starts, first_block, group = slash_range(
+        slash_ptr, slash_list, document_starts, kv_block_bounds, q_block, start, offs_m, inside, batch,
+        query_len, local_blocks, rank, wrap, round_index, outer, INNER, LISTS, PACKED,
+    )  # fmt: skip
+    if FIRST:
+        # Block distance 0 is the first of the list, and the only one that needs a causal mask.
+        low += 1
+        own_k = k_ptr + rank % INNER * stride_kr.to(tl.int64)
+        own_v = v_ptr + rank % INNER * stride_vr.to(tl.int64)
+        for tile in range(tl.cdiv((part + 1) * BLOCK_M, BLOCK_N)):
+            k, v, mask = diagonal_tile(
+                tile, q_block, start + offs_m, offs_n, starts, own_k, own_v, stride_kn, stride_vn, key_len,
+                rank, world, INNER, BLOCK, BLOCK_N, D, PACKED, EVEN,
+            )  # fmt: skip
+            acc, m, l = _online_softmax(q, k, v, mask, acc, m, l, scale, True, PREC)
+    for MASKED in tl.static_range(2 if PACKED else 1):
+        begin = tl.maximum(low, unmasked_end) if MASKED else low
+        end = high if MASKED else unmasked_end
+        for j in range(begin * tiles, end * tiles):
+            k, v, mask = slash_tile(
+                j, offs_n, slash_list, last_block, group, starts, k_ptr, v_ptr,
+                stride_kr, stride_kn, stride_vr, stride_vn, key_len, outer,
+                INNER, BLOCK, BLOCK_N, D, MASKED,
+            )  # fmt: skip
+            acc, m, l = _online_softmax(q, k, v, mask, acc, m, l, scale, MASKED, PREC)
+    if COLUMNS:
+        low, high, block = column_range(
+            column_ptr, q_block, head, first_block, rank, world, round_index, outer, INNER, HEADS, PACKED
+        )  # fmt: skip
+        for first in range(low, high, BLOCK_N):
+            k, v, mask = column_tile(
+                first, high, offs_n, block, starts, columns, member, column_k_ptr, column_v_ptr,
+                BLOCK, D, PACKED,
+            )  # fmt: skip
+            acc, m, l = _online_softmax(q, k, v, mask, acc, m, l, scale, True, PREC)
+
+    out_ptr += batch * stride_ob + head * stride_oh
+    # A row without any weight so far is stored as 0, and is NaN only if it has none at the end.
     weight = l if LAST else tl.where(l == 0.0, 1.0, l)
-    store_rows(out_ptr, start, o_ss, rows, query_len, acc / weight[:, None], D, EVEN)
+    store_rows(out_ptr, start, stride_om, offs_m, query_len, acc / weight[:, None], D, EVEN)
     tl.store(lse_ptr, (m + tl.math.log2(l)) * LN2, mask=inside)
 
 
-def forward(query, key, value, columns, index, this, softmax_scale, carry, out, lse):
-    """Launch the forward of one round; see :func:`kernels.attention_forward` for the operands.
-
-    ``carry`` is read unless ``this.first``, and may be ``out`` itself.
-    """
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    column_kv: Tensor | None,
+    index: PatternIndex,
+    round_: Round,
+    softmax_scale: float,
+    accumulator: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """:func:`...attention.forward` into ``out``, which may be the accumulator."""
     length, batch, heads, dim = query.shape
-    kv_heads, nb, block = key.shape[3], index.local_blocks, index.block_size
-    tile = tile_for("forward", dim, block, query)
-    carried = out if carry is None else carry
+    tile = tile_for("forward", dim, index.block_size, query)
+    acc_in = out if accumulator is None else accumulator
     launch(
-        _forward_kernel, (nb * (block // tile.keep), batch * heads),
-        query, key, value, carried, out, lse,
-        index.round_ptr, index.round_list, index.member, index.columns, index.column_ptr,
-        *((key, value) if columns is None else columns), *document_rows(index, this.rank),
-        *query.stride()[:3], *key.stride()[:4], *value.stride()[:4],
-        *carried.stride()[:3], *out.stride()[:3],
-        index.column_ptr.shape[-1], index.list_strides[0], index.columns.shape[-1],
-        length, key.shape[1], nb, softmax_scale,
-        index.round_start(this.round_index), this.wrap, this.rank, index.world, this.round_index,
-        index.outer, 0, INNER=index.inner, HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block,
-        KEEP=tile.keep, WALK=tile.walk, DIAGONAL=this.first, CARRY=not this.first,
-        LAST=this.last,
-        COLUMNS=columns is not None, LISTS=index.has_block_lists, DOCS=index.documents is not None,
-        EVEN=length % block == 0, PREC=precision_for(query),
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+        _forward_kernel,
+        (index.local_blocks * (index.block_size // tile.block_m), batch * heads),
+        q_ptr=query,
+        accumulator_ptr=acc_in,
+        out_ptr=out,
+        lse_ptr=lse,
+        stride_qm=query.stride(0),
+        stride_qb=query.stride(1),
+        stride_qh=query.stride(2),
+        stride_am=acc_in.stride(0),
+        stride_ab=acc_in.stride(1),
+        stride_ah=acc_in.stride(2),
+        stride_om=out.stride(0),
+        stride_ob=out.stride(1),
+        stride_oh=out.stride(2),
+        query_len=length,
+        softmax_scale=softmax_scale,
+        **kv_arguments(query, key, value, column_kv, index, round_),
+        LAST=round_.last,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
