@@ -26,16 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command = directions.add_parser("hf-to-megatron", help=what, description=what)
     add = command.add_argument
     _add_common(command, "Hugging Face folder with safetensors", "checkpoint folder to write")
-    what = (
-        "rows of Megatron's embedding; those beyond the vocabulary are zero (default: vocab_size)"
-    )
+    what = "rows of Megatron's embedding, with zeros beyond the vocabulary (default: vocab_size)"
     add("--padded-vocab-size", type=POSITIVE, metavar="N", help=what)
-    add(
-        "--rotary-base",
-        type=POSITIVE,
-        metavar="BASE",
-        help="RoPE base to train with (default: the model's)",
-    )
+    what = "RoPE base to train with (default: the model's)"
+    add("--rotary-base", type=POSITIVE, metavar="BASE", help=what)
     what = "extend the model's positions by this factor with YaRN"
     add("--yarn", type=FACTOR, metavar="FACTOR", help=what)
     what = "longest sequence (default: the model's, times --yarn)"
@@ -44,9 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "convert a Megatron checkpoint (torch_dist) to a Hugging Face folder"
     command = directions.add_parser("megatron-to-hf", help=what, description=what)
     add = command.add_argument
-    _add_common(
-        command, "folder of the checkpoint or of an iteration", "Hugging Face folder to write"
-    )
+    _add_common(command, "folder of the checkpoint or an iteration", "Hugging Face folder to write")
     what = (
         "folder to take config.json and tokenizer from: the model that training began from (default: hf/ of "
         "a converted checkpoint)"
@@ -64,12 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("target", type=Path, metavar="DST", help="the other one")
     what = "text, or token ids (.npy) (default: the source of Python's argparse)"
     add("--text", type=Path, nargs="+", default=[], metavar="FILE", help=what)
-    add(
-        "--seq",
-        type=POSITIVE,
-        metavar="N",
-        help="tokens (default: all, up to the models' positions)",
-    )
+    what = "tokens (default: all, up to the models' positions)"
+    add("--seq", type=POSITIVE, metavar="N", help=what)
     add("--dtype", choices=DTYPES, default="float32", help="to compute in (default: %(default)s)")
     what = (
         "fraction of positions where both must have the same top-1 token, for exit status 0 (default: "

@@ -103,21 +103,19 @@ def script(args: Namespace, source: str, tokenizer: bool) -> str:
         source: what the model was converted from.
         tokenizer: whether hf/ beside the file has one.
     """
-    note = ""
+    notes = []
     if args.position_embedding_type == "yarn":
-        note = "# Flags for YaRN are in Megatron-LM 0.19 and later.\n"
+        notes.append("# Flags for YaRN are in Megatron-LM 0.19 and later.\n")
     lines = "\n".join("  " + shlex.join(line) for line in flags(args))
     source = " ".join(source.split())  # without line breaks: it is in a comment
     tokenizer_flags = '  --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$CONVERTED/hf"\n'
     if not tokenizer:
         tokenizer_flags = ""
-        note += (
-            "# The model came without a tokenizer: add --tokenizer-type and --tokenizer-model.\n"
-        )
+        notes.append("# The model has no tokenizer: add --tokenizer-type and --tokenizer-model.\n")
     return (
-        f"# What {source} is in Megatron-LM; source this, and give pretrain_gpt.py\n"
-        '#   "${MEGATRON_ARGS[@]}"\n'
-        f"{note}"
+        f"# Megatron-LM's arguments for {source}: source this file, and run\n"
+        '#   pretrain_gpt.py "${MEGATRON_ARGS[@]}"\n'
+        f"{''.join(notes)}"
         'CONVERTED=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)\n'
         f"MEGATRON_ARGS=(\n{lines}\n{tokenizer_flags}"
         '  --load "$CONVERTED" --ckpt-format torch_dist\n)\n'

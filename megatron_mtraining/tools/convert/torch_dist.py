@@ -154,7 +154,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return SavePlan(items)
 
     def create_global_plan(self, all_plans):
-        # The default also compares each two parts of a tensor, of which experts have many.
+        # The default planner also checks each pair of a tensor's parts, which is slow for experts.
         return create_default_global_save_plan(all_plans)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:

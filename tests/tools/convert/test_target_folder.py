@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from megatron_mtraining.tools.convert import target_folder
+from megatron_mtraining.tools.convert import hf_folder, target_folder
 from megatron_mtraining.tools.convert.hf_folder import Shards
 from tests.support.convert_cases import convert, plain_pair, refused
 
@@ -58,6 +58,18 @@ def test_existing_target_and_full_disk(plain, tmp_path, capsys, monkeypatch):
         refused(capsys, tmp_path / "new", (*words[:2], deep), ["No space left", deep])
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out" / "release" / ".metadata").is_file()
+
+
+def test_file_that_cannot_be_read(plain, tmp_path, capsys, monkeypatch):
+    """An error in reading names the file, and not DST."""
+    file = plain[0] / "tokenizer.json"
+
+    def denied(*args):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(hf_folder.shutil, "copyfile", denied)
+    words = ("hf-to-megatron", plain[0], tmp_path / "out")
+    refused(capsys, tmp_path / "out", words, [f"{file} cannot be read: Permission denied"])
 
 
 @pytest.mark.parametrize("direction", ["hf-to-megatron", "megatron-to-hf"])
