@@ -11,7 +11,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -196,6 +196,11 @@ class Reader:
             for key, entry in self._metadata.state_dict_metadata.items()
             if isinstance(entry, dcp.metadata.TensorStorageMetadata)
         }
+        self._chunks = {
+            (key, chunk.offsets): chunk
+            for key in self.tensors
+            for chunk in self._metadata.state_dict_metadata[key].chunks
+        }
         ends: dict[str, int] = {}
         for stored in self._metadata.storage_data.values():
             end = stored.offset + stored.length
@@ -222,6 +227,8 @@ class Reader:
         entry = self._metadata.state_dict_metadata[region.key]
         target = torch.empty(region.sizes, dtype=entry.properties.dtype)
         chunk = ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.sizes))
+        if self._chunks.get((region.key, chunk.offsets)) == chunk:
+            entry = replace(entry, chunks=[chunk])  # else torch compares it with all chunks
         items = create_read_items_for_chunk_list(region.key, entry, [chunk])
         if sum(torch.Size(item.lengths).numel() for item in items) < target.numel():
             raise ConfigError(f"{self.folder}: {region.key} was not saved completely")
