@@ -20,7 +20,7 @@ from .memory import (
     needed,
     plan,
 )
-from .options import read
+from .options import flags_of_megatron, read
 from .setting import Setting, setting_of
 
 FIND = ("seq-length", "context-parallel-size")
@@ -28,8 +28,8 @@ NAMES = {
     "parameters": "parameters",
     "gradients": "gradients",
     "optimizer": "optimizer state",
-    "kept activations": "activations kept for the backward",
-    "carried attention": "attention carried to the replay, patterns",
+    "kept activations": "activations saved for the backward",
+    "carried attention": "attention saved for recomputation, patterns",
     "batch, rotary": "batch, rotary table",
     "pipeline buffers": "between pipeline stages",
 }
@@ -56,7 +56,7 @@ def options_of_plan() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mtraining plan memory",
         usage="%(prog)s [options] [--] FLAGS",
-        description="What a training setting needs on each GPU, computed: nothing is run.",
+        description="Compute the memory that a training setting needs on each GPU, without running it.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -66,7 +66,7 @@ def options_of_plan() -> argparse.ArgumentParser:
         "--world-size", type=int, help="GPUs (default: as many as torchrun or the flags say)"
     )
     parser.add_argument(
-        "--gpu-memory-gib", type=float, help="say whether it fits a GPU of so many GiB"
+        "--gpu-memory-gib", type=float, help="memory of a GPU in GiB: say whether the setting fits"
     )
     parser.add_argument(
         "--find",
@@ -78,13 +78,13 @@ def options_of_plan() -> argparse.ArgumentParser:
         "--overhead-gib",
         type=float,
         default=OVERHEAD_GIB,
-        help="what is not PyTorch's: CUDA context, NCCL (default: %(default)s, assumed)",
+        help="memory outside PyTorch: CUDA context, NCCL (default: %(default)s, assumed)",
     )
     parser.add_argument(
         "--slack",
         type=float,
         default=SLACK,
-        help="what the allocator reserves beyond what it gives (default: %(default)s of it, assumed)",
+        help="share that the allocator reserves beyond what it allocates (default: %(default)s, assumed)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -145,6 +145,8 @@ def _words_of(path: Path) -> list[str]:
 
 def report_of(setting: Setting, options, passed_over: list[str]) -> dict:
     """The plan as plain values; bytes are whole numbers."""
+    known, ignored = flags_of_megatron(), set(passed_over)
+    unknown = {flag for flag in ignored if known and flag not in known}
     stages = plan(setting)
     memory = needed(stages, options.overhead_gib, options.slack)
     limit = options.gpu_memory_gib
@@ -163,7 +165,8 @@ def report_of(setting: Setting, options, passed_over: list[str]) -> dict:
         needed=memory,
         gpu_memory_gib=limit,
         fits=None if limit is None else memory <= limit * GIB,
-        passed_over=sorted(set(passed_over)),
+        passed_over=sorted(ignored - unknown),
+        unknown=sorted(unknown),
     )
 
 
@@ -179,7 +182,7 @@ def _stage(stage: Stage) -> dict:
 
 
 def as_text(report: dict) -> str:
-    """The table, and what it rests on."""
+    """The table, and the assumptions behind it."""
     stages = report["stages"]
     header = ["GiB a GPU", *(f"stage {stage['stage']}" for stage in stages)]
     if len(stages) == 1:
@@ -206,12 +209,14 @@ def as_text(report: dict) -> str:
         "",
         table(header, rows),
         "",
-        f"A GPU needs {report['needed'] / GIB:.1f} GiB, with {report['slack']:.0%} that the allocator "
-        f"reserves and {report['overhead_gib']:g} GiB for CUDA and NCCL (assumed)",
+        f"A GPU needs {report['needed'] / GIB:.1f} GiB, including {report['slack']:.0%} allocator reserve "
+        f"and {report['overhead_gib']:g} GiB for CUDA and NCCL (assumed)",
     ]
     if report["fits"] is not None:
         words = "fits" if report["fits"] else "does not fit"
         lines.append(f"It {words} a GPU of {report['gpu_memory_gib']:g} GiB")
     if report["passed_over"]:
-        lines.append(f"Taken to change no memory: {' '.join(report['passed_over'])}")
+        lines.append(f"Assumed not to change memory: {' '.join(report['passed_over'])}")
+    if report["unknown"]:
+        lines.append(f"Not flags of this Megatron-LM: {' '.join(report['unknown'])}")
     return "\n".join(lines)

@@ -1,17 +1,20 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Megatron's own flags as a plan reads them: names and defaults are those of ``pretrain_gpt.py``.
+"""Megatron's own flags as a plan reads them.
 
-A flag is read, refused because it changes memory in a way that is not computed here, or passed over and
-listed, as it is taken to change no memory.
+Defaults and choices are those of the Megatron-LM that is importable (put a checkout on PYTHONPATH), else
+those of the tables here, of 0.19. A flag is read, refused because it changes memory in a way that is not
+modelled, or ignored and listed, as it is assumed not to change memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+from functools import cache
 
 from ...config import ConfigError
 from ...megatron.arguments import add_arguments
+from ...megatron.backend import add_member
 from ...megatron.checks import REFUSALS
 
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
@@ -68,7 +71,7 @@ TEXTS = dict(
     exp_avg_sq_dtype=("fp32", ("fp32", "fp16", "bf16", "fp8")),
 )
 
-NOT_PLANNED = (
+NOT_MODELLED = (
     "--num-experts", "--expert-model-parallel-size", "--expert-tensor-parallel-size", "--fp8-format",
     "--fp4-format", "--fp8-param-gather", "--fp4-param-gather", "--use-megatron-fsdp",
     "--use-torch-fsdp2", "--optimizer-cpu-offload", "--cpu-offloading-num-layers",
@@ -86,7 +89,7 @@ NOT_PLANNED = (
     "--encoder-num-layers", "--decoder-num-layers", "--encoder-seq-length",
     "--use-rotary-position-embeddings", "--config-logger-dir", "--fp8-output-proj",
 )  # fmt: skip
-"""Flags that change memory, and that are not computed."""
+"""Flags that change memory in a way that is not modelled."""
 
 
 def option(name: str) -> str:
@@ -97,6 +100,18 @@ def option(name: str) -> str:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise ConfigError(message)
+
+
+@cache
+def flags_of_megatron() -> dict[str, argparse.Action]:
+    """Each flag of the Megatron-LM that is importable; none without one."""
+    try:
+        from megatron.training.arguments import add_megatron_arguments
+    except ImportError:  # megatron-core alone
+        return {}
+    add_member()
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return {flag: action for action in parser._actions for flag in action.option_strings}
 
 
 def parser_of_megatron() -> argparse.ArgumentParser:
@@ -122,11 +137,17 @@ def parser_of_megatron() -> argparse.ArgumentParser:
     parser.add_argument("--recompute-modules", nargs="*", default=None)
     parser.add_argument("--hierarchical-context-parallel-sizes", nargs="+", type=int, default=None)
     parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
+    for action in parser._actions:
+        theirs = flags_of_megatron().get(action.option_strings[0])
+        if theirs is not None:
+            action.default = getattr(theirs.default, "name", theirs.default)
+            if theirs.choices:
+                action.choices = [getattr(choice, "name", choice) for choice in theirs.choices]
     return add_arguments(parser)
 
 
 def read(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Megatron's arguments, and the flags that were passed over.
+    """Megatron's arguments, and the flags that are ignored.
 
     Args:
         words: of a command line, with or without what stands before the script's own flags (``torchrun
@@ -141,30 +162,28 @@ def read(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         if "$" in word:
             raise ConfigError(f"{word} is a variable of a shell: give its value")
     args, rest = parser_of_megatron().parse_known_args(words)
-    passed_over = [word.split("=")[0] for word in rest if word.startswith("--")]
-    backend = args.attention_backend
-    refused = dict.fromkeys(NOT_PLANNED, "the plan does not compute what it does to memory")
-    for refusal in REFUSALS:
-        if backend == "mtraining" and not hasattr(args, refusal.name):
-            refused[refusal.option or option(refusal.name)] = (
-                f"{refusal.why} with attention backend mtraining"
+    ignored = [word.split("=")[0] for word in rest if word.startswith("--")]
+    refusals = {refusal.option or option(refusal.name): refusal.why for refusal in REFUSALS}
+    for flag in ignored:
+        if args.attention_backend == "mtraining" and flag in refusals:
+            raise ConfigError(
+                f"{flag} does not work with attention backend mtraining: {refusals[flag]}; leave it out"
             )
-        else:
-            refused.setdefault(refusal.option or option(refusal.name), refused[NOT_PLANNED[0]])
-    for flag in passed_over:
-        if flag in refused:
-            raise ConfigError(f"{flag} is given: {refused[flag]}; leave it out")
+        if flag in NOT_MODELLED or flag in refusals:
+            raise ConfigError(
+                f"mtraining plan does not model {flag}, which changes memory: leave it out"
+            )
         if flag.startswith(("--moe-", "--mamba-", "--mtp-")):
-            raise ConfigError(f"{flag} is given: only dense GPT models are planned; leave it out")
+            raise ConfigError(f"mtraining plan models only dense GPT models; got {flag}")
     stray = _values_of_nothing(rest)
     if stray:
-        raise ConfigError(f"{stray} belongs to no flag")
+        raise ConfigError(f"{stray} is the value of no flag")
     args.world_size = _world_size(before)
-    return args, passed_over
+    return args, ignored
 
 
 def _values_of_nothing(rest: list[str]) -> str | None:
-    """A word before all flags: where it stands between flags it may be the value of one passed over."""
+    """A word before all flags: behind a flag it may be the value of one that is ignored."""
     return rest[0] if rest and not rest[0].startswith("-") else None
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""A training setting, checked and complete: what the sizes of all tensors are computed from."""
+"""A training setting, checked and complete: what tensor sizes are computed from."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Setting:
 
     @property
     def columns(self) -> int:
-        """Columns a head that the index has room for."""
+        """Columns per head that the index has room for."""
         policy = self.mtraining.policy
         most = policy.vertical if isinstance(policy, FixedPolicy) else policy.vertical_cap
         return min(most, self.args.seq_length)
@@ -96,7 +96,7 @@ def setting_of(args: argparse.Namespace, world_size: int | None = None) -> Setti
         world_size: GPUs; None for as many as the flags' parallelism needs.
 
     Raises:
-        ConfigError: flags that are missing, contradict each other or are not planned.
+        ConfigError: flags that are missing, contradict each other or are not modelled.
     """
     args = changed(args)
     _check_given(args)
@@ -137,7 +137,7 @@ def _check_given(args) -> None:
             raise ConfigError(f"{option(name)} is not given: the plan needs it")
     if args.vocab_size is None and args.padded_vocab_size is None:
         raise ConfigError(
-            "--vocab-size is not given: a plan reads no tokenizer, so give the number of its words"
+            "--vocab-size is not given: mtraining plan reads no tokenizer, so give its vocabulary size"
         )
     for name in (
         *needed, "tensor_model_parallel_size", "pipeline_model_parallel_size", "kv_channels",
@@ -156,7 +156,7 @@ def _check_given(args) -> None:
     if args.fp16 and args.bf16:
         raise ConfigError("--fp16 and --bf16 are both given: leave one of them out")
     if args.optimizer != "adam":
-        raise ConfigError(f"--optimizer is {args.optimizer}: only adam is planned")
+        raise ConfigError(f"mtraining plan models only Adam; got --optimizer {args.optimizer}")
     if args.use_precision_aware_optimizer and not args.use_distributed_optimizer:
         raise ConfigError("--use-precision-aware-optimizer needs --use-distributed-optimizer")
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
@@ -208,7 +208,7 @@ def default_ffn(args) -> int:
 
 def padded_vocab(args) -> int:
     """``--vocab-size`` as Megatron pads it for tensor-parallel ranks. (Before 0.18 its NullTokenizer has
-    one word more than ``--vocab-size``.)"""
+    one token more than ``--vocab-size``.)"""
     if args.padded_vocab_size:
         return args.padded_vocab_size
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
@@ -227,27 +227,27 @@ def _microbatches(args, dp: int) -> int:
 
 
 def _backend(args) -> tuple[MTrainingConfig | None, int, int]:
-    """Settings of the backend, ranks whose keys are gathered, chunk of the loss."""
+    """Settings of the backend, size of the inner group, chunk of the loss."""
     refuse(args)
     fill_in(args)
     if args.attention_backend != "mtraining":
         if args.create_attention_mask_in_dataloader:
             raise ConfigError(
-                "the data loader would make a mask of all pairs, which is not planned: add "
+                "mtraining plan does not model the [sequence, sequence] mask of the data loader: add "
                 "--no-create-attention-mask-in-dataloader"
             )
         if args.attention_backend in ("unfused", "local"):
             raise ConfigError(
-                f"--attention-backend is {args.attention_backend}, which holds the scores of all pairs: not "
-                "planned; use mtraining, fused, flash or auto"
+                "mtraining plan does not model attention that materializes all scores; got "
+                f"--attention-backend {args.attention_backend}: use mtraining, fused, flash or auto"
             )
         _check_own_loss(args)
         return None, 1, 0
     config = config_from_args(args)
     if isinstance(config.policy, BlockListPolicy):
         raise ConfigError(
-            f"{mtraining_option('policy')} is {config.policy.name}: how long its lists of blocks are depends "
-            "on the data, which a plan does not see; use price, fixed or coverage"
+            f"{mtraining_option('policy')} is {config.policy.name}: the size of its block lists depends on "
+            "the data, which mtraining plan does not see; use price, fixed or coverage"
         )
     inner = ranks_a_node(args, args.context_parallel_size, config.gathered_ranks, True)
     chunk = DEFAULT_CHUNK if config.loss_chunk is None else config.loss_chunk
@@ -259,7 +259,8 @@ def _backend(args) -> tuple[MTrainingConfig | None, int, int]:
 def _check_own_loss(args) -> None:
     if args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl != "native":
         raise ConfigError(
-            f"--cross-entropy-fusion-impl is {args.cross_entropy_fusion_impl}: only native is planned"
+            "mtraining plan models only --cross-entropy-fusion-impl native; got "
+            f"{args.cross_entropy_fusion_impl}"
         )
 
 
@@ -277,7 +278,8 @@ def _recompute(args) -> tuple[str | None, int]:
     modules = args.recompute_modules or ["core_attn"]
     if granularity == "selective" and modules != ["core_attn"]:
         raise ConfigError(
-            f"--recompute-modules is {' '.join(modules)}: only core_attn is planned, or full recomputation"
+            "mtraining plan models recomputation of core_attn or of whole layers; got --recompute-modules "
+            f"{' '.join(modules)}"
         )
     if args.distribute_saved_activations:
         raise ConfigError("--distribute-saved-activations needs --recompute-granularity full")
@@ -285,7 +287,7 @@ def _recompute(args) -> tuple[str | None, int]:
 
 
 def gradient_bytes(args) -> int:
-    """Of a parameter's gradient in the data-parallel wrapper's buffer."""
+    """Bytes of a parameter's gradient in the buffer of data parallelism."""
     if not (args.bf16 or args.fp16) or args.accumulate_allreduce_grads_in_fp32:
         return 4
     if args.fp16:
@@ -295,11 +297,11 @@ def gradient_bytes(args) -> int:
 
 
 def optimizer_bytes(args) -> int:
-    """Of a parameter's optimizer state, before it is split over ranks."""
+    """Bytes of a parameter's optimizer state, before it is sharded over ranks."""
     if not (args.bf16 or args.fp16):
         return 8
     if not args.use_precision_aware_optimizer:
         return 12
-    # Of a bf16 parameter only the bits that it lacks are kept.
+    # The optimizer stores only those bits of the float32 parameter that the bf16 one lacks.
     main = 2 if args.bf16 else DTYPE_BYTES[args.main_params_dtype]
     return main + DTYPE_BYTES[args.exp_avg_dtype] + DTYPE_BYTES[args.exp_avg_sq_dtype]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -14,7 +15,8 @@ import torch
 
 from megatron_mtraining.config import ConfigError
 from megatron_mtraining.tools.cli import main
-from megatron_mtraining.tools.plan import memory
+from megatron_mtraining.tools.plan import command, memory
+from megatron_mtraining.tools.plan import options as plan_options
 from megatron_mtraining.tools.plan.activations import Layer, loss_bytes, ring_bytes
 from megatron_mtraining.tools.plan.options import parser_of_megatron, read
 from megatron_mtraining.tools.plan.setting import gradient_bytes, optimizer_bytes, setting_of
@@ -172,7 +174,11 @@ def planned(row: dict) -> bool:
     return ours and row["model"] == "qwen2.5-3b"
 
 
-@pytest.mark.parametrize("row", [row for row in rows("pretrain") if planned(row)])
+@pytest.mark.parametrize(
+    "row",
+    [row for row in rows("pretrain") if planned(row)],
+    ids=lambda row: f"{row['seq']}-{row['world']}gpu-{row['attention']}",
+)
 def test_measured_peaks_of_training_are_met(row):
     (stage,) = memory.plan(made(flags_of(row), row["world"]))
     measured_peak = row["max_alloc_gb"]  # of 2**30 bytes: Megatron's log, in MiB, over 1024
@@ -201,12 +207,11 @@ def test_measured_peaks_of_rings_are_met(row):
     assert ring_of_row(row) / memory.GIB == pytest.approx(row["peak_gib"], rel=0.02)
 
 
-def test_names_and_defaults_are_megatrons():
+def test_names_and_defaults_are_megatrons(monkeypatch):
     training = pytest.importorskip("megatron.training.arguments")
-    import argparse
-
     theirs = training.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     actions = {flag: action for action in theirs._actions for flag in action.option_strings}
+    monkeypatch.setattr(plan_options, "flags_of_megatron", dict)  # the tables alone
     for action in parser_of_megatron()._actions:
         flag = action.option_strings[0]
         if flag.startswith("--mtraining-"):
@@ -214,6 +219,23 @@ def test_names_and_defaults_are_megatrons():
         assert actions[flag].dest == action.dest, flag
         default = actions[flag].default
         assert getattr(default, "name", default) == action.default, flag
+
+
+def test_defaults_and_choices_are_those_of_the_megatron_that_is_there(monkeypatch):
+    theirs = argparse.ArgumentParser()
+    theirs.add_argument("--seq-length", type=int, default=77)
+    theirs.add_argument("--recompute-method", choices=["uniform", "spiral"])
+    flags = {f: action for action in theirs._actions for f in action.option_strings}
+    monkeypatch.setattr(plan_options, "flags_of_megatron", lambda: flags)
+    monkeypatch.setattr(command, "flags_of_megatron", lambda: flags)
+    args, ignored = read(["--recompute-method", "spiral", "--misspelt"])
+    assert (args.seq_length, args.recompute_method, ignored) == (77, "spiral", ["--misspelt"])
+
+
+def test_flags_that_megatron_does_not_have_are_listed(monkeypatch, capsys):
+    monkeypatch.setattr(command, "flags_of_megatron", lambda: {"--lr": None})
+    found = plan_json(capsys, *SMALL.split(), "--lr", "1", "--lrr", "2")
+    assert (found["passed_over"], found["unknown"]) == (["--lr"], ["--lrr"])
 
 
 def test_the_loss_in_chunks_holds_what_is_planned():
@@ -285,10 +307,10 @@ def test_sequence_parallelism_splits_what_tensor_parallelism_does_not():
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--num-experts 8", "--num-experts is given"),
+        ("--num-experts 8", "does not model --num-experts"),
         ("--moe-router-topk 2", "only dense GPT models"),
-        ("--fp8-format hybrid", "--fp8-format is given"),
-        ("--multi-latent-attention", "--multi-latent-attention is given: it is another kind"),
+        ("--fp8-format hybrid", "does not model --fp8-format"),
+        ("--multi-latent-attention", "--multi-latent-attention does not work .*: it is another kind"),
         ("--num-layers-per-virtual-pipeline-stage 2", "--num-layers-per-virtual-pipeline-stage"),
         ("--tensor-model-parallel-size 3", "--num-attention-heads is 4, which is not a multiple"),
         ("--pipeline-model-parallel-size 3", "--num-layers is 4, which is not a multiple"),
@@ -304,14 +326,14 @@ def test_sequence_parallelism_splits_what_tensor_parallelism_does_not():
         ("--hidden-size many", "invalid int value"),
         ("--hidden-size $HIDDEN", "variable of a shell"),
         ("--bf16 --fp16", "--fp16 and --bf16"),
-        ("--optimizer sgd", "--optimizer is sgd"),
+        ("--optimizer sgd", "models only Adam; got --optimizer sgd"),
         ("--use-precision-aware-optimizer", "needs --use-distributed-optimizer"),
         ("--recompute-granularity full", "needs --recompute-method"),
-        ("--recompute-granularity selective --recompute-modules mlp", "--recompute-modules is mlp"),
+        ("--recompute-granularity selective --recompute-modules mlp", "got --recompute-modules mlp"),
         ("--mtraining-policy moba", "--mtraining-policy is moba"),
         ("--mtraining-price -1", "--mtraining-price"),
         ("--attention-backend fused", "--no-create-attention-mask-in-dataloader"),
-        ("--attention-backend unfused --no-create-attention-mask-in-dataloader", "scores of all pairs"),
+        ("--attention-backend unfused --no-create-attention-mask-in-dataloader", "materializes all scores"),
         ("--attention-backend fused --mtraining-price 0.5", "0.5 is given, but .* backend is fused"),
         ("--reset-attention-mask --reset-position-ids --pipeline-model-parallel-size 2",
          "--pipeline-model-parallel-size 2"),
@@ -325,7 +347,7 @@ def test_sequence_parallelism_splits_what_tensor_parallelism_does_not():
         ("--position-embedding-type yarn --rotary-percent 0.5", "--rotary-percent 0.5 is given"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_or_not_planned_is_named(flags, message):
+def test_what_is_wrong_or_not_modelled_is_named(flags, message):
     with pytest.raises(ConfigError, match=message):
         made(SMALL + flags)
 
@@ -348,9 +370,9 @@ def test_what_is_missing_is_named(left_out):
 
 def test_the_world_size_is_the_launchers():
     words = ("torchrun --nproc-per-node 4 --nnodes 2 pretrain_gpt.py " + SMALL).split()
-    args, passed_over = read([*words, "--lr", "1e-5", "--mock-data"])
+    args, ignored = read([*words, "--lr", "1e-5", "--mock-data"])
     assert setting_of(args).dp == 8
-    assert passed_over == ["--lr", "--mock-data"]
+    assert ignored == ["--lr", "--mock-data"]
     with pytest.raises(ConfigError, match="world size is 8, which is not a multiple of 3"):
         setting_of(read([*words, "--context-parallel-size", "3", "--seq-length", "384"])[0])
 
@@ -397,7 +419,7 @@ def test_a_table_and_errors_of_the_command(capsys, tmp_path):
     file.write_text("# a model\n" + SMALL.replace(" --seq", " \\\n  --seq"))
     assert main(["plan", "memory", "--flags-file", str(file), "--bf16", "--lr", "1"]) == 0
     text = capsys.readouterr().out
-    assert "attention carried to the replay" in text and "change no memory: --lr" in text
+    assert "attention saved for recomputation" in text and "to change memory: --lr" in text
     for words, message in (
         (["--find", "seq-length"], "--find needs --gpu-memory-gib"),
         (["--gpu-memory-gib", "-1"], "must be positive"),
