@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from ...config import ConfigError
+from ...errors import ConfigError
 from ...requirements import require
 from ..common.atomic_output import atomic_file
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...config import ConfigError
+from ...errors import ConfigError
 
 
 def _is_integer(value) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...config import ConfigError
+from ...errors import ConfigError
 from .config_schema import check_types, required
 
 

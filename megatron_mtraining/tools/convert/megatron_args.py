@@ -7,7 +7,7 @@ import math
 import shlex
 from argparse import Namespace
 
-from ...config import ConfigError
+from ...errors import ConfigError
 from .families import Model
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from ...config import ConfigError
+from ...errors import ConfigError
 from .config_schema import ROPE, check_types, required
 
 LLAMA3 = {

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...config import ConfigError
+from ...errors import ConfigError
 from ..common.atomic_output import atomic_folder
 from .hf_folder import COPIED, TEMPLATES, WEIGHTS
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ...config import ConfigError
+from ...errors import ConfigError
 from ...models.megatron_folder import args_in, find_iteration, read_common
 from . import megatron_args, rope
 from .families import Model, model_of

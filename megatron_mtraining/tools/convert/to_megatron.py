@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ...config import ConfigError
+from ...errors import ConfigError
 from . import megatron_args, rope, torch_dist
 from .families import Model, model_of
 from .hf_folder import Shards, check_lossless, copy_files, has_tokenizer, read_json, write_json

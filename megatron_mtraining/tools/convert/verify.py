@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...config import ConfigError, MTrainingConfig
+from ...config import MTrainingConfig, PricePolicy
+from ...errors import ConfigError
 from ...models.environment import quietly, single_process
 from ...models.hugging_face import open_folder
 from ...models.megatron_checkpoint import MegatronCheckpoint
@@ -31,6 +32,8 @@ RANGES = 8
 MIN_AGREEMENT, MIN_AGREEMENT_16 = 0.99, 0.9
 """Default of --min-agreement in float32, and in 16 bits. There rounding alone changes the top-1 token at one
 position in twenty of tiny random models."""
+DENSE = MTrainingConfig(policy=PricePolicy(price=0.0))
+"""Attention backend mtraining without sparsity."""
 Logits = Callable[[int, int], Tensor]
 """Returns a model's logits ``[n, vocab]`` from one position to another."""
 
@@ -103,7 +106,7 @@ def _open(
         text,
         seq,
         min(theirs.shape.positions, ours.shape.positions),
-        MTrainingConfig.from_options(price=0.0).block_size,
+        DENSE.block_size,
         theirs.tokenizer,
         "give fewer",
         name="the shorter of SRC and DST",
@@ -154,7 +157,7 @@ def _megatron(options: ModelOptions, checkpoint: MegatronCheckpoint, tokens: Ten
 
     def use_mtraining(config) -> None:
         config.attention_backend = AttnBackend.mtraining
-        config.mtraining = MTrainingConfig.from_options(price=0.0)  # dense
+        config.mtraining = DENSE
 
     with single_process(options.device):
         model = quietly(lambda: checkpoint.model(output_layer=True, prepare=use_mtraining))
