@@ -1,8 +1,8 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The lists of a block-list index from chosen blocks: counts, then lists, each in two launches.
+"""The lists of a block-list index from selected blocks: counts, then lists, each in two launches.
 
-A query block sees what it has in ``blocks``, what is at a distance of ``member``, and itself; nothing later.
-"""
+A query block sees the key blocks selected in ``blocks``, those at the distances in ``member``, and nothing
+later."""
 
 from __future__ import annotations
 
@@ -15,119 +15,167 @@ from ..common.tiles import block_at, owner_of
 
 
 @triton.jit
-def _sees(blocks, member, distance, block, inside):
-    """Whether a query block sees ``block``, so far before it, and whether by ``blocks`` alone."""
-    given = tl.load(blocks + block, mask=inside, other=0) != 0
-    near = tl.load(member + distance, mask=inside, other=0) != 0
-    return given | near, given & ~near
+def _sees(blocks_ptr, member_ptr, distance, key_block, mask):
+    """Whether a query block sees ``key_block``, which is ``distance`` before it, and whether only by
+    ``blocks``."""
+    listed = tl.load(blocks_ptr + key_block, mask=mask, other=0) != 0
+    slash = tl.load(member_ptr + distance, mask=mask, other=0) != 0
+    return listed | slash, listed & ~slash
 
 
 @triton.jit(do_not_specialize=["rank"])
 def _round_kernel(
-    blocks, member, ptr_ptr, list_ptr, beside_ptr, nb, num_blocks, capacity, rank, world, inner,
-    FILL: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """A query block's counts, or its lists, by round; one program each."""
-    a = tl.program_id(0)
+    blocks_ptr,  # [b, h, nb, NB]
+    member_ptr,  # [b, h, NB]
+    round_ptr,  # [O * b * h * nb + 1]: counts to write, or prefix counts
+    list_ptr,  # [capacity], or None to count
+    num_extra_ptr,  # [b, h, nb], or None to list
+    local_blocks,
+    num_blocks,
+    capacity,
+    # Layout
+    rank,
+    world,
+    inner,
+    BLOCK_N: tl.constexpr,
+):
+    """One program a query block: its counts, or its lists, by round."""
+    q_block = tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
     outer = world // inner
-    own = block_at(a, rank, world, inner)
-    blocks += (bh * nb + a) * num_blocks
-    member += bh * num_blocks
-    ptr_ptr += bh * nb + a
-    beside = 0
-    for number in range(outer):
-        at = ptr_ptr + number * tl.num_programs(1).to(tl.int64) * nb
+    own = block_at(q_block, rank, world, inner)
+    blocks_ptr += (bh * local_blocks + q_block) * num_blocks
+    member_ptr += bh * num_blocks
+    round_ptr += bh * local_blocks + q_block
+    num_extra = 0
+    for round_index in range(outer):
+        at = round_ptr + round_index * tl.num_programs(1).to(tl.int64) * local_blocks
         count = 0
-        if FILL:
+        if list_ptr is not None:
             count = tl.load(at)
-        for first in range(0, tl.cdiv(own + 1 - number, outer), WIDTH):
-            quotient = first + tl.arange(0, WIDTH)
-            distance = quotient * outer + number
-            inside = distance <= own
-            seen, alone = _sees(blocks, member, distance, own - distance, inside)
-            there = seen.to(tl.int32)
-            if FILL:
-                slot = count + tl.cumsum(there, 0) - 1
+        for first in range(0, tl.cdiv(own + 1 - round_index, outer), BLOCK_N):
+            quotient = first + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+            distance = quotient * outer + round_index
+            mask = distance <= own
+            seen, extra = _sees(blocks_ptr, member_ptr, distance, own - distance, mask)
+            increment = seen.to(tl.int32)
+            if list_ptr is not None:
+                slot = count + tl.cumsum(increment, 0) - 1
                 tl.store(list_ptr + slot, quotient.to(tl.int16), mask=seen & (slot < capacity))
-            beside += tl.sum(alone.to(tl.int32), 0)
-            count += tl.sum(there, 0)
-        if not FILL:
+            num_extra += tl.sum(extra.to(tl.int32), 0)
+            count += tl.sum(increment, 0)
+        if list_ptr is None:
             tl.store(at + 1, count)  # the prefix counts begin with 0
-    if not FILL:
-        tl.store(beside_ptr + bh * nb + a, beside)
+    if list_ptr is None:
+        tl.store(num_extra_ptr + bh * local_blocks + q_block, num_extra)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def _rank_kernel(
-    blocks, member, ptr_ptr, list_ptr, nb, num_blocks, capacity, rank, world, inner,
-    FILL: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Counts, or lists, of so many key blocks: the own query blocks that see them, one after the other."""
+    blocks_ptr,  # [b, h, nb, NB]
+    member_ptr,  # [b, h, NB]
+    rank_ptr,  # [W * b * h * nb + 1]: counts to write, or prefix counts
+    list_ptr,  # [capacity], or None to count
+    local_blocks,
+    num_blocks,
+    capacity,
+    # Layout
+    rank,
+    world,
+    inner,
+    BLOCK_N: tl.constexpr,
+):
+    """One program a tile of key blocks: counts, or lists, of the own query blocks that see them."""
     bh = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0) * WIDTH
-    block = first + tl.arange(0, WIDTH)
-    inside = block < num_blocks
-    source, c = owner_of(block, world, inner)
-    at = ptr_ptr + (source * tl.num_programs(1).to(tl.int64) + bh) * nb + c
-    member += bh * num_blocks
-    # No query block before this one comes after any of these.
-    a_first = first // world
-    blocks += (bh * nb + a_first) * num_blocks
-    count = tl.zeros([WIDTH], tl.int32)
-    if FILL:
-        count = tl.load(at, mask=inside, other=0)
-    for a in range(a_first, nb):
-        distance = block_at(a, rank, world, inner) - block
-        seen, _ = _sees(blocks, member, distance, block, inside & (distance >= 0))
-        if FILL:
-            own = (tl.zeros([WIDTH], tl.int32) + a).to(tl.int16)
-            tl.store(list_ptr + count, own, mask=seen & (count < capacity))
+    first = tl.program_id(0) * BLOCK_N
+    key_block = first + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    mask = key_block < num_blocks
+    source, local_block = owner_of(key_block, world, inner)
+    at = rank_ptr + (source * tl.num_programs(1).to(tl.int64) + bh) * local_blocks + local_block
+    member_ptr += bh * num_blocks
+    # No query block before this one comes after any of these key blocks.
+    first_q_block = first // world
+    blocks_ptr += (bh * local_blocks + first_q_block) * num_blocks
+    count = tl.zeros([BLOCK_N], tl.int32)
+    if list_ptr is not None:
+        count = tl.load(at, mask=mask, other=0)
+    for q_block in range(first_q_block, local_blocks):
+        distance = block_at(q_block, rank, world, inner) - key_block
+        seen, _ = _sees(blocks_ptr, member_ptr, distance, key_block, mask & (distance >= 0))
+        if list_ptr is not None:
+            entry = (tl.zeros([BLOCK_N], tl.int32) + q_block).to(tl.int16)
+            tl.store(list_ptr + count, entry, mask=seen & (count < capacity))
         count += seen.to(tl.int32)
-        blocks += num_blocks
-    if not FILL:
-        tl.store(at + 1, count, mask=inside)
+        blocks_ptr += num_blocks
+    if list_ptr is None:
+        tl.store(at + 1, count, mask=mask)
 
 
-def _launch(blocks, member, rounds, ranks, beside, capacity, world, inner, rank, fill):
-    """Both kernels; ``rounds`` and ``ranks`` are prefix counts (or where to count) and lists."""
-    batch, heads, nb, num_blocks = blocks.shape
-    blocks, width = blocks.contiguous().view(torch.uint8), 64
-    numbers = nb, num_blocks, capacity, rank, world, inner
+def _launch_both(
+    blocks, member, round_ptr, round_list, rank_ptr, rank_list, num_extra, capacity, world, inner, rank
+):  # fmt: skip
+    """Count if the lists are None, else list."""
+    batch, heads, local_blocks, num_blocks = blocks.shape
+    blocks = blocks.contiguous().view(torch.uint8)
     launch(
-        _round_kernel, (nb, batch * heads), blocks, member, *rounds, beside, *numbers,
-        FILL=fill, WIDTH=min(1024, next_power_of_2(cdiv(num_blocks * inner, world))), num_warps=4,
-    )  # fmt: skip
+        _round_kernel,
+        (local_blocks, batch * heads),
+        blocks_ptr=blocks,
+        member_ptr=member,
+        round_ptr=round_ptr,
+        list_ptr=round_list,
+        num_extra_ptr=num_extra,
+        local_blocks=local_blocks,
+        num_blocks=num_blocks,
+        capacity=capacity,
+        rank=rank,
+        world=world,
+        inner=inner,
+        BLOCK_N=min(1024, next_power_of_2(cdiv(num_blocks * inner, world))),
+        num_warps=4,
+    )
+    block_n = 64
     launch(
-        _rank_kernel, (cdiv(num_blocks, width), batch * heads), blocks, member, *ranks, *numbers,
-        FILL=fill, WIDTH=width, num_warps=2,
-    )  # fmt: skip
+        _rank_kernel,
+        (cdiv(num_blocks, block_n), batch * heads),
+        blocks_ptr=blocks,
+        member_ptr=member,
+        rank_ptr=rank_ptr,
+        list_ptr=rank_list,
+        local_blocks=local_blocks,
+        num_blocks=num_blocks,
+        capacity=capacity,
+        rank=rank,
+        world=world,
+        inner=inner,
+        BLOCK_N=block_n,
+        num_warps=2,
+    )
 
 
 def block_list_offsets(blocks, member, world, inner, rank):
-    """Launch the counts; see the reference."""
-    batch, heads, nb, _ = blocks.shape
-    lines = batch * heads * nb
+    batch, heads, local_blocks, _ = blocks.shape
+    lines = batch * heads * local_blocks
 
     def zeros(*shape):
         return torch.zeros(shape, dtype=torch.int32, device=blocks.device)
 
-    rounds, ranks, beside = (
-        zeros(lines * (world // inner) + 1),
-        zeros(lines * world + 1),
-        zeros(batch, heads, nb),
+    round_counts, rank_counts = zeros(lines * (world // inner) + 1), zeros(lines * world + 1)
+    num_extra = zeros(batch, heads, local_blocks)
+    _launch_both(
+        blocks, member, round_counts, None, rank_counts, None, num_extra, None, world, inner, rank
     )
-    arguments = (rounds, rounds), (ranks, ranks), beside, 0, world, inner, rank, False
-    _launch(blocks, member, *arguments)
-    rounds, ranks = (counts.cumsum(0, dtype=torch.int32) for counts in (rounds, ranks))
-    return rounds, ranks, beside.sum(-1)
+    round_ptr, rank_ptr = (
+        counts.cumsum(0, dtype=torch.int32) for counts in (round_counts, rank_counts)
+    )
+    return round_ptr, rank_ptr, num_extra.sum(-1)
 
 
 def block_lists(blocks, member, world, inner, rank, round_ptr, rank_ptr, capacity):
-    """Launch the lists; see the reference."""
-    rounds, ranks = (
-        (ptr, torch.empty(capacity, dtype=torch.int16, device=blocks.device))
-        for ptr in (round_ptr, rank_ptr)
+    round_list, rank_list = (
+        torch.empty(capacity, dtype=torch.int16, device=blocks.device) for _ in range(2)
     )
-    _launch(blocks, member, rounds, ranks, round_ptr, capacity, world, inner, rank, True)
-    return rounds[1], ranks[1]
+    _launch_both(
+        blocks, member, round_ptr, round_list, rank_ptr, rank_list, None, capacity, world, inner, rank
+    )  # fmt: skip
+    return round_list, rank_list

@@ -1,9 +1,9 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Scores of sampled query rows, kept as sums only: log-sum-exp of each row, mass of each column.
+"""Log-sum-exp of the sampled rows' scores.
 
-Products of 16-bit operands are exact in float32, so tensor cores give float32 scores; to compute them
-again for every kind of sum takes less time and memory than to keep rows x keys of them.
-"""
+The scores themselves are not stored: computing them again for each kind of sum takes less time and memory
+than storing rows x keys of them. Products of 16-bit operands are exact in float32, so tensor cores give
+float32 scores."""
 
 from __future__ import annotations
 
@@ -13,128 +13,165 @@ import triton.language as tl
 
 from ..common.launch import cdiv, launch
 from ..common.tiles import LN2, LOG2E, block_at, load_rows, precision_for
-
-
-@triton.jit
-def key_positions(local, rank, world, inner, BLOCK: tl.constexpr):
-    """Global positions of a rank's keys."""
-    return block_at(local // BLOCK, rank, world, inner) * BLOCK + local % BLOCK
-
-
-@triton.jit
-def load_sampled(q_ptr, r, head, lines, num_rows, D: tl.constexpr):
-    """Sampled rows ``r`` of head(s) ``head`` (batch entries counted in), zeros past the last row."""
-    line = r.to(tl.int64) * lines + head
-    pointers = q_ptr + line[:, None] * D + tl.arange(0, D)[None, :]
-    return tl.load(pointers, mask=(r < num_rows)[:, None], other=0.0)
+from .probabilities import add_to_lse, key_positions, load_sampled_queries
 
 
 @triton.jit(do_not_specialize=["rank"])
 def _lse_kernel(
-    q_ptr, rows_ptr, starts_ptr, k_ptr, out_ptr,
-    k_ss, k_sb, k_sh, num_rows, batch_heads, length, rank, world, inner, splits, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
+    # Sampled rows
+    q_ptr,  # [R, b, h, D]
+    rows_ptr,  # [R]
+    starts_ptr,  # [b, R], or None
+    # Keys of this rank
+    k_ptr,  # [s, b, hk, D]
+    # Output
+    out_ptr,  # [num_splits, b, h, R]
+    stride_ks,
+    stride_kb,
+    stride_kh,
+    num_rows,
+    batch_heads,
+    key_len,
+    # Layout
+    rank,
+    world,
+    inner,
+    num_splits,
+    softmax_scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """One program a tile of rows and split of the keys: every ``num_splits``-th tile of keys."""
     kv_heads: tl.constexpr = HEADS // GROUP
     # The last rows have the most keys: start them first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     split = tl.program_id(1)
     batch = (tl.program_id(2) // kv_heads).to(tl.int64)
     kv_head = tl.program_id(2) % kv_heads
-    # Heads of a group side by side, so that a tile's rows are near each other and end together.
-    m = tile * ROWS + tl.arange(0, ROWS)
-    r = m // GROUP
-    head = batch * HEADS + kv_head * GROUP + m % GROUP
-    q = load_sampled(q_ptr, r, head, batch_heads, num_rows, D)
-    row = tl.load(rows_ptr + r, mask=r < num_rows, other=-1)
+    # The query heads of a KV head side by side: the rows of a tile are near each other and end together.
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    r = m // GROUP  # [BLOCK_M]
+    head = batch * HEADS + kv_head * GROUP + m % GROUP  # [BLOCK_M]
+    q = load_sampled_queries(q_ptr, r, head, batch_heads, num_rows, D)  # [BLOCK_M, D]
+    row = tl.load(rows_ptr + r, mask=r < num_rows, other=-1)  # [BLOCK_M]
     if starts_ptr is not None:
-        start = tl.load(starts_ptr + batch * num_rows + r, mask=r < num_rows, other=0)
-    scale = scale * LOG2E
-    k_ptr += batch * k_sb + kv_head * k_sh
-    keys = tl.arange(0, KEYS)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    # In a stripe of blocks, some of which may come later.
-    blocks = tl.max(row, 0) // BLOCK // world + 1
-    # The splits take turns, so that each has as many tiles to do.
-    seen = tl.cdiv(tl.minimum(blocks * BLOCK, length), KEYS)
-    earliest = tl.min(row, 0)
-    for turn in range(tl.cdiv(seen - split, splits)):
-        at = (split + turn * splits) * KEYS
-        k = load_rows(k_ptr, at, k_ss, keys, length, D, EVEN)
-        scores = tl.dot(q, tl.trans(k), input_precision=PREC) * scale
+        start = tl.load(starts_ptr + batch * num_rows + r, mask=r < num_rows, other=0)  # [BLOCK_M]
+    scale = softmax_scale * LOG2E
+    k_ptr += batch * stride_kb + kv_head * stride_kh
+    keys = tl.arange(0, BLOCK_N)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    # Up to the stripe of blocks that the last row is in; this rank's block of it may come after the row.
+    num_blocks = tl.max(row, 0) // BLOCK // world + 1
+    num_tiles = tl.cdiv(tl.minimum(num_blocks * BLOCK, key_len), BLOCK_N)
+    first_row = tl.min(row, 0)
+    for i in range(tl.cdiv(num_tiles - split, num_splits)):
+        first_key = (split + i * num_splits) * BLOCK_N
+        k = load_rows(k_ptr, first_key, stride_ks, keys, key_len, D, EVEN)  # [BLOCK_N, D]
+        scores = tl.dot(q, tl.trans(k), input_precision=PREC) * scale  # [BLOCK_M, BLOCK_N]
         # Most tiles come before all rows and need no mask. Keys past the end have positions past every row.
-        last = block_at((at + KEYS - 1) // BLOCK, rank, world, inner)
-        if (last + 1) * BLOCK > earliest:
-            position = key_positions(at + keys, rank, world, inner, BLOCK)
+        last_block = block_at((first_key + BLOCK_N - 1) // BLOCK, rank, world, inner)
+        if (last_block + 1) * BLOCK > first_row:
+            position = key_positions(first_key + keys, rank, world, inner, BLOCK)  # [BLOCK_N]
             scores = tl.where(position[None, :] <= row[:, None], scores, float("-inf"))
         if starts_ptr is not None:
-            position = key_positions(at + keys, rank, world, inner, BLOCK)
+            position = key_positions(first_key + keys, rank, world, inner, BLOCK)
             scores = tl.where(position[None, :] >= start[:, None], scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.math.exp2(top - base) + tl.sum(tl.math.exp2(scores - base[:, None]), 1)
-        top = higher
+        row_max, row_sum = add_to_lse(row_max, row_sum, scores, 1)
     out_ptr += split.to(tl.int64) * batch_heads * num_rows
-    tl.store(out_ptr + head * num_rows + r, (top + tl.math.log2(total)) * LN2, mask=r < num_rows)
+    tl.store(
+        out_ptr + head * num_rows + r,
+        (row_max + tl.math.log2(row_sum)) * LN2,
+        mask=r < num_rows,
+    )
 
 
 def partial_lse(sampled_rows, key):
-    """Launch the log-sum-exps; see the reference."""
-    sample = sampled_rows
-    length, batch, kv_heads, dim = key.shape
-    num_rows, _, heads, _ = sample.query.shape
-    wide = key.dtype != torch.float32
+    rows = sampled_rows
+    key_len, batch, kv_heads, dim = key.shape
+    num_rows, _, heads, _ = rows.query.shape
     # Several programs fit a multiprocessor: one's products hide behind the others' exponentials.
-    rows, keys, warps, stages = (64, 64, 4, 3) if wide else (32, 32, 4, 2)
-    tiles = cdiv(num_rows * (heads // kv_heads), rows)
+    if key.dtype != torch.float32:
+        block_m, block_n, num_warps, num_stages = 64, 64, 4, 3
+    else:
+        block_m, block_n, num_warps, num_stages = 32, 32, 4, 2
+    tiles = cdiv(num_rows * (heads // kv_heads), block_m)
     # About 16 programs a multiprocessor.
-    splits = max(1, min(128, 2048 // (tiles * batch * kv_heads), cdiv(length, keys)))
-    shape = (splits, batch, heads, num_rows)
-    parts = torch.empty(shape, dtype=torch.float32, device=key.device)
+    splits = max(1, min(128, 2048 // (tiles * batch * kv_heads), cdiv(key_len, block_n)))
+    parts = torch.empty(splits, batch, heads, num_rows, dtype=torch.float32, device=key.device)
     launch(
-        _lse_kernel, (tiles, splits, batch * kv_heads),
-        sample.query, sample.rows, sample.starts, key, parts,
-        *key.stride()[:3], num_rows, batch * heads, length, sample.rank, sample.world, sample.inner, splits,
-        sample.softmax_scale,
-        HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=sample.block_size,
-        ROWS=rows, KEYS=keys, EVEN=length % keys == 0, PREC=precision_for(key),
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+        _lse_kernel,
+        (tiles, splits, batch * kv_heads),
+        q_ptr=rows.query,
+        rows_ptr=rows.rows,
+        starts_ptr=rows.starts,
+        k_ptr=key,
+        out_ptr=parts,
+        stride_ks=key.stride(0),
+        stride_kb=key.stride(1),
+        stride_kh=key.stride(2),
+        num_rows=num_rows,
+        batch_heads=batch * heads,
+        key_len=key_len,
+        rank=rows.rank,
+        world=rows.world,
+        inner=rows.inner,
+        num_splits=splits,
+        softmax_scale=rows.softmax_scale,
+        HEADS=heads,
+        GROUP=heads // kv_heads,
+        D=dim,
+        BLOCK=rows.block_size,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        EVEN=key_len % block_n == 0,
+        PREC=precision_for(key),
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
     return parts
 
 
 @triton.jit
-def _merge_kernel(parts_ptr, out_ptr, parts, lines, PARTS: tl.constexpr, LINES: tl.constexpr):
-    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    top = tl.full([LINES], float("-inf"), tl.float32)
-    total = tl.zeros([LINES], tl.float32)
-    for first in range(0, parts, PARTS):
-        part = first + tl.arange(0, PARTS)
-        inside = (part < parts)[:, None] & (line < lines)[None, :]
-        at = parts_ptr + part.to(tl.int64)[:, None] * lines + line[None, :]
-        lse = tl.load(at, mask=inside, other=float("-inf")) * LOG2E
-        higher = tl.maximum(top, tl.max(lse, 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.math.exp2(top - base) + tl.sum(tl.math.exp2(lse - base[None, :]), 0)
-        top = higher
-    tl.store(out_ptr + line, (top + tl.math.log2(total)) * LN2, mask=line < lines)
+def _merge_kernel(
+    parts_ptr,  # [num_parts, num_lines]
+    out_ptr,  # [num_lines]
+    num_parts,
+    num_lines,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program a tile of lines."""
+    line = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    line_max = tl.full([BLOCK_N], float("-inf"), tl.float32)
+    line_sum = tl.zeros([BLOCK_N], tl.float32)
+    for first in range(0, num_parts, BLOCK_M):
+        part = first + tl.arange(0, BLOCK_M)
+        mask = (part < num_parts)[:, None] & (line < num_lines)[None, :]
+        pointers = parts_ptr + part.to(tl.int64)[:, None] * num_lines + line[None, :]
+        lse = tl.load(pointers, mask=mask, other=float("-inf")) * LOG2E  # [BLOCK_M, BLOCK_N]
+        line_max, line_sum = add_to_lse(line_max, line_sum, lse, 0)
+    tl.store(out_ptr + line, (line_max + tl.math.log2(line_sum)) * LN2, mask=line < num_lines)
 
 
 def merge_lse(parts):
-    """Launch the merge; see the reference."""
     out = torch.empty(parts.shape[1:], dtype=torch.float32, device=parts.device)
-    width = 16
+    block_n = 16
     launch(
         _merge_kernel,
-        (cdiv(out.numel(), width),),
-        parts,
-        out,
-        parts.shape[0],
-        out.numel(),
-        PARTS=64,
-        LINES=width,
+        (cdiv(out.numel(), block_n),),
+        parts_ptr=parts,
+        out_ptr=out,
+        num_parts=parts.shape[0],
+        num_lines=out.numel(),
+        BLOCK_M=64,
+        BLOCK_N=block_n,
         num_warps=4,
     )
     return out

@@ -1,7 +1,8 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Slashes and columns at a price, from few columns that may be worth it: the keys of these candidates are at
-hand on every rank, and their probabilities are computed again, which takes next to no time.
-"""
+"""Selection of slashes and columns by price, and recall.
+
+Few columns can be worth the price. Every rank has the keys of these candidates, and computes their
+probabilities again, which takes little time."""
 
 from __future__ import annotations
 
@@ -9,282 +10,465 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.fixed_point import fixed_point_one, float_bits
+from ..common.fixed_point import fixed_point_one as one_of_rows
+from ..common.fixed_point import float_bits
 from ..common.launch import cdiv, launch, next_power_of_2
 from ..common.tiles import LOG2E, gather_rows, precision_for
-from .masses import seen_probabilities
+from .probabilities import probabilities_by_key
+
+_BLOCK_N = 64
+"""Columns of a tile."""
+_TILE_STRATA = 32
+"""Sampled rows of a tile, each of another stratum."""
 
 
 @triton.jit
-def _share_kernel(
-    q_ptr, rows_ptr, starts_ptr, keys_ptr, position_ptr, value_ptr, lse_ptr, out_ptr,
-    num_rows, batch_heads, count, seq_length, num_blocks, least, scale, one,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, IN_STRATUM: tl.constexpr,
-    FIT: tl.constexpr, STRATA: tl.constexpr, KEYS: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
+def _mass_in_columns_kernel(
+    # Sampled rows
+    q_ptr,  # [R, b, h, D]
+    rows_ptr,  # [R]
+    starts_ptr,  # [b, R], or None
+    # Columns
+    keys_ptr,  # [b, h, C, D]
+    position_ptr,  # [b, h, C]
+    value_ptr,  # [b, h, C]
+    lse_ptr,  # [b, h, R]
+    # Output
+    mass_ptr,  # [b, h, NB]
+    num_rows,
+    batch_heads,
+    num_columns,
+    seq_length,
+    num_blocks,
+    min_value,  # as bits of a float32
+    softmax_scale,
+    one,  # in fixed point
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS_PER_STRATUM: tl.constexpr,
+    NUM_SELECTION_ROWS: tl.constexpr,
+    TILE_STRATA: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """One program a tile of columns of a head."""
     head = tl.program_id(1).to(tl.int64)
-    entry = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
-    listed = entry < count
-    position = tl.load(position_ptr + head * count + entry, mask=listed, other=seq_length)
-    # As integers, bits of what is positive order like it, and sinks come before all.
-    value = tl.load(value_ptr + head * count + entry, mask=listed, other=0)
-    position = tl.where(value >= least, position, seq_length)
-    # Few of a tile's candidates may be taken, and often none is.
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = column < num_columns
+    position = tl.load(position_ptr + head * num_columns + column, mask=mask, other=seq_length)
+    # Bits of positive floats order like integers, and sinks have the largest integer.
+    value = tl.load(value_ptr + head * num_columns + column, mask=mask, other=0)
+    position = tl.where(value >= min_value, position, seq_length)  # [BLOCK_N]
+    # Few candidates are worth enough, and often none of a tile.
     if tl.min(position, 0) >= seq_length:
         return
-    k = gather_rows(keys_ptr + head * count * D, tl.where(listed, entry, 0), D)
-    scale = scale * LOG2E
-    to = out_ptr + head * num_blocks
-    for stratum in range(0, num_rows // IN_STRATUM, STRATA):
-        for j in range(FIT):
-            r = (stratum + tl.arange(0, STRATA)) * IN_STRATUM + j
-            p, row = seen_probabilities(
+    k = gather_rows(keys_ptr + head * num_columns * D, tl.where(mask, column, 0), D)  # [BLOCK_N, D]
+    scale = softmax_scale * LOG2E
+    mass_ptr += head * num_blocks
+    for stratum in range(0, num_rows // ROWS_PER_STRATUM, TILE_STRATA):
+        for j in range(NUM_SELECTION_ROWS):
+            r = (stratum + tl.arange(0, TILE_STRATA)) * ROWS_PER_STRATUM + j
+            p, row = probabilities_by_key(
+                k,
+                position,
+                r,
+                head,
                 q_ptr,
                 rows_ptr,
                 starts_ptr,
                 lse_ptr,
-                r,
-                head,
-                k,
-                position,
                 num_rows,
                 batch_heads,
                 scale,
                 HEADS,
                 D,
                 PREC,
-            )
-            apart = row[None, :] - position[:, None]
-            far = (apart % BLOCK).to(tl.float32) / BLOCK
-            # Side by side, for the compiler to add them at once.
-            both = (tl.join(p * (1.0 - far), p * far) * one + 0.5).to(tl.int32)
-            distance = (apart // BLOCK)[:, :, None] + tl.arange(0, 2)[None, None, :]
-            there = (both > 0) & (distance >= 0) & (distance < num_blocks)
-            tl.atomic_add(to + distance, both, mask=there, sem="relaxed")
+            )  # [BLOCK_N, TILE_STRATA], [TILE_STRATA]
+            tokens = row[None, :] - position[:, None]
+            further = (tokens % BLOCK).to(tl.float32) / BLOCK
+            # Side by side, so that the compiler adds both with one instruction.
+            addend = (tl.join(p * (1.0 - further), p * further) * one + 0.5).to(tl.int32)
+            distance = (tokens // BLOCK)[:, :, None] + tl.arange(0, 2)[None, None, :]
+            inside = (addend > 0) & (distance >= 0) & (distance < num_blocks)
+            tl.atomic_add(mass_ptr + distance, addend, mask=inside, sem="relaxed")
 
 
 def slash_mass_in_columns(sampled_rows, keys, positions, values, min_value, lse, num_blocks):
-    """Launch the sums by distance; see the reference."""
-    sample = sampled_rows
-    batch, heads, count, dim = keys.shape
-    num_rows = len(sample.rows)
+    rows = sampled_rows
+    batch, heads, num_columns, dim = keys.shape
+    num_rows = len(rows.rows)
     masses = torch.zeros(batch, heads, num_blocks, dtype=torch.int32, device=keys.device)
-    tile = 64
     launch(
-        _share_kernel, (cdiv(count, tile), batch * heads),
-        sample.query, sample.rows, sample.starts, keys, positions, values, lse, masses,
-        num_rows, batch * heads, count, sample.seq_length, num_blocks, float_bits(min_value),
-        sample.softmax_scale, fixed_point_one(num_rows),
-        HEADS=heads, D=dim, BLOCK=sample.block_size, IN_STRATUM=sample.rows_per_stratum,
-        FIT=sample.num_selection_rows,
-        STRATA=32, KEYS=tile, PREC=precision_for(keys), num_warps=4, num_stages=2,
-    )  # fmt: skip
+        _mass_in_columns_kernel,
+        (cdiv(num_columns, _BLOCK_N), batch * heads),
+        q_ptr=rows.query,
+        rows_ptr=rows.rows,
+        starts_ptr=rows.starts,
+        keys_ptr=keys,
+        position_ptr=positions,
+        value_ptr=values,
+        lse_ptr=lse,
+        mass_ptr=masses,
+        num_rows=num_rows,
+        batch_heads=batch * heads,
+        num_columns=num_columns,
+        seq_length=rows.seq_length,
+        num_blocks=num_blocks,
+        min_value=float_bits(min_value),
+        softmax_scale=rows.softmax_scale,
+        one=one_of_rows(num_rows),
+        HEADS=heads,
+        D=dim,
+        BLOCK=rows.block_size,
+        ROWS_PER_STRATUM=rows.rows_per_stratum,
+        NUM_SELECTION_ROWS=rows.num_selection_rows,
+        TILE_STRATA=_TILE_STRATA,
+        BLOCK_N=_BLOCK_N,
+        PREC=precision_for(keys),
+        num_warps=4,
+        num_stages=2,
+    )
     return masses
 
 
 @triton.jit
 def _slash_kernel(
-    total_ptr, inside_ptr, seen_ptr, price_ptr, member_ptr, usual_ptr, outside_ptr, value_ptr,
-    num_blocks, near, unit, one, usual_price,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, SPREAD: tl.constexpr,
-):  # fmt: skip
+    slash_mass_ptr,  # [b, h, NB]
+    mass_in_columns_ptr,  # [b, h, NB]
+    seen_ptr,  # [b, NB], or None
+    price_ptr,  # [h]
+    # Outputs, [b, h, NB]
+    slashes_ptr,
+    reference_slashes_ptr,
+    num_outside_ptr,
+    value_ptr,
+    num_blocks,
+    window_blocks,
+    cost_per_block_pair,
+    one,  # in fixed point
+    reference_price,
+    HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STRATIFIED: tl.constexpr,
+):
+    """One program a head."""
     bh = tl.program_id(0).to(tl.int64)
     price = tl.load(price_ptr + bh % HEADS)
-    before = 0
-    for first in range(0, num_blocks, WIDTH):
-        distance = first + tl.arange(0, WIDTH)
-        there = distance < num_blocks
+    outside_before = 0
+    for first in range(0, num_blocks, BLOCK_N):
+        distance = first + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+        mask = distance < num_blocks
         at = bh * num_blocks + distance
-        mass = tl.load(total_ptr + at, mask=there, other=0) - tl.load(
-            inside_ptr + at, mask=there, other=0
-        )
-        # The two sums are rounded apart.
-        seen = num_blocks - distance if SPREAD else num_blocks
+        mass = tl.load(slash_mass_ptr + at, mask=mask, other=0)
+        mass = mass - tl.load(mass_in_columns_ptr + at, mask=mask, other=0)
+        block_pairs = num_blocks - distance if STRATIFIED else num_blocks
         if seen_ptr is not None:
-            seen = tl.load(seen_ptr + bh // HEADS * num_blocks + distance, mask=there, other=1.0)
-        value = tl.maximum(mass, 0).to(tl.float32) / one / (unit * seen)
-        kept = (distance < near) | (value >= price)
-        usual = (distance < near) | (value >= usual_price)
-        tl.store(value_ptr + at, value, mask=there)
-        tl.store(member_ptr + at, kept.to(tl.uint8), mask=there)
-        tl.store(usual_ptr + at, usual.to(tl.uint8), mask=there)
-        outside = tl.where(there & ~usual, 1, 0)
-        tl.store(outside_ptr + at, before + tl.cumsum(outside, 0), mask=there)
-        before += tl.sum(outside, 0)
+            block_pairs = tl.load(
+                seen_ptr + bh // HEADS * num_blocks + distance, mask=mask, other=1.0
+            )
+        # The difference of two sums that are rounded apart may be negative.
+        value = tl.maximum(mass, 0).to(tl.float32) / one / (cost_per_block_pair * block_pairs)
+        selected = (distance < window_blocks) | (value >= price)
+        reference = (distance < window_blocks) | (value >= reference_price)
+        tl.store(value_ptr + at, value, mask=mask)
+        tl.store(slashes_ptr + at, selected.to(tl.uint8), mask=mask)
+        tl.store(reference_slashes_ptr + at, reference.to(tl.uint8), mask=mask)
+        outside = tl.where(mask & ~reference, 1, 0)
+        tl.store(num_outside_ptr + at, outside_before + tl.cumsum(outside, 0), mask=mask)
+        outside_before += tl.sum(outside, 0)
 
 
 def select_slashes_by_price(
-    slash_mass, mass_in_columns, price, reference_price, window_blocks, cost_per_block_pair, fixed_point_one,
-    stratified, costs=None,
-):  # fmt: skip
-    """Launch the choice of slashes; see the reference."""
+    slash_mass,
+    mass_in_columns,
+    price,
+    reference_price,
+    window_blocks,
+    cost_per_block_pair,
+    fixed_point_one,
+    stratified,
+    costs=None,
+):
     batch, heads, num_blocks = slash_mass.shape
-    member = torch.empty(slash_mass.shape, dtype=torch.uint8, device=slash_mass.device)
-    usual = torch.empty_like(member)
+    slashes = torch.empty(slash_mass.shape, dtype=torch.uint8, device=slash_mass.device)
+    reference_slashes = torch.empty_like(slashes)
+    num_outside = torch.empty_like(slash_mass)
     value = torch.empty(slash_mass.shape, dtype=torch.float32, device=slash_mass.device)
-    outside = torch.empty_like(slash_mass)
     launch(
-        _slash_kernel, (batch * heads,),
-        slash_mass, mass_in_columns, None if costs is None else costs.seen, price,
-        member, usual, outside, value,
-        num_blocks, window_blocks, cost_per_block_pair, float(fixed_point_one), reference_price,
-        HEADS=heads, WIDTH=min(4096, next_power_of_2(num_blocks)), SPREAD=stratified, num_warps=4,
-    )  # fmt: skip
-    return member, usual, outside, value
+        _slash_kernel,
+        (batch * heads,),
+        slash_mass_ptr=slash_mass,
+        mass_in_columns_ptr=mass_in_columns,
+        seen_ptr=None if costs is None else costs.seen,
+        price_ptr=price,
+        slashes_ptr=slashes,
+        reference_slashes_ptr=reference_slashes,
+        num_outside_ptr=num_outside,
+        value_ptr=value,
+        num_blocks=num_blocks,
+        window_blocks=window_blocks,
+        cost_per_block_pair=cost_per_block_pair,
+        one=float(fixed_point_one),
+        reference_price=reference_price,
+        HEADS=heads,
+        BLOCK_N=min(4096, next_power_of_2(num_blocks)),
+        STRATIFIED=stratified,
+        num_warps=4,
+    )
+    return slashes, reference_slashes, num_outside, value
 
 
 @triton.jit
 def _column_kernel(
-    q_ptr, rows_ptr, starts_ptr, further_ptr, factor_ptr, keys_ptr, position_ptr, lse_ptr,
-    member_ptr, usual_ptr, outside_ptr, price_ptr,
-    column_ptr, value_ptr, held_ptr,
-    num_rows, batch_heads, count, seq_length, num_blocks, sink, scale, unit,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, IN_STRATUM: tl.constexpr, FIT: tl.constexpr,
-    STRATA: tl.constexpr, KEYS: tl.constexpr, TWICE: tl.constexpr, SPREAD: tl.constexpr,
-    CHOOSE: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    # Without anything to choose, only what is measured by held-out rows, or all, is computed.
-    skipped: tl.constexpr = 0 if CHOOSE or FIT == IN_STRATUM else FIT
+    # Sampled rows
+    q_ptr,  # [R, b, h, D]
+    rows_ptr,  # [R]
+    starts_ptr,  # [b, R], or None
+    further_ptr,  # [b, NB], or None
+    factor_ptr,  # [b], or None
+    # Candidates
+    keys_ptr,  # [b, h, C, D]
+    position_ptr,  # [b, h, C]
+    lse_ptr,  # [b, h, R]
+    # Slashes
+    slashes_ptr,  # [b, h, NB]
+    reference_slashes_ptr,  # [b, h, NB], or None to select nothing
+    num_outside_ptr,  # [b, h, NB], or None
+    price_ptr,  # [h], or None
+    # Outputs, [b, h, C]
+    column_ptr,  # or None
+    value_ptr,  # or None
+    mass_ptr,
+    num_rows,
+    batch_heads,
+    num_columns,
+    seq_length,
+    num_blocks,
+    num_sinks,
+    softmax_scale,
+    cost_per_block,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS_PER_STRATUM: tl.constexpr,
+    NUM_SELECTION_ROWS: tl.constexpr,
+    TILE_STRATA: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DROP_MAX_STRATUM: tl.constexpr,
+    STRATIFIED: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """One program a tile of candidates of a head."""
+    SELECT: tl.constexpr = reference_slashes_ptr is not None
+    ALL_MEASURE: tl.constexpr = NUM_SELECTION_ROWS == ROWS_PER_STRATUM
+    # With nothing to select, only the rows that measure the mass are needed.
+    FIRST_ROW: tl.constexpr = 0 if SELECT or ALL_MEASURE else NUM_SELECTION_ROWS
     head = tl.program_id(1).to(tl.int64)
-    entry = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
-    listed = entry < count
-    position = tl.load(position_ptr + head * count + entry, mask=listed, other=seq_length)
-    k = gather_rows(keys_ptr + head * count * D, tl.where(listed, entry, 0), D)
-    scale = scale * LOG2E
-    member_ptr += head * num_blocks
-    usual_ptr += head * num_blocks
-    block = position // BLOCK
-    total = tl.zeros([KEYS], tl.float32)
-    largest = tl.zeros([KEYS], tl.float32)
-    held = tl.zeros([KEYS], tl.float32)
-    for stratum in range(0, num_rows // IN_STRATUM, STRATA):
-        mass = tl.zeros([KEYS, STRATA], tl.float32)
-        for j in tl.static_range(skipped, IN_STRATUM):
-            r = (stratum + tl.arange(0, STRATA)) * IN_STRATUM + j
-            p, row = seen_probabilities(
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = column < num_columns
+    position = tl.load(position_ptr + head * num_columns + column, mask=mask, other=seq_length)
+    k = gather_rows(keys_ptr + head * num_columns * D, tl.where(mask, column, 0), D)  # [BLOCK_N, D]
+    scale = softmax_scale * LOG2E
+    slashes_ptr += head * num_blocks
+    if SELECT:
+        reference_slashes_ptr += head * num_blocks
+    block = position // BLOCK  # [BLOCK_N]
+    total = tl.zeros([BLOCK_N], tl.float32)
+    largest = tl.zeros([BLOCK_N], tl.float32)
+    measured = tl.zeros([BLOCK_N], tl.float32)
+    for stratum in range(0, num_rows // ROWS_PER_STRATUM, TILE_STRATA):
+        mass = tl.zeros([BLOCK_N, TILE_STRATA], tl.float32)
+        for j in tl.static_range(FIRST_ROW, ROWS_PER_STRATUM):
+            r = (stratum + tl.arange(0, TILE_STRATA)) * ROWS_PER_STRATUM + j
+            p, row = probabilities_by_key(
+                k,
+                position,
+                r,
+                head,
                 q_ptr,
                 rows_ptr,
                 starts_ptr,
                 lse_ptr,
-                r,
-                head,
-                k,
-                position,
                 num_rows,
                 batch_heads,
                 scale,
                 HEADS,
                 D,
                 PREC,
-            )
-            apart = (row // BLOCK)[None, :] - block[:, None]
-            if CHOOSE and j < FIT:
-                covered = tl.load(usual_ptr + apart, mask=p > 0, other=1)
-                mass += tl.where(covered == 0, p, 0.0)
-            if j >= FIT or FIT == IN_STRATUM:
-                covered = tl.load(member_ptr + apart, mask=p > 0, other=1)
-                held += tl.sum(tl.where(covered == 0, p, 0.0), 1)
-        if CHOOSE:
+            )  # [BLOCK_N, TILE_STRATA], [TILE_STRATA]
+            distance = (row // BLOCK)[None, :] - block[:, None]
+            if SELECT and j < NUM_SELECTION_ROWS:
+                slash = tl.load(reference_slashes_ptr + distance, mask=p > 0, other=1)
+                mass += tl.where(slash == 0, p, 0.0)
+            if j >= NUM_SELECTION_ROWS or ALL_MEASURE:
+                slash = tl.load(slashes_ptr + distance, mask=p > 0, other=1)
+                measured += tl.sum(tl.where(slash == 0, p, 0.0), 1)
+        if SELECT:
             total += tl.sum(mass, 1)
             largest = tl.maximum(largest, tl.max(mass, 1))
-    at = head * count + entry
-    tl.store(held_ptr + at, held, mask=listed)
-    if CHOOSE:
-        if TWICE:
+    at = head * num_columns + column
+    tl.store(mass_ptr + at, measured, mask=mask)
+    if SELECT:
+        if DROP_MAX_STRATUM:
             total = tl.maximum(total - largest, 0.0)
-        # Query blocks that the column adds to: those at distances that are no slash.
-        there = listed & (position < seq_length)
+        # The cost: query blocks that the column adds to, those at distances that are no slash.
+        present = mask & (position < seq_length)
         further = num_blocks - 1 - block
         if further_ptr is not None:
-            further = tl.load(further_ptr + head // HEADS * num_blocks + block, mask=there, other=0)
-        adds = tl.load(outside_ptr + head * num_blocks + further, mask=there, other=0)
-        if not SPREAD:
-            adds = tl.zeros_like(adds) + num_blocks
-        adds = tl.maximum(adds, 1)
+            further = tl.load(
+                further_ptr + head // HEADS * num_blocks + block, mask=present, other=0
+            )
+        query_blocks = tl.load(num_outside_ptr + head * num_blocks + further, mask=present, other=0)
+        if not STRATIFIED:
+            query_blocks = tl.zeros_like(query_blocks) + num_blocks
+        query_blocks = tl.maximum(query_blocks, 1)
         if factor_ptr is not None:
-            adds = adds.to(tl.float32) * tl.load(factor_ptr + head // HEADS)
-        value = total / (unit * adds)
-        kept = (total > 0) & (value >= tl.load(price_ptr + head % HEADS))
-        kept = there & (kept | (position < sink))
-        tl.store(column_ptr + at, tl.where(kept, position, seq_length), mask=listed)
-        tl.store(value_ptr + at, tl.where(there, value, 0.0), mask=listed)
+            query_blocks = query_blocks.to(tl.float32) * tl.load(factor_ptr + head // HEADS)
+        value = total / (cost_per_block * query_blocks)
+        selected = (total > 0) & (value >= tl.load(price_ptr + head % HEADS))
+        selected = present & (selected | (position < num_sinks))
+        tl.store(column_ptr + at, tl.where(selected, position, seq_length), mask=mask)
+        tl.store(value_ptr + at, tl.where(present, value, 0.0), mask=mask)
 
 
 def select_columns_by_price(
-    sampled_rows, keys, positions, lse, slashes, reference_slashes, num_outside, price, num_sinks,
+    sampled_rows,
+    keys,
+    positions,
+    lse,
+    slashes,
+    reference_slashes,
+    num_outside,
+    price,
+    num_sinks,
     cost_per_block,
-):  # fmt: skip
-    """Launch the choice of columns; see the reference."""
+):
     columns = torch.empty_like(positions)
     value = torch.empty(positions.shape, dtype=torch.float32, device=keys.device)
-    held = torch.empty_like(value)
-    slashes, chosen = (slashes, reference_slashes, num_outside, price), (columns, value, held)
-    _launch_columns(
-        sampled_rows, keys, positions, lse, slashes, chosen, num_sinks, cost_per_block, True
+    mass = _launch_columns(
+        sampled_rows,
+        keys,
+        positions,
+        lse,
+        slashes,
+        dict(
+            reference_slashes_ptr=reference_slashes,
+            num_outside_ptr=num_outside,
+            price_ptr=price,
+            column_ptr=columns,
+            value_ptr=value,
+        ),
+        num_sinks,
+        cost_per_block,
     )
-    return columns, value, held
+    return columns, value, mass
 
 
 def column_masses(sampled_rows, keys, positions, lse, slashes):
-    """Launch the measuring of columns; see the reference."""
-    held = torch.empty(positions.shape, dtype=torch.float32, device=keys.device)
-    # What is not looked at stands in for what is not there.
-    slashes, chosen = (slashes, slashes, positions, held), (positions, held, held)
-    _launch_columns(sampled_rows, keys, positions, lse, slashes, chosen, 0, 1.0, False)
-    return held
+    nothing = dict.fromkeys(
+        ("reference_slashes_ptr", "num_outside_ptr", "price_ptr", "column_ptr", "value_ptr")
+    )
+    return _launch_columns(sampled_rows, keys, positions, lse, slashes, nothing, 0, 1.0)
 
 
-def _launch_columns(sampled_rows, keys, positions, lse, slashes, chosen, sink, unit, choose):
-    sample = sampled_rows
-    batch, heads, count, dim = keys.shape
-    num_rows, num_blocks = len(sample.rows), slashes[0].shape[-1]
-    tile = 64
+def _launch_columns(
+    sampled_rows, keys, positions, lse, slashes, selection, num_sinks, cost_per_block
+):
+    """Launch :func:`_column_kernel`; ``selection`` has the operands that only a selection needs."""
+    rows = sampled_rows
+    batch, heads, num_columns, dim = keys.shape
+    mass = torch.empty(positions.shape, dtype=torch.float32, device=keys.device)
     launch(
-        _column_kernel, (cdiv(count, tile), batch * heads),
-        sample.query, sample.rows, sample.starts,
-        *((None, None) if sample.costs is None else (sample.costs.further, sample.costs.factor)),
-        keys, positions, lse, *slashes, *chosen,
-        num_rows, batch * heads, count, sample.seq_length, num_blocks, sink, sample.softmax_scale, unit,
-        HEADS=heads, D=dim, BLOCK=sample.block_size, IN_STRATUM=sample.rows_per_stratum,
-        FIT=sample.num_selection_rows,
-        STRATA=32, KEYS=tile,
-        TWICE=sample.drop_max_stratum, SPREAD=sample.stratified,
-        CHOOSE=choose, PREC=precision_for(keys), num_warps=4, num_stages=2,
-    )  # fmt: skip
+        _column_kernel,
+        (cdiv(num_columns, _BLOCK_N), batch * heads),
+        q_ptr=rows.query,
+        rows_ptr=rows.rows,
+        starts_ptr=rows.starts,
+        further_ptr=None if rows.costs is None else rows.costs.further,
+        factor_ptr=None if rows.costs is None else rows.costs.factor,
+        keys_ptr=keys,
+        position_ptr=positions,
+        lse_ptr=lse,
+        slashes_ptr=slashes,
+        **selection,
+        mass_ptr=mass,
+        num_rows=len(rows.rows),
+        batch_heads=batch * heads,
+        num_columns=num_columns,
+        seq_length=rows.seq_length,
+        num_blocks=slashes.shape[-1],
+        num_sinks=num_sinks,
+        softmax_scale=rows.softmax_scale,
+        cost_per_block=cost_per_block,
+        HEADS=heads,
+        D=dim,
+        BLOCK=rows.block_size,
+        ROWS_PER_STRATUM=rows.rows_per_stratum,
+        NUM_SELECTION_ROWS=rows.num_selection_rows,
+        TILE_STRATA=_TILE_STRATA,
+        BLOCK_N=_BLOCK_N,
+        DROP_MAX_STRATUM=rows.drop_max_stratum,
+        STRATIFIED=rows.stratified,
+        PREC=precision_for(keys),
+        num_warps=4,
+        num_stages=2,
+    )
+    return mass
 
 
 @triton.jit
 def _recall_kernel(
-    mass_ptr, member_ptr, column_ptr, held_ptr, out_ptr, num_blocks, count, seq_length, one, rows,
-    WIDTH: tl.constexpr,
-):  # fmt: skip
+    slash_mass_ptr,  # [b, h, NB]
+    slashes_ptr,  # [b, h, NB]
+    column_ptr,  # [b, h, C]
+    column_mass_ptr,  # [b, h, C]
+    recall_ptr,  # [b, h]
+    num_blocks,
+    num_columns,
+    seq_length,
+    one,  # in fixed point
+    num_rows,
+    BLOCK_N: tl.constexpr,
+):
+    """One program a head."""
     bh = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, WIDTH)
-    kept = tl.zeros([WIDTH], tl.float32)
-    for first in range(0, num_blocks, WIDTH):
-        there = first + at < num_blocks
-        to = bh * num_blocks + first + at
-        member = tl.load(member_ptr + to, mask=there, other=0)
-        mass = tl.load(mass_ptr + to, mask=there, other=0)
-        kept += tl.where(member != 0, mass, 0).to(tl.float32)
-    kept = kept / one
-    for first in range(0, count, WIDTH):
-        there = first + at < count
-        to = bh * count + first + at
-        column = tl.load(column_ptr + to, mask=there, other=seq_length)
-        kept += tl.load(held_ptr + to, mask=column < seq_length, other=0.0)
-    tl.store(out_ptr + bh, tl.sum(kept, 0) / rows)
+    offsets = tl.arange(0, BLOCK_N)
+    mass = tl.zeros([BLOCK_N], tl.float32)
+    for first in range(0, num_blocks, BLOCK_N):
+        mask = first + offsets < num_blocks
+        at = bh * num_blocks + first + offsets
+        slash = tl.load(slashes_ptr + at, mask=mask, other=0)
+        slash_mass = tl.load(slash_mass_ptr + at, mask=mask, other=0)
+        mass += tl.where(slash != 0, slash_mass, 0).to(tl.float32)
+    mass = mass / one
+    for first in range(0, num_columns, BLOCK_N):
+        mask = first + offsets < num_columns
+        at = bh * num_columns + first + offsets
+        column = tl.load(column_ptr + at, mask=mask, other=seq_length)
+        mass += tl.load(column_mass_ptr + at, mask=column < seq_length, other=0.0)
+    tl.store(recall_ptr + bh, tl.sum(mass, 0) / num_rows)
 
 
 def attention_recall(
     slash_mass, slashes, columns, column_mass, seq_length, fixed_point_one, num_rows
 ):
-    """Launch the sums; see the reference."""
     batch, heads, num_blocks = slashes.shape
     recall = torch.empty(batch, heads, dtype=torch.float32, device=slashes.device)
     launch(
-        _recall_kernel, (batch * heads,),
-        slash_mass, slashes, columns, column_mass, recall, num_blocks, columns.shape[-1], seq_length,
-        float(fixed_point_one), float(num_rows), WIDTH=1024, num_warps=4,
-    )  # fmt: skip
+        _recall_kernel,
+        (batch * heads,),
+        slash_mass_ptr=slash_mass,
+        slashes_ptr=slashes,
+        column_ptr=columns,
+        column_mass_ptr=column_mass,
+        recall_ptr=recall,
+        num_blocks=num_blocks,
+        num_columns=columns.shape[-1],
+        seq_length=seq_length,
+        one=float(fixed_point_one),
+        num_rows=float(num_rows),
+        BLOCK_N=1024,
+        num_warps=4,
+    )
     return recall

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The lists of a vertical-slash index from chosen diagonals and columns, in two launches."""
+"""The lists of a vertical-slash index from selected diagonals and columns, in two launches."""
 
 from __future__ import annotations
 
@@ -13,130 +13,179 @@ from ..limits import check_blocks_per_round
 
 @triton.jit
 def _slash_kernel(
-    distances_ptr, diagonals_ptr, member_ptr, round_list, round_ptr, rank_list, rank_ptr,
-    count, near, num_blocks, rounds, ranks,
-    GIVEN: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, WALK: tl.constexpr,
-):  # fmt: skip
+    # Selected slashes: one of the two
+    distances_ptr,  # [b, h, NB], or None
+    diagonals_ptr,  # [b, h, K], or None
+    # Outputs
+    member_ptr,  # [b, h, NB]
+    round_list,  # [b, h, NB]
+    round_ptr,  # [b, h, NB + 1]
+    rank_list,  # [b, h, length of rank_list]
+    rank_ptr,  # [b, h, length of rank_list + 1]
+    num_diagonals,
+    window_blocks,
+    num_blocks,
+    num_rounds,
+    num_rank_classes,  # 2 W
+    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # block distances of a step
+    BLOCK_K: tl.constexpr,  # diagonals of a step
+):
+    """One program a head."""
     bh = tl.program_id(0).to(tl.int64)
     member_ptr += bh * num_blocks
-    entry = tl.arange(0, WIDTH)
-    for first in range(0, num_blocks, WIDTH):
-        at = first + entry
-        inside = at < num_blocks
-        if GIVEN:
-            member = tl.load(distances_ptr + bh * num_blocks + at, mask=inside, other=0) != 0
+    offsets = tl.arange(0, BLOCK_N)
+    for first in range(0, num_blocks, BLOCK_N):
+        distance = first + offsets  # [BLOCK_N]
+        mask = distance < num_blocks
+        if distances_ptr is not None:
+            member = tl.load(distances_ptr + bh * num_blocks + distance, mask=mask, other=0) != 0
         else:
-            member = at < near
-        tl.store(member_ptr + at, (member | (at == 0)).to(tl.uint8), mask=inside)
-    tl.debug_barrier()  # the marks below fall on entries that other threads have just written
-    if not GIVEN:
-        for first in range(0, count, WALK):
-            j = first + tl.arange(0, WALK)
-            diagonal = tl.load(diagonals_ptr + bh * count + j, mask=j < count, other=0)
+            member = distance < window_blocks
+        tl.store(member_ptr + distance, (member | (distance == 0)).to(tl.uint8), mask=mask)
+    tl.debug_barrier()  # entries that other threads have just written are written again
+    if diagonals_ptr is not None:
+        for first in range(0, num_diagonals, BLOCK_K):
+            j = first + tl.arange(0, BLOCK_K)
+            mask = j < num_diagonals
+            diagonal = tl.load(diagonals_ptr + bh * num_diagonals + j, mask=mask, other=0)
             # A token diagonal crosses two block distances, unless it is a multiple of the block.
-            one = diagonal // BLOCK
-            two = one + (diagonal % BLOCK != 0).to(tl.int32)
-            mark = tl.full([WALK], 1, tl.uint8)
-            there = (j < count) & (one < num_blocks)
-            tl.store(member_ptr + one, mark, mask=there)
-            there = (j < count) & (two < num_blocks)
-            tl.store(member_ptr + two, mark, mask=there)
+            nearer = diagonal // BLOCK  # [BLOCK_K]
+            farther = nearer + (diagonal % BLOCK != 0).to(tl.int32)
+            ones = tl.full([BLOCK_K], 1, tl.uint8)
+            tl.store(member_ptr + nearer, ones, mask=mask & (nearer < num_blocks))
+            tl.store(member_ptr + farther, ones, mask=mask & (farther < num_blocks))
     tl.debug_barrier()
-    _sorted_list(member_ptr, round_list, round_ptr, bh, num_blocks, rounds, WIDTH)
-    _sorted_list(member_ptr, rank_list, rank_ptr, bh, num_blocks, ranks, WIDTH)
+    _sorted_list(member_ptr, round_list, round_ptr, bh, num_blocks, num_rounds, BLOCK_N)
+    _sorted_list(member_ptr, rank_list, rank_ptr, bh, num_blocks, num_rank_classes, BLOCK_N)
 
 
 @triton.jit
-def _sorted_list(member_ptr, list_ptr, ptr_ptr, bh, num_blocks, classes, WIDTH: tl.constexpr):
-    """Members by (residue, quotient) of so many classes, and the prefix counts."""
-    length = tl.cdiv(num_blocks, classes)
-    entries = length * classes
-    list_ptr += bh * entries
-    ptr_ptr += bh * (entries + 1)
-    entry = tl.arange(0, WIDTH)
+def _sorted_list(member_ptr, list_ptr, ptr_ptr, bh, num_blocks, num_classes, BLOCK_N: tl.constexpr):
+    """Store a head's members ``d`` sorted by (``d % num_classes``, ``d // num_classes``), as quotients, and
+    their prefix counts."""
+    class_len = tl.cdiv(num_blocks, num_classes)
+    list_len = class_len * num_classes
+    list_ptr += bh * list_len
+    ptr_ptr += bh * (list_len + 1)
+    offsets = tl.arange(0, BLOCK_N)
     tl.store(ptr_ptr, 0)
     before = 0
-    for first in range(0, entries, WIDTH):
-        at = first + entry
-        inside = at < entries
-        distance = at % length * classes + at // length
-        there = inside & (distance < num_blocks)
-        member = tl.load(member_ptr + distance, mask=there, other=0).to(tl.int32)
-        upto = before + tl.cumsum(member, 0)
-        tl.store(ptr_ptr + at + 1, upto, mask=inside)
-        # What is no member fills the list from its end, with zeros.
-        slot = tl.where(member != 0, upto - 1, entries - 1 - (at - upto))
-        tl.store(list_ptr + slot, tl.where(member != 0, at % length, 0).to(tl.int16), mask=inside)
+    for first in range(0, list_len, BLOCK_N):
+        at = first + offsets  # [BLOCK_N]
+        mask = at < list_len
+        distance = at % class_len * num_classes + at // class_len
+        present = mask & (distance < num_blocks)
+        member = tl.load(member_ptr + distance, mask=present, other=0).to(tl.int32)
+        count = before + tl.cumsum(member, 0)
+        tl.store(ptr_ptr + at + 1, count, mask=mask)
+        # Distances that are no members fill the list from its end, with zeros.
+        slot = tl.where(member != 0, count - 1, list_len - 1 - (at - count))
+        tl.store(list_ptr + slot, tl.where(member != 0, at % class_len, 0).to(tl.int16), mask=mask)
         before += tl.sum(member, 0)
 
 
 @triton.jit
 def _column_kernel(
-    columns_ptr, list_ptr, ptr_ptr, count, seq_length, num_blocks,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, WALK: tl.constexpr,
-):  # fmt: skip
-    # Each program counts how many columns come before each of its own: before a column that is its
-    # place in the sorted list, before a block an entry of the prefix counts.
+    columns_ptr,  # [b, h, C]
+    # Outputs
+    list_ptr,  # [b, h, C]
+    ptr_ptr,  # [b, h, NB + 1]
+    num_columns,
+    seq_length,
+    num_blocks,
+    BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program a tile of a head's columns, or of its prefix counts.
+
+    It counts the columns before each of its entries: for a column that is its place in the sorted list, for a
+    block its prefix count.
+    """
     bh = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
-    tiles = tl.cdiv(count, WIDTH)
-    columns_ptr += bh * count
-    place = tile * WIDTH + tl.arange(0, WIDTH)
-    if tile < tiles:
-        own = tl.load(columns_ptr + place, mask=place < count, other=0)
-        # What is no column comes after all, in its order: no two entries are equal.
-        own = tl.where(own < seq_length, own, seq_length + place).to(tl.int32)
+    column_tiles = tl.cdiv(num_columns, BLOCK_M)
+    columns_ptr += bh * num_columns
+    entry = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    if tile < column_tiles:
+        own = tl.load(columns_ptr + entry, mask=entry < num_columns, other=0)
+        # Missing columns come last, in their order: no two keys are equal.
+        own = tl.where(own < seq_length, own, seq_length + entry).to(tl.int32)
     else:
-        place = place - tiles * WIDTH
-        own = tl.minimum(place * BLOCK, seq_length)
-    earlier = tl.zeros([WIDTH, WALK], tl.int32)
-    for first in range(0, count, WALK):
-        j = first + tl.arange(0, WALK)
-        key = tl.load(columns_ptr + j, mask=j < count, other=2147483647)
+        entry = entry - column_tiles * BLOCK_M
+        own = tl.minimum(entry * BLOCK, seq_length)
+    earlier = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+    for first in range(0, num_columns, BLOCK_N):
+        j = first + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+        key = tl.load(columns_ptr + j, mask=j < num_columns, other=2147483647)
         key = tl.where(key < seq_length, key, seq_length + j).to(tl.int32)
         earlier += (key[None, :] < own[:, None]).to(tl.int32)
     before = tl.sum(earlier, 1)
-    if tile < tiles:
-        tl.store(list_ptr + bh * count + before, tl.minimum(own, seq_length), mask=place < count)
+    if tile < column_tiles:
+        tl.store(
+            list_ptr + bh * num_columns + before,
+            tl.minimum(own, seq_length),
+            mask=entry < num_columns,
+        )
     else:
-        limit = num_blocks + 1
-        tl.store(ptr_ptr + bh * limit + place, before, mask=place < limit)
+        num_counts = num_blocks + 1
+        tl.store(ptr_ptr + bh * num_counts + entry, before, mask=entry < num_counts)
 
 
 def vertical_slash_lists(
     distances, diagonals, window_blocks, columns, seq_length, block_size, world, inner
-):  # fmt: skip
-    """Launch the lists; see the reference."""
+):
     check_blocks_per_round(seq_length, block_size, world, inner)
-    batch, heads, count = columns.shape
+    batch, heads, num_columns = columns.shape
     num_blocks = cdiv(seq_length, block_size)
-    lines, device = batch * heads, columns.device
+    rank_classes = 2 * world
 
     def empty(length, dtype=torch.int32):
-        return torch.empty(batch, heads, length, dtype=dtype, device=device)
+        return torch.empty(batch, heads, length, dtype=dtype, device=columns.device)
 
     member = empty(num_blocks, torch.uint8)
-    rounds, ranks = (
-        (empty(entries, torch.int16), empty(entries + 1))
-        for entries in (num_blocks, cdiv(num_blocks, 2 * world) * 2 * world)
-    )
-    column_list, column_ptr = empty(count), empty(num_blocks + 1)
+    round_list, round_ptr = empty(num_blocks, torch.int16), empty(num_blocks + 1)
+    rank_len = cdiv(num_blocks, rank_classes) * rank_classes
+    rank_list, rank_ptr = empty(rank_len, torch.int16), empty(rank_len + 1)
+    column_list, column_ptr = empty(num_columns), empty(num_blocks + 1)
     if distances is not None:
-        distances = diagonals = distances.contiguous().view(torch.uint8)
+        distances, diagonals = distances.contiguous().view(torch.uint8), None
     else:
-        distances = diagonals = diagonals.contiguous()
-    given = distances.dtype == torch.uint8
-    width = min(4096, next_power_of_2(num_blocks))
+        diagonals = diagonals.contiguous()
     launch(
-        _slash_kernel, (lines,),
-        distances, diagonals, member, *rounds, *ranks, diagonals.shape[-1], window_blocks, num_blocks,
-        world // inner, 2 * world, GIVEN=given, BLOCK=block_size, WIDTH=width, WALK=128, num_warps=4,
-    )  # fmt: skip
-    width = 64
-    programs = cdiv(count, width) + cdiv(num_blocks + 1, width)
+        _slash_kernel,
+        (batch * heads,),
+        distances_ptr=distances,
+        diagonals_ptr=diagonals,
+        member_ptr=member,
+        round_list=round_list,
+        round_ptr=round_ptr,
+        rank_list=rank_list,
+        rank_ptr=rank_ptr,
+        num_diagonals=None if diagonals is None else diagonals.shape[-1],
+        window_blocks=window_blocks,
+        num_blocks=num_blocks,
+        num_rounds=world // inner,
+        num_rank_classes=rank_classes,
+        BLOCK=block_size,
+        BLOCK_N=min(4096, next_power_of_2(num_blocks)),
+        BLOCK_K=128,
+        num_warps=4,
+    )
+    block_m = 64
     launch(
-        _column_kernel, (programs, lines),
-        columns.contiguous(), column_list, column_ptr, count, seq_length, num_blocks,
-        BLOCK=block_size, WIDTH=width, WALK=64, num_warps=4,
-    )  # fmt: skip
-    return member, *rounds, *ranks, column_list, column_ptr
+        _column_kernel,
+        (cdiv(num_columns, block_m) + cdiv(num_blocks + 1, block_m), batch * heads),
+        columns_ptr=columns.contiguous(),
+        list_ptr=column_list,
+        ptr_ptr=column_ptr,
+        num_columns=num_columns,
+        seq_length=seq_length,
+        num_blocks=num_blocks,
+        BLOCK=block_size,
+        BLOCK_M=block_m,
+        BLOCK_N=64,
+        num_warps=4,
+    )
+    return member, round_list, round_ptr, rank_list, rank_ptr, column_list, column_ptr
