@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ...layout import positions_at
 from ..common.fixed_point import fixed_point_one
+from ..types import SampledRows
 
 
-def partial_lse(sampled_rows, key: Tensor) -> Tensor:
+def partial_lse(sampled_rows: SampledRows, key: Tensor) -> Tensor:
     """Log-sum-exp of each sampled row's scores over this rank's keys, in parts.
 
     Args:
-        sampled_rows: a :class:`~megatron_mtraining.pattern.estimate.SampledRows`.
         key: ``[s, b, hk, d]``, this rank's keys, with unit stride in the last dimension.
 
     Returns:
@@ -25,9 +25,8 @@ def partial_lse(sampled_rows, key: Tensor) -> Tensor:
         keys that the row sees.
     """
     scores, position = _scores(sampled_rows, key)
-    return torch.logsumexp(scores.masked_fill_(unseen(sampled_rows, position), float("-inf")), -1)[
-        None
-    ]
+    scores.masked_fill_(unseen(sampled_rows, position), float("-inf"))
+    return torch.logsumexp(scores, -1)[None]
 
 
 def merge_lse(parts: Tensor) -> Tensor:
@@ -36,7 +35,7 @@ def merge_lse(parts: Tensor) -> Tensor:
 
 
 def attention_masses(
-    sampled_rows, key: Tensor, lse: Tensor, num_sinks: int, divide_by_cost: bool
+    sampled_rows: SampledRows, key: Tensor, lse: Tensor, num_sinks: int, divide_by_cost: bool
 ) -> tuple[Tensor, Tensor]:
     """Attention mass of the sampled rows by column and by block distance, over this rank's keys.
 
@@ -99,7 +98,7 @@ def attention_masses(
 
 
 def diagonal_masses(
-    sampled_rows,
+    sampled_rows: SampledRows,
     key: Tensor,
     lse: Tensor,
     num_sinks: int,
@@ -148,7 +147,7 @@ def positions(length: int, rank: int, world: int, inner: int, block_size: int, d
     return positions_at(torch.arange(length, device=device), rank, world, block_size, inner)
 
 
-def unseen(sampled_rows, position: Tensor) -> Tensor:
+def unseen(sampled_rows: SampledRows, position: Tensor) -> Tensor:
     """Keys that rows do not see: later ones, and those of other documents. Broadcasts to ``[b, h, R, k]``;
     ``position`` is ``[k]`` or ``[b, h, k]``."""
     later = position[..., None, :] > sampled_rows.rows[:, None]
@@ -157,7 +156,7 @@ def unseen(sampled_rows, position: Tensor) -> Tensor:
     return later | (position[..., None, :] < sampled_rows.starts[:, None, :, None])
 
 
-def probabilities(sampled_rows, keys: Tensor, position: Tensor, lse: Tensor) -> Tensor:
+def probabilities(sampled_rows: SampledRows, keys: Tensor, position: Tensor, lse: Tensor) -> Tensor:
     """Probabilities of all rows, float64 ``[b, h, R, k]``, 0 for keys that the row does not see.
 
     Their sums have other lengths on other numbers of ranks, and the selection must not differ: hence float64.
@@ -172,7 +171,7 @@ def probabilities(sampled_rows, keys: Tensor, position: Tensor, lse: Tensor) -> 
     return p.exp_().nan_to_num_(nan=0.0).clamp_(max=1)
 
 
-def split_strata(sampled_rows, p: Tensor) -> tuple[Tensor, Tensor]:
+def split_strata(sampled_rows: SampledRows, p: Tensor) -> tuple[Tensor, Tensor]:
     """Probabilities ``[b, h, R, k]`` of the selecting and of the held-out rows, by stratum:
     ``[b, h, strata, rows, k]`` each."""
     strata = p.unflatten(2, (-1, sampled_rows.rows_per_stratum))
@@ -180,14 +179,14 @@ def split_strata(sampled_rows, p: Tensor) -> tuple[Tensor, Tensor]:
     return strata[:, :, :, :count], strata[:, :, :, count:]
 
 
-def split_row_positions(sampled_rows) -> tuple[Tensor, Tensor]:
+def split_row_positions(sampled_rows: SampledRows) -> tuple[Tensor, Tensor]:
     """Positions of the selecting and of the held-out rows: int64 ``[strata, rows]`` each."""
     rows = sampled_rows.rows.long().unflatten(0, (-1, sampled_rows.rows_per_stratum))
     count = sampled_rows.num_selection_rows
     return rows[:, :count], rows[:, count:]
 
 
-def sum_of_strata(sampled_rows, strata: Tensor) -> Tensor:
+def sum_of_strata(sampled_rows: SampledRows, strata: Tensor) -> Tensor:
     """Mass by key from the masses by stratum, ``[b, h, strata, k]``."""
     total = strata.sum(2)
     if not sampled_rows.drop_max_stratum:
@@ -205,7 +204,7 @@ def add_masses(out: Tensor, distance: Tensor, mass: Tensor, one: int) -> None:
     out.scatter_add_(-1, distance.flatten(2), addend.flatten(2))
 
 
-def _scores(sampled_rows, key: Tensor) -> tuple[Tensor, Tensor]:
+def _scores(sampled_rows: SampledRows, key: Tensor) -> tuple[Tensor, Tensor]:
     """Scores of all rows, float32 ``[b, h, R, s]``, and the keys' global positions."""
     rows = sampled_rows
     num_heads, kv_heads = rows.query.shape[2], key.shape[2]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..common.fixed_point import fixed_point_one, float_bits
+from ..types import Costs, SampledRows
 from .reference_masses import (
     add_masses,
     probabilities,
@@ -17,7 +18,7 @@ from .reference_masses import (
 
 
 def slash_mass_in_columns(
-    sampled_rows,
+    sampled_rows: SampledRows,
     keys: Tensor,
     positions: Tensor,
     values: Tensor,
@@ -66,7 +67,7 @@ def select_slashes_by_price(
     cost_per_block_pair: float,
     fixed_point_one: int,
     stratified: bool,
-    costs=None,
+    costs: Costs | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Select the block distances whose mass over cost is at least the price.
 
@@ -81,7 +82,7 @@ def select_slashes_by_price(
         stratified: whether the rows are spread over the sequence. The last rows see all distances, so that
             their mass at a distance that few rows have would weigh too much: every distance costs the same
             for them.
-        costs: :class:`~megatron_mtraining.documents.Costs` of packed documents, or None.
+        costs: of packed documents, or None.
 
     Returns:
         slashes: uint8 ``[b, h, NB]``, 1 for the selected distances.
@@ -104,7 +105,7 @@ def select_slashes_by_price(
 
 
 def select_columns_by_price(
-    sampled_rows,
+    sampled_rows: SampledRows,
     keys: Tensor,
     positions: Tensor,
     lse: Tensor,
@@ -152,7 +153,7 @@ def select_columns_by_price(
 
 
 def column_masses(
-    sampled_rows, keys: Tensor, positions: Tensor, lse: Tensor, slashes: Tensor
+    sampled_rows: SampledRows, keys: Tensor, positions: Tensor, lse: Tensor, slashes: Tensor
 ) -> Tensor:
     """Attention mass of columns outside of the slashes, of the held-out rows (of all rows if none are held
     out): float32 ``[b, h, C]``. Arguments as for :func:`select_columns_by_price`."""
@@ -184,7 +185,9 @@ def attention_recall(
     return (mass + torch.where(columns < seq_length, column_mass, 0.0).sum(-1)) / num_rows
 
 
-def _outside_slashes(sampled_rows, p: Tensor, positions: Tensor, slashes: Tensor) -> Tensor:
+def _outside_slashes(
+    sampled_rows: SampledRows, p: Tensor, positions: Tensor, slashes: Tensor
+) -> Tensor:
     """Probabilities ``[b, h, R, C]`` with 0 at block distances that are slashes."""
     block = sampled_rows.block_size
     distance = sampled_rows.rows.long()[:, None] // block - positions[:, :, None] // block
@@ -192,7 +195,9 @@ def _outside_slashes(sampled_rows, p: Tensor, positions: Tensor, slashes: Tensor
     return p.masked_fill(slashes.gather(-1, distance).view(p.shape) != 0, 0)
 
 
-def _column_masses(sampled_rows, p: Tensor, positions: Tensor, slashes: Tensor) -> Tensor:
+def _column_masses(
+    sampled_rows: SampledRows, p: Tensor, positions: Tensor, slashes: Tensor
+) -> Tensor:
     selecting, held_out = split_strata(
         sampled_rows, _outside_slashes(sampled_rows, p, positions, slashes)
     )
