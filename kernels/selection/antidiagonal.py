@@ -27,11 +27,11 @@ def _antidiagonal_kernel(
     # Outputs
     parts_ptr,  # [b, h, s' / STRIDE, NB]
     lse_ptr,  # [b, h, s' / STRIDE]
-    stride_qs,
+    stride_qm,
     stride_qb,
     stride_qh,
     stride_kr,
-    stride_ks,
+    stride_kn,
     stride_kb,
     stride_kh,
     num_rows,  # of squares
@@ -64,7 +64,7 @@ def _antidiagonal_kernel(
     own = block_at(first_block + row // SQUARES, rank, world, inner) * SQUARES + row % SQUARES
     last = tl.max(tl.where(row_mask, own, 0), 0)
     d = tl.arange(0, D)
-    q_ptr = q_ptr + row.to(tl.int64)[:, None] * STRIDE * stride_qs + d[None, :]
+    q_ptr = q_ptr + row.to(tl.int64)[:, None] * STRIDE * stride_qm + d[None, :]
     parts_ptr += (bh * num_rows + row)[:, None] * num_blocks
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -73,12 +73,12 @@ def _antidiagonal_kernel(
         square = first + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         square_mask = square < num_blocks * SQUARES
         source, local_block = owner_of(square // SQUARES, world, inner)
-        at = (local_block * BLOCK + square % SQUARES * STRIDE).to(tl.int64) * stride_ks
+        at = (local_block * BLOCK + square % SQUARES * STRIDE).to(tl.int64) * stride_kn
         keys = k_ptr + (source.to(tl.int64) * stride_kr + at)[:, None] + d[None, :]
         scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for t in range(STRIDE):
-            q = tl.load(q_ptr + (STRIDE - 1 - t) * stride_qs, mask=row_mask[:, None], other=0.0)
-            k = tl.load(keys + t * stride_ks, mask=square_mask[:, None], other=0.0)
+            q = tl.load(q_ptr + (STRIDE - 1 - t) * stride_qm, mask=row_mask[:, None], other=0.0)
+            k = tl.load(keys + t * stride_kn, mask=square_mask[:, None], other=0.0)
             # [BLOCK_M, D] x [D, BLOCK_N]
             scores = tl.dot(q, tl.trans(k), scores, input_precision=PREC)
         mask = (own[:, None] >= square[None, :]) & square_mask[None, :]
@@ -109,11 +109,11 @@ def antidiagonal_lse(query, keys, stride, block_size, first_block, rank, inner, 
         k_ptr=keys,
         parts_ptr=parts,
         lse_ptr=lse,
-        stride_qs=query.stride(0),
+        stride_qm=query.stride(0),
         stride_qb=query.stride(1),
         stride_qh=query.stride(2),
         stride_kr=keys.stride(0),
-        stride_ks=keys.stride(1),
+        stride_kn=keys.stride(1),
         stride_kb=keys.stride(2),
         stride_kh=keys.stride(3),
         num_rows=num_rows,

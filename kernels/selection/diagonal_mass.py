@@ -33,7 +33,7 @@ def _diagonal_kernel(
     threshold_ptr,  # [2, b, h]: value and last position; or None
     # Output
     mass_ptr,  # [b, h, N]
-    stride_ks,
+    stride_kn,
     stride_kb,
     stride_kh,
     num_rows,
@@ -68,7 +68,7 @@ def _diagonal_kernel(
     first_key = tl.program_id(0) * BLOCK
     keys = BLOCK - 1 - tl.arange(0, BLOCK)
     k_ptr = k_ptr + batch * stride_kb + kv_head * stride_kh
-    k = load_rows(k_ptr, first_key, stride_ks, keys, key_len, D, EVEN)  # [BLOCK, D]
+    k = load_rows(k_ptr, first_key, stride_kn, keys, key_len, D, EVEN)  # [BLOCK, D]
     local = first_key + keys  # [BLOCK]
     block = block_at(tl.program_id(0), rank, world, inner)
     position = block * BLOCK + keys  # [BLOCK]
@@ -139,7 +139,7 @@ def diagonal_masses(sampled_rows, key, lse, num_sinks, selected_columns):
         value_ptr=values,
         threshold_ptr=threshold,
         mass_ptr=masses,
-        stride_ks=key.stride(0),
+        stride_kn=key.stride(0),
         stride_kb=key.stride(1),
         stride_kh=key.stride(2),
         num_rows=num_rows,

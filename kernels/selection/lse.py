@@ -26,7 +26,7 @@ def _lse_kernel(
     k_ptr,  # [s, b, hk, D]
     # Output
     out_ptr,  # [num_splits, b, h, R]
-    stride_ks,
+    stride_kn,
     stride_kb,
     stride_kh,
     num_rows,
@@ -73,7 +73,7 @@ def _lse_kernel(
     first_row = tl.min(row, 0)
     for i in range(tl.cdiv(num_tiles - split, num_splits)):
         first_key = (split + i * num_splits) * BLOCK_N
-        k = load_rows(k_ptr, first_key, stride_ks, keys, key_len, D, EVEN)  # [BLOCK_N, D]
+        k = load_rows(k_ptr, first_key, stride_kn, keys, key_len, D, EVEN)  # [BLOCK_N, D]
         scores = tl.dot(q, tl.trans(k), input_precision=PREC) * scale  # [BLOCK_M, BLOCK_N]
         # Most tiles come before all rows and need no mask. Keys past the end have positions past every row.
         last_block = block_at((first_key + BLOCK_N - 1) // BLOCK, rank, world, inner)
@@ -113,7 +113,7 @@ def partial_lse(sampled_rows, key):
         starts_ptr=rows.starts,
         k_ptr=key,
         out_ptr=parts,
-        stride_ks=key.stride(0),
+        stride_kn=key.stride(0),
         stride_kb=key.stride(1),
         stride_kh=key.stride(2),
         num_rows=num_rows,

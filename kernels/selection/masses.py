@@ -51,7 +51,7 @@ def _mass_kernel(
     value_ptr,  # [b, h, s]
     mass_ptr,  # [b, h, NB]
     held_out_mass_ptr,  # [b, h, NB]
-    stride_ks,
+    stride_kn,
     stride_kb,
     stride_kh,
     num_rows,
@@ -92,7 +92,7 @@ def _mass_kernel(
     first_key = tl.program_id(0) * BLOCK_N
     keys = tl.arange(0, BLOCK_N)
     k_ptr = k_ptr + batch * stride_kb + kv_head * stride_kh
-    k = load_rows(k_ptr, first_key, stride_ks, keys, key_len, D, EVEN)  # [BLOCK_N, D]
+    k = load_rows(k_ptr, first_key, stride_kn, keys, key_len, D, EVEN)  # [BLOCK_N, D]
     local = first_key + keys
     block = block_at(tl.program_id(0) // parts, rank, world, inner)
     offset = tl.program_id(0) % parts * BLOCK_N + keys
@@ -227,7 +227,7 @@ def attention_masses(sampled_rows, key, lse, num_sinks, divide_by_cost):
         value_ptr=values,
         mass_ptr=masses[0],
         held_out_mass_ptr=masses[1],
-        stride_ks=key.stride(0),
+        stride_kn=key.stride(0),
         stride_kb=key.stride(1),
         stride_kh=key.stride(2),
         num_rows=num_rows,
