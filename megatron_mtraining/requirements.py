@@ -7,7 +7,12 @@ from importlib.util import find_spec
 
 from .config import ConfigError
 
-DISTRIBUTIONS = {"yaml": "pyyaml", "megatron": "megatron-core", "streaming": "mosaicml-streaming"}
+DISTRIBUTIONS = {
+    "backports": "backports.zstd",
+    "megatron": "megatron-core",
+    "streaming": "mosaicml-streaming",
+    "yaml": "pyyaml",
+}
 """Names on PyPI of modules that are called otherwise; of a submodule, its top-level package counts."""
 
 

@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 EOD, SEQ = 256, 256
 IN_ORDER = {"pack": "in-order", "no_shuffle": True}
@@ -50,54 +55,30 @@ def write_jsonl(path: Path, documents: list, field: str = "text") -> Path:
 
 
 def write_mds(folder: Path, samples: list[dict], encodings: dict) -> Path:
-    """A Mosaic data shard and its index.json, as mosaicml-streaming 0.7 to 0.13 write them."""
-    sizes = [_mds_size(encoding) for encoding in encodings.values()]
-    encoded = []
-    for sample in samples:
-        values = [_mds_value(encodings[name], sample[name]) for name in encodings]
-        varying = [len(value) for value, size in zip(values, sizes) if size is None]
-        encoded.append(np.array(varying, "<u4").tobytes() + b"".join(values))
-    about = json.dumps({"column_names": list(encodings)}).encode()
-    first = 4 * (len(samples) + 2) + len(about)
-    bounds = np.cumsum([first, *map(len, encoded)]).astype("<u4")
-    data = np.array([len(samples)], "<u4").tobytes() + bounds.tobytes() + about + b"".join(encoded)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "shard.00000.mds").write_bytes(data)
-    shard = {
-        "column_encodings": list(encodings.values()),
-        "column_names": list(encodings),
-        "column_sizes": sizes,
-        "compression": None,
-        "format": "mds",
-        "raw_data": {"basename": "shard.00000.mds", "bytes": len(data), "hashes": {}},
-        "samples": len(samples),
-        "version": 2,
-        "zip_data": None,
-    }
-    (folder / "index.json").write_text(json.dumps({"shards": [shard], "version": 2}))
+    """A Mosaic data shard and its index.json."""
+    from streaming import MDSWriter
+
+    with MDSWriter(out=str(folder), columns=encodings) as writer:
+        for sample in samples:
+            dtypes = {name: code.split(":")[1] for name, code in encodings.items() if ":" in code}
+            arrays = {name: np.asarray(sample[name], dtype) for name, dtype in dtypes.items()}
+            writer.write({**sample, **arrays})
     return folder
 
 
-def _mds_size(encoding: str) -> int | None:
-    """Bytes of a value, where they are always as many."""
-    dtype, *shape = encoding.split(":")[1:] or [None]
-    if shape:
-        return np.dtype(dtype).itemsize * int(shape[0])
-    return 8 if encoding == "int" else None
+def zstd_compress():
+    """Of Python's own library, or before Python 3.14 its backport."""
+    return pytest.importorskip(
+        "backports.zstd" if sys.version_info < (3, 14) else "compression.zstd"
+    ).compress
 
 
-def _mds_value(encoding: str, value) -> bytes:
-    if encoding == "str":
-        return value.encode()
-    if encoding == "int":
-        return np.int64(value).tobytes()
-    dtype, *shape = encoding.split(":")[1:]
-    array = np.asarray(value, dtype)
-    if shape:
-        return array.tobytes()
-    width = next(w for w in range(4) if max(array.shape) < 1 << (8 << w))
-    shape = np.array(array.shape, f"<u{1 << width}").tobytes()
-    return bytes([array.ndim << 2 | width]) + shape + array.tobytes()
+COMPRESS = {
+    "jsonl.gz": lambda: gzip.compress,
+    "jsonl.bz2": lambda: bz2.compress,
+    "jsonl.xz": lambda: lzma.compress,
+    "jsonl.zst": zstd_compress,
+}
 
 
 def in_order(documents: list[list[int]], seq_length: int, eod: int = EOD) -> list[list[int]]:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from . import options
 
@@ -26,14 +25,10 @@ def run(args) -> int:
     """
     from .prepare import prepare
 
-    asked = options.options_from(args)
-    try:
-        prepare(asked)
-    except KeyboardInterrupt:
-        print(
-            f"mtraining data: interrupted; {asked.parts} has what is done, and the same command goes on from "
-            "there",
-            file=sys.stderr,
-        )
-        return 130
+    prepare(options.options_from(args))
     return 0
+
+
+def when_ended(args) -> str:
+    """What a run leaves that is interrupted."""
+    return f"{args.output}.parts has what is done, and the same command goes on from there"

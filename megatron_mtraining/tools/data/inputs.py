@@ -1,50 +1,39 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Which files are read, as what, and in which parts: the same whatever the number of workers."""
+"""Which files are read, as what, and in which parts: the same for every number of workers."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from ...config import ConfigError
-from .options import Options, require
-from .outputs import Output
+from ...requirements import first_line, require
+from .options import Options
+from .output import Output
 
-RECORDS = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".jsonl.gz": "jsonl",
-    ".jsonl.zst": "jsonl",
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+KINDS = {
+    **{
+        f"{name}{suffix}": "jsonl" for name in (".jsonl", ".ndjson") for suffix in ("", *COMPRESSED)
+    },
     ".parquet": "parquet",
     ".mds": "mds",
 }
-_RECOMPRESS = "decompress it, or compress it with gzip or zstd"
 _CONVERT = "convert it to jsonl or parquet"
+_MEGATRON = "if it is Megatron's dataset already, give it to --data-path"
 REFUSED = {
-    ".jsonl.bz2": _RECOMPRESS,
-    ".jsonl.xz": _RECOMPRESS,
-    ".jsonl.lz4": _RECOMPRESS,
+    ".jsonl.lz4": "decompress it, or compress it with gzip or zstd",
     ".json.gz": "jsonl.gz, a JSON object a line, is supported",
     ".mds.zstd": "decompress it",
     ".mds.gz": "decompress it",
-    ".arrow": _CONVERT,
-    ".feather": _CONVERT,
-    ".csv": _CONVERT,
-    ".tsv": _CONVERT,
-    ".bin": "if it is Megatron's dataset already, give it to --data-path",
-    ".idx": "if it is Megatron's dataset already, give it to --data-path",
+    **dict.fromkeys((".arrow", ".feather", ".csv", ".tsv"), _CONVERT),
+    **dict.fromkeys((".bin", ".idx"), _MEGATRON),
 }
-"""What we do not read, and would not want to be left out unseen or taken for a source file."""
-
-
-_COLUMNS = {
-    "column_names": (str,),
-    "column_encodings": (str,),
-    "column_sizes": (int, type(None)),
-}
-"""What index.json says of the columns of a Mosaic data shard, and of which types."""
+"""What is not read, and should be neither left out in silence nor taken for a source file."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +65,8 @@ class Inputs:
     Attributes:
         parts: of all files, in order.
         files: path, bytes and time of change of each.
-        left_out: what was found in folders and is hidden, a link to what is there too, no file, or the parts
-            of a run that was interrupted. Files of this run's own output are not counted.
+        left_out: hidden files, links to what is there too, special files and parts of interrupted runs that
+            were found in folders. Files of this run's own output are not counted.
     """
 
     parts: list[Part]
@@ -85,52 +74,58 @@ class Inputs:
     left_out: int
 
 
-def find(options: Options) -> Inputs:
+@dataclass(frozen=True)
+class _File:
+    path: str
+    kind: str
+    named: bool
+    joined: str
+    size: int
+    changed: int
+
+
+def find(options: Options, output: Output) -> Inputs:
     """All files of the input, in parts.
 
     Raises:
-        ConfigError: one is missing, empty, given twice or of a kind that is not supported.
+        ConfigError: one is missing, unreadable, empty, given twice or of a kind that is not supported.
     """
-    found, seen, left_out = [], set(), 0
-    output = Output(options.output)
-    for path in options.inputs:
-        # os.path's, not Path's: they are False for a name that is too long.
-        if os.path.isdir(path):
-            files, others = _in_folder(path, output)
-            left_out += others
-            if not files:
-                raise ConfigError(f"INPUT is {path}, a folder without files")
-            named = False
-        elif os.path.exists(path):
-            if output.holds(path):
-                raise _overwritten(path, output)
-            files, named = [path], True
-        else:
-            raise ConfigError(f"INPUT is {path}, which does not exist")
-        for file in files:
-            real = os.path.realpath(file)
+    files, seen, left_out = [], set(), 0
+    for given in options.inputs:
+        named = not os.path.isdir(given)  # not Path's, which raises for a name that is too long
+        if not os.path.exists(given):
+            raise ConfigError(f"INPUT is {given}, which does not exist")
+        if named and output.holds(given):
+            raise _overwritten(given, output)
+        found, others = ([given], 0) if named else _in_folder(given, output)
+        left_out += others
+        if not found:
+            raise ConfigError(f"INPUT is {given}, a folder without files")
+        for path in found:
+            real = os.path.realpath(path)
             if real in seen:
-                raise ConfigError(f"INPUT has {file} twice: name it, or a folder it is in, once")
+                raise ConfigError(f"INPUT has {path} twice: name it, or a folder it is in, once")
             seen.add(real)
-            kind = _kind(file, options.format, named)
-            joined = str(path) if options.join and kind == "text" and not named else ""
-            found.append((file, kind, named, joined))
-    if options.join and not any(joined for *_, joined in found):
-        raise ConfigError("--join is given, but no INPUT is a folder with text files: leave it out")
-    if options.text_field is not None and all(kind == "text" for _, kind, *_ in found):
-        raise ConfigError(
-            f"--text-field is {options.text_field}, but all files of the INPUT are text, which has no "
-            "fields: leave it out, or say with --format what they are"
-        )
-    _check_packages(found)
-    about = []
-    for file, *_ in found:
-        try:
-            stat = file.stat()
-        except OSError as error:
-            raise ConfigError(f"INPUT has {file}, which cannot be read: {error.strerror}") from None
-        about.append((str(file), stat.st_size, stat.st_mtime_ns))
-    return Inputs(_parts(found, about, options.part_bytes), about, left_out)
+            kind = _kind(path, options.format, named)
+            joined = str(given) if options.join and kind == "text" and not named else ""
+            try:
+                about = path.stat()
+            except OSError as error:
+                raise _unreadable(path, error) from None
+            if not about.st_size and (kind != "text" or named):
+                raise ConfigError(f"INPUT has {path}, which is empty: leave it out")
+            files.append(_File(str(path), kind, named, joined, about.st_size, about.st_mtime_ns))
+    _check_options(options, files)
+    parts = [
+        part
+        for text, some in groupby(files, key=lambda file: file.kind == "text")
+        for part in (_texts(list(some), options.part_bytes) if text else _records(some, options))
+    ]
+    return Inputs(parts, [(file.path, file.size, file.changed) for file in files], left_out)
+
+
+def _unreadable(path, error: OSError) -> ConfigError:
+    return ConfigError(f"INPUT has {path}, which cannot be read: {error.strerror}")
 
 
 def _overwritten(file: Path, output: Output) -> ConfigError:
@@ -140,12 +135,20 @@ def _overwritten(file: Path, output: Output) -> ConfigError:
 
 
 def _in_folder(folder: Path, output: Output) -> tuple[list[Path], int]:
+    """Its files, in order of path, and how many others there are that are left out."""
+
+    def stop(error: OSError):
+        raise _unreadable(error.filename, error) from None
+
     files, left_out = [], 0
     inside = os.path.join(os.path.realpath(folder), "")
-    for path, folders, names in os.walk(folder):
-        kept = [name for name in sorted(folders) if not name.startswith(".")]
-        kept = [name for name in kept if not os.path.islink(os.path.join(path, name))]
-        kept = [name for name in kept if not output.of_another_run(Path(path, name))]
+    for path, folders, names in os.walk(folder, onerror=stop):
+        kept = [
+            name
+            for name in sorted(folders)
+            if not (name.startswith(".") or os.path.islink(os.path.join(path, name)))
+            and not output.is_parts_of_another(Path(path, name))
+        ]
         left_out += len(folders) - len(kept)
         folders[:] = kept
         shards = any(name.lower().endswith(".mds") for name in names)
@@ -177,79 +180,80 @@ def _kind(file: Path, format: str, named: bool) -> str:
             f"INPUT is {file}: for a JSON object a line, use --format jsonl; for a document as it is, use "
             "--format text"
         )
-    for suffix, kind in RECORDS.items():
-        if name.endswith(suffix):
-            return kind
-    return "text"
+    return next((kind for suffix, kind in KINDS.items() if name.endswith(suffix)), "text")
 
 
 def compression(name: str | Path) -> str:
     """The suffix of a compressed file, or nothing."""
     suffix = Path(name).suffix.lower()
-    return suffix if suffix in (".gz", ".zst") else ""
+    return suffix if suffix in COMPRESSED else ""
 
 
-def _check_packages(found) -> None:
-    if any(kind == "parquet" for _, kind, *_ in found):
-        require("pyarrow")
-    if any(kind == "jsonl" and compression(file) == ".zst" for file, kind, *_ in found):
-        require("zstandard")
+def _check_options(options: Options, files: list[_File]) -> None:
+    if options.join and not any(file.joined for file in files):
+        raise ConfigError("--join is given, but no INPUT is a folder with text files: leave it out")
+    kinds = {file.kind for file in files}
+    if options.text_field is not None and kinds == {"text"}:
+        raise ConfigError(
+            f"--text-field is {options.text_field}, but all files of the INPUT are text, which has no "
+            "fields: leave it out, or say with --format what they are"
+        )
+    if "parquet" in kinds:
+        require("pyarrow", extra="data")
+    if any(compression(file.path) == ".zst" for file in files) and sys.version_info < (3, 14):
+        require("backports.zstd", extra="data")
+    if "mds" in kinds:
+        require("streaming", extra="mds")
 
 
-def _parts(found, about, part_bytes: int) -> list[Part]:
-    parts: list[Part] = []
-    texts: list[tuple[str, str]] = []
-    size = 0
-
-    def end_texts():
-        nonlocal texts, size
-        if texts:
-            names, folders = zip(*texts)
-            parts.append(Part("text", names, 0, -1, size, named, folders))
-        texts, size = [], 0
-
-    named = False
-    for (file, kind, by_name, joined), (name, length, _) in zip(found, about):
-        in_one = bool(texts) and joined != "" and joined == texts[-1][1]
-        if kind != "text" or by_name != named or (size >= part_bytes and not in_one):
-            end_texts()
-        named = by_name
-        if not length and (kind != "text" or named):
-            raise ConfigError(f"INPUT has {file}, which is empty: leave it out")
-        if kind == "text":
-            texts.append((name, joined))
-            size += length
-        elif kind == "parquet":
-            parts += _row_groups(name, named, part_bytes)
-        elif kind == "mds":
-            shard_entry(file)
-            parts.append(Part(kind, (name,), 0, -1, length, named))
-        elif compression(file):
-            parts.append(Part(kind, (name,), 0, -1, length, named))
-        else:
-            for start in range(0, length, part_bytes):
-                stop = min(length, start + part_bytes)
-                parts.append(Part(kind, (name,), start, stop, stop - start, named))
-    end_texts()
+def _texts(files: list[_File], part_bytes: int) -> list[Part]:
+    """Text files in parts of about so many bytes; the files of one document stay together."""
+    parts, some, size = [], [], 0
+    for file, following in zip(files, [*files[1:], None]):
+        some.append(file)
+        size += file.size
+        in_one = following and file.joined and file.joined == following.joined
+        if not following or following.named != file.named or (size >= part_bytes and not in_one):
+            paths, joined = tuple(one.path for one in some), tuple(one.joined for one in some)
+            parts.append(Part("text", paths, 0, -1, size, file.named, joined))
+            some, size = [], 0
     return parts
 
 
-def _row_groups(name: str, named: bool, part_bytes: int) -> list[Part]:
+def _records(files, options: Options) -> list[Part]:
+    parts = []
+    for file in files:
+        if file.kind == "parquet":
+            stretches = _row_groups(file.path, options.part_bytes)
+        elif file.kind == "jsonl" and not compression(file.path):
+            bounds = [*range(0, file.size, options.part_bytes), file.size]
+            stretches = [(start, stop, stop - start) for start, stop in zip(bounds, bounds[1:])]
+        else:
+            if file.kind == "mds":
+                shard_entry(Path(file.path))
+            stretches = [(0, -1, file.size)]
+        parts += [Part(file.kind, (file.path,), *stretch, file.named) for stretch in stretches]
+    return parts
+
+
+def _row_groups(name: str, part_bytes: int) -> list[tuple[int, int, int]]:
     from pyarrow import parquet
 
     try:
         metadata = parquet.read_metadata(name)
     except Exception as error:
-        raise ConfigError(f"INPUT has {name}, which pyarrow cannot read: {error}") from None
+        raise ConfigError(
+            f"INPUT has {name}, which pyarrow cannot read: {first_line(error)}"
+        ) from None
     if not metadata.num_rows:
         raise ConfigError(f"INPUT has {name}, which is empty: leave it out")
-    parts, start, size = [], 0, 0
+    stretches, start, size = [], 0, 0
     for number in range(metadata.num_row_groups):
         size += metadata.row_group(number).total_byte_size
         if size >= part_bytes or number + 1 == metadata.num_row_groups:
-            parts.append(Part("parquet", (name,), start, number + 1, size, named))
+            stretches.append((start, number + 1, size))
             start, size = number + 1, 0
-    return parts
+    return stretches
 
 
 def shard_entry(file: Path) -> dict:
@@ -262,26 +266,24 @@ def shard_entry(file: Path) -> dict:
     try:
         shards = json.loads(index.read_bytes())["shards"]
         (entry,) = [one for one in shards if one["raw_data"]["basename"] == file.name]
-        size = entry["raw_data"]["bytes"]
-        known = (entry["format"], entry["version"]) == ("mds", 2)
-        for name, types in _COLUMNS.items():
-            if type(entry[name]) is not list or any(type(v) not in types for v in entry[name]):
-                raise ValueError(f"{name} is {entry[name]!r}")
-        if type(entry["samples"]) is not int:
-            raise ValueError(f"samples is {entry['samples']!r}")
-        complete = len({len(entry[name]) for name in _COLUMNS}) == 1
+        expected, size = entry["raw_data"]["bytes"], file.stat().st_size
+        columns = {
+            len(entry[name]) for name in ("column_names", "column_encodings", "column_sizes")
+        }
+        supported = (entry["format"], entry["version"], len(columns)) == ("mds", 2, 1)
+        supported = supported and type(entry["samples"]) is int
     except FileNotFoundError:
         raise ConfigError(f"INPUT has {file} without {index.name} beside it") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"INPUT has {file}, but {index} does not say how to read it ({error!r})"
         ) from None
-    if not (known and complete):
+    if not supported:
         raise ConfigError(
-            f"INPUT has {file}, which is no MDS of version 2: that is what is supported"
+            f"INPUT has {file}, but {index} does not describe it as MDS of version 2: that is supported"
         )
-    if file.stat().st_size != size:
+    if size != expected:
         raise ConfigError(
-            f"INPUT has {file} of {file.stat().st_size} bytes, but {index} says {size}: it is broken"
+            f"INPUT has {file} of {size} bytes, but {index} says {expected}: it is broken"
         )
     return entry

@@ -6,13 +6,11 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from ...config import ConfigError
-from .outputs import PARTS, Output, beside, prefix_of
+from .output import prefix_of
 
-EXTRA = "megatron-mtraining[data]"
 FORMATS = ("auto", "jsonl", "parquet", "text", "mds")
 PACKS = ("best-fit", "in-order", "as-is")
 LONGER = ("cut", "drop", "error")
@@ -48,16 +46,11 @@ class Options:
     overwrite: bool
     keep_parts: bool
 
-    @property
-    def parts(self) -> Path:
-        """The folder of what is done so far."""
-        return beside(self.output, PARTS)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to ``parser``."""
     add = parser.add_argument
-    what = "jsonl (.gz, .zst), parquet, text or MDS files, and folders of these or of source files"
+    what = "jsonl (.gz, .bz2, .xz, .zst), parquet, text or MDS files, and folders of these or of source files"
     add("inputs", type=Path, nargs="+", metavar="INPUT", help=what)
     what = "a Hugging Face folder, a .gguf file or a sentencepiece .model"
     add("--tokenizer", type=Path, required=True, metavar="PATH", help=what)
@@ -104,7 +97,7 @@ def options_from(values: argparse.Namespace) -> Options:
     """The run that parsed arguments ask for.
 
     Raises:
-        ConfigError: a value that cannot work, or an output that exists.
+        ConfigError: a value that cannot work.
     """
     least = {"seq_length": 2, "long_only": 0, "buffer": 1, "workers": 1, "part_bytes": 1}
     for name, low in least.items():
@@ -131,17 +124,9 @@ def options_from(values: argparse.Namespace) -> Options:
     fields["seed"] = SEED if values.seed is None else values.seed
     fields["buffer"] = values.buffer or BUFFER
     fields["output"] = prefix_of(os.fspath(values.output))
-    Output(fields["output"]).check(values.overwrite)
     return Options(**fields)
 
 
 def _cores() -> int:
     """That this process may use, where the system says so."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def require(*names: str) -> None:
-    """Raise :class:`ConfigError` unless these packages are installed."""
-    missing = [name for name in names if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"{', '.join(missing)} not installed: pip install '{EXTRA}'")

@@ -17,40 +17,36 @@ import numpy as np
 
 from ... import __version__
 from ...config import ConfigError
-from . import indexed, inputs, packing, tokenizer
-from .options import LONGER, Options, require
-from .outputs import WRITER
-from .parts import Parts
+from ...requirements import require
+from . import indexed, inputs, packing
+from .options import LONGER, Options
+from .output import WRITER, Output, Parts
 from .readers import Place
 from .tally import Tally
-from .workers import Job, tokenize_all
+from .tokenization import Encoder, Job, fingerprint, open_encoder, tokenize_all
 
-VERSION = 1
+VERSION = 2
 """Of what is kept of parts: that of another one is not used."""
 OPEN_PARTS = 256
 """Parts whose files are open at a time."""
 
 
-def prepare(options: Options) -> Tally:
+def prepare(options: Options) -> None:
     """Write the dataset, and print what became of the documents.
 
     Raises:
         ConfigError: the input, the tokenizer or the output cannot work; no dataset is there then that
             was not there before.
     """
-    require("tqdm", "megatron")
+    require("tqdm", "megatron.core", extra="data")
     started = time.perf_counter()
-    found = inputs.find(options)
-    loaded = tokenizer.load(options.tokenizer, options.eod)
-    as_is = options.pack == "as-is"
-    keys = _keys(options, found, loaded)
-    job = Job(
-        options.parts, found.parts, keys, options.tokenizer, options.eod, options.text_field, as_is, loaded
-    )  # fmt: skip
-    parts = Parts(options.parts, keys)
-    tally = Tally(options.seq_length, found.left_out)
-    with parts.opened():
-        _tokenize(options, job, parts)
+    output = Output(options.output)
+    with output.opened(options.overwrite):
+        found = inputs.find(options, output)
+        encoder = open_encoder(options.tokenizer, options.eod)
+        parts = Parts(output.parts, _keys(options, found, encoder))
+        _tokenize(options, found, parts, encoder)
+        tally = Tally(options.seq_length, found.left_out)
         for number in range(len(found.parts)):
             tally.read(parts.done(number), parts.lengths(number))
         if not tally.documents["read"]:
@@ -58,16 +54,9 @@ def prepare(options: Options) -> Tally:
                 f"INPUT ({', '.join(map(str, options.inputs))}) has no documents: {tally.documents['empty']} "
                 f"are empty, {tally.skipped_files} files are no UTF-8 text"
             )
-        kept = _kept(parts, len(found.parts), options, tally)
-        if options.shuffle:
-            kept = _shuffled(kept, options.buffer, random.Random(options.seed + 1))
-        how = "in-order" if as_is else options.pack
-        groups = packing.samples(kept, options.seq_length, how)
-        if options.shuffle:
-            # Else short documents, and those left for the last, would be together at the end: in --split's
-            # validation data.
-            groups = _shuffled(groups, options.buffer, random.Random(options.seed + 2), _pieces)
-        rows = _with_tokens(chain.from_iterable(groups), parts, loaded, tally)
+        samples = _with_tokens(
+            _packed(options, parts, len(found.parts), tally), parts, encoder, tally
+        )
 
         def report() -> bytes:
             if not tally.samples:
@@ -75,61 +64,61 @@ def prepare(options: Options) -> Tally:
                     f"--seq-length is {options.seq_length}, but all documents that are kept have only "
                     f"{tally.tokens['left_over']} tokens: use fewer, or give more input"
                 )
-            return _report(options, found, loaded, tally, time.perf_counter() - started)
+            return _report(options, found, encoder, tally, time.perf_counter() - started)
 
-        with closing(rows):
-            indexed.write(options.output, rows, loaded.dtype, report)
-        parts.remove(others=options.keep_parts)
+        with closing(samples):
+            indexed.write(output, samples, encoder.dtype, report)
+        output.remove_parts(but=parts.keys if options.keep_parts else None)
     print(f"\n{tally.text()}\n")
     print(
         f"{tally.samples:,} samples of {options.seq_length:,} tokens, {tally.samples_an_epoch:,} an epoch, "
         f"in {time.perf_counter() - started:.0f} s. Train with --data-path {options.output} --seq-length "
         f"{options.seq_length}"
     )
-    return tally
 
 
-def _keys(options: Options, found: inputs.Inputs, loaded) -> list[str]:
-    """Names of the parts, see :class:`~megatron_mtraining.tools.data.parts.Parts`."""
+def _keys(options: Options, found: inputs.Inputs, encoder: Encoder) -> list[str]:
+    """Names of the parts, see :class:`~megatron_mtraining.tools.data.output.Parts`."""
     about = {name: (size, changed) for name, size, changed in found.files}
     shared = (
         VERSION,
         options.text_field,
         options.pack == "as-is",
-        tokenizer.fingerprint(options.tokenizer),
-        loaded.eod,
-        loaded.vocab_size,
+        fingerprint(options.tokenizer),
+        encoder.eod,
+        encoder.tokenizer.vocab_size,
     )
-    return [
-        hashlib.sha256(
-            repr((shared, part, [about[name] for name in part.files])).encode()
-        ).hexdigest()[:32]
-        for part in found.parts
-    ]
+    described = ((shared, part, [about[name] for name in part.files]) for part in found.parts)
+    return [hashlib.sha256(repr(one).encode()).hexdigest()[:32] for one in described]
 
 
-def _tokenize(options: Options, job: Job, parts: Parts) -> None:
+def _tokenize(options: Options, found: inputs.Inputs, parts: Parts, encoder: Encoder) -> None:
+    """Tokenize the parts that are not done."""
     from tqdm import tqdm
 
+    job = Job(
+        parts.folder, found.parts, parts.keys, options.tokenizer, options.eod, options.text_field,
+        options.pack == "as-is",
+    )  # fmt: skip
     todo = []
-    total = sum(part.size for part in job.parts)
-    bar = tqdm(total=total, desc="tokenize", unit="B", unit_scale=True, file=sys.stderr)
-    with bar:
-        for number, part in enumerate(job.parts):
+    total = sum(part.size for part in found.parts)
+    with tqdm(total=total, desc="tokenize", unit="B", unit_scale=True, file=sys.stderr) as bar:
+        for number, part in enumerate(found.parts):
             counts = parts.done(number)
             if counts is None:
                 todo.append(number)
             else:
                 _check_lengths(options, part, counts)
                 bar.update(part.size)
-        if len(todo) < len(job.parts):
+        if len(todo) < len(found.parts):
             bar.write(
-                f"going on: {len(job.parts) - len(todo)} of {len(job.parts)} parts are done",
+                f"going on: {len(found.parts) - len(todo)} of {len(found.parts)} parts are done",
                 file=sys.stderr,
             )
-        for number, counts in tokenize_all(job, todo, options.workers):
-            _check_lengths(options, job.parts[number], counts)
-            bar.update(job.parts[number].size)
+        with closing(tokenize_all(job, encoder, todo, options.workers)) as done:
+            for number, counts in done:
+                _check_lengths(options, found.parts[number], counts)
+                bar.update(found.parts[number].size)
 
 
 def _check_lengths(options: Options, part: inputs.Part, counts: dict) -> None:
@@ -153,7 +142,28 @@ def _check_lengths(options: Options, part: inputs.Part, counts: dict) -> None:
         )
 
 
-def _kept(parts: Parts, count: int, options: Options, tally: Tally) -> Iterator[tuple[tuple, int]]:
+def _packed(
+    options: Options, parts: Parts, count: int, tally: Tally
+) -> Iterator[list[packing.Piece]]:
+    """The pieces of each sample; the last one may have fewer tokens."""
+    documents = _kept(options, parts, count, tally)
+    if options.shuffle:
+        documents = _shuffled(documents, options.buffer, random.Random(options.seed + 1))
+    how = "in-order" if options.pack == "as-is" else options.pack
+    groups = packing.samples(documents, options.seq_length, how)
+    if options.shuffle:
+        # Else short documents, and those left for the last, would be together at the end: in --split's
+        # validation data.
+        groups = _shuffled(
+            groups,
+            options.buffer,
+            random.Random(options.seed + 2),
+            lambda group: sum(map(len, group)),
+        )
+    return chain.from_iterable(groups)
+
+
+def _kept(options: Options, parts: Parts, count: int, tally: Tally) -> Iterator[tuple[tuple, int]]:
     """Documents that are not left out, as ((part, first token in it), tokens)."""
     order = list(range(count))
     if options.shuffle:
@@ -187,44 +197,42 @@ def _shuffled(items: Iterable, size: int, rng: random.Random, weigh=lambda item:
     yield from waiting
 
 
-def _pieces(group: list[list[packing.Piece]]) -> int:
-    return sum(map(len, group))
-
-
-def _with_tokens(samples, parts: Parts, loaded, tally: Tally) -> Iterator[np.ndarray]:
+def _with_tokens(samples, parts: Parts, encoder: Encoder, tally: Tally) -> Iterator[np.ndarray]:
     """Token ids ``[seq_length]`` of the samples that are full."""
     from tqdm import tqdm
 
     # Not mapped: mapped pages count as this process's memory.
     tokens = lru_cache(OPEN_PARTS)(parts.tokens)
-    width = np.dtype(loaded.dtype).itemsize
+    width = np.dtype(encoder.dtype).itemsize
     total = tally.tokens["read"]
     with tqdm(total=total, desc="pack", unit="tok", unit_scale=True, file=sys.stderr) as bar:
         for pieces in samples:
             if sum(map(len, pieces)) < tally.seq_length:
                 tally.left_over(pieces)
                 continue
-            ids = np.full(tally.seq_length, loaded.eod, loaded.dtype)
+            ids = np.full(tally.seq_length, encoder.eod, encoder.dtype)
             at = 0
             for piece in pieces:
                 number, first = piece.document
                 count = piece.stop - piece.start
                 file = tokens(number)
                 file.seek((first + piece.start) * width)
-                ids[at : at + count] = np.fromfile(file, loaded.dtype, count)
+                ids[at : at + count] = np.fromfile(file, encoder.dtype, count)
                 at += len(piece)
             tally.sample(pieces)
             bar.update(sum(piece.stop - piece.start for piece in pieces))
             yield ids
 
 
-def _report(options: Options, found: inputs.Inputs, loaded, tally: Tally, seconds: float) -> bytes:
+def _report(
+    options: Options, found: inputs.Inputs, encoder: Encoder, tally: Tally, seconds: float
+) -> bytes:
     about = {
         "seq_length": options.seq_length,
-        "dtype": np.dtype(loaded.dtype).name,
+        "dtype": np.dtype(encoder.dtype).name,
         "tokenizer": str(options.tokenizer),
-        "eod": loaded.eod,
-        "vocab_size": loaded.vocab_size,
+        "eod": encoder.eod,
+        "vocab_size": encoder.tokenizer.vocab_size,
         **tally.numbers(),
         "inputs": [str(path) for path in options.inputs],
         "files": len(found.files),

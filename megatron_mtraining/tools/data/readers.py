@@ -1,12 +1,19 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Documents of a part of the input, one at a time."""
+"""Documents of a part of the input, one at a time.
+
+Formats are decoded by their libraries: Python's json, gzip, bz2 and lzma, backports.zstd (Python's own
+compression.zstd before 3.14), pyarrow for Parquet and mosaicml-streaming for MDS. Here is which field a
+document is in, and the errors, which name file and record.
+"""
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import operator
-import zlib
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,22 +23,22 @@ from pathlib import Path
 import numpy as np
 
 from ...config import ConfigError
+from ...requirements import first_line
 from .inputs import Part, compression, shard_entry
 
 TEXT, IDS, STRETCHES = "text", "input_ids", "indices"
-"""Fields that are looked for; the last two as ProLong's packed sets have them."""
+"""Fields that are looked for; the last two are those of ProLong's packed datasets."""
 NOT_TEXT = object()
 """In place of the document of a file that is not UTF-8, found in a folder."""
-CODES = {16: "uint16", 33: "int32", 32: "uint32", 65: "int64", 64: "uint64"}
-"""Types of arrays in Mosaic data shards, as their first byte gives them."""
+RECORD = {"jsonl": "line", "parquet": "row", "mds": "sample"}
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a document is. As a string it is for people, and takes reading a jsonl file up to there.
+    """Where a document is. Turning it into text may read a jsonl file up to there, to count lines.
 
     Attributes:
-        number: counted from 0 in the file; lines from 1, in the part.
+        number: of the record in the file, from 0; of the line in the part, from 1.
         document: of those in a packed record.
     """
 
@@ -41,22 +48,21 @@ class Place:
     document: int | None = None
 
     def __str__(self) -> str:
-        within = "" if self.document is None else f", document {self.document}"
         if self.part.kind == "text":
             return self.file
+        number = self.number
         if self.part.kind == "jsonl":
-            return f"{self.file}, line {_lines_before(self.file, self.part.start) + self.number}{within}"
-        what = {"parquet": "row", "mds": "sample"}[self.part.kind]
-        return f"{self.file}, {what} {self.number}{within}"
+            number += _lines_before(self.file, self.part.start)
+        within = "" if self.document is None else f", document {self.document}"
+        return f"{self.file}, {RECORD[self.part.kind]} {number}{within}"
 
 
 def read(part: Part, field: str | None, stretches: bool) -> Iterator[tuple[Place, object]]:
-    """A document's place, and the document: a string, token ids ``[n]`` or :data:`NOT_TEXT`.
+    """The documents of a part with their places: strings, token ids ``[n]`` or :data:`NOT_TEXT`.
 
     Args:
-        field: see :attr:`~megatron_mtraining.tools.data.options.Options.text_field`.
-        stretches: packed token ids are taken apart into their documents, if the record says where they
-            are.
+        field: that documents are in; None for ``text``, or ``input_ids`` where there is no text.
+        stretches: take packed token ids apart into their documents, where the record has their bounds.
 
     Raises:
         ConfigError: a file cannot be read, or a record is broken.
@@ -64,29 +70,28 @@ def read(part: Part, field: str | None, stretches: bool) -> Iterator[tuple[Place
     if part.kind == "text":
         yield from _texts(part)
         return
-    records = {"jsonl": _lines, "parquet": _rows, "mds": _samples}[part.kind]
-    for where, record in records(part, field):
-        content = _content(where, record, field)
+    for place, record in {"jsonl": _lines, "parquet": _rows, "mds": _samples}[part.kind](
+        part, field
+    ):
+        content = _content(place, record, field)
         if stretches and not isinstance(content, str) and record.get(STRETCHES) is not None:
-            for number, ids in enumerate(_taken_apart(where, content, record[STRETCHES])):
-                yield replace(where, document=number), ids
+            for number, ids in enumerate(_taken_apart(place, content, record[STRETCHES])):
+                yield replace(place, document=number), ids
         else:
-            yield where, content
+            yield place, content
 
 
-def _content(where: Place | str, record: Mapping, field: str | None):
+def _content(place: Place | str, record: Mapping, field: str | None) -> str | np.ndarray:
     names = [TEXT, IDS] if field is None else [field]
-    present = [name for name in names if name in record]
-    if not present:
+    name = next((name for name in names if name in record), None)
+    if name is None:
         raise ConfigError(
-            f"{where} has no {' or '.join(names)}: it has {', '.join(record) or 'no fields'}; name one with "
+            f"{place} has no {' or '.join(names)}: it has {', '.join(record) or 'no fields'}; name one with "
             "--text-field"
         )
-    value = record[present[0]]
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
+    value = record[name]
+    if value is None or isinstance(value, str):
+        return value or ""
     ids = None
     if isinstance(value, list | np.ndarray):
         try:
@@ -95,13 +100,12 @@ def _content(where: Place | str, record: Mapping, field: str | None):
             pass
     if ids is None or ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ConfigError(
-            f"{where} has {present[0]} of type {type(value).__name__}: text or a list of token ids is "
-            "supported"
+            f"{place} has {name} of type {type(value).__name__}: text or a list of token ids is supported"
         )
     return ids
 
 
-def _taken_apart(where: Place, ids: np.ndarray, stretches) -> Iterator[np.ndarray]:
+def _taken_apart(place: Place, ids: np.ndarray, stretches) -> Iterator[np.ndarray]:
     try:
         # Not int(), which takes fractions, and fails in a way of its own for infinity.
         bounds = [(operator.index(start), operator.index(stop)) for start, stop in stretches]
@@ -110,7 +114,7 @@ def _taken_apart(where: Place, ids: np.ndarray, stretches) -> Iterator[np.ndarra
     ends = [0, *(stop for _, stop in bounds)]
     if [start for start, _ in bounds] != ends[:-1] or sorted(ends) != ends or ends[-1] != len(ids):
         raise ConfigError(
-            f"{where} has {STRETCHES} that do not divide its {len(ids)} tokens into one stretch after the "
+            f"{place} has {STRETCHES} that do not divide its {len(ids)} tokens into one stretch after the "
             "other"
         )
     for start, stop in bounds:
@@ -118,16 +122,16 @@ def _taken_apart(where: Place, ids: np.ndarray, stretches) -> Iterator[np.ndarra
 
 
 @contextmanager
-def _readable(name: str):
-    """Errors of reading a file, as one line of ours that names it."""
+def _named(name: str, library: str):
+    """Errors of reading a file, as one line that names it."""
     try:
         yield
-    except ConfigError:
+    except (ConfigError, GeneratorExit):
         raise
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from None
-    except (EOFError, zlib.error) as error:
-        raise ConfigError(f"{name} cannot be decompressed: {error}") from None
+    except Exception as error:
+        raise ConfigError(f"{name}, which {library} cannot read: {first_line(error)}") from None
 
 
 def _texts(part: Part) -> Iterator[tuple[Place, object]]:
@@ -144,23 +148,20 @@ def _texts(part: Part) -> Iterator[tuple[Place, object]]:
 
 
 def _text(name: str, named: bool):
-    with _readable(name):
+    with _named(name, "Python"):
         data = Path(name).read_bytes()
-    problem = None
     try:
-        text = data.decode("utf-8")
-        if "\0" in text:  # it is UTF-8, but in no text
-            problem = f"it has a zero byte, the first at {text.index(chr(0))}"
+        text, at = data.decode("utf-8"), data.find(0)  # a zero byte is UTF-8, but in no text
     except UnicodeDecodeError as error:
-        problem = f"byte {error.start}"
-    if problem and named:
-        raise ConfigError(f"{name} is not UTF-8 text ({problem}): convert it, or leave it out")
-    return NOT_TEXT if problem else text
+        text, at = NOT_TEXT, error.start
+    if at >= 0 and named:
+        raise ConfigError(f"{name} is not UTF-8 text (byte {at}): convert it, or leave it out")
+    return NOT_TEXT if at >= 0 else text
 
 
 def _lines(part: Part, field: str | None) -> Iterator[tuple[Place, Mapping]]:
     (name,) = part.files
-    with _readable(name), _opened(name) as file:
+    with _opened(name) as file:
         position = part.start
         if position:
             # The line that the byte before is in belongs to the part before.
@@ -173,16 +174,19 @@ def _lines(part: Part, field: str | None) -> Iterator[tuple[Place, Mapping]]:
                 break
             position += len(line)
             count += 1
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-                problem = None if isinstance(record, dict) else "is not a JSON object"
-            except (ValueError, RecursionError) as error:
-                problem = f"is not JSON ({error})"
-            if problem:
-                raise ConfigError(f"{Place(part, name, count)} {problem}: mend it or leave it out")
-            yield Place(part, name, count), record
+            if line.strip():
+                yield Place(part, name, count), _json_object(Place(part, name, count), line)
+
+
+def _json_object(place: Place, line: bytes) -> dict:
+    try:
+        record = json.loads(line)
+        problem = None if isinstance(record, dict) else "is not a JSON object"
+    except (ValueError, RecursionError) as error:
+        problem = f"is not JSON ({error})"
+    if problem:
+        raise ConfigError(f"{place} {problem}: mend it or leave it out")
+    return record
 
 
 def _lines_before(name: str, start: int) -> int:
@@ -197,128 +201,82 @@ def _lines_before(name: str, start: int) -> int:
         return count + bool(file.readline())
 
 
-def _opened(name: str):
-    kind = compression(name)
-    if kind == ".gz":
-        return gzip.open(name, "rb")
-    if kind == ".zst":
-        return _zstd(name)
-    return open(name, "rb")
-
-
 @contextmanager
-def _zstd(name: str):
-    import io
+def _opened(name: str):
+    """A file of lines, decompressed. All these libraries refuse a file that ends too early."""
+    with _named(name, "Python"), open(name, "rb") as raw:
+        suffix = compression(name)
+        try:
+            yield _decompressed(raw, suffix) if suffix else raw
+        except (ConfigError, GeneratorExit):
+            raise
+        except Exception as error:
+            if not suffix or getattr(error, "errno", None):
+                raise
+            raise ConfigError(
+                f"{name} cannot be decompressed: {error} (read up to byte {raw.tell()} of "
+                f"{Path(name).stat().st_size})"
+            ) from None
 
-    import zstandard
 
-    try:
-        with open(name, "rb") as file:
-            # Several frames, as parallel compressors write them.
-            reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-            with io.BufferedReader(reader, 2**20) as lines:
-                yield lines
-    except zstandard.ZstdError as error:
-        raise ConfigError(f"{name} cannot be decompressed: {error}") from None
+def _decompressed(raw, suffix: str):
+    if suffix == ".zst":
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+        else:
+            from backports import zstd
+        return zstd.open(raw)
+    return {".gz": gzip, ".bz2": bz2, ".xz": lzma}[suffix].open(raw)
 
 
 def _rows(part: Part, field: str | None) -> Iterator[tuple[Place, Mapping]]:
     from pyarrow import parquet
 
     (name,) = part.files
-    try:
-        with parquet.ParquetFile(name) as file:
-            names = file.schema_arrow.names
-            wanted = [field] if field is not None else [TEXT] if TEXT in names else [IDS]
-            if wanted[0] not in names:
-                _content(name, dict.fromkeys(names), field)  # which says so
-            wanted += [STRETCHES] if wanted[0] != TEXT and STRETCHES in names else []
-            groups = range(part.start, part.stop)
-            before = [file.metadata.row_group(group).num_rows for group in range(part.start)]
-            row = sum(before)
-            # A row at a time may be a book: few of them at once.
-            for batch in file.iter_batches(batch_size=16, row_groups=groups, columns=wanted):
-                columns = [_values(batch.column(column)) for column in wanted]
-                for values in zip(*columns):
-                    yield Place(part, name, row), dict(zip(wanted, values))
-                    row += 1
-    except (ConfigError, GeneratorExit):
-        raise
-    except Exception as error:
-        line = (str(error).strip().splitlines() or [""])[0]
-        raise ConfigError(f"{name}, which pyarrow cannot read: {line}") from None
+    with _named(name, "pyarrow"), parquet.ParquetFile(name) as file:
+        names = file.schema_arrow.names
+        wanted = [field] if field is not None else [TEXT] if TEXT in names else [IDS]
+        if wanted[0] not in names:
+            _content(name, dict.fromkeys(names), field)  # which says so
+        wanted += [STRETCHES] if wanted[0] != TEXT and STRETCHES in names else []
+        row = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
+        groups = range(part.start, part.stop)
+        # A row may be a book: few of them at a time.
+        for batch in file.iter_batches(batch_size=16, row_groups=groups, columns=wanted):
+            for values in zip(*(map(_value, batch.column(column)) for column in wanted)):
+                yield Place(part, name, row), dict(zip(wanted, values))
+                row += 1
 
 
-def _values(column) -> Iterator:
-    """Strings as strings, lists of numbers as arrays."""
+def _value(scalar):
+    """A value of a column: lists of numbers as arrays, for they may be long."""
     import pyarrow
 
-    for value in column:
-        # Of a struct, `values` is a function.
-        inner = value.values if isinstance(value, pyarrow.ListScalar) else None
-        if inner is None or not value.is_valid:
-            yield value.as_py()
-        elif hasattr(inner, "values"):  # a list of lists
-            yield value.as_py()
-        else:
-            yield inner.to_numpy(zero_copy_only=False)
+    flat = isinstance(scalar, pyarrow.ListScalar) and scalar.is_valid
+    if flat and not pyarrow.types.is_nested(scalar.type.value_type):
+        return scalar.values.to_numpy(zero_copy_only=False)
+    return scalar.as_py()
 
 
 def _samples(part: Part, field: str | None) -> Iterator[tuple[Place, Mapping]]:
-    """Samples of a Mosaic data shard: a count, where each begins, a description, and the samples, in each of
-    which the sizes of columns of varying size come before all columns."""
+    from streaming.base.format import reader_from_json
+
     (name,) = part.files
-    entry = shard_entry(Path(name))
+    path = Path(name)
+    entry = shard_entry(path)
     wanted = {TEXT, IDS, STRETCHES} if field is None else {field, STRETCHES}
-    columns = list(zip(entry["column_names"], entry["column_encodings"], entry["column_sizes"]))
-    with _readable(name):
-        data = np.memmap(name, np.uint8, "r")
-        try:
-            (count,) = data[:4].view("<u4").tolist()
-            bounds = data[4 : 4 * (count + 2)].view("<u4").tolist()
-            if count != entry["samples"] or bounds[-1] != len(data) or sorted(bounds) != bounds:
-                raise ValueError("its samples are not where it says")
-            for number, (start, stop) in enumerate(zip(bounds, bounds[1:])):
-                where = Place(part, name, number)
-                yield where, _decoded(where, data[start:stop].tobytes(), columns, wanted)
-        except (ValueError, IndexError, TypeError, OverflowError) as error:
-            raise ConfigError(f"{name} is broken: {error}") from None
-
-
-def _decoded(where: Place, sample: bytes, columns: list, wanted: set) -> dict:
-    varying = [size is None for _, _, size in columns]
-    at = 4 * sum(varying)
-    sizes = iter(np.frombuffer(sample, "<u4", sum(varying)).tolist())
-    record = {}
-    for column, encoding, size in columns:
-        size = next(sizes) if size is None else size
-        value = sample[at : at + size]
-        at += size
-        if column not in wanted:
-            record[column] = None
-        elif encoding == "str":
-            record[column] = value.decode("utf-8")
-        elif encoding.split(":")[0] == "ndarray":
-            record[column] = _array(value, *encoding.split(":")[1:])
-        else:
-            raise ConfigError(
-                f"{where} has {column} encoded as {encoding}: str and arrays of whole numbers are supported"
-            )
-    if at != len(sample):
-        raise ValueError(f"{where} has {len(sample)} bytes, but its columns take {at}")
-    return record
-
-
-def _array(data: bytes, dtype: str | None = None, shape: str | None = None) -> np.ndarray:
-    """An array whose type and shape come first, where the encoding does not give them."""
-    if dtype is None:
-        dtype, data = CODES.get(data[0]), data[1:]
-    if dtype not in CODES.values():
-        raise ValueError("it has an array of other than whole numbers of 16 bits and more")
-    if shape is None:
-        axes, width = data[0] >> 2, 1 << (data[0] & 3)
-        sizes = np.frombuffer(data, f"<u{width}", axes, 1).tolist()
-        data = data[1 + axes * width :]
-    else:
-        sizes = [int(size) for size in shape.split(",")]
-    return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).reshape(sizes)
+    columns = zip(entry["column_names"], entry["column_encodings"])
+    # Others stay as they are: decoding may be slow, or, of a pickle, run code.
+    entry["column_encodings"] = [code if column in wanted else "bytes" for column, code in columns]
+    with _named(name, "mosaicml-streaming"):
+        reader = reader_from_json(str(path.parent), None, entry)
+        reader.validate(allow_unsafe_types=False)
+        with open(name, "rb") as file:
+            count, *ends = np.fromfile(file, "<u4", reader.samples + 2).tolist()
+        if count != reader.samples or ends[-1] != path.stat().st_size or ends != sorted(ends):
+            raise ConfigError(f"{name} is broken: its samples are not where index.json says")
+        for number in range(count):
+            place = Place(part, name, number)
+            with _named(str(place), "mosaicml-streaming"):
+                record = reader[number]
+            yield place, {key: record[key] if key in wanted else None for key in record}

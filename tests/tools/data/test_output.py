@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 
 import pytest
 
+from megatron_mtraining.tools.data import output as output_module
 from megatron_mtraining.tools.data import prepare as prepare_module
 from tests.support.data_cases import IN_ORDER, ids, refused, report, write_jsonl
 
@@ -42,7 +45,6 @@ def test_output_inside_of_input_is_not_read(prepare, folder, tmp_path, monkeypat
     interrupted(prepare, monkeypatch, folder, **{**inside, "output": "data/others"})
     interrupted(prepare, monkeypatch, folder, **inside)
     assert len(list((folder / "books.parts").glob("*.json"))) > 3
-    (folder / "books.json.partial").write_text("half of a report")
     assert prepare(folder, **inside) == 0
     assert ids(folder / "books") == expected
     about = report(folder / "books")
@@ -69,8 +71,8 @@ def test_input_is_never_overwritten(prepare, documents, tmp_path, capsys):
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "a.bin").write_text("text " * 200)
-    (folder / "b.idx.partial").write_text("text " * 200)
-    for output, file in {"a": "a.bin", "b": "b.idx.partial"}.items():
+    (folder / "b.idx").write_text("text " * 200)
+    for output, file in {"a": "a.bin", "b": "b.idx"}.items():
         more = {"format": "text", "output": f"in/{output}"}
         refused(capsys, [file, "--overwrite"], prepare(folder, **more))
         for given in (folder, folder / file):
@@ -87,9 +89,6 @@ def test_files_of_others_are_not_overwritten(prepare, documents, tmp_path, capsy
         refused(capsys, ["out.json", "report", "another"], prepare(given, overwrite=True))
         assert (tmp_path / "out.json").read_text() == text
     (tmp_path / "out.json").unlink()
-    (tmp_path / "out.bin.partial").write_text("mine")
-    refused(capsys, ["out.bin.partial"], prepare(given))
-    (tmp_path / "out.bin.partial").unlink()
     (tmp_path / "out.idx").mkdir()
     refused(capsys, ["out.idx", "folder"], prepare(given, overwrite=True))
 
@@ -140,6 +139,72 @@ def test_folders_of_others_stay(prepare, documents, tmp_path):
     assert [path.name for path in kept.iterdir()] == ["mine.txt"]
 
 
+def test_links_are_not_followed(prepare, documents, tmp_path, capsys):
+    """Neither in place of the folder that is written into, nor of what a run would write in it."""
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    other = tmp_path / "other"
+    other.mkdir()
+    (tmp_path / "out.parts").symlink_to(other)
+    refused(capsys, ["out.parts", "is a link"], prepare(given))
+    assert not list(other.iterdir())
+    (tmp_path / "out.parts").unlink()
+    (other / "kept").write_text("kept")
+    for name in ("out.bin", "out.bin.partial", "out.idx", "out.json.partial"):
+        (tmp_path / name).symlink_to(other / "kept")
+    refused(capsys, ["out.bin exists"], prepare(given))
+    assert prepare(given, overwrite=True) == 0
+    assert (other / "kept").read_text() == "kept" and not (tmp_path / "out.bin").is_symlink()
+
+
+def test_existing_files_are_refused_under_the_lock(
+    prepare, documents, tmp_path, capsys, monkeypatch
+):
+    """A run that waits to begin until another has ended sees what that has written."""
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    locked = output_module.locked_folder
+
+    @contextlib.contextmanager
+    def slow(*args):
+        with locked(*args):
+            (tmp_path / "out.idx").write_text("of the run before")
+            yield
+
+    monkeypatch.setattr(output_module, "locked_folder", slow)
+    refused(capsys, ["out.idx exists", "--overwrite"], prepare(given))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out.idx"]
+
+
+@pytest.mark.parametrize("moved", [1, 2], ids=["bin", "bin-json"])
+@pytest.mark.parametrize("how", [KeyboardInterrupt, SystemError], ids=["interrupted", "killed"])
+def test_a_run_that_ends_while_the_dataset_is_moved(
+    moved, how, prepare, documents, tmp_path, capsys, monkeypatch
+):
+    """Without an index nothing of it stays, and the same command goes on."""
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    replace, calls = os.replace, []
+
+    def stop(source, target):
+        if source.parent.name == "out.parts" and source.stem == "new":
+            calls.append(target)
+            if len(calls) > moved:
+                raise how
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(output_module.os, "replace", stop)
+        if how is KeyboardInterrupt:
+            assert prepare(given) == 130
+            assert [path.name for path in tmp_path.glob("out*")] == ["out.parts"]
+        else:  # and nothing is cleaned up
+            patch.setattr(output_module.Output, "_remove_unfinished", lambda self: None)
+            with pytest.raises(SystemError):
+                prepare(given)
+            assert len(list(tmp_path.glob("out*"))) == 1 + moved
+    assert prepare(given) == 0
+    assert prepare(given, output="other") == 0
+    assert (tmp_path / "out.bin").read_bytes() == (tmp_path / "other.bin").read_bytes()
+
+
 @pytest.mark.parametrize("output", ["", ".", "..", "data/", "data/.", "data/.."])
 def test_a_folder_is_no_prefix(output, documents, tokenizer, tmp_path, capsys, monkeypatch):
     from megatron_mtraining.tools import cli
@@ -155,10 +220,10 @@ def test_a_folder_is_no_prefix(output, documents, tokenizer, tmp_path, capsys, m
 
 def test_names_that_are_too_long(prepare, documents, tmp_path, capsys):
     given = write_jsonl(tmp_path / "a.jsonl", documents)
-    for length in (243, 250, 300):
+    for length in (250, 300):
         status = prepare(given, output="o" * length)
         refused(capsys, ["--output", "too long", "another prefix"], status)
     refused(capsys, ["INPUT", "does not exist"], prepare(tmp_path / ("i" * 300)))
     refused(capsys, ["--tokenizer", "does not exist"], prepare(given, tokenizer="t" * 300))
-    assert prepare(given, output="o" * 242) == 0
-    assert json.loads((tmp_path / ("o" * 242 + ".json")).read_text())["samples"]
+    assert prepare(given, output="o" * 249) == 0
+    assert json.loads((tmp_path / ("o" * 249 + ".json")).read_text())["samples"]

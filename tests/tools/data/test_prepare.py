@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import random
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from megatron_mtraining.tools.data.inputs import Part
 from megatron_mtraining.tools.data.readers import read
 from tests.support.data_cases import (
+    COMPRESS,
     EOD,
     IN_ORDER,
     SEQ,
@@ -90,15 +90,10 @@ def as_files(kind: str, documents: list[str], folder: Path) -> Path:
     plain = write_jsonl(folder / "a.jsonl", documents)
     if kind == "jsonl":
         return plain
-    if kind == "jsonl.gz":
-        with gzip.open(folder / "a.jsonl.gz", "wb") as file:
-            file.write(plain.read_bytes())
-    elif kind == "jsonl.zst":
-        zstandard = pytest.importorskip("zstandard")
-        data, compressor = plain.read_bytes(), zstandard.ZstdCompressor()
-        half = len(data) // 2  # two frames
-        both = compressor.compress(data[:half]) + compressor.compress(data[half:])
-        (folder / "a.jsonl.zst").write_bytes(both)
+    if kind in COMPRESS:
+        data, compress = plain.read_bytes(), COMPRESS[kind]()
+        half = len(data) // 2  # two frames, as parallel compressors write them
+        (folder / f"a.{kind}").write_bytes(compress(data[:half]) + compress(data[half:]))
     elif kind in ("parquet", "parquet ids"):
         pyarrow = pytest.importorskip("pyarrow")
         from pyarrow import parquet
@@ -112,13 +107,16 @@ def as_files(kind: str, documents: list[str], folder: Path) -> Path:
             (folder / f"{number // 50}").mkdir(exist_ok=True)
             (folder / f"{number // 50}" / f"{number:04d}.py").write_text(text, encoding="utf-8")
     elif kind == "mds":
+        pytest.importorskip("streaming")
         rows = [{"domain": "books", "text": text, "length": 1} for text in documents]
         write_mds(folder / "books", rows, {"domain": "str", "length": "int", "text": "str"})
     elif kind == "mds ids of a shape":
+        pytest.importorskip("streaming")
         for number, text in enumerate(documents):
             encodings = {"input_ids": f"ndarray:uint16:{len(ids_of(text))}"}
             write_mds(folder / f"{number:04d}", [{"input_ids": ids_of(text)}], encodings)
     elif kind == "mds ids":
+        pytest.importorskip("streaming")
         encodings = {"domain": "str", "indices": "ndarray:uint32", "input_ids": "ndarray:uint32"}
         rows = []
         for at in range(0, len(documents), 40):
@@ -134,8 +132,7 @@ def as_files(kind: str, documents: list[str], folder: Path) -> Path:
 
 KINDS = [
     "jsonl",
-    "jsonl.gz",
-    "jsonl.zst",
+    *COMPRESS,
     "parquet",
     "parquet ids",
     "text",
@@ -152,7 +149,7 @@ def test_all_kinds_of_input_give_the_same(kind, prepare, documents, tmp_path):
     assert ids(tmp_path / "out") == in_order([ids_of(text) for text in documents], SEQ)
 
 
-@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "mds"])
+@pytest.mark.parametrize("kind", [*COMPRESS, "mds"])
 def test_names_in_capitals_are_read_as_others(kind, prepare, documents, tmp_path):
     folder = as_files(kind, documents, tmp_path / "in")
     for path in [path for path in folder.rglob("*.*") if path.name != "index.json"]:

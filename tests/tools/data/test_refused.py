@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from tests.support.data_cases import refused, save_tokenizer, write_jsonl, write_mds
+from tests.support.data_cases import COMPRESS, refused, save_tokenizer, write_jsonl, write_mds
 
 pytest.importorskip("transformers")
 
@@ -55,9 +55,13 @@ BROKEN = {
     "a.txt": [(b"\xff\xfe", ["a.txt", "UTF-8", "byte 0"]), (b"", ["a.txt", "empty"])],
     "a.arrow": [(b"ARROW1", [".arrow", "convert"])],
     "a.json": [(b"{}", ["a.json", "--format"])],
-    "a.jsonl.bz2": [(b"BZ", [".bz2", "gzip"])],
+    "a.jsonl.bz2": [(b"BZ", ["a.jsonl.bz2", "decompressed"])],
+    "a.jsonl.lz4": [(b"LZ", [".lz4", "gzip"])],
     "a.mds": [(b"\0\0\0\0", ["a.mds", "index.json"])],
 }
+
+
+PACKAGES = {".zst": "backports.zstd", ".parquet": "pyarrow", ".mds": "streaming"}
 
 
 @pytest.mark.parametrize(
@@ -69,7 +73,7 @@ BROKEN = {
     ],
 )
 def test_broken_input_is_named(name, data, named, prepare, tmp_path, capsys):
-    for suffix, package in {".zst": "zstandard", ".parquet": "pyarrow"}.items():
+    for suffix, package in PACKAGES.items():
         if name.endswith(suffix):
             pytest.importorskip(package)
     (tmp_path / name).write_bytes(data)
@@ -78,59 +82,103 @@ def test_broken_input_is_named(name, data, named, prepare, tmp_path, capsys):
 
 
 def test_broken_shards_are_named(prepare, tmp_path, capsys):
+    pytest.importorskip("streaming")
     rows = [{"text": "abc" * 200}, {"text": "d" * 500}]
     folder = write_mds(tmp_path / "books", rows, {"text": "str"})
     shard, index = folder / "shard.00000.mds", folder / "index.json"
-    good, about = shard.read_bytes(), json.loads(index.read_text())
+    good = shard.read_bytes()
     assert prepare(folder) == 0
     shard.write_bytes(good[:-1])
     refused(capsys, ["shard.00000.mds", "bytes"], prepare(folder, output="b"))
     shard.write_bytes(good[:4] + b"\xff\xff" + good[6:])
     refused(capsys, ["shard.00000.mds", "broken"], prepare(folder, output="b"))
     shard.write_bytes(good)
-    changes = {
-        "column_encodings": (["pkl"], ["sample 0", "text encoded as pkl"]),
-        "samples": (3, ["broken"]),
-        "column_sizes": ([], ["version 2"]),
-        "version": (1, ["version 2"]),
-    }
-    says = ["index.json", "does not say"]
-    for name, value in {
-        "samples": [None, "2", 2.0],
-        "column_sizes": [["x"], [True], 5],
-        "column_encodings": [[5], "t"],
-        "column_names": [[5], {"text": 1}],
-    }.items():
-        changes |= {(name, repr(one)): (one, [name, *says]) for one in value}
-    for name, (value, words) in changes.items():
-        name = name if isinstance(name, str) else name[0]
-        wrong = {**about["shards"][0], name: value}
-        index.write_text(json.dumps({"shards": [wrong]}))
-        refused(capsys, ["shard.00000.mds", *words], prepare(folder, output="b"))
-    del about["shards"][0]["samples"]
-    index.write_text(json.dumps(about))
-    refused(capsys, ["shard.00000.mds", "samples", *says], prepare(folder, output="b"))
     index.write_text("[" * 200000)
-    refused(capsys, ["shard.00000.mds", *says], prepare(folder, output="b"))
+    refused(capsys, ["shard.00000.mds", "does not say"], prepare(folder, output="b"))
+
+
+INDEX = {
+    "column_encodings": [["pkl"], [5], "t", ["ndarray:uint16:x"]],
+    "column_names": [[5], {"body": 1}],
+    "column_sizes": [[], ["x"], 5],
+    "samples": [3, None, "2", 2.0],
+    "version": [1],
+}
 
 
 @pytest.mark.parametrize(
-    "encoding", ["ndarray:uint16:2:3", "ndarray:uint16:x", "ndarray:uint16:99"]
+    ("key", "value"), [(key, value) for key, values in INDEX.items() for value in values]
 )
+def test_broken_indexes_of_shards_are_named(key, value, prepare, tmp_path, capsys):
+    pytest.importorskip("streaming")
+    rows = [{"text": "abc" * 200}, {"text": "d" * 500}]
+    folder = write_mds(tmp_path / "books", rows, {"text": "str"})
+    index = folder / "index.json"
+    about = json.loads(index.read_text())
+    about["shards"][0][key] = value
+    index.write_text(json.dumps(about))
+    refused(capsys, ["shard.00000.mds"], prepare(folder))
+
+
+@pytest.mark.parametrize("encoding", ["ndarray:uint16:2:3", "ndarray:uint16:99"])
 def test_broken_arrays_of_shards_are_named(encoding, prepare, tmp_path, capsys):
-    folder = write_mds(
-        tmp_path / "books", [{"input_ids": [1] * 300}], {"input_ids": "ndarray:uint16"}
-    )
+    pytest.importorskip("streaming")
+    rows = [{"input_ids": [1] * 300}]
+    folder = write_mds(tmp_path / "books", rows, {"input_ids": "ndarray:uint16"})
     index = folder / "index.json"
     index.write_text(index.read_text().replace("ndarray:uint16", encoding))
-    refused(capsys, ["shard.00000.mds", "broken"], prepare(folder))
+    refused(capsys, ["shard.00000.mds, sample 0", "mosaicml-streaming"], prepare(folder))
+
+
+def test_pickles_are_not_opened(prepare, tmp_path, capsys):
+    """In the document's column they are refused, others are not decoded."""
+    pytest.importorskip("streaming")
+
+    class Evil:
+        def __reduce__(self):
+            return (tmp_path / "ran").touch, ()
+
+    text = "abc" * 200
+    mine = write_mds(tmp_path / "a", [{"text": text, "x": Evil()}], {"text": "str", "x": "pkl"})
+    assert prepare(mine) == 0
+    theirs = write_mds(tmp_path / "b", [{"text": Evil()}], {"text": "pkl"})
+    refused(capsys, ["shard.00000.mds", "pkl"], prepare(theirs, output="b"))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("kind", COMPRESS)
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.999])
+def test_truncated_files_are_named(kind, share, prepare, documents, tmp_path, capsys):
+    """Even if what can be read ends with a line."""
+    data = COMPRESS[kind]()(write_jsonl(tmp_path / "a", documents).read_bytes())
+    path = tmp_path / f"a.{kind}"
+    path.write_bytes(data[: int(len(data) * share)])
+    refused(capsys, [str(path), "decompressed", "byte"], prepare(path))
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_zstd_frame_that_ends_between_lines(prepare, documents, tmp_path, capsys):
+    compressor = pytest.importorskip("backports.zstd").ZstdCompressor()
+    lines = write_jsonl(tmp_path / "a", documents).read_bytes()
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(compressor.compress(lines, compressor.FLUSH_BLOCK))
+    size = path.stat().st_size
+    refused(capsys, [str(path), f"byte {size} of {size}"], prepare(path))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read all")
+def test_folders_that_cannot_be_read(prepare, tmp_path, capsys):
+    (tmp_path / "in" / "closed").mkdir(parents=True)
+    (tmp_path / "in" / "a.txt").write_text("abc" * 200)
+    (tmp_path / "in" / "closed").chmod(0)
+    refused(capsys, [str(tmp_path / "in" / "closed"), "Permission"], prepare(tmp_path / "in"))
 
 
 def test_parquet_columns_of_other_types_are_named(prepare, tmp_path, capsys):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    for value, kind in (({"a": 1}, "dict"), (b"", "bytes"), ([{"a": 1}], "ndarray")):
+    for value, kind in (({"a": 1}, "dict"), (b"", "bytes"), ([{"a": 1}], "list")):
         parquet.write_table(pyarrow.table({"text": ["few", value][1:]}), tmp_path / "a.parquet")
         refused(
             capsys, ["a.parquet, row 0", f"text of type {kind}"], prepare(tmp_path / "a.parquet")
@@ -168,7 +216,7 @@ def test_bad_inputs(prepare, documents, tokenizer, tmp_path, capsys, monkeypatch
     refused(capsys, ["a.jsonl twice"], prepare(given, given))
     bare = save_tokenizer(tmp_path / "bare", pad_token="<eod>")
     refused(capsys, ["bare", "end-of-document", "--eod"], prepare(given, tokenizer=bare))
-    monkeypatch.setattr("megatron_mtraining.tools.data.options.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron_mtraining.requirements.find_spec", lambda name: None)
     refused(capsys, ["tqdm", "megatron-mtraining[data]"], prepare(given))
     assert not list(tmp_path.glob("out*"))
 

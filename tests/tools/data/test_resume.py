@@ -38,10 +38,13 @@ def command(given, tokenizer, prefix, *more) -> list[str]:
 
 
 def workers_of(process: psutil.Process) -> list[psutil.Process]:
-    """Processes two levels below: their server is the one between."""
+    """Its worker processes, as they are started by ``spawn``."""
+    found = []
     with contextlib.suppress(psutil.NoSuchProcess):
-        return [child for server in process.children() for child in server.children()]
-    return []
+        for child in process.children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += [child] if "spawn_main" in " ".join(child.cmdline()) else []
+    return found
 
 
 def test_killed_run_goes_on_and_gives_the_same(prepare, tokenizer, tmp_path, capsys):
@@ -137,6 +140,7 @@ def test_interrupted_run_says_how_to_go_on(prepare, documents, tmp_path, capsys,
     assert prepare(given) == 130
     assert "goes on" in capsys.readouterr().err
     assert sorted(path.suffix for path in tmp_path.glob("out.*")) == [".parts"]
+    assert not list(tmp_path.glob("out.parts/new*"))
 
 
 def test_overwriting_forgets_what_megatron_kept(prepare, documents, tmp_path, capsys):
@@ -177,7 +181,7 @@ def test_what_cannot_be_written_leaves_nothing_half(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     refused(capsys, ["cannot be written", "File too large"], status)
-    assert [path.name for path in tmp_path.glob("out*")] == ["out.parts"]
+    assert [path.name for path in tmp_path.glob("out*")] == ["out.parts"] * bool(parts)
     assert len(list((tmp_path / "out.parts").glob("*.json"))) >= parts - 1
     assert not list(tmp_path.glob("out.parts/*.partial"))
     assert prepare(given, part_bytes=size // 5) == 0

@@ -1,0 +1,223 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Token ids of the parts of the input, in this process or in several."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ...config import ConfigError
+from ...models.tokenizer import Tokenizer, open_tokenizer
+from ...requirements import first_line
+from .inputs import Part
+from .output import Parts
+from .readers import NOT_TEXT, Place, read
+
+NAMED = 10
+"""Files left out that a part's counts name."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A tokenizer and its end-of-document token."""
+
+    tokenizer: Tokenizer
+    eod: int
+
+    @property
+    def dtype(self) -> type[np.number]:
+        """Of the ids in Megatron's dataset: that of its ``DType.optimal_dtype``."""
+        return np.uint16 if self.tokenizer.vocab_size < 65500 else np.int32
+
+    def encode(self, place: Place, content: str | np.ndarray) -> np.ndarray:
+        """Token ids ``[n]`` of a document, which may have them already."""
+        ids = content
+        if isinstance(content, str):
+            try:
+                ids = np.array(self.tokenizer.encode(content), np.int64)
+            except Exception as error:
+                raise ConfigError(f"{place} cannot be tokenized: {first_line(error)}") from None
+        size = self.tokenizer.vocab_size
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+            wrong = int(ids.min()) if ids.min() < 0 else int(ids.max())
+            raise ConfigError(
+                f"{place} has the token id {wrong}, but --tokenizer has {size} tokens: give the one that "
+                "the ids are of"
+            )
+        return ids.astype(self.dtype)
+
+
+def open_encoder(path: Path, eod: str | None) -> Encoder:
+    """The tokenizer at ``path``, with the end-of-document token ``eod`` or, if None, its end of sequence.
+
+    Raises:
+        ConfigError: it cannot be read, or has no such token.
+    """
+    tokenizer = open_tokenizer(path, extra="data")
+    number = tokenizer.eos if eod is None else tokenizer.id_of(eod)
+    if number is None and eod is None:
+        raise ConfigError(
+            f"--tokenizer is {path}, which has no end-of-document token (eos_token), and documents in a "
+            "sample could not be told apart: name one of its tokens with --eod"
+        )
+    if number is None:
+        raise ConfigError(
+            f"--eod is {eod}, which is not a token of --tokenizer ({path}): name one that is"
+        )
+    if not 0 <= number < tokenizer.vocab_size <= np.iinfo(np.int32).max:
+        raise ConfigError(
+            f"--tokenizer is {path}, with {tokenizer.vocab_size} tokens and {number} at the end of "
+            "documents: ids have to fit into 32 bits, and below the number of tokens"
+        )
+    return Encoder(tokenizer, number)
+
+
+def fingerprint(path: Path) -> str:
+    """A hash of the files that make a tokenizer."""
+    digest = hashlib.sha256()
+    if path.is_file() and path.suffix in (".model", ".gguf"):
+        about = path.stat()
+        digest.update(f"{path.resolve()} {about.st_size} {about.st_mtime_ns}".encode())
+        return digest.hexdigest()
+    folder = path if path.is_dir() else path.parent
+    for file in sorted(folder.iterdir()):
+        named = file.suffix in (".json", ".model", ".txt", ".tiktoken", ".py")
+        # Not lists of a model's weights or of data, which may be large.
+        if named and file.is_file() and not file.name.endswith(".index.json"):
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker process needs to know.
+
+    Attributes:
+        folder, keys: see :class:`~megatron_mtraining.tools.data.output.Parts`.
+        tokenizer: its path.
+        as_is: documents are kept token for token; otherwise an end-of-document token at the end is taken
+            off, as packing sets them, and packed records are taken apart.
+    """
+
+    folder: Path
+    parts: list[Part]
+    keys: list[str]
+    tokenizer: Path
+    eod: str | None
+    text_field: str | None
+    as_is: bool
+
+
+def tokenize(job: Job, encoder: Encoder, number: int) -> dict:
+    """Write the token ids of part ``number``, and return what was counted in it.
+
+    Raises:
+        ConfigError: the input is broken.
+    """
+    counts = {"empty": 0, "with_eod": 0, "skipped": 0, "skipped_names": []}
+    counts |= {"shortest": None, "longest": None}
+    documents = _documents(job, encoder, job.parts[number], counts)
+    Parts(job.folder, job.keys).write(number, documents, counts)
+    return counts
+
+
+def _documents(job: Job, encoder: Encoder, part: Part, counts: dict) -> Iterator[np.ndarray]:
+    for place, content in read(part, job.text_field, stretches=not job.as_is):
+        if content is NOT_TEXT:
+            counts["skipped"] += 1
+            if len(counts["skipped_names"]) < NAMED:
+                counts["skipped_names"].append(place.file)
+            continue
+        ids = encoder.encode(place, content)
+        if not job.as_is and len(ids) and ids[-1] == encoder.eod:
+            ids = ids[:-1]
+        if not len(ids) or (isinstance(content, str) and not content.strip()):
+            counts["empty"] += 1
+            continue
+        counts["with_eod"] += bool((ids[:-1] == encoder.eod).any())
+        where = [len(ids), place.file, place.number, place.document]
+        if counts["shortest"] is None or len(ids) < counts["shortest"][0]:
+            counts["shortest"] = where
+        if counts["longest"] is None or len(ids) > counts["longest"][0]:
+            counts["longest"] = where
+        yield ids
+
+
+def tokenize_all(
+    job: Job, encoder: Encoder, numbers: list[int], workers: int
+) -> Iterator[tuple[int, dict]]:
+    """Tokenize parts, in any order; yields number and counts of each as it is done.
+
+    Raises:
+        ConfigError: see :func:`tokenize`; or a worker process ended.
+    """
+    workers = min(workers, len(numbers))
+    if workers <= 1:
+        for number in numbers:
+            yield number, tokenize(job, encoder, number)
+        return
+    others = multiprocessing.active_children()
+    # Not fork: this process has threads.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(job,))
+    try:
+        with _interrupts_ignored():  # in the workers: this process ends them
+            futures = {pool.submit(_tokenize, number): number for number in numbers}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    except BrokenProcessPool:
+        raise ConfigError(
+            f"one of {workers} worker processes ended (out of memory?): run the same command again to go on "
+            "with what is left, with fewer --workers if it was memory"
+        ) from None
+    finally:
+        for process in multiprocessing.active_children():
+            if process not in others:
+                process.terminate()
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _interrupts_ignored():
+    """Ignore Ctrl-C, and have processes that are started ignore it as long as they live."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+_job: Job
+_encoder: Encoder
+
+
+def _start(job: Job) -> None:
+    """In a worker process, before its first part."""
+    global _job, _encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are parallel
+    # A parent that is killed tells nobody.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _job, _encoder = job, open_encoder(job.tokenizer, job.eod)
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _tokenize(number: int) -> dict:
+    return tokenize(_job, _encoder, number)
