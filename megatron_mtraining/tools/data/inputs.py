@@ -272,6 +272,7 @@ def shard_entry(file: Path) -> dict:
         }
         supported = (entry["format"], entry["version"], len(columns)) == ("mds", 2, 1)
         supported = supported and type(entry["samples"]) is int
+        supported = supported and all(isinstance(name, str) for name in entry["column_names"])
     except FileNotFoundError:
         raise ConfigError(f"INPUT has {file} without {index.name} beside it") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
