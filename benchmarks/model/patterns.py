@@ -51,15 +51,15 @@ from megatron_mtraining.models.environment import default_dtype
 from megatron_mtraining.models.open import open_model
 from megatron_mtraining.models.text import tokens_for
 from megatron_mtraining.models.types import LayerInput, ModelOptions
-from megatron_mtraining.pattern import VerticalSlashIndex, choose_block_lists, choose_index
+from megatron_mtraining.pattern import choose_block_lists, choose_index
 from megatron_mtraining.requirements import require
 from megatron_mtraining.ring import Ring
 from megatron_mtraining.tools.inspect.measure import (
-    ListsAtRows,
+    BlockSparsePattern,
+    LayerPattern,
+    VerticalSlashPattern,
+    attention_of_rows,
     held_out_rows,
-    kept_of,
-    lists_at_rows,
-    row_probabilities,
 )
 from megatron_mtraining.tools.report.table import table
 
@@ -141,15 +141,17 @@ def cases_for(seq: int, oracle_rows: int, samples: Sequence[tuple[int, int]] = (
 # Measuring a layer.
 
 
-def choose(case: Case, given: LayerInput, rows: Tensor) -> VerticalSlashIndex | ListsAtRows:
+def choose(case: Case, given: LayerInput, rows: Tensor) -> LayerPattern:
     """The pattern of a layer at one setting."""
     ring = Ring(None)
     if isinstance(case.how, MTrainingConfig):
-        return choose_index(given.query, given.key, case.how, ring, given.softmax_scale)
+        return VerticalSlashPattern(
+            choose_index(given.query, given.key, case.how, ring, given.softmax_scale)
+        )
     blocks = choose_block_lists(
         given.query, given.key, ring, given.softmax_scale, block_size=BLOCK, **case.how
     )
-    return lists_at_rows(blocks, rows, BLOCK)
+    return BlockSparsePattern(blocks, rows, BLOCK)
 
 
 def measure(given: LayerInput, cases: list[Case], rows: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -167,14 +169,14 @@ def measure(given: LayerInput, cases: list[Case], rows: Tensor) -> tuple[np.ndar
     given = given._replace(query=query, key=key)
     rows = rows.to(query.device)
     patterns = [choose(case, given, rows) for case in cases]
-    density = torch.stack([pattern.density()[0].double() for pattern in patterns])
+    density = torch.stack([pattern.density for pattern in patterns])
     recall = torch.zeros(len(cases), 2, query.shape[2], dtype=torch.float64, device=query.device)
     at = 0
-    for here, p in row_probabilities(query, key, rows, given.softmax_scale, BLOCK):
+    for here, p in attention_of_rows(query, key, rows, given.softmax_scale, BLOCK):
         mass = p.unflatten(-1, (-1, BLOCK)).sum(-1)
         odd = (at + torch.arange(len(here), device=p.device)) % 2 == 1
         for number, pattern in enumerate(patterns):
-            kept = kept_of(pattern, p, mass, here, at).double()
+            kept = pattern.kept_mass(p, mass, here, at).double()
             recall[number, 0] += kept.masked_fill(odd, 0).sum(-1)
             recall[number, 1] += kept.masked_fill(~odd, 0).sum(-1)
         at += len(here)

@@ -56,7 +56,7 @@ def test_recall_and_density_are_those_of_dense_attention_under_the_mask(
     for number, case in enumerate(cases):
         for head in range(HEADS):
             if series == patterns.DEFAULT:
-                index = patterns.choose(case, given, rows)
+                index = patterns.choose(case, given, rows).index
             else:
                 blocks = choose_block_lists(
                     given.query, given.key, Ring(None), given.softmax_scale, **case.how

@@ -1,9 +1,9 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Heads that take lists of blocks where these keep more for their pairs than vertical-slash at a price.
+"""Block-sparse heads where that keeps more attention for its density than vertical-slash at a price.
 
-A price is a share of attention for a share of the pairs, so each head takes what has the most ``recall -
-price x density``: its pattern at that price, or one of the lists that were tried. The rows that judge decide,
-too.
+The price weighs recall against density, so each head takes the pattern with the largest ``recall - price x
+density``: vertical-slash at that price, or one of the block-sparse settings that were tried. The recall is
+the one on the evaluated rows.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ from __future__ import annotations
 import numpy as np
 
 from ...config import BLOCK_POLICY_NAMES
-from .results import Measured, Point, reach
+from .results import Measured, reach
 
 
 class Mixed:
-    """Vertical-slash at a price, or lists, of each head.
+    """Vertical-slash at one price, or a block-sparse setting, for each head.
 
     Attributes:
-        lists: settings of the heads that take lists, by (layer, head): fields of MTrainingConfig that differ
-            from the others'.
+        block_sparse: options of the block-sparse heads, by (layer, head), where they differ from the others'.
         dense: heads that are better left dense either way, bool ``[layers, h]``.
-        recall, density: what is expected, means over all heads.
-        reached: whether the target is.
+        recall, density: expected means over all heads.
+        point: the price, in the series of vertical-slash settings.
     """
 
     def __init__(self, slashes: Measured, lists: list[Measured]):
@@ -30,62 +29,60 @@ class Mixed:
         self.dense = np.logical_and.reduce([one.dense_heads() for one in (slashes, *lists)])
         recall = np.concatenate([one.recall for one in lists])
         density = np.concatenate([one.density for one in lists])
-        settings = [
-            _own(setting, slashes.series.settings[0])
-            for one in lists
-            for setting in one.series.settings
-        ]
-        curve, choices = [], []
+        means, choices = [], []
         for at, setting in enumerate(slashes.series.settings):
             price = setting["price"]
-            worth = recall - price * density
-            best = worth.argmax(0)
-            takes = worth.max(0) > slashes.recall[at] - price * slashes.density[at]
-            takes &= ~self.dense
-            choices.append((takes, best))
-            curve.append(self._all(slashes.recall[at], recall, takes, best).mean())
-        self.point: Point = reach(np.array(curve), slashes.target)
-        takes, best = choices[self.point.denser]
-        self.recall, self.density = (
-            self._all(self.point.of(own), listed, takes, best).mean()
-            for own, listed in ((slashes.recall, recall), (slashes.density, density))
-        )
-        self.reached = self.point.reached
-        self.lists = {
-            (int(layer), int(head)): settings[best[layer, head]]
-            for layer, head in np.argwhere(takes)
+            gain = recall - price * density
+            best = gain.argmax(0)
+            sparse = gain.max(0) > slashes.recall[at] - price * slashes.density[at]
+            choices.append((sparse & ~self.dense, best))
+            means.append(self._mean(slashes.recall[at], recall, *choices[-1]))
+        self.point = reach(np.array(means), slashes.target)
+        sparse, best = choices[self.point.denser]
+        self.recall = self._mean(self.point.of(slashes.recall), recall, sparse, best)
+        self.density = self._mean(self.point.of(slashes.density), density, sparse, best)
+        settings = [setting for one in lists for setting in one.series.settings]
+        base = slashes.series.settings[0]
+        self.block_sparse = {
+            (int(layer), int(head)): {
+                name: value
+                for name, value in settings[best[layer, head]].items()
+                if base.get(name) != value
+            }
+            for layer, head in np.argwhere(sparse)
         }
 
-    def _all(self, slashes, listed, takes, best) -> np.ndarray:
-        """Of each head, its own kind's recall, or density: 1 of a dense one."""
-        of_best = np.take_along_axis(listed, best[None], 0)[0]
-        return np.where(self.dense, 1.0, np.where(takes, of_best, slashes))
+    def _mean(self, slashes, lists, sparse, best) -> float:
+        """The mean over all heads of recall or density, each with its own pattern."""
+        of_best = np.take_along_axis(lists, best[None], 0)[0]
+        return np.where(self.dense, 1.0, np.where(sparse, of_best, slashes)).mean()
 
     def settings_file(self) -> dict:
-        """Fields of MTrainingConfig, and under ``layers`` the heads that differ."""
-        settings = self.slashes.series.between(self.point.before, self.point.share)
+        """Options of MTrainingConfig, and under ``layers`` those of the heads that differ."""
+        settings = self.slashes.series.between(self.point.before, self.point.fraction)
         layers: dict[str, dict] = {}
         for layer, head in np.ndindex(self.dense.shape):
-            own = {"dense": True} if self.dense[layer, head] else self.lists.get((layer, head))
+            dense = self.dense[layer, head]
+            own = {"dense": True} if dense else self.block_sparse.get((layer, head))
             if own:
-                heads = layers.setdefault(str(layer), {"heads": {}})["heads"]
-                heads[str(head)] = own
+                layers.setdefault(str(layer), {"heads": {}})["heads"][str(head)] = own
         return settings | ({"layers": layers} if layers else {})
 
-    def summary(self) -> str:
-        """A line on it."""
-        short = "" if self.reached else " (the densest tried)"
+    def summary(self, written: bool) -> str:
+        """One line; ``written`` says whether the settings file has these."""
+        limit = "" if self.point.reached else " (the densest tried)"
         return (
-            f"With lists of blocks in {len(self.lists)} of {self.dense.size} heads, vertical-slash in the "
-            f"others, each what keeps more for its pairs: a recall of {self.recall:.1%} at a density of "
-            f"{self.density:.1%}{short}"
+            f"With {len(self.block_sparse)} of {self.dense.size} heads block-sparse and the others "
+            "vertical-slash, whichever keeps more attention for its density: a recall of "
+            f"{self.recall:.1%} at a density of {self.density:.1%}{limit}"
+            + (": the settings file has these" if written else " (--mixed)")
         )
 
     def numbers(self) -> dict:
-        """Everything, as JSON takes it."""
+        """Everything, for JSON."""
         return {
-            "heads_with_lists": len(self.lists),
-            "reached": self.reached,
+            "heads_with_lists": len(self.block_sparse),
+            "reached": self.point.reached,
             "mean_recall": round(float(self.recall), 5),
             "mean_density": round(float(self.density), 5),
             "settings": self.settings_file(),
@@ -93,14 +90,9 @@ class Mixed:
 
 
 def mixed_of(measured: list[Measured]) -> Mixed | None:
-    """The mix of what was measured; None without policy price with samples of all rows, or without lists."""
+    """The mix of what was measured; None unless stratified price and a block-sparse policy are among it."""
     slashes = [
         one for one in measured if (one.series.policy, one.series.estimator) == ("price", "strata")
     ]
     lists = [one for one in measured if one.series.policy in BLOCK_POLICY_NAMES]
     return Mixed(slashes[0], lists) if slashes and lists else None
-
-
-def _own(setting: dict, base: dict) -> dict:
-    """What a head's own settings must say beside the others'."""
-    return {name: value for name, value in setting.items() if base.get(name) != value}

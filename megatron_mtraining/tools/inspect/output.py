@@ -1,44 +1,19 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The files that a run leaves: all of them, or none."""
+"""The files of a run: numbers, settings, and pictures."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
-from contextlib import contextmanager
 from pathlib import Path
 
-from ...config import ConfigError
+import numpy as np
+from torch import Tensor
 
-
-@contextmanager
-def all_or_nothing(folder: Path):
-    """A new folder to write into, whose files appear in ``folder`` if the context ends well.
-
-    What was there under the same names is replaced then; otherwise nothing changes.
-
-    Raises:
-        ConfigError: the folder cannot be made or written to.
-    """
-    made = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # Inside, so that moving is renaming.
-        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder))
-    except OSError as error:
-        raise ConfigError(
-            f"--output is {folder}, which cannot be written to ({error.strerror}): name another folder"
-        ) from None
-    try:
-        yield partial
-        for path in sorted(partial.iterdir()):
-            path.replace(folder / path.name)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        if made and not any(folder.iterdir()):
-            folder.rmdir()
+from ..common.atomic_output import atomic_file
+from .collect import DrawnHead
+from .measure import density_picture
+from .options import Options
+from .results import Measured, Recommendation, by_difficulty
 
 
 def write_json(path: Path, value) -> None:
@@ -49,7 +24,7 @@ def write_settings(path: Path, settings: dict) -> None:
     """Write a settings file, YAML or JSON by its name, in one step.
 
     Raises:
-        ConfigError: it cannot be written there.
+        ConfigError: it cannot be written.
     """
     if path.suffix in (".yaml", ".yml"):
         import yaml
@@ -57,13 +32,59 @@ def write_settings(path: Path, settings: dict) -> None:
         text = yaml.safe_dump(settings, sort_keys=False)
     else:
         text = json.dumps(settings, indent=1) + "\n"
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise ConfigError(
-            f"--settings is {path}, which cannot be written: {error.strerror}"
-        ) from None
-    finally:
-        partial.unlink(missing_ok=True)
+    with atomic_file(path, option="--settings", overwrite=True) as file:
+        file.write(text.encode())
+
+
+def draw(
+    folder: Path,
+    measured: list[Measured],
+    recommended: Recommendation,
+    heads: list[DrawnHead],
+    rows: Tensor,
+    length: int,
+    options: Options,
+) -> None:
+    """Write all pictures into ``folder``."""
+    from ..report import pictures
+
+    title = f"{options.model.name or options.model}, {length} tokens"
+    curves = {
+        one.series.label: (
+            one.density.mean((1, 2)),
+            one.recall.mean((1, 2)),
+            np.quantile(one.recall, 0.1, axis=(1, 2)),
+        )
+        for one in measured
+    }
+    target = options.target_recall
+    path = folder / "recall_density.png"
+    pictures.recall_density(path, curves, target, f"{title}: mean over all heads")
+    best, setting = recommended.measured, recommended.point.denser
+    pictures.layers_by_heads(
+        folder / "density_needed.png",
+        best.needed,
+        f"{title}\n{best.series.label}; crossed out: recall not reached",
+        f"density at which a head's recall is {target:.0%}",
+    )
+    number = sum(len(one.series.settings) for one in measured[: measured.index(best)]) + setting
+    described = best.series.describe(best.series.settings[setting])
+    places = tuple(np.array([(head.layer, head.head) for head in heads]).T)
+    order = by_difficulty(best.needed[places], best.recall[setting][places])
+    ranks = {"easiest": 0, "middle": len(order) // 2, "hardest": -1}
+    named = {name: heads[order[rank]] for name, rank in ranks.items()}
+    for head in heads:
+        if (head.layer, head.head) in options.heads:
+            named[f"layer{head.layer}_head{head.head}"] = head
+    for name, head in named.items():
+        recall = best.recall[setting, head.layer, head.head]
+        density = best.density[setting, head.layer, head.head]
+        cells = len(head.picture)
+        pictures.attention_and_pattern(
+            folder / f"head_{name}.png",
+            head.picture.numpy(),
+            density_picture(head.patterns[number], rows, length, cells).numpy(),
+            length,
+            f"{title}, layer {head.layer}, head {head.head}: {best.series.label}, {described}: "
+            f"recall {recall:.1%} at density {density:.1%}",
+        )

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""What follows from the recall and density of all layers: tables, numbers, recommended settings."""
+"""Results of all layers: what each head needs for the target recall, and recommended settings."""
 
 from __future__ import annotations
 
@@ -11,35 +11,39 @@ from ..report.table import table
 from .sweep import Series
 
 DENSE_ABOVE = 0.7
-"""A head that takes a larger density than this for the target recall is named dense: its attention with a
-pattern is no faster than without."""
+"""Heads that need a larger density for the target recall are recommended to be dense: sparse attention would
+not be faster."""
 DENSE_BELOW = 0.9
-"""So is one that keeps less than this share of the target with the densest of the settings."""
+"""So are heads whose recall at the densest setting is below this fraction of the target."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """Where a series reaches the target: ``share`` of the way from a setting to the next denser one."""
+    """Where a series reaches the target: at a fraction of the way from a setting to the next denser one.
+
+    Attributes:
+        before: number of the setting.
+        reached: False if the densest setting does not reach the target; this is the densest one then.
+    """
 
     before: int
-    share: float
+    fraction: float
     reached: bool
-    """Whether it does; if not, this is the densest setting."""
 
     def of(self, values: np.ndarray) -> np.ndarray:
-        """Values ``[settings, ...]`` at this point, on the line between the two settings."""
-        if self.share == 0:
+        """Values ``[settings, ...]`` at this point, by linear interpolation."""
+        if self.fraction == 0:
             return values[self.before]
-        return (1 - self.share) * values[self.before] + self.share * values[self.before + 1]
+        return (1 - self.fraction) * values[self.before] + self.fraction * values[self.before + 1]
 
     @property
     def denser(self) -> int:
-        """The sparsest setting that was tried and is as dense."""
-        return self.before + (self.share > 0)
+        """The sparsest setting that is at least as dense as this point."""
+        return self.before + (self.fraction > 0)
 
 
 def reach(recall: np.ndarray, target: float) -> Point:
-    """The sparsest point at which a recall ``[settings]``, from sparse to dense, is the target."""
+    """The sparsest point where recall ``[settings]``, from sparse to dense, is the target."""
     above = np.flatnonzero(recall >= target)
     if not len(above):
         return Point(len(recall) - 1, 0.0, False)
@@ -51,12 +55,12 @@ def reach(recall: np.ndarray, target: float) -> Point:
 
 
 class Measured:
-    """Recall and density of one series' settings.
+    """Recall and density of one series.
 
     Attributes:
         recall, density: float64 ``[settings, layers, h]``.
-        needed: density that each head takes for the target recall, ``[layers, h]``; infinite where the
-            densest setting does not reach it. A head that the sparsest setting is enough for has its density.
+        needed: density at which each head reaches the target, ``[layers, h]``; that of the sparsest setting
+            if this one does, infinite if none does.
         point: where the mean over all heads reaches the target.
     """
 
@@ -67,7 +71,7 @@ class Measured:
 
     @property
     def setting(self) -> dict:
-        return self.series.between(self.point.before, self.point.share)
+        return self.series.between(self.point.before, self.point.fraction)
 
     def dense_heads(self) -> np.ndarray:
         """Heads that are better left dense: bool ``[layers, h]``."""
@@ -78,35 +82,33 @@ class Measured:
 
 def needed_density(recall: np.ndarray, density: np.ndarray, target: float) -> np.ndarray:
     """Density at which each head's recall is the target; see :class:`Measured`."""
-    shape = recall.shape[1:]
-    needed = np.full(shape, np.inf)
-    for place in np.ndindex(shape):
-        here = (slice(None), *place)
-        point = reach(recall[here], target)
+    needed = np.full(recall.shape[1:], np.inf)
+    for place in np.ndindex(needed.shape):
+        head = (slice(None), *place)
+        point = reach(recall[head], target)
         if point.reached:
-            needed[place] = point.of(density[here])
+            needed[place] = point.of(density[head])
     return needed
 
 
 def by_difficulty(needed: np.ndarray, recall: np.ndarray) -> np.ndarray:
-    """Numbers of heads from easy to hard: by the density they need and, where that is the same or out of
-    reach, by a recall that they have. Both ``[h]``."""
+    """Heads from easy to hard: by the density they need, ties by their recall. Both are ``[h]``."""
     return np.lexsort((-recall, needed))
 
 
 class Recommendation:
-    """The series that takes the least density for the target, some heads left dense.
+    """The series that needs the least density for the target, with some heads left dense.
 
     Attributes:
-        measured: of the series.
+        measured: the series.
         dense: bool ``[layers, h]``.
-        point: where the mean over all heads, with the dense ones at 1, is the target.
-        recall, density: what is expected there, means over all heads.
+        point: where the mean over all heads reaches the target, counting dense heads as 1.
+        recall, density: expected means over all heads.
     """
 
     def __init__(self, measured: list[Measured]):
         options = [self._of(one) for one in measured]
-        # Where none reaches the target, the closest.
+        # If none reaches the target, the one that comes closest.
         best = min(options, key=lambda o: (not o[2].reached, o[4] if o[2].reached else -o[3]))
         self.measured, self.dense, self.point, self.recall, self.density = best
 
@@ -120,10 +122,10 @@ class Recommendation:
 
     @property
     def setting(self) -> dict:
-        return self.measured.series.between(self.point.before, self.point.share)
+        return self.measured.series.between(self.point.before, self.point.fraction)
 
     def settings_file(self) -> dict:
-        """Fields of MTrainingConfig, and under ``layers`` the layers and heads that stay dense."""
+        """Options of MTrainingConfig, and under ``layers`` the layers and heads that stay dense."""
         settings = dict(self.setting)
         layers = {}
         for layer, dense in enumerate(self.dense):
@@ -136,36 +138,44 @@ class Recommendation:
 
 
 def summary(measured: list[Measured], recommended: Recommendation, target: float) -> str:
-    """What is printed: a table of the series, one of the layers, and what is recommended."""
+    """A table of the series, one of the layers, and the recommendation."""
     rows = []
     for one in measured:
         point = one.point
         recall, density = point.of(one.recall), point.of(one.density)
-        short = "" if point.reached else " (densest tried)"
-        if point.reached and point.before == 0 and point.share == 0:
-            short = " (sparsest tried)"
+        limit = "" if point.reached else " (densest tried)"
+        if point.reached and point.before == 0 and point.fraction == 0:
+            limit = " (sparsest tried)"
         rows.append([
-            one.series.label, one.series.describe(one.setting) + short, f"{recall.mean():.1%}",
+            one.series.label, one.series.describe(one.setting) + limit, f"{recall.mean():.1%}",
             f"{density.mean():.1%}", f"{recall.min():.1%}", f"{density.max():.1%}",
         ])  # fmt: skip
-    header = ["policy, estimator", "setting", "recall", "density", "least recall", "most density"]
+    header = [
+        "policy, estimator",
+        "setting",
+        "recall",
+        "density",
+        "lowest recall",
+        "highest density",
+    ]
     parts = [f"For a mean recall of {target:.1%} over all heads:", table(header, rows)]
 
     best = recommended.measured
     rows = []
     for layer in range(best.needed.shape[0]):
-        # Where even the densest setting is not enough, all pairs are.
+        # A head that no setting is enough for needs all pairs.
         means = [np.minimum(one.needed[layer], 1).mean() for one in measured]
         hardest = int(by_difficulty(best.needed[layer], best.point.of(best.recall)[layer])[-1])
-        most = _share(best.needed[layer, hardest])
-        rows.append([str(layer), *(f"{mean:.1%}" for mean in means), f"{hardest}: {most}"])
+        needed = best.needed[layer, hardest]
+        shown = f"{needed:.1%}" if np.isfinite(needed) else "not reached"
+        rows.append([str(layer), *(f"{mean:.1%}" for mean in means), f"{hardest}: {shown}"])
     header = [
         "layer",
         *(one.series.label for one in measured),
         f"hardest head ({best.series.label})",
     ]
     parts += [
-        f"\nDensity that a head takes for a recall of {target:.1%}, mean over the layer's heads:",
+        f"\nDensity needed for a recall of {target:.1%}, mean over each layer's heads:",
         table(header, rows),
     ]
 
@@ -181,34 +191,7 @@ def summary(measured: list[Measured], recommended: Recommendation, target: float
 
 
 def numbers(measured: list[Measured], recommended: Recommendation, about: dict) -> dict:
-    """Everything that was measured, as JSON takes it; densities that are out of reach are null."""
-    series = []
-    for one in measured:
-        settings = []
-        for setting, recall, density in zip(one.series.settings, one.recall, one.density):
-            settings.append(
-                {
-                    "settings": setting,
-                    "mean_recall": _round(recall.mean()),
-                    "mean_density": _round(density.mean()),
-                    "recall": _round(recall),
-                    "density": _round(density),
-                }
-            )
-        series.append(
-            {
-                "policy": one.series.policy,
-                "estimator": one.series.estimator,
-                "at_target": {
-                    "reached": one.point.reached,
-                    "settings": one.setting,
-                    "mean_recall": _round(one.point.of(one.recall).mean()),
-                    "mean_density": _round(one.point.of(one.density).mean()),
-                },
-                "density_needed": _round(one.needed),
-                "settings": settings,
-            }
-        )
+    """Everything that was measured, for JSON; densities that are out of reach are null."""
     return {
         **about,
         "layout": "recall, density and density_needed are [layer][head]",
@@ -220,12 +203,33 @@ def numbers(measured: list[Measured], recommended: Recommendation, about: dict) 
             "mean_density": _round(recommended.density),
             "settings": recommended.settings_file(),
         },
-        "series": series,
+        "series": [
+            {
+                "policy": one.series.policy,
+                "estimator": one.series.estimator,
+                "at_target": {
+                    "reached": one.point.reached,
+                    "settings": one.setting,
+                    "mean_recall": _round(one.point.of(one.recall).mean()),
+                    "mean_density": _round(one.point.of(one.density).mean()),
+                },
+                "density_needed": _round(one.needed),
+                "settings": [
+                    {
+                        "settings": setting,
+                        "mean_recall": _round(recall.mean()),
+                        "mean_density": _round(density.mean()),
+                        "recall": _round(recall),
+                        "density": _round(density),
+                    }
+                    for setting, recall, density in zip(
+                        one.series.settings, one.recall, one.density
+                    )
+                ],
+            }
+            for one in measured
+        ],
     }
-
-
-def _share(value: float) -> str:
-    return f"{value:.1%}" if np.isfinite(value) else "not reached"
 
 
 def _round(values):

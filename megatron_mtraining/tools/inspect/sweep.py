@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The settings that are tried, from sparse to dense."""
+"""The settings that are tried: a series for each policy, from sparse to dense."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from ...config import ConfigError, MTrainingConfig
 
 POINTS = 7
-"""Settings of a series."""
+"""Settings in a series whose values are spaced geometrically."""
 PRICES = (3.0, 0.02)
 COVERAGES = (0.1, 0.3, 0.5, 0.7, 0.85, 0.95, 0.99)
 THRESHOLDS = (0.4, 0.6, 0.75, 0.85, 0.9, 0.95, 0.98)
 """Of policy xattention."""
-LISTED = (1 / 64, 1 / 2)
-"""Share of the blocks that policy moba takes."""
-FIXED = (1 / 128, 1)
-"""Share of the block distances that are slashes; a quarter of it, of the tokens, are columns."""
+TOP_K = (1 / 64, 1 / 2)
+"""Fraction of the key blocks that policy moba selects."""
+SLASHES = (1 / 128, 1)
+"""Fraction of the block distances that policy fixed keeps; a quarter of it of the tokens are columns."""
 ESTIMATORS = ("strata", "last")
 
 
@@ -26,9 +26,10 @@ class Series:
     """Settings of one policy and estimator, from the sparsest to the densest.
 
     Attributes:
-        policy: its name; estimator: its name, or None where there is only one.
-        changing: the fields that are swept.
-        settings: what is not the default, a dict of fields of MTrainingConfig for each setting.
+        policy: its name.
+        estimator: its name, or None if the policy has only one.
+        changing: the options that are swept.
+        settings: options of MTrainingConfig for each setting, without defaults.
     """
 
     policy: str
@@ -40,79 +41,84 @@ class Series:
     def label(self) -> str:
         return self.policy if self.estimator is None else f"{self.policy}, {self.estimator}"
 
+    def configs(self) -> list[MTrainingConfig]:
+        return [MTrainingConfig.from_options(**setting) for setting in self.settings]
+
     def describe(self, setting: dict) -> str:
-        """The swept fields of a setting, in words."""
+        """The swept options of a setting."""
         return " ".join(f"{name} {setting[name]:.4g}" for name in self.changing)
 
-    def between(self, before: int, share: float) -> dict:
-        """The setting that is ``share`` of the way from setting ``before`` to the next denser one."""
-        if share == 0:
+    def between(self, before: int, fraction: float) -> dict:
+        """The setting at a fraction of the way from setting ``before`` to the next denser one."""
+        if fraction == 0:
             return dict(self.settings[before])
         low, high = self.settings[before], self.settings[before + 1]
         setting = dict(low)
         for name in self.changing:
             a, b = low[name], high[name]
-            # Of shares, what is left out is what spans orders of magnitude.
             if name in ("coverage", "block_threshold"):
-                value = 1 - _geometric(1 - a, 1 - b, share)
+                # 1 minus such a value spans orders of magnitude.
+                value = 1 - _geometric(1 - a, 1 - b, fraction)
             elif min(a, b) > 0:
-                value = _geometric(a, b, share)
+                value = _geometric(a, b, fraction)
             else:
-                value = a + (b - a) * share
+                value = a + (b - a) * fraction
             setting[name] = round(value) if isinstance(a, int) else float(f"{value:.4g}")
         return setting
 
 
 def series_for(seq_length: int, base: dict, policies: list[str] | None = None) -> list[Series]:
-    """All that is swept for sequences of so many tokens.
+    """All series for a sequence length.
 
     Args:
-        base: fields of MTrainingConfig that hold for all settings.
-        policies: names, or None for every policy there is.
+        base: options of MTrainingConfig that all settings have.
+        policies: names, or None for all.
 
     Raises:
-        ConfigError: a policy that is not known, or settings that do not fit.
+        ConfigError: a policy is unknown, or settings do not fit the sequence length.
     """
+    config = MTrainingConfig.from_options(**base)
+    blocks = -(-seq_length // config.block_size)
+    top_k = sorted({max(1, round(blocks * fraction)) for fraction in _grid(*TOP_K)})
+    swept = [
+        (policy, estimator, [{policy: value} for value in values])
+        for policy, values in {"price": _grid(*PRICES), "coverage": COVERAGES}.items()
+        for estimator in ESTIMATORS
+    ]
+    swept += [
+        ("fixed", None, _budgets(seq_length, blocks, config.sink)),
+        ("xattention", None, [{"block_threshold": value} for value in THRESHOLDS]),
+        ("moba", None, [{"block_top_k": value} for value in top_k]),
+    ]
+    names = sorted({policy for policy, *_ in swept})
+    for name in policies or ():
+        if name not in names:
+            raise ConfigError(f"--policy is {name}: use some of {', '.join(names)}")
     found = []
-    swept = {"price": _grid(*PRICES), "coverage": COVERAGES}
-    for policy, values in swept.items():
-        for estimator in ESTIMATORS:
-            chosen = {**base, "policy": policy, "estimator": estimator}
-            settings = tuple({**chosen, policy: value} for value in values)
-            found.append(Series(policy, estimator, (policy,), settings))
-    budgets = tuple({**base, "policy": "fixed", **value} for value in _budgets(seq_length, base))
-    found.append(Series("fixed", None, ("vertical", "slash"), budgets))
-    blocks = -(-seq_length // MTrainingConfig.from_options(**base).block_size)
-    top = sorted({max(1, round(blocks * share)) for share in _grid(*LISTED)})
-    lists = ("xattention", "block_threshold", THRESHOLDS), ("moba", "block_top_k", top)
-    for policy, field, values in lists:
-        settings = tuple({**base, "policy": policy, field: value} for value in values)
-        found.append(Series(policy, None, (field,), settings))
-    if policies is not None:
-        names = {series.policy for series in found}
-        for name in policies:
-            if name not in names:
-                raise ConfigError(f"--policy is {name}: use some of {', '.join(sorted(names))}")
-        found = [series for series in found if series.policy in policies]
-    for series in found:
-        for setting in series.settings:
-            _check(MTrainingConfig.from_options(**setting), seq_length)
+    for policy, estimator, values in swept:
+        if policies is not None and policy not in policies:
+            continue
+        same = {**base, "policy": policy} | ({"estimator": estimator} if estimator else {})
+        settings = tuple({**same, **value} for value in values)
+        found.append(Series(policy, estimator, tuple(values[0]), settings))
+        for config in found[-1].configs():
+            _check(config, seq_length)
     return found
 
 
 def _check(config: MTrainingConfig, seq_length: int) -> None:
-    """Raise :class:`ConfigError`, in words of this command's options, if settings do not fit the tokens."""
+    """Raise :class:`ConfigError`, in terms of this command's options, if settings do not fit the tokens."""
     longer = "give a longer text, or a larger --seq"
     if config.window > seq_length:
         raise ConfigError(
-            f"--window is {config.window}, more than the {seq_length} tokens to run over: use at most "
+            f"--window is {config.window}, more than the {seq_length} tokens of the text: use at most "
             f"{seq_length}, or {longer}"
         )
     rows = config.sampling.num_rows
     if rows > seq_length and not config.keeps_all(seq_length):
         raise ConfigError(
-            f"there are {seq_length} tokens, fewer than the {rows} rows that patterns are estimated "
-            f"from: {longer}"
+            f"there are {seq_length} tokens, fewer than the {rows} rows that patterns are estimated from: "
+            f"{longer}"
         )
     try:
         config.check_sequence(seq_length, 1)
@@ -121,16 +127,16 @@ def _check(config: MTrainingConfig, seq_length: int) -> None:
         raise ConfigError(text) from None
 
 
-def _budgets(seq_length: int, base: dict) -> list[dict]:
-    config = MTrainingConfig.from_options(**base)
-    blocks = -(-seq_length // config.block_size)
-    budgets = []
-    for share in _grid(*FIXED):
-        vertical = max(config.sink, round(seq_length * share / 4))
-        budget = {"vertical": vertical, "slash": max(1, round(blocks * share))}
-        if budget not in budgets:  # short sequences have few different ones
-            budgets.append(budget)
-    return budgets
+def _budgets(seq_length: int, blocks: int, sink: int) -> list[dict]:
+    """Budgets of policy fixed; short sequences have few different ones."""
+    budgets = [
+        {
+            "vertical": max(sink, round(seq_length * fraction / 4)),
+            "slash": max(1, round(blocks * fraction)),
+        }
+        for fraction in _grid(*SLASHES)
+    ]
+    return [budget for number, budget in enumerate(budgets) if budget not in budgets[:number]]
 
 
 def _grid(first: float, last: float) -> list[float]:
@@ -138,5 +144,5 @@ def _grid(first: float, last: float) -> list[float]:
     return [float(f"{_geometric(first, last, i / steps):.4g}") for i in range(POINTS)]
 
 
-def _geometric(a: float, b: float, share: float) -> float:
-    return math.exp((1 - share) * math.log(a) + share * math.log(b))
+def _geometric(a: float, b: float, fraction: float) -> float:
+    return math.exp((1 - fraction) * math.log(a) + fraction * math.log(b))

@@ -123,9 +123,9 @@ def test_numbers_are_those_of_the_models_own_attention(kind, words, tmp_path):
     for layer, (query, key, scale) in enumerate(seen):
         p = true_attention(query, key, scale)
         found = measure.LayerRecall(LayerInput(layer, query, key, scale), configs, rows)
-        for number, index in enumerate(found.patterns):
+        for number, pattern in enumerate(found.patterns):
             for head in range(HEADS):
-                kept = (p[head] * index.token_mask(0, head))[rows].sum(-1).mean().item()
+                kept = (p[head] * pattern.index.token_mask(0, head))[rows].sum(-1).mean().item()
                 reported = series["settings"][number]["recall"][layer][head]
                 assert reported == pytest.approx(kept, abs=2e-3)
 
@@ -200,7 +200,11 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "named"), REFUSED)
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    REFUSED,
+    ids=[" ".join(wrong).replace(__file__, "FILE") for wrong, _ in REFUSED],
+)
 def test_bad_values_end_in_one_error_before_weights_are_read(
     wrong, named, llama, words, tmp_path, capsys, monkeypatch
 ):
@@ -222,8 +226,9 @@ def test_bad_values_end_in_one_error_before_weights_are_read(
         (b"", "numpy cannot read"),
         (b"PK\x03\x04 broken", "numpy cannot read"),
     ],
+    ids=["archive", "empty", "broken-archive"],
 )
-def test_token_ids_that_are_no_array(content, named, llama, tmp_path, capsys):
+def test_files_that_are_not_an_array_of_token_ids(content, named, llama, tmp_path, capsys):
     path = tmp_path / "ids.npy"
     if content == "archive":
         with path.open("wb") as file:
@@ -339,16 +344,18 @@ def test_an_interrupted_run_leaves_nothing(llama, words, tmp_path, capsys, monke
         calls.append(arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(measure, "kept_mass", stop)
+    monkeypatch.setattr(measure.VerticalSlashPattern, "kept_mass", stop)
     assert inspect(llama, *quick(words, tmp_path / "out")) == 130
     assert calls and not list(tmp_path.iterdir())
     assert "nothing was written" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
 def test_a_run_that_is_ended_leaves_nothing(number, llama, words, tmp_path, capsys, monkeypatch):
     """A scheduler's signal, which would end the process at once."""
-    monkeypatch.setattr(measure, "kept_mass", lambda *_: os.kill(os.getpid(), number))
+    monkeypatch.setattr(
+        measure.VerticalSlashPattern, "kept_mass", lambda *_: os.kill(os.getpid(), number)
+    )
     before = signal.signal(number, signal.SIG_DFL)
     try:
         assert inspect(llama, *quick(words, tmp_path / "out")) == 128 + number

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""``mtraining inspect --mixed``: which heads take lists of blocks, what is expected of them, settings."""
+"""``mtraining inspect --mixed``: which heads are block-sparse, what is expected of them, settings."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ LISTS = measured(
 )  # fmt: skip
 
 
-def test_each_head_takes_what_keeps_more_for_its_pairs():
+def test_each_head_takes_what_keeps_more_for_its_density():
     mixed = mixed_of([SLASHES, LISTS])
     assert mixed.dense.tolist() == [[False, False, True]]
-    assert mixed.lists == {(0, 1): {"policy": "xattention", "block_threshold": 0.9}}
+    assert mixed.block_sparse == {(0, 1): {"policy": "xattention", "block_threshold": 0.9}}
     # Enough at the sparsest price: 0.9 and 0.96 and a dense head.
-    assert mixed.recall == pytest.approx((0.9 + 0.96 + 1) / 3) and mixed.reached
+    assert mixed.recall == pytest.approx((0.9 + 0.96 + 1) / 3) and mixed.point.reached
     assert mixed.density == pytest.approx((0.1 + 0.1 + 1) / 3)
     assert mixed.settings_file() == {
         "policy": "price", "price": 0.5,
-        "layers": {"0": {"heads": {"1": mixed.lists[0, 1], "2": {"dense": True}}}},
+        "layers": {"0": {"heads": {"1": mixed.block_sparse[0, 1], "2": {"dense": True}}}},
     }  # fmt: skip
-    assert "lists of blocks in 1 of 3 heads" in mixed.summary()
+    assert "1 of 3 heads block-sparse" in mixed.summary(written=False)
     assert json.loads(json.dumps(mixed.numbers()))["mean_density"] == round(1.2 / 3, 5)
 
 
 def test_price_goes_on_until_the_target_is_reached():
     mixed = mixed_of([replace_target(SLASHES, 0.955), replace_target(LISTS, 0.955)])
-    assert mixed.reached and 0.1 < mixed.settings_file()["price"] < 0.5
+    assert mixed.point.reached and 0.1 < mixed.settings_file()["price"] < 0.5
     # Lists hold at both prices; head 0 goes from 0.9 to 0.98 for it.
-    assert set(mixed.lists) == {(0, 1), (0, 2)} and mixed.recall == pytest.approx(0.955)
+    assert set(mixed.block_sparse) == {(0, 1), (0, 2)} and mixed.recall == pytest.approx(0.955)
     assert mixed.density == pytest.approx((0.1 + 0.1 * (0.045 / 0.08) + 0.1 + 0.95) / 3)
     hopeless = mixed_of([replace_target(SLASHES, 0.999), replace_target(LISTS, 0.999)])
-    assert not hopeless.reached and "densest tried" in hopeless.summary()
+    assert not hopeless.point.reached and "densest tried" in hopeless.summary(written=False)
 
 
 def replace_target(one, target):
@@ -98,6 +98,7 @@ def test_a_run_writes_settings_that_training_takes(llama, words, tmp_path, capsy
         (("--policy", "price"), "--policy is price, but --mixed"),
         (("--policy", "moba", "coverage"), "--policy is moba coverage, but --mixed"),
     ],
+    ids=["with-sensitivity", "price-only", "without-price"],
 )
 def test_options_that_leave_nothing_to_mix(llama, words, tmp_path, capsys, more, message):
     assert inspect(llama, *quick(words, tmp_path / "out", *more, "--mixed")) == 2

@@ -29,7 +29,7 @@ from tests.support.inspect_cases import (
 )
 
 
-def test_targets_go_with_what_moves_predictions():
+def test_targets_follow_sensitivity():
     moved, density = [0.004, 0.001, 0.002, 0.001], [0.1, 0.1, 0.1, 0.2]
     targets = targets_of(moved, density, 0.95)
     assert sum(targets) / 4 == pytest.approx(0.95, abs=1e-4)
@@ -111,7 +111,7 @@ def test_a_run_leaves_targets_that_training_takes(of, model, words, tmp_path):
         heads = head_policies(config, layer, LAYERS, HEADS)
         expected = of_layer * (HEADS // shape[1]) if "layers" in settings else None
         assert (heads and [head.target_recall for head in heads]) == expected
-    assert "How far predictions move" in (out / "summary.txt").read_text()
+    assert "Divergence of the predictions" in (out / "summary.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -120,6 +120,7 @@ def test_a_run_leaves_targets_that_training_takes(of, model, words, tmp_path):
         (["--policy", "fixed"], ["--policy is fixed", "price"]),
         (["--window", 1024], ["--window is 1024", "1024 tokens"]),
     ],
+    ids=["without-price", "dense"],
 )
 def test_what_gives_nothing_to_measure_is_refused(more, named, model, words, tmp_path, capsys):
     rest = quick(words, tmp_path / "out", "--sensitivity", "heads", *more)
