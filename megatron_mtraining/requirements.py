@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from .config import ConfigError
+from .errors import ConfigError
 
 DISTRIBUTIONS = {
     "backports": "backports.zstd",

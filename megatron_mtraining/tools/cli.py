@@ -9,7 +9,7 @@ import signal
 import sys
 from dataclasses import dataclass
 
-from ..config import ConfigError
+from ..errors import ConfigError
 from .common.signals import Ended, ends_as_exceptions
 
 

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from ..config import ConfigError
+from ..errors import ConfigError
 
 PATCH = Path(__file__).parents[1] / "patches" / "megatron_lm.patch"
 MADE_FOR = {"0.16": "0.16.1", "0.17": "0.17.1", "0.18": "0.18.2", "0.19": "0.19.0", "0.20": "main"}

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from ...config import ConfigError
+from ...errors import ConfigError
 
 LOCK, NEW, OLD = "lock", "new", "old"
 """Names in the private folder: its lock, what is being written, and the folder that it replaces."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from ...config import ConfigError
+from ...errors import ConfigError
 from ...requirements import first_line, require
 from .options import Options
 from .output import Output

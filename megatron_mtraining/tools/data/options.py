@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...config import ConfigError
+from ...errors import ConfigError
 from .output import prefix_of
 
 FORMATS = ("auto", "jsonl", "parquet", "text", "mds")

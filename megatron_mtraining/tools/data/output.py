@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...config import ConfigError
+from ...errors import ConfigError
 from ..common.atomic_output import LOCK, locked_folder
 
 FINAL = (".bin", ".json", ".idx")

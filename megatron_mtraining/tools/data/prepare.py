@@ -16,7 +16,7 @@ from itertools import chain
 import numpy as np
 
 from ... import __version__
-from ...config import ConfigError
+from ...errors import ConfigError
 from ...requirements import require
 from . import indexed, inputs, packing
 from .options import LONGER, Options

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...config import ConfigError
+from ...errors import ConfigError
 from ...requirements import first_line
 from .inputs import Part, compression, shard_entry
 

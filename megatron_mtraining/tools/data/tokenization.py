@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...config import ConfigError
+from ...errors import ConfigError
 from ...models.tokenizer import Tokenizer, open_tokenizer
 from ...requirements import first_line
 from .inputs import Part
