@@ -99,7 +99,9 @@ def forward(
         scores = _round_scores(
             q[:, :, part], k, column_kv, index, round_, rows, key.shape[1], softmax_scale
         )
-        before = None if round_.first else (accumulator[part], lse[:, :, part])
+        before = None
+        if not round_.first and accumulator is not None:
+            before = accumulator[part], lse[:, :, part]
         out_rows, lse[:, :, part] = _forward_rows(scores, v, round_.last, before)
         out[part] = out_rows.permute(2, 0, 1, 3)
 

@@ -1,5 +1,14 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Kernels and their twins against dense attention under the same mask in float64."""
+"""Attention and its gradients against dense attention under the same mask in float64.
+
+- the reference implementations, in float64, on many shapes and patterns
+- the kernels, interpreted on CPU and compiled on a GPU
+- long sums of the Hopper kernels, packing of keys and values, equal bits from run to run
+- causality: later tokens change nothing
+
+Ids: query heads (H), key and value heads (KV), head dimension (D), tokens (N), ranks (cp), ranks of a round
+(I), block size (B).
+"""
 
 from __future__ import annotations
 
@@ -15,11 +24,12 @@ from tests.support.attention_cases import (
     simulated_ring,
     written_out_mask,
 )
+from tests.support.ids import parametrize
 
 pytestmark = pytest.mark.usefixtures("fresh_inputs")
 
 NAMES = ("out", "grad_query", "grad_key", "grad_value")
-GROUPS = [(1, 1), (4, 2), (7, 1), (8, 1)]
+HEADS = [(1, 1), (4, 2), (7, 1), (8, 1)]  # query heads, key and value heads
 # (seq_length, world, inner): odd block counts, a partial last block (one rank only), sizes of no power of
 # 2; all ranks in one round, one a round, and several of both.
 SEQUENCES = [
@@ -43,16 +53,16 @@ def check(
         assert error < tolerance, f"{name}: relative error {error:.2e}"
 
 
-@pytest.mark.parametrize("budget", ["none", "columns", "few", "all"])
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("heads", GROUPS)
-@pytest.mark.parametrize(("seq_length", "world", "inner"), SEQUENCES)
-def test_twins(seq_length, world, inner, heads, dim, budget):
+@parametrize("budget", ["none", "columns", "few", "all"])
+@parametrize("dim", [64, 128])
+@parametrize("heads", HEADS)
+@parametrize("seq_length, world, inner", SEQUENCES)
+def test_references(seq_length, world, inner, heads, dim, budget):
     check(seq_length, world, inner, heads, dim, budget, torch.float64, 64, 1e-12, batch=1)
 
 
-@pytest.mark.parametrize(
-    ("seq_length", "world", "inner", "heads", "dim", "budget", "block"),
+@parametrize(
+    "seq_length, world, inner, heads, dim, budget, block",
     [
         (192, 1, 1, (2, 1), 64, "few", 64),
         (150, 1, 1, (2, 2), 64, "few", 64),
@@ -76,11 +86,11 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-6}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda d: str(d).removeprefix("torch."))
-@pytest.mark.parametrize("budget", ["none", "columns", "few", "all"])
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize(
-    ("seq_length", "world", "inner", "heads", "block"),
+@parametrize("dtype", TOLERANCE)
+@parametrize("budget", ["none", "columns", "few", "all"])
+@parametrize("dim", [64, 128])
+@parametrize(
+    "seq_length, world, inner, heads, block",
     [
         (1152, 1, 1, (1, 1), 128),
         (1000, 1, 1, (7, 1), 128),
@@ -98,21 +108,19 @@ def test_kernels_compiled(seq_length, world, inner, heads, dim, budget, block, d
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("budget", ["few", "all"])
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize(("seq_length", "world"), [(2996, 1), (3072, 2)])
+@parametrize("budget", ["few", "all"])
+@parametrize("dim", [64, 128])
+@parametrize("seq_length, world", [(2996, 1), (3072, 2)])
 def test_long_sums(monkeypatch, seq_length, world, dim, budget):
-    """Hopper kernels put a key block's sums aside every so many query tiles: here often."""
+    """Hopper kernels put a key block's sums aside after every CHAIN query tiles: here often."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip(f"no Hopper GPU: {torch.cuda.get_device_name()}")
-    from megatron_mtraining.kernels.attention.hopper import backward_key as hopper_backward_key
-
-    monkeypatch.setattr(hopper_backward_key, "CHAIN", 32)
+    monkeypatch.setattr("megatron_mtraining.kernels.attention.hopper.backward_key.CHAIN", 32)
     check(seq_length, world, 1, (8, 2), dim, budget, torch.bfloat16, 128, 1e-2, "cuda", batch=1)
 
 
 def check_pack(device):
-    """Strided as in a projection's result, and so that rows do not divide into tiles."""
+    """Operands strided as in a projection's result, with rows that do not divide into tiles."""
     for length, batch, heads, dim in ((77, 3, 2, 64), (130, 1, 5, 128), (1, 1, 1, 64)):
         mixed = torch.randn(length, batch, heads, 3 * dim, device=device).to(torch.bfloat16)
         key, value = (
@@ -125,7 +133,7 @@ def check_pack(device):
         assert (room[0] == 7).all() and (room[2] == 7).all()
 
 
-def test_keys_and_values_side_by_side(monkeypatch):
+def test_pack_kv(monkeypatch):
     check_pack("cpu")
     if not torch.cuda.is_available():  # interpreted
         monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -133,7 +141,7 @@ def test_keys_and_values_side_by_side(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_keys_and_values_side_by_side_compiled():
+def test_pack_kv_compiled():
     check_pack("cuda")
 
 
@@ -147,10 +155,10 @@ def test_bitwise_equal_from_run_to_run():
         assert all(torch.equal(a, b) for a, b in zip(first, again))
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@parametrize("world", [1, 2])
 def test_no_future_token_leaks_under_a_pattern(world):
-    """Changing keys and values from a token on changes nothing before it, in any budget. What the
-    future does to the choice of the pattern: see test_pattern."""
+    """Changing keys and values from a token on changes nothing before it, in any budget. How later tokens
+    change the pattern itself: see tests/pattern."""
     seq_length, cut = 512, 300
     query, key, value, grad_out = random_operands(seq_length, 1, 4, 2, 64, torch.float32, "cpu")
     for budget in ("none", "columns", "few", "all"):

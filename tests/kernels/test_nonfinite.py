@@ -1,18 +1,18 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""NaN and infinities in the inputs come out where attention over the kept pairs has them.
+"""NaN and infinities in the inputs appear in the results where attention over the attended pairs has them.
 
-The truth takes, for each query, the softmax over the keys it attends to and no others, in float64, with
-autograd's gradients. Two things are asked:
+The expected result takes, for each query, the softmax over the keys that it attends to and no others, in
+float64, with autograd's gradients. The tests check two properties:
 
-- Nothing is hidden: what the truth says is not finite is not finite. A loss must show it.
+- Nothing is hidden: where the expected result is not finite, the result is not finite. A loss must show it.
 - It does not spread: attention computed in tiles multiplies a masked pair's probability, 0, with what
-  the tile holds, and 0 x NaN is NaN (as in cuDNN and flash within a tile). So the other tokens of a
-  block pair that is computed may be touched; a head's columns share tiles, so a bad column may touch
-  any query of the head, and a bad query's tile any column. No others: no query block that attends to
-  nothing bad, no other head, no dv of a bad value.
+  the tile holds, and 0 x NaN is NaN (as in cuDNN and FlashAttention within a tile). So the other tokens of a
+  block pair that is computed may be touched. A head's columns share tiles, so a bad column may touch
+  any query of the head, and a bad query's tile any column. Nothing else may be touched: no query block that
+  attends to nothing bad, no other head, no dv of a bad value.
 
-The twins write dense scores out, where 0 x NaN reaches every query: of them only the first is asked, and
-that KV heads stay apart.
+The reference implementations write out dense scores, where 0 x NaN reaches every query: they must satisfy the
+first property, and keep KV heads apart.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tests.support.attention_cases import (
     simulated_ring,
     written_out_mask,
 )
+from tests.support.ids import parametrize
 
 pytestmark = pytest.mark.usefixtures("fresh_inputs")
 
@@ -66,7 +67,7 @@ def as_lists(index):
     return block_lists_of(*sets, index.world, index.inner)
 
 
-def truth(query, key, value, grad_out, mask):
+def expected_results(query, key, value, grad_out, mask):
     """out and the gradients, float64: each query has its own copy of the keys and values, zeros where it
     does not attend, and masked pairs are cut out on both sides of the softmax: what they hold reaches
     nothing, forward or backward."""
@@ -106,7 +107,7 @@ def reach(where, token, mask, block):
     return rows, rows, keys, keys & (where != "value")
 
 
-def reach_of_twins(mask):
+def reach_of_reference(mask):
     """The whole of the first KV head's group."""
     rows, keys = (torch.zeros(mask.shape[-1], h, dtype=torch.bool) for h in (HEADS, KV_HEADS))
     rows[:, : HEADS // KV_HEADS] = True
@@ -123,10 +124,10 @@ def check(
     operands[OPERANDS.index(where)][token, 0, 0, 5] = bad
     index = some_index(seq_length, block, world, device)
     mask = written_out_mask(index, 1, HEADS)
-    expected = [t.cpu() for t in truth(*operands, mask)]
+    expected = [t.cpu() for t in expected_results(*operands, mask)]
     index = as_lists(index) if lists else index
     actual = [t.cpu() for t in simulated_ring(*operands, index, SCALE)]
-    allowed = reach(where, token, mask.cpu(), block) if tiles else reach_of_twins(mask)
+    allowed = reach(where, token, mask.cpu(), block) if tiles else reach_of_reference(mask)
     for name, a, e, may in zip(NAMES, actual, expected, allowed):
         assert not (~e[:, 0].isfinite().all(-1) & ~may).any(), f"the test's own reach, {name}"
         hidden = a.isfinite() & ~e.isfinite()
@@ -140,17 +141,26 @@ def check(
         assert error < TOLERANCE[dtype], f"{name}: relative error {error:.1e} where it is finite"
 
 
+def size_id(size):
+    return "N{}-cp{}-B{}".format(*size)
+
+
 every_bad = pytest.mark.parametrize("bad", BAD, ids=str)
 every_place = pytest.mark.parametrize(("where", "token"), PLACES)
 # (tokens, ranks, block), what is bad
 small = pytest.mark.parametrize(
-    ("size", "bad"), [(size, bad) for size in ((192, 1, 64), (256, 2, 64)) for bad in BAD]
+    ("size", "bad"),
+    [
+        pytest.param(size, bad, id=f"{size_id(size)}-{bad}")
+        for size in ((192, 1, 64), (256, 2, 64))
+        for bad in BAD
+    ],
 )
 
 
 @every_place
 @small
-def test_twins(size, where, token, bad):
+def test_reference(size, where, token, bad):
     check(where, token, bad, size, tiles=False)
 
 
@@ -176,7 +186,7 @@ def test_kernels_interpreted_with_lists(monkeypatch, where, token):
 @pytest.mark.gpu
 @every_bad
 @every_place
-@pytest.mark.parametrize("size", [(320, 1, 64), (512, 2, 128)])
+@pytest.mark.parametrize("size", [(320, 1, 64), (512, 2, 128)], ids=size_id)
 def test_kernels_compiled_with_lists(size, where, token, bad):
     check(where, token, bad, size, torch.bfloat16, "cuda", lists=True)
 
@@ -184,14 +194,16 @@ def test_kernels_compiled_with_lists(size, where, token, bad):
 @pytest.mark.gpu
 @every_bad
 @every_place
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda d: str(d).removeprefix("torch."))
-@pytest.mark.parametrize("size", [(320, 1, 64), (512, 1, 128), (512, 2, 64), (512, 2, 128)])
+@parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "size", [(320, 1, 64), (512, 1, 128), (512, 2, 64), (512, 2, 128)], ids=size_id
+)
 def test_kernels_compiled(size, dtype, where, token, bad):
     check(where, token, bad, size, dtype, "cuda")
 
 
 def check_late_maximum(size, dtype, device):
-    """A row's first tile gives nothing but scores of -inf, and a later tile, or rank, finite ones."""
+    """A row's first tile has scores of -inf only, and a later tile, or rank, finite ones."""
     seq_length, world, block = size
     query, key, value, grad_out = random_operands(
         seq_length, 1, HEADS, KV_HEADS, DIM, dtype, device
@@ -202,7 +214,7 @@ def check_late_maximum(size, dtype, device):
     query[..., 0] = query[..., 0].abs() + 0.1
     key[token, :, :, 0] = float("-inf")
     out = simulated_ring(query, key, value, grad_out, index, SCALE)[0]
-    expected = truth(query, key, value, grad_out, mask)[0]
+    expected = expected_results(query, key, value, grad_out, mask)[0]
     assert mask[0, 0, token].sum() > 1 and expected.isfinite().all()
     assert relative_error(out, expected) < TOLERANCE[dtype]
 
@@ -210,13 +222,13 @@ def check_late_maximum(size, dtype, device):
 LATE = [(192, 1, 64), (256, 2, 64)]
 
 
-@pytest.mark.parametrize("size", LATE)
-def test_twins_late_maximum(size):
+@pytest.mark.parametrize("size", LATE, ids=size_id)
+def test_reference_late_maximum(size):
     check_late_maximum(size, torch.float32, "cpu")
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
-@pytest.mark.parametrize("size", LATE)
+@pytest.mark.parametrize("size", LATE, ids=size_id)
 def test_kernels_interpreted_late_maximum(monkeypatch, size):
     if torch.cuda.is_available():
         pytest.skip("the kernels run compiled here: see test_kernels_compiled_late_maximum")
@@ -225,7 +237,9 @@ def test_kernels_interpreted_late_maximum(monkeypatch, size):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda d: str(d).removeprefix("torch."))
-@pytest.mark.parametrize("size", [(320, 1, 64), (512, 1, 128), (512, 2, 128), (768, 3, 128)])
+@parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "size", [(320, 1, 64), (512, 1, 128), (512, 2, 128), (768, 3, 128)], ids=size_id
+)
 def test_kernels_compiled_late_maximum(size, dtype):
     check_late_maximum(size, dtype, "cuda")

@@ -79,7 +79,7 @@ def gather_columns(key: Tensor, value: Tensor | None, index: Columns, rank: int)
     batch, heads, num_columns = index.columns.shape
     dim, block_n = key.shape[3], 32
     has_values = value is not None
-    value = value if has_values else key
+    v = key if value is None else value
     gathered = torch.empty(
         (1 + has_values, batch, heads, num_columns, dim), dtype=key.dtype, device=key.device
     )
@@ -87,16 +87,16 @@ def gather_columns(key: Tensor, value: Tensor | None, index: Columns, rank: int)
         _gather_kernel,
         (cdiv(num_columns, block_n), batch * heads),
         k_ptr=key,
-        v_ptr=value,
+        v_ptr=v,
         column_k_ptr=gathered[0],
         column_v_ptr=gathered[-1],
         columns=index.columns,
         stride_kn=key.stride(0),
         stride_kb=key.stride(1),
         stride_kh=key.stride(2),
-        stride_vn=value.stride(0),
-        stride_vb=value.stride(1),
-        stride_vh=value.stride(2),
+        stride_vn=v.stride(0),
+        stride_vb=v.stride(1),
+        stride_vh=v.stride(2),
         column_len=num_columns,
         seq_length=index.seq_length,
         rank=rank,
