@@ -21,7 +21,8 @@ def version() -> str:
 
 
 QUICKSTART = ["sentencepiece", "matplotlib>=3.7", "tqdm"]
-INSPECT = ["transformers>=5", "gguf>=0.10", "accelerate", "matplotlib>=3.7", "tqdm"]
+# Before 5.10, transformers 5 takes the folder kernels/ of a checkout for the package of that name.
+INSPECT = ["transformers>=5.10", "gguf>=0.10", "accelerate", "matplotlib>=3.7", "tqdm"]
 DATA = [
     "transformers>=4.45",
     "sentencepiece",
@@ -30,7 +31,7 @@ DATA = [
     "backports.zstd; python_version < '3.14'",
 ]
 CONVERT = ["transformers>=4.45", "safetensors", "tqdm"]
-TEST = ["transformers>=5", "pytest>=8", "pytest-xdist", "build", "setuptools>=68", "wheel"]
+TEST = ["transformers>=5.10", "pytest>=8", "pytest-xdist", "build", "setuptools>=68", "wheel"]
 
 setup(
     name="megatron-mtraining",

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ..config import ConfigError
+from ..errors import ConfigError
 from ..requirements import first_line, require
 from .dense_attention import dense_attention
 from .tokenizer import Tokenizer, hugging_face_tokenizer, open_tokenizer

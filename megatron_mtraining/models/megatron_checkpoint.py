@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..config import ConfigError
+from ..errors import ConfigError
 from ..requirements import require
 from .dense_attention import dense_attention
 from .environment import quietly, single_process

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..config import ConfigError
+from ..errors import ConfigError
 from ..requirements import first_line
 from .environment import quietly
 

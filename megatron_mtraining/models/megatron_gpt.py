@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..config import ConfigError
+from ..errors import ConfigError
 from ..requirements import first_line
 from .megatron_folder import reason
 from .types import ModelOptions, Shape

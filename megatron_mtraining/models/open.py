@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ..config import ConfigError
+from ..errors import ConfigError
 from .hugging_face import open_folder, open_gguf
 from .megatron_checkpoint import MegatronCheckpoint
 from .megatron_folder import is_checkpoint

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import ConfigError
+from ..errors import ConfigError
 from ..requirements import first_line, require
 from .tokenizer import Tokenizer
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config import ConfigError
+from ..errors import ConfigError
 from ..requirements import first_line, require
 
 KINDS = "a Hugging Face folder, a .gguf file or a sentencepiece .model"

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..config import ConfigError
+from ..errors import ConfigError
 from ..kernels.limits import HEAD_DIMS
 from .tokenizer import Tokenizer
 

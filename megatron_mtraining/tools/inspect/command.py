@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ... import __version__
-from ...config import ConfigError
+from ...errors import ConfigError
 from ...models.open import open_model
 from ...models.text import tokens_for
 from ...models.types import ModelOptions, Source

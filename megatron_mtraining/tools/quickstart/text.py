@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...config import ConfigError
+from ...errors import ConfigError
 
 VOCABULARY = 2048
 TOKENIZER_CHARACTERS = 2_000_000
