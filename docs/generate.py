@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS.parent))  # this checkout's package, whatever is installed
 MADE = "<!-- Made by docs/generate.py from {source}: change that, not this page. -->"
 
 
@@ -59,7 +60,35 @@ def live_changes() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES: dict[str, Callable[[], str]] = {"live-changes.md": live_changes}
+def options() -> str:
+    """The page on the options of a run."""
+    from megatron_mtraining.config import OPTIONS, REMOVED, RENAMED, option
+
+    lines = [
+        MADE.format(source="megatron_mtraining/config/options.py"),
+        "# Options",
+        "",
+        "With `--attention-backend mtraining`. `--help` shows the common ones (first table), "
+        "`--mtraining-help-all` all of them. `--mtraining-settings FILE` (JSON or YAML) takes all of them "
+        "under the names here without `--mtraining-` and with underscores; the command line must not say "
+        "otherwise. In Python, `MTrainingConfig.from_options(price=0.3, ...)` takes the same names.",
+    ]
+    for title, common in (("Common", True), ("All others", False)):
+        lines += ["", f"## {title}", "", "| option | default | what |", "|---|---|---|"]
+        for each in OPTIONS:
+            if each.common is common:
+                text = each.full_help.rpartition(" (default: ")[0]
+                lines.append(f"| `{each.flag}` | {each.default} | {text} |")
+    lines += ["", "## Options of the last version", ""]
+    lines += [
+        f"- `{option(old)}` is now `{option(new)}`; the old name is accepted with a warning."
+        for old, new in RENAMED.items()
+    ]
+    lines += [f"- `{option(old)}` is gone: {advice}." for old, advice in REMOVED.items()]
+    return "\n".join(lines) + "\n"
+
+
+PAGES: dict[str, Callable[[], str]] = {"live-changes.md": live_changes, "options.md": options}
 
 
 def stale() -> list[str]:

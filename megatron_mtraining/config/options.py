@@ -101,9 +101,9 @@ OPTIONS = (
     ),
     Option(
         "price", float,
-        "Keep a slash or column if its attention mass per unit of cost is at least this. Mass is its share "
-        "of attention, cost its share of the causal query-key pairs. Higher is sparser; 0 keeps "
-        "everything, and takes no caps.",
+        "Least attention mass per unit of cost that is kept. A slash or column is kept if its share of "
+        "attention (mass) over its share of the causal query-key pairs (cost) is at least this: higher is "
+        "sparser. 0 keeps everything, and takes no caps.",
         (PricePolicy,), common=True,
     ),
     Option(
@@ -120,8 +120,8 @@ OPTIONS = (
     ),
     Option(
         "slash", int,
-        "Token diagonals per head beside the local window. The sequence length keeps every diagonal, which "
-        "is dense causal attention.",
+        "Token diagonals per head beside the local window. The sequence length ('all' on the command line) "
+        "keeps every diagonal, which is dense causal attention.",
         (FixedPolicy,), common=True,
     ),
     Option(
@@ -154,7 +154,7 @@ OPTIONS = (
     ),
     Option(
         "window", int,
-        "Tokens before each query that are always kept, rounded up to whole blocks.",
+        "Tokens before each query that are always kept. Rounded up to whole blocks.",
         common=True, default_help="128",
     ),
     Option("sink", int, "First columns of the sequence that are always kept.", default_help="4"),
@@ -188,8 +188,9 @@ OPTIONS = (
     ),
     Option(
         "target_recall", float,
-        "Move the price from step to step until this share of attention is kept, measured on held-out rows. "
-        "By each head, or in the mean over layers and heads (--mtraining-target-scope).",
+        "Share of attention to keep, which moves the price. The price goes up or down at each step until "
+        "this share is kept, measured on held-out rows, by each head, or in the mean over layers and heads "
+        "(--mtraining-target-scope).",
         (PricePolicy,), common=True, default_help="a price that does not move",
     ),
     Option(
@@ -202,7 +203,7 @@ OPTIONS = (
     ),
     Option(
         "settings", str,
-        "A JSON or YAML file of settings, also of settings that differ for layers and heads. Either "
+        "JSON or YAML file of settings, per layer and head too. Either "
         '{"price": 0.3, "layers": {"0": {"dense": true}, "7": {"heads": {"3": {"dense": true}}}}}'
         ", with the names of these options, or a best-pattern file as MInference publishes them (entries "
         "vertical_and_slash and flex_vertical_and_slash).",
@@ -210,7 +211,7 @@ OPTIONS = (
     ),
     Option(
         "gathered_ranks", int,
-        "Context-parallel ranks of an inner group, whose keys a rank has at hand at once. More take less "
+        "Ranks of the inner group, whose keys are gathered. More of the context-parallel ranks take less "
         "time and more memory; 1 is a ring of single ranks. 0 takes the inner size of "
         "--hierarchical-context-parallel-sizes or, without those, the largest divisor of "
         "--context-parallel-size up to 8.",
@@ -218,8 +219,8 @@ OPTIONS = (
     ),
     Option(
         "recompute_attention", bool,
-        "Compute attention again in the replay of activation recomputation, instead of saving the output of "
-        "the first pass. Takes more time and less memory.",
+        "Recompute attention too in activation recomputation. The output of the first pass is not saved: "
+        "takes more time and less memory.",
         common=True, default_help="off",
     ),
     Option(

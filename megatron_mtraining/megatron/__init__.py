@@ -5,8 +5,8 @@ The files, in the order a run meets them:
 
 - ``registration``: :func:`register`, and the table of what is replaced in Megatron; ``wrapping``: how
 - ``backend``: the enum member ``AttnBackend.mtraining``
-- ``arguments``: the options ``--mtraining-*``, refused before Megatron's validation and filled in after;
-  with ``checks`` (the table of what is unsupported) and ``rotary_options`` (context extension)
+- ``options``: the options ``--mtraining-*``; ``arguments``: refused before Megatron's validation, filled in
+  after it; with ``checks`` (the table of what is unsupported) and ``rotary_options`` (context extension)
 - ``gpt_model``: construction of ``GPTModel``; with ``layer_spec`` (where core attention is put),
   ``rotary_embedding`` (in the striped layout) and ``output_layer`` (output layer and loss in chunks)
 - ``checkpoint``: what checkpoints save and restore

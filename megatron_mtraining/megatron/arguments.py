@@ -1,39 +1,31 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The options ``--mtraining-*``: one for each of :data:`~megatron_mtraining.config.OPTIONS`, and their
-validation before anything is built.
+"""Megatron's arguments in a run: refused before its validation, filled in after it, and read by layers.
 
-Defaults are filled in after parsing: an option that was given without the backend must be told from
-one that was not given. What is kept in Megatron's arguments are plain values (they are pickled
-into checkpoints, which must stay readable without this package).
+Arguments hold plain values: they are pickled into checkpoints, which must stay readable without this package.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from contextlib import contextmanager
 
 from ..config import (
     OPTIONS,
-    REMOVED,
-    RENAMED,
     ConfigError,
     MTrainingConfig,
     check_settings_file,
-    current_name,
     option,
     sets_every_head,
-    settings_of_run,
 )
 from ..pattern import Steering, steering_of
 from .backend import is_active, training_arguments
 from .checks import check_settings, ranks_a_node
+from .options import add_arguments, attribute, config_from_args
 from .output_layer import check_loss, why_not
 from .packed_documents import check_documents, fill_in_documents
 from .rotary_options import check_rotary_options
 from .wrapping import is_first_local_rank, log, log_replaced
 
-ALL = "all"
 PER_POLICY = ("policy", *(each.name for each in OPTIONS if each.policies))
 """Options that a settings file with a policy for every head overrules."""
 
@@ -48,82 +40,6 @@ class ArgumentsError(ConfigError, SystemExit):
     def __init__(self, message: str):
         ConfigError.__init__(self, message)
         self.code = f"error: {message}" if is_first_local_rank() else 1
-
-
-def attribute(name: str) -> str:
-    """Where Megatron's arguments hold a field."""
-    return "mtraining_" + name
-
-
-class _OldOption(argparse.Action):
-    """An option of the last version: stored under its name of today with a warning, or refused."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        old = option_string.removeprefix("--mtraining-").replace("-", "_")
-        try:
-            setattr(namespace, attribute(current_name(old)), values)
-        except ConfigError as error:
-            parser.error(str(error))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the group "mtraining" to a parser and return the parser."""
-    group = parser.add_argument_group(
-        title="mtraining",
-        description="dynamic sparse ring attention; only with --attention-backend mtraining",
-    )
-    for each in OPTIONS:
-        text = each.full_help.replace("%", "%%")
-        how = {"type": each.type}
-        if each.type is bool:
-            how = {"action": "store_true"}
-        elif each.name == "slash":
-            how = {"type": _size_or_all, "metavar": f"N|{ALL}"}
-            text += f" '{ALL}' stands for the sequence length."
-        elif each.choices:
-            how = {"choices": each.choices}
-        group.add_argument(
-            each.flag,
-            dest=attribute(each.name),
-            default=argparse.SUPPRESS,
-            help=text,
-            **how,
-        )
-    for name in (*RENAMED, *REMOVED):
-        group.add_argument(
-            option(name),
-            dest=attribute(RENAMED.get(name, name)),
-            default=argparse.SUPPRESS,
-            action=_OldOption,
-            help=argparse.SUPPRESS,
-        )
-    return parser
-
-
-def _size_or_all(text: str) -> int | str:
-    return text if text == ALL else int(text)
-
-
-_size_or_all.__name__ = f"whole number (or '{ALL}')"
-
-
-def config_from_args(args) -> MTrainingConfig:
-    """The settings in Megatron's arguments, whether filled in yet or not."""
-    seq_length = getattr(args, "seq_length", None) or getattr(args, "encoder_seq_length", None)
-    values = {}
-    for each in OPTIONS:
-        value = getattr(args, attribute(each.name), None)
-        if value == ALL:
-            if seq_length is None:
-                raise ConfigError(f"{each.flag} {ALL} needs --seq-length")
-            value = seq_length
-        if value is not None:
-            values[each.name] = value
-    if "settings" in values:
-        values = {**settings_of_run(values["settings"]), **values}
-    if seq_length is None:
-        return MTrainingConfig.from_options(**values)
-    return MTrainingConfig.for_sequence(seq_length, **values)
 
 
 def settings(config=None) -> MTrainingConfig:
@@ -174,7 +90,7 @@ def refuse(args) -> None:
         ArgumentsError: names the option, its value and what to do.
     """
     if is_active(args):
-        _check_budgets_alone(args)
+        _check_settings_alone(args)
         _checked(args)
         return
     for each in OPTIONS:
@@ -246,8 +162,8 @@ def _checked(args) -> tuple[MTrainingConfig, str | None]:
     return config, warning
 
 
-def _check_budgets_alone(args) -> None:
-    """A file with the policies of all heads would overrule what the command line says of them."""
+def _check_settings_alone(args) -> None:
+    """Refuse options that a settings file with a policy for every head overrules."""
     path = getattr(args, attribute("settings"), None)
     if path is None or not sets_every_head(path):
         return

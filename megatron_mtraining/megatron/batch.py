@@ -10,9 +10,9 @@ from torch import Tensor
 from ..config import ConfigError
 from ..documents import Documents
 from ..layout import stripe_batch
-from .arguments import config_from_args
 from .backend import is_active, training_arguments
 from .checks import ranks_a_node
+from .options import config_from_args
 from .packed_documents import attach_documents
 
 PACKED = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")

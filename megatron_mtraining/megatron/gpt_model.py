@@ -6,9 +6,10 @@ from __future__ import annotations
 import inspect
 
 from ..config import ConfigError, option
-from .arguments import config_from_args, settings
+from .arguments import settings
 from .backend import is_active, training_arguments
 from .checks import ranks_a_node
+from .options import config_from_args
 from .wrapping import log_replaced
 
 

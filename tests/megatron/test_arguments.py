@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,20 +16,44 @@ from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.config import BY_NAME, OPTIONS, REMOVED, RENAMED, option
 from megatron_mtraining.megatron import arguments as module
 from megatron_mtraining.megatron import register, settings
-from megatron_mtraining.megatron.arguments import (
-    ArgumentsError,
-    add_arguments,
-    config_from_args,
-    refuse,
-)
+from megatron_mtraining.megatron.arguments import ArgumentsError, refuse
+from megatron_mtraining.megatron.options import add_arguments, config_from_args
 from tests.support.megatron_cases import check, parse
 
 
-def test_an_option_and_a_help_text_for_every_field():
-    text = " ".join(add_arguments(argparse.ArgumentParser()).format_help().split())
-    text = text.replace("- ", "-")  # a word may be split at its hyphen
+def shown(text: str) -> str:
+    """Help text on one line; a word may be split at its hyphen."""
+    return " ".join(text.split()).replace("- ", "-")
+
+
+def test_help_shows_the_common_options_on_one_screen(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = add_arguments(argparse.ArgumentParser()).format_help().partition("\nmtraining:\n")[2]
+    assert text.count("\n") <= 24, text
     for each in OPTIONS:
-        assert each.flag in text and " ".join(each.full_help.split()) in text
+        assert (each.flag in text) is each.common
+        assert not each.common or shown(each.summary) in shown(text)
+    assert "--mtraining-help-all" in text
+    assert not [old for old in (*RENAMED, *REMOVED) if option(old) in text]
+
+
+def test_help_all_shows_every_option_in_full(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse("--mtraining-help-all")
+    assert stopped.value.code in (0, None)
+    text = shown(capsys.readouterr().out)
+    for each in OPTIONS:
+        assert each.flag in text and shown(each.full_help) in text
+
+
+def test_a_settings_file_takes_every_option(tmp_path):
+    everything = MTrainingConfig.from_options(price=0.3, target_recall=0.9, sink=8, loss_chunk=512)
+    options = {name: value for name, value in everything.options().items() if value is not None}
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps(options))
+    check(args := parse("--mtraining-settings", str(path)))
+    assert config_from_args(args) == replace(everything, settings=str(path))
+    assert args.mtraining_sink == 8
 
 
 def test_values_reach_the_config():

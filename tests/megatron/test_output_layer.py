@@ -14,7 +14,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_mtraining import ConfigError
 from megatron_mtraining.megatron import output_layer
-from megatron_mtraining.megatron.arguments import ArgumentsError, config_from_args
+from megatron_mtraining.megatron.arguments import ArgumentsError
+from megatron_mtraining.megatron.options import config_from_args
 from tests.support import loss_worker
 from tests.support.megatron_cases import check, parse
 from tests.support.ranks import run_script

@@ -97,7 +97,7 @@ def test_one_line_says_what_was_replaced(backends, rank, count):
         assert "GPTModel.__init__" in lines[0] and "random.checkpoint" in lines[0]
 
 
-def test_the_page_of_live_changes_is_not_stale():
+def test_pages_made_from_the_code_are_not_stale():
     run = subprocess.run(
         [sys.executable, "-W", "ignore", ROOT / "docs/generate.py", "--check"],
         cwd=ROOT,

@@ -15,7 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.megatron import MTrainingAttention
 from megatron_mtraining.megatron import batch as batch_module
-from megatron_mtraining.megatron.arguments import add_arguments, fill_in, refuse
+from megatron_mtraining.megatron.arguments import fill_in, refuse
+from megatron_mtraining.megatron.options import add_arguments
 
 SEQUENCE, BATCH, HEADS, GROUPS, DIM = 128, 2, 4, 2, 64
 """Of one core attention."""

@@ -13,9 +13,9 @@ import copy
 from functools import cache
 
 from ...config import ConfigError
-from ...megatron.arguments import add_arguments
 from ...megatron.backend import add_member
 from ...megatron.checks import REFUSALS
+from ...megatron.options import add_arguments
 
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 

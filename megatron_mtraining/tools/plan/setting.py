@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from ...config import BlockListPolicy, ConfigError, FixedPolicy, MTrainingConfig
 from ...config import option as mtraining_option
-from ...megatron.arguments import config_from_args, fill_in, refuse
+from ...megatron.arguments import fill_in, refuse
 from ...megatron.checks import ranks_a_node
+from ...megatron.options import config_from_args
 from ...megatron.output_layer import DEFAULT_CHUNK
 from .options import DTYPE_BYTES, changed, option
 

@@ -1,0 +1,126 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The options ``--mtraining-*`` of Megatron's command line, from :data:`~megatron_mtraining.config.OPTIONS`.
+
+``--help`` shows the common ones, ``--mtraining-help-all`` all of them. An option that is not given is not in
+the arguments: it must be told from one that is given without the backend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+
+from ..config import (
+    OPTIONS,
+    REMOVED,
+    RENAMED,
+    ConfigError,
+    MTrainingConfig,
+    Option,
+    current_name,
+    option,
+    settings_of_run,
+)
+from .wrapping import is_first_rank
+
+ALL = "all"
+TITLE = "mtraining"
+DESCRIPTION = "Dynamic sparse ring attention, with --attention-backend mtraining."
+METAVARS = {int: "N", float: "X", str: "FILE"}
+
+
+def attribute(name: str) -> str:
+    """Where Megatron's arguments hold an option."""
+    return "mtraining_" + name
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the group "mtraining" to a parser and return the parser."""
+    group = parser.add_argument_group(title=TITLE, description=DESCRIPTION)
+    for each in OPTIONS:
+        _add_option(group, each, each.summary if each.common else argparse.SUPPRESS)
+    group.add_argument(
+        "--mtraining-help-all",
+        action=_HelpAll,
+        nargs=0,
+        default=argparse.SUPPRESS,
+        help="Show all options of mtraining, in full, and exit.",
+    )
+    for name in (*RENAMED, *REMOVED):
+        group.add_argument(
+            option(name),
+            dest=attribute(RENAMED.get(name, name)),
+            default=argparse.SUPPRESS,
+            action=_OldOption,
+            nargs=None if name in RENAMED else "?",
+            help=argparse.SUPPRESS,
+        )
+    return parser
+
+
+def _add_option(group, each: Option, text: str) -> None:
+    how = {"type": each.type, "metavar": METAVARS.get(each.type)}
+    if each.type is bool:
+        how = {"action": "store_true"}
+    elif each.name == "slash":
+        how = {"type": _size_or_all, "metavar": f"N|{ALL}"}
+    elif each.choices:
+        how = {"choices": each.choices}
+    group.add_argument(
+        each.flag, dest=attribute(each.name), default=argparse.SUPPRESS, help=text, **how
+    )
+
+
+def _size_or_all(text: str) -> int | str:
+    return text if text == ALL else int(text)
+
+
+_size_or_all.__name__ = f"whole number (or '{ALL}')"
+
+
+class _HelpAll(argparse.Action):
+    """Prints every option with its whole help text."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        only = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
+        group = only.add_argument_group(title=TITLE, description=DESCRIPTION)
+        for each in OPTIONS:
+            _add_option(group, each, each.full_help.replace("%", "%%"))
+        only.print_help()
+        parser.exit()
+
+
+class _OldOption(argparse.Action):
+    """An option of the last version: stored under its new name with a warning, or refused."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        old = option_string.removeprefix("--mtraining-").replace("-", "_")
+        with warnings.catch_warnings():
+            if not is_first_rank():
+                warnings.simplefilter("ignore")
+            try:
+                name = current_name(old)
+            except ConfigError as error:
+                parser.error(str(error))
+        if hasattr(namespace, attribute(name)):
+            parser.error(f"{option_string} and {option(name)} are both given: leave one out")
+        setattr(namespace, attribute(name), values)
+
+
+def config_from_args(args) -> MTrainingConfig:
+    """The settings in Megatron's arguments, whether filled in yet or not."""
+    seq_length = getattr(args, "seq_length", None) or getattr(args, "encoder_seq_length", None)
+    values = {}
+    for each in OPTIONS:
+        value = getattr(args, attribute(each.name), None)
+        if value == ALL:
+            if seq_length is None:
+                raise ConfigError(f"{each.flag} {ALL} needs --seq-length")
+            value = seq_length
+        if value is not None:
+            values[each.name] = value
+    if "settings" in values:
+        values = {**settings_of_run(values["settings"]), **values}
+    if seq_length is None:
+        return MTrainingConfig.from_options(**values)
+    return MTrainingConfig.for_sequence(seq_length, **values)
