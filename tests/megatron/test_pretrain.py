@@ -398,6 +398,8 @@ def test_a_recipe_trains(recipe, tree, tmp_path):
 
 
 def test_help_shows_the_options(tree):
+    run = tree.run("launcher", 1, "--mtraining-help-all")
+    assert run.returncode == 0 and "--mtraining-held-out-rows" in run.stdout, run.stderr[-3000:]
     run = tree.run("launcher", 1, "--help")
     if run.returncode and "unsupported format character" in run.stderr:
         # 0.19.0: a bare % in one of Megatron's own help texts.
