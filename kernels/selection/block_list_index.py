@@ -112,8 +112,18 @@ def _rank_kernel(
 
 
 def _launch_both(
-    blocks, member, round_ptr, round_list, rank_ptr, rank_list, num_extra, capacity, world, inner, rank
-):  # fmt: skip
+    blocks,
+    member,
+    round_ptr,
+    round_list,
+    rank_ptr,
+    rank_list,
+    num_extra,
+    capacity,
+    world,
+    inner,
+    rank,
+):
     """Count if the lists are None, else list."""
     batch, heads, local_blocks, num_blocks = blocks.shape
     blocks = blocks.contiguous().view(torch.uint8)
@@ -163,19 +173,37 @@ def block_list_offsets(blocks, member, world, inner, rank):
     round_counts, rank_counts = zeros(lines * (world // inner) + 1), zeros(lines * world + 1)
     num_extra = zeros(batch, heads, local_blocks)
     _launch_both(
-        blocks, member, round_counts, None, rank_counts, None, num_extra, None, world, inner, rank
+        blocks,
+        member,
+        round_ptr=round_counts,
+        round_list=None,
+        rank_ptr=rank_counts,
+        rank_list=None,
+        num_extra=num_extra,
+        capacity=None,
+        world=world,
+        inner=inner,
+        rank=rank,
     )
-    round_ptr, rank_ptr = (
-        counts.cumsum(0, dtype=torch.int32) for counts in (round_counts, rank_counts)
-    )
+    round_ptr = round_counts.cumsum(0, dtype=torch.int32)
+    rank_ptr = rank_counts.cumsum(0, dtype=torch.int32)
     return round_ptr, rank_ptr, num_extra.sum(-1)
 
 
 def block_lists(blocks, member, world, inner, rank, round_ptr, rank_ptr, capacity):
-    round_list, rank_list = (
-        torch.empty(capacity, dtype=torch.int16, device=blocks.device) for _ in range(2)
-    )
+    round_list = torch.empty(capacity, dtype=torch.int16, device=blocks.device)
+    rank_list = torch.empty_like(round_list)
     _launch_both(
-        blocks, member, round_ptr, round_list, rank_ptr, rank_list, None, capacity, world, inner, rank
-    )  # fmt: skip
+        blocks,
+        member,
+        round_ptr=round_ptr,
+        round_list=round_list,
+        rank_ptr=rank_ptr,
+        rank_list=rank_list,
+        num_extra=None,
+        capacity=capacity,
+        world=world,
+        inner=inner,
+        rank=rank,
+    )
     return round_list, rank_list

@@ -27,7 +27,7 @@ def _topk_kernel(
     out_ptr,  # [2, lines, tiles, k]: values, positions
     threshold_ptr,  # [2, lines, tiles]: values, positions
     num_values,
-    list_len,  # each line's values lie in lists of so many
+    list_len,  # the values of a line are stored in lists of this length
     stride_list,
     stride_line,
     stride_out,
