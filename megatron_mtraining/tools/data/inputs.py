@@ -96,7 +96,10 @@ def find(options: Options, output: Output) -> Inputs:
         if not os.path.exists(given):
             raise ConfigError(f"INPUT is {given}, which does not exist")
         if named and output.holds(given):
-            raise _overwritten(given, output)
+            raise ConfigError(
+                f"INPUT is {given}, which --output {output.prefix} would replace or remove: name another "
+                "prefix"
+            )
         found, others = ([given], 0) if named else _in_folder(given, output)
         left_out += others
         if not found:
@@ -128,12 +131,6 @@ def _unreadable(path, error: OSError) -> ConfigError:
     return ConfigError(f"INPUT has {path}, which cannot be read: {error.strerror}")
 
 
-def _overwritten(file: Path, output: Output) -> ConfigError:
-    return ConfigError(
-        f"INPUT has {file}, which --output {output.prefix} would replace or remove: name another prefix"
-    )
-
-
 def _in_folder(folder: Path, output: Output) -> tuple[list[Path], int]:
     """Its files, in order of path, and how many others there are that are left out."""
 
@@ -157,10 +154,7 @@ def _in_folder(folder: Path, output: Output) -> tuple[list[Path], int]:
             again = file.is_symlink() and os.path.realpath(file).startswith(inside)
             if name.startswith(".") or again or not file.is_file():
                 left_out += 1
-            elif output.holds(file):
-                if not output.is_of_a_run(file):
-                    raise _overwritten(file, output)
-            elif not (shards and name == "index.json"):  # which says how to read them
+            elif not (output.holds(file) or (shards and name == "index.json")):
                 files.append(file)
     return files, left_out
 

@@ -107,7 +107,8 @@ class Output:
             )
 
     def _refuse_existing(self, overwrite: bool) -> None:
-        output = self.prefix
+        output, report = self.prefix, self.final[".json"]
+        is_dataset = _is_report(report) or _is_index(self.final[".idx"])
         for file in filter(os.path.lexists, reversed(self.final.values())):
             if file.is_dir():
                 raise ConfigError(
@@ -118,10 +119,10 @@ class Output:
                     f"--output is {output}, but {file} exists: name another prefix, or replace it with "
                     "--overwrite"
                 )
-            if file.suffix == ".json" and not _is_report(file):
+            if not is_dataset or (file == report and not _is_report(report)):
                 raise ConfigError(
-                    f"--output is {output}, but {file} is not the report of an earlier run, and is not "
-                    "replaced: name another prefix, or move it"
+                    f"--output is {output}, but {file} is not the dataset or the report of an earlier run, "
+                    "and is not replaced: name another prefix, or move it"
                 )
 
     def move(self) -> None:
@@ -162,22 +163,9 @@ class Output:
     def holds(self, file: Path) -> bool:
         """Whether a file is one of those that this run writes, replaces or removes."""
         real = os.path.realpath(file)
-        return real in self._real_final or self._is_removed(real)
-
-    def _is_removed(self, real: str) -> bool:
         if real.startswith(self._real_cache):
             return fnmatch(real[len(self._real_cache) :], CACHED)
-        return real.startswith(self._real_parts)
-
-    def is_of_a_run(self, file: Path) -> bool:
-        """Whether a file that this holds is of an earlier run, and not by chance of the same name."""
-        if self._is_removed(os.path.realpath(file)) or _is_report(self.final[".json"]):
-            return True
-        try:
-            with open(self.final[".idx"], "rb") as index:
-                return index.read(len(INDEX)) == INDEX
-        except OSError:
-            return False
+        return real in self._real_final or real.startswith(self._real_parts)
 
     def is_parts_of_another(self, folder: Path) -> bool:
         """Whether a folder has the parts of a run with another prefix, which was interrupted."""
@@ -198,6 +186,14 @@ def _foreign(parts: Path) -> Path | None:
         if not (OURS.fullmatch(path.name) and path.is_file()):
             return path
     return None
+
+
+def _is_index(file: Path) -> bool:
+    try:
+        with open(file, "rb") as index:
+            return index.read(len(INDEX)) == INDEX
+    except OSError:
+        return False
 
 
 def _is_report(file: Path) -> bool:

@@ -27,6 +27,18 @@ from .tokenization import Encoder, Job, fingerprint, open_encoder, tokenize_all
 
 VERSION = 2
 """Of what is kept of parts: that of another one is not used."""
+REPORTED = (
+    "join",
+    "pack",
+    "longer",
+    "long_only",
+    "shuffle",
+    "seed",
+    "buffer",
+    "workers",
+    "part_bytes",
+)
+"""Options that the report repeats."""
 OPEN_PARTS = 256
 """Parts whose files are open at a time."""
 
@@ -52,7 +64,7 @@ def prepare(options: Options) -> None:
         if not tally.documents["read"]:
             raise ConfigError(
                 f"INPUT ({', '.join(map(str, options.inputs))}) has no documents: {tally.documents['empty']} "
-                f"are empty, {tally.skipped_files} files are no UTF-8 text"
+                f"are empty, {tally.skipped_files} files are not UTF-8 text"
             )
         samples = _with_tokens(
             _packed(options, parts, len(found.parts), tally), parts, encoder, tally
@@ -237,15 +249,7 @@ def _report(
         "inputs": [str(path) for path in options.inputs],
         "files": len(found.files),
         "bytes": sum(size for _, size, _ in found.files),
-        "join": options.join,
-        "pack": options.pack,
-        "longer": options.longer,
-        "long_only": options.long_only,
-        "shuffle": options.shuffle,
-        "seed": options.seed,
-        "buffer": options.buffer,
-        "workers": options.workers,
-        "part_bytes": options.part_bytes,
+        **{name: getattr(options, name) for name in REPORTED},
         "seconds": round(seconds, 1),
         WRITER: __version__,
     }

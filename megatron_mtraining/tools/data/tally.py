@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""What became of the documents: counted while packing, told as a table and as JSON."""
+"""What became of the documents: counted while packing, reported as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -7,6 +7,31 @@ import numpy as np
 
 from ..report.table import table
 from .packing import Piece
+
+DOCUMENTS = (
+    "read",
+    "empty",
+    "short",
+    "longer_dropped",
+    "longer_cut",
+    "cut_at_end_of_sample",
+    "eod_inside",
+)
+TOKENS = ("read", "short", "longer_dropped", "written", "end_of_document", "left_over")
+ROWS = (
+    ("read", "read", "read"),
+    ("left out: shorter than --long-only", "short", "short"),
+    ("left out: longer than a sample", "longer_dropped", "longer_dropped"),
+    ("left out: at the end, less than a sample", "left_over", "left_over"),
+    ("longer than a sample, cut into several", "longer_cut", None),
+    ("cut where a sample was full", "cut_at_end_of_sample", None),
+    ("with the end-of-document token inside", "eod_inside", None),
+    ("empty", "empty", None),
+    ("end-of-document tokens added", None, "end_of_document"),
+)
+"""Of the table: what is told, and which counts of documents and tokens."""
+ALWAYS = (ROWS[0][0], ROWS[3][0])
+"""Rows that are there even with zeros."""
 
 
 class Tally:
@@ -19,24 +44,9 @@ class Tally:
 
     def __init__(self, seq_length: int, left_out: int = 0):
         self.seq_length, self.left_out = seq_length, left_out
-        self.documents = dict.fromkeys(
-            (
-                "read",
-                "empty",
-                "short",
-                "longer_dropped",
-                "longer_cut",
-                "cut_at_end_of_sample",
-                "eod_inside",
-            ),
-            0,
-        )
-        self.tokens = dict.fromkeys(
-            ("read", "short", "longer_dropped", "written", "end_of_document", "left_over"), 0
-        )
-        self.samples = self.pieces = self.of_one_document = 0
-        self.left_over_documents = 0
-        self.skipped_files = 0
+        self.documents, self.tokens = dict.fromkeys(DOCUMENTS, 0), dict.fromkeys(TOKENS, 0)
+        self.documents["left_over"] = 0
+        self.samples = self.of_one_document = self.skipped_files = 0
         self.skipped_names: list[str] = []
         self.by_length = np.zeros((32, 2), np.int64)
 
@@ -60,7 +70,6 @@ class Tally:
     def sample(self, pieces: list[Piece]) -> None:
         """Count a sample that is written."""
         self.samples += 1
-        self.pieces += len(pieces)
         self.of_one_document += len(pieces) == 1
         for piece in pieces:
             self.tokens["written"] += piece.stop - piece.start
@@ -72,12 +81,12 @@ class Tally:
 
     def left_over(self, pieces: list[Piece]) -> None:
         """Count what does not fill a last sample, and is dropped."""
-        self.left_over_documents += len(pieces)
+        self.documents["left_over"] += len(pieces)
         self.tokens["left_over"] += sum(piece.stop - piece.start for piece in pieces)
 
     @property
     def samples_an_epoch(self) -> int:
-        """That Megatron draws: each has the next one's first token as its last label, the last has none."""
+        """That Megatron draws: the last sample has no next one, whose first token is its last label."""
         return max(0, self.samples - 1)
 
     def histogram(self) -> list[dict]:
@@ -90,12 +99,12 @@ class Tally:
         ]
 
     def numbers(self) -> dict:
-        """All of it, for JSON."""
+        """All counts, for JSON."""
         return {
             "samples": self.samples,
             "samples_an_epoch": self.samples_an_epoch,
             "samples_of_one_document": self.of_one_document,
-            "documents": {**self.documents, "left_over": self.left_over_documents},
+            "documents": self.documents,
             "tokens": self.tokens,
             "left_out_in_folders": self.left_out,
             "skipped_files": self.skipped_files,
@@ -104,52 +113,39 @@ class Tally:
         }
 
     def text(self) -> str:
-        """All of it, for people."""
-        documents, tokens = self.documents, self.tokens
+        """All counts, for people."""
         rows = [
-            ("read", documents["read"], tokens["read"]),
-            ("left out: shorter than --long-only", documents["short"], tokens["short"]),
-            (
-                "left out: longer than a sample",
-                documents["longer_dropped"],
-                tokens["longer_dropped"],
-            ),
-            (
-                "left out: at the end, less than a sample",
-                self.left_over_documents,
-                tokens["left_over"],
-            ),
-            ("longer than a sample, cut into several", documents["longer_cut"], ""),
-            ("cut where a sample was full", documents["cut_at_end_of_sample"], ""),
-            ("with the end-of-document token inside", documents["eod_inside"], ""),
-            ("empty", documents["empty"], ""),
-            ("end-of-document tokens added", "", tokens["end_of_document"]),
+            (what, self.documents.get(documents, ""), self.tokens.get(tokens, ""))
+            for what, documents, tokens in ROWS
+            if self.documents.get(documents) or self.tokens.get(tokens) or what in ALWAYS
         ]
-        always = ("read", "left out: at the end, less than a sample")
-        kept = [row for row in rows if any(row[1:]) or row[0] in always]
-        kept.append(("written", "", self.samples * self.seq_length))
-        text = table(("documents", "number", "tokens"), [_shown(row) for row in kept])
-        total = max(1, tokens["read"])
+        rows.append(("written", "", self.samples * self.seq_length))
+        total = max(1, self.tokens["read"])
         lengths = [
-            _shown(
-                (
-                    f"{row['from']} to {row['to']}",
-                    row["documents"],
-                    row["tokens"],
-                    row["tokens"] / total,
-                )
+            (
+                f"{row['from']} to {row['to']}",
+                row["documents"],
+                row["tokens"],
+                row["tokens"] / total,
             )
             for row in self.histogram()
         ]
-        text += "\n\n" + table(("length (tokens)", "documents", "tokens", "share"), lengths)
+        parts = [
+            table(("documents", "number", "tokens"), [_shown(row) for row in rows]),
+            table(
+                ("length (tokens)", "documents", "tokens", "share"),
+                [_shown(row) for row in lengths],
+            ),
+        ]
         if self.skipped_files:
-            names = ", ".join(self.skipped_names[:3])
-            text += f"\n\n{self.skipped_files} files that are no UTF-8 text were left out: {names}"
-            text += ", ..." if self.skipped_files > 3 else ""
+            names = ", ".join(self.skipped_names[:3]) + ", ..." * (self.skipped_files > 3)
+            parts.append(
+                f"{self.skipped_files} files that are not UTF-8 text were left out: {names}"
+            )
         if self.left_out:
             what = "hidden files, links and parts of unfinished runs"
-            text += f"\n\n{self.left_out} {what} in folders were left out"
-        return text
+            parts.append(f"{self.left_out} {what} in folders were left out")
+        return "\n\n".join(parts)
 
 
 def _shown(row: tuple) -> tuple[str, ...]:

@@ -77,7 +77,7 @@ def test_input_is_never_overwritten(prepare, documents, tmp_path, capsys):
         refused(capsys, [file, "--overwrite"], prepare(folder, **more))
         for given in (folder, folder / file):
             status = prepare(given, overwrite=True, **more)
-            refused(capsys, [f"INPUT has {folder / file}", "another prefix"], status)
+            refused(capsys, [str(folder / file), "is not the dataset", "another prefix"], status)
         assert (folder / file).read_text() == "text " * 200
 
 
@@ -149,9 +149,14 @@ def test_links_are_not_followed(prepare, documents, tmp_path, capsys):
     assert not list(other.iterdir())
     (tmp_path / "out.parts").unlink()
     (other / "kept").write_text("kept")
-    for name in ("out.bin", "out.bin.partial", "out.idx", "out.json.partial"):
+    for name in ("out.bin", "out.bin.partial", "out.json.partial"):
         (tmp_path / name).symlink_to(other / "kept")
     refused(capsys, ["out.bin exists"], prepare(given))
+    refused(capsys, ["out.bin is not the dataset"], prepare(given, overwrite=True))
+    (tmp_path / "out.bin").unlink()
+    assert prepare(given) == 0
+    (tmp_path / "out.bin").unlink()
+    (tmp_path / "out.bin").symlink_to(other / "kept")
     assert prepare(given, overwrite=True) == 0
     assert (other / "kept").read_text() == "kept" and not (tmp_path / "out.bin").is_symlink()
 
