@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from . import options
+from .output import PARTS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,4 +33,7 @@ def run(args) -> int:
 
 def when_ended(args) -> str:
     """What a run leaves that is interrupted."""
-    return f"{args.output}.parts has what is done, and the same command goes on from there"
+    parts = f"{args.output}{PARTS}"
+    if not os.path.isdir(parts):
+        return "nothing was written"
+    return f"{parts} has what is done, and the same command goes on from there"
