@@ -34,7 +34,7 @@ class ArgumentsError(ConfigError, SystemExit):
     """A refused command line.
 
     Every rank raises it at the same place, before any process group exists. Uncaught, it ends the
-    process with status 1 and the message instead of a traceback, once on each node.
+    process with status 1 and the message instead of a traceback, once on each host.
     """
 
     def __init__(self, message: str):

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The batch in the striped layout, in runs that have chosen the backend."""
+"""A context-parallel rank's part of the batch, in the striped layout."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def wrap_get_batch(original):
         packed = getattr(arguments, "dataloader_inter_document_masking", False)
         # They come to the model as packed_seq_params then.
         kept = {name: batch.pop(name) for name in PACKED if name in batch} if packed else {}
-        apart = getattr(arguments, "reset_attention_mask", False)
-        batch = slice_batch(batch, group.rank(), size, config.block_size, inner, apart)
+        attach = getattr(arguments, "reset_attention_mask", False)
+        batch = slice_batch(batch, group.rank(), size, config.block_size, inner, attach)
         batch.update(kept)
         return batch
 
@@ -65,8 +65,8 @@ def slice_batch(
             the ``[b]`` numbers that data sets add), which stay as they are; None stays None.
         cp_rank, cp_size: position in the context-parallel group, and its size.
         block_size: tokens in a block.
-        inner: ranks of a node, as for :func:`~megatron_mtraining.layout.inner_size`.
-        documents: keep documents apart, which begin where position ids are 0: the result's tensors carry them
+        inner: ranks of the inner group, as for :func:`~megatron_mtraining.layout.inner_size`.
+        documents: attach packed documents, which begin where position ids are 0, to the result's tensors
             (:mod:`.packed_documents`).
 
     Returns:

@@ -48,13 +48,13 @@ def _is_two_sizes(value) -> bool:
 
 
 LEAVE_OUT = "leave it out"
-NOT_SOFTMAX = "it is another kind of attention than the causal softmax attention done here"
+NOT_SOFTMAX = "only causal softmax attention is supported"
 
 REFUSALS = (
     Refusal(
         "attention_dropout",
         unset,
-        "attention weights are never all held, so that they cannot be dropped",
+        "attention dropout is not supported, as the attention matrix is never materialized",
         "use --attention-dropout 0",
     ),
     Refusal("multi_latent_attention", unset, NOT_SOFTMAX, LEAVE_OUT),
@@ -65,7 +65,7 @@ REFUSALS = (
         "window_size",
         lambda value: value is None,
         "sliding windows are not supported",
-        "leave it out; --mtraining-window sets the tokens before each query that are kept",
+        "leave it out; --mtraining-window sets the tokens before each query that are always kept",
     ),
     Refusal(
         "softmax_type",
@@ -98,8 +98,8 @@ REFUSALS = (
     Refusal(
         "hierarchical_context_parallel_sizes",
         lambda value: unset(value) or _is_two_sizes(value),
-        "a ring has two levels, inside of nodes and between them",
-        "give two whole numbers: context-parallel ranks a node, and nodes",
+        "ring attention has two levels, within inner groups and between them",
+        "give two whole numbers: the sizes of the inner and of the outer group",
     ),
     Refusal(
         "cp_comm_type",
@@ -144,13 +144,16 @@ REFUSALS = (
     Refusal("flash_decode", unset, "inference is not supported", LEAVE_OUT),
     Refusal("perform_rl_step", unset, "inference is not supported", LEAVE_OUT),
     Refusal(
-        "batch_invariant_mode", unset, "its kernels would be used for part of a step", LEAVE_OUT
+        "batch_invariant_mode",
+        unset,
+        "its kernels would be used for a part of each step only",
+        LEAVE_OUT,
     ),
-    Refusal("qk_clip", unset, "the largest attention logit is not kept track of", LEAVE_OUT),
+    Refusal("qk_clip", unset, "the largest attention logit is not tracked", LEAVE_OUT),
     Refusal(
         "log_max_attention_logit",
         unset,
-        "the largest attention logit is not kept track of",
+        "the largest attention logit is not tracked",
         LEAVE_OUT,
     ),
     Refusal("flash_attention_version", unset, "it would be ignored", LEAVE_OUT),
@@ -190,7 +193,7 @@ def check_settings(settings, command_line: bool) -> None:
 
 
 def ranks_a_node(settings, cp_size: int, gathered: int, command_line: bool) -> int:
-    """Context-parallel ranks whose keys are gathered: the first of the hierarchical sizes, or ``gathered``
+    """Size of the inner group, whose keys are gathered: the first of the hierarchical sizes, or ``gathered``
     (``MTrainingConfig.gathered_ranks``), or :func:`~megatron_mtraining.layout.inner_size`.
 
     Raises:
@@ -207,14 +210,14 @@ def ranks_a_node(settings, cp_size: int, gathered: int, command_line: bool) -> i
     if gathered not in (0, sizes[0]):
         raise ConfigError(
             f"{mtraining_option('gathered_ranks')} is {gathered}, but "
-            f"--hierarchical-context-parallel-sizes gives nodes of {sizes[0]} ranks: leave one of them out"
+            f"--hierarchical-context-parallel-sizes gives inner groups of {sizes[0]}: leave one of them out"
         )
     if sizes[0] * sizes[1] != cp_size:
         option = "--hierarchical-context-parallel-sizes"
         name = option if command_line else "config.hierarchical_context_parallel_sizes"
         raise ConfigError(
             f"{name} is {show(sizes)}, which makes {sizes[0] * sizes[1]} ranks, but there are {cp_size} "
-            "context-parallel ones: give ranks a node and nodes whose product is that"
+            "context-parallel ranks: give an inner and an outer size whose product is that"
         )
     return sizes[0]
 

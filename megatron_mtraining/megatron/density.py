@@ -1,6 +1,8 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""How sparse a run is, and what of attention it keeps: kept on the device at each step, read at Megatron's
-log interval. And what a step's end moves: the price."""
+"""Density and recall of a run: summed on the device at each step, read and logged at Megatron's log interval.
+
+Also the end of a step, which moves the price.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ class DensityMeter:
         _meters.add(self)
 
     def add(self, density: Tensor, recall: Tensor | None = None) -> None:
-        """Count one call's ``density`` and ``recall``, float32 ``[b, h]``; no recall where all is kept."""
+        """Count one call's ``density`` and ``recall``, float32 ``[b, h]``; without recall it is 1."""
         recall = torch.ones_like(density) if recall is None else recall
         total = torch.stack((density.detach(), recall.detach())).sum(1)
         self.total = total if self.total is None else self.total + total
@@ -62,7 +64,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Density:
-    """The share of causal pairs kept, and the share of attention that they have, on sampled rows.
+    """Density (fraction of the causal query-key pairs) and recall (share of attention mass, on sampled rows).
 
     Attributes:
         heads: both, of each layer and head of the model, means over ranks: float32 ``[2, layers, h]``, on
@@ -87,7 +89,7 @@ class Density:
 
 
 def take_density() -> Density | None:
-    """What all layers of all ranks have kept since the last call; a collective where there are
+    """Density and recall of all layers on all ranks since the last call; a collective where there are
     several ranks. None if no layer has run."""
     found = [(meter, mean) for meter in list(_meters) if (mean := meter.take()) is not None]
     several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1

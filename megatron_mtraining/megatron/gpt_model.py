@@ -60,14 +60,14 @@ def _check_one_layout(config) -> None:
         batch, model = (getattr(s, name) for s in (config_from_args(arguments), settings(config)))
         if batch != model:
             raise ConfigError(
-                f"config.mtraining has {name} {model}, but {option(name)}, which batches are cut by, is "
+                f"config.mtraining has {name} {model}, but {option(name)}, which batches are sliced by, is "
                 f"{batch}: make them equal"
             )
     name = "hierarchical_context_parallel_sizes"
     batch, model = ([*(getattr(s, name, None) or ())] for s in (arguments, config))
     if batch != model:
         raise ConfigError(
-            f"config.{name} is {model}, but --{name.replace('_', '-')}, which batches are dealt to ranks "
+            f"config.{name} is {model}, but --{name.replace('_', '-')}, which batches are sliced "
             f"by, is {batch}: make them equal"
         )
 

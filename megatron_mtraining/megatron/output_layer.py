@@ -15,8 +15,8 @@ from .checks import Refusal, show, unset
 from .wrapping import is_first_local_rank
 
 DEFAULT_CHUNK = 4096
-"""1.2 GiB of logits in bf16, with a vocabulary of 151936 words."""
-ADVICE = f"leave it out, or use {option('loss_chunk')} 0, with which all logits are held"
+"""1.2 GiB of logits in bf16, with a vocabulary of 151936."""
+ADVICE = f"leave it out, or use {option('loss_chunk')} 0, which holds all logits at once"
 DTYPE = "products are in the model's dtype, the softmax in float32"
 
 NEED_LOGITS = (
@@ -32,7 +32,7 @@ NEED_LOGITS = (
         "--tensor-parallel-num-weight-shards",
     ),
 )
-"""What output layer and loss in chunks do not do."""
+"""Settings that output layer and loss in chunks do not support."""
 
 
 class ChunkedOutputLayer(tensor_parallel.ColumnParallelLinear):
@@ -75,7 +75,7 @@ ChunkedOutputLayer.__name__ = tensor_parallel.ColumnParallelLinear.__name__
 
 
 def why_not(settings, command_line: bool) -> str | None:
-    """Which of ``settings`` (Megatron-LM's arguments, or a TransformerConfig) needs all logits, in words."""
+    """What in ``settings`` (Megatron-LM's arguments, or a TransformerConfig) needs all logits, in text."""
     for refusal in NEED_LOGITS:
         value = getattr(settings, refusal.name, None)
         if not refusal.works(value):
@@ -93,7 +93,7 @@ def check_loss(settings, chunk: int | None, command_line: bool) -> None:
 
 
 def _why_not_of(model) -> str | None:
-    """What of a model's own code the loss in chunks would pass by."""
+    """What in a model's own code the loss in chunks would bypass."""
     for name in ("compute_language_model_loss", "_scale_logits"):
         if getattr(type(model), name, None) is not getattr(LanguageModule, name, None):
             return f"{type(model).__name__} has a {name} of its own"

@@ -32,21 +32,21 @@ class DocumentParams(PackedSeqParams):
 
 def packed_seq_params_of(documents: Documents) -> DocumentParams:
     """``packed_seq_params`` of a forward of the model, for training loops that make their own batches."""
-    length = documents.seq_length  # rotary tables are made for so many positions
+    length = documents.seq_length  # positions of the rotary table
     params = DocumentParams(qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length)
     params.documents = documents
     return params
 
 
 def attach_documents(batch: dict, documents: Documents) -> None:
-    """Let the tokens and position ids of a batch carry its documents to the model."""
+    """Attach a batch's documents to its tokens and position ids, which the model is given."""
     for name in ("tokens", "position_ids"):
         if batch.get(name) is not None:
             setattr(batch[name], ATTRIBUTE, documents)
 
 
 def attached_documents(*tensors: Tensor | None) -> Documents | None:
-    """The documents that some tensor of a batch carries."""
+    """The documents attached to any of a batch's tensors."""
     for tensor in tensors:
         if isinstance(tensor, Tensor) and hasattr(tensor, ATTRIBUTE):
             return getattr(tensor, ATTRIBUTE)
@@ -60,7 +60,7 @@ def masks_documents(arguments) -> bool:
 
 
 def check_documents(args) -> None:
-    """Refuse packed documents in runs that cannot tell where documents begin.
+    """Refuse packed documents in runs that do not know where documents begin.
 
     Raises:
         ConfigError: names the option and what to do.

@@ -15,7 +15,7 @@ from ..config import ConfigError
 from ..layout import stripe
 
 CACHED = 4
-"""Lengths of which a model keeps the table: training and evaluation have one each."""
+"""Lengths whose table a model caches: training and evaluation have one each."""
 
 _building: ContextVar[bool] = ContextVar("mtraining_building_a_model", default=False)
 
@@ -83,7 +83,7 @@ STRIPED = {
 def stripe_embedding(
     embedding: torch.nn.Module, cp_group, block_size: int, inner: int | None = None
 ) -> None:
-    """Turn one model's rotary embedding into its striped twin, in place.
+    """Turn one model's rotary embedding into its striped counterpart, in place.
 
     The class is exchanged rather than ``forward`` set on the instance, so that copies and pickles
     of the model have their own.
@@ -92,7 +92,7 @@ def stripe_embedding(
         embedding: ``model.rotary_pos_emb``.
         cp_group: the model's context-parallel group, or None.
         block_size: tokens in a block of the layout.
-        inner: ranks of a node, as for :func:`~megatron_mtraining.layout.inner_size`.
+        inner: ranks of the inner group, as for :func:`~megatron_mtraining.layout.inner_size`.
 
     Raises:
         ConfigError: it is neither RoPE nor YaRN.

@@ -94,7 +94,9 @@ def test_gathered_ranks_must_fit_the_context_parallel_ranks():
         check(parse(context_parallel_size=8, mtraining_gathered_ranks=-1))
     nodes = dict(context_parallel_size=8, hierarchical_context_parallel_sizes=[4, 2])
     check(parse(**nodes, mtraining_gathered_ranks=4))
-    with pytest.raises(ArgumentsError, match="--mtraining-gathered-ranks is 2, but .*nodes of 4"):
+    with pytest.raises(
+        ArgumentsError, match="--mtraining-gathered-ranks is 2, but .*inner groups of 4"
+    ):
         check(parse(**nodes, mtraining_gathered_ranks=2))
 
 

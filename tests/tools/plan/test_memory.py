@@ -310,7 +310,7 @@ def test_sequence_parallelism_splits_what_tensor_parallelism_does_not():
         ("--num-experts 8", "does not model --num-experts"),
         ("--moe-router-topk 2", "only dense GPT models"),
         ("--fp8-format hybrid", "does not model --fp8-format"),
-        ("--multi-latent-attention", "--multi-latent-attention does not work .*: it is another kind"),
+        ("--multi-latent-attention", "--multi-latent-attention does not work .*: only causal softmax"),
         ("--num-layers-per-virtual-pipeline-stage 2", "--num-layers-per-virtual-pipeline-stage"),
         ("--tensor-model-parallel-size 3", "--num-attention-heads is 4, which is not a multiple"),
         ("--pipeline-model-parallel-size 3", "--num-layers is 4, which is not a multiple"),
