@@ -1,29 +1,33 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Dynamic sparse attention over a context-parallel group: choose the pattern, run the ring."""
+"""Dynamic sparse attention over a context-parallel group: search the pattern, run the ring."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-from .config import MTrainingConfig
+from .config import MTrainingConfig, Policy
+from .cp_group import CPGroup, cp_group_of
 from .documents import Documents
 from .kernels.attention.operands import check_operands, unit_stride
 from .pattern import BlockListIndex, VerticalSlashIndex, check_choice, choose_index
-from .ring import KeysAndValues, ring_attention, ring_of
+from .pattern.index import PatternIndex
+from .ring.attention import KeysAndValues, ring_attention
+from .ring.transport import ring_of
 
 
-class Attended(NamedTuple):
-    """What attention has found, all that its backward needs beside the operands."""
+class AttentionResult(NamedTuple):
+    """The result of :func:`attend`: all that its backward needs beside the operands."""
 
     out: Tensor
     """``[s, b, h, d]``, in the query's dtype, contiguous."""
     lse: Tensor
     """Log-sum-exp of the rows' scores, ``[b, h, s]``, float32 (float64 for float64); no gradient."""
     index: VerticalSlashIndex | BlockListIndex
-    """The pattern it was computed with."""
+    """The pattern that was attended to."""
 
 
 def attend(
@@ -35,80 +39,99 @@ def attend(
     cp_group: dist.ProcessGroup | None = None,
     cp_inner: int | None = None,
     softmax_scale: float | None = None,
-    attended: Attended | None = None,
     documents: Documents | None = None,
-    **choice,
-) -> Attended:
-    """Causal self-attention to the keys that each head's pattern keeps.
+    head_policies: Sequence[Policy] | None = None,
+    price: Tensor | None = None,
+    first_pass: AttentionResult | None = None,
+) -> AttentionResult:
+    """Causal self-attention to the keys that each head's pattern selects.
 
     Args:
         query: ``[s, b, h, d]``, this rank's part of the sequence in the block-striped layout.
-        key, value: ``[s, b, hk, d]``. Head dim 64 or 128; bf16, fp16 or fp32.
+        key, value: ``[s, b, hk, d]``. Head dim 64 or 128; bf16, fp16 or fp32; any strides (those of other
+            than unit stride in ``d`` are copied).
         config: the settings; ``s * world`` must be a multiple of ``block_size * world`` (on one rank
             the last block may be partial).
         cp_group: the context-parallel group; None for a single process.
-        cp_inner: ranks of a node, whose keys are attended to at once; None for
+        cp_inner: ranks of an inner group, whose keys are attended to in one round; None for
             :func:`~megatron_mtraining.layout.inner_size`.
         softmax_scale: default ``d ** -0.5``.
-        attended: what this function has returned for the same operands before, as in a replay under
-            activation recomputation, on all ranks or on none: no pattern is chosen then, no forward
-            is run and nothing is sent, but the result has a backward. Without its ``out``, the pattern alone
-            is taken from it.
-        documents: packed ones, of the whole sequence, on this device: queries attend to keys of their own
-            document alone, and the pattern is chosen from what they may attend to. None for one document.
-            ``attended`` has them already.
-        choice: ``head_policies`` and ``price`` of :func:`~megatron_mtraining.pattern.choose_index`.
+        documents: packed documents of the whole sequence, on this device: queries attend to keys of their own
+            document alone, in the pattern search too. None for one document.
+        head_policies: the policy of each of the ``h`` heads; None for ``config.policy`` in all.
+        price: float32 ``[]`` or ``[h]``, in place of the price of ``config``.
+        first_pass: the result for the same operands in the first pass, in a replay under activation
+            recomputation; on all ranks or on none. Its pattern is used again. Without its ``out`` and ``lse``
+            attention is computed again; with them no forward is run and nothing is sent, but the result has
+            a backward.
 
     Returns:
         out, its log-sum-exp and the pattern.
 
     Raises:
-        ValueError: on operands or a sequence length that do not fit, before any communication.
+        ValueError: on operands, a sequence length or a pattern that do not fit, before any communication.
         ConfigError: on documents or settings that do not.
     """
-    ring = ring_of(cp_group, cp_inner)
-    check_operands(query, key, value)
-    query, key, value = unit_stride(query, key, value)
-    if documents is not None:
-        documents.check(query.shape[1], query.shape[0] * ring.world, query.device)
+    cp = cp_group_of(cp_group, cp_inner)
     if softmax_scale is None:
         softmax_scale = query.shape[-1] ** -0.5
-    keys = before = None
-    if attended is None:
-        check_choice(query.shape[0] * ring.world, config, ring.world)
-    if attended is None or attended.out is None:
-        # They travel while the pattern is chosen.
-        keys = KeysAndValues(key, value, ring)
-    else:
-        before = attended.out, attended.lse
-    if attended is None:
+    _check(query, key, value, cp, softmax_scale, documents)
+    query, key, value = unit_stride(query, key, value)
+    ring = ring_of(cp)
+    if first_pass is None:
+        check_choice(query.shape[0] * cp.world, config, cp.world)
+        keys = KeysAndValues(key, value, ring)  # in flight during the pattern search
         index = choose_index(
-            query, key, config, ring, softmax_scale, documents=documents,
-            gather=lambda index: keys.columns(index).wait()[0], **choice,
+            query, key, config, cp, softmax_scale, head_policies=head_policies, price=price,
+            documents=documents, gather=keys.gather_column_keys,
         )  # fmt: skip
+        computed = None
     else:
-        index = attended.index
+        index, keys = first_pass.index, None
+        check_index(index, query, cp)
+        computed = None if first_pass.out is None else (first_pass.out, first_pass.lse)
     found = ring_attention(
-        query, key, value, index, ring, softmax_scale, before, config.bf16_gradients, keys
+        query, key, value, index, ring, softmax_scale, computed, config.bf16_gradients, keys
     )
-    return Attended(*found, index)
+    return AttentionResult(*found, index)
 
 
-def sparse_attention(
+def _check(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
-    config: MTrainingConfig,
-    cp_group: dist.ProcessGroup | None = None,
-    cp_inner: int | None = None,
-    softmax_scale: float | None = None,
-    documents: Documents | None = None,
-    **choice,
-) -> tuple[Tensor, VerticalSlashIndex | BlockListIndex]:
-    """out and pattern of :func:`attend`, which says what is taken."""
-    out, _, index = attend(
-        query, key, value, config=config, cp_group=cp_group, cp_inner=cp_inner,
-        softmax_scale=softmax_scale, documents=documents, **choice,
-    )  # fmt: skip
-    return out, index
+    cp: CPGroup,
+    softmax_scale: float,
+    documents: Documents | None,
+) -> None:
+    """Raise ValueError or :class:`~.errors.ConfigError` unless operands and documents fit each other."""
+    check_operands(query, key, value)
+    if not softmax_scale > 0:
+        raise ValueError(f"softmax_scale is {softmax_scale}: it must be positive")
+    if documents is not None:
+        documents.check(query.shape[1], query.shape[0] * cp.world, query.device)
+
+
+def check_index(index: PatternIndex, query: Tensor, cp: CPGroup) -> None:
+    """Raise ValueError unless a pattern is for these operands."""
+    if (index.world, index.inner) != (cp.world, cp.inner):
+        raise ValueError(
+            f"the index is for {index.world} ranks in inner groups of {index.inner}, but there are "
+            f"{cp.world} in inner groups of {cp.inner}"
+        )
+    if index.has_block_lists and index.rank != cp.rank:
+        raise ValueError(
+            f"the index has the lists of rank {index.rank}, but this is rank {cp.rank}"
+        )
+    if index.seq_length != query.shape[0] * cp.world:
+        raise ValueError(
+            f"the index is for {index.seq_length} tokens, but {cp.world} ranks with "
+            f"{query.shape[0]} each have {query.shape[0] * cp.world}"
+        )
+    if tuple(index.member.shape[:2]) != tuple(query.shape[1:3]):
+        raise ValueError(
+            f"the index is for {tuple(index.member.shape[:2])} (batch, heads), "
+            f"but the query has {tuple(query.shape[1:3])}"
+        )
+    if index.documents is not None:
+        index.documents.check(query.shape[1], index.seq_length, query.device)

@@ -46,7 +46,7 @@ def inner_size(cp_size: int, inner: int | None = None) -> int:
         return max(size for size in range(1, GATHERED + 1) if cp_size % size == 0)
     if inner < 1 or cp_size % inner:
         raise ConfigError(
-            f"{cp_size} context-parallel ranks cannot be cut into nodes of {inner}: use a divisor"
+            f"{cp_size} context-parallel ranks cannot be cut into inner groups of {inner}: use a divisor"
         )
     return inner
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron_mtraining import MTrainingConfig
-from megatron_mtraining.attention import sparse_attention
+from megatron_mtraining.attention import attend
+from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.documents import Documents
 from megatron_mtraining.layout import stripe, unstripe
 from megatron_mtraining.pattern import build_index, choose_index
-from megatron_mtraining.ring import Ring
 from tests.support.attention_cases import (
     dense_attention,
     random_operands,
@@ -33,8 +33,8 @@ CONFIG = MTrainingConfig.from_options(
 def test_gpu_chooses_what_the_cpu_chooses():
     query, key, _, _ = random_operands(4096, 2, 8, 2, 128, torch.float32, "cpu")
     query += torch.roll(key, 777, 0).repeat_interleave(4, 2)  # a diagonal to find
-    on_cpu = choose_index(query, key, CONFIG, Ring(None), 0.09)
-    on_gpu = choose_index(query.cuda(), key.cuda(), CONFIG, Ring(None), 0.09)
+    on_cpu = choose_index(query, key, CONFIG, CPGroup(None), 0.09)
+    on_gpu = choose_index(query.cuda(), key.cuda(), CONFIG, CPGroup(None), 0.09)
     # Sums round differently; candidates of nearly equal mass may swap.
     assert (on_cpu.distances() != on_gpu.distances().cpu()).float().mean() < 0.01
     assert on_gpu.distances()[:, :, 777 // 64].all()
@@ -44,7 +44,7 @@ def test_sparse_attention_against_its_own_mask():
     print("torch seed", torch.seed())
     operands = random_operands(2048, 1, 8, 2, 128, torch.bfloat16, "cuda")
     leaves = [t.clone().requires_grad_() for t in operands[:3]]
-    out, index = sparse_attention(*leaves, config=CONFIG)
+    out, _, index = attend(*leaves, config=CONFIG)
     out.backward(operands[3])
     expected = dense_attention(*operands, written_out_mask(index, 1, 8), 128**-0.5)
     for actual, truth in zip((out, *(leaf.grad for leaf in leaves)), expected):
@@ -60,7 +60,7 @@ def test_nothing_is_read_back_to_the_host(length, config):
     leaves = [t.clone().requires_grad_() for t in operands[:3]]
 
     def step():
-        sparse_attention(*leaves, config=config)[0].backward(operands[3])
+        attend(*leaves, config=config)[0].backward(operands[3])
 
     step()  # compilation may synchronise
     torch.cuda.synchronize()
@@ -106,7 +106,7 @@ def _nccl_rank(rank, world, inner, port, operands, lengths, results):
     parts = [stripe(t, rank, world, CONFIG.block_size, inner=inner).cuda() for t in operands]
     leaves = [t.requires_grad_() for t in parts[:3]]
     documents = lengths and Documents.from_lengths(lengths, len(operands[0]), "cuda")
-    out, index = sparse_attention(
+    out, _, index = attend(
         *leaves, config=CONFIG, cp_group=dist.group.WORLD, cp_inner=inner, documents=documents
     )
     out.backward(parts[3])

@@ -29,8 +29,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.documents import Documents
-from megatron_mtraining.ring import Ring, ring_attention
+from megatron_mtraining.ring import Ring
+from megatron_mtraining.ring.attention import ring_attention
 
 from ..lib import plots, record
 from ..lib.workloads import BLOCK, draw_index, draw_operands, heads_first, share_for
@@ -169,7 +171,7 @@ def attention_runs(case: Case, index, implementations, dense_seq: int, device: s
         dense_seq, *case.shape[1:], torch.bfloat16, device
     )  # fmt: skip
     dense = tuple(heads_first(t) for t in dense)
-    ring, scale = Ring(None), case.dim**-0.5
+    ring, scale = Ring(CPGroup(None)), case.dim**-0.5
     found = {}
     if "mtraining" in implementations:
 

@@ -25,8 +25,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.pattern import build_index
-from megatron_mtraining.ring import Ring, ring_attention
+from megatron_mtraining.ring import Ring
+from megatron_mtraining.ring.attention import ring_attention
 
 from ..lib import record
 from ..lib.workloads import (
@@ -180,7 +182,7 @@ def ours(operands, pattern):
     distances, columns = pattern
     index = build_index(distances, columns, len(query), BLOCK, 1)
     leaves = [t.detach().requires_grad_() for t in (query, key, value)]
-    out, _ = ring_attention(*leaves, index, Ring(None), query.shape[-1] ** -0.5)
+    out, _ = ring_attention(*leaves, index, Ring(CPGroup(None)), query.shape[-1] ** -0.5)
     return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
 
 

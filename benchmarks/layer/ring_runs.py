@@ -18,10 +18,12 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 
-from megatron_mtraining.attention import sparse_attention
+from megatron_mtraining.attention import attend
+from megatron_mtraining.cp_group import cp_group_of
 from megatron_mtraining.layout import token_positions
 from megatron_mtraining.pattern import build_index, choose_index
-from megatron_mtraining.ring import KeysAndValues, Ring, ring_attention, ring_of
+from megatron_mtraining.ring import Ring, ring_of
+from megatron_mtraining.ring.attention import KeysAndValues, ring_attention
 
 from ..lib import workloads
 from ..lib.workloads import BLOCK
@@ -89,8 +91,8 @@ def both_ways_of(attention: Callable, operands) -> Callable:
 
 
 def make_ring(group: dist.ProcessGroup, inner: int) -> Ring:
-    """The ring over a group, in nodes of ``inner`` ranks; 0 is the default for so many ranks."""
-    return ring_of(group, inner or None)
+    """The ring over a group, in inner groups of ``inner`` ranks; 0 is the default for so many ranks."""
+    return ring_of(cp_group_of(group, inner or None))
 
 
 class _AtHand:
@@ -116,7 +118,7 @@ class SilentRing(Ring):
     def gather(self, tensor, after=None):
         # Numbers as real as the others': with zeros, or what is none, a GPU draws less power and runs faster.
         if self.filled is None or self.filled.shape != tensor.shape:
-            own = tensor[self.number] if after is None else self.sent
+            own = tensor[self.cp.inner_rank] if after is None else self.sent
             self.filled = own.expand(tensor.shape).contiguous()
         return _AtHand(self.filled)
 
@@ -147,27 +149,25 @@ def sparse_runs(case: Case, setting: Setting, operands, ring: Ring, inner: int):
     """Functions by what is to be timed, one to be traced, and the pattern's index."""
     query, key, value, _ = operands
     config = case.config()
-    given = None if config else draw_given(case, setting, ring.inner)
+    given = None if config else draw_given(case, setting, ring.cp.inner)
 
     def chosen():
-        return choose_index(query, key, config, ring, setting.scale)
+        return choose_index(query, key, config, ring.cp, setting.scale)
 
     def over(ring):
         def run(*tensors):
             # As a model's layer: keys are on their way while the pattern is chosen, columns travel once.
             keys = KeysAndValues(*tensors[1:], ring)
             index = given or choose_index(
-                *tensors[:2], config, ring, setting.scale,
-                gather=lambda index: keys.columns(index).wait()[0],
+                *tensors[:2], config, ring.cp, setting.scale,
+                gather=keys.gather_column_keys,
             )  # fmt: skip
             return ring_attention(*tensors, index, ring, setting.scale, keys=keys)[0]
 
         return run
 
     def layer(*tensors):  # what a model calls, over the same ring
-        return sparse_attention(
-            *tensors, config=config, cp_group=setting.group, cp_inner=inner or None
-        )[0]
+        return attend(*tensors, config=config, cp_group=setting.group, cp_inner=inner or None)[0]
 
     whole = layer if config else over(ring)
     # One ring for both runs: what it hands back is kept, and is as large as a node's keys.

@@ -54,7 +54,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_mtraining.ring import Ring, shut_down
+from megatron_mtraining.cp_group import shut_down
+from megatron_mtraining.ring import Ring
 
 from ..lib import record
 from ..lib.workloads import BLOCK
@@ -132,10 +133,10 @@ def run_case(case: Case, setting: Setting, rings: dict, options, common: dict):
     runs, traced, indices = {}, {}, {}
     with ExitStack() as stack:
         for inner, ring in rings.items() if "mtraining" in options.impl else ():
-            levels = 1 < ring.inner < ring.world
-            impl = ("mtraining_hier" if levels else "mtraining_flat", ring.inner)
+            levels = 1 < ring.cp.inner < ring.cp.world
+            impl = ("mtraining_hier" if levels else "mtraining_flat", ring.cp.inner)
             runs[impl], traced[impl], indices[impl] = sparse_runs(
-                case, setting, operands_in(ring.inner), ring, inner
+                case, setting, operands_in(ring.cp.inner), ring, inner
             )
         for name in DENSE:
             if name in options.impl:
@@ -151,12 +152,12 @@ def run_case(case: Case, setting: Setting, rings: dict, options, common: dict):
         ahead = {impl: queued(runs[impl], times[impl], setting) for impl in traced}
     layers, drawn = {}, {}
     for impl, run in traced.items():
-        ring = next(ring for ring in rings.values() if ring.inner == impl[1])
-        spans = watch(run, ring, operands_in(ring.inner), setting)
+        ring = next(ring for ring in rings.values() if ring.cp.inner == impl[1])
+        spans = watch(run, ring, operands_in(ring.cp.inner), setting)
         if spans is not None:
             layers[impl] = spans
             if options.timeline:
-                drawn[impl] = watch(run, ring, operands_in(ring.inner), setting, profiled=True)
+                drawn[impl] = watch(run, ring, operands_in(ring.cp.inner), setting, profiled=True)
     rows = []
     for impl, ms in times.items():
         ours = indices.get(impl)

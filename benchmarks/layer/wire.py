@@ -21,9 +21,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_mtraining.cp_group import CPGroup, shut_down
 from megatron_mtraining.layout import positions_at
 from megatron_mtraining.pattern import build_index
-from megatron_mtraining.ring import Ring, ring_attention, shut_down
+from megatron_mtraining.ring import Ring
+from megatron_mtraining.ring.attention import ring_attention
 
 from ..lib import record
 from ..lib.workloads import BLOCK
@@ -60,22 +62,21 @@ def dense_gradients(operands, index, device: str):
     return dk, dv
 
 
-def error_over(ring: Ring, operands, pattern, truth, bf16_gradients: bool, device: str) -> float:
-    """The larger error of this ring's gradients of keys and of values, over all ranks."""
+def error_over(cp: CPGroup, operands, pattern, truth, bf16_gradients: bool, device: str) -> float:
+    """The larger error of a ring's gradients of keys and of values, over all ranks."""
     seq = len(operands[0])
-    index = build_index(*(t.to(device) for t in pattern), seq, BLOCK, ring.world, ring.inner)
-    here = positions_at(torch.arange(seq // ring.world), ring.rank, ring.world, BLOCK, ring.inner)
+    index = build_index(*(t.to(device) for t in pattern), seq, BLOCK, cp.world, cp.inner)
+    here = positions_at(torch.arange(seq // cp.world), cp.rank, cp.world, BLOCK, cp.inner)
     parts = [tensor[here].to(device) for tensor in operands]
     leaves = [part.requires_grad_() for part in parts[:3]]
-    out, _ = ring_attention(*leaves, index, ring, SCALE, bf16_gradients=bf16_gradients)
+    out, _ = ring_attention(*leaves, index, Ring(cp), SCALE, bf16_gradients=bf16_gradients)
     out.backward(parts[3])
     sums = []
     for leaf, right in zip(leaves[1:], truth):
         right = right[here.to(device)]
         sums += [(leaf.grad.double() - right).square().sum(), right.square().sum()]
     sums = torch.stack(sums)
-    if ring.group is not None:
-        dist.all_reduce(sums, group=ring.group)
+    cp.all_reduce(sums)
     return max((sums[0] / sums[1]).sqrt().item(), (sums[2] / sums[3]).sqrt().item())
 
 
@@ -115,14 +116,13 @@ def main() -> None:
         truth = dense_gradients(operands, whole, device)
         rows = []
         for inner in dict.fromkeys(options.inner):
-            ring = Ring(dist.group.WORLD, inner or None)
+            cp = CPGroup(dist.group.WORLD, inner or None)
             float32, bf16 = (
-                error_over(ring, operands, pattern, truth, choice, device)
-                for choice in (False, True)
+                error_over(cp, operands, pattern, truth, choice, device) for choice in (False, True)
             )
             rows.append(
                 dict(
-                    world=ring.world, inner=ring.inner, seq=options.seq,
+                    world=cp.world, inner=cp.inner, seq=options.seq,
                     dtype=str(operands[0].dtype).removeprefix("torch."),
                     density=round(whole.density().mean().item(), 4),
                     error_float32=float(f"{float32:.4g}"), error_bf16=float(f"{bf16:.4g}"),

@@ -39,9 +39,9 @@ from torch import Tensor
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import attend
 from megatron_mtraining.config import head_policies, settings_of_run
+from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.models.tokenizer import open_tokenizer
 from megatron_mtraining.pattern import Steering, choose_index
-from megatron_mtraining.ring import Ring
 
 from ..lib import record
 
@@ -180,7 +180,7 @@ def coverage_at(
         middle = (low + high) / 2
         config = base.with_policy(replace(base.policy, coverage=middle))
         found = [
-            choose_index(query, key, config, Ring(None), scale).density().mean()
+            choose_index(query, key, config, CPGroup(None), scale).density().mean()
             for query, key, scale in layers
         ]
         if torch.stack(found).mean().item() < density:
@@ -360,7 +360,7 @@ def main(words: list[str] | None = None) -> None:
             if density is None:
                 at = MTrainingConfig.from_options(block_size=options.block_size)
                 found = [
-                    choose_index(q, k, at, Ring(None), s).density().mean() for q, k, s in layers
+                    choose_index(q, k, at, CPGroup(None), s).density().mean() for q, k, s in layers
                 ]
                 density = torch.stack(found).mean().item()
             coverage = coverage_at(density, layers, config)

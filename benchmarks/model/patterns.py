@@ -47,13 +47,13 @@ import torch
 from torch import Tensor
 
 from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.models.environment import default_dtype
 from megatron_mtraining.models.open import open_model
 from megatron_mtraining.models.text import tokens_for
 from megatron_mtraining.models.types import LayerInput, ModelOptions
 from megatron_mtraining.pattern import choose_block_lists, choose_index
 from megatron_mtraining.requirements import require
-from megatron_mtraining.ring import Ring
 from megatron_mtraining.tools.inspect.measure import (
     BlockSparsePattern,
     LayerPattern,
@@ -143,13 +143,13 @@ def cases_for(seq: int, oracle_rows: int, samples: Sequence[tuple[int, int]] = (
 
 def choose(case: Case, given: LayerInput, rows: Tensor) -> LayerPattern:
     """The pattern of a layer at one setting."""
-    ring = Ring(None)
+    cp = CPGroup(None)
     if isinstance(case.how, MTrainingConfig):
         return VerticalSlashPattern(
-            choose_index(given.query, given.key, case.how, ring, given.softmax_scale)
+            choose_index(given.query, given.key, case.how, cp, given.softmax_scale)
         )
     blocks = choose_block_lists(
-        given.query, given.key, ring, given.softmax_scale, block_size=BLOCK, **case.how
+        given.query, given.key, cp, given.softmax_scale, block_size=BLOCK, **case.how
     )
     return BlockSparsePattern(blocks, rows, BLOCK)
 

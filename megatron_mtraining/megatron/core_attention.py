@@ -11,15 +11,16 @@ from torch import Tensor
 
 from ..attention import attend
 from ..config import ConfigError, Policy, head_policies
+from ..cp_group import CPGroup, cp_group_of
 from ..kernels.attention.operands import DTYPES
 from ..kernels.limits import HEAD_DIMS
 from ..pattern import steering_of
-from ..ring import Ring, advise_on_hosts, check_hosts, ring_of
 from . import recompute
 from .arguments import run_steering, settings
 from .backend import is_active, training_arguments
 from .checks import check_settings, ranks_a_node, show
 from .density import DensityMeter
+from .hosts import advise_on_hosts, check_hosts
 from .packed_documents import documents_for_layer
 
 
@@ -88,7 +89,7 @@ class MTrainingAttention(MegatronModule):
         gathered = self.mtraining.gathered_ranks
         self.cp_inner = ranks_a_node(config, size, gathered, command_line=False)
         sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
-        _check_nodes(ring_of(self.cp_group, self.cp_inner), sizes, place)
+        _check_hosts(cp_group_of(self.cp_group, self.cp_inner), sizes, place)
         self.steering = self._steering(place)
         self.first_head = 0
         self.head_policies = self._own_policies(pg_collection, place)
@@ -130,9 +131,9 @@ class MTrainingAttention(MegatronModule):
         if attn_mask_type is not None:
             _check_mask_type(attn_mask_type, place)
         _check_tensors(query, key, value, place)
-        carried = recompute.take(self, query)
+        first_pass = recompute.take(self, query)
         dense = self.training and self.steering.dense
-        attended = attend(
+        result = attend(
             query,
             key,
             value,
@@ -140,14 +141,14 @@ class MTrainingAttention(MegatronModule):
             cp_group=self.cp_group,
             cp_inner=self.cp_inner,
             softmax_scale=self.softmax_scale,
-            attended=carried,
             documents=documents,
-            **({} if dense or carried else self._of_this_step(query)),
+            first_pass=first_pass,
+            **({} if dense or first_pass else self._of_this_step(query)),
         )
-        recompute.keep(self, attended)
-        if self.training and carried is None:
-            self._count(attended.index)
-        return attended.out.flatten(2)
+        recompute.keep(self, result)
+        if self.training and first_pass is None:
+            self._count(result.index)
+        return result.out.flatten(2)
 
     def _steering(self, place: str):
         """The run's, which all layers on all ranks share."""
@@ -204,10 +205,10 @@ class MTrainingAttention(MegatronModule):
         self.steering.observe(recall, self.layer_number - 1, self.first_head)
 
 
-def _check_nodes(ring: Ring, sizes, place: str) -> None:
-    """Sizes that are given mean hosts; other nodes may span them."""
+def _check_hosts(cp: CPGroup, sizes, place: str) -> None:
+    """Sizes that are given mean hosts; other inner groups may span them."""
     try:
-        check_hosts(ring) if sizes else advise_on_hosts(ring)
+        check_hosts(cp) if sizes else advise_on_hosts(cp)
     except ValueError as error:
         given = f", with --hierarchical-context-parallel-sizes {show(sizes)}" if sizes else ""
         raise ConfigError(f"the {place} has no ring{given}: {error}") from None

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..config import option
 
 if TYPE_CHECKING:  # registering needs no kernels
-    from ..attention import Attended
+    from ..attention import AttentionResult
 
 _carrying = False
 """Whether an attention was built in this process."""
@@ -37,7 +37,7 @@ class Carries(Enum):
 
 class _Kept(NamedTuple):
     attention: torch.nn.Module
-    attended: Attended
+    result: AttentionResult
     shape: str
 
 
@@ -80,15 +80,15 @@ def enable(attention: torch.nn.Module) -> Carries:
     return Carries.PATTERN if again else Carries.RESULT
 
 
-def keep(attention: torch.nn.Module, attended: Attended) -> None:
+def keep(attention: torch.nn.Module, result: AttentionResult) -> None:
     """Keep a result for the replay, in the first pass of a checkpointed call; else nothing."""
     sink = _current.get().sink
     if sink is None:
         return
-    out, lse = attended.out.detach(), attended.lse.detach()
-    kept = attended._replace(out=out, lse=lse)
+    out, lse = result.out.detach(), result.lse.detach()
+    kept = result._replace(out=out, lse=lse)
     if attention.carries is Carries.PATTERN:
-        kept = attended._replace(out=None, lse=None)
+        kept = result._replace(out=None, lse=None)
     sink.append(_Kept(attention, kept, _shape(out)))
 
 
@@ -96,7 +96,7 @@ def _shape(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
 
 
-def take(attention: torch.nn.Module, query: Tensor) -> Attended | None:
+def take(attention: torch.nn.Module, query: Tensor) -> AttentionResult | None:
     """What the first pass has found for this call of ``attention``, of which out and log-sum-exp are None if
     they are to be computed again; None if this is no replay.
 
@@ -114,7 +114,7 @@ def take(attention: torch.nn.Module, query: Tensor) -> Attended | None:
         return None
     wrong = _what_is_wrong(attention, source, query)
     if wrong is None:
-        return source.popleft().attended
+        return source.popleft().result
     if attention.carries is Carries.PATTERN:  # it can do without
         source.clear()
         return None
@@ -132,7 +132,7 @@ def _what_is_wrong(attention, source: deque[_Kept], query: Tensor) -> str | None
             f"attention of layer {layer} is run in the replay where the first pass ran that of layer "
             f"{kept.attention.layer_number}"
         )
-    out, first, now = kept.attended.out, kept.shape, _shape(query)
+    out, first, now = kept.result.out, kept.shape, _shape(query)
     if first != now:
         return f"attention of layer {layer} has queries {now} in the replay, but {first} in the first pass"
     if out is not None and out.untyped_storage().nbytes() == 0:

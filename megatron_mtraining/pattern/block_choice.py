@@ -17,6 +17,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..cp_group import CPGroup
 from ..documents import Documents
 from ..kernels.attention.operands import unit_stride
 from ..kernels.selection import antidiagonal_lse, top_blocks
@@ -31,7 +32,7 @@ GPU at 512K tokens, where a row has 4096."""
 def choose_block_lists(
     query: Tensor,
     key: Tensor,
-    ring,
+    cp: CPGroup,
     softmax_scale: float,
     *,
     source: str = "xattention",
@@ -48,7 +49,7 @@ def choose_block_lists(
     Args:
         query ``[s, b, h, d]``, key ``[s, b, hk, d]``: this rank's parts, block-striped; detached here. On one
             rank the last block may be partial.
-        ring: the context-parallel ranks.
+        cp: the context-parallel group.
         source: "moba" or "xattention".
         stride: xattention: tokens a row of scores; divides the block size.
         threshold: xattention: the share of a query block's attention to keep, above 0, at most 1.
@@ -79,21 +80,21 @@ def choose_block_lists(
     query, key = unit_stride(query.detach(), key.detach())
     length = query.shape[0]
     missing = -length % block_size
-    if missing and ring.world > 1:
+    if missing and cp.world > 1:
         raise ValueError(f"{length} tokens a rank are not a multiple of blocks of {block_size}")
     if missing:
         query, key = (torch.nn.functional.pad(t, (0, 0) * 3 + (0, missing)) for t in (query, key))
     apart = None
     if documents is not None:
-        first = documents.on(ring.rank, ring.world, ring.inner, block_size).kv_block_bounds[:, 0]
-        every = torch.arange(first.shape[1] * ring.world, device=query.device)
+        first = documents.on(cp.rank, cp.world, cp.inner, block_size).kv_block_bounds[:, 0]
+        every = torch.arange(first.shape[1] * cp.world, device=query.device)
         apart = every < first[:, None, :, None]  # [b, 1, nb, NB]
     if source == "moba":
         rest = block_size, top_k, window_blocks, sink_blocks
-        blocks = _pooled(query, key, length, ring, apart, *rest)
+        blocks = _pooled(query, key, length, cp, apart, *rest)
     else:
         rest = softmax_scale, stride, threshold, block_size, window_blocks, sink_blocks
-        blocks = _antidiagonal(query, key, length, ring, apart, *rest)
+        blocks = _antidiagonal(query, key, length, cp, apart, *rest)
     return blocks if apart is None else blocks.masked_fill_(apart, 0)
 
 
@@ -105,12 +106,12 @@ def _integers(tensor: Tensor, over, bits: int) -> Tensor:
     return (tensor * (bits - exponent.clamp(min=-900)).double().exp2()).round()
 
 
-def _pooled(query, key, length, ring, apart, block_size, top_k, window, sink) -> Tensor:
+def _pooled(query, key, length, cp: CPGroup, apart, block_size, top_k, window, sink) -> Tensor:
     """Means in float64, rounded to integers whose products add up exactly: so the scores, of which a float32
     is kept, are the same bits in whatever order they are summed."""
     nb, (_, batch, heads, dim) = query.shape[0] // block_size, query.shape
-    num_blocks, world = nb * ring.world, ring.world
-    own, layout = torch.arange(nb, device=query.device), (ring.rank, world, ring.inner)
+    num_blocks, world = nb * cp.world, cp.world
+    own, layout = torch.arange(nb, device=query.device), (cp.rank, world, cp.inner)
 
     def means(tensor):
         tokens = tensor.unflatten(0, (nb, block_size))
@@ -118,8 +119,8 @@ def _pooled(query, key, length, ring, apart, block_size, top_k, window, sink) ->
         return (tokens.sum(1, dtype=torch.float64) / count[:, None, None, None]).permute(1, 2, 0, 3)
 
     keys = torch.empty(batch, key.shape[2], num_blocks, dim, dtype=torch.float64, device=key.device)
-    for rank, part in enumerate(ring.all_gather(means(key))):
-        keys[:, :, block_at(own, rank, world, ring.inner)] = part
+    for rank, part in enumerate(cp.all_gather(means(key))):
+        keys[:, :, block_at(own, rank, world, cp.inner)] = part
     bits = (52 - dim.bit_length()) // 2
     keys = _integers(keys, (-1, -2), bits).transpose(-1, -2)
     queries = _integers(means(query), -1, bits).unflatten(1, (key.shape[2], -1))
@@ -140,21 +141,31 @@ def _pooled(query, key, length, ring, apart, block_size, top_k, window, sink) ->
 
 
 def _antidiagonal(
-    query, key, length, ring, apart, softmax_scale, stride, threshold, block_size, window, sink
+    query,
+    key,
+    length,
+    cp: CPGroup,
+    apart,
+    softmax_scale,
+    stride,
+    threshold,
+    block_size,
+    window,
+    sink,
 ) -> Tensor:
     """Keys of all ranks are gathered for one KV head at a time."""
     nb, (_, batch, heads, _) = query.shape[0] // block_size, query.shape
-    kv_heads, num_blocks = key.shape[2], nb * ring.world
+    kv_heads, num_blocks = key.shape[2], nb * cp.world
     group = heads // kv_heads
     blocks = torch.empty(batch, heads, nb, num_blocks, dtype=torch.uint8, device=query.device)
     squares, wanted = block_size // stride, math.ceil(threshold * 2**30)
     for kv in range(kv_heads):
-        keys = ring.all_gather(key[:, :, kv : kv + 1])
+        keys = cp.all_gather(key[:, :, kv : kv + 1])
         its = slice(kv * group, (kv + 1) * group)
         for first, count in _chunks(nb, batch * group * squares * num_blocks):
             rows = query[first * block_size : (first + count) * block_size, :, its]
             parts, lse = antidiagonal_lse(
-                rows, keys, stride, block_size, first, ring.rank, ring.inner, softmax_scale
+                rows, keys, stride, block_size, first, cp.rank, cp.inner, softmax_scale
             )
             if apart is not None:
                 own = apart[:, :, first : first + count].repeat_interleave(squares, 2)
@@ -164,7 +175,7 @@ def _antidiagonal(
             mass[:, :, -(-length // stride) - first * squares :] = 0  # past the end of the sequence
             mass = mass.unflatten(2, (count, squares)).sum(3)
             blocks[:, its, first : first + count] = top_blocks(
-                mass.int(), True, wanted, first, window, sink, ring.rank, ring.world, ring.inner
+                mass.int(), True, wanted, first, window, sink, cp.rank, cp.world, cp.inner
             )
     return blocks
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..config import BlockListPolicy, MobaPolicy, MTrainingConfig
+from ..cp_group import CPGroup
 from ..layout import block_at, owner_of
 from .block_choice import choose_block_lists
 from .estimate import SampledRows
@@ -18,7 +19,7 @@ def choose_blocks(
     policy: BlockListPolicy,
     config: MTrainingConfig,
     near: int,
-    ring,
+    cp: CPGroup,
     softmax_scale: float,
     documents=None,
 ) -> Tensor:
@@ -34,13 +35,15 @@ def choose_blocks(
     else:
         options.update(stride=policy.stride, threshold=policy.threshold)
     return choose_block_lists(
-        query, key, ring, softmax_scale, **options,
+        query, key, cp, softmax_scale, **options,
         block_size=config.block_size, window_blocks=near - 1,
         sink_blocks=-(-config.sink // config.block_size), documents=documents,
     )  # fmt: skip
 
 
-def recall_of_blocks(sample: SampledRows, key: Tensor, lse: Tensor, blocks: Tensor, ring) -> Tensor:
+def recall_of_blocks(
+    sample: SampledRows, key: Tensor, lse: Tensor, blocks: Tensor, cp: CPGroup
+) -> Tensor:
     """The share of held-out rows' attention in the key blocks that their own blocks see: float32 ``[b, h]``.
 
     Every rank scores the rows against its keys, one head at a time: one pass, which takes memory for rows x
@@ -58,7 +61,7 @@ def recall_of_blocks(sample: SampledRows, key: Tensor, lse: Tensor, blocks: Tens
     rows = sample.rows.long()[held]
     owner, local = owner_of(rows // size, world, sample.inner)
     seen = blocks.index_select(2, torch.where(owner == sample.rank, local, 0))
-    seen = ring.all_reduce(seen * (owner == sample.rank)[:, None].to(torch.uint8))
+    seen = cp.all_reduce(seen * (owner == sample.rank)[:, None].to(torch.uint8))
     own = block_at(
         torch.arange(-(-len(key) // size), device=key.device), sample.rank, world, sample.inner
     )
@@ -76,4 +79,4 @@ def recall_of_blocks(sample: SampledRows, key: Tensor, lse: Tensor, blocks: Tens
             p = p.masked_fill_(future[b % len(future)], 0).nan_to_num_(nan=0.0).clamp_(max=1)
             p = torch.nn.functional.pad(p, (0, missing)).unflatten(-1, (-1, size)).sum(-1)
             kept[b, h] = (p * seen[b, h][:, own]).sum() / len(rows)
-    return ring.all_reduce(kept)
+    return cp.all_reduce(kept)

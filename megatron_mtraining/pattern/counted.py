@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..cp_group import CPGroup
 from ..kernels.selection import diagonal_masses, merge_topk, select_topk
 from .estimate import SampledRows
 
@@ -17,7 +18,9 @@ SINK = 2**31 - 1
 """What stands for the mass of a sink."""
 
 
-def best_columns(values: Tensor, count: int, sample: SampledRows, ring) -> tuple[Tensor, Tensor]:
+def best_columns(
+    values: Tensor, count: int, sample: SampledRows, cp: CPGroup
+) -> tuple[Tensor, Tensor]:
     """The ``count`` columns with the largest values over all ranks: int32 ``[2, b, h, count]``, values and
     positions (0 and N where none is left); and the cut they were taken at
     (see ``kernels.selection.select_topk``).
@@ -30,27 +33,27 @@ def best_columns(values: Tensor, count: int, sample: SampledRows, ring) -> tuple
     count = min(count, sample.seq_length)
     offer, cut = select_topk(
         values, min(count, values.shape[-1]), sample.seq_length,
-        ring.rank, ring.world, ring.inner, sample.block_size,
+        cp.rank, cp.world, cp.inner, sample.block_size,
     )  # fmt: skip
-    if ring.world > 1:
-        offer, cut = merge_topk(ring.all_gather(offer), count, sample.seq_length)
+    if cp.world > 1:
+        offer, cut = merge_topk(cp.all_gather(offer), count, sample.seq_length)
     return offer, cut
 
 
-def best_diagonals(mass: Tensor, count: int, seq_length: int, ring) -> Tensor:
+def best_diagonals(mass: Tensor, count: int, seq_length: int, cp: CPGroup) -> Tensor:
     """The ``count`` token diagonals with the most mass over all ranks: int32 ``[2, b, h, count]``, masses and
     distances (0 and N where none is left).
 
     Each rank sums a stretch of the distances over all ranks, and offers its best.
     """
-    mass = ring.reduce_scatter(mass)
+    mass = cp.reduce_scatter(mass)
     length = mass.shape[-1]
     # With blocks as long as a stretch, positions in the layout of one node are distances.
     offer, _ = select_topk(
-        mass, min(count, length), seq_length, ring.rank, ring.world, ring.world, length
+        mass, min(count, length), seq_length, cp.rank, cp.world, cp.world, length
     )
-    if ring.world > 1:
-        offer, _ = merge_topk(ring.all_gather(offer), min(count, seq_length), seq_length)
+    if cp.world > 1:
+        offer, _ = merge_topk(cp.all_gather(offer), min(count, seq_length), seq_length)
     return offer
 
 
@@ -80,7 +83,7 @@ def _cut(taken: Tensor, value: Tensor, position: Tensor) -> Tensor:
 
 
 def choose_fixed(
-    sample: SampledRows, key, lse, values, policies, sink: int, ring
+    sample: SampledRows, key, lse, values, policies, sink: int, cp: CPGroup
 ) -> tuple[Tensor, Tensor]:
     """Columns and token diagonals as many as ``vertical`` and ``slash`` say: int32 ``[b, h, C]`` and ``[b, h,
     K]``; N for none. Diagonals have mass outside of the columns, and columns outside of the window.
@@ -92,7 +95,7 @@ def choose_fixed(
     verticals = [min(max(policy.vertical, sink), seq_length) for policy in policies]
     slashes = [min(policy.slash, seq_length) for policy in policies]
     if max(verticals) > sink:
-        offer, cut = best_columns(values, max(verticals), sample, ring)
+        offer, cut = best_columns(values, max(verticals), sample, cp)
         columns = offer[1]
         if min(verticals) < max(verticals):
             value, position = _in_order(offer)
@@ -106,7 +109,7 @@ def choose_fixed(
     if not max(slashes):
         return columns, columns.new_empty(batch, len(policies), 0)
     mass = diagonal_masses(sample, key, lse, sink, taken)
-    offer = best_diagonals(mass, max(slashes), seq_length, ring)
+    offer = best_diagonals(mass, max(slashes), seq_length, cp)
     diagonals = offer[1]
     if min(slashes) < max(slashes):
         value, position = _in_order(offer)
@@ -115,7 +118,7 @@ def choose_fixed(
 
 
 def choose_coverage(
-    sample: SampledRows, key, lse, values, policies, sink: int, ring
+    sample: SampledRows, key, lse, values, policies, sink: int, cp: CPGroup
 ) -> tuple[Tensor, Tensor]:
     """As few columns as hold the share ``coverage`` of attention beyond the window and sinks, and as few
     token diagonals, each by themselves, within caps: as :func:`choose_fixed` gives them.
@@ -131,13 +134,13 @@ def choose_coverage(
         count = count.clamp(min=least).minimum(torch.tensor(caps, device=device)[:, None])
         return torch.where(_up_to(count, value), position, seq_length).int()
 
-    whole = ring.all_reduce(_weight(values).sum(-1))
-    offer, _ = best_columns(values, max(each.vertical_cap for each in policies), sample, ring)
+    whole = cp.all_reduce(_weight(values).sum(-1))
+    offer, _ = best_columns(values, max(each.vertical_cap for each in policies), sample, cp)
     columns = taken(offer, whole, "vertical", sink)
     mass = diagonal_masses(sample, key, lse, sink, None)
-    whole = ring.all_reduce(mass.sum(-1, dtype=torch.float64))
+    whole = cp.all_reduce(mass.sum(-1, dtype=torch.float64))
     most = max(max(each.slash_cap for each in policies), 1)
-    return columns, taken(best_diagonals(mass, most, seq_length, ring), whole, "slash", 0)
+    return columns, taken(best_diagonals(mass, most, seq_length, cp), whole, "slash", 0)
 
 
 def _weight(bits: Tensor) -> Tensor:

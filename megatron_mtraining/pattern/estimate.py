@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..config import LastRowsSampling, Sampling
+from ..cp_group import CPGroup
 from ..documents import Costs, Documents
 from ..kernels.selection import merge_lse, partial_lse
 from ..layout import locate
@@ -102,7 +103,7 @@ def _rows_here(seq_length, sampling, rank, world, inner, block_size, device):
 def draw_sample(
     query: Tensor,
     config,
-    ring,
+    cp: CPGroup,
     window_blocks: int,
     softmax_scale: float,
     documents: Documents | None = None,
@@ -114,20 +115,20 @@ def draw_sample(
         window_blocks: see :class:`SampledRows`.
     """
     block, sampling = config.block_size, config.sampling
-    seq_length = query.shape[0] * ring.world
+    seq_length = query.shape[0] * cp.world
     row, local, elsewhere = _rows_here(
         seq_length,
         sampling,
-        ring.rank,
-        ring.world,
-        ring.inner,
+        cp.rank,
+        cp.world,
+        cp.inner,
         block,
         query.device,
     )
     sampled = query.index_select(0, local)
-    if ring.world > 1:
+    if cp.world > 1:
         # One rank has each row, so the sum is exact in any dtype.
-        sampled = ring.all_reduce(sampled.masked_fill_(elsewhere, 0))
+        sampled = cp.all_reduce(sampled.masked_fill_(elsewhere, 0))
     if isinstance(sampling, LastRowsSampling):  # each row is a stratum of its own
         kind = dict(
             rows_per_stratum=1, num_selection_rows=1, drop_max_stratum=False, stratified=False
@@ -144,11 +145,11 @@ def draw_sample(
         kind.update(costs=documents.costs(block) if kind["stratified"] else None)
     return SampledRows(
         sampled, row, **kind, window_blocks=window_blocks, seq_length=seq_length,
-        rank=ring.rank, world=ring.world, inner=ring.inner, block_size=block, softmax_scale=softmax_scale,
+        rank=cp.rank, world=cp.world, inner=cp.inner, block_size=block, softmax_scale=softmax_scale,
     )  # fmt: skip
 
 
-def sample_lse(sample: SampledRows, key: Tensor, ring) -> Tensor:
+def sample_lse(sample: SampledRows, key: Tensor, cp: CPGroup) -> Tensor:
     """Log-sum-exp of the rows' scores over the keys of all ranks: float32 ``[b, h, R]``, in one small
     collective. ``key`` ``[s, b, hk, d]`` is this rank's part."""
-    return merge_lse(ring.all_gather(partial_lse(sample, key)).flatten(0, 1))
+    return merge_lse(cp.all_gather(partial_lse(sample, key)).flatten(0, 1))

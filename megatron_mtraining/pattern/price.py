@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..cp_group import CPGroup
 from ..kernels.attention import gather_columns
 from ..kernels.common.fixed_point import fixed_point_one
 from ..kernels.selection import (
@@ -68,7 +69,7 @@ def units(sample: SampledRows) -> tuple[float, float]:
 
 
 def choose_by_price(
-    sample: SampledRows, key: Tensor, lse: Tensor, policies, sink: int, ring, price: Tensor
+    sample: SampledRows, key: Tensor, lse: Tensor, policies, sink: int, cp: CPGroup, price: Tensor
 ) -> Chosen:
     """Distances and columns of each head at its price.
 
@@ -81,9 +82,9 @@ def choose_by_price(
     """
     cap = min(max(policy.vertical_cap for policy in policies), sample.seq_length)
     values, masses = attention_masses(sample, key, lse, sink, divide_by_cost=sample.stratified)
-    masses = ring.all_reduce(masses)
-    (values, positions), _ = best_columns(values, cap, sample, ring)
-    keys = ring.all_reduce(gather_columns(key, None, listed(positions, sample), ring.rank))[0]
+    masses = cp.all_reduce(masses)
+    (values, positions), _ = best_columns(values, cap, sample, cp)
+    keys = cp.all_reduce(gather_columns(key, None, listed(positions, sample), cp.rank))[0]
     pair, column = units(sample)
     one, num_blocks = fixed_point_one(len(sample.rows)), masses.shape[-1]
     least = USUAL * column * (1 if sample.stratified else num_blocks)

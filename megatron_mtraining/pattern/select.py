@@ -20,6 +20,7 @@ from ..config import (
     Policy,
     PricePolicy,
 )
+from ..cp_group import CPGroup
 from ..documents import Documents
 from ..kernels.attention import gather_columns
 from ..kernels.selection import attention_masses, column_masses
@@ -36,7 +37,7 @@ def choose_index(
     query: Tensor,
     key: Tensor,
     config,
-    ring,
+    cp: CPGroup,
     softmax_scale: float,
     *,
     head_policies: Sequence[Policy] | None = None,
@@ -70,28 +71,28 @@ def choose_index(
     """
     query, key = query.detach(), key.detach()
     length, batch, num_heads, _ = query.shape
-    block, world = config.block_size, ring.world
+    block, world = config.block_size, cp.world
     seq_length = length * world
     check_choice(seq_length, config, world)
     policies = _effective_policies(
         config, head_policies or (config.policy,) * num_heads, seq_length
     )
     if all(policy == DENSE for policy in policies):
-        index = full_index(batch, num_heads, seq_length, block, world, ring.inner, query.device)
+        index = full_index(batch, num_heads, seq_length, block, world, cp.inner, query.device)
         return replace(index, documents=documents)
     num_blocks = -(-seq_length // block)
     # From the first query of a block, the window's farthest key is a block further than from its last.
     near = min(num_blocks, -(-config.window // block) + 1)
-    sample = draw_sample(query, config, ring, near, softmax_scale, documents)
-    lse = sample_lse(sample, key, ring)
+    sample = draw_sample(query, config, cp, near, softmax_scale, documents)
+    lse = sample_lse(sample, key, cp)
     kinds = dict.fromkeys(type(policy) for policy in policies)
-    layout = (seq_length, block, world, ring.inner)
+    layout = (seq_length, block, world, cp.inner)
     sink = min(config.sink, seq_length)
     if len(kinds) == 1 and kinds.keys() <= {CoveragePolicy, FixedPolicy}:
-        columns, diagonals, masses = _count(sample, key, lse, policies, sink, ring)
+        columns, diagonals, masses = _count(sample, key, lse, policies, sink, cp)
         index = index_of_choice(near, diagonals, columns, *layout)
         keys = gather(index) if gather and columns.shape[-1] else None
-        recall = _recall(sample, key, lse, masses, index, keys, ring)
+        recall = _recall(sample, key, lse, masses, index, keys, cp)
         return replace(index, recall=recall, documents=documents)
     chosen = {}
     for kind in kinds:
@@ -101,17 +102,17 @@ def choose_index(
         alike = _alike(policies, kind)
         if kind is PricePolicy:
             prices = _prices(config, alike, price, key.device)
-            chosen[kind] = choose_by_price(sample, key, lse, alike, sink, ring, prices)
+            chosen[kind] = choose_by_price(sample, key, lse, alike, sink, cp, prices)
         else:
-            columns, diagonals, masses = _count(sample, key, lse, alike, sink, ring)
+            columns, diagonals, masses = _count(sample, key, lse, alike, sink, cp)
             found = index_of_choice(near, diagonals, columns, *layout)
-            recall = _recall(sample, key, lse, masses, found, None, ring)
+            recall = _recall(sample, key, lse, masses, found, None, cp)
             chosen[kind] = Chosen(found.member, columns, recall)
     if not any(issubclass(kind, BlockListPolicy) for kind in kinds):
         distances, columns, recall = _merge(chosen, policies, seq_length)
         index = build_index(distances.view(torch.bool), columns, *layout)
         return replace(index, recall=recall, documents=documents)
-    return _with_blocks(query, key, config, sample, lse, policies, near, chosen, layout, ring)
+    return _with_blocks(query, key, config, sample, lse, policies, near, chosen, layout, cp)
 
 
 def _effective_policies(config, policies: Sequence[Policy], seq_length: int) -> list[Policy]:
@@ -122,7 +123,7 @@ def _effective_policies(config, policies: Sequence[Policy], seq_length: int) -> 
 
 
 def _with_blocks(
-    query, key, config, sample: SampledRows, lse, policies, near, chosen, layout, ring
+    query, key, config, sample: SampledRows, lse, policies, near, chosen, layout, cp: CPGroup
 ):
     """The index of heads some of which, or all, have lists of key blocks."""
     batch, num_heads = query.shape[1:3]
@@ -135,17 +136,17 @@ def _with_blocks(
     )
     distances, columns, recall = _merge({**chosen, None: none}, policies, seq_length)
     blocks = torch.zeros(
-        batch, num_heads, num_blocks // ring.world, num_blocks, dtype=torch.uint8, device=device
+        batch, num_heads, num_blocks // cp.world, num_blocks, dtype=torch.uint8, device=device
     )
     for policy in dict.fromkeys(each for each in policies if isinstance(each, BlockListPolicy)):
         own = torch.tensor([each == policy for each in policies], device=device)
         found = choose_blocks(
-            query, key, policy, config, near, ring, sample.softmax_scale, sample.documents
+            query, key, policy, config, near, cp, sample.softmax_scale, sample.documents
         )
-        kept = recall_of_blocks(sample, key, lse, found, ring)
+        kept = recall_of_blocks(sample, key, lse, found, cp)
         blocks = torch.where(own[:, None, None], found, blocks)
         recall = torch.where(own, kept, recall)
-    index = build_block_index(blocks, distances.bool(), columns, *layout, rank=ring.rank)
+    index = build_block_index(blocks, distances.bool(), columns, *layout, rank=cp.rank)
     return replace(index, recall=recall, documents=sample.documents)
 
 
@@ -184,7 +185,7 @@ def _constant(numbers: tuple[float, ...], device) -> Tensor:
 
 
 def _count(
-    sample: SampledRows, key, lse, policies, sink: int, ring
+    sample: SampledRows, key, lse, policies, sink: int, cp: CPGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Columns, token diagonals, and masses by block distance, of a policy that counts."""
     coverage = isinstance(policies[0], CoveragePolicy)
@@ -194,15 +195,17 @@ def _count(
         sample = replace(sample, window_blocks=near, drop_max_stratum=False)
     values, masses = attention_masses(sample, key, lse, sink, divide_by_cost=False)
     choose = choose_coverage if coverage else choose_fixed
-    return *choose(sample, key, lse, values, policies, sink, ring), ring.all_reduce(masses)
+    return *choose(sample, key, lse, values, policies, sink, cp), cp.all_reduce(masses)
 
 
-def _recall(sample: SampledRows, key, lse, masses, index, keys: Tensor | None, ring) -> Tensor:
+def _recall(
+    sample: SampledRows, key, lse, masses, index, keys: Tensor | None, cp: CPGroup
+) -> Tensor:
     """The share of attention kept by what was chosen by numbers: float32 ``[b, h]``. ``keys`` are of the
     index's columns; None to gather them."""
     columns = index.columns
     if keys is None:
-        keys = ring.all_reduce(gather_columns(key, None, index, ring.rank))[0]
+        keys = cp.all_reduce(gather_columns(key, None, index, cp.rank))[0]
     held = column_masses(sample, keys, columns, lse, index.member)
     return recall_of(sample, masses, index.member, columns, held)
 

@@ -1,19 +1,11 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Ring attention: the schedule (pure), the transport (process groups), the autograd function."""
+"""Ring attention: the schedule (pure data), the transfers, the autograd function.
 
-from .attention import KeysAndValues, ring_attention
+:func:`megatron_mtraining.attention.attend` is the public entry, which validates operands and searches the
+pattern; :func:`.attention.ring_attention` is private to it.
+"""
+
 from .schedule import RingStep, Round, rounds
-from .transport import Ring, advise_on_hosts, check_hosts, ring_of, shut_down
+from .transport import Ring, ring_of
 
-__all__ = [
-    "KeysAndValues",
-    "Ring",
-    "RingStep",
-    "Round",
-    "advise_on_hosts",
-    "check_hosts",
-    "ring_attention",
-    "ring_of",
-    "rounds",
-    "shut_down",
-]
+__all__ = ["Ring", "RingStep", "Round", "ring_of", "rounds"]

@@ -1,11 +1,15 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Ring attention over the context-parallel group, as an autograd function.
 
-A node's keys and values are gathered, node after node; in the backward the gradients of keys and values go
-round in float32. out and the queries' gradient stay, and are accumulated in float32 if there are
-several rounds. The columns that the pattern keeps, of all ranks, are gathered at the start, a few MB,
-and attended in one round of each head; their gradients are summed over ranks while the ring runs, and
-added where the columns live.
+Keys and values are gathered over one inner group after the other; in the backward their gradients move
+round in float32. out and the gradient of the queries stay on their rank, and are accumulated in float32 if
+there are several rounds. The columns that the pattern selects, of all ranks, are gathered at the start, a
+few MB, and attended to in one round of each head; their gradients are summed over ranks while the ring
+runs, and added where the columns live.
+
+Operands are validated by :func:`megatron_mtraining.attention.attend`, the public entry. Sizes in shapes:
+``s`` tokens on a rank, ``b`` batch, ``h`` query heads, ``hk`` key and value heads, ``d`` head dim, ``I``
+ranks of an inner group, ``C`` columns.
 """
 
 from __future__ import annotations
@@ -15,111 +19,123 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..kernels import attention as kernels
-from ..kernels.attention.operands import check_operands, unit_stride
+from ..kernels.attention.operands import unit_stride
 from ..pattern.index import PatternIndex
-from .schedule import Do, Link, backward_ops, forward_ops
+from .schedule import Action, Link, Op, backward_ops, forward_ops
 from .transport import Ring, Transfer
 
 
 class KeysAndValues:
-    """The keys and values at hand, ``[I, s, b, hk, d]``, and those on their way.
+    """Keys and values of this round, ``[I, s, b, hk, d]`` each, and those in flight.
 
-    Made before the pattern is chosen, their transfer hides behind the choice. With the pattern, its
+    Made before the pattern search, so that their transfer hides behind it. With the pattern given, its
     columns are sent first: they are few, and needed first.
     """
 
     @torch.no_grad()
     def __init__(self, key: Tensor, value: Tensor, ring: Ring, index: PatternIndex | None = None):
-        self._ring, self._following = ring, None
+        self._ring, self._next = ring, None
         self._own, self._columns = (key.detach(), value.detach()), None
         if index is not None:
             self.columns(index)
-        if ring.world == 1:
-            self._here, self._coming = (key[None], value[None]), None
+        if ring.cp.world == 1:
+            self._current, self._gathering = (key[None], value[None]), None
             return
-        gathered = key.new_empty(ring.inner, 2, *key.shape)
-        kernels.pack_kv(key, value, gathered[ring.number])
-        if ring.outer > 1:
+        gathered = key.new_empty(ring.cp.inner, 2, *key.shape)
+        kernels.pack_kv(key, value, gathered[ring.cp.inner_rank])
+        if ring.cp.outer > 1:
             self._send(gathered)
-        self._coming = ring.gather(gathered)
+        self._gathering = ring.gather(gathered)
 
     def columns(self, index: PatternIndex) -> Transfer | None:
-        """The columns of all ranks (:func:`~megatron_mtraining.kernels.gather_columns`), on their way; None
-        if there are none. Sent when first asked for: always with the same index."""
+        """The transfer of the columns of all ranks, ``[2, b, h, C, d]``; None if there are none. It starts
+        with the first call: all calls have the same index."""
         if self._columns is None and index.columns.shape[-1]:
             with self._ring.span("columns"):
-                own = kernels.gather_columns(*self._own, index, self._ring.rank)
+                own = kernels.gather_columns(*self._own, index, self._ring.cp.rank)
                 self._columns = self._ring.sum_columns(own)
         return self._columns
 
-    def move(self, op) -> None:
-        if op.do is Do.SEND_VALUES and self._following is None:
-            self.at_hand()  # what is sent on must be there
-            self._send(self._gathered)
-        elif op.do is Do.TAKE_VALUES:
-            # Not sooner: gathers of a node run one after the other, and where all streams have one queue
-            # (CUDA_DEVICE_MAX_CONNECTIONS=1) what waits for another node holds up all that is launched later.
-            following, hop = self._following
-            self._coming, self._following = self._ring.gather(following, after=hop), None
+    def gather_column_keys(self, index: PatternIndex) -> Tensor:
+        """The keys of an index's columns, of all ranks: ``[b, h, C, d]``."""
+        return self.columns(index).wait()[0]
 
-    def at_hand(self) -> tuple[Tensor, Tensor]:
+    def transfer(self, op: Op) -> None:
+        """Do what an operation of the schedule says of keys and values."""
+        if op.action is Action.SEND_KV and self._next is None:
+            self.current()  # what is sent on must have been received
+            self._send(self._gathered)
+        elif op.action is Action.GATHER_KV:
+            # Not sooner: gathers of an inner group run one after the other, and where all streams have one
+            # queue (CUDA_DEVICE_MAX_CONNECTIONS=1) what waits for another group holds up all that is
+            # launched later.
+            following, hop = self._next
+            self._gathering, self._next = self._ring.gather(following, after=hop), None
+
+    def current(self) -> tuple[Tensor, Tensor]:
         """Keys and values of this round; later work of the current stream waits for them."""
-        if self._coming is not None:
+        if self._gathering is not None:
             with self._ring.span("wait"):
-                self._gathered = self._coming.wait()
-            self._coming, self._here = None, self._gathered.unbind(1)
-        return self._here
+                self._gathered = self._gathering.wait()
+            self._gathering, self._current = None, self._gathered.unbind(1)
+        return self._current
 
     def _send(self, gathered: Tensor) -> None:
-        following, number = torch.empty_like(gathered), self._ring.number
-        hop = self._ring.post(gathered[number], Ring.VALUES, Link.OUTER, received=following[number])
-        self._following = following, hop
+        following, own = torch.empty_like(gathered), self._ring.cp.inner_rank
+        hop = self._ring.post(gathered[own], Ring.VALUES, Link.OUTER, received=following[own])
+        self._next = following, hop
 
 
-class _Gradients:
-    """The gradient of keys and values that is moving, what is home, and what is on its way: in ``wire``,
-    or as it is if that is None."""
+class _DkvAccumulator:
+    """The dKV accumulator in flight, ``[2, s, b, hk, d]``, the one put aside, and transfers by link.
 
-    def __init__(self, ring, wire: torch.dtype | None):
-        self.moving = self._home = None
-        self._ring, self._wire, self._coming = ring, wire, {}
+    Args:
+        wire_dtype: what it is sent in; None for its own dtype.
+    """
 
-    def move(self, op) -> None:
-        if op.do is Do.SEND_GRADIENTS:
-            sent = self.moving if self._wire is None else self.moving.to(self._wire)
-            self._coming[op.link] = self._ring.post(sent, Ring.GRADIENTS, op.link)
-            self.moving = None
-        elif op.do is Do.TAKE_GRADIENTS:
-            self.moving = self._take(op.link)
-        elif op.do is Do.ADD_GRADIENTS:
-            self.moving += self._take(op.link)
-        elif op.do is Do.KEEP:
-            self._home, self.moving = self.moving, None
-        elif op.do is Do.RESUME:
-            self._home, self.moving = None, self._home
+    def __init__(self, ring: Ring, wire_dtype: torch.dtype | None):
+        self.value: Tensor | None = None
+        self._stashed: Tensor | None = None
+        self._ring, self._wire_dtype = ring, wire_dtype
+        self._receiving: dict[Link, Transfer] = {}
 
-    def _take(self, link) -> Tensor:
+    def transfer(self, op: Op) -> None:
+        """Do what an operation of the schedule says of the accumulator."""
+        if op.action is Action.SEND_DKV:
+            sent = self.value if self._wire_dtype is None else self.value.to(self._wire_dtype)
+            self._receiving[op.link] = self._ring.post(sent, Ring.GRADIENTS, op.link)
+            self.value = None
+        elif op.action is Action.RECEIVE_DKV:
+            self.value = self._receive(op.link)
+        elif op.action is Action.ADD_DKV:
+            self.value += self._receive(op.link)
+        elif op.action is Action.STASH_DKV:
+            self._stashed, self.value = self.value, None
+        elif op.action is Action.RESTORE_DKV:
+            self._stashed, self.value = None, self._stashed
+
+    def _receive(self, link: Link) -> Tensor:
         with self._ring.span("wait"):
-            received = self._coming.pop(link).wait()
-        return received if self._wire is None else received.float()
+            received = self._receiving.pop(link).wait()
+        return received if self._wire_dtype is None else received.float()
 
 
-def _forward(query, key, value, index, ring, softmax_scale, keys):
+def _forward(query, key, value, index, ring, softmax_scale, keys) -> tuple[Tensor, Tensor]:
     length, batch, heads, _ = query.shape
     lse_dtype = torch.promote_types(query.dtype, torch.float32)
     lse = torch.empty(batch, heads, length, dtype=lse_dtype, device=query.device)
     keys = keys or KeysAndValues(key, value, ring, index)
     out, columns = None, keys.columns(index)
-    for op in forward_ops(ring.rank, ring.inner, ring.outer):
-        keys.move(op)
-        if op.do is Do.ATTEND:
-            at_hand = keys.at_hand()
-            with_columns = columns.wait() if columns else None
+    for op in forward_ops(ring.cp.rank, ring.cp.inner, ring.cp.outer):
+        keys.transfer(op)
+        if op.action is Action.COMPUTE_OUT:
+            current = keys.current()
+            column_kv = columns.wait() if columns else None
             with ring.span("attend", op.round.round_index):
                 out = kernels.forward(
                     query,
-                    *at_hand,
-                    column_kv=with_columns,
+                    *current,
+                    column_kv=column_kv,
                     index=index,
                     round_=op.round,
                     softmax_scale=softmax_scale,
@@ -129,78 +145,79 @@ def _forward(query, key, value, index, ring, softmax_scale, keys):
     return out, lse
 
 
-def _backward(query, key, value, grad_out, out, lse, index, ring, softmax_scale, wire):
-    keys, gradients = KeysAndValues(key, value, ring, index), _Gradients(ring, wire)
+def _backward(query, key, value, grad_out, out, lse, index, ring, softmax_scale, wire_dtype):
+    """The gradients of queries, ``[s, b, h, d]``, and of keys and values, ``[2, s, b, hk, d]``."""
+    keys, dkv = KeysAndValues(key, value, ring, index), _DkvAccumulator(ring, wire_dtype)
     columns = keys.columns(index)
     delta = kernels.delta(out, grad_out)
     rest = dict(grad_out=grad_out, lse=lse, delta=delta, index=index, softmax_scale=softmax_scale)
-    # A carry is read by the round that writes its successor.
-    carry = dq = column_gradients = None
-    several = ring.inner > 1 and ring.outer > 1
-    number = 0
-    for op in backward_ops(ring.rank, ring.inner, ring.outer):
-        keys.move(op)
-        gradients.move(op)
-        if op.do is Do.COLUMNS and columns:
-            column_gradients = _post_column_gradients(query, columns, ring, **rest)
-        elif op.do is Do.QUERY:
-            if op.part[0] == 0:
-                carry, dq = dq, None
-            at_hand = keys.at_hand()
-            with_columns = columns.wait() if columns else None
-            with ring.span("query", number := number + 1):
+    # The accumulator of a round's dQ is read by the kernel that writes the next one's.
+    dq_before = dq = column_grads = None
+    more_to_add = ring.cp.inner > 1 and ring.cp.outer > 1
+    kernel = 0
+    for op in backward_ops(ring.cp.rank, ring.cp.inner, ring.cp.outer):
+        keys.transfer(op)
+        dkv.transfer(op)
+        if op.action is Action.COMPUTE_COLUMN_GRADS and columns:
+            column_grads = _start_column_grads(query, columns, ring, **rest)
+        elif op.action is Action.COMPUTE_DQ:
+            if op.head_part[0] == 0:
+                dq_before, dq = dq, None
+            current = keys.current()
+            column_kv = columns.wait() if columns else None
+            with ring.span("query", kernel := kernel + 1):
                 dq = kernels.backward_query(
                     query,
-                    *at_hand,
+                    *current,
                     **rest,
-                    column_kv=with_columns,
+                    column_kv=column_kv,
                     round_=op.round,
-                    accumulator=carry,
+                    accumulator=dq_before,
                     grad_query=dq,
-                    head_part=op.part,
+                    head_part=op.head_part,
                 )
-        elif op.do is Do.KEY:
-            its = (tensor[op.slot] for tensor in keys.at_hand())
-            with ring.span("key", number := number + 1):
-                gradients.moving = kernels.backward_key(
-                    query, *its, **rest, ring_step=op.step, accumulator=gradients.moving
+        elif op.action is Action.COMPUTE_DKV:
+            source = (tensor[op.slot] for tensor in keys.current())
+            with ring.span("key", kernel := kernel + 1):
+                dkv.value = kernels.backward_key(
+                    query, *source, **rest, ring_step=op.ring_step, accumulator=dkv.value
                 )
-        elif op.do is Do.OWN_KEY:
-            added = column_gradients.wait() if columns else None
-            # More is to be added only where another hop comes home.
-            dtype = torch.float32 if several else key.dtype
-            with ring.span("key", number := number + 1):
-                gradients.moving = kernels.backward_key(
+        elif op.action is Action.COMPUTE_OWN_DKV:
+            added = column_grads.wait() if columns else None
+            # In float32 where another accumulator is to be added.
+            dtype = torch.float32 if more_to_add else key.dtype
+            with ring.span("key", kernel := kernel + 1):
+                dkv.value = kernels.backward_key(
                     query,
                     key,
                     value,
                     **rest,
-                    ring_step=op.step,
-                    accumulator=gradients.moving,
+                    ring_step=op.ring_step,
+                    accumulator=dkv.value,
                     column_gradients=added,
                     dtype=dtype,
                 )
-    return dq, gradients.moving.to(key.dtype)
+    return dq, dkv.value.to(key.dtype)
 
 
-def _post_column_gradients(query, columns, ring, **operands):
+def _start_column_grads(query: Tensor, columns: Transfer, ring: Ring, **operands) -> Transfer:
     column_kv = columns.wait()
     with ring.span("columns"):
-        parts = kernels.backward_columns(query, column_kv=column_kv, rank=ring.rank, **operands)
-        if ring.world > 1 and parts.shape[3] > 1:
+        parts = kernels.backward_columns(query, column_kv=column_kv, rank=ring.cp.rank, **operands)
+        if ring.cp.world > 1 and parts.shape[3] > 1:
             parts = parts.sum(3, keepdim=True)
         return ring.sum_columns(parts)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, index, ring, softmax_scale, attended, wire, keys):
-        if attended is None:
+    def forward(ctx, query, key, value, index, ring, softmax_scale, first_pass, wire_dtype, keys):
+        if first_pass is None:
             out, lse = _forward(query, key, value, index, ring, softmax_scale, keys)
         else:
-            out, lse = (t.detach() for t in attended)
+            out, lse = (tensor.detach() for tensor in first_pass)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.rest = index, ring, softmax_scale, wire
+        ctx.rest = index, ring, softmax_scale, wire_dtype
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -220,56 +237,28 @@ def ring_attention(
     index: PatternIndex,
     ring: Ring,
     softmax_scale: float,
-    attended: tuple[Tensor, Tensor] | None = None,
+    first_pass: tuple[Tensor, Tensor] | None = None,
     bf16_gradients: bool = False,
     keys: KeysAndValues | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sparse causal attention over a block-striped sequence.
+    """Sparse causal attention over a block-striped sequence, for operands that have been validated.
 
     Args:
         query: ``[s, b, h, d]``, this rank's part of the sequence (see :mod:`..layout`).
-        key, value: ``[s, b, hk, d]``; ``h`` a multiple of ``hk``. All of one dtype, any strides.
-        index: the pattern, the same on all ranks; or this rank's block lists of it.
-        ring: the context-parallel ranks.
-        attended: what this function has returned for the same operands and index before, as in a
-            replay under activation recomputation: no forward is run then, and no ring.
-        bf16_gradients: send the gradients of keys and values from rank to rank in bfloat16: half the
-            bytes, and a rounding to 8 bits at each of ``world - 1`` hops.
-        keys: the same key and value, if they are on their way already. Used up.
-
-    Operands of other than unit stride in ``d`` are copied.
+        key, value: ``[s, b, hk, d]``; ``h`` a multiple of ``hk``. All of one dtype, and of unit stride in
+        ``d``. index: the pattern, the same on all ranks; or this rank's block lists of it.
+        ring: transfers over the context-parallel group.
+        first_pass: out and log-sum-exp of the first pass, in a replay under activation recomputation: no
+            forward is run then, and nothing is sent.
+        bf16_gradients: send the gradients of keys and values in bfloat16: half the bytes, and a rounding to 8
+            bits at each of ``W - 1`` hops.
+        keys: the same key and value, if they are in flight already. Used up.
 
     Returns:
         out ``[s, b, h, d]``, in the query's dtype, contiguous; the log-sum-exp of its rows, ``[b, h, s]``,
         float32 (float64 for float64), which has no gradient.
-
-    Raises:
-        ValueError: shapes, dtypes or the index do not fit, before anything is sent.
     """
-    check_operands(query, key, value)
-    if (index.world, index.inner) != (ring.world, ring.inner):
-        raise ValueError(
-            f"the index is for {index.world} ranks in nodes of {index.inner}, but the ring has "
-            f"{ring.world} in nodes of {ring.inner}"
-        )
-    if index.has_block_lists and index.rank != ring.rank:
-        raise ValueError(
-            f"the index has the lists of rank {index.rank}, but this is rank {ring.rank}"
-        )
-    if index.seq_length != query.shape[0] * ring.world:
-        raise ValueError(
-            f"the index is for {index.seq_length} tokens, but {ring.world} ranks with "
-            f"{query.shape[0]} each have {query.shape[0] * ring.world}"
-        )
-    if tuple(index.member.shape[:2]) != tuple(query.shape[1:3]):
-        raise ValueError(
-            f"the index is for {tuple(index.member.shape[:2])} (batch, heads), "
-            f"but the query has {tuple(query.shape[1:3])}"
-        )
-    if index.documents is not None:
-        index.documents.check(query.shape[1], index.seq_length, query.device)
-    if not softmax_scale > 0:
-        raise ValueError(f"softmax_scale is {softmax_scale}: it must be positive")
-    query, key, value = unit_stride(query, key, value)
-    wire = torch.bfloat16 if bf16_gradients else None
-    return _RingAttention.apply(query, key, value, index, ring, softmax_scale, attended, wire, keys)
+    wire_dtype = torch.bfloat16 if bf16_gradients else None
+    return _RingAttention.apply(
+        query, key, value, index, ring, softmax_scale, first_pass, wire_dtype, keys
+    )

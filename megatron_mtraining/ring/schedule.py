@@ -1,56 +1,72 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""What each rank of a ring does, in order, as data: pure functions that need no process.
+"""What each rank does in ring attention, in order, as data: pure functions that need no process.
 
-``W = O x I`` ranks, rank ``x * I + y`` is number ``y`` of node ``x``. In round ``o`` a node attends to the
-keys of the node ``o`` before it. Each of its ranks receives those of one rank, ``(x - o, y)``, over the
-outer ring, sent when the round before starts; then the node's ranks gather them, which is asked for after the
-kernels of the round before. One node is one round: keys are gathered, and nothing goes round. Nodes of one
-rank are a plain ring, one rank's keys a round.
+``W = O x I`` context-parallel ranks make ``O`` inner groups of ``I`` ranks (:mod:`..cp_group`): rank ``x *
+I + y`` has inner rank ``y`` in inner group ``x``. In round ``o`` the queries of group ``x`` attend to the
+keys of group ``x - o`` (modulo O):
 
-The keys' gradient is computed one rank's keys at a time, and its sum over a node moves round an inner ring
-while parts of the queries' gradient are computed. Then it moves on over the outer ring, which it has a
-round for. The gradient of a rank's own keys comes last, on top of what the others send home.
+- Rank ``(x, y)`` receives keys and values of rank ``(x - o, y)`` over the outer ring, sent when the round
+  before starts. Then the inner group gathers them, after the kernels of the round before are launched.
+- ``O = 1`` is a single round: keys are gathered once. ``I = 1`` is a plain ring, one rank's keys a round.
+
+In the backward, dKV (the gradient of keys and values) is computed for one rank's keys at a time, on top of
+the accumulator in flight. Its sum over an inner group moves round an inner ring, while parts of dQ are
+computed; then it moves on over the outer ring, which takes a round. A rank computes the gradient of its own
+keys last, on top of what the others send.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, auto
 from functools import lru_cache
 
 
 class Link(Enum):
-    """Which neighbour: in the node, or of the same number in the next node."""
+    """Which ring: that of the inner group, or that of the ranks with the same inner rank."""
 
     INNER = "inner"
     OUTER = "outer"
 
 
-class Do(Enum):
-    """What an operation does. *Moving* is the gradient of keys and values that is on its way home."""
+class Action(Enum):
+    """What an operation does. The *accumulator* is the dKV in flight, ``[2, s, b, hk, d]``: a partial sum
+    for the keys of one rank, which moves to the rank that owns them."""
 
-    ATTEND = "attend to the keys of a round"
-    COLUMNS = "the columns' gradient, and start to sum it over ranks"
-    QUERY = "add the queries' gradient of a round's keys, for a part of the heads"
-    KEY = "the gradient of one rank's keys, on top of what is moving, is moving"
-    OWN_KEY = "the gradient of this rank's own keys, on top of what is moving"
-    SEND_VALUES = "start to send keys and values on, and to receive others"
-    TAKE_VALUES = "start to gather those in the node, and turn to them"
-    SEND_GRADIENTS = "start to send what is moving on, and to receive"
-    TAKE_GRADIENTS = "have moving what comes over this link"
-    ADD_GRADIENTS = "add to what is moving what comes over this link"
-    KEEP = "put what is moving aside: it is home"
-    RESUME = "have moving what was put aside"
+    COMPUTE_OUT = auto()
+    """Attend to the keys of a round: out and its log-sum-exp."""
+    COMPUTE_COLUMN_GRADS = auto()
+    """Compute the gradient of the columns, and start to sum it over all ranks."""
+    COMPUTE_DQ = auto()
+    """Add the gradient of the queries from the keys of a round, for a part of the heads."""
+    COMPUTE_DKV = auto()
+    """Add dKV of one other rank's keys to the accumulator."""
+    COMPUTE_OWN_DKV = auto()
+    """Add dKV of this rank's own keys, and the columns' gradient, to the accumulator."""
+    SEND_KV = auto()
+    """Start to send keys and values to the next inner group, and to receive those of the previous one."""
+    GATHER_KV = auto()
+    """Start to gather the keys and values received over the inner group; the next round uses them."""
+    SEND_DKV = auto()
+    """Start to send the accumulator to the next rank, and to receive another."""
+    RECEIVE_DKV = auto()
+    """Wait for an accumulator; it replaces the one sent."""
+    ADD_DKV = auto()
+    """Wait for an accumulator, and add it."""
+    STASH_DKV = auto()
+    """Put the accumulator aside: its keys are this rank's own."""
+    RESTORE_DKV = auto()
+    """Take the accumulator that was put aside."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """The keys that one rank attends to in one round: those of a node.
+    """The keys that one rank attends to in one round: those of an inner group.
 
     Attributes:
-        rank: of the queries.
-        round_index: o, of the round, from 0: how many nodes apart. The columns of head h of H are attended
-            in round ``h * O // H``.
+        rank: rank of the queries.
+        round_index: o, 0 to O - 1: how many inner groups the keys' group is before the queries'. The
+            columns of head i of h are attended to in round ``i * O // h``.
         inner, outer: I and O.
     """
 
@@ -66,7 +82,7 @@ class Round:
 
     @property
     def first(self) -> bool:
-        """Whether there is nothing to carry in."""
+        """Whether there is no accumulator yet."""
         return self.round_index == 0
 
     @property
@@ -77,25 +93,25 @@ class Round:
     @property
     def sources(self) -> tuple[int, ...]:
         """The ranks whose keys these are, in the order they are gathered in."""
-        node = (self.rank // self.inner - self.round_index) % self.outer
-        return tuple(node * self.inner + y for y in range(self.inner))
+        group = (self.rank // self.inner - self.round_index) % self.outer
+        return tuple(group * self.inner + y for y in range(self.inner))
 
     @property
     def wrap(self) -> int:
-        """1 if the keys' node comes after the queries' own in the layout, else 0.
+        """1 if the keys' inner group comes after the queries' in the layout, else 0.
 
-        Blocks of a node are numbered in the order of the sequence: the queries' block n sees the keys'
-        blocks up to ``n - wrap``, which is ``o`` blocks of the sequence before it.
+        With the blocks of a group numbered in the order of the sequence, query block n sees the key blocks
+        up to ``n - wrap``, which is ``o`` blocks of the sequence before it.
         """
         return int(self.round_index > self.rank // self.inner)
 
 
 @dataclass(frozen=True)
 class RingStep:
-    """One rank's keys, as another rank's queries meet them.
+    """The queries of one rank and the keys of one rank, as their dKV is computed.
 
     Attributes:
-        rank, source: of the queries and of the keys.
+        rank, source: rank of the queries, and of the keys.
         inner, outer: I and O.
     """
 
@@ -105,24 +121,25 @@ class RingStep:
     outer: int
 
     def meetings(self, turned: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """How the key blocks with ``local % 2 == turned`` meet query blocks: those of the same
-        ``local % 2``, and the others.
+        """How local key blocks ``c`` with ``c % 2 == turned`` meet local query blocks: those with the same
+        ``% 2``, and the others.
 
         Returns:
-            for each a (residue, apart, wrap): local key block ``c`` meets local query block ``c + apart
-            + 2 (e + wrap)`` at distance ``e * 2W + residue``.
+            For each a (residue, apart, wrap): key block ``c`` meets query block ``c + apart + 2 (e + wrap)``
+            at block distance ``e * 2W + residue``.
         """
 
-        def number(rank, of_turned):  # in its node's stripe
+        def place(rank: int, reversed_row: int) -> int:  # of its block within a row of I blocks
             y = rank % self.inner
-            return self.inner - 1 - y if of_turned else y
+            return self.inner - 1 - y if reversed_row else y
 
         world = self.inner * self.outer
-        nodes = self.rank // self.inner - self.source // self.inner
+        groups = self.rank // self.inner - self.source // self.inner
         found = []
         for apart in (0, 1):
-            ours = number(self.rank, turned ^ apart)
-            least = (apart * self.inner + ours - number(self.source, turned)) * self.outer + nodes
+            query_place = place(self.rank, turned ^ apart)
+            least = apart * self.inner + query_place - place(self.source, turned)
+            least = least * self.outer + groups
             found.append((least % (2 * world), apart, int(least < 0)))
         return tuple(found)
 
@@ -132,98 +149,102 @@ class Op:
     """One operation.
 
     Attributes:
-        round: of ATTEND and QUERY.
-        step, slot: of KEY and OWN_KEY, and where in the gathered keys the source is.
-        part: of QUERY: (p, P), heads from ``p / P`` on to ``(p + 1) / P`` of all.
-        link: of those that move.
+        round: of COMPUTE_OUT and COMPUTE_DQ.
+        ring_step, slot: of COMPUTE_DKV and COMPUTE_OWN_DKV; ``slot`` is the inner rank of its source, where
+            the keys are in ``[I, s, b, hk, d]``.
+        head_part: of COMPUTE_DQ: (p, P), the heads from ``p / P`` to ``(p + 1) / P`` of all.
+        link: of transfers.
     """
 
-    do: Do
+    action: Action
     round: Round | None = None
-    step: RingStep | None = None
+    ring_step: RingStep | None = None
     slot: int | None = None
-    part: tuple[int, int] | None = None
+    head_part: tuple[int, int] | None = None
     link: Link | None = None
 
 
 def rounds(rank: int, inner: int, outer: int) -> list[Round]:
-    """The rounds of one rank: first its own node, then the one before, and so on."""
+    """The rounds of one rank: first the keys of its own inner group, then those of the one before, and so
+    on."""
     return [Round(rank, number, inner, outer) for number in range(outer)]
 
 
 @lru_cache(maxsize=64)
 def forward_ops(rank: int, inner: int, outer: int) -> tuple[Op, ...]:
-    """A rank's forward; the same in every layer and step, so made once."""
+    """The operations of a rank's forward; the same in every layer and step, so made once."""
     ops = []
-    for this in rounds(rank, inner, outer):
-        if not this.last:
-            ops.append(Op(Do.SEND_VALUES, link=Link.OUTER))
-        ops.append(Op(Do.ATTEND, this))
-        if not this.last:
-            ops.append(Op(Do.TAKE_VALUES, link=Link.OUTER))
+    for round_ in rounds(rank, inner, outer):
+        if not round_.last:
+            ops.append(Op(Action.SEND_KV, link=Link.OUTER))
+        ops.append(Op(Action.COMPUTE_OUT, round_))
+        if not round_.last:
+            ops.append(Op(Action.GATHER_KV, link=Link.OUTER))
     return tuple(ops)
 
 
 @lru_cache(maxsize=64)
 def backward_ops(rank: int, inner: int, outer: int) -> tuple[Op, ...]:
-    """A rank's backward."""
+    """The operations of a rank's backward."""
     ops = []
-    of_round = _round_of_single_ranks if inner == 1 else _round_of_nodes
-    for this in rounds(rank, inner, outer):
-        if not this.last:
-            ops.append(Op(Do.SEND_VALUES, link=Link.OUTER))
-        if this.first:
-            ops.append(Op(Do.COLUMNS))
-        ops += of_round(rank, this)
-        if not this.last:
-            ops.append(Op(Do.TAKE_VALUES, link=Link.OUTER))
-    own = Op(Do.OWN_KEY, step=RingStep(rank, rank, inner, outer), slot=rank % inner)
+    of_round = _round_of_single_ranks if inner == 1 else _round_of_inner_groups
+    for round_ in rounds(rank, inner, outer):
+        if not round_.last:
+            ops.append(Op(Action.SEND_KV, link=Link.OUTER))
+        if round_.first:
+            ops.append(Op(Action.COMPUTE_COLUMN_GRADS))
+        ops += of_round(rank, round_)
+        if not round_.last:
+            ops.append(Op(Action.GATHER_KV, link=Link.OUTER))
+    own = Op(
+        Action.COMPUTE_OWN_DKV, ring_step=RingStep(rank, rank, inner, outer), slot=rank % inner
+    )
     if outer == 1:
         return (*ops, own)
     if inner == 1:
-        return (*ops, Op(Do.TAKE_GRADIENTS, link=Link.OUTER), own)
-    return (*ops, Op(Do.RESUME), own, Op(Do.ADD_GRADIENTS, link=Link.OUTER))
+        return (*ops, Op(Action.RECEIVE_DKV, link=Link.OUTER), own)
+    return (*ops, Op(Action.RESTORE_DKV), own, Op(Action.ADD_DKV, link=Link.OUTER))
 
 
-def _key(this: Round, slot: int) -> Op:
-    step = RingStep(this.rank, this.sources[slot], this.inner, this.outer)
-    return Op(Do.KEY, step=step, slot=slot)
+def _compute_dkv(round_: Round, slot: int) -> Op:
+    ring_step = RingStep(round_.rank, round_.sources[slot], round_.inner, round_.outer)
+    return Op(Action.COMPUTE_DKV, ring_step=ring_step, slot=slot)
 
 
-def _round_of_single_ranks(rank: int, this: Round) -> list[Op]:
-    """Each rank adds to what the rank before has sent, and sends it on."""
+def _round_of_single_ranks(rank: int, round_: Round) -> list[Op]:
+    """Each rank adds its part to the accumulator of the rank before, and sends it on."""
     ops = []
-    if this.round_index > 1:
-        ops.append(Op(Do.TAKE_GRADIENTS, link=Link.OUTER))
-    if not this.first:  # own keys come at the very end
-        ops += [_key(this, 0), Op(Do.SEND_GRADIENTS, link=Link.OUTER)]
-    return [*ops, Op(Do.QUERY, this, part=(0, 1))]
+    if round_.round_index > 1:
+        ops.append(Op(Action.RECEIVE_DKV, link=Link.OUTER))
+    if not round_.first:  # own keys come at the very end
+        ops += [_compute_dkv(round_, 0), Op(Action.SEND_DKV, link=Link.OUTER)]
+    return [*ops, Op(Action.COMPUTE_DQ, round_, head_part=(0, 1))]
 
 
-def _round_of_nodes(rank: int, this: Round) -> list[Op]:
-    """In a node, each rank begins with the keys of the rank before it in the place it has in its own
-    node, and ends with those in its own place, the sum of which it then has. In the last round that sum's way
-    home has no other round to hide behind: a part of the queries' gradient is left for it."""
-    ops, hops = [], this.inner - 1
-    way_home = this.last and not this.first
-    parts = hops + way_home
-    y = rank % this.inner
+def _round_of_inner_groups(rank: int, round_: Round) -> list[Op]:
+    """A rank begins with the keys whose inner rank is one before its own, and ends with those of its own
+    inner rank, whose sum over the group it then has. That sum's transfer over the outer ring in the last
+    round has no other round to hide it: a part of dQ is left for it."""
+    ops, hops = [], round_.inner - 1
+    sends_last = round_.last and not round_.first
+    parts = hops + sends_last
+    y = rank % round_.inner
     for i in range(hops):
         if i:
-            ops.append(Op(Do.TAKE_GRADIENTS, link=Link.INNER))
+            ops.append(Op(Action.RECEIVE_DKV, link=Link.INNER))
         ops += [
-            _key(this, (y - 1 - i) % this.inner),
-            Op(Do.SEND_GRADIENTS, link=Link.INNER),
-            Op(Do.QUERY, this, part=(i, parts)),
+            _compute_dkv(round_, (y - 1 - i) % round_.inner),
+            Op(Action.SEND_DKV, link=Link.INNER),
+            Op(Action.COMPUTE_DQ, round_, head_part=(i, parts)),
         ]
-    ops.append(Op(Do.TAKE_GRADIENTS, link=Link.INNER))
-    if not this.first:
-        ops.append(_key(this, y))
-        if this.round_index > 1:
-            ops.append(Op(Do.ADD_GRADIENTS, link=Link.OUTER))
-        ops.append(Op(Do.SEND_GRADIENTS, link=Link.OUTER))
-    elif not this.last:
-        ops.append(Op(Do.KEEP))
-    if way_home:
-        ops.append(Op(Do.QUERY, this, part=(hops, parts)))
+    ops.append(Op(Action.RECEIVE_DKV, link=Link.INNER))
+    if not round_.first:
+        ops.append(_compute_dkv(round_, y))
+        if round_.round_index > 1:
+            ops.append(Op(Action.ADD_DKV, link=Link.OUTER))
+        ops.append(Op(Action.SEND_DKV, link=Link.OUTER))
+    elif not round_.last:
+        ops.append(Op(Action.STASH_DKV))
+    if sends_last:
+        ops.append(Op(Action.COMPUTE_DQ, round_, head_part=(hops, parts)))
     return ops

@@ -14,7 +14,7 @@ from benchmarks.layer import balance
 from megatron_mtraining.layout import inner_size, locate
 from megatron_mtraining.pattern import build_index
 from megatron_mtraining.ring import rounds
-from megatron_mtraining.ring.schedule import Do, forward_ops
+from megatron_mtraining.ring.schedule import Action, forward_ops
 
 BLOCK = 128
 SEQ = 16 * BLOCK
@@ -208,11 +208,11 @@ def run_schedule(work, inner):
         for rank in range(world):
             while ops[rank]:
                 op = ops[rank][0]
-                if op.do is Do.SEND_VALUES:
+                if op.action is Action.SEND_KV:
                     posted[rank, turn[rank]] = clock[rank]
                     held[rank] += 1
                     assert held[rank] <= 2, "buffers of two rounds"
-                elif op.do is Do.TAKE_VALUES:
+                elif op.action is Action.GATHER_KV:
                     ends = [
                         (end, turn[rank])
                         for by in (-1, 0, 1)  # whom the node sends to, itself, who sends to it
@@ -224,7 +224,7 @@ def run_schedule(work, inner):
                     turn[rank] += 1
                     held[rank] -= 1
                 else:
-                    assert op.do is Do.ATTEND
+                    assert op.action is Action.COMPUTE_OUT
                     clock[rank] += work[rank, op.round.round_index]
                 ops[rank].pop(0)
                 moved = True

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from benchmarks.model import patterns as patterns_script
+from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.models.types import LayerInput
 from megatron_mtraining.pattern import build_block_index, choose_block_lists
-from megatron_mtraining.ring import Ring
 from megatron_mtraining.tools.inspect import measure
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -59,7 +59,7 @@ def test_recall_and_density_are_those_of_dense_attention_under_the_mask(
                 index = patterns.choose(case, given, rows).index
             else:
                 blocks = choose_block_lists(
-                    given.query, given.key, Ring(None), given.softmax_scale, **case.how
+                    given.query, given.key, CPGroup(None), given.softmax_scale, **case.how
                 )
                 none = torch.zeros(1, HEADS, SEQ // 128, dtype=torch.bool)
                 columns = torch.zeros(1, HEADS, 0, dtype=torch.long)

@@ -18,9 +18,11 @@ from benchmarks.layer import ring_runs, timeline
 from benchmarks.layer import rings as rings_script
 from benchmarks.lib import plots, workloads
 from megatron_mtraining import MTrainingConfig
+from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.layout import stripe, token_positions
 from megatron_mtraining.pattern import build_index, choose_index
-from megatron_mtraining.ring import Ring, ring_attention
+from megatron_mtraining.ring import Ring
+from megatron_mtraining.ring.attention import ring_attention
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +59,7 @@ def test_from_torchrun_to_rows(rings, tmp_path):
         "1K 3500 columns, 30 diagonals", "1K 3% density, 1000 columns", "1K all distances",
     ]  # fmt: skip
     chosen, given, everything = rows
-    traced = hasattr(Ring(None), "trace")
+    traced = hasattr(Ring(CPGroup(None)), "trace")
     for row in rows:
         assert (row["impl"], row["world"], row["inner"], row["seq"]) == (
             "mtraining_flat",
@@ -231,6 +233,9 @@ def test_what_transfers_cost_is_told_of_both_directions(rings):
     assert "exposed    2.00 (forward   0.25)" in rings.line(row)
 
 
+KERNELS = ("forward", "delta", "backward_query", "backward_key", "backward_columns")
+
+
 def kernels_without_transfers(rank, world):
     """The calls of kernels, with shapes, of rings and of their silent counterparts."""
     from megatron_mtraining.ring import attention
@@ -238,16 +243,16 @@ def kernels_without_transfers(rank, world):
     called = []
 
     def recorded(name, original):
-        def call(*arguments):
-            shapes = [tuple(a.shape) for a in arguments if isinstance(a, torch.Tensor)]
+        def call(*arguments, **keywords):
+            given = (*arguments, *keywords.values())
+            shapes = [tuple(a.shape) for a in given if isinstance(a, torch.Tensor)]
             called.append((name, shapes))
-            return original(*arguments)
+            return original(*arguments, **keywords)
 
         return call
 
-    for name in dir(attention):
-        if name.startswith("attention_"):
-            setattr(attention, name, recorded(name, getattr(attention, name)))
+    for name in KERNELS:
+        setattr(attention.kernels, name, recorded(name, getattr(attention.kernels, name)))
     torch.manual_seed(0)
     seq, block = 128 * world * 2, 128
     operands = [torch.randn(seq // world, 1, 2, 64, dtype=torch.float64) for _ in range(4)]
@@ -256,7 +261,7 @@ def kernels_without_transfers(rank, world):
     results = []
     for inner in (1, 2, 4):
         index = build_index(distances, columns, seq, block, world, inner)
-        ring = Ring(dist.group.WORLD, inner)
+        ring = Ring(CPGroup(dist.group.WORLD, inner))
         for one in (ring, ring_runs.silent(ring)):
             leaves = [tensor.clone().requires_grad_() for tensor in operands[:3]]
             out, _ = ring_attention(*leaves, index, one, 0.125)
@@ -291,11 +296,10 @@ def transfers_and_kernels(rank, world):
     for name in ("post", "gather", "sum_columns"):  # a silent ring has its own
         setattr(Ring, name, recorded(sent, name, getattr(Ring, name)))
     for name in ("all_reduce", "all_gather", "reduce_scatter"):  # of the choice, on both sides
-        setattr(Ring, name, recorded(kernels, name, getattr(Ring, name)))
-    for module in (attention, select):
-        for name in dir(module):
-            if name.startswith("attention_") or name in ("gather_columns", "pack"):
-                setattr(module, name, recorded(kernels, name, getattr(module, name)))
+        setattr(CPGroup, name, recorded(kernels, name, getattr(CPGroup, name)))
+    for name in (*KERNELS, "gather_columns", "pack_kv"):
+        setattr(attention.kernels, name, recorded(kernels, name, getattr(attention.kernels, name)))
+    select.gather_columns = attention.kernels.gather_columns
     setting = ring_runs.Setting("cpu", dist.group.WORLD, rank, world, 2, 1, 64)
     for case in (rings.CASES[0], rings.CASES[3]):
         case = case.at(1024)
@@ -322,7 +326,7 @@ def test_kernels_are_timed_without_transfers_forward_and_both_ways():
             assert len(found["kernel"][1]) > len(found["kernel_fwd"][1])
         whole = budgets["fwd"][1]
         assert "all_gather" in whole and "all_gather" not in drawn["fwd"][1]
-        assert whole.count("gather_columns") == whole.count("pack") == 1
+        assert whole.count("gather_columns") == whole.count("pack_kv") == 1
 
 
 def traced_run(rank, world):
@@ -424,7 +428,7 @@ def parts_of_operands(rank, world, seq):
     positions = token_positions(seq, rank, world, 128)
     query, key, value, _ = workloads.draw_structured(seq, positions, 4, 2, 64, 100, torch.float32)
     config = MTrainingConfig.from_options(vertical=100, slash=50)
-    index = choose_index(query, key, config, Ring(dist.group.WORLD), 64**-0.5)
+    index = choose_index(query, key, config, CPGroup(dist.group.WORLD), 64**-0.5)
     return query, key, value, index
 
 
@@ -444,7 +448,7 @@ def test_structured_operands_lead_to_a_usual_pattern():
         assert not value.is_contiguous() and value.stride(-1) == 1
     # The columns chosen are strong ones, and not the same for all heads.
     one = choose_index(
-        *whole[:2], MTrainingConfig.from_options(vertical=100, slash=50), Ring(None), 64**-0.5
+        *whole[:2], MTrainingConfig.from_options(vertical=100, slash=50), CPGroup(None), 64**-0.5
     )
     chosen = [set(one.columns[0, head].tolist()) for head in range(4)]
     strong = whole[1][:, 0, :, 32:40].abs().sum(-1) > 0

@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from megatron_mtraining.attention import check_index
+from megatron_mtraining.cp_group import CPGroup, cp_group_of
 from megatron_mtraining.layout import block_at, stripe, unstripe
 from megatron_mtraining.pattern import build_block_index, build_index, full_index
-from megatron_mtraining.ring import Ring, ring_attention, ring_of
+from megatron_mtraining.ring import Ring, ring_of
+from megatron_mtraining.ring.attention import ring_attention
 from tests.support.attention_cases import (
     block_lists_of,
     dense_attention,
@@ -303,22 +306,22 @@ def test_what_does_not_fit_is_named():
     index = build_block_index(blocks[:, :, :3], distances, columns, 384, 64, 2, rank=1)
     with pytest.raises(ValueError, match="rank 1, not of rank 0"):
         index.block_mask(0)
-    q, k = torch.zeros(192, 1, 2, 64), torch.zeros(192, 1, 1, 64)
-    ring = Ring(None)
-    ring.world, ring.inner = 2, 2
+    query = torch.zeros(192, 1, 2, 64)
+    cp = CPGroup(None)
+    cp.world, cp.inner = 2, 2
     with pytest.raises(ValueError, match="lists of rank 1, but this is rank 0"):
-        ring_attention(q, k, k, index, ring, 0.1)
+        check_index(index, query, cp)
 
 
 def run_rings(rank, world, cases, device="cpu"):
     results = []
     for operands, sets, inner in cases:
         seq_length = operands[0].shape[0]
-        ring = ring_of(dist.group.WORLD, inner)
-        parts = [stripe(t, rank, world, 64, inner=ring.inner).to(device) for t in operands]
+        ring = ring_of(cp_group_of(dist.group.WORLD, inner))
+        parts = [stripe(t, rank, world, 64, inner=ring.cp.inner).to(device) for t in operands]
         leaves = [t.clone().requires_grad_() for t in parts[:3]]
         sets = [t.to(device) for t in sets]
-        index = block_lists_of(*sets, seq_length, 64, world, ring.inner)[rank]
+        index = block_lists_of(*sets, seq_length, 64, world, ring.cp.inner)[rank]
         out, _ = ring_attention(*leaves, index, ring, 0.1)
         out.backward(parts[3])
         results.append([t.detach().cpu() for t in (out, *(leaf.grad for leaf in leaves))])
@@ -386,7 +389,7 @@ def test_nothing_is_read_back_with_a_capacity():
 
     def step():
         index = build_block_index(blocks, distances, columns, 4096, 128, 1, capacity=4 * 32 * 33)
-        ring_attention(*leaves, index, Ring(None), 0.1)[0].backward(grad_out)
+        ring_attention(*leaves, index, Ring(CPGroup(None)), 0.1)[0].backward(grad_out)
 
     step()  # compilation may synchronise
     torch.cuda.synchronize()

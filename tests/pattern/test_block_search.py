@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_mtraining.cp_group import CPGroup, cp_group_of
 from megatron_mtraining.layout import block_at, stripe
 from megatron_mtraining.pattern import block_choice, build_block_index, choose_block_lists
-from megatron_mtraining.ring import Ring, ring_attention, ring_of
+from megatron_mtraining.ring import Ring
+from megatron_mtraining.ring.attention import ring_attention
 from tests.support.attention_cases import random_operands
 from tests.support.ranks import run_ranks
 from tests.support.selection_cases import planted_operands
@@ -89,7 +91,7 @@ def check_share(blocks, mass, threshold, options, slack):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_what_is_taken(options, seq_length):
     query, key = planted_operands(torch.float64, seq_length)
-    blocks = choose_block_lists(query, key, Ring(None), 0.5, block_size=BLOCK, **options)
+    blocks = choose_block_lists(query, key, CPGroup(None), 0.5, block_size=BLOCK, **options)
     assert blocks.dtype == torch.uint8
     if options["source"] == "moba":
         check_moba(blocks.bool(), query, key, BLOCK, options["top_k"], options)
@@ -104,7 +106,7 @@ def test_what_is_taken(options, seq_length):
 def test_what_is_taken_on_a_gpu(options, dtype):
     query, key = planted_operands(dtype, 4096, "cuda")
     options = dict(options, block_size=128)
-    blocks = choose_block_lists(query, key, Ring(None), 0.5, **options).bool().cpu()
+    blocks = choose_block_lists(query, key, CPGroup(None), 0.5, **options).bool().cpu()
     query, key = query.cpu(), key.cpu()
     if options["source"] == "moba":
         check_moba(blocks, query, key, 128, options["top_k"], options)
@@ -118,11 +120,11 @@ def test_what_is_taken_on_a_gpu(options, dtype):
 def test_nothing_is_read_back_to_the_host(options):
     query, key = planted_operands(torch.bfloat16, 4096, "cuda")
     options = dict(options, block_size=128)
-    choose_block_lists(query, key, Ring(None), 0.5, **options)  # compilation may synchronise
+    choose_block_lists(query, key, CPGroup(None), 0.5, **options)  # compilation may synchronise
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        choose_block_lists(query, key, Ring(None), 0.5, **options)
+        choose_block_lists(query, key, CPGroup(None), 0.5, **options)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -131,7 +133,7 @@ def test_ties_go_to_the_earlier_block():
     query, key = torch.ones(SEQ, 1, 1, 64), torch.ones(SEQ, 1, 1, 64)
     options = dict(block_size=BLOCK, window_blocks=0, sink_blocks=0)
     for more, count in ((dict(source="moba", top_k=3), 3), (dict(threshold=0.4), None)):
-        blocks = choose_block_lists(query, key, Ring(None), 1.0, **more, **options)[0, 0]
+        blocks = choose_block_lists(query, key, CPGroup(None), 1.0, **more, **options)[0, 0]
         for i, row in enumerate(blocks.tolist()):
             taken = [j for j in range(i) if row[j]]
             assert row[i] and taken == list(range(len(taken))) and not any(row[i + 1 :])
@@ -141,7 +143,9 @@ def test_ties_go_to_the_earlier_block():
 def test_what_holds_nothing_is_not_taken():
     query, key = torch.ones(SEQ, 1, 1, 64), torch.ones(SEQ, 1, 1, 64)
     key[3 * BLOCK : 5 * BLOCK] = -10
-    blocks = choose_block_lists(query, key, Ring(None), 1.0, threshold=1.0, block_size=BLOCK)[0, 0]
+    blocks = choose_block_lists(query, key, CPGroup(None), 1.0, threshold=1.0, block_size=BLOCK)[
+        0, 0
+    ]
     at = torch.arange(SEQ // BLOCK)
     # But as the window, of blocks 4 and 5, and by the query blocks themselves.
     expected = (at[:, None] >= at) & ((at < 3) | (at > 4) | (at[:, None] - at < 2))
@@ -151,21 +155,21 @@ def test_what_holds_nothing_is_not_taken():
 def test_chunks_change_nothing(monkeypatch):
     query, key = planted_operands()
     whole = [
-        choose_block_lists(query, key, Ring(None), 0.5, block_size=BLOCK, **o) for o in OPTIONS
+        choose_block_lists(query, key, CPGroup(None), 0.5, block_size=BLOCK, **o) for o in OPTIONS
     ]
     monkeypatch.setattr(block_choice, "CHUNK", 4 * 2 * 4 * 12 * 3)
     for options, expected in zip(OPTIONS, whole):
-        blocks = choose_block_lists(query, key, Ring(None), 0.5, block_size=BLOCK, **options)
+        blocks = choose_block_lists(query, key, CPGroup(None), 0.5, block_size=BLOCK, **options)
         assert torch.equal(blocks, expected)
 
 
 def run_choices(rank, world, cases, inner):
-    ring = ring_of(dist.group.WORLD, inner)
+    cp = cp_group_of(dist.group.WORLD, inner)
     results = []
     for query, key in cases:
         parts = [stripe(t, rank, world, BLOCK, inner=inner) for t in (query, key)]
         for options in OPTIONS:
-            results.append(choose_block_lists(*parts, ring, 0.5, block_size=BLOCK, **options))
+            results.append(choose_block_lists(*parts, cp, 0.5, block_size=BLOCK, **options))
     return results
 
 
@@ -173,7 +177,7 @@ def run_choices(rank, world, cases, inner):
 def test_the_same_on_any_number_of_ranks(world, inner):
     cases = [planted_operands(dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)]
     alone = [
-        choose_block_lists(*case, Ring(None), 0.5, block_size=BLOCK, **options)
+        choose_block_lists(*case, CPGroup(None), 0.5, block_size=BLOCK, **options)
         for case in cases
         for options in OPTIONS
     ]
@@ -187,7 +191,7 @@ def test_what_is_not_a_number_is_not_chosen_by():
     query, key = planted_operands()
     key[100], query[600] = float("nan"), float("inf")
     for options in OPTIONS:
-        blocks = choose_block_lists(query, key, Ring(None), 0.5, block_size=BLOCK, **options)
+        blocks = choose_block_lists(query, key, CPGroup(None), 0.5, block_size=BLOCK, **options)
         always, causal = always_of(SEQ // BLOCK, **options)
         assert (blocks.bool() | ~always).all() and not (blocks.bool() & ~causal).any()
 
@@ -204,7 +208,7 @@ def test_what_is_not_a_number_is_not_chosen_by():
 def test_options_out_of_range_are_named(wrong, said):
     query, key = planted_operands()
     with pytest.raises(ValueError, match=said):
-        choose_block_lists(query, key, Ring(None), 0.5, block_size=BLOCK, **wrong)
+        choose_block_lists(query, key, CPGroup(None), 0.5, block_size=BLOCK, **wrong)
 
 
 def test_from_choice_to_attention():
@@ -213,9 +217,9 @@ def test_from_choice_to_attention():
     none = torch.zeros(1, 4, 12, dtype=torch.bool), torch.zeros(1, 4, 0, dtype=torch.int64)
     outs = []
     for options in (dict(source="moba", top_k=12), dict(threshold=1.0), dict(threshold=0.2)):
-        blocks = choose_block_lists(query, key, Ring(None), 0.125, block_size=BLOCK, **options)
+        blocks = choose_block_lists(query, key, CPGroup(None), 0.125, block_size=BLOCK, **options)
         index = build_block_index(blocks, *none, SEQ, BLOCK, 1)
-        outs.append(ring_attention(query, key, value, index, Ring(None), 0.125)[0])
+        outs.append(ring_attention(query, key, value, index, Ring(CPGroup(None)), 0.125)[0])
         density = index.density().mean()
     assert torch.allclose(outs[0], outs[1]) and density < 1
     assert not torch.allclose(outs[0], outs[2])

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_mtraining import ConfigError, MTrainingConfig
-from megatron_mtraining.attention import attend, sparse_attention
+from megatron_mtraining.attention import attend
+from megatron_mtraining.cp_group import CPGroup, cp_group_of
 from megatron_mtraining.documents import Documents
 from megatron_mtraining.layout import stripe, unstripe
 from megatron_mtraining.pattern import choose_index
 from megatron_mtraining.pattern.estimate import last_rows, sample_rows
-from megatron_mtraining.ring import Ring, ring_of
 from tests.pattern.test_price import operands
 from tests.support.attention_cases import (
     dense_attention,
@@ -52,7 +52,7 @@ def test_recall_is_of_attention_within_documents(policy):
     if "estimator" not in policy:
         rows = dict(sample_strata=24, sample_rows=4, held_out_rows=3)
     config = MTrainingConfig.from_options(**policy, **rows, window=64, block_size=BLOCK)
-    index = choose_index(query, key, config, Ring(None), 0.125, documents=documents)
+    index = choose_index(query, key, config, CPGroup(None), 0.125, documents=documents)
     held = sample_rows(SEQ, 24, 4).view(24, 4)[:, 1:].flatten() if rows else last_rows(SEQ, 64)
     p = probabilities(query, key, held, documents.starts, 0.125)
     masks = written_out_mask(index, 1, query.shape[2])[:, :, held]
@@ -75,7 +75,7 @@ def test_what_other_documents_hold_changes_no_mass(policy):
         other = key.clone()
         other[:384] *= far
         query[:384] = 0
-        index = choose_index(query, other, config, Ring(None), 0.125, documents=documents)
+        index = choose_index(query, other, config, CPGroup(None), 0.125, documents=documents)
         found.append(written_out_mask(index, 1, query.shape[2])[:, :, 384:])
     assert torch.equal(*found)
 
@@ -115,18 +115,18 @@ def run_packed(rank, world, operands, lengths):
         config = MTrainingConfig.from_options(
             block_size=BLOCK, sample_strata=16, window=0, sink=2, **policy
         )
-        group, ring = None, Ring(None)
+        group, cp = None, CPGroup(None)
         if world > 1:
-            group, ring = dist.group.WORLD, ring_of(dist.group.WORLD, inner)
+            group, cp = dist.group.WORLD, cp_group_of(dist.group.WORLD, inner)
         documents = Documents.from_lengths(lengths, operands[0].shape[0])
-        parts = [stripe(t, rank, world, BLOCK, inner=ring.inner) for t in operands]
+        parts = [stripe(t, rank, world, BLOCK, inner=cp.inner) for t in operands]
         leaves = [t.clone().requires_grad_() for t in parts[:3]]
-        out, index = sparse_attention(
+        out, _, index = attend(
             *leaves, config=config, cp_group=group, cp_inner=inner, documents=documents
         )
         out.backward(parts[3])
         masks = written_out_mask(index, 2, 4)
-        results.append([masks, ring.inner, out.detach(), *(leaf.grad for leaf in leaves)])
+        results.append([masks, cp.inner, out.detach(), *(leaf.grad for leaf in leaves)])
     return results
 
 
@@ -176,11 +176,11 @@ def test_a_replay_keeps_documents_apart():
     gradients = []
     for replayed in (False, True):
         leaves = [t.clone().requires_grad_() for t in given[:3]]
-        attended = None
+        first_pass = None
         if replayed:
             with torch.no_grad():
-                attended = attend(*leaves, config=config, documents=documents)
-        out = attend(*leaves, config=config, attended=attended, documents=documents).out
+                first_pass = attend(*leaves, config=config, documents=documents)
+        out = attend(*leaves, config=config, first_pass=first_pass, documents=documents).out
         gradients.append(torch.autograd.grad(out, leaves, given[3]))
     for one, other in zip(*gradients):
         assert torch.equal(one, other)

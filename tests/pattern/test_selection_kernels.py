@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from megatron_mtraining import MTrainingConfig
+from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.layout import stripe
 from megatron_mtraining.pattern import build_index, choose_index
 from megatron_mtraining.pattern.estimate import draw_sample, sample_rows
-from megatron_mtraining.ring import Ring
 from tests.support.attention_cases import random_operands
 from tests.support.selection_cases import SCALE, dense_masses
 
@@ -26,7 +26,7 @@ def test_columns_and_diagonals_against_dense():
     )  # fmt: skip
     torch.manual_seed(5)
     query, key, _, _ = random_operands(500, 2, 4, 2, 64, torch.float32, "cpu")
-    index = choose_index(query, key, config, Ring(None), SCALE)
+    index = choose_index(query, key, config, CPGroup(None), SCALE)
     rows, window_blocks = sample_rows(500, 16, 2), 3
     masses = dense_masses(query, key, rows, 2, window_blocks, 64, SCALE)[0]
     masses[..., : config.sink] = float("inf")
@@ -61,9 +61,9 @@ def test_the_same_index_from_kernels(triton_device, monkeypatch, policy):
     torch.manual_seed(6)
     query, key, _, _ = random_operands(500, 1, 4, 2, 64, torch.float32, "cpu")
     operands = (query.to(triton_device), key.to(triton_device))
-    actual = choose_index(*operands, config, Ring(None), SCALE)
+    actual = choose_index(*operands, config, CPGroup(None), SCALE)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    expected = choose_index(query, key, config, Ring(None), SCALE)
+    expected = choose_index(query, key, config, CPGroup(None), SCALE)
     for field in dataclasses.fields(actual):
         a, e = getattr(actual, field.name), getattr(expected, field.name)
         if field.name == "recall":
@@ -78,10 +78,10 @@ def test_sampled_rows_are_the_sequences_rows():
     config = MTrainingConfig.from_options(block_size=64, sample_strata=8, sample_rows=3)
     total = 0
     for rank in range(3):
-        ring = Ring(None)
-        ring.rank, ring.world, ring.inner = rank, 3, 3
-        ring.all_reduce = lambda tensor: tensor
-        total = total + draw_sample(stripe(query, rank, 3, 64), config, ring, 1, SCALE).query
+        cp = CPGroup(None)
+        cp.rank, cp.world, cp.inner = rank, 3, 3
+        cp.all_reduce = lambda tensor: tensor
+        total = total + draw_sample(stripe(query, rank, 3, 64), config, cp, 1, SCALE).query
     rows = sample_rows(576, 8, 3)
     assert torch.equal(total, query[rows])
 
@@ -91,10 +91,10 @@ def test_deterministic_and_small():
     """The same bits from run to run, atomics or not; and without rows x keys in memory."""
     query, key, _, _ = random_operands(131072, 1, 16, 2, 128, torch.bfloat16, "cuda")
     config = MTrainingConfig()
-    first = choose_index(query, key, config, Ring(None), SCALE)
+    first = choose_index(query, key, config, CPGroup(None), SCALE)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    again = choose_index(query, key, config, Ring(None), SCALE)
+    again = choose_index(query, key, config, CPGroup(None), SCALE)
     assert torch.cuda.max_memory_allocated() - before < 64 * 16 * 131072
     for field in dataclasses.fields(first):
         a, b = getattr(first, field.name), getattr(again, field.name)

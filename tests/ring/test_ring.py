@@ -12,18 +12,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_mtraining import MTrainingConfig
-from megatron_mtraining.attention import sparse_attention
+from megatron_mtraining.attention import AttentionResult, attend
 from megatron_mtraining.config import ConfigError
+from megatron_mtraining.cp_group import CPGroup, cp_group_of
 from megatron_mtraining.layout import stripe, unstripe
 from megatron_mtraining.pattern import build_index, choose_index, select
-from megatron_mtraining.ring import (
-    Ring,
-    advise_on_hosts,
-    attention,
-    check_hosts,
-    ring_attention,
-    ring_of,
-)
+from megatron_mtraining.ring import Ring, attention, ring_of
+from megatron_mtraining.ring.attention import ring_attention
 from tests.support.attention_cases import (
     dense_attention,
     random_index,
@@ -43,12 +38,11 @@ def distances_and_columns(index):
 
 def run_ring(rank, world, operands, distances, columns, scale, inner=None):
     seq_length = operands[0].shape[0]
-    ring = ring_of(dist.group.WORLD, inner)
-    index = build_index(distances, columns, seq_length, BLOCK, world, ring.inner)
-    check_hosts(ring)
-    parts = [stripe(t, rank, world, BLOCK, inner=ring.inner) for t in operands]
+    cp = cp_group_of(dist.group.WORLD, inner)
+    index = build_index(distances, columns, seq_length, BLOCK, world, cp.inner)
+    parts = [stripe(t, rank, world, BLOCK, inner=cp.inner) for t in operands]
     leaves = [t.clone().requires_grad_() for t in parts[:3]]
-    out, _ = ring_attention(*leaves, index, ring, scale)
+    out, _ = ring_attention(*leaves, index, ring_of(cp), scale)
     assert out.is_contiguous()
     out.backward(parts[3])
     return [out.detach(), *(leaf.grad for leaf in leaves)]
@@ -87,7 +81,7 @@ def test_processes_agree_with_dense_attention(world):
 
 def run_and_tell(rank, world, operands, distances, columns):
     """What a rank of two nodes of two asks for, in order: gathers are named by whose keys they bring."""
-    ring = ring_of(dist.group.WORLD, 2)
+    ring = ring_of(cp_group_of(dist.group.WORLD, 2))
     index = build_index(distances, columns, operands[0].shape[0], BLOCK, world, 2)
     said, gather, post = [], ring.gather, ring.post
 
@@ -96,7 +90,7 @@ def run_and_tell(rank, world, operands, distances, columns):
         return gather(tensor, after)
 
     def told_post(tensor, kind, link, received=None):
-        said.append(f"{('values', 'gradients')[kind]} {link.value}")
+        said.append(f"{kind} {link.value}")
         return post(tensor, kind, link, received)
 
     ring.gather, ring.post = told_gather, told_post
@@ -131,8 +125,8 @@ def run_with_bf16_gradients(rank, world, operands, distances, columns):
     results = []
     for inner in (1, 2):
         index = build_index(distances, columns, operands[0].shape[0], BLOCK, world, inner)
-        ring = ring_of(dist.group.WORLD, inner)
-        parts = [stripe(t, rank, world, BLOCK, inner=ring.inner) for t in operands]
+        ring = ring_of(cp_group_of(dist.group.WORLD, inner))
+        parts = [stripe(t, rank, world, BLOCK, inner=ring.cp.inner) for t in operands]
         for bf16 in (False, True):
             leaves = [t.clone().requires_grad_() for t in parts[:3]]
             out, _ = ring_attention(*leaves, index, ring, 0.1, bf16_gradients=bf16)
@@ -164,7 +158,7 @@ def run_in_halves(rank, world, operands, distances, columns, scale):
     index = build_index(distances, columns, seq_length, BLOCK, half)
     parts = [stripe(t, rank % half, half, BLOCK) for t in operands]
     leaves = [t.clone().requires_grad_() for t in parts[:3]]
-    out, _ = ring_attention(*leaves, index, Ring(groups[rank // half]), scale)
+    out, _ = ring_attention(*leaves, index, Ring(CPGroup(groups[rank // half])), scale)
     out.backward(parts[3])
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -193,7 +187,7 @@ def run_sparse(rank, world, operands):
         config = MTrainingConfig.from_options(block_size=BLOCK, sample_strata=16, **budget)
         parts = [stripe(t, rank, world, BLOCK) for t in operands]
         leaves = [t.clone().requires_grad_() for t in parts[:3]]
-        out, index = sparse_attention(*leaves, config=config, cp_group=dist.group.WORLD)
+        out, _, index = attend(*leaves, config=config, cp_group=dist.group.WORLD)
         out.backward(parts[3])
         masks = written_out_mask(index, 2, 4)
         results.append([out.detach(), *(leaf.grad for leaf in leaves), masks])
@@ -217,19 +211,19 @@ def test_choosing_and_attending_over_processes(world, blocks):
 def run_with_columns_told(rank, world, operands, config):
     """How often columns are gathered in a choice alone, and in a forward; how far recall is apart."""
     query, key, value = (stripe(t, rank, world, BLOCK) for t in operands)
-    group, asked, gather = dist.group.WORLD, [], attention.gather_columns
+    group, asked, gather = dist.group.WORLD, [], attention.kernels.gather_columns
 
     def told(*words):
         asked.append(words)
         return gather(*words)
 
-    attention.gather_columns = select.gather_columns = told
+    attention.kernels.gather_columns = select.gather_columns = told
     try:
-        alone = choose_index(query, key, config, ring_of(group), 64**-0.5)
+        alone = choose_index(query, key, config, cp_group_of(group), 64**-0.5)
         in_choice = len(asked)
-        _, index = sparse_attention(query, key, value, config=config, cp_group=group)
+        _, _, index = attend(query, key, value, config=config, cp_group=group)
     finally:
-        attention.gather_columns = select.gather_columns = gather
+        attention.kernels.gather_columns = select.gather_columns = gather
     assert torch.equal(index.member, alone.member) and torch.equal(index.columns, alone.columns)
     apart = (index.recall - alone.recall).abs().max().item()
     return in_choice, len(asked) - in_choice, apart, index.recall
@@ -251,13 +245,13 @@ def test_a_replay_gives_the_same_gradients_and_attends_nothing(monkeypatch):
     query, key, value, grad_out = random_operands(192, 1, 4, 2, 64, torch.float32, "cpu")
     index = random_index(192, 1, 4, BLOCK, 1, "few", "cpu")
     leaves = [t.clone().requires_grad_() for t in (query, key, value)]
-    out, lse = ring_attention(*leaves, index, Ring(None), 0.1)
+    out, lse = ring_attention(*leaves, index, Ring(CPGroup(None)), 0.1)
     expected = torch.autograd.grad(out, leaves, grad_out)
     with torch.no_grad():
-        attended = ring_attention(*leaves, index, Ring(None), 0.1)
+        attended = ring_attention(*leaves, index, Ring(CPGroup(None)), 0.1)
     assert torch.equal(attended[0], out) and torch.equal(attended[1], lse)
     monkeypatch.setattr("megatron_mtraining.kernels.attention.forward", None)
-    again, _ = ring_attention(*leaves, index, Ring(None), 0.1, attended)
+    again, _ = ring_attention(*leaves, index, Ring(CPGroup(None)), 0.1, attended)
     assert torch.equal(again, out) and not attended[0].requires_grad
     for one, other in zip(torch.autograd.grad(again, leaves, grad_out), expected):
         assert torch.equal(one, other)
@@ -275,7 +269,7 @@ def run_turned(rank, world, operands):
     found = []
     for tensors in (parts[:3], turned):
         leaves = [t.detach().requires_grad_() for t in tensors]
-        out, _ = sparse_attention(*leaves, config=config, cp_group=group)
+        out, _, _ = attend(*leaves, config=config, cp_group=group)
         found.append([out.detach(), *torch.autograd.grad(out, leaves, parts[3])])
     return [torch.equal(one, other) for one, other in zip(*found)]
 
@@ -293,94 +287,32 @@ def test_any_strides_will_do_for_kernels(interpreter):
 def test_operands_that_do_not_fit_are_named():
     q = torch.zeros(128, 1, 4, 64)
     k = torch.zeros(128, 1, 2, 64)
-    index = random_index(128, 1, 4, 64, 1, "all", "cpu")
-    ring = Ring(None)
+    config = MTrainingConfig()
+
+    def replay(*operands, index):
+        attend(*operands, config=config, first_pass=AttentionResult(None, None, index))
+
     with pytest.raises(ValueError, match="head dim 32"):
-        ring_attention(q[..., :32], k[..., :32], k[..., :32], index, ring, 0.1)
+        attend(q[..., :32], k[..., :32], k[..., :32], config=config)
     with pytest.raises(ValueError, match="KV heads must divide"):
-        ring_attention(q[:, :, :3], k, k, index, ring, 0.1)
+        attend(q[:, :, :3], k, k, config=config)
     with pytest.raises(ValueError, match="int32"):
-        ring_attention(q.int(), k.int(), k.int(), index, ring, 0.1)
-    with pytest.raises(ValueError, match="128 tokens.*64"):
-        ring_attention(q[:64], k[:64], k[:64], index, ring, 0.1)
-    with pytest.raises(ValueError, match=r"\(1, 4\).*\(1, 2\)"):
-        ring_attention(q[:, :, :2], k, k, index, ring, 0.1)
-    with pytest.raises(ValueError, match="for 2 ranks"):
-        ring_attention(q, k, k, random_index(256, 1, 4, 64, 2, "all", "cpu"), ring, 0.1)
+        attend(q.int(), k.int(), k.int(), config=config)
     with pytest.raises(ValueError, match="softmax_scale is 0"):
-        ring_attention(q, k, k, index, ring, 0)
+        attend(q, k, k, config=config, softmax_scale=0)
+    index = random_index(128, 1, 4, 64, 1, "all", "cpu")
+    with pytest.raises(ValueError, match="128 tokens.*64"):
+        replay(q[:64], k[:64], k[:64], index=index)
+    with pytest.raises(ValueError, match=r"\(1, 4\).*\(1, 2\)"):
+        replay(q[:, :, :2], k, k, index=index)
+    with pytest.raises(ValueError, match="for 2 ranks"):
+        replay(q, k, k, index=random_index(256, 1, 4, 64, 2, "all", "cpu"))
 
 
-def test_nodes_that_do_not_divide_the_ranks_are_refused():
-    with pytest.raises(ConfigError, match="1 context-parallel ranks cannot be cut into nodes of 2"):
-        Ring(None, 2)
-
-
-def run_with_hosts(rank, world, hosts, inner):
-    import megatron_mtraining.ring.transport as transport
-
-    transport.socket.gethostname = lambda: hosts[rank]
-    try:
-        check_hosts(Ring(dist.group.WORLD, inner[rank]))
-    except ValueError as error:
-        return str(error)
-
-
-def test_nodes_that_are_no_hosts_are_refused_on_every_rank():
-    said = run_ranks(4, run_with_hosts, ["a", "b", "b", "b"], [2] * 4)
-    assert len(set(said)) == 1 and "ranks 0 to 1 spans hosts: a, b" in said[0]
-    assert run_ranks(4, run_with_hosts, ["a", "a", "b", "b"], [2] * 4) == [None] * 4
-    said = run_ranks(4, run_with_hosts, ["a"] * 4, [2, 2, 2, 1])
-    assert len(set(said)) == 1 and "[2, 2, 2, 1]" in said[0]
-
-
-def run_with_advice(rank, world, cases):
-    import warnings
-
-    import megatron_mtraining.ring.transport as transport
-
-    said = []
-    for hosts, inner in cases:
-        transport.socket.gethostname = lambda hosts=hosts: hosts[rank]
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            ring = Ring(dist.group.WORLD, inner)
-            advise_on_hosts(ring)
-            advise_on_hosts(ring)  # once
-        said.append([str(warning.message) for warning in found])
-    return said
-
-
-def test_gathering_over_hosts_is_advised_against_on_one_rank():
-    two = "--hierarchical-context-parallel-sizes 2 2"
-    cases = {
-        ("aabb", None): ["4 context-parallel ranks", "a, b", two],
-        ("aabb", 4): [two],
-        ("abab", 2): ["host after host"],
-        ("aaaa", None): None, ("aabb", 2): None, ("aabb", 1): None, ("abbb", None): None,
-    }  # fmt: skip
-    first, *others = run_ranks(4, run_with_advice, list(cases))
-    assert others == [[[]] * len(cases)] * 3
-    for said, expected in zip(first, cases.values()):
-        assert len(said) == (expected is not None)
-        assert all(words in said[0] for words in expected or ())
-    said = run_ranks(6, run_with_advice, [("aaabbb", 2)])[0][0]
-    assert "--hierarchical-context-parallel-sizes 3 2" in said[0]
-
-
-def run_with_other_nodes(rank, world, inner):
-    """Ranks with sizes (2) check their hosts, those without advise on them."""
-    ring = Ring(dist.group.WORLD, inner[rank])
-    try:
-        check_hosts(ring) if inner[rank] == 2 else advise_on_hosts(ring)
-    except ValueError as error:
-        return str(error)
-
-
-def test_ranks_that_disagree_about_nodes_all_say_so():
-    for inner in ([2, 2, 4, 4], [1, 1, 4, 4]):
-        said = run_ranks(4, run_with_other_nodes, inner)
-        assert len(set(said)) == 1 and str(inner) in said[0] and "gathered-ranks" in said[0]
+def test_inner_groups_that_do_not_divide_the_ranks_are_refused():
+    refused = "1 context-parallel ranks cannot be cut into inner groups of 2"
+    with pytest.raises(ConfigError, match=refused):
+        CPGroup(None, 2)
 
 
 FAILING = {
@@ -410,7 +342,7 @@ def run_until_a_rank_fails(rank, world, operands, index_sets, inner, where, how)
             block_size=BLOCK, vertical=20, slash=2, window=1, sample_strata=8
         )
         parts = (stripe(t, rank, world, BLOCK, inner=inner) for t in operands[:3])
-        sparse_attention(*parts, config=config, cp_group=dist.group.WORLD, cp_inner=inner)
+        attend(*parts, config=config, cp_group=dist.group.WORLD, cp_inner=inner)
     else:
         run_ring(rank, world, operands, *index_sets, 0.1, inner)
     dist.barrier()  # a rank that needs nothing more of the others meets them at the next collective

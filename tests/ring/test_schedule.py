@@ -8,7 +8,14 @@ from collections import Counter, defaultdict, deque
 import pytest
 
 from megatron_mtraining.layout import GATHERED, block_at, inner_size
-from megatron_mtraining.ring.schedule import Do, Link, RingStep, backward_ops, forward_ops, rounds
+from megatron_mtraining.ring.schedule import (
+    Action,
+    Link,
+    RingStep,
+    backward_ops,
+    forward_ops,
+    rounds,
+)
 
 # inner, outer: one rank, flat, one rank a node, and both, also of sizes that are no powers of two
 SHAPES = [
@@ -27,7 +34,7 @@ SHAPES = [
     (8, 4),
 ]
 every_shape = pytest.mark.parametrize(("inner", "outer"), SHAPES)
-MOVES = {Do.SEND_VALUES, Do.TAKE_VALUES, Do.SEND_GRADIENTS, Do.TAKE_GRADIENTS, Do.ADD_GRADIENTS}
+MOVES = {Action.SEND_KV, Action.GATHER_KV, Action.SEND_DKV, Action.RECEIVE_DKV, Action.ADD_DKV}
 
 
 class Rank:
@@ -62,21 +69,21 @@ class Rank:
     def step(self, mail, ranks, inner, outer):
         """Run the next operation, unless it waits for something: then False."""
         op = self.ops[0]
-        values = op.do in (Do.SEND_VALUES, Do.TAKE_VALUES)
+        values = op.action in (Action.SEND_KV, Action.GATHER_KV)
         box = mail[self.rank, values, op.link]
-        if op.do in (Do.TAKE_VALUES, Do.TAKE_GRADIENTS, Do.ADD_GRADIENTS):
+        if op.action in (Action.GATHER_KV, Action.RECEIVE_DKV, Action.ADD_DKV):
             # A rank takes from a link what it has posted for: as often as it has sent itself.
             self.sent[values, op.link] -= 1
             assert self.sent[values, op.link] == 0, "one transfer of a kind and link at a time"
             if not box:
                 self.sent[values, op.link] += 1
                 return False
-        if op.do in (Do.ATTEND, Do.QUERY, Do.KEY):
+        if op.action in (Action.COMPUTE_OUT, Action.COMPUTE_DQ, Action.COMPUTE_DKV):
             keys = self.keys(ranks, inner)
             if keys is None:
                 return False
         self.ops.popleft()
-        if op.do in (Do.SEND_VALUES, Do.SEND_GRADIENTS):
+        if op.action in (Action.SEND_KV, Action.SEND_DKV):
             what = self.own[self.turn] if values else self.moving
             assert what is not None
             mail[self.neighbour(inner, outer, op.link), values, op.link].append(what)
@@ -84,34 +91,34 @@ class Rank:
             assert self.sent[values, op.link] == 1, "the transfer before has not been taken"
             if not values:
                 self.moving = None
-        elif op.do is Do.TAKE_VALUES:
+        elif op.action is Action.GATHER_KV:
             self.own.append(box.popleft())
             self.turn += 1
-        elif op.do is Do.TAKE_GRADIENTS:
+        elif op.action is Action.RECEIVE_DKV:
             assert self.moving is None, "a gradient would be lost"
             self.moving = box.popleft()
-        elif op.do is Do.ADD_GRADIENTS:
+        elif op.action is Action.ADD_DKV:
             source, more = box.popleft()
             assert self.moving[0] == source
             self.moving = (source, self.moving[1] + more)
-        elif op.do is Do.KEEP:
+        elif op.action is Action.STASH_DKV:
             assert self.home is None
             self.home, self.moving = self.moving, None
-        elif op.do is Do.RESUME:
+        elif op.action is Action.RESTORE_DKV:
             assert self.moving is None
             self.home, self.moving = None, self.home
-        elif op.do is Do.COLUMNS:
+        elif op.action is Action.COMPUTE_COLUMN_GRADS:
             self.columns += 1
-        elif op.do is Do.OWN_KEY:
-            self.add(op.step, self.rank)
-        elif op.do is Do.KEY:
-            self.add(op.step, keys[op.slot])
+        elif op.action is Action.COMPUTE_OWN_DKV:
+            self.add(op.ring_step, self.rank)
+        elif op.action is Action.COMPUTE_DKV:
+            self.add(op.ring_step, keys[op.slot])
         else:
             assert list(op.round.sources) == keys, "the schedule says other keys than there are"
-            if op.do is Do.ATTEND:
+            if op.action is Action.COMPUTE_OUT:
                 self.attended.append(op.round)
             else:
-                part, parts = op.part
+                part, parts = op.head_part
                 self.parts = [*self.parts, part] if part else [part]
                 if part == parts - 1:
                     assert self.parts == list(range(parts))
@@ -204,19 +211,19 @@ def test_query_blocks_of_a_key_block_are_found_by_their_distance(inner, outer, b
 @pytest.mark.parametrize(("inner", "outer"), [shape for shape in SHAPES if 1 not in shape])
 def test_the_outer_ring_has_a_whole_round(inner, outer):
     """What goes over the outer link is computed upon for a round, before it is waited for."""
-    computing = {Do.ATTEND, Do.QUERY, Do.KEY}
+    computing = {Action.COMPUTE_OUT, Action.COMPUTE_DQ, Action.COMPUTE_DKV}
     for ops in (forward_ops, backward_ops):
         for rank in range(inner * outer):
             sent = {}
             for op in ops(rank, inner, outer):
-                kind = op.do.name.split("_")[-1]
-                if op.do is Do.RESUME:
+                kind = op.action.name.split("_")[-1]
+                if op.action is Action.RESTORE_DKV:
                     break  # the last hop of gradients has only the own keys' gradient
-                if op.link is Link.OUTER and op.do in (Do.SEND_VALUES, Do.SEND_GRADIENTS):
+                if op.link is Link.OUTER and op.action in (Action.SEND_KV, Action.SEND_DKV):
                     sent[kind] = 0
                 elif op.link is Link.OUTER:
                     assert sent[kind] >= (1 if ops is forward_ops else 2 * inner - 2)
-                elif op.do in computing:
+                elif op.action in computing:
                     sent = {kind: count + 1 for kind, count in sent.items()}
 
 
@@ -224,8 +231,11 @@ def test_the_outer_ring_has_a_whole_round(inner, outer):
 def test_each_hop_in_a_node_has_a_part_of_the_queries(inner):
     ops = backward_ops(0, inner, 1)
     for i, op in enumerate(ops):
-        if op.do is Do.SEND_GRADIENTS:
-            assert [later.do for later in ops[i + 1 : i + 3]] == [Do.QUERY, Do.TAKE_GRADIENTS]
+        if op.action is Action.SEND_DKV:
+            assert [later.action for later in ops[i + 1 : i + 3]] == [
+                Action.COMPUTE_DQ,
+                Action.RECEIVE_DKV,
+            ]
 
 
 def test_few_ranks_are_one_node():
@@ -238,7 +248,7 @@ def test_few_ranks_are_one_node():
 def test_all_moves_name_their_link(inner, outer):
     for ops in (forward_ops, backward_ops):
         for op in ops(0, inner, outer):
-            assert (op.link is not None) == (op.do in MOVES)
+            assert (op.link is not None) == (op.action in MOVES)
 
 
 @every_shape

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megatron_mtraining.ring import shut_down
+from megatron_mtraining.cp_group import shut_down
 
 TIMEOUT = 120  # seconds, of the process group
 HANGS = 240  # seconds, of a script

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ...config import BlockListPolicy, ConfigError, MTrainingConfig
+from ...cp_group import CPGroup
 from ...models.types import LayerInput
 from ...pattern import VerticalSlashIndex, choose_index
 from ...pattern.blocks import choose_blocks
 from ...pattern.estimate import rows_of
-from ...ring import Ring
 from .options import ROWS
 
 CHUNK_BYTES = 2**28
@@ -175,15 +175,13 @@ class _BlockSparseHead:
 
 def pattern_of(given: LayerInput, config: MTrainingConfig, rows: Tensor) -> LayerPattern:
     """The pattern that a layer would have on one rank."""
-    ring, policy = Ring(None), config.policy
+    cp, policy = CPGroup(None), config.policy
     if not isinstance(policy, BlockListPolicy) or config.keeps_all(len(given.query)):
         return VerticalSlashPattern(
-            choose_index(given.query, given.key, config, ring, given.softmax_scale)
+            choose_index(given.query, given.key, config, cp, given.softmax_scale)
         )
     window = -(-config.window // config.block_size) + 1
-    blocks = choose_blocks(
-        given.query, given.key, policy, config, window, ring, given.softmax_scale
-    )
+    blocks = choose_blocks(given.query, given.key, policy, config, window, cp, given.softmax_scale)
     return BlockSparsePattern(blocks, rows, config.block_size)
 
 

@@ -20,11 +20,11 @@ from tqdm import tqdm
 
 from ...attention import attend
 from ...config import ConfigError, MTrainingConfig
+from ...cp_group import CPGroup
 from ...models.dense_attention import dense_attention
 from ...models.types import LayerInput, Score, Shape
 from ...pattern import choose_index
 from ...pattern.steering import SLOPE
-from ...ring import Ring
 from ..report.table import table
 from .options import Options
 
@@ -301,7 +301,7 @@ def _find_prices(
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         index = choose_index(
-            query, key, config, Ring(None), given.softmax_scale, price=middle.exp()
+            query, key, config, CPGroup(None), given.softmax_scale, price=middle.exp()
         )
         enough = index.recall[0] >= target
         low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)

@@ -23,8 +23,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 from ... import register
+from ...cp_group import shut_down
 from ...models.environment import megatron_on_cpu
-from ...ring import shut_down
 from .options import Options
 
 LEARNING_RATE = 1e-3

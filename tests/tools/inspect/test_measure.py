@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.models.types import LayerInput
 from megatron_mtraining.pattern import build_index, choose_index
 from megatron_mtraining.pattern.estimate import sample_rows
-from megatron_mtraining.ring import Ring
 from megatron_mtraining.tools.inspect import measure
 from tests.support.inspect_cases import HEADS, SEQ, operands, true_attention
 
@@ -91,7 +91,7 @@ def test_recall_of_block_sparse_patterns_is_that_of_the_written_out_mask(policy,
     rows = measure.held_out_rows(SEQ, 100, [config], seed=1)
     found = measure.LayerRecall(LayerInput(0, query, key, 0.2), [config], rows)
     p = true_attention(query, key, 0.2)
-    index = choose_index(query, key, config, Ring(None), 0.2)
+    index = choose_index(query, key, config, CPGroup(None), 0.2)
     (pattern,) = found.patterns
     for head in range(HEADS):
         mask = index.token_mask(0, head)
