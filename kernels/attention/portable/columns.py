@@ -67,8 +67,9 @@ def _gather_kernel(
     k_ptr += batch * stride_kb + kv_head * stride_kh
     v_ptr += batch * stride_vb + kv_head * stride_vh
     # Columns of other ranks are 0: they add nothing to the sum.
+    column_k_ptr += target
     k = tl.load(k_ptr + row * stride_kn + offs_d, mask=owned[:, None], other=0.0)
-    tl.store(column_k_ptr + target, k, mask=inside)
+    tl.store(column_k_ptr, k, mask=inside)
     if VALUES:
         v = tl.load(v_ptr + row * stride_vn + offs_d, mask=owned[:, None], other=0.0)
         tl.store(column_v_ptr + target, v, mask=inside)
