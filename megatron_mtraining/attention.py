@@ -13,8 +13,8 @@ from .config import MTrainingConfig, Policy
 from .cp_group import CPGroup, cp_group_of
 from .documents import Documents
 from .kernels.attention.operands import check_operands, unit_stride
-from .pattern import BlockListIndex, VerticalSlashIndex, check_choice, choose_index
-from .pattern.index import PatternIndex
+from .pattern import BlockListIndex, VerticalSlashIndex, check_search, search_pattern
+from .pattern.vertical_slash_index import PatternIndex
 from .ring.attention import KeysAndValues, ring_attention
 from .ring.transport import ring_of
 
@@ -79,11 +79,11 @@ def attend(
     query, key, value = unit_stride(query, key, value)
     ring = ring_of(cp)
     if first_pass is None:
-        check_choice(query.shape[0] * cp.world, config, cp.world)
+        check_search(query.shape[0] * cp.world, config, cp.world)
         keys = KeysAndValues(key, value, ring)  # in flight during the pattern search
-        index = choose_index(
+        index = search_pattern(
             query, key, config, cp, softmax_scale, head_policies=head_policies, price=price,
-            documents=documents, gather=keys.gather_column_keys,
+            documents=documents, gather_keys=keys.gather_column_keys,
         )  # fmt: skip
         computed = None
     else:

@@ -15,7 +15,7 @@ from megatron_mtraining.attention import attend
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.documents import Documents
 from megatron_mtraining.layout import stripe, unstripe
-from megatron_mtraining.pattern import build_index, choose_index
+from megatron_mtraining.pattern import build_index, search_pattern
 from tests.support.attention_cases import (
     dense_attention,
     random_operands,
@@ -33,8 +33,8 @@ CONFIG = MTrainingConfig.from_options(
 def test_gpu_chooses_what_the_cpu_chooses():
     query, key, _, _ = random_operands(4096, 2, 8, 2, 128, torch.float32, "cpu")
     query += torch.roll(key, 777, 0).repeat_interleave(4, 2)  # a diagonal to find
-    on_cpu = choose_index(query, key, CONFIG, CPGroup(None), 0.09)
-    on_gpu = choose_index(query.cuda(), key.cuda(), CONFIG, CPGroup(None), 0.09)
+    on_cpu = search_pattern(query, key, CONFIG, CPGroup(None), 0.09)
+    on_gpu = search_pattern(query.cuda(), key.cuda(), CONFIG, CPGroup(None), 0.09)
     # Sums round differently; candidates of nearly equal mass may swap.
     assert (on_cpu.distances() != on_gpu.distances().cpu()).float().mean() < 0.01
     assert on_gpu.distances()[:, :, 777 // 64].all()

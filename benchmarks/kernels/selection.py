@@ -26,7 +26,7 @@ import triton
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.config import BlockListPolicy, XAttentionPolicy
-from megatron_mtraining.pattern import choose_index
+from megatron_mtraining.pattern import search_pattern
 
 from ..lib import record
 
@@ -144,7 +144,7 @@ def run_case(seq, world, settings, show_profile):
     ring = RankAlone(world)
 
     def run():
-        return choose_index(query, key, config, ring, DIM**-0.5, head_policies=heads)
+        return search_pattern(query, key, config, ring, DIM**-0.5, head_policies=heads)
 
     nbytes = run().nbytes
     lists = mixed or isinstance(config.policy, BlockListPolicy)

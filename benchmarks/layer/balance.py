@@ -52,7 +52,7 @@ import torch
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.layout import block_at, inner_size
-from megatron_mtraining.pattern import choose_index
+from megatron_mtraining.pattern import search_pattern
 
 from ..lib import record, workloads
 from ..lib.workloads import BLOCK
@@ -287,7 +287,7 @@ def real(folder: Path) -> list[Pattern]:
         config = MTrainingConfig.from_options(
             vertical=1000, slash=100, sample_strata=64, sample_rows=1
         )
-        index = choose_index(query, key, config, CPGroup(None), query.shape[-1] ** -0.5)
+        index = search_pattern(query, key, config, CPGroup(None), query.shape[-1] ** -0.5)
         found = index.distances(), columns_of(index)
         patterns.append(pattern_of(f"real {file.stem}", seq, *found))
         torch.manual_seed(0)

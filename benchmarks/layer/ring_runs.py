@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron_mtraining.attention import attend
 from megatron_mtraining.cp_group import cp_group_of
 from megatron_mtraining.layout import token_positions
-from megatron_mtraining.pattern import build_index, choose_index
+from megatron_mtraining.pattern import build_index, search_pattern
 from megatron_mtraining.ring import Ring, ring_of
 from megatron_mtraining.ring.attention import KeysAndValues, ring_attention
 
@@ -152,15 +152,15 @@ def sparse_runs(case: Case, setting: Setting, operands, ring: Ring, inner: int):
     given = None if config else draw_given(case, setting, ring.cp.inner)
 
     def chosen():
-        return choose_index(query, key, config, ring.cp, setting.scale)
+        return search_pattern(query, key, config, ring.cp, setting.scale)
 
     def over(ring):
         def run(*tensors):
             # As a model's layer: keys are on their way while the pattern is chosen, columns travel once.
             keys = KeysAndValues(*tensors[1:], ring)
-            index = given or choose_index(
+            index = given or search_pattern(
                 *tensors[:2], config, ring.cp, setting.scale,
-                gather=keys.gather_column_keys,
+                gather_keys=keys.gather_column_keys,
             )  # fmt: skip
             return ring_attention(*tensors, index, ring, setting.scale, keys=keys)[0]
 

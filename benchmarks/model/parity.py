@@ -41,7 +41,7 @@ from megatron_mtraining.attention import attend
 from megatron_mtraining.config import head_policies, settings_of_run
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.models.tokenizer import open_tokenizer
-from megatron_mtraining.pattern import Steering, choose_index
+from megatron_mtraining.pattern import Steering, search_pattern
 
 from ..lib import record
 
@@ -180,7 +180,7 @@ def coverage_at(
         middle = (low + high) / 2
         config = base.with_policy(replace(base.policy, coverage=middle))
         found = [
-            choose_index(query, key, config, CPGroup(None), scale).density().mean()
+            search_pattern(query, key, config, CPGroup(None), scale).density().mean()
             for query, key, scale in layers
         ]
         if torch.stack(found).mean().item() < density:
@@ -360,7 +360,8 @@ def main(words: list[str] | None = None) -> None:
             if density is None:
                 at = MTrainingConfig.from_options(block_size=options.block_size)
                 found = [
-                    choose_index(q, k, at, CPGroup(None), s).density().mean() for q, k, s in layers
+                    search_pattern(q, k, at, CPGroup(None), s).density().mean()
+                    for q, k, s in layers
                 ]
                 density = torch.stack(found).mean().item()
             coverage = coverage_at(density, layers, config)

@@ -15,7 +15,7 @@ the share of them that keep less than 0.9.
 - ``price`` with estimator ``oracle``: all rows choose, those that judge among them; at most
   ``--oracle-rows``, as masses are summed in 32 bits whose steps grow with the rows. The setting says how
   many.
-- ``xattention``, ``moba``: block lists in every head (:func:`choose_block_lists`).
+- ``xattention``, ``moba``: block lists in every head (:func:`select_key_blocks`).
 - ``mixed``: at a price, the pattern of policy price or one of the lists of xattention, in each head what has
   the most ``recall - price x density``: a price is a share of attention for a share of the pairs. One half
   of the rows decides and the other judges, both ways around. ``mixed, oracle choice``: all rows do both.
@@ -47,12 +47,13 @@ import torch
 from torch import Tensor
 
 from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining.config import BlockListPolicy, MobaPolicy, XAttentionPolicy
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.models.environment import default_dtype
 from megatron_mtraining.models.open import open_model
 from megatron_mtraining.models.text import tokens_for
 from megatron_mtraining.models.types import LayerInput, ModelOptions
-from megatron_mtraining.pattern import choose_block_lists, choose_index
+from megatron_mtraining.pattern import search_pattern, select_key_blocks
 from megatron_mtraining.requirements import require
 from megatron_mtraining.tools.inspect.measure import (
     BlockSparsePattern,
@@ -86,8 +87,8 @@ class Case(NamedTuple):
     policy: str
     estimator: str
     setting: str
-    how: MTrainingConfig | dict
-    """Of the choice; a dict: arguments of :func:`choose_block_lists`."""
+    how: MTrainingConfig | BlockListPolicy
+    """Settings of the search; a policy to select key blocks by alone."""
 
     @property
     def series(self) -> tuple[str, str]:
@@ -130,11 +131,11 @@ def cases_for(seq: int, oracle_rows: int, samples: Sequence[tuple[int, int]] = (
         )
         cases.append(Case("price", "oracle", f"price {price:g}, {which}", how))
     for threshold in THRESHOLDS:
-        how = dict(source="xattention", stride=STRIDE, threshold=threshold)
+        how = XAttentionPolicy(stride=STRIDE, threshold=threshold)
         cases.append(Case("xattention", "own", f"threshold {threshold:g}", how))
     half = max(1, seq // BLOCK // 2).bit_length() - 1
     for power in range(max(0, half + 1 - MOST_TOP_K), half + 1):
-        cases.append(Case("moba", "own", f"top_k {2**power}", dict(source="moba", top_k=2**power)))
+        cases.append(Case("moba", "own", f"top_k {2**power}", MobaPolicy(top_k=2**power)))
     return cases
 
 
@@ -146,10 +147,10 @@ def choose(case: Case, given: LayerInput, rows: Tensor) -> LayerPattern:
     cp = CPGroup(None)
     if isinstance(case.how, MTrainingConfig):
         return VerticalSlashPattern(
-            choose_index(given.query, given.key, case.how, cp, given.softmax_scale)
+            search_pattern(given.query, given.key, case.how, cp, given.softmax_scale)
         )
-    blocks = choose_block_lists(
-        given.query, given.key, cp, given.softmax_scale, block_size=BLOCK, **case.how
+    blocks = select_key_blocks(
+        given.query, given.key, case.how, cp, given.softmax_scale, block_size=BLOCK
     )
     return BlockSparsePattern(blocks, rows, BLOCK)
 

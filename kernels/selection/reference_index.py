@@ -20,7 +20,7 @@ def vertical_slash_lists(
     world: int,
     inner: int,
 ) -> tuple[Tensor, ...]:
-    """The seven tensors of a :class:`~megatron_mtraining.pattern.index.VerticalSlashIndex`.
+    """The seven tensors of a :class:`~megatron_mtraining.pattern.vertical_slash_index.VerticalSlashIndex`.
 
     Args:
         distances: bool ``[b, h, NB]``, the selected block distances; None to take them from ``diagonals`` and
@@ -63,7 +63,7 @@ def vertical_slash_lists(
 def block_list_offsets(
     blocks: Tensor, member: Tensor, world: int, inner: int, rank: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The prefix counts of a :class:`~megatron_mtraining.pattern.block_index.BlockListIndex`.
+    """The prefix counts of a :class:`~megatron_mtraining.pattern.block_list_index.BlockListIndex`.
 
     Args:
         blocks: bool or uint8 ``[b, h, nb, NB]``, by own query block and global key block.

@@ -1,11 +1,20 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Which keys each query head sees: estimation, choice, and the index."""
+"""The pattern search: which keys each query head attends to.
 
-from .block_choice import choose_block_lists
-from .block_index import BlockListIndex, build_block_index
-from .index import VerticalSlashIndex, build_index, full_index
-from .select import check_choice, choose_index
+- :mod:`.search`: the entry, :func:`search_pattern`, which decides who searches.
+- :mod:`.sampled_rows`: the query rows that a pattern is estimated from.
+- :mod:`.vertical_slash_search`: columns and slashes, by :mod:`.price_policy` or :mod:`.budget_policies`.
+- :mod:`.block_list_search`: key blocks of each query block, by :mod:`.key_block_selection`.
+- :mod:`.vertical_slash_index`, :mod:`.block_list_index`: the results, as the kernels read them;
+  :mod:`.packed_density`: their density where documents are packed.
+- :mod:`.steering`: what changes from step to step.
+"""
+
+from .block_list_index import BlockListIndex, build_block_index
+from .key_block_selection import select_key_blocks
+from .search import check_search, search_pattern
 from .steering import Steering, advance, steering_of, steerings
+from .vertical_slash_index import VerticalSlashIndex, build_index, full_index
 
 __all__ = [
     "BlockListIndex",
@@ -14,10 +23,10 @@ __all__ = [
     "advance",
     "build_block_index",
     "build_index",
-    "check_choice",
-    "choose_block_lists",
-    "choose_index",
+    "check_search",
     "full_index",
+    "search_pattern",
+    "select_key_blocks",
     "steering_of",
     "steerings",
 ]

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ..kernels import attention as kernels
 from ..kernels.attention.operands import unit_stride
-from ..pattern.index import PatternIndex
+from ..pattern.vertical_slash_index import PatternIndex
 from .schedule import Action, Link, Op, backward_ops, forward_ops
 from .transport import Ring, Transfer
 

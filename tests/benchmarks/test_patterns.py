@@ -16,7 +16,7 @@ import torch
 from benchmarks.model import patterns as patterns_script
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.models.types import LayerInput
-from megatron_mtraining.pattern import build_block_index, choose_block_lists
+from megatron_mtraining.pattern import build_block_index, select_key_blocks
 from megatron_mtraining.tools.inspect import measure
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -58,8 +58,8 @@ def test_recall_and_density_are_those_of_dense_attention_under_the_mask(
             if series == patterns.DEFAULT:
                 index = patterns.choose(case, given, rows).index
             else:
-                blocks = choose_block_lists(
-                    given.query, given.key, CPGroup(None), given.softmax_scale, **case.how
+                blocks = select_key_blocks(
+                    given.query, given.key, case.how, CPGroup(None), given.softmax_scale
                 )
                 none = torch.zeros(1, HEADS, SEQ // 128, dtype=torch.bool)
                 columns = torch.zeros(1, HEADS, 0, dtype=torch.long)
@@ -106,9 +106,9 @@ def test_what_is_measured(patterns):
     assert patterns.options_from(["--model", "m", "--samples", "64x4"]).samples == [(64, 4)]
     fixed = [case.how.policy for case in cases if case.series == ("fixed", "last")]
     assert [(how.vertical, how.slash) for how in fixed] == [(1000, 100), (2048, 30), (1000, 2048)]
-    longer = [case.how["top_k"] for case in patterns.cases_for(131072, 64) if case.policy == "moba"]
+    longer = [case.how.top_k for case in patterns.cases_for(131072, 64) if case.policy == "moba"]
     assert longer == [4, 8, 16, 32, 64, 128, 256, 512]
-    assert [case.how["top_k"] for case in cases if case.policy == "moba"] == [1, 2, 4, 8]
+    assert [case.how.top_k for case in cases if case.policy == "moba"] == [1, 2, 4, 8]
 
 
 def measured_by_hand(patterns):

@@ -20,7 +20,7 @@ from benchmarks.lib import plots, workloads
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.layout import stripe, token_positions
-from megatron_mtraining.pattern import build_index, choose_index
+from megatron_mtraining.pattern import build_index, search_pattern
 from megatron_mtraining.ring import Ring
 from megatron_mtraining.ring.attention import ring_attention
 from tests.support.ranks import run_ranks
@@ -280,7 +280,7 @@ def test_a_silent_ring_runs_the_same_kernels():
 def transfers_and_kernels(rank, world):
     """By what is timed, of a case with budgets and of a drawn one: how often it sent, and its kernels and the
     choice's collectives."""
-    from megatron_mtraining.pattern import select
+    from megatron_mtraining.pattern import vertical_slash_search
     from megatron_mtraining.ring import attention
 
     rings = rings_script
@@ -299,7 +299,7 @@ def transfers_and_kernels(rank, world):
         setattr(CPGroup, name, recorded(kernels, name, getattr(CPGroup, name)))
     for name in (*KERNELS, "gather_columns", "pack_kv"):
         setattr(attention.kernels, name, recorded(kernels, name, getattr(attention.kernels, name)))
-    select.gather_columns = attention.kernels.gather_columns
+    vertical_slash_search.gather_columns = attention.kernels.gather_columns
     setting = ring_runs.Setting("cpu", dist.group.WORLD, rank, world, 2, 1, 64)
     for case in (rings.CASES[0], rings.CASES[3]):
         case = case.at(1024)
@@ -428,7 +428,7 @@ def parts_of_operands(rank, world, seq):
     positions = token_positions(seq, rank, world, 128)
     query, key, value, _ = workloads.draw_structured(seq, positions, 4, 2, 64, 100, torch.float32)
     config = MTrainingConfig.from_options(vertical=100, slash=50)
-    index = choose_index(query, key, config, CPGroup(dist.group.WORLD), 64**-0.5)
+    index = search_pattern(query, key, config, CPGroup(dist.group.WORLD), 64**-0.5)
     return query, key, value, index
 
 
@@ -447,7 +447,7 @@ def test_structured_operands_lead_to_a_usual_pattern():
             assert torch.equal(part[..., :40], stripe(full, rank, world, 128)[..., :40])
         assert not value.is_contiguous() and value.stride(-1) == 1
     # The columns chosen are strong ones, and not the same for all heads.
-    one = choose_index(
+    one = search_pattern(
         *whole[:2], MTrainingConfig.from_options(vertical=100, slash=50), CPGroup(None), 64**-0.5
     )
     chosen = [set(one.columns[0, head].tolist()) for head in range(4)]

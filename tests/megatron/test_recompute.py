@@ -42,9 +42,9 @@ def cpu_random(monkeypatch):
 def count(monkeypatch):
     """How often attention has chosen a pattern and run its ring, or has taken results instead."""
     counts = {"chosen": 0, "run": 0, "taken": 0}
-    choose, ring = plain.choose_index, plain.ring_attention
+    choose, ring = plain.search_pattern, plain.ring_attention
 
-    def choose_index(*args, **named):
+    def search_pattern(*args, **named):
         counts["chosen"] += 1
         return choose(*args, **named)
 
@@ -52,7 +52,7 @@ def count(monkeypatch):
         counts["taken" if len(args) > 6 and args[6] is not None else "run"] += 1
         return ring(*args)
 
-    monkeypatch.setattr(plain, "choose_index", choose_index)
+    monkeypatch.setattr(plain, "search_pattern", search_pattern)
     monkeypatch.setattr(plain, "ring_attention", ring_attention)
     return counts
 

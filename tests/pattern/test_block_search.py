@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_mtraining.config import MobaPolicy, XAttentionPolicy
 from megatron_mtraining.cp_group import CPGroup, cp_group_of
 from megatron_mtraining.layout import block_at, stripe
-from megatron_mtraining.pattern import block_choice, build_block_index, choose_block_lists
+from megatron_mtraining.pattern import build_block_index, key_block_selection, select_key_blocks
 from megatron_mtraining.ring import Ring
 from megatron_mtraining.ring.attention import ring_attention
 from tests.support.attention_cases import random_operands
@@ -22,13 +23,26 @@ pytestmark = pytest.mark.usefixtures("fresh_inputs")
 
 BLOCK, SEQ = 64, 64 * 12
 OPTIONS = [
-    dict(source="moba", top_k=3),
-    dict(source="moba", top_k=0, window_blocks=2, sink_blocks=0),
-    dict(source="moba", top_k=50, window_blocks=0, sink_blocks=2),
-    dict(source="xattention", stride=16, threshold=0.7),
-    dict(source="xattention", stride=8, threshold=0.3, window_blocks=0, sink_blocks=0),
-    dict(source="xattention", stride=4, threshold=1.0),
+    dict(policy=MobaPolicy(top_k=3)),
+    dict(policy=MobaPolicy(top_k=0), window_blocks=2, sink_blocks=0),
+    dict(policy=MobaPolicy(top_k=50), window_blocks=0, sink_blocks=2),
+    dict(policy=XAttentionPolicy(stride=16, threshold=0.7)),
+    dict(policy=XAttentionPolicy(stride=8, threshold=0.3), window_blocks=0, sink_blocks=0),
+    dict(policy=XAttentionPolicy(stride=4, threshold=1.0)),
 ]
+
+
+def name_of(options):
+    policy = options["policy"]
+    numbers = [*vars(policy).values(), *(v for k, v in options.items() if k != "policy")]
+    return "-".join(map(str, [policy.name, *numbers]))
+
+
+def select(query, key, scale, *, cp=None, block_size=BLOCK, **options):
+    policy = options.pop("policy")
+    return select_key_blocks(
+        query, key, policy, cp or CPGroup(None), scale, block_size=block_size, **options
+    )
 
 
 def always_of(num_blocks, window_blocks=1, sink_blocks=1, **_):
@@ -88,52 +102,53 @@ def check_share(blocks, mass, threshold, options, slack):
 
 
 @pytest.mark.parametrize("seq_length", [SEQ, 450])  # the last block has rows past the end
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
 def test_what_is_taken(options, seq_length):
     query, key = planted_operands(torch.float64, seq_length)
-    blocks = choose_block_lists(query, key, CPGroup(None), 0.5, block_size=BLOCK, **options)
+    blocks = select(query, key, 0.5, **options)
     assert blocks.dtype == torch.uint8
-    if options["source"] == "moba":
-        check_moba(blocks.bool(), query, key, BLOCK, options["top_k"], options)
+    policy = options["policy"]
+    if isinstance(policy, MobaPolicy):
+        check_moba(blocks.bool(), query, key, BLOCK, policy.top_k, options)
     else:
-        mass = block_mass(query, key, options["stride"], BLOCK, 0.5)
-        check_share(blocks.bool(), mass, options["threshold"], options, 1e-6)
+        mass = block_mass(query, key, policy.stride, BLOCK, 0.5)
+        check_share(blocks.bool(), mass, policy.threshold, options, 1e-6)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
 def test_what_is_taken_on_a_gpu(options, dtype):
     query, key = planted_operands(dtype, 4096, "cuda")
     options = dict(options, block_size=128)
-    blocks = choose_block_lists(query, key, CPGroup(None), 0.5, **options).bool().cpu()
+    blocks = select(query, key, 0.5, **options).bool().cpu()
     query, key = query.cpu(), key.cpu()
-    if options["source"] == "moba":
-        check_moba(blocks, query, key, 128, options["top_k"], options)
+    policy = options["policy"]
+    if isinstance(policy, MobaPolicy):
+        check_moba(blocks, query, key, 128, policy.top_k, options)
     else:
-        mass = block_mass(query, key, options["stride"], 128, 0.5)
-        check_share(blocks, mass, options["threshold"], options, 1e-4)
+        mass = block_mass(query, key, policy.stride, 128, 0.5)
+        check_share(blocks, mass, policy.threshold, options, 1e-4)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
 def test_nothing_is_read_back_to_the_host(options):
     query, key = planted_operands(torch.bfloat16, 4096, "cuda")
     options = dict(options, block_size=128)
-    choose_block_lists(query, key, CPGroup(None), 0.5, **options)  # compilation may synchronise
+    select(query, key, 0.5, **options)  # compilation may synchronise
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        choose_block_lists(query, key, CPGroup(None), 0.5, **options)
+        select(query, key, 0.5, **options)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 def test_ties_go_to_the_earlier_block():
     query, key = torch.ones(SEQ, 1, 1, 64), torch.ones(SEQ, 1, 1, 64)
-    options = dict(block_size=BLOCK, window_blocks=0, sink_blocks=0)
-    for more, count in ((dict(source="moba", top_k=3), 3), (dict(threshold=0.4), None)):
-        blocks = choose_block_lists(query, key, CPGroup(None), 1.0, **more, **options)[0, 0]
+    for policy, count in ((MobaPolicy(top_k=3), 3), (XAttentionPolicy(threshold=0.4), None)):
+        blocks = select(query, key, 1.0, policy=policy, window_blocks=0, sink_blocks=0)[0, 0]
         for i, row in enumerate(blocks.tolist()):
             taken = [j for j in range(i) if row[j]]
             assert row[i] and taken == list(range(len(taken))) and not any(row[i + 1 :])
@@ -143,9 +158,7 @@ def test_ties_go_to_the_earlier_block():
 def test_what_holds_nothing_is_not_taken():
     query, key = torch.ones(SEQ, 1, 1, 64), torch.ones(SEQ, 1, 1, 64)
     key[3 * BLOCK : 5 * BLOCK] = -10
-    blocks = choose_block_lists(query, key, CPGroup(None), 1.0, threshold=1.0, block_size=BLOCK)[
-        0, 0
-    ]
+    blocks = select(query, key, 1.0, policy=XAttentionPolicy(threshold=1.0))[0, 0]
     at = torch.arange(SEQ // BLOCK)
     # But as the window, of blocks 4 and 5, and by the query blocks themselves.
     expected = (at[:, None] >= at) & ((at < 3) | (at > 4) | (at[:, None] - at < 2))
@@ -154,12 +167,10 @@ def test_what_holds_nothing_is_not_taken():
 
 def test_chunks_change_nothing(monkeypatch):
     query, key = planted_operands()
-    whole = [
-        choose_block_lists(query, key, CPGroup(None), 0.5, block_size=BLOCK, **o) for o in OPTIONS
-    ]
-    monkeypatch.setattr(block_choice, "CHUNK", 4 * 2 * 4 * 12 * 3)
+    whole = [select(query, key, 0.5, **o) for o in OPTIONS]
+    monkeypatch.setattr(key_block_selection, "CHUNK", 4 * 2 * 4 * 12 * 3)
     for options, expected in zip(OPTIONS, whole):
-        blocks = choose_block_lists(query, key, CPGroup(None), 0.5, block_size=BLOCK, **options)
+        blocks = select(query, key, 0.5, **options)
         assert torch.equal(blocks, expected)
 
 
@@ -169,18 +180,14 @@ def run_choices(rank, world, cases, inner):
     for query, key in cases:
         parts = [stripe(t, rank, world, BLOCK, inner=inner) for t in (query, key)]
         for options in OPTIONS:
-            results.append(choose_block_lists(*parts, cp, 0.5, block_size=BLOCK, **options))
+            results.append(select(*parts, 0.5, cp=cp, **options))
     return results
 
 
 @pytest.mark.parametrize(("world", "inner"), [(2, 2), (3, 1), (4, 2)])
 def test_the_same_on_any_number_of_ranks(world, inner):
     cases = [planted_operands(dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)]
-    alone = [
-        choose_block_lists(*case, CPGroup(None), 0.5, block_size=BLOCK, **options)
-        for case in cases
-        for options in OPTIONS
-    ]
+    alone = [select(*case, 0.5, **options) for case in cases for options in OPTIONS]
     for rank, results in enumerate(run_ranks(world, run_choices, cases, inner)):
         own = block_at(torch.arange(SEQ // BLOCK // world), rank, world, inner)
         for blocks, whole in zip(results, alone):
@@ -191,24 +198,15 @@ def test_what_is_not_a_number_is_not_chosen_by():
     query, key = planted_operands()
     key[100], query[600] = float("nan"), float("inf")
     for options in OPTIONS:
-        blocks = choose_block_lists(query, key, CPGroup(None), 0.5, block_size=BLOCK, **options)
+        blocks = select(query, key, 0.5, **options)
         always, causal = always_of(SEQ // BLOCK, **options)
         assert (blocks.bool() | ~always).all() and not (blocks.bool() & ~causal).any()
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (dict(source="best"), "best"),
-        (dict(stride=5), "stride is 5"),
-        (dict(threshold=0.0), "threshold is 0"),
-        (dict(top_k=-1), "-1, 1, 1"),
-    ],
-)
-def test_options_out_of_range_are_named(wrong, said):
+def test_a_stride_that_does_not_divide_the_block_is_named():
     query, key = planted_operands()
-    with pytest.raises(ValueError, match=said):
-        choose_block_lists(query, key, CPGroup(None), 0.5, block_size=BLOCK, **wrong)
+    with pytest.raises(ValueError, match="stride is 5"):
+        select(query, key, 0.5, policy=XAttentionPolicy(stride=5))
 
 
 def test_from_choice_to_attention():
@@ -216,8 +214,13 @@ def test_from_choice_to_attention():
     query, key, value, _ = random_operands(SEQ, 1, 4, 2, 64, torch.float64, "cpu")
     none = torch.zeros(1, 4, 12, dtype=torch.bool), torch.zeros(1, 4, 0, dtype=torch.int64)
     outs = []
-    for options in (dict(source="moba", top_k=12), dict(threshold=1.0), dict(threshold=0.2)):
-        blocks = choose_block_lists(query, key, CPGroup(None), 0.125, block_size=BLOCK, **options)
+    policies = (
+        MobaPolicy(top_k=12),
+        XAttentionPolicy(threshold=1.0),
+        XAttentionPolicy(threshold=0.2),
+    )
+    for policy in policies:
+        blocks = select(query, key, 0.125, policy=policy)
         index = build_block_index(blocks, *none, SEQ, BLOCK, 1)
         outs.append(ring_attention(query, key, value, index, Ring(CPGroup(None)), 0.125)[0])
         density = index.density().mean()

@@ -12,8 +12,8 @@ from megatron_mtraining.attention import attend
 from megatron_mtraining.cp_group import CPGroup, cp_group_of
 from megatron_mtraining.documents import Documents
 from megatron_mtraining.layout import stripe, unstripe
-from megatron_mtraining.pattern import choose_index
-from megatron_mtraining.pattern.estimate import last_rows, sample_rows
+from megatron_mtraining.pattern import search_pattern
+from megatron_mtraining.pattern.sampled_rows import last_rows, stratified_rows
 from tests.pattern.test_price import operands
 from tests.support.attention_cases import (
     dense_attention,
@@ -52,8 +52,8 @@ def test_recall_is_of_attention_within_documents(policy):
     if "estimator" not in policy:
         rows = dict(sample_strata=24, sample_rows=4, held_out_rows=3)
     config = MTrainingConfig.from_options(**policy, **rows, window=64, block_size=BLOCK)
-    index = choose_index(query, key, config, CPGroup(None), 0.125, documents=documents)
-    held = sample_rows(SEQ, 24, 4).view(24, 4)[:, 1:].flatten() if rows else last_rows(SEQ, 64)
+    index = search_pattern(query, key, config, CPGroup(None), 0.125, documents=documents)
+    held = stratified_rows(SEQ, 24, 4).view(24, 4)[:, 1:].flatten() if rows else last_rows(SEQ, 64)
     p = probabilities(query, key, held, documents.starts, 0.125)
     masks = written_out_mask(index, 1, query.shape[2])[:, :, held]
     truth = (p * masks).sum(-1).mean(-1)
@@ -75,7 +75,7 @@ def test_what_other_documents_hold_changes_no_mass(policy):
         other = key.clone()
         other[:384] *= far
         query[:384] = 0
-        index = choose_index(query, other, config, CPGroup(None), 0.125, documents=documents)
+        index = search_pattern(query, other, config, CPGroup(None), 0.125, documents=documents)
         found.append(written_out_mask(index, 1, query.shape[2])[:, :, 384:])
     assert torch.equal(*found)
 

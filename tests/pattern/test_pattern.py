@@ -11,8 +11,8 @@ from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.attention import attend
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.layout import stripe
-from megatron_mtraining.pattern import build_index, choose_index
-from megatron_mtraining.pattern.estimate import sample_rows
+from megatron_mtraining.pattern import build_index, search_pattern
+from megatron_mtraining.pattern.sampled_rows import stratified_rows
 from megatron_mtraining.ring import Ring
 from megatron_mtraining.ring.attention import ring_attention
 from tests.support.attention_cases import random_index, random_operands
@@ -45,20 +45,20 @@ def columns_of(index, b, h):
 
 def test_rows_are_spread_each_once_and_the_same_everywhere():
     for seq, strata, rows in [(768, 32, 1), (768, 24, 4), (131072, 64, 1), (1000, 7, 3)]:
-        got = sample_rows(seq, strata, rows)
+        got = stratified_rows(seq, strata, rows)
         assert (got.diff() > 0).all() and got[0] >= 0 and got[-1] < seq
         stratum = got.view(strata, rows) * strata // seq
         expected = torch.arange(strata)[:, None]
         assert ((stratum - expected).abs() <= (seq % (strata * rows) > 0)).all()
     # Offsets within blocks differ, so that no diagonal is seen at one offset only.
-    assert len(set((sample_rows(131072, 64, 1) % 128).tolist())) > 32
+    assert len(set((stratified_rows(131072, 64, 1) % 128).tolist())) > 32
 
 
 def test_distance_0_window_and_sinks_always_hold():
     query, key, _, _ = random_operands(SEQ, 1, 4, 2, 64, torch.float32, "cpu")
     for changes in ({}, dict(slash=0), dict(vertical=0), dict(slash=0, vertical=0), dict(sink=0)):
         config = settings(**changes)
-        index = choose_index(query, key, config, CPGroup(None), 0.125)
+        index = search_pattern(query, key, config, CPGroup(None), 0.125)
         for h in range(4):
             mask = index.token_mask(0, h)
             i = torch.arange(SEQ)
@@ -84,7 +84,7 @@ def test_diagonal_block_cannot_be_absent():
 
 def test_a_planted_diagonal_and_a_planted_column_are_found():
     query, key = structured(SEQ)
-    index = choose_index(query, key, settings(slash=1, vertical=5), CPGroup(None), 0.125)
+    index = search_pattern(query, key, settings(slash=1, vertical=5), CPGroup(None), 0.125)
     found = index.distances()[0, 0].nonzero().flatten().tolist()
     # Token distance 300 with blocks of 64 crosses block distances 4 and 5.
     assert set(found) == {0, 1, 2, 4, 5}
@@ -95,7 +95,7 @@ def test_a_planted_diagonal_and_a_planted_column_are_found():
 def test_the_window_is_as_wide_as_asked(window, block):
     query, key, _, _ = random_operands(512, 1, 2, 2, 64, torch.float32, "cpu")
     config = settings(window=window, block_size=block, slash=0, vertical=0, sink=0)
-    mask = choose_index(query, key, config, CPGroup(None), 0.125).token_mask(0, 0)
+    mask = search_pattern(query, key, config, CPGroup(None), 0.125).token_mask(0, 0)
     i = torch.arange(512)
     for back in (window, max(0, window - 1)):
         assert mask[i[back:], i[: 512 - back]].all()
@@ -115,7 +115,7 @@ def test_what_is_not_a_number_does_not_break_the_choice(bad):
     query, key, _, _ = random_operands(SEQ, 1, 2, 2, 64, torch.float32, "cpu")
     key[500, 0, 0, 3] = bad
     config = settings()
-    index = choose_index(query, key, config, CPGroup(None), 0.125)
+    index = search_pattern(query, key, config, CPGroup(None), 0.125)
     for h in range(2):
         found = columns_of(index, 0, h)
         assert len(set(found)) == len(found) and set(range(config.sink)) <= set(found)
@@ -140,19 +140,19 @@ def test_the_future_can_change_the_choice_but_nothing_else():
 def test_budgets_are_kept_to():
     query, key, _, _ = random_operands(SEQ, 2, 4, 2, 64, torch.float32, "cpu")
     config = settings()
-    index = choose_index(query, key, config, CPGroup(None), 0.125)
+    index = search_pattern(query, key, config, CPGroup(None), 0.125)
     assert (index.column_ptr[..., -1] <= config.policy.vertical).all()
     near = 3  # a window of 70 tokens reaches into the second block before
     assert (index.round_ptr[..., -1] <= near + 2 * config.policy.slash).all()
     assert (index.round_ptr[..., -1] > near).all()
     for changes in (dict(slash=SEQ), dict(vertical=SEQ), dict(window=SEQ)):
-        everything = choose_index(query, key, settings(**changes), CPGroup(None), 0.125)
+        everything = search_pattern(query, key, settings(**changes), CPGroup(None), 0.125)
         assert (everything.density() == 1).all()
 
 
 def test_fewer_columns_than_the_budget_is_no_column_twice():
     query, key, _, _ = random_operands(256, 1, 2, 2, 64, torch.float32, "cpu")
-    index = choose_index(query, key, settings(vertical=255), CPGroup(None), 0.125)
+    index = search_pattern(query, key, settings(vertical=255), CPGroup(None), 0.125)
     for h in range(2):
         positions = columns_of(index, 0, h)
         assert len(set(positions)) == len(positions) <= 255
@@ -160,7 +160,7 @@ def test_fewer_columns_than_the_budget_is_no_column_twice():
 
 def choose(rank, world, query, key, config):
     parts = [stripe(t, rank, world, 64) for t in (query, key)]
-    index = choose_index(*parts, config, CPGroup(dist.group.WORLD), 0.125)
+    index = search_pattern(*parts, config, CPGroup(dist.group.WORLD), 0.125)
     masks = [index.token_mask(0, h) for h in range(query.shape[2])]
     return vars(index), torch.stack(masks), index.work()
 
@@ -169,7 +169,7 @@ def choose(rank, world, query, key, config):
 def test_all_ranks_choose_what_one_process_chooses(world):
     query, key, _, _ = random_operands(SEQ, 1, 4, 2, 64, torch.float32, "cpu")
     config = settings()
-    alone = choose_index(query, key, config, CPGroup(None), 0.125)
+    alone = search_pattern(query, key, config, CPGroup(None), 0.125)
     masks = torch.stack([alone.token_mask(0, h) for h in range(4)])
     results = run_ranks(world, choose, query, key, config)
     first = results[0][0]
@@ -269,4 +269,4 @@ def test_a_part_that_is_no_multiple_of_the_block_is_refused():
     two.world = 2
     query, key, _, _ = random_operands(100, 1, 2, 2, 64, torch.float32, "cpu")
     with pytest.raises(ValueError, match="200 tokens"):
-        choose_index(query, key, settings(), two, 0.125)
+        search_pattern(query, key, settings(), two, 0.125)

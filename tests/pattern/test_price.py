@@ -11,8 +11,8 @@ from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.attention import attend
 from megatron_mtraining.cp_group import CPGroup, cp_group_of
 from megatron_mtraining.layout import stripe
-from megatron_mtraining.pattern import choose_index
-from megatron_mtraining.pattern.estimate import last_rows, sample_rows
+from megatron_mtraining.pattern import search_pattern
+from megatron_mtraining.pattern.sampled_rows import last_rows, stratified_rows
 from tests.pattern.test_pattern import structured
 from tests.support.attention_cases import random_operands
 from tests.support.ranks import run_ranks
@@ -72,9 +72,9 @@ def test_recall_is_of_the_rows_that_did_not_choose(policy):
     if "estimator" not in policy:
         rows = dict(sample_strata=24, sample_rows=4, held_out_rows=3)
     config = MTrainingConfig.from_options(**policy, **rows, window=64, block_size=64)
-    index = choose_index(query, key, config, CPGroup(None), 0.125)
+    index = search_pattern(query, key, config, CPGroup(None), 0.125)
     if rows:
-        held = sample_rows(SEQ, 24, 4).view(24, 4)[:, 1:].flatten()
+        held = stratified_rows(SEQ, 24, 4).view(24, 4)[:, 1:].flatten()
     else:
         held = last_rows(SEQ, 64)
     truth = dense_recall(index, query, key, held, 0.125)
@@ -85,11 +85,11 @@ def test_recall_is_of_the_rows_that_did_not_choose(policy):
 def test_what_rows_say_that_are_held_out_changes_nothing():
     query, key = operands()
     config = settings(price=0.8)
-    held = sample_rows(SEQ, 32, 2).view(32, 2)[:, 1]
-    first = choose_index(query, key, config, CPGroup(None), 0.125)
+    held = stratified_rows(SEQ, 32, 2).view(32, 2)[:, 1]
+    first = search_pattern(query, key, config, CPGroup(None), 0.125)
     other = query.clone()
     other[held] = torch.randn_like(other[held])
-    again = choose_index(other, key, config, CPGroup(None), 0.125)
+    again = search_pattern(other, key, config, CPGroup(None), 0.125)
     assert torch.equal(first.member, again.member) and torch.equal(first.columns, again.columns)
     assert not torch.equal(first.recall, again.recall)
 
@@ -98,9 +98,9 @@ def test_a_price_of_nothing_is_dense_and_a_high_one_leaves_what_always_holds():
     query, key = operands()
     for policy in (dict(price=0.0), dict(policy="coverage", coverage=1.0, slash_cap=SEQ)):
         assert (
-            choose_index(query, key, settings(**policy), CPGroup(None), 0.125).density() == 1
+            search_pattern(query, key, settings(**policy), CPGroup(None), 0.125).density() == 1
         ).all()
-    index = choose_index(query, key, settings(price=1e9), CPGroup(None), 0.125)
+    index = search_pattern(query, key, settings(price=1e9), CPGroup(None), 0.125)
     assert (index.member.sum(-1) == 2).all() and (index.column_ptr[..., -1] == 4).all()
 
 
@@ -113,7 +113,7 @@ def test_the_last_rows_count_for_as_many_as_see_what_they_see():
         config = MTrainingConfig.from_options(
             price=price, estimator="last", window=64, block_size=64
         )
-        index = choose_index(query, key, config, CPGroup(None), 0.125)
+        index = search_pattern(query, key, config, CPGroup(None), 0.125)
         found.append((index.density().mean(), dense_recall(index, query, key, rows, 0.125).mean()))
     for (density, recall), (more, better) in zip(found, found[1:]):
         assert more >= density and better >= recall
@@ -125,7 +125,7 @@ def test_a_lower_price_keeps_all_that_a_higher_one_does(seed):
     before = None
     for price in (2.0, 1.2, 0.8, 0.5, 0.3, 0.25, 0.1, 0.02):
         config = settings(price=price, held_out_rows=0)
-        index = choose_index(query, key, config, CPGroup(None), 0.125)
+        index = search_pattern(query, key, config, CPGroup(None), 0.125)
         assert index.member[..., 0].all()
         if before is not None:
             assert (index.member >= before.member).all()
@@ -141,7 +141,7 @@ def test_a_lower_price_keeps_all_that_a_higher_one_does(seed):
 
 def test_a_planted_diagonal_and_a_planted_column_are_found():
     query, key = structured(SEQ)
-    index = choose_index(query, key, settings(price=0.5), CPGroup(None), 0.125)
+    index = search_pattern(query, key, settings(price=0.5), CPGroup(None), 0.125)
     # Token distance 300 with blocks of 64 crosses block distances 4 and 5, and 5 for most queries.
     assert index.distances()[0, 0].nonzero().flatten().tolist() in ([0, 1, 4, 5], [0, 1, 5])
     assert 200 in index.columns[0, 1].tolist()
@@ -151,10 +151,10 @@ def test_a_planted_diagonal_and_a_planted_column_are_found():
 def test_caps():
     query, key = operands()
     config = settings(price=1e-6, vertical_cap=30, slash_cap=2)
-    index = choose_index(query, key, config, CPGroup(None), 0.125)
+    index = search_pattern(query, key, config, CPGroup(None), 0.125)
     assert (index.column_ptr[..., -1] <= 30).all() and (index.member.sum(-1) == 2 + 2).all()
     config = settings(policy="coverage", coverage=1.0, vertical_cap=30, slash_cap=2)
-    index = choose_index(query, key, config, CPGroup(None), 0.125)
+    index = search_pattern(query, key, config, CPGroup(None), 0.125)
     assert (index.column_ptr[..., -1] == 30).all() and (index.member.sum(-1) <= 2 + 4).all()
 
 
@@ -162,8 +162,8 @@ def test_coverage_holds_its_share():
     """As few columns as hold it: one fewer would not."""
     query, key = operands(seed=2)
     config = settings(policy="coverage", coverage=0.5, held_out_rows=0, sink=0)
-    index = choose_index(query, key, config, CPGroup(None), 0.125)
-    rows = sample_rows(SEQ, 32, 2)
+    index = search_pattern(query, key, config, CPGroup(None), 0.125)
+    rows = stratified_rows(SEQ, 32, 2)
     p = dense_probabilities(query, key, rows, 0.125)
     p = p.masked_fill(rows[:, None] // 64 - torch.arange(SEQ) // 64 < 2, 0).sum(2)
     for h in range(4):
@@ -181,9 +181,9 @@ def test_heads_with_settings_of_their_own():
         settings(vertical=25, slash=2),
         settings(policy="coverage", coverage=0.4),
     )
-    index = choose_index(query, key, base, CPGroup(None), 0.125, head_policies=policies_of(heads))
+    index = search_pattern(query, key, base, CPGroup(None), 0.125, head_policies=policies_of(heads))
     for h, config in enumerate(heads):
-        alone = choose_index(query, key, config, CPGroup(None), 0.125)
+        alone = search_pattern(query, key, config, CPGroup(None), 0.125)
         assert torch.equal(index.member[0, h], alone.member[0, h]), h
         count = int(alone.column_ptr[0, h, -1])
         assert int(index.column_ptr[0, h, -1]) == count or h == 1
@@ -192,7 +192,7 @@ def test_heads_with_settings_of_their_own():
             torch.testing.assert_close(index.recall[0, h], alone.recall[0, h])
     assert index.density()[0, 1] == 1
     # A price from outside moves all heads that have one.
-    higher = choose_index(
+    higher = search_pattern(
         query,
         key,
         base,
@@ -201,7 +201,7 @@ def test_heads_with_settings_of_their_own():
         head_policies=policies_of(heads),
         price=torch.tensor(1.6),
     )
-    alone = choose_index(query, key, settings(price=1.6), CPGroup(None), 0.125)
+    alone = search_pattern(query, key, settings(price=1.6), CPGroup(None), 0.125)
     assert torch.equal(higher.member[0, 0], alone.member[0, 0])
     assert torch.equal(higher.member[0, 1:], index.member[0, 1:])
 
@@ -214,7 +214,7 @@ def test_heads_with_lists_of_blocks_beside_others():
         settings(policy="moba", block_top_k=2),
         settings(vertical=25, slash=2),
     )
-    index = choose_index(
+    index = search_pattern(
         query, key, heads[0], CPGroup(None), 0.125, head_policies=policies_of(heads)
     )
     value = torch.randn_like(key)
@@ -222,7 +222,7 @@ def test_heads_with_lists_of_blocks_beside_others():
         query, key, value, config=settings(price=0.6), head_policies=policies_of(heads)
     )
     for h, config in enumerate(heads):
-        alone = choose_index(query, key, config, CPGroup(None), 0.125)
+        alone = search_pattern(query, key, config, CPGroup(None), 0.125)
         mask = index.token_mask(0, h)
         assert torch.equal(mask, alone.token_mask(0, h)), h
         torch.testing.assert_close(index.recall[0, h], alone.recall[0, h])
@@ -240,11 +240,11 @@ def test_budgets_that_differ_from_head_to_head(policy):
     heads = tuple(
         settings(vertical=v, slash=s) for v, s in zip(policy["vertical"], policy["slash"])
     )
-    index = choose_index(
+    index = search_pattern(
         query, key, heads[0], CPGroup(None), 0.125, head_policies=policies_of(heads)
     )
     for h, config in enumerate(heads):
-        alone = choose_index(query, key, config, CPGroup(None), 0.125)
+        alone = search_pattern(query, key, config, CPGroup(None), 0.125)
         assert torch.equal(index.member[0, h], alone.member[0, h])
         count = int(alone.column_ptr[0, h, -1])
         assert torch.equal(index.columns[0, h, :count], alone.columns[0, h, :count])
@@ -256,7 +256,7 @@ def _choose(rank, world, query, key, config, inner):
 
     cp = cp_group_of(dist.group.WORLD, inner)
     part = [stripe(t, rank, world, 64, inner=inner) for t in (query, key)]
-    index = choose_index(*part, config, cp, 0.125)
+    index = search_pattern(*part, config, cp, 0.125)
     masks = None
     if index.has_block_lists:  # each rank has the lists of its own queries
         masks = torch.stack([index.token_mask(0, head) for head in range(query.shape[2])])
@@ -274,7 +274,7 @@ def _choose(rank, world, query, key, config, inner):
 def test_sets_do_not_depend_on_the_number_of_ranks(world, inner, policy):
     query, key = operands(seed=11)
     config = settings(**policy)
-    alone = choose_index(query, key, config, CPGroup(None), 0.125)
+    alone = search_pattern(query, key, config, CPGroup(None), 0.125)
     found = run_ranks(world, _choose, query, key, config, inner)
     for rank, (member, columns, column_ptr, recall, masks) in enumerate(found):
         if masks is not None:

@@ -12,8 +12,8 @@ import torch
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.layout import stripe
-from megatron_mtraining.pattern import build_index, choose_index
-from megatron_mtraining.pattern.estimate import draw_sample, sample_rows
+from megatron_mtraining.pattern import build_index, search_pattern
+from megatron_mtraining.pattern.sampled_rows import gather_sampled_rows, stratified_rows
 from tests.support.attention_cases import random_operands
 from tests.support.selection_cases import SCALE, dense_masses
 
@@ -26,8 +26,8 @@ def test_columns_and_diagonals_against_dense():
     )  # fmt: skip
     torch.manual_seed(5)
     query, key, _, _ = random_operands(500, 2, 4, 2, 64, torch.float32, "cpu")
-    index = choose_index(query, key, config, CPGroup(None), SCALE)
-    rows, window_blocks = sample_rows(500, 16, 2), 3
+    index = search_pattern(query, key, config, CPGroup(None), SCALE)
+    rows, window_blocks = stratified_rows(500, 16, 2), 3
     masses = dense_masses(query, key, rows, 2, window_blocks, 64, SCALE)[0]
     masses[..., : config.sink] = float("inf")
     columns = masses.argsort(dim=-1, descending=True, stable=True)[..., : config.policy.vertical]
@@ -61,9 +61,9 @@ def test_the_same_index_from_kernels(triton_device, monkeypatch, policy):
     torch.manual_seed(6)
     query, key, _, _ = random_operands(500, 1, 4, 2, 64, torch.float32, "cpu")
     operands = (query.to(triton_device), key.to(triton_device))
-    actual = choose_index(*operands, config, CPGroup(None), SCALE)
+    actual = search_pattern(*operands, config, CPGroup(None), SCALE)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    expected = choose_index(query, key, config, CPGroup(None), SCALE)
+    expected = search_pattern(query, key, config, CPGroup(None), SCALE)
     for field in dataclasses.fields(actual):
         a, e = getattr(actual, field.name), getattr(expected, field.name)
         if field.name == "recall":
@@ -81,8 +81,8 @@ def test_sampled_rows_are_the_sequences_rows():
         cp = CPGroup(None)
         cp.rank, cp.world, cp.inner = rank, 3, 3
         cp.all_reduce = lambda tensor: tensor
-        total = total + draw_sample(stripe(query, rank, 3, 64), config, cp, 1, SCALE).query
-    rows = sample_rows(576, 8, 3)
+        total = total + gather_sampled_rows(stripe(query, rank, 3, 64), config, cp, 1, SCALE).query
+    rows = stratified_rows(576, 8, 3)
     assert torch.equal(total, query[rows])
 
 
@@ -91,10 +91,10 @@ def test_deterministic_and_small():
     """The same bits from run to run, atomics or not; and without rows x keys in memory."""
     query, key, _, _ = random_operands(131072, 1, 16, 2, 128, torch.bfloat16, "cuda")
     config = MTrainingConfig()
-    first = choose_index(query, key, config, CPGroup(None), SCALE)
+    first = search_pattern(query, key, config, CPGroup(None), SCALE)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    again = choose_index(query, key, config, CPGroup(None), SCALE)
+    again = search_pattern(query, key, config, CPGroup(None), SCALE)
     assert torch.cuda.max_memory_allocated() - before < 64 * 16 * 131072
     for field in dataclasses.fields(first):
         a, b = getattr(first, field.name), getattr(again, field.name)

@@ -16,7 +16,7 @@ from megatron_mtraining.attention import AttentionResult, attend
 from megatron_mtraining.config import ConfigError
 from megatron_mtraining.cp_group import CPGroup, cp_group_of
 from megatron_mtraining.layout import stripe, unstripe
-from megatron_mtraining.pattern import build_index, choose_index, select
+from megatron_mtraining.pattern import build_index, search_pattern, vertical_slash_search
 from megatron_mtraining.ring import Ring, attention, ring_of
 from megatron_mtraining.ring.attention import ring_attention
 from tests.support.attention_cases import (
@@ -217,13 +217,13 @@ def run_with_columns_told(rank, world, operands, config):
         asked.append(words)
         return gather(*words)
 
-    attention.kernels.gather_columns = select.gather_columns = told
+    attention.kernels.gather_columns = vertical_slash_search.gather_columns = told
     try:
-        alone = choose_index(query, key, config, cp_group_of(group), 64**-0.5)
+        alone = search_pattern(query, key, config, cp_group_of(group), 64**-0.5)
         in_choice = len(asked)
         _, _, index = attend(query, key, value, config=config, cp_group=group)
     finally:
-        attention.kernels.gather_columns = select.gather_columns = gather
+        attention.kernels.gather_columns = vertical_slash_search.gather_columns = gather
     assert torch.equal(index.member, alone.member) and torch.equal(index.columns, alone.columns)
     apart = (index.recall - alone.recall).abs().max().item()
     return in_choice, len(asked) - in_choice, apart, index.recall

@@ -152,10 +152,10 @@ class Watch:
 
         self.chosen = self.run = self.taken = self.posts = 0
         self.kept: list = []
-        choose, ring, kept = plain.choose_index, plain.ring_attention, recompute._Kept
+        choose, ring, kept = plain.search_pattern, plain.ring_attention, recompute._Kept
         batch_isend_irecv = dist.batch_isend_irecv
 
-        def choose_index(*args, **named):
+        def search_pattern(*args, **named):
             self.chosen += 1
             return choose(*args, **named)
 
@@ -176,7 +176,7 @@ class Watch:
             self.posts += 1
             return batch_isend_irecv(*args, **kwargs)
 
-        plain.choose_index, plain.ring_attention = choose_index, ring_attention
+        plain.search_pattern, plain.ring_attention = search_pattern, ring_attention
         recompute._Kept = keep
         dist.batch_isend_irecv = post
 

@@ -11,7 +11,7 @@ import torch
 from megatron_mtraining.documents import Documents
 from megatron_mtraining.kernels.selection import reference_masses
 from megatron_mtraining.layout import stripe
-from megatron_mtraining.pattern.estimate import SampledRows, sample_rows
+from megatron_mtraining.pattern.sampled_rows import SampledRows, stratified_rows
 from tests.support.attention_cases import random_operands
 
 SCALE = 0.3
@@ -56,7 +56,7 @@ def sampled_rows(
     query, rank, world, block_size, strata, rows_per_stratum, window_blocks, held_out=0
 ) -> SampledRows:
     """Sampled rows of a whole sequence's queries, as one rank holds them."""
-    rows = sample_rows(query.shape[0], strata, rows_per_stratum, query.device)
+    rows = stratified_rows(query.shape[0], strata, rows_per_stratum, query.device)
     return SampledRows(
         query=query.index_select(0, rows),
         rows=rows.int(),

@@ -14,9 +14,8 @@ from torch import Tensor
 from ...config import BlockListPolicy, ConfigError, MTrainingConfig
 from ...cp_group import CPGroup
 from ...models.types import LayerInput
-from ...pattern import VerticalSlashIndex, choose_index
-from ...pattern.blocks import choose_blocks
-from ...pattern.estimate import rows_of
+from ...pattern import VerticalSlashIndex, search_pattern, select_key_blocks
+from ...pattern.sampled_rows import rows_of
 from .options import ROWS
 
 CHUNK_BYTES = 2**28
@@ -143,7 +142,7 @@ class BlockSparsePattern:
     def __init__(self, blocks: Tensor, rows: Tensor, block_size: int):
         """
         Args:
-            blocks: uint8 ``[1, h, NB, NB]``, from :func:`~megatron_mtraining.pattern.choose_block_lists` on
+            blocks: uint8 ``[1, h, NB, NB]``, from :func:`~megatron_mtraining.pattern.select_key_blocks` on
                 one rank; each query block sees itself and no later block.
             rows: the evaluated rows, int64 ``[n]``.
         """
@@ -178,10 +177,18 @@ def pattern_of(given: LayerInput, config: MTrainingConfig, rows: Tensor) -> Laye
     cp, policy = CPGroup(None), config.policy
     if not isinstance(policy, BlockListPolicy) or config.keeps_all(len(given.query)):
         return VerticalSlashPattern(
-            choose_index(given.query, given.key, config, cp, given.softmax_scale)
+            search_pattern(given.query, given.key, config, cp, given.softmax_scale)
         )
-    window = -(-config.window // config.block_size) + 1
-    blocks = choose_blocks(given.query, given.key, policy, config, window, cp, given.softmax_scale)
+    blocks = select_key_blocks(
+        given.query,
+        given.key,
+        policy,
+        cp,
+        given.softmax_scale,
+        block_size=config.block_size,
+        window_blocks=-(-config.window // config.block_size),
+        sink_blocks=-(-config.sink // config.block_size),
+    )
     return BlockSparsePattern(blocks, rows, config.block_size)
 
 

@@ -23,7 +23,7 @@ from ...config import ConfigError, MTrainingConfig
 from ...cp_group import CPGroup
 from ...models.dense_attention import dense_attention
 from ...models.types import LayerInput, Score, Shape
-from ...pattern import choose_index
+from ...pattern import search_pattern
 from ...pattern.steering import SLOPE
 from ..report.table import table
 from .options import Options
@@ -300,7 +300,7 @@ def _find_prices(
     )
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        index = choose_index(
+        index = search_pattern(
             query, key, config, CPGroup(None), given.softmax_scale, price=middle.exp()
         )
         enough = index.recall[0] >= target

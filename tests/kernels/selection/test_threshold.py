@@ -11,7 +11,7 @@ import torch
 from megatron_mtraining.kernels import selection
 from megatron_mtraining.kernels.common.fixed_point import fixed_point_one
 from megatron_mtraining.kernels.selection import reference_threshold
-from megatron_mtraining.pattern.price import units
+from megatron_mtraining.pattern.price_policy import cost_units
 from tests.support.selection_cases import column_operands
 
 SINK = 2**31 - 1
@@ -21,7 +21,7 @@ SINK = 2**31 - 1
 def test_kernels(triton_device, packed):
     rows, _, keys, positions, lse = column_operands(triton_device, packed)
     one, window_blocks, sinks = fixed_point_one(24), 2, 7
-    cost_per_block_pair, cost_per_block = units(rows)
+    cost_per_block_pair, cost_per_block = cost_units(rows)
     # Half of the columns are worth enough.
     values = torch.rand(positions.shape, device=triton_device).view(torch.int32)
     operands = (rows, keys, positions, values, 0.5, lse, 8)

@@ -9,8 +9,8 @@ import torch
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.models.types import LayerInput
-from megatron_mtraining.pattern import build_index, choose_index
-from megatron_mtraining.pattern.estimate import sample_rows
+from megatron_mtraining.pattern import build_index, search_pattern
+from megatron_mtraining.pattern.sampled_rows import stratified_rows
 from megatron_mtraining.tools.inspect import measure
 from tests.support.inspect_cases import HEADS, SEQ, operands, true_attention
 
@@ -91,7 +91,7 @@ def test_recall_of_block_sparse_patterns_is_that_of_the_written_out_mask(policy,
     rows = measure.held_out_rows(SEQ, 100, [config], seed=1)
     found = measure.LayerRecall(LayerInput(0, query, key, 0.2), [config], rows)
     p = true_attention(query, key, 0.2)
-    index = choose_index(query, key, config, CPGroup(None), 0.2)
+    index = search_pattern(query, key, config, CPGroup(None), 0.2)
     (pattern,) = found.patterns
     for head in range(HEADS):
         mask = index.token_mask(0, head)
@@ -115,7 +115,7 @@ def test_held_out_rows_are_stratified_and_not_the_estimators():
     rows = measure.held_out_rows(8192, 512, configs, seed=0)
     assert len(rows) == 512 and (rows.diff() > 0).all()
     for config in configs:
-        seen = sample_rows(8192, config.sampling.strata, config.sampling.rows)
+        seen = stratified_rows(8192, config.sampling.strata, config.sampling.rows)
         assert not set(rows.tolist()) & set(seen.tolist())
     assert rows.diff().max() < 3 * 8192 / 512  # everywhere
     assert not torch.equal(rows, measure.held_out_rows(8192, 512, configs, seed=1))

@@ -1,9 +1,8 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Attention mass of this step's own queries and keys, from a sample of query rows.
+"""The sample of query rows that a pattern is estimated from.
 
-Follows the idea of MTraining (arXiv 2510.18830): the pattern is found online, in each step. Its sample is
-the last rows of the sequence; here rows are spread over all of it, so that columns and diagonals
-that only earlier parts use are seen too.
+MTraining (arXiv 2510.18830) searches the pattern online, in each step, from the last rows of the sequence.
+Here rows are spread over all of it, so that columns and diagonals which only earlier parts use are found too.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..config import LastRowsSampling, Sampling
+from ..config import LastRowsSampling, MTrainingConfig, Sampling
 from ..cp_group import CPGroup
 from ..documents import Costs, Documents
 from ..kernels.selection import merge_lse, partial_lse
@@ -36,9 +35,9 @@ class SampledRows:
         stratified: the rows are spread over the sequence; False for its last rows.
         window_blocks: query and key blocks fewer than this apart are in the local window.
         seq_length: N.
-        documents: packed ones: a row sees keys of its own alone. None for one document.
+        documents: packed documents: a row sees keys of its own alone. None for one document.
         starts: int32 ``[b, R]``: where the rows' documents start; None without ``documents``.
-        costs: what slashes and columns add within documents; None without, and where rows are not spread.
+        costs: what slashes and columns add within documents; None without, and where rows are the last.
         rank, world, inner, block_size: the striped layout of the keys.
         softmax_scale: factor of the scores.
     """
@@ -61,14 +60,14 @@ class SampledRows:
     costs: Costs | None = None
 
 
-def sample_rows(seq_length: int, strata: int, rows: int, device=None) -> Tensor:
-    """Query rows to look at: int64 ``[strata * rows]``, ascending, each once if there are no more of
-    them than tokens.
+def stratified_rows(seq_length: int, strata: int, rows: int, device=None) -> Tensor:
+    """Positions of query rows in every stratum: int64 ``[strata * rows]``, ascending, each once if there are
+    no more of them than tokens.
 
-    The sequence is cut into ``strata`` stretches with ``rows`` evenly spread rows in each, at an
-    offset that differs from stretch to stretch (multiples of the golden ratio): equal offsets would
-    see only keys at a few positions within their blocks. The same in every step, so that a replay
-    under activation recomputation chooses the same pattern.
+    Each of ``strata`` equal stretches of the sequence has ``rows`` evenly spread rows, at an offset that
+    differs from stratum to stratum (multiples of the golden ratio): equal offsets would see only keys at a
+    few positions within their blocks. The same in every step, so that a replay under activation recomputation
+    selects the same pattern.
     """
     cell = torch.arange(strata * rows, device=device)
     low = cell * seq_length // (strata * rows)
@@ -78,21 +77,24 @@ def sample_rows(seq_length: int, strata: int, rows: int, device=None) -> Tensor:
 
 
 def last_rows(seq_length: int, rows: int, device=None) -> Tensor:
-    """The last rows, which the published choice looks at: int64 ``[rows]``."""
+    """Positions of the last query rows, as published methods sample: int64 ``[rows]``."""
     return torch.arange(seq_length - rows, seq_length, device=device)
 
 
 def rows_of(sampling: Sampling, seq_length: int, device=None) -> Tensor:
-    """The query rows that a way of sampling looks at: int64 ``[R]``."""
+    """Positions of the query rows of a sampling: int64 ``[R]``."""
     if isinstance(sampling, LastRowsSampling):
         return last_rows(seq_length, sampling.rows, device)
-    return sample_rows(seq_length, sampling.strata, sampling.rows, device)
+    return stratified_rows(seq_length, sampling.strata, sampling.rows, device)
 
 
 @lru_cache(maxsize=16)
-def _rows_here(seq_length, sampling, rank, world, inner, block_size, device):
-    """The rows, int32; where a rank has them, int64 (0 for others); which it has not, bool. The same
-    in every layer and step, so kept: they take a dozen launches."""
+def _local_rows(
+    seq_length: int, sampling: Sampling, rank: int, world: int, inner: int, block_size: int, device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions of the rows, int32; their positions in this rank's part, int64 (0 for other ranks' rows);
+    which rows other ranks have, bool. The same in every layer and step, so kept: they take a dozen
+    launches."""
     with torch.inference_mode(False):
         row = rows_of(sampling, seq_length, device)
         owner, local = locate(row, world, block_size, inner)
@@ -100,23 +102,23 @@ def _rows_here(seq_length, sampling, rank, world, inner, block_size, device):
         return row.int(), torch.where(here, local, 0), ~here[:, None, None, None]
 
 
-def draw_sample(
+def gather_sampled_rows(
     query: Tensor,
-    config,
+    config: MTrainingConfig,
     cp: CPGroup,
     window_blocks: int,
     softmax_scale: float,
     documents: Documents | None = None,
 ) -> SampledRows:
-    """Bring the sampled rows to all ranks, in one small collective.
+    """The sampled rows on all ranks, in one small collective.
 
     Args:
-        query ``[s, b, h, d]``: this rank's part, block-striped.
+        query: ``[s, b, h, d]``, this rank's part, block-striped.
         window_blocks: see :class:`SampledRows`.
     """
     block, sampling = config.block_size, config.sampling
     seq_length = query.shape[0] * cp.world
-    row, local, elsewhere = _rows_here(
+    row, local, elsewhere = _local_rows(
         seq_length,
         sampling,
         cp.rank,
@@ -149,7 +151,7 @@ def draw_sample(
     )  # fmt: skip
 
 
-def sample_lse(sample: SampledRows, key: Tensor, cp: CPGroup) -> Tensor:
+def sampled_lse(rows: SampledRows, key: Tensor, cp: CPGroup) -> Tensor:
     """Log-sum-exp of the rows' scores over the keys of all ranks: float32 ``[b, h, R]``, in one small
     collective. ``key`` ``[s, b, hk, d]`` is this rank's part."""
-    return merge_lse(cp.all_gather(partial_lse(sample, key)).flatten(0, 1))
+    return merge_lse(cp.all_gather(partial_lse(rows, key)).flatten(0, 1))

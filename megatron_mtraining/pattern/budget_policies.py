@@ -1,54 +1,60 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Choosing a pattern by numbers: so many columns and diagonals a head, or as few as hold a share of its
-attention.
+"""Selection by a budget: fixed numbers of columns and diagonals per head, or the fewest that hold a share
+of its attention.
 
-What is chosen is ordered as integers, ties by position, so that all ranks choose the same.
+Candidates are ordered as integers, ties by position, so that all ranks select the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from ..config import CoveragePolicy, FixedPolicy
 from ..cp_group import CPGroup
-from ..kernels.selection import diagonal_masses, merge_topk, select_topk
-from .estimate import SampledRows
+from ..kernels.selection import attention_masses, diagonal_masses, merge_topk, select_topk
+from .sampled_rows import SampledRows
+
+BudgetPolicy = FixedPolicy | CoveragePolicy
 
 SINK = 2**31 - 1
-"""What stands for the mass of a sink."""
+"""The value that stands for the mass of a sink column."""
 
 
-def best_columns(
+def top_columns(
     values: Tensor, count: int, sample: SampledRows, cp: CPGroup
 ) -> tuple[Tensor, Tensor]:
     """The ``count`` columns with the largest values over all ranks: int32 ``[2, b, h, count]``, values and
-    positions (0 and N where none is left); and the cut they were taken at
-    (see ``kernels.selection.select_topk``).
+    positions (0 and N where none is left); and the threshold of the selection (see
+    ``kernels.selection.select_topk``).
 
-    Each rank offers its best; the best of all are the same on every rank.
+    Each rank offers its top columns; the top of all offers are the same on every rank.
 
     Args:
         values: int32 ``[b, h, s]``, of this rank's columns.
     """
     count = min(count, sample.seq_length)
-    offer, cut = select_topk(
+    offer, threshold = select_topk(
         values, min(count, values.shape[-1]), sample.seq_length,
         cp.rank, cp.world, cp.inner, sample.block_size,
     )  # fmt: skip
     if cp.world > 1:
-        offer, cut = merge_topk(cp.all_gather(offer), count, sample.seq_length)
-    return offer, cut
+        offer, threshold = merge_topk(cp.all_gather(offer), count, sample.seq_length)
+    return offer, threshold
 
 
-def best_diagonals(mass: Tensor, count: int, seq_length: int, cp: CPGroup) -> Tensor:
+def top_diagonals(mass: Tensor, count: int, seq_length: int, cp: CPGroup) -> Tensor:
     """The ``count`` token diagonals with the most mass over all ranks: int32 ``[2, b, h, count]``, masses and
     distances (0 and N where none is left).
 
-    Each rank sums a stretch of the distances over all ranks, and offers its best.
+    Each rank sums the mass of a stretch of the distances over all ranks, and offers its top diagonals.
     """
     mass = cp.reduce_scatter(mass)
     length = mass.shape[-1]
-    # With blocks as long as a stretch, positions in the layout of one node are distances.
+    # With blocks as long as a stretch, positions in the layout of one inner group are distances.
     offer, _ = select_topk(
         mass, min(count, length), seq_length, cp.rank, cp.world, cp.world, length
     )
@@ -65,7 +71,7 @@ def _in_order(offer: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _first(counts: list[int], value: Tensor) -> Tensor:
-    """Which of values in order are the first ``counts`` of each head, and above 0."""
+    """Which of the sorted values are among the first ``counts`` of each head, and above 0."""
     count = torch.tensor(counts, device=value.device)[:, None]
     return _up_to(count, value)
 
@@ -74,19 +80,56 @@ def _up_to(count: Tensor, value: Tensor) -> Tensor:
     return (torch.arange(value.shape[-1], device=value.device) < count) & (value > 0)
 
 
-def _cut(taken: Tensor, value: Tensor, position: Tensor) -> Tensor:
-    """The cut that the first of what is in order were taken at."""
+def _threshold(taken: Tensor, value: Tensor, position: Tensor) -> Tensor:
+    """The threshold of a selection of the first of sorted values: a value and a position."""
     last = (taken.sum(-1, keepdim=True) - 1).clamp(min=0)
     some = taken[..., 0]
     value, position = (each.gather(-1, last)[..., 0] for each in (value, position))
     return torch.stack((torch.where(some, value, 0), torch.where(some, position, -1))).int()
 
 
-def choose_fixed(
-    sample: SampledRows, key, lse, values, policies, sink: int, cp: CPGroup
+def select_by_budget(
+    sample: SampledRows,
+    key: Tensor,
+    lse: Tensor,
+    policies: Sequence[BudgetPolicy],
+    sink: int,
+    cp: CPGroup,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Columns and token diagonals of heads whose policies are all of one kind.
+
+    Args:
+        key: ``[s, b, hk, d]``, this rank's part.
+        lse: the rows' log-sum-exp, float32 ``[b, h, R]``.
+        policies: of each head.
+        sink: first columns that are always kept.
+
+    Returns:
+        Columns, int32 ``[b, h, C]``, and token diagonals, ``[b, h, K]``, N for none; int32 ``[2, b, h, NB]``,
+        the masses by block distance of ``kernels.selection.attention_masses``, over all ranks.
+    """
+    coverage = isinstance(policies[0], CoveragePolicy)
+    if coverage:
+        # As published, the last rows' share is of all attention, the window's too.
+        window_blocks = sample.window_blocks if sample.stratified else 0
+        sample = replace(sample, window_blocks=window_blocks, drop_max_stratum=False)
+    values, masses = attention_masses(sample, key, lse, sink, divide_by_cost=False)
+    select = _select_coverage if coverage else _select_fixed
+    columns, diagonals = select(sample, key, lse, values, policies, sink, cp)
+    return columns, diagonals, cp.all_reduce(masses)
+
+
+def _select_fixed(
+    sample: SampledRows,
+    key: Tensor,
+    lse: Tensor,
+    values: Tensor,
+    policies: Sequence[FixedPolicy],
+    sink: int,
+    cp: CPGroup,
 ) -> tuple[Tensor, Tensor]:
-    """Columns and token diagonals as many as ``vertical`` and ``slash`` say: int32 ``[b, h, C]`` and ``[b, h,
-    K]``; N for none. Diagonals have mass outside of the columns, and columns outside of the window.
+    """The ``vertical`` columns and ``slash`` token diagonals with the most mass. Columns are judged by their
+    mass outside of the window, diagonals by that outside of the columns.
 
     Args:
         values: int32 ``[b, h, s]``: columns' masses, as ``kernels.selection.attention_masses`` returns them.
@@ -95,21 +138,21 @@ def choose_fixed(
     verticals = [min(max(policy.vertical, sink), seq_length) for policy in policies]
     slashes = [min(policy.slash, seq_length) for policy in policies]
     if max(verticals) > sink:
-        offer, cut = best_columns(values, max(verticals), sample, cp)
+        offer, threshold = top_columns(values, max(verticals), sample, cp)
         columns = offer[1]
         if min(verticals) < max(verticals):
             value, position = _in_order(offer)
             taken = _first(verticals, value)
             columns = torch.where(taken, position, seq_length).int()
-            cut = _cut(taken, value, position)
-        taken = values, cut
+            threshold = _threshold(taken, value, position)
+        taken = values, threshold
     else:
         columns = torch.arange(sink, dtype=torch.int32, device=key.device)
         columns, taken = columns.expand(batch, len(policies), -1).contiguous(), None
     if not max(slashes):
         return columns, columns.new_empty(batch, len(policies), 0)
     mass = diagonal_masses(sample, key, lse, sink, taken)
-    offer = best_diagonals(mass, max(slashes), seq_length, cp)
+    offer = top_diagonals(mass, max(slashes), seq_length, cp)
     diagonals = offer[1]
     if min(slashes) < max(slashes):
         value, position = _in_order(offer)
@@ -117,16 +160,21 @@ def choose_fixed(
     return columns, diagonals
 
 
-def choose_coverage(
-    sample: SampledRows, key, lse, values, policies, sink: int, cp: CPGroup
+def _select_coverage(
+    sample: SampledRows,
+    key: Tensor,
+    lse: Tensor,
+    values: Tensor,
+    policies: Sequence[CoveragePolicy],
+    sink: int,
+    cp: CPGroup,
 ) -> tuple[Tensor, Tensor]:
-    """As few columns as hold the share ``coverage`` of attention beyond the window and sinks, and as few
-    token diagonals, each by themselves, within caps: as :func:`choose_fixed` gives them.
-    """
+    """The fewest columns, and the fewest token diagonals, that each hold the share ``coverage`` of attention
+    beyond the window and sinks, within caps."""
     device, seq_length = key.device, sample.seq_length
     share = torch.tensor([each.coverage for each in policies], device=device, dtype=torch.float64)
 
-    def taken(offer, whole, kind, least):
+    def fewest(offer: Tensor, whole: Tensor, kind: str, least: int) -> Tensor:
         value, position = _in_order(offer)
         weight = _weight(value.int()) if kind == "vertical" else value.double()
         count = (weight.cumsum(-1) < (share * whole)[..., None]).sum(-1, keepdim=True) + 1
@@ -135,15 +183,15 @@ def choose_coverage(
         return torch.where(_up_to(count, value), position, seq_length).int()
 
     whole = cp.all_reduce(_weight(values).sum(-1))
-    offer, _ = best_columns(values, max(each.vertical_cap for each in policies), sample, cp)
-    columns = taken(offer, whole, "vertical", sink)
+    offer, _ = top_columns(values, max(each.vertical_cap for each in policies), sample, cp)
+    columns = fewest(offer, whole, "vertical", sink)
     mass = diagonal_masses(sample, key, lse, sink, None)
     whole = cp.all_reduce(mass.sum(-1, dtype=torch.float64))
     most = max(max(each.slash_cap for each in policies), 1)
-    return columns, taken(best_diagonals(mass, most, seq_length, cp), whole, "slash", 0)
+    return columns, fewest(top_diagonals(mass, most, seq_length, cp), whole, "slash", 0)
 
 
 def _weight(bits: Tensor) -> Tensor:
-    """Masses of columns from their bits, 0 for sinks, which come before all others whatever they hold."""
+    """Masses of columns from their bits; 0 for sinks, which come before all others whatever they hold."""
     sinks = bits == SINK
     return torch.where(sinks, 0, bits).view(torch.float32).double()

@@ -1,22 +1,26 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Choosing a pattern at a price: what keeps most attention for its cost, in all heads alike.
+"""Selection at a price: the columns and slashes with the most attention mass per unit of cost, over all
+heads.
 
 A candidate, a block distance or a column, has a mass (the share of attention that it adds) and a cost (the
-share of the causal pairs that it adds). Those with mass over cost at or above the price are kept: heads
-that need few keys become sparse, others stay dense, by themselves.
+share of the causal query-key pairs that it adds). Those whose mass per unit of cost is at least the price
+are kept: the price is the Lagrange multiplier of density. Heads that need few keys become sparse, and
+    others stay dense.
 
 A slash's mass is what columns leave to it, and a column's what slashes leave. Both are judged by the others
-that would be kept at one usual price: so each candidate has a worth of its own, whatever the price is, and a
-lower price keeps all that a higher one does.
+that would be kept at one reference price: so each candidate has a value of its own, whatever the price is,
+and a lower price keeps all that a higher one does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..config import PricePolicy
 from ..cp_group import CPGroup
 from ..kernels.attention import gather_columns
 from ..kernels.common.fixed_point import fixed_point_one
@@ -27,78 +31,83 @@ from ..kernels.selection import (
     select_slashes_by_price,
     slash_mass_in_columns,
 )
-from .counted import best_columns
-from .estimate import SampledRows
+from .budget_policies import top_columns
+from .sampled_rows import SampledRows
 
-USUAL = 0.4
-"""The price at which candidates meet each other."""
+REFERENCE_PRICE = 0.4
+"""The price by which slashes and columns are judged by each other."""
 
 
-class Chosen(NamedTuple):
-    """What a policy has chosen for each head."""
+class Selection(NamedTuple):
+    """The slashes and columns of each head that its policy has selected."""
 
     distances: Tensor
-    """uint8 or bool ``[b, h, NB]``, by block distance."""
+    """uint8 ``[b, h, NB]``, by block distance."""
     columns: Tensor
     """int32 ``[b, h, C]``, positions; N for none."""
-    recall: Tensor | None
+    recall: Tensor
     """float32 ``[b, h]``: the share of the held-out rows' attention that these keep."""
 
 
-class Listed(NamedTuple):
-    """Columns in the layout, as :func:`~megatron_mtraining.kernels.gather_columns` takes them."""
+class StripedColumns(NamedTuple):
+    """Columns and their layout, as ``kernels.attention.gather_columns`` takes them."""
 
     columns: Tensor
+    """int32 ``[b, h, C]``, positions; N for none."""
     seq_length: int
     block_size: int
     world: int
     inner: int
 
 
-def listed(columns: Tensor, sample: SampledRows) -> Listed:
-    """Column positions ``[b, h, C]`` in the layout of a sample's keys."""
-    return Listed(columns, sample.seq_length, sample.block_size, sample.world, sample.inner)
-
-
-def units(sample: SampledRows) -> tuple[float, float]:
-    """Cost of a pair of blocks, and of a column in a query block, as shares of the causal pairs, times the
-    rows that choose: what a mass summed over those is compared to."""
+def cost_units(sample: SampledRows) -> tuple[float, float]:
+    """Cost of a pair of blocks, and of a column in a query block: shares of the causal pairs, times the
+    number of selection rows, to be compared with a mass that is summed over these."""
     rows = len(sample.rows) // sample.rows_per_stratum * sample.num_selection_rows
     column = sample.block_size * rows / (sample.seq_length * (sample.seq_length + 1) / 2)
     return column * sample.block_size, column
 
 
-def choose_by_price(
-    sample: SampledRows, key: Tensor, lse: Tensor, policies, sink: int, cp: CPGroup, price: Tensor
-) -> Chosen:
+def select_by_price(
+    sample: SampledRows,
+    key: Tensor,
+    lse: Tensor,
+    policies: Sequence[PricePolicy],
+    sink: int,
+    cp: CPGroup,
+    price: Tensor,
+) -> Selection:
     """Distances and columns of each head at its price.
 
     Args:
-        key ``[s, b, hk, d]``: this rank's part.
+        key: ``[s, b, hk, d]``, this rank's part.
         lse: the rows' log-sum-exp, float32 ``[b, h, R]``.
-        policies: a :class:`~megatron_mtraining.config.PricePolicy` for each head.
+        policies: of each head; their caps are read.
         sink: first columns that are always kept.
         price: float32 ``[h]``.
     """
     cap = min(max(policy.vertical_cap for policy in policies), sample.seq_length)
     values, masses = attention_masses(sample, key, lse, sink, divide_by_cost=sample.stratified)
     masses = cp.all_reduce(masses)
-    (values, positions), _ = best_columns(values, cap, sample, cp)
-    keys = cp.all_reduce(gather_columns(key, None, listed(positions, sample), cp.rank))[0]
-    pair, column = units(sample)
+    (values, positions), _ = top_columns(values, cap, sample, cp)
+    candidates = StripedColumns(
+        positions, sample.seq_length, sample.block_size, sample.world, sample.inner
+    )
+    keys = cp.all_reduce(gather_columns(key, None, candidates, cp.rank))[0]
+    pair, column = cost_units(sample)
     one, num_blocks = fixed_point_one(len(sample.rows)), masses.shape[-1]
-    least = USUAL * column * (1 if sample.stratified else num_blocks)
+    least = REFERENCE_PRICE * column * (1 if sample.stratified else num_blocks)
     inside = slash_mass_in_columns(sample, keys, positions, values, least, lse, num_blocks)
-    slashes, usual, outside, value = select_slashes_by_price(
-        masses[0], inside, price, USUAL, sample.window_blocks, pair, one, sample.stratified,
+    slashes, at_reference, outside, value = select_slashes_by_price(
+        masses[0], inside, price, REFERENCE_PRICE, sample.window_blocks, pair, one, sample.stratified,
         sample.costs,
     )  # fmt: skip
     slashes = _cap_slashes(slashes, value, sample.window_blocks, policies)
     columns, value, held = select_columns_by_price(
-        sample, keys, positions, lse, slashes, usual, outside, price, sink, column
+        sample, keys, positions, lse, slashes, at_reference, outside, price, sink, column
     )
     columns = _cap_columns(columns, positions, value, sample.seq_length, sink, policies)
-    return Chosen(slashes, columns, recall_of(sample, masses, slashes, columns, held))
+    return Selection(slashes, columns, recall_of(sample, masses, slashes, columns, held))
 
 
 def recall_of(
@@ -124,27 +133,38 @@ def _ranks(value: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(-1, order, place)
 
 
-def per_head(numbers, device, dtype=torch.int64) -> Tensor:
-    """Numbers of the heads, to compare with ``[b, h, ...]``: ``[h, 1]``."""
-    return torch.tensor(numbers, device=device, dtype=dtype)[:, None]
+def _per_head(numbers: list[int], device: torch.device) -> Tensor:
+    """One number a head, to compare with ``[b, h, ...]``: ``[h, 1]``."""
+    return torch.tensor(numbers, device=device)[:, None]
 
 
-def _cap_slashes(slashes, value, near, policies) -> Tensor:
-    """At most the cap's best distances beside the window."""
-    far = value.shape[-1] - near
+def _cap_slashes(
+    slashes: Tensor, value: Tensor, window: int, policies: Sequence[PricePolicy]
+) -> Tensor:
+    """The slashes, but of each head at most the ``slash_cap`` with the largest value beside the window."""
+    far = value.shape[-1] - window
     caps = [far if policy.slash_cap is None else min(policy.slash_cap, far) for policy in policies]
     if far <= 0 or min(caps) == far:
         return slashes
-    kept = slashes[..., near:].bool() & (_ranks(value[..., near:]) < per_head(caps, value.device))
-    return torch.cat((slashes[..., :near], kept.to(torch.uint8)), -1)
+    kept = slashes[..., window:].bool() & (
+        _ranks(value[..., window:]) < _per_head(caps, value.device)
+    )
+    return torch.cat((slashes[..., :window], kept.to(torch.uint8)), -1)
 
 
-def _cap_columns(columns, positions, value, seq_length, sink, policies) -> Tensor:
-    """At most the cap's best columns, sinks first."""
+def _cap_columns(
+    columns: Tensor,
+    positions: Tensor,
+    value: Tensor,
+    seq_length: int,
+    sink: int,
+    policies: Sequence[PricePolicy],
+) -> Tensor:
+    """The columns, but of each head at most the ``vertical_cap`` with the largest value, sinks first."""
     caps = [policy.vertical_cap for policy in policies]
     if min(caps) == max(caps):
         return columns
     there = positions < seq_length
     value = torch.where(positions < sink, float("inf"), torch.where(there, value, -1.0))
-    kept = (columns < seq_length) & (_ranks(value) < per_head(caps, value.device))
+    kept = (columns < seq_length) & (_ranks(value) < _per_head(caps, value.device))
     return torch.where(kept, positions, seq_length)

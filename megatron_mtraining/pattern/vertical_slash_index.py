@@ -28,11 +28,11 @@ from torch import Tensor
 from ..documents import Documents
 from ..kernels.selection import vertical_slash_lists
 from ..layout import block_at, inner_size, owner_of
-from . import packed
+from . import packed_density
 
 
 class PatternIndex:
-    """What the kernels and the ring take for a pattern: of this or of :mod:`.block_index`."""
+    """What the kernels and the ring take for a pattern: of this or of :mod:`.block_list_index`."""
 
     has_block_lists: ClassVar[bool]
     """Whether each query block has a list of its own (key blocks), or a head has one for all."""
@@ -151,7 +151,7 @@ class VerticalSlashIndex(PatternIndex):
         columns, of all ranks, of the heads h with ``h * O // H == o``.
         """
         if self.documents is not None:
-            return packed.work(self, range(self.world))
+            return packed_density.work(self, range(self.world))
         block, outer = self.block_size, self.outer
         num_blocks, heads = self.member.shape[-1], self.member.shape[1]
         # slash[o, i]: key blocks that query block i sees in round o.
@@ -183,7 +183,7 @@ class VerticalSlashIndex(PatternIndex):
         The sum of :meth:`work`, in a few operations whatever the number of ranks.
         """
         if self.documents is not None:
-            return packed.density(self)
+            return packed_density.density(self)
         block, distances = self.block_size, self.distances()
         num_blocks = distances.shape[-1]
         missing = num_blocks * block - self.seq_length
@@ -243,8 +243,8 @@ def build_index(
     )
 
 
-def index_of_choice(
-    near: int,
+def index_of_diagonals(
+    window_blocks: int,
     diagonals: Tensor,
     columns: Tensor,
     seq_length: int,
@@ -252,14 +252,16 @@ def index_of_choice(
     world: int,
     inner: int,
 ) -> VerticalSlashIndex:
-    """:func:`build_index` of the ``near`` first block distances, and of those that token diagonals
+    """:func:`build_index` of the ``window_blocks`` first block distances, and of those that token diagonals
     cross: two, unless the diagonal is a multiple of the block size.
 
     Args:
         diagonals: int ``[b, h, K]``, token distances; those of N or more stand for none.
     """
     return VerticalSlashIndex(
-        *vertical_slash_lists(None, diagonals, near, columns, seq_length, block_size, world, inner),
+        *vertical_slash_lists(
+            None, diagonals, window_blocks, columns, seq_length, block_size, world, inner
+        ),
         seq_length=seq_length,
         block_size=block_size,
         world=world,

@@ -12,7 +12,8 @@ in D.
 
 A rank holds the lists of its own query blocks alone: nobody else's are needed for what it computes. They are
 sorted in two ways, by round for the queries and by rank for the keys' gradient, as the lists of
-:mod:`.index` are; here in compressed rows over all heads, so that heads may differ in length at no cost.
+:mod:`.vertical_slash_index` are; here in compressed rows over all heads, so that heads may differ in length
+at no cost.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from torch import Tensor
 from ..documents import Documents
 from ..kernels.selection import block_list_offsets, block_lists, vertical_slash_lists
 from ..layout import block_at, inner_size
-from . import packed
-from .index import PatternIndex
+from . import packed_density
+from .vertical_slash_index import PatternIndex
 
 MOST = 2**28
 """Entries of a rank's lists: the kernels count tiles, up to 4 an entry, in 32 bits."""
@@ -49,7 +50,7 @@ class BlockListIndex(PatternIndex):
         columns: int32 ``[b, h, C]``: V ascending, positions over all ranks; N past the count.
         column_ptr: int32 ``[b, h, NB + 1]``: how many of V come before each block.
         seq_length, block_size, world, inner, rank: N tokens in all, B, W, I, and whose query blocks.
-        recall, documents: as for :class:`~.index.VerticalSlashIndex`.
+        recall, documents: as for :class:`~.vertical_slash_index.VerticalSlashIndex`.
 
     It takes 4 bytes for each pair of an own query block and a key block, and per head 9 a block of the
     sequence, 4 a block and round of this rank, 4 a column: 303 KB at 512K tokens over 4 ranks in one round
@@ -112,11 +113,11 @@ class BlockListIndex(PatternIndex):
         """Attended pairs of this rank's queries, float64 ``[b, h, rank, round]``, exact; on the index's
         device.
 
-        What :meth:`.index.VerticalSlashIndex.work` gives for this rank, and 0 for the others: the sum over
-        ranks is that of all.
+        What :meth:`.vertical_slash_index.VerticalSlashIndex.work` gives for this rank, and 0 for the
+        others: the sum over ranks is that of all.
         """
         if self.documents is not None:
-            return packed.work(self, [self.rank])
+            return packed_density.work(self, [self.rank])
         block, outer, nb = self.block_size, self.outer, self.local_blocks
         batch, heads, num_blocks = self.member.shape
         counts = self.round_ptr.diff().double().view(outer, batch, heads, nb)
@@ -141,7 +142,7 @@ class BlockListIndex(PatternIndex):
         have not quite the same number of causal pairs."""
         rows = self._positions().double()
         if self.documents is not None:
-            every = packed.visible_pairs(self, self.rank).sum((-1, -2))
+            every = packed_density.visible_pairs(self, self.rank).sum((-1, -2))
             return (self.work().sum((-1, -2)) / every[:, None]).float()
         return (self.work().sum((-1, -2)) / (rows + 1).sum()).float()
 

@@ -1,0 +1,84 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The search for block lists: key blocks of each query block, for the heads whose policy selects these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..config import BlockListPolicy, Policy
+from ..layout import block_at, owner_of
+from .block_list_index import BlockListIndex, build_block_index
+from .key_block_selection import select_key_blocks
+from .vertical_slash_search import SearchInput, select_vertical_slash
+
+
+def search_block_lists(
+    query: Tensor, given: SearchInput, policies: Sequence[Policy]
+) -> BlockListIndex:
+    """The block-sparse index of heads some of which, or all, have policies of key blocks. Each rank has the
+    lists of its own queries.
+
+    Args:
+        query: ``[s, b, h, d]``, this rank's part.
+        policies: of each head.
+    """
+    rows, config, cp = given.rows, given.config, given.cp
+    distances, columns, recall = select_vertical_slash(given, policies)
+    batch, heads, num_blocks = distances.shape
+    blocks = torch.zeros(
+        batch, heads, num_blocks // cp.world, num_blocks, dtype=torch.uint8, device=query.device
+    )
+    for policy in dict.fromkeys(p for p in policies if isinstance(p, BlockListPolicy)):
+        own = torch.tensor([each == policy for each in policies], device=query.device)
+        selected = select_key_blocks(
+            query, given.key, policy, cp, rows.softmax_scale,
+            block_size=config.block_size, window_blocks=rows.window_blocks - 1,
+            sink_blocks=-(-config.sink // config.block_size), documents=rows.documents,
+        )  # fmt: skip
+        recall = torch.where(own, _recall(given, selected), recall)
+        blocks = torch.where(own[:, None, None], selected, blocks)
+    index = build_block_index(blocks, distances.bool(), columns, *given.layout, rank=cp.rank)
+    return replace(index, recall=recall)
+
+
+def _recall(given: SearchInput, blocks: Tensor) -> Tensor:
+    """The share of held-out rows' attention in the key blocks that their own blocks attend to: float32 ``[b,
+    h]``.
+
+    Every rank scores the rows against its keys, one head at a time: one pass, which takes memory for rows x
+    keys of a head.
+
+    Args:
+        blocks: uint8 ``[b, h, nb, NB]``, of this rank's query blocks.
+    """
+    sample, key, lse, cp = given.rows, given.key, given.lse, given.cp
+    batch, heads, _, num_blocks = blocks.shape
+    size, world = sample.block_size, sample.world
+    held = torch.arange(len(sample.rows), device=key.device).view(-1, sample.rows_per_stratum)
+    held = held[:, sample.num_selection_rows % sample.rows_per_stratum :].flatten()
+    rows = sample.rows.long()[held]
+    owner, local = owner_of(rows // size, world, sample.inner)
+    seen = blocks.index_select(2, torch.where(owner == sample.rank, local, 0))
+    seen = cp.all_reduce(seen * (owner == sample.rank)[:, None].to(torch.uint8))
+    own = block_at(
+        torch.arange(-(-len(key) // size), device=key.device), sample.rank, world, sample.inner
+    )
+    position = (own[:, None] * size + torch.arange(size, device=key.device)).flatten()[: len(key)]
+    future = (position > rows[:, None])[None]
+    if sample.starts is not None:
+        future = future | (position < sample.starts[:, held, None])
+    missing = len(own) * size - len(key)
+    query = sample.query[held].float()
+    kept = torch.zeros(batch, heads, device=key.device)
+    for b in range(batch):
+        for h in range(heads):
+            keys = key[:, b, h * key.shape[2] // heads].float()
+            p = torch.exp(query[:, b, h] @ keys.T * sample.softmax_scale - lse[b, h, held, None])
+            p = p.masked_fill_(future[b % len(future)], 0).nan_to_num_(nan=0.0).clamp_(max=1)
+            p = torch.nn.functional.pad(p, (0, missing)).unflatten(-1, (-1, size)).sum(-1)
+            kept[b, h] = (p * seen[b, h][:, own]).sum() / len(rows)
+    return cp.all_reduce(kept)

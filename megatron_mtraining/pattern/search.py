@@ -1,0 +1,106 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The pattern search: the pattern of one attention call, from its own queries and keys.
+
+All ranks select the same, from numbers that are alike on all of them; nothing is read back to the host but
+the number of block-list entries. What the result is decides who searches:
+
+- everything is kept: :func:`.vertical_slash_index.full_index`;
+- no head has a policy of key blocks: :mod:`.vertical_slash_search`;
+- some have: :mod:`.block_list_search`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from ..config import DENSE, BlockListPolicy, MTrainingConfig, Policy
+from ..cp_group import CPGroup
+from ..documents import Documents
+from ..layout import check_layout
+from .block_list_index import BlockListIndex
+from .block_list_search import search_block_lists
+from .sampled_rows import gather_sampled_rows, sampled_lse
+from .vertical_slash_index import VerticalSlashIndex, full_index
+from .vertical_slash_search import SearchInput, search_vertical_slash
+
+
+def search_pattern(
+    query: Tensor,
+    key: Tensor,
+    config: MTrainingConfig,
+    cp: CPGroup,
+    softmax_scale: float,
+    *,
+    head_policies: Sequence[Policy] | None = None,
+    price: Tensor | None = None,
+    documents: Documents | None = None,
+    gather_keys: Callable[[VerticalSlashIndex], Tensor] | None = None,
+) -> VerticalSlashIndex | BlockListIndex:
+    """The pattern of one attention call, from its own queries and keys.
+
+    The block distances of the local window, and the sink columns, are always kept. The policy selects what
+    else is. A token diagonal crosses two block distances unless it is a multiple of the block size; both
+    are kept.
+
+    Args:
+        query: ``[s, b, h, d]``, this rank's part, block-striped; detached here.
+        key: ``[s, b, hk, d]``, likewise.
+        head_policies: the policy of each of the ``h`` heads; None for ``config.policy`` in all. Caps of more
+            than the sequence has are cut to it.
+        price: float32 ``[]``, or ``[h]``, in place of the price of ``config``; heads with another price of
+            their own keep its ratio to that.
+        documents: packed documents of the whole sequence; None for one document.
+        gather_keys: returns the keys of an index's columns, ``[b, h, C, d]``, of all ranks: attention needs
+            them too, so they are sent just once. Not called by all policies.
+
+    Returns:
+        The same index on all ranks, but for block lists (policies xattention and moba), of which each rank
+        has those of its own queries; making them waits for the device once.
+
+    Raises:
+        ConfigError: see :func:`check_search`.
+    """
+    query, key = query.detach(), key.detach()
+    length, batch, num_heads, _ = query.shape
+    seq_length = length * cp.world
+    check_search(seq_length, config, cp.world)
+    policies = _effective_policies(
+        config, head_policies or (config.policy,) * num_heads, seq_length
+    )
+    if all(policy == DENSE for policy in policies):
+        index = full_index(
+            batch, num_heads, seq_length, config.block_size, cp.world, cp.inner, query.device
+        )
+        return replace(index, documents=documents)
+    # From the first query of a block, the window's farthest key is a block further than from its last.
+    num_blocks = -(-seq_length // config.block_size)
+    window_blocks = min(num_blocks, -(-config.window // config.block_size) + 1)
+    rows = gather_sampled_rows(query, config, cp, window_blocks, softmax_scale, documents)
+    lse = sampled_lse(rows, key, cp)
+    given = SearchInput(rows, key, lse, cp, config, min(config.sink, seq_length), price)
+    if any(isinstance(policy, BlockListPolicy) for policy in policies):
+        index = search_block_lists(query, given, policies)
+    else:
+        index = search_vertical_slash(given, policies, gather_keys)
+    return replace(index, documents=documents)
+
+
+def check_search(seq_length: int, config: MTrainingConfig, world: int) -> None:
+    """Raise :class:`~megatron_mtraining.errors.ConfigError` if :func:`search_pattern` cannot search in
+    sequences of ``seq_length`` tokens over ``world`` ranks: the length is not a multiple of ``block_size`` x
+    ranks (on one rank, any length will do), or the settings do not fit it."""
+    if world > 1:
+        check_layout(seq_length, world, config.block_size)
+    config.check_sizes(seq_length)
+
+
+def _effective_policies(
+    config: MTrainingConfig, policies: Sequence[Policy], seq_length: int
+) -> list[Policy]:
+    """The policies of the heads; one and the same for those that keep everything."""
+    if config.window >= seq_length:
+        return [DENSE] * len(policies)
+    return [DENSE if p.keeps_all(seq_length, config.block_size) else p for p in policies]

@@ -1,0 +1,155 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The search for a vertical-slash pattern: columns, and slashes (block distances), of each head.
+
+Heads of a layer may have policies of several kinds. Each kind selects for all heads at once, as if all had
+its policies, and each head takes the selection of its own kind: mixed layers are few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..config import CoveragePolicy, FixedPolicy, MTrainingConfig, Policy, PricePolicy
+from ..cp_group import CPGroup
+from ..kernels.attention import gather_columns
+from ..kernels.selection import column_masses
+from .budget_policies import BudgetPolicy, select_by_budget
+from .price_policy import Selection, recall_of, select_by_price
+from .sampled_rows import SampledRows
+from .vertical_slash_index import VerticalSlashIndex, build_index, index_of_diagonals
+
+BUDGET_POLICIES = (CoveragePolicy, FixedPolicy)
+
+
+class SearchInput(NamedTuple):
+    """What the search of one layer's pattern reads."""
+
+    rows: SampledRows
+    key: Tensor
+    """``[s, b, hk, d]``, this rank's part."""
+    lse: Tensor
+    """float32 ``[b, h, R]``: log-sum-exp of the sampled rows' scores, over the keys of all ranks."""
+    cp: CPGroup
+    config: MTrainingConfig
+    """Settings of the run; the policies of heads are given beside it."""
+    sink: int
+    """First columns that are always kept."""
+    price: Tensor | None
+    """float32 ``[]`` or ``[h]``, in place of the price of ``config``."""
+
+    @property
+    def layout(self) -> tuple[int, int, int, int]:
+        """seq_length, block_size, world, inner."""
+        rows = self.rows
+        return rows.seq_length, rows.block_size, rows.world, rows.inner
+
+
+def search_vertical_slash(
+    given: SearchInput,
+    policies: Sequence[Policy],
+    gather_keys: Callable[[VerticalSlashIndex], Tensor] | None = None,
+) -> VerticalSlashIndex:
+    """The vertical-slash index of heads without policies of key blocks; the same on all ranks.
+
+    Args:
+        policies: of each head.
+        gather_keys: see :func:`.search.search_pattern`.
+    """
+    kinds = {type(policy) for policy in policies}
+    if len(kinds) == 1 and kinds <= set(BUDGET_POLICIES):
+        index, recall = _search_by_budget(given, policies, gather_keys)
+        return replace(index, recall=recall)
+    selection = select_vertical_slash(given, policies)
+    index = build_index(selection.distances.view(torch.bool), selection.columns, *given.layout)
+    return replace(index, recall=selection.recall)
+
+
+def select_vertical_slash(given: SearchInput, policies: Sequence[Policy]) -> Selection:
+    """Distances and columns of each head by its own policy; nothing of heads with policies of key blocks."""
+    selections = {}
+    for kind in dict.fromkeys(type(policy) for policy in policies):
+        if kind is PricePolicy:
+            alike = _alike(policies, kind)
+            prices = _prices(given, alike)
+            selections[kind] = select_by_price(
+                given.rows, given.key, given.lse, alike, given.sink, given.cp, prices
+            )
+        elif kind in BUDGET_POLICIES:
+            index, recall = _search_by_budget(given, _alike(policies, kind), None)
+            selections[kind] = Selection(index.member, index.columns, recall)
+    if len(selections) == 1 and all(type(policy) in selections for policy in policies):
+        return next(iter(selections.values()))
+    return _merge(given, selections, policies)
+
+
+def _search_by_budget(
+    given: SearchInput, policies: Sequence[BudgetPolicy], gather_keys
+) -> tuple[VerticalSlashIndex, Tensor]:
+    """The index of heads whose policies are all of one budget kind, and their recall."""
+    rows, cp = given.rows, given.cp
+    columns, diagonals, masses = select_by_budget(
+        rows, given.key, given.lse, policies, given.sink, cp
+    )
+    index = index_of_diagonals(rows.window_blocks, diagonals, columns, *given.layout)
+    if gather_keys is not None and columns.shape[-1]:
+        keys = gather_keys(index)
+    else:
+        keys = cp.all_reduce(gather_columns(given.key, None, index, cp.rank))[0]
+    held = column_masses(rows, keys, index.columns, given.lse, index.member)
+    return index, recall_of(rows, masses, index.member, index.columns, held)
+
+
+def _alike(policies: Sequence[Policy], kind: type) -> list[Policy]:
+    """The heads' policies; the first one of this kind for heads with another kind."""
+    first = next(policy for policy in policies if isinstance(policy, kind))
+    return [policy if isinstance(policy, kind) else first for policy in policies]
+
+
+def _prices(given: SearchInput, policies: list[PricePolicy]) -> Tensor:
+    """The price of each head, float32 ``[h]``."""
+    policy, device = given.config.policy, given.key.device
+    of_run = policy.price if isinstance(policy, PricePolicy) else 0
+    if given.price is None or of_run == 0:
+        return _constant(tuple(policy.price for policy in policies), device)
+    return given.price * _constant(tuple(policy.price / of_run for policy in policies), device)
+
+
+_CONSTANTS: dict[tuple, Tensor] = {}
+
+
+def _constant(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """A vector on the device: the same in every layer and step, so made once."""
+    at = (numbers, device)
+    if at not in _CONSTANTS:
+        with torch.inference_mode(False):
+            _CONSTANTS[at] = torch.tensor(numbers, dtype=torch.float32, device=device)
+    return _CONSTANTS[at]
+
+
+def _merge(
+    given: SearchInput, selections: dict[type, Selection], policies: Sequence[Policy]
+) -> Selection:
+    """For each head the selection of its own kind of policy; nothing for heads of other kinds."""
+    rows, device = given.rows, given.key.device
+    batch, heads = given.lse.shape[:2]
+    num_blocks = -(-rows.seq_length // rows.block_size)
+    width = max((each.columns.shape[-1] for each in selections.values()), default=0)
+    merged = Selection(
+        torch.zeros(batch, heads, num_blocks, dtype=torch.uint8, device=device),
+        torch.full((batch, heads, width), rows.seq_length, dtype=torch.int32, device=device),
+        torch.zeros(batch, heads, device=device),
+    )
+    for kind, selection in selections.items():
+        spare = width - selection.columns.shape[-1]
+        columns = torch.nn.functional.pad(selection.columns, (0, spare), value=rows.seq_length)
+        own = torch.tensor([type(policy) is kind for policy in policies], device=device)
+        new = Selection(selection.distances, columns, selection.recall)
+        merged = Selection(
+            *(torch.where(own.view(-1, *(1,) * (a.dim() - 2)), a, b) for a, b in zip(new, merged))
+        )
+    return merged
