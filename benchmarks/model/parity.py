@@ -39,7 +39,7 @@ from torch import Tensor
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import attend
 from megatron_mtraining.config import head_policies, settings_of_run
-from megatron_mtraining.cp_group import CPGroup
+from megatron_mtraining.cp_group import CPGroup, RankGroup
 from megatron_mtraining.models.tokenizer import open_tokenizer
 from megatron_mtraining.pattern import Steering, search_pattern
 
@@ -236,7 +236,7 @@ def train(name: str, config: MTrainingConfig | None, tokens: Tensor, options) ->
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if attention.steering is not None:
-            attention.steering.advance(step + 1)
+            attention.steering.advance(step + 1, RankGroup(None))
         losses.append(loss.item())
         kept.append(attention.take())
         if (step + 1) % 10 == 0 or step + 1 == options.steps:

@@ -13,6 +13,8 @@ The files, in the order a run meets them:
 - ``batch``: a rank's part of the batch, and ``packed_documents``: documents, from there to the layers
 - ``core_attention``: :class:`MTrainingAttention`, the module in each layer
 - ``recompute``: its results under activation recomputation
+- ``run_state``: what layers share: the steering of their prices, and the step
+- ``hosts``: whether inner groups fit the hosts
 - ``density``: the end of a step, and the line in the log
 """
 

@@ -17,7 +17,6 @@ from ..config import (
     option,
     sets_every_head,
 )
-from ..pattern import Steering, steering_of
 from .backend import is_active, training_arguments
 from .checks import check_settings, ranks_a_node
 from .options import add_arguments, attribute, config_from_args
@@ -59,16 +58,6 @@ def settings(config=None) -> MTrainingConfig:
         return own
     args = training_arguments()
     return MTrainingConfig() if args is None else config_from_args(args)
-
-
-def run_steering(config: MTrainingConfig | None = None) -> Steering:
-    """What moves the price of a run of Megatron-LM: the one that its layers share, also on a rank without.
-
-    Args:
-        config: a layer's settings; None for the command line's.
-    """
-    args = training_arguments()
-    return steering_of(config or settings(), args.num_layers, args.num_attention_heads)
 
 
 @contextmanager

@@ -7,9 +7,9 @@ import copy
 
 from megatron.core.transformer.enums import AttnBackend
 
-from ..pattern.steering import begin_at, steerings
-from .arguments import run_steering
+from ..config import ConfigError
 from .backend import is_active, training_arguments
+from .run_state import RUN
 
 
 def wrap_generate_state_dict(original):
@@ -22,7 +22,8 @@ def wrap_generate_state_dict(original):
             saved = copy.copy(saved)
             saved.attention_backend = AttnBackend.auto
             saved.mtraining_price_reached = next(
-                (price for price in (run.state() for run in steerings()) if price is not None), None
+                (price for price in (each.state() for each in RUN.steerings) if price is not None),
+                None,
             )
             state["args"] = saved
         return state
@@ -38,7 +39,10 @@ def wrap_check_checkpoint_args(original):
         if is_active(training_arguments()):
             price = getattr(checkpoint_args, "mtraining_price_reached", None)
             if price is not None:
-                run_steering().restore(price)
+                try:
+                    RUN.steering_of_run().restore(price)
+                except ConfigError as error:
+                    raise ConfigError(f"{error}; --finetune leaves the prices out") from None
         return result
 
     return check_checkpoint_args
@@ -50,7 +54,7 @@ def wrap_load_checkpoint(original):
     def load_checkpoint(*args, **kwargs):
         result = original(*args, **kwargs)
         if is_active(training_arguments()):
-            begin_at(result[0])
+            RUN.resume(result[0])
         return result
 
     return load_checkpoint

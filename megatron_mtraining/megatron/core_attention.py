@@ -14,14 +14,15 @@ from ..config import ConfigError, Policy, head_policies
 from ..cp_group import CPGroup, cp_group_of
 from ..kernels.attention.operands import DTYPES
 from ..kernels.limits import HEAD_DIMS
-from ..pattern import steering_of
+from ..pattern import Steering
 from . import recompute
-from .arguments import run_steering, settings
+from .arguments import settings
 from .backend import is_active, training_arguments
 from .checks import check_settings, ranks_a_node, show
 from .density import DensityMeter
 from .hosts import advise_on_hosts, check_hosts
 from .packed_documents import documents_for_layer
+from .run_state import RUN
 
 
 class MTrainingAttention(MegatronModule):
@@ -150,7 +151,7 @@ class MTrainingAttention(MegatronModule):
             self._count(result.index)
         return result.out.flatten(2)
 
-    def _steering(self, place: str):
+    def _steering(self, place: str) -> Steering:
         """The run's, which all layers on all ranks share."""
         args, heads = training_arguments(), self.config.num_attention_heads
         if is_active(args):
@@ -169,9 +170,9 @@ class MTrainingAttention(MegatronModule):
                     f"{stages} pipeline stages: give the target on the command line, and what is the layer's "
                     "own in a file of --mtraining-settings"
                 )
-            return run_steering(self.mtraining)
+            return RUN.steering_of_run(self.mtraining)
         layers = getattr(self.config, "num_layers", None) or self.layer_number
-        return steering_of(self.mtraining, layers, heads)
+        return RUN.steering_of(self.mtraining, layers, heads)
 
     def _own_policies(self, pg_collection, place: str) -> tuple[Policy, ...] | None:
         """Policies of the heads that this tensor-parallel rank has, from ``first_head`` on; None if all have

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..pattern.steering import advance, steerings
-from .arguments import run_steering
 from .backend import is_active, training_arguments
+from .run_state import RUN
 
 _meters: weakref.WeakSet[DensityMeter]
 
@@ -140,11 +139,8 @@ def wrap_training_log(original):
 
 def end_step(iteration: int) -> None:
     """Move on what steps count by; called by all ranks alike, ``iteration`` steps being done."""
-    run_steering()  # a pipeline stage without attention takes part, too
-    device = None
-    if torch.distributed.is_initialized() and "nccl" in torch.distributed.get_backend():
-        device = torch.device("cuda", torch.cuda.current_device())
-    advance(iteration, device)
+    RUN.steering_of_run()  # a pipeline stage without attention takes part, too
+    RUN.advance(iteration)
 
 
 def figures(density: Density) -> dict[str, float]:
@@ -169,8 +165,8 @@ def log_density(iteration: int) -> None:
     density = take_density()
     if density is None:
         return
-    runs = steerings()
-    price = next((run.now() for run in runs if run.now() is not None), None)
+    prices = (steering.now() for steering in RUN.steerings)
+    price = next((price for price in prices if price is not None), None)
     print_rank_last(density.line(iteration, price))
     values = figures(density)
     if price is not None:

@@ -13,20 +13,17 @@
 from .block_list_index import BlockListIndex, build_block_index
 from .key_block_selection import select_key_blocks
 from .search import check_search, search_pattern
-from .steering import Steering, advance, steering_of, steerings
+from .steering import Steering
 from .vertical_slash_index import VerticalSlashIndex, build_index, full_index
 
 __all__ = [
     "BlockListIndex",
     "Steering",
     "VerticalSlashIndex",
-    "advance",
     "build_block_index",
     "build_index",
     "check_search",
     "full_index",
     "search_pattern",
     "select_key_blocks",
-    "steering_of",
-    "steerings",
 ]

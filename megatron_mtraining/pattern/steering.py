@@ -11,10 +11,17 @@ import math
 import statistics
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..config import ConfigError, MTrainingConfig, PricePolicy, head_policies, sets_every_head
+from ..config import (
+    ConfigError,
+    MTrainingConfig,
+    PricePolicy,
+    head_policies,
+    option,
+    sets_every_head,
+)
+from ..cp_group import RankGroup
 
 GAIN = 0.3
 """How much of what is missing to the target a step makes up for: less follows slower, more is noisier."""
@@ -89,15 +96,19 @@ class Steering:
             self._seen[0] += value.sum()
             self._seen[1] += value.numel()
 
-    def advance(self, step: int, device=None) -> None:
-        """End a step: ``step`` is the next one. A collective over all ranks if there is a target."""
+    def advance(self, step: int, ranks: RankGroup) -> None:
+        """End a step: ``step`` is the next one. A collective if there is a target.
+
+        Args:
+            ranks: all ranks of the run, over whose calls the recall is averaged.
+        """
         if self._target is not None and not self.dense:
-            if self._log_prices is not None:
-                device = self._log_prices.device
-            seen = torch.zeros(2, *self._shape, device=device) if self._seen is None else self._seen
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                dist.all_reduce(seen)
-            self._move(seen)
+            seen = self._seen
+            if seen is None:  # no attention has run here
+                prices = self._log_prices
+                device = ranks.device if prices is None else prices.device
+                seen = torch.zeros(2, *self._shape, device=device)
+            self._move(ranks.all_reduce(seen))
         self._seen, self.step = None, step
 
     def _aims(self, device) -> Tensor:
@@ -145,8 +156,8 @@ class Steering:
             elif self._shape != (len(price), len(price[0])):
                 raise ConfigError(
                     f"the checkpoint has prices of {len(price)} layers and {len(price[0])} heads, but the "
-                    f"model has {self._shape[0]} and {self._shape[1]}: use --finetune, which leaves them, or "
-                    "--mtraining-target-scope model"
+                    f"model has {self._shape[0]} and {self._shape[1]}: leave the prices out, or use "
+                    f"{option('target_scope')} model"
                 )
         self._start, self._log_prices = price, None
 
@@ -165,37 +176,3 @@ class Steering:
 
 def _median(table: list[list[float]]) -> float:
     return statistics.median(price for row in table for price in row)
-
-
-_STEERINGS: dict[tuple, Steering] = {}
-_step = 0
-
-
-def steering_of(config: MTrainingConfig, layers: int, heads: int) -> Steering:
-    """The one of a run's settings and of a model of so many layers and heads, which all its layers share."""
-    at = config, (layers, heads)
-    if at not in _STEERINGS:
-        _STEERINGS[at] = Steering(config, _step, (layers, heads))
-    return _STEERINGS[at]
-
-
-def steerings() -> list[Steering]:
-    """All there are."""
-    return list(_STEERINGS.values())
-
-
-def begin_at(step: int) -> None:
-    """Training goes on after ``step`` steps, from a checkpoint."""
-    global _step
-    _step = step
-    for steering in _STEERINGS.values():
-        steering.step = step
-
-
-def advance(step: int, device=None) -> None:
-    """End a training step on all ranks: ``step`` steps are done. For training loops other than Megatron-LM's,
-    whose steps end themselves; dense steps and targets count by it."""
-    global _step
-    _step = step
-    for steering in _STEERINGS.values():
-        steering.advance(step, device)

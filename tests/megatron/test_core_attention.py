@@ -11,8 +11,9 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.config import DENSE
-from megatron_mtraining.megatron import arguments, core_attention
+from megatron_mtraining.megatron import arguments, core_attention, run_state
 from megatron_mtraining.megatron.density import take_density
+from megatron_mtraining.megatron.run_state import RUN
 from tests.support.megatron_cases import (
     BATCH,
     DIM,
@@ -39,17 +40,17 @@ def test_all_layers_of_a_run_share_its_prices(monkeypatch):
     args = Namespace(
         attention_backend=AttnBackend.mtraining, num_layers=3, num_attention_heads=HEADS
     )
-    for module in (core_attention, arguments):
+    for module in (core_attention, arguments, run_state):
         monkeypatch.setattr(module, "training_arguments", lambda: args)
     target = MTrainingConfig.from_options(block_size=64, target_recall=0.9)
     layers = [make(make_config(mtraining=target), layer_number=n) for n in (1, 3)]
-    assert layers[0].steering is layers[1].steering is arguments.run_steering(target)
+    assert layers[0].steering is layers[1].steering is RUN.steering_of_run(target)
     assert layers[1].steering.price(torch.device("cpu"), 2, 0, HEADS).shape == (HEADS,)
     args.num_attention_heads = 2 * HEADS  # this layer has others than the run
     with pytest.raises(ConfigError, match="layer 3 has 4 heads, but --num-attention-heads is 8"):
         make(make_config(mtraining=target))
     one = MTrainingConfig.from_options(block_size=64, target_recall=0.9, target_scope="model")
-    assert make(make_config(mtraining=one)).steering is arguments.run_steering(one)
+    assert make(make_config(mtraining=one)).steering is RUN.steering_of_run(one)
     # Other pipeline stages know the command line's target alone.
     args.num_attention_heads, args.pipeline_model_parallel_size = HEADS, 2
     with monkeypatch.context() as patch:

@@ -12,10 +12,12 @@ import torch
 
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.config import head_policies
+from megatron_mtraining.cp_group import RankGroup
 from megatron_mtraining.pattern import Steering
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
+ALONE = RankGroup(None)
 
 
 def test_dense_steps_come_first():
@@ -24,7 +26,7 @@ def test_dense_steps_come_first():
     for step in range(4):
         assert steering.step == step
         found.append(steering.dense)
-        steering.advance(step + 1)
+        steering.advance(step + 1, ALONE)
     assert found == [True, True, False, False]
 
 
@@ -57,7 +59,7 @@ def test_a_target_is_met(start):
             recall = (1 - 0.09 * price**0.75 * noise).clamp(min=0)
             steering.observe(recall)
         reached.append(recall.mean().item())
-        steering.advance(step + 1)
+        steering.advance(step + 1, ALONE)
     late = sum(reached[40:]) / 40
     assert abs(late - aim) < 0.1 * min(aim, 1 - aim), late
     assert abs(reached[0] - aim) > 3 * abs(late - aim)
@@ -71,18 +73,18 @@ def test_a_target_that_cannot_be_met_leaves_a_price():
     steering = Steering(aimed(target_recall=0.99))
     for step in range(60):
         steering.observe(torch.zeros(1, 2))
-        steering.advance(step + 1)
+        steering.advance(step + 1, ALONE)
     assert steering.price(CPU).item() == pytest.approx(1e-4, rel=1e-3)
 
 
 def test_steps_without_attention_move_nothing():
     steering = Steering(aimed(target_recall=0.9))
     before = steering.price(CPU)
-    steering.advance(1)
+    steering.advance(1, ALONE)
     assert torch.equal(steering.price(CPU), before)
     # All was kept (dense steps, an index of everything): nothing is lost, so the price rises.
     steering.observe(torch.ones(1, 2))
-    steering.advance(2)
+    steering.advance(2, ALONE)
     assert steering.price(CPU) > before
 
 
@@ -104,7 +106,7 @@ def test_each_head_meets_its_target():
                 noise = torch.exp(0.3 * torch.randn(2, count))
                 kept = 1 - LOSSES[layer, first : first + count] * price**0.7 * noise
                 steering.observe(kept, layer, first)
-        steering.advance(step + 1)
+        steering.advance(step + 1, ALONE)
         found.append(torch.stack([steering.price(CPU, layer, 0, 3) for layer in range(2)]))
     prices = torch.stack(found[60:])
     mean = (LOSSES * prices**0.7 * math.exp(0.3**2 / 2)).mean(0)
@@ -136,7 +138,7 @@ def test_targets_of_layers_and_heads(tmp_path):
         for layer in range(2):
             kept = 1 - 0.1 * steering.price(CPU, layer, 0, 3) ** 0.7
             steering.observe(kept[None], layer)
-        steering.advance(step + 1)
+        steering.advance(step + 1, ALONE)
     lost = [0.1 * steering.price(CPU, layer, 0, 3) ** 0.7 for layer in range(2)]
     expected = torch.tensor([[0.05, 0.05, 0.05], [0.2, 0.2, 0.1]])
     torch.testing.assert_close(torch.stack(lost), expected, atol=1e-3, rtol=0)
@@ -154,7 +156,7 @@ def _steer_heads(rank, world):
             steering.observe(recall, 0, rank // 2)
         else:
             steering.observe(torch.tensor([[0.99, 0.85]]), 1)
-        steering.advance(step + 1)
+        steering.advance(step + 1, RankGroup.everyone())
     return torch.tensor(steering.state())
 
 
@@ -165,7 +167,7 @@ def test_all_ranks_have_every_head_s_price():
     for step in range(3):
         alone.observe(torch.tensor([[0.8, 0.5], [0.95, 0.5]]), 0)
         alone.observe(torch.tensor([[0.99, 0.85]]), 1)
-        alone.advance(step + 1)
+        alone.advance(step + 1, ALONE)
     torch.testing.assert_close(found[0], torch.tensor(alone.state()))
     assert len(found[0].unique()) == 4
 
@@ -175,7 +177,7 @@ def _steer(rank, world):
     for step in range(3):
         if rank < 2:  # the others are a pipeline stage without attention
             steering.observe(torch.full((1, 2), 0.8 + 0.15 * rank))
-        steering.advance(step + 1)
+        steering.advance(step + 1, RankGroup.everyone())
     return steering.price(CPU)
 
 
@@ -185,5 +187,5 @@ def test_all_ranks_have_one_price():
     alone = Steering(aimed(target_recall=0.9))
     for step in range(3):
         alone.observe(torch.tensor([[0.8, 0.95]]))
-        alone.advance(step + 1)
+        alone.advance(step + 1, ALONE)
     torch.testing.assert_close(found[0], alone.price(CPU))

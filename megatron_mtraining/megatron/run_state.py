@@ -1,0 +1,69 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""What the layers of a run share in this process: the steering of their prices, and the training step."""
+
+from __future__ import annotations
+
+from ..config import MTrainingConfig
+from ..cp_group import RankGroup
+from ..pattern import Steering
+from .arguments import settings
+from .backend import training_arguments
+
+
+class RunState:
+    """Steering objects by settings and model shape, and the training step that all of them are at.
+
+    Layers with the same settings share one: the model chunks of a pipeline stage have configs of their own,
+    and ranks of a stage without attention take part in the sums too.
+
+    Attributes:
+        step: the training step under way, from 0.
+    """
+
+    def __init__(self):
+        self.step = 0
+        self._steerings: dict[tuple, Steering] = {}
+
+    def steering_of(self, config: MTrainingConfig, num_layers: int, num_heads: int) -> Steering:
+        """The steering of these settings, for a model of so many layers and heads."""
+        at = config, (num_layers, num_heads)
+        if at not in self._steerings:
+            self._steerings[at] = Steering(config, self.step, (num_layers, num_heads))
+        return self._steerings[at]
+
+    def steering_of_run(self, config: MTrainingConfig | None = None) -> Steering:
+        """The steering of a run of Megatron-LM, also on a rank without attention.
+
+        Args:
+            config: a layer's settings; None for the command line's.
+        """
+        args = training_arguments()
+        return self.steering_of(config or settings(), args.num_layers, args.num_attention_heads)
+
+    @property
+    def steerings(self) -> list[Steering]:
+        """All that there are."""
+        return list(self._steerings.values())
+
+    def resume(self, step: int) -> None:
+        """Training goes on after ``step`` steps, from a checkpoint."""
+        self.step = step
+        for steering in self.steerings:
+            steering.step = step
+
+    def advance(self, step: int) -> None:
+        """End a training step on all ranks: ``step`` steps are done. A collective where there are targets."""
+        self.step = step
+        ranks = RankGroup.everyone()
+        for steering in self.steerings:
+            steering.advance(step, ranks)
+
+
+RUN = RunState()
+"""The run of this process. Steps of Megatron-LM end themselves; other training loops call :func:`advance`."""
+
+
+def advance(step: int) -> None:
+    """End a training step on all ranks: ``step`` steps are done; dense steps and targets count by it. For
+    training loops other than Megatron-LM's."""
+    RUN.advance(step)
