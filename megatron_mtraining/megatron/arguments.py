@@ -18,7 +18,7 @@ from ..config import (
     sets_every_head,
 )
 from .backend import is_active, training_arguments
-from .checks import check_settings, ranks_a_node
+from .checks import check_settings, inner_group_size
 from .options import add_arguments, attribute, config_from_args
 from .output_layer import check_loss, why_not
 from .packed_documents import check_documents, fill_in_documents
@@ -145,7 +145,7 @@ def _checked(args) -> tuple[MTrainingConfig, str | None]:
     layers, heads = getattr(args, "num_layers", None), args.num_attention_heads
     check_settings_file(config, layers, heads)
     size = args.context_parallel_size
-    inner = ranks_a_node(args, size, config.gathered_ranks, command_line=True)
+    inner = inner_group_size(args, size, config.gathered_ranks, command_line=True)
     if seq_length is not None:
         config.check_sequence(seq_length, size, inner)
     return config, warning

@@ -11,7 +11,7 @@ from ..config import ConfigError
 from ..documents import Documents
 from ..layout import stripe_batch
 from .backend import is_active, training_arguments
-from .checks import ranks_a_node
+from .checks import inner_group_size
 from .options import config_from_args
 from .packed_documents import attach_documents
 
@@ -36,7 +36,7 @@ def wrap_get_batch(original):
 
             group = parallel_state.get_context_parallel_group()
         config, size = config_from_args(arguments), group.size()
-        inner = ranks_a_node(arguments, size, config.gathered_ranks, command_line=True)
+        inner = inner_group_size(arguments, size, config.gathered_ranks, command_line=True)
         batch = given["batch"]
         packed = getattr(arguments, "dataloader_inter_document_masking", False)
         # They come to the model as packed_seq_params then.

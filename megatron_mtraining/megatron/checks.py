@@ -192,7 +192,7 @@ def check_settings(settings, command_line: bool) -> None:
     check_head_dim(settings, command_line)
 
 
-def ranks_a_node(settings, cp_size: int, gathered: int, command_line: bool) -> int:
+def inner_group_size(settings, cp_size: int, gathered: int, command_line: bool) -> int:
     """Size of the inner group, whose keys are gathered: the first of the hierarchical sizes, or ``gathered``
     (``MTrainingConfig.gathered_ranks``), or :func:`~megatron_mtraining.layout.inner_size`.
 

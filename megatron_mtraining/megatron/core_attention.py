@@ -12,13 +12,11 @@ from torch import Tensor
 from ..attention import attend
 from ..config import ConfigError, Policy, head_policies
 from ..cp_group import CPGroup, cp_group_of
-from ..kernels.attention.operands import DTYPES
-from ..kernels.limits import HEAD_DIMS
 from ..pattern import Steering
 from . import recompute
 from .arguments import settings
 from .backend import is_active, training_arguments
-from .checks import check_settings, ranks_a_node, show
+from .checks import check_settings, inner_group_size, show
 from .density import DensityMeter
 from .hosts import advise_on_hosts, check_hosts
 from .packed_documents import documents_for_layer
@@ -88,14 +86,14 @@ class MTrainingAttention(MegatronModule):
         self.cp_group = group if group is not None and group.size() > 1 else None
         size = 1 if group is None else group.size()
         gathered = self.mtraining.gathered_ranks
-        self.cp_inner = ranks_a_node(config, size, gathered, command_line=False)
+        self.cp_inner = inner_group_size(config, size, gathered, command_line=False)
         sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
         _check_hosts(cp_group_of(self.cp_group, self.cp_inner), sizes, place)
         self.steering = self._steering(place)
         self.first_head = 0
         self.head_policies = self._own_policies(pg_collection, place)
         self.density = DensityMeter(layer_number - 1, self.first_head)
-        self.carries = recompute.enable(self)
+        self.saves = recompute.what_to_save(self)
 
     def forward(
         self,
@@ -131,22 +129,24 @@ class MTrainingAttention(MegatronModule):
         documents = documents_for_layer(packed_seq_params, place)
         if attn_mask_type is not None:
             _check_mask_type(attn_mask_type, place)
-        _check_tensors(query, key, value, place)
-        first_pass = recompute.take(self, query)
+        first_pass = recompute.saved_result(self, query)
         dense = self.training and self.steering.dense
-        result = attend(
-            query,
-            key,
-            value,
-            config=self.mtraining.dense() if dense else self.mtraining,
-            cp_group=self.cp_group,
-            cp_inner=self.cp_inner,
-            softmax_scale=self.softmax_scale,
-            documents=documents,
-            first_pass=first_pass,
-            **({} if dense or first_pass else self._of_this_step(query)),
-        )
-        recompute.keep(self, result)
+        try:
+            result = attend(
+                query,
+                key,
+                value,
+                config=self.mtraining.dense() if dense else self.mtraining,
+                cp_group=self.cp_group,
+                cp_inner=self.cp_inner,
+                softmax_scale=self.softmax_scale,
+                documents=documents,
+                first_pass=first_pass,
+                **({} if dense or first_pass else self._of_this_step(query)),
+            )
+        except ValueError as error:  # a ConfigError too
+            raise ConfigError(f"the {place} cannot run: {error}{_hint(query, key)}") from error
+        recompute.save(self, result)
         if self.training and first_pass is None:
             self._count(result.index)
         return result.out.flatten(2)
@@ -223,21 +223,8 @@ def _check_mask_type(mask_type: AttnMaskType, place: str) -> None:
         )
 
 
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor, place: str) -> None:
-    if query.dtype not in DTYPES:
-        raise ConfigError(
-            f"the {place} runs in {query.dtype}: attention backend mtraining supports bf16, fp16 "
-            "and fp32"
-        )
-    if query.shape[-1] not in HEAD_DIMS or key.shape[-1] != value.shape[-1]:
-        raise ConfigError(
-            f"the {place} has head dimensions {query.shape[-1]} (queries, keys) and "
-            f"{value.shape[-1]} (values): attention backend mtraining supports {HEAD_DIMS}, the "
-            "same for both"
-        )
-    if query.dim() != 4 or query.shape[:2] != key.shape[:2]:
-        raise ConfigError(
-            f"the {place} has queries {list(query.shape)} and keys {list(key.shape)}: attention "
-            "backend mtraining trains on whole sequences [s, b, heads, d] and supports neither "
-            "packed sequences nor inference with a key-value cache"
-        )
+def _hint(query: Tensor, key: Tensor) -> str:
+    """What operands that are not whole sequences come from."""
+    if query.dim() == 4 and query.shape[:2] == key.shape[:2]:
+        return ""
+    return "; neither packed (THD) sequences nor inference with a key-value cache are supported"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..cp_group import RankGroup
 from .backend import is_active, training_arguments
 from .run_state import RUN
 
@@ -91,22 +92,19 @@ def take_density() -> Density | None:
     """Density and recall of all layers on all ranks since the last call; a collective where there are
     several ranks. None if no layer has run."""
     found = [(meter, mean) for meter in list(_meters) if (mean := meter.take()) is not None]
-    several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-    device = found[0][1].device if found else torch.device("cpu")
-    if several and "nccl" in torch.distributed.get_backend():
-        device = torch.device("cuda", torch.cuda.current_device())
+    ranks = RankGroup.everyone()
+    device = ranks.device or (found[0][1].device if found else torch.device("cpu"))
     ends = [(meter.layer + 1, meter.first_head + mean.shape[1]) for meter, mean in found]
     shape = torch.tensor([(0, 0), *ends], device=device).amax(0)
-    if several:  # a pipeline stage has some of the layers, or none
-        torch.distributed.all_reduce(shape, op=torch.distributed.ReduceOp.MAX)
-    layers, heads = shape.tolist()
+    layers, heads = ranks.all_reduce(
+        shape, "max"
+    ).tolist()  # a pipeline stage has some layers, or none
     table = torch.zeros(3, layers, heads, device=device)
     for meter, mean in found:
         own = table[:, meter.layer, meter.first_head :][:, : mean.shape[1]]
         own[:2] += mean
         own[2] += 1
-    if several:
-        torch.distributed.all_reduce(table)
+    ranks.all_reduce(table)
     *totals, count = table.cpu()
     ran = count > 0
     if not ran.any():

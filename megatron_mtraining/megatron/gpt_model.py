@@ -8,7 +8,7 @@ import inspect
 from ..config import ConfigError, option
 from .arguments import settings
 from .backend import is_active, training_arguments
-from .checks import ranks_a_node
+from .checks import inner_group_size
 from .options import config_from_args
 from .wrapping import log_replaced
 
@@ -45,7 +45,7 @@ def wrap_gpt_model(original):
         if embedding is not None:
             group = self.pg_collection.cp
             size = 1 if group is None else group.size()
-            inner = ranks_a_node(config, size, ours.gathered_ranks, command_line=False)
+            inner = inner_group_size(config, size, ours.gathered_ranks, command_line=False)
             rotary_embedding.stripe_embedding(embedding, group, ours.block_size, inner)
 
     return __init__

@@ -9,7 +9,7 @@ import sys
 import types
 from collections.abc import Callable
 
-import torch.distributed as dist
+from ..cp_group import RankGroup
 
 MARK = "_mtraining_wrapper"
 _replaced: list[str] = []
@@ -63,9 +63,8 @@ def is_first_local_rank() -> bool:
 
 def is_first_rank() -> bool:
     """Whether this process prints for the run; before process groups exist too."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank() == 0
-    return int(os.environ.get("RANK", "0")) == 0
+    everyone = RankGroup.everyone()
+    return (int(os.environ.get("RANK", "0")) if everyone.group is None else everyone.rank) == 0
 
 
 def log(message: str) -> None:

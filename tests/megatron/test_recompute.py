@@ -121,8 +121,8 @@ def test_a_replay_runs_no_attention_and_changes_no_bit(number, count):
 
 def test_the_memory_it_takes_is_as_documented(monkeypatch):
     kept = []
-    original = recompute._Kept
-    monkeypatch.setattr(recompute, "_Kept", lambda *all: kept.append(all[1]) or original(*all))
+    original = recompute._Saved
+    monkeypatch.setattr(recompute, "_Saved", lambda *all: kept.append(all[1]) or original(*all))
     Layers(1)(*leaves(), checkpoint=megatron)
     ((out, lse, index),) = kept
     heads = BATCH * HEADS
@@ -187,14 +187,14 @@ def test_several_in_flight_in_any_order(order, count):
 def results(monkeypatch):
     """Weak references to the results of attention that were kept."""
     references = []
-    original = recompute._Kept
+    original = recompute._Saved
 
     def kept(attention, attended, shape):
         references.extend(weakref.ref(tensor) for tensor in (attended.out, attended.lse))
         references.append(weakref.ref(attended.index))
         return original(attention, attended, shape)
 
-    monkeypatch.setattr(recompute, "_Kept", kept)
+    monkeypatch.setattr(recompute, "_Saved", kept)
     gc.disable()  # what is not needed is freed at once, without the collector of cycles
     yield references
     gc.enable()
@@ -284,11 +284,15 @@ def test_a_module_is_given_as_it_is():
     checkpoint(max)
     with torch.no_grad():
         checkpoint(max)
-    assert given[0] is module and isinstance(given[1], recompute._Carrier) and given[2] is max
+    assert (
+        given[0] is module
+        and isinstance(given[1], recompute._CheckpointedFunction)
+        and given[2] is max
+    )
 
 
 def test_other_runs_are_handed_over(monkeypatch):
-    monkeypatch.setattr(recompute, "_carrying", False)
+    monkeypatch.setattr(recompute, "_has_attention", False)
     checkpoint = recompute.wrap_checkpoint(lambda *args, **kwargs: (args, kwargs))
     assert checkpoint(max, False, 1, x=2) == ((max, False, 1), {"x": 2})
     assert checkpoint(function=max) == ((), {"function": max})

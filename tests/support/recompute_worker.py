@@ -152,7 +152,7 @@ class Watch:
 
         self.chosen = self.run = self.taken = self.posts = 0
         self.kept: list = []
-        choose, ring, kept = plain.search_pattern, plain.ring_attention, recompute._Kept
+        choose, ring, kept = plain.search_pattern, plain.ring_attention, recompute._Saved
         batch_isend_irecv = dist.batch_isend_irecv
 
         def search_pattern(*args, **named):
@@ -177,7 +177,7 @@ class Watch:
             return batch_isend_irecv(*args, **kwargs)
 
         plain.search_pattern, plain.ring_attention = search_pattern, ring_attention
-        recompute._Kept = keep
+        recompute._Saved = keep
         dist.batch_isend_irecv = post
 
     def alive(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ...config import BlockListPolicy, ConfigError, FixedPolicy, MTrainingConfig
 from ...config import option as mtraining_option
 from ...megatron.arguments import fill_in, refuse
-from ...megatron.checks import ranks_a_node
+from ...megatron.checks import inner_group_size
 from ...megatron.options import config_from_args
 from ...megatron.output_layer import DEFAULT_CHUNK
 from .options import DTYPE_BYTES, changed, option
@@ -250,7 +250,7 @@ def _backend(args) -> tuple[MTrainingConfig | None, int, int]:
             f"{mtraining_option('policy')} is {config.policy.name}: the size of its block lists depends on "
             "the data, which mtraining plan does not see; use price, fixed or coverage"
         )
-    inner = ranks_a_node(args, args.context_parallel_size, config.gathered_ranks, True)
+    inner = inner_group_size(args, args.context_parallel_size, config.gathered_ranks, True)
     chunk = DEFAULT_CHUNK if config.loss_chunk is None else config.loss_chunk
     if not chunk:
         _check_own_loss(args)
