@@ -1,17 +1,22 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Block striping: which tokens live on which context-parallel rank.
 
-``W = O x I`` ranks, rank ``x * I + y`` is number y of node x (:func:`inner_size`). With blocks of ``B``
-tokens, consecutive blocks live on consecutive nodes; those of a node, ``j`` with ``j % O == x``, are dealt
-to its ranks one each, there and back: the ranks 0 to I - 1, then I - 1 to 0, and so on. So a rank's local
-block ``a`` is one of the stripe ``a`` of W blocks. Pure index arithmetic over tensors: nothing here knows of
-process groups or of Megatron.
+``W = O x I`` ranks make ``O`` inner groups of ``I`` ranks: rank ``x * I + y`` has inner rank ``y`` in inner
+group ``x`` (:func:`inner_size`). The sequence is cut into blocks of ``B`` tokens. Consecutive blocks live
+on consecutive inner groups; the blocks of one group, ``j`` with ``j % O == x``, go to its ranks in snake
+(boustrophedon) order: inner ranks 0 to I - 1, then I - 1 to 0, and so on. So local block ``a`` of every rank
+is one of the W blocks from ``a * W`` on. With O = I = 2::
 
-Whether a query attends to a block of keys depends on how many blocks they are apart. Between two nodes these
-distances have one residue modulo O, and all ranks of a node have about as many query blocks from which
-so many keys are in reach: the reason why every rank has the same work in every round of a ring. Dealt in one
-direction only, rank I - 1 would always be later than rank 0, and have more: by a part in the number of
-its blocks.
+    block        0  1  2  3 | 4  5  6  7 | 8  9 10 11
+    inner group  0  1  0  1 | 0  1  0  1 | 0  1  0  1
+    inner rank   0  0  1  1 | 1  1  0  0 | 0  0  1  1
+
+Causal attention to a key block depends on its distance in blocks. Between two inner groups these distances
+have one residue modulo O, and all ranks of a group have about as many query blocks that see a given number of
+key blocks: so every rank has the same work in every round of the ring. Without reversing odd rows, inner rank
+I - 1 would always be later than rank 0 and have more work, by O(1 / blocks per rank).
+
+Pure index arithmetic over tensors: nothing here knows of process groups.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from torch import Tensor
 from .errors import ConfigError
 
 GATHERED = 8
-"""Ranks whose keys a rank has at hand at once, at most, unless it is told otherwise."""
+"""Default limit of the size of an inner group."""
 
 
 def check_layout(seq_length: int, cp_size: int, block_size: int) -> None:
@@ -55,16 +60,16 @@ def block_at(local_block, cp_rank, cp_size: int, inner: int | None = None):
     """The global block that is a rank's local block; of numbers or of tensors."""
     inner = inner_size(cp_size, inner)
     x, y = cp_rank // inner, cp_rank % inner
-    turned = local_block % 2
-    return (local_block * inner + y + turned * (inner - 1 - 2 * y)) * (cp_size // inner) + x
+    reversed_row = local_block % 2
+    return (local_block * inner + y + reversed_row * (inner - 1 - 2 * y)) * (cp_size // inner) + x
 
 
 def owner_of(block, cp_size: int, inner: int | None = None):
     """The inverse of :func:`block_at`: the rank that a global block lives on, and its local block there."""
     inner = inner_size(cp_size, inner)
     outer = cp_size // inner
-    of_node = block // outer
-    local, u = of_node // inner, of_node % inner
+    of_group = block // outer
+    local, u = of_group // inner, of_group % inner
     y = u + local % 2 * (inner - 1 - 2 * u)
     return block % outer * inner + y, local
 
@@ -84,7 +89,7 @@ def stripe(
         cp_rank, cp_size: position in, and size of, the context-parallel group.
         block_size: tokens in a block.
         dim: the sequence dimension.
-        inner: ranks of a node, as for :func:`inner_size`.
+        inner: ranks of an inner group, as for :func:`inner_size`.
 
     Returns:
         A contiguous tensor, ``seq_length // cp_size`` long in ``dim`` (the tensor itself at size 1).
@@ -112,7 +117,7 @@ def unstripe(
         parts: one tensor a rank, all of one shape.
         block_size: tokens in a block.
         dim: the sequence dimension.
-        inner: ranks of a node, as for :func:`inner_size`.
+        inner: ranks of an inner group, as for :func:`inner_size`.
     """
     if not parts:
         raise ConfigError("unstripe needs the part of every context-parallel rank, and got none")
@@ -161,11 +166,11 @@ def positions_at(
 def stripe_batch(
     batch: dict, cp_rank: int, cp_size: int, block_size: int, inner: int | None = None
 ) -> dict:
-    """Slice a Megatron batch for one rank; the striped twin of ``get_batch_on_this_cp_rank``.
+    """Slice the tensors of a training batch for one rank.
 
     Args:
-        batch: ``tokens``, ``labels``, ``loss_mask``, ``position_ids`` ``[b, s]`` and, if made,
-            ``attention_mask`` ``[b, 1, s, s]`` (sliced by query row); entries that are None stay so.
+        batch: tensors ``[b, s]`` by name, and perhaps ``attention_mask`` ``[b, 1, s, s]``, which is sliced by
+            query row; other entries stay as they are.
 
     Returns:
         The same dict, its tensors replaced by this rank's parts.

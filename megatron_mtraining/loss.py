@@ -1,22 +1,35 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Output layer and cross entropy in one function, with the logits of a few tokens at a time.
 
-All logits of 131072 tokens and 151936 words are 37 GiB in bf16, and their softmax, which the backward needs,
-twice that in float32. Here a chunk's logits serve for its losses and are gone; the backward computes them
-again, and turns them into their gradient in place. That is one more matrix product than the three without
-chunks: tokens' losses are weighted (loss mask, number of tokens) only after the forward, and the weight's
-gradient is a sum over tokens that cannot be weighted afterwards.
+All logits of 131072 tokens and 151936 vocabulary entries are 37 GiB in bf16, and their softmax, which the
+backward needs, twice that in float32. Here a chunk's logits serve for its losses and are gone; the backward
+computes them again, and turns them into their gradient in place. That is one more matrix product than the
+three without chunks: tokens' losses are weighted (loss mask, number of tokens) only after the forward, and
+the weight's gradient is a sum over tokens that cannot be weighted afterwards.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .cp_group import RankGroup
 from .kernels.loss import cross_entropy_gradient, cross_entropy_rows
+
+
+class GradientBuffer(Protocol):
+    """Memory of a training framework that a weight's gradient is added to, in place of ``weight.grad``."""
+
+    def buffer(self) -> Tensor | None:
+        """``[V, h]``; None if there is none after all. Called once, in the backward."""
+
+    def placeholder(self) -> Tensor | None:
+        """What autograd gets in place of the gradient."""
 
 
 def linear_cross_entropy(
@@ -24,23 +37,23 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     chunk: int,
-    tp_group=None,
+    tp_group: dist.ProcessGroup | None = None,
     scale: float = 1.0,
-    accumulation_fusion: bool = False,
+    gradient_buffer: GradientBuffer | None = None,
 ) -> Tensor:
     """``cross_entropy(scale * hidden @ weight.T, labels)`` of each token.
 
     Args:
         hidden: ``[..., h]``, alike on all tensor-parallel ranks. Its gradient is this rank's part: the sum
             over ranks is left to the caller.
-        weight: ``[V, h]`` in the same dtype: of ``V`` words a rank, in rank order.
-        labels: whole numbers ``[...]``, words of all ranks. One that is no word has the loss
+        weight: ``[V, h]`` in the same dtype: ``V`` vocabulary entries of each rank, in rank order.
+        labels: whole numbers ``[...]``, over all ranks. One outside of the vocabulary has the loss
             ``log(sum(exp(logit - largest)))``, as in Megatron: such tokens are masked.
         chunk: tokens whose logits are held at once; the last chunk may have fewer.
         tp_group: tensor-parallel ranks, or None for one.
         scale: what logits are multiplied by.
-        accumulation_fusion: add the weight's gradient to ``weight.main_grad``, as Megatron's linear layers
-            do with ``gradient_accumulation_fusion``.
+        gradient_buffer: memory to add the weight's gradient to, such as Megatron's ``main_grad``; None for
+            autograd's own.
 
     Returns:
         losses ``[...]``, float32 (float64 for float64 operands).
@@ -57,100 +70,71 @@ def linear_cross_entropy(
         )
     rows = hidden.reshape(-1, hidden.shape[-1])
     flat = labels.reshape(-1).long()
-    losses = _LinearCrossEntropy.apply(
-        rows, weight, flat, chunk, tp_group, scale, accumulation_fusion
-    )
+    losses = _LinearCrossEntropy.apply(rows, weight, flat, chunk, tp_group, scale, gradient_buffer)
     return losses.view(labels.shape)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, chunk, tp_group, scale, accumulation_fusion):
-        first_word = 0 if tp_group is None else dist.get_rank(tp_group) * len(weight)
+    def forward(ctx, hidden, weight, labels, chunk, tp_group, scale, gradient_buffer):
+        ranks = RankGroup(tp_group)
+        first_token = ranks.rank * len(weight)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         largest, total, label_logits = hidden.new_empty((3, len(hidden)), dtype=dtype)
         for part, logits in _chunks(hidden, weight, chunk):
             cross_entropy_rows(
-                logits, labels[part], first_word, scale, largest[part], total[part], label_logits[part]
+                logits, labels[part], first_token, scale, largest[part], total[part], label_logits[part]
             )  # fmt: skip
         # Once for all chunks: collectives of a few bytes each would wait for each other's latency.
         local = largest
-        if tp_group is not None and dist.get_world_size(tp_group) > 1:
-            largest = local.clone()
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=tp_group)
+        if ranks.world > 1:
+            largest = ranks.all_reduce(local.clone(), "max")
             total = total * (local - largest).exp()
-        owned = (labels >= first_word) & (labels < first_word + len(weight))
+        owned = (labels >= first_token) & (labels < first_token + len(weight))
         sums = torch.stack([total, torch.where(owned, label_logits - largest, 0)])
-        if tp_group is not None and dist.get_world_size(tp_group) > 1:
-            dist.all_reduce(sums, group=tp_group)
+        ranks.all_reduce(sums)
         log_total = sums[0].log()
         ctx.save_for_backward(hidden, weight, labels, log_total + largest)
-        # Not saved as a tensor: other microbatches add to it between this forward and its backward.
-        ctx.main_grad = getattr(weight, "main_grad", None) if accumulation_fusion else None
-        ctx.settings = chunk, first_word, scale, accumulation_fusion
+        ctx.settings = chunk, first_token, scale, gradient_buffer
         return log_total - sums[1]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         hidden, weight, labels, lse = ctx.saved_tensors
-        chunk, first_word, scale, accumulation_fusion = ctx.settings
+        chunk, first_token, scale, gradient_buffer = ctx.settings
         grad = grad.to(lse.dtype).contiguous()
         wanted = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden) if wanted[0] else None
-        main_grad = _main_grad(weight, ctx.main_grad) if wanted[1] and accumulation_fusion else None
+        buffer = gradient_buffer.buffer() if wanted[1] and gradient_buffer else None
         total = None
-        if main_grad is not None and main_grad.dtype == lse.dtype:
-            total = main_grad
+        if buffer is not None and buffer.dtype == lse.dtype:
+            total = buffer
         elif wanted[1]:
             # A sum over chunks in bf16 would be rounded with each of them.
             total = torch.zeros_like(weight, dtype=lse.dtype)
         for part, logits in _chunks(hidden, weight, chunk):
-            cross_entropy_gradient(logits, labels[part], lse[part], grad[part], first_word, scale)
+            cross_entropy_gradient(logits, labels[part], lse[part], grad[part], first_token, scale)
             if grad_hidden is not None:
                 torch.mm(logits, weight, out=grad_hidden[part])
             if total is not None:
                 _add_product(total, logits, hidden[part])
         grad_weight = None
-        if main_grad is not None:
-            if total is not main_grad:
-                main_grad.add_(total)
-            grad_weight = _placeholder(weight)
+        if buffer is not None:
+            if total is not buffer:
+                buffer.add_(total)
+            grad_weight = gradient_buffer.placeholder()
         elif total is not None:
             grad_weight = total.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
-def _chunks(hidden: Tensor, weight: Tensor, chunk: int):
+def _chunks(hidden: Tensor, weight: Tensor, chunk: int) -> Iterator[tuple[slice, Tensor]]:
     """Each chunk's tokens and their logits ``[n, V]``, all in the same memory."""
     memory = hidden.new_empty((min(chunk, len(hidden)), len(weight)))
     for start in range(0, len(hidden), chunk):
         part = slice(start, min(start + chunk, len(hidden)))
         yield part, torch.mm(hidden[part], weight.t(), out=memory[: part.stop - start])
-
-
-def _main_grad(weight: Tensor, main_grad: Tensor | None) -> Tensor | None:
-    """What the weight's gradient is added to, as Megatron's ``ColumnParallelLinear`` finds it; None if the
-    data-parallel wrapper has given it no such memory."""
-    if hasattr(weight, "__fsdp_param__"):  # Megatron-FSDP: a buffer that is to be overwritten
-        weight.main_grad = weight.get_main_grad()
-        return weight.main_grad.zero_()
-    if main_grad is not None:
-        weight.main_grad = main_grad
-    return main_grad
-
-
-def _placeholder(weight: Tensor) -> Tensor | None:
-    """The gradient that autograd gets for a weight whose ``main_grad`` has it already.
-
-    Some gradient it must be, so that hooks of the data-parallel wrapper run. With tied embeddings it is
-    summed with that of the embedding (``zero_out_wgrad``); else its content is not read.
-    """
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-    return make(weight)
 
 
 def _add_product(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:

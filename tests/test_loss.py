@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from megatron_mtraining.kernels.loss import cross_entropy_gradient, cross_entropy_rows
 from megatron_mtraining.loss import linear_cross_entropy
+from megatron_mtraining.megatron.main_grad import MainGrad
 from tests.support.attention_cases import relative_error
 from tests.support.ranks import run_ranks
 
@@ -105,9 +106,9 @@ def test_main_grad(main, fused):
         weight.main_grad = torch.ones_like(weight, dtype=main)
         weight.grad_added_to_main_grad = False
         weight.zero_out_wgrad = True
-    linear_cross_entropy(hidden, weight, labels, 8, accumulation_fusion=fused).backward(
-        grad.float()
-    )
+    buffer = MainGrad(weight) if fused else None
+    losses = linear_cross_entropy(hidden, weight, labels, 8, gradient_buffer=buffer)
+    losses.backward(grad.float())
     if fused and main is not None:
         assert weight.grad_added_to_main_grad and not weight.grad.any()
         assert relative_error(weight.main_grad - 1.0, expected) < (
@@ -123,7 +124,7 @@ def test_main_grad_of_megatron_fsdp():
     hidden, weight, labels, grad = draw(50, 37, 16, torch.float32)
     weight.__fsdp_param__ = True
     weight.get_main_grad = lambda: torch.full_like(weight, 99)
-    losses = linear_cross_entropy(hidden, weight, labels, 8, accumulation_fusion=True)
+    losses = linear_cross_entropy(hidden, weight, labels, 8, gradient_buffer=MainGrad(weight))
     assert torch.autograd.grad(losses, (hidden, weight), grad.float(), allow_unused=True)[1] is None
     assert relative_error(weight.main_grad, expected_of(hidden, weight, labels, grad)[2]) < 1e-6
 
@@ -213,6 +214,6 @@ def test_gpu_in_bfloat16(chunk):
     weight = operands[1]
     weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
     weight.grad_added_to_main_grad = False
-    losses = linear_cross_entropy(*operands[:3], chunk, accumulation_fusion=True)
+    losses = linear_cross_entropy(*operands[:3], chunk, gradient_buffer=MainGrad(weight))
     losses.backward(operands[3].float())
     assert relative_error(weight.main_grad - 1, expected[2]) < 1e-2

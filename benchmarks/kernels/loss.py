@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_mtraining.loss import linear_cross_entropy
+from megatron_mtraining.megatron.main_grad import MainGrad
 
 from ..lib import record
 
@@ -61,7 +62,8 @@ def chunked(chunk: int, main_grad: bool):
         if main_grad and not hasattr(weight, "main_grad"):
             weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
             weight.grad_added_to_main_grad = False
-        return linear_cross_entropy(states, weight, labels, chunk, accumulation_fusion=main_grad)
+        buffer = MainGrad(weight) if main_grad else None
+        return linear_cross_entropy(states, weight, labels, chunk, gradient_buffer=buffer)
 
     return loss
 

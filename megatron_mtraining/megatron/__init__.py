@@ -8,7 +8,8 @@ The files, in the order a run meets them:
 - ``options``: the options ``--mtraining-*``; ``arguments``: refused before Megatron's validation, filled in
   after it; with ``checks`` (the table of what is unsupported) and ``rotary_options`` (context extension)
 - ``gpt_model``: construction of ``GPTModel``; with ``layer_spec`` (where core attention is put),
-  ``rotary_embedding`` (in the striped layout) and ``output_layer`` (output layer and loss in chunks)
+  ``rotary_embedding`` (in the striped layout), ``output_layer`` (output layer and loss in chunks) and
+  ``main_grad`` (where the weight's gradient goes)
 - ``checkpoint``: what checkpoints save and restore
 - ``batch``: a rank's part of the batch, and ``packed_documents``: documents, from there to the layers
 - ``core_attention``: :class:`MTrainingAttention`, the module in each layer

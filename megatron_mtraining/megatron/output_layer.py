@@ -12,6 +12,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from ..config import ConfigError, option
 from ..loss import linear_cross_entropy
 from .checks import Refusal, show, unset
+from .main_grad import MainGrad
 from .wrapping import is_first_local_rank
 
 DEFAULT_CHUNK = 4096
@@ -64,9 +65,10 @@ class ChunkedOutputLayer(tensor_parallel.ColumnParallelLinear):
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(
                 input_, group=self.tp_group
             )
+        weight = self.weight if weight is None else weight
         return linear_cross_entropy(
-            hidden, self.weight if weight is None else weight, labels, self.mtraining_chunk,
-            self.tp_group, scale, self.gradient_accumulation_fusion,
+            hidden, weight, labels, self.mtraining_chunk, self.tp_group, scale,
+            MainGrad(weight) if self.gradient_accumulation_fusion else None,
         )  # fmt: skip
 
 

@@ -14,13 +14,13 @@ from megatron_mtraining.documents import Documents
 from megatron_mtraining.layout import stripe, unstripe
 from megatron_mtraining.pattern import search_pattern
 from megatron_mtraining.pattern.sampled_rows import last_rows, stratified_rows
-from tests.pattern.test_price import operands
 from tests.support.attention_cases import (
     dense_attention,
     random_operands,
     relative_error,
     written_out_mask,
 )
+from tests.support.pattern_cases import operands
 from tests.support.ranks import run_ranks
 
 SEQ, BLOCK = 768, 64

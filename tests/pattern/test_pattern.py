@@ -16,6 +16,7 @@ from megatron_mtraining.pattern.sampled_rows import stratified_rows
 from megatron_mtraining.ring import Ring
 from megatron_mtraining.ring.attention import ring_attention
 from tests.support.attention_cases import random_index, random_operands
+from tests.support.pattern_cases import structured
 from tests.support.ranks import run_ranks
 
 SEQ = 768
@@ -24,18 +25,6 @@ SEQ = 768
 def settings(**changes):
     base = dict(vertical=24, slash=3, window=70, sink=4, block_size=64, sample_strata=32)
     return MTrainingConfig.from_options(**{**base, **changes})
-
-
-def structured(seq_length, heads=2, kv_heads=1, distance=300, column=200):
-    """q and k whose attention is one diagonal (head 0) or one column (head 1), above noise."""
-    torch.manual_seed(3)
-    base = torch.randn(seq_length + distance, 64)
-    query = 0.1 * torch.randn(seq_length, 1, heads, 64)
-    key = 0.3 * base[distance:, None, None].expand(-1, 1, kv_heads, -1).clone()
-    # Query i looks like key i - distance.
-    query[:, 0, 0] += 3 * base[:seq_length]
-    query[:, 0, 1] += 6 * base[distance + column] / 8
-    return query, key
 
 
 def columns_of(index, b, h):

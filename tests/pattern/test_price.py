@@ -13,8 +13,7 @@ from megatron_mtraining.cp_group import CPGroup, cp_group_of
 from megatron_mtraining.layout import stripe
 from megatron_mtraining.pattern import search_pattern
 from megatron_mtraining.pattern.sampled_rows import last_rows, stratified_rows
-from tests.pattern.test_pattern import structured
-from tests.support.attention_cases import random_operands
+from tests.support.pattern_cases import operands, structured
 from tests.support.ranks import run_ranks
 from tests.support.selection_cases import dense_probabilities
 
@@ -28,20 +27,6 @@ def settings(**changes):
 
 def policies_of(configs):
     return [config.policy for config in configs]
-
-
-def operands(heads=4, seq=SEQ, seed=None):
-    """Queries and keys with some structure: local attention, a few columns, noise, by different amounts."""
-    if seed is not None:
-        torch.manual_seed(seed)
-    query, key, _, _ = random_operands(seq, 1, heads, 2, 64, torch.float32, "cpu")
-    query, key = 1.5 * query, key.clone()
-    key[torch.randperm(seq)[:9]] *= 2.5
-    position = torch.arange(seq)[:, None, None] / 97
-    for tensor in (query, key):
-        tensor[..., 0] = 3 * position.cos()
-        tensor[..., 1] = 3 * position.sin()
-    return query * torch.linspace(0.3, 1.5, heads)[:, None], key
 
 
 def dense_recall(index, query, key, rows, scale):
