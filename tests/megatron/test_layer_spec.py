@@ -47,7 +47,7 @@ class TEDotProductAttention:
     """Stands in for Transformer Engine's, which is known by its name."""
 
 
-@pytest.mark.parametrize("experts", [None, 4])
+@pytest.mark.parametrize("experts", [None, 4], ids=["dense", "moe"])
 def test_local_specs_dense_and_moe(experts):
     spec = get_gpt_layer_local_spec(num_experts=experts)
     before = repr(spec)
@@ -57,7 +57,7 @@ def test_local_specs_dense_and_moe(experts):
     assert ours.submodules.mlp is spec.submodules.mlp, "what does not change is not copied"
 
 
-@pytest.mark.parametrize("experts", [None, 4])
+@pytest.mark.parametrize("experts", [None, 4], ids=["dense", "moe"])
 def test_transformer_engine_specs_dense_and_moe(experts):
     pytest.importorskip("transformer_engine", reason="needs Transformer Engine")
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -69,7 +69,9 @@ def test_transformer_engine_specs_dense_and_moe(experts):
 
 @pytest.mark.parametrize("core", [DotProductAttention, TEDotProductAttention])
 @pytest.mark.parametrize(
-    "given", [lambda core: core, lambda core: ModuleSpec(module=core), lambda core: partial(core)]
+    "given",
+    [lambda core: core, lambda core: ModuleSpec(module=core), lambda core: partial(core)],
+    ids=["class", "ModuleSpec", "partial"],
 )
 def test_known_core_attentions_in_every_form(core, given):
     assert core_of(replace_core_attention(layer(attention(given(core))))) is MTrainingAttention

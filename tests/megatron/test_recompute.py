@@ -108,7 +108,7 @@ def same(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("number", [1, 3], ids="{}-layers".format)
 def test_a_replay_runs_no_attention_and_changes_no_bit(number, count):
     expected = trained(Layers(number), None)
     again = trained(Layers(number, again=True), megatron)
@@ -151,7 +151,7 @@ def test_a_replay_on_a_gpu(count):
     assert 2 * out_and_lse <= more - less < 3 * out_and_lse
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [1, 2], ids="{}-layers".format)
 def test_a_checkpoint_within_a_checkpoint(number, count):
     """What the outer replay takes is kept for the inner replays."""
     expected = trained(Layers(number), None)
@@ -160,7 +160,7 @@ def test_a_checkpoint_within_a_checkpoint(number, count):
     assert count == {"chosen": number, "run": number, "taken": 2 * number}
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)], ids=str)
 def test_several_in_flight_in_any_order(order, count):
     """As pipeline schedules do: forwards ahead of backwards, which come in an order of their own."""
 
@@ -224,7 +224,7 @@ def test_freed_with_a_graph_that_is_never_replayed(results):
     assert alive(results) == 0
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_nothing_is_kept_without_gradients(training, results, count):
     layers = Layers(2).train(training)
     with torch.no_grad():
@@ -263,7 +263,7 @@ def test_a_second_backward_through_the_same_graph_computes_again(count):
     assert same([tensor.grad for tensor in tensors], [2 * grad for grad in once])
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 def test_other_checkpoints_in_a_wrapper_like_transformer_engine_s(reentrant, count):
     """Its default is reentrant, as Megatron's own; the other kind has gradients in the first pass
     too, and attention is computed in both."""
@@ -345,7 +345,7 @@ def test_density_counts_the_first_pass_alone():
     assert take_density() is None
 
 
-@pytest.mark.parametrize("offloaded", [["core_attn"], ["core_attn", "attn_proj"]])
+@pytest.mark.parametrize("offloaded", [["core_attn"], ["core_attn", "attn_proj"]], ids="+".join)
 def test_not_carried_where_offloading_empties_the_output(offloaded, count):
     layers = Layers(1, fine_grained_activation_offloading=True, offload_modules=offloaded)
     trained(layers, megatron)
