@@ -1,175 +1,178 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Gradients of the gathered columns on Hopper GPUs, in Gluon: what ``hopper_backward_key.py`` does for a key
-block, for a tile of one head's columns."""
+"""Gradients of the gathered columns on Hopper GPUs, in Gluon: what ``backward_key.py`` does for a key block,
+for a tile of one head's columns."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from ...common.launch import cdiv, launch
 from ...common.tiles import LOG2E, block_at, blocks_before
+from ...types import PatternIndex
 from ..launch_args import column_splits
-from .common import descriptor_heads_first
+from .compat import Pointer, Scalar, Value, aggregate
+from .descriptors import descriptor_heads_first
 from .key_common import (
-    QROWS,
-    documents_of,
-    key_buffers,
+    BLOCK_M,
+    QueryDescriptors,
+    allocate_tiles,
+    document_arguments,
     key_start,
     key_step,
-    load_held,
-    load_moving,
-    moving_queries,
+    line_descriptors,
+    make_layouts,
+    query_descriptors,
 )
+from .masks import DOCUMENT, PER_KEY
+
+
+@aggregate
+class ColumnTile:
+    """The columns of a warpgroup, and which query blocks attend to them as columns."""
+
+    member: Pointer  # [blocks]: whether a block distance is among the head's slashes
+    position: Value  # [HALF_N]
+    block: Value  # [HALF_N]
+    inside: Value  # [HALF_N]: not past the last column
+    rank: Scalar  # of the queries
+    world: Scalar
+    inner: Scalar
+    PACKED: gl.constexpr
+
+    @gluon.jit
+    def mask(self, inside, q_block):
+        """0 for the columns that local query block ``q_block`` attends to as columns, -inf for the others. Of
+        packed documents their positions, and -1."""
+        distance = block_at(q_block, self.rank, self.world, self.inner) - self.block
+        seen = inside & (distance > 0)
+        covered = gl.load(self.member + distance, mask=seen, other=1)
+        if self.PACKED:
+            mask = gl.where(covered == 0, self.position, -1).to(gl.float32)
+        else:
+            mask = gl.where(covered == 0, 0.0, float("-inf"))
+        return mask
 
 
 @gluon.jit
-def _load_columns(
-    descs, k_desc, v_desc, held, moving,
-    batch, head, bh, first, a_first, total,
-    BLOCK: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
-    DOCS: gl.constexpr,
+def _load(
+    descs, k_desc, v_desc, kept, tiles, batch, head, batch_head, first, first_q_block, num_tiles,
+    BLOCK: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    ROWS: gl.constexpr = BLOCK // 2
-    tiles: gl.constexpr = BLOCK // QROWS
-    load_held(k_desc, v_desc, held, batch, head, first, ROWS, D)
-    for n in range(total):
-        at = (a_first + n // tiles * SPLITS) * BLOCK + n % tiles * QROWS
-        load_moving(n, descs, moving, batch, head, bh, at, D, STAGES, DOCS)
+    """The loading warp."""
+    block_tiles: gl.constexpr = BLOCK // BLOCK_M
+    kept.load(k_desc, v_desc, batch, head, first)
+    for n in range(num_tiles):
+        row = (first_q_block + n // block_tiles * SPLITS) * BLOCK + n % block_tiles * BLOCK_M
+        tiles.load(n, descs, batch, head, batch_head, row)
 
 
 @gluon.jit
-def _column_keep(member, block, position, listed, a, rank, world, inner, DOCS: gl.constexpr):
-    """0 for the columns that local query block ``a`` attends to as columns, -inf for the others. With packed
-    documents their positions, and -1."""
-    distance = block_at(a, rank, world, inner) - block
-    seen = listed & (distance > 0)
-    covered = gl.load(member + distance, mask=seen, other=1)
-    if DOCS:
-        keep = gl.where(covered == 0, position, -1).to(gl.float32)
-    else:
-        keep = gl.where(covered == 0, 0.0, float("-inf"))
-    return keep
-
-
-@gluon.jit
-def _attend_columns(
-    dk_ptr, dv_ptr, columns, member,
-    held, moving,
-    line, first, end, a_first, rank, world, inner, nb, total, softmax_scale,
-    HALF: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    SPLITS: gl.constexpr, DOCS: gl.constexpr,
+def _attend(
+    # Operands and results of a head
+    dk_ptr, dv_ptr, columns, member, kept, tiles,
+    # Where in the results, in the head's columns, and in the queries; rows in the results
+    line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
+    HALF: gl.constexpr, BLOCK: gl.constexpr, SPLITS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    ROWS: gl.constexpr = BLOCK // 2
-    tiles: gl.constexpr = BLOCK // QROWS
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QROWS, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    a_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    """A computing warpgroup: the gradients of half of the columns."""
+    HALF_N: gl.constexpr = BLOCK // 2
+    D: gl.constexpr = kept.D
+    block_tiles: gl.constexpr = BLOCK // BLOCK_M
+    layouts = make_layouts(D)
     scale = softmax_scale * LOG2E
-    entry = first + HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
-    listed = entry < end
-    position = gl.load(columns + entry, mask=listed, other=0)
+    entry = first + HALF * HALF_N + gl.arange(0, HALF_N, layout=gl.SliceLayout(1, layouts.scores))
+    inside = entry < end
+    position = gl.load(columns + entry, mask=inside, other=0)
     block = position // BLOCK
-    MASK: gl.constexpr = 3 if DOCS else 2
-    k, v, dk, dv, p_operand, ds_operand = key_start(held, moving, HALF, o_layout, a_layout, ROWS, D)
-    bias = _column_keep(member, block, position, listed, a_first, rank, world, inner, DOCS)
-    dk, dv, p_operand, ds_operand = key_step(
-        0, -1, total > 1, dk, dv, p_operand, ds_operand, k, v, moving, scale,
-        bias, bias, s_layout, a_layout, ROWS, D, STAGES, MASK,
-    )  # fmt: skip
-    bias = _column_keep(
-        member, block, position, listed, a_first + 1 // tiles * SPLITS, rank, world, inner, DOCS
+    tile = ColumnTile(member, position, block, inside, rank, world, inner, PACKED)
+    MASK: gl.constexpr = DOCUMENT if PACKED else PER_KEY
+    k, v, gradients = key_start(kept, tiles, layouts, HALF)
+    mask = tile.mask(inside, first_q_block)
+    gradients = key_step(
+        0, -1, num_tiles > 1, gradients, k, v, tiles, scale, mask, mask, layouts, MASK
     )
-    for n in range(1, total):
-        # The next tile's are on their way while this one is computed.
-        following = _column_keep(
-            member,
-            block,
-            position,
-            listed & (n + 1 < total),
-            a_first + (n + 1) // tiles * SPLITS,
-            rank,
-            world,
-            inner,
-            DOCS,
+    mask = tile.mask(inside, first_q_block + 1 // block_tiles * SPLITS)
+    for n in range(1, num_tiles):
+        # The next tile's mask is loaded while this tile is computed.
+        next_mask = tile.mask(
+            inside & (n + 1 < num_tiles), first_q_block + (n + 1) // block_tiles * SPLITS
         )
-        dk, dv, p_operand, ds_operand = key_step(
-            n, n - 1, n + 1 < total, dk, dv, p_operand, ds_operand, k, v, moving, scale,
-            bias, bias, s_layout, a_layout, ROWS, D, STAGES, MASK,
-        )  # fmt: skip
-        bias = following
-    dk, dv, p_operand, ds_operand = warpgroup_mma_wait(0, deps=[dk, dv, p_operand, ds_operand])
-    rows = HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, o_layout))
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, o_layout))
-    at = (line + rows)[:, None] * D + d[None, :]
-    inside = (first + rows < end)[:, None]
-    gl.store(dk_ptr + at, dk, mask=inside)
-    gl.store(dv_ptr + at, dv, mask=inside)
+        gradients = key_step(
+            n, n - 1, n + 1 < num_tiles, gradients, k, v, tiles, scale, mask, mask, layouts, MASK
+        )
+        mask = next_mask
+    gradients = gradients.wait(0)
+    rows = HALF * HALF_N + gl.arange(0, HALF_N, layout=gl.SliceLayout(1, layouts.gradients))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, layouts.gradients))
+    offsets = (line + rows)[:, None] * D + d[None, :]  # [HALF_N, D]
+    stored = (first + rows < end)[:, None]
+    gl.store(dk_ptr + offsets, gradients.dk, mask=stored)
+    gl.store(dv_ptr + offsets, gradients.dv, mask=stored)
 
 
 @gluon.jit(do_not_specialize=["rank"])
 def _column_kernel(
-    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc,
-    dk_ptr, dv_ptr, member, columns, column_ptr, start_desc, extent_ptr,
-    ptr_len, column_len, nb, softmax_scale, rank, world, inner,
+    # Operands and results
+    q_desc, grad_out_desc, column_k_desc, column_v_desc, lse_desc, delta_desc, dk_ptr, dv_ptr,
+    # The index, and packed documents
+    member, columns, column_ptr, starts_desc, q_block_bounds,
+    ptr_len, column_len, local_blocks, softmax_scale, rank, world, inner,
     HEADS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    SPLITS: gl.constexpr, DOCS: gl.constexpr,
+    SPLITS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     # The first columns are seen by the most queries: start them first, of all heads.
     split = gl.program_id(0)
     batch = gl.program_id(1) // HEADS
     head = gl.program_id(1) % HEADS
-    bh = gl.program_id(1).to(gl.int64)
+    batch_head = gl.program_id(1).to(gl.int64)
     first = gl.program_id(2) * BLOCK
-    end = gl.load(column_ptr + bh * ptr_len + ptr_len - 1)
-    member += bh * (ptr_len - 1)
-    columns += bh * column_len
+    end = gl.load(column_ptr + batch_head * ptr_len + ptr_len - 1)
+    member += batch_head * (ptr_len - 1)
+    columns += batch_head * column_len
     # Columns are sorted: no query block up to the first one's sees any of this tile. Query blocks
     # go round the splits, so that each split has as many near and far ones.
-    tiles: gl.constexpr = BLOCK // QROWS
-    a_first = gl.load(columns + first, mask=first < end, other=0) // BLOCK
-    a_first = a_first // world + split
-    a_end = nb
-    if DOCS:
-        # Nor one after the last one's document.
-        final = (
+    block_tiles: gl.constexpr = BLOCK // BLOCK_M
+    first_q_block = gl.load(columns + first, mask=first < end, other=0) // BLOCK
+    first_q_block = first_q_block // world + split
+    end_q_block = local_blocks
+    if PACKED:
+        # Nor does one after the last one's document.
+        last = (
             gl.load(columns + gl.minimum(first + BLOCK, end) - 1, mask=first < end, other=0)
             // BLOCK
         )
-        seen_to = gl.load(extent_ptr + (2 * (bh // HEADS) + 1) * nb * world + final)
-        a_end = blocks_before(seen_to, rank, world, inner)
-    total = (gl.maximum(a_end - a_first, 0) + SPLITS - 1) // SPLITS * tiles
-    # No query sees a tile of these: one tile of zeros past the end.
-    a_first = gl.where((first < end) & (total > 0), a_first, nb)
-    total = gl.where(a_first < nb, total, 1)
-    line = (bh * SPLITS + split) * column_len + first
+        end_block = gl.load(
+            q_block_bounds + (2 * (batch_head // HEADS) + 1) * local_blocks * world + last
+        )
+        end_q_block = blocks_before(end_block, rank, world, inner)
+    num_tiles = (gl.maximum(end_q_block - first_q_block, 0) + SPLITS - 1) // SPLITS * block_tiles
+    # Columns that no query sees get one tile of zeros, past the end.
+    first_q_block = gl.where((first < end) & (num_tiles > 0), first_q_block, local_blocks)
+    num_tiles = gl.where(first_q_block < local_blocks, num_tiles, 1)
+    line = (batch_head * SPLITS + split) * column_len + first
 
-    held, moving = key_buffers(
-        q_desc, do_desc, k_desc, v_desc, lse_desc, BLOCK // 2, D, STAGES, DOCS
+    kept, tiles = allocate_tiles(
+        q_desc, grad_out_desc, column_k_desc, column_v_desc, lse_desc, BLOCK // 2, D, STAGES, PACKED
     )
-    descs = (q_desc, do_desc, lse_desc, delta_desc)
-    if DOCS:
-        descs = (q_desc, do_desc, lse_desc, delta_desc, start_desc)
+    descs = QueryDescriptors(q_desc, grad_out_desc, lse_desc, delta_desc, starts_desc)
     gl.warp_specialize(
         [
-            (_attend_columns, (
-                dk_ptr, dv_ptr, columns, member,
-                held, moving,
-                line, first, end, a_first, rank, world, inner, nb, total, softmax_scale,
-                0, BLOCK, D, STAGES, SPLITS, DOCS,
+            (_attend, (
+                dk_ptr, dv_ptr, columns, member, kept, tiles,
+                line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
+                0, BLOCK, SPLITS, PACKED,
             )),
-            (_attend_columns, (
-                dk_ptr, dv_ptr, columns, member,
-                held, moving,
-                line, first, end, a_first, rank, world, inner, nb, total, softmax_scale,
-                1, BLOCK, D, STAGES, SPLITS, DOCS,
+            (_attend, (
+                dk_ptr, dv_ptr, columns, member, kept, tiles,
+                line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
+                1, BLOCK, SPLITS, PACKED,
             )),
-            (_load_columns, (
-                descs, k_desc, v_desc, held, moving,
-                batch, head, gl.program_id(1), first, a_first, total, BLOCK, D, STAGES, SPLITS,
-                DOCS,
+            (_load, (
+                descs, column_k_desc, column_v_desc, kept, tiles, batch, head, gl.program_id(1),
+                first, first_q_block, num_tiles, BLOCK, SPLITS,
             )),
         ],
         [4, 1],
@@ -177,22 +180,50 @@ def _column_kernel(
     )  # fmt: skip
 
 
-def backward_columns(query, columns, grad_out, lse, delta, index, rank, softmax_scale):
-    """Launch the columns' gradients; see :func:`kernels.attention_backward_columns`."""
+def backward_columns(
+    query: Tensor,
+    column_kv: Tensor,
+    grad_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    index: PatternIndex,
+    rank: int,
+    softmax_scale: float,
+) -> Tensor:
+    """See :func:`...attention.backward_columns`."""
     _, batch, heads, dim = query.shape
-    block, num_columns = index.block_size, columns.shape[-2]
+    block, num_columns = index.block_size, column_kv.shape[-2]
     splits = column_splits(index, batch * heads, block)
     shape = (2, batch, heads, splits, num_columns, dim)
     gradients = torch.empty(shape, dtype=torch.float32, device=query.device)
-    queries, lines = moving_queries(query, grad_out, lse, delta)
     half = [1, 1, block // 2, dim]
     launch(
-        _column_kernel, (splits, batch * heads, cdiv(num_columns, block)),
-        *queries, *(descriptor_heads_first(t, half) for t in columns), *lines, *gradients,
-        index.member, index.columns, index.column_ptr, *documents_of(index, rank),
-        index.column_ptr.shape[-1], num_columns, index.local_blocks, softmax_scale,
-        rank, index.world, index.inner,
-        HEADS=heads, D=dim, BLOCK=block, STAGES=3, SPLITS=splits,
-        DOCS=index.documents is not None, num_warps=4, maxnreg=168,
-    )  # fmt: skip
+        _column_kernel,
+        (splits, batch * heads, cdiv(num_columns, block)),
+        **query_descriptors(query, grad_out, dim),
+        column_k_desc=descriptor_heads_first(column_kv[0], half),
+        column_v_desc=descriptor_heads_first(column_kv[1], half),
+        **line_descriptors(lse, delta),
+        dk_ptr=gradients[0],
+        dv_ptr=gradients[1],
+        member=index.member,
+        columns=index.columns,
+        column_ptr=index.column_ptr,
+        **document_arguments(index, rank),
+        ptr_len=index.column_ptr.shape[-1],
+        column_len=num_columns,
+        local_blocks=index.local_blocks,
+        softmax_scale=softmax_scale,
+        rank=rank,
+        world=index.world,
+        inner=index.inner,
+        HEADS=heads,
+        D=dim,
+        BLOCK=block,
+        STAGES=3,
+        SPLITS=splits,
+        PACKED=index.documents is not None,
+        num_warps=4,
+        maxnreg=168,
+    )
     return gradients

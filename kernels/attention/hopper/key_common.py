@@ -1,9 +1,16 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""What the kernels of the keys' gradients on Hopper GPUs share: 128 keys held by two warpgroups, and query
-tiles that move past them."""
+"""What the two kernels of the keys' and values' gradients share on Hopper GPUs.
+
+A program keeps 128 keys, 64 for each of two computing warpgroups, with their gradients in registers. A warp
+loads query tiles of 64 rows, which the warpgroups walk. Scores are computed transposed, keys in rows, so that
+probabilities and their gradients are operands in place.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -12,152 +19,226 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...common.tiles import LOG2E
-from .common import descriptor, line_descriptor, load_tile
+from ...types import PatternIndex
+from .compat import Descriptor, SharedMemory, Value, aggregate, load_tile
+from .descriptors import descriptor, line_descriptor
+from .masks import CAUSAL, CAUSAL_DOCUMENT, DOCUMENT, PER_KEY
+from .pipeline import Barriers, allocate_barriers
 
-QROWS = gl.constexpr(64)
+BLOCK_M = gl.constexpr(64)
+"""Rows of a query tile."""
+
+
+def query_descriptors(query: Tensor, grad_out: Tensor, dim: int) -> dict[str, TensorDescriptor]:
+    """Arguments of both kernels: descriptors of the query tiles."""
+    shape = [1, 1, BLOCK_M.value, dim]
+    return dict(q_desc=descriptor(query, shape), grad_out_desc=descriptor(grad_out, shape))
+
+
+def line_descriptors(lse: Tensor, delta: Tensor) -> dict[str, TensorDescriptor]:
+    """Arguments of both kernels: descriptors of the query rows' log-sum-exp and delta."""
+    width = BLOCK_M.value
+    return dict(lse_desc=line_descriptor(lse, width), delta_desc=line_descriptor(delta, width))
+
+
+def document_arguments(index: PatternIndex, rank: int) -> dict[str, Any]:
+    """Arguments of both kernels: where the documents of the query rows of ``rank`` start, and which query
+    blocks see each key block."""
+    if index.documents is None:
+        return dict(starts_desc=None, q_block_bounds=None)
+    local = index.documents.on(rank, index.world, index.inner, index.block_size)
+    starts = line_descriptor(local.start_f32[:, None], BLOCK_M.value)
+    return dict(starts_desc=starts, q_block_bounds=local.q_block_bounds)
+
+
+@aggregate
+class QueryDescriptors:
+    """What query tiles are loaded from."""
+
+    q: Descriptor
+    grad_out: Descriptor
+    lse: Descriptor
+    delta: Descriptor
+    starts: Descriptor  # None unless documents are packed
+
+
+@aggregate
+class KeptKeys:
+    """The keys and values of a program: [2, 1, 1, HALF_N, D], a half for each computing warpgroup."""
+
+    k: SharedMemory
+    v: SharedMemory
+    full: SharedMemory  # an mbarrier, used once
+    HALF_N: gl.constexpr
+    D: gl.constexpr
+
+    @gluon.jit
+    def load(self, k_desc, v_desc, batch, head, start):
+        """Load the keys and values from row ``start`` of a head on."""
+        mbarrier.expect(self.full, 4 * self.HALF_N * self.D * 2)
+        for half in gl.static_range(2):
+            at = [batch, head, start + half * self.HALF_N, 0]
+            load_tile(k_desc, at, self.full, self.k.index(half))
+            load_tile(v_desc, at, self.full, self.v.index(half))
+
+
+@aggregate
+class QueryTiles:
+    """Query tiles on their way from the loading warp to the computing warpgroups, STAGES at a time. Tiles are
+    numbered over a program's whole life."""
+
+    q: SharedMemory  # [STAGES, 1, 1, BLOCK_M, D]
+    grad_out: SharedMemory  # [STAGES, 1, 1, BLOCK_M, D]
+    lse: SharedMemory  # float32 [STAGES, 1, BLOCK_M]
+    delta: SharedMemory  # float32 [STAGES, 1, BLOCK_M]
+    q_full: Barriers  # queries, lse and starts have landed
+    grad_out_full: Barriers  # grad_out and delta have landed
+    empty: Barriers  # both warpgroups have released the tile
+    starts: SharedMemory  # float32 [STAGES, 1, BLOCK_M]: starts of the rows' documents
+    D: gl.constexpr
+    STAGES: gl.constexpr
+    PACKED: gl.constexpr
+
+    @gluon.jit
+    def load(self, n, descs, batch, head, batch_head, row):
+        """Load tile n, from row ``row`` of a head on."""
+        self.empty.wait_previous(n)
+        slot = n % self.STAGES
+        full = self.q_full.of(n)
+        mbarrier.expect(full, BLOCK_M * self.D * 2 + BLOCK_M * (8 if self.PACKED else 4))
+        load_tile(descs.q, [batch, head, row, 0], full, self.q.index(slot))
+        load_tile(descs.lse, [batch_head, row], full, self.lse.index(slot))
+        if self.PACKED:
+            load_tile(descs.starts, [batch, row], full, self.starts.index(slot))
+        full = self.grad_out_full.of(n)
+        mbarrier.expect(full, BLOCK_M * self.D * 2 + BLOCK_M * 4)
+        load_tile(descs.grad_out, [batch, head, row, 0], full, self.grad_out.index(slot))
+        load_tile(descs.delta, [batch_head, row], full, self.delta.index(slot))
 
 
 @gluon.jit
-def key_buffers(
-    q_desc, do_desc, k_desc, v_desc, lse_desc, ROWS: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, DOCS: gl.constexpr,
+def allocate_tiles(
+    q_desc, grad_out_desc, k_desc, v_desc, lse_desc,
+    HALF_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Shared memory and barriers of a program: its keys, and the query tiles under way."""
+    """Shared memory and barriers of a program: its keys, and the query tiles in flight."""
     dtype: gl.constexpr = q_desc.dtype
-    k_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], v_desc.layout)
-    q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QROWS, D], q_desc.layout)
-    do_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QROWS, D], do_desc.layout)
-    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QROWS], lse_desc.layout)
-    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QROWS], lse_desc.layout)
-    start_smem = delta_smem
-    if DOCS:
-        start_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QROWS], lse_desc.layout)
-    kv_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    do_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_ready, count=1)
+    k = gl.allocate_shared_memory(dtype, [2, 1, 1, HALF_N, D], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [2, 1, 1, HALF_N, D], v_desc.layout)
+    q = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
+    grad_out = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], grad_out_desc.layout)
+    lse = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse_desc.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse_desc.layout)
+    starts = delta
+    if PACKED:
+        starts = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse_desc.layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = allocate_barriers(STAGES)
+    grad_out_full = allocate_barriers(STAGES)
+    empty = allocate_barriers(STAGES)
+    # A load arrives once, at a full barrier. Both computing warpgroups arrive at an empty one.
+    mbarrier.init(kv_full, count=1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(q_ready.index(i), count=1)
-        mbarrier.init(do_ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
-    tiles = (q_smem, do_smem, lse_smem, delta_smem, q_ready, do_ready, free, start_smem)
-    return (k_smem, v_smem, kv_ready), tiles
+        mbarrier.init(q_full.of(i), count=1)
+        mbarrier.init(grad_out_full.of(i), count=1)
+        mbarrier.init(empty.of(i), count=2)
+    tiles = QueryTiles(
+        q, grad_out, lse, delta, q_full, grad_out_full, empty, starts, D, STAGES, PACKED
+    )
+    return KeptKeys(k, v, kv_full, HALF_N, D), tiles
+
+
+@aggregate
+class Layouts:
+    """Register layouts of a computing warpgroup."""
+
+    scores: gl.constexpr  # [HALF_N, BLOCK_M]
+    gradients: gl.constexpr  # [HALF_N, D]
+    operand: gl.constexpr  # [HALF_N, BLOCK_M], of products into the gradients
 
 
 @gluon.jit
-def load_held(
-    k_desc, v_desc, held, batch, head, start, ROWS: gl.constexpr, D: gl.constexpr
-):  # fmt: skip
-    k_smem, v_smem, kv_ready = held
-    mbarrier.expect(kv_ready, 4 * ROWS * D * 2)
-    for i in gl.static_range(2):
-        at = [batch, head, start + i * ROWS, 0]
-        load_tile(k_desc, at, kv_ready, k_smem.index(i))
-        load_tile(v_desc, at, kv_ready, v_smem.index(i))
+def make_layouts(D: gl.constexpr):
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    gradients: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    return Layouts(scores, gradients, gl.DotOperandLayout(0, gradients, 2))
+
+
+@aggregate
+class KeyGradients:
+    """Gradients of a warpgroup's keys, and what the products in flight into them read."""
+
+    dk: Value  # [HALF_N, D]
+    dv: Value  # [HALF_N, D]
+    p: Value  # [HALF_N, BLOCK_M]
+    ds: Value  # [HALF_N, BLOCK_M]
+
+    @gluon.jit
+    def wait(self, in_flight: gl.constexpr):
+        """Wait until no more than that many products are in flight."""
+        dk, dv, p, ds = warpgroup_mma_wait(in_flight, deps=[self.dk, self.dv, self.p, self.ds])
+        return KeyGradients(dk, dv, p, ds)
 
 
 @gluon.jit
-def load_moving(
-    n, descs, moving, batch, head, bh, at, D: gl.constexpr, STAGES: gl.constexpr,
-    DOCS: gl.constexpr,
-):  # fmt: skip
-    """Tile n of queries, rows ``at`` on, with their log-sum-exp and delta, and the starts of their
-    documents."""
-    q_desc = descs[0]
-    do_desc = descs[1]
-    lse_desc = descs[2]
-    delta_desc = descs[3]
-    q_smem, do_smem, lse_smem, delta_smem, q_ready, do_ready, free, start_smem = moving
-    slot = n % STAGES
-    mbarrier.wait(free.index(slot), ((n // STAGES) & 1) ^ 1)
-    ready = q_ready.index(slot)
-    mbarrier.expect(ready, QROWS * D * 2 + QROWS * (8 if DOCS else 4))
-    load_tile(q_desc, [batch, head, at, 0], ready, q_smem.index(slot))
-    load_tile(lse_desc, [bh, at], ready, lse_smem.index(slot))
-    if DOCS:
-        load_tile(descs[4], [batch, at], ready, start_smem.index(slot))
-    ready = do_ready.index(slot)
-    mbarrier.expect(ready, QROWS * D * 2 + QROWS * 4)
-    load_tile(do_desc, [batch, head, at, 0], ready, do_smem.index(slot))
-    load_tile(delta_desc, [bh, at], ready, delta_smem.index(slot))
+def key_start(kept, tiles, layouts, HALF: gl.constexpr):
+    """Wait for the keys and the first query tile. Returns a warpgroup's keys and values, and zero
+    gradients."""
+    zero = gl.zeros([kept.HALF_N, kept.D], gl.float32, layouts.gradients)
+    dk = warpgroup_mma_init(zero)
+    dv = warpgroup_mma_init(zero)
+    p = gl.zeros([kept.HALF_N, BLOCK_M], kept.k.dtype, layouts.operand)
+    ds = gl.zeros([kept.HALF_N, BLOCK_M], kept.k.dtype, layouts.operand)
+    mbarrier.wait(kept.full, 0)
+    k = kept.k.index(HALF).reshape([kept.HALF_N, kept.D])
+    v = kept.v.index(HALF).reshape([kept.HALF_N, kept.D])
+    tiles.q_full.wait(0)
+    return k, v, KeyGradients(dk, dv, p, ds)
 
 
 @gluon.jit
 def key_step(
-    n, before, more, dk, dv, p_operand, ds_operand, k, v, moving, scale, bias, position,
-    s_layout: gl.constexpr, a_layout: gl.constexpr,
-    ROWS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
+    n, previous, more, gradients, k, v, tiles, scale, mask, position, layouts, MASK: gl.constexpr
 ):  # fmt: skip
-    """Add query tile n, the next after tile ``before`` (-1: there is none); ``more``: whether tile n + 1
-    is there. ``bias`` is added to the scores (MASK 1), or to the scores of a key each (MASK 2); or the keys'
-    ``position`` must not be before the start of the query's document (MASK 3; 4 with MASK 1)."""
-    q_smem, do_smem, lse_smem, delta_smem, q_ready, do_ready, free, start_smem = moving
-    dtype: gl.constexpr = q_smem.dtype
-    slot = n % STAGES
-    phase = (n // STAGES) & 1
-    q = q_smem.index(slot).reshape([QROWS, D])
-    do = do_smem.index(slot).reshape([QROWS, D])
-    zero = gl.zeros([ROWS, QROWS], gl.float32, s_layout)
+    """Add query tile n to the gradients.
+
+    Args:
+        previous: the tile before, whose products are in flight; -1 if there is none.
+        more: whether there is a tile n + 1.
+        mask: [HALF_N, BLOCK_M] if CAUSAL, [HALF_N] if PER_KEY.
+        position: of the keys, [HALF_N], if DOCUMENT.
+    """
+    dtype: gl.constexpr = tiles.q.dtype
+    slot = n % tiles.STAGES
+    phase = tiles.grad_out_full.phase(n)  # computed before the products
+    q = tiles.q.index(slot).reshape([BLOCK_M, tiles.D])
+    grad_out = tiles.grad_out.index(slot).reshape([BLOCK_M, tiles.D])
+    HALF_N: gl.constexpr = k.shape[0]
+    zero = gl.zeros([HALF_N, BLOCK_M], gl.float32, layouts.scores)
     scores = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-    dk, dv, p_operand, ds_operand = warpgroup_mma_wait(1, deps=[dk, dv, p_operand, ds_operand])
-    mbarrier.arrive(free.index((before + STAGES) % STAGES), pred=before >= 0)
-    mbarrier.wait(do_ready.index(slot), phase)
-    dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    gradients = gradients.wait(1)
+    tiles.empty.arrive(previous + tiles.STAGES, pred=previous >= 0)
+    mbarrier.wait(tiles.grad_out_full.of(n), phase)
+    dp = warpgroup_mma(v, grad_out.permute((1, 0)), zero, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    lse = lse_smem.index(slot).load(s_layout) * LOG2E
+    lse = tiles.lse.index(slot).load(layouts.scores) * LOG2E  # [1, BLOCK_M]
     scores = scores * scale - lse
-    if MASK == 1 or MASK == 4:
-        scores = scores + bias
-    if MASK == 2:
-        scores = scores + bias[:, None]
-    if MASK > 2:
-        starts = start_smem.index(slot).load(s_layout)
+    if MASK == CAUSAL or MASK == CAUSAL_DOCUMENT:
+        scores = scores + mask
+    if MASK == PER_KEY:
+        scores = scores + mask[:, None]
+    if MASK == DOCUMENT or MASK == CAUSAL_DOCUMENT:
+        starts = tiles.starts.index(slot).load(layouts.scores)  # [1, BLOCK_M]
         scores = gl.where(position[:, None] >= starts, scores, float("-inf"))
     p = gl.exp2(scores)
-    p_operand = gl.convert_layout(p.to(dtype), a_layout)
-    dv = warpgroup_mma(p_operand, do, dv, is_async=True)
+    p_operand = gl.convert_layout(p.to(dtype), layouts.operand)
+    dv = warpgroup_mma(p_operand, grad_out, gradients.dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
-    delta = delta_smem.index(slot).load(s_layout)
-    ds_operand = gl.convert_layout((p * (dp - delta)).to(dtype), a_layout)
-    dk = warpgroup_mma(ds_operand, q, warpgroup_mma_init(dk), is_async=True)
-    mbarrier.wait(q_ready.index((n + 1) % STAGES), ((n + 1) // STAGES) & 1, pred=more)
-    return dk, dv, p_operand, ds_operand
-
-
-@gluon.jit
-def key_start(
-    held, moving, HALF: gl.constexpr, o_layout: gl.constexpr, a_layout: gl.constexpr,
-    ROWS: gl.constexpr, D: gl.constexpr,
-):  # fmt: skip
-    """Wait for the keys and the first query tile. Returns a warpgroup's keys and values; dk and dv; the
-    operands of their products, which are under way from one step to the next."""
-    k_smem, v_smem, kv_ready = held
-    zero = gl.zeros([ROWS, D], gl.float32, o_layout)
-    dk = warpgroup_mma_init(zero)
-    dv = warpgroup_mma_init(zero)
-    p_operand = gl.zeros([ROWS, QROWS], k_smem.dtype, a_layout)
-    ds_operand = gl.zeros([ROWS, QROWS], k_smem.dtype, a_layout)
-    mbarrier.wait(kv_ready, 0)
-    k = k_smem.index(HALF).reshape([ROWS, D])
-    v = v_smem.index(HALF).reshape([ROWS, D])
-    mbarrier.wait(moving[4].index(0), 0)
-    return k, v, dk, dv, p_operand, ds_operand
-
-
-def moving_queries(query, grad_out, lse, delta):
-    """Descriptors of what moves past the keys: query tiles, with their log-sum-exp and delta."""
-    rows = [1, 1, QROWS.value, query.shape[3]]
-    queries = [descriptor(t, rows) for t in (query, grad_out)]
-    return queries, [line_descriptor(t, QROWS.value) for t in (lse, delta)]
-
-
-def documents_of(index, rank):
-    """``tiles.document_keys``, with a descriptor of the starts."""
-    if index.documents is None:
-        return None, None
-    local = index.documents.on(rank, index.world, index.inner, index.block_size)
-    return line_descriptor(local.start_f32[:, None], QROWS.value), local.q_block_bounds
+    delta = tiles.delta.index(slot).load(layouts.scores)  # [1, BLOCK_M]
+    ds_operand = gl.convert_layout((p * (dp - delta)).to(dtype), layouts.operand)
+    dk = warpgroup_mma(ds_operand, q, warpgroup_mma_init(gradients.dk), is_async=True)
+    tiles.q_full.wait(n + 1, pred=more)
+    return KeyGradients(dk, dv, p_operand, ds_operand)
