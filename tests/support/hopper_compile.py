@@ -1,0 +1,176 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Compiles the Hopper kernels for sm_90, without a GPU, and prints what the compiler made of them.
+
+Run as a process of its own, since it replaces Triton's driver and launch::
+
+    python -m tests.support.hopper_compile FOLDER '{"head_dim": 128, "columns": 64, ...}'
+
+Prints one JSON object: for each compiled kernel, by a label, the fields of :class:`Compiled`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, replace
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+KERNELS = {"_forward_kernel", "_query_kernel", "_key_kernel", "_column_kernel"}
+HEADS, KV_HEADS, BLOCK, LENGTH = 4, 2, 128, 1024
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a kernel's machine code (SASS) has.
+
+    Attributes:
+        products: instructions of matrix products.
+        waits: waits for matrix products.
+        spills: most stores of registers to memory in one loop over tiles.
+        shared: bytes of shared memory.
+    """
+
+    products: int
+    waits: int
+    spills: int
+    shared: int
+
+
+class HopperDriver:
+    """What Triton asks of the driver to compile for a Hopper GPU."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=0):
+        return 0
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+
+def main(folder: str, case: dict) -> None:
+    compiled = {}
+    label = ""
+    driver.set_active(HopperDriver())
+    launch = JITFunction.run
+
+    def compile_only(function, *arguments, grid, warmup=False, **options):
+        kernel = launch(function, *arguments, grid=grid, warmup=True, **options)
+        if function.__name__ in KERNELS:
+            sass = disassemble(kernel.asm["cubin"], os.path.join(folder, "kernel.cubin"))
+            name = function.__name__.strip("_").removesuffix("_kernel")
+            compiled[f"{label}-{name}"] = asdict(measure(sass, kernel.metadata.shared))
+
+    JITFunction.run = compile_only
+    from megatron_mtraining.ring import rounds
+
+    # One round of two ranks, and two rounds of one rank.
+    for inner in (2, 1):
+        for round_ in rounds(1, inner, 2 // inner):
+            label = f"inner{inner}-round{round_.round_index}"
+            launch_all(inner, round_, **case)
+    print(json.dumps(compiled))
+
+
+def launch_all(inner, round_, *, head_dim, columns, block_lists, packed) -> None:
+    """Launch the four kernels as rank 1 of 2 does in a round."""
+    from megatron_mtraining.documents import Documents
+    from megatron_mtraining.kernels.attention.hopper import backend, backward_key
+    from megatron_mtraining.pattern import build_block_index, build_index
+    from megatron_mtraining.ring import RingStep
+
+    backward_key.CHAIN = 8  # as if the sequences were long
+    blocks = LENGTH // BLOCK
+    distances = torch.ones(1, HEADS, blocks, dtype=torch.bool)
+    positions = torch.arange(columns).expand(1, HEADS, -1)
+    if block_lists:
+        own_blocks = torch.zeros(1, HEADS, blocks // 2, blocks, dtype=torch.bool)
+        index = build_block_index(own_blocks, distances, positions, LENGTH, BLOCK, 2, inner, 1)
+    else:
+        index = build_index(distances, positions, LENGTH, BLOCK, 2, inner)
+    if packed:
+        index = replace(index, documents=Documents.from_lengths([300, LENGTH - 300], LENGTH))
+
+    local = LENGTH // 2
+    query = torch.zeros(local, 1, HEADS, head_dim, dtype=torch.bfloat16)
+    kv = torch.zeros(inner, 2, local, 1, KV_HEADS, head_dim, dtype=query.dtype)
+    keys, values = kv.unbind(1)
+    lse = torch.zeros(1, HEADS, local)
+    accumulator = torch.zeros(query.shape)
+    result = query.clone() if round_.last else accumulator
+    column_kv = torch.zeros(2, 1, HEADS, columns, head_dim, dtype=query.dtype) if columns else None
+    shared = dict(query=query, lse=lse, index=index, softmax_scale=0.1)
+    gradients = dict(**shared, grad_out=query, delta=lse)
+    round_keys = dict(
+        key=keys,
+        value=values,
+        column_kv=column_kv,
+        round_=round_,
+        accumulator=None if round_.first else accumulator,
+    )
+    backend.forward(**shared, **round_keys, out=result)
+    backend.backward_query(**gradients, **round_keys, grad_query=result, head_range=range(1, 3))
+    column_gradients = None
+    if columns:
+        column_gradients = backend.backward_columns(**gradients, column_kv=column_kv, rank=0)
+    grad_kv = torch.zeros(2, *keys[0].shape)
+    backend.backward_key(
+        **gradients,
+        key=keys[0],
+        value=values[0],
+        ring_step=RingStep(1, 1 - round_.round_index, inner, 2 // inner),
+        accumulator=None if round_.first else grad_kv,
+        column_gradients=column_gradients,
+        grad_kv=grad_kv,
+    )
+
+
+def disassemble(cubin: bytes, path: str) -> str:
+    with open(path, "wb") as file:
+        file.write(cubin)
+    binaries = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
+    command = [os.path.join(binaries, "cuobjdump"), "-sass", path]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def measure(sass: str, shared: int) -> Compiled:
+    return Compiled(
+        products=len(re.findall(r" HGMMA", sass)),
+        waits=len(re.findall("WARPGROUP.DEPBAR", sass)),
+        spills=max([len(re.findall(r" STL", loop)) for loop in tile_loops(sass)], default=0),
+        shared=shared,
+    )
+
+
+def tile_loops(sass: str) -> list[str]:
+    """The loops over tiles: loops with matrix products that hold no other such loop. The loop over work items
+    is laid out in pieces, need not hold them as a whole, and has few products for its length."""
+    lines = re.findall(r"/\*([0-9a-f]{4,5})\*/ +(.*?);", sass)
+    line_of = {int(address, 16): i for i, (address, _) in enumerate(lines)}
+    loops = []
+    for last, (_, text) in enumerate(lines):
+        target = re.search(r"\bBRA(?:\.U)? .*?0x([0-9a-f]+)", text)
+        first = line_of.get(int(target[1], 16), last) if target else last
+        if any(" HGMMA" in " " + line for _, line in lines[first:last]):
+            loops.append((first, last))
+    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    assert inner or " HGMMA" not in sass
+    texts = ["\n".join(" " + text for _, text in lines[first:last]) for first, last in inner]
+    shares = [text.count(" HGMMA") / len(text.splitlines()) for text in texts]
+    return [text for text, share in zip(texts, shares) if share > max(shares) / 2]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
