@@ -5,7 +5,8 @@ One process, one GPU (or a CPU, to try it). The model is transformers', with flo
 autocast; in the sparse runs its attention is this package's. Runs, one after the other:
 
 - ``dense``: PyTorch's causal attention.
-- ``price``: policy price with ``--target-recall``: the prices follow the recall that is measured.
+- ``price``: policy price with ``--target-recall``: the prices follow the recall that is measured. With
+  ``--dense-steps`` a run for each, whose first steps are dense.
 - ``overrides``: the same with settings of layers and heads from files (``--overrides``), such as
   ``mtraining inspect --sensitivity`` writes.
 - ``coverage``: the published way, the last 64 rows and a coverage, found on sequences from all of the data
@@ -227,6 +228,7 @@ def train(name: str, config: MTrainingConfig | None, tokens: Tensor, options) ->
     losses, kept, start = [], [], time.time()
     model.train()
     for step in range(options.steps):
+        attention.config = config if config is None or step >= config.dense_steps else None
         rate = options.lr * min(1.0, (step + 1) / options.warm_up)
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -245,6 +247,7 @@ def train(name: str, config: MTrainingConfig | None, tokens: Tensor, options) ->
                 f"  {name} {step + 1:4d}: loss {losses[-1]:.4f}, density {density:.4f}, recall {recall:.4f}",
                 flush=True,
             )
+    attention.config = config
     own = judged(model, held_out, options)
     attention.take()
     attention.config = None
@@ -258,6 +261,7 @@ def train(name: str, config: MTrainingConfig | None, tokens: Tensor, options) ->
         **mean_of(kept), **{f"{name}_late": value for name, value in mean_of(late).items()},
         overrides=flat.get("settings") and json.loads(Path(config.settings).read_text()),
         target_recall=flat.get("target_recall"), target_scope=flat.get("target_scope"),
+        dense_steps=flat.get("dense_steps"),
         price=None if attention.steering is None else round(attention.steering.now(), 5),
         coverage=flat.get("coverage"),
         seconds=round(time.time() - start, 1), losses=[round(loss, 5) for loss in losses],
@@ -282,7 +286,9 @@ def settings(options) -> list[tuple[str, MTrainingConfig | None]]:
         else:
             scope = dict(target_scope=options.target_scope, **common)
             for target in options.target_recall if name == "price" else ():
-                found.append((name, MTrainingConfig.from_options(target_recall=target, **scope)))
+                for steps in options.dense_steps:
+                    aim = dict(target_recall=target, dense_steps=steps, **scope)
+                    found.append((name, MTrainingConfig.from_options(**aim)))
             for file in options.overrides if name == "overrides" else ():
                 aim = dict(target_recall=options.target_recall[0], **scope)
                 aim.update(settings_of_run(str(file)), settings=str(file))
@@ -326,6 +332,10 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--target-recall", type=float, nargs="+", default=[0.95], help="a run of price for each"
     )
+    parser.add_argument(
+        "--dense-steps", type=int, nargs="+", default=[0],
+        help="a run of price for each: steps at the start with dense attention",
+    )  # fmt: skip
     parser.add_argument(
         "--overrides", type=Path, nargs="+", default=[],
         help="a run for each of these files, with the first target for what they leave out",

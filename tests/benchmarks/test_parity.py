@@ -28,9 +28,12 @@ def test_three_runs(parity, tmp_path):
     words += ["--block-size", "64", "--lr", "1e-3", "--device", "cpu", "--output", str(output)]
     own = tmp_path / "own.json"
     own.write_text(json.dumps({"layers": {"1": {"target_recall": 0.8}}}))
-    parity.main([*words, "--overrides", str(own)])
+    parity.main([*words, "--overrides", str(own), "--dense-steps", "2", "0"])
     rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [row["run"] for row in rows] == ["dense", "price", "overrides", "coverage"]
+    assert [row["run"] for row in rows] == ["dense", "price", "price", "overrides", "coverage"]
+    late = rows.pop(1)  # dense for two of three steps
+    assert late["dense_steps"] == 2 and rows[1]["dense_steps"] == 0
+    assert late["density"] > rows[1]["density"] and late["losses"][:2] == rows[0]["losses"][:2]
     assert rows[2]["overrides"]["layers"] == {"1": {"target_recall": 0.8}}
     assert rows[1]["overrides"] is None and rows[1]["price"] < rows[2]["price"]
     rows = {row["run"]: row for row in rows}
