@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 
 from .config import MTrainingConfig, Policy
-from .cp_group import CPGroup, cp_group_of
+from .cp_group import CPGroup, ProcessGroup, cp_group_of
 from .documents import Documents
 from .kernels.attention.operands import check_operands, unit_stride
 from .pattern import BlockListIndex, VerticalSlashIndex, check_search, search_pattern
@@ -36,7 +35,7 @@ def attend(
     value: Tensor,
     *,
     config: MTrainingConfig,
-    cp_group: dist.ProcessGroup | None = None,
+    cp_group: ProcessGroup | None = None,
     cp_inner: int | None = None,
     softmax_scale: float | None = None,
     documents: Documents | None = None,

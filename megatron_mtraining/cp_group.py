@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from .layout import inner_size
 
@@ -34,7 +35,7 @@ class RankGroup:
         ValueError: this process is not a member of the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None):
+    def __init__(self, group: ProcessGroup | None):
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = 1 if group is None else dist.get_world_size(group)
@@ -115,13 +116,13 @@ class CPGroup(RankGroup):
         ConfigError: ``inner`` does not divide the group's size.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, inner: int | None = None):
+    def __init__(self, group: ProcessGroup | None, inner: int | None = None):
         super().__init__(group)
         self.inner = inner_size(self.world, inner)
         self.outer = self.world // self.inner
         self.inner_rank = self.rank % self.inner
         self._ranks = [0] if group is None else dist.get_process_group_ranks(group)
-        self._communicators: dict[tuple, dist.ProcessGroup] = {}
+        self._communicators: dict[tuple, ProcessGroup] = {}
 
     @property
     def inner_ranks(self) -> list[int]:
@@ -134,7 +135,7 @@ class CPGroup(RankGroup):
         """The ranks of this rank's outer group."""
         return list(range(self.inner_rank, self.world, self.inner))
 
-    def communicator(self, purpose: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+    def communicator(self, purpose: str, ranks: Sequence[int]) -> ProcessGroup:
         """A communicator over some of the ranks, this one among them, for one purpose; made once. This
         group's own with other backends than NCCL."""
         key = (purpose, tuple(ranks))
@@ -154,7 +155,7 @@ class CPGroup(RankGroup):
         self,
         sends: list[Transmission],
         receives: list[Transmission],
-        communicator: dist.ProcessGroup,
+        communicator: ProcessGroup,
         tag: int,
     ) -> list[dist.Work]:
         """Start to send tensors to ranks and to receive tensors from ranks, as one batch. Pairs of a send
@@ -171,21 +172,19 @@ class CPGroup(RankGroup):
             ]
         return dist.batch_isend_irecv(operations)
 
-    def start_all_reduce(self, tensor: Tensor, communicator: dist.ProcessGroup) -> dist.Work:
+    def start_all_reduce(self, tensor: Tensor, communicator: ProcessGroup) -> dist.Work:
         """Start to sum a contiguous tensor over a communicator's ranks, in place."""
         return dist.all_reduce(tensor, group=communicator, async_op=True)
 
-    def start_all_gather(
-        self, parts: Tensor, own: Tensor, communicator: dist.ProcessGroup
-    ) -> dist.Work:
+    def start_all_gather(self, parts: Tensor, own: Tensor, communicator: ProcessGroup) -> dist.Work:
         """Start to gather each rank's ``own`` into ``parts``, contiguous, over a communicator's ranks."""
         return dist.all_gather_into_tensor(parts, own, group=communicator, async_op=True)
 
 
-_CP_GROUPS: dict[tuple[dist.ProcessGroup, int | None], CPGroup] = {}
+_CP_GROUPS: dict[tuple[ProcessGroup, int | None], CPGroup] = {}
 
 
-def cp_group_of(group: dist.ProcessGroup | None, inner: int | None = None) -> CPGroup:
+def cp_group_of(group: ProcessGroup | None, inner: int | None = None) -> CPGroup:
     """The :class:`CPGroup` of a process group, always the same one: its communicators are made once."""
     if group is None:
         return CPGroup(None)
@@ -212,7 +211,7 @@ def shut_down() -> None:
     _CP_GROUPS.clear()
 
 
-def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+def _timeout_of(group: ProcessGroup) -> timedelta | None:
     """How long an NCCL group waits for a rank that does not come; None if it does not say."""
     options = getattr(group._get_backend(torch.device("cuda")), "options", None)
     return getattr(options, "_timeout", None)

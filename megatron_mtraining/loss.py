@@ -15,10 +15,9 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from .cp_group import RankGroup
+from .cp_group import ProcessGroup, RankGroup
 from .kernels.loss import cross_entropy_gradient, cross_entropy_rows
 
 
@@ -37,7 +36,7 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     chunk: int,
-    tp_group: dist.ProcessGroup | None = None,
+    tp_group: ProcessGroup | None = None,
     scale: float = 1.0,
     gradient_buffer: GradientBuffer | None = None,
 ) -> Tensor:

@@ -38,7 +38,7 @@ MEGATRON = (
 )  # fmt: skip
 """What imports Megatron: the plug-in, and tools that build its models or write its datasets."""
 PROCESS_GROUPS = ("cp_group", "ring.transport", "megatron", "models", "tools.quickstart")
-"""What talks to process groups: ``torch.distributed`` but for ``torch.distributed.checkpoint``, which is files."""
+"""What talks to process groups: imports ``torch.distributed``, but for its ``checkpoint``, which is files."""
 BENCHMARKS = [["lib"], ["kernels", "layer", "model", "tools"]]
 
 
@@ -111,7 +111,7 @@ def test_who_talks_to_process_groups(edges):
 
 
 def test_references_are_imported_by_their_room_alone(edges):
-    """By its ``__init__`` or ``backends``, which dispatch; kernels share code with references through ``common``."""
+    """By its ``__init__`` or ``backends``, which dispatch; kernels and references share ``common``."""
     found = [
         f"{module} imports {other}"
         for module, others in edges.items()
@@ -135,7 +135,7 @@ def test_benchmarks():
         ("tools.data.packing", "from ..inspect import options", "upward"),
         ("ring.schedule", "def f():\n    from ..attention import attend", "upward"),
         ("layout", "from .documents import Documents", "circles"),
-        ("pattern.index", "import torch.distributed as dist", "torch.distributed"),
+        ("pattern.search", "import torch.distributed as dist", "torch.distributed"),
         ("config", "from megatron.core import parallel_state", "megatron"),
     ],
 )

@@ -58,7 +58,7 @@ def command() -> str:
     files were kept: no output, and of the files and folders that models, texts and data came from just their
     names."""
     script = Path(sys.argv[0]).resolve()
-    if script.is_relative_to(ROOT):  # python -m gives the path of the module
+    if script.is_relative_to(ROOT / "benchmarks"):  # python -m gives the path of the module
         module = script.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
         words, option = ["python", "-m", module, *sys.argv[1:]], ""
     else:

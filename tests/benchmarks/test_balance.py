@@ -329,7 +329,7 @@ def test_from_patterns_to_rows(tmp_path, monkeypatch, capsys):
     assert all(row[name] for row in rows for name in names)
     # Where the data lay is not kept, its folder's name is.
     assert {row["command"] for row in rows} == {
-        "python benchmarks/balance.py --data where --world 4 8 --inner 0 1 4"
+        "python -m benchmarks.balance --data where --world 4 8 --inner 0 1 4"
     }
     printed = capsys.readouterr().out
     assert "columns at owner" in printed
