@@ -40,11 +40,12 @@ def _tested_triton():
 
 
 def compile_kernels(folder: Path, case: dict) -> dict[str, dict[str, int]]:
-    """What ``tests.support.hopper_compile`` prints for a case."""
+    """What ``tests.support.offline_compile`` prints for a case."""
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache")}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "tests.support.hopper_compile", str(folder), json.dumps(case)]
+    arguments = ["hopper", str(folder), json.dumps(case)]
+    command = [sys.executable, "-m", "tests.support.offline_compile", *arguments]
     run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[:6000]
     return json.loads(run.stdout.splitlines()[-1])

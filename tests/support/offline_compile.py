@@ -1,11 +1,13 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Compiles the Hopper kernels for sm_90, without a GPU, and prints what the compiler made of them.
+"""Compiles attention kernels without a GPU, and prints what the compiler made of them.
 
 Run as a process of its own, since it replaces Triton's driver and launch::
 
-    python -m tests.support.hopper_compile FOLDER '{"head_dim": 128, "columns": 64, ...}'
+    python -m tests.support.offline_compile hopper FOLDER '{"head_dim": 128, "columns": 64, ...}'
+    python -m tests.support.offline_compile portable 80 '{"head_dim": 128, "columns": 64, ...}'
 
-Prints one JSON object: for each compiled kernel, by a label, the fields of :class:`Compiled`.
+Prints one JSON object: for each compiled kernel, by a label, the fields of :class:`Compiled` for the Hopper
+kernels (sm_90), and bytes of shared memory for the portable ones (for the compute capability given).
 """
 
 from __future__ import annotations
@@ -44,11 +46,14 @@ class Compiled:
     shared: int
 
 
-class HopperDriver:
-    """What Triton asks of the driver to compile for a Hopper GPU."""
+class OfflineDriver:
+    """What Triton asks of the driver to compile for a GPU of a compute capability."""
+
+    def __init__(self, capability: int):
+        self._capability = capability
 
     def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self):
         return 0
@@ -60,38 +65,60 @@ class HopperDriver:
         return torch.device("cpu")
 
 
-def main(folder: str, case: dict) -> None:
+def hopper(folder: str, case: dict) -> None:
+    from megatron_mtraining.kernels.attention.hopper import backend, backward_key
+
+    backward_key.CHAIN = 8  # as if the sequences were long
+
+    def describe(kernel):
+        sass = disassemble(kernel.asm["cubin"], os.path.join(folder, "kernel.cubin"))
+        return asdict(measure(sass, kernel.metadata.shared))
+
+    print(json.dumps(compile_all(90, backend, describe, case)))
+
+
+def portable(capability: str, case: dict) -> None:
+    from megatron_mtraining.kernels.attention.portable import backend
+    from megatron_mtraining.kernels.common import tiles
+
+    if capability == "90":
+        tiles._SMALL = tiles._HOPPER  # tensors on the CPU take the small tiles
+
+    def describe(kernel):
+        return kernel.metadata.shared
+
+    # The first round of several ranks has every loop over tiles.
+    print(json.dumps(compile_all(int(capability), backend, describe, case, inner_sizes=(2,))))
+
+
+def compile_all(capability: int, backend, describe, case: dict, inner_sizes=(2, 1)) -> dict:
+    """``describe(kernel)`` of the kernels of one round of two ranks, and of two rounds of one rank."""
+    from megatron_mtraining.ring import rounds
+
     compiled = {}
-    label = ""
-    driver.set_active(HopperDriver())
+    driver.set_active(OfflineDriver(capability))
     launch = JITFunction.run
 
     def compile_only(function, *arguments, grid, warmup=False, **options):
         kernel = launch(function, *arguments, grid=grid, warmup=True, **options)
         if function.__name__ in KERNELS:
-            sass = disassemble(kernel.asm["cubin"], os.path.join(folder, "kernel.cubin"))
             name = function.__name__.strip("_").removesuffix("_kernel")
-            compiled[f"{label}-{name}"] = asdict(measure(sass, kernel.metadata.shared))
+            compiled[f"{label}-{name}"] = describe(kernel)
 
     JITFunction.run = compile_only
-    from megatron_mtraining.ring import rounds
-
-    # One round of two ranks, and two rounds of one rank.
-    for inner in (2, 1):
+    for inner in inner_sizes:
         for round_ in rounds(1, inner, 2 // inner):
             label = f"inner{inner}-round{round_.round_index}"
-            launch_all(inner, round_, **case)
-    print(json.dumps(compiled))
+            launch_all(backend, inner, round_, **case)
+    return compiled
 
 
-def launch_all(inner, round_, *, head_dim, columns, block_lists, packed) -> None:
+def launch_all(backend, inner, round_, *, head_dim, columns, block_lists, packed) -> None:
     """Launch the four kernels as rank 1 of 2 does in a round."""
     from megatron_mtraining.documents import Documents
-    from megatron_mtraining.kernels.attention.hopper import backend, backward_key
     from megatron_mtraining.pattern import build_block_index, build_index
     from megatron_mtraining.ring import RingStep
 
-    backward_key.CHAIN = 8  # as if the sequences were long
     blocks = LENGTH // BLOCK
     distances = torch.ones(1, HEADS, blocks, dtype=torch.bool)
     positions = torch.arange(columns).expand(1, HEADS, -1)
@@ -173,4 +200,4 @@ def tile_loops(sass: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    {"hopper": hopper, "portable": portable}[sys.argv[1]](sys.argv[2], json.loads(sys.argv[3]))

@@ -1,0 +1,35 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The portable kernels compile for the GPUs they are for, on any machine, and their shared memory fits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Bytes that a program can have, by compute capability: H100, A100, and GPUs such as the A6000 and L40.
+SHARED_MEMORY = {90: 227 * 1024, 80: 163 * 1024, 86: 99 * 1024}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_shared_memory_fits(tmp_path, head_dim, capability):
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    case = dict(head_dim=head_dim, columns=64, block_lists=True, packed=True)  # takes most
+    arguments = ["portable", str(capability), json.dumps(case)]
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.support.offline_compile", *arguments],
+        cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[:6000]
+    kernels = json.loads(run.stdout.splitlines()[-1])
+    assert len(kernels) == 4
+    over = {name: size for name, size in kernels.items() if size > SHARED_MEMORY[capability]}
+    assert not over
