@@ -212,8 +212,10 @@ def queries_and_keys(model, attention: Attention, tokens: Tensor, options) -> li
     return kept
 
 
-def train(name: str, config: MTrainingConfig | None, tokens: Tensor, options) -> dict:
-    """One run."""
+def train(
+    name: str, config: MTrainingConfig | None, dense_steps: int, tokens: Tensor, options
+) -> dict:
+    """One run, whose first ``dense_steps`` are dense."""
     torch.manual_seed(options.seed)
     attention = Attention()
     model = load(options, attention)
@@ -228,7 +230,7 @@ def train(name: str, config: MTrainingConfig | None, tokens: Tensor, options) ->
     losses, kept, start = [], [], time.time()
     model.train()
     for step in range(options.steps):
-        attention.config = config if config is None or step >= config.dense_steps else None
+        attention.config = config if step >= dense_steps else None
         rate = options.lr * min(1.0, (step + 1) / options.warm_up)
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -261,7 +263,7 @@ def train(name: str, config: MTrainingConfig | None, tokens: Tensor, options) ->
         **mean_of(kept), **{f"{name}_late": value for name, value in mean_of(late).items()},
         overrides=flat.get("settings") and json.loads(Path(config.settings).read_text()),
         target_recall=flat.get("target_recall"), target_scope=flat.get("target_scope"),
-        dense_steps=flat.get("dense_steps"),
+        dense_steps=dense_steps if name == "price" else None,
         price=None if attention.steering is None else round(attention.steering.now(), 5),
         coverage=flat.get("coverage"),
         seconds=round(time.time() - start, 1), losses=[round(loss, 5) for loss in losses],
@@ -273,26 +275,25 @@ def mean_of(kept: list[tuple[float, float, float]]) -> dict[str, float]:
     return {name: round(sum(each) / len(each), 5) for name, each in zip(names, zip(*kept))}
 
 
-def settings(options) -> list[tuple[str, MTrainingConfig | None]]:
-    """The runs, and what they attend with (None: dense)."""
+def settings(options) -> list[tuple[str, MTrainingConfig | None, int]]:
+    """The runs, what they attend with (None: dense), and how many of their first steps are dense."""
     common, found = dict(block_size=options.block_size), []
     for name in options.run:
         if name == "dense":
-            found.append((name, None))
+            found.append((name, None, 0))
         elif name == "coverage":
-            found.append(
-                (name, MTrainingConfig.from_options(policy="coverage", estimator="last", **common))
-            )
+            config = MTrainingConfig.from_options(policy="coverage", estimator="last", **common)
+            found.append((name, config, 0))
         else:
             scope = dict(target_scope=options.target_scope, **common)
             for target in options.target_recall if name == "price" else ():
                 for steps in options.dense_steps:
-                    aim = dict(target_recall=target, dense_steps=steps, **scope)
-                    found.append((name, MTrainingConfig.from_options(**aim)))
+                    config = MTrainingConfig.from_options(target_recall=target, **scope)
+                    found.append((name, config, steps))
             for file in options.overrides if name == "overrides" else ():
                 aim = dict(target_recall=options.target_recall[0], **scope)
                 aim.update(settings_of_run(str(file)), settings=str(file))
-                found.append((name, MTrainingConfig.from_options(**aim)))
+                found.append((name, MTrainingConfig.from_options(**aim), 0))
     return found
 
 
@@ -356,7 +357,7 @@ def main(words: list[str] | None = None) -> None:
     options = parse(words)
     tokens = read_tokens(options)
     rows = []
-    for name, config in settings(options):
+    for name, config, dense_steps in settings(options):
         if name == "coverage":
             attention = Attention()
             model = load(options, attention)
@@ -377,7 +378,7 @@ def main(words: list[str] | None = None) -> None:
             coverage = coverage_at(density, layers, config)
             config = config.with_policy(replace(config.policy, coverage=coverage))
             del layers
-        row = train(name, config, tokens, options)
+        row = train(name, config, dense_steps, tokens, options)
         print({key: value for key, value in row.items() if key != "losses"}, flush=True)
         if not all(map(math.isfinite, row["losses"])):
             sys.exit(f"a loss of run {name} is not finite: its row is not kept")

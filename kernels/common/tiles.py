@@ -30,7 +30,7 @@ class Tile(NamedTuple):
 # By (operation, head dim). A tile is cut to the block size where it is larger.
 _HOPPER = {
     ("forward", 64): Tile(128, 64, 8, 3),
-    # Three stages are 2% faster where they fit, but need 288 KB: loads of all three loops over tiles are staged.
+    # Three stages would be 2% faster, but need 288 KB: the loads of all loops over tiles are staged.
     ("forward", 128): Tile(128, 128, 8, 2),
     ("query", 64): Tile(64, 64, 4, 3),
     ("query", 128): Tile(64, 64, 4, 2),

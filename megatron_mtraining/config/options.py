@@ -199,9 +199,6 @@ OPTIONS = (
         (PricePolicy,), choices=TARGET_SCOPES, default_help="head",
     ),
     Option(
-        "dense_steps", int, "Training steps at the start in which attention is dense.", default_help="0"
-    ),
-    Option(
         "settings", str,
         "JSON or YAML file of settings, per layer and head too. Either "
         '{"price": 0.3, "layers": {"0": {"dense": true}, "7": {"heads": {"3": {"dense": true}}}}}'
@@ -246,8 +243,10 @@ RENAMED = {"overrides": "settings", "budgets": "settings"}
 """Options of the last version under another name, and the name they have now."""
 REMOVED = {
     "slash_refresh": "slashes are selected in every step: leave it out",
-    "price_start": "use --mtraining-dense-steps for dense steps at the start, or --mtraining-target-recall",
-    "price_steps": "use --mtraining-dense-steps for dense steps at the start, or --mtraining-target-recall",
+    "price_start": "use --mtraining-target-recall, which moves the price from step to step",
+    "price_steps": "use --mtraining-target-recall, which moves the price from step to step",
+    "dense_steps": "dense steps at the start do not change the loss: leave it out, or train those steps "
+    "with another --attention-backend and continue from the checkpoint",
     "target_density": "use --mtraining-target-recall, or --mtraining-price for a fixed price",
     "vertical_floor": "heads keep what pays for its cost: use a lower --mtraining-price",
     "slash_floor": "heads keep what pays for its cost: use a lower --mtraining-price",

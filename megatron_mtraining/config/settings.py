@@ -30,7 +30,6 @@ class MTrainingConfig:
         window: tokens before each query that are always kept, rounded up to whole blocks.
         sink: first columns of the sequence that are always kept.
         block_size: tokens in a block: the granularity of slashes and of the striped layout.
-        dense_steps: first training steps, in which attention is dense.
         settings: a file of settings that differ for layers and heads (:mod:`.settings_file`).
         gathered_ranks: context-parallel ranks whose keys are gathered, the inner group; 0 for a default.
         recompute_attention: compute attention again under activation recomputation.
@@ -46,7 +45,6 @@ class MTrainingConfig:
     window: int = 128
     sink: int = 4
     block_size: int = 128
-    dense_steps: int = 0
     settings: str | None = None
     gathered_ranks: int = 0
     recompute_attention: bool = False
@@ -59,7 +57,7 @@ class MTrainingConfig:
             if not isinstance(value, kind):
                 names = ", ".join(each.__name__ for each in get_args(kind))
                 raise ConfigError(f"{name} is {value!r}: give one of {names}")
-        for name in ("window", "sink", "dense_steps", "gathered_ranks"):
+        for name in ("window", "sink", "gathered_ranks"):
             check_at_least(name, getattr(self, name), 0)
         check_type("block_size", self.block_size, int)
         if self.block_size not in BLOCK_SIZES:

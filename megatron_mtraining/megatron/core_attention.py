@@ -130,19 +130,18 @@ class MTrainingAttention(MegatronModule):
         if attn_mask_type is not None:
             _check_mask_type(attn_mask_type, place)
         first_pass = recompute.saved_result(self, query)
-        dense = self.training and self.steering.dense
         try:
             result = attend(
                 query,
                 key,
                 value,
-                config=self.mtraining.dense() if dense else self.mtraining,
+                config=self.mtraining,
                 cp_group=self.cp_group,
                 cp_inner=self.cp_inner,
                 softmax_scale=self.softmax_scale,
                 documents=documents,
                 first_pass=first_pass,
-                **({} if dense or first_pass else self._of_this_step(query)),
+                **({} if first_pass else self._of_this_step(query)),
             )
         except ValueError as error:  # a ConfigError too
             raise ConfigError(f"the {place} cannot run: {error}{_hint(query, key)}") from error

@@ -57,11 +57,6 @@ class Steering:
         self._seen: Tensor | None = None  # float32 [2, layers, heads]: sums, and of how many
 
     @property
-    def dense(self) -> bool:
-        """Whether attention is dense in this step."""
-        return self.step < self.config.dense_steps
-
-    @property
     def moves(self) -> bool:
         """Whether the price moves from step to step."""
         return self._target is not None
@@ -83,7 +78,7 @@ class Steering:
     def observe(self, recall: Tensor, layer: int = 0, first: int = 0) -> None:
         """Count the recall of one call, float32 ``[b, h]``, for the target: of the heads from ``first`` on of
         a layer, both from 0."""
-        if self._target is None or self.dense:
+        if self._target is None:
             return
         value = recall
         if self._seen is None:
@@ -102,7 +97,7 @@ class Steering:
         Args:
             ranks: all ranks of the run, over whose calls the recall is averaged.
         """
-        if self._target is not None and not self.dense:
+        if self._target is not None:
             seen = self._seen
             if seen is None:  # no attention has run here
                 prices = self._log_prices

@@ -51,7 +51,7 @@ CONFIGS = [
     MTrainingConfig(),
     MTrainingConfig(PricePolicy(price=0.1, slash_cap=9, target_recall=0.9, target_scope="model")),
     MTrainingConfig(FixedPolicy(vertical=5, slash=0), window=0, sink=2, block_size=64),
-    MTrainingConfig(CoveragePolicy(0.5, 100, 200), LastRowsSampling(rows=9), dense_steps=3),
+    MTrainingConfig(CoveragePolicy(0.5, 100, 200), LastRowsSampling(rows=9), sink=3),
     MTrainingConfig(XAttentionPolicy(8, 0.5), StratifiedSampling(4, 3, 0), settings="file.json"),
     MTrainingConfig(MobaPolicy(3), recompute_attention=True, bf16_gradients=True, loss_chunk=0),
 ]

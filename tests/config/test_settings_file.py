@@ -155,7 +155,7 @@ def test_settings_that_a_best_pattern_file_would_overrule(tmp_path):
     content = [layer_of()] * LAYERS
     with pytest.raises(ConfigError, match="--mtraining-slash-cap is 9, but --mtraining-settings"):
         check_settings_file(with_file(tmp_path, content, slash_cap=9), LAYERS, HEADS)
-    check_settings_file(with_file(tmp_path, content, dense_steps=3), LAYERS, HEADS)
+    check_settings_file(with_file(tmp_path, content, sink=3), LAYERS, HEADS)
 
 
 @pytest.mark.parametrize("place", ["run", "layer", "head"])

@@ -293,7 +293,8 @@ def real_parser():
 def test_megatron_s_own_parser_has_the_group_and_the_choice(real_parser):
     (group,) = [g for g in real_parser._action_groups if g.title == "mtraining"]
     names = {name for action in group._group_actions for name in action.option_strings}
-    assert names == {option(name) for name in (*BY_NAME, *RENAMED, *REMOVED)}
+    options = {option(name) for name in (*BY_NAME, *RENAMED, *REMOVED)}
+    assert names == {"--mtraining-help-all", *options}
     args = real_parser.parse_args(
         [*REAL.split(), "--attention-backend", "mtraining", "--mtraining-slash", "7"]
     )

@@ -156,19 +156,6 @@ def sparse(**changes):
     )  # fmt: skip
 
 
-def test_dense_steps_are_dense():
-    attention, found, given = watched(sparse(dense_steps=2))
-    for step in range(3):
-        attention.steering.step = step
-        attention(*given)
-    assert [bool((density == 1).all()) for density in found] == [True, True, False]
-    # What is not training has the pattern from the first.
-    attention.steering.step = 0
-    out = attention.eval()(*given)
-    attention.steering.step = 2
-    assert torch.equal(out, attention(*given))
-
-
 def test_heads_by_a_file_and_by_tensor_parallel_rank(tmp_path, group):
     path = tmp_path / "settings.json"
     path.write_text(json.dumps({"layers": {"2": {"heads": {"1": {"dense": True}}}}}))

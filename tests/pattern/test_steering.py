@@ -20,19 +20,9 @@ CPU = torch.device("cpu")
 ALONE = RankGroup(None)
 
 
-def test_dense_steps_come_first():
-    steering = Steering(MTrainingConfig.from_options(price=0.4, dense_steps=2))
-    found = []
-    for step in range(4):
-        assert steering.step == step
-        found.append(steering.dense)
-        steering.advance(step + 1, ALONE)
-    assert found == [True, True, False, False]
-
-
 def test_without_a_target_the_price_is_the_settings(tmp_path):
     steering = Steering(MTrainingConfig.from_options(price=0.4))
-    assert steering.price(CPU) is None and not steering.dense and not steering.moves
+    assert steering.price(CPU) is None and not steering.moves
     assert steering.now() == 0.4 and steering.state() is None
     assert Steering(MTrainingConfig.from_options(vertical=9)).now() is None
     (tmp_path / "patterns.json").write_text("[]")

@@ -259,10 +259,10 @@ def test_without_the_package(words, monkeypatch):
     assert stopped.value.code == 1
 
 
-def test_the_package_of_patches():
+def test_the_package_of_patches(tmp_path):
     """However it is installed here; not from the repository's root, which has ``patches`` too."""
     code = "import megatron_mtraining.patches as p; assert p.__doc__, p"
-    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
 
 
 def test_command_line(capsys):
