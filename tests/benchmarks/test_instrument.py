@@ -14,6 +14,7 @@ from benchmarks.model import breakdown
 from tests.support import breakdown_worker
 from tests.support.ranks import run_script
 
+pytestmark = pytest.mark.slow
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm")
 LAYERS = breakdown_worker.LAYERS
 CHUNKS = math.ceil(breakdown_worker.SEQUENCE / breakdown_worker.CHUNK)

@@ -204,6 +204,7 @@ def test_numerics_inputs(scripts):
     assert [i.sharp for i in numerics.inputs_for([512], [64], types, peaked=False)] == [1, 1]
 
 
+@pytest.mark.slow
 def test_losses_side_by_side(tmp_path):
     output = tmp_path / "loss.jsonl"
     words = "--device cpu --tokens 96 40 --hidden 64 --vocab 500 --chunk 7 64 --rounds 2 --dtype float32"

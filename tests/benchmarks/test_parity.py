@@ -19,6 +19,7 @@ def parity():
     return parity_script
 
 
+@pytest.mark.slow
 def test_three_runs(parity, tmp_path):
     model = save_model(tmp_path / "model")
     text = tmp_path / "text.py"

@@ -45,6 +45,7 @@ def torchrun(*words, processes=2, name="rings"):
     )
 
 
+@pytest.mark.slow
 def test_from_torchrun_to_rows(rings, tmp_path):
     output = tmp_path / "rings.jsonl"
     small = ["--device", "cpu", "--seq", "1024", "--shape", "2", "1", "64", "--budget", "0"]
@@ -112,6 +113,7 @@ def test_bad_options_end_before_anything_starts(rings, monkeypatch, capsys, word
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_bf16_gradients_cost(tmp_path):
     output = tmp_path / "wire.jsonl"
     done = torchrun("--device", "cpu", "--seq", "512", "--output", str(output), name="wire")

@@ -224,6 +224,7 @@ def test_budgets_out_of_range(words):
     assert all(word in str(raised.value) for word in words.split())
 
 
+@pytest.mark.slow
 def test_uncaught_it_ends_the_process_with_the_message_once_a_node():
     code = (
         "from megatron_mtraining.megatron.arguments import ArgumentsError\n"

@@ -18,7 +18,9 @@ def reference(tmp_path_factory):
     return file, run_script(1, WORKER, file)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))]
+)
 def test_losses_and_gradients_are_those_of_dense_attention(size, reference):
     file, first = reference
     run = first if size == 1 else run_script(size, WORKER, file)

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import json, sys
 from megatron.core.transformer.enums import AttnBackend
@@ -33,6 +35,7 @@ def stopped(run, *words):
     assert all(word in run.stderr for word in words), run.stderr
 
 
+@pytest.mark.slow
 def test_script_runs_as_main_with_its_folder_first(tmp_path):
     (tmp_path / "beside.py").write_text("HERE = True\n")
     script = tmp_path / "script.py"

@@ -20,7 +20,13 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+SLOW = ("interleaved", "CP 2, interleaved")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in RUNS],
+)
 def test_attention_runs_once_and_no_bit_changes(name):
     processes, stages, chunks = RUNS[name]
     run = run_script(processes, WORKER, stages, chunks)

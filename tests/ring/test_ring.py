@@ -57,7 +57,7 @@ NODES = {1: [None], 2: [None, 1], 3: [None, 1], 4: [None, 1, 2], 6: [None, 2, 3]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
 
-@pytest.mark.parametrize("world", list(NODES))
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, pytest.param(8, marks=pytest.mark.slow)])
 def test_processes_agree_with_dense_attention(world):
     print("torch seed", torch.seed())
     seq_length, scale = BLOCK * world * (3 if world < 6 else 2), 0.1

@@ -47,6 +47,7 @@ def workers_of(process: psutil.Process) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_killed_run_goes_on_and_gives_the_same(prepare, tokenizer, tmp_path, capsys):
     texts = make_documents(4000)
     given = write_jsonl(tmp_path / "a.jsonl", texts)

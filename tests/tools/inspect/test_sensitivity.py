@@ -85,6 +85,7 @@ def model(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["layers", "heads"])
 def test_a_run_leaves_targets_that_training_takes(of, model, words, tmp_path):
     out = tmp_path / "out"

@@ -19,6 +19,7 @@ from megatron_mtraining.tools.plan.weights import stage_parameters
 from tests.support.live_bytes import Peak
 from tests.support.plan_cases import EXAMPLE, OURS, QWEN_3B, QWEN_HALF_B, SMALL, made
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 WORKER = ROOT / "tests" / "support" / "plan_worker.py"
 
