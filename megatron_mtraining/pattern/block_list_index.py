@@ -18,13 +18,12 @@ at no cost.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..documents import Documents
 from ..kernels.selection import block_list_offsets, block_lists, vertical_slash_lists
 from ..layout import block_at, inner_size
 from . import packed_density
@@ -39,38 +38,21 @@ class BlockListIndex(PatternIndex):
     """One rank's part of a step's pattern of one layer, on the device of the queries. ``member``,
     ``columns`` and ``column_ptr`` are identical on all context-parallel ranks.
 
-    Attributes:
-        member: uint8 ``[b, h, NB]``: whether a block distance is in D; NB blocks of all ranks.
+    Attributes, beside those of :class:`~.vertical_slash_index.PatternIndex`:
         round_list: int16 ``[capacity]``: by (round o, batch entry, head, own query block a), ascending, the
             quotients ``e`` of the distances ``e * O + o`` at which a sees key blocks.
         round_ptr: int32 ``[O * b * h * nb + 1]``: how many entries come before each such list.
         rank_list: int16 ``[capacity]``: by (rank s, batch entry, head, key block c of rank s), ascending, the
             own query blocks a that see c, as local numbers. Undefined past the count, as is round_list.
         rank_ptr: int32 ``[W * b * h * nb + 1]``: how many entries come before each such list.
-        columns: int32 ``[b, h, C]``: V ascending, positions over all ranks; N past the count.
-        column_ptr: int32 ``[b, h, NB + 1]``: how many of V come before each block.
-        seq_length, block_size, world, inner, rank: N tokens in all, B, W, I, and whose query blocks.
-        recall, documents: as for :class:`~.vertical_slash_index.VerticalSlashIndex`.
+        rank: whose query blocks these are.
 
     It takes 4 bytes for each pair of an own query block and a key block, and per head 9 a block of the
     sequence, 4 a block and round of this rank, 4 a column: 303 KB at 512K tokens over 4 ranks in one round
     where query blocks see 64 blocks each.
     """
 
-    member: Tensor
-    round_list: Tensor
-    round_ptr: Tensor
-    rank_list: Tensor
-    rank_ptr: Tensor
-    columns: Tensor
-    column_ptr: Tensor
-    seq_length: int
-    block_size: int
-    world: int
-    inner: int
-    rank: int
-    recall: Tensor | None = None
-    documents: Documents | None = None
+    rank: int = field(kw_only=True)
 
     has_block_lists: ClassVar[bool] = True
 
@@ -80,14 +62,10 @@ class BlockListIndex(PatternIndex):
         prefix counts are over all heads."""
         return 0, 0
 
-    def round_start(self, number: int) -> int:
+    def round_start(self, round_index: int) -> int:
         """Where a round's prefix counts begin in ``round_ptr``."""
         batch, heads, _ = self.member.shape
-        return number * batch * heads * self.local_blocks
-
-    def rank_start(self, source: int) -> int:
-        """Where the prefix counts of a rank's key blocks begin in ``rank_ptr``."""
-        return self.round_start(source)
+        return round_index * batch * heads * self.local_blocks
 
     def block_mask(self, rank: int) -> Tensor:
         """The lists of ``rank``'s query blocks, written out: bool ``[b, h, nb, W * nb]``.
@@ -230,6 +208,16 @@ def build_block_index(
         raise ValueError(f"lists of {capacity} entries on a rank: more than {MOST}, use more ranks")
     round_list, rank_list = block_lists(*operands, round_ptr, rank_ptr, capacity)
     return BlockListIndex(
-        member, round_list, round_ptr, rank_list, rank_ptr, columns, column_ptr,
-        seq_length, block_size, world, inner, rank,
-    )  # fmt: skip
+        member=member,
+        round_list=round_list,
+        round_ptr=round_ptr,
+        rank_list=rank_list,
+        rank_ptr=rank_ptr,
+        columns=columns,
+        column_ptr=column_ptr,
+        seq_length=seq_length,
+        block_size=block_size,
+        world=world,
+        inner=inner,
+        rank=rank,
+    )

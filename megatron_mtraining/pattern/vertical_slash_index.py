@@ -19,6 +19,7 @@ the first ``column_ptr[i]`` of them.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -31,19 +32,65 @@ from ..layout import block_at, inner_size, owner_of
 from . import packed_density
 
 
-class PatternIndex:
-    """What the kernels and the ring take for a pattern: of this or of :mod:`.block_list_index`."""
+@dataclass(frozen=True)
+class PatternIndex(ABC):
+    """What the kernels and the ring take for a pattern: a :class:`VerticalSlashIndex`, or one of
+    :mod:`.block_list_index`.
+
+    Attributes:
+        has_block_lists: whether each query block has a list of its own (key blocks), or a head has one for
+            all.
+        member: uint8 ``[b, h, NB]``: whether a block distance is in D; NB blocks of all ranks.
+        round_list, round_ptr, rank_list, rank_ptr: the lists, by round and by rank: see the two classes.
+        columns: int32 ``[b, h, C]``: V ascending, positions over all ranks; N past the count.
+        column_ptr: int32 ``[b, h, NB + 1]``: how many of V come before each block.
+        seq_length, block_size, world, inner: N tokens in all, B, W, I.
+        recall: float32 ``[b, h]``: the share of sampled rows' attention that is kept, measured as the pattern
+            was chosen; None if it was not.
+        documents: packed ones, to which attention keeps as well: what the index has beside that is not
+            attended to. None for one document.
+    """
 
     has_block_lists: ClassVar[bool]
-    """Whether each query block has a list of its own (key blocks), or a head has one for all."""
+
     member: Tensor
+    round_list: Tensor
+    round_ptr: Tensor
+    rank_list: Tensor
+    rank_ptr: Tensor
     columns: Tensor
     column_ptr: Tensor
     seq_length: int
     block_size: int
     world: int
     inner: int
-    documents: Documents | None
+    recall: Tensor | None = None
+    documents: Documents | None = None
+
+    @property
+    @abstractmethod
+    def list_strides(self) -> tuple[int, int]:
+        """Entries from one head's part of round_list, and of rank_list, to the next head's."""
+
+    @abstractmethod
+    def round_start(self, round_index: int) -> int:
+        """Where a round's prefix counts begin in ``round_ptr`` (of a head, or of all with block lists)."""
+
+    @abstractmethod
+    def block_mask(self, rank: int) -> Tensor:
+        """The slashes or lists of a rank's query blocks, written out: bool ``[b, h, nb, W * nb]``."""
+
+    @abstractmethod
+    def work(self) -> Tensor:
+        """Attended pairs of the queries whose lists these are: float64 ``[b, h, rank, round]``, exact."""
+
+    @abstractmethod
+    def density(self) -> Tensor:
+        """Share of their causal pairs (of one document) that is attended: float32 ``[b, h]``."""
+
+    @abstractmethod
+    def token_mask(self, batch: int, head: int) -> Tensor:
+        """Their pattern in one head, written out: bool (query, key). For small N only."""
 
     @property
     def outer(self) -> int:
@@ -94,36 +141,14 @@ class VerticalSlashIndex(PatternIndex):
     """A step's pattern of one layer. Every tensor is on the device of the queries, and identical on
     all context-parallel ranks.
 
-    Attributes:
-        member: uint8 ``[b, h, NB]``: whether a block distance is in D; NB blocks of all ranks.
+    Attributes, beside those of :class:`PatternIndex`:
         round_list: int16 ``[b, h, NB]``: quotients ``e`` of D's distances ``e * O + o``, sorted by (o, e);
             0 past the count.
         round_ptr: int32 ``[b, h, NB + 1]``: how many of D come before ``(o, e)``, at ``o * NB / O + e``.
         rank_list, rank_ptr: the same with 2 W in place of O, and ``ceil(NB / 2W)`` of ``NB / O``.
-        columns: int32 ``[b, h, C]``: V ascending, positions over all ranks; N past the count.
-        column_ptr: int32 ``[b, h, NB + 1]``: how many of V come before each block.
-        seq_length, block_size, world, inner: N tokens in all, B, W, I.
-        recall: float32 ``[b, h]``: the share of sampled rows' attention that is kept, measured as the pattern
-            was chosen; None if it was not.
-        documents: packed ones, to which attention keeps as well: what the index has beside that is not
-            attended to. None for one document.
 
     A head takes 17 bytes a block of the sequence and 4 a column: 74 KB at 512K tokens with 1000 columns.
     """
-
-    member: Tensor
-    round_list: Tensor
-    round_ptr: Tensor
-    rank_list: Tensor
-    rank_ptr: Tensor
-    columns: Tensor
-    column_ptr: Tensor
-    seq_length: int
-    block_size: int
-    world: int
-    inner: int
-    recall: Tensor | None = None
-    documents: Documents | None = None
 
     has_block_lists: ClassVar[bool] = False
 
@@ -132,9 +157,9 @@ class VerticalSlashIndex(PatternIndex):
         """Entries from one head's part of round_list, and of rank_list, to the next head's."""
         return self.round_list.shape[-1], self.rank_list.shape[-1]
 
-    def round_start(self, number: int) -> int:
+    def round_start(self, round_index: int) -> int:
         """Where a round's prefix counts begin in a head's ``round_ptr``."""
-        return number * self.local_blocks * self.inner
+        return round_index * self.local_blocks * self.inner
 
     def block_mask(self, rank: int) -> Tensor:
         """The slashes of a rank's query blocks, written out: bool ``[b, h, nb, W * nb]``."""
