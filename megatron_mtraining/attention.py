@@ -25,7 +25,8 @@ class AttentionResult(NamedTuple):
     """``[s, b, h, d]``, in the query's dtype, contiguous."""
     lse: Tensor
     """Log-sum-exp of the rows' scores, ``[b, h, s]``, float32 (float64 for float64); no gradient."""
-    index: VerticalSlashIndex | BlockListIndex
+    # It hides a method of tuples, which a result has no use for.
+    index: VerticalSlashIndex | BlockListIndex  # type: ignore[assignment]
     """The pattern that was attended to."""
 
 
@@ -118,7 +119,7 @@ def check_index(index: PatternIndex, query: Tensor, cp: CPGroup) -> None:
             f"the index is for {index.world} ranks in inner groups of {index.inner}, but there are "
             f"{cp.world} in inner groups of {cp.inner}"
         )
-    if index.has_block_lists and index.rank != cp.rank:
+    if isinstance(index, BlockListIndex) and index.rank != cp.rank:
         raise ValueError(
             f"the index has the lists of rank {index.rank}, but this is rank {cp.rank}"
         )

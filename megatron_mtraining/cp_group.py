@@ -138,17 +138,20 @@ class CPGroup(RankGroup):
     def communicator(self, purpose: str, ranks: Sequence[int]) -> ProcessGroup:
         """A communicator over some of the ranks, this one among them, for one purpose; made once. This
         group's own with other backends than NCCL."""
+        assert self.group is not None, "a rank alone has nobody to send to"
         key = (purpose, tuple(ranks))
         if key not in self._communicators:
             if dist.get_backend(self.group) != "nccl":
                 self._communicators[key] = self.group
             else:
-                self._communicators[key] = dist.new_group(
+                made = dist.new_group(
                     [self._ranks[rank] for rank in ranks],
                     backend="nccl",
                     timeout=_timeout_of(self.group),
                     use_local_synchronization=True,
                 )
+                assert isinstance(made, ProcessGroup), "this rank is one of them"
+                self._communicators[key] = made
         return self._communicators[key]
 
     def exchange(
@@ -174,11 +177,15 @@ class CPGroup(RankGroup):
 
     def start_all_reduce(self, tensor: Tensor, communicator: ProcessGroup) -> dist.Work:
         """Start to sum a contiguous tensor over a communicator's ranks, in place."""
-        return dist.all_reduce(tensor, group=communicator, async_op=True)
+        work = dist.all_reduce(tensor, group=communicator, async_op=True)
+        assert work is not None, "asynchronous, and this rank is a member"
+        return work
 
     def start_all_gather(self, parts: Tensor, own: Tensor, communicator: ProcessGroup) -> dist.Work:
         """Start to gather each rank's ``own`` into ``parts``, contiguous, over a communicator's ranks."""
-        return dist.all_gather_into_tensor(parts, own, group=communicator, async_op=True)
+        work = dist.all_gather_into_tensor(parts, own, group=communicator, async_op=True)
+        assert work is not None, "asynchronous, and this rank is a member"
+        return work
 
 
 _CP_GROUPS: dict[tuple[ProcessGroup, int | None], CPGroup] = {}

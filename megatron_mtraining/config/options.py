@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import ConfigError
 from .policies import (
@@ -26,6 +27,11 @@ from .policies import (
     XAttentionPolicy,
 )
 from .validation import check_choice, check_type, option
+
+Section = type[Policy] | type[Sampling]
+"""A dataclass of policies.py."""
+Values = dict[str, Any]
+"""Options by flat name. What type a value has is in the table: ``check_type`` looks."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class Option:
     name: str
     type: type
     help: str
-    sections: tuple[type, ...] = ()
+    sections: tuple[Section, ...] = ()
     field: str = ""
     choices: tuple[str, ...] = ()
     common: bool = False
@@ -280,13 +286,13 @@ def current_name(name: str, where: str = "") -> str:
     return name
 
 
-def config_fields(options: dict[str, object]) -> dict[str, object]:
+def config_fields(options: Values) -> Values:
     """The fields of :class:`~.MTrainingConfig` that flat options make; None stands for an option left out.
 
     Raises:
         ConfigError: an unknown option, one of another policy, or a value that cannot work.
     """
-    given: dict[str, object] = {}
+    given: Values = {}
     for name, value in options.items():
         if value is None:
             continue
@@ -303,7 +309,7 @@ def config_fields(options: dict[str, object]) -> dict[str, object]:
     return {"policy": policy_from(given), "sampling": sampling_from(given), **general}
 
 
-def policy_from(given: dict[str, object]) -> Policy:
+def policy_from(given: Values) -> Policy:
     """The policy that flat options make; those of no policy are not looked at.
 
     Raises:
@@ -326,7 +332,7 @@ def policy_from(given: dict[str, object]) -> Policy:
     return section(**values)
 
 
-def sampling_from(given: dict[str, object]) -> Sampling:
+def sampling_from(given: Values) -> Sampling:
     """The sampling that flat options make; those of no sampling are not looked at.
 
     Raises:
@@ -348,21 +354,10 @@ def sampling_from(given: dict[str, object]) -> Sampling:
     return section(**values)
 
 
-def policy_values(policy: Policy) -> dict[str, object]:
+def policy_values(policy: Policy) -> Values:
     """The flat options of a policy, its name too."""
     own = {each.name: each.field_name for each in OPTIONS if type(policy) in each.sections}
     return {
         "policy": policy.name,
         **{name: getattr(policy, field_name) for name, field_name in own.items()},
     }
-
-
-def option_values(config) -> dict[str, object]:
-    """The value of every option in a :class:`~.MTrainingConfig`; None where its policy or its sampling has no
-    such setting."""
-    values: dict[str, object] = {}
-    for each in OPTIONS:
-        parts = [p for p in (config.policy, config.sampling) if type(p) in each.sections]
-        part = parts[0] if parts else None if each.sections else config
-        values[each.name] = getattr(part, each.field_name, None)
-    return {**values, "policy": config.policy.name, "estimator": config.sampling.name}

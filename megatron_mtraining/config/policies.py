@@ -198,6 +198,7 @@ class StratifiedSampling:
         check_at_least("sample_rows", self.rows, 1)
         if self.held_out_rows is None:
             object.__setattr__(self, "held_out_rows", self.rows // 2)
+        assert self.held_out_rows is not None
         check_at_least("held_out_rows", self.held_out_rows, 0)
         if self.held_out_rows >= self.rows:
             raise ConfigError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from ..errors import ConfigError
-from .options import SIZES, config_fields, option_values
+from .options import OPTIONS, SIZES, Values, config_fields
 from .policies import (
     Policy,
     PricePolicy,
@@ -107,10 +107,15 @@ class MTrainingConfig:
             cut.pop("vertical_cap", None)
         return cls.from_options(**{**flat, **cut}) if cut else config
 
-    def options(self) -> dict[str, object]:
+    def options(self) -> Values:
         """The inverse of :meth:`from_options`: the value of every option, None where the policy or the
         sampling has no such setting."""
-        return option_values(self)
+        values: Values = {}
+        for each in OPTIONS:
+            parts = [p for p in (self.policy, self.sampling) if type(p) in each.sections]
+            part = parts[0] if parts else None if each.sections else self
+            values[each.name] = getattr(part, each.field_name, None)
+        return {**values, "policy": self.policy.name, "estimator": self.sampling.name}
 
     def with_policy(self, policy: Policy) -> MTrainingConfig:
         """These settings with another policy.

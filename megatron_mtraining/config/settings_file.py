@@ -106,6 +106,7 @@ def _shown(path: str) -> str:
 def _policies_by_layer(
     config: MTrainingConfig, num_layers: int | None, num_heads: int
 ) -> dict[int, tuple[Policy, ...]]:
+    assert config.settings is not None
     name = _shown(config.settings)
     content = _read(config.settings, name)
     if isinstance(content, list):

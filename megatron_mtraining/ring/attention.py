@@ -14,6 +14,8 @@ ranks of an inner group, ``C`` columns.
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -34,12 +36,15 @@ class KeysAndValues:
 
     @torch.no_grad()
     def __init__(self, key: Tensor, value: Tensor, ring: Ring, index: PatternIndex | None = None):
-        self._ring, self._next = ring, None
-        self._own, self._columns = (key.detach(), value.detach()), None
+        self._ring = ring
+        self._own = key.detach(), value.detach()
+        self._columns: Transfer | None = None
+        self._gathering: Transfer | None = None
+        self._next: tuple[Tensor, Transfer] | None = None  # memory for the next round, and the hop
         if index is not None:
             self.columns(index)
         if ring.cp.world == 1:
-            self._current, self._gathering = (key[None], value[None]), None
+            self._current = key[None], value[None]
             return
         gathered = key.new_empty(ring.cp.inner, 2, *key.shape)
         kernels.pack_kv(key, value, gathered[ring.cp.inner_rank])
@@ -58,7 +63,9 @@ class KeysAndValues:
 
     def gather_column_keys(self, index: PatternIndex) -> Tensor:
         """The keys of an index's columns, of all ranks: ``[b, h, C, d]``."""
-        return self.columns(index).wait()[0]
+        columns = self.columns(index)
+        assert columns is not None, "the index has columns"
+        return columns.wait()[0]
 
     def transfer(self, op: Op) -> None:
         """Do what an operation of the schedule says of keys and values."""
@@ -69,6 +76,7 @@ class KeysAndValues:
             # Not sooner: gathers of an inner group run one after the other, and where all streams have one
             # queue (CUDA_DEVICE_MAX_CONNECTIONS=1) what waits for another group holds up all that is
             # launched later.
+            assert self._next is not None, "they have been sent before"
             following, hop = self._next
             self._gathering, self._next = self._ring.gather(following, after=hop), None
 
@@ -77,7 +85,9 @@ class KeysAndValues:
         if self._gathering is not None:
             with self._ring.span("wait"):
                 self._gathered = self._gathering.wait()
-            self._gathering, self._current = None, self._gathered.unbind(1)
+            self._gathering = None
+            key, value = self._gathered.unbind(1)
+            self._current = key, value
         return self._current
 
     def _send(self, gathered: Tensor) -> None:
@@ -102,33 +112,56 @@ class _DkvAccumulator:
     def transfer(self, op: Op) -> None:
         """Do what an operation of the schedule says of the accumulator."""
         if op.action is Action.SEND_DKV:
+            assert self.value is not None and op.link is not None
             sent = self.value if self._wire_dtype is None else self.value.to(self._wire_dtype)
             self._receiving[op.link] = self._ring.post(sent, Ring.GRADIENTS, op.link)
             self.value = None
         elif op.action is Action.RECEIVE_DKV:
             self.value = self._receive(op.link)
         elif op.action is Action.ADD_DKV:
+            assert self.value is not None
             self.value += self._receive(op.link)
         elif op.action is Action.STASH_DKV:
             self._stashed, self.value = self.value, None
         elif op.action is Action.RESTORE_DKV:
             self._stashed, self.value = None, self._stashed
 
-    def _receive(self, link: Link) -> Tensor:
+    def _receive(self, link: Link | None) -> Tensor:
+        assert link is not None, "transfers have one"
         with self._ring.span("wait"):
             received = self._receiving.pop(link).wait()
         return received if self._wire_dtype is None else received.float()
 
 
-def _forward(query, key, value, index, ring, softmax_scale, keys) -> tuple[Tensor, Tensor]:
+class _Operands(TypedDict):
+    """What all kernels of the backward take."""
+
+    grad_out: Tensor
+    lse: Tensor
+    delta: Tensor
+    index: PatternIndex
+    softmax_scale: float
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index: PatternIndex,
+    ring: Ring,
+    softmax_scale: float,
+    keys: KeysAndValues | None,
+) -> tuple[Tensor, Tensor]:
     length, batch, heads, _ = query.shape
     lse_dtype = torch.promote_types(query.dtype, torch.float32)
     lse = torch.empty(batch, heads, length, dtype=lse_dtype, device=query.device)
     keys = keys or KeysAndValues(key, value, ring, index)
-    out, columns = None, keys.columns(index)
+    columns = keys.columns(index)
+    out: Tensor | None = None
     for op in forward_ops(ring.cp.rank, ring.cp.inner, ring.cp.outer):
         keys.transfer(op)
         if op.action is Action.COMPUTE_OUT:
+            assert op.round is not None
             current = keys.current()
             column_kv = columns.wait() if columns else None
             with ring.span("attend", op.round.round_index):
@@ -142,25 +175,42 @@ def _forward(query, key, value, index, ring, softmax_scale, keys) -> tuple[Tenso
                     accumulator=out,
                     lse=lse,
                 )
+    assert out is not None, "there is a round"
     return out, lse
 
 
-def _backward(query, key, value, grad_out, out, lse, index, ring, softmax_scale, wire_dtype):
+def _backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    index: PatternIndex,
+    ring: Ring,
+    softmax_scale: float,
+    wire_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
     """The gradients of queries, ``[s, b, h, d]``, and of keys and values, ``[2, s, b, hk, d]``."""
     keys, dkv = KeysAndValues(key, value, ring, index), _DkvAccumulator(ring, wire_dtype)
     columns = keys.columns(index)
     delta = kernels.delta(out, grad_out)
-    rest = dict(grad_out=grad_out, lse=lse, delta=delta, index=index, softmax_scale=softmax_scale)
+    rest = _Operands(
+        grad_out=grad_out, lse=lse, delta=delta, index=index, softmax_scale=softmax_scale
+    )
     # The accumulator of a round's dQ is read by the kernel that writes the next one's.
-    dq_before = dq = column_grads = None
+    dq_before: Tensor | None = None
+    dq: Tensor | None = None
+    column_grads: Transfer | None = None
     more_to_add = ring.cp.inner > 1 and ring.cp.outer > 1
     kernel = 0
     for op in backward_ops(ring.cp.rank, ring.cp.inner, ring.cp.outer):
         keys.transfer(op)
         dkv.transfer(op)
         if op.action is Action.COMPUTE_COLUMN_GRADS and columns:
-            column_grads = _start_column_grads(query, columns, ring, **rest)
+            column_grads = _start_column_grads(query, columns, ring, rest)
         elif op.action is Action.COMPUTE_DQ:
+            assert op.round is not None and op.head_part is not None
             if op.head_part[0] == 0:
                 dq_before, dq = dq, None
             current = keys.current()
@@ -177,13 +227,20 @@ def _backward(query, key, value, grad_out, out, lse, index, ring, softmax_scale,
                     head_part=op.head_part,
                 )
         elif op.action is Action.COMPUTE_DKV:
-            source = (tensor[op.slot] for tensor in keys.current())
+            assert op.ring_step is not None
+            source_key, source_value = (tensor[op.slot] for tensor in keys.current())
             with ring.span("key", kernel := kernel + 1):
                 dkv.value = kernels.backward_key(
-                    query, *source, **rest, ring_step=op.ring_step, accumulator=dkv.value
+                    query,
+                    source_key,
+                    source_value,
+                    **rest,
+                    ring_step=op.ring_step,
+                    accumulator=dkv.value,
                 )
         elif op.action is Action.COMPUTE_OWN_DKV:
-            added = column_grads.wait() if columns else None
+            assert op.ring_step is not None
+            added = column_grads.wait() if column_grads else None
             # In float32 where another accumulator is to be added.
             dtype = torch.float32 if more_to_add else key.dtype
             with ring.span("key", kernel := kernel + 1):
@@ -197,10 +254,13 @@ def _backward(query, key, value, grad_out, out, lse, index, ring, softmax_scale,
                     column_gradients=added,
                     dtype=dtype,
                 )
+    assert dq is not None and dkv.value is not None, "the schedule computes both"
     return dq, dkv.value.to(key.dtype)
 
 
-def _start_column_grads(query: Tensor, columns: Transfer, ring: Ring, **operands) -> Transfer:
+def _start_column_grads(
+    query: Tensor, columns: Transfer, ring: Ring, operands: _Operands
+) -> Transfer:
     column_kv = columns.wait()
     with ring.span("columns"):
         parts = kernels.backward_columns(query, column_kv=column_kv, rank=ring.cp.rank, **operands)

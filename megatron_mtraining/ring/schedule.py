@@ -135,13 +135,14 @@ class RingStep:
 
         world = self.inner * self.outer
         groups = self.rank // self.inner - self.source // self.inner
-        found = []
-        for apart in (0, 1):
+
+        def meeting(apart: int) -> tuple[int, int, int]:
             query_place = place(self.rank, turned ^ apart)
             least = apart * self.inner + query_place - place(self.source, turned)
             least = least * self.outer + groups
-            found.append((least % (2 * world), apart, int(least < 0)))
-        return tuple(found)
+            return least % (2 * world), apart, int(least < 0)
+
+        return meeting(0), meeting(1)
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ def backward_ops(rank: int, inner: int, outer: int) -> tuple[Op, ...]:
             ops.append(Op(Action.SEND_KV, link=Link.OUTER))
         if round_.first:
             ops.append(Op(Action.COMPUTE_COLUMN_GRADS))
-        ops += of_round(rank, round_)
+        ops += of_round(round_)
         if not round_.last:
             ops.append(Op(Action.GATHER_KV, link=Link.OUTER))
     own = Op(
@@ -211,7 +212,7 @@ def _compute_dkv(round_: Round, slot: int) -> Op:
     return Op(Action.COMPUTE_DKV, ring_step=ring_step, slot=slot)
 
 
-def _round_of_single_ranks(rank: int, round_: Round) -> list[Op]:
+def _round_of_single_ranks(round_: Round) -> list[Op]:
     """Each rank adds its part to the accumulator of the rank before, and sends it on."""
     ops = []
     if round_.round_index > 1:
@@ -221,14 +222,14 @@ def _round_of_single_ranks(rank: int, round_: Round) -> list[Op]:
     return [*ops, Op(Action.COMPUTE_DQ, round_, head_part=(0, 1))]
 
 
-def _round_of_inner_groups(rank: int, round_: Round) -> list[Op]:
+def _round_of_inner_groups(round_: Round) -> list[Op]:
     """A rank begins with the keys whose inner rank is one before its own, and ends with those of its own
     inner rank, whose sum over the group it then has. That sum's transfer over the outer ring in the last
     round has no other round to hide it: a part of dQ is left for it."""
     ops, hops = [], round_.inner - 1
     sends_last = round_.last and not round_.first
     parts = hops + sends_last
-    y = rank % round_.inner
+    y = round_.rank % round_.inner
     for i in range(hops):
         if i:
             ops.append(Op(Action.RECEIVE_DKV, link=Link.INNER))

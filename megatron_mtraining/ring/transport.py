@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, Protocol
 from weakref import WeakKeyDictionary
@@ -24,9 +24,10 @@ class Awaitable(Protocol):
 class Transfer:
     """A tensor in flight: one is being sent, and its like received."""
 
-    def __init__(self, sent: Tensor, received: Tensor, works: list[Awaitable]):
+    def __init__(self, sent: Tensor, received: Tensor, works: Sequence[Awaitable]):
         # The sent tensor is held until the transfer is over, or its memory might be reused.
-        self._sent, self._received, self._works = sent, received, works
+        self._sent: Tensor | None = sent
+        self._received, self._works = received, works
 
     def wait(self) -> Tensor:
         """The tensor received. Later work of the current stream (on CPU: the caller) waits for it."""
@@ -113,7 +114,7 @@ class Ring:
             after.wait()
             return Transfer(own, tensor, [cp.start_all_gather(tensor, own, communicator)])
 
-    def _exchange_pairs(self, tensor: Tensor) -> list:
+    def _exchange_pairs(self, tensor: Tensor) -> Sequence[Awaitable]:
         cp = self.cp
         sends, receives = [], []
         for by in range(1, cp.inner):
