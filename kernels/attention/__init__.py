@@ -71,7 +71,16 @@ def forward(
     """
     out = _result(query, round_, accumulator)
     backend_for(index, query, key, value).forward(
-        query, key, value, column_kv, index, round_, softmax_scale, accumulator, out, lse
+        query=query,
+        key=key,
+        value=value,
+        column_kv=column_kv,
+        index=index,
+        round_=round_,
+        softmax_scale=softmax_scale,
+        accumulator=accumulator,
+        out=out,
+        lse=lse,
     )
     return out
 
@@ -113,9 +122,20 @@ def backward_query(
     head_range = range(part * heads // parts, (part + 1) * heads // parts)
     if head_range:
         backend_for(index, query, key, value, grad_out).backward_query(
-            query, key, value, column_kv, grad_out, lse, delta, index, round_, softmax_scale,
-            accumulator, grad_query, head_range,
-        )  # fmt: skip
+            query=query,
+            key=key,
+            value=value,
+            column_kv=column_kv,
+            grad_out=grad_out,
+            lse=lse,
+            delta=delta,
+            index=index,
+            round_=round_,
+            softmax_scale=softmax_scale,
+            accumulator=accumulator,
+            grad_query=grad_query,
+            head_range=head_range,
+        )
     return grad_query
 
 
@@ -142,7 +162,14 @@ def backward_columns(
         the sum over splits; undefined past a head's number of columns. The gradient is the sum over ranks.
     """
     return backend_for(index, query, grad_out).backward_columns(
-        query, column_kv, grad_out, lse, delta, index, rank, softmax_scale
+        query=query,
+        column_kv=column_kv,
+        grad_out=grad_out,
+        lse=lse,
+        delta=delta,
+        index=index,
+        rank=rank,
+        softmax_scale=softmax_scale,
     )
 
 
@@ -183,9 +210,19 @@ def backward_key(
     if grad_kv is None or grad_kv.dtype != dtype:
         grad_kv = torch.empty((2, *key.shape), dtype=dtype, device=key.device)
     backend_for(index, query, key, value, grad_out).backward_key(
-        query, key, value, grad_out, lse, delta, index, ring_step, softmax_scale, accumulator,
-        column_gradients, grad_kv,
-    )  # fmt: skip
+        query=query,
+        key=key,
+        value=value,
+        grad_out=grad_out,
+        lse=lse,
+        delta=delta,
+        index=index,
+        ring_step=ring_step,
+        softmax_scale=softmax_scale,
+        accumulator=accumulator,
+        column_gradients=column_gradients,
+        grad_kv=grad_kv,
+    )
     return grad_kv
 
 

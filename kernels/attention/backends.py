@@ -25,6 +25,7 @@ class Backend(Protocol):
 
     def forward(
         self,
+        *,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -40,6 +41,7 @@ class Backend(Protocol):
 
     def backward_query(
         self,
+        *,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -58,6 +60,7 @@ class Backend(Protocol):
 
     def backward_columns(
         self,
+        *,
         query: Tensor,
         column_kv: Tensor,
         grad_out: Tensor,
@@ -72,6 +75,7 @@ class Backend(Protocol):
 
     def backward_key(
         self,
+        *,
         query: Tensor,
         key: Tensor,
         value: Tensor,

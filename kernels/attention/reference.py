@@ -78,6 +78,7 @@ def column_mask(index: PatternIndex, rank: int, queries: range) -> Tensor:
 
 
 def forward(
+    *,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -113,6 +114,7 @@ def delta(out: Tensor, grad_out: Tensor) -> Tensor:
 
 
 def backward_query(
+    *,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -143,6 +145,7 @@ def backward_query(
 
 
 def backward_columns(
+    *,
     query: Tensor,
     column_kv: Tensor,
     grad_out: Tensor,
@@ -162,6 +165,7 @@ def backward_columns(
 
 
 def backward_key(
+    *,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -41,8 +41,8 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def launch(kernel: Any, grid: tuple[int, ...], /, *leading: Any, **arguments: Any) -> Any:
-    """``kernel[grid](*leading, **arguments)``.
+def launch(kernel: Any, grid: tuple[int, ...], /, **arguments: Any) -> Any:
+    """``kernel[grid](**arguments)``.
 
     Args:
         kernel: a function under ``triton.jit`` or ``gluon.jit``.
@@ -55,12 +55,10 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *leading: Any, **arguments: An
         the compiled kernel.
     """
     if not isinstance(kernel, JITFunction) or not launches_directly():
-        return kernel[grid](*leading, **arguments)
+        return kernel[grid](**arguments)
     launches = _LAUNCHES.get(id(kernel))  # a kernel's own hash takes a lock
     if launches is None:
         launches = _LAUNCHES[id(kernel)] = _Launches(kernel)
-    if leading:
-        arguments = dict(zip(launches.names, leading), **arguments)
     order, arrange, found = launches.last
     if (*arguments,) != order:
         order, arrange, found = launches.look_up((*arguments,))

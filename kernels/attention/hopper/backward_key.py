@@ -399,6 +399,7 @@ def _partial_sums(
 
 
 def backward_key(
+    *,
     query: Tensor,
     key: Tensor,
     value: Tensor,

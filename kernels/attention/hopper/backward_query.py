@@ -258,6 +258,7 @@ def _query_kernel(
 
 
 def backward_query(
+    *,
     query: Tensor,
     key: Tensor,
     value: Tensor,

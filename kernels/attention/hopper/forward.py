@@ -291,6 +291,7 @@ def _forward_kernel(
 
 
 def forward(
+    *,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -145,6 +145,7 @@ def _column_kernel(
 
 
 def backward_columns(
+    *,
     query: Tensor,
     column_kv: Tensor,
     grad_out: Tensor,

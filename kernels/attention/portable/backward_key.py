@@ -221,6 +221,7 @@ def _key_kernel(
 
 
 def backward_key(
+    *,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -205,6 +205,7 @@ def _forward_kernel(
 
 
 def forward(
+    *,
     query: Tensor,
     key: Tensor,
     value: Tensor,
