@@ -8,6 +8,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import importlib
 import pkgutil
+import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -125,3 +127,13 @@ def pytest_generate_tests(metafunc):
         values = paths or [pytest.param(None, marks=missing)]
         names = [path.name for path in paths] or ["no-checkout"]
         metafunc.parametrize("checkout", values, ids=names, scope="session")
+
+
+@pytest.fixture(scope="session")
+def tree(checkout, tmp_path_factory):
+    """A ``tests.support.pretrain_tree.Tree`` of a Megatron-LM checkout."""
+    from tests.support.pretrain_tree import Tree
+
+    if find_spec("pybind11") is None or not shutil.which("make"):
+        pytest.skip("Megatron-LM's data sets need pybind11, make and a C++ compiler")
+    return Tree(checkout, tmp_path_factory.mktemp("trees"))

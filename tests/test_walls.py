@@ -128,6 +128,12 @@ def test_benchmarks():
     assert upward(edges, BENCHMARKS, "benchmarks") == [] and circles(edges) == []
 
 
+def test_test_modules_do_not_import_each_other():
+    edges = graph(sources("tests"))
+    tests = {name for name in edges if name.rpartition(".")[2].startswith("test_")}
+    assert {name: others & tests for name, others in edges.items() if others & tests} == {}
+
+
 @pytest.mark.parametrize(
     ("module", "line", "broken"),
     [

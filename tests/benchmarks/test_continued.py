@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from benchmarks.model import continued
-from tests.megatron.test_pretrain import SHIM, tree  # noqa: F401
 from tests.support.convert_cases import save
 from tests.support.data_cases import save_tokenizer
+from tests.support.pretrain_tree import SHIM
 
 ON_CPU = """
     --distributed-backend gloo --use-cpu-initialization --no-rope-fusion --no-persist-layer-norm
@@ -19,7 +19,7 @@ ON_CPU = """
 """
 
 
-def test_there_and_on_and_back(tree, tmp_path, monkeypatch):  # noqa: F811
+def test_there_and_on_and_back(tree, tmp_path, monkeypatch):
     launch = [*continued.TORCHRUN, SHIM, "-m", "megatron_mtraining.launch"]
     monkeypatch.setattr(continued, "LAUNCH", launch)
     root = tree.roots["launcher"]

@@ -11,37 +11,26 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
-import sysconfig
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from megatron_mtraining.tools.cli import main
-from tests.support import cpu_shim, recipes
+from tests.support import recipes
+from tests.support.pretrain_tree import (
+    MOCK,
+    MODEL,
+    PACKING,
+    SEQUENCE,
+    SHIM,
+    STEPS,
+    TRAINING,
+    losses,
+)
 from tests.support.running import torchrun
 
-SHIM = Path(cpu_shim.__file__)
-STEPS = 20
-SEQUENCE = 512
-MODEL = f"""
-    --transformer-impl local --num-layers 2 --hidden-size 256 --ffn-hidden-size 256
-    --num-attention-heads 4 --group-query-attention --num-query-groups 2 --kv-channels 64
-    --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE} --position-embedding-type rope
-    --normalization RMSNorm --swiglu --disable-bias-linear --add-qkv-bias --attention-dropout 0
-    --hidden-dropout 0
-"""
-# The shim has one random generator: tensor-parallel weights are the same if made on the CPU.
-TRAINING = f"""
-    --distributed-backend gloo --use-cpu-initialization --no-rope-fusion --no-persist-layer-norm
-    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion
-    --no-bias-dropout-fusion --micro-batch-size 1 --global-batch-size 2 --lr 1e-4 --lr-decay-style constant
-    --train-iters {STEPS} --log-interval 1 --eval-iters 0 --eval-interval 1000 --seed 11
-"""
-MOCK = "--mock-data --tokenizer-type NullTokenizer --vocab-size 500"
 OURS = ["--attention-backend", "mtraining", "--mtraining-block-size", "64"]
 EVERYTHING = [*OURS, "--mtraining-slash", "all"]
 PARALLEL = {
@@ -73,9 +62,6 @@ PARALLEL = {
 }
 
 
-# With a larger vocabulary no token of the mock data but the last of a document is its end.
-PACKING = ["--eod-mask-loss", "--vocab-size", "4200"]
-DOCUMENTS = ["--reset-attention-mask", "--reset-position-ids", *PACKING]
 PACKED = {
     "CP 2, full recompute": (
         2,
@@ -87,66 +73,6 @@ PACKED = {
         "--context-parallel-size 2 --dataloader-inter-document-masking",
     ),
 }
-
-
-class Tree:
-    """A copy of a checkout, and the runs made with it."""
-
-    def __init__(self, checkout: Path, root: Path):
-        self.roots = {"launcher": root / "plain", "patch": root / "patched"}
-        plain, patched = self.roots.values()
-        plain.mkdir()
-        for script in checkout.glob("*.py"):
-            shutil.copy(script, plain)
-        shutil.copytree(
-            checkout / "megatron", plain / "megatron", ignore=shutil.ignore_patterns("*.so")
-        )
-        suffix = sysconfig.get_config_var("EXT_SUFFIX")
-        includes = subprocess.run(
-            [sys.executable, "-m", "pybind11", "--includes"], capture_output=True, text=True
-        ).stdout.strip()
-        subprocess.run(
-            ["make", "-s", f"LIBEXT={suffix}", f"CPPFLAGS={includes}"],
-            cwd=plain / "megatron/core/datasets",
-            check=True,
-        )
-        shutil.copytree(plain, patched)
-        assert main(["patch", "apply", str(patched)]) == 0
-        self._dense, self._apart = None, None
-
-    def run(self, way: str, processes: int, *words: str, timeout: float = 300, data: str = MOCK):
-        """pretrain_gpt.py: ``way`` is "launcher", "patch", or "plain" for neither."""
-        root = self.roots["patch" if way == "patch" else "launcher"]
-        how = ["-m", "megatron_mtraining.launch"] if way == "launcher" else []
-        script = root / "pretrain_gpt.py"
-        command = [SHIM, *how, script, *MODEL.split(), *TRAINING.split(), *data.split(), *words]
-        return torchrun(processes, *command, timeout=timeout, PYTHONPATH=str(root))
-
-    def dense(self) -> list[float]:
-        """The losses of Megatron's own attention in one process, without the plug-in."""
-        if self._dense is None:
-            self._dense = losses(self.run("plain", 1))
-        return self._dense
-
-    def apart(self) -> list[float]:
-        """The same with packed documents, by Megatron's own mask of documents."""
-        if self._apart is None:
-            self._apart = losses(self.run("plain", 1, *DOCUMENTS))
-        return self._apart
-
-
-@pytest.fixture(scope="session")
-def tree(checkout, tmp_path_factory) -> Tree:
-    if find_spec("pybind11") is None or not shutil.which("make"):
-        pytest.skip("Megatron-LM's data sets need pybind11, make and a C++ compiler")
-    return Tree(checkout, tmp_path_factory.mktemp("trees"))
-
-
-def losses(run, steps: int = STEPS) -> list[float]:
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
-    found = [float(loss) for loss in re.findall(r"lm loss: (\S+)", run.stdout)]
-    assert len(found) == steps, run.stdout[-4000:]
-    return found
 
 
 def densities(run) -> list[float]:
