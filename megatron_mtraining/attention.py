@@ -82,9 +82,16 @@ def attend(
         check_search(query.shape[0] * cp.world, config, cp.world)
         keys = KeysAndValues(key, value, ring)  # in flight during the pattern search
         index = search_pattern(
-            query, key, config, cp, softmax_scale, head_policies=head_policies, price=price,
-            documents=documents, gather_keys=keys.gather_column_keys,
-        )  # fmt: skip
+            query,
+            key,
+            config,
+            cp,
+            softmax_scale,
+            head_policies=head_policies,
+            price=price,
+            documents=documents,
+            gather_keys=keys.gather_column_keys,
+        )
         computed = None
     else:
         index, keys = first_pass.index, None

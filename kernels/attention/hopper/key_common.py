@@ -121,9 +121,16 @@ class QueryTiles:
 
 @gluon.jit
 def allocate_tiles(
-    q_desc, grad_out_desc, k_desc, v_desc, lse_desc,
-    HALF_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
+    q_desc,
+    grad_out_desc,
+    k_desc,
+    v_desc,
+    lse_desc,
+    HALF_N: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    PACKED: gl.constexpr,
+):
     """Shared memory and barriers of a program: its keys, and the query tiles in flight."""
     dtype: gl.constexpr = q_desc.dtype
     k = gl.allocate_shared_memory(dtype, [2, 1, 1, HALF_N, D], k_desc.layout)
@@ -202,7 +209,7 @@ def key_start(kept, tiles, layouts, HALF: gl.constexpr):
 @gluon.jit
 def key_step(
     n, previous, more, gradients, k, v, tiles, scale, mask, position, layouts, MASK: gl.constexpr
-):  # fmt: skip
+):
     """Add query tile n to the gradients.
 
     Args:

@@ -220,9 +220,16 @@ class RoundIndex:
             end = start + slash_tiles
             # Key blocks are listed nearest first: up to those blocks of the sequence.
             unmasked_end = seen_from(
-                gl.load(blocks + self.local_blocks), start_ptr, entries, start, end, last, group,
-                self.outer, self.LISTS,
-            )  # fmt: skip
+                gl.load(blocks + self.local_blocks),
+                start_ptr,
+                entries,
+                start,
+                end,
+                last,
+                group,
+                self.outer,
+                self.LISTS,
+            )
             unmasked_tiles = unmasked_end - start
             end = seen_from(
                 first_block, start_ptr, entries, start, end, last, group, self.outer, self.LISTS
@@ -464,9 +471,7 @@ def allocate_tiles(
 
 
 @gluon.jit
-def _load_kv_tile(
-    pipeline, n, is_slash, desc, column_desc, batch, head, row, GROUP: gl.constexpr
-):  # fmt: skip
+def _load_kv_tile(pipeline, n, is_slash, desc, column_desc, batch, head, row, GROUP: gl.constexpr):
     """Load tile n: from row ``row`` of the round's keys (values), or of the head's gathered columns."""
     full = pipeline.full.of(n)
     pipeline.wait_empty(n)
@@ -511,8 +516,16 @@ def load_keys(work_counter, tiles, q_desc, grad_out_desc, k_desc, column_k_desc,
                 tiles.masks.tile(n).store(mask)
                 thread_barrier()
             _load_kv_tile(
-                keys, n, j < item_keys.slash_tiles, k_desc, column_k_desc, batch, head, row, index.GROUP,
-            )  # fmt: skip
+                keys,
+                n,
+                j < item_keys.slash_tiles,
+                k_desc,
+                column_k_desc,
+                batch,
+                head,
+                row,
+                index.GROUP,
+            )
             if j == 0:
                 full = queries.full.of(turn)
                 queries.empty.wait_previous(turn)
@@ -543,9 +556,16 @@ def load_values(tiles, v_desc, column_v_desc, index):
         for j in range(item_keys.num_tiles(index.BLOCK)):
             row = index.tile_row(item, start, item_keys, j)
             _load_kv_tile(
-                tiles.values, n, j < item_keys.slash_tiles, v_desc, column_v_desc, batch, head, row,
+                tiles.values,
+                n,
+                j < item_keys.slash_tiles,
+                v_desc,
+                column_v_desc,
+                batch,
+                head,
+                row,
                 index.GROUP,
-            )  # fmt: skip
+            )
             n += 1
         turn += 1
         item, item_keys = tiles.channel.receive(turn, 1)

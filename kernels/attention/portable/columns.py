@@ -18,9 +18,7 @@ from ...types import Columns, PatternIndex
 
 
 @triton.jit
-def _own_columns(
-    columns, entry, column_len, seq_length, rank, world, inner, BLOCK: tl.constexpr
-):  # fmt: skip
+def _own_columns(columns, entry, column_len, seq_length, rank, world, inner, BLOCK: tl.constexpr):
     """The row, in this rank's part, of each entry of the list of columns, and whether the rank has it."""
     position = tl.load(columns + entry, mask=entry < column_len, other=seq_length)
     owner, local_block = owner_of(position // BLOCK, world, inner)
