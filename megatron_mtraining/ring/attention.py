@@ -228,19 +228,17 @@ def _backward(
                 )
         elif op.action is Action.COMPUTE_DKV:
             assert op.ring_step is not None
-            source_key, source_value = (tensor[op.slot] for tensor in keys.current())
+            source = (tensor[op.slot] for tensor in keys.current())
             with ring.span("key", kernel := kernel + 1):
                 dkv.value = kernels.backward_key(
-                    query,
-                    source_key,
-                    source_value,
-                    **rest,
-                    ring_step=op.ring_step,
-                    accumulator=dkv.value,
+                    query, *source, **rest, ring_step=op.ring_step, accumulator=dkv.value
                 )
         elif op.action is Action.COMPUTE_OWN_DKV:
             assert op.ring_step is not None
-            added = column_grads.wait() if column_grads else None
+            added = None
+            if columns:
+                assert column_grads is not None, "the first round has started them"
+                added = column_grads.wait()
             # In float32 where another accumulator is to be added.
             dtype = torch.float32 if more_to_add else key.dtype
             with ring.span("key", kernel := kernel + 1):
