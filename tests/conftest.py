@@ -20,7 +20,7 @@ def import_kernels_interpreted() -> None:
     """Import the kernels' modules under Triton's interpreter, which is chosen as they are imported.
 
     Else the tests that interpret them pass or fail by what was imported before. The variable does
-    not stay set: CPU tensors take the PyTorch twins again, except in those tests.
+    not stay set: CPU tensors take the PyTorch references again, except in those tests.
     """
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
@@ -37,6 +37,31 @@ def import_kernels_interpreted() -> None:
 
 if not torch.cuda.is_available():
     import_kernels_interpreted()
+
+
+SHORT = dict(world="cp", inner="I", dim="D", head_dim="D", seq_length="N", length="N", block="B")
+"""Parameters that ids name by a letter, as the cases of kernels do: ``N512-cp4-I2-H2-KV1-D64-few-B64``."""
+
+
+def pytest_make_parametrize_id(config, val, argname):
+    """Ids that say what a case is where pytest would number it (``words0``, ``2-1-1``)."""
+    if isinstance(val, torch.dtype):
+        return str(val).removeprefix("torch.")
+    if isinstance(val, bool):
+        return argname if val else f"no {argname}"
+    if isinstance(val, (int, float)):
+        return f"{SHORT[argname]}{val}" if argname in SHORT else f"{argname}={val}"
+    if argname == "heads" and isinstance(val, tuple):
+        return "H{}-KV{}".format(*val)
+    if isinstance(val, dict) and val:
+        return ",".join(f"{key}={value}" for key, value in val.items())[:60]
+    if (
+        isinstance(val, (list, tuple))
+        and val
+        and all(isinstance(v, (str, int, float)) for v in val)
+    ):
+        return " ".join(map(str, val))[:60]
+    return getattr(val, "name", None) if isinstance(getattr(val, "name", None), str) else None
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The whole of sparse attention on GPUs: against the CPU twins, over NCCL, and at large sizes."""
+"""The whole of sparse attention on GPUs: against the CPU references, over NCCL, and at large sizes."""
 
 from __future__ import annotations
 

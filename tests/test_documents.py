@@ -107,7 +107,7 @@ SEQUENCES = [(500, 1, 1, "few"), (768, 2, 2, "all"), (768, 2, 1, "few"), (768, 6
 @pytest.mark.parametrize("lists", [False, True], ids=["slashes", "lists"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("seq_length", "world", "inner", "budget"), SEQUENCES)
-def test_twins(seq_length, world, inner, budget, kind, lists, monkeypatch):
+def test_references(seq_length, world, inner, budget, kind, lists, monkeypatch):
     # The forward goes by parts of about 30 queries.
     monkeypatch.setattr(reference, "FORWARD_SCORES", 1 << 17)
     case = seq_length, world, inner, (4, 2), 64, budget, kind

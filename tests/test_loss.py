@@ -168,7 +168,7 @@ def device(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("words", [1, 37, 4096, 9001])
-def test_kernels_against_their_twins(device, monkeypatch, words, dtype):
+def test_kernels_against_their_references(device, monkeypatch, words, dtype):
     torch.manual_seed(1)
     rows, first, scale = 5, 1000, 0.25
     logits = (torch.randn(rows, words) * 12).to(dtype)
@@ -178,7 +178,7 @@ def test_kernels_against_their_twins(device, monkeypatch, words, dtype):
     grad = torch.randn(rows)
     results = []
     for where in (device, "cpu"):
-        if results:  # the twins run on CPU tensors unless the interpreter is on
+        if results:  # the references run on CPU tensors unless the interpreter is on
             monkeypatch.setenv("TRITON_INTERPRET", "0")
         mine = logits.clone().to(where)
         outs = torch.empty(3, rows, device=where)
@@ -186,12 +186,12 @@ def test_kernels_against_their_twins(device, monkeypatch, words, dtype):
         lse = torch.where(outs[0].isinf(), 1.0, outs[0] + outs[1].log() + 1)  # of more ranks
         cross_entropy_gradient(mine, labels.to(where), lse, grad.to(where), first, scale)
         results.append((outs.cpu(), mine.cpu()))
-    (outs, gradient), (twin_outs, twin_gradient) = results
-    torch.testing.assert_close(outs, twin_outs, rtol=1e-5, atol=1e-6)
+    (outs, gradient), (reference_outs, reference_gradient) = results
+    torch.testing.assert_close(outs, reference_outs, rtol=1e-5, atol=1e-6)
     assert gradient.dtype == dtype
     precise = dict(rtol=1e-5, atol=1e-7) if dtype == torch.float32 else {}
-    torch.testing.assert_close(gradient, twin_gradient, **precise)
-    assert twin_gradient[3].any() and outs[2, 3:].tolist() == [0, 0]
+    torch.testing.assert_close(gradient, reference_gradient, **precise)
+    assert reference_gradient[3].any() and outs[2, 3:].tolist() == [0, 0]
 
 
 @pytest.mark.gpu

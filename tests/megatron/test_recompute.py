@@ -403,7 +403,7 @@ def test_a_replay_of_something_else_is_refused(name):
 def test_an_output_whose_memory_was_released_is_refused(monkeypatch):
     ring = plain.ring_attention
 
-    def ring_attention(*args):  # in the layout of the kernels, unlike their CPU twin's
+    def ring_attention(*args):  # in the layout of the kernels, unlike their CPU reference's
         out, lse = ring(*args)
         return out.contiguous(), lse
 

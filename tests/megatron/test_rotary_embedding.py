@@ -171,9 +171,9 @@ def test_copies_and_pickles_are_striped_too(group, cpu_device):
     embedding = make_rope()
     stripe_embedding(embedding, group(1, 2), BLOCK)
     stripe_embedding(embedding, group(1, 2), BLOCK)
-    twin = copy.deepcopy(embedding)
+    reference = copy.deepcopy(embedding)
     embedding.mtraining_cp_group = None
-    assert twin(SEQUENCE).shape[0] == SEQUENCE // 2
+    assert reference(SEQUENCE).shape[0] == SEQUENCE // 2
     again = pickle.loads(pickle.dumps(embedding))
     assert again(SEQUENCE).shape[0] == SEQUENCE
 

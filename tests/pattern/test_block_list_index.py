@@ -87,7 +87,7 @@ def check(seq_length, world, inner, heads, dim, kind, dtype, block, tolerance, d
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("heads", [(4, 2), (7, 1)])
 @pytest.mark.parametrize(("seq_length", "world", "inner"), SEQUENCES)
-def test_twins(seq_length, world, inner, heads, kind):
+def test_references(seq_length, world, inner, heads, kind):
     check(seq_length, world, inner, heads, 64, kind, torch.float64, 64, 1e-12)
 
 

@@ -29,7 +29,7 @@ from tests.support.data_cases import (
 pytest.importorskip("transformers")
 
 
-def test_samples_in_order_are_those_of_the_slow_twin(prepare, documents, tmp_path):
+def test_samples_in_order_are_those_of_the_slow_reference(prepare, documents, tmp_path):
     assert prepare(write_jsonl(tmp_path / "a.jsonl", documents), **IN_ORDER) == 0
     assert ids(tmp_path / "out") == in_order([ids_of(text) for text in documents], SEQ)
     assert not list(tmp_path.glob("out.*part*"))
