@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Packing: every token of every document once, in full samples, by rules that a slow reference follows too."""
+"""Packing: each token of each document once, in full samples, by rules that a slow reference follows too."""
 
 import random
 
