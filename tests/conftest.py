@@ -89,7 +89,15 @@ def triton_device(request, monkeypatch):
     return "cpu"
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m leaves tests out
 def pytest_collection_modifyitems(config, items):
+    cases: dict[str, int] = {}
+    for item in items:
+        for mark in item.iter_markers("thinned"):
+            test = item.nodeid.partition("[")[0]
+            cases[test] = cases.get(test, -1) + 1
+            if cases[test] % mark.args[0]:
+                item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch finds none")

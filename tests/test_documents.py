@@ -114,6 +114,7 @@ def test_references(seq_length, world, inner, budget, kind, lists, monkeypatch):
     check(*case, torch.float64, 64, 1e-12, lists=lists)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("lists", [False, True], ids=["slashes", "lists"])
 @pytest.mark.parametrize(
     ("seq_length", "world", "inner", "heads", "dim", "budget", "kind", "block"),

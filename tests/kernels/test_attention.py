@@ -61,6 +61,7 @@ def test_references(seq_length, world, inner, heads, dim, budget):
     check(seq_length, world, inner, heads, dim, budget, torch.float64, 64, 1e-12, batch=1)
 
 
+@pytest.mark.thinned(2)
 @parametrize(
     "seq_length, world, inner, heads, dim, budget, block",
     [

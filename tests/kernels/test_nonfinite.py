@@ -164,6 +164,7 @@ def test_reference(size, where, token, bad):
     check(where, token, bad, size, tiles=False)
 
 
+@pytest.mark.thinned(7)
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, in the interpreter
 @every_place
 @small
@@ -174,6 +175,7 @@ def test_kernels_interpreted(monkeypatch, size, where, token, bad):
     check(where, token, bad, size)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 @every_place
 def test_kernels_interpreted_with_lists(monkeypatch, where, token):

@@ -91,6 +91,7 @@ def test_references(seq_length, world, inner, heads, kind):
     check(seq_length, world, inner, heads, 64, kind, torch.float64, 64, 1e-12)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("seq_length", "world", "inner", "heads", "dim", "kind", "block"),
     [
@@ -243,6 +244,7 @@ def test_lists(seq_length, world, inner, kind):
     check_lists(seq_length, world, inner, kind)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("kind", ["mixed", "all"])
 @pytest.mark.parametrize(("seq_length", "world", "inner"), [(500, 1, 1), (768, 6, 2), (384, 3, 3)])
 def test_lists_interpreted(interpreter, seq_length, world, inner, kind):

@@ -348,6 +348,7 @@ def run_until_a_rank_fails(rank, world, operands, index_sets, inner, where, how)
     dist.barrier()  # a rank that needs nothing more of the others meets them at the next collective
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("where", FAILING)
 @pytest.mark.parametrize("how", ["raises", "dies"])
 @pytest.mark.parametrize(("world", "inner"), [(2, 2), (2, 1), (4, 1), (4, 2)])
