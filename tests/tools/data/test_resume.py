@@ -82,20 +82,23 @@ def test_a_worker_that_dies_ends_the_run_with_one_error(
 ):
     given = write_jsonl(tmp_path / "a.jsonl", make_documents(4000))
     options = {"tokenizer": sentencepiece_model, "part_bytes": 20000}
+    before, killed = workers_of(psutil.Process()), []
 
     def kill_one():
         deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            for worker in workers_of(psutil.Process()):
-                with contextlib.suppress(psutil.NoSuchProcess):  # of an earlier run
+        while not killed and time.monotonic() < deadline:
+            # Not a process of an earlier test: a Manager's lives as long as something refers to it.
+            for worker in [one for one in workers_of(psutil.Process()) if one not in before][:1]:
+                with contextlib.suppress(psutil.NoSuchProcess):
                     worker.kill()
-                    return
+                    killed.append(worker)
             time.sleep(0.002)
 
     killer = threading.Thread(target=kill_one)
     killer.start()
     status = prepare(given, workers=2, **options)
     killer.join()
+    assert killed
     refused(capsys, ["worker", "--workers"], status)
     assert not (tmp_path / "out.idx").exists()
     assert prepare(given, **options) == 0
