@@ -1,6 +1,10 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """``python -m megatron_mtraining``, the same as ``mtraining``."""
 
-from .tools.cli import main
+try:
+    from .tools.cli import main
 
-raise SystemExit(main())
+    status = main()
+except KeyboardInterrupt:  # during imports
+    raise SystemExit(130) from None
+raise SystemExit(status)

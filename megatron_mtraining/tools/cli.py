@@ -7,9 +7,11 @@ import argparse
 import importlib
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ..errors import ConfigError
+from .common import streams
 from .common.signals import Ended, ends_as_exceptions
 
 
@@ -62,8 +64,75 @@ COMMANDS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run ``mtraining`` with ``argv`` (by default the process's) and return the exit status."""
-    argv = sys.argv[1:] if argv is None else argv
+    """Run ``mtraining`` with ``argv`` (by default the process's) and return the exit status.
+
+    The last line of standard error says what is wrong, where something is.
+    """
+    with streams.any_name_can_be_written():
+        status = _reported(_Run(sys.argv[1:] if argv is None else argv))
+    if argv is None:
+        streams.end_quietly()
+    return status
+
+
+class _Run:
+    """One command line; has what messages need as far as that is known."""
+
+    def __init__(self, argv: list[str]):
+        self.argv = argv
+        self.module = self.args = None
+
+    @property
+    def name(self) -> str:
+        return f"mtraining {self.args.command}" if self.args else "mtraining"
+
+    def __call__(self) -> int:
+        self.args = self._parsed()
+        with ends_as_exceptions():
+            status = self.module.run(self.args)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # what cannot be written is to be told now
+        return status
+
+    def _parsed(self) -> argparse.Namespace:
+        parser, module = _parser(self.argv)
+        self.module = module
+        return parser.parse_args(self.argv)
+
+    @property
+    def left(self) -> str:
+        """What a run leaves that ends early."""
+        if self.args is None or not hasattr(self.module, "when_ended"):
+            return ""
+        return f"; {self.module.when_ended(self.args)}"
+
+
+def _reported(run: _Run) -> int:
+    """The exit status of a run, and one line that says why it is not 0."""
+    try:
+        return run()
+    except ConfigError as error:
+        return _fail(run, str(error))
+    except BrokenPipeError:  # of a pipe to a program that has read enough, such as head
+        streams.drop_stdout()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        streams.drop_stdout()
+        return _fail(run, f"{streams.what_failed(error)}{run.left}")
+    except (KeyboardInterrupt, Ended) as end:
+        how = f"ended by {end.name}" if isinstance(end, Ended) else "interrupted"
+        _fail(run, f"{how}{run.left}")
+        return 128 + (end.number if isinstance(end, Ended) else signal.SIGINT)
+
+
+def _fail(run: _Run, message: str) -> int:
+    with suppress(OSError):  # nobody can be told then
+        print(f"{run.name}: {streams.one_line(message)}", file=sys.stderr, flush=True)
+    return 2
+
+
+def _parser(argv: list[str]):
+    """The parser, with the arguments of the subcommand in ``argv``, and that one's module."""
     parser = argparse.ArgumentParser(
         prog="mtraining", description="Dynamic sparse ring attention for Megatron-LM."
     )
@@ -74,18 +143,7 @@ def main(argv: list[str] | None = None) -> int:
         if argv[:1] == [command.name]:
             module = importlib.import_module(command.module)
             module.add_arguments(subparser)
-    args = parser.parse_args(argv)
-    try:
-        with ends_as_exceptions():
-            return module.run(args)
-    except ConfigError as error:
-        print(f"mtraining {args.command}: {error}", file=sys.stderr)
-        return 2
-    except (KeyboardInterrupt, Ended) as end:
-        how = f"ended by {end.name}" if isinstance(end, Ended) else "interrupted"
-        left = f"; {module.when_ended(args)}" if hasattr(module, "when_ended") else ""
-        print(f"mtraining {args.command}: {how}{left}", file=sys.stderr)
-        return 128 + (end.number if isinstance(end, Ended) else signal.SIGINT)
+    return parser, module
 
 
 if __name__ == "__main__":

@@ -1,0 +1,61 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Standard output and error: full, closed, or given names that they have no characters for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import contextmanager
+
+
+@contextmanager
+def any_name_can_be_written():
+    """Have standard output escape what it cannot encode, such as names of files that are not UTF-8.
+
+    Standard error does so by itself.
+    """
+    stream = sys.stdout
+    before = getattr(stream, "errors", None)
+    if not hasattr(stream, "reconfigure"):  # closed, or a stand-in
+        yield
+        return
+    stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        try:
+            stream.reconfigure(errors=before)
+        except (OSError, ValueError):  # closed, or it cannot be written
+            pass
+
+
+def one_line(message: str) -> str:
+    """A message with the line ends and other control characters in it, of a file's name say, escaped."""
+    return "".join(ch if ch.isprintable() else ascii(ch)[1:-1] for ch in message)
+
+
+def what_failed(error: OSError) -> str:
+    """An error of the system that no part of a run knows more about."""
+    reason = error.strerror or str(error)
+    if error.filename is None:  # of an open file
+        return f"standard output or another open file cannot be written: {reason}"
+    name = error.filename if isinstance(error.filename, int) else os.fsdecode(error.filename)
+    return f"{name} cannot be read or written: {reason}"
+
+
+def drop_stdout() -> None:
+    """Write what is left for standard output nowhere: to try again at the end would fail again."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except (AttributeError, OSError, ValueError):  # none, or not of the system
+        return
+    if descriptor != 1:
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def end_quietly() -> None:
+    """Before the process ends: what other libraries fail at from now on is not the last line."""
+    sys.unraisablehook = lambda *_: None

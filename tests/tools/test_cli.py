@@ -1,0 +1,149 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The console command: how it ends when its streams or its imports fail, or a key is pressed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+MODULE = """
+import os, sys, time
+
+
+def add_arguments(parser):
+    pass
+
+
+def when_ended(args):
+    return "nothing was written"
+
+
+def run(args):
+    {body}
+    return 0
+"""
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Start ``mtraining plan`` with another body."""
+    (tmp_path / "start.py").write_text(
+        "import dataclasses, sys\n"
+        "from megatron_mtraining.tools import cli\n"
+        "commands = (dataclasses.replace(cli.COMMANDS[4], module='body'),)\n"
+        "assert commands[0].name == 'plan'\n"
+        "cli.COMMANDS = commands\n"
+        "sys.argv[1:] = ['plan']\n"
+        "sys.exit(cli.main())\n"
+    )
+
+    def start(body: str, top: str = "", **streams) -> subprocess.Popen:
+        text = MODULE.replace("{body}", textwrap.indent(textwrap.dedent(body), "    ").strip())
+        (tmp_path / "body.py").write_text(top + text)
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
+        words = [sys.executable, str(tmp_path / "start.py")]
+        return subprocess.Popen(words, **streams, text=True, cwd=tmp_path)
+
+    return start
+
+
+def ended(process: subprocess.Popen) -> tuple[int, str]:
+    """The exit status and standard error of a process."""
+    _, error = process.communicate(timeout=60)
+    return process.returncode, error
+
+
+def test_a_reader_that_has_read_enough(command):
+    """As of ``mtraining ... | head -1``: no error, and the status of a program that SIGPIPE ends."""
+    process = command("for line in range(100000): print(line)")
+    assert process.stdout.readline() == "0\n"
+    process.stdout.close()
+    assert process.wait(60) == 128 + signal.SIGPIPE
+    assert process.stderr.read() == ""
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("lines", [1, 100000])
+def test_standard_output_is_full(lines, command):
+    """Also if it is found only when the little there is is written at the end."""
+    with open("/dev/full", "w") as full:
+        status, error = ended(command(f"for line in range({lines}): print(line)", stdout=full))
+    assert status == 2
+    assert error.splitlines() == [
+        "mtraining plan: standard output or another open file cannot be written: No space left on device; "
+        "nothing was written"
+    ]
+
+
+def test_standard_error_is_full(command):
+    with open("/dev/full", "w") as full:
+        process = command("raise OSError(28, 'No space left on device')", stderr=full)
+    assert ended(process)[0] == 2
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_stream_is_closed(closed, command, tmp_path):
+    code = f"import os; os.close({dict(stdout=1, stderr=2)[closed]})"
+    command("print('told'); print('told', file=sys.stderr)").wait()
+    words = f"{code}; os.execv('{sys.executable}', ['python', '{tmp_path / 'start.py'}'])"
+    assert subprocess.run([sys.executable, "-c", words], cwd=tmp_path, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("where", ["top", "body"])
+def test_interrupted(where, command):
+    """Ctrl-C, also while the command's module is imported: one line, and the status of that signal."""
+    wait = "import time\nprint('waits', flush=True)\ntime.sleep(60)\n"
+    process = command(wait if where == "body" else "pass", wait if where == "top" else "")
+    assert process.stdout.readline() == "waits\n"
+    process.send_signal(signal.SIGINT)
+    status, error = ended(process)
+    assert status == 130 and len(error.splitlines()) == 1 and "interrupted" in error
+
+
+def test_interrupted_before_the_command_is_known(tmp_path):
+    """In the imports of the package's own modules."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Stop:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'megatron_mtraining.tools.cli':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Stop())\n"
+    )
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    words = [sys.executable, "-m", "megatron_mtraining", "plan"]
+    done = subprocess.run(
+        words, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_what_other_libraries_fail_at_in_the_end_is_not_said(command):
+    top = "class Broken:\n    def __del__(self):\n        raise TypeError('of a library')\n"
+    body = "from megatron_mtraining import ConfigError\nsys.kept = Broken()\nraise ConfigError('a')"
+    status, error = ended(command(body, top))
+    assert (status, error) == (2, "mtraining plan: a\n")
+
+
+def test_a_file_that_nobody_expected_to_fail(command):
+    status, error = ended(command("open('/nowhere/a')"))
+    assert status == 2 and len(error.splitlines()) == 1
+    assert "/nowhere/a cannot be read or written: No such file" in error
+
+
+def test_an_error_is_one_line_whatever_is_named_in_it(command):
+    body = (
+        "from megatron_mtraining import ConfigError\nraise ConfigError('a\\n\\x1b[2J\\udcff\u00e9')"
+    )
+    status, error = ended(command(body))
+    assert (status, error) == (2, "mtraining plan: a\\n\\x1b[2J\\udcff\u00e9\n")
+
+
+def test_names_that_standard_output_cannot_encode(command):
+    process = command("print('\\udcff')")
+    assert process.communicate(timeout=60)[0] == "\\udcff\n" and process.returncode == 0
