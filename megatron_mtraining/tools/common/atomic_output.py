@@ -199,6 +199,7 @@ def _try_lock(path: Path, option: str, descriptors: list[int]) -> bool:
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         descriptors.append(folder)
+        os.fchmod(folder, 0o700)  # one that was there may let others put links into it
         lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=folder)
         descriptors.append(lock)
     except FileNotFoundError:

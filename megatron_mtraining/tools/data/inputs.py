@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
+import re
+import stat
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
@@ -34,6 +38,30 @@ REFUSED = {
     **dict.fromkeys((".bin", ".idx"), _MEGATRON),
 }
 """What is not read, and should be neither left out in silence nor taken for a source file."""
+PACKED = re.compile(
+    r"\.(jsonl|ndjson|parquet|mds|csv|tsv)\.(gz|bz2|xz|zst|zip|lzma|z|br|lz4|lzo|snappy|sz|7z|tar|tgz)"
+)
+"""The same: data in a compression that is not read."""
+ENDS = 2**16
+"""Bytes at the beginning and at the end of a file that tell it from another of its size and time."""
+MOST_PARTS = 2**20
+NAMED = 100
+"""Files left out that the report names."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What tells a file from the same one after a change.
+
+    Attributes:
+        size: bytes.
+        changed: time, in nanoseconds.
+        ends: a hash of its first and last :data:`ENDS` bytes, for changes that keep size and time.
+    """
+
+    size: int
+    changed: int
+    ends: str
 
 
 @dataclass(frozen=True)
@@ -46,6 +74,7 @@ class Part:
         start, stop: bytes of a jsonl file where lines begin, row groups of a parquet file; (0, -1) is all.
         size: bytes, for the progress bar.
         named: files were given by name, not found in a folder.
+        states: of each file, when it was found.
         joined: of text, for each file: the INPUT folder whose files are one document, or "" for a document
             of its own.
     """
@@ -57,6 +86,21 @@ class Part:
     size: int
     named: bool
     joined: tuple[str, ...] = ()
+    states: tuple[State, ...] = ()
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What was found in folders and is not read; files of this run's own output are not counted.
+
+    Attributes:
+        others: hidden files, links to what is there too or nowhere, pipes, devices, and parts of interrupted
+            runs.
+        unreadable: what --skip-unreadable allows to leave out.
+    """
+
+    others: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -64,14 +108,12 @@ class Inputs:
     """
     Attributes:
         parts: of all files, in order.
-        files: path, bytes and time of change of each.
-        left_out: hidden files, links to what is there too, special files and parts of interrupted runs that
-            were found in folders. Files of this run's own output are not counted.
+        files: their states, by path.
     """
 
     parts: list[Part]
-    files: list[tuple[str, int, int]]
-    left_out: int
+    files: dict[str, State]
+    left_out: LeftOut
 
 
 @dataclass(frozen=True)
@@ -80,8 +122,11 @@ class _File:
     kind: str
     named: bool
     joined: str
-    size: int
-    changed: int
+    state: State
+
+    @property
+    def size(self) -> int:
+        return self.state.size
 
 
 def find(options: Options, output: Output) -> Inputs:
@@ -90,20 +135,24 @@ def find(options: Options, output: Output) -> Inputs:
     Raises:
         ConfigError: one is missing, unreadable, empty, given twice or of a kind that is not supported.
     """
-    files, seen, left_out = [], set(), 0
+    files, seen, left_out = [], set(), LeftOut()
     for given in options.inputs:
         named = not os.path.isdir(given)  # not Path's, which raises for a name that is too long
-        if not os.path.exists(given):
-            raise ConfigError(f"INPUT is {given}, which does not exist")
+        try:
+            os.stat(given)
+        except PermissionError as error:
+            raise _unreadable(given, error) from None
+        except OSError:
+            raise ConfigError(f"INPUT is {given}, which does not exist") from None
         if named and output.holds(given):
             raise ConfigError(
                 f"INPUT is {given}, which --output {output.prefix} would replace or remove: name another "
                 "prefix"
             )
-        found, others = ([given], 0) if named else _in_folder(given, output)
-        left_out += others
+        skip = options.skip_unreadable and not named
+        found = [given] if named else _in_folder(given, output, skip, left_out)
         if not found:
-            raise ConfigError(f"INPUT is {given}, a folder without files")
+            raise ConfigError(f"INPUT is {given}, a folder without files{_but(left_out)}")
         for path in found:
             real = os.path.realpath(path)
             if real in seen:
@@ -112,51 +161,108 @@ def find(options: Options, output: Output) -> Inputs:
             kind = _kind(path, options.format, named)
             joined = str(given) if options.join and kind == "text" and not named else ""
             try:
-                about = path.stat()
+                state = state_of(path)
             except OSError as error:
-                raise _unreadable(path, error) from None
-            if not about.st_size and (kind != "text" or named):
+                if not skip:
+                    raise _unreadable(path, error) from None
+                left_out.unreadable.append(str(path))
+                continue
+            if not state.size and (kind != "text" or named):
                 raise ConfigError(f"INPUT has {path}, which is empty: leave it out")
-            files.append(_File(str(path), kind, named, joined, about.st_size, about.st_mtime_ns))
+            files.append(_File(str(path), kind, named, joined, state))
+    if not files:
+        raise ConfigError(f"INPUT has no file that can be read{_but(left_out)}")
     _check_options(options, files)
+    _check_part_bytes(options.part_bytes, sum(file.size for file in files))
     parts = [
         part
         for text, some in groupby(files, key=lambda file: file.kind == "text")
         for part in (_texts(list(some), options.part_bytes) if text else _records(some, options))
     ]
-    return Inputs(parts, [(file.path, file.size, file.changed) for file in files], left_out)
+    return Inputs(parts, {file.path: file.state for file in files}, left_out)
+
+
+def state_of(path: Path | str) -> State:
+    """The state of a file that is there and can be read.
+
+    Raises:
+        OSError: it cannot.
+        ConfigError: it is a pipe or a device, which cannot be read twice, and may have no end.
+    """
+    about = os.stat(path)
+    if not stat.S_ISREG(about.st_mode):
+        raise ConfigError(
+            f"INPUT is {path}, a pipe or a device: write it into a file, and give that"
+        )
+    with open(path, "rb") as file:
+        ends = hashlib.sha256(file.read(ENDS))
+        if about.st_size > ENDS:
+            file.seek(max(ENDS, about.st_size - ENDS))
+            ends.update(file.read(ENDS))
+    return State(about.st_size, about.st_mtime_ns, ends.hexdigest()[:16])
 
 
 def _unreadable(path, error: OSError) -> ConfigError:
-    return ConfigError(f"INPUT has {path}, which cannot be read: {error.strerror}")
+    return ConfigError(
+        f"INPUT has {path}, which cannot be read: {error.strerror}; mend that, or leave out what is in "
+        "folders and cannot be read with --skip-unreadable"
+    )
 
 
-def _in_folder(folder: Path, output: Output) -> tuple[list[Path], int]:
-    """Its files, in order of path, and how many others there are that are left out."""
+def _but(left_out: LeftOut) -> str:
+    """What there was instead of files."""
+    both = (left_out.others, "are left out"), (left_out.unreadable, "cannot be read")
+    return "".join(f"; {len(some)} {what}, such as {some[0]}" for some, what in both if some)
 
-    def stop(error: OSError):
-        raise _unreadable(error.filename, error) from None
 
-    files, left_out = [], 0
+def _in_folder(folder: Path, output: Output, skip: bool, left_out: LeftOut) -> list[Path]:
+    """Its files, in order of path. Others go into ``left_out``; ``skip`` those that cannot be read, too."""
+
+    def failed(error: OSError):
+        if not skip:
+            raise _unreadable(error.filename, error) from None
+        left_out.unreadable.append(str(error.filename))
+
+    files = []
     inside = os.path.join(os.path.realpath(folder), "")
-    for path, folders, names in os.walk(folder, onerror=stop):
-        kept = [
-            name
-            for name in sorted(folders)
-            if not (name.startswith(".") or os.path.islink(os.path.join(path, name)))
-            and not output.is_parts_of_another(Path(path, name))
-        ]
-        left_out += len(folders) - len(kept)
+    for path, folders, names in os.walk(folder, onerror=failed):
+        kept = [name for name in sorted(folders) if _is_entered(Path(path, name), output)]
+        left_out.others.extend(os.path.join(path, name) for name in sorted({*folders} - {*kept}))
         folders[:] = kept
         shards = any(name.lower().endswith(".mds") for name in names)
         for name in sorted(names):
             file = Path(path, name)
+            try:
+                regular = _is_regular(file)
+            except OSError as error:
+                failed(error)
+                continue
             again = file.is_symlink() and os.path.realpath(file).startswith(inside)
-            if name.startswith(".") or again or not file.is_file():
-                left_out += 1
+            if name.startswith(".") or again or not regular:
+                left_out.others.append(str(file))
             elif not (output.holds(file) or (shards and name == "index.json")):
                 files.append(file)
-    return files, left_out
+    return files
+
+
+def _is_entered(folder: Path, output: Output) -> bool:
+    hidden = folder.name.startswith(".") or os.path.islink(folder)
+    try:
+        return not (hidden or output.is_parts_of_another(folder))
+    except PermissionError:  # of a look inside: said of the folder, when that is entered
+        return True
+
+
+def _is_regular(file: Path) -> bool:
+    """Not Path.is_file, which calls a file that cannot be looked at none in Python 3.14."""
+    try:
+        return stat.S_ISREG(os.stat(file).st_mode)
+    except FileNotFoundError:  # a link that leads nowhere
+        return False
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return False
+        raise
 
 
 def _kind(file: Path, format: str, named: bool) -> str:
@@ -169,6 +275,11 @@ def _kind(file: Path, format: str, named: bool) -> str:
                 f"INPUT has {file}, and {suffix} files are not supported: {what}; or take all files as text "
                 "with --format text"
             )
+    packed = PACKED.search(name)
+    if packed and packed.end() == len(name) and not any(name.endswith(one) for one in KINDS):
+        raise ConfigError(
+            f"INPUT has {file}, and {packed[0]} files are not supported: decompress it, or leave it out"
+        )
     if named and name.endswith(".json"):
         raise ConfigError(
             f"INPUT is {file}: for a JSON object a line, use --format jsonl; for a document as it is, use "
@@ -200,6 +311,15 @@ def _check_options(options: Options, files: list[_File]) -> None:
         require("streaming", extra="mds")
 
 
+def _check_part_bytes(part_bytes: int, total: int) -> None:
+    """Each part has three files and is read by a job of its own."""
+    if total > part_bytes * MOST_PARTS:
+        raise ConfigError(
+            f"--part-bytes is {part_bytes}, which divides the INPUT of {total} bytes into more than "
+            f"{MOST_PARTS} parts: use {-(-total // MOST_PARTS)} or more"
+        )
+
+
 def _texts(files: list[_File], part_bytes: int) -> list[Part]:
     """Text files in parts of about so many bytes; the files of one document stay together."""
     parts, some, size = [], [], 0
@@ -209,7 +329,8 @@ def _texts(files: list[_File], part_bytes: int) -> list[Part]:
         in_one = following and file.joined and file.joined == following.joined
         if not following or following.named != file.named or (size >= part_bytes and not in_one):
             paths, joined = tuple(one.path for one in some), tuple(one.joined for one in some)
-            parts.append(Part("text", paths, 0, -1, size, file.named, joined))
+            states = tuple(one.state for one in some)
+            parts.append(Part("text", paths, 0, -1, size, file.named, joined, states))
             some, size = [], 0
     return parts
 
@@ -226,7 +347,10 @@ def _records(files, options: Options) -> list[Part]:
             if file.kind == "mds":
                 shard_entry(Path(file.path))
             stretches = [(0, -1, file.size)]
-        parts += [Part(file.kind, (file.path,), *stretch, file.named) for stretch in stretches]
+        parts += [
+            Part(file.kind, (file.path,), *stretch, file.named, (), (file.state,))
+            for stretch in stretches
+        ]
     return parts
 
 

@@ -15,6 +15,9 @@ FORMATS = ("auto", "jsonl", "parquet", "text", "mds")
 PACKS = ("best-fit", "in-order", "as-is")
 LONGER = ("cut", "drop", "error")
 PART_BYTES = 32 * 2**20
+LEAST_PART_BYTES = 1024
+DOCUMENT_BYTES = 32 * 2**20
+MOST_WORKERS = 256
 SEED, BUFFER = 1234, 100000
 INT32 = 2**31 - 1
 
@@ -43,6 +46,9 @@ class Options:
     """Documents."""
     workers: int
     part_bytes: int
+    document_bytes: int
+    """A longer document is refused: tokenizing takes up to about 150 times as much memory."""
+    skip_unreadable: bool
     overwrite: bool
     keep_parts: bool
 
@@ -51,9 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to ``parser``."""
     add = parser.add_argument
     what = "jsonl (.gz, .bz2, .xz, .zst), parquet, text or MDS files, and folders of these or of source files"
-    add("inputs", type=Path, nargs="+", metavar="INPUT", help=what)
+    add("inputs", type=_path, nargs="+", metavar="INPUT", help=what)
     what = "a Hugging Face folder, a .gguf file or a sentencepiece .model"
-    add("--tokenizer", type=Path, required=True, metavar="PATH", help=what)
+    add("--tokenizer", type=_path, required=True, metavar="PATH", help=what)
     what = "tokens of a sample: --seq-length of the training"
     add("--seq-length", type=int, required=True, metavar="N", help=what)
     what = (
@@ -88,6 +94,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=int, metavar="N", help="processes that tokenize (one a core)")
     what = "of input that are tokenized, or lost by an interruption, at a time (%(default)s)"
     add("--part-bytes", type=int, default=PART_BYTES, metavar="N", help="bytes " + what)
+    what = "refuse documents of more bytes, for the memory that tokenizing them takes (%(default)s)"
+    add("--document-bytes", type=int, default=DOCUMENT_BYTES, metavar="N", help=what)
+    what = "leave out, and name, files and folders inside of an INPUT folder that cannot be read"
+    add("--skip-unreadable", action="store_true", help=what)
     add("--overwrite", action="store_true", help="replace a dataset that is there")
     what = "keep PREFIX.parts, to pack the same documents again in another way"
     add("--keep-parts", action="store_true", help=what)
@@ -99,11 +109,20 @@ def options_from(values: argparse.Namespace) -> Options:
     Raises:
         ConfigError: a value that cannot work.
     """
-    least = {"seq_length": 2, "long_only": 0, "buffer": 1, "workers": 1, "part_bytes": 1}
+    least = {
+        "seq_length": 2,
+        "long_only": 0,
+        "buffer": 1,
+        "workers": 1,
+        "part_bytes": LEAST_PART_BYTES,
+        "document_bytes": 1,
+    }
     for name, low in least.items():
         value = getattr(values, name)
         if value is not None and value < low:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}: use {low} or more")
+    if values.workers is not None and values.workers > MOST_WORKERS:
+        raise ConfigError(f"--workers is {values.workers}: use {MOST_WORKERS} or fewer")
     if values.seq_length > INT32:
         raise ConfigError(
             f"--seq-length is {values.seq_length}: Megatron's index holds {INT32} at most"
@@ -120,11 +139,24 @@ def options_from(values: argparse.Namespace) -> Options:
             )
     fields = dict(vars(values))
     fields = {name: fields[name] for name in Options.__dataclass_fields__}
-    fields["workers"] = values.workers or _cores()
+    fields["workers"] = values.workers or min(_cores(), MOST_WORKERS)
     fields["seed"] = SEED if values.seed is None else values.seed
     fields["buffer"] = values.buffer or BUFFER
     fields["output"] = prefix_of(os.fspath(values.output))
     return Options(**fields)
+
+
+def _path(text: str) -> Path:
+    """A path that is given; an empty one, of a shell variable that is not set, would be this folder."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty: name a file or a folder")
+    if "\0" in text:
+        raise argparse.ArgumentTypeError(f"is {text!r}, with a zero byte, which no name has")
+    if "://" in text and not os.path.exists(text):
+        raise argparse.ArgumentTypeError(
+            f"is {text}: download it, and name the file or folder here"
+        )
+    return Path(text)
 
 
 def _cores() -> int:

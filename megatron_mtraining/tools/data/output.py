@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -24,7 +26,11 @@ from ..common.atomic_output import LOCK, locked_folder
 FINAL = (".bin", ".json", ".idx")
 """Suffixes of what is left at the end, in the order in which they appear."""
 PARTS = ".parts"
-OURS = re.compile(rf"{LOCK}|new\.(bin|json|idx)|[0-9a-f]{{32}}\.(tokens|lengths|json)(\.partial)?")
+RECORD = "inputs"
+"""In PREFIX.parts: the states of the files that its parts are of."""
+OURS = re.compile(
+    rf"{LOCK}|new\.(bin|json|idx)|({RECORD}|[0-9a-f]{{32}}\.(tokens|lengths|json))(\.partial)?"
+)
 """Names in PREFIX.parts. A folder with others is not used, and nothing else is removed."""
 WRITER = "megatron_mtraining"
 """A key of every report of ours, and of no other file."""
@@ -47,6 +53,10 @@ def prefix_of(text: str) -> Path:
         ConfigError: it names a folder, or one of the dataset's files.
     """
     path = Path(text)
+    if "\0" in text:
+        raise ConfigError(
+            f"--output is {text!r}, with a zero byte, which no name has: name another prefix"
+        )
     if text.endswith(("/", os.sep)) or text.replace(os.sep, "/").split("/")[-1] in ("", ".", ".."):
         raise ConfigError(f"--output is {text!r}: give a prefix of files, such as data/books")
     for suffix in (".bin", ".idx"):
@@ -76,6 +86,7 @@ class Output:
         Raises:
             ConfigError: another run holds it, a file is there that may not be replaced, or cannot be written.
         """
+        self._overwrite = overwrite
         try:
             if not self.prefix.parent.is_dir():
                 raise ConfigError(
@@ -85,7 +96,7 @@ class Output:
             with locked_folder(self.parts, "--output"):
                 try:
                     self._remove_unfinished()
-                    self._refuse_existing(overwrite)
+                    self._refuse_existing()
                     yield
                 finally:
                     if self.parts.is_dir():
@@ -93,6 +104,8 @@ class Output:
                         if not any(path.suffix == ".json" for path in self.parts.iterdir()):
                             self.remove_parts()
         except OSError as error:
+            if not self._is_about(error):
+                raise  # another file, or standard output
             raise ConfigError(
                 f"--output is {self.prefix}, which cannot be written: {error.strerror or error}; parts that "
                 "are done are kept for the next run: make room, or name another prefix"
@@ -106,7 +119,17 @@ class Output:
                 "be removed at the end: name another prefix, or move it"
             )
 
-    def _refuse_existing(self, overwrite: bool) -> None:
+    def _is_about(self, error: OSError) -> bool:
+        """Whether it comes from writing here, and not from some file that was read meanwhile."""
+        if isinstance(error, BrokenPipeError):
+            return False
+        if not isinstance(error.filename, str | os.PathLike):  # of an open file
+            return True
+        file = Path(error.filename)
+        ours = (*self.final.values(), self.parts, self.prefix)
+        return file in (*ours, self.prefix.parent) or not {*ours}.isdisjoint(file.parents)
+
+    def _refuse_existing(self) -> None:
         output, report = self.prefix, self.final[".json"]
         is_dataset = _is_report(report) or _is_index(self.final[".idx"])
         for file in filter(os.path.lexists, reversed(self.final.values())):
@@ -114,7 +137,7 @@ class Output:
                 raise ConfigError(
                     f"--output is {output}, but {file} is a folder: name another prefix"
                 )
-            if not overwrite:
+            if not self._overwrite:
                 raise ConfigError(
                     f"--output is {output}, but {file} exists: name another prefix, or replace it with "
                     "--overwrite"
@@ -129,7 +152,11 @@ class Output:
         """Give the new dataset its final names, in place of an earlier one.
 
         What Megatron has cached of that would be taken for the new one's, and is removed.
+
+        Raises:
+            ConfigError: another program has written a file there meanwhile that may not be replaced.
         """
+        self._refuse_existing()
         cached = list(self.cache.glob(CACHED))
         for path in cached:
             path.unlink()
@@ -153,7 +180,8 @@ class Output:
     def remove_parts(self, *, but: list[str] | None = None) -> None:
         """Remove PREFIX.parts, or only the parts in it ``but`` those with these keys."""
         for path in self.parts.iterdir():
-            if OURS.fullmatch(path.name) and path.name != LOCK and path.stem not in (but or ()):
+            kept = (LOCK, RECORD, *but) if but is not None else (LOCK,)
+            if OURS.fullmatch(path.name) and path.stem not in kept:
                 path.unlink()
         if but is None:
             (self.parts / LOCK).unlink(missing_ok=True)
@@ -183,12 +211,22 @@ def _foreign(parts: Path) -> Path | None:
     except NotADirectoryError:
         return parts
     for path in (parts / name for name in names):
-        if not (OURS.fullmatch(path.name) and path.is_file()):
+        if not (OURS.fullmatch(path.name) and _is_regular(path)):
             return path
     return None
 
 
+def _is_regular(file: Path) -> bool:
+    """Neither a link, nor a pipe, which one would wait at."""
+    try:
+        return stat.S_ISREG(os.lstat(file).st_mode)
+    except OSError:
+        return False
+
+
 def _is_index(file: Path) -> bool:
+    if not _is_regular(file):
+        return False
     try:
         with open(file, "rb") as index:
             return index.read(len(INDEX)) == INDEX
@@ -198,7 +236,7 @@ def _is_index(file: Path) -> bool:
 
 def _is_report(file: Path) -> bool:
     try:
-        if file.stat().st_size > LARGEST_REPORT:
+        if not _is_regular(file) or file.stat().st_size > LARGEST_REPORT:
             return False
         about = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -224,11 +262,35 @@ class Parts:
         """What was counted in a part, or None if it is not done."""
         try:
             counts = json.loads(self._path(number, ".json").read_bytes())
-            sizes = counts["bytes"].items()
-            whole = all(self._path(number, name).stat().st_size == size for name, size in sizes)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except FileNotFoundError:
             return None
-        return counts if whole else None
+        except (OSError, ValueError, RecursionError):
+            counts = None
+        return counts if _are_counts(counts) else None
+
+    def is_whole(self, number: int, counts: dict) -> bool:
+        """Whether the files of a part that is done are those that were written, to the byte."""
+        try:
+            return all(_sum(self._path(number, name)) == counts["sums"][name] for name in SUMMED)
+        except OSError:
+            return False
+
+    def changed(self, files: dict) -> list[str]:
+        """Files of the run before that are others now, by path; and remember ``files`` for the next run.
+
+        Args:
+            files: states by path.
+        """
+        record = self.folder / RECORD
+        now = {path: list(vars(state).values()) for path, state in files.items()}
+        try:
+            before = json.loads(record.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            before = {}
+        before = before if isinstance(before, dict) else {}
+        with self._written(record) as file:
+            file.write(json.dumps(now).encode())
+        return [path for path, state in now.items() if before.get(path, state) != state]
 
     def lengths(self, number: int) -> np.ndarray:
         """Tokens of each document of a part: int64 ``[documents]``."""
@@ -243,27 +305,69 @@ class Parts:
 
         The file with the counts is written last, and makes the part done.
         """
-        lengths = []
-        with self._written(number, ".tokens") as file:
+        lengths, total = [], 0
+        with self._written(self._path(number, ".tokens")) as file:
             for ids in documents:
-                file.write(ids.tobytes())
+                data = ids.tobytes()
+                file.write(data)
+                total = zlib.crc32(data, total)
                 lengths.append(len(ids))
-        with self._written(number, ".lengths") as file:
-            file.write(np.array(lengths, np.int64).tobytes())
-        names = (".tokens", ".lengths")
-        counts["bytes"] = {name: self._path(number, name).stat().st_size for name in names}
-        with self._written(number, ".json") as file:
+        data = np.array(lengths, np.int64).tobytes()
+        with self._written(self._path(number, ".lengths")) as file:
+            file.write(data)
+        counts["sums"] = {".tokens": total, ".lengths": zlib.crc32(data)}
+        with self._written(self._path(number, ".json")) as file:
             file.write(json.dumps(counts).encode())
 
     @contextmanager
-    def _written(self, number: int, suffix: str):
-        path = self._path(number, suffix)
+    def _written(self, path: Path):
         partial = path.with_name(f"{path.name}.partial")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         try:
-            with open(partial, "wb") as file:
+            with open(os.open(partial, flags, 0o666), "wb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
+
+
+SUMMED = (".tokens", ".lengths")
+
+
+def _sum(file: Path) -> int:
+    """A checksum against accidents: a part of a disk that is full, or fails."""
+    total = 0
+    with open(file, "rb") as opened:
+        while data := opened.read(2**20):
+            total = zlib.crc32(data, total)
+    return total
+
+
+def _are_counts(counts) -> bool:
+    """Whether a file's content is what :meth:`Parts.write` has written."""
+    if not isinstance(counts, dict):
+        return False
+    names, sums = counts.get("skipped_names"), counts.get("sums")
+    return (
+        all(_is_count(counts.get(name)) for name in ("empty", "with_eod", "skipped"))
+        and isinstance(names, list)
+        and all(isinstance(name, str) for name in names)
+        and isinstance(sums, dict)
+        and all(_is_count(sums.get(name)) for name in SUMMED)
+        and all(_is_place(counts.get(name, 0)) for name in ("shortest", "longest"))
+    )
+
+
+def _is_count(value) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_place(value) -> bool:
+    """Tokens, file, number and document of one, or nothing where there is no document."""
+    if value is None:
+        return True
+    if not isinstance(value, list) or len(value) != 4 or not isinstance(value[1], str):
+        return False
+    return _is_count(value[0]) and _is_count(value[2]) and (value[3] is None or _is_count(value[3]))

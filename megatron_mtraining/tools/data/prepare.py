@@ -25,7 +25,7 @@ from .readers import Place
 from .tally import Tally
 from .tokenization import Encoder, Job, fingerprint, open_encoder, tokenize_all
 
-VERSION = 2
+VERSION = 3
 """Of what is kept of parts: that of another one is not used."""
 REPORTED = (
     "join",
@@ -39,6 +39,8 @@ REPORTED = (
     "part_bytes",
 )
 """Options that the report repeats."""
+TOLD = 10
+"""Changed files that are named."""
 OPEN_PARTS = 256
 """Parts whose files are open at a time."""
 
@@ -71,6 +73,11 @@ def prepare(options: Options) -> None:
         )
 
         def report() -> bytes:
+            if not tally.samples and tally.documents["short"] == tally.documents["read"]:
+                raise ConfigError(
+                    f"--long-only is {options.long_only}, and all {tally.documents['read']} documents have "
+                    "fewer tokens: lower it"
+                )
             if not tally.samples:
                 raise ConfigError(
                     f"--seq-length is {options.seq_length}, but all documents that are kept have only "
@@ -91,7 +98,6 @@ def prepare(options: Options) -> None:
 
 def _keys(options: Options, found: inputs.Inputs, encoder: Encoder) -> list[str]:
     """Names of the parts, see :class:`~megatron_mtraining.tools.data.output.Parts`."""
-    about = {name: (size, changed) for name, size, changed in found.files}
     shared = (
         VERSION,
         options.text_field,
@@ -100,8 +106,11 @@ def _keys(options: Options, found: inputs.Inputs, encoder: Encoder) -> list[str]
         encoder.eod,
         encoder.tokenizer.vocab_size,
     )
-    described = ((shared, part, [about[name] for name in part.files]) for part in found.parts)
-    return [hashlib.sha256(repr(one).encode()).hexdigest()[:32] for one in described]
+    described = (repr((shared, part)) for part in found.parts)
+    # A name may have bytes that are not UTF-8.
+    return [
+        hashlib.sha256(one.encode("utf-8", "surrogateescape")).hexdigest()[:32] for one in described
+    ]
 
 
 def _tokenize(options: Options, found: inputs.Inputs, parts: Parts, encoder: Encoder) -> None:
@@ -110,13 +119,17 @@ def _tokenize(options: Options, found: inputs.Inputs, parts: Parts, encoder: Enc
 
     job = Job(
         parts.folder, found.parts, parts.keys, options.tokenizer, options.eod, options.text_field,
-        options.pack == "as-is",
+        options.pack == "as-is", options.document_bytes,
     )  # fmt: skip
     todo = []
     total = sum(part.size for part in found.parts)
     with tqdm(total=total, desc="tokenize", unit="B", unit_scale=True, file=sys.stderr) as bar:
+        _tell_changes(bar, parts.changed(found.files), found)
         for number, part in enumerate(found.parts):
             counts = parts.done(number)
+            if counts is not None and not parts.is_whole(number, counts):
+                bar.write(f"a part of {part.files[0]} is broken: it is tokenized again", sys.stderr)
+                counts = None
             if counts is None:
                 todo.append(number)
             else:
@@ -131,6 +144,15 @@ def _tokenize(options: Options, found: inputs.Inputs, parts: Parts, encoder: Enc
             for number, counts in done:
                 _check_lengths(options, found.parts[number], counts)
                 bar.update(found.parts[number].size)
+
+
+def _tell_changes(bar, changed: list[str], found: inputs.Inputs) -> None:
+    """Say which files are not those that an interrupted run has read."""
+    for path in changed[:TOLD]:
+        size = found.files[path].size
+        bar.write(f"{path} ({size} bytes) has changed: it is tokenized again", sys.stderr)
+    if len(changed) > TOLD:
+        bar.write(f"so have {len(changed) - TOLD} other files", sys.stderr)
 
 
 def _check_lengths(options: Options, part: inputs.Part, counts: dict) -> None:
@@ -248,7 +270,7 @@ def _report(
         **tally.numbers(),
         "inputs": [str(path) for path in options.inputs],
         "files": len(found.files),
-        "bytes": sum(size for _, size, _ in found.files),
+        "bytes": sum(state.size for state in found.files.values()),
         **{name: getattr(options, name) for name in REPORTED},
         "seconds": round(seconds, 1),
         WRITER: __version__,

@@ -9,7 +9,9 @@ document is in, and the errors, which name file and record.
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
+import io
 import json
 import lzma
 import operator
@@ -25,12 +27,16 @@ import numpy as np
 from ...errors import ConfigError
 from ...requirements import first_line
 from .inputs import Part, compression, shard_entry
+from .options import DOCUMENT_BYTES
 
 TEXT, IDS, STRETCHES = "text", "input_ids", "indices"
 """Fields that are looked for; the last two are those of ProLong's packed datasets."""
 NOT_TEXT = object()
 """In place of the document of a file that is not UTF-8, found in a folder."""
 RECORD = {"jsonl": "line", "parquet": "row", "mds": "sample"}
+LINE = 8
+"""Bytes of a line, for each of the longest document: escapes take 6 for one, and there are other fields."""
+CHUNK = 2**20
 
 
 @dataclass(frozen=True)
@@ -57,23 +63,29 @@ class Place:
         return f"{self.file}, {RECORD[self.part.kind]} {number}{within}"
 
 
-def read(part: Part, field: str | None, stretches: bool) -> Iterator[tuple[Place, object]]:
+def read(
+    part: Part, field: str | None, stretches: bool, limit: int = DOCUMENT_BYTES
+) -> Iterator[tuple[Place, object]]:
     """The documents of a part with their places: strings, token ids ``[n]`` or :data:`NOT_TEXT`.
 
     Args:
         field: that documents are in; None for ``text``, or ``input_ids`` where there is no text.
+        limit: bytes of a document; a longer one is refused.
         stretches: take packed token ids apart into their documents, where the record has their bounds.
 
     Raises:
         ConfigError: a file cannot be read, or a record is broken.
     """
     if part.kind == "text":
-        yield from _texts(part)
+        yield from _texts(part, limit)
         return
-    for place, record in {"jsonl": _lines, "parquet": _rows, "mds": _samples}[part.kind](
-        part, field
-    ):
+    records = _lines(part, limit) if part.kind == "jsonl" else READERS[part.kind](part, field)
+    for place, record in records:
         content = _content(place, record, field)
+        if isinstance(content, str):
+            # No more than 4 bytes a character: short ones need not be encoded to know.
+            if 4 * len(content) > limit:
+                check_size(place, len(content.encode("utf-8", "surrogatepass")), limit)
         if stretches and not isinstance(content, str) and record.get(STRETCHES) is not None:
             for number, ids in enumerate(_taken_apart(place, content, record[STRETCHES])):
                 yield replace(place, document=number), ids
@@ -121,6 +133,19 @@ def _taken_apart(place: Place, ids: np.ndarray, stretches) -> Iterator[np.ndarra
         yield ids[start:stop]
 
 
+def check_size(what: Place | str, size: int, limit: int) -> None:
+    """Refuse a document that takes too much memory to tokenize.
+
+    Raises:
+        ConfigError: it has more bytes than ``limit``.
+    """
+    if size > limit:
+        raise ConfigError(
+            f"{what} is longer than --document-bytes ({limit}): divide it, leave it out, or raise the limit, "
+            "if each of the --workers may take about 150 times as many bytes of memory"
+        )
+
+
 @contextmanager
 def _named(name: str, library: str):
     """Errors of reading a file, as one line that names it."""
@@ -134,46 +159,57 @@ def _named(name: str, library: str):
         raise ConfigError(f"{name}, which {library} cannot read: {first_line(error)}") from None
 
 
-def _texts(part: Part) -> Iterator[tuple[Place, object]]:
+def _texts(part: Part, limit: int) -> Iterator[tuple[Place, object]]:
     for folder, files in groupby(zip(part.files, part.joined), key=lambda file: file[1]):
-        texts = []
+        texts, size = [], 0
         for name, _ in files:
-            text = _text(name, part.named)
+            text = _text(name, part.named, limit)
             if text is NOT_TEXT or not folder:
                 yield Place(part, name, 0), text
             else:
                 texts.append(text if text.endswith("\n") else text + "\n")
+                size += len(texts[-1].encode())
+                check_size(f"INPUT {folder}, with --join a document,", size, limit)
         if texts:
             yield Place(part, folder, 0), "".join(texts)
 
 
-def _text(name: str, named: bool):
-    with _named(name, "Python"):
-        data = Path(name).read_bytes()
+def _text(name: str, named: bool, limit: int):
+    with _named(name, "Python"), open(name, "rb") as file:
+        data = file.read(limit + 1)
+    whole = len(data) <= limit  # else the last character may be cut
     try:
-        text, at = data.decode("utf-8"), data.find(0)  # a zero byte is UTF-8, but in no text
+        text = codecs.getincrementaldecoder("utf-8")().decode(data, final=whole)
+        at = data.find(0)  # a zero byte is UTF-8, but in no text
     except UnicodeDecodeError as error:
         text, at = NOT_TEXT, error.start
     if at >= 0 and named:
         raise ConfigError(f"{name} is not UTF-8 text (byte {at}): convert it, or leave it out")
+    if at < 0:
+        check_size(name, len(data), limit)
     return NOT_TEXT if at >= 0 else text
 
 
-def _lines(part: Part, field: str | None) -> Iterator[tuple[Place, Mapping]]:
+def _lines(part: Part, limit: int) -> Iterator[tuple[Place, Mapping]]:
     (name,) = part.files
     with _opened(name) as file:
         position = part.start
         if position:
             # The line that the byte before is in belongs to the part before.
             file.seek(position - 1)
-            position += len(file.readline()) - 1
+            position += _skip_line(file) - 1
         count = 0
         while part.stop < 0 or position < part.stop:
-            line = file.readline()
+            line = file.readline(LINE * limit + 1)
             if not line:
                 break
             position += len(line)
             count += 1
+            if len(line) > LINE * limit:
+                raise ConfigError(
+                    f"{Place(part, name, count)} is longer than {LINE} times --document-bytes ({limit}): "
+                    "divide it, leave it out, or raise the limit"
+                )
             if line.strip():
                 yield Place(part, name, count), _json_object(Place(part, name, count), line)
 
@@ -189,21 +225,31 @@ def _json_object(place: Place, line: bytes) -> dict:
     return record
 
 
+def _skip_line(file) -> int:
+    """Read up to the end of a line, of any length; returns how many bytes that were."""
+    count = 0
+    while piece := file.readline(CHUNK):
+        count += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return count
+
+
 def _lines_before(name: str, start: int) -> int:
     """Lines of a file before the first that begins at byte ``start`` or later."""
     if not start:
         return 0
     count, left = 0, start - 1
     with open(name, "rb") as file:
-        while left and (data := file.read(min(left, 2**20))):
+        while left and (data := file.read(min(left, CHUNK))):
             count += data.count(b"\n")
             left -= len(data)
-        return count + bool(file.readline())
+        return count + bool(_skip_line(file))
 
 
 @contextmanager
 def _opened(name: str):
-    """A file of lines, decompressed. All these libraries refuse a file that ends too early."""
+    """A file of lines, decompressed. A file that ends too early, or goes on with other data, is an error."""
     with _named(name, "Python"), open(name, "rb") as raw:
         suffix = compression(name)
         try:
@@ -226,7 +272,48 @@ def _decompressed(raw, suffix: str):
         else:
             from backports import zstd
         return zstd.open(raw)
-    return {".gz": gzip, ".bz2": bz2, ".xz": lzma}[suffix].open(raw)
+    if suffix == ".gz":
+        return gzip.open(raw)
+    streams = _Streams(raw, bz2.BZ2Decompressor if suffix == ".bz2" else lzma.LZMADecompressor)
+    return io.BufferedReader(streams, CHUNK)
+
+
+class _Streams(io.RawIOBase):
+    """Compressed streams one after the other, all of them.
+
+    ``bz2.open`` and ``lzma.open`` take what follows a whole stream and does not begin as another one for the
+    end of the file: a damaged stream would be left out in silence, with all after it.
+    """
+
+    def __init__(self, raw, decompressor):
+        self._raw, self._new = raw, decompressor
+        self._stream, self._data = decompressor(), b""
+        self._begun, self._padding = False, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while True:
+            if self._stream.eof:
+                self._data = self._stream.unused_data
+                self._stream, self._begun = self._new(), False
+                self._padding = b"\0" if self._new is lzma.LZMADecompressor else b""
+            if not self._begun:
+                self._data = self._data.lstrip(self._padding) if self._padding else self._data
+            if not self._data and (self._stream.needs_input or not self._begun):
+                self._data = self._raw.read(CHUNK)
+                if not self._data and self._begun:
+                    raise EOFError("it ends before the end of a stream")
+                if not self._data:
+                    return 0
+                continue
+            self._begun = True
+            out = self._stream.decompress(self._data, len(buffer))
+            self._data = b""
+            if out:
+                buffer[: len(out)] = out
+                return len(out)
 
 
 def _rows(part: Part, field: str | None) -> Iterator[tuple[Place, Mapping]]:
@@ -280,3 +367,6 @@ def _samples(part: Part, field: str | None) -> Iterator[tuple[Place, Mapping]]:
             with _named(str(place), "mosaicml-streaming"):
                 record = reader[number]
             yield place, {key: record[key] if key in wanted else None for key in record}
+
+
+READERS = {"parquet": _rows, "mds": _samples}

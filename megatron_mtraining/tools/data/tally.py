@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..report.table import table
+from .inputs import NAMED, LeftOut
 from .packing import Piece
 
 DOCUMENTS = (
@@ -39,11 +40,11 @@ class Tally:
 
     Args:
         seq_length: tokens of a sample.
-        left_out: see :class:`~megatron_mtraining.tools.data.inputs.Inputs`.
+        left_out: of the folders.
     """
 
-    def __init__(self, seq_length: int, left_out: int = 0):
-        self.seq_length, self.left_out = seq_length, left_out
+    def __init__(self, seq_length: int, left_out: LeftOut | None = None):
+        self.seq_length, self.left_out = seq_length, left_out or LeftOut()
         self.documents, self.tokens = dict.fromkeys(DOCUMENTS, 0), dict.fromkeys(TOKENS, 0)
         self.documents["left_over"] = 0
         self.samples = self.of_one_document = self.skipped_files = 0
@@ -106,9 +107,12 @@ class Tally:
             "samples_of_one_document": self.of_one_document,
             "documents": self.documents,
             "tokens": self.tokens,
-            "left_out_in_folders": self.left_out,
+            "left_out_in_folders": len(self.left_out.others),
+            "left_out_names": _printable(self.left_out.others[:NAMED]),
+            "unreadable": len(self.left_out.unreadable),
+            "unreadable_names": _printable(self.left_out.unreadable[:NAMED]),
             "skipped_files": self.skipped_files,
-            "skipped_names": self.skipped_names[:100],
+            "skipped_names": _printable(self.skipped_names[:NAMED]),
             "histogram": self.histogram(),
         }
 
@@ -137,15 +141,28 @@ class Tally:
                 [_shown(row) for row in lengths],
             ),
         ]
-        if self.skipped_files:
-            names = ", ".join(self.skipped_names[:3]) + ", ..." * (self.skipped_files > 3)
-            parts.append(
-                f"{self.skipped_files} files that are not UTF-8 text were left out: {names}"
-            )
-        if self.left_out:
-            what = "hidden files, links and parts of unfinished runs"
-            parts.append(f"{self.left_out} {what} in folders were left out")
+        left_out = (
+            ("files that are not UTF-8 text", self.skipped_files, self.skipped_names),
+            ("files and folders that cannot be read", *_counted(self.left_out.unreadable)),
+            (
+                "hidden files, links and pipes, and unfinished runs,",
+                *_counted(self.left_out.others),
+            ),
+        )
+        for what, count, names in left_out:
+            if count:
+                told = ", ".join(_printable(names[:3])) + ", ..." * (count > 3)
+                parts.append(f"{count} {what} were left out: {told}")
         return "\n\n".join(parts)
+
+
+def _counted(names: list[str]) -> tuple[int, list[str]]:
+    return len(names), names
+
+
+def _printable(names: list[str]) -> list[str]:
+    """Names whose bytes are not UTF-8, or would move the cursor, in a form that can be shown."""
+    return [ascii(name)[1:-1] if not name.isprintable() else name for name in names]
 
 
 def _shown(row: tuple) -> tuple[str, ...]:

@@ -46,6 +46,10 @@ class Encoder:
         if isinstance(content, str):
             try:
                 ids = np.array(self.tokenizer.encode(content), np.int64)
+            except MemoryError:
+                raise ConfigError(
+                    f"{place} takes more memory to tokenize than there is: lower --document-bytes"
+                ) from None
             except Exception as error:
                 raise ConfigError(f"{place} cannot be tokenized: {first_line(error)}") from None
         size = self.tokenizer.vocab_size
@@ -64,6 +68,8 @@ def open_encoder(path: Path, eod: str | None) -> Encoder:
     Raises:
         ConfigError: it cannot be read, or has no such token.
     """
+    if os.path.exists(path) and not (path.is_dir() or path.is_file()):
+        raise ConfigError(f"--tokenizer is {path}, a pipe or a device: give a file or a folder")
     tokenizer = open_tokenizer(path, extra="data")
     number = tokenizer.eos if eod is None else tokenizer.id_of(eod)
     if number is None and eod is None:
@@ -95,7 +101,12 @@ def fingerprint(path: Path) -> str:
         named = file.suffix in (".json", ".model", ".txt", ".tiktoken", ".py")
         # Not lists of a model's weights or of data, which may be large.
         if named and file.is_file() and not file.name.endswith(".index.json"):
-            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+            try:
+                digest.update(os.fsencode(file.name) + b"\0" + file.read_bytes())
+            except OSError as error:
+                raise ConfigError(
+                    f"--tokenizer is {path}, whose {file.name} cannot be read: {error.strerror}"
+                ) from None
     return digest.hexdigest()
 
 
@@ -117,6 +128,7 @@ class Job:
     eod: str | None
     text_field: str | None
     as_is: bool
+    document_bytes: int
 
 
 def tokenize(job: Job, encoder: Encoder, number: int) -> dict:
@@ -132,8 +144,32 @@ def tokenize(job: Job, encoder: Encoder, number: int) -> dict:
     return counts
 
 
+def _check_unchanged(part: Part) -> None:
+    """Refuse files that are being written: what was read of them is neither the old content nor the new."""
+    for name, state in zip(part.files, part.states):
+        try:
+            now = os.stat(name)
+        except OSError as error:
+            raise ConfigError(f"{name} cannot be read: {error.strerror}") from None
+        if (now.st_size, now.st_mtime_ns) != (state.size, state.changed):
+            raise ConfigError(
+                f"INPUT has {name}, which changed while it was read ({state.size} bytes, now {now.st_size}): "
+                "run the same command again when it is complete"
+            )
+
+
+def _read(job: Job, part: Part) -> Iterator[tuple[Place, object]]:
+    """The documents of a part whose files are as they were when they were found."""
+    try:
+        yield from read(part, job.text_field, not job.as_is, job.document_bytes)
+    except ConfigError:
+        _check_unchanged(part)  # which explains the error
+        raise
+    _check_unchanged(part)
+
+
 def _documents(job: Job, encoder: Encoder, part: Part, counts: dict) -> Iterator[np.ndarray]:
-    for place, content in read(part, job.text_field, stretches=not job.as_is):
+    for place, content in _read(job, part):
         if content is NOT_TEXT:
             counts["skipped"] += 1
             if len(counts["skipped_names"]) < NAMED:

@@ -196,12 +196,12 @@ def test_folder_leaves_out_what_is_no_text_and_says_so(prepare, documents, tmp_p
 
 
 def test_joined_folder_is_one_document(prepare, tmp_path):
-    for name, texts in {"one": ["def f():\n", "b = 2"], "two": ["x\n" * 300, "y"]}.items():
+    for name, texts in {"one": ["def f():\n", "b = 2"], "two": ["x\n" * 600, "y"]}.items():
         (tmp_path / name).mkdir()
         for number, text in enumerate(texts):
             (tmp_path / name / f"{number}.py").write_text(text)
-    assert prepare(tmp_path / "one", tmp_path / "two", join=True, part_bytes=1, **IN_ORDER) == 0
-    joined = [ids_of("def f():\nb = 2\n"), ids_of("x\n" * 300 + "y\n")]
+    assert prepare(tmp_path / "one", tmp_path / "two", join=True, part_bytes=1024, **IN_ORDER) == 0
+    joined = [ids_of("def f():\nb = 2\n"), ids_of("x\n" * 600 + "y\n")]
     assert ids(tmp_path / "out") == in_order(joined, SEQ)
     assert report(tmp_path / "out")["documents"]["read"] == 2
 

@@ -166,14 +166,6 @@ def test_a_zstd_frame_that_ends_between_lines(prepare, documents, tmp_path, caps
     refused(capsys, [str(path), f"byte {size} of {size}"], prepare(path))
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read all")
-def test_folders_that_cannot_be_read(prepare, tmp_path, capsys):
-    (tmp_path / "in" / "closed").mkdir(parents=True)
-    (tmp_path / "in" / "a.txt").write_text("abc" * 200)
-    (tmp_path / "in" / "closed").chmod(0)
-    refused(capsys, [str(tmp_path / "in" / "closed"), "Permission"], prepare(tmp_path / "in"))
-
-
 def test_parquet_columns_of_other_types_are_named(prepare, tmp_path, capsys):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

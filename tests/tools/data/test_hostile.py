@@ -1,0 +1,403 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``mtraining data prepare`` with inputs of strangers: nothing hangs, and nothing is lost in silence."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from megatron_mtraining.tools.data import inputs as inputs_module
+from megatron_mtraining.tools.data import output as output_module
+from megatron_mtraining.tools.data import prepare as prepare_module
+from tests.support.data_cases import COMPRESS, IN_ORDER, ids, refused, report, write_jsonl
+from tests.support.permissions import permissions_hold
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def no_hang():
+    """A test that waits at a pipe fails."""
+
+    def fail(*_):
+        raise AssertionError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def files(folder) -> list[str]:
+    return sorted(path.name for path in folder.glob("out*"))
+
+
+# Compressed files
+
+
+@pytest.mark.parametrize("kind", COMPRESS)
+def test_what_follows_a_whole_stream_is_not_left_out(kind, prepare, documents, tmp_path, capsys):
+    """A second stream is read, one that is damaged or cut is an error, as is anything else."""
+    compress = COMPRESS[kind]()
+    lines = write_jsonl(tmp_path / "a", documents).read_bytes()
+    half = lines.index(b"\n", len(lines) // 2) + 1
+    first, second = compress(lines[:half]), compress(lines[half:])
+    path = tmp_path / f"a.{kind}"
+    path.write_bytes(first + compress(b"") + second)
+    assert prepare(path, **IN_ORDER) == 0
+    expected = ids(tmp_path / "out")
+    assert prepare(tmp_path / "a", format="jsonl", output="b", **IN_ORDER) == 0
+    assert ids(tmp_path / "b") == expected
+    capsys.readouterr()
+    for rest in (b"\xff" + second[1:], b"garbage", b"\n", second[:3], second[:-1]):
+        path.write_bytes(first + rest)
+        status = prepare(path, output="c")
+        refused(capsys, [str(path), "decompressed", f"of {len(first + rest)}"], status)
+    assert not list(tmp_path.glob("c.*"))
+
+
+def test_padding_of_xz_is_no_garbage(prepare, documents, tmp_path):
+    compress = COMPRESS["jsonl.xz"]()
+    data = compress(write_jsonl(tmp_path / "a", documents).read_bytes())
+    (tmp_path / "a.jsonl.xz").write_bytes(data + b"\0" * 8 + data + b"\0" * 4)
+    assert prepare(tmp_path / "a.jsonl.xz") == 0
+    assert report(tmp_path / "out")["documents"]["read"] == 2 * len(documents)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.lzma", "a.parquet.gz", "a.ndjson.zip", "A.JSONL.Z"])
+def test_data_in_other_compressions_is_refused_in_folders(name, prepare, tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("abc" * 200)
+    (tmp_path / "in" / name).write_bytes(b"\xff")
+    refused(capsys, [name, "decompress it"], prepare(tmp_path / "in"))
+
+
+# What cannot be read
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "in"
+    (folder / "closed").mkdir(parents=True)
+    (folder / "a.txt").write_text("abc" * 200)
+    (folder / "closed" / "b.txt").write_text("abc" * 200)
+    yield folder
+    (folder / "closed").chmod(0o755)
+
+
+@pytest.mark.parametrize("mode", [0, 0o111, 0o444])
+def test_folders_that_cannot_be_read(mode, folder, prepare, tmp_path, capsys):
+    """Or listed, or searched: an error, or counted and named."""
+    closed = folder / "closed"
+    closed.chmod(mode)
+    with permissions_hold():
+        refused(capsys, [str(closed), "Permission", "--skip-unreadable"], prepare(folder))
+        assert not files(tmp_path)
+        assert prepare(folder, skip_unreadable=True) == 0
+    assert "1 files and folders that cannot be read were left out" in capsys.readouterr().out
+    about = report(tmp_path / "out")
+    assert about["unreadable"] == 1 and about["unreadable_names"][0].startswith(str(closed))
+
+
+def test_files_that_cannot_be_read(folder, prepare, tmp_path, capsys):
+    file = folder / "closed" / "b.txt"
+    file.chmod(0)
+    with permissions_hold():
+        refused(capsys, [str(file), "Permission", "--skip-unreadable"], prepare(folder))
+        status = prepare(file, skip_unreadable=True)  # named: no doubt that it is wanted
+        refused(capsys, [str(file), "Permission"], status)
+        assert prepare(folder, skip_unreadable=True) == 0
+        assert report(tmp_path / "out")["unreadable_names"] == [str(file)]
+        (folder / "a.txt").unlink()
+        status = prepare(folder, skip_unreadable=True, output="b")
+        refused(capsys, ["no file that can be read", str(file)], status)
+        (folder / "closed").chmod(0)
+        refused(capsys, [str(file), "Permission"], prepare(file, output="b"))
+
+
+def test_a_tokenizer_that_cannot_be_read(prepare, tokenizer, documents, tmp_path, capsys):
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    mine = tmp_path / "tokenizer"
+    mine.mkdir()
+    for file in tokenizer.iterdir():
+        (mine / file.name).write_bytes(file.read_bytes())
+    (mine / "notes.txt").write_text("of a stranger")
+    (mine / "notes.txt").chmod(0)
+    with permissions_hold():
+        status = prepare(given, tokenizer=mine)
+        refused(capsys, ["--tokenizer", "notes.txt", "Permission"], status)
+
+
+def test_what_is_left_out_of_folders_is_named(folder, prepare, tmp_path, capsys):
+    os.mkfifo(folder / "pipe")
+    (folder / ".hidden").write_text("")
+    (folder / "nowhere").symlink_to("gone")
+    (folder / "round").symlink_to("round")
+    (folder / "again.txt").symlink_to("a.txt")
+    assert prepare(folder) == 0
+    names = sorted(os.path.basename(name) for name in report(tmp_path / "out")["left_out_names"])
+    assert names == [".hidden", "again.txt", "nowhere", "pipe", "round"]
+    assert "5 hidden files, links and pipes" in capsys.readouterr().out
+
+
+# Pipes and devices
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet", "a.mds"])
+def test_pipes_as_input(name, prepare, tmp_path, capsys):
+    os.mkfifo(tmp_path / name)
+    status = prepare(tmp_path / name)
+    refused(capsys, [name, "a pipe or a device", "into a file"], status)
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "/dev/full", "/dev/null"])
+def test_devices_as_input(name, prepare, capsys):
+    refused(capsys, [name, "a pipe or a device"], prepare(name))
+
+
+@pytest.mark.parametrize("name", ["a.model", "tokenizer.json", "pipe"])
+def test_pipes_as_tokenizer(name, prepare, documents, tmp_path, capsys):
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    os.mkfifo(tmp_path / name)
+    status = prepare(given, tokenizer=tmp_path / name)
+    refused(capsys, ["--tokenizer", name, "a pipe or a device"], status)
+
+
+@pytest.mark.parametrize("suffix", ["bin", "json", "idx"])
+def test_pipes_in_place_of_the_output(suffix, prepare, documents, tmp_path, capsys):
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    os.mkfifo(tmp_path / f"out.{suffix}")
+    for overwrite in ({}, {"overwrite": True}):
+        refused(capsys, [f"out.{suffix}"], prepare(given, **overwrite))
+    assert files(tmp_path) == [f"out.{suffix}"]
+
+
+# Limits
+
+
+def test_long_documents_are_refused_before_they_take_memory(prepare, tmp_path, capsys):
+    """The one limit holds for text, folders that are joined, records, and lines without an end."""
+    texts = tmp_path / "in"
+    texts.mkdir()
+    (texts / "a.txt").write_text("é" * 400)
+    (texts / "b.txt").write_text("é" * 400)
+    limit = {"document_bytes": 1000, "seq_length": 100}
+    assert prepare(texts, **limit) == 0
+    status = prepare(texts, output="b", join=True, **limit)
+    refused(capsys, [str(texts), "--document-bytes (1000)"], status)
+    (texts / "c.txt").write_text("é" * 501)  # cut within a character by the limit
+    refused(capsys, ["c.txt", "--document-bytes (1000)"], prepare(texts, output="b", **limit))
+    lines = write_jsonl(tmp_path / "a.jsonl", ["fits", "é" * 501])
+    status = prepare(lines, output="b", **limit)
+    refused(capsys, ["a.jsonl, line 2", "--document-bytes (1000)"], status)
+    lines.write_text('{"text": "' + "a" * 10000)
+    status = prepare(lines, output="b", part_bytes=1024, **limit)
+    refused(capsys, ["a.jsonl, line 1", "8 times --document-bytes"], status)
+
+
+def test_binary_files_that_are_large_are_no_text(prepare, tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("abc" * 200)
+    (tmp_path / "in" / "b").write_bytes(b"\xff" * 5000)
+    assert prepare(tmp_path / "in", document_bytes=1000) == 0
+    assert report(tmp_path / "out")["skipped_files"] == 1
+
+
+def test_too_many_parts(prepare, documents, tmp_path, capsys, monkeypatch):
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    refused(capsys, ["--part-bytes is 1:", "1024 or more"], prepare(given, part_bytes=1))
+    monkeypatch.setattr(inputs_module, "MOST_PARTS", 5)
+    least = -(-given.stat().st_size // 5)
+    status = prepare(given, part_bytes=1024)
+    refused(capsys, ["--part-bytes is 1024", "5 parts", f"use {least} or more"], status)
+    assert prepare(given, part_bytes=least) == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"workers": 10**9}, ["--workers is 1000000000", "256"]),
+        ({"document_bytes": 0}, ["--document-bytes is 0"]),
+        ({"long_only": 10**9}, ["--long-only is 1000000000", "lower it"]),
+        ({"output": "a\0b"}, ["--output", "zero byte"]),
+    ],
+)
+def test_values_out_of_bounds(wrong, named, prepare, documents, tmp_path, capsys):
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    refused(capsys, named, prepare(given, **wrong))
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("", "is empty"), (" ", "is empty"), ("a\0b", "zero byte"), ("s3://bucket/a", "download it")],
+)
+def test_words_that_are_no_paths(text, named, prepare, tmp_path, capsys, monkeypatch):
+    """An empty word, of a shell variable that is not set, is not this folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("abc" * 200)
+    for run in (lambda: prepare(text), lambda: prepare("a.txt", tokenizer=text)):
+        with pytest.raises(SystemExit) as ended:
+            run()
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert ended.value.code == 2 and named in error
+    assert not files(tmp_path)
+
+
+# Interrupted runs
+
+
+def interrupted(prepare, monkeypatch, *given, **options) -> None:
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "_kept", interrupt)
+        assert prepare(*given, **options) == 130
+
+
+def spoilt(counts: dict) -> dict[str, str]:
+    """Contents of a part's file of counts that no run has written."""
+    values = {
+        "list": [], "dict": {}, "number": 5, "sums": {"sums": []},
+        "text for a number": counts | {"empty": "5"}, "negative": counts | {"empty": -5},
+        "names": counts | {"skipped_names": 5}, "place": counts | {"longest": [1]},
+        "not a number": counts | {"with_eod": float("nan")},
+    }  # fmt: skip
+    return {
+        **{name: json.dumps(value) for name, value in values.items()},
+        **{"empty": "", "cut": json.dumps(counts)[:-5], "deep": "[" * 200000, "bytes": "\udcff"},
+    }
+
+
+def test_broken_parts_are_tokenized_again(prepare, documents, tmp_path, capsys, monkeypatch):
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    options = {"part_bytes": 5000}
+    assert prepare(given, output="whole", **options) == 0
+    expected = (tmp_path / "whole.bin").read_bytes()
+    interrupted(prepare, monkeypatch, given, **options)
+    counts = min((tmp_path / "out.parts").glob("*.json"))
+    good = counts.read_text()
+    number = len(list(counts.parent.glob("*.json")))
+    for name, content in spoilt(json.loads(good)).items():
+        counts.write_bytes(content.encode("utf-8", "surrogateescape"))
+        capsys.readouterr()
+        interrupted(prepare, monkeypatch, given, **options)
+        assert f"going on: {number - 1} of {number}" in capsys.readouterr().err, name
+        assert counts.read_text() == good, name
+    for suffix in (".lengths", ".tokens"):  # of the same size
+        file = counts.with_suffix(suffix)
+        data = np.fromfile(file, np.uint8)
+        data[3] ^= 1
+        data.tofile(file)
+        interrupted(prepare, monkeypatch, given, **options)
+        assert "a part of" in (err := capsys.readouterr().err) and "is broken" in err
+    assert prepare(given, **options) == 0
+    assert (tmp_path / "out.bin").read_bytes() == expected
+
+
+@pytest.mark.parametrize("place", ["head", "tail"])
+def test_a_changed_file_is_named_and_read_again(
+    place, prepare, documents, tmp_path, capsys, monkeypatch
+):
+    """Also one that has the size and the time that it had."""
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    same = write_jsonl(tmp_path / "b.jsonl", documents)
+    interrupted(prepare, monkeypatch, given, same)
+    about, data = given.stat(), bytearray(given.read_bytes())
+    assert len(data) < inputs_module.ENDS
+    at = data.index(b'"text": "') + 9 if place == "head" else len(data) - 4
+    data[at : at + 1] = b"Z"
+    given.write_bytes(data)
+    os.utime(given, ns=(about.st_atime_ns, about.st_mtime_ns))
+    capsys.readouterr()
+    assert prepare(given, same) == 0
+    error = capsys.readouterr().err
+    assert f"{given} ({len(data)} bytes) has changed: it is tokenized again" in error
+    assert f"{same} (" not in error and "going on: 1 of 2" in error
+    assert prepare(given, same, output="b") == 0
+    assert (tmp_path / "b.bin").read_bytes() == (tmp_path / "out.bin").read_bytes()
+
+
+@pytest.mark.parametrize("how", ["grown", "cut", "gone"])
+def test_a_file_that_changes_while_it_is_read(
+    how, prepare, documents, tmp_path, capsys, monkeypatch
+):
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    data, tokenize = given.read_bytes(), prepare_module._tokenize
+
+    def changed(*args):
+        given.write_bytes(data + b'{"text": "more"}\n' if how == "grown" else data[:5000])
+        if how == "gone":
+            given.unlink()
+        tokenize(*args)
+
+    monkeypatch.setattr(prepare_module, "_tokenize", changed)
+    named = "cannot be read" if how == "gone" else "changed while it was read"
+    refused(capsys, [str(given), named], prepare(given))
+    assert not list(tmp_path.glob("out.[bij]*"))
+
+
+def test_a_dataset_that_appears_meanwhile_stays(prepare, documents, tmp_path, capsys, monkeypatch):
+    """Of a program that does not ask for our lock."""
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    kept = prepare_module._kept
+
+    def slow(*args):
+        (tmp_path / "out.bin").write_text("another's")
+        return kept(*args)
+
+    monkeypatch.setattr(prepare_module, "_kept", slow)
+    refused(capsys, ["out.bin exists", "--overwrite"], prepare(given))
+    assert (tmp_path / "out.bin").read_text() == "another's"
+    assert not (tmp_path / "out.idx").exists()
+
+
+def test_links_among_the_parts_are_not_followed(prepare, documents, tmp_path, capsys, monkeypatch):
+    """The folder is closed to others, and what is in it already has to be a file."""
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    interrupted(prepare, monkeypatch, given)
+    parts = tmp_path / "out.parts"
+    parts.chmod(0o777)
+    counts = next(parts.glob("*.json"))
+    link = parts / f"{counts.stem}.tokens.partial"
+    (tmp_path / "other").write_text("other")
+    link.symlink_to(tmp_path / "other")
+    capsys.readouterr()
+    refused(capsys, [str(link)], prepare(given))
+    assert (tmp_path / "other").read_text() == "other"
+    link.unlink()
+    interrupted(prepare, monkeypatch, given)
+    assert parts.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(FileExistsError):
+        with output_module.Parts(parts, [])._written(parts / "new"):
+            (parts / "new.partial").unlink()
+            (parts / "new.partial").symlink_to(tmp_path / "other")
+            with output_module.Parts(parts, [])._written(parts / "new"):
+                raise AssertionError
+    assert (tmp_path / "other").read_text() == "other"
+
+
+# Names
+
+
+def test_names_that_are_not_text(prepare, documents, tmp_path, capsys):
+    """They are read and written as they are, and shown in a way that a terminal can."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    names = [b"\xff\xfe.txt", b"new\nline.txt", b"\x1b[2J.txt"]
+    for name in names:
+        (folder / os.fsdecode(name)).write_text("abc" * 200)
+        (folder / os.fsdecode(name[:-4])).write_bytes(b"\xff")
+    assert prepare(folder, output=os.fsdecode(b"out\xff")) == 0
+    out = capsys.readouterr().out
+    assert out.isascii() and "\x1b" not in out
+    assert report(tmp_path / os.fsdecode(b"out\xff"))["documents"]["read"] == 3
+    status = prepare(folder / os.fsdecode(names[1][:-4]), output="b")
+    refused(capsys, ["new\\nline is not UTF-8"], status)
+    status = prepare(folder / os.fsdecode(names[2][:-4]), output="b")
+    refused(capsys, ["\\x1b[2J is not UTF-8"], status)
