@@ -125,7 +125,7 @@ def test_interrupted_before_the_command_is_known(tmp_path):
 
 def test_what_other_libraries_fail_at_in_the_end_is_not_said(command):
     top = "class Broken:\n    def __del__(self):\n        raise TypeError('of a library')\n"
-    body = "from megatron_mtraining import ConfigError\nsys.kept = Broken()\nraise ConfigError('a')"
+    body = "from megatron_mtraining import ConfigError\nglobals()['kept'] = Broken()\nraise ConfigError('a')"
     status, error = ended(command(body, top))
     assert (status, error) == (2, "mtraining plan: a\n")
 

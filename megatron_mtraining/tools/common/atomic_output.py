@@ -19,7 +19,7 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -89,19 +89,22 @@ def atomic_folder(
 
 @contextmanager
 def atomic_files(
-    folder: Path, *, option: str = "--output", overwrite: bool = True
+    folder: Path, *, option: str = "--output", overwrite: bool = True, names: Iterable[str] = ()
 ) -> Iterator[Path]:
     """A new folder to write into, whose files move into ``folder`` if the context ends without an exception.
 
     Other files in ``folder`` stay; those of the same names are replaced. It is made if it is not there.
 
-    Args, Raises: as for :func:`atomic_file`.
+    Args, Raises: as for :func:`atomic_file`. ``names`` are those of files that are known before, and looked
+        for before writing, not only before moving.
     """
+    check = _refuse_existing(option, overwrite, "folder", of_files=True)
     with _private_folder(folder / ".partial", folder, option) as private:
+        for name in names:
+            check(folder / name)
         new = private / NEW
         new.mkdir()
         yield new
-        check = _refuse_existing(option, overwrite, "file")
         files = sorted(new.iterdir())
         for file in files:
             check(folder / file.name)
@@ -241,7 +244,7 @@ def _put_back(target: Path, old: Path) -> bool:
     return True
 
 
-def _refuse_existing(option: str, overwrite: bool, kind: str) -> Check:
+def _refuse_existing(option: str, overwrite: bool, kind: str, *, of_files: bool = False) -> Check:
     def check(path: Path) -> None:
         if not os.path.lexists(path):
             return
@@ -249,8 +252,10 @@ def _refuse_existing(option: str, overwrite: bool, kind: str) -> Check:
             raise ConfigError(
                 f"{option} is {path}, which exists: name another {kind}, or --overwrite it"
             )
-        if os.path.isdir(path) and not os.path.islink(path) and kind == "file":
+        if os.path.isdir(path) and not os.path.islink(path) and (kind == "file" or of_files):
             raise ConfigError(f"{option} is {path}, which is a folder: name a file")
+        if of_files:
+            return
         if not os.path.isdir(path) and kind == "folder":
             raise ConfigError(f"{option} is {path}, which is no folder: name another")
 

@@ -40,6 +40,19 @@ def ends_as_exceptions():
             signal.signal(number, signal.SIG_DFL)
 
 
+@contextmanager
+def interrupts_ignored():
+    """Ignore Ctrl-C, and have processes that are started ignore it as long as they live."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _raise(number: int, frame) -> None:
     for other in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(other) is _raise:

@@ -6,12 +6,10 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
-import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +18,7 @@ import numpy as np
 from ...errors import ConfigError
 from ...models.tokenizer import Tokenizer, open_tokenizer
 from ...requirements import first_line
+from ..common.signals import interrupts_ignored
 from .inputs import Part
 from .output import Parts
 from .readers import NOT_TEXT, Place, read
@@ -208,7 +207,7 @@ def tokenize_all(
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(job,))
     try:
-        with _interrupts_ignored():  # in the workers: this process ends them
+        with interrupts_ignored():  # in the workers: this process ends them
             futures = {pool.submit(_tokenize, number): number for number in numbers}
         for future in as_completed(futures):
             yield futures[future], future.result()
@@ -222,19 +221,6 @@ def tokenize_all(
             if process not in others:
                 process.terminate()
         pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _interrupts_ignored():
-    """Ignore Ctrl-C, and have processes that are started ignore it as long as they live."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 _job: Job

@@ -2,5 +2,5 @@
 """Train a small Megatron-Core model on this machine, dense and sparse, and compare the two.
 
 ``command`` runs everything, ``options`` is what a user can set, ``text`` the training text, ``model`` the
-GPTModel and its loss, ``train`` what each process does, ``results`` the table and the pictures.
+GPTModel and its loss, ``ranks`` the processes, ``train`` what each does, ``results`` table and pictures.
 """

@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 
 from ...requirements import require
+from ..common.atomic_output import atomic_files
 from .options import HEAD_DIM, Options, add_arguments, options_from
 
-__all__ = ["add_arguments", "run"]  # the interface of a subcommand of megatron_mtraining.tools.cli
+# The interface of a subcommand, see tools.cli
+__all__ = ["add_arguments", "run", "when_ended"]
 
 
 def run(args) -> int:
@@ -21,34 +23,34 @@ def run(args) -> int:
         ConfigError: a package is missing, an option cannot work, or there is not enough text.
     """
     require("megatron.core", "sentencepiece", "matplotlib", "tqdm", extra="quickstart")
-    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
-
-    from .results import write_results
+    from .ranks import RankFailed
+    from .results import FILES, write_results
     from .text import write_sequences
 
     options = options_from(args)
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="mtraining-quickstart-") as name:
-        folder = Path(name)
-        write_sequences(folder, options.steps, options.seq_length)
-        try:
+    try:
+        with (
+            # First: whether results can be written there is known before training.
+            atomic_files(options.output, overwrite=options.overwrite, names=FILES) as output,
+            tempfile.TemporaryDirectory(prefix="mtraining-quickstart-") as name,
+        ):
+            folder = Path(name)
+            write_sequences(folder, options.steps, options.seq_length)
             train(options, folder)
-        except (ProcessRaisedException, ProcessExitedException) as error:
-            print(
-                f"mtraining quickstart: process {error.error_index} failed:\n{error}",
-                file=sys.stderr,
-            )
-            return 1
-        write_results(options, folder)
-    print(f"\nTook {time.perf_counter() - started:.0f} s. Pictures: {options.output.resolve()}")
+            text = write_results(options, folder, output)
+    except RankFailed as error:
+        print(f"{error.details}mtraining quickstart: {error}", file=sys.stderr)
+        return 1
+    print(
+        f"\n{text}\n\nTook {time.perf_counter() - started:.0f} s. Pictures: {options.output.resolve()}"
+    )
     return 0
 
 
 def train(options: Options, folder: Path) -> None:
     """Run the training processes on the text in ``folder``; when one fails the others are stopped."""
-    import torch.multiprocessing as processes
-
-    from .train import worker
+    from .ranks import run_ranks
 
     link = "GPUs, NCCL" if options.device == "cuda" else "CPU processes, gloo"
     print(
@@ -63,5 +65,9 @@ def train(options: Options, folder: Path) -> None:
             "faster; the kernels that skip them need a GPU",
             flush=True,
         )
-    # Daemons end with this process, whatever ends it.
-    processes.spawn(worker, (options, str(folder)), options.processes, daemon=True)
+    run_ranks(options, folder)
+
+
+def when_ended(args) -> str:
+    """What a run leaves that is interrupted."""
+    return f"no results were written to {args.output}"

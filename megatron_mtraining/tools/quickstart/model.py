@@ -23,11 +23,14 @@ from .text import VOCABULARY
 
 
 @contextmanager
-def context_parallel(size: int, seed: int):
+def context_parallel(size: int, options: Options):
     """Megatron's process groups with ``size`` context-parallel ranks, while the context lasts."""
-    parallel_state.initialize_model_parallel(context_parallel_size=size)
+    # They do not take over the timeout of the group of all ranks.
+    parallel_state.initialize_model_parallel(
+        context_parallel_size=size, distributed_timeout_minutes=options.timeout / 60
+    )
     try:
-        model_parallel_cuda_manual_seed(seed)
+        model_parallel_cuda_manual_seed(options.seed)
         yield
     finally:
         parallel_state.destroy_model_parallel()

@@ -13,6 +13,8 @@ from ...config import ConfigError, MTrainingConfig
 
 HEAD_DIM = 64
 WINDOW, BLOCK_SIZE = 64, 64
+MOST_SECONDS = 86400
+MOST_SEED = 2**31 - 1
 AT_LEAST = dict(steps=2, processes=1, layers=1, heads=1)
 
 
@@ -27,7 +29,10 @@ class Options:
     layers: int
     heads: int
     seed: int
+    timeout: float
+    """Seconds that a process waits for the others."""
     output: Path
+    overwrite: bool
     sparse: MTrainingConfig
 
     @property
@@ -57,7 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--vertical", type=int, default=48, help="key columns per head (%(default)s)")
     add("--slash", type=int, default=8, help="token diagonals per head (%(default)s)")
     add("--seed", type=int, default=1234, help="seed of the weights (%(default)s)")
-    add("--output", type=Path, default=Path("quickstart-out"), help="output folder (%(default)s)")
+    what = "seconds that a process waits for the others, in each exchange (%(default)s)"
+    add("--timeout", type=float, default=300, help=what)
+    add("--output", default="quickstart-out", help="output folder (%(default)s)")
+    add("--overwrite", action="store_true", help="replace the results in the output folder")
 
 
 def options_from(values: argparse.Namespace) -> Options:
@@ -80,17 +88,16 @@ def options_from(values: argparse.Namespace) -> Options:
     for name, least in AT_LEAST.items():
         if getattr(values, name) < least:
             raise ConfigError(f"--{name} is {getattr(values, name)}: use {least} or more")
+    if not 1 <= values.timeout <= MOST_SECONDS:  # nor "nan"
+        raise ConfigError(f"--timeout is {values.timeout}: use 1 to {MOST_SECONDS} seconds")
+    if not 0 <= values.seed <= MOST_SEED:
+        raise ConfigError(f"--seed is {values.seed}: use 0 to {MOST_SEED}")
+    if not values.output.strip() or "\0" in values.output:
+        raise ConfigError(f"--output is {values.output!r}: name a folder")
     seq_length = values.seq_length
     if seq_length is None:  # rounded up to a multiple that any number of processes can share
         multiple = BLOCK_SIZE * values.processes
         seq_length = -(-(8192 if on_gpu else 2048) // multiple) * multiple
-    try:
-        values.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:  # now, not after all the training
-        raise ConfigError(
-            f"--output is {values.output}, which cannot be made a folder "
-            f"({error.strerror or error}): name another"
-        ) from None
     try:
         sparse = MTrainingConfig.from_options(
             vertical=values.vertical, slash=values.slash, window=WINDOW, block_size=BLOCK_SIZE
@@ -100,5 +107,6 @@ def options_from(values: argparse.Namespace) -> Options:
         # The backend's options have a prefix that this command's do not have.
         text = str(error).replace("--mtraining-", "--")
         raise ConfigError(text.replace("--context-parallel-size", "--processes")) from None
-    same = {name: getattr(values, name) for name in (*AT_LEAST, "seed", "output")}
-    return Options(device=device, seq_length=seq_length, sparse=sparse, **same)
+    same = {name: getattr(values, name) for name in (*AT_LEAST, "seed", "timeout", "overwrite")}
+    output = Path(values.output)
+    return Options(device=device, seq_length=seq_length, sparse=sparse, output=output, **same)

@@ -13,13 +13,14 @@ from ..report import pictures
 from ..report.table import table
 from .options import Options
 
+FILES = ("table.txt", "runs.json", "loss.png", "pattern.png", "patterns.png", "work.png")
+"""What is written."""
 
-def write_results(options: Options, folder: Path) -> None:
-    """Print the table of the runs in ``folder``, and write it with all pictures into ``options.output``."""
+
+def write_results(options: Options, folder: Path, output: Path) -> str:
+    """Write the table of the runs in ``folder``, and all pictures, into ``output``; returns the table."""
     runs = json.loads((folder / "runs.json").read_text())
-    output = options.output
     text = summary(options, runs)
-    print(f"\n{text}", flush=True)
     (output / "table.txt").write_text(text + "\n", encoding="utf-8")
     (output / "runs.json").write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
 
@@ -45,6 +46,7 @@ def write_results(options: Options, folder: Path) -> None:
         np.sum(runs["dense"]["work"]),
         "Attention work in the last step of the sparse run, all layers and heads",
     )
+    return text
 
 
 def summary(options: Options, runs: dict) -> str:

@@ -68,7 +68,7 @@ def worker(rank: int, options: Options, folder: str) -> None:
         init_method=(Path(folder).absolute() / "rendezvous").as_uri(),
         rank=rank,
         world_size=options.processes,
-        timeout=timedelta(minutes=5),
+        timeout=timedelta(seconds=options.timeout),
     )
     try:
         with megatron_on_cpu(not on_gpu):
@@ -85,9 +85,9 @@ def compare_runs(rank: int, options: Options, folder: Path) -> None:
     files = (folder / name for name in ("train.npy", "held_out.npy"))
     sequences, held_out = (torch.from_numpy(np.load(file)).to(options.device) for file in files)
     runs, weights = {}, None
-    with context_parallel(1, options.seed):
+    with context_parallel(1, options):
         expected = megatron_losses(options, None, sequences[:1]) if rank == 0 else []
-    with context_parallel(options.processes, options.seed):
+    with context_parallel(options.processes, options):
         for name in ("dense", "sparse"):
             model = build(options, options.processes, getattr(options, name))
             if name == "dense":
@@ -102,7 +102,7 @@ def compare_runs(rank: int, options: Options, folder: Path) -> None:
                 dense_losses, weights = losses, model.state_dict()
             elif rank == 0:
                 np.save(folder / "patterns.npy", pictures_of(indices[-options.layers :]))
-    with context_parallel(1, options.seed):
+    with context_parallel(1, options):
         if rank == 0:
             expected = megatron_losses(options, weights, held_out)
             check_agreement(rank, options, "trained", expected, dense_losses)

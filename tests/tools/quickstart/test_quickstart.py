@@ -16,9 +16,11 @@ import pytest
 
 from megatron_mtraining import ConfigError
 from megatron_mtraining.tools import cli
-from megatron_mtraining.tools.quickstart import text
+from megatron_mtraining.tools.common.atomic_output import atomic_files
+from megatron_mtraining.tools.quickstart import command, text
 from megatron_mtraining.tools.quickstart.options import add_arguments, options_from
-from megatron_mtraining.tools.quickstart.results import summary
+from megatron_mtraining.tools.quickstart.results import FILES, summary
+from megatron_mtraining.tools.report import pictures
 
 STEPS = 4
 SMALL = {
@@ -118,7 +120,78 @@ if any("spawn_main" in word for word in sys.argv) or "multiprocessing.spawn" in 
 """
     done = run_quickstart(tmp_path, code=code)
     assert done.returncode == 1
-    assert "process 1 failed" in done.stderr and "the cable is loose" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last == "mtraining quickstart: process 1 failed: RuntimeError: the cable is loose"
+    assert not (tmp_path / "quickstart-out").exists()
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_named_and_ended(tmp_path):
+    """The others wait for it as long as --timeout says, and no longer."""
+    code = """
+import sys
+if "multiprocessing.spawn" in str(sys.orig_argv):
+    import os, signal
+    import megatron_mtraining.tools.quickstart.train as train
+    original = train.train
+    def stop(rank, *args):
+        if rank == 1:
+            open("stopped", "w").write(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return original(rank, *args)
+    train.train = stop
+"""
+    done = run_quickstart(tmp_path, "--timeout", "3", code=code)
+    stopped = (tmp_path / "stopped").read_text()
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("mtraining quickstart: --timeout is 3.0 s")
+    assert f"process 1 (PID {stopped}) did not answer process 0" in last
+    assert "Traceback" not in done.stderr
+    assert not os.path.exists(f"/proc/{stopped}")
+    assert not (tmp_path / "quickstart-out").exists()
+
+
+def small(*more) -> int:
+    return cli.main(["quickstart", *(str(word) for pair in SMALL.items() for word in pair), *more])
+
+
+def test_results_that_are_there_are_not_replaced(finished, capsys):
+    """Said before training; and a second run at the same time is refused."""
+    output = finished[0]
+    before = {path: path.read_bytes() for path in output.iterdir()}
+    assert small("--output", str(output)) == 2
+    error = capsys.readouterr().err
+    assert "table.txt, which exists" in error and "--overwrite" in error
+    with atomic_files(output):
+        assert small("--output", str(output), "--overwrite") == 2
+    assert "in use by another run" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in output.iterdir()} == before
+
+
+def test_results_appear_whole_or_not_at_all(tmp_path, capsys, monkeypatch):
+    """With those of the run before, until then; and in no file that a link leads to."""
+
+    def train(options, folder):
+        run = dict(losses=[2.0] * STEPS, seconds=[1.0] * STEPS, held_out=1.5)
+        run |= dict(density=[1.0] * STEPS, work=[[5, 5], [5, 5]])
+        (folder / "runs.json").write_text(json.dumps({"dense": run, "sparse": run}))
+        np.save(folder / "patterns.npy", np.ones((2, 2, 4, 4), np.float32))
+
+    monkeypatch.setattr(command, "train", train)
+    monkeypatch.setattr(text, "write_sequences", lambda *_: None)
+    out, other = tmp_path / "out", tmp_path / "other"
+    out.mkdir()
+    other.write_text("other")
+    for name in ("table.txt", "loss.png"):
+        (out / name).symlink_to(other)
+    with monkeypatch.context() as patch:
+        patch.setattr(pictures, "work", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+        assert small("--output", str(out), "--overwrite") == 2
+    assert "cannot be written: full" in capsys.readouterr().err
+    assert sorted(path.name for path in out.iterdir()) == ["loss.png", "table.txt"]
+    assert small("--output", str(out), "--overwrite") == 0
+    assert other.read_text() == "other" and not (out / "table.txt").is_symlink()
+    assert {path.name for path in out.iterdir()} == set(FILES)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +206,12 @@ if any("spawn_main" in word for word in sys.argv) or "multiprocessing.spawn" in 
         (["--output", __file__], ["--output", __file__]),
         (["--output", __file__ + "/out"], ["--output", __file__]),
         (["--vertical", "9999"], ["--vertical", "9999"]),
+        (["--timeout", "nan"], ["--timeout", "nan"]),
+        (["--timeout", "0"], ["--timeout", "0"]),
+        (["--seed", "-1"], ["--seed", "-1"]),
+        (["--seed", str(10**30)], ["--seed", str(10**30)]),
+        (["--output", ""], ["--output", "name a folder"]),
+        (["--output", "o" * 300], ["--output", "too long"]),
     ],
     ids=lambda words: " ".join(words).replace(__file__, "FILE"),
 )
