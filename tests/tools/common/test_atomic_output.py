@@ -62,6 +62,27 @@ def test_files_join_those_of_a_folder(tmp_path):
     assert names(tmp_path) == ["both", "new", "old"]
 
 
+def test_names_that_are_known_are_looked_for_before_writing(tmp_path):
+    (tmp_path / "both").write_text("old")
+    with pytest.raises(ConfigError, match="both, which exists"):
+        with atomic_files(tmp_path, overwrite=False, names=["new", "both"]):
+            raise AssertionError
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match="folder, which is a folder"):
+        with atomic_files(tmp_path, names=["folder"]):
+            raise AssertionError
+    assert names(tmp_path) == ["both", "folder"]
+
+
+def test_the_private_folder_is_closed_to_others(tmp_path):
+    """Also one that was there."""
+    private = tmp_path / ".out.partial"
+    private.mkdir()
+    private.chmod(0o777)
+    with atomic_file(tmp_path / "out"):
+        assert private.stat().st_mode & 0o777 == 0o700
+
+
 ALL = [atomic_file, atomic_folder, atomic_files]
 
 

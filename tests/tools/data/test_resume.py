@@ -191,6 +191,60 @@ def test_what_cannot_be_written_leaves_nothing_half(
     assert prepare(given, part_bytes=size // 5) == 0
 
 
+STORM = """
+import os, random, sys, time
+from megatron_mtraining.tools import cli
+seed, *words = sys.argv[1:]
+import numpy, tqdm, megatron.core.datasets.indexed_dataset
+from megatron_mtraining.tools.data import indexed, prepare
+from megatron_mtraining.models.tokenizer import open_tokenizer
+for number in range(10):
+    child = os.fork()
+    if not child:
+        os._exit(cli.main(words))
+    time.sleep(random.Random(f"{seed}{number}").random() * 0.4)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    left = {end for end in (".bin", ".json", ".idx") if os.path.exists("out" + end)}
+    print(number, sorted(left), flush=True)
+    assert ".idx" not in left or len(left) == 3, left
+sys.exit(cli.main([*words, "--overwrite"]))
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_any_time_it_is_whole_or_absent(sentencepiece_model, prepare, tmp_path):
+    """With an index there is a whole dataset; and what is made in the end is that of a run alone."""
+    given = write_jsonl(tmp_path / "a.jsonl", make_documents(4000))
+    words = command(given, sentencepiece_model, "out", "--workers", 1)[3:]
+    done = subprocess.run(
+        [sys.executable, "-c", STORM, "7", *words], cwd=tmp_path, timeout=100, capture_output=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    given_alone = {"tokenizer": sentencepiece_model, "part_bytes": 20000, "output": "alone"}
+    assert prepare(given, **given_alone) == 0
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"out{suffix}").read_bytes() == (
+            tmp_path / f"alone{suffix}"
+        ).read_bytes()
+    assert not list(tmp_path.glob("out.parts"))
+
+
+@pytest.mark.slow
+def test_of_two_runs_at_once_one_is_refused(sentencepiece_model, tmp_path):
+    """Whichever: there is one dataset, and no run has replaced it."""
+    given = write_jsonl(tmp_path / "a.jsonl", make_documents(500))
+    words = command(given, sentencepiece_model, "out", "--workers", 1)
+    runs = [
+        subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        for _ in range(2)
+    ]
+    errors = [run.communicate(timeout=100)[1].decode().splitlines()[-1] for run in runs]
+    assert sorted(run.returncode for run in runs) == [0, 2]
+    (error,) = [error for run, error in zip(runs, errors) if run.returncode]
+    assert "is in use by another run" in error or "exists: name another prefix" in error
+
+
 def test_one_run_at_a_time(prepare, documents, tmp_path, capsys):
     import fcntl
 
