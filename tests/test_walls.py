@@ -13,7 +13,7 @@ from tests.support.imports import circles, graph, sources
 PACKAGE = "megatron_mtraining"
 FLOORS = [
     ["errors"],
-    ["requirements", "layout"],
+    ["requirements", "layout", "files"],
     ["cp_group", "documents"],
     ["kernels.limits", "kernels.types"],
     ["kernels.common"],

@@ -49,7 +49,7 @@ class MegatronCheckpoint:
         require("megatron.core", extra="inspect")
         folder = find_iteration(options.path, options.name)
         self.options = replace(options, path=folder)
-        self.keys = read_keys(folder, self._label)
+        self.keys = read_keys(folder)
         common = read_common(folder, self._label)
         self.args = args_in(common, self._label)
         self.content = common.get("content_metadata")

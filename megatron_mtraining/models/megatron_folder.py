@@ -3,19 +3,22 @@
 
 from __future__ import annotations
 
-import json
+import os
+import re
 from argparse import Namespace
 from pathlib import Path
 
-import torch
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ..errors import ConfigError
+from ..files import read_json, read_text, size_of
 from ..requirements import first_line
 from .environment import quietly
+from .untrusted import nothing_runs, read_metadata
 
 TRACKER = "latest_checkpointed_iteration.txt"
+ITERATION = re.compile(r"release|[0-9]{1,18}", re.ASCII)
+"""What Megatron-LM writes into its tracker."""
 FIX = "save it with --ckpt-format torch_dist"
 
 
@@ -37,9 +40,14 @@ def find_iteration(folder: Path, name: str = "MODEL") -> Path:
         ConfigError: there is no checkpoint, or it is in another format.
     """
     tracker = folder / TRACKER
-    if tracker.is_file():
-        word = tracker.read_text(encoding="utf-8").strip()
-        iteration = f"iter_{int(word):07d}" if word.isdecimal() else word
+    if os.path.lexists(tracker):
+        word = read_text(tracker, f"{name} is {folder}, whose {TRACKER}", limit=1 << 16).strip()
+        if not ITERATION.fullmatch(word):
+            raise ConfigError(
+                f"{name} is {folder}, whose {TRACKER} says {word[:80]!r}, which is neither an iteration's "
+                "number nor release: name an iteration's folder"
+            )
+        iteration = word if word == "release" else f"iter_{int(word):07d}"
         if not (folder / iteration).is_dir():
             raise ConfigError(
                 f"{name} is {folder}, whose {TRACKER} says {word!r}, but there is no folder {iteration}: "
@@ -56,9 +64,10 @@ def find_iteration(folder: Path, name: str = "MODEL") -> Path:
             "when it loads this one and saves it again (--ckpt-convert-format torch_dist)"
         )
     try:
-        kind = json.loads((folder / "metadata.json").read_text())["sharded_backend"]
-    except (OSError, ValueError, KeyError, TypeError):
+        kind = read_json(folder / "metadata.json").get("sharded_backend")
+    except ConfigError:
         kind = None
+    kind = kind[:80] if isinstance(kind, str) else None
     if kind != "torch_dist" or not (folder / ".metadata").is_file():
         what = f"in the format {kind}" if kind not in (None, "torch_dist") else "that is not whole"
         raise ConfigError(
@@ -78,13 +87,19 @@ def read_common(folder: Path, label: str) -> dict:
         ConfigError: it cannot be read.
     """
 
+    if os.path.lexists(folder / "common.pt"):  # Megatron-Core 0.19 has it among the sharded entries
+        size_of(folder / "common.pt", "")
+
     def load():
         from megatron.core import dist_checkpointing
 
         return dist_checkpointing.load_common_state_dict(str(folder))
 
     try:
-        return quietly(load)
+        with nothing_runs():
+            return quietly(load)
+    except ConfigError:
+        raise
     except (Exception, CheckpointException) as error:
         raise ConfigError(
             f"the arguments in {label} cannot be read by the Megatron-Core that is installed: "
@@ -107,19 +122,13 @@ def args_in(common: dict, label: str) -> Namespace:
     return args
 
 
-def read_keys(folder: Path, label: str) -> set[str]:
+def read_keys(folder: Path) -> set[str]:
     """The names of all sharded entries, which are mostly tensors.
 
     Raises:
         ConfigError: they cannot be read.
     """
-    try:
-        return set(FileSystemReader(folder).read_metadata().state_dict_metadata)
-    except Exception as error:
-        raise ConfigError(
-            f".metadata of {label} cannot be read by torch {torch.__version__}; was it saved by a "
-            f"newer one? ({first_line(error)})"
-        ) from error
+    return set(read_metadata(folder).state_dict_metadata)
 
 
 def reason(error: BaseException) -> str:

@@ -18,6 +18,7 @@ from ..errors import ConfigError
 from ..requirements import first_line
 from .megatron_folder import reason
 from .types import ModelOptions, Shape
+from .untrusted import nothing_runs
 
 CONFIG_FIELDS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels",
@@ -206,9 +207,12 @@ def load_weights(model, folder: Path, keys: set[str], content: dict | None, labe
             f"one; among those it has are {', '.join(found[:5]) or 'none of a model'}"
         )
     try:
-        loaded = dist_checkpointing.load(
-            {"model": wanted}, str(folder), validate_access_integrity=False
-        )
+        with nothing_runs():
+            loaded = dist_checkpointing.load(
+                {"model": wanted}, str(folder), validate_access_integrity=False
+            )
+    except ConfigError:
+        raise
     except (Exception, CheckpointException) as error:
         raise ConfigError(f"the weights of {label} cannot be loaded: {reason(error)}") from error
     left = model.load_state_dict(loaded["model"], strict=False)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
+from ...files import read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {
@@ -35,23 +36,6 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """transformers needs one of these files for a tokenizer."""
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 """Names of the files with weights that :func:`write_shards` writes."""
-
-
-def read_json(file: Path) -> dict:
-    """The object in a JSON file.
-
-    Raises:
-        ConfigError: the file cannot be read, or has no object.
-    """
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file} is not a JSON object")
-    return found
 
 
 @dataclass(frozen=True)

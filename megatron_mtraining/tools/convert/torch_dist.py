@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ...errors import ConfigError
+from ...models.untrusted import read_metadata
 from .mapping import Region
 
 PART_BYTES = 256 << 20
@@ -82,7 +83,7 @@ def write(
         except CheckpointException as error:
             # The cause itself: a full disk, an interrupt.
             raise files.error or next(iter(error.failures.values()))[0] from None
-    metadata = dcp.FileSystemReader(folder).read_metadata()
+    metadata = read_metadata(folder)
     with open(folder / ".metadata", "wb") as file:
         _Pickler(file).dump(metadata)
 
@@ -177,20 +178,14 @@ class Reader:
         tensors: shape and dtype of each, by key.
 
     Raises:
-        ConfigError: torch cannot read the metadata, or a data file is missing or cut off.
+        ConfigError: the metadata cannot be read, or a data file is missing or cut off.
     """
 
     def __init__(self, folder: Path):
         self.folder, self._last = folder, (None, None)
         self._reader = dcp.FileSystemReader(folder)
-        try:
-            self._metadata = self._reader.read_metadata()
-            self._reader.set_up_storage_reader(self._metadata, True)
-        except Exception as error:
-            raise ConfigError(
-                f"{folder / '.metadata'} cannot be read by torch {torch.__version__}; was it saved by a "
-                f"newer one? ({error})"
-            ) from None
+        self._metadata = read_metadata(folder)
+        self._reader.set_up_storage_reader(self._metadata, True)
         self.tensors = {
             key: (tuple(entry.size), entry.properties.dtype)
             for key, entry in self._metadata.state_dict_metadata.items()
@@ -201,16 +196,6 @@ class Reader:
             for key in self.tensors
             for chunk in self._metadata.state_dict_metadata[key].chunks
         }
-        ends: dict[str, int] = {}
-        for stored in self._metadata.storage_data.values():
-            end = stored.offset + stored.length
-            ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), end)
-        for name, end in ends.items():
-            file = folder / name
-            if not file.is_file():
-                raise ConfigError(f"{file} is missing; by .metadata, it has tensors")
-            if file.stat().st_size < end:
-                raise ConfigError(f"{file} is cut off: {file.stat().st_size} of {end} bytes")
 
     def read(self, region: Region) -> Tensor:
         """A part of a tensor. The last one is kept, for parts that several tensors are in.
