@@ -13,8 +13,12 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..requirements import first_line, require
+from ..files import size_of
+from ..requirements import require
 from .dense_attention import dense_attention
+from .gguf_header import check_header
+from .model_sizes import check_config_file, check_size
+from .pretrained import LOCAL, reason
 from .tokenizer import Tokenizer, hugging_face_tokenizer, open_tokenizer
 from .types import LayerInput, ModelOptions, Score, Shape, Visitor
 
@@ -27,12 +31,14 @@ LOSS_CHUNK = 256
 def open_folder(options: ModelOptions) -> HuggingFaceModel:
     """Open a Hugging Face folder: config.json, weights and tokenizer."""
     require("transformers", extra="inspect")
+    check_config_file(options.path / "config.json")
     return HuggingFaceModel(options, options.path)
 
 
 def open_gguf(options: ModelOptions) -> HuggingFaceModel:
     """Open a GGUF file, quantised or not: configuration, tokenizer and weights in one file."""
     path, label = options.path, f"{options.name} is {options.path}"
+    size_of(path, "a model is needed")
     try:
         with path.open("rb") as file:
             magic = file.read(4)
@@ -43,6 +49,7 @@ def open_gguf(options: ModelOptions) -> HuggingFaceModel:
             f"{label}, which is not a GGUF file (it begins with {magic!r}): give a Hugging Face "
             "folder, a .gguf file or a Megatron checkpoint's folder"
         )
+    check_header(path, label)
     require("transformers", "gguf", "accelerate", extra="inspect")
     import gguf
     import transformers
@@ -50,7 +57,7 @@ def open_gguf(options: ModelOptions) -> HuggingFaceModel:
     try:
         reader = gguf.GGUFReader(path)
     except Exception as error:
-        raise ConfigError(f"{label}, which gguf cannot read: {first_line(error)}") from None
+        raise ConfigError(f"{label}, which gguf cannot read: {reason(error)}") from None
     # transformers does not read these, and without them the positions of long texts are wrong.
     scaled = [name for name in reader.fields if ".rope.scaling." in name]
     scaled += [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_f")]
@@ -94,7 +101,7 @@ class HuggingFaceModel:
         with self._explained("configuration"), reading():
             from transformers import AutoConfig
 
-            self.config = AutoConfig.from_pretrained(folder, local_files_only=True, **self.files)
+            self.config = AutoConfig.from_pretrained(folder, **LOCAL, **self.files)
         self.description = f"{self.config.model_type}, {options.path}"
         _check_architecture(self.config, options.label)
         self.shape = _shape_of(self.config, options.label)
@@ -123,7 +130,7 @@ class HuggingFaceModel:
                 config=self.config,
                 dtype=self.options.dtype,
                 attn_implementation=ATTENTION,
-                local_files_only=True,
+                **LOCAL,
                 **self.files,
                 **self.weights,
             )
@@ -145,7 +152,7 @@ class HuggingFaceModel:
             raise
         except Exception as error:
             raise ConfigError(
-                f"the {what} of {self.options.label} cannot be loaded: {first_line(error)}"
+                f"the {what} of {self.options.label} cannot be loaded: {reason(error)}"
             ) from error
 
 
@@ -269,6 +276,14 @@ def _shape_of(config, label: str) -> Shape:
             "num_hidden_layers or max_position_embeddings: models such as Llama are supported"
         )
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    for field in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size"):
+        check_size(field, getattr(config, field, None), f"{field} of {label}")
+    check_size("num_key_value_heads", kv_heads, f"num_key_value_heads of {label}")
+    if heads % kv_heads:
+        raise ConfigError(
+            f"num_key_value_heads of {label} is {kv_heads}, which does not divide num_attention_heads "
+            f"({heads})"
+        )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return Shape(layers, heads, kv_heads, head_dim, positions, config.vocab_size)
 

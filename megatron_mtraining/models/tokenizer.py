@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..requirements import first_line, require
+from ..requirements import require
+from .pretrained import LOCAL, reason
 
 KINDS = "a Hugging Face folder, a .gguf file or a sentencepiece .model"
 
@@ -57,7 +58,7 @@ def open_tokenizer(path: Path, extra: str = "inspect") -> Tokenizer:
         return load()
     except Exception as error:
         raise ConfigError(
-            f"--tokenizer is {path}, which {library} cannot read: {first_line(error)}"
+            f"--tokenizer is {path}, which {library} cannot read: {reason(error)}"
         ) from None
 
 
@@ -69,7 +70,7 @@ def hugging_face_tokenizer(folder: Path, **more) -> Tokenizer:
     """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **more)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL, **more)
     return Tokenizer(
         # If verbose, it warns about texts longer than the model's positions.
         encode=lambda text: tokenizer(text, verbose=False)["input_ids"],

@@ -16,6 +16,7 @@ from ...errors import ConfigError
 from ...models.environment import quietly, single_process
 from ...models.hugging_face import open_folder
 from ...models.megatron_checkpoint import MegatronCheckpoint
+from ...models.pretrained import LOCAL, reason
 from ...models.text import tokens_for
 from ...models.types import ModelOptions
 from ...requirements import first_line, require
@@ -128,7 +129,7 @@ def _hugging_face(options: ModelOptions, tokens: Tensor) -> Logits:
             options.path,
             dtype=options.dtype,
             attn_implementation="sdpa",
-            local_files_only=True,
+            **LOCAL,
             output_loading_info=True,
         )
     except torch.OutOfMemoryError:
@@ -136,7 +137,7 @@ def _hugging_face(options: ModelOptions, tokens: Tensor) -> Logits:
     except Exception as error:
         raise ConfigError(
             f"transformers cannot load the weights of {options.label} as its config.json says: "
-            f"{first_line(error)}"
+            f"{reason(error)}"
         ) from None
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(f"{options.label} has no {missing[0]}, which its config.json's model has")
