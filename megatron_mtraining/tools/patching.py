@@ -14,6 +14,7 @@ import subprocess
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..files import read_bytes
 
 PATCH = Path(__file__).parents[1] / "patches" / "megatron_lm.patch"
 MADE_FOR = {"0.16": "0.16.1", "0.17": "0.17.1", "0.18": "0.18.2", "0.19": "0.19.0", "0.20": "main"}
@@ -27,6 +28,8 @@ FILES = {
 PACKAGE_INFO = Path("megatron/core/package_info.py")
 NOT_APPLIED = 1
 """Exit status of ``check`` if the patch is not applied (0: applied, 2: refused)."""
+LONGEST = 60
+"""Seconds for a call of git; it takes milliseconds."""
 UNTRUSTED = {
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_CONFIG_GLOBAL": os.devnull,
@@ -44,9 +47,20 @@ def git(root: Path, *words: str, repository: bool = False) -> subprocess.Complet
     environment |= UNTRUSTED | ({} if repository else {"GIT_DIR": os.devnull})
     settings = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}", "safe.directory=*")
     command = ["git", *(word for setting in settings for word in ("-c", setting)), *words]
-    return subprocess.run(
-        command, cwd=root, env=environment, stdin=subprocess.DEVNULL, capture_output=True
-    )
+    try:
+        return subprocess.run(
+            command,
+            cwd=root,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=LONGEST,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"git {words[0]} did not end within {LONGEST} s in {root}: is a file there, such as .git/config "
+            "or .gitattributes, a named pipe?"
+        ) from None
 
 
 def fits(root: Path, *options: str) -> bool:
@@ -68,8 +82,8 @@ def find_version(root: Path) -> str:
             f"{root} is not a Megatron-LM checkout: it has no {PACKAGE_INFO}; name the folder that "
             "holds pretrain_gpt.py"
         )
-    text = info.read_text(encoding="utf-8", errors="replace")
-    found = dict(re.findall(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d+)", text, re.MULTILINE))
+    text = read_bytes(info, str(info)).decode("utf-8", errors="replace")
+    found = dict(re.findall(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d{1,9})\b", text, re.MULTILINE))
     if not {"MAJOR", "MINOR"} <= found.keys():
         raise ConfigError(f"{info} does not say which version of Megatron-Core this is")
     version = f"{found['MAJOR']}.{found['MINOR']}"
