@@ -1,6 +1,19 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """The error that names a setting."""
 
+LONGEST = 2000
+"""Characters of a message; what a file says may be longer by far."""
+
 
 class ConfigError(ValueError):
-    """A setting that cannot work. The message names the option, its value and what to do."""
+    """A setting that cannot work. The message names the option, its value and what to do.
+
+    It is one line without control characters, whatever is in the values and file names that it quotes.
+    """
+
+    def __init__(self, message: object = ""):
+        text = " ".join(str(message).split("\n"))
+        text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+        if len(text) > LONGEST:
+            text = f"{text[: LONGEST * 3 // 4]} ... {text[-LONGEST // 4 :]}"
+        super().__init__(text)

@@ -15,11 +15,17 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..files import read_text
 from .options import BY_NAME, RENAMED, current_name, policy_from, policy_values
 from .policies import Policy, PricePolicy
 from .settings import DENSE, MTrainingConfig
 from .validation import option
 
+LARGEST = 4 << 20
+"""Bytes of a file; one with settings of its own for each of 128 x 128 heads has about a million."""
+MOST_NODES = 1 << 18
+"""Values in a YAML file, with those that aliases repeat."""
+DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9]*|(?=\.[0-9]))(\.[0-9]*)?([eE][-+]?[0-9]+)?")
 PUBLISHED = ("vertical_and_slash", "flex_vertical_and_slash")
 PER_HEAD = {"policy", "dense"} | {
     each.name for each in BY_NAME.values() if each.policies and each.name != "target_scope"
@@ -282,14 +288,8 @@ def _numbered(entries: dict, count: int | None, place: str, what: str):
 
 
 def _read(path: str, name: str):
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{name} is not UTF-8 text (byte {error.start}): give a JSON or YAML file, saved as UTF-8"
-        ) from None
+    # Not from a pipe: every rank reads the file.
+    text = read_text(Path(path), name, limit=LARGEST)
     yaml = Path(path).suffix in (".yaml", ".yml")
     try:
         return _from_yaml(text, name) if yaml else json.loads(text, object_pairs_hook=_each_once)
@@ -323,16 +323,21 @@ def _from_yaml(text: str, name: str):
         raise ConfigError(
             f"{name} is YAML, for which pyyaml is missing: pip install pyyaml, or use JSON"
         ) from None
-    loader = yaml.SafeLoader(text)
+    loader = None
     try:
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
+        _check_expanded(node, name)
         # In the nodes, as they are written: what "<<" merges in may be there again.
         open_nodes, seen = [node], set()
         while open_nodes:
             each = open_nodes.pop()
-            if each is None or id(each) in seen or isinstance(each, yaml.ScalarNode):
+            if each is None or id(each) in seen:
                 continue
             seen.add(id(each))
+            if isinstance(each, yaml.ScalarNode):
+                _check_scalar(each, name)
+                continue
             if isinstance(each, yaml.MappingNode):
                 keys = [key for key, _ in each.value if isinstance(key, yaml.ScalarNode)]
                 own = [key for key in keys if not key.tag.endswith((":merge", ":value"))]
@@ -342,6 +347,51 @@ def _from_yaml(text: str, name: str):
                 open_nodes += each.value
         return None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{name} is not valid YAML: {error}") from None
+        raise ConfigError(f"{name} is not valid YAML: {_yaml_problem(error)}") from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
+
+
+def _yaml_problem(error) -> str:
+    """What is wrong, and where, in one line; PyYAML quotes the lines themselves below."""
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    problem = getattr(error, "problem", None) or str(error).split("\n")[0]
+    return (
+        problem if mark is None else f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
+    )
+
+
+def _check_expanded(root, name: str) -> None:
+    """Refuse aliases that repeat each other without end: a few lines would be millions of values."""
+    import yaml
+
+    sizes: dict[int, int] = {}
+
+    def size(node, above: frozenset) -> int:
+        if not isinstance(node, yaml.CollectionNode):
+            return 1
+        if id(node) in above:
+            raise ConfigError(f"{name} has an alias of what it is in: write the values out")
+        if id(node) not in sizes:
+            mapping = isinstance(node, yaml.MappingNode)
+            children = [part for pair in node.value for part in pair] if mapping else node.value
+            inside = above | {id(node)}
+            sizes[id(node)] = 1 + sum(size(child, inside) for child in children)
+        return sizes[id(node)]
+
+    if size(root, frozenset()) > MOST_NODES:
+        raise ConfigError(
+            f"{name} has more than {MOST_NODES} values, with those that its aliases repeat: use fewer"
+        )
+
+
+def _check_scalar(node, name: str) -> None:
+    """Refuse numbers that YAML reads otherwise than they look: 010 is 8, and 1:30 is 90."""
+    is_number = node.tag.endswith((":int", ":float")) and node.style is None
+    text = node.value.replace("_", "")
+    if is_number and not DECIMAL.fullmatch(text) and not re.search(r"\.(inf|nan)$", text, re.I):
+        raise ConfigError(
+            f"{name} has {node.value[:80]} in line {node.start_mark.line + 1}, which YAML reads as another "
+            "number: write it in decimal digits"
+        )
