@@ -9,6 +9,8 @@ import shlex
 from pathlib import Path
 
 from ...config import ConfigError
+from ...files import read_text
+from ...models.model_sizes import short
 from ..report.table import table
 from .memory import (
     GIB,
@@ -33,6 +35,10 @@ NAMES = {
     "batch, rotary": "batch, rotary table",
     "pipeline buffers": "between pipeline stages",
 }
+LARGEST_FLAGS = 1 << 20
+"""Bytes of a file of flags."""
+LARGEST = dict(world_size=10**9, gpu_memory_gib=1e9, overhead_gib=1e9, slack=1e3)
+"""Of the plan's own numbers: larger ones are mistakes, and overflow."""
 EPILOG = """\
 FLAGS are those of pretrain_gpt.py, with Megatron's names and defaults, or a whole command:
 
@@ -129,6 +135,12 @@ def _check(options) -> None:
         value = getattr(options, name)
         if value is not None and not value > 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}: it must be positive")
+    for name, most in LARGEST.items():
+        value = getattr(options, name)
+        if value is not None and not value <= most:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {short(value)}: it must be at most {most:g}"
+            )
     for name in ("overhead_gib", "slack"):
         if not getattr(options, name) >= 0:
             raise ConfigError(
@@ -137,10 +149,12 @@ def _check(options) -> None:
 
 
 def _words_of(path: Path) -> list[str]:
+    name = f"--flags-file {path}"
+    text = read_text(path, name, limit=LARGEST_FLAGS, pipes=True)
     try:
-        return shlex.split(path.read_text(encoding="utf-8").replace("\\\n", " "), comments=True)
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise ConfigError(f"--flags-file {path} cannot be read: {error}") from None
+        return shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise ConfigError(f"{name} cannot be read: {error}") from None
 
 
 def report_of(setting: Setting, options, passed_over: list[str]) -> dict:

@@ -13,7 +13,12 @@ from ...megatron.arguments import fill_in, refuse
 from ...megatron.checks import inner_group_size
 from ...megatron.options import config_from_args
 from ...megatron.output_layer import DEFAULT_CHUNK
-from .options import DTYPE_BYTES, changed, option
+from ...models.model_sizes import short
+from .options import DTYPE_BYTES, WHOLE_NUMBERS, changed, option
+
+LARGEST_NUMBER = 10**12
+LARGEST = {"num_layers": 10**6}
+"""Of whole numbers: what is larger is a mistake, and overflows or takes for ever."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,10 @@ def _check_given(args) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"{option(name)} is {value}: it must be positive")
+    for name in WHOLE_NUMBERS:
+        value, most = getattr(args, name), LARGEST.get(name, LARGEST_NUMBER)
+        if value is not None and not abs(value) <= most:
+            raise ConfigError(f"{option(name)} is {short(value)}: it must be at most {most}")
     if (args.max_position_embeddings or args.seq_length) < args.seq_length:
         raise ConfigError(
             f"--max-position-embeddings is {args.max_position_embeddings}, less than --seq-length "

@@ -1,0 +1,67 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``mtraining plan``: careless numbers and files of flags are refused in one line."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from megatron_mtraining.tools.cli import main
+from megatron_mtraining.tools.plan import command
+from tests.support.plan_cases import SMALL
+
+BAD = [
+    "--slack inf", "--slack nan", "--slack -1", "--slack 1e300", "--overhead-gib inf", "--overhead-gib 1e308",
+    "--gpu-memory-gib nan", "--gpu-memory-gib inf", "--gpu-memory-gib inf --find seq-length",
+    "--gpu-memory-gib 1e300 --find context-parallel-size", "--gpu-memory-gib 0",
+    f"--world-size {10**30}", "--world-size 0", f"--num-layers {10**18}", f"--hidden-size {4 * 10**40}",
+    f"--seq-length {512 * 10**30} --max-position-embeddings {512 * 10**30}",
+    f"--vocab-size {10**18}", f"--micro-batch-size {10**30}", f"--kv-channels {10**30}",
+    f"--context-parallel-size {10**18}", f"--tensor-model-parallel-size {10**18}",
+    f"--global-batch-size {10**30}", f"--ffn-hidden-size {10**30}", f"--max-position-embeddings {10**40}",
+    "--hierarchical-context-parallel-sizes 0 0", "--mtraining-price nan", "--mtraining-price inf",
+    "--context-parallel-size 4 --hierarchical-context-parallel-sizes -2 -2",
+    f"--mtraining-gathered-ranks {10**20}", f"--mtraining-window {10**25}",
+    f"--mtraining-loss-chunk {10**20}",
+    f"--seq-length {'9' * 5000}", "--seq-length 512.0", "--seq-length \u0663",
+    "--mtraining-settings /dev/zero",
+]  # fmt: skip
+
+
+def refused(capsys, words) -> str:
+    try:
+        status = main(["plan", "memory", *map(str, words)])
+    except SystemExit as end:  # argparse's, which prints the same
+        status = end.code
+    said = capsys.readouterr()
+    assert status == 2 and not said.out, (status, said.out)
+    last = said.err.splitlines()[-1]
+    assert "Traceback" not in said.err and last.startswith("mtraining plan") and len(last) < 2100
+    return last
+
+
+@pytest.mark.parametrize("words", BAD, ids=lambda words: words[:50])
+def test_numbers(words, capsys):
+    last = refused(capsys, [*SMALL.split(), *words.split()])
+    assert any(word in last for word in words.split() if word.startswith("--")), last
+
+
+@pytest.mark.parametrize("name", ["pipe", "bytes", "quote", "large", "", "none", "n" * 300])
+def test_files_of_flags(name, tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    (tmp_path / "quote").write_text('--num-layers "4')
+    (tmp_path / "large").write_text(" " * (command.LARGEST_FLAGS + 1))
+    assert "--flags-file" in refused(capsys, ["--flags-file", tmp_path / name])
+
+
+def test_flags_by_a_pipe_of_the_shell(capsys):
+    """``--flags-file <(command)``."""
+    read, write = os.pipe()
+    os.write(write, SMALL.encode())
+    os.close(write)
+    try:
+        assert main(["plan", "memory", "--flags-file", f"/dev/fd/{read}"]) == 0
+    finally:
+        os.close(read)
