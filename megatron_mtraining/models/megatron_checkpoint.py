@@ -16,6 +16,7 @@ from ..errors import ConfigError
 from ..requirements import require
 from .dense_attention import dense_attention
 from .environment import quietly, single_process
+from .integrity import verify_checksums
 from .megatron_folder import args_in, find_iteration, read_common, read_keys
 from .megatron_gpt import arg, build_model, load_weights
 from .tokenizer import Tokenizer, open_tokenizer
@@ -39,6 +40,7 @@ class MegatronCheckpoint:
 
     Attributes:
         args: the arguments of the training run.
+        checksums: whether it has checksums; its files fit them then.
     """
 
     def __init__(self, options: ModelOptions):
@@ -57,6 +59,7 @@ class MegatronCheckpoint:
         self._check()
         self.shape = self._shape()
         self.shape.check(self._label)
+        self.checksums = verify_checksums(folder)
 
     @property
     def _label(self) -> str:

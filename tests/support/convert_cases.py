@@ -103,6 +103,7 @@ def change_args(checkpoint: Path, **values) -> None:
     for name, value in values.items():
         setattr(common["args"], name, value)
     torch.save(common, file)
+    file.with_name("integrity.json").unlink(missing_ok=True)
 
 
 def convert(*words) -> int:

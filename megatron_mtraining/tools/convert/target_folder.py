@@ -39,7 +39,7 @@ CHECKPOINT = Kind(
     "latest_checkpointed_iteration.txt",
     re.compile(
         r"latest_checkpointed_iteration\.txt|megatron_args\.sh|"
-        rf"release/(\.metadata|metadata\.json|common\.pt|__\d+_\d+\.distcp)|hf/({_HF})"
+        rf"release/(\.metadata|metadata\.json|common\.pt|integrity\.json|__\d+_\d+\.distcp)|hf/({_HF})"
     ),
 )
 

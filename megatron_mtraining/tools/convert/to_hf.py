@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ...errors import ConfigError
+from ...models.integrity import verify_checksums
 from ...models.megatron_folder import args_in, find_iteration, read_common
 from . import megatron_args, rope
 from .families import Model, model_of
@@ -56,6 +57,7 @@ def convert(
     reader = Reader(folder)
     model = replace(model, padded_vocab=_embedding_rows(reader, model, folder, file))
     tensors = _locate(reader, model, folder, file)
+    verify_checksums(folder)
     if model.tied:
         _check_tied(reader, model, folder, file)
     config = rope.into_config(config, args, file)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from ...errors import ConfigError
+from ...models.integrity import write_checksums
 from . import megatron_args, rope, torch_dist
 from .families import Model, model_of
 from .hf_folder import Shards, check_lossless, copy_files, has_tokenizer, read_json, write_json
@@ -75,6 +76,7 @@ def convert(
         buffer = io.BytesIO()  # a full disk raises an OSError then, and not an error of torch's
         torch.save(common, buffer)
         (release / "common.pt").write_bytes(buffer.getbuffer())
+        write_checksums(release)
         script = megatron_args.script(args, str(source), has_tokenizer(source))
         (folder / "megatron_args.sh").write_text(script, encoding="utf-8")
         kept.mkdir()

@@ -54,7 +54,8 @@ def verify(
     Returns:
         ``tokens``; ``ranges``, a list of: first and last position, maximum and mean difference of logits, and
         the fraction of positions with the same top-1 token; under ``all`` the same over all positions, with
-        the perplexities; ``min_agreement``; and under ``differs`` why the models differ, or None.
+        the perplexities; ``min_agreement``;
+        ``checksums``, whether the checkpoint has any; and under ``differs`` why the models differ, or None.
 
     Raises:
         ConfigError: a model cannot be loaded, or the text is too short.
@@ -73,6 +74,7 @@ def verify(
             f"--device cpu ({first_line(error)})"
         ) from None
     found["min_agreement"] = min_agreement
+    found["checksums"] = checkpoint.checksums
     found["differs"] = _differs(found, (hugging_face.name, megatron.name), min_agreement)
     return found
 
@@ -247,8 +249,15 @@ def as_text(found: dict) -> str:
     verdict = f"PASS: the top-1 token is the same at {whole['top1']:.2%} of positions"
     if found["differs"]:
         verdict = f"FAIL: {found['differs']}"
+    checksums = "the checkpoint's files fit its checksums"
+    if not found["checksums"]:
+        checksums = (
+            "the checkpoint has none (integrity.json): whether bytes have changed since it was saved that "
+            "the text does not show is not known"
+        )
     return (
-        f"{table(header, rows)}\n\nPerplexity: {whole['perplexity_hugging_face']:.5f} (Hugging Face), "
+        f"{table(header, rows)}\n\nChecksums: {checksums}\n"
+        f"Perplexity: {whole['perplexity_hugging_face']:.5f} (Hugging Face), "
         f"{whole['perplexity_megatron']:.5f} (Megatron)\n{verdict}"
     )
 

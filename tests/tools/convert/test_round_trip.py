@@ -152,7 +152,7 @@ def test_layers_and_experts_under_keys_of_their_own(tmp_path):
         content = reader.read(tensor.region)
         parts[region] = torch_dist.Part(region, content.dtype, lambda content=content: content)
     release = tmp_path / "meg" / "release"
-    for file in (".metadata", "__0_0.distcp"):
+    for file in (".metadata", "__0_0.distcp", "integrity.json"):
         (release / file).unlink()
     torch_dist.write(release, list(parts.values()), [], lambda size: None)
     keys = torch_dist.Reader(release).tensors

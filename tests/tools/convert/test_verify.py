@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,7 +36,11 @@ def ids(tmp_path):
 
 def compared(monkeypatch, first, second, tokens=64, dtype=torch.float32, **options) -> dict:
     """The result of ``verify`` for given logits."""
-    monkeypatch.setattr(module, "_open", lambda *args: (torch.arange(tokens) % 7, None))
+    monkeypatch.setattr(
+        module,
+        "_open",
+        lambda *args: (torch.arange(tokens) % 7, SimpleNamespace(checksums=True)),
+    )
     monkeypatch.setattr(module, "_hugging_face", lambda *args: lambda a, b: first[a:b])
     monkeypatch.setattr(module, "_megatron", lambda *args: lambda a, b: second[a:b])
     cpu = torch.device("cpu")
@@ -81,7 +86,9 @@ def test_maximum_keeps_nan():
 
 def test_exit_status_and_json(plain, ids, tmp_path, monkeypatch, capsys):
     whole = dict(max=NAN, mean=NAN, top1=0.5, perplexity_hugging_face=2.0, perplexity_megatron=NAN)
-    found = dict(tokens=2, ranges=[], all=whole, min_agreement=0.99, differs="all of it")
+    found = dict(
+        tokens=2, ranges=[], all=whole, min_agreement=0.99, differs="all of it", checksums=False
+    )
     monkeypatch.setattr(module, "verify", lambda *models, **options: found)
     words = ("verify", *plain, *ids, "--device", "cpu", "--output", tmp_path / "out.json")
     assert convert(*words) == 1

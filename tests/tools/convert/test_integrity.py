@@ -1,0 +1,113 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Checksums beside a converted checkpoint: bytes that have changed are not read as weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+from megatron_mtraining import ConfigError
+from megatron_mtraining.models.integrity import MANIFEST, verify_checksums, write_checksums
+from tests.support.convert_cases import plain_pair, refused
+
+DATA = "__0_0.distcp"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return plain_pair(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture
+def copied(plain, tmp_path):
+    shutil.copytree(plain[1], tmp_path / "meg")
+    return tmp_path / "meg"
+
+
+def flip(file, place=0.5) -> None:
+    """Change one bit."""
+    content = bytearray(file.read_bytes())
+    content[int(len(content) * place)] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_byte_that_has_changed_is_found(copied, plain, tmp_path, capsys):
+    flip(copied / "release" / DATA)
+    words = [DATA, "differs from its checksum"]
+    refused(capsys, tmp_path / "out", ("megatron-to-hf", copied, tmp_path / "out"), words)
+    np.save(tmp_path / "ids.npy", np.arange(128))
+    more = ("--text", tmp_path / "ids.npy", "--device", "cpu")
+    refused(capsys, tmp_path / "out", ("verify", plain[0], copied, *more), words)
+
+
+def test_megatron_core_verifies_the_same_file(copied):
+    validation = pytest.importorskip("megatron.core.dist_checkpointing.validation")
+    if not hasattr(validation, "_verify_integrity_manifest_impl"):
+        pytest.skip("this Megatron-Core has no checksums")
+    validation._verify_integrity_manifest_impl(str(copied / "release"))
+    flip(copied / "release" / DATA)
+    with pytest.raises(Exception, match="(?i)integrity|hash|checksum"):
+        validation._verify_integrity_manifest_impl(str(copied / "release"))
+
+
+def test_a_checkpoint_without_checksums(copied):
+    assert verify_checksums(copied / "release")
+    (copied / "release" / MANIFEST).unlink()
+    assert not verify_checksums(copied / "release")
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ('{"algorithm": "md5", "files": {}}', "sha256"),
+        ('{"files": []}', "sha256"),
+        ('{"files": {}}', "no checksum"),
+        ('{"files": {"../../outside": "0"}}', "no file's name"),
+        ('{"files": {"/etc/passwd": "0"}}', "no file's name"),
+        ('{"files": {"gone.distcp": "0"}}', "missing"),
+        ('{"files": {".metadata": 7}}', "differs"),
+        ("[" * 100_000, "nested"),
+        ("\0", "not JSON"),
+    ],
+)
+def test_manifests_of_strangers(content, named, copied):
+    (copied / "release" / MANIFEST).write_text(content)
+    with pytest.raises(ConfigError, match=named):
+        verify_checksums(copied / "release")
+
+
+def test_a_pipe_as_manifest(copied):
+    (copied / "release" / MANIFEST).unlink()
+    os.mkfifo(copied / "release" / MANIFEST)
+    with pytest.raises(ConfigError, match="named pipe"):
+        verify_checksums(copied / "release")
+
+
+class Touch:
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.file}",)
+
+
+def test_hostile_metadata_do_not_run(copied, plain, tmp_path, capsys):
+    """Checksums that fit do not make a pickle one to trust."""
+    release = copied / "release"
+    (release / ".metadata").write_bytes(pickle.dumps(Touch(tmp_path / "ran")))
+    write_checksums(release)
+    assert json.loads((release / MANIFEST).read_text())["files"][".metadata"]
+    np.save(tmp_path / "ids.npy", np.arange(128))
+    for words in (
+        ("megatron-to-hf", copied, tmp_path / "out"),
+        ("verify", plain[0], copied, "--text", tmp_path / "ids.npy", "--device", "cpu"),
+    ):
+        refused(capsys, tmp_path / "out", words, [".metadata is not opened"])
+    assert not (tmp_path / "ran").exists()
