@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -21,6 +22,17 @@ KINDS = (
     (stat.S_ISBLK, "a device"),
     (stat.S_ISSOCK, "a socket"),
 )
+
+
+def check_name(path: Path) -> None:
+    """Raise :class:`ConfigError` for a path that no file can have: too long, or with a null byte."""
+    try:
+        os.lstat(path)
+    except ValueError:
+        raise ConfigError(f"{path} is no file's name: it has a null byte") from None
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise ConfigError(f"{path} is no file's name: {error.strerror}") from None
 
 
 def size_of(path: Path, why: str) -> int:

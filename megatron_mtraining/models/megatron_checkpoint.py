@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -97,6 +98,11 @@ class MegatronCheckpoint:
         layers, hidden, heads, positions = (arg(self.args, name) for name in names)
         grouped = arg(self.args, "group_query_attention", False)
         kv_heads = arg(self.args, "num_query_groups", heads) if grouped else heads
+        if heads % kv_heads:
+            raise ConfigError(
+                f"the arguments in {self._label} have num_query_groups {kv_heads}, which does not divide "
+                f"num_attention_heads ({heads})"
+            )
         head_dim = arg(self.args, "kv_channels", hidden // heads)
         positions = int(positions * (self.options.yarn_factor or 1))
         return Shape(layers, heads, kv_heads, head_dim, positions, self.args.padded_vocab_size)
@@ -110,8 +116,8 @@ class MegatronCheckpoint:
         )
         if (
             kind in ("HuggingFaceTokenizer", "SentencePieceTokenizer")
-            and named
-            and Path(named).exists()
+            and isinstance(named, str)
+            and os.path.exists(named)  # unlike Path's, False for a name that is too long
         ):
             return open_tokenizer(Path(named))
         which = f"{kind} {named}" if named else kind

@@ -112,7 +112,9 @@ def build_model(
             rope_scaling_factor=arg(args, "rope_scaling_factor", 8.0),
             seq_len_interpolation_factor=arg(args, "rotary_seq_len_interpolation_factor"),
         )
-    except (AssertionError, TypeError, ValueError, NotImplementedError, ImportError) as error:
+    except (ConfigError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever values in a stranger's arguments lead to
         raise ConfigError(
             f"{options.label} cannot be built of Megatron-Core's local layers: {first_line(error)}"
         ) from error

@@ -18,7 +18,12 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from megatron_mtraining import ConfigError
-from megatron_mtraining.models.megatron_folder import find_iteration, read_common, read_keys
+from megatron_mtraining.models.megatron_folder import (
+    args_in,
+    find_iteration,
+    read_common,
+    read_keys,
+)
 from megatron_mtraining.models.untrusted import nothing_runs, read_metadata
 from megatron_mtraining.tools import cli
 from megatron_mtraining.tools.convert import torch_dist
@@ -220,7 +225,16 @@ def test_named_pipes_do_not_hang(name, plain):
 
 @pytest.mark.parametrize(
     "content",
-    [b"\xff\xfe", b"9" * 5000, b"1\n2", b"../..", b"/etc", b"iter_0000001", b"n" * 70000, "٣".encode()],
+    [
+        b"\xff\xfe",
+        b"9" * 5000,
+        b"1\n2",
+        b"../..",
+        b"/etc",
+        b"iter_0000001",
+        b"n" * 70000,
+        "٣".encode(),
+    ],
 )
 def test_trackers(content, plain, tmp_path):
     folder = tmp_path / "run"
@@ -231,6 +245,31 @@ def test_trackers(content, plain, tmp_path):
     ) as refusal:
         find_iteration(folder, "SRC")
     assert len(str(refusal.value)) < 500 and "\n" not in str(refusal.value)
+
+
+ARGS = {
+    "num_layers": [0, -1, 10**18, "4", 2.5, True, [1], torch.ones(2)],
+    "kv_channels": [0, float("nan"), 10**40],
+    "num_query_groups": [0, "2"],
+    "max_position_embeddings": [10**40, 4096.0],
+    "rotary_base": ["abc", float("inf"), [1]],
+    "softmax_scale": ["x", 10**400],
+}
+
+
+@pytest.mark.parametrize("name", ARGS)
+def test_arguments_of_strange_values(name, plain):
+    for value in ARGS[name]:
+        with pytest.raises(ConfigError, match=f"^{name} among the arguments in it") as refusal:
+            args_in({"args": Namespace(**{name: value})}, "it")
+        assert len(str(refusal.value)) < 300
+
+
+def test_arguments_that_are_no_plain_values():
+    args = args_in({"args": Namespace(spec=torch.ones(2), window_size=(1, 2), other={})}, "it")
+    assert args.window_size == (1, 2) and not hasattr(args, "absent")
+    with pytest.raises(ConfigError, match="spec among the arguments in it is a Tensor"):
+        getattr(args, "spec", None)
 
 
 def test_a_tracker_that_is_a_pipe(plain):

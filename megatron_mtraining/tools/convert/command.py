@@ -86,13 +86,14 @@ def _number(kind: type, is_valid: Callable, expected: str) -> Callable[[str], fl
         except ValueError:
             value = None
         if value is None or not is_valid(value):
-            raise argparse.ArgumentTypeError(f"{text} is not {expected}")
+            raise argparse.ArgumentTypeError(f"{text[:80]} is not {expected}")
         return value
 
     return parse
 
 
-POSITIVE = _number(int, lambda value: value >= 1, "a positive integer")
+MOST = 10**12
+POSITIVE = _number(int, lambda value: 1 <= value <= MOST, f"a positive integer of at most {MOST}")
 FACTOR = _number(float, lambda value: 1 < value < 1e6, "a number above 1")
 FRACTION = _number(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
 
@@ -100,8 +101,8 @@ FRACTION = _number(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
 def size(text: str) -> int:
     """The bytes of a size such as 5GB."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]B)?", text)
-    if not found or float(found[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a size such as 5GB or 500MB")
+    if not found or not 0 < float(found[1]) < MOST:
+        raise argparse.ArgumentTypeError(f"{text[:80]} is not a size such as 5GB or 500MB")
     return int(float(found[1]) * UNITS[found[2] or ""])
 
 

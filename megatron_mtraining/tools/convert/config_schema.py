@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...errors import ConfigError
+from ...models.model_sizes import largest, short
 
 
 def _is_integer(value) -> bool:
@@ -82,9 +83,13 @@ def check_types(config: dict, file: Path, schema: dict = CONFIG, parent: str = "
         if name not in config or (nullable and config[name] is None):
             continue
         expected, is_valid = TYPES[kind]
+        field = f"{name} in {parent}" if parent else name
         if not is_valid(config[name]):
-            field = f"{name} in {parent}" if parent else name
-            raise ConfigError(f"{file}: {field} is {config[name]!r}, which is not {expected}")
+            raise ConfigError(f"{file}: {field} is {short(config[name])}, which is not {expected}")
+        if kind == "count" and config[name] > largest(name):
+            raise ConfigError(
+                f"{file}: {field} is {short(config[name])}: no model has more than {largest(name)}"
+            )
 
 
 def required(config: dict, name: str, file: Path):

@@ -151,6 +151,12 @@ def _check_full_attention(family: Family, config: dict, file: Path) -> None:
             f"{file}: layer_types has {', '.join(sorted(kinds))}; only full attention in every layer can be "
             "converted"
         )
+    count = len(config.get("layer_types") or ())
+    if count and count != required(config, "num_hidden_layers", file):
+        raise ConfigError(
+            f"{file}: layer_types has {count} entries, and num_hidden_layers is "
+            f"{config['num_hidden_layers']}: make them the same"
+        )
     # Qwen2's config.json keeps the window's size also where no layer uses it.
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     if family.experts:
