@@ -298,7 +298,7 @@ def test_models_that_are_not_supported(tmp_path, words, capsys):
         refused(capsys, named, write(name, **config), *rest)
     (tmp_path / "junk").mkdir()
     (tmp_path / "junk" / "config.json").write_text("{")
-    refused(capsys, ["configuration"], tmp_path / "junk", *rest)
+    refused(capsys, ["config.json is not JSON"], tmp_path / "junk", *rest)
     # Supported, but there is neither a tokenizer nor weights.
     bare = write("bare", **llama)
     refused(capsys, ["tokenizer"], bare, *rest)
