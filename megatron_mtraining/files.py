@@ -93,7 +93,9 @@ def read_bytes(path: Path, name: str, limit: int = LIMIT, pipes: bool = False) -
         raise
     with file:
         try:
-            content = file.read(limit + 1)
+            content = bytearray()  # by parts: read(n) takes n bytes of memory at once
+            while len(content) <= limit and (part := file.read(1 << 20)):
+                content += part
         except OSError as error:
             raise ConfigError(_failed(name, error)) from None
     if len(content) > limit:
@@ -101,13 +103,18 @@ def read_bytes(path: Path, name: str, limit: int = LIMIT, pipes: bool = False) -
             f"{name} cannot be read: it has more than {limit >> 20} MiB, which no such file has; is it the "
             "right one?"
         )
-    return content
+    return bytes(content)
+
+
+def decoded(content: bytes) -> str:
+    """Text in UTF-8, with the line breaks that Python's text files have."""
+    return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_text(path: Path, name: str, limit: int = LIMIT, pipes: bool = False) -> str:
     """The text of a regular file in UTF-8; arguments and errors are those of :func:`read_bytes`."""
     try:
-        return read_bytes(path, name, limit, pipes).decode("utf-8")
+        return decoded(read_bytes(path, name, limit, pipes))
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{name} is not UTF-8 text (byte {error.start}): save it as UTF-8"

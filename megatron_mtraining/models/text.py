@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..files import decoded, read_bytes, size_of
 from ..requirements import first_line, require
 from .tokenizer import Tokenizer
 
+LARGEST = 16 << 30
+"""Bytes of a text."""
 CHARACTERS_PER_TOKEN = 8
 """Text that is encoded at first for each token; more is encoded where this does not give enough."""
 
@@ -28,14 +31,13 @@ def read_text(paths: list[Path]) -> str:
     parts = []
     for path in paths:
         try:
-            parts.append(path.read_text(encoding="utf-8"))
+            content = read_bytes(path, f"--text is {path}, which", limit=LARGEST)
+            parts.append(decoded(content))
         except UnicodeDecodeError as error:
             raise ConfigError(
                 f"--text is {path}, which is not UTF-8 text (byte {error.start}): give a text file, or token "
                 "ids as a .npy file"
             ) from None
-        except OSError as error:
-            raise ConfigError(f"--text is {path}, which cannot be read: {error.strerror}") from None
     text = "".join(parts)
     if not text.strip():
         raise ConfigError(f"--text is {_names(paths)}, which has no text in it")
@@ -44,6 +46,7 @@ def read_text(paths: list[Path]) -> str:
 
 def read_tokens(path: Path) -> np.ndarray:
     """Token ids from a .npy file of whole numbers, whatever its shape: int64 ``[n]``."""
+    size_of(path, "--text names it")
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError, BadZipFile) as error:

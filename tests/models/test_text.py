@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_mtraining import ConfigError
-from megatron_mtraining.models.text import tokens_for
+from megatron_mtraining.models.text import read_text, tokens_for
 from megatron_mtraining.models.tokenizer import Tokenizer
 
 
@@ -21,6 +21,11 @@ characters = tokenizer_of(lambda words: [ord(c) % 256 for c in words])
 
 def tokens(path, seq=None, positions=1024, tokenizer=characters):
     return tokens_for([path], seq, positions, 128, tokenizer, "--yarn")
+
+
+def test_line_breaks(tmp_path):
+    (tmp_path / "t.txt").write_bytes(b"a\r\nb\rc\n")
+    assert read_text([tmp_path / "t.txt"]) == "a\nb\nc\n"
 
 
 def test_tokens_are_whole_blocks_of_the_text(tmp_path):

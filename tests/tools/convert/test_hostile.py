@@ -169,6 +169,13 @@ def test_paths(path, model, checkpoint, tmp_path, capsys, monkeypatch):
         assert not out.exists()
 
 
+@pytest.mark.parametrize("name", ["pipe", "pipe.npy", "zero"])
+def test_texts_that_are_no_regular_files(name, model, checkpoint, tmp_path, capsys):
+    os.mkfifo(tmp_path / name) if name != "zero" else (tmp_path / name).symlink_to("/dev/zero")
+    words = ("verify", model, checkpoint, "--text", tmp_path / name, "--device", "cpu")
+    assert "a regular file is needed" in refused(capsys, "convert", *words)
+
+
 ARGS = {
     "rotary_base": ["abc", [], float("nan")],
     "window_size": [5, "x", ["a"]],
