@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,7 +142,7 @@ def _check_numbers(values: argparse.Namespace, base: dict) -> None:
     for name, value in {"--rows": values.rows, "--seq": values.seq_length}.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}: use 1 or more")
-    if values.yarn is not None and not (values.yarn > 1 and math.isfinite(values.yarn)):
+    if values.yarn is not None and not 1 < values.yarn < 1e6:  # as of mtraining convert
         raise ConfigError(f"--yarn is {values.yarn:g}: use a factor above 1, such as 4")
     if not -(2**63) <= values.seed < 2**64:  # the seeds of torch's generators
         raise ConfigError(f"--seed is {values.seed}: use a number of at most 64 bits, such as 0")
