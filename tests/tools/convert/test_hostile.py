@@ -215,7 +215,9 @@ def test_options_of_hf_to_megatron(words, model, capsys):
     to_megatron(capsys, model, *words.split())
 
 
-@pytest.mark.parametrize("words", ["--yarn 1e308", "--yarn inf", f"--rows -{10**30}", f"--head {10**30}:0"])
+@pytest.mark.parametrize(
+    "words", ["--yarn 1e308", "--yarn inf", f"--rows -{10**30}", f"--head {10**30}:0"]
+)
 def test_options_of_inspect(words, model, tmp_path, capsys):
     (tmp_path / "t.txt").write_text("text " * 2000)
     more = ("--text", tmp_path / "t.txt", "--device", "cpu", "--output", tmp_path / "out")
