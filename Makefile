@@ -28,7 +28,7 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 quickstart: $(READY)
-	$(BIN)/python -m megatron_mtraining quickstart $(ARGS)
+	$(BIN)/python -m megatron_mtraining quickstart --overwrite $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
