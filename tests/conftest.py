@@ -45,6 +45,11 @@ SHORT = dict(world="cp", inner="I", dim="D", head_dim="D", seq_length="N", lengt
 
 def pytest_make_parametrize_id(config, val, argname):
     """Ids that say what a case is where pytest would number it (``words0``, ``2-1-1``)."""
+    found = _case_name(val, argname)
+    return found and found.encode("unicode_escape").decode()[:60]
+
+
+def _case_name(val, argname: str) -> str | None:
     if isinstance(val, torch.dtype):
         return str(val).removeprefix("torch.")
     if isinstance(val, bool):
@@ -54,13 +59,13 @@ def pytest_make_parametrize_id(config, val, argname):
     if argname == "heads" and isinstance(val, tuple):
         return "H{}-KV{}".format(*val)
     if isinstance(val, dict) and val:
-        return ",".join(f"{key}={value}" for key, value in val.items())[:60]
+        return ",".join(f"{key}={value}" for key, value in val.items())
     if (
         isinstance(val, (list, tuple))
         and val
         and all(isinstance(v, (str, int, float)) for v in val)
     ):
-        return " ".join(map(str, val))[:60]
+        return " ".join(map(str, val))
     return getattr(val, "name", None) if isinstance(getattr(val, "name", None), str) else None
 
 
