@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from .config import MTrainingConfig, Policy
+from .agreement import check_agreement
+from .config import MTrainingConfig, Policy, option
 from .cp_group import CPGroup, ProcessGroup, cp_group_of
 from .documents import Documents
 from .kernels.attention.operands import check_operands, unit_stride
@@ -69,12 +71,14 @@ def attend(
         out, its log-sum-exp and the pattern.
 
     Raises:
-        ValueError: on operands, a sequence length or a pattern that do not fit, before any communication.
-        ConfigError: on documents or settings that do not.
+        ValueError: on operands, a sequence length or a pattern that do not fit.
+        ConfigError: on documents or settings that do not; on every rank, if ranks are given other settings
+            or operands of other shapes. They compare what they are given at the first call of each kind.
     """
     cp = cp_group_of(cp_group, cp_inner)
     if softmax_scale is None:
         softmax_scale = query.shape[-1] ** -0.5
+    _compare_with_ranks(cp, query, key, value, config, softmax_scale, documents, head_policies)
     _check(query, key, value, cp, softmax_scale, documents)
     query, key, value = unit_stride(query, key, value)
     ring = ring_of(cp)
@@ -101,6 +105,44 @@ def attend(
         query, key, value, index, ring, softmax_scale, computed, config.bf16_gradients, keys
     )
     return AttentionResult(*found, index)
+
+
+_COMPARED: WeakKeyDictionary[CPGroup, set[tuple]] = WeakKeyDictionary()
+"""What the ranks of a group have found to be the same on all of them."""
+
+
+def _compare_with_ranks(
+    cp: CPGroup,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: MTrainingConfig,
+    softmax_scale: float,
+    documents: Documents | None,
+    head_policies: Sequence[Policy] | None,
+) -> None:
+    """Raise :class:`~.errors.ConfigError`, on every rank, unless all ranks of the group are given the same.
+    A collective at the first call with these settings, shapes and dtypes."""
+    if cp.world == 1:
+        return
+    kind = (
+        config, None if head_policies is None else tuple(head_policies), query.shape, key.shape, value.shape,
+        query.dtype, key.dtype, value.dtype, softmax_scale, documents is None,
+    )  # fmt: skip
+    compared = _COMPARED.setdefault(cp, set())
+    if kind in compared:
+        return
+    given = {option(name): value for name, value in config.options().items() if value is not None}
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        given[f"the shape of the {name}"] = tuple(tensor.shape)
+        given[f"the dtype of the {name}"] = str(tensor.dtype)
+    given["the number of ranks in an inner group"] = cp.inner
+    given["softmax_scale"] = softmax_scale
+    given["documents"] = "none" if documents is None else "packed"
+    for head, policy in enumerate(head_policies or ()):
+        given[f"the policy of head {head}"] = policy
+    check_agreement(cp, given, "the ranks of a context-parallel group")
+    compared.add(kind)
 
 
 def _check(

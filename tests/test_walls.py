@@ -15,6 +15,7 @@ FLOORS = [
     ["errors"],
     ["requirements", "layout", "files"],
     ["cp_group", "documents"],
+    ["agreement"],
     ["kernels.limits", "kernels.types"],
     ["kernels.common"],
     ["kernels.attention", "kernels.selection", "kernels.loss"],

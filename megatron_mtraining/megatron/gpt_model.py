@@ -10,6 +10,7 @@ from .arguments import settings
 from .backend import is_active, training_arguments
 from .checks import inner_group_size
 from .options import config_from_args
+from .ranks import check_ranks
 from .wrapping import log_replaced
 
 
@@ -23,6 +24,7 @@ def wrap_gpt_model(original):
         if not is_active(config):
             return original(self, *args, **kwargs)
         log_replaced()
+        check_ranks(config)
         from . import output_layer, rotary_embedding
         from .layer_spec import replace_core_attention
 

@@ -273,6 +273,7 @@ def kernels_without_transfers(rank, world):
     return results
 
 
+@pytest.mark.slow
 def test_a_silent_ring_runs_the_same_kernels():
     for results in run_ranks(4, kernels_without_transfers):
         for real, silent in zip(results[::2], results[1::2]):

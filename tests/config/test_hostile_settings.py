@@ -59,9 +59,9 @@ def test_refused_in_one_line(name, tmp_path):
 
 
 def test_a_decimal_number_may_be_written_in_other_ways(tmp_path):
-    (tmp_path / "s.yaml").write_text("price: 2.5e-1\nsink: 1_0\nwindow: +64\ndense_steps: 0\n")
+    (tmp_path / "s.yaml").write_text("price: 2.5e-1\nsink: 1_0\nwindow: +64\nslash_cap: 0\n")
     found = settings_of_run(str(tmp_path / "s.yaml"))
-    assert found == dict(price=0.25, sink=10, window=64, dense_steps=0)
+    assert found == dict(price=0.25, sink=10, window=64, slash_cap=0)
 
 
 def test_what_is_no_regular_file(tmp_path):

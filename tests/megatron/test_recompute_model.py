@@ -20,7 +20,7 @@ RUNS = {
 }
 
 
-SLOW = ("interleaved", "CP 2, interleaved")
+SLOW = ("CP 2", "1F1B", "CP 2, interleaved")
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_standard_error_is_full(command):
 def test_a_stream_is_closed(closed, command, tmp_path):
     code = f"import os; os.close({dict(stdout=1, stderr=2)[closed]})"
     command("print('told'); print('told', file=sys.stderr)").wait()
-    words = f"{code}; os.execv('{sys.executable}', ['python', '{tmp_path / 'start.py'}'])"
+    words = f"{code}; os.execv('{sys.executable}', ['{sys.executable}', '{tmp_path / 'start.py'}'])"
     assert subprocess.run([sys.executable, "-c", words], cwd=tmp_path, timeout=60).returncode == 0
 
 
@@ -141,7 +141,7 @@ def test_an_error_is_one_line_whatever_is_named_in_it(command):
         "from megatron_mtraining import ConfigError\nraise ConfigError('a\\n\\x1b[2J\\udcff\u00e9')"
     )
     status, error = ended(command(body))
-    assert (status, error) == (2, "mtraining plan: a\\n\\x1b[2J\\udcff\u00e9\n")
+    assert (status, error) == (2, "mtraining plan: a \\x1b[2J\\udcff\u00e9\n")
 
 
 def test_names_that_standard_output_cannot_encode(command):

@@ -108,8 +108,11 @@ BAD_CONFIGS = {
     "heads": (dict(num_key_value_heads=3), ["num_key_value_heads", "3"]),
     "layers": (dict(num_hidden_layers="4"), ["num_hidden_layers"]),
     "shape": (dict(intermediate_size=160), ["gate_proj.weight", "[176, 128]", ".safetensors"]),
-    "more layers": (dict(num_hidden_layers=5), ["model.layers.4."]),
-    "fewer layers": (dict(num_hidden_layers=3), ["model.layers.3.", ".safetensors"]),
+    "more layers": (dict(num_hidden_layers=5, layer_types=None), ["model.layers.4."]),
+    "fewer layers": (
+        dict(num_hidden_layers=3, layer_types=None),
+        ["model.layers.3.", ".safetensors"],
+    ),
     "quantised": (dict(quantization_config={"bits": 4}), ["quantization_config"]),
 }
 
@@ -262,7 +265,7 @@ def test_missing_and_truncated_files(plain, tmp_path, capsys):
 
 
 def test_config_of_another_model(plain, tmp_path, capsys):
-    config = {**config_of(plain[0]), "num_hidden_layers": 3}
+    config = {**config_of(plain[0]), "num_hidden_layers": 3, "layer_types": None}
     (tmp_path / "like").mkdir()
     (tmp_path / "like" / "config.json").write_text(json.dumps(config))
     words = ("megatron-to-hf", plain[1], tmp_path / "out", "--like", tmp_path / "like")

@@ -398,6 +398,6 @@ def test_names_that_are_not_text(prepare, documents, tmp_path, capsys):
     assert out.isascii() and "\x1b" not in out
     assert report(tmp_path / os.fsdecode(b"out\xff"))["documents"]["read"] == 3
     status = prepare(folder / os.fsdecode(names[1][:-4]), output="b")
-    refused(capsys, ["new\\nline is not UTF-8"], status)
+    refused(capsys, ["new line is not UTF-8"], status)
     status = prepare(folder / os.fsdecode(names[2][:-4]), output="b")
     refused(capsys, ["\\x1b[2J is not UTF-8"], status)

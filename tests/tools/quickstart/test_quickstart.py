@@ -60,6 +60,7 @@ def finished(tmp_path_factory):
     return folder / "out", done.stdout
 
 
+@pytest.mark.slow
 def test_writes_table_and_pictures(finished):
     output, printed = finished
     assert (output / "table.txt").read_text() in printed
@@ -70,6 +71,7 @@ def test_writes_table_and_pictures(finished):
         assert label in printed
 
 
+@pytest.mark.slow
 def test_losses_are_sane(finished):
     runs = json.loads((finished[0] / "runs.json").read_text())
     for run in runs.values():
@@ -84,6 +86,7 @@ def test_losses_are_sane(finished):
     assert first[0] == pytest.approx(first[1], abs=0.2)
 
 
+@pytest.mark.slow
 def test_dense_is_dense_and_sparse_is_sparse(finished):
     runs = json.loads((finished[0] / "runs.json").read_text())
     assert runs["dense"]["density"] == pytest.approx([1.0] * STEPS, abs=1e-6)
@@ -96,6 +99,7 @@ def test_dense_is_dense_and_sparse_is_sparse(finished):
     assert (work["sparse"] <= work["dense"]).all()
 
 
+@pytest.mark.slow
 def test_compares_dense_with_megatrons_own_attention(finished):
     agreed = re.findall(
         r"(\w+) model, dense: loss over 2 ranks .* agree to (\S+)$", finished[1], re.MULTILINE

@@ -1,0 +1,93 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Ranks that were given other settings or shapes than others: one error, on every rank, that names both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining.agreement import check_agreement
+from megatron_mtraining.attention import attend
+from megatron_mtraining.cp_group import RankGroup
+from megatron_mtraining.documents import Documents
+from tests.support.ranks import run_ranks
+
+SETTINGS = dict(block_size=64, window=64, sample_strata=8)
+TOKENS, HEADS, KV_HEADS, DIM = 256, 4, 2, 64
+DIFFERENT = {
+    # what rank 1 is given, and what the error names
+    "price": (dict(price=3.0), "--mtraining-price is 0.25 on rank 0, 3.0 on rank 1"),
+    "policy": (dict(vertical=20, slash=4), "--mtraining-policy is 'price' on rank 0, 'fixed' on rank 1"),
+    "block size": (dict(block_size=128), "--mtraining-block-size is 64 on rank 0, 128 on rank 1"),
+    "cap": (dict(vertical_cap=64), "--mtraining-vertical-cap is 4096 on rank 0, 64 on rank 1"),
+    "wire": (dict(bf16_gradients=True), "--mtraining-bf16-gradients is False on rank 0, True on rank 1"),
+    "dtype": (torch.float64, "dtype of the query is 'torch.float32' on rank 0, 'torch.float64' on rank 1"),
+    "length": (128, "shape of the query is (256, 1, 4, 64) on rank 0, (128, 1, 4, 64) on rank 1"),
+    "odd length": (200, "shape of the query is (256, 1, 4, 64) on rank 0, (200, 1, 4, 64) on rank 1"),
+    "inner": ("inner", "the number of ranks in an inner group is 2 on rank 0, 1 on rank 1"),
+    "documents": ("documents", "documents is 'none' on rank 0, 'packed' on rank 1"),
+}  # fmt: skip
+
+
+def attend_differently(rank, world, case):
+    changed = DIFFERENT[case][0] if rank else None
+    options = {**SETTINGS, **(changed if isinstance(changed, dict) else {})}
+    tokens = changed if isinstance(changed, int) else TOKENS
+    dtype = changed if isinstance(changed, torch.dtype) else torch.float32
+    query = torch.randn(tokens, 1, HEADS, DIM, dtype=dtype)
+    key, value = torch.randn(2, tokens, 1, KV_HEADS, DIM, dtype=dtype)
+    more = dict(cp_inner=1) if changed == "inner" else {}
+    if changed == "documents":
+        more = dict(documents=Documents.from_lengths([100, 2 * TOKENS - 100], 2 * TOKENS))
+    config = MTrainingConfig.from_options(**options)
+    try:
+        attend(query, key, value, config=config, cp_group=dist.group.WORLD, **more)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_attend_names_what_differs_on_every_rank(case):
+    messages = run_ranks(2, attend_differently, case)
+    assert messages[0] == messages[1]
+    assert messages[0] is not None and DIFFERENT[case][1] in messages[0]
+
+
+def attend_alike(rank, world):
+    """How many collectives compare settings, over calls of two lengths."""
+    compared = []
+    gather = RankGroup.gather_objects
+
+    def counted(self, value):
+        compared.append(value)
+        return gather(self, value)
+
+    RankGroup.gather_objects = counted
+    config = MTrainingConfig.from_options(**SETTINGS)
+    for tokens in (256, 256, 128, 256, 128):
+        query = torch.randn(tokens, 1, HEADS, DIM)
+        key, value = torch.randn(2, tokens, 1, KV_HEADS, DIM)
+        attend(query, key, value, config=config, cp_group=dist.group.WORLD)
+    return len(compared)
+
+
+def test_ranks_that_agree_compare_once_a_kind():
+    assert run_ranks(2, attend_alike) == [2, 2]
+
+
+def disagree(rank, world):
+    given = {f"setting {i}": rank // 2 if i < 6 else 0 for i in range(9)}
+    try:
+        check_agreement(RankGroup(dist.group.WORLD), given, "the ranks")
+    except ConfigError as error:
+        return str(error)
+
+
+def test_many_differences_are_counted():
+    (message, *others) = run_ranks(4, disagree)
+    assert others == [message] * 3
+    assert "setting 0 is 0 on ranks 0-1, 1 on ranks 2-3" in message
+    assert "and 2 more" in message and "setting 7" not in message
