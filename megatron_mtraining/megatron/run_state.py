@@ -64,6 +64,6 @@ RUN = RunState()
 
 
 def advance(step: int) -> None:
-    """End a training step on all ranks: ``step`` steps are done; dense steps and targets count by it. For
+    """End a training step on all ranks: ``step`` steps are done; targets count by it. For
     training loops other than Megatron-LM's."""
     RUN.advance(step)

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""What changes from step to step: dense steps at the start, and the price.
+"""What changes from step to step: the price.
 
 A target recall is met by feedback: each step's recall moves the price of the next step, of each head or one
 for all. All of it stays on the device.
