@@ -40,7 +40,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/shellcheck examples/*.sh examples/*/*.sh
+	$(BIN)/shellcheck --external-sources --source-path=SCRIPTDIR examples/*.sh examples/*/*.sh
 
 env: $(READY)
 

@@ -3,6 +3,7 @@
 # What the recipes share. Sourced by their run.sh, with run.sh's arguments and with GPUS (GPUs per node), set
 # before; defines MEGATRON_LM, NODES and the arrays LAUNCH, COMMON, ATTENTION, DATA and CHECKPOINTING, and
 # takes the checkout's path off the arguments.
+# shellcheck disable=SC2034  # the scripts that source this use its arrays
 
 fail() {
   echo "$0: $1" >&2
