@@ -139,6 +139,19 @@ def remove_locked(path: Path) -> None:
     path.rmdir()
 
 
+def refuse_to_replace_input(option: str, path: Path, read: Iterable[Path]) -> None:
+    """Raise :class:`ConfigError` if ``path`` is a file that is read, or is in a folder that is."""
+    if not os.path.exists(path):
+        return
+    real = Path(os.path.realpath(path))
+    for each in read:
+        source = Path(os.path.realpath(each))
+        if real == source or source in real.parents:
+            raise ConfigError(
+                f"{option} is {path}, which is read, as {each} is given: name another file"
+            )
+
+
 def cannot_write(option: str, path: Path, error: OSError) -> ConfigError:
     """What an error in writing the target means for the user."""
     return ConfigError(
@@ -254,6 +267,10 @@ def _refuse_existing(option: str, overwrite: bool, kind: str, *, of_files: bool 
             )
         if os.path.isdir(path) and not os.path.islink(path) and (kind == "file" or of_files):
             raise ConfigError(f"{option} is {path}, which is a folder: name a file")
+        if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+            raise ConfigError(
+                f"{option} is {path}, a device, a pipe or a socket, which is not replaced: name a file"
+            )
         if of_files:
             return
         if not os.path.isdir(path) and kind == "folder":

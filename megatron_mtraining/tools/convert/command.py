@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...errors import ConfigError
 from ...requirements import require
-from ..common.atomic_output import atomic_file
+from ..common.atomic_output import atomic_file, refuse_to_replace_input
 
 DTYPES = ("float32", "bfloat16", "float16")
 OUTER = ("command", "direction")
@@ -179,6 +179,8 @@ def _verify(
         )
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise ConfigError(f"--output is {output}: name a file in an existing folder")
+    if output is not None:
+        refuse_to_replace_input("--output", output, [source, target, *options["text"]])
     found = verify(*models, **options)
     print(as_text(found))
     if output is not None:

@@ -12,6 +12,7 @@ import torch
 from ...config import BLOCK_POLICY_NAMES, ConfigError, MTrainingConfig
 from ...models.environment import DTYPES, default_dtype, device_of
 from ...requirements import require
+from ..common.atomic_output import refuse_to_replace_input
 
 ROWS = 512
 """Default number of query rows that patterns are evaluated on."""
@@ -115,6 +116,11 @@ def options_from(values: argparse.Namespace) -> Options:
         require("yaml", extra="inspect")
     if settings.is_dir() or (values.settings and not settings.parent.is_dir()):
         raise ConfigError(f"--settings is {settings}: name a file in a folder that exists")
+    read = [*values.text, *filter(None, [values.tokenizer])]
+    if values.settings:
+        refuse_to_replace_input("--settings", settings, [values.model, *read])
+    for name in ("settings.json", "results.json", "summary.txt"):
+        refuse_to_replace_input("--output", values.output / name, read)
     if values.output.exists() and not values.output.is_dir():
         raise ConfigError(f"--output is {values.output}, which is a file: name a folder")
     if values.dtype is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,12 @@ from pathlib import Path
 import pytest
 
 from megatron_mtraining import ConfigError
-from megatron_mtraining.tools.common.atomic_output import atomic_file, atomic_files, atomic_folder
+from megatron_mtraining.tools.common.atomic_output import (
+    atomic_file,
+    atomic_files,
+    atomic_folder,
+    refuse_to_replace_input,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -252,3 +258,37 @@ def test_a_run_that_ends_between_moving_away_and_replacing(how, tmp_path, capsys
             raise AssertionError
         assert "out is back" in capsys.readouterr().err
     assert names(tmp_path) == ["out"] and names(tmp_path / "out") == ["old"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "link to one"])
+def test_what_is_no_file_is_not_replaced(kind, tmp_path):
+    """A rename over /dev/null, as root, takes it from every program of the machine."""
+    path = tmp_path / "there"
+    os.mkfifo(path)
+    if kind == "device":
+        path.unlink()
+        try:
+            os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 3))  # never the machine's own
+        except PermissionError:
+            pytest.skip("only root makes devices")
+    elif kind == "link to one":
+        path = tmp_path / "link"
+        path.symlink_to("there")
+    before = os.lstat(path)
+    with pytest.raises(ConfigError, match="a device, a pipe or a socket"):
+        with atomic_file(path, overwrite=True) as file:
+            file.write(b"new")
+    assert os.lstat(path).st_ino == before.st_ino
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_what_is_read_is_not_replaced(tmp_path):
+    (tmp_path / "model").mkdir()
+    weights, text = tmp_path / "model" / "weights", tmp_path / "text"
+    weights.write_text("w")
+    text.write_text("t")
+    (tmp_path / "link").symlink_to(weights)
+    for path in (weights, text, tmp_path / "link"):
+        with pytest.raises(ConfigError, match="which is read"):
+            refuse_to_replace_input("--output", path, [tmp_path / "model", text])
+    refuse_to_replace_input("--output", tmp_path / "model" / "new", [tmp_path / "model", text])
