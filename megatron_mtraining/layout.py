@@ -30,9 +30,24 @@ GATHERED = 8
 """Default limit of the size of an inner group."""
 
 
+def _check_whole(**values) -> None:
+    """Raise :class:`ConfigError` unless all are whole numbers."""
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ConfigError(f"{name} is {value!r}: give a whole number")
+
+
+def check_rank(cp_rank: int, cp_size: int) -> None:
+    """Raise :class:`ConfigError` unless there is such a rank: another would get tokens of no rank's."""
+    _check_whole(cp_rank=cp_rank, cp_size=cp_size)
+    if not 0 <= cp_rank < cp_size:
+        raise ConfigError(f"cp_rank is {cp_rank}: there are {cp_size} ranks, from 0")
+
+
 def check_layout(seq_length: int, cp_size: int, block_size: int) -> None:
     """Raise :class:`ConfigError` unless ``seq_length`` is a multiple of ``block_size * cp_size``."""
-    if cp_size < 1 or seq_length <= 0 or seq_length % (block_size * cp_size):
+    _check_whole(seq_length=seq_length, cp_size=cp_size, block_size=block_size)
+    if min(cp_size, block_size, seq_length) < 1 or seq_length % (block_size * cp_size):
         raise ConfigError(
             f"a sequence of {seq_length} tokens cannot be striped in blocks of {block_size} over "
             f"{cp_size} context-parallel ranks: its length must be a multiple of "
@@ -47,6 +62,9 @@ def inner_size(cp_size: int, inner: int | None = None) -> int:
     Raises:
         ConfigError: ``inner`` does not divide ``cp_size``.
     """
+    _check_whole(cp_size=cp_size, **({} if inner is None else {"inner": inner}))
+    if cp_size < 1:
+        raise ConfigError(f"there are {cp_size} context-parallel ranks: use 1 or more")
     if inner is None:
         return max(size for size in range(1, GATHERED + 1) if cp_size % size == 0)
     if inner < 1 or cp_size % inner:
@@ -74,6 +92,16 @@ def owner_of(block, cp_size: int, inner: int | None = None):
     return block % outer * inner + y, local
 
 
+def _checked_dim(tensor: Tensor, dim: int) -> int:
+    """The dimension, counted from 0; one that the tensor does not have is no other's."""
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(f"a tensor is needed, but a {type(tensor).__name__} is given")
+    _check_whole(dim=dim)
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ConfigError(f"dim is {dim}: the tensor has {tensor.dim()} dimensions, from 0")
+    return dim % tensor.dim()
+
+
 def stripe(
     tensor: Tensor,
     cp_rank: int,
@@ -97,9 +125,11 @@ def stripe(
     Raises:
         ConfigError: the length is not a multiple of ``block_size * cp_size``.
     """
-    dim = dim % tensor.dim()
+    dim = _checked_dim(tensor, dim)
     seq_length = tensor.shape[dim]
     check_layout(seq_length, cp_size, block_size)
+    check_rank(cp_rank, cp_size)
+    inner = inner_size(cp_size, inner)
     if cp_size == 1:
         return tensor
     local = torch.arange(seq_length // (block_size * cp_size), device=tensor.device)
@@ -121,7 +151,11 @@ def unstripe(
     """
     if not parts:
         raise ConfigError("unstripe needs the part of every context-parallel rank, and got none")
-    dim, cp_size = dim % parts[0].dim(), len(parts)
+    dim, cp_size = _checked_dim(parts[0], dim), len(parts)
+    alike = {(each.shape, each.dtype) for each in parts}
+    if len(alike) > 1:
+        shown = ", ".join(sorted(f"{list(shape)} {dtype}" for shape, dtype in alike))
+        raise ConfigError(f"parts of ranks are of one shape and dtype, but these are {shown}")
     check_layout(parts[0].shape[dim] * cp_size, cp_size, block_size)
     blocks = torch.stack([part.unflatten(dim, (-1, block_size)) for part in parts], dim)
     local_blocks = blocks.shape[dim + 1]
@@ -142,6 +176,7 @@ def token_positions(
 ) -> Tensor:
     """Global positions of the tokens on ``cp_rank``: int64 ``[seq_length // cp_size]``, ascending."""
     check_layout(seq_length, cp_size, block_size)
+    check_rank(cp_rank, cp_size)
     local = torch.arange(seq_length // cp_size, device=device)
     return positions_at(local, cp_rank, cp_size, block_size, inner)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_mtraining import layout
 from megatron_mtraining.config import ConfigError
 from megatron_mtraining.layout import locate, stripe, stripe_batch, token_positions, unstripe
 
@@ -75,3 +76,30 @@ def test_batch_keeps_none_and_slices_the_mask_by_query():
 def test_a_length_that_does_not_divide_is_refused(length, world):
     with pytest.raises(ConfigError, match=f"{length} tokens.*{64 * world}"):
         stripe(torch.zeros(length), 0, world, 64)
+
+
+TOKENS = torch.arange(512).view(1, 512)
+NO_LAYOUTS = {
+    "a rank past the last": (lambda: layout.stripe(TOKENS, 7, 4, 64, 1), "cp_rank is 7"),
+    "a negative rank": (lambda: layout.stripe(TOKENS, -1, 2, 64, 1), "cp_rank is -1"),
+    "rank 1 of 1": (lambda: layout.stripe(TOKENS, 1, 1, 64, 1), "cp_rank is 1"),
+    "positions of no rank": (lambda: layout.token_positions(512, 2, 2, 64), "cp_rank is 2"),
+    "a dimension too many": (lambda: layout.stripe(TOKENS, 0, 2, 64, 3), "dim is 3"),
+    "no tensor": (lambda: layout.stripe([1] * 512, 0, 2, 64), "a list is given"),
+    "an inner size of one rank": (lambda: layout.stripe(TOKENS, 0, 1, 64, 1, 3), "groups of 3"),
+    "a fraction": (lambda: layout.token_positions(512.0, 1, 2, 64), "seq_length is 512.0"),
+    "no ranks": (lambda: layout.inner_size(0), "there are 0"),
+    "negative ranks": (lambda: layout.inner_size(-4), "there are -4"),
+    "a text": (lambda: layout.inner_size("4"), "cp_size is '4'"),
+    "a block of none": (lambda: layout.check_layout(512, 2, 0), "blocks of 0"),
+    "a negative block": (lambda: layout.check_layout(512, 2, -64), "blocks of -64"),
+    "parts of two dtypes": (lambda: layout.unstripe([TOKENS, TOKENS.float()], 64, 1), "float32"),
+}
+
+
+@pytest.mark.parametrize("case", NO_LAYOUTS)
+def test_what_has_no_layout_is_refused(case):
+    """And not sliced somehow: wrong tokens train without an error."""
+    wrong, named = NO_LAYOUTS[case]
+    with pytest.raises(ConfigError, match=named):
+        wrong()
