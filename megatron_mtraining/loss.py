@@ -11,6 +11,7 @@ the weight's gradient is a sum over tokens that cannot be weighted afterwards.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from .cp_group import ProcessGroup, RankGroup
 from .kernels.loss import cross_entropy_gradient, cross_entropy_rows
+
+LABELS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class GradientBuffer(Protocol):
@@ -60,6 +63,17 @@ def linear_cross_entropy(
     Raises:
         ValueError: operands that do not fit each other.
     """
+    for name, tensor in {"hidden": hidden, "weight": weight, "labels": labels}.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} is a {type(tensor).__name__}: give a tensor")
+    if not hidden.is_floating_point():
+        raise ValueError(f"hidden is of {hidden.dtype}: give floating-point numbers")
+    if labels.dtype not in LABELS:
+        raise ValueError(f"labels are of {labels.dtype}: give token ids, as whole numbers")
+    if not isinstance(chunk, int) or isinstance(chunk, bool):
+        raise ValueError(f"chunk is {chunk!r}: give a whole number of tokens")
+    if not (isinstance(scale, int | float) and math.isfinite(scale)):
+        raise ValueError(f"scale is {scale!r}: give a finite number")
     fits = hidden.shape[:-1] == labels.shape and hidden.shape[-1:] == weight.shape[1:]
     if not fits or hidden.dtype != weight.dtype or chunk < 1:
         raise ValueError(

@@ -217,3 +217,26 @@ def test_gpu_in_bfloat16(chunk):
     losses = linear_cross_entropy(*operands[:3], chunk, gradient_buffer=MainGrad(weight))
     losses.backward(operands[3].float())
     assert relative_error(weight.main_grad - 1, expected[2]) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (dict(labels=torch.arange(8) + 0.7), "labels are of torch.float32"),
+        (dict(labels=torch.arange(8) > 3), "labels are of torch.bool"),
+        (dict(hidden=torch.ones(8, 16, dtype=torch.int64)), "hidden is of torch.int64"),
+        (dict(weight=None), "weight is a NoneType"),
+        (dict(chunk=2.5), "chunk is 2.5"),
+        (dict(chunk=True), "chunk is True"),
+        (dict(scale=float("nan")), "scale is nan"),
+        (dict(scale="2"), "scale is '2'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_operands_of_other_types_are_refused(wrong, named):
+    """Labels with fractions would be cut to other tokens in silence."""
+    given = dict(
+        hidden=torch.ones(8, 16), weight=torch.ones(20, 16), labels=torch.arange(8), chunk=4
+    )
+    with pytest.raises(ValueError, match=named):
+        linear_cross_entropy(**{**given, **wrong})
