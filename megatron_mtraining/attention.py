@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from .agreement import check_agreement
@@ -75,11 +76,13 @@ def attend(
         ConfigError: on documents or settings that do not; on every rank, if ranks are given other settings
             or operands of other shapes. They compare what they are given at the first call of each kind.
     """
+    _check_kinds(query, key, value, config)
     cp = cp_group_of(cp_group, cp_inner)
     if softmax_scale is None:
         softmax_scale = query.shape[-1] ** -0.5
     _compare_with_ranks(cp, query, key, value, config, softmax_scale, documents, head_policies)
     _check(query, key, value, cp, softmax_scale, documents)
+    _check_of_heads(query.shape[2], head_policies, price)
     query, key, value = unit_stride(query, key, value)
     ring = ring_of(cp)
     if first_pass is None:
@@ -155,10 +158,49 @@ def _check(
 ) -> None:
     """Raise ValueError or :class:`~.errors.ConfigError` unless operands and documents fit each other."""
     check_operands(query, key, value)
-    if not softmax_scale > 0:
-        raise ValueError(f"softmax_scale is {softmax_scale}: it must be positive")
+    # Above the largest float32, scores are infinite or not numbers.
+    if not 0 < softmax_scale <= torch.finfo(torch.float32).max:
+        raise ValueError(f"softmax_scale is {softmax_scale}: it must be positive and finite")
+    if 0 in (*query.shape, *key.shape):
+        raise ValueError(
+            f"query {tuple(query.shape)} or key {tuple(key.shape)} is empty: give 1 or more in each dimension"
+        )
     if documents is not None:
         documents.check(query.shape[1], query.shape[0] * cp.world, query.device)
+
+
+def _check_kinds(query: Tensor, key: Tensor, value: Tensor, config: MTrainingConfig) -> None:
+    """Raise ValueError unless operands are tensors, and the settings settings."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} is a {type(tensor).__name__}: give a tensor")
+    if not isinstance(config, MTrainingConfig):
+        raise ValueError(f"config is a {type(config).__name__}: give an MTrainingConfig")
+
+
+def _check_of_heads(
+    num_heads: int, head_policies: Sequence[Policy] | None, price: Tensor | None
+) -> None:
+    """Raise ValueError unless there is a policy, and a price or one for all, for each head. What the prices
+    are is not read: that would wait for the device."""
+    if head_policies is not None:
+        if len(head_policies) != num_heads:
+            raise ValueError(
+                f"there are {len(head_policies)} head_policies, but {num_heads} heads: give one for each"
+            )
+        for head, policy in enumerate(head_policies):
+            if not isinstance(policy, Policy):
+                raise ValueError(f"the policy of head {head} is {policy!r}: give a policy")
+    if price is None:
+        return
+    if not isinstance(price, Tensor) or not price.is_floating_point():
+        raise ValueError(f"price is {price!r}: give a float32 tensor")
+    if tuple(price.shape) not in ((), (1,), (num_heads,)):
+        raise ValueError(
+            f"price has shape {list(price.shape)}: give one, or one for each of {num_heads} heads"
+        )
+    if not price.is_cuda and not bool(((price >= 0) & price.isfinite()).all()):
+        raise ValueError(f"price is {price.tolist()}: give finite numbers of 0 or more")
 
 
 def check_index(index: PatternIndex, query: Tensor, cp: CPGroup) -> None:
