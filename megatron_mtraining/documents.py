@@ -22,6 +22,15 @@ MOST_TOKENS = 2**24
 """Tokens of a sequence with documents: the kernels compare positions as float32."""
 
 
+def _whole_numbers(values, name: str) -> Tensor:
+    """int64, on the host. Fractions are refused, not cut."""
+    found = torch.as_tensor(values).detach().cpu()
+    if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
+        if found.numel():
+            raise ConfigError(f"{name} are of {found.dtype}: give whole numbers")
+    return found.long()
+
+
 @dataclass(frozen=True)
 class LocalDocuments:
     """What the kernels of one rank need of documents; of N tokens in NB blocks, s and nb of them here.
@@ -67,7 +76,9 @@ class Documents:
     """
 
     def __init__(self, starts: Tensor, check: bool = True):
-        if starts.dim() != 2 or starts.dtype not in (torch.int32, torch.int64):
+        if not isinstance(starts, Tensor):
+            raise ConfigError(f"starts of documents are a {type(starts).__name__}: give a tensor")
+        if starts.dim() != 2 or 0 in starts.shape or starts.dtype not in (torch.int32, torch.int64):
             raise ConfigError(
                 f"starts of documents are {starts.dtype} {list(starts.shape)}: give int32 or int64 "
                 "[batch, tokens of the whole sequence]"
@@ -82,15 +93,17 @@ class Documents:
         self._pairs: dict[int, Tensor] = {}
         self._costs: dict[int, Costs] = {}
         position = torch.arange(starts.shape[1], dtype=torch.int32, device=starts.device)
-        before = self.starts.roll(1, 1)
+        # Of the numbers as they are given: 2^32 would be 0 in int32.
+        given = starts.detach()
+        before = given.roll(1, 1)
         before[:, 0] = 0
-        wrong = (self.starts != before) & (self.starts != position)
+        wrong = (given != before) & (given != position)
         # On the CPU it costs nothing to look.
         if (check or not starts.is_cuda) and bool(wrong.any()):
             entry, at = wrong.nonzero()[0].tolist()
             raise ConfigError(
                 f"documents are wrong: token {at} of batch entry {entry} has its document start at "
-                f"{int(self.starts[entry, at])}, but the token before at {int(before[entry, at])}; it must "
+                f"{int(given[entry, at])}, but the token before at {int(before[entry, at])}; it must "
                 f"be the same, or {at}"
             )
         torch._assert_async(
@@ -110,7 +123,13 @@ class Documents:
             lengths = [lengths]
         starts = []
         for entry, own in enumerate(lengths):
-            own = torch.as_tensor(own, dtype=torch.int64).cpu().flatten()
+            own = _whole_numbers(own, f"lengths of documents of batch entry {entry}").flatten()
+            if (own > seq_length).any():  # they may be too large to add
+                at = int((own > seq_length).nonzero()[0])
+                raise ConfigError(
+                    f"document {at} of batch entry {entry} has {int(own[at])} tokens, but the sequence "
+                    f"{seq_length}: their lengths must add up to it"
+                )
             if (own <= 0).any():
                 at = int((own <= 0).nonzero()[0])
                 raise ConfigError(
@@ -132,7 +151,7 @@ class Documents:
         Raises:
             ConfigError: they do not begin with 0, descend, or do not end with ``seq_length``.
         """
-        ends = cu_seqlens.detach().flatten().cpu().long()
+        ends = _whole_numbers(cu_seqlens, "cu_seqlens").flatten()
         lengths = ends.diff()
         if len(ends) < 2 or int(ends[0]) != 0 or int(ends[-1]) != seq_length or (lengths < 0).any():
             shown = ", ".join(str(int(end)) for end in ends[:6])
@@ -142,7 +161,7 @@ class Documents:
                 "of the sequence"
             )
         return cls.from_lengths(
-            lengths[lengths > 0].tolist(), seq_length, device or cu_seqlens.device
+            lengths[lengths > 0].tolist(), seq_length, device or getattr(cu_seqlens, "device", None)
         )
 
     @classmethod

@@ -255,3 +255,20 @@ def test_no_other_document_has_a_say():
     after = simulated_ring(query, key, value, grad_out, index, 0.1)
     for one, other in zip(before, after):
         assert torch.equal(one[128:], other[128:]) and not torch.equal(one[:128], other[:128])
+
+
+WRONG_NUMBERS = {
+    "lengths": (lambda: Documents.from_lengths([1.7, 2.9], 3), "torch.float32"),
+    "ends": (lambda: Documents.from_cu_seqlens(torch.tensor([0, 1.5, 3]), 3), "torch.float32"),
+    "starts": (lambda: Documents(torch.tensor([[0, 2**32, 2**32]])), str(2**32)),
+    "sums": (lambda: Documents.from_lengths([2**62] * 4 + [5], 5), "add up"),
+    "nothing": (lambda: Documents(torch.zeros(1, 0, dtype=torch.int64)), "starts of documents"),
+    "a list": (lambda: Documents([[0, 0]]), "list"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_NUMBERS)
+def test_numbers_are_not_cut_to_others(case):
+    wrong, named = WRONG_NUMBERS[case]
+    with pytest.raises(ConfigError, match=named):
+        wrong()
