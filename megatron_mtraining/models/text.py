@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -49,8 +48,10 @@ def read_tokens(path: Path) -> np.ndarray:
     size_of(path, "--text names it")
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError, BadZipFile) as error:
-        raise ConfigError(f"--text is {path}, which numpy cannot read: {error}") from None
+    except Exception as error:  # whatever Python's own parser says of a header, too
+        raise ConfigError(
+            f"--text is {path}, which numpy cannot read: {first_line(error)}"
+        ) from None
     if not isinstance(ids, np.ndarray):
         ids.close()
         raise ConfigError(
