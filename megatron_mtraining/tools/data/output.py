@@ -157,7 +157,9 @@ class Output:
             ConfigError: another program has written a file there meanwhile that may not be replaced.
         """
         self._refuse_existing()
-        cached = list(self.cache.glob(CACHED))
+        # Not through a link: what is there may be of another dataset.
+        ours = not any(os.path.islink(path) for path in (self.cache, *self.cache.parents[:2]))
+        cached = list(self.cache.glob(CACHED)) if ours else []
         for path in cached:
             path.unlink()
         for folder in (self.cache, self.cache.parent, self.prefix) if cached else ():

@@ -382,6 +382,18 @@ def test_links_among_the_parts_are_not_followed(prepare, documents, tmp_path, ca
     assert (tmp_path / "other").read_text() == "other"
 
 
+def test_what_megatron_has_cached_is_not_removed_through_a_link(prepare, documents, tmp_path):
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    assert prepare(given) == 0
+    (tmp_path / "other").mkdir()
+    kept = tmp_path / "other" / "0-GPTDataset-train-shuffle_index.npy"
+    kept.write_text("of another dataset")
+    (tmp_path / "out" / "cache").mkdir(parents=True)
+    (tmp_path / "out" / "cache" / "GPTDataset_indices").symlink_to(tmp_path / "other")
+    assert prepare(given, overwrite=True) == 0
+    assert kept.exists()
+
+
 # Names
 
 
