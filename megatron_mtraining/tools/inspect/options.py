@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -175,6 +176,6 @@ def _check_mixed(values: argparse.Namespace) -> None:
 
 def _head(word: str) -> tuple[int, int]:
     layer, _, head = word.partition(":")
-    if not (layer.isdecimal() and head.isdecimal()):
+    if not all(re.fullmatch("[0-9]{1,9}", each) for each in (layer, head)):
         raise ConfigError(f"--head is {word}: use LAYER:HEAD, counted from 0, such as 3:5")
     return int(layer), int(head)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import re
 from functools import cache
 
 from ...config import ConfigError
@@ -195,7 +196,7 @@ def _world_size(before: list[str]) -> int | None:
     known, _ = launcher.parse_known_args(before)
     if known.nproc_per_node is None:
         return None
-    if not known.nnodes.isdigit():
+    if not re.fullmatch("[1-9][0-9]{0,8}", known.nnodes):
         raise ConfigError(f"--nnodes is {known.nnodes}: give one number of nodes, or --world-size")
     return known.nproc_per_node * int(known.nnodes)
 

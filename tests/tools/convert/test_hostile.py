@@ -216,7 +216,14 @@ def test_options_of_hf_to_megatron(words, model, capsys):
 
 
 @pytest.mark.parametrize(
-    "words", ["--yarn 1e308", "--yarn inf", f"--rows -{10**30}", f"--head {10**30}:0"]
+    "words",
+    [
+        "--yarn 1e308",
+        "--yarn inf",
+        f"--rows -{10**30}",
+        f"--head {10**30}:0",
+        f"--head {'9' * 5000}:0",
+    ],
 )
 def test_options_of_inspect(words, model, tmp_path, capsys):
     (tmp_path / "t.txt").write_text("text " * 2000)

@@ -65,3 +65,9 @@ def test_flags_by_a_pipe_of_the_shell(capsys):
         assert main(["plan", "memory", "--flags-file", f"/dev/fd/{read}"]) == 0
     finally:
         os.close(read)
+
+
+@pytest.mark.parametrize("nodes", ["\u00b2", "9" * 5000, "0", "1:4"])
+def test_numbers_of_nodes(nodes, capsys):
+    words = ["torchrun", "--nproc-per-node", "4", "--nnodes", nodes, "pretrain_gpt.py"]
+    assert "--nnodes is" in refused(capsys, [*words, *SMALL.split()])
