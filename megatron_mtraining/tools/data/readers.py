@@ -320,7 +320,9 @@ def _rows(part: Part, field: str | None) -> Iterator[tuple[Place, Mapping]]:
     from pyarrow import parquet
 
     (name,) = part.files
-    with _named(name, "pyarrow"), parquet.ParquetFile(name) as file:
+    # Of pages that have a checksum: else a damaged one may be read as other text.
+    checked = {"page_checksum_verification": True}
+    with _named(name, "pyarrow"), parquet.ParquetFile(name, **checked) as file:
         names = file.schema_arrow.names
         wanted = [field] if field is not None else [TEXT] if TEXT in names else [IDS]
         if wanted[0] not in names:

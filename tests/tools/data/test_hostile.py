@@ -77,6 +77,23 @@ def test_data_in_other_compressions_is_refused_in_folders(name, prepare, tmp_pat
     refused(capsys, [name, "decompress it"], prepare(tmp_path / "in"))
 
 
+def test_checksums_of_parquet_pages_are_compared(prepare, documents, tmp_path, capsys):
+    """A changed letter in a page of text that is not compressed is seen by nothing else."""
+    import pyarrow
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    how = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    parquet.write_table(pyarrow.table({"text": documents}), path, **how)
+    assert prepare(path) == 0
+    data = path.read_bytes()
+    at = data.index(documents[5].encode())
+    path.write_bytes(data[:at] + b"Z" + data[at + 1 :])
+    capsys.readouterr()
+    refused(capsys, [str(path), "checksum"], prepare(path, output="b"))
+    assert not list(tmp_path.glob("b.[bij]*"))
+
+
 # What cannot be read
 
 
