@@ -29,7 +29,9 @@ def attend_until_a_rank_is_gone(rank, folder, output, environment, how):
     config = MTrainingConfig.from_options(block_size=64, window=64, sample_strata=8)
     for step in range(3):
         if step == 2:
-            if rank == 1:  # stopped or killed by itself, when the other one has all of the last step
+            if (
+                rank == 1
+            ):  # stopped or killed by itself, when the other one has all of the last step
                 while not Path(folder, "waits").exists():
                     time.sleep(0.01)
                 os.kill(os.getpid(), how)
@@ -51,7 +53,9 @@ def test_the_others_end_with_an_error(how, tmp_path):
     output = tmp_path / "output"
     output.touch()
     given = str(tmp_path), str(output), dict(os.environ), how
-    ranks = [FORKS.Process(target=attend_until_a_rank_is_gone, args=(rank, *given)) for rank in (0, 1)]
+    ranks = [
+        FORKS.Process(target=attend_until_a_rank_is_gone, args=(rank, *given)) for rank in (0, 1)
+    ]
     try:
         for rank in ranks:
             rank.start()
