@@ -3,6 +3,7 @@
 #   make quickstart   train a small model, dense and sparse, and compare
 #   make test         the test suite without its slow tests (GPU tests too where there is a GPU)
 #   make test-all     the whole test suite
+#   make fuzz         property tests with random input, for MTRAINING_FUZZ_MINUTES (5) minutes in all
 #   make lint         ruff, mypy and shellcheck
 #   make clean        remove the environment and what the commands wrote
 #
@@ -20,7 +21,7 @@ JOBS ?= logical
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready$(if $(MCORE),-mcore-$(MCORE))$(if $(TORCH),-torch-$(TORCH))
 
-.PHONY: quickstart test test-all lint clean env
+.PHONY: quickstart test test-all fuzz lint clean env
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -35,6 +36,10 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+# One process: with several, each would get a part of the minutes at the same time.
+fuzz: $(READY)
+	MTRAINING_FUZZ_MINUTES=$${MTRAINING_FUZZ_MINUTES:-5} $(BIN)/python -m pytest -m fuzz -rP tests/fuzz $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

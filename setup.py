@@ -31,7 +31,15 @@ DATA = [
     "backports.zstd; python_version < '3.14'",
 ]
 CONVERT = ["transformers>=4.45", "safetensors", "tqdm"]
-TEST = ["transformers>=5.10", "pytest>=8", "pytest-xdist", "build", "setuptools>=68", "wheel"]
+TEST = [
+    "transformers>=5.10",
+    "pytest>=8",
+    "pytest-xdist",
+    "hypothesis>=6.100",
+    "build",
+    "setuptools>=68",
+    "wheel",
+]
 
 setup(
     name="megatron-mtraining",
