@@ -48,7 +48,7 @@ def git(root: Path, *words: str, repository: bool = False) -> subprocess.Complet
     settings = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}", "safe.directory=*")
     command = ["git", *(word for setting in settings for word in ("-c", setting)), *words]
     try:
-        return subprocess.run(
+        return subprocess.run(  # noqa: S603 - a list of words, no shell; see UNTRUSTED
             command,
             cwd=root,
             env=environment,
