@@ -18,6 +18,7 @@ MCORE ?=
 TORCH ?=
 ARGS ?=
 JOBS ?= logical
+MTRAINING_FUZZ_MINUTES ?= 5
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready$(if $(MCORE),-mcore-$(MCORE))$(if $(TORCH),-torch-$(TORCH))
 
@@ -39,7 +40,7 @@ test-all: $(READY)
 
 # One process: with several, each would get a part of the minutes at the same time.
 fuzz: $(READY)
-	MTRAINING_FUZZ_MINUTES=$${MTRAINING_FUZZ_MINUTES:-5} $(BIN)/python -m pytest -m fuzz -rP tests/fuzz $(ARGS)
+	MTRAINING_FUZZ_MINUTES=$(MTRAINING_FUZZ_MINUTES) $(BIN)/python -m pytest -m fuzz -rP tests/fuzz $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
