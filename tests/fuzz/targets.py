@@ -505,6 +505,7 @@ def jsonl(suffix: str) -> Callable[[bytes, Path], None]:
 
 def _jsonl_seeds(suffix: str) -> Callable[[], list[bytes]]:
     def seeds():
+        tokenizer()  # once, and not in each process that is forked from this one
         halves = [
             b"".join(
                 json.dumps({"id": n, "text": text}).encode() + b"\n" for n, text in enumerate(part)
@@ -534,6 +535,7 @@ def parquet(data: bytes, place: Path) -> None:
 
 
 def _parquet_seeds() -> list[bytes]:
+    tokenizer()  # once, and not in each process that is forked from this one
     import pyarrow
     from pyarrow import parquet as library
 
@@ -557,6 +559,7 @@ def text(data: bytes, place: Path) -> None:
 
 
 def _text_seeds() -> list[bytes]:
+    tokenizer()  # once, and not in each process that is forked from this one
     return ["\n".join(DOCUMENTS).encode()]
 
 

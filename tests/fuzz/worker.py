@@ -6,6 +6,7 @@ It is forked, for a target takes milliseconds, and importing torch takes seconds
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import resource
@@ -150,6 +151,7 @@ def _serve(target: Target, first: list, root: Path, get: int, put: int) -> None:
         (root / f"first{number}").mkdir(parents=True, exist_ok=True)
         outcome(target, case, root / f"first{number}")
         shutil.rmtree(root / f"first{number}")
+    faulthandler.disable()  # the parent tells of a crash
     happened: list[str] = []
     sys.addaudithook(lambda event, args: event in FORBIDDEN and happened.append(f"{event} {args}"))
     signal.signal(signal.SIGINT, signal.SIG_DFL)
