@@ -64,11 +64,15 @@ class Tree:
 
     def run(self, way: str, processes: int, *words: str, timeout: float = 300, data: str = MOCK):
         """pretrain_gpt.py: ``way`` is "launcher", "patch", or "plain" for neither."""
+        command, root = self.command(way, *words, data=data)
+        return torchrun(processes, *command, timeout=timeout, PYTHONPATH=str(root))
+
+    def command(self, way: str, *words: str, data: str = MOCK) -> tuple[list, Path]:
+        """The words after torchrun's own of :meth:`run`, and the folder that Python looks in."""
         root = self.roots["patch" if way == "patch" else "launcher"]
         how = ["-m", "megatron_mtraining.launch"] if way == "launcher" else []
         script = root / "pretrain_gpt.py"
-        command = [SHIM, *how, script, *MODEL.split(), *TRAINING.split(), *data.split(), *words]
-        return torchrun(processes, *command, timeout=timeout, PYTHONPATH=str(root))
+        return [SHIM, *how, script, *MODEL.split(), *TRAINING.split(), *data.split(), *words], root
 
     def dense(self) -> list[float]:
         """The losses of Megatron's own attention in one process, without the plug-in."""
