@@ -203,8 +203,8 @@ def test_a_converted_checkpoint_trains_and_goes_back(cp, tree, tmp_path):
     pytest.importorskip("transformers")
     import numpy as np
     import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    from megatron_mtraining.tools.data.indexed import write
     from tests.support.convert_cases import save
     from tests.support.data_cases import EOD, save_tokenizer
 
@@ -214,7 +214,10 @@ def test_a_converted_checkpoint_trains_and_goes_back(cp, tree, tmp_path):
     assert main(["convert", "hf-to-megatron", str(hf), str(tmp_path / "meg")]) == 0
     # A stream of one short document, again and again: all samples are the same, whatever their order.
     document = np.append(np.random.default_rng(3).integers(256, size=63), EOD)
-    write(tmp_path / "data", [document] * 400, np.uint16, lambda: b"{}")
+    builder = IndexedDatasetBuilder(str(tmp_path / "data.bin"), np.uint16)
+    for _ in range(400):
+        builder.add_document(document, [len(document)])
+    builder.finalize(str(tmp_path / "data.idx"))
     tokens = torch.from_numpy(np.tile(document, 5)[:257])
     script = 'source "$1" && printf "%s\\n" "${MEGATRON_ARGS[@]}"'
     flags = ["bash", "-c", script, "bash", tmp_path / "meg" / "megatron_args.sh"]
