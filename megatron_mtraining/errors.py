@@ -5,6 +5,11 @@ LONGEST = 2000
 """Characters of a message; what a file says may be longer by far."""
 
 
+def one_line(text: str) -> str:
+    """A text with the control characters in it, of a file's name say, escaped."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
 class ConfigError(ValueError):
     """A setting that cannot work. The message names the option, its value and what to do.
 
@@ -12,8 +17,7 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, message: object = ""):
-        text = " ".join(str(message).split("\n"))
-        text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+        text = one_line(" ".join(str(message).split("\n")))
         if len(text) > LONGEST:
             text = f"{text[: LONGEST * 3 // 4]} ... {text[-LONGEST // 4 :]}"
         super().__init__(text)

@@ -165,7 +165,7 @@ def measure(given: LayerInput, cases: list[Case], rows: Tensor) -> tuple[np.ndar
         float64 ``[cases, 2, h]`` and ``[cases, h]``.
     """
     query, key = given.query, given.key
-    if not query.is_cuda:  # the choice's references on CPUs do so each time, exactly
+    if not query.is_cuda:  # the search's references on CPUs do so each time, exactly
         query, key = query.float(), key.float()
     given = given._replace(query=query, key=key)
     rows = rows.to(query.device)

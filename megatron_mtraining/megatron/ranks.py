@@ -7,10 +7,11 @@ import hashlib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from ..agreement import check_agreement
 from ..config import option
-from ..cp_group import RankGroup
+from ..cp_group import ProcessGroup, RankGroup
 from .arguments import settings
 from .backend import training_arguments
 
@@ -35,7 +36,7 @@ FIELDS = ("context_parallel_size", "num_layers", "num_attention_heads", "params_
 """Those of a TransformerConfig, for training loops other than Megatron-LM's."""
 PACKAGES = ("megatron-mtraining", "megatron-core", "torch", "triton", "transformer-engine")
 
-_compared: set[int] = set()  # ids of groups; a process has few
+_compared: WeakSet[ProcessGroup] = WeakSet()
 
 
 def check_ranks(config) -> None:
@@ -46,9 +47,9 @@ def check_ranks(config) -> None:
         config: the model's TransformerConfig.
     """
     everyone = RankGroup.everyone()
-    if everyone.world == 1 or id(everyone.group) in _compared:
+    if everyone.group is None or everyone.world == 1 or everyone.group in _compared:
         return
-    _compared.add(id(everyone.group))
+    _compared.add(everyone.group)
     check_agreement(everyone, given_to_rank(config), "the ranks of a run")
 
 

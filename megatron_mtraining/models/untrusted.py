@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -188,10 +188,8 @@ def nothing_runs() -> Iterator[None]:
     def load_weights_only(*args, **kwargs):
         return load(*args, **{**kwargs, "weights_only": True})
 
-    with ExitStack() as stack:
-        for owner, name, replacement in (
-            (FileSystemReader, "read_metadata", _read_metadata),
-            (torch, "load", load_weights_only),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, replacement))
+    with (
+        mock.patch.object(FileSystemReader, "read_metadata", _read_metadata),
+        mock.patch.object(torch, "load", load_weights_only),
+    ):
         yield

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ConfigError
+from ..errors import ConfigError, one_line
 from ..files import check_name
 from .common import streams
 from .common.signals import Ended, ends_as_exceptions
@@ -138,7 +138,7 @@ def _reported(run: _Run) -> int:
 
 def _fail(run: _Run, message: str) -> int:
     with suppress(OSError):  # nobody can be told then
-        print(f"{run.name}: {streams.one_line(message)}", file=sys.stderr, flush=True)
+        print(f"{run.name}: {one_line(message)}", file=sys.stderr, flush=True)
     return 2
 
 

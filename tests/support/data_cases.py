@@ -122,3 +122,15 @@ def refused(capsys, named: list[str], status: int) -> None:
     assert sum("mtraining data: " in line for line in lines) == 1
     for word in named:
         assert word in error, error
+
+
+def interrupted(prepare, monkeypatch, *given, **options) -> None:
+    """Run until all parts are done."""
+    from megatron_mtraining.tools.data import prepare as prepare_module
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "_kept", interrupt)
+        assert prepare(*given, **options) == 130

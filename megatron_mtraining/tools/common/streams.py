@@ -29,11 +29,6 @@ def any_name_can_be_written():
             pass
 
 
-def one_line(message: str) -> str:
-    """A message with the line ends and other control characters in it, of a file's name say, escaped."""
-    return "".join(ch if ch.isprintable() else ascii(ch)[1:-1] for ch in message)
-
-
 def what_failed(error: OSError) -> str:
     """An error of the system that no part of a run knows more about."""
     reason = error.strerror or str(error)

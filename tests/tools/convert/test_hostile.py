@@ -12,15 +12,10 @@ import pytest
 pytest.importorskip("transformers")
 
 from megatron_mtraining.tools import cli
-from tests.support.convert_cases import change_args, config_of, plain_pair
+from tests.support.convert_cases import change_args, config_of
 
 INDEX = "model.safetensors.index.json"
 LONG = "n" * 300
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return plain_pair(tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture

@@ -15,14 +15,9 @@ pytest.importorskip("transformers")
 
 from megatron_mtraining import ConfigError
 from megatron_mtraining.models.integrity import MANIFEST, verify_checksums, write_checksums
-from tests.support.convert_cases import plain_pair, refused
+from tests.support.convert_cases import refused
 
 DATA = "__0_0.distcp"
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return plain_pair(tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture

@@ -22,16 +22,10 @@ from tests.support.convert_cases import (
     case_id,
     change_args,
     config_of,
-    plain_pair,
     refused,
 )
 
 INDEX = "model.safetensors.index.json"
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return plain_pair(tmp_path_factory.mktemp("plain"))
 
 
 BAD_CONFIGS = {

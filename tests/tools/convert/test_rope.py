@@ -12,12 +12,7 @@ pytest.importorskip("transformers")
 
 from megatron_mtraining import ConfigError
 from megatron_mtraining.tools.convert import megatron_args, rope, to_hf
-from tests.support.convert_cases import config_of, convert, plain_pair, to_megatron
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return plain_pair(tmp_path_factory.mktemp("plain"))
+from tests.support.convert_cases import config_of, convert, to_megatron
 
 
 def test_yarn_round_trip(plain, tmp_path):

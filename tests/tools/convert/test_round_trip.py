@@ -27,7 +27,6 @@ from tests.support.convert_cases import (
     config_of,
     convert,
     flags_of,
-    plain_pair,
     refused,
     same,
     save,
@@ -37,11 +36,6 @@ from tests.support.convert_cases import (
 
 HEAD = "lm_head.weight"
 INDEX = "model.safetensors.index.json"
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return plain_pair(tmp_path_factory.mktemp("plain"))
 
 
 @pytest.mark.parametrize("name", CASES, ids=case_id)

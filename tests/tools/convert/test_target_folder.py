@@ -16,12 +16,7 @@ pytest.importorskip("transformers")
 
 from megatron_mtraining.tools.convert import hf_folder, target_folder
 from megatron_mtraining.tools.convert.hf_folder import Shards
-from tests.support.convert_cases import convert, plain_pair, refused
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return plain_pair(tmp_path_factory.mktemp("plain"))
+from tests.support.convert_cases import convert, refused
 
 
 def test_existing_target_and_full_disk(plain, tmp_path, capsys, monkeypatch):

@@ -18,14 +18,9 @@ import numpy as np
 from megatron_mtraining.models.types import ModelOptions
 from megatron_mtraining.tools.convert import verify as module
 from megatron_mtraining.tools.convert.verify import as_text, verify
-from tests.support.convert_cases import change_args, config_of, convert, plain_pair
+from tests.support.convert_cases import change_args, config_of, convert
 
 NAN = float("nan")
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return plain_pair(tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture

@@ -13,7 +13,15 @@ import pytest
 from megatron_mtraining.tools.data import inputs as inputs_module
 from megatron_mtraining.tools.data import output as output_module
 from megatron_mtraining.tools.data import prepare as prepare_module
-from tests.support.data_cases import COMPRESS, IN_ORDER, ids, refused, report, write_jsonl
+from tests.support.data_cases import (
+    COMPRESS,
+    IN_ORDER,
+    ids,
+    interrupted,
+    refused,
+    report,
+    write_jsonl,
+)
 from tests.support.permissions import permissions_hold
 
 pytest.importorskip("transformers")
@@ -266,15 +274,6 @@ def test_words_that_are_no_paths(text, named, prepare, tmp_path, capsys, monkeyp
 
 
 # Interrupted runs
-
-
-def interrupted(prepare, monkeypatch, *given, **options) -> None:
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_kept", interrupt)
-        assert prepare(*given, **options) == 130
 
 
 def spoilt(counts: dict) -> dict[str, str]:

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_mtraining.tools.data import output as output_module
 from megatron_mtraining.tools.data import prepare as prepare_module
-from tests.support.data_cases import IN_ORDER, ids, refused, report, write_jsonl
+from tests.support.data_cases import IN_ORDER, ids, interrupted, refused, report, write_jsonl
 
 pytest.importorskip("transformers")
 
@@ -25,17 +25,6 @@ def folder(documents, tmp_path):
     for number, text in enumerate(documents):
         (folder / f"{number:04d}.txt").write_text(text, encoding="utf-8")
     return folder
-
-
-def interrupted(prepare, monkeypatch, *given, **options) -> None:
-    """Run until all parts are done."""
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_kept", interrupt)
-        assert prepare(*given, **options) == 130
 
 
 def test_output_inside_of_input_is_not_read(prepare, folder, tmp_path, monkeypatch):
