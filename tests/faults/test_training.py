@@ -47,17 +47,26 @@ def killed_while_saving(tree, folder: Path) -> str:
     return output.read_text()
 
 
+def step_losses(printed: list[float]) -> list[float]:
+    """The loss of each step of a run that logs every step.
+
+    Megatron's ``training_log`` does not reset its sums after a run's first log line, so the second line is
+    the mean of the first two steps.
+    """
+    first, mean_of_two, *others = printed
+    return [first, 2 * mean_of_two - first, *others]
+
+
 @pytest.mark.slow
-@pytest.mark.xfail(
-    reason="seen once: step 5, the second after resuming, has another loss; steps 4, 6 and 7 have not"
-)
 def test_killed_while_saving_it_goes_on_with_the_same_losses(tree, tmp_path):
-    whole = losses(tree.run("launcher", 2, *OURS, "--save", tmp_path / "whole"), STEPS)
+    run = tree.run("launcher", 2, *OURS, "--save", tmp_path / "whole")
+    whole = step_losses(losses(run, STEPS))
     folder = tmp_path / "killed"
     printed = killed_while_saving(tree, folder)
     tracker = folder / "latest_checkpointed_iteration.txt"
     assert tracker.read_text() == str(EACH), "killed too late for this test"
     assert len(re.findall(r"lm loss: ", printed)) in (2 * EACH - 1, 2 * EACH)
     again = tree.run("launcher", 2, *OURS, "--save", folder, "--load", folder)
-    assert losses(again, STEPS - EACH) == pytest.approx(whole[EACH:], abs=1e-6, rel=0)
+    # Lines have seven digits, and the second step's loss is computed from two of them.
+    assert step_losses(losses(again, STEPS - EACH)) == pytest.approx(whole[EACH:], abs=4e-6, rel=0)
     assert tracker.read_text() == str(STEPS)
