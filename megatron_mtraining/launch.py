@@ -3,7 +3,9 @@
 
     torchrun --nproc-per-node 8 -m megatron_mtraining.launch /path/to/pretrain_gpt.py ARGUMENTS
 
-In place of ``torchrun ... /path/to/pretrain_gpt.py ARGUMENTS``.
+In place of ``torchrun ... /path/to/pretrain_gpt.py ARGUMENTS``. For a first try on a machine without a GPU,
+``-m megatron_mtraining.launch --cpu /path/to/pretrain_gpt.py ARGUMENTS`` runs the same script on CPU
+tensors over gloo, and adds the arguments that this needs. It is slow: use small models and short sequences.
 """
 
 from __future__ import annotations
@@ -11,25 +13,34 @@ from __future__ import annotations
 import importlib
 import runpy
 import sys
+import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 
+from .checkout import python_mismatch, read_version
 from .config import ConfigError
-from .megatron.wrapping import is_first_local_rank
+from .megatron.wrapping import is_first_local_rank, log
 
-USAGE = "python -m megatron_mtraining.launch /path/to/pretrain_gpt.py [ARGUMENT ...]"
+USAGE = "python -m megatron_mtraining.launch [--cpu] /path/to/pretrain_gpt.py [ARGUMENT ...]"
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Register the backend, then run ``argv[0]`` as ``__main__`` with the rest as its arguments.
+    """Register the backend, then run the script as ``__main__`` with the rest as its arguments.
+
+    Args:
+        argv: ``[--cpu] SCRIPT [ARGUMENT ...]``; by default this process's.
 
     Raises:
-        SystemExit: with a message (once on each node): the script is missing, or Megatron is not
-            importable or too old. What the script raises passes through.
+        SystemExit: with a message (once on each host): the script is missing; Megatron is not importable,
+            too old, or needs a later Python or pybind11; with ``--cpu``, an argument needs a GPU. What the
+            script raises passes through.
     """
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] in (["-h"], ["--help"]):
         print(__doc__.strip())
         return
+    on_cpu = argv[:1] == ["--cpu"]
+    argv = argv[1:] if on_cpu else argv
     if not argv:
         _stop(f"name the training script: {USAGE}")
     script = Path(argv[0])
@@ -37,7 +48,15 @@ def main(argv: list[str] | None = None) -> None:
         _stop(f"there is no training script {script}: {USAGE}")
     # What Python does for a script: its folder comes first, so that the checkout's own megatron,
     # gpt_builders and so on are found.
-    sys.path.insert(0, str(script.resolve().parent))
+    checkout = script.resolve().parent
+    sys.path.insert(0, str(checkout))
+    try:
+        mismatch = python_mismatch(read_version(checkout))
+    except ConfigError as error:
+        mismatch = str(error)
+    if mismatch:
+        _stop(mismatch)
+    added = _use_cpu(argv[1:]) if on_cpu else []
     try:
         core = importlib.import_module("megatron.core")
     except ModuleNotFoundError as error:
@@ -47,14 +66,42 @@ def main(argv: list[str] | None = None) -> None:
             f"Megatron is not importable ({error}): {script} is not in a Megatron-LM checkout and "
             "megatron-core is not installed"
         )
+    _check_helpers(Path(core.__file__).parent / "datasets")
     from .megatron import register
 
     try:
         register()
     except ConfigError as error:
         _stop(f"{error} (found at {Path(core.__file__).parent})")
-    sys.argv = [str(script), *argv[1:]]
+    sys.argv = [str(script), *argv[1:], *added]
     runpy.run_path(str(script), run_name="__main__")
+
+
+def _use_cpu(arguments: list[str]) -> list[str]:
+    """Prepare this process for ``--cpu``; returns the arguments to add."""
+    from .megatron import cpu
+
+    try:
+        added = cpu.arguments(arguments)
+        cpu.install()
+    except ConfigError as error:
+        _stop(str(error))
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("megatron"):
+            raise
+        _stop(f"--cpu runs the scripts of a Megatron-LM checkout, and {error}")
+    log(f"--cpu: on CPU tensors, with {' '.join(added) or 'no further arguments'}")
+    return added
+
+
+def _check_helpers(folder: Path) -> None:
+    """Stop if Megatron will fail to compile its dataset helpers, which it does as it starts, on one rank."""
+    compiled = folder / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if (folder / "Makefile").is_file() and not compiled.is_file() and find_spec("pybind11") is None:
+        _stop(
+            "Megatron-LM compiles its dataset helpers with pybind11, which is not installed: "
+            "pip install pybind11"
+        )
 
 
 def _stop(message: str) -> None:

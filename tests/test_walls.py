@@ -14,7 +14,7 @@ PACKAGE = "megatron_mtraining"
 FLOORS = [
     ["errors"],
     ["requirements", "layout", "files"],
-    ["cp_group", "documents"],
+    ["checkout", "cp_group", "documents"],
     ["agreement"],
     ["kernels.limits", "kernels.types"],
     ["kernels.common"],

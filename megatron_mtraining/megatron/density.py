@@ -17,6 +17,8 @@ from ..cp_group import RankGroup
 from .backend import is_active, training_arguments
 from .run_state import RUN
 
+NEARLY_DENSE = 0.95
+"""Mean density from which on a run whose price should leave something out is told that it does not."""
 _meters: weakref.WeakSet[DensityMeter]
 
 
@@ -166,6 +168,14 @@ def log_density(iteration: int) -> None:
     prices = (steering.now() for steering in RUN.steerings)
     price = next((price for price in prices if price is not None), None)
     print_rank_last(density.line(iteration, price))
+    if not RUN.warned_of_density and price and density.density.mean >= NEARLY_DENSE:
+        RUN.warned_of_density = True
+        print_rank_last(
+            f" [mtraining] warning: density is {density.density.mean:.4f}: price {price:.4g} keeps nearly "
+            "all query-key pairs, as with random weights, whose attention is even. Use trained weights, "
+            "raise --mtraining-price, or bound the pattern with --mtraining-vertical-cap and "
+            "--mtraining-slash-cap or with fixed budgets (--mtraining-vertical, --mtraining-slash)"
+        )
     values = figures(density)
     if price is not None:
         values["mtraining-price"] = price

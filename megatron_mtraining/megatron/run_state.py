@@ -18,10 +18,12 @@ class RunState:
 
     Attributes:
         step: the training step under way, from 0.
+        warned_of_density: whether this run was told that its price leaves nothing out.
     """
 
     def __init__(self):
         self.step = 0
+        self.warned_of_density = False
         self._steerings: dict[tuple, Steering] = {}
 
     def steering_of(self, config: MTrainingConfig, num_layers: int, num_heads: int) -> Steering:

@@ -8,13 +8,13 @@ needs no repository. The checkout is not trusted: git reads no configuration the
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
+from ..checkout import PACKAGE_INFO, python_mismatch, read_version
 from ..errors import ConfigError
-from ..files import read_bytes
 
 PATCH = Path(__file__).parents[1] / "patches" / "megatron_lm.patch"
 MADE_FOR = {"0.16": "0.16.1", "0.17": "0.17.1", "0.18": "0.18.2", "0.19": "0.19.0", "0.20": "main"}
@@ -25,7 +25,6 @@ FILES = {
     "megatron/training/__init__.py": "fifteen lines at the end, which call megatron_mtraining.register()",
 }
 """The files that the patch changes, and how."""
-PACKAGE_INFO = Path("megatron/core/package_info.py")
 NOT_APPLIED = 1
 """Exit status of ``check`` if the patch is not applied (0: applied, 2: refused)."""
 LONGEST = 60
@@ -76,16 +75,16 @@ def find_version(root: Path) -> str:
     """
     if not root.is_dir():
         raise ConfigError(f"{root} is not a folder: name a Megatron-LM checkout")
-    info = root / PACKAGE_INFO
-    if not info.is_file():
+    found = read_version(root)
+    if found is None:
         raise ConfigError(
             f"{root} is not a Megatron-LM checkout: it has no {PACKAGE_INFO}; name the folder that "
             "holds pretrain_gpt.py"
         )
-    text = read_bytes(info, str(info)).decode("utf-8", errors="replace")
-    found = dict(re.findall(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d{1,9})\b", text, re.MULTILINE))
     if not {"MAJOR", "MINOR"} <= found.keys():
-        raise ConfigError(f"{info} does not say which version of Megatron-Core this is")
+        raise ConfigError(
+            f"{root / PACKAGE_INFO} does not say which version of Megatron-Core this is"
+        )
     version = f"{found['MAJOR']}.{found['MINOR']}"
     if version not in MADE_FOR:
         raise ConfigError(
@@ -172,6 +171,9 @@ def run(args) -> int:
     root, action = args.tree, args.action
     version = find_version(root)
     applied = is_applied(root, version)
+    mismatch = python_mismatch(read_version(root))
+    if mismatch and action != "revert":
+        print(f"warning: {mismatch}", file=sys.stderr)
 
     def told(applied: bool) -> str:
         state = "is applied" if applied else "is not applied"

@@ -85,6 +85,27 @@ def test_attention_that_is_nan_does_not_end_the_log(monkeypatch):
     assert "mtraining-recall/heads" not in names and "mtraining-recall-layers/00" in names
 
 
+@pytest.mark.parametrize(
+    "price, density, expected", [(0.25, 0.99, 1), (0.25, 0.5, 0), (0.0, 1.0, 0), (None, 1.0, 0)]
+)
+def test_a_price_that_leaves_nothing_out_is_warned_of_once(
+    price, density, expected, monkeypatch, capsys
+):
+    global_vars = pytest.importorskip("megatron.training.global_vars")
+    for name in ("get_tensorboard_writer", "get_wandb_writer"):
+        monkeypatch.setattr(global_vars, name, lambda: None)
+    run = module.RUN.__class__()
+    run._steerings = {0: SimpleNamespace(now=lambda: price)}
+    monkeypatch.setattr(module, "RUN", run)
+    meter = DensityMeter()
+    for _ in range(2):
+        meter.add(torch.full((1, 2), density))
+        module.log_density(1)
+    printed = capsys.readouterr().out
+    assert printed.count("warning: density is 0.9900") == expected, printed
+    assert printed.count("--mtraining-price") == expected
+
+
 def test_a_layer_that_is_recomputed_weighs_no_more():
     once, twice = DensityMeter(0), DensityMeter(1)
     once.add(torch.tensor([[0.2]]))

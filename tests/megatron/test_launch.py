@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+from megatron_mtraining.checkout import python_mismatch, read_version
+from megatron_mtraining.megatron import cpu
+
 SCRIPT = """
 import json, sys
 from megatron.core.transformer.enums import AttnBackend
@@ -80,3 +83,62 @@ def test_an_error_in_megatron_itself_is_not_hidden(tmp_path):
     fake_core(tmp_path, "import a_module_that_is_missing\n")
     run = launch(tmp_path / "script.py")
     assert run.returncode != 0 and "a_module_that_is_missing" in run.stderr
+
+
+def test_a_python_that_this_megatron_does_not_support(tmp_path):
+    core = fake_core(tmp_path, "raise SyntaxError\n")
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 99\nPATCH = 0\n")
+    here = ".".join(map(str, sys.version_info[:2]))
+    if sys.version_info >= (3, 12):
+        assert python_mismatch(read_version(tmp_path)) == ""
+    else:
+        stopped(
+            launch(tmp_path / "script.py"),
+            f"Megatron-LM 0.17 and later need Python 3.12; this is {here}",
+        )
+
+
+@pytest.mark.parametrize(
+    "version, python, expected",
+    [
+        ((0, 19), (3, 11), "Megatron-LM 0.17 and later need Python 3.12; this is 3.11"),
+        ((0, 17), (3, 12), ""),
+        ((1, 0), (3, 10), "Megatron-LM 0.17 and later need Python 3.12; this is 3.10"),
+        ((0, 16), (3, 10), ""),
+        ((0, 15), (3, 9), ""),  # refused by register(), which names the version
+    ],
+)
+def test_python_by_megatron_version(tmp_path, version, python, expected):
+    core = fake_core(tmp_path, "")
+    (core / "package_info.py").write_text("MAJOR = {}\nMINOR = {}\n".format(*version))
+    assert python_mismatch(read_version(tmp_path), python) == expected
+
+
+def test_missing_pybind11_is_named_before_megatron_compiles(tmp_path):
+    core = fake_core(tmp_path, "__version__ = '0.19.0'\n")
+    (core / "datasets").mkdir()
+    (core / "datasets/Makefile").write_text("")
+    hide = tmp_path / "hide"
+    hide.mkdir()
+    (hide / "sitecustomize.py").write_text(
+        "import importlib.util as u\nfind = u.find_spec\n"
+        "u.find_spec = lambda name, *more: None if name == 'pybind11' else find(name, *more)\n"
+    )
+    run = launch(tmp_path / "script.py", PYTHONPATH=f"{hide}:{os.environ.get('PYTHONPATH', '')}")
+    stopped(run, "pip install pybind11")
+
+
+def test_cpu_refuses_arguments_that_need_a_gpu(tmp_path):
+    fake_core(tmp_path, "__version__ = '0.19.0'\n")
+    script = tmp_path / "script.py"
+    stopped(launch("--cpu"), "name the training script")
+    stopped(launch("--cpu", script, "--fp8-format", "hybrid"), "--fp8-format needs a GPU")
+    wrong = launch("--cpu", script, "--transformer-impl=transformer_engine")
+    stopped(wrong, "--transformer-impl is transformer_engine", "--transformer-impl local")
+
+
+def test_cpu_adds_only_what_is_not_given():
+    given = ["--lr", "1", "--distributed-backend", "gloo", "--no-rope-fusion"]
+    added = cpu.arguments(given)
+    assert "--no-rope-fusion" not in added and "--distributed-backend" not in added
+    assert added[:2] == ["--transformer-impl", "local"]

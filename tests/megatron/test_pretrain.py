@@ -89,6 +89,18 @@ def test_with_everything_kept_losses_are_those_of_dense_attention(name, tree):
     assert run.stdout.count("the data loader makes no") == 1
 
 
+def test_launcher_on_a_cpu_adds_what_that_needs(tree):
+    """Without the tests' own shim, and without arguments for the CPU."""
+    script = tree.roots["launcher"] / "pretrain_gpt.py"
+    model = [word for word in MODEL.split() if word not in ("--transformer-impl", "local")]
+    training = "--micro-batch-size 1 --global-batch-size 1 --lr 1e-4 --train-iters 2 --log-interval 1 --bf16"
+    never = "--eval-iters 0 --eval-interval 1000 --context-parallel-size 2"
+    words = [*model, *training.split(), *never.split(), *MOCK.split(), *OURS]
+    run = torchrun(2, "-m", "megatron_mtraining.launch", "--cpu", script, *words, timeout=300)
+    assert len(losses(run, 2)) == 2
+    assert "--cpu: on CPU tensors, with --transformer-impl local" in run.stdout
+
+
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_documents_train_as_with_megatrons_own_mask(name, tree, checkout):
     processes, words = PACKED[name]
