@@ -229,3 +229,11 @@ def into_config(config: dict, args, file: Path) -> dict:
     if now["max_position_embeddings"]:
         config["max_position_embeddings"] = now["max_position_embeddings"]
     return config
+
+
+def rope_of(config: dict) -> dict:
+    """What a config.json says of rotary positions, without null fields; for comparison and for people."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    found = {"rope_type": "default", **rope, "rope_theta": theta}
+    return {name: value for name, value in found.items() if value is not None}

@@ -24,6 +24,7 @@ from ..report.table import table
 from .families import FAMILIES, model_of
 from .hf_folder import Shards, has_tokenizer, read_json
 from .mapping import mapped
+from .rope import into_config, rope_of
 from .to_megatron import check_tensors
 
 CHUNK = 256
@@ -55,7 +56,9 @@ def verify(
         ``tokens``; ``ranges``, a list of: first and last position, maximum and mean difference of logits, and
         the fraction of positions with the same top-1 token; under ``all`` the same over all positions, with
         the perplexities; ``min_agreement``;
-        ``checksums``, whether the checkpoint has any; and under ``differs`` why the models differ, or None.
+        ``checksums``, whether the checkpoint has any; ``positions``, the rotary positions of the checkpoint
+        that both ran with, if config.json's are others, else None; and under ``differs`` why the models
+        differ, or None.
 
     Raises:
         ConfigError: a model cannot be loaded, or the text is too short.
@@ -64,8 +67,8 @@ def verify(
         exact = hugging_face.dtype == torch.float32
         min_agreement = MIN_AGREEMENT if exact else MIN_AGREEMENT_16
     try:
-        tokens, checkpoint = _open(hugging_face, megatron, list(text), seq)
-        theirs = _hugging_face(hugging_face, tokens)
+        tokens, checkpoint, positions = _open(hugging_face, megatron, list(text), seq)
+        theirs = _hugging_face(hugging_face, tokens, positions)
         ours = _megatron(megatron, checkpoint, tokens)
         found = _compare(tokens, theirs, ours)
     except torch.OutOfMemoryError as error:
@@ -75,14 +78,16 @@ def verify(
         ) from None
     found["min_agreement"] = min_agreement
     found["checksums"] = checkpoint.checksums
+    found["positions"] = positions and rope_of(positions)
     found["differs"] = _differs(found, (hugging_face.name, megatron.name), min_agreement)
     return found
 
 
 def _open(
     hugging_face: ModelOptions, megatron: ModelOptions, text: list[Path], seq: int | None
-) -> tuple[Tensor, MegatronCheckpoint]:
-    """The tokens, int64 ``[s]``, and the Megatron checkpoint, after all checks that need no weights."""
+) -> tuple[Tensor, MegatronCheckpoint, dict | None]:
+    """The tokens, int64 ``[s]``, the Megatron checkpoint, and config.json with the checkpoint's positions if
+    they are others (``convert hf-to-megatron --yarn``), after all checks that need no weights."""
     require("transformers", extra="convert")
     folder, name = hugging_face.path, hugging_face.name
     file = folder / "config.json"
@@ -99,6 +104,10 @@ def _open(
         model = model_of(config, file)
         check_tensors(shards, list(mapped(model)), model)
     ours, theirs = MegatronCheckpoint(megatron), open_folder(hugging_face)
+    positions = None
+    if config.get("architectures") in [[family] for family in FAMILIES]:
+        converted = into_config(config, ours.args, file)
+        positions = None if rope_of(converted) == rope_of(config) else converted
     vocabulary = theirs.shape.vocabulary
     if vocabulary > ours.shape.vocabulary:
         raise ConfigError(
@@ -108,7 +117,7 @@ def _open(
     tokens = tokens_for(
         text,
         seq,
-        min(theirs.shape.positions, ours.shape.positions),
+        ours.shape.positions if positions else min(theirs.shape.positions, ours.shape.positions),
         DENSE.block_size,
         theirs.tokenizer,
         "give fewer",
@@ -119,18 +128,23 @@ def _open(
             raise ConfigError(
                 f"--text has the token id {token}, but {name} has {vocabulary} vocabulary entries"
             )
-    return tokens, ours
+    return tokens, ours, positions
 
 
 @torch.no_grad()
-def _hugging_face(options: ModelOptions, tokens: Tensor) -> Logits:
-    from transformers import AutoModelForCausalLM
+def _hugging_face(options: ModelOptions, tokens: Tensor, config: dict | None) -> Logits:
+    """The logits of a Hugging Face model; ``config`` replaces its config.json."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+    given = {}
+    if config is not None:
+        given["config"] = CONFIG_MAPPING[config["model_type"]].from_dict(config)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             options.path,
             dtype=options.dtype,
             attn_implementation="sdpa",
+            **given,
             **LOCAL,
             output_loading_info=True,
         )
@@ -255,8 +269,14 @@ def as_text(found: dict) -> str:
             "the checkpoint has none (integrity.json): whether bytes have changed since it was saved that "
             "the text does not show is not known"
         )
+    positions = ""
+    if found.get("positions"):
+        told = ", ".join(f"{name} {value}" for name, value in found["positions"].items())
+        positions = (
+            f"Positions: both models ran with the checkpoint's ({told}); config.json has others\n"
+        )
     return (
-        f"{table(header, rows)}\n\nChecksums: {checksums}\n"
+        f"{table(header, rows)}\n\nChecksums: {checksums}\n{positions}"
         f"Perplexity: {whole['perplexity_hugging_face']:.5f} (Hugging Face), "
         f"{whole['perplexity_megatron']:.5f} (Megatron)\n{verdict}"
     )

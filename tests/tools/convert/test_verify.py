@@ -34,7 +34,7 @@ def compared(monkeypatch, first, second, tokens=64, dtype=torch.float32, **optio
     monkeypatch.setattr(
         module,
         "_open",
-        lambda *args: (torch.arange(tokens) % 7, SimpleNamespace(checksums=True)),
+        lambda *args: (torch.arange(tokens) % 7, SimpleNamespace(checksums=True), None),
     )
     monkeypatch.setattr(module, "_hugging_face", lambda *args: lambda a, b: first[a:b])
     monkeypatch.setattr(module, "_megatron", lambda *args: lambda a, b: second[a:b])
@@ -149,3 +149,18 @@ def test_messages_name_src_and_dst(plain, ids, tmp_path, capsys):
     back = ("megatron-to-hf", checkpoint, tmp_path / "back")
     assert convert(*back) == 2
     assert f"SRC is {checkpoint}/release" in capsys.readouterr().err
+
+
+def test_extended_positions_are_compared_as_the_checkpoint_has_them(plain, tmp_path, capsys):
+    """A conversion with --yarn is right, though config.json has the model's own positions."""
+    np.save(tmp_path / "ids.npy", np.arange(768) % 320)  # three times the model's positions
+    extended = tmp_path / "extended"
+    assert convert("hf-to-megatron", plain[0], extended, "--yarn", "4") == 0
+    capsys.readouterr()
+    words = ("--text", tmp_path / "ids.npy", "--device", "cpu", "--output", tmp_path / "out.json")
+    assert convert("verify", plain[0], extended, *words) == 0
+    printed = capsys.readouterr().out
+    assert "Positions: both models ran with the checkpoint's (rope_type yarn" in printed
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["positions"]["factor"] == 4 and found["tokens"] == 768
+    assert found["all"]["max"] < 1e-3
