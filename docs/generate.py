@@ -1,17 +1,32 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Write the pages that are made from the code: ``python docs/generate.py [--check]``.
+"""Write what the docs take from the code and from measurements: ``python docs/generate.py [--check]``.
 
-``--check`` writes nothing and fails where a page is stale. megatron-core must be importable.
+- docs/options.md and docs/live-changes.md, whole pages (``PAGES``);
+- tables and figures in any page, from ``benchmarks/results/*.jsonl`` (``tables``), between the markers
+  ``<!-- rows: NAME -->``, ``<!-- figure: NAME -->`` and ``<!-- end -->``;
+- the pictures of docs/performance.md (``pictures``).
+
+``--check`` writes nothing and fails where something is stale. Needs megatron-core and matplotlib.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 DOCS = Path(__file__).parent
-sys.path.insert(0, str(DOCS.parent))  # this checkout's package, whatever is installed
+ROOT = DOCS.parent
+sys.path[:0] = [str(ROOT), str(DOCS)]  # this checkout's package, whatever is installed
+
+import pictures  # noqa: E402
+import tables  # noqa: E402
+
+MARKED = ("README.md", "docs/**/*.md", "examples/**/*.md")
+"""Pages that may have markers."""
+TABLE = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+FIGURE = re.compile(r"(<!-- figure: (\w+) -->).*?(<!-- end -->)")
 MADE = "<!-- Made by docs/generate.py from {source}: change that, not this page. -->"
 
 
@@ -91,24 +106,53 @@ def options() -> str:
 PAGES: dict[str, Callable[[], str]] = {"live-changes.md": live_changes, "options.md": options}
 
 
-def stale() -> list[str]:
-    """Pages that differ from what the code makes."""
-    return [
-        name
-        for name, make in PAGES.items()
-        if not (DOCS / name).is_file() or (DOCS / name).read_text(encoding="utf-8") != make()
-    ]
+def filled(text: str) -> str:
+    """A page with its tables and figures as the rows have them now.
+
+    Raises:
+        KeyError: a marker names no table or figure.
+    """
+
+    def put(makers: dict[str, Callable[[], str]], ends: str):
+        return lambda found: f"{found[1]}{makers[found[2]]()}{ends}{found[3]}"
+
+    return FIGURE.sub(put(tables.FIGURES, ""), TABLE.sub(put(tables.TABLES, "\n"), text))
+
+
+def marked_pages() -> list[Path]:
+    """Pages that have markers."""
+    pages = sorted({path for pattern in MARKED for path in ROOT.glob(pattern)})
+    return [page for page in pages if "<!-- end -->" in page.read_text(encoding="utf-8")]
+
+
+def stale() -> dict[str, Callable[[], object]]:
+    """What differs from what the code and the rows make: how to write it, by its path."""
+    found: dict[str, Callable[[], object]] = {}
+    for name, make in PAGES.items():
+        page = DOCS / name
+        if not page.is_file() or page.read_text(encoding="utf-8") != make():
+            found[f"docs/{name}"] = lambda page=page, make=make: page.write_text(make(), "utf-8")
+    for page in marked_pages():
+        text = page.read_text(encoding="utf-8")
+        if filled(text) != text:
+            found[str(page.relative_to(ROOT))] = lambda page=page, text=text: page.write_text(
+                filled(text), "utf-8"
+            )
+    for name in pictures.PICTURES:
+        if pictures.is_stale(name):
+            found[f"docs/images/{name}"] = lambda name=name: pictures.draw(name)
+    return found
 
 
 def main() -> int:
     old = stale()
     if "--check" in sys.argv[1:]:
         for name in old:
-            print(f"docs/{name} is stale: run python docs/generate.py", file=sys.stderr)
+            print(f"{name} is stale: run python docs/generate.py", file=sys.stderr)
         return 1 if old else 0
-    for name in old:
-        (DOCS / name).write_text(PAGES[name](), encoding="utf-8")
-        print(f"docs/{name}")
+    for name, write in old.items():
+        write()
+        print(name)
     return 0
 
 

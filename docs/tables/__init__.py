@@ -1,0 +1,96 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Tables and single figures of the docs, from the rows of ``benchmarks/results/*.jsonl``.
+
+``docs/generate.py`` puts them between markers. Of rows of one case the last in its file counts, and a ratio
+is taken between rows of one commit alone, which were measured in one session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .common import Row, percent, rows
+from .kernel_tables import balance, balance_short, kernels, layers, layers_two, selection, slow_link
+from .pattern_tables import patterns, patterns_long, patterns_smol
+from .step_tables import (
+    breakdown,
+    dense_of,
+    loss,
+    signed,
+    steps,
+    steps_rows,
+    trained,
+    training,
+    training_earlier,
+)
+from .target_tables import targets
+
+
+def step(seq: int, world: int = 4, vertical: int = 1000) -> Row:
+    wanted = ("qwen2.5-3b", seq, world, "mtraining", vertical)
+    fields = ("model", "seq", "world", "attention", "vertical")
+    [row] = [row for row in steps_rows() if tuple(row[field] for field in fields) == wanted]
+    return row
+
+
+def ratio_of_step(seq: int) -> str:
+    row = step(seq)
+    return f"{dense_of(row)['iter_ms'] / row['iter_ms']:.1f}x"
+
+
+def seconds_of(row: Row) -> str:
+    seconds = row["iter_ms"] / 1000
+    return f"{seconds:.2f} s" if seconds < 50 else f"{seconds:.1f} s"
+
+
+def worst_error() -> str:
+    return f"{max(row['of_dense'] for row in rows('numerics') if row['impl'] == 'mtraining'):.2f}"
+
+
+def wire_errors() -> str:
+    found = [row for row in rows("wire") if row["gpu"] != "none"]
+    sent = [percent(row["error_bf16"], 2) for row in found]
+    return f"{' and '.join(sent)} (bfloat16), {percent(found[-1]['error_float32'], 2)} (float32)"
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "step_512k": lambda: seconds_of(step(524288)),
+    "step_512k_dense": lambda: seconds_of(dense_of(step(524288))),
+    "step_512k_ratio": lambda: ratio_of_step(524288),
+    "step_512k_density": lambda: percent(step(524288)["density"]),
+    "step_512k_recall": lambda: percent(step(524288)["recall"]),
+    "step_128k": lambda: seconds_of(step(131072)),
+    "step_128k_dense": lambda: seconds_of(dense_of(step(131072))),
+    "step_128k_ratio": lambda: ratio_of_step(131072),
+    "step_128k_density": lambda: percent(step(131072)["density"]),
+    "step_128k_recall": lambda: percent(step(131072)["recall"]),
+    "trained_density": lambda: percent(trained()["overrides"]["density"]),
+    "trained_recall": lambda: percent(trained()["overrides"]["recall"]),
+    "trained_own": lambda: signed(trained()["overrides"]["held_out_after_over_dense"]),
+    "trained_dense": lambda: signed(
+        trained()["overrides"]["held_out_after_dense"] / trained()["dense"]["held_out_after"] - 1
+    ),
+    "worst_error": worst_error,
+    "wire_errors": wire_errors,
+}  # fmt: skip
+"""Figures in sentences, by name."""
+
+TABLES: dict[str, Callable[[], str]] = {
+    "steps": steps,
+    "breakdown": breakdown,
+    "kernels": kernels,
+    "selection": selection,
+    "layers": layers,
+    "layers_two": layers_two,
+    "balance": balance,
+    "balance_short": balance_short,
+    "slow_link": slow_link,
+    "patterns": patterns,
+    "patterns_long": patterns_long,
+    "patterns_smol": patterns_smol,
+    "training": training,
+    "training_earlier": training_earlier,
+    "loss": loss,
+    "targets": targets,
+}
+"""Tables, by name."""

@@ -1,0 +1,51 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Rows of ``benchmarks/results/*.jsonl``, and how they become Markdown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+Row = dict
+
+
+@cache
+def rows(name: str) -> tuple[Row, ...]:
+    """The rows of ``results/NAME.jsonl``, oldest first."""
+    text = (RESULTS / f"{name}.jsonl").read_text(encoding="utf-8")
+    return tuple(json.loads(line) for line in text.splitlines() if line)
+
+
+def last(found: Iterable[Row], *fields: str) -> dict[tuple, Row]:
+    """By the values of ``fields``, the last row that has them."""
+    return {tuple(row.get(field) for field in fields): row for row in found}
+
+
+def table(header: list[str], body: Iterable[list]) -> str:
+    lines = [header, ["---"] * len(header), *body]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def source(found: Iterable[Row], file: str) -> str:
+    """The line below a table: file, GPU, versions and commits of its rows."""
+    found = list(found)
+
+    def all_of(name):
+        return ", ".join(dict.fromkeys(str(row[name]) for row in found))
+
+    gpu = all_of("gpu")
+    where = (
+        "no GPU" if gpu == "none" else f"{gpu}, torch {all_of('torch')}, Triton {all_of('triton')}"
+    )
+    return f"\n\nRows: `{file}.jsonl`; {where}; commit {all_of('commit')}."
+
+
+def tokens(count: int) -> str:
+    return f"{count // 1024}K" if count < 2**20 else f"{count // 2**20}M"
+
+
+def percent(share: float, digits: int = 1) -> str:
+    return "100%" if share == 1 else f"{100 * share:.{digits}f}%"

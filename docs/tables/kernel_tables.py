@@ -1,0 +1,235 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Kernels and pattern search on one GPU, a layer over several, and balance."""
+
+from __future__ import annotations
+
+from .common import Row, last, percent, rows, source, table, tokens
+
+
+def kernel_rows() -> list[dict[str, Row]]:
+    """Of each case of the newest commit that has ``mtraining`` rows: rows by ``op impl``."""
+    found = [
+        row for row in rows("kernels") if row["op"] in ("forward", "backward") and row.get("case")
+    ]
+    commit = found[-1]["commit"]
+    cases: dict[str, dict[str, Row]] = {}
+    for row in found:
+        if row["commit"] == commit:
+            cases.setdefault(row["case"], {})[f"{row['op']} {row['impl']}"] = row
+    return list(cases.values())
+
+
+def selected_of(row: Row) -> str:
+    what = "slashes" if not row["vertical"] else f"slashes, {row['vertical']} columns"
+    if row["density"] > 0.99:
+        what = "dense through these kernels"
+    return f"{percent(row['density'])}, {what}" + (", 16 documents" if row["documents"] else "")
+
+
+def kernels() -> str:
+    body, used = [], []
+    for case in kernel_rows():
+        if "128K d128" in (name := case["forward mtraining"]["case"]) and "3500" in name:
+            continue  # between its neighbours
+        ahead, back = case["forward mtraining"], case["backward mtraining"]
+        used += [ahead, back]
+        flex = [
+            f"{row['tflops'] / case[f'{op} flex']['tflops']:.2f}" if f"{op} flex" in case else ""
+            for op, row in (("forward", ahead), ("backward", back))
+        ]
+        body.append(
+            [
+                f"{tokens(ahead['seq'])}, {ahead['heads']}/{ahead['kv_heads']}, {ahead['dim']}",
+                selected_of(ahead),
+                f"{ahead['ms']:.3g} / {back['ms']:.3g}",
+                f"{ahead['tflops']:.0f} / {back['tflops']:.0f}",
+                f"{ahead['share_of_cudnn']:.2f} / {back['share_of_cudnn']:.2f}",
+                " / ".join(flex) if any(flex) else "",
+            ]
+        )
+    header = [
+        "tokens, heads, dim",
+        "density",
+        "ms",
+        "TFLOP/s",
+        "of cuDNN dense",
+        "of FlexAttention",
+    ]
+    return table(header, body) + source(used, "kernels")
+
+
+def selection() -> str:
+    found = [row for row in rows("selection") if row.get("policy")]
+    commit = found[-1]["commit"]
+    found = [row for row in found if row["commit"] == commit and row["vertical"] != 3500]
+    found = [row for row in found if (row["seq"], row["world"]) != (131072, 4)]
+    body = []
+    for row in found:
+        what = row["policy"]
+        if what == "price":
+            what += (
+                ", 1000 columns stand out" if row["standing_out"] else ", all 4096 candidates pay"
+            )
+        elif what == "fixed":
+            what += f", {row['vertical']} columns"
+        elif what == "mixed":
+            what = "every second head price, xattention"
+        gpu = f"{row['ms']:.2f}" if row["ms"] else f"{row['launched_ms']:.1f} (with host time)"
+        body.append(
+            [tokens(row["seq"]), row["world"], what, row["rows"], gpu, f"{row['host_ms']:.2f}"]
+        )
+    header = ["tokens", "ranks", "policy", "sampled rows", "GPU ms", "host ms"]
+    return table(header, body) + source(found, "selection")
+
+
+# One layer over several GPUs
+
+
+def layers() -> str:
+    found = [row for row in rows("rings") if row["hosts"] == 1 and row.get("ranks_per_gpu", 1) == 1]
+    four = last(
+        (
+            row
+            for row in found
+            if row["world"] == 4 and row["inner"] != 1 and "NVTE_BATCH" not in row["command"]
+        ),
+        "case",
+        "impl",
+        "inner",
+    )
+    body, used = [], []
+    names = {"te_p2p": "Transformer Engine, p2p", "mtraining_hier": "2 x 2"}
+    for row in sorted(four.values(), key=lambda row: (-row["seq"], row["density"])):
+        used.append(row)
+        exposed, ranks = row["exposed_comm_ms"], row["imbalance_worker"]
+        body.append(
+            [
+                row["case"],
+                names.get(row["impl"], "all gathered"),
+                percent(row["density"], 2),
+                f"{row['fwd_ms']:.3g} / {row['fwdbwd_ms']:.4g}",
+                f"{exposed:.2g}" if exposed else "",
+                f"{ranks:.3f}" if ranks else "",
+                f"{row['peak_gib']:.2f}",
+                row["commit"],
+            ]
+        )
+    header = [
+        "tokens, pattern",
+        "keys",
+        "density",
+        "forward / both, ms",
+        "exposed ms",
+        "max/mean",
+        "peak GiB",
+    ]
+    return table([*header, "commit"], body) + source(used, "rings")
+
+
+def layers_two() -> str:
+    """Two GPUs, with host time and in GPU time."""
+    found = [
+        row
+        for row in rows("rings")
+        if row["world"] == 2 and row.get("queued") and row["hop_gb_s"] > 200
+    ]
+    commit = found[-1]["commit"]
+    found = [row for row in found if row["commit"] == commit]
+    body = [
+        [
+            row["case"],
+            percent(row["density"], 2),
+            f"{row['fwd_ms']:.2f} / {row['fwdbwd_ms']:.1f}",
+            f"{row['queued']['fwd_ms']:.2f} / {row['queued']['fwdbwd_ms']:.1f}",
+            f"{row['queued']['index_ms']:.2f}",
+        ]
+        for row in found
+    ]
+    header = ["tokens, pattern", "density", "with host time, ms", "GPU time, ms", "search, GPU ms"]
+    return table(header, body) + source(found, "rings")
+
+
+# Balance
+
+PATTERNS = {
+    "1000 columns, 100 local diagonals": "1000 columns, 100 local diagonals",
+    "3%, heads unequal, 1000 columns": "3%, unequal heads, 1000 columns",
+    "real layer08, stretched": "layer 8 of a 0.5B model, stretched",
+    "all distances": "dense",
+}
+WORLDS = (8, 32, 64, 256)
+
+
+def balance_row(pattern: str, world: int, layout: str) -> Row:
+    found = [
+        row for row in rows("balance")
+        if (row["pattern"], row["world"], row["inner"], row["layout"], row["seq"])
+        == (pattern, world, 0, layout, 524288)
+    ]  # fmt: skip
+    return found[-1]
+
+
+def balance() -> str:
+    body, used = [], []
+    for pattern, name in PATTERNS.items():
+        for layout in ("striped", "zigzag"):
+            found = [balance_row(pattern, world, layout) for world in WORLDS]
+            used += found
+            cells = [f"{row['worker_imbalance']:.3f} / {row['exposed']:.3f}" for row in found]
+            body.append(
+                [
+                    name if layout == "striped" else "",
+                    layout.replace("striped", "block-striped"),
+                    *cells,
+                ]
+            )
+    header = ["pattern, 512K tokens", "layout", *(f"{world} ranks" for world in WORLDS)]
+    return table(header, body) + source(used, "balance")
+
+
+def balance_short() -> str:
+    """Few blocks per rank: real layers' patterns at their own 16K tokens, the range over three layers."""
+    body, used = [], []
+    for world, blocks in ((4, 32), (8, 16), (32, 4), (64, 2)):
+        cells = []
+        for layout in ("striped", "one direction", "zigzag"):
+            found = [
+                row for row in rows("balance")
+                if (row["seq"], row["world"], row["inner"], row["layout"]) == (16384, world, 0, layout)
+            ]  # fmt: skip
+            used += found
+            ratios = [row["worker_imbalance"] for row in found]
+            cells.append(f"{min(ratios):.3f} to {max(ratios):.3f}")
+        body.append([world, blocks, *cells])
+    header = ["ranks", "blocks per rank", "block-striped", "without the snake order", "zigzag"]
+    return table(header, body) + source(used, "balance")
+
+
+def slow_link() -> str:
+    """Two emulated hosts of two ranks: inner groups of one rank and of two."""
+    found = [row for row in rows("rings") if row["hosts"] == 2]
+    body = []
+    for (case, inner, _), row in sorted(
+        last(found, "case", "inner", "ranks_per_gpu").items(), key=str
+    ):
+        exposed = row["exposed_comm_ms"]
+        body.append(
+            [
+                case,
+                f"{4 // inner} x {inner}",
+                row["world"] // row.get("ranks_per_gpu", 1),
+                f"{row['hop_gb_s']:.1f}",
+                f"{row['fwd_ms']:.1f} / {row['fwdbwd_ms']:.0f}",
+                f"{exposed:.1f} ({100 * exposed / row['fwdbwd_ms']:.0f}%)",
+                row["commit"],
+            ]
+        )
+    header = [
+        "tokens, pattern",
+        "groups",
+        "GPUs",
+        "GB/s per link",
+        "forward / both, ms",
+        "exposed, both",
+    ]
+    return table([*header, "commit"], body) + source(found, "rings")

@@ -1,0 +1,87 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Tables, figures and pictures of the docs are what the rows of benchmarks/results have."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+pytest.importorskip("matplotlib")
+
+import generate  # noqa: E402
+import pictures  # noqa: E402
+import tables  # noqa: E402
+from tables import common, step_tables  # noqa: E402
+
+RESULTS = sorted((ROOT / "benchmarks/results").glob("*.jsonl"))
+SCRIPT = re.compile(r"(?:(\w+)\.py|-m benchmarks\.(?:\w+\.)*(\w+)|mtraining (convert))\b")
+MOVED = {"index": "selection", "kernels": "attention"}
+"""Scripts by the names that they had when rows were measured."""
+
+
+def test_nothing_is_stale():
+    assert list(generate.stale()) == []
+
+
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_a_table_is_a_table_with_its_source(name):
+    *lines, blank, source = tables.TABLES[name]().splitlines()
+    assert blank == "" and re.fullmatch(r"Rows: `\w+\.jsonl`; .*; commit [0-9a-f, ]+\.", source)
+    assert len(lines) > 2 and len({line.replace("\\|", "").count("|") for line in lines}) == 1
+
+
+def test_every_table_and_figure_is_shown_somewhere():
+    text = "".join(page.read_text(encoding="utf-8") for page in generate.marked_pages())
+    assert set(re.findall(r"<!-- rows: (\w+) -->", text)) == set(tables.TABLES)
+    assert set(re.findall(r"<!-- figure: (\w+) -->", text)) <= set(tables.FIGURES)
+    unknown = "<!-- rows: nothing -->\n<!-- end -->"
+    with pytest.raises(KeyError, match="nothing"):
+        generate.filled(unknown)
+
+
+def test_a_new_row_makes_table_figure_and_picture_stale(monkeypatch):
+    def faster(name):
+        if name != "pretrain":
+            return common.rows(name)
+        return tuple({**row, "iter_ms": row["iter_ms"] / 2} for row in common.rows(name))
+
+    monkeypatch.setattr(step_tables, "rows", faster)
+    assert "| 3.72 |" in tables.TABLES["steps"]() and tables.FIGURES["step_512k"]() == "3.72 s"
+    assert pictures.is_stale("steps.png") and not pictures.is_stale("kernels.png")
+    assert "docs/performance.md" in generate.stale()
+
+
+def test_a_ratio_is_of_one_commit():
+    row = dict(tables.step(524288), commit="another")
+    assert step_tables.dense_of(row) is None
+
+
+def test_density_between_settings():
+    points = [(0.1, 0.9), (0.2, 1.0)]
+    assert tables.pattern_tables.density_at(points, 0.95) == pytest.approx(0.15)
+    assert tables.pattern_tables.density_at(points, 0.5) is None
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
+def test_rows_name_their_origin_and_a_script_that_is_here(file):
+    scripts = {path.stem for path in (ROOT / "benchmarks").rglob("*.py")}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        assert {"gpu", "torch", "triton", "commit", "command"} <= row.keys()
+        found = re.search(
+            r"(?:(\w+)\.py|-m benchmarks\.(?:\w+\.)*(\w+)|mtraining (convert))\b", row["command"]
+        )
+        name = found[1] or found[2] or found[3]
+        assert MOVED.get(name, name) in scripts, row["command"]
+
+
+def test_performance_page_is_short():
+    text = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 200
+    assert all(f"images/{name}" in text for name in pictures.PICTURES)
