@@ -28,6 +28,8 @@ from ...errors import ConfigError
 
 LOCK, NEW, OLD = "lock", "new", "old"
 """Names in the private folder: its lock, what is being written, and the folder that it replaces."""
+MARK = b"An unfinished output of megatron-mtraining. The next run removes this folder.\n"
+"""What is in the lock: a folder of the same name without it is a stranger's."""
 
 Check = Callable[[Path], None]
 """Raises :class:`ConfigError` if what is at the target may not be replaced."""
@@ -117,7 +119,7 @@ def locked_folder(path: Path, option: str) -> Iterator[Path]:
     """Make or open a folder of this process alone, and lock it. It is not removed.
 
     Raises:
-        ConfigError: another run holds it, or what is there is a link or of another user.
+        ConfigError: another run holds it, or what is there is a link, of another user, or was not made here.
     """
     descriptors: list[int] = []
     try:
@@ -126,17 +128,6 @@ def locked_folder(path: Path, option: str) -> Iterator[Path]:
         yield path
     finally:
         _close(descriptors)
-
-
-def remove_locked(path: Path) -> None:
-    """Remove a folder that this process has locked, with all that is in it. The lock goes last."""
-    for file in os.scandir(path):
-        if file.is_dir(follow_symlinks=False):
-            shutil.rmtree(file.path)
-        elif file.name != LOCK:
-            os.unlink(file.path)
-    (path / LOCK).unlink(missing_ok=True)
-    path.rmdir()
 
 
 def refuse_to_replace_input(option: str, path: Path, read: Iterable[Path]) -> None:
@@ -173,8 +164,7 @@ def _private_folder(private: Path, target: Path, option: str) -> Iterator[Path]:
                 _empty(private)
                 yield private
             finally:
-                with suppress(OSError):
-                    remove_locked(private)
+                _remove(private, target)
     except BaseException as error:
         for parent in reversed(parents):
             with suppress(OSError):  # in use by another
@@ -215,8 +205,11 @@ def _try_lock(path: Path, option: str, descriptors: list[int]) -> bool:
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         descriptors.append(folder)
-        os.fchmod(folder, 0o700)  # one that was there may let others put links into it
-        lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+        there = os.listdir(folder)
+        if there and LOCK not in there:
+            raise _stranger(path, option, there)
+        create = 0 if there else os.O_CREAT
+        lock = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | create, 0o600, dir_fd=folder)
         descriptors.append(lock)
     except FileNotFoundError:
         return False
@@ -229,14 +222,43 @@ def _try_lock(path: Path, option: str, descriptors: list[int]) -> bool:
             f"{path} is in use by another run with the same {option}: wait for it, or name another place"
         ) from None
     try:
-        return os.path.samestat(os.fstat(lock), os.stat(path / LOCK, follow_symlinks=False))
+        if not os.path.samestat(os.fstat(lock), os.stat(path / LOCK, follow_symlinks=False)):
+            return False
     except FileNotFoundError:
         return False
+    if os.pread(lock, len(MARK), 0) != MARK:
+        # A run that was killed before it wrote this has left nothing else either.
+        if os.fstat(lock).st_size or os.listdir(folder) != [LOCK]:
+            raise _stranger(path, option, os.listdir(folder))
+        os.pwrite(lock, MARK, 0)
+    os.fchmod(folder, 0o700)  # one that was there may let others put links into it
+    return True
+
+
+def _stranger(path: Path, option: str, there: list[str]) -> ConfigError:
+    return ConfigError(
+        f"{path} is needed for {option}, and has {min(there)}, which no run of mtraining has put there: move "
+        f"it, or name another place for {option}"
+    )
 
 
 def _close(descriptors: list[int]) -> None:
     while descriptors:
         os.close(descriptors.pop())
+
+
+def _remove(private: Path, target: Path) -> None:
+    """Remove the locked folder, the lock last; say so if that fails: it may have what was replaced."""
+    try:
+        _empty(private)
+        (private / LOCK).unlink(missing_ok=True)
+        private.rmdir()
+    except OSError as error:
+        print(
+            f"{private} cannot be removed ({error.filename or private}: {error.strerror}): it has what "
+            f"{target} replaced, or an unfinished output; remove it yourself",
+            file=sys.stderr,
+        )
 
 
 def _empty(private: Path) -> None:

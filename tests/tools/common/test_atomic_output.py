@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_mtraining import ConfigError
+from megatron_mtraining.tools.common import atomic_output
 from megatron_mtraining.tools.common.atomic_output import (
     atomic_file,
     atomic_files,
@@ -149,6 +150,7 @@ def test_links_are_not_followed(atomic, tmp_path):
     assert names(other) == [] and private.is_symlink()
     private.unlink()
     private.mkdir()
+    (private / "lock").write_bytes(atomic_output.MARK)
     (private / "new").symlink_to(other)
     (private / "old").symlink_to(other)
     (other / "kept").write_text("")
@@ -165,6 +167,53 @@ def test_a_link_in_place_of_the_lock(tmp_path):
     with pytest.raises(ConfigError, match="is a link"), atomic_file(tmp_path / "out"):
         raise AssertionError
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("atomic", ALL)
+@pytest.mark.parametrize("name", ["thesis.tex", "new", "old", "lock"])
+def test_a_strangers_private_folder_stays(atomic, name, tmp_path):
+    """Whatever is in it; the same folder of a killed run is removed, see below."""
+    out = tmp_path / "out"
+    private = out / ".partial" if atomic is atomic_files else tmp_path / ".out.partial"
+    private.mkdir(parents=True, mode=0o750)
+    (private / name).write_text("a stranger's")
+    before = private.stat().st_mode
+    with pytest.raises(ConfigError, match=f"partial is needed .* has {name}, which no run"):
+        with atomic(out, overwrite=True):
+            raise AssertionError
+    assert names(private) == [name] and (private / name).read_text() == "a stranger's"
+    assert private.stat().st_mode == before
+
+
+def test_what_a_stranger_puts_into_the_private_folder_stays(tmp_path, capsys):
+    with atomic_file(tmp_path / "out"):
+        (tmp_path / ".out.partial" / "mine").write_text("")
+    assert names(tmp_path / ".out.partial") == ["mine"] and (tmp_path / "out").exists()
+    assert ".out.partial cannot be removed" in capsys.readouterr().err
+
+
+def test_a_run_that_was_killed_before_it_marked_its_folder(tmp_path):
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "lock").touch()
+    with atomic_file(tmp_path / "out"):
+        pass
+    assert names(tmp_path) == ["out"]
+
+
+def test_what_was_replaced_and_cannot_be_removed_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "kept").write_text("")
+
+    def denied(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(atomic_output.shutil, "rmtree", denied)
+    with atomic_folder(tmp_path / "out", overwrite=True) as folder:
+        (folder / "new").write_text("")
+    assert names(tmp_path / "out") == ["new"]
+    assert names(tmp_path / ".out.partial" / "old") == ["kept"]
+    said = capsys.readouterr().err
+    assert ".out.partial cannot be removed" in said and "Permission denied" in said
 
 
 def test_targets_of_the_wrong_kind(tmp_path):
