@@ -95,13 +95,24 @@ class Target:
             raise ConfigError(
                 f"DST is {given}, which exists: name another folder, or replace it with --overwrite"
             )
-        for file in path.rglob("*"):
-            name = file.relative_to(path).as_posix()
-            is_folder = file.is_dir() and not file.is_symlink()
-            if not (is_folder or self.kind.files.fullmatch(name)):
+        for name in self._files():
+            if not self.kind.files.fullmatch(name):
                 self._refuse_to_replace(f"contains {name}")
         if not (path / self.kind.mark).is_file():
             self._refuse_to_replace(f"has no {self.kind.mark}")
+
+    def _files(self) -> Iterator[str]:
+        """Paths in the target of all that is no folder; rglob would pass over folders it cannot read."""
+
+        def refuse(error: OSError) -> None:
+            self._refuse_to_replace(
+                f"has {error.filename}, which cannot be read ({error.strerror})"
+            )
+
+        for folder, folders, files in os.walk(self.path, onerror=refuse):
+            links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+            for name in (*files, *links):
+                yield os.path.relpath(os.path.join(folder, name), self.path)
 
     def _refuse_to_replace(self, why: str) -> None:
         raise ConfigError(

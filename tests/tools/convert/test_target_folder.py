@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -133,6 +134,25 @@ def test_overwrite_replaces_only_conversions(plain, tmp_path, capsys):
     refused(capsys, folder, words, [folder, "checkpoint"])
     for words in ways.values():
         assert convert(*words) == 0
+
+
+def test_a_folder_that_cannot_be_read_is_not_replaced(plain, tmp_path, capsys, monkeypatch):
+    """It may have anybody's files, and could not be removed."""
+    made = tmp_path / "meg"
+    shutil.copytree(plain[1], made)
+    (made / "closed").mkdir()
+    scandir = os.scandir
+
+    def denied(path="."):
+        if Path(os.fspath(path)).name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    words = ("hf-to-megatron", plain[0], made, "--overwrite")
+    refused(capsys, made, words, [made / "closed", "cannot be read", "Permission denied"])
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["meg"]
 
 
 PAUSED = """
