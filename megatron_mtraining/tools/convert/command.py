@@ -7,6 +7,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 from ...errors import ConfigError
@@ -66,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--min-agreement", type=FRACTION, metavar="FRACTION", help=what)
     add("--device", help="cpu or cuda (default: a GPU if there is one)")
     add("--output", type=Path, metavar="FILE", help="write the result as JSON")
+    add("--overwrite", action="store_true", help="replace the file of --output")
 
 
 def _add_common(command: argparse.ArgumentParser, source: str, target: str) -> None:
@@ -157,7 +159,14 @@ def _to_hf(source: Path, target: Path, **options) -> int:
 
 
 def _verify(
-    source: Path, target: Path, *, dtype, device: str | None, output: Path | None, **options
+    source: Path,
+    target: Path,
+    *,
+    dtype,
+    device: str | None,
+    output: Path | None,
+    overwrite: bool,
+    **options,
 ) -> int:
     import json
 
@@ -181,9 +190,10 @@ def _verify(
         raise ConfigError(f"--output is {output}: name a file in an existing folder")
     if output is not None:
         refuse_to_replace_input("--output", output, [source, target, *options["text"]])
-    found = verify(*models, **options)
-    print(as_text(found))
-    if output is not None:
-        with atomic_file(output, overwrite=True) as file:
+    # First: whether it can be written is known before the models run.
+    with atomic_file(output, overwrite=overwrite) if output else nullcontext() as file:
+        found = verify(*models, **options)
+        print(as_text(found))
+        if file is not None:
             file.write(json.dumps(as_json(found), indent=2).encode() + b"\n")
     return 1 if found["differs"] else 0

@@ -6,6 +6,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -15,8 +16,8 @@ from ...errors import ConfigError
 from ...models.open import open_model
 from ...models.text import tokens_for
 from ...models.types import ModelOptions, Source
-from ..common.atomic_output import atomic_files
-from .options import Options, add_arguments, options_from, settings_path
+from ..common.atomic_output import atomic_file, atomic_files
+from .options import SETTINGS, Options, add_arguments, options_from, settings_path
 
 __all__ = ["add_arguments", "run", "when_ended"]  # the interface of a subcommand, see tools.cli
 
@@ -55,7 +56,7 @@ def inspect(options: Options) -> None:
     from .collect import Collector
     from .measure import held_out_rows
     from .mixed import mixed_of
-    from .output import draw, write_json, write_settings
+    from .output import draw, settings_bytes, write_json
     from .results import Recommendation, numbers, summary
     from .sensitivity import check_sensitivity, measure_sensitivity
     from .sweep import series_for
@@ -83,7 +84,15 @@ def inspect(options: Options) -> None:
         f"{dtype} on {options.device}",
         flush=True,
     )
-    with atomic_files(options.output) as folder:
+    with ExitStack() as stack:
+        # First: whether results can be written there is known before the model runs.
+        replace = options.overwrite
+        opened = atomic_files(options.output, overwrite=replace, names=options.files)
+        folder = stack.enter_context(opened)
+        written = None
+        if SETTINGS not in options.files:
+            file = atomic_file(options.settings, option="--settings", overwrite=replace)
+            written = stack.enter_context(file)
         started = time.perf_counter()
         sensitivity = None
         with source.loaded(options.sensitivity is not None) as run_model:
@@ -128,7 +137,11 @@ def inspect(options: Options) -> None:
         write_json(folder / "results.json", numbers(measured, recommended, about))
         (folder / "summary.txt").write_text(text + "\n", encoding="utf-8")
         draw(folder, measured, recommended, collected.drawn, rows, length, options)
-        write_settings(options.settings, settings)
+        content = settings_bytes(options.settings, settings)
+        if written is None:
+            (folder / SETTINGS).write_bytes(content)
+        else:
+            written.write(content)
     print(
         f"Took {seconds:.0f} s after {loaded - started:.0f} s of loading; peak memory "
         f"{memory / 2**30:.1f} GiB. Pictures and numbers: {options.output.resolve()}; settings: "

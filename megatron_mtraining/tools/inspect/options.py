@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,18 @@ from ..common.atomic_output import refuse_to_replace_input
 
 ROWS = 512
 """Default number of query rows that patterns are evaluated on."""
+SETTINGS = "settings.json"
+"""The file of settings in the output folder, if no other is named."""
+FILES = (
+    "results.json",
+    "summary.txt",
+    "recall_density.png",
+    "density_needed.png",
+    "head_easiest.png",
+    "head_middle.png",
+    "head_hardest.png",
+)
+"""What else is written there; and the heads of --head."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +44,8 @@ class Options:
         mixed: write block-sparse heads into the settings file.
         heads: (layer, head) of further heads to draw.
         base: options of MTrainingConfig that all settings have, without those left at their default.
-        settings: the file of recommended settings.
+        settings: the file of recommended settings, in ``output`` or elsewhere.
+        overwrite: replace the results of an earlier run, and that file.
     """
 
     model: Path
@@ -51,6 +65,14 @@ class Options:
     seed: int
     output: Path
     settings: Path
+    overwrite: bool
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the files in ``output``, without the settings where they have a name of their own."""
+        drawn = [f"head_layer{layer}_head{head}.png" for layer, head in self.heads]
+        own = self.settings != self.output / SETTINGS
+        return [*FILES, *drawn, *([] if own else [SETTINGS])]
 
     @property
     def block_size(self) -> int:
@@ -92,6 +114,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, default=Path("inspect-out"), metavar="FOLDER", help=what)
     what = "recommended settings, YAML if it ends in .yaml, else JSON (FOLDER/settings.json)"
     add("--settings", type=Path, metavar="FILE", help=what)
+    what = "replace an earlier run's files in the output folder, and the file of --settings"
+    add("--overwrite", action="store_true", help=what)
 
 
 def options_from(values: argparse.Namespace) -> Options:
@@ -120,7 +144,11 @@ def options_from(values: argparse.Namespace) -> Options:
     read = [*values.text, *filter(None, [values.tokenizer])]
     if values.settings:
         refuse_to_replace_input("--settings", settings, [values.model, *read])
-    for name in ("settings.json", "results.json", "summary.txt"):
+        if settings.name in FILES and _same_folder(settings.parent, values.output):
+            raise ConfigError(
+                f"--settings is {settings}, which is the name of a file of --output: name another"
+            )
+    for name in (*FILES, SETTINGS):
         refuse_to_replace_input("--output", values.output / name, read)
     if values.output.exists() and not values.output.is_dir():
         raise ConfigError(f"--output is {values.output}, which is a file: name a folder")
@@ -138,7 +166,11 @@ def options_from(values: argparse.Namespace) -> Options:
 
 def settings_path(values: argparse.Namespace) -> Path:
     """Where the settings file goes."""
-    return values.settings or values.output / "settings.json"
+    return values.settings or values.output / SETTINGS
+
+
+def _same_folder(one: Path, other: Path) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _check_numbers(values: argparse.Namespace, base: dict) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from ..common.atomic_output import atomic_file
 from .collect import DrawnHead
 from .measure import density_picture
 from .options import Options
@@ -20,20 +19,13 @@ def write_json(path: Path, value) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
-def write_settings(path: Path, settings: dict) -> None:
-    """Write a settings file, YAML or JSON by its name, in one step.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+def settings_bytes(path: Path, settings: dict) -> bytes:
+    """The content of a settings file, YAML or JSON by its name."""
     if path.suffix in (".yaml", ".yml"):
         import yaml
 
-        text = yaml.safe_dump(settings, sort_keys=False)
-    else:
-        text = json.dumps(settings, indent=1) + "\n"
-    with atomic_file(path, option="--settings", overwrite=True) as file:
-        file.write(text.encode())
+        return yaml.safe_dump(settings, sort_keys=False).encode()
+    return (json.dumps(settings, indent=1) + "\n").encode()
 
 
 def draw(

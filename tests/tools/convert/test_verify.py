@@ -95,7 +95,8 @@ def test_exit_status_and_json(plain, ids, tmp_path, monkeypatch, capsys):
     written = json.loads((tmp_path / "out.json").read_text(), parse_constant=strictly)
     assert written["all"]["max"] is None and written["all"]["top1"] == 0.5
     found["differs"] = None
-    assert convert(*words) == 0
+    refused(capsys, words[1:], ["--output", tmp_path / "out.json", "exists", "--overwrite"])
+    assert convert(*words, "--overwrite") == 0
 
 
 def refused(capsys, words, named) -> None:
