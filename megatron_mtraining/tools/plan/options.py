@@ -17,6 +17,7 @@ from ...config import ConfigError
 from ...megatron.backend import add_member
 from ...megatron.checks import REFUSALS
 from ...megatron.options import add_arguments
+from ...models.model_sizes import short
 
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
@@ -91,6 +92,10 @@ NOT_MODELLED = (
     "--use-rotary-position-embeddings", "--config-logger-dir", "--fp8-output-proj",
 )  # fmt: skip
 """Flags that change memory in a way that is not modelled."""
+
+
+MOST_PROCESSES = 10**4
+"""Of torchrun on a node."""
 
 
 def option(name: str) -> str:
@@ -196,6 +201,10 @@ def _world_size(before: list[str]) -> int | None:
     known, _ = launcher.parse_known_args(before)
     if known.nproc_per_node is None:
         return None
+    if not 1 <= known.nproc_per_node <= MOST_PROCESSES:
+        raise ConfigError(
+            f"--nproc-per-node is {short(known.nproc_per_node)}: use 1 to {MOST_PROCESSES}"
+        )
     if not re.fullmatch("[1-9][0-9]{0,8}", known.nnodes):
         raise ConfigError(f"--nnodes is {known.nnodes}: give one number of nodes, or --world-size")
     return known.nproc_per_node * int(known.nnodes)

@@ -14,11 +14,13 @@ from ...megatron.checks import inner_group_size
 from ...megatron.options import config_from_args
 from ...megatron.output_layer import DEFAULT_CHUNK
 from ...models.model_sizes import short
-from .options import DTYPE_BYTES, WHOLE_NUMBERS, changed, option
+from .options import DTYPE_BYTES, FLOATS, WHOLE_NUMBERS, changed, option
 
 LARGEST_NUMBER = 10**12
-LARGEST = {"num_layers": 10**6}
+LARGEST = {"num_layers": 10**6, "pipeline_model_parallel_size": 10**4}
 """Of whole numbers: what is larger is a mistake, and overflows or takes for ever."""
+FRACTIONS = ("hidden_dropout", "attention_dropout", "rotary_percent")
+"""Numbers from 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,8 @@ def _check_given(args) -> None:
         *needed, "tensor_model_parallel_size", "pipeline_model_parallel_size", "kv_channels",
         "context_parallel_size", "ffn_hidden_size", "vocab_size", "padded_vocab_size",
         "num_query_groups", "make_vocab_size_divisible_by", "global_batch_size", "recompute_num_layers",
-        "num_distributed_optimizer_instances",
+        "num_distributed_optimizer_instances", "yarn_original_max_position_embeddings",
+        "rotary_seq_len_interpolation_factor",
     ):  # fmt: skip
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -158,6 +161,19 @@ def _check_given(args) -> None:
         value, most = getattr(args, name), LARGEST.get(name, LARGEST_NUMBER)
         if value is not None and not abs(value) <= most:
             raise ConfigError(f"{option(name)} is {short(value)}: it must be at most {most}")
+    for name in FLOATS:
+        value = getattr(args, name)
+        if value is None:
+            continue
+        if not math.isfinite(value):
+            raise ConfigError(f"{option(name)} is {value}: it must be a finite number")
+        if name in FRACTIONS and not 0 <= value <= 1:
+            raise ConfigError(f"{option(name)} is {value:g}: it must be from 0 to 1")
+    if args.padded_vocab_size and args.padded_vocab_size < (args.vocab_size or 0):
+        raise ConfigError(
+            f"--padded-vocab-size is {args.padded_vocab_size}, less than --vocab-size "
+            f"({args.vocab_size}): use that or more"
+        )
     if (args.max_position_embeddings or args.seq_length) < args.seq_length:
         raise ConfigError(
             f"--max-position-embeddings is {args.max_position_embeddings}, less than --seq-length "

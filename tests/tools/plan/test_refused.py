@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -25,7 +26,10 @@ BAD = [
     f"--mtraining-gathered-ranks {10**20}", f"--mtraining-window {10**25}",
     f"--mtraining-loss-chunk {10**20}",
     f"--seq-length {'9' * 5000}", "--seq-length 512.0", "--seq-length \u0663",
-    "--mtraining-settings /dev/zero",
+    "--mtraining-settings /dev/zero", "--padded-vocab-size 999", "--rotary-seq-len-interpolation-factor 0",
+    "--num-layers 1000000 --pipeline-model-parallel-size 1000000", "--hidden-dropout nan",
+    "--hidden-dropout -1", "--hidden-dropout 2", "--rotary-percent inf", "--rotary-percent 1.1",
+    "--mscale nan",
 ]  # fmt: skip
 
 
@@ -65,6 +69,19 @@ def test_flags_by_a_pipe_of_the_shell(capsys):
         assert main(["plan", "memory", "--flags-file", f"/dev/fd/{read}"]) == 0
     finally:
         os.close(read)
+
+
+@pytest.mark.parametrize("number", ["0", "-4", "9" * 20])
+def test_numbers_of_processes(number, capsys):
+    words = ["torchrun", f"--nproc-per-node={number}", "pretrain_gpt.py", *SMALL.split()]
+    assert "--nproc-per-node is" in refused(capsys, words)
+
+
+def test_many_layers_and_stages_are_planned(capsys):
+    """A stage of each is in the table; more are refused, see above."""
+    words = ["--num-layers", "10000", "--pipeline-model-parallel-size", "10000", "--json"]
+    assert main(["plan", "memory", *SMALL.split(), *words]) == 0
+    assert len(json.loads(capsys.readouterr().out)["stages"]) == 10_000
 
 
 @pytest.mark.parametrize("nodes", ["\u00b2", "9" * 5000, "0", "1:4"])
