@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 
 from .errors import ConfigError
@@ -33,6 +34,24 @@ def require(*modules: str, extra: str) -> None:
         raise ConfigError(
             f"{', '.join(missing)} not installed: pip install 'megatron-mtraining[{extra}]'"
         )
+
+
+def absent(error: ModuleNotFoundError, extra: str) -> ConfigError:
+    """What an import that failed means for the user.
+
+    Args:
+        extra: the extra of this package that brings it, or "".
+
+    Raises:
+        ModuleNotFoundError: it is none of another package.
+    """
+    name = (error.name or "").partition(".")[0]
+    if not name or name in sys.stdlib_module_names or name == __name__.partition(".")[0]:
+        raise error
+    whole = f"megatron-mtraining[{extra}]" if extra else "megatron-mtraining"
+    return ConfigError(
+        f"{DISTRIBUTIONS.get(name, name)} is not installed: pip install '{whole}', or that package alone"
+    )
 
 
 def first_line(error: BaseException) -> str:

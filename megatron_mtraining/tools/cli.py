@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, one_line
 from ..files import check_name
+from ..requirements import absent
 from .common import streams
 from .common.signals import Ended, ends_as_exceptions
 
@@ -29,6 +30,8 @@ class Command:
     name: str
     module: str
     help: str
+    extra: str = ""
+    """The package's extra that brings what it imports; none for what the package itself needs."""
 
 
 COMMANDS = (
@@ -36,21 +39,25 @@ COMMANDS = (
         "quickstart",
         "megatron_mtraining.tools.quickstart.command",
         "train a small model on this machine, dense and sparse, and compare the two",
+        "quickstart",
     ),
     Command(
         "inspect",
         "megatron_mtraining.tools.inspect.command",
         "measure what sparse patterns keep of a trained model's attention, and recommend settings",
+        "inspect",
     ),
     Command(
         "data",
         "megatron_mtraining.tools.data.command",
         "turn documents into Megatron's indexed dataset, in exactly-long samples",
+        "data",
     ),
     Command(
         "convert",
         "megatron_mtraining.tools.convert.command",
         "convert checkpoints of Hugging Face to Megatron's and back, and compare the two",
+        "convert",
     ),
     Command(
         "plan",
@@ -124,6 +131,9 @@ def _reported(run: _Run) -> int:
         return run()
     except ConfigError as error:
         return _fail(run, str(error))
+    except ModuleNotFoundError as error:
+        extra = next((each.extra for each in COMMANDS if run.argv[:1] == [each.name]), "")
+        return _fail(run, str(absent(error, extra)))
     except BrokenPipeError:  # of a pipe to a program that has read enough, such as head
         streams.drop_stdout()
         return 128 + signal.SIGPIPE

@@ -123,6 +123,61 @@ def test_interrupted_before_the_command_is_known(tmp_path):
     assert (done.returncode, done.stderr) == (130, "")
 
 
+BLOCKED = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == sys.argv[1]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+from megatron_mtraining.tools import cli
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("package", ["numpy", "torch", "megatron", "tqdm"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "plan memory --num-layers 1",
+        "data prepare /nowhere --tokenizer /nowhere --seq-length 8 --output out",
+        "convert verify /nowhere /nowhere",
+        "inspect /nowhere --text /nowhere",
+        "quickstart --steps 0",
+    ],
+    ids=lambda words: words.partition(" ")[0],
+)
+def test_a_package_that_is_not_installed(package, words, tmp_path):
+    """One line in any case: some commands find what was named wrong first."""
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED, package, *words.split()],
+        capture_output=True, text=True, timeout=60, cwd=tmp_path,
+    )  # fmt: skip
+    command, last = words.partition(" ")[0], done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    if "not installed" in last:
+        named = "megatron-core" if package == "megatron" else package
+        assert named in last and "pip install 'megatron-mtraining" in last
+    else:
+        assert "/nowhere" in last or "--num-layers" in last or "--steps" in last
+    if (package, command) in MISSED:
+        assert "not installed" in last
+
+
+MISSED = [
+    ("numpy", "data"), ("numpy", "plan"), ("numpy", "quickstart"), ("torch", "convert"), ("torch", "plan"),
+    ("torch", "inspect"), ("torch", "quickstart"), ("megatron", "plan"),
+]  # fmt: skip
+"""What these commands import before they look at anything."""
+
+
+def test_a_module_of_our_own_that_is_missing_is_a_fault(command):
+    status, error = ended(command("import megatron_mtraining.no_such_module"))
+    assert status == 1 and "ModuleNotFoundError" in error
+
+
 def test_what_other_libraries_fail_at_in_the_end_is_not_said(command):
     top = "class Broken:\n    def __del__(self):\n        raise TypeError('of a library')\n"
     body = "from megatron_mtraining import ConfigError\nglobals()['kept'] = Broken()\nraise ConfigError('a')"
