@@ -10,12 +10,15 @@ from pathlib import Path
 import torch
 
 from ...config import ConfigError, MTrainingConfig
+from ...models.model_sizes import short
 
 HEAD_DIM = 64
 WINDOW, BLOCK_SIZE = 64, 64
 MOST_SECONDS = 86400
 MOST_SEED = 2**31 - 1
 AT_LEAST = dict(steps=2, processes=1, layers=1, heads=1)
+AT_MOST = dict(steps=100_000, processes=64, layers=128, heads=128, seq_length=2**20)
+"""Far more than a demonstration needs; what is larger fills the machine before it fails."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--vertical", type=int, default=48, help="key columns per head (%(default)s)")
     add("--slash", type=int, default=8, help="token diagonals per head (%(default)s)")
     add("--seed", type=int, default=1234, help="seed of the weights (%(default)s)")
-    what = "seconds that a process waits for the others, in each exchange (%(default)s)"
+    what = "seconds that a process waits for the others in each exchange, and may be stopped (%(default)s)"
     add("--timeout", type=float, default=300, help=what)
     add("--output", default="quickstart-out", help="output folder (%(default)s)")
     add("--overwrite", action="store_true", help="replace the results in the output folder")
@@ -88,6 +91,10 @@ def options_from(values: argparse.Namespace) -> Options:
     for name, least in AT_LEAST.items():
         if getattr(values, name) < least:
             raise ConfigError(f"--{name} is {getattr(values, name)}: use {least} or more")
+    for name, most in AT_MOST.items():
+        value = getattr(values, name)
+        if value is not None and value > most:
+            raise ConfigError(f"--{name.replace('_', '-')} is {short(value)}: use {most} or less")
     if not 1 <= values.timeout <= MOST_SECONDS:  # nor "nan"
         raise ConfigError(f"--timeout is {values.timeout}: use 1 to {MOST_SECONDS} seconds")
     if not 0 <= values.seed <= MOST_SEED:

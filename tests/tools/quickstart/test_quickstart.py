@@ -17,7 +17,7 @@ import pytest
 from megatron_mtraining import ConfigError
 from megatron_mtraining.tools import cli
 from megatron_mtraining.tools.common.atomic_output import atomic_files
-from megatron_mtraining.tools.quickstart import command, text
+from megatron_mtraining.tools.quickstart import command, ranks, text
 from megatron_mtraining.tools.quickstart.options import add_arguments, options_from
 from megatron_mtraining.tools.quickstart.results import FILES, summary
 from megatron_mtraining.tools.report import pictures
@@ -155,6 +155,53 @@ if "multiprocessing.spawn" in str(sys.orig_argv):
     assert not (tmp_path / "quickstart-out").exists()
 
 
+@pytest.mark.slow
+def test_ranks_that_are_all_stopped_are_named_and_ended(tmp_path):
+    """There is nobody then whose exchange could time out."""
+    code = """
+import sys
+if "multiprocessing.spawn" in str(sys.orig_argv):
+    import os, signal
+    import megatron_mtraining.tools.quickstart.train as train
+    def stop(rank, *args):
+        open(f"stopped{rank}", "w").write(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    train.train = stop
+"""
+    done = run_quickstart(tmp_path, "--timeout", "1", code=code)
+    stopped = [(tmp_path / f"stopped{rank}").read_text() for rank in range(2)]
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("mtraining quickstart: --timeout is 1.0 s")
+    assert all(f"{rank} (PID {stopped[rank]})" in last for rank in range(2)), last
+    assert not any(os.path.exists(f"/proc/{number}") for number in stopped)
+    assert not (tmp_path / "quickstart-out").exists()
+
+
+def test_only_time_in_which_this_process_ran_counts_as_silence(monkeypatch):
+    """Ctrl-Z stops all; who looks first after that is not to blame the others."""
+
+    class Rank:
+        pid = 7
+
+        def is_alive(self):
+            return True
+
+    class Some:
+        timeout = 3.0
+
+    now = [0.0]
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: now[0])
+    beats = [1]
+    watch = ranks._Watch([Rank()], beats, Some())
+    now[0] = 1000.0
+    watch.look()
+    with pytest.raises(ranks.RankFailed, match="process 0 .PID 7. did not run"):
+        for _ in range(100):
+            now[0] += ranks.BEAT
+            watch.look()
+    assert now[0] > 1000 + Some.timeout
+
+
 def small(*more) -> int:
     return cli.main(["quickstart", *(str(word) for pair in SMALL.items() for word in pair), *more])
 
@@ -209,6 +256,11 @@ def test_results_appear_whole_or_not_at_all(tmp_path, capsys, monkeypatch):
         (["--vertical", "-5"], ["--vertical", "-5"]),
         (["--output", __file__], ["--output", __file__]),
         (["--output", __file__ + "/out"], ["--output", __file__]),
+        (["--processes", "1000"], ["--processes", "64 or less"]),
+        (["--layers", str(10**6)], ["--layers", "128 or less"]),
+        (["--heads", "9" * 90], ["--heads", "128 or less"]),
+        (["--steps", str(10**9)], ["--steps", "100000 or less"]),
+        (["--seq-length", str(2**30)], ["--seq-length", "1048576 or less"]),
         (["--vertical", "9999"], ["--vertical", "9999"]),
         (["--timeout", "nan"], ["--timeout", "nan"]),
         (["--timeout", "0"], ["--timeout", "0"]),
