@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from ..requirements import require
+from .bounded import BoundedEncode
 from .pretrained import LOCAL, reason
 
 KINDS = "a Hugging Face folder, a .gguf file or a sentencepiece .model"
@@ -71,9 +72,12 @@ def hugging_face_tokenizer(folder: Path, **more) -> Tokenizer:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL, **more)
+    # If verbose, it warns about texts longer than the model's positions.
+    encode = BoundedEncode(
+        lambda text: tokenizer(text, verbose=False)["input_ids"], f"the tokenizer of {folder}"
+    )
     return Tokenizer(
-        # If verbose, it warns about texts longer than the model's positions.
-        encode=lambda text: tokenizer(text, verbose=False)["input_ids"],
+        encode=encode,
         vocab_size=len(tokenizer),
         eos=tokenizer.eos_token_id,
         id_of=lambda token: tokenizer.get_vocab().get(token),

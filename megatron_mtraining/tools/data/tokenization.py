@@ -49,6 +49,8 @@ class Encoder:
                 raise ConfigError(
                     f"{place} takes more memory to tokenize than there is: lower --document-bytes"
                 ) from None
+            except ConfigError as error:
+                raise ConfigError(f"{place} cannot be tokenized: {error}") from None
             except Exception as error:
                 raise ConfigError(f"{place} cannot be tokenized: {first_line(error)}") from None
         size = self.tokenizer.vocab_size
