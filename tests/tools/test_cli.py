@@ -86,6 +86,19 @@ def test_standard_error_is_full(command):
     assert ended(process)[0] == 2
 
 
+def test_a_run_goes_on_where_its_progress_cannot_be_written(command):
+    body = """
+        from tqdm import tqdm
+        for number in tqdm(range(3), mininterval=0):
+            print(number, flush=True)
+        print("notice", file=sys.stderr, flush=True)
+    """
+    with open("/dev/full", "w") as full:
+        process = command(body, stderr=full)
+        assert process.communicate(timeout=60)[0].split() == ["0", "1", "2"]
+    assert process.returncode == 0
+
+
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
 def test_a_stream_is_closed(closed, command, tmp_path):
     code = f"import os; os.close({dict(stdout=1, stderr=2)[closed]})"

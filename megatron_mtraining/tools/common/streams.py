@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 @contextmanager
@@ -27,6 +27,40 @@ def any_name_can_be_written():
             stream.reconfigure(errors=before)
         except (OSError, ValueError):  # closed, or it cannot be written
             pass
+
+
+class _Forgiving:
+    """Standard error whose failures are passed over."""
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+
+@contextmanager
+def progress_may_be_lost():
+    """Go on where standard error cannot be written, as on a full disk: it has progress bars and notices."""
+    before = sys.stderr
+    if before is None:
+        yield
+        return
+    sys.stderr = ours = _Forgiving(before)
+    try:
+        yield
+    finally:
+        if sys.stderr is ours:
+            sys.stderr = before
 
 
 def what_failed(error: OSError) -> str:
