@@ -40,6 +40,8 @@ SIZES = {
     "yarn_original_max_position_embeddings": "original_max_position_embeddings",
 }
 """Arguments that are sizes, with config.json's names of these."""
+COMMON_IS_SHARDED = (0, 19)
+"""The first version of Megatron-Core that saves a run's arguments among the sharded entries."""
 NUMBERS = (
     "rotary_base", "rotary_percent", "rotary_scaling_factor", "rope_scaling_factor", "yarn_beta_fast",
     "yarn_beta_slow", "mscale", "mscale_all_dim", "norm_epsilon", "layernorm_epsilon", "softmax_scale",
@@ -112,9 +114,10 @@ def read_common(folder: Path, label: str) -> dict:
     Raises:
         ConfigError: it cannot be read.
     """
-
-    if os.path.lexists(folder / "common.pt"):  # Megatron-Core 0.19 has it among the sharded entries
+    if os.path.lexists(folder / "common.pt"):
         size_of(folder / "common.pt", "")
+    else:
+        _check_that_megatron_is_new_enough(label)
 
     def load():
         from megatron.core import dist_checkpointing
@@ -131,6 +134,18 @@ def read_common(folder: Path, label: str) -> dict:
             f"the arguments in {label} cannot be read by the Megatron-Core that is installed: "
             f"{reason(error)}"
         ) from error
+
+
+def _check_that_megatron_is_new_enough(label: str) -> None:
+    """Of a folder without ``common.pt``, which Megatron-Core 0.19 has among the sharded entries."""
+    from megatron.core import __version__ as version
+
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found and (int(found[1]), int(found[2])) < COMMON_IS_SHARDED:
+        raise ConfigError(
+            f"{label} has no common.pt: it was saved by Megatron-Core 0.19 or later, or is not whole, and "
+            f"{version} is installed, which cannot read it: install 0.19 or later"
+        )
 
 
 def args_in(common: dict, label: str) -> Namespace:
