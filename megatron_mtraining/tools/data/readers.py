@@ -79,7 +79,9 @@ def read(
     if part.kind == "text":
         yield from _texts(part, limit)
         return
-    records = _lines(part, limit) if part.kind == "jsonl" else READERS[part.kind](part, field)
+    records = (
+        _lines(part, limit) if part.kind == "jsonl" else READERS[part.kind](part, field, limit)
+    )
     for place, record in records:
         content = _content(place, record, field)
         if isinstance(content, str):
@@ -206,10 +208,7 @@ def _lines(part: Part, limit: int) -> Iterator[tuple[Place, Mapping]]:
             position += len(line)
             count += 1
             if len(line) > LINE * limit:
-                raise ConfigError(
-                    f"{Place(part, name, count)} is longer than {LINE} times --document-bytes ({limit}): "
-                    "divide it, leave it out, or raise the limit"
-                )
+                _check_record(Place(part, name, count), len(line), limit)
             if line.strip():
                 yield Place(part, name, count), _json_object(Place(part, name, count), line)
 
@@ -316,7 +315,16 @@ class _Streams(io.RawIOBase):
                 return len(out)
 
 
-def _rows(part: Part, field: str | None) -> Iterator[tuple[Place, Mapping]]:
+def _check_record(what: Place | str, size: int, limit: int) -> None:
+    """Refuse a record before it is decoded, if its fields have too many bytes."""
+    if size > LINE * limit:
+        raise ConfigError(
+            f"{what} is longer than {LINE} times --document-bytes ({limit}): divide it, leave it out, or "
+            "raise the limit"
+        )
+
+
+def _rows(part: Part, field: str | None, limit: int) -> Iterator[tuple[Place, Mapping]]:
     from pyarrow import parquet
 
     (name,) = part.files
@@ -330,6 +338,14 @@ def _rows(part: Part, field: str | None) -> Iterator[tuple[Place, Mapping]]:
         wanted += [STRETCHES] if wanted[0] != TEXT and STRETCHES in names else []
         row = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
         groups = range(part.start, part.stop)
+        first = row
+        for group in map(file.metadata.row_group, groups):
+            for chunk in map(group.column, range(group.num_columns)):
+                if chunk.path_in_schema.partition(".")[0] in wanted and group.num_rows:
+                    last = first + group.num_rows - 1
+                    what = f"{name}, mean of rows {first} to {last},"
+                    _check_record(what, chunk.total_uncompressed_size // group.num_rows, limit)
+            first += group.num_rows
         # A row may be a book: few of them at a time.
         for batch in file.iter_batches(batch_size=16, row_groups=groups, columns=wanted):
             for values in zip(*(map(_value, batch.column(column)) for column in wanted)):
@@ -347,7 +363,7 @@ def _value(scalar):
     return scalar.as_py()
 
 
-def _samples(part: Part, field: str | None) -> Iterator[tuple[Place, Mapping]]:
+def _samples(part: Part, field: str | None, limit: int) -> Iterator[tuple[Place, Mapping]]:
     from streaming.base.format import reader_from_json
 
     (name,) = part.files
@@ -366,6 +382,7 @@ def _samples(part: Part, field: str | None) -> Iterator[tuple[Place, Mapping]]:
             raise ConfigError(f"{name} is broken: its samples are not where index.json says")
         for number in range(count):
             place = Place(part, name, number)
+            _check_record(place, ends[number + 1] - ends[number], limit)
             with _named(str(place), "mosaicml-streaming"):
                 record = reader[number]
             yield place, {key: record[key] if key in wanted else None for key in record}

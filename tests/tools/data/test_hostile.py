@@ -6,13 +6,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
+import types
 
 import numpy as np
 import pytest
 
+from megatron_mtraining import ConfigError
 from megatron_mtraining.tools.data import inputs as inputs_module
 from megatron_mtraining.tools.data import output as output_module
 from megatron_mtraining.tools.data import prepare as prepare_module
+from megatron_mtraining.tools.data import readers
 from tests.support.data_cases import (
     COMPRESS,
     IN_ORDER,
@@ -223,6 +227,59 @@ def test_long_documents_are_refused_before_they_take_memory(prepare, tmp_path, c
     lines.write_text('{"text": "' + "a" * 10000)
     status = prepare(lines, output="b", part_bytes=1024, **limit)
     refused(capsys, ["a.jsonl, line 1", "8 times --document-bytes"], status)
+
+
+def test_long_rows_are_refused_before_they_are_decoded(prepare, tmp_path, capsys, monkeypatch):
+    """By what the footer says: a file of a few KB can have rows of any size."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    def write(*texts):
+        path = tmp_path / "a.parquet"
+        parquet.write_table(pyarrow.table({"text": texts, "x": ["y"] * len(texts)}), path)
+        return path
+
+    limit = {"document_bytes": 1000, "seq_length": 100}
+    assert prepare(write("a" * 900, "b" * 100), **limit) == 0
+    status = prepare(write("a" * 1001, "b"), output="b", **limit)
+    refused(capsys, ["a.parquet, row 0", "--document-bytes (1000)"], status)
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", None)  # nothing is decoded
+    for texts in (["a" * 9000], ["a" * 20000, "b"]):
+        status = prepare(write(*texts), output="b", **limit)
+        last = f"rows 0 to {len(texts) - 1}"
+        refused(capsys, ["a.parquet", last, "8 times --document-bytes (1000)"], status)
+
+
+def test_long_samples_of_mds_are_refused_before_they_are_decoded(tmp_path, monkeypatch):
+    """By the positions in the shard's header; mosaicml-streaming need not be installed for it."""
+    sizes = [10, 9000]
+    ends = np.cumsum([4 * (len(sizes) + 2), *sizes]).astype("<u4")
+    file = tmp_path / "shard.00000.mds"
+    header = np.array([len(sizes)], "<u4").tobytes() + ends.tobytes()
+    file.write_bytes(header + bytes(sum(sizes)))
+
+    class Reader:
+        samples = len(sizes)
+
+        def validate(self, allow_unsafe_types):
+            pass
+
+        def __getitem__(self, number):
+            assert number == 0
+            return {"text": "short"}
+
+    library = types.ModuleType("streaming.base.format")
+    library.reader_from_json = lambda *_: Reader()
+    for name in ("streaming", "streaming.base"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    entry = {"column_names": ["text"], "column_encodings": ["str"]}
+    monkeypatch.setattr(readers, "shard_entry", lambda path: entry)
+    part = inputs_module.Part("mds", (str(file),), 0, -1, file.stat().st_size, True)
+    found = readers.read(part, None, True, 1000)
+    assert next(found)[1] == "short"
+    with pytest.raises(ConfigError, match="mds, sample 1 is longer than 8 times --document-bytes"):
+        next(found)
 
 
 def test_binary_files_that_are_large_are_no_text(prepare, tmp_path):
