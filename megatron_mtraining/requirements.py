@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
+from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 
 from .errors import ConfigError
@@ -22,18 +25,54 @@ def require(*modules: str, extra: str) -> None:
 
     Args:
         modules: names to import, such as ``megatron.core``.
-        extra: the extra of this package that brings them.
+        extra: the extra of this package that brings them; versions are taken from it.
 
     Raises:
         ConfigError: some are missing.
     """
-    missing = [
-        DISTRIBUTIONS.get(name.partition(".")[0], name) for name in modules if not _is_found(name)
-    ]
+    missing = [_distribution(name) for name in modules if not _is_found(name)]
     if missing:
-        raise ConfigError(
-            f"{', '.join(missing)} not installed: pip install 'megatron-mtraining[{extra}]'"
-        )
+        raise ConfigError(f"{', '.join(missing)} not installed: {install_command(missing, extra)}")
+
+
+def install_command(distributions: list[str], extra: str = "") -> str:
+    """What installs packages, in the versions that this package asks for.
+
+    By their own names, which works wherever this package was installed from: a checkout, a wheel or git.
+    """
+    wanted = []
+    for name in distributions:
+        versions = _versions(name, extra)
+        wanted.append(shlex.quote(f"{name}{versions}"))
+    return f"pip install {' '.join(wanted)}"
+
+
+def installed(distribution: str) -> str:
+    """The version of a package that is installed, or "not installed"."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _distribution(module: str) -> str:
+    name = module.partition(".")[0]
+    return DISTRIBUTIONS.get(name, name)
+
+
+def _versions(name: str, extra: str) -> str:
+    """The versions of a package that an extra asks for, such as ``>=4.45``; "" if any will do."""
+    try:
+        lines = requires("megatron-mtraining") or []
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return ""
+    for line in lines:
+        found = re.match(r"([\w.-]+)\s*([^;]*)(?:;(.*))?$", line)
+        marker = found[3] or ""
+        of_extra = f'extra == "{extra}"' in marker.replace("'", '"') or "extra" not in marker
+        if found[1].lower() == name.lower() and of_extra:
+            return found[2].strip(" ()")
+    return ""
 
 
 def absent(error: ModuleNotFoundError, extra: str) -> ConfigError:
@@ -48,10 +87,8 @@ def absent(error: ModuleNotFoundError, extra: str) -> ConfigError:
     name = (error.name or "").partition(".")[0]
     if not name or name in sys.stdlib_module_names or name == __name__.partition(".")[0]:
         raise error
-    whole = f"megatron-mtraining[{extra}]" if extra else "megatron-mtraining"
-    return ConfigError(
-        f"{DISTRIBUTIONS.get(name, name)} is not installed: pip install '{whole}', or that package alone"
-    )
+    name = _distribution(name)
+    return ConfigError(f"{name} is not installed: {install_command([name], extra)}")
 
 
 def first_line(error: BaseException) -> str:

@@ -11,9 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import __version__
 from ..errors import ConfigError, one_line
 from ..files import check_name
-from ..requirements import absent
+from ..requirements import absent, installed
 from .common import streams
 from .common.signals import Ended, ends_as_exceptions
 
@@ -152,10 +153,27 @@ def _fail(run: _Run, message: str) -> int:
     return 2
 
 
+class _Version(argparse.Action):
+    """``--version``: this package's, and of the packages that decide what works."""
+
+    def __init__(self, **options):
+        super().__init__(nargs=0, **options)
+
+    def __call__(self, parser, *args):
+        names = ("torch", "triton", "megatron-core", "transformer-engine")
+        others = ", ".join(f"{name} {installed(name)}" for name in names)
+        python = ".".join(map(str, sys.version_info[:3]))
+        print(f"mtraining {__version__} (Python {python}, {others})")
+        parser.exit()
+
+
 def _parser(argv: list[str]):
     """The parser, with the arguments of the subcommand in ``argv``, and that one's module."""
     parser = argparse.ArgumentParser(
         prog="mtraining", description="Dynamic sparse ring attention for Megatron-LM."
+    )
+    parser.add_argument(
+        "--version", action=_Version, help="print the version and those it runs with"
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     module = None

@@ -209,7 +209,7 @@ def test_bad_inputs(prepare, documents, tokenizer, tmp_path, capsys, monkeypatch
     bare = save_tokenizer(tmp_path / "bare", pad_token="<eod>")
     refused(capsys, ["bare", "end-of-document", "--eod"], prepare(given, tokenizer=bare))
     monkeypatch.setattr("megatron_mtraining.requirements.find_spec", lambda name: None)
-    refused(capsys, ["tqdm", "megatron-mtraining[data]"], prepare(given))
+    refused(capsys, ["tqdm", "pip install tqdm"], prepare(given))
     assert not list(tmp_path.glob("out*"))
 
 

@@ -316,7 +316,7 @@ def test_missing_packages_are_named_with_the_command(
     monkeypatch.setattr(
         requirements, "find_spec", lambda name: None if name == package else find_spec(name)
     )
-    named = [package, "pip install 'megatron-mtraining[inspect]'"]
+    named = [f"{package} not installed: pip install", package]
     refused(capsys, named, llama, *quick(words, tmp_path / "out"))
 
 
