@@ -229,3 +229,22 @@ def test_version():
         done.stdout.startswith(f"mtraining {__version__} (Python ")
         and "megatron-core" in done.stdout
     )
+
+
+@pytest.mark.parametrize(
+    "words", ["", "quickstart", "inspect", "data prepare", "convert verify", "plan memory", "patch"]
+)
+def test_help_needs_neither_torch_nor_megatron(words):
+    """Which take seconds to import."""
+    code = (
+        "import sys\n"
+        "from megatron_mtraining.tools.cli import main\n"
+        "try:\n    main(sys.argv[1:])\n"
+        "except SystemExit as end:\n"
+        "    loaded = [name for name in ('torch', 'megatron', 'transformers') if name in sys.modules]\n"
+        "    sys.exit(str(loaded) if loaded else end.code)\n"
+    )
+    command = [sys.executable, "-c", code, *words.split(), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "usage: mtraining" in done.stdout

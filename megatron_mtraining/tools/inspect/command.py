@@ -7,17 +7,18 @@ import resource
 import sys
 import time
 from contextlib import ExitStack
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ... import __version__
 from ...errors import ConfigError
-from ...models.open import open_model
-from ...models.text import tokens_for
-from ...models.types import ModelOptions, Source
 from ..common.atomic_output import atomic_file, atomic_files
 from .options import SETTINGS, Options, add_arguments, options_from, settings_path
+
+if TYPE_CHECKING:  # --help needs none of it
+    import torch
+    from torch import Tensor
+
+    from ...models.types import Source
 
 __all__ = ["add_arguments", "run", "when_ended"]  # the interface of a subcommand, see tools.cli
 
@@ -28,6 +29,8 @@ def run(args) -> int:
     Raises:
         ConfigError: the model, the text or an option cannot work.
     """
+    import torch
+
     options = options_from(args)
     try:
         inspect(options)
@@ -53,6 +56,10 @@ def inspect(options: Options) -> None:
     Raises:
         ConfigError: see :func:`run`.
     """
+    import torch
+
+    from ...models.open import open_model
+    from ...models.types import ModelOptions
     from .collect import Collector
     from .measure import held_out_rows
     from .mixed import mixed_of
@@ -155,6 +162,8 @@ def read_tokens(options: Options, source: Source) -> Tensor:
     Raises:
         ConfigError: the text does not fit the model.
     """
+    from ...models.text import tokens_for
+
     positions, vocabulary = source.shape.positions, source.shape.vocabulary
     extend = "--yarn FACTOR to extend them" if options.yarn is None else "a larger --yarn"
     tokens = tokens_for(
@@ -171,6 +180,8 @@ def read_tokens(options: Options, source: Source) -> Tensor:
 
 def peak_memory(device: torch.device) -> int:
     """Most bytes that this process has held: of the GPU if it used one, else of the machine."""
+    import torch
+
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

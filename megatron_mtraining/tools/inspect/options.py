@@ -8,13 +8,14 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from ...config import BLOCK_POLICY_NAMES, ConfigError, MTrainingConfig
-from ...models.environment import DTYPES, default_dtype, device_of
 from ...requirements import require
 from ..common.atomic_output import refuse_to_replace_input
+
+if TYPE_CHECKING:  # --help needs none of it
+    import torch
 
 ROWS = 512
 """Default number of query rows that patterns are evaluated on."""
@@ -108,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--block-size", type=int, help="block size of all settings: 64 or 128")
     add("--device", help="cuda if there is a GPU, else cpu")
     what = "dtype of the model (bf16 where the device multiplies in it; float32 with --sensitivity)"
-    add("--dtype", choices=sorted(DTYPES), help=what)
+    add("--dtype", choices=("bf16", "float32", "fp16"), help=what)
     add("--seed", type=int, default=0, help="seed of the evaluated rows (%(default)s)")
     what = "folder for pictures, numbers and settings (%(default)s)"
     add("--output", type=Path, default=Path("inspect-out"), metavar="FOLDER", help=what)
@@ -124,6 +125,10 @@ def options_from(values: argparse.Namespace) -> Options:
     Raises:
         ConfigError: a value that cannot work, or a package that is missing.
     """
+    import torch
+
+    from ...models.environment import DTYPES, default_dtype, device_of
+
     require("matplotlib", "tqdm", extra="inspect")
     given = {"window": values.window, "block_size": values.block_size}
     base = {name: value for name, value in given.items() if value is not None}

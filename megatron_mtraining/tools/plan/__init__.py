@@ -1,8 +1,2 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """What a training setting needs, computed before it is run (``mtraining plan``)."""
-
-import warnings
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Megatron's own, of optional parts that are not installed
-    from ...megatron import arguments  # noqa: F401

@@ -6,35 +6,17 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import warnings
 from pathlib import Path
 
-from ...config import ConfigError
+from ...errors import ConfigError
 from ...files import read_text
 from ...models.model_sizes import short
-from ..report.table import table
-from .memory import (
-    GIB,
-    OVERHEAD_GIB,
-    SLACK,
-    Stage,
-    find_context_parallel_size,
-    find_seq_length,
-    needed,
-    plan,
-)
-from .options import flags_of_megatron, read
-from .setting import Setting, setting_of
+from .assumptions import GIB, OVERHEAD_GIB, SLACK
+
+# What plans is imported as it runs: it imports torch and Megatron, and --help needs neither.
 
 FIND = ("seq-length", "context-parallel-size")
-NAMES = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer": "optimizer state",
-    "kept activations": "activations saved for the backward",
-    "carried attention": "attention saved for recomputation, patterns",
-    "batch, rotary": "batch, rotary table",
-    "pipeline buffers": "between pipeline stages",
-}
 LARGEST_FLAGS = 1 << 20
 """Bytes of a file of flags."""
 LARGEST = dict(world_size=10**9, gpu_memory_gib=1e9, overhead_gib=1e9, slack=1e3)
@@ -102,9 +84,16 @@ def run(args) -> int:
     _check(options)
     if options.flags_file:
         words = _words_of(options.flags_file) + words
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's own, of optional parts that are not installed
+        from .memory import find_context_parallel_size, find_seq_length, needed, plan
+        from .options import read
+        from .report import as_text, report_of
+        from .setting import setting_of
+
     flags, passed_over = read(words)
 
-    def fits(setting: Setting) -> bool:
+    def fits(setting) -> bool:
         memory = needed(plan(setting), options.overhead_gib, options.slack)
         return memory <= options.gpu_memory_gib * GIB
 
@@ -155,82 +144,3 @@ def _words_of(path: Path) -> list[str]:
         return shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise ConfigError(f"{name} cannot be read: {error}") from None
-
-
-def report_of(setting: Setting, options, passed_over: list[str]) -> dict:
-    """The plan as plain values; bytes are whole numbers."""
-    known, ignored = flags_of_megatron(), set(passed_over)
-    unknown = {flag for flag in ignored if known and flag not in known}
-    stages = plan(setting)
-    memory = needed(stages, options.overhead_gib, options.slack)
-    limit = options.gpu_memory_gib
-    return dict(
-        seq_length=setting.args.seq_length,
-        world_size=setting.world,
-        tensor_parallel=setting.tp,
-        pipeline_parallel=setting.pp,
-        context_parallel=setting.cp,
-        data_parallel=setting.dp,
-        attention_backend=setting.args.attention_backend,
-        stages=[_stage(stage) for stage in stages],
-        allocated=max(stage.allocated for stage in stages),
-        overhead_gib=options.overhead_gib,
-        slack=options.slack,
-        needed=memory,
-        gpu_memory_gib=limit,
-        fits=None if limit is None else memory <= limit * GIB,
-        passed_over=sorted(ignored - unknown),
-        unknown=sorted(unknown),
-    )
-
-
-def _stage(stage: Stage) -> dict:
-    return dict(
-        stage=stage.stage,
-        parameters=stage.parameters,
-        held=stage.parts,
-        backward_of_a_layer=stage.layer,
-        output_layer_and_loss=stage.loss,
-        allocated=stage.allocated,
-    )
-
-
-def as_text(report: dict) -> str:
-    """The table, and the assumptions behind it."""
-    stages = report["stages"]
-    header = ["GiB a GPU", *(f"stage {stage['stage']}" for stage in stages)]
-    if len(stages) == 1:
-        header[1] = ""
-
-    def line(name: str, values) -> list[str]:
-        return [name, *(f"{value / GIB:.2f}" for value in values)]
-
-    rows = [
-        line(NAMES[name], (stage["held"][name] for stage in stages)) for name in stages[0]["held"]
-    ]
-    rows.append(line("backward of a layer (a)", (stage["backward_of_a_layer"] for stage in stages)))
-    rows.append(
-        line("output layer and loss (b)", (stage["output_layer_and_loss"] for stage in stages))
-    )
-    rows.append(line("peak, with the larger of a and b", (stage["allocated"] for stage in stages)))
-    sizes = (
-        f"{report['seq_length']} tokens on {report['world_size']} GPUs: tensor {report['tensor_parallel']} x "
-        f"pipeline {report['pipeline_parallel']} x context {report['context_parallel']} x data "
-        f"{report['data_parallel']}, --attention-backend {report['attention_backend']}"
-    )
-    lines = [
-        sizes,
-        "",
-        table(header, rows),
-        "",
-        f"A GPU needs {report['needed'] / GIB:.1f} GiB, including {report['slack']:.0%} allocator reserve "
-        f"and {report['overhead_gib']:g} GiB for CUDA and NCCL (assumed)",
-    ]
-    if report["fits"] is not None:
-        words = "fits" if report["fits"] else "does not fit"
-        lines.append(f"It {words} a GPU of {report['gpu_memory_gib']:g} GiB")
-    if report["passed_over"]:
-        lines.append(f"Assumed not to change memory: {' '.join(report['passed_over'])}")
-    if report["unknown"]:
-        lines.append(f"Not flags of this Megatron-LM: {' '.join(report['unknown'])}")
-    return "\n".join(lines)

@@ -8,15 +8,11 @@ from dataclasses import dataclass
 
 from ...config import ConfigError
 from .activations import Layer, loss_bytes
+from .assumptions import GIB, OVERHEAD_GIB, SLACK
 from .options import changed
 from .setting import Setting, gradient_bytes, optimizer_bytes, setting_of
 from .weights import stage_parameters, vocabulary_parameters
 
-GIB = 2**30
-OVERHEAD_GIB = 2.0
-"""CUDA context, kernels, NCCL's buffers and cuBLAS's workspaces: an assumption, not measured."""
-SLACK = 0.05
-"""What PyTorch's allocator reserves beyond what is allocated: an assumption, not measured."""
 SHORTEST = 2048
 """Tokens of the shortest sequence that is tried: a shorter one may lack room for windows and samples."""
 

@@ -7,8 +7,6 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from ...config import ConfigError, MTrainingConfig
 from ...models.model_sizes import short
 
@@ -77,6 +75,8 @@ def options_from(values: argparse.Namespace) -> Options:
     Raises:
         ConfigError: a value that cannot work; names the option, its value and what to do.
     """
+    import torch  # here: --help needs none of it
+
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = values.device or ("cuda" if gpus else "cpu")
     on_gpu = device == "cuda"

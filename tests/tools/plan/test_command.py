@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_mtraining.tools.cli import main
-from megatron_mtraining.tools.plan import command, memory
+from megatron_mtraining.tools.plan import memory, report
 from tests.support.plan_cases import EXAMPLE, OURS, SMALL, made
 
 ROOT = Path(__file__).parents[3]
@@ -21,7 +21,7 @@ def plan_json(capsys, *words: str) -> dict:
 
 
 def test_flags_that_megatron_does_not_have_are_listed(monkeypatch, capsys):
-    monkeypatch.setattr(command, "flags_of_megatron", lambda: {"--lr": None})
+    monkeypatch.setattr(report, "flags_of_megatron", lambda: {"--lr": None})
     found = plan_json(capsys, *SMALL.split(), "--lr", "1", "--lrr", "2")
     assert (found["passed_over"], found["unknown"]) == (["--lr"], ["--lrr"])
 

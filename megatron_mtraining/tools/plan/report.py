@@ -1,0 +1,99 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""A plan as plain values, and as a table."""
+
+from __future__ import annotations
+
+from ..report.table import table
+from .assumptions import GIB
+from .memory import Stage, needed, plan
+from .options import flags_of_megatron
+from .setting import Setting
+
+NAMES = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "kept activations": "activations saved for the backward",
+    "carried attention": "attention saved for recomputation, patterns",
+    "batch, rotary": "batch, rotary table",
+    "pipeline buffers": "between pipeline stages",
+}
+
+
+def report_of(setting: Setting, options, passed_over: list[str]) -> dict:
+    """The plan as plain values; bytes are whole numbers."""
+    known, ignored = flags_of_megatron(), set(passed_over)
+    unknown = {flag for flag in ignored if known and flag not in known}
+    stages = plan(setting)
+    memory = needed(stages, options.overhead_gib, options.slack)
+    limit = options.gpu_memory_gib
+    return dict(
+        seq_length=setting.args.seq_length,
+        world_size=setting.world,
+        tensor_parallel=setting.tp,
+        pipeline_parallel=setting.pp,
+        context_parallel=setting.cp,
+        data_parallel=setting.dp,
+        attention_backend=setting.args.attention_backend,
+        stages=[_stage(stage) for stage in stages],
+        allocated=max(stage.allocated for stage in stages),
+        overhead_gib=options.overhead_gib,
+        slack=options.slack,
+        needed=memory,
+        gpu_memory_gib=limit,
+        fits=None if limit is None else memory <= limit * GIB,
+        passed_over=sorted(ignored - unknown),
+        unknown=sorted(unknown),
+    )
+
+
+def _stage(stage: Stage) -> dict:
+    return dict(
+        stage=stage.stage,
+        parameters=stage.parameters,
+        held=stage.parts,
+        backward_of_a_layer=stage.layer,
+        output_layer_and_loss=stage.loss,
+        allocated=stage.allocated,
+    )
+
+
+def as_text(report: dict) -> str:
+    """The table, and the assumptions behind it."""
+    stages = report["stages"]
+    header = ["GiB a GPU", *(f"stage {stage['stage']}" for stage in stages)]
+    if len(stages) == 1:
+        header[1] = ""
+
+    def line(name: str, values) -> list[str]:
+        return [name, *(f"{value / GIB:.2f}" for value in values)]
+
+    rows = [
+        line(NAMES[name], (stage["held"][name] for stage in stages)) for name in stages[0]["held"]
+    ]
+    rows.append(line("backward of a layer (a)", (stage["backward_of_a_layer"] for stage in stages)))
+    rows.append(
+        line("output layer and loss (b)", (stage["output_layer_and_loss"] for stage in stages))
+    )
+    rows.append(line("peak, with the larger of a and b", (stage["allocated"] for stage in stages)))
+    sizes = (
+        f"{report['seq_length']} tokens on {report['world_size']} GPUs: tensor {report['tensor_parallel']} x "
+        f"pipeline {report['pipeline_parallel']} x context {report['context_parallel']} x data "
+        f"{report['data_parallel']}, --attention-backend {report['attention_backend']}"
+    )
+    lines = [
+        sizes,
+        "",
+        table(header, rows),
+        "",
+        f"A GPU needs {report['needed'] / GIB:.1f} GiB, including {report['slack']:.0%} allocator reserve "
+        f"and {report['overhead_gib']:g} GiB for CUDA and NCCL (assumed)",
+    ]
+    if report["fits"] is not None:
+        words = "fits" if report["fits"] else "does not fit"
+        lines.append(f"It {words} a GPU of {report['gpu_memory_gib']:g} GiB")
+    if report["passed_over"]:
+        lines.append(f"Assumed not to change memory: {' '.join(report['passed_over'])}")
+    if report["unknown"]:
+        lines.append(f"Not flags of this Megatron-LM: {' '.join(report['unknown'])}")
+    return "\n".join(lines)
