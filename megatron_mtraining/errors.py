@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The error that names a setting."""
+"""The error that names a setting, and the check of whole numbers that most arguments need."""
 
 LONGEST = 2000
 """Characters of a message; what a file says may be longer by far."""
@@ -21,3 +21,10 @@ class ConfigError(ValueError):
         if len(text) > LONGEST:
             text = f"{text[: LONGEST * 3 // 4]} ... {text[-LONGEST // 4 :]}"
         super().__init__(text)
+
+
+def check_whole(**values: object) -> None:
+    """Raise :class:`ConfigError` unless all are whole numbers; ``seq_length`` is shown under that name."""
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ConfigError(f"{name} is {value!r}: give a whole number")

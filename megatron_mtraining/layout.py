@@ -24,29 +24,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .errors import ConfigError
+from .errors import ConfigError, check_whole
+from .tensors import check_dense, check_values
 
 GATHERED = 8
 """Default limit of the size of an inner group."""
-
-
-def _check_whole(**values) -> None:
-    """Raise :class:`ConfigError` unless all are whole numbers."""
-    for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigError(f"{name} is {value!r}: give a whole number")
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+"""Dtypes of positions."""
 
 
 def check_rank(cp_rank: int, cp_size: int) -> None:
     """Raise :class:`ConfigError` unless there is such a rank: another would get tokens of no rank's."""
-    _check_whole(cp_rank=cp_rank, cp_size=cp_size)
+    check_whole(cp_rank=cp_rank, cp_size=cp_size)
     if not 0 <= cp_rank < cp_size:
         raise ConfigError(f"cp_rank is {cp_rank}: there are {cp_size} ranks, from 0")
 
 
 def check_layout(seq_length: int, cp_size: int, block_size: int) -> None:
     """Raise :class:`ConfigError` unless ``seq_length`` is a multiple of ``block_size * cp_size``."""
-    _check_whole(seq_length=seq_length, cp_size=cp_size, block_size=block_size)
+    check_whole(seq_length=seq_length, cp_size=cp_size, block_size=block_size)
     if min(cp_size, block_size, seq_length) < 1 or seq_length % (block_size * cp_size):
         raise ConfigError(
             f"a sequence of {seq_length} tokens cannot be striped in blocks of {block_size} over "
@@ -62,7 +58,7 @@ def inner_size(cp_size: int, inner: int | None = None) -> int:
     Raises:
         ConfigError: ``inner`` does not divide ``cp_size``.
     """
-    _check_whole(cp_size=cp_size, **({} if inner is None else {"inner": inner}))
+    check_whole(cp_size=cp_size, **({} if inner is None else {"inner": inner}))
     if cp_size < 1:
         raise ConfigError(f"there are {cp_size} context-parallel ranks: use 1 or more")
     if inner is None:
@@ -75,7 +71,8 @@ def inner_size(cp_size: int, inner: int | None = None) -> int:
 
 
 def block_at(local_block, cp_rank, cp_size: int, inner: int | None = None):
-    """The global block that is a rank's local block; of numbers or of tensors."""
+    """The global block that is a rank's local block; of numbers or of tensors. Arithmetic for the pattern
+    and the kernels: that there are such blocks and ranks is not checked."""
     inner = inner_size(cp_size, inner)
     x, y = cp_rank // inner, cp_rank % inner
     reversed_row = local_block % 2
@@ -83,7 +80,8 @@ def block_at(local_block, cp_rank, cp_size: int, inner: int | None = None):
 
 
 def owner_of(block, cp_size: int, inner: int | None = None):
-    """The inverse of :func:`block_at`: the rank that a global block lives on, and its local block there."""
+    """The inverse of :func:`block_at`: the rank that a global block lives on, and its local block there. Not
+    checked either."""
     inner = inner_size(cp_size, inner)
     outer = cp_size // inner
     of_group = block // outer
@@ -94,9 +92,8 @@ def owner_of(block, cp_size: int, inner: int | None = None):
 
 def _checked_dim(tensor: Tensor, dim: int) -> int:
     """The dimension, counted from 0; one that the tensor does not have is no other's."""
-    if not isinstance(tensor, Tensor):
-        raise ConfigError(f"a tensor is needed, but a {type(tensor).__name__} is given")
-    _check_whole(dim=dim)
+    check_dense("what is striped", tensor)
+    check_whole(dim=dim)
     if not -tensor.dim() <= dim < tensor.dim():
         raise ConfigError(f"dim is {dim}: the tensor has {tensor.dim()} dimensions, from 0")
     return dim % tensor.dim()
@@ -123,7 +120,8 @@ def stripe(
         A contiguous tensor, ``seq_length // cp_size`` long in ``dim`` (the tensor itself at size 1).
 
     Raises:
-        ConfigError: the length is not a multiple of ``block_size * cp_size``.
+        ConfigError: the length is not a multiple of ``block_size * cp_size``, there is no such rank or
+            dimension, or it is no dense tensor.
     """
     dim = _checked_dim(tensor, dim)
     seq_length = tensor.shape[dim]
@@ -148,14 +146,25 @@ def unstripe(
         block_size: tokens in a block.
         dim: the sequence dimension.
         inner: ranks of an inner group, as for :func:`inner_size`.
+
+    Raises:
+        ConfigError: these are no parts that :func:`stripe` makes.
     """
+    if not isinstance(parts, list | tuple):
+        raise ConfigError(
+            f"parts of ranks are a {type(parts).__name__}: give a list of tensors, one for each rank"
+        )
     if not parts:
         raise ConfigError("unstripe needs the part of every context-parallel rank, and got none")
+    for rank, part in enumerate(parts):
+        check_dense(f"the part of rank {rank}", part)
     dim, cp_size = _checked_dim(parts[0], dim), len(parts)
-    alike = {(each.shape, each.dtype) for each in parts}
+    alike = {(each.shape, each.dtype, each.device) for each in parts}
     if len(alike) > 1:
-        shown = ", ".join(sorted(f"{list(shape)} {dtype}" for shape, dtype in alike))
-        raise ConfigError(f"parts of ranks are of one shape and dtype, but these are {shown}")
+        shown = ", ".join(sorted(f"{list(shape)} {dtype} on {at}" for shape, dtype, at in alike))
+        raise ConfigError(
+            f"parts of ranks are of one shape and dtype and on one device, but these are {shown}"
+        )
     check_layout(parts[0].shape[dim] * cp_size, cp_size, block_size)
     blocks = torch.stack([part.unflatten(dim, (-1, block_size)) for part in parts], dim)
     local_blocks = blocks.shape[dim + 1]
@@ -182,9 +191,37 @@ def token_positions(
 
 
 def locate(
+    positions: Tensor,
+    cp_size: int,
+    block_size: int,
+    inner: int | None = None,
+    seq_length: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Where tokens live: the rank, and the position within that rank's part, of global positions.
+
+    Args:
+        positions: whole numbers from 0, any shape. They are looked at, which waits for a GPU.
+        cp_size: size of the context-parallel group.
+        block_size: tokens in a block.
+        inner: ranks of an inner group, as for :func:`inner_size`.
+        seq_length: tokens of the sequence; None does not look for positions past its end.
+
+    Returns:
+        Both int64, of the shape of ``positions``.
+
+    Raises:
+        ConfigError: there are no such positions, or there is no such layout.
+    """
+    check_whole(cp_size=cp_size, block_size=block_size)
+    check_layout(block_size * cp_size if seq_length is None else seq_length, cp_size, block_size)
+    positions = _checked_positions("positions", positions, seq_length)
+    return located(positions, cp_size, block_size, inner)
+
+
+def located(
     positions: Tensor, cp_size: int, block_size: int, inner: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Where tokens live: the rank, and the position within that rank's part, of global positions."""
+    """:func:`locate` for the pattern and the kernels: nothing is checked, so that nothing waits for a GPU."""
     rank, local = owner_of(positions // block_size, cp_size, inner)
     return rank, local * block_size + positions % block_size
 
@@ -192,10 +229,26 @@ def locate(
 def positions_at(
     local: Tensor, cp_rank, cp_size: int, block_size: int, inner: int | None = None
 ) -> Tensor:
-    """The inverse of :func:`locate`: global positions of the tokens at ``local`` in the part of
-    ``cp_rank``, a number or a tensor of them."""
+    """The inverse of :func:`located`, not checked either: global positions of the tokens at ``local`` in the
+    part of ``cp_rank``, a number or a tensor of them. :func:`token_positions` has those of a whole part."""
     block = block_at(local // block_size, cp_rank, cp_size, inner)
     return block * block_size + local % block_size
+
+
+def _checked_positions(name: str, positions: Tensor, end: int | None) -> Tensor:
+    """int64. Raises :class:`ConfigError` unless they are whole numbers from 0 and below ``end``."""
+    check_values(**{name: positions})
+    if positions.dtype not in WHOLE:
+        raise ConfigError(f"{name} are of {positions.dtype}: give whole numbers, int64 for example")
+    positions = positions.long()
+    wrong = positions < 0
+    if end is not None:
+        wrong |= positions >= end
+    if bool(wrong.any()):
+        first = int(positions[wrong].flatten()[0])
+        limit = "" if end is None else f", and less than the {end} tokens of the sequence"
+        raise ConfigError(f"{name} have {first}: give numbers of 0 or more{limit}")
+    return positions
 
 
 def stripe_batch(
@@ -209,9 +262,20 @@ def stripe_batch(
 
     Returns:
         The same dict, its tensors replaced by this rank's parts.
+
+    Raises:
+        ConfigError: as for :func:`stripe`, or tensors are not of one sequence length; nothing is replaced.
     """
+    if not isinstance(batch, dict):
+        raise ConfigError(f"the batch is a {type(batch).__name__}: give a dict of tensors")
+    parts, lengths = {}, {}
     for name, value in batch.items():
         if isinstance(value, Tensor):
             dim = 2 if name == "attention_mask" else 1
-            batch[name] = stripe(value, cp_rank, cp_size, block_size, dim, inner)
+            parts[name] = stripe(value, cp_rank, cp_size, block_size, dim, inner)
+            lengths[name] = value.shape[dim]
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise ConfigError(f"the tensors of the batch are not of one sequence length: {shown}")
+    batch.update(parts)
     return batch

@@ -13,7 +13,8 @@ from tests.support.imports import circles, graph, sources
 PACKAGE = "megatron_mtraining"
 FLOORS = [
     ["errors"],
-    ["requirements", "layout", "files"],
+    ["requirements", "tensors", "files"],
+    ["layout"],
     ["checkout", "cp_group", "documents"],
     ["agreement"],
     ["kernels.limits", "kernels.types"],

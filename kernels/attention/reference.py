@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...layout import block_at, locate, positions_at
+from ...layout import block_at, located, positions_at
 from ..types import Columns, PatternIndex, RingStep, Round
 
 FORWARD_SCORES = 1 << 22
@@ -235,7 +235,7 @@ def pack_kv(key: Tensor, value: Tensor, out: Tensor) -> None:
 def _own_columns(index: Columns, rank: int, length: int) -> tuple[Tensor, Tensor]:
     """The row of each column in this rank's part (``length`` for columns of other ranks), and whether the
     rank has it."""
-    owner, row = locate(index.columns.long(), index.world, index.block_size, index.inner)
+    owner, row = located(index.columns.long(), index.world, index.block_size, index.inner)
     owned = (owner == rank) & (index.columns < index.seq_length)
     return torch.where(owned, row, length), owned
 

@@ -17,7 +17,7 @@ from ..config import LastRowsSampling, MTrainingConfig, Sampling
 from ..cp_group import CPGroup
 from ..documents import Costs, Documents
 from ..kernels.selection import merge_lse, partial_lse
-from ..layout import locate
+from ..layout import located
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _local_rows(
     launches."""
     with torch.inference_mode(False):
         row = rows_of(sampling, seq_length, device)
-        owner, local = locate(row, world, block_size, inner)
+        owner, local = located(row, world, block_size, inner)
         here = owner == rank
         return row.int(), torch.where(here, local, 0), ~here[:, None, None, None]
 

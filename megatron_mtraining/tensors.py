@@ -1,0 +1,39 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Checks of what is given as a tensor, by what it says of itself: values on a device are never read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .errors import ConfigError
+
+
+def check_dense(name: str, value: object) -> None:
+    """Raise :class:`ConfigError` unless ``value`` is a dense tensor: sparse, nested and quantized ones have
+    no elements that can be sliced or indexed."""
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"{name} is a {type(value).__name__}: give a tensor")
+    if value.is_nested:
+        raise ConfigError(f"{name} is a nested tensor: give a dense one, padded to one length")
+    if value.layout is not torch.strided:
+        raise ConfigError(f"{name} is {value.layout}: give a dense tensor, as to_dense() makes it")
+
+
+def check_values(**tensors: object) -> None:
+    """Raise :class:`ConfigError` unless all are dense tensors with values, on one device."""
+    first = ""
+    device: torch.device | None = None
+    for name, value in tensors.items():
+        check_dense(name, value)
+        assert isinstance(value, Tensor)
+        if value.is_meta:
+            raise ConfigError(
+                f"{name} is on device meta, where tensors have no values: give one on a CPU or GPU"
+            )
+        if device is None:
+            first, device = name, value.device
+        elif value.device != device:
+            raise ConfigError(
+                f"{first} is on {device}, but {name} on {value.device}: put them on one device"
+            )
