@@ -9,14 +9,16 @@ the two it needs a mask of tokens. Made once a batch, and shared by all layers.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .errors import ConfigError
-from .layout import block_at, inner_size, positions_at
+from .errors import ConfigError, check_whole
+from .layout import WHOLE, block_at, check_rank, inner_size, positions_at
+from .tensors import check_values
 
 MOST_TOKENS = 2**24
 """Tokens of a sequence with documents: the kernels compare positions as float32."""
@@ -24,11 +26,23 @@ MOST_TOKENS = 2**24
 
 def _whole_numbers(values, name: str) -> Tensor:
     """int64, on the host. Fractions are refused, not cut."""
-    found = torch.as_tensor(values).detach().cpu()
-    if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
-        if found.numel():
-            raise ConfigError(f"{name} are of {found.dtype}: give whole numbers")
+    if not isinstance(values, Tensor):
+        try:
+            values = torch.as_tensor(values)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise ConfigError(f"{name} are {values!r}: give a list of whole numbers") from None
+    check_values(**{name: values})
+    found = values.detach().cpu()
+    if found.dtype not in WHOLE and found.numel():
+        raise ConfigError(f"{name} are of {found.dtype}: give whole numbers")
     return found.long()
+
+
+def _check_block(block: int) -> None:
+    """Raise :class:`ConfigError` unless a block has tokens."""
+    check_whole(block_size=block)
+    if block < 1:
+        raise ConfigError(f"block_size is {block}: use 1 or more")
 
 
 @dataclass(frozen=True)
@@ -76,8 +90,7 @@ class Documents:
     """
 
     def __init__(self, starts: Tensor, check: bool = True):
-        if not isinstance(starts, Tensor):
-            raise ConfigError(f"starts of documents are a {type(starts).__name__}: give a tensor")
+        check_values(starts=starts)
         if starts.dim() != 2 or 0 in starts.shape or starts.dtype not in (torch.int32, torch.int64):
             raise ConfigError(
                 f"starts of documents are {starts.dtype} {list(starts.shape)}: give int32 or int64 "
@@ -118,12 +131,23 @@ class Documents:
         Raises:
             ConfigError: a length is not positive, or they do not add up to ``seq_length``.
         """
+        check_whole(seq_length=seq_length)
+        if isinstance(lengths, Tensor):
+            lengths = lengths.unbind() if lengths.dim() > 1 else [lengths]
+        # A set has no order, and a text no lengths.
+        if not isinstance(lengths, Iterable) or isinstance(lengths, str | bytes | Set | Mapping):
+            raise ConfigError(
+                f"lengths of documents are a {type(lengths).__name__}: give a list of numbers, or one for "
+                "each batch entry"
+            )
         lengths = list(lengths)
         if not lengths or not isinstance(lengths[0], list | tuple | Tensor):
             lengths = [lengths]
         starts = []
         for entry, own in enumerate(lengths):
-            own = _whole_numbers(own, f"lengths of documents of batch entry {entry}").flatten()
+            own = _whole_numbers(own, name := f"lengths of documents of batch entry {entry}")
+            if own.dim() != 1:
+                raise ConfigError(f"{name} have {own.dim()} dimensions: give one list of numbers")
             if (own > seq_length).any():  # they may be too large to add
                 at = int((own > seq_length).nonzero()[0])
                 raise ConfigError(
@@ -146,12 +170,19 @@ class Documents:
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, seq_length: int, device=None) -> Documents:
         """Of where documents end, as flash attention has it: ascending ``[0, end of the first, ...,
-        seq_length]``, one dimension, of one batch entry; equal ones at the end are filling. Read on the host.
+        seq_length]``, one dimension (or one row), of one batch entry; equal ones are filling. Read on the
+        host.
 
         Raises:
             ConfigError: they do not begin with 0, descend, or do not end with ``seq_length``.
         """
-        ends = _whole_numbers(cu_seqlens, "cu_seqlens").flatten()
+        check_whole(seq_length=seq_length)
+        ends = _whole_numbers(cu_seqlens, "cu_seqlens")
+        if ends.dim() > 1 and ends.numel() != ends.shape[-1]:
+            raise ConfigError(
+                f"cu_seqlens are of shape {list(ends.shape)}: give one list, of one batch entry"
+            )
+        ends = ends.flatten()
         lengths = ends.diff()
         if len(ends) < 2 or int(ends[0]) != 0 or int(ends[-1]) != seq_length or (lengths < 0).any():
             shown = ", ".join(str(int(end)) for end in ends[:6])
@@ -171,6 +202,12 @@ class Documents:
         Raises:
             ConfigError: as for :class:`Documents`.
         """
+        check_values(position_ids=position_ids)
+        if position_ids.dim() != 2 or position_ids.dtype not in WHOLE:
+            raise ConfigError(
+                f"position_ids are {position_ids.dtype} {list(position_ids.shape)}: give whole numbers "
+                "[batch, tokens of the whole sequence]"
+            )
         position = torch.arange(position_ids.shape[-1], device=position_ids.device)
         return cls(position - position_ids, check)
 
@@ -210,7 +247,11 @@ class Documents:
         return self._ends
 
     def on(self, rank: int, world: int, inner: int | None, block_size: int) -> LocalDocuments:
-        """Those of one rank in the striped layout (:mod:`.layout`); kept."""
+        """Those of one rank in the striped layout (:mod:`.layout`); kept.
+
+        Raises:
+            ConfigError: there is no such layout or rank.
+        """
         inner = inner_size(world, inner)
         at = (rank, world, inner, block_size)
         if at not in self._local:
@@ -219,6 +260,8 @@ class Documents:
 
     def _on(self, rank, world, inner, block) -> LocalDocuments:
         n, device = self.seq_length, self.starts.device
+        check_rank(rank, world)
+        _check_block(block)
         if world > 1 and n % (block * world):
             raise ConfigError(
                 f"documents of {n} tokens cannot be striped in blocks of {block} over {world} ranks"
@@ -246,6 +289,7 @@ class Documents:
     def pairs(self, block: int) -> Tensor:
         """Visible pairs of a query and a key by block distance: float64 ``[b, NB]``, exact."""
         if block not in self._pairs:
+            _check_block(block)
             n, device = self.seq_length, self.starts.device
             num_blocks = -(-n // block)
             position = torch.arange(n, device=device)

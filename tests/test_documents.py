@@ -264,6 +264,48 @@ WRONG_NUMBERS = {
     "sums": (lambda: Documents.from_lengths([2**62] * 4 + [5], 5), "add up"),
     "nothing": (lambda: Documents(torch.zeros(1, 0, dtype=torch.int64)), "starts of documents"),
     "a list": (lambda: Documents([[0, 0]]), "list"),
+    "starts without values": (
+        lambda: Documents(torch.zeros(1, 4).long().to("meta")),
+        "device meta",
+    ),
+    "sparse starts": (lambda: Documents(torch.zeros(1, 4).long().to_sparse()), "torch.sparse_coo"),
+    "a number": (lambda: Documents.from_lengths(4, 4), "lengths of documents are a int"),
+    "a text": (lambda: Documents.from_lengths("13", 4), "lengths of documents are a str"),
+    "what has no order": (
+        lambda: Documents.from_lengths({3, 1}, 4),
+        "lengths of documents are a set",
+    ),
+    "a length of none": (
+        lambda: Documents.from_lengths([4, None], 4),
+        r"are \[4, None\]: give a list",
+    ),
+    "lists in lists": (lambda: Documents.from_lengths([[[3], [1]]], 4), "have 2 dimensions"),
+    "a sequence of a fraction": (lambda: Documents.from_lengths([4], 4.0), "seq_length is 4.0"),
+    "a sequence of none": (lambda: Documents.from_cu_seqlens([0, 4], None), "seq_length is None"),
+    "no ends": (lambda: Documents.from_cu_seqlens(None, 4), "cu_seqlens are None"),
+    "two rows of ends": (
+        lambda: Documents.from_cu_seqlens(torch.tensor([[0, 3], [3, 4]]), 4),
+        r"cu_seqlens are of shape \[2, 2\]",
+    ),
+    "no ids": (lambda: Documents.from_position_ids([[0, 1]]), "position_ids is a list"),
+    "ids of one sequence": (
+        lambda: Documents.from_position_ids(torch.arange(4)),
+        r"position_ids are .*\[4\]",
+    ),
+    "ids of no numbers": (lambda: Documents.from_position_ids(torch.ones(1, 4) > 0), "torch.bool"),
+    "a rank past the last": (
+        lambda: Documents.from_lengths([256], 256).on(2, 2, None, 64),
+        "cp_rank is 2",
+    ),
+    "a negative rank": (
+        lambda: Documents.from_lengths([256], 256).on(-1, 2, None, 64),
+        "cp_rank is -1",
+    ),
+    "a block of none": (lambda: Documents.from_lengths([256], 256).pairs(0), "block_size is 0"),
+    "a block of a fraction": (
+        lambda: Documents.from_lengths([256], 256).on(0, 1, None, 1.5),
+        "1.5",
+    ),
 }
 
 
