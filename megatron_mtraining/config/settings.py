@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
-from ..errors import ConfigError
+from ..errors import ConfigError, check_whole
 from .options import OPTIONS, SIZES, Values, config_fields
 from .policies import (
     Policy,
@@ -95,7 +95,12 @@ class MTrainingConfig:
 
     @classmethod
     def for_sequence(cls, seq_length: int, **options) -> MTrainingConfig:
-        """:meth:`from_options`, with defaults cut to the sequence length. Options given must fit it."""
+        """:meth:`from_options`, with defaults cut to the sequence length. Options given must fit it.
+
+        Raises:
+            ConfigError: as :meth:`from_options`, or ``seq_length`` is not a number of 1 or more.
+        """
+        _check_length(seq_length)
         config = cls.from_options(**options)
         flat = config.options()
         cut = {
@@ -112,7 +117,7 @@ class MTrainingConfig:
         sampling has no such setting."""
         values: Values = {}
         for each in OPTIONS:
-            parts = [p for p in (self.policy, self.sampling) if type(p) in each.sections]
+            parts = [p for p in (self.policy, self.sampling) if isinstance(p, each.sections)]
             part = parts[0] if parts else None if each.sections else self
             values[each.name] = getattr(part, each.field_name, None)
         return {**values, "policy": self.policy.name, "estimator": self.sampling.name}
@@ -134,6 +139,13 @@ class MTrainingConfig:
         over ``cp_size`` ranks with inner groups of ``inner``, or :meth:`check_sizes` does."""
         from ..kernels.limits import MAX_BLOCKS
 
+        check_whole(seq_length=seq_length, cp_size=cp_size, inner=inner)
+        if cp_size < 1:
+            raise ConfigError(f"--context-parallel-size is {cp_size}: use 1 or more")
+        if inner < 1 or cp_size % inner:
+            raise ConfigError(
+                f"{cp_size} context-parallel ranks cannot be cut into inner groups of {inner}: use a divisor"
+            )
         multiple = self.block_size * cp_size
         if seq_length <= 0 or seq_length % multiple:
             near = max(multiple, round(seq_length / multiple) * multiple)
@@ -159,6 +171,7 @@ class MTrainingConfig:
     def check_sizes(self, seq_length: int) -> None:
         """Raise :class:`ConfigError` if window, sink or the policy's numbers do not fit ``seq_length``
         tokens. Caps may be larger: they are cut to the sequence."""
+        _check_length(seq_length)
         for name in ("vertical", "slash", "window", "sink"):
             value = getattr(self, name, getattr(self.policy, name, None))
             if value is not None and value > seq_length:
@@ -176,7 +189,15 @@ class MTrainingConfig:
 
     def keeps_all(self, seq_length: int) -> bool:
         """Whether every pair of a sequence of ``seq_length`` tokens is kept, whatever the data."""
+        _check_length(seq_length)
         return self.window >= seq_length or self.policy.keeps_all(seq_length, self.block_size)
+
+
+def _check_length(seq_length: int) -> None:
+    """Raise :class:`ConfigError` unless a sequence can have so many tokens."""
+    check_whole(seq_length=seq_length)
+    if seq_length < 1:
+        raise ConfigError(f"--seq-length is {seq_length}: use 1 or more")
 
 
 DENSE = PricePolicy(price=0.0)

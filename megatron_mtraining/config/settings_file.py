@@ -19,7 +19,7 @@ from ..files import read_text
 from .options import BY_NAME, RENAMED, current_name, policy_from, policy_values
 from .policies import Policy, PricePolicy
 from .settings import DENSE, MTrainingConfig
-from .validation import option
+from .validation import check_type, option
 
 LARGEST = 4 << 20
 """Bytes of a file; one with settings of its own for each of 128 x 128 heads has about a million."""
@@ -288,6 +288,7 @@ def _numbered(entries: dict, count: int | None, place: str, what: str):
 
 
 def _read(path: str, name: str):
+    check_type("settings", path, str)
     # Not from a pipe: every rank reads the file.
     text = read_text(Path(path), name, limit=LARGEST)
     yaml = Path(path).suffix in (".yaml", ".yml")

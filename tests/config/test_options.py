@@ -21,6 +21,7 @@ from megatron_mtraining.config import (
     PricePolicy,
     StratifiedSampling,
     XAttentionPolicy,
+    settings_of_run,
 )
 from megatron_mtraining.config.policies import POLICIES, SAMPLINGS
 
@@ -106,3 +107,42 @@ def test_what_a_section_must_be():
 def test_settings_need_no_torch():
     code = "import sys, megatron_mtraining.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("wrong", ["512", 512.0, None, True, [512], float("nan")], ids=repr)
+def test_lengths_and_ranks_are_whole_numbers(wrong):
+    """A length that is not a number took no part in the comparison that cuts defaults to it."""
+    config = MTrainingConfig()
+    for check in (
+        lambda: MTrainingConfig.for_sequence(wrong),
+        lambda: config.check_sizes(wrong),
+        lambda: config.keeps_all(wrong),
+        lambda: config.check_sequence(wrong, 2),
+        lambda: config.check_sequence(4096, wrong),
+        lambda: config.check_sequence(4096, 2, wrong),
+    ):
+        with pytest.raises(ConfigError, match="give a whole number"):
+            check()
+
+
+def test_lengths_and_ranks_out_of_range():
+    config = MTrainingConfig()
+    for wrong, named in (
+        (lambda: MTrainingConfig.for_sequence(0), "--seq-length is 0"),
+        (lambda: config.check_sizes(-1), "--seq-length is -1"),
+        (lambda: config.check_sequence(4096, 0), "--context-parallel-size is 0"),
+        (lambda: config.check_sequence(4096, 4, 0), "inner groups of 0"),
+        (lambda: config.check_sequence(4096, 4, 3), "inner groups of 3"),
+        (lambda: settings_of_run(None), "--mtraining-settings must be a text, but is None"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            wrong()
+
+
+def test_a_policy_of_a_derived_class_has_its_options():
+    """Else ranks with other prices would agree."""
+
+    class Own(PricePolicy):
+        pass
+
+    assert MTrainingConfig(policy=Own(price=3.0)).options()["price"] == 3.0
