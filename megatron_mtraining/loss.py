@@ -11,7 +11,6 @@ the weight's gradient is a sum over tokens that cannot be weighted afterwards.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -20,7 +19,9 @@ from torch import Tensor
 
 from .cp_group import ProcessGroup, RankGroup
 from .kernels.loss import cross_entropy_gradient, cross_entropy_rows
+from .tensors import check_values
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 LABELS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -63,17 +64,25 @@ def linear_cross_entropy(
     Raises:
         ValueError: operands that do not fit each other.
     """
-    for name, tensor in {"hidden": hidden, "weight": weight, "labels": labels}.items():
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} is a {type(tensor).__name__}: give a tensor")
-    if not hidden.is_floating_point():
-        raise ValueError(f"hidden is of {hidden.dtype}: give floating-point numbers")
+    check_values(hidden=hidden, weight=weight, labels=labels)
+    if hidden.dtype not in DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise ValueError(f"hidden is of {hidden.dtype}: give numbers of {names}")
     if labels.dtype not in LABELS:
         raise ValueError(f"labels are of {labels.dtype}: give token ids, as whole numbers")
     if not isinstance(chunk, int) or isinstance(chunk, bool):
         raise ValueError(f"chunk is {chunk!r}: give a whole number of tokens")
-    if not (isinstance(scale, int | float) and math.isfinite(scale)):
-        raise ValueError(f"scale is {scale!r}: give a finite number")
+    # Above the largest float32, logits are infinite or not numbers.
+    if (
+        isinstance(scale, bool)
+        or not isinstance(scale, int | float)
+        or not abs(scale) <= torch.finfo(torch.float32).max
+    ):
+        raise ValueError(f"scale is {scale!r}: give a finite number, of float32")
+    if gradient_buffer is not None and not callable(getattr(gradient_buffer, "buffer", None)):
+        raise ValueError(
+            f"gradient_buffer is a {type(gradient_buffer).__name__}: give a GradientBuffer, or None"
+        )
     fits = hidden.shape[:-1] == labels.shape and hidden.shape[-1:] == weight.shape[1:]
     if not fits or hidden.dtype != weight.dtype or chunk < 1:
         raise ValueError(
@@ -81,6 +90,8 @@ def linear_cross_entropy(
             f"{hidden.dtype}, weight {tuple(weight.shape)} {weight.dtype}, labels {tuple(labels.shape)}, "
             f"chunk {chunk}"
         )
+    if 0 in weight.shape:
+        raise ValueError(f"weight {tuple(weight.shape)} is empty: give 1 or more in each dimension")
     rows = hidden.reshape(-1, hidden.shape[-1])
     flat = labels.reshape(-1).long()
     losses = _LinearCrossEntropy.apply(rows, weight, flat, chunk, tp_group, scale, gradient_buffer)
@@ -119,7 +130,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad = grad.to(lse.dtype).contiguous()
         wanted = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden) if wanted[0] else None
-        buffer = gradient_buffer.buffer() if wanted[1] and gradient_buffer else None
+        buffer = gradient_buffer.buffer() if wanted[1] and gradient_buffer is not None else None
+        if buffer is not None and buffer.shape != weight.shape:
+            raise ValueError(
+                f"the gradient buffer is of shape {tuple(buffer.shape)}, but the weight of "
+                f"{tuple(weight.shape)}: give memory of the weight's shape"
+            )
         total = None
         if buffer is not None and buffer.dtype == lse.dtype:
             total = buffer

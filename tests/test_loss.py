@@ -219,6 +219,9 @@ def test_gpu_in_bfloat16(chunk):
     assert relative_error(weight.main_grad - 1, expected[2]) < 1e-2
 
 
+FP8 = torch.float8_e5m2
+
+
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
@@ -230,6 +233,19 @@ def test_gpu_in_bfloat16(chunk):
         (dict(chunk=True), "chunk is True"),
         (dict(scale=float("nan")), "scale is nan"),
         (dict(scale="2"), "scale is '2'"),
+        (dict(scale=1e300), "scale is 1e[+]300"),
+        (dict(scale=10**400), "scale is 1000"),
+        (dict(weight=torch.ones(20, 16, device="meta")), "weight is on device meta"),
+        (dict(hidden=torch.ones(8, 16).to_sparse()), "hidden is torch.sparse_coo"),
+        (dict(labels=torch.arange(8).to_sparse()), "labels is torch.sparse_coo"),
+        (dict(weight=torch.ones(0, 16)), "empty"),
+        (dict(hidden=torch.ones(8, 0), weight=torch.ones(20, 0)), "empty"),
+        (
+            dict(hidden=torch.ones(8, 16).to(FP8), weight=torch.ones(20, 16).to(FP8)),
+            "hidden is of torch.float8",
+        ),
+        (dict(tp_group="tp"), "process group is a str"),
+        (dict(gradient_buffer="x"), "gradient_buffer is a str"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -240,3 +256,21 @@ def test_operands_of_other_types_are_refused(wrong, named):
     )
     with pytest.raises(ValueError, match=named):
         linear_cross_entropy(**{**given, **wrong})
+
+
+def test_a_gradient_buffer_of_another_shape_is_refused():
+    """Two rows of a bfloat16 buffer would both get the gradient."""
+
+    class Buffer:
+        def buffer(self):
+            return torch.zeros(2, 20, 16, dtype=torch.bfloat16)
+
+        def placeholder(self):
+            return None
+
+    weight = torch.ones(20, 16, requires_grad=True)
+    losses = linear_cross_entropy(
+        torch.ones(8, 16), weight, torch.arange(8), 4, gradient_buffer=Buffer()
+    )
+    with pytest.raises(ValueError, match=r"buffer is of shape \(2, 20, 16\)"):
+        losses.sum().backward()
