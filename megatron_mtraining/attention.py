@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .agreement import check_agreement
-from .config import MTrainingConfig, Policy, option
+from .config import ConfigError, MTrainingConfig, Policy, option
 from .cp_group import CPGroup, ProcessGroup, cp_group_of
 from .documents import Documents
 from .kernels.attention.operands import check_operands, unit_stride
@@ -19,6 +20,9 @@ from .pattern import BlockListIndex, VerticalSlashIndex, check_search, search_pa
 from .pattern.vertical_slash_index import PatternIndex
 from .ring.attention import KeysAndValues, ring_attention
 from .ring.transport import ring_of
+from .tensors import check_values
+
+Pattern = VerticalSlashIndex | BlockListIndex
 
 
 class AttentionResult(NamedTuple):
@@ -29,7 +33,7 @@ class AttentionResult(NamedTuple):
     lse: Tensor
     """Log-sum-exp of the rows' scores, ``[b, h, s]``, float32 (float64 for float64); no gradient."""
     # It hides a method of tuples, which a result has no use for.
-    index: VerticalSlashIndex | BlockListIndex  # type: ignore[assignment]
+    index: Pattern  # type: ignore[assignment]
     """The pattern that was attended to."""
 
 
@@ -45,7 +49,7 @@ def attend(
     documents: Documents | None = None,
     head_policies: Sequence[Policy] | None = None,
     price: Tensor | None = None,
-    first_pass: AttentionResult | None = None,
+    first_pass: AttentionResult | Pattern | None = None,
 ) -> AttentionResult:
     """Causal self-attention to the keys that each head's pattern selects.
 
@@ -54,19 +58,19 @@ def attend(
         key, value: ``[s, b, hk, d]``. Head dim 64 or 128; bf16, fp16 or fp32; any strides (those of other
             than unit stride in ``d`` are copied).
         config: the settings; ``s * world`` must be a multiple of ``block_size * world`` (on one rank
-            the last block may be partial).
+            the last block may be partial). Its file is not read: see ``head_policies``.
         cp_group: the context-parallel group; None for a single process.
         cp_inner: ranks of an inner group, whose keys are attended to in one round; None for
             :func:`~megatron_mtraining.layout.inner_size`.
         softmax_scale: default ``d ** -0.5``.
         documents: packed documents of the whole sequence, on this device: queries attend to keys of their own
             document alone, in the pattern search too. None for one document.
-        head_policies: the policy of each of the ``h`` heads; None for ``config.policy`` in all.
-        price: float32 ``[]`` or ``[h]``, in place of the price of ``config``.
+        head_policies: the policy of each of the ``h`` heads, a list, as
+            :func:`~megatron_mtraining.config.head_policies` reads them; None for ``config.policy`` in all.
+        price: float32 ``[]`` or ``[h]``, in place of the price of ``config``; of heads that have one.
         first_pass: the result for the same operands in the first pass, in a replay under activation
-            recomputation; on all ranks or on none. Its pattern is used again. Without its ``out`` and ``lse``
-            attention is computed again; with them no forward is run and nothing is sent, but the result has
-            a backward.
+            recomputation, on all ranks or on none: no forward is run and nothing is sent, but the result has
+            a backward. Its pattern alone (``index``) is used again, and attention computed again.
 
     Returns:
         out, its log-sum-exp and the pattern.
@@ -76,13 +80,16 @@ def attend(
         ConfigError: on documents or settings that do not; on every rank, if ranks are given other settings
             or operands of other shapes. They compare what they are given at the first call of each kind.
     """
-    _check_kinds(query, key, value, config)
-    cp = cp_group_of(cp_group, cp_inner)
+    _check_kinds(query, key, value, config, softmax_scale, documents, head_policies)
     if softmax_scale is None:
-        softmax_scale = query.shape[-1] ** -0.5
+        head_dim = query.shape[-1] if query.dim() else 0
+        softmax_scale = max(1, head_dim) ** -0.5
+    cp = cp_group_of(cp_group, cp_inner)
+    # Before what one rank alone may find wrong: it would leave the others waiting.
     _compare_with_ranks(cp, query, key, value, config, softmax_scale, documents, head_policies)
     _check(query, key, value, cp, softmax_scale, documents)
-    _check_of_heads(query.shape[2], head_policies, price)
+    _check_policies(head_policies, query.shape[2], config)
+    _check_price(price, query)
     query, key, value = unit_stride(query, key, value)
     ring = ring_of(cp)
     if first_pass is None:
@@ -101,9 +108,10 @@ def attend(
         )
         computed = None
     else:
-        index, keys = first_pass.index, None
+        keys = None
+        index, computed = _of_first_pass(first_pass, query)
         check_index(index, query, cp)
-        computed = None if first_pass.out is None else (first_pass.out, first_pass.lse)
+        _check_replay(index, config, documents)
     found = ring_attention(
         query, key, value, index, ring, softmax_scale, computed, config.bf16_gradients, keys
     )
@@ -157,50 +165,130 @@ def _check(
     documents: Documents | None,
 ) -> None:
     """Raise ValueError or :class:`~.errors.ConfigError` unless operands and documents fit each other."""
-    check_operands(query, key, value)
     # Above the largest float32, scores are infinite or not numbers.
     if not 0 < softmax_scale <= torch.finfo(torch.float32).max:
         raise ValueError(f"softmax_scale is {softmax_scale}: it must be positive and finite")
-    if 0 in (*query.shape, *key.shape):
+    if query.dim() == 4 and 0 in (*query.shape, *key.shape):
         raise ValueError(
             f"query {tuple(query.shape)} or key {tuple(key.shape)} is empty: give 1 or more in each dimension"
         )
+    check_operands(query, key, value)
     if documents is not None:
         documents.check(query.shape[1], query.shape[0] * cp.world, query.device)
 
 
-def _check_kinds(query: Tensor, key: Tensor, value: Tensor, config: MTrainingConfig) -> None:
-    """Raise ValueError unless operands are tensors, and the settings settings."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} is a {type(tensor).__name__}: give a tensor")
+def _check_kinds(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: MTrainingConfig,
+    softmax_scale: float | None,
+    documents: Documents | None,
+    head_policies: Sequence[Policy] | None,
+) -> None:
+    """Raise ValueError unless operands are tensors with values on one device, and the others what they are
+    said to be."""
+    check_values(query=query, key=key, value=value)
     if not isinstance(config, MTrainingConfig):
         raise ValueError(f"config is a {type(config).__name__}: give an MTrainingConfig")
+    # A tensor on a GPU would be read back in every layer.
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, int | float | None):
+        raise ValueError(f"softmax_scale is {softmax_scale!r}: give a number")
+    if documents is not None and not isinstance(documents, Documents):
+        raise ValueError(f"documents are a {type(documents).__name__}: give Documents, or None")
+    if head_policies is None:
+        return
+    if not isinstance(head_policies, list | tuple):
+        raise ValueError(
+            f"head_policies are a {type(head_policies).__name__}: give a list of policies"
+        )
+    for head, policy in enumerate(head_policies):
+        if not isinstance(policy, Policy):
+            raise ValueError(f"the policy of head {head} is {policy!r}: give a policy")
 
 
-def _check_of_heads(
-    num_heads: int, head_policies: Sequence[Policy] | None, price: Tensor | None
+def _check_policies(
+    head_policies: Sequence[Policy] | None, num_heads: int, config: MTrainingConfig
 ) -> None:
-    """Raise ValueError unless there is a policy, and a price or one for all, for each head. What the prices
-    are is not read: that would wait for the device."""
-    if head_policies is not None:
-        if len(head_policies) != num_heads:
-            raise ValueError(
-                f"there are {len(head_policies)} head_policies, but {num_heads} heads: give one for each"
-            )
-        for head, policy in enumerate(head_policies):
-            if not isinstance(policy, Policy):
-                raise ValueError(f"the policy of head {head} is {policy!r}: give a policy")
+    """Raise ValueError unless there is a policy for each head, which goes with the settings."""
+    if head_policies is None:
+        return
+    if len(head_policies) != num_heads:
+        raise ValueError(
+            f"there are {len(head_policies)} head_policies, but {num_heads} heads: give one for each"
+        )
+    _check_fit(tuple(head_policies), config)
+
+
+@lru_cache(maxsize=256)
+def _check_fit(policies: tuple[Policy, ...], config: MTrainingConfig) -> None:
+    """Raise :class:`~.errors.ConfigError` unless policies go with the settings. Looked at once: it takes
+    10 us a head."""
+    for head, policy in enumerate(policies):
+        try:
+            config.with_policy(policy)
+        except ConfigError as error:
+            raise ConfigError(f"the policy of head {head} does not fit: {error}") from None
+
+
+def _check_price(price: Tensor | None, query: Tensor) -> None:
+    """Raise ValueError unless there is a price for all heads, or one for each. What the prices are is not
+    read on a GPU: that would wait for it."""
     if price is None:
         return
     if not isinstance(price, Tensor) or not price.is_floating_point():
         raise ValueError(f"price is {price!r}: give a float32 tensor")
+    check_values(query=query, price=price)
+    num_heads = query.shape[2]
     if tuple(price.shape) not in ((), (1,), (num_heads,)):
         raise ValueError(
             f"price has shape {list(price.shape)}: give one, or one for each of {num_heads} heads"
         )
     if not price.is_cuda and not bool(((price >= 0) & price.isfinite()).all()):
         raise ValueError(f"price is {price.tolist()}: give finite numbers of 0 or more")
+
+
+def _of_first_pass(
+    first_pass: AttentionResult | Pattern, query: Tensor
+) -> tuple[Pattern, tuple[Tensor, Tensor] | None]:
+    """The pattern of a first pass, and what it computed if that is to be used. Raises ValueError unless it
+    was for such queries."""
+    if isinstance(first_pass, Pattern):
+        return first_pass, None
+    if not isinstance(first_pass, AttentionResult) or not isinstance(first_pass.index, Pattern):
+        raise ValueError(
+            f"first_pass is a {type(first_pass).__name__}: give the AttentionResult of the first pass, or "
+            "its index"
+        )
+    out, lse = first_pass.out, first_pass.lse
+    check_values(query=query, **{"first_pass.out": out, "first_pass.lse": lse})
+    length, batch, heads, _ = query.shape
+    wanted = {
+        "out": (out, query.shape, query.dtype),
+        "lse": (lse, (batch, heads, length), torch.promote_types(query.dtype, torch.float32)),
+    }
+    for name, (tensor, shape, dtype) in wanted.items():
+        if tensor.shape != shape or tensor.dtype != dtype:
+            raise ValueError(
+                f"first_pass.{name} is {list(tensor.shape)} {tensor.dtype}, but for this query it would be "
+                f"{list(shape)} {dtype}: give the result for the same operands"
+            )
+    return first_pass.index, (out, lse)
+
+
+def _check_replay(
+    index: PatternIndex, config: MTrainingConfig, documents: Documents | None
+) -> None:
+    """Raise ValueError if a first pass had other blocks, or no documents: its pattern has both."""
+    if index.block_size != config.block_size:
+        raise ValueError(
+            f"the pattern of first_pass is for blocks of {index.block_size}, but config has "
+            f"{config.block_size}: give the config of the first pass"
+        )
+    if documents is not None and index.documents is None:
+        raise ValueError(
+            "documents are given, but first_pass had none: give the same in the first pass"
+        )
 
 
 def check_index(index: PatternIndex, query: Tensor, cp: CPGroup) -> None:

@@ -32,10 +32,16 @@ class RankGroup:
         rank, world: this process's rank in the group, and the group's size.
 
     Raises:
-        ValueError: this process is not a member of the group.
+        ValueError: this process is not a member of the group, or it is no process group.
     """
 
     def __init__(self, group: ProcessGroup | None):
+        # What torch gives in place of a group to processes outside of it is no group either.
+        outside = dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER
+        if group is not None and not isinstance(group, ProcessGroup) and not outside:
+            raise ValueError(
+                f"the process group is a {type(group).__name__}: give one of torch.distributed, or None"
+            )
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = 1 if group is None else dist.get_world_size(group)
@@ -193,8 +199,8 @@ _CP_GROUPS: dict[tuple[ProcessGroup, int | None], CPGroup] = {}
 
 def cp_group_of(group: ProcessGroup | None, inner: int | None = None) -> CPGroup:
     """The :class:`CPGroup` of a process group, always the same one: its communicators are made once."""
-    if group is None:
-        return CPGroup(None)
+    if not isinstance(group, ProcessGroup):  # None, and what is refused
+        return CPGroup(group, inner)
     key = (group, inner)
     if key not in _CP_GROUPS:
         _CP_GROUPS[key] = CPGroup(group, inner)

@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from megatron_mtraining import MTrainingConfig
-from megatron_mtraining.attention import attend
-from megatron_mtraining.config import FixedPolicy
+from megatron_mtraining.attention import AttentionResult, attend
+from megatron_mtraining.config import FixedPolicy, XAttentionPolicy
+from megatron_mtraining.documents import Documents
 
 TOKENS, HEADS = 256, 4
 PRICED = MTrainingConfig.from_options(block_size=64, window=64, sample_strata=8)
 ONE = FixedPolicy(20, 4)
+NO_HEADS = torch.ones(TOKENS, 1, 0, 64)
 WRONG = {
     "policies of fewer heads": (dict(head_policies=[ONE] * 3), "3 head_policies, but 4 heads"),
     "policies of more heads": (dict(head_policies=[ONE] * 5), "5 head_policies, but 4 heads"),
@@ -27,6 +29,24 @@ WRONG = {
     "no settings": (dict(config=None), "config is a NoneType"),
     "no tensor": (dict(key=[1]), "key is a list"),
     "no heads": (dict(query=torch.ones(TOKENS, 1, 0, 64)), "empty"),
+    "no heads of keys": (dict(key=NO_HEADS, value=NO_HEADS), "empty"),
+    "no dimensions": (dict(query=torch.tensor(1.0)), r"expected query \[s, b, h, d\]"),
+    "sparse operand": (dict(query=torch.ones(TOKENS, 1, HEADS, 64).to_sparse()), "torch.sparse_coo"),
+    "operand without values": (dict(key=torch.ones(TOKENS, 1, 2, 64, device="meta")), "key is on device"),
+    "price without values": (dict(price=torch.ones(4, device="meta")), "price is on device meta"),
+    "sparse price": (dict(price=torch.ones(4).to_sparse()), "price is torch.sparse_coo"),
+    "scale of a text": (dict(softmax_scale="1"), "softmax_scale is '1'"),
+    "scale of a tensor": (dict(softmax_scale=torch.tensor(0.1)), "softmax_scale is tensor"),
+    "no documents": (dict(documents=[100, 156]), "documents are a list"),
+    "number of policies": (dict(head_policies=4), "head_policies are a int"),
+    "policy by name": (dict(head_policies=["price"] * 4), "policy of head 0 is 'price'"),
+    "policy of no fit": (
+        dict(head_policies=[ONE, ONE, XAttentionPolicy(48), ONE]),
+        "policy of head 2 does not fit: --mtraining-block-stride is 48",
+    ),
+    "no group": (dict(cp_group=[0]), "process group is a list"),
+    "name of a group": (dict(cp_group="cp"), "process group is a str"),
+    "inner group of one rank": (dict(cp_inner=2), "inner groups of 2"),
 }  # fmt: skip
 
 
@@ -37,3 +57,51 @@ def test_what_does_not_fit_is_refused(case):
     given = dict(query=torch.randn(TOKENS, 1, HEADS, 64), key=key, value=key, config=PRICED) | wrong
     with pytest.raises(ValueError, match=named):
         attend(given.pop("query"), given.pop("key"), given.pop("value"), **given)
+
+
+def operands(heads=HEADS, dtype=torch.float32):
+    query = torch.randn(TOKENS, 1, heads, 64, dtype=dtype)
+    key, value = torch.randn(2, TOKENS, 1, 2, 64, dtype=dtype)
+    return query, key, value
+
+
+NO_FIRST_PASS = {
+    "a text": (lambda first: "x", "first_pass is a str"),
+    "a plain tuple": (lambda first: tuple(first), "first_pass is a tuple"),
+    "no pattern": (lambda first: first._replace(index="x"), "give the AttentionResult"),
+    "no out": (lambda first: first._replace(out=None), "first_pass.out is a NoneType"),
+    "no lse": (lambda first: first._replace(lse=None), "first_pass.lse is a NoneType"),
+    "another out": (lambda first: first._replace(out=first.out[:128]), r"first_pass.out is \[128, 1, 4, 64"),
+    "another lse": (lambda first: first._replace(lse=first.lse.half()), "first_pass.lse is .*float16"),
+    "swapped": (lambda first: AttentionResult(first.lse, first.out, first.index), "first_pass.out is"),
+    "out elsewhere": (lambda first: first._replace(out=first.out.to("meta")), "first_pass.out is on device"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NO_FIRST_PASS)
+def test_what_is_no_first_pass_is_refused(case):
+    """A result of another shape would be given back as it is."""
+    make, named = NO_FIRST_PASS[case]
+    given = operands()
+    first = attend(*given, config=PRICED)
+    with pytest.raises(ValueError, match=named):
+        attend(*given, config=PRICED, first_pass=make(first))
+
+
+def test_a_pattern_alone_is_attended_to_again():
+    given = operands(dtype=torch.float64)
+    first = attend(*given, config=PRICED)
+    again = attend(*given, config=PRICED, first_pass=first.index)
+    assert torch.equal(again.out, first.out) and torch.equal(again.lse, first.lse)
+    assert again.index is first.index
+
+
+def test_a_replay_is_of_the_same_blocks_and_documents():
+    given = operands()
+    index = attend(*given, config=PRICED).index
+    other = MTrainingConfig.from_options(block_size=128, sample_strata=8)
+    with pytest.raises(ValueError, match="for blocks of 64, but config has 128"):
+        attend(*given, config=other, first_pass=index)
+    with pytest.raises(ValueError, match="first_pass had none"):
+        documents = Documents.from_lengths([100, 156], TOKENS)
+        attend(*given, config=PRICED, first_pass=index, documents=documents)

@@ -141,7 +141,7 @@ class MTrainingAttention(MegatronModule):
                 softmax_scale=self.softmax_scale,
                 documents=documents,
                 first_pass=first_pass,
-                **({} if first_pass else self._of_this_step(query)),
+                **({} if first_pass is not None else self._of_this_step(query)),
             )
         except ValueError as error:  # a ConfigError too
             raise ConfigError(f"the {place} cannot run: {error}{_hint(query, key)}") from error

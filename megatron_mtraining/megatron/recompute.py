@@ -22,7 +22,7 @@ from torch import Tensor
 from ..config import option
 
 if TYPE_CHECKING:  # registering needs no kernels
-    from ..attention import AttentionResult
+    from ..attention import AttentionResult, Pattern
 
 _has_attention = False
 """Whether an attention was built in this process."""
@@ -37,7 +37,7 @@ class Saves(Enum):
 
 class _Saved(NamedTuple):
     attention: torch.nn.Module
-    result: AttentionResult
+    result: AttentionResult | Pattern
     shape: str
 
 
@@ -85,19 +85,18 @@ def save(attention: torch.nn.Module, result: AttentionResult) -> None:
     sink = _current.get().sink
     if sink is None:
         return
-    out, lse = result.out.detach(), result.lse.detach()
-    saved = result._replace(out=out, lse=lse)
-    if attention.saves is Saves.PATTERN:
-        saved = result._replace(out=None, lse=None)
-    sink.append(_Saved(attention, saved, _shape(out)))
+    saved: AttentionResult | Pattern = result.index
+    if attention.saves is Saves.RESULT:
+        saved = result._replace(out=result.out.detach(), lse=result.lse.detach())
+    sink.append(_Saved(attention, saved, _shape(result.out)))
 
 
 def _shape(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
 
 
-def saved_result(attention: torch.nn.Module, query: Tensor) -> AttentionResult | None:
-    """The first pass's result of this call of ``attention``, with out and log-sum-exp None if they are to be
+def saved_result(attention: torch.nn.Module, query: Tensor) -> AttentionResult | Pattern | None:
+    """The first pass's result of this call of ``attention``, or its pattern alone if attention is to be
     computed again; None if this is no replay.
 
     Every context-parallel rank runs the same calls, so all get a result or none does.
@@ -132,7 +131,8 @@ def _what_is_wrong(attention, source: deque[_Saved], query: Tensor) -> str | Non
             f"attention of layer {layer} is run in the replay where the first pass ran that of layer "
             f"{saved.attention.layer_number}"
         )
-    out, first, now = saved.result.out, saved.shape, _shape(query)
+    out = getattr(saved.result, "out", None)
+    first, now = saved.shape, _shape(query)
     if first != now:
         return f"attention of layer {layer} has queries {now} in the replay, but {first} in the first pass"
     if out is not None and out.untyped_storage().nbytes() == 0:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_mtraining import MTrainingConfig
-from megatron_mtraining.attention import AttentionResult, attend
+from megatron_mtraining.attention import attend
 from megatron_mtraining.config import ConfigError
 from megatron_mtraining.cp_group import CPGroup, cp_group_of
 from megatron_mtraining.layout import stripe, unstripe
@@ -290,7 +290,7 @@ def test_operands_that_do_not_fit_are_named():
     config = MTrainingConfig()
 
     def replay(*operands, index):
-        attend(*operands, config=config, first_pass=AttentionResult(None, None, index))
+        attend(*operands, config=config, first_pass=index)
 
     with pytest.raises(ValueError, match="head dim 32"):
         attend(q[..., :32], k[..., :32], k[..., :32], config=config)
