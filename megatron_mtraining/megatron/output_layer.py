@@ -11,6 +11,7 @@ from megatron.core.models.common.language_module.language_module import Language
 
 from ..config import ConfigError, option
 from ..loss import linear_cross_entropy
+from .backend import is_active, training_arguments
 from .checks import Refusal, show, unset
 from .main_grad import MainGrad
 from .wrapping import is_first_local_rank
@@ -23,6 +24,14 @@ DTYPE = "products are in the model's dtype, the softmax in float32"
 NEED_LOGITS = (
     Refusal("config_logger_dir", unset, "it writes all logits to files", ADVICE),
     Refusal("defer_embedding_wgrad_compute", unset, "it keeps all logits' gradients", ADVICE),
+    Refusal("logits_save_dir", lambda value: value is None, "it saves logits", ADVICE),
+    Refusal("logits_load_dir", lambda value: value is None, "its loss is of logits", ADVICE),
+    Refusal(
+        "save_activations_interval",
+        lambda value: value is None,
+        "it saves what the output layer gives",
+        ADVICE,
+    ),
     Refusal("fp8_output_proj", unset, DTYPE, ADVICE),
     Refusal("logit_dtype", unset, DTYPE, ADVICE, "--output-logit-dtype"),
     Refusal(
@@ -128,7 +137,11 @@ def chunk_loss(model, chunk: int | None) -> None:
     """
     if chunk == 0:
         return
+    # Some are not in the model's config.
+    args = training_arguments()
     reason = why_not(model.config, command_line=False) or _why_not_of(model)
+    if reason is None and is_active(args):
+        reason = why_not(args, command_line=True)
     if reason:
         if chunk:
             raise ConfigError(f"{option('loss_chunk')} is {chunk}, but {reason}; {ADVICE}")

@@ -138,3 +138,19 @@ def test_loss_chunk_on_the_command_line():
         with pytest.raises(ArgumentsError, match=f"chunk is 100, but {given}.*-chunk 0"):
             check(parse(*words, **{name: value}))
         check(parse("--mtraining-loss-chunk", "0", **{name: value}))
+
+
+@pytest.mark.parametrize(
+    "name", ["logits_save_dir", "logits_load_dir", "save_activations_interval"]
+)
+def test_hooks_of_the_output_layer_get_logits(name, monkeypatch):
+    """Megatron's distillation takes what the output layer returns, which in chunks are losses."""
+    option = "--" + name.replace("_", "-")
+    args = parse(context_parallel_size=1, **{name: "logits"})
+    monkeypatch.setattr(output_layer, "training_arguments", lambda: args)
+    with pytest.warns(UserWarning, match=f"all tokens are held at once, as {option} is logits"):
+        output_layer.chunk_loss(model := Model(linear()), None)
+    assert type(model.output_layer) is ColumnParallelLinear
+    asked = parse("--mtraining-loss-chunk", "64", context_parallel_size=1, **{name: "logits"})
+    with pytest.raises(ArgumentsError, match=f"--mtraining-loss-chunk is 64, but {option} is"):
+        check(asked)
