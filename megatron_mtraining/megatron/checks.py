@@ -172,8 +172,13 @@ REFUSALS = (
 )
 
 
+OF_LAYOUT = ("logits_save_dir", "logits_load_dir")
+"""Options of Megatron-LM's whose files have each context-parallel rank's tokens in Megatron's own layout."""
+
+
 def check_settings(settings, command_line: bool) -> None:
-    """Raise :class:`ConfigError` for the first entry of :data:`REFUSALS` that ``settings`` hold.
+    """Raise :class:`ConfigError` for the first entry of :data:`REFUSALS` that ``settings`` hold, and for head
+    numbers and files that do not go with the backend.
 
     Args:
         settings: Megatron-LM's arguments, or a TransformerConfig.
@@ -190,6 +195,32 @@ def check_settings(settings, command_line: bool) -> None:
             f"{refusal.why}; {refusal.advice}"
         )
     check_head_dim(settings, command_line)
+    _check_groups(settings, command_line)
+    for name in OF_LAYOUT:
+        value, size = (getattr(settings, each, None) for each in (name, "context_parallel_size"))
+        if value is not None and size is not None and size > 1:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {value}, which does not work with attention backend "
+                f"mtraining and --context-parallel-size {size}: logits of files are matched by their place "
+                "on a rank, and tokens are striped; use 1, or leave it out"
+            )
+
+
+def _check_groups(settings, command_line: bool) -> None:
+    """Raise :class:`ConfigError` unless query heads can be shared out to heads of keys."""
+    heads = getattr(settings, "num_attention_heads", None)
+    groups = getattr(settings, "num_query_groups", None)
+    if not getattr(
+        settings, "group_query_attention", True
+    ):  # Megatron-LM then has one for each head
+        return
+    if not heads or groups is None:
+        return
+    if groups < 1 or heads % groups:
+        name = "--num-query-groups" if command_line else "config.num_query_groups"
+        raise ConfigError(
+            f"{name} is {groups}, which does not divide the {heads} attention heads: use a divisor"
+        )
 
 
 def inner_group_size(settings, cp_size: int, gathered: int, command_line: bool) -> int:

@@ -113,3 +113,21 @@ def test_hierarchical_sizes_are_two_whole_numbers(sizes):
     settings = SimpleNamespace(hierarchical_context_parallel_sizes=sizes)
     with pytest.raises(ConfigError, match="hierarchical_context_parallel_sizes is .*two whole"):
         check_settings(settings, command_line=False)
+
+
+@pytest.mark.parametrize("groups", [3, 16, 0])
+def test_query_groups_must_divide_the_heads(groups):
+    with pytest.raises(ArgumentsError, match=f"--num-query-groups is {groups}.* 8 attention heads"):
+        check(parse(group_query_attention=True, num_query_groups=groups))
+    check(parse(group_query_attention=True, num_query_groups=2))
+    check(parse(group_query_attention=False, num_query_groups=groups))
+
+
+@pytest.mark.parametrize("name", ["logits_save_dir", "logits_load_dir"])
+def test_cached_logits_are_of_another_layout(name):
+    """Megatron matches them by their place on a rank: with tokens striped, those of other tokens."""
+    check(parse(context_parallel_size=1, **{name: "logits"}))
+    with pytest.raises(
+        ArgumentsError, match=f"--{name.replace('_', '-')} is logits.*parallel-size 2"
+    ):
+        check(parse(context_parallel_size=2, **{name: "logits"}))
