@@ -20,12 +20,16 @@ OF_YARN = {
     "mscale_all_dim": 0.0,
 }
 """Options that Megatron-LM reads with YaRN only, and their defaults there."""
-NOT_OF_YARN = {
+OF_ROPE = {
     "use_rope_scaling": False,
     "rotary_seq_len_interpolation_factor": None,
     "rotary_percent": 1.0,
 }
-"""Options that Megatron's YaRN does not read, and their defaults."""
+"""Options that Megatron-LM reads with RoPE only, and their defaults there."""
+OF_BOTH = {"rotary_base": 10000}
+"""Options that it reads with RoPE and YaRN, and their defaults."""
+SCALING = {"rope_scaling_factor": 8.0}
+"""Options that it reads with ``--use-rope-scaling`` only, and their defaults."""
 
 
 def check_rotary_options(args) -> str | None:
@@ -41,12 +45,20 @@ def check_rotary_options(args) -> str | None:
         ConfigError: names the option and what to do.
     """
     kind = getattr(args, "position_embedding_type", None)
+    if getattr(args, "use_rotary_position_embeddings", False):
+        kind = "rope"  # Megatron's validation sets it, after ours
     yarn = kind == "yarn"
-    for name, default in (NOT_OF_YARN if yarn else OF_YARN).items():
-        value = getattr(args, name, default)
+    ignored = dict.fromkeys(OF_YARN, "yarn") if not yarn else {}
+    if kind is not None and kind != "rope":
+        ignored |= dict.fromkeys(OF_ROPE, "rope")
+    if kind not in (None, "rope", "yarn"):
+        ignored |= dict.fromkeys(OF_BOTH, "rope")
+    defaults = OF_YARN | OF_ROPE | OF_BOTH
+    for name, reader in ignored.items():
+        value, default = getattr(args, name, defaults[name]), defaults[name]
         if value in (None, default):
             continue
-        advice = f"leave it out, or use --position-embedding-type {'rope' if yarn else 'yarn'}"
+        advice = f"leave it out, or use --position-embedding-type {reader}"
         option = "--" + name.replace("_", "-")
         if name == "yarn_correction_range_round_to_int" and not value:
             option = "--no-yarn-correction-range-round-to-int"
@@ -54,6 +66,7 @@ def check_rotary_options(args) -> str | None:
         raise ConfigError(
             f"{given} is given, but --position-embedding-type is {kind}, which ignores it: {advice}"
         )
+    _check_scaling(args, yarn)
     factor = getattr(args, "rotary_scaling_factor", None)
     if not yarn or factor is None or not hasattr(args, "yarn_original_max_position_embeddings"):
         return None
@@ -65,3 +78,18 @@ def check_rotary_options(args) -> str | None:
         f"(--yarn-original-max-position-embeddings) {factor:g} times (--rotary-scaling-factor), to "
         f"{factor * original:g}: later positions are outside of what the model was made for"
     )
+
+
+def _check_scaling(args, yarn: bool) -> None:
+    """Raise :class:`ConfigError` for a factor of RoPE's scaling without that."""
+    if getattr(args, "use_rope_scaling", False):
+        return
+    for name, default in SCALING.items():
+        value = getattr(args, name, default)
+        if value not in (None, default):
+            option = "--" + name.replace("_", "-")
+            other = "use --rotary-scaling-factor" if yarn else "add --use-rope-scaling"
+            raise ConfigError(
+                f"{option} {show(value)} is given without --use-rope-scaling, and ignored: leave it out, or "
+                f"{other}"
+            )

@@ -43,3 +43,39 @@ def test_samples_longer_than_yarn_extends_to(factor, original, said):
     out = "\n".join(check(args))
     assert out.count("warning: --seq-length is 4096") == said
     assert out.count("to 2048") == said
+
+
+FORGOTTEN = [
+    (
+        "learned_absolute",
+        {"use_rope_scaling": True},
+        "--use-rope-scaling is given.* learned_absolute",
+    ),
+    ("learned_absolute", {"rotary_base": 500000}, "--rotary-base 500000 .* is learned_absolute"),
+    ("learned_absolute", {"rotary_percent": 0.5}, "--rotary-percent 0.5 .* is learned_absolute"),
+    ("none", {"rotary_seq_len_interpolation_factor": 4}, "interpolation-factor 4 .* is none"),
+    ("rope", {"rope_scaling_factor": 4.0}, "--rope-scaling-factor 4.0 .*add --use-rope-scaling"),
+]
+
+
+@pytest.mark.parametrize(
+    "kind, given, message", FORGOTTEN, ids=[f"{kind}-{next(iter(g))}" for kind, g, _ in FORGOTTEN]
+)
+def test_a_kind_of_positions_that_was_forgotten(kind, given, message):
+    """Megatron's default, learned positions, reads none of these."""
+    with pytest.raises(ArgumentsError, match=message):
+        check(parse(position_embedding_type=kind, **given))
+    check(parse(position_embedding_type="rope", **{**given, "use_rope_scaling": True}))
+    # Megatron's validation makes it rope.
+    check(
+        parse(
+            position_embedding_type="learned_absolute",
+            use_rotary_position_embeddings=True,
+            **{**given, "use_rope_scaling": True},
+        )
+    )
+
+
+def test_a_factor_that_yarn_does_not_read():
+    with pytest.raises(ArgumentsError, match="factor 4.0 .*use --rotary-scaling-factor"):
+        check(parse(position_embedding_type="yarn", rope_scaling_factor=4.0))
