@@ -125,7 +125,8 @@ class Steering:
         # logarithm, noise leaves the mean where it is.
         over = lost / (1 - self._aims(seen.device)).clamp(min=1e-5) - 1
         by = (-GAIN * over / SLOPE).clamp(-MOST, MOST)
-        by = torch.where(seen[1] > 0, by, 0.0)  # no attention has run
+        # No attention has run, or it was not a number: the price would be none in all steps after.
+        by = torch.where((seen[1] > 0) & by.isfinite(), by, 0.0)
         low, high = map(math.log, RANGE)
         self._log_prices = (self._logarithms(seen.device) + by).clamp(low, high)
 
@@ -143,8 +144,9 @@ class Steering:
         """Go on from a checkpoint's price, or prices; one stands for all, and all for one by their median.
 
         Raises:
-            ConfigError: the checkpoint is of another number of layers or heads.
+            ConfigError: the checkpoint is of another number of layers or heads, or has no prices.
         """
+        _check_prices(price)
         if isinstance(price, list):
             if not self._heads:
                 price = _median(price)
@@ -171,3 +173,22 @@ class Steering:
 
 def _median(table: list[list[float]]) -> float:
     return statistics.median(price for row in table for price in row)
+
+
+def _check_prices(price: float | list[list[float]]) -> None:
+    """Raise :class:`ConfigError` unless it is a price, or a table of them. A checkpoint has what was written
+    to it: one that is not a number would select nothing in all steps."""
+    rows = price if isinstance(price, list) else [[price]]
+    table = all(isinstance(row, list) and row and len(row) == len(rows[0]) for row in rows)
+    if not rows or not table:
+        raise ConfigError(
+            "the checkpoint has prices that are no table of layers and heads: it was not written by this "
+            "package, or is damaged"
+        )
+    for each in (each for row in rows for each in row):
+        number = isinstance(each, int | float) and not isinstance(each, bool)
+        if not number or not 0 < each < math.inf:
+            raise ConfigError(
+                f"the checkpoint has the price {each!r}, which is no number above 0: it was not written by "
+                "this package, or is damaged"
+            )

@@ -179,3 +179,29 @@ def test_all_ranks_have_one_price():
         alone.observe(torch.tensor([[0.8, 0.95]]))
         alone.advance(step + 1, ALONE)
     torch.testing.assert_close(found[0], alone.price(CPU))
+
+
+def test_recall_that_is_not_a_number_moves_nothing():
+    """Once NaN, a price stayed it."""
+    steering = Steering(aimed(target_recall=0.9))
+    before = steering.price(CPU)
+    steering.observe(torch.tensor([[0.9, float("nan")]]))
+    steering.advance(1, ALONE)
+    assert torch.equal(steering.price(CPU), before)
+
+
+NO_PRICES = [
+    float("nan"), float("inf"), -1.0, 0.0, True, "x", {}, [], [[], []], [0.1] * 4, [[[0.1]] * 4] * 2,
+    [[0.1] * 4, [0.1] * 3], [["a"] * 4] * 2, [[float("nan")] * 4] * 2, [[0.0] * 4] * 2,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scope", ["head", "model"])
+@pytest.mark.parametrize("wrong", NO_PRICES, ids=repr)
+def test_what_is_no_price_is_not_restored(wrong, scope):
+    config = MTrainingConfig.from_options(target_recall=0.9, target_scope=scope)
+    steering = Steering(config, shape=(2, 4))
+    before = steering.state()
+    with pytest.raises(ConfigError, match="the checkpoint has (prices that are no|the price)"):
+        steering.restore(wrong)
+    assert steering.state() == before
