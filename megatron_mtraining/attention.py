@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -86,7 +87,9 @@ def attend(
         softmax_scale = max(1, head_dim) ** -0.5
     cp = cp_group_of(cp_group, cp_inner)
     # Before what one rank alone may find wrong: it would leave the others waiting.
-    _compare_with_ranks(cp, query, key, value, config, softmax_scale, documents, head_policies)
+    _compare_with_ranks(
+        cp, query, key, value, config, softmax_scale, documents, head_policies, price
+    )
     _check(query, key, value, cp, softmax_scale, documents)
     _check_policies(head_policies, query.shape[2], config)
     _check_price(price, query)
@@ -131,9 +134,11 @@ def _compare_with_ranks(
     softmax_scale: float,
     documents: Documents | None,
     head_policies: Sequence[Policy] | None,
+    price: Tensor | None,
 ) -> None:
     """Raise :class:`~.errors.ConfigError`, on every rank, unless all ranks of the group are given the same.
-    A collective at the first call with these settings, shapes and dtypes."""
+    A collective at the first call with these settings, shapes and dtypes. Of documents and prices, those on
+    the CPU are compared then, too: to read them from a GPU would wait for it."""
     if cp.world == 1:
         return
     kind = (
@@ -148,12 +153,23 @@ def _compare_with_ranks(
         given[f"the shape of the {name}"] = tuple(tensor.shape)
         given[f"the dtype of the {name}"] = str(tensor.dtype)
     given["the number of ranks in an inner group"] = cp.inner
-    given["softmax_scale"] = softmax_scale
-    given["documents"] = "none" if documents is None else "packed"
+    given["softmax_scale"] = float(softmax_scale)
+    given["documents"] = "none" if documents is None else _shown(documents)
+    if isinstance(price, Tensor) and price.device.type == "cpu" and price.layout is torch.strided:
+        given["price"] = price.tolist()
     for head, policy in enumerate(head_policies or ()):
         given[f"the policy of head {head}"] = policy
     check_agreement(cp, given, "the ranks of a context-parallel group")
     compared.add(kind)
+
+
+def _shown(documents: Documents) -> str:
+    """``packed``, and on the CPU a digest of where they start."""
+    starts = documents.starts
+    if starts.device.type != "cpu":
+        return "packed"
+    digest = hashlib.sha256(starts.numpy().tobytes()).hexdigest()
+    return f"packed (SHA-256 of their starts {digest[:16]})"
 
 
 def _check(

@@ -27,7 +27,9 @@ DIFFERENT = {
     "length": (128, "shape of the query is (256, 1, 4, 64) on rank 0, (128, 1, 4, 64) on rank 1"),
     "odd length": (200, "shape of the query is (256, 1, 4, 64) on rank 0, (200, 1, 4, 64) on rank 1"),
     "inner": ("inner", "the number of ranks in an inner group is 2 on rank 0, 1 on rank 1"),
-    "documents": ("documents", "documents is 'none' on rank 0, 'packed' on rank 1"),
+    "documents": ("documents", "documents is 'none' on rank 0, 'packed"),
+    "other documents": ("other documents", "documents is 'packed (SHA-256 of their starts"),
+    "price of a call": ("price of a call", "price is [0.25] on rank 0, [3.0] on rank 1"),
 }  # fmt: skip
 
 
@@ -41,6 +43,11 @@ def attend_differently(rank, world, case):
     more = dict(cp_inner=1) if changed == "inner" else {}
     if changed == "documents":
         more = dict(documents=Documents.from_lengths([100, 2 * TOKENS - 100], 2 * TOKENS))
+    if case == "other documents":
+        lengths = [100 + rank, 2 * TOKENS - 100 - rank]
+        more = dict(documents=Documents.from_lengths(lengths, 2 * TOKENS))
+    if case == "price of a call":
+        more = dict(price=torch.tensor([3.0 if rank else 0.25]))
     config = MTrainingConfig.from_options(**options)
     try:
         attend(query, key, value, config=config, cp_group=dist.group.WORLD, **more)
