@@ -10,6 +10,7 @@ from torch import Tensor
 from ..config import ConfigError
 from ..documents import Documents
 from ..layout import stripe_batch
+from ..tensors import check_dense
 from .backend import is_active, training_arguments
 from .checks import inner_group_size
 from .options import config_from_args
@@ -76,19 +77,33 @@ def slice_batch(
         ConfigError: packed sequences, an entry with another length, or documents that position ids do not
             tell.
     """
+    if not isinstance(batch, dict):
+        raise ConfigError(f"the batch is a {type(batch).__name__}: give a dict of tensors")
     packed = [name for name in PACKED if batch.get(name) is not None]
     if packed:
         raise ConfigError(
             f"the batch has {', '.join(packed)}: attention backend mtraining does not support "
             "packed sequences or hybrid context parallelism"
         )
-    lengths = {batch[name].shape[1] for name in SEQUENCES if batch.get(name) is not None}
+    given = {name: batch[name] for name in SEQUENCES if batch.get(name) is not None}
+    for name, value in given.items():
+        check_dense(f"the batch's {name}", value)
+        if value.dim() < 2:
+            raise ConfigError(
+                f"the batch's {name} are of shape {list(value.shape)}: give [batch, sequence]"
+            )
+    lengths = {value.shape[1] for value in given.values()}
     if not lengths:
         return batch
     ours = {}
     for name, value in batch.items():
         if not isinstance(value, Tensor) or value.dim() < 2:
             continue
+        if name == "attention_mask" and value.dim() < 3:
+            raise ConfigError(
+                f"the batch's attention_mask is of shape {list(value.shape)}: give [batch, 1, sequence, "
+                "sequence], or None"
+            )
         lengths.add(value.shape[2 if name == "attention_mask" else 1])
         ours[name] = value
     if len(lengths) > 1:

@@ -37,7 +37,8 @@ def unset(value) -> bool:
     return value is None or value is False or value == 0 or value == [] or value == ""
 
 
-def _is_p2p(value) -> bool:
+def is_p2p(value) -> bool:
+    """Whether ways of communication, of all layers or of one, are the ring, or left out."""
     kinds = value if isinstance(value, list | tuple) else [value]
     return all(kind in (None, "p2p") for kind in kinds)
 
@@ -103,7 +104,7 @@ REFUSALS = (
     ),
     Refusal(
         "cp_comm_type",
-        _is_p2p,
+        is_p2p,
         "the backend has a ring of its own and would ignore it",
         "use p2p or leave it out",
     ),

@@ -16,7 +16,7 @@ from ..pattern import Steering
 from . import recompute
 from .arguments import settings
 from .backend import is_active, training_arguments
-from .checks import check_settings, inner_group_size, show
+from .checks import check_settings, inner_group_size, is_p2p, show
 from .density import DensityMeter
 from .hosts import advise_on_hosts, check_hosts
 from .packed_documents import documents_for_layer
@@ -75,6 +75,12 @@ class MTrainingAttention(MegatronModule):
                 "self-attention only"
             )
         _check_mask_type(attn_mask_type, place)
+        if not is_p2p(cp_comm_type):
+            raise ConfigError(
+                f"the {place} has cp_comm_type {cp_comm_type}, and would ignore it: use p2p or leave it out"
+            )
+        if type(layer_number) is not int or layer_number < 1:
+            raise ConfigError(f"layer_number is {layer_number!r}: give a whole number from 1 on")
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
         self.mtraining = settings(config)
@@ -85,6 +91,13 @@ class MTrainingAttention(MegatronModule):
         )
         self.cp_group = group if group is not None and group.size() > 1 else None
         size = 1 if group is None else group.size()
+        planned = getattr(config, "context_parallel_size", 1)
+        if planned > 1 and planned != size:
+            # It would attend to a part of the sequence as if it were all of it.
+            raise ConfigError(
+                f"config.context_parallel_size is {planned}, but the {place} has a context-parallel group of "
+                f"{size}: make them equal, or initialize Megatron's parallel state first"
+            )
         gathered = self.mtraining.gathered_ranks
         self.cp_inner = inner_group_size(config, size, gathered, command_line=False)
         sizes = getattr(config, "hierarchical_context_parallel_sizes", None)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..config import ConfigError
 from ..documents import MOST_TOKENS, Documents
+from ..tensors import check_values
 from .backend import is_active, training_arguments
 
 ATTRIBUTE = "mtraining_documents"
@@ -32,6 +33,8 @@ class DocumentParams(PackedSeqParams):
 
 def packed_seq_params_of(documents: Documents) -> DocumentParams:
     """``packed_seq_params`` of a forward of the model, for training loops that make their own batches."""
+    if not isinstance(documents, Documents):
+        raise ConfigError(f"documents are a {type(documents).__name__}: give Documents")
     length = documents.seq_length  # positions of the rotary table
     params = DocumentParams(qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length)
     params.documents = documents
@@ -142,7 +145,8 @@ def documents_from_packed_seq_params(params: PackedSeqParams) -> Documents:
     """Documents of Megatron's packed sequences, one after the other in one sequence. Read on the host.
 
     Raises:
-        ConfigError: there is padding between them, or they are for another context-parallel group.
+        ConfigError: there is padding between them, keys have other ones, or they are for another
+            context-parallel group.
     """
     ends = params.cu_seqlens_q
     padded = params.cu_seqlens_q_padded
@@ -161,7 +165,16 @@ def documents_from_packed_seq_params(params: PackedSeqParams) -> Documents:
             "packed_seq_params have other cu_seqlens_q_padded than cu_seqlens_q: attention backend mtraining "
             "does not support padding between documents"
         )
-    return Documents.from_cu_seqlens(ends, int(ends.flatten()[-1]))
+    check_values(cu_seqlens_q=ends)
+    length = int(ends.flatten()[-1]) if ends.numel() else 0
+    documents = Documents.from_cu_seqlens(ends, length)
+    of_keys = getattr(params, "cu_seqlens_kv", None)
+    if of_keys is not None and of_keys is not ends and not of_keys.equal(ends):
+        raise ConfigError(
+            "packed_seq_params have other cu_seqlens_kv than cu_seqlens_q: attention backend mtraining "
+            "supports self-attention only"
+        )
+    return documents
 
 
 def documents_for_layer(params, place: str) -> Documents | None:

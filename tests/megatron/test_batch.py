@@ -90,3 +90,21 @@ def test_hybrid_context_parallelism_is_refused(monkeypatch, group):
     run_with(monkeypatch, AttnBackend.mtraining)
     with pytest.raises(ConfigError, match="hybrid"):
         batch_module.wrap_get_batch(original)(whole_batch(), True, group(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("batch", "named"),
+    [
+        ([torch.zeros(2, 256)], "the batch is a list"),
+        (whole_batch(tokens=[[1] * BATCH_SEQUENCE]), "the batch's tokens is a list"),
+        (whole_batch(labels=torch.zeros(BATCH_SEQUENCE)), r"labels are of shape \[768\]"),
+        (
+            whole_batch(attention_mask=torch.ones(768, 768)),
+            r"attention_mask is of shape \[768, 768\]",
+        ),
+    ],
+    ids=["list", "tokens in a list", "one dimension", "mask of two"],
+)
+def test_what_is_no_batch_is_refused(batch, named):
+    with pytest.raises(ConfigError, match=named):
+        slice_batch(batch, 0, 2, BLOCK)

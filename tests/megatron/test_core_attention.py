@@ -101,6 +101,11 @@ BUILT = {
     "no mask": (dict(attn_mask_type=AttnMaskType.no_mask), "mask type no_mask"),
     "head dim": (dict(config=dict(kv_channels=96)), "is 96"),
     "settings": (dict(config=dict(mtraining=5)), "config.mtraining is 5"),
+    "communication": (dict(cp_comm_type="a2a"), "cp_comm_type a2a"),
+    "number": (dict(layer_number=0), "layer_number is 0"),
+    "number of a text": (dict(layer_number="1"), "layer_number is '1'"),
+    "no group": (dict(config=dict(context_parallel_size=2)), "context_parallel_size is 2"),
+    "query groups": (dict(config=dict(num_query_groups=3)), "config.num_query_groups is 3"),
 }
 
 

@@ -102,10 +102,15 @@ def test_megatrons_packed_sequences_become_documents():
         (dict(qkv_format="sbhd"), "thd"),
         (dict(cu_seqlens_q=None), "cu_seqlens_q"),
         (dict(cu_seqlens_q=ends + 1), "ascend from 0"),
+        (dict(cu_seqlens_kv=ends[1:]), "other cu_seqlens_kv than cu_seqlens_q"),
+        (dict(cu_seqlens_q=ends[:0]), "ascend from 0"),
+        (dict(cu_seqlens_q=[0, 768]), "cu_seqlens_q is a list"),
     ):
         with pytest.raises(ConfigError, match=message):
             params = PackedSeqParams(**{**packed, **wrong})
             Model().wrapped(None, None, None, packed_seq_params=params)
+    with pytest.raises(ConfigError, match="documents are a list"):
+        packed_documents.packed_seq_params_of([100, 668])
 
 
 def test_documents_that_do_not_reach_a_layer_are_missed(monkeypatch):
