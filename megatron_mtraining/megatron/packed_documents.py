@@ -135,10 +135,26 @@ def wrap_forward(original):
             documents = params.documents
         else:
             documents = documents_from_packed_seq_params(params)
+        if documents is not None:
+            _check_length(documents, given.get("input_ids"), getattr(self, "pg_collection", None))
         given["packed_seq_params"] = None if documents is None else packed_seq_params_of(documents)
         return original(*bound.args, **bound.kwargs)
 
     return forward
+
+
+def _check_length(documents: Documents, tokens: Tensor | None, pg_collection) -> None:
+    """Raise :class:`ConfigError` if documents are of another length than the sequence: the rotary table is
+    made for theirs. A pipeline stage without tokens cannot tell."""
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or pg_collection is None:
+        return
+    group = getattr(pg_collection, "cp", None)
+    length = tokens.shape[1] * (1 if group is None else group.size())
+    if documents.seq_length != length:
+        raise ConfigError(
+            f"documents are of {documents.seq_length} tokens, but the sequence of {length} (over all "
+            "context-parallel ranks): give those of this batch"
+        )
 
 
 def documents_from_packed_seq_params(params: PackedSeqParams) -> Documents:
@@ -148,6 +164,11 @@ def documents_from_packed_seq_params(params: PackedSeqParams) -> Documents:
         ConfigError: there is padding between them, keys have other ones, or they are for another
             context-parallel group.
     """
+    if not isinstance(params, PackedSeqParams):
+        raise ConfigError(
+            f"packed_seq_params are a {type(params).__name__}: give Megatron's PackedSeqParams, or what "
+            "megatron_mtraining.megatron.packed_documents.packed_seq_params_of makes of Documents"
+        )
     ends = params.cu_seqlens_q
     padded = params.cu_seqlens_q_padded
     if ends is None or getattr(params, "qkv_format", None) != "thd":

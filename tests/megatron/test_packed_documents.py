@@ -113,6 +113,22 @@ def test_megatrons_packed_sequences_become_documents():
         packed_documents.packed_seq_params_of([100, 668])
 
 
+def test_documents_of_another_length_are_named_by_the_model(group):
+    """The rotary table is made for their length: it would not fit, or be too short to stripe."""
+    params = packed_documents.packed_seq_params_of(Documents.from_lengths([100, 668], 768))
+    model = Model()
+    model.pg_collection = SimpleNamespace(cp=group(0, 2))
+    assert model.wrapped(torch.zeros(1, 384).long(), None, None, packed_seq_params=params)
+    with pytest.raises(ConfigError, match="documents are of 768 tokens, but the sequence of 1536"):
+        model.wrapped(torch.zeros(1, 768).long(), None, None, packed_seq_params=params)
+
+
+@pytest.mark.parametrize("wrong", [Documents.from_lengths([768], 768), "thd"])
+def test_what_are_no_packed_seq_params_is_refused(wrong):
+    with pytest.raises(ConfigError, match="packed_seq_params are a .*packed_seq_params_of"):
+        Model().wrapped(None, None, None, packed_seq_params=wrong)
+
+
 def test_documents_that_do_not_reach_a_layer_are_missed(monkeypatch):
     query, key, value = operands()
     args = SimpleNamespace(attention_backend=AttnBackend.mtraining, reset_attention_mask=True)
