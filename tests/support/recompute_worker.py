@@ -169,7 +169,7 @@ class Watch:
             return out
 
         def keep(attention, attended, shape):
-            self.kept.append(weakref.ref(attended.index if attended.out is None else attended.out))
+            self.kept.append(weakref.ref(getattr(attended, "out", attended)))
             return kept(attention, attended, shape)
 
         def post(*args, **kwargs):
