@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from ..files import read_text
+from ..requirements import first_line
 from .options import BY_NAME, RENAMED, current_name, policy_from, policy_values
 from .policies import Policy, PricePolicy
 from .settings import DENSE, MTrainingConfig
@@ -349,6 +350,11 @@ def _from_yaml(text: str, name: str):
         return None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ConfigError(f"{name} is not valid YAML: {_yaml_problem(error)}") from None
+    except (AttributeError, KeyError, TypeError) as error:
+        # PyYAML's constructors, of a value that does not fit its explicit tag
+        raise ConfigError(
+            f"{name} is not valid YAML: a value does not fit its tag ({first_line(error)})"
+        ) from None
     finally:
         if loader is not None:
             loader.dispose()

@@ -157,7 +157,9 @@ class _Version(argparse.Action):
     """``--version``: this package's, and of the packages that decide what works."""
 
     def __init__(self, **options):
-        super().__init__(nargs=0, **options)
+        super().__init__(
+            nargs=0, **{**options, "dest": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+        )
 
     def __call__(self, parser, *args):
         names = ("torch", "triton", "megatron-core", "transformer-engine")

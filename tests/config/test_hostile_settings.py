@@ -33,6 +33,8 @@ FILES = {
     "date.yaml": "layers:\n  0: {price: 2001-99-99}\n",
     "digits.yaml": f"layers:\n  0: {{price: {'9' * 5000}}}\n",
     "tag.yaml": "layers: !!python/object/apply:os.system ['false']\n",
+    "boolean.yaml": "!!bool coverage: 1\n",
+    "timestamp.yaml": "price: !!timestamp soon\n",
     "key.yaml": "layers:\n  ? [1, 2]\n  : {price: 1}\n",
     "documents.yaml": "layers: {}\n---\nlayers: {}\n",
     "alias.yaml": "layers: *nothing\n",
