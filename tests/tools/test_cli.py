@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from functools import partial
 
 import pytest
 
@@ -49,7 +50,9 @@ def command(tmp_path):
         (tmp_path / "body.py").write_text(top + text)
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
         words = [sys.executable, str(tmp_path / "start.py")]
-        return subprocess.Popen(words, **streams, text=True, cwd=tmp_path)
+        # A shell that runs the tests in the background has them ignore Ctrl-C.
+        usual = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        return subprocess.Popen(words, **streams, text=True, cwd=tmp_path, preexec_fn=usual)
 
     return start
 

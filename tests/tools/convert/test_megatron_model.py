@@ -69,6 +69,7 @@ def test_verify(converted, tmp_path, capsys):
     folder = next(path for path in converted if path.name.endswith("qwen3"))
     np.save(tmp_path / "ids.npy", np.random.default_rng(1).integers(0, 300, 256))
     words = ["--text", f"{tmp_path}/ids.npy", "--device", "cpu", "--output", f"{tmp_path}/out.json"]
+    words.append("--overwrite")
     assert cli.main(["convert", "verify", f"{folder}/hf", f"{folder}/meg", *words]) == 0
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["tokens"] == 256 and len(found["ranges"]) == 8
