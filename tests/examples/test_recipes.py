@@ -3,6 +3,7 @@
 
 import inspect
 import json
+import shlex
 import sys
 from types import SimpleNamespace
 
@@ -11,9 +12,19 @@ import torch
 from torch.distributed.run import get_args_parser
 
 from megatron_mtraining.megatron import register
-from tests.support.recipes import EXAMPLES, RECIPES, VARIABLE, Recorder
+from tests.support.recipes import (
+    EVERY_RECIPE,
+    EXAMPLES,
+    VARIABLE,
+    Recorder,
+    config_of,
+    converted,
+    dataset,
+)
 
-BIG, SMALL = "qwen2.5-3b-512k", "qwen2.5-0.5b-128k"
+BIG, MIDDLE, SMALL = "qwen2.5-3b-512k", "qwen2.5-7b-256k", "qwen2.5-0.5b-128k"
+YARN = {BIG: 16, MIDDLE: 8, SMALL: 4}
+SECOND = dict(NODE_RANK="1", MASTER_ADDR="node07")
 FOUR_NODES = dict(NODES="4", GPUS="8", NODE_RANK="2", MASTER_ADDR="node07", MASTER_PORT="7000")
 
 
@@ -24,6 +35,8 @@ def recorder(tmp_path):
 
 def started(recorder, recipe, *words, **environment):
     """torchrun's arguments, by its own parser, of one node."""
+    if recipe == MIDDLE:
+        environment = {**SECOND, **environment}
     script = EXAMPLES / recipe / "run.sh"
     run, lines = recorder.start(script, recorder.checkout, *words, **environment)
     assert run.returncode == 0, run.stderr
@@ -93,6 +106,7 @@ def check_512k(args):
     assert args.seq_length == 524288 == 16 * args.yarn_original_max_position_embeddings
     assert (args.rotary_scaling_factor, args.rotary_base) == (16.0, 1000000)
     check_both(args)
+    assert args.padded_vocab_size == 151936 and not args.untie_embeddings_and_output_weights
     assert args.global_batch_size == 1
 
 
@@ -102,8 +116,22 @@ def check_both(args):
     assert (args.mtraining_vertical, args.mtraining_slash) == (1000, 100)
     assert args.mtraining_loss_chunk == 4096
     assert args.recompute_granularity == "full" and args.use_distributed_optimizer
-    assert args.padded_vocab_size == 151936 and not args.untie_embeddings_and_output_weights
     assert args.layernorm_epsilon == 1e-6 and args.bf16
+
+
+@pytest.mark.parametrize("tp,cp,sizes", [(1, 16, [8, 2]), (2, 8, [4, 2]), (4, 4, [2, 2])])
+def test_two_nodes_of_8(tp, cp, sizes, recorder, megatron):
+    launch = started(recorder, MIDDLE, **({} if tp == 2 else {"TP": str(tp)}))
+    assert (launch.nproc_per_node, launch.nnodes, launch.node_rank) == ("8", "2", 1)
+    args = megatron(launch)
+    assert shape(args) == [28, 3584, 18944, 28, 4, 128]
+    assert args.seq_length == 262144 == 8 * args.yarn_original_max_position_embeddings
+    assert (args.rotary_scaling_factor, args.padded_vocab_size) == (8.0, 152064)
+    assert args.untie_embeddings_and_output_weights and args.global_batch_size == 4
+    assert (args.tensor_model_parallel_size, args.sequence_parallel) == (tp, tp > 1)
+    assert (args.context_parallel_size, args.data_parallel_size) == (cp, 1)
+    assert args.hierarchical_context_parallel_sizes == sizes
+    check_both(args)
 
 
 def test_one_gpu(recorder, megatron):
@@ -113,13 +141,14 @@ def test_one_gpu(recorder, megatron):
     assert args.seq_length == 131072 == 4 * args.yarn_original_max_position_embeddings
     assert (args.rotary_scaling_factor, args.rotary_base) == (4.0, 1000000)
     check_both(args)
+    assert args.padded_vocab_size == 151936 and not args.untie_embeddings_and_output_weights
     many = megatron(started(recorder, SMALL, GPUS="8", BATCH="16"))
     assert many.data_parallel_size == 8 and many.global_batch_size == 16
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", EVERY_RECIPE)
 def test_data_a_checkpoint_and_other_settings(recipe, recorder, megatron, tmp_path):
-    (tmp_path / "text.idx").write_text("")
+    dataset(tmp_path / "text", 50)
     words = ["--lr", "2e-5"]
     environment = dict(DATA_PATH=str(tmp_path / "text"), TOKENIZER="words", CHECKPOINT="kept")
     launch = started(recorder, recipe, *words, **environment, ITERATIONS="7", VERTICAL="500")
@@ -129,7 +158,9 @@ def test_data_a_checkpoint_and_other_settings(recipe, recorder, megatron, tmp_pa
     assert args.load == args.save == "kept"
     assert (args.train_iters, args.lr) == (7, 2e-5)
     assert (args.mtraining_policy, args.mtraining_vertical) == ("fixed", 500)
-    assert args.padded_vocab_size == 151936, "whatever the tokenizer has"
+    rows = 152064 if recipe == MIDDLE else 151936
+    assert args.padded_vocab_size == rows, "whatever the tokenizer has"
+    assert args.split == "100,0,0" and args.pretrained_checkpoint is None
     args = megatron(started(recorder, recipe, **environment))
     assert (args.mtraining_policy, args.mtraining_price) == ("price", 0.25)
     args = megatron(started(recorder, recipe, "--mtraining-price", "0.3"))
@@ -144,6 +175,116 @@ def test_data_a_checkpoint_and_other_settings(recipe, recorder, megatron, tmp_pa
     assert (args.mtraining_price, args.mtraining_target_recall) == (0.3, 0.95)
 
 
+SECTIONS = [
+    (dict(NODES="1", GPUS="8", TP="2"), 4, []),
+    (dict(NODES="2", GPUS="8", TP="2", CP="4"), 4, []),
+    (dict(NODES="4", GPUS="4", TP="2", CP="4"), 4, [2, 2]),
+    (dict(NODES="4", GPUS="8", TP="4", CP="8"), 8, [2, 4]),
+    (dict(NODES="4", GPUS="8", TP="2", PP="2"), 8, [4, 2]),
+    (dict(NODES="3", GPUS="8", TP="1"), 24, [8, 3]),
+    (dict(NODES="2", GPUS="4", TP="4"), 2, ["alone"]),
+]
+
+
+@pytest.mark.parametrize(("given", "cp", "sizes"), SECTIONS)
+def test_inner_groups_are_the_context_parallel_ranks_of_a_host(given, cp, sizes, recorder):
+    """And none has ranks of two: by the order in which Megatron numbers ranks."""
+    given = {"BATCH": "64", **given}
+    words = started(recorder, MIDDLE, **given).training_script_args
+    flags = {word: i for i, word in enumerate(words)}
+    tp = int(given["TP"])
+    assert words[flags["--context-parallel-size"] + 1] == str(cp)
+    assert ("--sequence-parallel" in flags) is (tp > 1)
+    assert ("--mtraining-gathered-ranks" in flags) is (sizes == ["alone"])
+    inner = {"alone": 1}.get(sizes[0], sizes[0]) if sizes else min(cp, 8)
+    named = flags.get("--hierarchical-context-parallel-sizes")
+    if named is None:
+        assert sizes in ([], ["alone"])
+    else:
+        assert [int(word) for word in words[named + 1 : named + 3]] == sizes
+    gpus, world = int(given["GPUS"]), int(given["NODES"]) * int(given["GPUS"])
+    for first in range(0, world // (tp * cp)):  # data- and pipeline-parallel ranks
+        for t in range(tp):
+            hosts = [((first * cp + c) * tp + t) // gpus for c in range(cp)]
+            groups = [hosts[i : i + inner] for i in range(0, cp, inner)]
+            assert all(len(set(group)) == 1 for group in groups), (hosts, inner)
+
+
+UNFIT = [
+    ({"TP": "3"}, "TP is 3, which does not divide the 8 GPUs of a node"),
+    ({"CP": "16"}, "TP 2 x PP 1 x CP 16 does not divide the 16 GPUs"),
+    (
+        {"TP": "4", "NODES": "3", "CP": "3", "BATCH": "6"},
+        "not a multiple of the 2 context-parallel",
+    ),
+    ({"TP": "1", "NODES": "3", "CP": "3", "BATCH": "8"}, "CP is 3, which does not divide the 8"),
+    ({"CP": "4", "BATCH": "3"}, "BATCH is 3, which is not a multiple of the 2 data-parallel ranks"),
+    ({"CP": "none"}, "CP is none: use a positive number"),
+    ({"NODES": "0"}, "NODES is 0: use a positive number"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), UNFIT)
+def test_ranks_that_do_not_fit_are_refused(given, message, recorder):
+    script = EXAMPLES / MIDDLE / "run.sh"
+    run, lines = recorder.start(script, recorder.checkout, **SECOND, **given)
+    assert (run.returncode, lines) == (2, []) and message in run.stderr, run.stderr
+
+
+@pytest.mark.parametrize("recipe", EVERY_RECIPE)
+def test_random_weights_have_the_shape_of_the_converted_model(recipe, recorder, megatron, tmp_path):
+    """And the same command trains either, but for where weights and tokenizer come from."""
+    model = converted(tmp_path / "model", config_of(recipe), YARN[recipe])
+    data = dict(DATA_PATH=str(dataset(tmp_path / "text", 50)), CHECKPOINT="run")
+    ours = vars(megatron(started(recorder, recipe, **data, TOKENIZER="words")))
+    theirs = vars(megatron(started(recorder, recipe, **data, MODEL=str(model))))
+    different = {name for name in ours if ours[name] != theirs[name]}
+    assert different == {"tokenizer_model", "pretrained_checkpoint"}
+    assert theirs["pretrained_checkpoint"] == str(model) and theirs["load"] == "run"
+    assert theirs["tokenizer_model"] == str(model / "hf")
+    alone = megatron(started(recorder, recipe, MODEL=str(model)))
+    assert (alone.load, alone.save, alone.tokenizer_type) == (str(model), None, "NullTokenizer")
+
+
+def test_any_converted_model(recorder, megatron, tmp_path):
+    """Without a recipe: a Llama, with the positions that it has."""
+    config = config_of(SMALL, positions=8192) | dict(architectures=["LlamaForCausalLM"])
+    model = converted(tmp_path / "model", config, None, tokenizer=False)
+    given = dict(MODEL=str(model), NODES="2", GPUS="4", TP="2", **SECOND)
+    script = EXAMPLES / "run.sh"
+    run, ((line, _),) = recorder.start(script, recorder.checkout, **given)
+    assert run.returncode == 0, run.stderr
+    launch = get_args_parser().parse_args(line)
+    launch.connections = "1"
+    args = megatron(launch)
+    assert (args.position_embedding_type, args.seq_length) == ("rope", 8192)
+    assert args.hierarchical_context_parallel_sizes == [2, 2] and not args.add_qkv_bias
+    given["DATA_PATH"] = str(dataset(tmp_path / "text", 50))
+    run, lines = recorder.start(script, recorder.checkout, **given)
+    assert (run.returncode, lines) == (2, []) and "set TOKENIZER" in run.stderr
+    run, lines = recorder.start(script, recorder.checkout)
+    assert (run.returncode, lines) == (2, []) and "set MODEL to a folder" in run.stderr
+
+
+def test_a_dry_run_prints_what_would_start(recorder, tmp_path):
+    script = EXAMPLES / MIDDLE / "run.sh"
+    words = [recorder.checkout, "--lr", "2e-5", "--tensorboard-dir", "a folder"]
+    _, ((line, connections),) = recorder.start(script, *words, **SECOND)
+    for place in range(len(words)):
+        dry = [*words[:place], "--dry-run", *words[place:]]
+        run, lines = recorder.start(script, *dry, **SECOND)
+        assert (run.returncode, lines, run.stderr) == (0, [], "")
+        assert shlex.split(run.stdout.replace("\\\n", "")) == [
+            f"{VARIABLE}={connections}",
+            "torchrun",
+            *line,
+        ]
+    run, _ = recorder.start(script, "--dry-run", recorder.checkout)
+    assert "--master-addr FIRST_NODE" in run.stdout and run.returncode == 0
+    run, _ = recorder.start(script, "--dry-run", recorder.checkout, MODEL="nowhere")
+    assert run.returncode == 2 and "there is no megatron_args.sh in nowhere" in run.stderr
+
+
 WRONG = [
     ({"NODES": "4"}, "set MASTER_ADDR"),
     ({"NODES": "4", "MASTER_ADDR": "node07"}, "set NODE_RANK"),
@@ -152,16 +293,36 @@ WRONG = [
     ({"SETTINGS": "s.json", "SLASH": "10"}, "SETTINGS and VERTICAL or SLASH are both set"),
     ({"DATA_PATH": "nowhere/text"}, "there is no nowhere/text.idx"),
     ({"DATA_PATH": __file__.removesuffix(".py")}, ".idx"),
+    ({"MODEL": "nowhere"}, "there is no megatron_args.sh in nowhere"),
 ]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", EVERY_RECIPE)
 def test_what_is_missing_is_named(recipe, recorder, tmp_path):
     script = EXAMPLES / recipe / "run.sh"
-    (tmp_path / "text.idx").write_text("")
-    without_tokenizer = ({"DATA_PATH": str(tmp_path / "text")}, "set TOKENIZER")
-    for environment, message in [*WRONG, without_tokenizer]:
-        run, lines = recorder.start(script, recorder.checkout, **environment)
+    text = str(dataset(tmp_path / "text", 50))
+    (tmp_path / "empty.idx").write_text("")
+    (tmp_path / "empty.bin").write_text("")
+    (tmp_path / "alone.idx").write_text("")
+    model = str(converted(tmp_path / "model", config_of(recipe), YARN[recipe]))
+    long = str(converted(tmp_path / "long", config_of(recipe, 131072), YARN[recipe]))
+    short = str(converted(tmp_path / "short", config_of(recipe), 2))
+    gone = converted(tmp_path / "gone", config_of(recipe), YARN[recipe])
+    (gone / "latest_checkpointed_iteration.txt").unlink()
+    wrong = [
+        *WRONG,
+        ({"DATA_PATH": text}, "set TOKENIZER"),
+        ({"DATA_PATH": str(tmp_path / "empty")}, "is not an index of Megatron's"),
+        ({"DATA_PATH": str(tmp_path / "alone")}, "there is no " + str(tmp_path / "alone.bin")),
+        ({"DATA_PATH": f"60 {text} 40 nowhere/short"}, "there is no nowhere/short.idx"),
+        ({"MODEL": str(gone)}, "there is no checkpoint in"),
+        ({"MODEL": long}, "as max_position_embeddings into config.json"),
+        ({"MODEL": short}, "has 65536 positions: convert it with a larger --yarn"),
+        ({"MODEL": model, "CHECKPOINT": model}, "CHECKPOINT is MODEL"),
+    ]
+    for environment, message in wrong:
+        nodes = {} if "NODES" in environment else SECOND
+        run, lines = recorder.start(script, recorder.checkout, **nodes, **environment)
         assert (run.returncode, lines) == (2, []) and message in run.stderr, run.stderr
     for words, message in [([], "usage: "), ([tmp_path], f"no pretrain_gpt.py in {tmp_path}")]:
         run, lines = recorder.start(script, *words)
@@ -171,7 +332,32 @@ def test_what_is_missing_is_named(recipe, recorder, tmp_path):
     assert (run.returncode, lines) == (2, []) and "use Megatron-LM 0.19" in run.stderr
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("sequences", [*range(2, 60), 99, 1000])
+def test_every_part_of_a_split_has_a_sample(sequences, recorder, tmp_path, split="99,1,0"):
+    """run.sh counts as Megatron does, which numbers an epoch of n sequences 1 to n - 1."""
+    config = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_config")
+    bounds = config.convert_split_vector_to_split_matrix(config.parse_and_normalize_split(split))
+    parts = [round(b[1] * sequences) - round(b[0] * sequences) for b in bounds if b is not None]
+    given = dict(DATA_PATH=str(dataset(tmp_path / "text", sequences)), TOKENIZER="words")
+    script = EXAMPLES / SMALL / "run.sh"
+    run, lines = recorder.start(script, recorder.checkout, SPLIT=split, EVAL_ITERS="1", **given)
+    assert (run.returncode == 0) is (min(parts) >= 2), (parts, run.stderr)
+    if min(parts) < 2:
+        assert f"SPLIT is {split}, and {tmp_path}/text has {sequences} sequences" in run.stderr
+
+
+def test_evaluation_and_a_mix_of_datasets(recorder, megatron, tmp_path):
+    long, short = (str(dataset(tmp_path / name, 50)) for name in ("long", "short"))
+    given = dict(DATA_PATH=f"60 {long} 40 {short}", TOKENIZER="words", EVAL_ITERS="2")
+    script = EXAMPLES / SMALL / "run.sh"
+    run, lines = recorder.start(script, recorder.checkout, **given)
+    assert (run.returncode, lines) == (2, []) and "EVAL_ITERS is 2, but SPLIT is" in run.stderr
+    args = megatron(started(recorder, SMALL, **given, SPLIT="95,5,0"))
+    assert args.data_path == ["60", long, "40", short]
+    assert (args.split, args.eval_iters) == ("95,5,0", 2)
+
+
+@pytest.mark.parametrize("recipe", EVERY_RECIPE)
 def test_slurm(recipe, recorder):
     script = EXAMPLES / recipe / "slurm.sh"
     job = dict(
@@ -190,3 +376,23 @@ def test_slurm(recipe, recorder):
         assert launch.training_script_args[-2:] == ["--lr", "2e-5"]
     run, lines = recorder.start(script, recorder.checkout, **{**job, "SLURM_SUBMIT_DIR": "/"})
     assert run.returncode == 2 and not lines and "in the folder of slurm.sh" in run.stderr
+    run, lines = recorder.start(script, "--dry-run", recorder.checkout, BATCH="32", **job)
+    assert (run.returncode, lines) == (0, []) and "--node-rank 3" in run.stdout, run.stderr
+    # Once, not from each node.
+    run, lines = recorder.start(script, recorder.checkout, **job, BATCH="32", MODEL="nowhere")
+    assert (run.returncode, lines) == (2, [])
+    assert run.stderr.count("there is no megatron_args.sh in nowhere") == 1
+
+
+def test_slurm_without_a_recipe(recorder, tmp_path):
+    model = converted(tmp_path / "model", config_of(SMALL), 4)
+    run, lines = recorder.start(
+        EXAMPLES / "slurm.sh",
+        recorder.checkout,
+        MODEL=str(model),
+        SLURM_SUBMIT_DIR=str(EXAMPLES),
+        SLURM_JOB_NUM_NODES="4",
+        SLURM_GPUS_ON_NODE="2",
+        SLURM_JOB_NODELIST="node[07-10]",
+    )
+    assert run.returncode == 0 and len(lines) == 4, run.stderr

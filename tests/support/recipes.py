@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RECIPES = sorted(folder.parent.name for folder in EXAMPLES.glob("*/run.sh"))
+EVERY_RECIPE = sorted(folder.parent.name for folder in EXAMPLES.glob("*/run.sh"))
+RECIPES = [name for name in EVERY_RECIPE if "NODES:=1" in (EXAMPLES / name / "run.sh").read_text()]
+"""Those that start on one node unless told otherwise."""
 RECORDING = """#!{python}
 import json, os, sys
 with open({file!r}, "a") as file:
@@ -26,6 +29,8 @@ SCONTROL = """#!/usr/bin/env bash
 """
 CLEAN = {"NODES", "GPUS", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "DATA_PATH", "TOKENIZER"}
 CLEAN |= {"CHECKPOINT", "BATCH", "ITERATIONS", "PRICE", "RECALL", "VERTICAL", "SLASH", "SETTINGS"}
+CLEAN |= {"MODEL", "TP", "PP", "CP", "SEQ_LENGTH", "TRAINED_LENGTH", "SPLIT", "EVAL_ITERS", "LR"}
+CLEAN |= {"MIN_LR", "EVAL_INTERVAL", "SAVE_INTERVAL", "SHAPE"}
 
 
 def command(folder: Path, name: str, text: str) -> None:
@@ -47,6 +52,58 @@ def start(script: Path, *words, commands: Path, timeout: float = 60, **environme
     )
 
 
+def stand_in(folder: Path) -> Path:
+    """What run.sh looks for in a checkout of Megatron-LM."""
+    (folder / "megatron/training").mkdir(parents=True)
+    (folder / "pretrain_gpt.py").write_text("")
+    options = folder / "megatron/training/arguments.py"
+    options.write_text("'--yarn-original-max-position-embeddings'")
+    return folder
+
+
+def dataset(prefix: Path, sequences: int) -> Path:
+    """The files of an indexed dataset, as far as run.sh reads them."""
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, sequences, sequences + 1)
+    prefix.with_name(prefix.name + ".idx").write_bytes(header)
+    prefix.with_name(prefix.name + ".bin").write_bytes(b"")
+    return prefix
+
+
+def config_of(recipe: str, positions: int = 32768) -> dict:
+    """config.json of the model that a recipe is for."""
+    config = dict(
+        architectures=["Qwen2ForCausalLM"], hidden_act="silu", max_position_embeddings=positions,
+        rms_norm_eps=1e-6, rope_theta=1000000.0, use_sliding_window=False, vocab_size=151936,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    sizes = {
+        "qwen2.5-0.5b-128k": (24, 896, 4864, 14, 2),
+        "qwen2.5-3b-512k": (36, 2048, 11008, 16, 2),
+        "qwen2.5-7b-256k": (28, 3584, 18944, 28, 4),
+    }[recipe]
+    names = (
+        "num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads"
+    )
+    config |= dict(zip(names.split(), sizes))
+    if recipe.startswith("qwen2.5-7b"):
+        config |= dict(vocab_size=152064, tie_word_embeddings=False)
+    return config
+
+
+def converted(folder: Path, config: dict, yarn: float | None, tokenizer: bool = True) -> Path:
+    """A folder with the ``megatron_args.sh`` of a model, and no weights."""
+    from megatron_mtraining.tools.convert import families, megatron_args, rope
+
+    folder.mkdir()
+    file = folder / "config.json"
+    positions = rope.extended(rope.arguments_of(config, file), None, yarn, None)
+    args = megatron_args.namespace(families.model_of(config, file), positions)
+    text = megatron_args.script(args, "a test's model", tokenizer)
+    (folder / "megatron_args.sh").write_text(text)
+    (folder / "latest_checkpointed_iteration.txt").write_text("release")
+    return folder
+
+
 class Recorder:
     """Runs recipes without starting anything."""
 
@@ -56,11 +113,7 @@ class Recorder:
         command(self.commands, "torchrun", text)
         command(self.commands, "srun", SRUN)
         command(self.commands, "scontrol", SCONTROL)
-        self.checkout = folder / "Megatron-LM"
-        (self.checkout / "megatron/training").mkdir(parents=True)
-        (self.checkout / "pretrain_gpt.py").write_text("")
-        options = self.checkout / "megatron/training/arguments.py"
-        options.write_text("'--yarn-original-max-position-embeddings'")
+        self.checkout = stand_in(folder / "Megatron-LM")
 
     def start(self, script: Path, *words, **environment):
         """The process, and of each node what it gave to torchrun and its :data:`VARIABLE`."""
