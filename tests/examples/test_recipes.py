@@ -3,6 +3,7 @@
 
 import inspect
 import json
+import re
 import shlex
 import sys
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 from torch.distributed.run import get_args_parser
 
 from megatron_mtraining.megatron import register
+from tests.examples import pages
 from tests.support.recipes import (
     EVERY_RECIPE,
     EXAMPLES,
@@ -396,3 +398,37 @@ def test_slurm_without_a_recipe(recorder, tmp_path):
         SLURM_JOB_NODELIST="node[07-10]",
     )
     assert run.returncode == 0 and len(lines) == 4, run.stderr
+
+
+@pytest.mark.parametrize("recipe", EVERY_RECIPE)
+def test_a_job_has_the_nodes_of_its_page(recipe):
+    """The Slurm script asks for what the page plans."""
+    folder = EXAMPLES / recipe
+    asked = dict(
+        re.findall(r"#SBATCH --(nodes|gpus-per-node)=(\d+)", (folder / "slurm.sh").read_text())
+    )
+    marker = f"NODES={asked['nodes']} GPUS={asked['gpus-per-node']} -->"
+    assert f"{marker}\n" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("page", pages.pages(), ids=lambda page: page.parent.name)
+def test_pages_quote_plans_and_rows_as_they_are_now(page):
+    assert pages.filled(page) == page.read_text(), "run python -m tests.examples.pages"
+
+
+QUOTED = [
+    (SMALL, "model=qwen2.5-0.5b attention=fused", 1, "took {:.2f} s a sequence"),
+    (SMALL, "model=qwen2.5-0.5b attention=mtraining", 4, "four times the row is {:.1f} s"),
+    (SMALL, "model=qwen2.5-0.5b attention=mtraining", 4000 / 3600, "1000 steps {:.1f} hours"),
+    (BIG, "seq=524288 attention=fused", 1, "took {:.1f} s a step"),
+    (BIG, "seq=524288 attention=mtraining commit=353e8a2", 1000 / 3600, "take {:.1f} hours"),
+    (BIG, "seq=524288 attention=mtraining price=0.25", 1, "a step took {:.2f} s"),
+    (MIDDLE, "seq=262144 attention=mtraining commit=0e6121e", 2, "only: {:.1f} GPU-seconds"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "words", "times", "said"), QUOTED)
+def test_seconds_in_the_text_are_those_of_rows(recipe, words, times, said):
+    row = pages.row_of(["file=pretrain.jsonl", *words.split()])[1]
+    text = " ".join((EXAMPLES / recipe / "README.md").read_text().split())
+    assert said.format(row["iter_ms"] / 1000 * times) in text
