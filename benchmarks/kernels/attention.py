@@ -1,11 +1,11 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Attention kernels side by side on one GPU: ours, FlexAttention on the same blocks, cuDNN and flash
-dense; then the choice of the pattern (``index.py``, unless cases or implementations are named). Prints a
-table, appends rows to ``results/kernels.jsonl`` and draws ``kernels.png`` beside it.
+"""Attention kernels side by side on one GPU: this package's, FlexAttention on the same blocks, cuDNN and
+flash dense; then the pattern search (``selection.py``, unless cases or implementations are named). Prints a
+table, appends rows to ``results/kernels.jsonl`` and ``selection.jsonl``, and draws ``kernels.png`` beside them.
 
-Rates count the work of what is kept (within documents, where they are packed): pairs x 4 x dim forward, x 2.5
-backward. A GPU's clock falls with the power it has drawn, so what is compared runs in turns of equal length,
-and figures are medians of the turns. Each implementation gets the same numbers in its own layout.
+Rates count selected pairs (within documents, if they are packed): pairs x 4 x dim forward, x 2.5 backward. A
+GPU's clock falls with the power it has drawn, so implementations run alternately for equal times, and figures
+are medians over the repetitions. Each implementation gets the same numbers in its own layout.
 FlexAttention runs up to 64K tokens: its mask lists every pair of blocks of each head (67 MB there, 4.3 GB at
 512K). Dense attention runs at up to ``--dense-seq`` tokens, as one document: ``dense_seq`` in a row says
 where its cuDNN rate was measured.
@@ -315,7 +315,7 @@ def main():
             record.append(options.output, rows)
             torch.cuda.empty_cache()
         if not (options.case or options.impl):
-            index.run_cases(options.quick, False, options.output)
+            index.run_cases(options.quick, False, options.output.with_name("selection.jsonl"))
     rows = read_rows(options.output)
     if plots.newest(rows):  # of packed documents there is no picture
         print(plots.kernels(picture, rows))
