@@ -1,7 +1,7 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Attention kernels side by side on one GPU: this package's, FlexAttention on the same blocks, cuDNN and
 flash dense; then the pattern search (``selection.py``, unless cases or implementations are named). Prints a
-table, appends rows to ``results/kernels.jsonl`` and ``selection.jsonl``, and draws ``kernels.png`` beside them.
+table, appends rows to ``results/kernels.jsonl`` and ``selection.jsonl``, and draws ``kernels.png`` there.
 
 Rates count selected pairs (within documents, if they are packed): pairs x 4 x dim forward, x 2.5 backward. A
 GPU's clock falls with the power it has drawn, so implementations run alternately for equal times, and figures
