@@ -98,47 +98,48 @@ class Option:
 OPTIONS = (
     Option(
         "policy", str,
-        "How each head's pattern is selected. price: the columns and slashes with the most attention mass "
-        "per unit of cost, compared over all heads; fixed: fixed numbers of columns and diagonals per head; "
-        "coverage: the fewest that hold a share of each head's attention; xattention, moba: key blocks for "
-        "each query block, by antidiagonal scores (arXiv 2503.16428) or mean keys (arXiv 2502.13189).",
+        "How the pattern of each head is selected. price: columns and slashes by attention mass per unit of "
+        "cost, with one threshold for all heads; fixed: fixed numbers of columns and diagonals per head; "
+        "coverage: the fewest columns and diagonals that hold a share of the head's attention; xattention, "
+        "moba: key blocks for each query block, by antidiagonal scores (arXiv 2503.16428) or by mean keys "
+        "(arXiv 2502.13189).",
         choices=tuple(POLICIES), common=True,
         default_help="price; fixed if --mtraining-vertical or --mtraining-slash is given",
     ),
     Option(
         "price", float,
-        "Least attention mass per unit of cost that is kept. A slash or column is kept if its share of "
-        "attention (mass) over its share of the causal query-key pairs (cost) is at least this: higher is "
-        "sparser. 0 keeps everything, and takes no caps.",
+        "Threshold of attention mass per unit of cost. A slash or column is selected if its share of the "
+        "attention (mass) over its share of the causal query-key pairs (cost) is at least this. Higher is "
+        "sparser; 0 is dense attention, and takes no caps.",
         (PricePolicy,), common=True,
     ),
     Option(
         "coverage", float,
-        "Share of each head's attention that the columns, and the diagonals, are each to hold. 1 "
-        "keeps everything only if --mtraining-slash-cap is the sequence length or more. The published method "
-        "uses 0.9 or more with estimator last; with estimator strata much less will do.",
+        "Share of the head's attention that the columns, and independently the diagonals, must hold. 1 is "
+        "dense attention only if --mtraining-slash-cap is the sequence length or more. The published method "
+        "uses 0.9 or more with estimator last; with estimator strata, lower values suffice.",
         (CoveragePolicy,),
     ),
     Option(
         "vertical", int,
-        "Key columns per head, sink columns included. The sequence length keeps everything.",
+        "Key columns per head, including sink columns. The sequence length is dense attention.",
         (FixedPolicy,), common=True,
     ),
     Option(
         "slash", int,
-        "Token diagonals per head beside the local window. The sequence length ('all' on the command line) "
-        "keeps every diagonal, which is dense causal attention.",
+        "Token diagonals per head, in addition to the local window. The sequence length ('all' on the "
+        "command line) is dense attention.",
         (FixedPolicy,), common=True,
     ),
     Option(
         "vertical_cap", int,
-        "Most columns per head, sink columns included.",
+        "Maximum number of columns per head, including sink columns.",
         (PricePolicy, CoveragePolicy),
     ),
     Option(
         "slash_cap", int,
-        "Most diagonals per head beside the local window. Policy price counts block distances, policy "
-        "coverage token diagonals.",
+        "Maximum number of diagonals per head, in addition to the local window. Policy price counts block "
+        "distances, policy coverage counts token diagonals.",
         (PricePolicy, CoveragePolicy),
         default_help="no limit with policy price, 4096 with policy coverage",
     ),
@@ -149,21 +150,24 @@ OPTIONS = (
     ),
     Option(
         "block_threshold", float,
-        "Share of each query block's attention, as scored, that its key blocks are to hold. 1 keeps "
-        "everything.",
+        "Share of each query block's scored attention that its key blocks must hold. 1 is dense attention.",
         (XAttentionPolicy,), "threshold",
     ),
     Option(
         "block_top_k", int,
-        "Key blocks of each query block, beside the local window and the sink.",
+        "Key blocks per query block, in addition to the local window and the sink.",
         (MobaPolicy,), "top_k",
     ),
     Option(
         "window", int,
-        "Tokens before each query that are always kept. Rounded up to whole blocks.",
+        "Tokens before each query that are always selected. Rounded up to whole blocks.",
         common=True, default_help="128",
     ),
-    Option("sink", int, "First columns of the sequence that are always kept.", default_help="4"),
+    Option(
+        "sink", int,
+        "First tokens of the sequence that are always selected as columns.",
+        default_help="4",
+    ),
     Option(
         "block_size", int,
         "Tokens in a block: the granularity of slashes and of the striped layout. 64 or 128.",
@@ -171,42 +175,43 @@ OPTIONS = (
     ),
     Option(
         "estimator", str,
-        "Query rows that the pattern is estimated from. strata: a few in each of many equal stretches of the "
-        "sequence; last: the last rows, as published.",
+        "Query rows that the pattern is estimated from. strata: a few rows in each of many equal ranges of "
+        "the sequence; last: the last rows, as published.",
         field="sampling", choices=tuple(SAMPLINGS), default_help="strata",
     ),
     Option(
         "sample_strata", int,
-        "Estimator strata: stretches of the sequence that rows are sampled from.",
+        "Estimator strata: number of equal ranges of the sequence that rows are sampled from.",
         (StratifiedSampling,), "strata",
     ),
     Option(
         "sample_rows", int,
-        "Query rows sampled in each stratum; with estimator last, in all.",
+        "Query rows sampled in each stratum; with estimator last, the total number.",
         (StratifiedSampling, LastRowsSampling), "rows",
         default_help="2; 64 with estimator last",
     ),
     Option(
         "held_out_rows", int,
         "Estimator strata: sampled rows of each stratum that measure recall and do not select the pattern. "
-        "With 0 recall is measured on the rows that select, and is too high.",
+        "With 0, recall is measured on the rows that select, and is too high.",
         (StratifiedSampling,), default_help="half of the sampled rows",
     ),
     Option(
         "target_recall", float,
-        "Share of attention to keep, which moves the price. The price goes up or down at each step until "
-        "this share is kept, measured on held-out rows, by each head, or in the mean over layers and heads "
+        "Recall to keep by moving the price from step to step. Recall is the share of the attention that the "
+        "pattern holds, measured on held-out rows: of each head, or the mean over layers and heads "
         "(--mtraining-target-scope).",
         (PricePolicy,), common=True, default_help="a price that does not move",
     ),
     Option(
         "target_scope", str,
-        "With --mtraining-target-recall: head moves a price for each head, model moves one price for all.",
+        "With --mtraining-target-recall: head moves the price of each head, model moves one price for all "
+        "heads.",
         (PricePolicy,), choices=TARGET_SCOPES, default_help="head",
     ),
     Option(
         "settings", str,
-        "JSON or YAML file of settings, per layer and head too. Either "
+        "JSON or YAML file of settings, also by layer and head. Either "
         '{"price": 0.3, "layers": {"0": {"dense": true}, "7": {"heads": {"3": {"dense": true}}}}}'
         ", with the names of these options, or a best-pattern file as MInference publishes them (entries "
         "vertical_and_slash and flex_vertical_and_slash).",
@@ -214,16 +219,15 @@ OPTIONS = (
     ),
     Option(
         "gathered_ranks", int,
-        "Ranks of the inner group, whose keys are gathered. More of the context-parallel ranks take less "
-        "time and more memory; 1 is a ring of single ranks. 0 takes the inner size of "
-        "--hierarchical-context-parallel-sizes or, without those, the largest divisor of "
-        "--context-parallel-size up to 8.",
+        "Size of the inner groups, whose ranks gather one another's keys. Larger groups take less time and "
+        "more memory; 1 is a plain ring. 0 uses the inner size of --hierarchical-context-parallel-sizes or, "
+        "without it, the largest divisor of --context-parallel-size up to 8.",
         common=True, default_help="0",
     ),
     Option(
         "recompute_attention", bool,
-        "Recompute attention too in activation recomputation. The output of the first pass is not saved: "
-        "takes more time and less memory.",
+        "Run attention again in activation recomputation, instead of saving its output: more time, less "
+        "memory.",
         common=True, default_help="off",
     ),
     Option(
@@ -234,8 +238,8 @@ OPTIONS = (
     ),
     Option(
         "loss_chunk", int,
-        "Tokens whose logits exist at once. Output layer and loss are computed in such chunks; 0 "
-        "leaves them to Megatron, with the logits of all tokens.",
+        "Tokens per chunk of the output layer and the loss: the logits of one chunk exist at a time. 0 uses "
+        "Megatron's own output layer and loss, with the logits of all tokens.",
         default_help="4096; 0 where Megatron's options allow no chunks",
     ),
 )  # fmt: skip

@@ -313,7 +313,7 @@ def test_a_file_that_is_no_text(tmp_path):
 
 
 def test_what_coverage_1_keeps_is_up_to_the_caps():
-    text = "1 keeps everything only if --mtraining-slash-cap is the sequence length or more"
+    text = "1 is dense attention only if --mtraining-slash-cap is the sequence length or more"
     assert text in BY_NAME["coverage"].help
     config = MTrainingConfig(policy=CoveragePolicy(coverage=1.0))
     assert not config.keeps_all(8192)
