@@ -46,7 +46,7 @@ def verify_checksums(folder: Path) -> bool:
             "checkpoint without them"
         )
     for name, expected in sums.items():
-        if Path(name).name != name or "\0" in name:
+        if Path(name).name != name or "\0" in name or not _can_be_encoded(name):
             raise ConfigError(
                 f"{manifest} names {short(name)}, which is no file's name in its folder"
             )
@@ -62,6 +62,15 @@ def verify_checksums(folder: Path) -> bool:
                 f"{folder / name} has no checksum in {MANIFEST}, which has those of all files: it was added "
                 "since, or the file is of another checkpoint"
             )
+    return True
+
+
+def _can_be_encoded(name: str) -> bool:
+    """JSON may have halves of surrogate pairs, which no file's name has."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
     return True
 
 

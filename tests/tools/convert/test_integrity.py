@@ -66,6 +66,7 @@ def test_a_checkpoint_without_checksums(copied):
         ('{"files": {}}', "no checksum"),
         ('{"files": {"../../outside": "0"}}', "no file's name"),
         ('{"files": {"/etc/passwd": "0"}}', "no file's name"),
+        ('{"files": {"\\ud800": null}}', "no file's name"),
         ('{"files": {"gone.distcp": "0"}}', "missing"),
         ('{"files": {".metadata": 7}}', "differs"),
         ("[" * 100_000, "nested"),
