@@ -10,15 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .common import Row, percent, rows
-from .kernel_tables import balance, balance_short, kernels, layers, layers_two, selection, slow_link
+from .kernel_tables import (
+    balance,
+    balance_short,
+    kernels,
+    layers,
+    layers_two,
+    selection,
+    slow_link,
+    worst_error,
+)
 from .pattern_tables import patterns, patterns_long, patterns_smol
 from .step_tables import (
     breakdown,
     dense_of,
     loss,
+    over_dense,
     signed,
+    step,
     steps,
-    steps_rows,
     trained,
     training,
     training_earlier,
@@ -26,25 +36,13 @@ from .step_tables import (
 from .target_tables import targets
 
 
-def step(seq: int, world: int = 4, vertical: int = 1000) -> Row:
-    wanted = ("qwen2.5-3b", seq, world, "mtraining", vertical)
-    fields = ("model", "seq", "world", "attention", "vertical")
-    [row] = [row for row in steps_rows() if tuple(row[field] for field in fields) == wanted]
-    return row
-
-
 def ratio_of_step(seq: int) -> str:
-    row = step(seq)
-    return f"{dense_of(row)['iter_ms'] / row['iter_ms']:.1f}x"
+    return f"{over_dense(step(seq)):.1f}x"
 
 
 def seconds_of(row: Row) -> str:
     seconds = row["iter_ms"] / 1000
     return f"{seconds:.2f} s" if seconds < 50 else f"{seconds:.1f} s"
-
-
-def worst_error() -> str:
-    return f"{max(row['of_dense'] for row in rows('numerics') if row['impl'] == 'mtraining'):.2f}"
 
 
 def wire_errors() -> str:
@@ -70,7 +68,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "trained_dense": lambda: signed(
         trained()["overrides"]["held_out_after_dense"] / trained()["dense"]["held_out_after"] - 1
     ),
-    "worst_error": worst_error,
+    "worst_error": lambda: f"{worst_error():.2f}",
     "wire_errors": wire_errors,
 }  # fmt: skip
 """Figures in sentences, by name."""

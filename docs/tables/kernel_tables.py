@@ -58,6 +58,11 @@ def kernels() -> str:
     return table(header, body) + source(used, "kernels")
 
 
+def worst_error() -> float:
+    """The largest error against float64, over cuDNN's on the same inputs."""
+    return max(row["of_dense"] for row in rows("numerics") if row["impl"] == "mtraining")
+
+
 def selection() -> str:
     found = [row for row in rows("selection") if row.get("policy")]
     commit = found[-1]["commit"]

@@ -29,6 +29,19 @@ def dense_of(row: Row) -> Row | None:
     return None
 
 
+def over_dense(row: Row) -> float:
+    """The time of the dense step measured beside a step, over the step's."""
+    return dense_of(row)["iter_ms"] / row["iter_ms"]
+
+
+def step(seq: int, world: int = 4, vertical: int = 1000) -> Row:
+    """The sparse step of a length, number of GPUs and columns."""
+    wanted = (seq, world, "mtraining", vertical)
+    fields = ("seq", "world", "attention", "vertical")
+    [row] = [row for row in steps_rows() if tuple(row[field] for field in fields) == wanted]
+    return row
+
+
 def attention_of(row: Row) -> str:
     if row["attention"] == "fused":
         return "dense, Transformer Engine" + (", loss in chunks" if row["loss_chunk"] else "")
@@ -44,7 +57,7 @@ def steps() -> str:
         dense = dense_of(row) if row["attention"] == "mtraining" else None
         used.append(row)
         seconds = row["iter_ms"] / 1000
-        ratio = f"**{dense['iter_ms'] / row['iter_ms']:.1f}x**" if dense else ""
+        ratio = f"**{over_dense(row):.1f}x**" if dense else ""
         recall = "1" if row["attention"] == "fused" else f"{row['recall']:.2f}"
         body.append(
             [

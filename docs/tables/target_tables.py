@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from .common import Row, rows, source, table
-from .kernel_tables import kernel_rows
-from .step_tables import dense_of, steps_rows, trained
+from .kernel_tables import kernel_rows, worst_error
+from .step_tables import over_dense, step, trained
 
 
 def targets() -> str:
@@ -49,7 +49,7 @@ def _kernels():
     flex = "rate over FlexAttention, forward / backward: "
     yield _share(flex + "dim 128", "d128 slash", 1.3, 1.25, "flex")
     yield _share(flex + "dim 64", "d64", 1.3, 1.25, "flex")
-    worst = max(row["of_dense"] for row in rows("numerics") if row["impl"] == "mtraining")
+    worst = worst_error()
     yield "error against float64, over cuDNN's", "1.5", f"{worst:.2f}", worst <= 1.5
 
 
@@ -115,11 +115,7 @@ def _layers():
 
 def _steps():
     for seq, target in ((524288, 10), (131072, 3)):
-        [row] = [
-            row for row in steps_rows()
-            if (row["seq"], row["world"], row["attention"], row["vertical"]) == (seq, 4, "mtraining", 1000)
-        ]  # fmt: skip
-        ratio = dense_of(row)["iter_ms"] / row["iter_ms"]
+        ratio = over_dense(step(seq))
         what = f"step of Qwen2.5-3B's shape over dense, {seq // 1024}K, 4 H200 (random weights)"
         yield what, f"{target}x", f"{ratio:.1f}x", ratio >= target
     share = trained()["overrides"]["loss_last_50_over_dense"]
