@@ -26,7 +26,7 @@ BLUE, ORANGE, GREEN, PINK, SKY, RED, GREY = (
 PART_COLOURS = dict(zip(step_tables.PARTS, (BLUE, GREEN, ORANGE, PINK, RED, GREY)))
 
 
-# What each picture shows: plain lists and dicts, of which the hash is taken
+# What each picture shows, as plain lists and dicts; is_stale() compares their hash
 
 
 def step_data() -> list[dict]:

@@ -201,7 +201,7 @@ OPTIONS = (
         "Recall to keep by moving the price from step to step. Recall is the share of the attention that the "
         "pattern holds, measured on held-out rows: of each head, or the mean over layers and heads "
         "(--mtraining-target-scope).",
-        (PricePolicy,), common=True, default_help="a price that does not move",
+        (PricePolicy,), common=True, default_help="off: the price is fixed",
     ),
     Option(
         "target_scope", str,

@@ -91,7 +91,7 @@ def counted(setting) -> list[int]:
         )
         torch.cuda.current_device = lambda: torch.device("meta")
         model = build(setting, setting.args.num_layers, stage)
-        torch.cuda.current_device = lambda: cpu_shim.CPU
+        torch.cuda.current_device = lambda: torch.device("cpu")
         found.append(sum(parameter.numel() for parameter in model.parameters()))
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
