@@ -39,6 +39,7 @@ if not torch.cuda.is_available():
     import_kernels_interpreted()
 
 
+TESTS = Path(__file__).parent
 SHORT = dict(world="cp", inner="I", dim="D", head_dim="D", seq_length="N", length="N", block="B")
 """Parameters that ids name by a letter, as the cases of kernels do: ``N512-cp4-I2-H2-KV1-D64-few-B64``."""
 
@@ -97,12 +98,15 @@ def triton_device(request, monkeypatch):
 @pytest.hookimpl(tryfirst=True)  # before -m leaves tests out
 def pytest_collection_modifyitems(config, items):
     cases: dict[str, int] = {}
+    of_kernels = int(os.environ.get("MTRAINING_TEST_KERNELS_EVERY", "1"))
     for item in items:
-        for mark in item.iter_markers("thinned"):
-            test = item.nodeid.partition("[")[0]
-            cases[test] = cases.get(test, -1) + 1
-            if cases[test] % mark.args[0]:
-                item.add_marker(pytest.mark.slow)
+        every = max([1, *(mark.args[0] for mark in item.iter_markers("thinned"))])
+        if item.path.relative_to(TESTS).parts[0] in ("kernels", "pattern", "ring"):
+            every = max(every, of_kernels)
+        test = item.nodeid.partition("[")[0]
+        cases[test] = cases.get(test, -1) + 1
+        if cases[test] % every:
+            item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch finds none")

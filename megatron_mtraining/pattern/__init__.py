@@ -12,7 +12,7 @@
 
 from .block_list_index import BlockListIndex, build_block_index
 from .key_block_selection import select_key_blocks
-from .search import check_search, search_pattern
+from .search import check_search, search_pattern, search_price_series
 from .steering import Steering
 from .vertical_slash_index import VerticalSlashIndex, build_index, full_index
 
@@ -25,5 +25,6 @@ __all__ = [
     "check_search",
     "full_index",
     "search_pattern",
+    "search_price_series",
     "select_key_blocks",
 ]

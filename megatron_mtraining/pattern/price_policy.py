@@ -68,6 +68,67 @@ def cost_units(sample: SampledRows) -> tuple[float, float]:
     return column * sample.block_size, column
 
 
+class PriceCandidates(NamedTuple):
+    """Slashes and columns that a price selects from. Prices share them: only :func:`select_at_price` reads
+    the price."""
+
+    masses: Tensor
+    """int32 ``[2, b, h, NB]``: ``kernels.selection.attention_masses`` over all ranks."""
+    positions: Tensor
+    """int32 ``[b, h, C]``: the columns; N for none."""
+    keys: Tensor
+    """``[b, h, C, d]``: their keys."""
+    in_columns: Tensor
+    """int32 ``[b, h, NB]``: the part of ``masses[0]`` in columns (``slash_mass_in_columns``)."""
+
+
+def price_candidates(
+    sample: SampledRows,
+    key: Tensor,
+    lse: Tensor,
+    policies: Sequence[PricePolicy],
+    sink: int,
+    cp: CPGroup,
+) -> PriceCandidates:
+    """The candidates of each head. Arguments as for :func:`select_by_price`."""
+    cap = min(max(policy.vertical_cap for policy in policies), sample.seq_length)
+    values, masses = attention_masses(sample, key, lse, sink, divide_by_cost=sample.stratified)
+    masses = cp.all_reduce(masses)
+    (values, positions), _ = top_columns(values, cap, sample, cp)
+    candidates = StripedColumns(
+        positions, sample.seq_length, sample.block_size, sample.world, sample.inner
+    )
+    keys = cp.all_reduce(gather_columns(key, None, candidates, cp.rank))[0]
+    num_blocks = masses.shape[-1]
+    least = REFERENCE_PRICE * cost_units(sample)[1] * (1 if sample.stratified else num_blocks)
+    inside = slash_mass_in_columns(sample, keys, positions, values, least, lse, num_blocks)
+    return PriceCandidates(masses, positions, keys, inside)
+
+
+def select_at_price(
+    sample: SampledRows,
+    candidates: PriceCandidates,
+    lse: Tensor,
+    policies: Sequence[PricePolicy],
+    sink: int,
+    price: Tensor,
+) -> Selection:
+    """The candidates of each head whose mass per unit of cost is at least its price. Arguments as for
+    :func:`select_by_price`."""
+    masses, positions, keys, inside = candidates
+    pair, column = cost_units(sample)
+    slashes, at_reference, outside, value = select_slashes_by_price(
+        masses[0], inside, price, REFERENCE_PRICE, sample.window_blocks, pair,
+        fixed_point_one(len(sample.rows)), sample.stratified, sample.costs,
+    )  # fmt: skip
+    slashes = _cap_slashes(slashes, value, sample.window_blocks, policies)
+    columns, value, held = select_columns_by_price(
+        sample, keys, positions, lse, slashes, at_reference, outside, price, sink, column
+    )
+    columns = _cap_columns(columns, positions, value, sample.seq_length, sink, policies)
+    return Selection(slashes, columns, recall_of(sample, masses, slashes, columns, held))
+
+
 def select_by_price(
     sample: SampledRows,
     key: Tensor,
@@ -86,28 +147,8 @@ def select_by_price(
         sink: first columns that are always kept.
         price: float32 ``[h]``.
     """
-    cap = min(max(policy.vertical_cap for policy in policies), sample.seq_length)
-    values, masses = attention_masses(sample, key, lse, sink, divide_by_cost=sample.stratified)
-    masses = cp.all_reduce(masses)
-    (values, positions), _ = top_columns(values, cap, sample, cp)
-    candidates = StripedColumns(
-        positions, sample.seq_length, sample.block_size, sample.world, sample.inner
-    )
-    keys = cp.all_reduce(gather_columns(key, None, candidates, cp.rank))[0]
-    pair, column = cost_units(sample)
-    one, num_blocks = fixed_point_one(len(sample.rows)), masses.shape[-1]
-    least = REFERENCE_PRICE * column * (1 if sample.stratified else num_blocks)
-    inside = slash_mass_in_columns(sample, keys, positions, values, least, lse, num_blocks)
-    slashes, at_reference, outside, value = select_slashes_by_price(
-        masses[0], inside, price, REFERENCE_PRICE, sample.window_blocks, pair, one, sample.stratified,
-        sample.costs,
-    )  # fmt: skip
-    slashes = _cap_slashes(slashes, value, sample.window_blocks, policies)
-    columns, value, held = select_columns_by_price(
-        sample, keys, positions, lse, slashes, at_reference, outside, price, sink, column
-    )
-    columns = _cap_columns(columns, positions, value, sample.seq_length, sink, policies)
-    return Selection(slashes, columns, recall_of(sample, masses, slashes, columns, held))
+    candidates = price_candidates(sample, key, lse, policies, sink, cp)
+    return select_at_price(sample, candidates, lse, policies, sink, price)
 
 
 def recall_of(

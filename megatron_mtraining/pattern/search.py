@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ..config import DENSE, BlockListPolicy, MTrainingConfig, Policy
+from ..config import DENSE, BlockListPolicy, MTrainingConfig, Policy, PricePolicy
 from ..cp_group import CPGroup
 from ..documents import Documents
 from ..layout import check_layout
@@ -24,7 +24,7 @@ from .block_list_index import BlockListIndex
 from .block_list_search import search_block_lists
 from .sampled_rows import gather_sampled_rows, sampled_lse
 from .vertical_slash_index import VerticalSlashIndex, full_index
-from .vertical_slash_search import SearchInput, search_vertical_slash
+from .vertical_slash_search import SearchInput, search_at_prices, search_vertical_slash
 
 
 def search_pattern(
@@ -75,17 +75,67 @@ def search_pattern(
             batch, num_heads, seq_length, config.block_size, cp.world, cp.inner, query.device
         )
         return replace(index, documents=documents)
-    # From the first query of a block, the window's farthest key is a block further than from its last.
-    num_blocks = -(-seq_length // config.block_size)
-    window_blocks = min(num_blocks, -(-config.window // config.block_size) + 1)
-    rows = gather_sampled_rows(query, config, cp, window_blocks, softmax_scale, documents)
-    lse = sampled_lse(rows, key, cp)
-    given = SearchInput(rows, key, lse, cp, config, min(config.sink, seq_length), price)
+    given = _search_input(query, key, config, cp, softmax_scale, price, documents)
     if any(isinstance(policy, BlockListPolicy) for policy in policies):
         index = search_block_lists(query, given, policies)
     else:
         index = search_vertical_slash(given, policies, gather_keys)
     return replace(index, documents=documents)
+
+
+def search_price_series(
+    query: Tensor,
+    key: Tensor,
+    configs: Sequence[MTrainingConfig],
+    cp: CPGroup,
+    softmax_scale: float,
+) -> list[VerticalSlashIndex]:
+    """What :func:`search_pattern` returns for each of ``configs``, which differ in their price alone.
+    Sampling and candidates, most of a search, are shared.
+
+    Args:
+        query, key: as for :func:`search_pattern`.
+        configs: all with policy price.
+
+    Raises:
+        ValueError: the configurations differ in more.
+        ConfigError: see :func:`check_search`.
+    """
+    first = configs[0]
+    for config in configs:
+        same = isinstance(config.policy, PricePolicy) and isinstance(first.policy, PricePolicy)
+        if (
+            not same
+            or replace(config, policy=replace(config.policy, price=first.policy.price)) != first
+        ):
+            raise ValueError("configurations of a price series must differ in their price alone")
+    query, key = query.detach(), key.detach()
+    seq_length = len(query) * cp.world
+    check_search(seq_length, first, cp.world)
+    policies = _effective_policies(first, [config.policy for config in configs], seq_length)
+    if DENSE in policies:
+        return [search_pattern(query, key, config, cp, softmax_scale) for config in configs]
+    given = _search_input(query, key, first, cp, softmax_scale)
+    return list(search_at_prices(given, policies))
+
+
+def _search_input(
+    query: Tensor,
+    key: Tensor,
+    config: MTrainingConfig,
+    cp: CPGroup,
+    softmax_scale: float,
+    price: Tensor | None = None,
+    documents: Documents | None = None,
+) -> SearchInput:
+    """Arguments as for :func:`search_pattern`."""
+    # From the first query of a block, the window's farthest key is a block further than from its last.
+    seq_length = len(query) * cp.world
+    num_blocks = -(-seq_length // config.block_size)
+    window_blocks = min(num_blocks, -(-config.window // config.block_size) + 1)
+    rows = gather_sampled_rows(query, config, cp, window_blocks, softmax_scale, documents)
+    lse = sampled_lse(rows, key, cp)
+    return SearchInput(rows, key, lse, cp, config, min(config.sink, seq_length), price)
 
 
 def check_search(seq_length: int, config: MTrainingConfig, world: int) -> None:

@@ -7,7 +7,7 @@ its policies, and each head takes the selection of its own kind: mixed layers ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,7 +19,13 @@ from ..cp_group import CPGroup
 from ..kernels.attention import gather_columns
 from ..kernels.selection import column_masses
 from .budget_policies import BudgetPolicy, select_by_budget
-from .price_policy import Selection, recall_of, select_by_price
+from .price_policy import (
+    Selection,
+    price_candidates,
+    recall_of,
+    select_at_price,
+    select_by_price,
+)
 from .sampled_rows import SampledRows
 from .vertical_slash_index import VerticalSlashIndex, build_index, index_of_diagonals
 
@@ -67,6 +73,21 @@ def search_vertical_slash(
     selection = select_vertical_slash(given, policies)
     index = build_index(selection.distances.view(torch.bool), selection.columns, *given.layout)
     return replace(index, recall=selection.recall)
+
+
+def search_at_prices(
+    given: SearchInput, policies: Sequence[PricePolicy]
+) -> Iterator[VerticalSlashIndex]:
+    """The index at the price of each of ``policies``, which differ in nothing else and hold for all heads:
+    what :func:`search_vertical_slash` finds for each, with the candidates computed once."""
+    heads = given.lse.shape[1]
+    first, device = [policies[0]] * heads, given.key.device
+    candidates = price_candidates(given.rows, given.key, given.lse, first, given.sink, given.cp)
+    for policy in policies:
+        prices = _constant((policy.price,) * heads, device)
+        found = select_at_price(given.rows, candidates, given.lse, first, given.sink, prices)
+        index = build_index(found.distances.view(torch.bool), found.columns, *given.layout)
+        yield replace(index, recall=found.recall)
 
 
 def select_vertical_slash(given: SearchInput, policies: Sequence[Policy]) -> Selection:

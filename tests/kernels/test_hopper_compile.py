@@ -26,7 +26,6 @@ SHARED_MEMORY = 227 * 1024  # bytes of a Hopper multiprocessor that a program ca
 CASES = {
     "D128-C64-slashes": dict(head_dim=128, columns=64, block_lists=False, packed=False),
     "D64-C0-slashes": dict(head_dim=64, columns=0, block_lists=False, packed=False),
-    "D128-C64-lists": dict(head_dim=128, columns=64, block_lists=True, packed=False),
     "D128-C64-lists-packed": dict(head_dim=128, columns=64, block_lists=True, packed=True),
 }
 

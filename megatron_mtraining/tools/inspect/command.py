@@ -44,7 +44,11 @@ def run(args) -> int:
 
 def when_ended(args) -> str:
     """What a run has written that was interrupted."""
-    settings = settings_path(args)
+    from .kept_layers import measured_before
+
+    settings, layers = settings_path(args), measured_before(args.output)
+    if layers:
+        return f"{layers} measured layers are kept in {args.output}: the same command goes on from there"
     if args.output.exists() or settings.exists():
         return f"files in {args.output}, and {settings}, may be from an earlier run"
     return "nothing was written"
@@ -56,16 +60,19 @@ def inspect(options: Options) -> None:
     Raises:
         ConfigError: see :func:`run`.
     """
+    import numpy as np
     import torch
 
     from ...models.open import open_model
     from ...models.types import ModelOptions
     from .collect import Collector
+    from .kept_layers import digest_of_array, digest_of_files, kept_layers
     from .measure import held_out_rows
     from .mixed import mixed_of
-    from .output import draw, settings_bytes, write_json
-    from .results import Recommendation, numbers, summary
+    from .output import draw, heads_to_draw, settings_bytes, write_json
+    from .results import Recommendation, numbers, recommendation, summary
     from .sensitivity import check_sensitivity, measure_sensitivity
+    from .settled import Settled
     from .sweep import series_for
 
     source = open_model(
@@ -82,13 +89,14 @@ def inspect(options: Options) -> None:
                 f"--head is {layer}:{head}, but there are {shape.layers} layers of {shape.heads} heads, "
                 "counted from 0"
             )
+    layers = options.measured_layers(shape.layers)
     configs = [config for one in series for config in one.configs()]
     rows = held_out_rows(length, options.rows, configs, options.seed)
     dtype = str(options.dtype).removeprefix("torch.")
     print(
         f"{source.description}: {shape.layers} layers, {shape.heads}/{shape.kv_heads} heads of dimension "
-        f"{shape.head_dim}; {length} tokens, {len(configs)} settings evaluated on {len(rows)} rows, "
-        f"{dtype} on {options.device}",
+        f"{shape.head_dim}; {length} tokens, {len(configs)} settings evaluated on {len(rows)} rows of "
+        f"{len(layers)} layers, {dtype} on {options.device}",
         flush=True,
     )
     with ExitStack() as stack:
@@ -100,16 +108,32 @@ def inspect(options: Options) -> None:
         if SETTINGS not in options.files:
             file = atomic_file(options.settings, option="--settings", overwrite=replace)
             written = stack.enter_context(file)
+        run_of = {
+            "model": [str(options.model.resolve()), digest_of_files(options.model)],
+            "text, tokenizer or --seq": digest_of_array(tokens.numpy()),
+            "--yarn": options.yarn,
+            "--rows or --seed": digest_of_array(rows.numpy()),
+            "--policy, --block-size or --window": [one.settings for one in series],
+            "--dtype or --device": [dtype, options.device.type],
+            "version of megatron-mtraining": __version__,
+        }
+        kept = stack.enter_context(kept_layers(options.output, run_of, overwrite=replace))
         started = time.perf_counter()
         sensitivity = None
         with source.loaded(options.sensitivity is not None) as run_model:
             loaded = time.perf_counter()
-            with Collector(options, series, configs, rows, shape.layers) as collected:
+            with Collector(series, configs, rows, layers, kept) as collected:
                 run_model(tokens, collected)
+            measured = collected.measured(options.target_recall)
+            recommended, mixed = Recommendation(measured), mixed_of(measured)
+            best, final = recommended.measured, mixed if options.mixed else recommended
+            assert final is not None  # checked with the options
+            drawn = heads_to_draw(best, options.heads)
+            with Settled(final, rows, layers, set(drawn.values())) as settled:
+                run_model(tokens, settled)
             if options.sensitivity is not None:
                 sensitivity = measure_sensitivity(run_model, tokens, shape, options)
-        measured = collected.measured()
-        recommended, mixed = Recommendation(measured), mixed_of(measured)
+        recall, density = np.stack(settled.recall), np.stack(settled.density)
         seconds, memory = time.perf_counter() - loaded, peak_memory(options.device)
         about = {
             "model": source.description,
@@ -131,19 +155,23 @@ def inspect(options: Options) -> None:
             "torch": torch.__version__,
         }
         text = summary(measured, recommended, options.target_recall)
-        settings = recommended.settings_file()
+        settings = final.settings_file()
         if mixed is not None:
             about["mixed"] = mixed.numbers()
-            text += "\n" + mixed.summary(written=options.mixed)
-            settings = mixed.settings_file() if options.mixed else settings
+        if mixed is not None and options.mixed:
+            text += "\n" + mixed.summary(recall.mean(), density.mean())
+        else:
+            text += "\n" + recommendation(recommended, recall, density, shape.layers)
+            text += "" if mixed is None else "\n" + mixed.summary()
         if sensitivity is not None:
             text += "\n" + sensitivity.summary()
             settings = sensitivity.settings_file(options.base)
             about["sensitivity"] = sensitivity.numbers() | {"settings": settings}
         print(f"\n{text}\n", flush=True)
-        write_json(folder / "results.json", numbers(measured, recommended, about))
+        found = numbers(measured, recommended, settled, about)
+        write_json(folder / "results.json", found)
         (folder / "summary.txt").write_text(text + "\n", encoding="utf-8")
-        draw(folder, measured, recommended, collected.drawn, rows, length, options)
+        draw(folder, measured, best, settled, drawn, length, options)
         content = settings_bytes(options.settings, settings)
         if written is None:
             (folder / SETTINGS).write_bytes(content)

@@ -3,25 +3,28 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ...config import BlockListPolicy, ConfigError, MTrainingConfig
+from ...config import BlockListPolicy, ConfigError, MTrainingConfig, PricePolicy
 from ...cp_group import CPGroup
 from ...models.types import LayerInput
-from ...pattern import VerticalSlashIndex, search_pattern, select_key_blocks
+from ...pattern import (
+    VerticalSlashIndex,
+    search_pattern,
+    search_price_series,
+    select_key_blocks,
+)
 from ...pattern.sampled_rows import rows_of
 from .options import ROWS
 
 CHUNK_BYTES = 2**28
 """Memory for the attention probabilities that exist at once, unless a row of all heads needs more."""
-CELLS = 256
-"""Cells along a side of a picture, at most."""
 
 
 def held_out_rows(
@@ -59,17 +62,12 @@ def held_out_rows(
     return rows[edges[:-1] + (drawn * edges.diff()).long()]
 
 
-def cells_of(seq_length: int, rows: int) -> int:
-    """Cells along a side of a picture: a divisor of the length, with two rows per cell if possible."""
-    most = max(1, min(CELLS, rows // 2))
-    return max(cells for cells in range(1, most + 1) if seq_length % cells == 0)
-
-
 class HeadPattern(Protocol):
-    """One head's pattern, small and on the CPU."""
+    """One head's pattern."""
 
-    def mask(self, rows: Tensor, at: Tensor) -> Tensor:
-        """The keys that rows ``rows[at]`` see: bool ``[r, N]``; later keys are not masked out."""
+    def mask(self, rows: Tensor) -> Tensor:
+        """The keys that rows ``[r]`` attend to: bool ``[r, NB x block_size]``, on the device of the pattern,
+        as are the rows. Later keys are not masked out."""
 
 
 class LayerPattern(Protocol):
@@ -78,13 +76,13 @@ class LayerPattern(Protocol):
     density: Tensor
     """Fraction of the causal query-key pairs that are kept: float64 ``[h]``."""
 
-    def kept_mass(self, p: Tensor, block_mass: Tensor, rows: Tensor, first: int) -> Tensor:
+    def kept_mass(self, p: Tensor, block_mass: Tensor, rows: Tensor) -> Tensor:
         """The attention mass that the pattern keeps of each row: float32 ``[h, r]``.
 
         Args:
             p: from :func:`attention_of_rows`, ``[h, r, keys]``.
             block_mass: its sums over blocks of keys, ``[h, r, keys / block]``.
-            rows: int64 ``[r]``; ``first`` is the number of the first among all evaluated rows.
+            rows: int64 ``[r]``.
         """
 
     def head(self, head: int) -> HeadPattern:
@@ -98,26 +96,26 @@ class VerticalSlashPattern:
         self.index = index
         self.density = index.density()[0].double()
 
-    def kept_mass(self, p: Tensor, block_mass: Tensor, rows: Tensor, first: int) -> Tensor:
+    def kept_mass(self, p: Tensor, block_mass: Tensor, rows: Tensor) -> Tensor:
         block, keys = self.index.block_size, p.shape[-1]
         distances = self.index.distances()[0]
         row_block = (rows // block)[:, None]
         # Blocks after the row's have no mass, so that it does not matter what distance 0 says.
         distance = (row_block - torch.arange(keys // block, device=p.device)).clamp_(min=0)
-        kept = (block_mass * distances[:, distance]).sum(-1)
+        by_slash = distances[:, distance]
+        kept = (block_mass * by_slash).sum(-1)
         columns = self.index.columns[0].long()
         if not columns.shape[-1]:
             return kept
-        # Later columns, and padding, are moved into the last block: its own rows are at distance 0,
-        # which is always kept, and earlier rows have no mass there.
-        columns = columns.clamp(max=keys - 1)[:, None].expand(-1, len(rows), -1)
-        distance = (row_block - columns // block).clamp_(min=0)
-        by_slash = distances.gather(-1, distance.flatten(1)).view_as(distance)
-        return kept + p.gather(-1, columns).masked_fill(by_slash, 0).sum(-1)
+        # One more block for the padding, which is at N or beyond.
+        is_column = p.new_zeros(len(p), keys + block)
+        is_column.scatter_(-1, columns.clamp(max=keys), 1)
+        in_columns = (p * is_column[:, None, :keys]).unflatten(-1, (-1, block)).sum(-1)
+        return kept + (in_columns * ~by_slash).sum(-1)
 
     def head(self, head: int) -> HeadPattern:
         distances, columns = self.index.distances()[0, head], self.index.columns[0, head]
-        return _VerticalSlashHead(distances.cpu(), columns.cpu(), self.index.block_size)
+        return _VerticalSlashHead(distances, columns, self.index.block_size)
 
 
 class _VerticalSlashHead:
@@ -126,50 +124,74 @@ class _VerticalSlashHead:
         Args:
             distances: bool ``[NB]``; columns: int ``[C]``, padded with values of at least N.
         """
-        self.distances, self.columns, self.block_size = distances, columns, block_size
+        length, device = len(distances) * block_size, distances.device
+        self.distances, self.block_size = distances, block_size
+        self.key_block = torch.arange(length, device=device) // block_size
+        self.is_column = torch.zeros(length, dtype=torch.bool, device=device)
+        self.is_column[columns[columns < length].long()] = True
 
-    def mask(self, rows: Tensor, at: Tensor) -> Tensor:
-        length = len(self.distances) * self.block_size
-        distance = rows[at, None] // self.block_size - torch.arange(length) // self.block_size
-        is_column = torch.zeros(length, dtype=torch.bool)
-        is_column[self.columns[self.columns < length].long()] = True
-        return self.distances[distance.clamp_(min=0)] | is_column
+    def mask(self, rows: Tensor) -> Tensor:
+        distance = rows[:, None] // self.block_size - self.key_block
+        return self.distances[distance.clamp_(min=0)] | self.is_column
 
 
 class BlockSparsePattern:
-    """See :class:`LayerPattern`; of block lists, of which only the evaluated rows are kept."""
+    """See :class:`LayerPattern`; of block lists, of which only those of the evaluated rows are kept."""
 
     def __init__(self, blocks: Tensor, rows: Tensor, block_size: int):
         """
         Args:
             blocks: uint8 ``[1, h, NB, NB]``, from :func:`~megatron_mtraining.pattern.select_key_blocks` on
                 one rank; each query block sees itself and no later block.
-            rows: the evaluated rows, int64 ``[n]``.
+            rows: the evaluated rows, int64 ``[n]``, ascending.
         """
         num_blocks = blocks.shape[-1]
         length = num_blocks * block_size
         pairs = blocks[0].sum((-1, -2)).double() * block_size * block_size
         pairs -= num_blocks * (block_size * (block_size - 1) / 2)
         self.density = pairs / (length * (length + 1) / 2)
-        self.seen = blocks[0, :, rows // block_size].bool()  # [h, n, NB]
+        self.query_blocks = (rows // block_size).unique()
+        self.seen = blocks[0, :, self.query_blocks].bool()  # [h, query blocks, NB]
         self.block_size = block_size
 
-    def kept_mass(self, p: Tensor, block_mass: Tensor, rows: Tensor, first: int) -> Tensor:
-        seen = self.seen[:, first : first + len(rows), : block_mass.shape[-1]]
-        return (block_mass * seen).sum(-1)
+    def kept_mass(self, p: Tensor, block_mass: Tensor, rows: Tensor) -> Tensor:
+        at = torch.searchsorted(self.query_blocks, rows // self.block_size)
+        return (block_mass * self.seen[:, at, : block_mass.shape[-1]]).sum(-1)
 
     def head(self, head: int) -> HeadPattern:
-        return _BlockSparseHead(self.seen[head].cpu(), self.block_size)
+        return _BlockSparseHead(self.query_blocks, self.seen[head], self.block_size)
 
 
 class _BlockSparseHead:
-    def __init__(self, seen: Tensor, block_size: int):
-        self.bits = np.packbits(seen.numpy(), axis=-1)
-        self.num_blocks, self.block_size = seen.shape[-1], block_size
+    def __init__(self, query_blocks: Tensor, seen: Tensor, block_size: int):
+        self.query_blocks, self.seen, self.block_size = query_blocks, seen, block_size
 
-    def mask(self, rows: Tensor, at: Tensor) -> Tensor:
-        seen = np.unpackbits(self.bits[at.numpy()], axis=-1, count=self.num_blocks)
-        return torch.from_numpy(seen).bool().repeat_interleave(self.block_size, -1)
+    def mask(self, rows: Tensor) -> Tensor:
+        at = torch.searchsorted(self.query_blocks, rows // self.block_size)
+        return self.seen[at].repeat_interleave(self.block_size, -1)
+
+
+def patterns_of(
+    given: LayerInput, configs: list[MTrainingConfig], rows: Tensor
+) -> Iterator[LayerPattern]:
+    """The pattern that a layer would have on one rank, for each of ``configs``. Neighbours that differ in
+    their price alone share a search."""
+    cp = CPGroup(None)
+    for same, group in groupby(configs, key=_without_price):
+        series = list(group)
+        if same is None:
+            yield from (pattern_of(given, config, rows) for config in series)
+        else:
+            found = search_price_series(given.query, given.key, series, cp, given.softmax_scale)
+            yield from map(VerticalSlashPattern, found)
+
+
+def _without_price(config: MTrainingConfig) -> MTrainingConfig | None:
+    """What configurations of a price series have in common; None for other policies."""
+    policy = config.policy
+    if not isinstance(policy, PricePolicy) or not policy.price:
+        return None
+    return replace(config, policy=replace(policy, price=1.0))
 
 
 def pattern_of(given: LayerInput, config: MTrainingConfig, rows: Tensor) -> LayerPattern:
@@ -198,39 +220,48 @@ class LayerRecall:
     Attributes:
         recall, density: float64 ``[settings, h]``, on the CPU.
         patterns: the pattern of each setting.
-        picture: float32 ``[h, cells, cells]``, on the CPU: the attention mass of each cell, averaged over
-            its rows; NaN where none of a cell's rows is evaluated.
     """
 
-    patterns: list[LayerPattern]
-
     def __init__(self, given: LayerInput, configs: list[MTrainingConfig], rows: Tensor):
-        query, key = given.query, given.key
-        if not query.is_cuda:  # once; the pattern search's reference would convert them each time
-            query, key = query.float(), key.float()
-        given, rows = given._replace(query=query, key=key), rows.to(query.device)
-        self.patterns = [pattern_of(given, config, rows) for config in configs]
+        """
+        Args:
+            rows: the evaluated rows, int64 ``[n]``, ascending.
+
+        Raises:
+            ConfigError: attention scores are not finite.
+        """
+        dtype, rows = given.query.dtype, rows.to(given.query.device)
+        given = for_search(given)
+        self.patterns = list(patterns_of(given, configs, rows))
         self.density = torch.stack([pattern.density.cpu() for pattern in self.patterns])
-        length, _, heads, _ = query.shape
-        block, cells = configs[0].block_size, cells_of(length, len(rows))
-        recall = torch.zeros(len(configs), heads, dtype=torch.float64, device=query.device)
-        picture = torch.zeros(heads, cells, cells, device=query.device)
-        multiple, first = math.lcm(block, length // cells), 0
-        for here, p in attention_of_rows(query, key, rows, given.softmax_scale, multiple):
-            mass = p.unflatten(-1, (-1, block)).sum(-1)
-            for number, pattern in enumerate(self.patterns):
-                recall[number] += pattern.kept_mass(p, mass, here, first).double().sum(-1)
-            first += len(here)
-            by_cell = p.unflatten(-1, (-1, length // cells)).sum(-1)
-            picture[:, :, : by_cell.shape[-1]].index_add_(1, here * cells // length, by_cell)
-        self.recall = (recall / len(rows)).cpu()
-        count = torch.bincount(rows * cells // length, minlength=cells)
-        self.picture = (picture / count[:, None]).cpu()
+        self.recall = recall_of_patterns(given, self.patterns, rows, configs[0].block_size)
         if not self.recall.isfinite().all():
             raise ConfigError(
-                f"the attention scores of layer {given.layer} are not finite in "
-                f"{given.query.dtype}: is the model complete? If so, try --dtype float32"
+                f"the attention scores of layer {given.layer} are not finite in {dtype}: is the model "
+                "complete? If so, try --dtype float32"
             )
+
+
+def for_search(given: LayerInput) -> LayerInput:
+    """A layer's input as the search reads it fastest."""
+    if given.query.is_cuda:
+        return given
+    # Once; the search's reference implementation would convert them each time.
+    return given._replace(query=given.query.float(), key=given.key.float())
+
+
+def recall_of_patterns(
+    given: LayerInput, patterns: list[LayerPattern], rows: Tensor, block_size: int
+) -> Tensor:
+    """The attention mass that each pattern keeps, mean over rows: float64 ``[patterns, h]``, on the CPU."""
+    query, key = given.query, given.key
+    shape = len(patterns), query.shape[2]
+    recall = torch.zeros(shape, dtype=torch.float64, device=query.device)
+    for here, p in attention_of_rows(query, key, rows, given.softmax_scale, block_size):
+        mass = p.unflatten(-1, (-1, block_size)).sum(-1)
+        for number, pattern in enumerate(patterns):
+            recall[number] += pattern.kept_mass(p, mass, here).double().sum(-1)
+    return (recall / len(rows)).cpu()
 
 
 def attention_of_rows(
@@ -258,18 +289,3 @@ def attention_of_rows(
         scores = scores.view(heads, len(here), seen)
         future = torch.arange(seen, device=query.device) > here[:, None]
         yield here, scores.masked_fill_(future, float("-inf")).softmax(-1)
-
-
-def density_picture(pattern: HeadPattern, rows: Tensor, seq_length: int, cells: int) -> Tensor:
-    """The density of each cell of a head's pattern over the evaluated rows: float32 ``[cells, cells]``.
-
-    Args:
-        rows: int64 ``[n]``, on the CPU.
-    """
-    position, size = torch.arange(seq_length), seq_length // cells
-    density = torch.zeros(cells, cells)
-    for at in torch.arange(len(rows)).split(max(1, CHUNK_BYTES // (16 * seq_length))):
-        kept = pattern.mask(rows, at)[:, :seq_length] & (position <= rows[at, None])
-        by_cell = kept.unflatten(-1, (cells, size)).float().mean(-1)
-        density.index_add_(0, rows[at] // size, by_cell)
-    return density / torch.bincount(rows // size, minlength=cells)[:, None]

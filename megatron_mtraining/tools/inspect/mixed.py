@@ -18,7 +18,7 @@ class Mixed:
     """Vertical-slash at one price, or a block-sparse setting, for each head.
 
     Attributes:
-        block_sparse: options of the block-sparse heads, by (layer, head), where they differ from the others'.
+        block_sparse: options of the block-sparse heads, by (place of the layer, head).
         dense: heads that are better left dense either way, bool ``[layers, h]``.
         recall, density: expected means over all heads.
         point: the price, in the series of vertical-slash settings.
@@ -42,14 +42,9 @@ class Mixed:
         self.recall = self._mean(self.point.of(slashes.recall), recall, sparse, best)
         self.density = self._mean(self.point.of(slashes.density), density, sparse, best)
         settings = [setting for one in lists for setting in one.series.settings]
-        base = slashes.series.settings[0]
         self.block_sparse = {
-            (int(layer), int(head)): {
-                name: value
-                for name, value in settings[best[layer, head]].items()
-                if base.get(name) != value
-            }
-            for layer, head in np.argwhere(sparse)
+            (int(place), int(head)): settings[best[place, head]]
+            for place, head in np.argwhere(sparse)
         }
 
     def _mean(self, slashes, lists, sparse, best) -> float:
@@ -57,25 +52,49 @@ class Mixed:
         of_best = np.take_along_axis(lists, best[None], 0)[0]
         return np.where(self.dense, 1.0, np.where(sparse, of_best, slashes)).mean()
 
+    @property
+    def setting(self) -> dict:
+        """Options of the heads that are neither dense nor block-sparse."""
+        return self.slashes.series.between(self.point.before, self.point.fraction)
+
+    def setting_of(self, place: int, head: int) -> dict | None:
+        """See :class:`.settled.Settings`."""
+        if self.dense[place, head]:
+            return None
+        return self.block_sparse.get((place, head), self.setting)
+
     def settings_file(self) -> dict:
         """Options of MTrainingConfig, and under ``layers`` those of the heads that differ."""
-        settings = self.slashes.series.between(self.point.before, self.point.fraction)
+        base = self.slashes.series.settings[0]
         layers: dict[str, dict] = {}
-        for layer, head in np.ndindex(self.dense.shape):
-            dense = self.dense[layer, head]
-            own = {"dense": True} if dense else self.block_sparse.get((layer, head))
+        for place, head in np.ndindex(self.dense.shape):
+            own = {"dense": True} if self.dense[place, head] else {}
+            for name, value in self.block_sparse.get((place, head), {}).items():
+                if base.get(name) != value:
+                    own[name] = value
             if own:
-                layers.setdefault(str(layer), {"heads": {}})["heads"][str(head)] = own
-        return settings | ({"layers": layers} if layers else {})
+                layer = str(self.slashes.layers[place])
+                layers.setdefault(layer, {"heads": {}})["heads"][str(head)] = own
+        return self.setting | ({"layers": layers} if layers else {})
 
-    def summary(self, written: bool) -> str:
-        """One line; ``written`` says whether the settings file has these."""
+    def summary(self, recall: float | None = None, density: float | None = None) -> str:
+        """One line.
+
+        Args:
+            recall, density: measured means with these settings; None if they are not written and only
+                expected.
+        """
         limit = "" if self.point.reached else " (the densest tried)"
+        lists = f"{len(self.block_sparse)} of {self.dense.size} heads block-sparse"
+        if recall is None or density is None:
+            return (
+                f"With {lists}, where that keeps more attention per density, expected: recall "
+                f"{self.recall:.1%} at density {self.density:.1%}{limit} (--mixed)"
+            )
         return (
-            f"With {len(self.block_sparse)} of {self.dense.size} heads block-sparse and the others "
-            "vertical-slash, whichever keeps more attention for its density: a recall of "
-            f"{self.recall:.1%} at a density of {self.density:.1%}{limit}"
-            + (": the settings file has these" if written else " (--mixed)")
+            f"\nRecommended: {lists}, where that keeps more attention per density, the others "
+            f"vertical-slash: recall {recall:.1%} at density {density:.1%} (measured with these settings)"
+            f"{limit}: the settings file has these"
         )
 
     def numbers(self) -> dict:
@@ -83,8 +102,8 @@ class Mixed:
         return {
             "heads_with_lists": len(self.block_sparse),
             "reached": self.point.reached,
-            "mean_recall": round(float(self.recall), 5),
-            "mean_density": round(float(self.density), 5),
+            "expected_recall": round(float(self.recall), 5),
+            "expected_density": round(float(self.density), 5),
             "settings": self.settings_file(),
         }
 

@@ -40,6 +40,7 @@ class Options:
     Attributes:
         seq_length: None for as many tokens as the text and the model have.
         rows: None for :data:`ROWS`, or as many as there are.
+        layers: how many layers to measure, or which; None for all.
         policies: None for all.
         sensitivity: "layers" or "heads" to measure the sensitivity of each, or None.
         mixed: write block-sparse heads into the settings file.
@@ -56,6 +57,7 @@ class Options:
     yarn: float | None
     target_recall: float
     rows: int | None
+    layers: int | tuple[int, ...] | None
     policies: list[str] | None
     sensitivity: str | None
     mixed: bool
@@ -67,6 +69,35 @@ class Options:
     output: Path
     settings: Path
     overwrite: bool
+
+    def measured_layers(self, total: int) -> list[int]:
+        """The layers to measure, ascending, of a model with ``total``.
+
+        Raises:
+            ConfigError: the model has fewer, or a head of --head is in another.
+        """
+        if self.layers is None:
+            layers = list(range(total))
+        elif isinstance(self.layers, int):
+            if self.layers > total:
+                raise ConfigError(
+                    f"--layers is {self.layers}, but MODEL has {total} layers: use at most {total}, or all"
+                )
+            count = self.layers  # from the first to the last
+            layers = [round(i * (total - 1) / max(1, count - 1)) for i in range(count)]
+        else:
+            layers = sorted(self.layers)
+            if layers[-1] >= total:
+                raise ConfigError(
+                    f"--layers has {layers[-1]}, but MODEL has {total} layers, counted from 0"
+                )
+        for layer, head in self.heads:
+            if layer < total and layer not in layers:
+                raise ConfigError(
+                    f"--head is {layer}:{head}, but layer {layer} is not among --layers "
+                    f"({', '.join(map(str, layers))}): add it there"
+                )
+        return layers
 
     @property
     def files(self) -> list[str]:
@@ -96,7 +127,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "fraction of the attention mass to keep (%(default)s)"
     add("--target-recall", type=float, default=0.95, metavar="FRACTION", help=what)
     add("--rows", type=int, help=f"query rows to evaluate patterns on ({ROWS}, or all there are)")
-    add("--policy", dest="policies", nargs="+", metavar="NAME", help="policies to try (all)")
+    what = "how many layers to measure, evenly spread; or which, counted from 0: 3,9,14 (all)"
+    add("--layers", default="all", metavar="COUNT", help=what)
+    what = "policies to try, or all (all on a GPU; on a CPU price, the default of training)"
+    add("--policy", dest="policies", nargs="+", metavar="NAME", help=what)
     what = "measure how much the predictions depend on each layer or head, and set its target by it"
     add("--sensitivity", choices=("layers", "heads"), help=what)
     what = (
@@ -165,7 +199,20 @@ def options_from(values: argparse.Namespace) -> Options:
         name: value for name, value in vars(values).items() if name in Options.__annotations__
     }
     heads = [_head(word) for word in values.heads]
-    fields |= dict(base=base, heads=heads, device=device, dtype=dtype, settings=settings)
+    layers = _layers(values.layers)
+    if layers is not None and values.sensitivity is not None:
+        raise ConfigError(
+            f"--layers is {values.layers}, but --sensitivity measures all layers: leave one of them out"
+        )
+    policies = values.policies
+    if policies is None and device.type == "cpu" and not values.mixed:
+        policies = ["price"]
+    elif policies == ["all"]:
+        policies = None
+    fields |= dict(
+        base=base, heads=heads, layers=layers, policies=policies, device=device, dtype=dtype,
+        settings=settings,
+    )  # fmt: skip
     return Options(**fields)
 
 
@@ -203,7 +250,8 @@ def _check_mixed(values: argparse.Namespace) -> None:
         raise ConfigError(
             "--mixed and --sensitivity each write the settings file: give one of them"
         )
-    names = {*(values.policies or ("price", *BLOCK_POLICY_NAMES))}
+    every = ("price", *BLOCK_POLICY_NAMES)
+    names = {*(every if values.policies in (None, ["all"]) else values.policies)}
     if "price" not in names or not names & {*BLOCK_POLICY_NAMES}:
         raise ConfigError(
             f"--policy is {' '.join(values.policies)}, but --mixed compares price with "
@@ -216,3 +264,17 @@ def _head(word: str) -> tuple[int, int]:
     if not all(re.fullmatch("[0-9]{1,9}", each) for each in (layer, head)):
         raise ConfigError(f"--head is {word}: use LAYER:HEAD, counted from 0, such as 3:5")
     return int(layer), int(head)
+
+
+def _layers(word: str) -> int | tuple[int, ...] | None:
+    if word == "all":
+        return None
+    if re.fullmatch("[0-9]{1,9}", word) and int(word) >= 1:
+        return int(word)
+    numbers = word.removesuffix(",").split(",")
+    if "," in word and all(re.fullmatch("[0-9]{1,9}", each) for each in numbers):
+        return tuple(sorted({int(each) for each in numbers}))
+    raise ConfigError(
+        f"--layers is {word}: use how many, such as 8, or which, counted from 0 with commas: 3,9,14 "
+        "(a single one: 3,), or all"
+    )

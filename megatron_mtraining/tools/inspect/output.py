@@ -7,12 +7,10 @@ import json
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
-from .collect import DrawnHead
-from .measure import density_picture
 from .options import Options
-from .results import Measured, Recommendation, by_difficulty
+from .results import Measured, by_difficulty
+from .settled import Settled
 
 
 def write_json(path: Path, value) -> None:
@@ -28,16 +26,38 @@ def settings_bytes(path: Path, settings: dict) -> bytes:
     return (json.dumps(settings, indent=1) + "\n").encode()
 
 
+def heads_to_draw(best: Measured, asked: list[tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """(place of the layer, head) of each picture of a head, by its name: the easiest, middle and hardest of
+    all, and those that were asked for.
+
+    Args:
+        asked: (layer, head).
+    """
+    places = list(np.ndindex(best.needed.shape))
+    order = by_difficulty(best.needed.flatten(), best.point.of(best.recall).flatten())
+    ranks = {"easiest": 0, "middle": len(order) // 2, "hardest": -1}
+    named = {name: places[order[rank]] for name, rank in ranks.items()}
+    for layer, head in asked:
+        named[f"layer{layer}_head{head}"] = best.layers.index(layer), head
+    return named
+
+
 def draw(
     folder: Path,
     measured: list[Measured],
-    recommended: Recommendation,
-    heads: list[DrawnHead],
-    rows: Tensor,
+    best: Measured,
+    settled: Settled,
+    named: dict[str, tuple[int, int]],
     length: int,
     options: Options,
 ) -> None:
-    """Write all pictures into ``folder``."""
+    """Write all pictures into ``folder``.
+
+    Args:
+        best: the series whose densities are shown.
+        settled: the recommended settings, and the heads drawn with them.
+        named: from :func:`heads_to_draw`.
+    """
     from ..report import pictures
 
     title = f"{options.model.name or options.model}, {length} tokens"
@@ -52,31 +72,26 @@ def draw(
     target = options.target_recall
     path = folder / "recall_density.png"
     pictures.recall_density(path, curves, target, f"{title}: mean over all heads")
-    best, setting = recommended.measured, recommended.point.denser
     pictures.layers_by_heads(
         folder / "density_needed.png",
         best.needed,
         f"{title}\n{best.series.label}; crossed out: recall not reached",
         f"density at which a head's recall is {target:.0%}",
+        layers=best.layers,
     )
-    number = sum(len(one.series.settings) for one in measured[: measured.index(best)]) + setting
-    described = best.series.describe(best.series.settings[setting])
-    places = tuple(np.array([(head.layer, head.head) for head in heads]).T)
-    order = by_difficulty(best.needed[places], best.recall[setting][places])
-    ranks = {"easiest": 0, "middle": len(order) // 2, "hardest": -1}
-    named = {name: heads[order[rank]] for name, rank in ranks.items()}
-    for head in heads:
-        if (head.layer, head.head) in options.heads:
-            named[f"layer{head.layer}_head{head.head}"] = head
-    for name, head in named.items():
-        recall = best.recall[setting, head.layer, head.head]
-        density = best.density[setting, head.layer, head.head]
-        cells = len(head.picture)
+    for name, (place, head) in named.items():
+        setting = settled.settings.setting_of(place, head)
+        described = "dense"
+        if setting is not None:
+            series = next(one.series for one in measured if one.series.has(setting))
+            described = f"{series.label}, {series.describe(setting)}"
+        recall, density = settled.recall[place][head], settled.density[place][head]
+        drawn = settled.drawn[place, head]
         pictures.attention_and_pattern(
             folder / f"head_{name}.png",
-            head.picture.numpy(),
-            density_picture(head.patterns[number], rows, length, cells).numpy(),
+            drawn.attention.numpy(),
+            drawn.pattern.numpy(),
             length,
-            f"{title}, layer {head.layer}, head {head.head}: {best.series.label}, {described}: "
+            f"{title}, layer {best.layers[place]}, head {head}: {described}: "
             f"recall {recall:.1%} at density {density:.1%}",
         )

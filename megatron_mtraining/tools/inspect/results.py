@@ -3,18 +3,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..report.table import table
 from .sweep import Series
 
+if TYPE_CHECKING:
+    from .settled import Settled
+
 DENSE_ABOVE = 0.7
 """Heads that need a larger density for the target recall are recommended to be dense: sparse attention would
 not be faster."""
 DENSE_BELOW = 0.9
 """So are heads whose recall at the densest setting is below this fraction of the target."""
+LITTLE_TO_GAIN = 0.5
+"""From this density on, training dense is the better choice (docs/settings.md)."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +65,27 @@ class Measured:
     """Recall and density of one series.
 
     Attributes:
+        layers: the layers that were measured; arrays have one place for each.
         recall, density: float64 ``[settings, layers, h]``.
         needed: density at which each head reaches the target, ``[layers, h]``; that of the sparsest setting
             if this one does, infinite if none does.
         point: where the mean over all heads reaches the target.
     """
 
-    def __init__(self, series: Series, recall: np.ndarray, density: np.ndarray, target: float):
+    def __init__(
+        self,
+        series: Series,
+        recall: np.ndarray,
+        density: np.ndarray,
+        target: float,
+        layers: Sequence[int] | None = None,
+    ):
+        """
+        Args:
+            layers: None for all.
+        """
         self.series, self.recall, self.density, self.target = series, recall, density, target
+        self.layers = list(range(recall.shape[1]) if layers is None else layers)
         self.needed = needed_density(recall, density, target)
         self.point = reach(recall.mean((1, 2)), target)
 
@@ -124,11 +144,15 @@ class Recommendation:
     def setting(self) -> dict:
         return self.measured.series.between(self.point.before, self.point.fraction)
 
+    def setting_of(self, place: int, head: int) -> dict | None:
+        """See :class:`.settled.Settings`."""
+        return None if self.dense[place, head] else self.setting
+
     def settings_file(self) -> dict:
         """Options of MTrainingConfig, and under ``layers`` the layers and heads that stay dense."""
         settings = dict(self.setting)
         layers = {}
-        for layer, dense in enumerate(self.dense):
+        for layer, dense in zip(self.measured.layers, self.dense):
             if dense.all():
                 layers[str(layer)] = {"dense": True}
             elif dense.any():
@@ -138,7 +162,7 @@ class Recommendation:
 
 
 def summary(measured: list[Measured], recommended: Recommendation, target: float) -> str:
-    """A table of the series, one of the layers, and the recommendation."""
+    """A table of the series, and one of the layers."""
     rows = []
     for one in measured:
         point = one.point
@@ -162,11 +186,11 @@ def summary(measured: list[Measured], recommended: Recommendation, target: float
 
     best = recommended.measured
     rows = []
-    for layer in range(best.needed.shape[0]):
+    for place, layer in enumerate(best.layers):
         # A head that no setting is enough for needs all pairs.
-        means = [np.minimum(one.needed[layer], 1).mean() for one in measured]
-        hardest = int(by_difficulty(best.needed[layer], best.point.of(best.recall)[layer])[-1])
-        needed = best.needed[layer, hardest]
+        means = [np.minimum(one.needed[place], 1).mean() for one in measured]
+        hardest = int(by_difficulty(best.needed[place], best.point.of(best.recall)[place])[-1])
+        needed = best.needed[place, hardest]
         shown = f"{needed:.1%}" if np.isfinite(needed) else "not reached"
         rows.append([str(layer), *(f"{mean:.1%}" for mean in means), f"{hardest}: {shown}"])
     header = [
@@ -179,29 +203,85 @@ def summary(measured: list[Measured], recommended: Recommendation, target: float
         table(header, rows),
     ]
 
-    dense = int(recommended.dense.sum())
-    heads = f"{dense} of {recommended.dense.size} heads dense, " if dense else ""
-    parts.append(
-        f"\nRecommended: {best.series.label}, {best.series.describe(recommended.setting)}, {heads}"
-        f"for a recall of {recommended.recall:.1%} at a density of {recommended.density:.1%}"
-    )
-    if not recommended.point.reached:
-        parts.append(f"No setting that was tried reaches {target:.1%}: this is the closest")
     return "\n".join(parts)
 
 
-def numbers(measured: list[Measured], recommended: Recommendation, about: dict) -> dict:
-    """Everything that was measured, for JSON; densities that are out of reach are null."""
+def recommendation(
+    recommended: Recommendation, recall: np.ndarray, density: np.ndarray, total_layers: int
+) -> str:
+    """The recommended settings, what was measured with them, and whether they are worth it.
+
+    Args:
+        recall, density: of each measured layer's heads with these settings, ``[layers, h]``.
+    """
+    best, dense = recommended.measured, int(recommended.dense.sum())
+    heads = f"{dense} of {recommended.dense.size} heads dense, " if dense else ""
+    lines = [
+        f"\nRecommended: {best.series.label}, {best.series.describe(recommended.setting)}, {heads}"
+        f"recall {recall.mean():.1%} at density {density.mean():.1%} (measured with these settings)"
+    ]
+    if not recommended.point.reached:
+        lines.append(f"No setting that was tried reaches {best.target:.1%}: this is the closest")
+    if len(best.layers) < total_layers:
+        lines.append(
+            f"{len(best.layers)} of {total_layers} layers were measured. The others get the same setting, "
+            "and none of their heads is dense; --layers all measures all"
+        )
+    if density.mean() >= LITTLE_TO_GAIN:
+        lines.append(_why_dense(recommended))
+    return "\n".join(lines)
+
+
+def _why_dense(recommended: Recommendation) -> str:
+    """Why a model on this text has little to gain from sparse attention."""
+    best = recommended.measured
+    sparsest, density = best.recall[0].mean(), best.density[0].mean()
+    lines = (
+        f"Sparse attention gains little here: train this model dense, or on longer text. "
+        f"{best.dense_heads().mean():.0%} of the heads need more than {DENSE_ABOVE:.0%} of the pairs. "
+    )
+    if density >= 0.25:
+        return lines + (
+            f"The sequence is short: the local window and the sink columns alone, with the sparsest "
+            f"setting, are {density:.0%} of the pairs. Use a larger --seq"
+        )
+    if sparsest < 2 * density:
+        return lines + (
+            f"Attention is nearly even, as with untrained weights: {density:.1%} of the pairs have "
+            f"{sparsest:.1%} of it"
+        )
+    return lines + (
+        f"Attention is spread widely: the sparsest setting has {sparsest:.1%} of it in {density:.1%} of the "
+        f"pairs, and the last percents need most of the others. A lower --target-recall takes fewer"
+    )
+
+
+def numbers(
+    measured: list[Measured], recommended: Recommendation, settled: Settled, about: dict
+) -> dict:
+    """Everything that was measured, for JSON; densities that are out of reach are null.
+
+    Args:
+        settled: the settings of the run's settings file, measured.
+    """
     return {
         **about,
-        "layout": "recall, density and density_needed are [layer][head]",
+        "layout": "recall, density and density_needed are [layer][head], of the layers in measured_layers",
+        "measured_layers": recommended.measured.layers,
         "recommended": {
             "policy": recommended.measured.series.policy,
             "estimator": recommended.measured.series.estimator,
             "reached": recommended.point.reached,
-            "mean_recall": _round(recommended.recall),
-            "mean_density": _round(recommended.density),
+            "expected_recall": _round(recommended.recall),
+            "expected_density": _round(recommended.density),
             "settings": recommended.settings_file(),
+        },
+        "measured": {
+            "settings": settled.settings.settings_file(),
+            "mean_recall": _round(np.mean(settled.recall)),
+            "mean_density": _round(np.mean(settled.density)),
+            "recall": _round(settled.recall),
+            "density": _round(settled.density),
         },
         "series": [
             {

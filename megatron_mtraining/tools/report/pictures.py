@@ -171,16 +171,19 @@ def recall_density(
     return _save(figure, path)
 
 
-def layers_by_heads(path: Path, values: np.ndarray, title: str, label: str) -> Path:
+def layers_by_heads(
+    path: Path, values: np.ndarray, title: str, label: str, layers: Sequence[int] | None = None
+) -> Path:
     """A value of each head as a heat map with a layer per row; crosses where it is not finite.
 
     Args:
         values: ``[layers, heads]``, 0 to 1.
+        layers: the number of each layer; None for 0, 1, ...
     """
     values = np.asarray(values, dtype=np.float64)
-    layers, heads = values.shape
+    height, heads = values.shape
     figure, axes = pyplot.subplots(
-        figsize=(max(5.5, 0.3 * heads + 2.5), max(3.5, 0.22 * layers + 1.5)), layout="constrained"
+        figsize=(max(5.5, 0.3 * heads + 2.5), max(3.5, 0.22 * height + 1.5)), layout="constrained"
     )
     shown = np.ma.masked_invalid(values)
     colours = matplotlib.colormaps["viridis"].with_extremes(bad="#e8e8e8")
@@ -191,6 +194,8 @@ def layers_by_heads(path: Path, values: np.ndarray, title: str, label: str) -> P
     axes.set_ylabel("layer")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(ticker.MaxNLocator(integer=True, nbins=20))
+    if layers is not None and list(layers) != list(range(height)):
+        axes.set_yticks(range(height), [str(layer) for layer in layers])
     axes.set_title(title, fontsize=9)
     figure.colorbar(image, ax=axes, label=label)
     return _save(figure, path)

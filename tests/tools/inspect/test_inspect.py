@@ -257,8 +257,7 @@ def test_models_that_are_none(tmp_path, words, capsys):
     refused(capsys, ["MODEL", "/nowhere", ".gguf"], "/nowhere", *rest)
     refused(capsys, ["MODEL", str(empty), "config.json", "metadata.json"], empty, *rest)
     refused(capsys, ["MODEL", str(other), "not a GGUF file"], other, *rest)
-    if find_spec("gguf") and find_spec("transformers") and find_spec("accelerate"):
-        refused(capsys, ["MODEL", str(broken), "gguf cannot read"], broken, *rest)
+    refused(capsys, ["MODEL", str(broken), "cut off in its header"], broken, *rest)
     (empty / "a.gguf").write_bytes(b"GGUF")
     refused(capsys, ["MODEL", str(empty), "a.gguf"], empty, *rest)
 

@@ -9,7 +9,7 @@ import torch
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.models.types import LayerInput
-from megatron_mtraining.pattern import build_index, search_pattern
+from megatron_mtraining.pattern import build_index, search_pattern, search_price_series
 from megatron_mtraining.pattern.sampled_rows import stratified_rows
 from megatron_mtraining.tools.inspect import measure
 from tests.support.inspect_cases import HEADS, SEQ, operands, true_attention
@@ -34,13 +34,6 @@ def test_recall_is_that_of_the_written_out_mask(block_size, monkeypatch):
             density = mask.sum() / (SEQ * (SEQ + 1) / 2)
             assert found.density[number, head] == pytest.approx(density.item(), abs=1e-6)
     assert found.recall[-1] == pytest.approx(1, abs=1e-6) and (found.recall[0] < 0.9).all()
-    cells = found.picture.shape[-1]
-    assert cells == 32  # two of the rows in each, and a divisor
-    coarse = p[:, rows].unflatten(-1, (cells, -1)).sum(-1)
-    for cell in range(cells):
-        inside = rows * cells // SEQ == cell
-        expected = coarse[:, inside].mean(1)
-        torch.testing.assert_close(found.picture[:, cell].double(), expected, atol=1e-6, rtol=0)
 
 
 def test_probabilities_do_not_depend_on_the_models_dtype_alone():
@@ -63,23 +56,18 @@ def test_a_column_under_a_slash_counts_once():
     index = build_index(distances, columns, seq, block, 1)
     p = torch.rand(1, seq, seq).tril()
     mass = p.unflatten(-1, (-1, block)).sum(-1)
-    kept = measure.VerticalSlashPattern(index).kept_mass(p, mass, torch.arange(seq), 0)
+    kept = measure.VerticalSlashPattern(index).kept_mass(p, mass, torch.arange(seq))
     torch.testing.assert_close(kept[0], (p[0] * index.token_mask(0, 0)).sum(-1))
 
 
-def test_density_picture_is_the_mask_at_the_rows(monkeypatch):
-    monkeypatch.setattr(measure, "CHUNK_BYTES", 16 * 256 * 5)
+def test_heads_masks_are_those_of_the_index():
     distances = torch.zeros(1, 1, 4, dtype=torch.bool)
     distances[..., 2] = True
     index = build_index(distances, torch.tensor([[[3, 70, 256]]]), 256, 64, 1)
     rows = torch.arange(0, 256, 3)
-    pattern = measure.VerticalSlashPattern(index).head(0)
-    found = measure.density_picture(pattern, rows, 256, cells=16)
-    mask = index.token_mask(0, 0).float()
-    for cell in range(16):
-        inside = rows[rows // 16 == cell]
-        expected = mask[inside].unflatten(-1, (16, 16)).mean(-1).mean(0)
-        torch.testing.assert_close(found[cell], expected)
+    kept = measure.VerticalSlashPattern(index).head(0).mask(rows)
+    past = torch.arange(256) <= rows[:, None]
+    assert torch.equal(kept & past, index.token_mask(0, 0)[rows].bool())
 
 
 @pytest.mark.parametrize("policy", ["xattention", "moba"])
@@ -100,11 +88,41 @@ def test_recall_of_block_sparse_patterns_is_that_of_the_written_out_mask(policy,
         assert found.recall[0, head] == pytest.approx(kept.item(), abs=1e-6)
         assert found.density[0, head] == pytest.approx(pairs, abs=1e-6)
         assert 0.1 < found.density[0, head] < 0.9
-        picture = measure.density_picture(pattern.head(head), rows, SEQ, cells=16)
-        for cell in range(16):
-            inside = rows[rows * 16 // SEQ == cell]
-            expected = mask[inside].float().unflatten(-1, (16, -1)).mean(-1).mean(0)
-            torch.testing.assert_close(picture[cell], expected)
+        past = torch.arange(SEQ) <= rows[:, None]
+        assert torch.equal(pattern.head(head).mask(rows) & past, mask[rows].bool())
+
+
+SERIES = {
+    "strata": dict(price=0.2),
+    "last": dict(price=0.2, estimator="last"),
+    "caps": dict(price=0.05, vertical_cap=30, slash_cap=3),
+    "keeps all": dict(price=0.5, window=SEQ),
+}
+
+
+@pytest.mark.parametrize("base", SERIES.values(), ids=SERIES.keys())
+def test_a_price_series_is_searched_as_each_of_its_prices(base):
+    query, key = operands()
+    prices = [base["price"] * factor for factor in (8, 1, 0.1)]
+    configs = [
+        MTrainingConfig.from_options(**{**base, "price": price, "block_size": 64})
+        for price in prices
+    ]
+    other = MTrainingConfig.from_options(vertical=9, slash=2, block_size=64)
+    shared = list(
+        measure.patterns_of(LayerInput(0, query, key, 0.2), [*configs, other], torch.arange(SEQ))
+    )
+    assert len(shared) == 4
+    for config, pattern in zip([*configs, other], shared):
+        alone = search_pattern(query, key, config, CPGroup(None), 0.2)
+        for head in range(HEADS):
+            assert torch.equal(pattern.index.token_mask(0, head), alone.token_mask(0, head))
+        same = torch.equal if alone.recall is not None else lambda a, b: a is b
+        assert same(pattern.index.recall, alone.recall)
+    if "window" not in base:
+        assert len({pattern.density.sum().item() for pattern in shared}) == 4
+    with pytest.raises(ValueError, match="price alone"):
+        search_price_series(query, key, [configs[0], other], CPGroup(None), 0.2)
 
 
 def test_held_out_rows_are_stratified_and_not_the_estimators():

@@ -46,8 +46,11 @@ def test_each_head_takes_what_keeps_more_for_its_density():
         "policy": "price", "price": 0.5,
         "layers": {"0": {"heads": {"1": mixed.block_sparse[0, 1], "2": {"dense": True}}}},
     }  # fmt: skip
-    assert "1 of 3 heads block-sparse" in mixed.summary(written=False)
-    assert json.loads(json.dumps(mixed.numbers()))["mean_density"] == round(1.2 / 3, 5)
+    assert mixed.setting_of(0, 0) == {"policy": "price", "price": 0.5}
+    assert mixed.setting_of(0, 1) == mixed.block_sparse[0, 1] and mixed.setting_of(0, 2) is None
+    assert "1 of 3 heads block-sparse" in mixed.summary() and "--mixed" in mixed.summary()
+    assert "recall 50.0% at density 20.0%" in mixed.summary(0.5, 0.2)
+    assert json.loads(json.dumps(mixed.numbers()))["expected_density"] == round(1.2 / 3, 5)
 
 
 def test_price_goes_on_until_the_target_is_reached():
@@ -57,7 +60,7 @@ def test_price_goes_on_until_the_target_is_reached():
     assert set(mixed.block_sparse) == {(0, 1), (0, 2)} and mixed.recall == pytest.approx(0.955)
     assert mixed.density == pytest.approx((0.1 + 0.1 * (0.045 / 0.08) + 0.1 + 0.95) / 3)
     hopeless = mixed_of([replace_target(SLASHES, 0.999), replace_target(LISTS, 0.999)])
-    assert not hopeless.point.reached and "densest tried" in hopeless.summary(written=False)
+    assert not hopeless.point.reached and "densest tried" in hopeless.summary()
 
 
 def replace_target(one, target):
@@ -78,9 +81,14 @@ def test_a_run_writes_settings_that_training_takes(llama, words, tmp_path, capsy
     assert inspect(llama, *quick(words, out, *more, "--mixed")) == 0
     said = capsys.readouterr().out
     assert "the settings file has these" in said
+    assert len(list(out.glob("head_*.png"))) == 3
     file, numbers = out / "settings.json", json.loads((out / "results.json").read_text())
     settings = json.loads(file.read_text())
     assert settings == numbers["mixed"]["settings"] and settings["policy"] == "price"
+    assert settings == numbers["measured"]["settings"]
+    # Interpolated from the settings that were tried, and measured with its own.
+    expected, found = numbers["mixed"]["expected_density"], numbers["measured"]["mean_density"]
+    assert found == pytest.approx(expected, abs=0.05)
     own = settings_of_run(str(file))
     config = MTrainingConfig.from_options(**{**own, "settings": str(file)})
     kinds = [

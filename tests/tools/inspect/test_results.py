@@ -58,11 +58,60 @@ def test_heads_out_of_reach_are_ordered_by_recall():
     assert results.by_difficulty(needed, recall).tolist() == [3, 1, 4, 2, 0]
 
 
+class Settled:
+    """Stands for the settings measured: one layer of two heads."""
+
+    def __init__(self, settings, recall, density):
+        self.settings, self.recall, self.density = settings, [recall], [density]
+
+
 def test_numbers_are_json_and_out_of_reach_is_null():
     one = measured([[0.8, 0.2], [1.0, 0.3]], [[0.1] * 2, [0.3] * 2])
-    found = results.numbers([one], results.Recommendation([one]), {"model": "m"})
+    best = results.Recommendation([one])
+    settled = Settled(best, np.array([0.9, 1.0]), np.array([0.2, 1.0]))
+    found = results.numbers([one], best, settled, {"model": "m"})
     found = json.loads(json.dumps(found, allow_nan=False))
     assert found["series"][0]["density_needed"] == [[pytest.approx(0.2), None]]
     assert found["series"][0]["settings"][1]["recall"] == [[1.0, 0.3]]
     assert found["series"][0]["at_target"]["reached"] is False
-    assert "not reached" in results.summary([one], results.Recommendation([one]), 0.9)
+    assert found["measured"]["density"] == [[0.2, 1.0]] and found["measured"]["mean_recall"] == 0.95
+    assert found["measured"]["settings"] == best.settings_file()
+    assert "not reached" in results.summary([one], best, 0.9)
+
+
+def test_sampled_layers_have_their_own_numbers():
+    recall, density = (np.array(v)[:, None] for v in ([[0.1, 0.8], [0.2, 1.0]], [[0.1] * 2] * 2))
+    series = sweep.Series("fixed", None, ("slash",), ({"slash": 1}, {"slash": 2}))
+    one = results.Measured(series, recall, density, 0.9, layers=[7])
+    best = results.Recommendation([one])
+    assert best.settings_file()["layers"] == {"7": {"heads": {"0": {"dense": True}}}}
+    assert best.setting_of(0, 0) is None and best.setting_of(0, 1) == best.setting
+    settled = Settled(best, np.ones(2), np.ones(2))
+    assert results.numbers([one], best, settled, {})["measured_layers"] == [7]
+    rows = results.summary([one], best, 0.9).splitlines()
+    assert [row.split()[0] for row in rows if row.strip()[:1].isdigit()] == ["7"]
+    said = results.recommendation(best, np.ones((1, 2)), np.full((1, 2), 0.2), total_layers=9)
+    assert "1 of 9 layers were measured" in said and "--layers all" in said
+    whole = results.recommendation(best, np.ones((1, 2)), np.full((1, 2), 0.2), total_layers=1)
+    assert "layers were measured" not in whole
+
+
+@pytest.mark.parametrize(
+    ("sparsest", "reason"),
+    [
+        ((0.3, 0.4), "sequence is short: the local window and the sink columns alone"),
+        ((0.06, 0.05), "nearly even, as with untrained weights: 5.0% of the pairs have 6.0%"),
+        ((0.6, 0.05), "spread widely: the sparsest setting has 60.0% of it in 5.0%"),
+    ],
+    ids=["short", "even", "spread"],
+)
+def test_a_model_that_gains_little_is_told_why(sparsest, reason):
+    recall, density = sparsest
+    one = measured([[recall] * 2, [0.95] * 2], [[density] * 2, [0.9] * 2])
+    best = results.Recommendation([one])
+    assert best.dense.all()
+    said = results.recommendation(best, np.ones((1, 2)), np.ones((1, 2)), total_layers=1)
+    assert "gains little" in said and "100% of the heads need more than 70%" in said
+    assert reason in said
+    few = results.recommendation(best, np.ones((1, 2)), np.full((1, 2), 0.3), total_layers=1)
+    assert "gains little" not in few

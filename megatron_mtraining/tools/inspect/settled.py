@@ -1,0 +1,116 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The recommended settings, measured: each head with its own, and the heads that are drawn."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ...config import MTrainingConfig
+from ...models.types import LayerInput
+from .head_pictures import attention_picture, density_picture
+from .measure import LayerPattern, for_search, patterns_of, recall_of_patterns
+
+
+class Settings(Protocol):
+    """Settings of each measured head."""
+
+    def setting_of(self, place: int, head: int) -> dict | None:
+        """Options of MTrainingConfig; None if the head is dense.
+
+        Args:
+            place: of the layer among those that were measured.
+        """
+
+    def settings_file(self) -> dict:
+        """Options of MTrainingConfig, and under ``layers`` those of the heads that differ."""
+
+
+@dataclass(frozen=True)
+class DrawnHead:
+    """A head's dense attention and pattern, float32 ``[cells, cells]`` on the CPU."""
+
+    attention: Tensor
+    pattern: Tensor
+
+
+class Settled:
+    """A visitor of all layers, in order; as a context it shows its progress.
+
+    Attributes:
+        recall, density: float64 ``[h]`` of each measured layer; dense heads have 1.
+        drawn: the heads that are to be drawn, by (place, head).
+    """
+
+    def __init__(
+        self, settings: Settings, rows: Tensor, layers: list[int], draw: set[tuple[int, int]]
+    ):
+        """
+        Args:
+            rows: the evaluated rows.
+            layers: the measured layers.
+            draw: (place, head) of the heads to draw; see :class:`Settings`.
+        """
+        self.settings, self.rows, self.layers, self.draw = settings, rows, layers, draw
+        self.recall: list[np.ndarray] = []
+        self.density: list[np.ndarray] = []
+        self.drawn: dict[tuple[int, int], DrawnHead] = {}
+        self.progress = tqdm(total=len(layers), desc="recommended", unit="layer", file=sys.stderr)
+
+    def __enter__(self) -> Settled:
+        return self
+
+    def __exit__(self, *raised) -> None:
+        self.progress.close()
+
+    def __call__(self, given: LayerInput) -> None:
+        if given.layer not in self.layers:
+            return
+        given = for_search(given)
+        place = self.layers.index(given.layer)
+        length, _, heads, _ = given.query.shape
+        own = [self.settings.setting_of(place, head) for head in range(heads)]
+        distinct = [each for number, each in enumerate(own) if each and each not in own[:number]]
+        recall, density = np.ones(heads), np.ones(heads)
+        patterns: list[LayerPattern] = []
+        if distinct:
+            configs = [MTrainingConfig.from_options(**each) for each in distinct]
+            block, device = configs[0].block_size, given.query.device
+            # The patterns of all query blocks, for the pictures.
+            patterns = list(
+                patterns_of(given, configs, torch.arange(0, length, block, device=device))
+            )
+            kept = recall_of_patterns(given, patterns, self.rows.to(device), block)
+            for head, setting in enumerate(own):
+                if setting is not None:
+                    number = distinct.index(setting)
+                    recall[head] = kept[number, head]
+                    density[head] = patterns[number].density[head]
+        self.recall.append(recall)
+        self.density.append(density)
+        for at, head in sorted(self.draw):
+            if at == place:
+                setting = own[head]
+                sparse = setting is not None
+                pattern = patterns[distinct.index(setting)].head(head) if sparse else _Dense(length)
+                self.drawn[at, head] = DrawnHead(
+                    attention_picture(given, head),
+                    density_picture(pattern, length, given.query.device),
+                )
+        self.progress.update()
+
+
+class _Dense:
+    """See :class:`.measure.HeadPattern`."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def mask(self, rows: Tensor) -> Tensor:
+        return torch.ones(len(rows), self.length, dtype=torch.bool, device=rows.device)
