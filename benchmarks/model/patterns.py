@@ -177,7 +177,7 @@ def measure(given: LayerInput, cases: list[Case], rows: Tensor) -> tuple[np.ndar
         mass = p.unflatten(-1, (-1, BLOCK)).sum(-1)
         odd = (at + torch.arange(len(here), device=p.device)) % 2 == 1
         for number, pattern in enumerate(patterns):
-            kept = pattern.kept_mass(p, mass, here, at).double()
+            kept = pattern.kept_mass(p, mass, here).double()
             recall[number, 0] += kept.masked_fill(odd, 0).sum(-1)
             recall[number, 1] += kept.masked_fill(~odd, 0).sum(-1)
         at += len(here)
