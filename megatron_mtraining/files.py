@@ -29,10 +29,10 @@ def check_name(path: Path) -> None:
     try:
         os.lstat(path)
     except ValueError:
-        raise ConfigError(f"{path} is no file's name: it has a null byte") from None
+        raise ConfigError(f"{path} is not a valid file name: it has a null byte") from None
     except OSError as error:
         if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-            raise ConfigError(f"{path} is no file's name: {error.strerror}") from None
+            raise ConfigError(f"{path} is not a valid file name: {error.strerror}") from None
 
 
 def size_of(path: Path, why: str) -> int:
@@ -100,7 +100,7 @@ def read_bytes(path: Path, name: str, limit: int = LIMIT, pipes: bool = False) -
             raise ConfigError(_failed(name, error)) from None
     if len(content) > limit:
         raise ConfigError(
-            f"{name} cannot be read: it has more than {limit >> 20} MiB, which no such file has; is it the "
+            f"{name} cannot be read: it has more than {limit >> 20} MiB, too many for such a file; is it the "
             "right one?"
         )
     return bytes(content)

@@ -57,6 +57,13 @@ def test_a_new_row_makes_table_figure_and_picture_stale(monkeypatch):
     assert "docs/performance.md" in generate.stale()
 
 
+def test_quickstart_quotes_the_figures():
+    from megatron_mtraining.tools.quickstart.results import ON_GPUS
+
+    for name in ("", "_dense", "_ratio", "_density", "_recall"):
+        assert tables.FIGURES[f"step_512k{name}"]() in ON_GPUS
+
+
 def test_a_ratio_is_of_one_commit():
     row = dict(tables.step(524288), commit="another")
     assert step_tables.dense_of(row) is None

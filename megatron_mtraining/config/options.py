@@ -213,13 +213,14 @@ OPTIONS = (
         "settings", str,
         "JSON or YAML file of settings, also by layer and head. Either "
         '{"price": 0.3, "layers": {"0": {"dense": true}, "7": {"heads": {"3": {"dense": true}}}}}'
-        ", with the names of these options, or a best-pattern file as MInference publishes them (entries "
+        ", with the names of these options, or a best-pattern file in MInference's format (entries "
         "vertical_and_slash and flex_vertical_and_slash).",
         common=True, default_help="none",
     ),
     Option(
         "gathered_ranks", int,
-        "Size of the inner groups, whose ranks gather one another's keys. Larger groups take less time and "
+        "Size of the inner groups, whose ranks gather one another's keys: at most the context-parallel ranks "
+        "of a host, which are its GPUs / --tensor-model-parallel-size. Larger groups take less time and "
         "more memory; 1 is a plain ring. 0 uses the inner size of --hierarchical-context-parallel-sizes or, "
         "without it, the largest divisor of --context-parallel-size up to 8.",
         common=True, default_help="0",
@@ -286,7 +287,7 @@ def current_name(name: str, where: str = "") -> str:
     if name in REMOVED:
         raise ConfigError(f"{shown} is not an option any more; {REMOVED[name]}")
     if name not in BY_NAME:
-        raise ConfigError(f"{shown} is no setting: leave it out")
+        raise ConfigError(f"{shown} is not a setting: leave it out")
     return name
 
 

@@ -166,7 +166,7 @@ def _check_settings_of_run(config: MTrainingConfig, content: dict, name: str) ->
     for key in sorted(content.keys() - {"layers"}, key=str):
         setting = current_name(key, name) if isinstance(key, str) and key not in RENAMED else key
         if setting not in known:
-            raise ConfigError(f"{name} has {key!r}, which is no setting: leave it out")
+            raise ConfigError(f"{name} has {key!r}, which is not a setting: leave it out")
         if content[key] != flat[setting]:
             raise ConfigError(
                 f"{name} has {setting} {content[key]!r}, but the run {flat[setting]!r}: make them the same, "
@@ -273,12 +273,12 @@ def _changed(config: MTrainingConfig, policy: Policy, changes: dict, place: str)
 
 def _numbered(entries: dict, count: int | None, place: str, what: str):
     """(number, value) for the entries of an object whose keys are numbers below ``count``. YAML has keys 1
-    and "1"; "01" is no number."""
+    and "1"; "01" is not a number."""
     found = {}
     for key, value in entries.items():
         where = f"{place} {key}"
         if isinstance(key, bool) or not re.fullmatch("0|[1-9][0-9]{0,8}", str(key), re.ASCII):
-            raise ConfigError(f"{where}: {key!r} is no number such as 0 or 12")
+            raise ConfigError(f"{where}: {key!r} is not a number such as 0 or 12")
         number = int(key)
         if count is not None and number >= count:
             raise ConfigError(f"{where}: the model has {count} {what}, from 0")

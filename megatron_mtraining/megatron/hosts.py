@@ -23,9 +23,10 @@ def check_hosts(cp: CPGroup) -> None:
         names = hosts[first : first + cp.inner]
         if len(set(names)) > 1:
             raise ValueError(
-                f"the inner ring of context-parallel ranks {first} to {first + cp.inner - 1} spans "
-                f"hosts: {', '.join(names)}, in rank order; use an inner size that fits the ranks on a "
-                "host, or leave the sizes out"
+                f"the inner group of context-parallel ranks {first} to {first + cp.inner - 1} spans "
+                f"hosts: {', '.join(names)}, in rank order; use an inner size that divides the "
+                "context-parallel ranks of a host (its GPUs / --tensor-model-parallel-size), or leave the "
+                "sizes out"
             )
 
 
@@ -43,16 +44,16 @@ def advise_on_hosts(cp: CPGroup) -> None:
     together = [len(list(run)) for _, run in itertools.groupby(hosts)]
     names = ", ".join(dict.fromkeys(hosts))
     if len(together) > len(set(hosts)):
-        advice = "start ranks host after host, so that those of one host are neighbours"
+        advice = "start ranks host after host, so that the ranks of a host are neighbours"
     elif len(set(together)) == 1:
         advice = (
-            f"--hierarchical-context-parallel-sizes {together[0]} {len(together)} gathers them in each host "
-            "and hides what goes between hosts"
+            f"--hierarchical-context-parallel-sizes {together[0]} {len(together)} gathers keys within each "
+            "host only"
         )
     else:
         return
     warnings.warn(
-        f"keys are gathered from {cp.inner} context-parallel ranks at a time, over hosts: {names}; {advice}",
+        f"inner groups of {cp.inner} context-parallel ranks, which gather keys, span hosts {names}; {advice}",
         stacklevel=2,
     )
 

@@ -97,7 +97,7 @@ def check_documents(args) -> None:
     if kind not in ("rope", "yarn", "none"):
         raise ConfigError(
             f"--reset-attention-mask needs --reset-position-ids with --position-embedding-type "
-            f"{kind}: documents are told by position ids that restart, which change what such a model "
+            f"{kind}: documents are recognized by position ids that restart, which change what such a model "
             "learns; give both"
         )
 

@@ -60,7 +60,7 @@ def check_header(path: Path, label: str) -> None:
     except OSError as error:
         raise ConfigError(f"{label}, which cannot be read: {error.strerror}") from None
     except _Bad as error:
-        raise ConfigError(f"{label}, which is damaged or no GGUF file: {error}") from None
+        raise ConfigError(f"{label}, which is damaged or not a GGUF file: {error}") from None
     for key, value in values.items():
         field = SIZES.get(key.partition(".")[2])
         if field is not None and value != 0:  # 0 experts, or heads that arrays give by layer

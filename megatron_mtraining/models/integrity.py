@@ -48,7 +48,7 @@ def verify_checksums(folder: Path) -> bool:
     for name, expected in sums.items():
         if Path(name).name != name or "\0" in name or not _can_be_encoded(name):
             raise ConfigError(
-                f"{manifest} names {short(name)}, which is no file's name in its folder"
+                f"{manifest} names {short(name)}, which is not the name of a file in its folder"
             )
         size_of(folder / name, f"{MANIFEST} has its checksum")
         if _checksum(folder / name) != expected:
@@ -66,7 +66,7 @@ def verify_checksums(folder: Path) -> bool:
 
 
 def _can_be_encoded(name: str) -> bool:
-    """JSON may have halves of surrogate pairs, which no file's name has."""
+    """JSON may have halves of surrogate pairs, which no file name has."""
     try:
         name.encode()
     except UnicodeEncodeError:

@@ -159,7 +159,7 @@ def _check(found) -> None:
         plain = plain and not any(each in name for each in "/\\\0")
         need(
             plain,
-            f"it has {index.fqn!s:.80} in {name!r:.120}, which is no file's name in its folder",
+            f"it has {index.fqn!s:.80} in {name!r:.120}, which is not the name of a file in its folder",
         )
         numbers = (info.offset, info.length)
         whole = all(type(each) is int and 0 <= each < 1 << 62 for each in numbers)

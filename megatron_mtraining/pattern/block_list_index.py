@@ -192,7 +192,7 @@ def build_block_index(
     if blocks.dtype not in (torch.bool, torch.uint8):
         raise ValueError(f"blocks are {blocks.dtype}: they must be bool or uint8")
     if not 0 <= rank < world:
-        raise ValueError(f"rank {rank} is none of {world}")
+        raise ValueError(f"rank {rank} is not one of {world} ranks")
     member, *_, columns, column_ptr = vertical_slash_lists(
         distances, None, 0, columns, seq_length, block_size, world, inner
     )

@@ -182,13 +182,13 @@ def _check_prices(price: float | list[list[float]]) -> None:
     table = all(isinstance(row, list) and row and len(row) == len(rows[0]) for row in rows)
     if not rows or not table:
         raise ConfigError(
-            "the checkpoint has prices that are no table of layers and heads: it was not written by this "
+            "the checkpoint has prices that are not a table of layers and heads: it was not written by this "
             "package, or is damaged"
         )
     for each in (each for row in rows for each in row):
         number = isinstance(each, int | float) and not isinstance(each, bool)
         if not number or not 0 < each < math.inf:
             raise ConfigError(
-                f"the checkpoint has the price {each!r}, which is no number above 0: it was not written by "
+                f"the checkpoint has the price {each!r}, not a number above 0: it was not written by "
                 "this package, or is damaged"
             )

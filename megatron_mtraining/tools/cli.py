@@ -39,25 +39,25 @@ COMMANDS = (
     Command(
         "quickstart",
         "megatron_mtraining.tools.quickstart.command",
-        "train a small model on this machine, dense and sparse, and compare the two",
+        "train a small model on this machine with dense and with sparse attention, and compare them",
         "quickstart",
     ),
     Command(
         "inspect",
         "megatron_mtraining.tools.inspect.command",
-        "measure what sparse patterns keep of a trained model's attention, and recommend settings",
+        "measure how much attention sparse patterns hold in a trained model, and recommend settings",
         "inspect",
     ),
     Command(
         "data",
         "megatron_mtraining.tools.data.command",
-        "turn documents into Megatron's indexed dataset, in exactly-long samples",
+        "tokenize documents and pack them into samples of exactly the training length",
         "data",
     ),
     Command(
         "convert",
         "megatron_mtraining.tools.convert.command",
-        "convert checkpoints of Hugging Face to Megatron's and back, and compare the two",
+        "convert checkpoints between Hugging Face and Megatron, and compare their logits",
         "convert",
     ),
     Command(
@@ -68,7 +68,7 @@ COMMANDS = (
     Command(
         "patch",
         "megatron_mtraining.tools.patching",
-        "add the attention backend to a Megatron-LM checkout, look whether it is there, remove it",
+        "add the attention backend to a Megatron-LM checkout, check for it, or remove it",
     ),
 )
 
@@ -175,7 +175,10 @@ def _parser(argv: list[str]):
         prog="mtraining", description="Dynamic sparse ring attention for Megatron-LM."
     )
     parser.add_argument(
-        "--version", action=_Version, help="print the version and those it runs with"
+        "--version",
+        action=_Version,
+        help="print the versions of this package, Python, torch, Triton, Megatron-Core and "
+        "Transformer Engine",
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     module = None

@@ -158,11 +158,11 @@ def change(root: Path, *options: str) -> None:
 
 def add_arguments(parser) -> None:
     """The arguments of ``mtraining patch``."""
-    parser.add_argument("action", choices=("apply", "check", "revert"))
-    parser.add_argument("tree", type=Path, metavar="DIR", help="a Megatron-LM checkout")
+    parser.add_argument("action", choices=("apply", "check", "revert"), help="what to do")
+    parser.add_argument("tree", type=Path, metavar="CHECKOUT", help="Megatron-LM checkout")
     parser.epilog = (
-        "exit status: 0 done, or nothing to do (check: applied); 1 (check) not applied; "
-        "2 refused, nothing changed"
+        "exit status: 0, done or already done (check: the patch is applied); 1, check found no patch; "
+        "2, refused, and nothing is changed"
     )
 
 

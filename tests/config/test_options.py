@@ -88,7 +88,7 @@ def test_removed_options_say_what_to_use(name):
 
 
 def test_unknown_options_are_refused():
-    with pytest.raises(ConfigError, match="--mtraining-cost is no setting"):
+    with pytest.raises(ConfigError, match="--mtraining-cost is not a setting"):
         MTrainingConfig.from_options(cost=1)
 
 

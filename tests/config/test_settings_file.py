@@ -80,8 +80,8 @@ def test_yaml(tmp_path):
 @pytest.mark.parametrize(
     ("layers", "named"),
     [
-        ("1.5: {dense: true}", "layer 1.5: 1.5 is no number"),
-        ("true: {dense: true}", "layer True: True is no number"),
+        ("1.5: {dense: true}", "layer 1.5: 1.5 is not a number"),
+        ("true: {dense: true}", "layer True: True is not a number"),
         ('1: {dense: true}\n  "1": {price: 2}', "layer 1 is there twice"),
         ("1: {dense: true}\n  1: {price: 2}", "has 1 twice in one object"),
         ("1: " + 3000 * "[", "is nested too deeply"),
@@ -93,7 +93,7 @@ def test_mistakes_in_yaml(tmp_path, layers, named):
     with pytest.raises(ConfigError) as raised:
         check_settings_file(MTrainingConfig.from_options(settings=path), LAYERS, HEADS)
     assert "--mtraining-settings" in str(raised.value) and named in str(raised.value)
-    with pytest.raises(ConfigError, match="has 1, which is no setting"):
+    with pytest.raises(ConfigError, match="has 1, which is not a setting"):
         path = written(tmp_path, "1: 2\ncost: 3\n", "file.yaml")
         check_settings_file(MTrainingConfig.from_options(settings=path), LAYERS, HEADS)
 
@@ -203,9 +203,9 @@ def test_published_budgets(tmp_path):
         ([], "has 0 layers, but the model 3"),
         ({}, "is empty: give settings"),
         ({"layers": [1]}, '"layers", an object by layer number'),
-        ({"layers": {}, "cost": 1}, "'cost', which is no setting"),
+        ({"layers": {}, "cost": 1}, "'cost', which is not a setting"),
         ({"layers": {"3": {}}}, "layer 3: the model has 3 layers"),
-        ({"layers": {"one": {}}}, "layer one: 'one' is no number"),
+        ({"layers": {"one": {}}}, "layer one: 'one' is not a number"),
         ({"layers": {"1": 5}}, "layer 1 must be an object"),
         ({"layers": {"1": {"heads": [1]}}}, 'layer 1 has "heads"'),
         ({"layers": {"1": {"heads": {"4": {}}}}}, "layer 1, head 4: the model has 4 query heads"),
@@ -232,8 +232,8 @@ def test_published_budgets(tmp_path):
             {"layers": {"1": {"dense": False, "price": 0}}},
             "layer 1 has dense false, but a price of 0",
         ),
-        ({"layers": {"00": {}}}, "layer 00: '00' is no number such as 0 or 12"),
-        ({"layers": {"1": {"heads": {"-1": {}}}}}, "layer 1, head -1: '-1' is no number"),
+        ({"layers": {"00": {}}}, "layer 00: '00' is not a number such as 0 or 12"),
+        ({"layers": {"1": {"heads": {"-1": {}}}}}, "layer 1, head -1: '-1' is not a number"),
         ('{"layers": {"1": {"price": 0.2}, "1": {}}}', "has '1' twice in one object"),
         ('{"layers": {"1": {"price": 1' + 400 * "0" + "}}}", "--mtraining-price must be a number"),
         ({"layers": {"1": {"vertical_cap": 2**63}}}, "use less than 2^63"),
@@ -282,7 +282,7 @@ def test_mistakes_in_overrides(tmp_path, content, named):
             "layer 0, head 1 has slash_cap null",
         ),
         ([layer_of(3, h9=FIXED)] * 3, "layer 0, head 9: the model has 4 query heads"),
-        ([layer_of(3, h01=FIXED)] * 3, "layer 0, head 01: '01' is no number"),
+        ([layer_of(3, h01=FIXED)] * 3, "layer 0, head 01: '01' is not a number"),
     ],
 )
 def test_mistakes_in_budgets(tmp_path, content, named):

@@ -187,7 +187,7 @@ def test_data_files_are_in_the_folder(name, plain):
     for info in found.storage_data.values():
         info.relative_path = name
     put(plain, found)
-    with pytest.raises(ConfigError, match="no file's name in its folder"):
+    with pytest.raises(ConfigError, match="not the name of a file in its folder"):
         read_metadata(plain)
 
 

@@ -303,7 +303,7 @@ def test_what_does_not_fit_is_named():
         build_block_index(blocks, distances, columns, 384, 64, 2)
     with pytest.raises(ValueError, match="blocks are torch.float32"):
         build_block_index(blocks.float(), distances, columns, 384, 64, 1)
-    with pytest.raises(ValueError, match="rank 2 is none of 2"):
+    with pytest.raises(ValueError, match="rank 2 is not one of 2 ranks"):
         build_block_index(blocks[:, :, :3], distances, columns, 384, 64, 2, rank=2)
     index = build_block_index(blocks[:, :, :3], distances, columns, 384, 64, 2, rank=1)
     with pytest.raises(ValueError, match="rank 1, not of rank 0"):

@@ -296,6 +296,6 @@ def _refuse_existing(option: str, overwrite: bool, kind: str, *, of_files: bool 
         if of_files:
             return
         if not os.path.isdir(path) and kind == "folder":
-            raise ConfigError(f"{option} is {path}, which is no folder: name another")
+            raise ConfigError(f"{option} is {path}, which is not a folder: name another")
 
     return check

@@ -27,22 +27,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command = directions.add_parser("hf-to-megatron", help=what, description=what)
     add = command.add_argument
     _add_common(command, "Hugging Face folder with safetensors", "checkpoint folder to write")
-    what = "rows of Megatron's embedding, with zeros beyond the vocabulary (default: vocab_size)"
+    what = "rows of Megatron's embedding; rows beyond the vocabulary are zero (default: vocab_size)"
     add("--padded-vocab-size", type=POSITIVE, metavar="N", help=what)
     what = "RoPE base to train with (default: the model's)"
     add("--rotary-base", type=POSITIVE, metavar="BASE", help=what)
     what = "extend the model's positions by this factor with YaRN"
     add("--yarn", type=FACTOR, metavar="FACTOR", help=what)
-    what = "longest sequence (default: the model's, times --yarn)"
+    what = "longest sequence (default: the model's positions, times --yarn)"
     add("--max-position-embeddings", type=POSITIVE, metavar="N", help=what)
 
     what = "convert a Megatron checkpoint (torch_dist) to a Hugging Face folder"
     command = directions.add_parser("megatron-to-hf", help=what, description=what)
     add = command.add_argument
-    _add_common(command, "folder of the checkpoint or an iteration", "Hugging Face folder to write")
+    _add_common(
+        command, "checkpoint folder, or the folder of one iteration", "Hugging Face folder to write"
+    )
     what = (
-        "folder to take config.json and tokenizer from: the model that training began from (default: hf/ of "
-        "a converted checkpoint)"
+        "Hugging Face folder of the model that training started from, for config.json and tokenizer "
+        "(default: hf/ in a converted checkpoint)"
     )
     add("--like", type=Path, metavar="HF_FOLDER", help=what)
     what = "rows of the embedding to write (default: vocab_size of config.json)"
@@ -53,16 +55,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "compare the logits of a Hugging Face model and of a Megatron checkpoint on a text"
     command = directions.add_parser("verify", help=what, description=what)
     add = command.add_argument
-    add("source", type=Path, metavar="SRC", help="Hugging Face folder, or the checkpoint")
-    add("target", type=Path, metavar="DST", help="the other one")
+    add("source", type=Path, metavar="SRC", help="Hugging Face folder or Megatron checkpoint")
+    add("target", type=Path, metavar="DST", help="the other of the two")
     what = "text, or token ids (.npy) (default: the source of Python's argparse)"
     add("--text", type=Path, nargs="+", default=[], metavar="FILE", help=what)
-    what = "tokens (default: all, up to the models' positions)"
+    what = "number of tokens (default: the whole text, up to the models' positions)"
     add("--seq", type=POSITIVE, metavar="N", help=what)
-    add("--dtype", choices=DTYPES, default="float32", help="to compute in (default: %(default)s)")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="dtype of the computation (default: %(default)s)",
+    )
     what = (
-        "fraction of positions where both must have the same top-1 token, for exit status 0 (default: "
-        "0.99, or 0.9 in 16 bits)"
+        "pass if both models have the same top-1 token in this fraction of positions (default: 0.99, or "
+        "0.9 in 16 bits)"
     )
     add("--min-agreement", type=FRACTION, metavar="FRACTION", help=what)
     add("--device", help="cpu or cuda (default: a GPU if there is one)")
@@ -74,7 +81,7 @@ def _add_common(command: argparse.ArgumentParser, source: str, target: str) -> N
     add = command.add_argument
     add("source", type=Path, metavar="SRC", help=source)
     add("target", type=Path, metavar="DST", help=target)
-    add("--dtype", choices=DTYPES, help="of the weights written (default: unchanged)")
+    add("--dtype", choices=DTYPES, help="dtype of the weights written (default: unchanged)")
     add("--allow-dtype-loss", action="store_true", help="allow --dtype to round")
     add("--overwrite", action="store_true", help="replace a checkpoint or model in DST")
 

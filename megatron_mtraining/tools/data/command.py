@@ -14,7 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands to ``parser``."""
     subparsers = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     what = (
-        "turn documents into Megatron's indexed dataset, in samples of exactly --seq-length tokens"
+        "tokenize documents and pack them into Megatron's indexed dataset, in samples of exactly "
+        "--seq-length tokens"
     )
     options.add_arguments(subparsers.add_parser("prepare", help=what, description=what))
 

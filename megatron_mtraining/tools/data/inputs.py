@@ -204,7 +204,7 @@ def state_of(path: Path | str) -> State:
 
 def _unreadable(path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"INPUT has {path}, which cannot be read: {error.strerror}; mend that, or leave out what is in "
+        f"INPUT has {path}, which cannot be read: {error.strerror}; fix that, or leave out what is in "
         "folders and cannot be read with --skip-unreadable"
     )
 

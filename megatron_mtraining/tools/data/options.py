@@ -60,46 +60,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("inputs", type=_path, nargs="+", metavar="INPUT", help=what)
     what = "a Hugging Face folder, a .gguf file or a sentencepiece .model"
     add("--tokenizer", type=_path, required=True, metavar="PATH", help=what)
-    what = "tokens of a sample: --seq-length of the training"
+    what = "tokens in a sample: the --seq-length of the training run"
     add("--seq-length", type=int, required=True, metavar="N", help=what)
     what = (
-        "PREFIX.bin, PREFIX.idx and the report PREFIX.json are written: --data-path of the training"
+        "write PREFIX.bin, PREFIX.idx and the report PREFIX.json; PREFIX is the run's --data-path"
     )
     # Not a Path, which would drop a slash at the end.
     add("--output", required=True, metavar="PREFIX", help=what)
-    what = "of all files; auto goes by their names (%(default)s)"
+    what = "format of all files; auto decides by file name (%(default)s)"
     add("--format", choices=FORMATS, default="auto", help=what)
-    what = "of records: text, or a list of token ids (text, or input_ids where there is no text)"
-    add("--text-field", metavar="NAME", help=what)
-    what = "the text files of each INPUT folder, such as a repository, are one document"
-    add("--join", action="store_true", help=what)
     what = (
-        "the end-of-document token, where the tokenizer's own is missing or another one is wanted"
+        "field of a record that has the text or a list of token ids (text; without it, input_ids)"
     )
+    add("--text-field", metavar="NAME", help=what)
+    what = "join the text files of each INPUT folder, such as a repository, into one document"
+    add("--join", action="store_true", help=what)
+    what = "end-of-document token (the tokenizer's eos_token)"
     add("--eod", metavar="TOKEN", help=what)
     what = (
-        "how documents fill samples. best-fit: looking for those that fit; in-order: one after the other; "
-        "as-is: each is a sample already (%(default)s)"
+        "how documents fill samples. best-fit: search for documents that fit; in-order: in input order; "
+        "as-is: each document is one sample already (%(default)s)"
     )
     add("--pack", choices=PACKS, default="best-fit", help=what)
-    what = "documents longer than a sample: cut into several, leave out, or stop (%(default)s)"
+    what = "what to do with documents longer than a sample: cut them into several samples, drop them, or "
+    what += "stop with an error (%(default)s)"
     add("--longer", choices=LONGER, default="cut", help=what)
-    what = "leave out documents with fewer tokens (%(default)s)"
+    what = "drop documents with fewer tokens than MIN (%(default)s)"
     add("--long-only", type=int, default=0, metavar="MIN", help=what)
     what = "keep the documents in the order of the input"
     add("--no-shuffle", dest="shuffle", action="store_false", help=what)
-    add("--seed", type=int, metavar="N", help=f"of the shuffling ({SEED})")
-    what = f"documents that shuffling chooses among at a time ({BUFFER})"
+    add("--seed", type=int, metavar="N", help=f"seed of the shuffling ({SEED})")
+    what = f"documents in the shuffle buffer ({BUFFER})"
     add("--buffer", type=int, metavar="N", help=what)
-    add("--workers", type=int, metavar="N", help="processes that tokenize (one a core)")
-    what = "of input that are tokenized, or lost by an interruption, at a time (%(default)s)"
-    add("--part-bytes", type=int, default=PART_BYTES, metavar="N", help="bytes " + what)
-    what = "refuse documents of more bytes, for the memory that tokenizing them takes (%(default)s)"
+    add("--workers", type=int, metavar="N", help="tokenizing processes (one per core)")
+    what = "bytes of input in a part; an interruption loses the parts in progress (%(default)s)"
+    add("--part-bytes", type=int, default=PART_BYTES, metavar="N", help=what)
+    what = "refuse longer documents, because tokenizing takes 150 times their memory (%(default)s)"
     add("--document-bytes", type=int, default=DOCUMENT_BYTES, metavar="N", help=what)
-    what = "leave out, and name, files and folders inside of an INPUT folder that cannot be read"
+    what = "skip and report files and folders inside an INPUT folder that cannot be read"
     add("--skip-unreadable", action="store_true", help=what)
-    add("--overwrite", action="store_true", help="replace a dataset that is there")
-    what = "keep PREFIX.parts, to pack the same documents again in another way"
+    add("--overwrite", action="store_true", help="replace an existing dataset")
+    what = "keep PREFIX.parts, to pack the same token ids again with other options"
     add("--keep-parts", action="store_true", help=what)
 
 
@@ -151,7 +152,7 @@ def _path(text: str) -> Path:
     if not text.strip():
         raise argparse.ArgumentTypeError("is empty: name a file or a folder")
     if "\0" in text:
-        raise argparse.ArgumentTypeError(f"is {text!r}, with a zero byte, which no name has")
+        raise argparse.ArgumentTypeError(f"is {text!r}, which has a zero byte")
     if "://" in text and not os.path.exists(text):
         raise argparse.ArgumentTypeError(
             f"is {text}: download it, and name the file or folder here"

@@ -54,9 +54,7 @@ def prefix_of(text: str) -> Path:
     """
     path = Path(text)
     if "\0" in text:
-        raise ConfigError(
-            f"--output is {text!r}, with a zero byte, which no name has: name another prefix"
-        )
+        raise ConfigError(f"--output is {text!r}, which has a zero byte: name another prefix")
     if text.endswith(("/", os.sep)) or text.replace(os.sep, "/").split("/")[-1] in ("", ".", ".."):
         raise ConfigError(f"--output is {text!r}: give a prefix of files, such as data/books")
     for suffix in (".bin", ".idx"):

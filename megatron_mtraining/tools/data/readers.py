@@ -220,7 +220,7 @@ def _json_object(place: Place, line: bytes) -> dict:
     except (ValueError, RecursionError) as error:
         problem = f"is not JSON ({error})"
     if problem:
-        raise ConfigError(f"{place} {problem}: mend it or leave it out")
+        raise ConfigError(f"{place} {problem}: correct it or leave it out")
     return record
 
 

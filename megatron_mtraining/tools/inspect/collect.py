@@ -93,7 +93,7 @@ class Collector:
             f"{measuring:.1f} s each"
         )
         if seconds > LONG:
-            text += "; --layers 8 samples 8 of them. An ended run goes on where it was"
+            text += "; --layers 8 samples 8 of them. If interrupted, the same command continues"
         self.progress.write(text, file=sys.stderr)
 
     def measured(self, target: float) -> list[Measured]:

@@ -112,9 +112,9 @@ def _check_same(kept: KeptLayers, run: dict, overwrite: bool) -> None:
     if layers and not overwrite:
         other = [name for name in run if (before or {}).get(name) != run[name]]
         raise ConfigError(
-            f"--output is {kept.folder.parent}, where an ended run has left {len(layers)} measured layers, "
-            f"with another {other[0]}: give the same options to go on, name another folder, or "
-            "--overwrite it"
+            f"--output is {kept.folder.parent}, which has {len(layers)} measured layers of an "
+            f"interrupted run with another {other[0]}: give the same options to continue, name another "
+            "folder, or --overwrite it"
         )
     kept.clear()
 

@@ -116,38 +116,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     what = "a Hugging Face folder, a .gguf file or a Megatron checkpoint's folder"
     add("model", type=Path, metavar="MODEL", help=what)
-    what = "UTF-8 text, files are concatenated; or token ids: .npy, or Megatron's .bin"
+    what = "UTF-8 text (several files are concatenated), or token ids: .npy, or Megatron's .bin"
     add("--text", type=Path, nargs="+", required=True, metavar="FILE", help=what)
-    what = "a Hugging Face folder, a .gguf file or a sentencepiece .model (the model's own)"
+    what = (
+        "tokenizer: a Hugging Face folder, a .gguf file or a sentencepiece .model (the model's own)"
+    )
     add("--tokenizer", type=Path, metavar="PATH", help=what)
     what = "number of tokens (the whole text, up to the model's positions)"
     add("--seq", dest="seq_length", type=int, metavar="N", help=what)
     what = "extend the model's positions by this factor with YaRN"
     add("--yarn", type=float, metavar="FACTOR", help=what)
-    what = "fraction of the attention mass to keep (%(default)s)"
+    what = "fraction of the attention mass that patterns must hold (%(default)s)"
     add("--target-recall", type=float, default=0.95, metavar="FRACTION", help=what)
-    add("--rows", type=int, help=f"query rows to evaluate patterns on ({ROWS}, or all there are)")
-    what = "how many layers to measure, evenly spread; or which, counted from 0: 3,9,14 (all)"
+    add("--rows", type=int, help=f"query rows that patterns are evaluated on (at most {ROWS})")
+    what = "number of layers to measure, evenly spaced; or a list, counted from 0: 3,9,14 (all)"
     add("--layers", default="all", metavar="COUNT", help=what)
-    what = "policies to try, or all (all on a GPU; on a CPU price, the default of training)"
+    what = "policies to try, or all (all on a GPU; price on a CPU)"
     add("--policy", dest="policies", nargs="+", metavar="NAME", help=what)
-    what = "measure how much the predictions depend on each layer or head, and set its target by it"
-    add("--sensitivity", choices=("layers", "heads"), help=what)
     what = (
-        "let heads be block-sparse in the settings file where that keeps more attention per density"
+        "measure how much predictions depend on each layer or head, and set its target recall by it"
     )
+    add("--sensitivity", choices=("layers", "heads"), help=what)
+    what = "let the settings file make heads block-sparse where that holds more attention at equal density"
     add("--mixed", action="store_true", help=what)
     what = "also draw this head, counted from 0; may be repeated"
     add("--head", dest="heads", action="append", default=[], metavar="LAYER:HEAD", help=what)
     add("--window", type=int, help="local window of all settings, in tokens")
     add("--block-size", type=int, help="block size of all settings: 64 or 128")
-    add("--device", help="cuda if there is a GPU, else cpu")
-    what = "dtype of the model (bf16 where the device multiplies in it; float32 with --sensitivity)"
+    add("--device", help="cuda or cpu (cuda if there is a GPU)")
+    what = "dtype of the model (bf16 if the device computes in it; float32 with --sensitivity)"
     add("--dtype", choices=("bf16", "float32", "fp16"), help=what)
-    add("--seed", type=int, default=0, help="seed of the evaluated rows (%(default)s)")
+    add("--seed", type=int, default=0, help="seed that draws the evaluated rows (%(default)s)")
     what = "folder for pictures, numbers and settings (%(default)s)"
     add("--output", type=Path, default=Path("inspect-out"), metavar="FOLDER", help=what)
-    what = "recommended settings, YAML if it ends in .yaml, else JSON (FOLDER/settings.json)"
+    what = "file for the recommended settings: YAML if it ends in .yaml, else JSON (FOLDER/settings.json)"
     add("--settings", type=Path, metavar="FILE", help=what)
     what = "replace an earlier run's files in the output folder, and the file of --settings"
     add("--overwrite", action="store_true", help=what)

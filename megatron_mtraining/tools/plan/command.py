@@ -22,11 +22,11 @@ LARGEST_FLAGS = 1 << 20
 LARGEST = dict(world_size=10**9, gpu_memory_gib=1e9, overhead_gib=1e9, slack=1e3)
 """Of the plan's own numbers: larger ones are mistakes, and overflow."""
 EPILOG = """\
-FLAGS are those of pretrain_gpt.py, with Megatron's names and defaults, or a whole command:
+FLAGS are Megatron's flags, as pretrain_gpt.py takes them, or a whole training command:
 
   mtraining plan memory --gpu-memory-gib 139 --find seq-length -- torchrun ... pretrain_gpt.py ...
 
-Options of the plan stand before --, or among the flags.
+Put the options above before --, or among the flags.
 """
 
 
@@ -49,18 +49,24 @@ def options_of_plan() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--flags-file", type=Path, help="file of flags, instead or besides")
     parser.add_argument(
-        "--world-size", type=int, help="GPUs (default: as many as torchrun or the flags say)"
+        "--flags-file", type=Path, help="file with flags or a whole command (besides FLAGS)"
     )
     parser.add_argument(
-        "--gpu-memory-gib", type=float, help="memory of a GPU in GiB: say whether the setting fits"
+        "--world-size",
+        type=int,
+        help="GPUs (default: from the torchrun arguments, or the fewest that the flags need)",
+    )
+    parser.add_argument(
+        "--gpu-memory-gib",
+        type=float,
+        help="memory of a GPU in GiB: report whether the setting fits",
     )
     parser.add_argument(
         "--find",
         choices=FIND,
-        help="with --gpu-memory-gib: the longest sequence that fits, or the fewest GPUs, as context-parallel "
-        "ranks",
+        help="with --gpu-memory-gib: find the longest sequence, or the smallest context-parallel size, that "
+        "fits",
     )
     parser.add_argument(
         "--overhead-gib",
@@ -72,7 +78,8 @@ def options_of_plan() -> argparse.ArgumentParser:
         "--slack",
         type=float,
         default=SLACK,
-        help="share that the allocator reserves beyond what it allocates (default: %(default)s, assumed)",
+        help="fraction of memory that PyTorch's allocator reserves in addition (default: %(default)s, "
+        "assumed)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser

@@ -61,8 +61,8 @@ def train(options: Options, folder: Path) -> None:
     )
     if options.device == "cpu":
         print(
-            "No GPU is used: here the sparse run computes all pairs and masks, so it is not "
-            "faster; the kernels that skip them need a GPU",
+            "No GPU is used: on a CPU the sparse run computes all pairs and masks them, so it is not faster. "
+            "The kernels that skip pairs need a GPU",
             flush=True,
         )
     run_ranks(options, folder)

@@ -56,14 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--steps", type=int, default=60, help="training steps of each run (%(default)s)")
     add("--seq-length", type=int, help="tokens per sequence (2048; 8192 on GPUs)")
-    add("--processes", type=int, help="context-parallel processes (2; on GPUs one each, up to 8)")
-    add("--device", choices=["cpu", "cuda"], help="cuda if there is a GPU, else cpu")
+    add("--processes", type=int, help="context-parallel processes (2; one per GPU, up to 8)")
+    add("--device", choices=["cpu", "cuda"], help="device (cuda if there is a GPU)")
     add("--layers", type=int, default=2, help="transformer layers (%(default)s)")
     add("--heads", type=int, default=4, help=f"query heads of dimension {HEAD_DIM} (%(default)s)")
     add("--vertical", type=int, default=48, help="key columns per head (%(default)s)")
     add("--slash", type=int, default=8, help="token diagonals per head (%(default)s)")
     add("--seed", type=int, default=1234, help="seed of the weights (%(default)s)")
-    what = "seconds that a process waits for the others in each exchange, and may be stopped (%(default)s)"
+    what = "seconds that a process waits for the others before the run ends with an error (%(default)s)"
     add("--timeout", type=float, default=300, help=what)
     add("--output", default="quickstart-out", help="output folder (%(default)s)")
     add("--overwrite", action="store_true", help="replace the results in the output folder")

@@ -11,10 +11,25 @@ import numpy as np
 
 from ..report import pictures
 from ..report.table import table
+from . import trained_heads
 from .options import Options
 
-FILES = ("table.txt", "runs.json", "loss.png", "pattern.png", "patterns.png", "work.png")
+FILES = (
+    "table.txt",
+    "runs.json",
+    "loss.png",
+    "pattern.png",
+    "patterns.png",
+    "trained.png",
+    "work.png",
+)
 """What is written."""
+ON_GPUS = (
+    "On GPUs (benchmarks/results/pretrain.jsonl): a training step of Qwen2.5-3B's shape, random weights, "
+    "512K tokens on 4 H200, takes 7.44 s at a density of 1.8% (recall 5.9%), dense 93.7 s (12.6x). What a density "
+    "costs in loss: docs/performance.md."
+)
+"""Figures of docs/tables; tests/test_docs_tables.py compares them."""
 
 
 def write_results(options: Options, folder: Path, output: Path) -> str:
@@ -36,10 +51,19 @@ def write_results(options: Options, folder: Path, output: Path) -> str:
         for layer, head in np.ndindex(patterns.shape[:2])
     }
     last = f"layer {options.layers - 1}, head 0"
-    title = "Query-key pairs that {} keeps, selected on held-out text (grey: the future)"
+    title = "Query-key pairs selected by {}, on held-out text (grey: the future)"
     length = options.seq_length
     pictures.pattern(output / "pattern.png", named[last], length, title.format(last))
     pictures.patterns(output / "patterns.png", named, length, title.format("each head"))
+    trained = trained_heads.read()
+    pictures.patterns(
+        output / "trained.png",
+        trained_heads.pictures(trained),
+        trained["tokens"],
+        f"Recorded: 8 of {trained['heads_in_all']} heads of a trained model ({trained['model']}, "
+        f"{trained['tokens']} tokens, policy price)\nall heads: density {trained['density']:.0%}, recall "
+        f"{trained['recall']:.0%}",
+    )
     pictures.work(
         output / "work.png",
         np.asarray(runs["sparse"]["work"]),
@@ -57,7 +81,8 @@ def summary(options: Options, runs: dict) -> str:
         "loss, first step": lambda run: f"{run['losses'][0]:.3f}",
         f"loss, mean of last {last}": lambda run: f"{np.mean(run['losses'][-last:]):.3f}",
         "loss, held-out text": lambda run: f"{run['held_out']:.3f}",
-        "density (pairs kept)": lambda run: f"{np.mean(run['density']):.1%}",
+        "density": lambda run: f"{np.mean(run['density']):.1%}",
+        "recall, last step": lambda run: f"{run['recall'][-1]:.1%}",
         # Without the first step, which allocates and, on GPUs, compiles.
         "tokens/s": lambda run: (
             f"{options.seq_length / statistics.median(run['seconds'][1:]):,.0f}"
@@ -69,8 +94,12 @@ def summary(options: Options, runs: dict) -> str:
         )
     rows = [[label, *map(value, runs.values())] for label, value in lines.items()]
     note = (
-        f"{options.steps} steps of {options.seq_length} tokens. Dense is the same backend with a slash "
-        "budget of the whole sequence.\nWork: query-key pairs in the last step, as a fraction of all "
-        "causal pairs.\nOne seed and a short run: a small difference in loss, either way, says little."
+        f"{options.steps} steps of {options.seq_length} tokens. Dense is the same backend with all slashes "
+        "selected.\nDensity: selected fraction of the causal query-key pairs. Recall: attention that they "
+        "hold. Work of a rank: pairs in the last step, as a fraction of all causal pairs.\nThis model is small and "
+        "trained for a minute: its heads look alike (patterns.png). trained.png has heads of a trained "
+        "model, which differ.\nOne seed and a short run: small differences in loss mean little."
     )
+    if options.device == "cpu":
+        note += f"\n{ON_GPUS}"
     return f"{table(['', *runs], rows)}\n{note}"

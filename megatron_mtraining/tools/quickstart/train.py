@@ -43,8 +43,10 @@ class Run:
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     density: list[float] = field(default_factory=list)
+    recall: list[float] = field(default_factory=list)
+    """Attention mass of the selected pairs, on held-out rows, mean over layers and heads."""
     held_out: float = math.nan
-    """Mean loss of the held-out sequences, in the end."""
+    """Mean loss of the held-out sequences, after training."""
     work: list[list[float]] = field(default_factory=list)
     """Query-key pairs in the last step, ``[rank][round]``, summed over heads and layers."""
 
@@ -128,6 +130,8 @@ def train(rank: int, model, sequences: Tensor, name: str) -> Run:
         run.seconds.append(time.perf_counter() - started)
         density = [index.density().float().mean() for index in indices]
         run.density.append(torch.stack(density).mean().item())
+        recall = [1.0 if each.recall is None else each.recall.mean().item() for each in indices]
+        run.recall.append(sum(recall) / len(recall))
         if not math.isfinite(run.losses[-1]):
             raise FloatingPointError(f"{name} loss is {run.losses[-1]} at step {progress.n}")
         progress.set_postfix(loss=f"{run.losses[-1]:.3f}", density=f"{run.density[-1]:.0%}")

@@ -50,7 +50,7 @@ def pattern(path: Path, density: np.ndarray, seq_length: int, title: str) -> Pat
     """One head's pattern as a heat map with a query per row and a key per column.
 
     Args:
-        density: ``[n, n]``, the fraction of the query-key pairs in each cell that is kept.
+        density: ``[n, n]``, the fraction of the query-key pairs in each cell that is selected.
         seq_length: tokens along a side.
     """
     figure, axes = pyplot.subplots(figsize=(7.4, 6.4), layout="constrained")
@@ -58,7 +58,7 @@ def pattern(path: Path, density: np.ndarray, seq_length: int, title: str) -> Pat
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("key position (tokens)")
     axes.set_ylabel("query position (tokens)")
-    figure.colorbar(image, ax=axes, shrink=0.85, label="density (fraction of pairs kept)")
+    figure.colorbar(image, ax=axes, shrink=0.85, label="density (fraction of pairs selected)")
     return _save(figure, path)
 
 
@@ -84,7 +84,7 @@ def patterns(path: Path, heads: Mapping[str, np.ndarray], seq_length: int, title
     figure.suptitle(title, fontsize=11)
     figure.supxlabel("key position (tokens)", fontsize=10)
     figure.supylabel("query position (tokens)", fontsize=10)
-    figure.colorbar(image, ax=grid, shrink=0.7, label="density (fraction of pairs kept)")
+    figure.colorbar(image, ax=grid, shrink=0.7, label="density (fraction of pairs selected)")
     return _save(figure, path)
 
 
@@ -204,11 +204,11 @@ def layers_by_heads(
 def attention_and_pattern(
     path: Path, mass: np.ndarray, density: np.ndarray, seq_length: int, title: str
 ) -> Path:
-    """One head's dense attention, and beside it the pairs that its pattern keeps.
+    """One head's dense attention, and beside it the pairs that its pattern selects.
 
     Args:
         mass: ``[n, n]``, the attention mass of each cell, averaged over its queries.
-        density: ``[n, n]``, the fraction of the pairs in each cell that is kept. NaN rows are left out.
+        density: ``[n, n]``, the fraction of the pairs in each cell that is selected. NaN rows are left out.
         seq_length: tokens along a side.
     """
     figure, (left, right) = pyplot.subplots(
@@ -230,7 +230,7 @@ def attention_and_pattern(
     norm = matplotlib.colors.PowerNorm(0.5, vmin=0, vmax=1)
     image = _heat_map(right, density, seq_length, norm)
     right.set_title("pattern", fontsize=10)
-    figure.colorbar(image, ax=right, shrink=0.8, label="density (fraction of pairs kept)")
+    figure.colorbar(image, ax=right, shrink=0.8, label="density (fraction of pairs selected)")
     for axes in (left, right):
         axes.set_xlabel("key position (tokens)")
     left.set_ylabel("query position (tokens)")

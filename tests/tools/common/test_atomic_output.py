@@ -222,7 +222,7 @@ def test_targets_of_the_wrong_kind(tmp_path):
     with pytest.raises(ConfigError, match="is a folder"):
         with atomic_file(tmp_path / "folder", overwrite=True):
             raise AssertionError
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         with atomic_folder(tmp_path / "file", overwrite=True):
             raise AssertionError
     with pytest.raises(ConfigError, match="cannot be written"), atomic_files(tmp_path / "file"):

@@ -17,7 +17,7 @@ import pytest
 from megatron_mtraining import ConfigError
 from megatron_mtraining.tools import cli
 from megatron_mtraining.tools.common.atomic_output import atomic_files
-from megatron_mtraining.tools.quickstart import command, ranks, text
+from megatron_mtraining.tools.quickstart import command, ranks, text, trained_heads
 from megatron_mtraining.tools.quickstart.options import add_arguments, options_from
 from megatron_mtraining.tools.quickstart.results import FILES, summary
 from megatron_mtraining.tools.report import pictures
@@ -65,9 +65,9 @@ def test_writes_table_and_pictures(finished):
     output, printed = finished
     assert (output / "table.txt").read_text() in printed
     assert str(output.resolve()) in printed.splitlines()[-1]
-    for name in ("loss.png", "pattern.png", "patterns.png", "work.png"):
+    for name in ("loss.png", "pattern.png", "patterns.png", "trained.png", "work.png"):
         assert (output / name).read_bytes().startswith(b"\x89PNG"), name
-    for label in ("loss, held-out text", "density", "tokens/s", "work of rank 1"):
+    for label in ("loss, held-out text", "density", "recall", "tokens/s", "work of rank 1"):
         assert label in printed
 
 
@@ -306,18 +306,35 @@ def test_tokenizer_keeps_every_character(tmp_path, monkeypatch):
 
 def test_summary_counts_work_against_dense():
     class Some:
-        steps, seq_length, processes = 2, 100, 2
+        steps, seq_length, processes, device = 2, 100, 2, "cpu"
 
     run = dict(losses=[2.0, 1.0], seconds=[9.0, 0.5], held_out=1.5)
     runs = {
-        "dense": run | dict(density=[1.0, 1.0], work=[[30, 20], [25, 25]]),
-        "sparse": run | dict(density=[0.2, 0.4], work=[[5, 5], [10, 0]]),
+        "dense": run | dict(density=[1.0, 1.0], recall=[1.0, 1.0], work=[[30, 20], [25, 25]]),
+        "sparse": run | dict(density=[0.2, 0.4], recall=[0.5, 0.7], work=[[5, 5], [10, 0]]),
     }
     lines = summary(Some(), runs).splitlines()
-    found = {label: values for label, *values in (re.split(r"  +", line) for line in lines[2:-3])}
-    assert found["density (pairs kept)"] == ["100.0%", "30.0%"]
+    found = {label: values for label, *values in (re.split(r"  +", line) for line in lines[2:9])}
+    assert found["density"] == ["100.0%", "30.0%"]
+    assert found["recall, last step"] == ["100.0%", "70.0%"]
     assert found["tokens/s"] == ["200", "200"]
     assert found["work of rank 0"] == ["50.0%", "10.0%"]
+
+
+def test_recorded_heads_differ_and_show_slashes():
+    record = trained_heads.read()
+    assert {"model", "text", "price", "commit", "command"} <= record.keys()
+    heads = record["heads"]
+    drawn = trained_heads.pictures(record)
+    assert len(drawn) == len(heads) == 8
+    pairs = record["tokens"] * (record["tokens"] + 1) / 2
+    for head, picture in zip(heads, drawn.values()):
+        found = picture.sum() * trained_heads.CELL**2 / pairs
+        assert found == pytest.approx(head["density"], abs=1e-4)
+    densities = [head["density"] for head in heads]
+    assert max(densities) > 5 * min(densities)
+    window = {0, 1}  # its own block and the one before
+    assert sum(bool(set(head["slashes"]) - window) for head in heads) >= 4
 
 
 @pytest.mark.parametrize("processes", [1, 3, 6])
