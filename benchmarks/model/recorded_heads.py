@@ -3,10 +3,10 @@
 
     python -m benchmarks.model.recorded_heads MODEL.gguf --text FILE
 
-The small model of the quickstart is trained for a minute: its attention is nearly even, and its heads look alike.
-Policy price selects the patterns of the trained model. Eight heads are recorded: the four sparse heads with the
-most slashes, and four at equal steps of density among the other heads. Runs on a CPU or a GPU; writes
-``megatron_mtraining/tools/quickstart/trained_heads.json``.
+The small model of the quickstart is trained for a minute: its attention is nearly even, and its heads look
+alike. Policy price selects the patterns of the trained model. Eight heads are recorded: the four sparse
+heads with the most slashes, and four at equal steps of density among the other heads. Runs on a CPU or a
+GPU; writes ``megatron_mtraining/tools/quickstart/trained_heads.json``.
 """
 
 from __future__ import annotations

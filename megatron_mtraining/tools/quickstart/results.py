@@ -25,9 +25,9 @@ FILES = (
 )
 """What is written."""
 ON_GPUS = (
-    "On GPUs (benchmarks/results/pretrain.jsonl): a training step of Qwen2.5-3B's shape, random weights, "
-    "512K tokens on 4 H200, takes 7.44 s at a density of 1.8% (recall 5.9%), dense 93.7 s (12.6x). What a density "
-    "costs in loss: docs/performance.md."
+    "On GPUs (benchmarks/results/pretrain.jsonl): a training step of Qwen2.5-3B's shape, random "
+    "weights, 512K tokens on 4 H200, takes 7.44 s at a density of 1.8% (recall 5.9%), dense 93.7 s "
+    "(12.6x). What a density costs in loss: docs/performance.md."
 )
 """Figures of docs/tables; tests/test_docs_tables.py compares them."""
 
@@ -95,10 +95,11 @@ def summary(options: Options, runs: dict) -> str:
     rows = [[label, *map(value, runs.values())] for label, value in lines.items()]
     note = (
         f"{options.steps} steps of {options.seq_length} tokens. Dense is the same backend with all slashes "
-        "selected.\nDensity: selected fraction of the causal query-key pairs. Recall: attention that they "
-        "hold. Work of a rank: pairs in the last step, as a fraction of all causal pairs.\nThis model is small and "
-        "trained for a minute: its heads look alike (patterns.png). trained.png has heads of a trained "
-        "model, which differ.\nOne seed and a short run: small differences in loss mean little."
+        "selected.\nDensity: selected fraction of the causal query-key pairs. Recall: attention mass of "
+        "the selected pairs.\nWork of a rank: pairs in the last step, as a fraction of all causal pairs.\n"
+        "This model is small and trained for a minute: its heads look alike (patterns.png). trained.png "
+        "has heads of a trained model, which differ.\n"
+        "One seed and a short run: small differences in loss mean little."
     )
     if options.device == "cpu":
         note += f"\n{ON_GPUS}"
