@@ -108,8 +108,9 @@ def options_from(values: argparse.Namespace) -> Options:
     """The run that parsed arguments ask for.
 
     Raises:
-        ConfigError: a value that cannot work.
+        ConfigError: values that cannot work; names all of them.
     """
+    problems = []
     least = {
         "seq_length": 2,
         "long_only": 0,
@@ -121,29 +122,39 @@ def options_from(values: argparse.Namespace) -> Options:
     for name, low in least.items():
         value = getattr(values, name)
         if value is not None and value < low:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}: use {low} or more")
+            problems.append(f"--{name.replace('_', '-')} is {value}: use {low} or more")
     if values.workers is not None and values.workers > MOST_WORKERS:
-        raise ConfigError(f"--workers is {values.workers}: use {MOST_WORKERS} or fewer")
+        problems.append(f"--workers is {values.workers}: use {MOST_WORKERS} or fewer")
     if values.seq_length > INT32:
-        raise ConfigError(
+        problems.append(
             f"--seq-length is {values.seq_length}: Megatron's index holds {INT32} at most"
         )
     if values.pack == "as-is":
         given = {"--long-only": values.long_only, "--longer": values.longer != "cut"}
         for name in [name for name, value in given.items() if value]:
-            raise ConfigError(f"{name} has no meaning with --pack as-is: leave one of the two out")
+            problems.append(f"{name} has no meaning with --pack as-is: leave one of the two out")
     for name in () if values.shuffle else ("seed", "buffer"):
         if getattr(values, name) is not None:
-            raise ConfigError(
+            problems.append(
                 f"--{name} is {getattr(values, name)}, which has no meaning with --no-shuffle: leave one of "
                 "the two out"
             )
+    try:
+        output = prefix_of(os.fspath(values.output))
+    except ConfigError as error:
+        problems.append(str(error))
+    for option, paths in {"INPUT": values.inputs, "--tokenizer": [values.tokenizer]}.items():
+        problems += [
+            f"{option} is {path}, which does not exist" for path in paths if _is_absent(path)
+        ]
+    if problems:
+        raise ConfigError("; ".join(problems))
     fields = dict(vars(values))
     fields = {name: fields[name] for name in Options.__dataclass_fields__}
     fields["workers"] = values.workers or min(_cores(), MOST_WORKERS)
     fields["seed"] = SEED if values.seed is None else values.seed
     fields["buffer"] = values.buffer or BUFFER
-    fields["output"] = prefix_of(os.fspath(values.output))
+    fields["output"] = output
     return Options(**fields)
 
 
@@ -158,6 +169,17 @@ def _path(text: str) -> Path:
             f"is {text}: download it, and name the file or folder here"
         )
     return Path(text)
+
+
+def _is_absent(path: Path) -> bool:
+    """Whether there is surely no such file; other errors are told where it is opened."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
 
 
 def _cores() -> int:

@@ -79,35 +79,52 @@ class Output:
 
     @contextmanager
     def opened(self, overwrite: bool) -> Iterator[None]:
-        """Hold PREFIX.parts. At the end, it is removed unless parts of the input are done.
+        """Make the folder of the prefix, and hold PREFIX.parts. At the end, PREFIX.parts is removed unless
+        parts of the input are done, and folders that were made and are empty are removed, too.
 
         Raises:
             ConfigError: another run holds it, a file is there that may not be replaced, or cannot be written.
         """
         self._overwrite = overwrite
-        try:
-            if not self.prefix.parent.is_dir():
-                raise ConfigError(
-                    f"--output is {self.prefix}, but the folder {self.prefix.parent} does not exist"
-                )
-            self._refuse_foreign()
-            with locked_folder(self.parts, "--output"):
-                try:
-                    self._remove_unfinished()
-                    self._refuse_existing()
-                    yield
-                finally:
-                    if self.parts.is_dir():
+        with self._folder():
+            try:
+                self._refuse_foreign()
+                with locked_folder(self.parts, "--output"):
+                    try:
                         self._remove_unfinished()
-                        if not any(path.suffix == ".json" for path in self.parts.iterdir()):
-                            self.remove_parts()
+                        self._refuse_existing()
+                        yield
+                    finally:
+                        if self.parts.is_dir():
+                            self._remove_unfinished()
+                            if not any(path.suffix == ".json" for path in self.parts.iterdir()):
+                                self.remove_parts()
+            except OSError as error:
+                if not self._is_about(error):
+                    raise  # another file, or standard output
+                raise ConfigError(
+                    f"--output is {self.prefix}, which cannot be written: {error.strerror or error}; "
+                    "parts that are done are kept for the next run: make room, or name another prefix"
+                ) from error
+
+    @contextmanager
+    def _folder(self) -> Iterator[None]:
+        """The folder of the prefix: made if it does not exist, and removed at the end if it is empty then."""
+        parents = [self.prefix.parent, *self.prefix.parent.parents]
+        missing = [folder for folder in parents if not os.path.lexists(folder)]
+        try:
+            self.prefix.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            if not self._is_about(error):
-                raise  # another file, or standard output
             raise ConfigError(
-                f"--output is {self.prefix}, which cannot be written: {error.strerror or error}; parts that "
-                "are done are kept for the next run: make room, or name another prefix"
-            ) from error
+                f"--output is {self.prefix}, but the folder {self.prefix.parent} cannot be made: "
+                f"{error.strerror or error}"
+            ) from None
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # not empty: it has the dataset, or another run's
+                for folder in missing:
+                    folder.rmdir()
 
     def _refuse_foreign(self) -> None:
         foreign = _foreign(self.parts)

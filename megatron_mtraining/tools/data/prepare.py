@@ -89,6 +89,8 @@ def prepare(options: Options) -> None:
             indexed.write(output, samples, encoder.dtype, report)
         output.remove_parts(but=parts.keys if options.keep_parts else None)
     print(f"\n{tally.text()}\n")
+    origin = "the tokenizer's eos_token" if options.eod is None else f"--eod {options.eod}"
+    print(f"End-of-document token: id {encoder.eod}, {origin}")
     print(
         f"{tally.samples:,} samples of {options.seq_length:,} tokens, {tally.samples_an_epoch:,} an epoch, "
         f"in {time.perf_counter() - started:.0f} s. Train with --data-path {options.output} --seq-length "

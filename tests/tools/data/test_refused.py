@@ -180,7 +180,6 @@ def test_parquet_columns_of_other_types_are_named(prepare, tmp_path, capsys):
 OPTIONS = [
     ({"seq_length": 1}, ["--seq-length is 1"]),
     ({"workers": 0}, ["--workers is 0"]),
-    ({"output": "no/where"}, ["--output", "does not exist"]),
     ({"output": "a.bin"}, ["--output", ".bin"]),
     ({"tokenizer": "/nowhere"}, ["--tokenizer is /nowhere"]),
     ({"tokenizer": __file__}, ["--tokenizer is", ".gguf"]),
@@ -198,6 +197,33 @@ OPTIONS = [
 def test_bad_options(wrong, named, prepare, documents, tmp_path, capsys):
     given = write_jsonl(tmp_path / "a.jsonl", documents)
     refused(capsys, named, prepare(given, **wrong))
+
+
+def test_all_bad_options_are_named_at_once(prepare, tmp_path, capsys):
+    wrong = {"seq_length": 1, "workers": 0, "output": "a.bin", "tokenizer": "/nowhere"}
+    named = [
+        "--seq-length is 1",
+        "--workers is 0",
+        "a.bin",
+        "/nowhere",
+        "INPUT is",
+        "missing.jsonl",
+    ]
+    refused(capsys, named, prepare(tmp_path / "missing.jsonl", **wrong))
+
+
+def test_the_output_folder_is_made_and_kept_only_with_a_dataset(
+    prepare, documents, tmp_path, capsys
+):
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    output = str(tmp_path / "new/folder/mix")
+    refused(capsys, ["line 1", "no body"], prepare(given, output=output, text_field="body"))
+    assert not (tmp_path / "new").exists()
+    assert prepare(given, output=output) == 0
+    assert "End-of-document token: id " in capsys.readouterr().out
+    assert (tmp_path / "new/folder/mix.idx").is_file()
+    (tmp_path / "file").write_text("")
+    refused(capsys, ["cannot be made"], prepare(given, output=str(tmp_path / "file/mix")))
 
 
 def test_bad_inputs(prepare, documents, tokenizer, tmp_path, capsys, monkeypatch):
