@@ -36,6 +36,12 @@ def test_a_table_is_a_table_with_its_source(name):
     assert len(lines) > 2 and len({line.replace("\\|", "").count("|") for line in lines}) == 1
 
 
+def test_no_figure_begins_a_line():
+    for page in generate.marked_pages():
+        begun = re.findall(r"^<!-- figure.*", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert begun == [], f"{page}: Markdown ends the paragraph there"
+
+
 def test_every_table_and_figure_is_shown_somewhere():
     text = "".join(page.read_text(encoding="utf-8") for page in generate.marked_pages())
     assert set(re.findall(r"<!-- rows: (\w+) -->", text)) == set(tables.TABLES)
