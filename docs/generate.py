@@ -41,19 +41,19 @@ def live_changes() -> str:
         "",
         "Megatron has no registry of attention backends, of context-parallel layouts or of options, so "
         "`megatron_mtraining.register()` (called by `megatron_mtraining.launch`, or by the patch) replaces "
-        "functions of the Megatron that is imported. No file is changed. Each replacement calls the original "
-        "unless the run, or the model's config, has chosen attention backend `mtraining`: all other runs "
-        "compute what they did. A run that has chosen it prints the list once, on rank 0:",
+        "functions of the imported Megatron. No file is changed. Each replacement calls the original "
+        "function unless the run, or the model's config, selects attention backend `mtraining`: other runs "
+        "do not change. A run with this backend prints the list once, on rank 0:",
         "",
         "    [mtraining] replaced 16 functions of Megatron-Core 0.19.0 (...): arguments.parse_args, ...",
         "",
-        "If a Megatron version has moved one of them, nothing is replaced, and an error names the function "
-        "and the version. `function.__wrapped__` is the original.",
+        "If a Megatron version does not have one of them, nothing is replaced, and an error names the "
+        "function and the version. `function.__wrapped__` is the original.",
         "",
         "## Functions",
         "",
-        "In the order a run meets them. Those of `megatron.training` are replaced where Megatron-LM is "
-        "importable, those of `megatron.core` always.",
+        "In the order in which a run calls them. Functions of `megatron.training` are replaced if "
+        "Megatron-LM is importable, functions of `megatron.core` always.",
         "",
         "| function | replaced by | why |",
         "|---|---|---|",

@@ -65,7 +65,7 @@ def live_changes() -> tuple[LiveChange, ...]:
             "validate_args",
             arguments.wrap_validate_args,
             "Refuses unsupported settings before process groups exist, so that all ranks stop with one "
-            "message and none waits; fills in defaults afterwards.",
+            "message and no rank waits; then fills in defaults.",
         ),
         LiveChange(
             "megatron.core.models.common.language_module.language_module:LanguageModule",
@@ -115,29 +115,29 @@ def live_changes() -> tuple[LiveChange, ...]:
             "megatron.core.tensor_parallel.random",
             "checkpoint",
             recompute.wrap_checkpoint,
-            "Saves the result of attention from the first pass of a recomputed layer for its replay: "
-            "Megatron calls the two alike, and only here are they known to belong together. Passes through "
-            "until a model with this backend is built.",
+            "Saves the result of attention from the first pass of a recomputed layer for its second pass: "
+            "only this function knows which two passes belong together. It changes nothing until a model "
+            "with this backend is built.",
         ),
         LiveChange(
             "megatron.core.extensions.transformer_engine",
             "te_checkpoint",
             recompute.wrap_checkpoint,
-            "As for `checkpoint`: used in its place under FP8.",
+            "As for `checkpoint`; Megatron uses it under FP8.",
         ),
         LiveChange(
             gpt,
             "_postprocess",
             output_layer.wrap_postprocess,
             "Computes output layer and loss in chunks of tokens (`--mtraining-loss-chunk`): every version "
-            "calls the two here, one after the other, with the logits of all tokens in between.",
+            "computes both here, with the logits of all tokens between them.",
         ),
         LiveChange(
             "megatron.training.training",
             "training_log",
             density.wrap_training_log,
-            "Ends a step (a targeted recall moves the price) and logs density and recall: Megatron's log "
-            "has no hook for figures of a layer.",
+            "Ends a step (a target recall moves the price) and logs density and recall: Megatron's log has "
+            "no hook for figures of a layer.",
         ),
         LiveChange(
             "megatron.training.checkpointing",
@@ -150,14 +150,14 @@ def live_changes() -> tuple[LiveChange, ...]:
             "megatron.training.checkpointing",
             "check_checkpoint_args",
             checkpoint.wrap_check_checkpoint_args,
-            "Restores the price, or the prices of the heads, that the checkpoint's run had reached: only "
-            "this function is given a checkpoint's arguments, and only when training continues.",
+            "Restores the price, or the prices of the heads, of the checkpoint's run: only this function "
+            "gets a checkpoint's arguments, and only when training continues.",
         ),
         LiveChange(
             "megatron.training.checkpointing",
             "load_checkpoint",
             checkpoint.wrap_load_checkpoint,
-            "Continues the count of steps from the checkpoint's, which only this function returns.",
+            "Continues the step count of the checkpoint, which only this function returns.",
         ),
     )
 
@@ -181,7 +181,7 @@ LIVE_STATE = (
         "`arguments.py`, in `validate_args`",
         "The settings, defaults filled in, as plain values: arguments are pickled into checkpoints, which "
         "must load without this package. `mtraining_price_reached` in a checkpoint is the state of a "
-        "targeted recall.",
+        "target recall.",
     ),
     LiveState(
         "`args.create_attention_mask_in_dataloader`, `args.reset_position_ids`",
@@ -219,8 +219,8 @@ LIVE_STATE = (
     LiveState(
         "a context variable during a checkpointed call",
         "`recompute.py`, in `checkpoint`",
-        "The queue of attention results that a first pass fills and its replay empties. It belongs to the "
-        "call, so that pipeline schedules may replay in any order.",
+        "The queue of attention results that a first pass fills and its second pass empties. It belongs to "
+        "the call, so that pipeline schedules can run second passes in any order.",
     ),
 )
 
