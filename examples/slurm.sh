@@ -4,7 +4,7 @@
 #
 #   MODEL=... sbatch --nodes 2 --gpus-per-node 8 slurm.sh [--dry-run] /path/to/Megatron-LM [MORE MEGATRON ARGUMENTS]
 #
-# The environment is that of sbatch: activate it, and set MODEL, DATA_PATH and others, before. The recipes'
+# The job inherits the environment of sbatch: activate yours and set MODEL, DATA_PATH and others before. The recipes'
 # slurm.sh have their own job sizes, and source this file.
 #SBATCH --job-name=mtraining
 #SBATCH --ntasks-per-node=1

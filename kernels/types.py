@@ -174,7 +174,7 @@ class PatternIndex(StripedLayout, Protocol):
 
 
 class Round(Protocol):
-    """The keys that a rank attends to in one round of the ring: those of one inner group."""
+    """The keys of one inner group, to which a rank attends in one round of the ring."""
 
     @property
     def rank(self) -> int:

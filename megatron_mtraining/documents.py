@@ -3,8 +3,8 @@
 
 Documents are contiguous, so ``k <= i`` and ``doc(k) == doc(i)`` together are ``start(i) <= k <= i``, with
 ``start(i)`` the first token of i's document: one number a token. For blocks this gives bounds. A query block
-sees no key block before that of its first row's start, and all of those from its last row's start on; between
-the two it needs a mask of tokens. Made once a batch, and shared by all layers.
+sees no key block before the one of its first row's start, and all key blocks from its last row's start on;
+between the two it needs a mask of tokens. Documents are made once per batch and shared by all layers.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class Documents:
         return self.starts.shape[1]
 
     def check(self, batch: int, seq_length: int, device) -> None:
-        """Raise :class:`ConfigError` unless these are the documents of so many sequences of so many tokens,
+        """Raise :class:`ConfigError` unless these documents have this batch size and sequence length,
         on ``device``."""
         if tuple(self.starts.shape) != (batch, seq_length):
             raise ConfigError(

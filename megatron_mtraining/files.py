@@ -112,7 +112,7 @@ def decoded(content: bytes) -> str:
 
 
 def read_text(path: Path, name: str, limit: int = LIMIT, pipes: bool = False) -> str:
-    """The text of a regular file in UTF-8; arguments and errors are those of :func:`read_bytes`."""
+    """The text of a regular file in UTF-8; arguments and errors as for :func:`read_bytes`."""
     try:
         return decoded(read_bytes(path, name, limit, pipes))
     except UnicodeDecodeError as error:

@@ -92,7 +92,7 @@ def owner_of(block, cp_size: int, inner: int | None = None):
 
 def _checked_dim(tensor: Tensor, dim: int) -> int:
     """The dimension, counted from 0; one that the tensor does not have is no other's."""
-    check_dense("what is striped", tensor)
+    check_dense("the tensor to stripe", tensor)
     check_whole(dim=dim)
     if not -tensor.dim() <= dim < tensor.dim():
         raise ConfigError(f"dim is {dim}: the tensor has {tensor.dim()} dimensions, from 0")
@@ -230,7 +230,7 @@ def positions_at(
     local: Tensor, cp_rank, cp_size: int, block_size: int, inner: int | None = None
 ) -> Tensor:
     """The inverse of :func:`located`, not checked either: global positions of the tokens at ``local`` in the
-    part of ``cp_rank``, a number or a tensor of them. :func:`token_positions` has those of a whole part."""
+    part of ``cp_rank``, a number or a tensor of them. :func:`token_positions` has all positions of a part."""
     block = block_at(local // block_size, cp_rank, cp_size, inner)
     return block * block_size + local % block_size
 

@@ -5,7 +5,7 @@
 #   MODEL=... DATA_PATH=... CHECKPOINT=... sbatch slurm.sh [--dry-run] /path/to/Megatron-LM [MORE MEGATRON ARGUMENTS]
 #   BATCH=16 sbatch --nodes 2 --gpus-per-node 8 slurm.sh /path/to/Megatron-LM
 #
-# The environment is that of sbatch: activate it before. ../slurm.sh has what the recipes share.
+# The job inherits the environment of sbatch: activate yours before. ../slurm.sh has what the recipes share.
 #SBATCH --job-name=qwen2.5-0.5b-128k
 #SBATCH --nodes=1
 #SBATCH --gpus-per-node=1

@@ -4,7 +4,7 @@
 #
 #   MODEL=... DATA_PATH=... CHECKPOINT=... sbatch slurm.sh [--dry-run] /path/to/Megatron-LM [MORE MEGATRON ARGUMENTS]
 #
-# The environment is that of sbatch: activate it before. ../slurm.sh has what the recipes share.
+# The job inherits the environment of sbatch: activate yours before. ../slurm.sh has what the recipes share.
 #SBATCH --job-name=qwen2.5-7b-256k
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=8

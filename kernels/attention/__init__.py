@@ -101,7 +101,7 @@ def backward_query(
     grad_query: Tensor | None = None,
     head_part: tuple[int, int] = (0, 1),
 ) -> Tensor:
-    """The query's gradient through the keys of one round, added to that of the rounds before.
+    """The query's gradient through the keys of one round, added to the gradient of the previous rounds.
 
     Args:
         query, key, value, column_kv, index, round_, softmax_scale: as for :func:`forward`.

@@ -102,7 +102,7 @@ class _Order(NamedTuple):
 
     names: tuple[str, ...]
     arrange: Callable[[tuple], tuple]
-    """Puts values of this order into that of the kernel's parameters, options after them."""
+    """Reorders values to the order of the kernel's parameters, with options after them."""
     found: dict[tuple, Any]
     """Compiled kernels of launches with the same options, by what the compiler sees of other arguments."""
 

@@ -62,7 +62,7 @@ def cross_entropy_gradient(
 
 
 def _own_labels(labels: Tensor, vocab_start: int, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Columns of the labels (0 for those of other ranks), and which labels this rank has."""
+    """Columns of the labels (0 for other ranks' labels), and which labels this rank has."""
     column = labels - vocab_start
     owned = (column >= 0) & (column < num_columns)
     return torch.where(owned, column, 0), owned

@@ -110,7 +110,7 @@ def _launch_levels(
 
     Args:
         shape: (b, h), of the lines.
-        positions: None to take those of the first level from the layout.
+        positions: None to take the first level's positions from the layout.
     """
     while True:
         block_n = min(TILE, max(256, next_power_of_2(num_values)))

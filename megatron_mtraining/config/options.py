@@ -46,7 +46,7 @@ class Option:
         field: its name there.
         choices: values it can have; empty for any of the type.
         common: whether the short help shows it.
-        default_help: the default in words, where it is not that of the first section's field.
+        default_help: the default in words, if it is not the default of the first section's field.
     """
 
     name: str
@@ -315,7 +315,7 @@ def config_fields(options: Values) -> Values:
 
 
 def policy_from(given: Values) -> Policy:
-    """The policy that flat options make; those of no policy are not looked at.
+    """The policy that flat options make; options of no policy are ignored.
 
     Raises:
         ConfigError: an unknown policy, or an option of another one than is selected.
@@ -338,7 +338,7 @@ def policy_from(given: Values) -> Policy:
 
 
 def sampling_from(given: Values) -> Sampling:
-    """The sampling that flat options make; those of no sampling are not looked at.
+    """The sampling that flat options make; options of no sampling are ignored.
 
     Raises:
         ConfigError: an unknown estimator, or an option of the other one.

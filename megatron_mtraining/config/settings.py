@@ -194,7 +194,7 @@ class MTrainingConfig:
 
 
 def _check_length(seq_length: int) -> None:
-    """Raise :class:`ConfigError` unless a sequence can have so many tokens."""
+    """Raise :class:`ConfigError` unless a sequence can have this many tokens."""
     check_whole(seq_length=seq_length)
     if seq_length < 1:
         raise ConfigError(f"--seq-length is {seq_length}: use 1 or more")

@@ -159,7 +159,7 @@ def _of_object(config, content, num_layers, num_heads, name) -> dict[int, tuple[
 
 
 def _check_settings_of_run(config: MTrainingConfig, content: dict, name: str) -> None:
-    """Raise :class:`ConfigError` unless a file's settings of all layers are those of the run: the command
+    """Raise :class:`ConfigError` unless a file's settings of all layers equal the run's: the command
     line takes them for options that are not given."""
     known = BY_NAME.keys() - {"settings"}
     flat = config.options()
@@ -308,7 +308,7 @@ def _read(path: str, name: str):
 
 
 class _Twice(ValueError):
-    """A key that one object has twice, of which parsers drop the first unseen."""
+    """A key that one object has twice; parsers silently drop the first."""
 
 
 def _each_once(pairs: list[tuple]) -> dict:

@@ -29,7 +29,8 @@ class DensityMeter:
     than one that is not.
 
     Args:
-        layer: the layer's number in the whole model, from 0; first_head: that of its first head on this rank.
+        layer: the layer's number in the whole model, from 0.
+        first_head: the number of its first head on this rank.
     """
 
     def __init__(self, layer: int = 0, first_head: int = 0):

@@ -32,7 +32,7 @@ class MainGrad:
         """The gradient that autograd gets for a weight whose ``main_grad`` has it already.
 
         Hooks of the data-parallel wrapper run only if there is one. With tied embeddings it is summed with
-        that of the embedding (``zero_out_wgrad``); else its content is not read.
+        the embedding's gradient (``zero_out_wgrad``); else its content is not read.
         """
         weight = self._weight
         if not hasattr(weight, "grad_added_to_main_grad"):

@@ -153,7 +153,7 @@ def _check_length(documents: Documents, tokens: Tensor | None, pg_collection) ->
     if documents.seq_length != length:
         raise ConfigError(
             f"documents are of {documents.seq_length} tokens, but the sequence of {length} (over all "
-            "context-parallel ranks): give those of this batch"
+            "context-parallel ranks): give the documents of this batch"
         )
 
 

@@ -128,8 +128,8 @@ def _what_is_wrong(attention, source: deque[_Saved], query: Tensor) -> str | Non
     saved = source[0]
     if saved.attention is not attention:
         return (
-            f"attention of layer {layer} is run in the replay where the first pass ran that of layer "
-            f"{saved.attention.layer_number}"
+            f"attention of layer {layer} runs in the second pass where the first pass ran the attention of "
+            f"layer {saved.attention.layer_number}"
         )
     out = getattr(saved.result, "out", None)
     first, now = saved.shape, _shape(query)

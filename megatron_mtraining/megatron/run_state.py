@@ -27,7 +27,7 @@ class RunState:
         self._steerings: dict[tuple, Steering] = {}
 
     def steering_of(self, config: MTrainingConfig, num_layers: int, num_heads: int) -> Steering:
-        """The steering of these settings, for a model of so many layers and heads."""
+        """The steering of these settings, for a model with these numbers of layers and heads."""
         at = config, (num_layers, num_heads)
         if at not in self._steerings:
             self._steerings[at] = Steering(config, self.step, (num_layers, num_heads))

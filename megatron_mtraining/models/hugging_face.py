@@ -25,7 +25,7 @@ from .types import LayerInput, ModelOptions, Score, Shape, Visitor
 ATTENTION = "mtraining_inspect"
 """The name under which our attention function is registered with transformers."""
 LOSS_CHUNK = 256
-"""Tokens whose logits exist at once, with those of the first run: 0.7 GiB for a vocabulary of 150K."""
+"""Tokens whose logits are in memory at a time, with the first run's: 0.7 GiB for a vocabulary of 150K."""
 
 
 def open_folder(options: ModelOptions) -> HuggingFaceModel:

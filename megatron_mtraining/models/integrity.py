@@ -59,7 +59,7 @@ def verify_checksums(folder: Path) -> bool:
     for name in (".metadata", "common.pt", *sorted(path.name for path in folder.glob("*.distcp"))):
         if name not in sums and (folder / name).exists():
             raise ConfigError(
-                f"{folder / name} has no checksum in {MANIFEST}, which has those of all files: it was added "
+                f"{folder / name} has no checksum in {MANIFEST}, which lists all files: it was added "
                 "since, or the file is of another checkpoint"
             )
     return True

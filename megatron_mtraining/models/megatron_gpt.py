@@ -189,7 +189,7 @@ def load_weights(model, folder: Path, keys: set[str], content: dict | None, labe
         content: its ``content_metadata``, which says how keys are named; older versions save none.
 
     Raises:
-        ConfigError: they cannot be read, or are those of another model.
+        ConfigError: they cannot be read, or belong to another model.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.dict_utils import extract_matching_values

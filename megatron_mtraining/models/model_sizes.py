@@ -23,7 +23,7 @@ LARGEST = {
     "max_position_embeddings": 10**12,
     "original_max_position_embeddings": 10**12,
 }
-"""By config.json's names; each is well above that of any model."""
+"""By config.json's names; each is well above any model's."""
 EXPERTS = {"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"}
 """Those that are 0 in some dense models."""
 PARTS = ("text_config", "rope_scaling", "rope_parameters")

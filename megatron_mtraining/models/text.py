@@ -151,7 +151,7 @@ def _encode(text: str, count: int, encode: Callable[[str], list[int]]) -> list[i
     length = count * CHARACTERS_PER_TOKEN
     while True:
         ids = encode(text[:length])
-        # The last tokens before the cut differ from those of the whole text.
+        # The last tokens before the cut differ from the tokens of the whole text.
         if len(ids) >= count + 64 or length >= len(text):
             return ids[:count] if len(ids) > count else ids
         length *= 2

@@ -90,7 +90,7 @@ def _sentencepiece(path: Path) -> Tokenizer:
     model = sentencepiece.SentencePieceProcessor(model_file=str(path))
 
     def id_of(token: str) -> int | None:
-        found = model.piece_to_id(token)  # that of the unknown token, for one
+        found = model.piece_to_id(token)  # an unknown piece has the id of the unknown token
         return found if model.id_to_piece(found) == token else None
 
     eos = model.eos_id()

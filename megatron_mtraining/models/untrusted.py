@@ -34,7 +34,7 @@ CLASSES = {
 }
 """What the metadata of Megatron-Core 0.16 to 0.19 are made of: data classes and enumerations of torch."""
 LIMIT = 4 << 30
-"""Bytes of a ``.metadata``; those of large runs have a few hundred MB."""
+"""Bytes of a ``.metadata`` file; large runs have a few hundred MB."""
 
 
 class Refused(pickle.UnpicklingError):
@@ -63,7 +63,7 @@ class _Unpickler(pickle.Unpickler):
 
 @contextmanager
 def _unchanged(classes: list[type]) -> Iterator[None]:
-    """Undo and refuse what is changed in classes: a pickle can set their attributes."""
+    """Undo and refuse changes of classes: a pickle can set their attributes."""
     before = [(each, dict(vars(each))) for each in classes]
     changed = None
     try:

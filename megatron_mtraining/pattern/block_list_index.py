@@ -38,7 +38,7 @@ class BlockListIndex(PatternIndex):
     """One rank's part of a step's pattern of one layer, on the device of the queries. ``member``,
     ``columns`` and ``column_ptr`` are identical on all context-parallel ranks.
 
-    Attributes, beside those of :class:`~.vertical_slash_index.PatternIndex`:
+    Attributes, in addition to :class:`~.vertical_slash_index.PatternIndex`:
         round_list: int16 ``[capacity]``: by (round o, batch entry, head, own query block a), ascending, the
             quotients ``e`` of the distances ``e * O + o`` at which a sees key blocks.
         round_ptr: int32 ``[O * b * h * nb + 1]``: how many entries come before each such list.
@@ -92,7 +92,7 @@ class BlockListIndex(PatternIndex):
         device.
 
         What :meth:`.vertical_slash_index.VerticalSlashIndex.work` gives for this rank, and 0 for the
-        others: the sum over ranks is that of all.
+        others: the sum over ranks is the work of all ranks.
         """
         if self.documents is not None:
             return packed_density.work(self, [self.rank])
@@ -168,9 +168,9 @@ def build_block_index(
             more stand for no column. For heads with no more in ``blocks`` than in ``distances``: a column
             in a block that is also in a list would be attended to twice.
         seq_length, block_size, world: N, B and the number of context-parallel ranks W.
-        inner: I, how many ranks' keys are attended to in one round; None for the default of so many ranks.
+        inner: I, how many ranks' keys are attended to in one round; None for the default for ``world`` ranks.
         rank: whose query blocks these are.
-        capacity: memory for so many entries, the pairs of a query block and a key block over all heads;
+        capacity: number of entries to allocate, the pairs of a query block and a key block over all heads;
             nothing is read on the host then. None to count them first, which waits for the device once and
             takes no more memory than there are entries.
 

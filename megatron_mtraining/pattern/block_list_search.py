@@ -19,7 +19,7 @@ from .vertical_slash_search import SearchInput, select_vertical_slash
 def search_block_lists(
     query: Tensor, given: SearchInput, policies: Sequence[Policy]
 ) -> BlockListIndex:
-    """The block-sparse index of heads some of which, or all, have policies of key blocks. Each rank has the
+    """The block-sparse index of heads; some or all of them have policies of key blocks. Each rank has the
     lists of its own queries.
 
     Args:

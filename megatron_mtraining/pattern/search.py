@@ -41,9 +41,9 @@ def search_pattern(
 ) -> VerticalSlashIndex | BlockListIndex:
     """The pattern of one attention call, from its own queries and keys.
 
-    The block distances of the local window, and the sink columns, are always kept. The policy selects what
-    else is. A token diagonal crosses two block distances unless it is a multiple of the block size; both
-    are kept.
+    The block distances of the local window and the sink columns are always selected. The policy selects
+    the others. A token diagonal crosses two block distances unless it is a multiple of the block size; both
+    are selected.
 
     Args:
         query: ``[s, b, h, d]``, this rank's part, block-striped; detached here.
@@ -57,8 +57,8 @@ def search_pattern(
             them too, so they are sent just once. Not called by all policies.
 
     Returns:
-        The same index on all ranks, but for block lists (policies xattention and moba), of which each rank
-        has those of its own queries; making them waits for the device once.
+        The same index on all ranks. Block lists (policies xattention and moba) are different: each rank has the
+        lists of its own queries, and making them waits for the device once.
 
     Raises:
         ConfigError: see :func:`check_search`.

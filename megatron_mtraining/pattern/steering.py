@@ -34,7 +34,7 @@ RANGE = (1e-4, 1e4)
 
 
 class Steering:
-    """The price of a run, or those of its heads.
+    """The price of a run, or the prices of its heads.
 
     Args:
         shape: layers and heads of the whole model, each of which may have a price (``target_scope`` head).
@@ -51,7 +51,9 @@ class Steering:
         self._target = policy and policy.target_recall
         self._heads = policy is not None and policy.target_scope == "head"
         self._shape = shape if self._heads else (1, 1)
-        self._aim: Tensor | None = None  # the target, or those of heads: float32 [layers, heads]
+        self._aim: Tensor | None = (
+            None  # the target, or the targets of heads: float32 [layers, heads]
+        )
         self._log_prices: Tensor | None = None  # float32 [layers, heads], or [1, 1]
         self._start = policy and policy.price  # or a table of prices
         self._seen: Tensor | None = None  # float32 [2, layers, heads]: sums, and of how many
@@ -131,8 +133,8 @@ class Steering:
         self._log_prices = (self._logarithms(seen.device) + by).clamp(low, high)
 
     def state(self) -> float | list[list[float]] | None:
-        """The price to go on from after a checkpoint, or those of each layer's heads; reads from the device.
-        None if nothing moves it."""
+        """The price to continue from after a checkpoint, or the prices of each layer's heads; None if nothing
+        moves it. Reads from the device."""
         if self._target is None:
             return None
         if self._log_prices is None:

@@ -9,7 +9,7 @@ for a set ``D`` of block distances (0 always in) and a set ``V`` of token column
 query head. Nothing of the size of blocks x blocks is built.
 
 In the block-striped layout (:mod:`..layout`) over ``W = O x I`` ranks, query block ``i`` meets in round
-``o`` the key blocks ``j`` with ``(i - j) % O == o``, those of I ranks. So one list of D is sorted by (residue
+``o`` the key blocks ``j`` with ``(i - j) % O == o``, on I ranks. So one list of D is sorted by (residue
 of O, quotient), and prefix counts give each query block its keys without a search. The keys' gradient is
 computed a rank's keys at a time. The queries of another rank, in every second of its blocks, are at
 distances of one residue of 2 W from a key block: for it another list is sorted by (residue of 2 W,
@@ -129,8 +129,8 @@ class PatternIndex(ABC):
         return torch.fft.irfft(product, length)[..., : counts.shape[-1]].round()
 
     def _keys_of_last_query(self, blocks: Tensor) -> Tensor:
-        """Keys that a query past the end would see, averaged over those of the last block, which sees so
-        many blocks (``[b, h]``): [b, h]."""
+        """Keys that a query past the end would see, averaged over the queries of the last block, which sees
+        ``blocks`` (``[b, h]``) blocks: ``[b, h]``."""
         block, num_blocks = self.block_size, self.member.shape[-1]
         kept = self.seq_length - (num_blocks - 1) * block
         return (blocks - 1) * block + self._columns_seen()[..., -1] + (block + kept + 1) / 2
@@ -141,7 +141,7 @@ class VerticalSlashIndex(PatternIndex):
     """A step's pattern of one layer. Every tensor is on the device of the queries, and identical on
     all context-parallel ranks.
 
-    Attributes, beside those of :class:`PatternIndex`:
+    Attributes, in addition to :class:`PatternIndex`:
         round_list: int16 ``[b, h, NB]``: quotients ``e`` of D's distances ``e * O + o``, sorted by (o, e);
             0 past the count.
         round_ptr: int32 ``[b, h, NB + 1]``: how many of D come before ``(o, e)``, at ``o * NB / O + e``.
@@ -250,7 +250,7 @@ def build_index(
         columns: int ``[b, h, C]``, V as global token positions, in any order, each once; entries
             of N or more stand for no column.
         seq_length, block_size, world: N, B and the number of context-parallel ranks W.
-        inner: I, how many ranks' keys are attended to in one round; None for the default of so many ranks.
+        inner: I, how many ranks' keys are attended to in one round; None for the default for ``world`` ranks.
     """
     inner = inner_size(world, inner)
     num_blocks = -(-seq_length // block_size)
@@ -281,7 +281,7 @@ def index_of_diagonals(
     cross: two, unless the diagonal is a multiple of the block size.
 
     Args:
-        diagonals: int ``[b, h, K]``, token distances; those of N or more stand for none.
+        diagonals: int ``[b, h, K]``, token distances; values of N or more are padding.
     """
     return VerticalSlashIndex(
         *vertical_slash_lists(

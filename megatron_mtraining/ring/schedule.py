@@ -23,7 +23,7 @@ from functools import lru_cache
 
 
 class Link(Enum):
-    """Which ring: that of the inner group, or that of the ranks with the same inner rank."""
+    """Which ring: over the inner group, or over the ranks with the same inner rank."""
 
     INNER = "inner"
     OUTER = "outer"
@@ -44,7 +44,7 @@ class Action(Enum):
     COMPUTE_OWN_DKV = auto()
     """Add dKV of this rank's own keys, and the columns' gradient, to the accumulator."""
     SEND_KV = auto()
-    """Start to send keys and values to the next inner group, and to receive those of the previous one."""
+    """Start to send keys and values to the next inner group, and to receive the previous group's."""
     GATHER_KV = auto()
     """Start to gather the keys and values received over the inner group; the next round uses them."""
     SEND_DKV = auto()
@@ -61,7 +61,7 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class Round:
-    """The keys that one rank attends to in one round: those of an inner group.
+    """The keys of an inner group, to which one rank attends in one round.
 
     Attributes:
         rank: rank of the queries.
@@ -166,7 +166,7 @@ class Op:
 
 
 def rounds(rank: int, inner: int, outer: int) -> list[Round]:
-    """The rounds of one rank: first the keys of its own inner group, then those of the one before, and so
+    """The rounds of one rank: first the keys of its own inner group, then of the previous group, and so
     on."""
     return [Round(rank, number, inner, outer) for number in range(outer)]
 
@@ -223,7 +223,7 @@ def _round_of_single_ranks(round_: Round) -> list[Op]:
 
 
 def _round_of_inner_groups(round_: Round) -> list[Op]:
-    """A rank begins with the keys whose inner rank is one before its own, and ends with those of its own
+    """A rank begins with the keys whose inner rank is one before its own, and ends with the keys of its own
     inner rank, whose sum over the group it then has. That sum's transfer over the outer ring in the last
     round has no other round to hide it: a part of dQ is left for it."""
     ops, hops = [], round_.inner - 1

@@ -380,7 +380,7 @@ MISMATCHES = {
     "none": (lambda attentions, *t: sum(t[0].split(1, -1)).flatten(2), "layer 1, 2 is not run"),
     "order": (
         lambda attentions, *t: attentions[1](*t) + attentions[0](*t),
-        "layer 2 is run in the replay where the first pass ran that of layer 1",
+        "layer 2 runs in the second pass where the first pass ran the attention of layer 1",
     ),
     "shape": (with_fewer_queries, r"layer 1 has queries \[64, .* but \[128, .* in the first pass"),
     "dtype": (

@@ -4,7 +4,7 @@
     dv_k = sum_i p_ik dout_i        dk = scale sum_i ds_ik q_i
 
 A program holds a tile of one head's columns, of whatever rank they are, and loops over the later queries of
-this rank, of which it takes every SPLITS-th block. It writes its part of the sums to a buffer: no atomics, so
+this rank, every SPLITS-th block. It writes its part of the sums to a buffer: no atomics, so
 the result is deterministic. The factor ``scale`` is left to the gradient of keys, which adds the columns'
 rows.
 """

@@ -95,7 +95,7 @@ def atomic_files(
 ) -> Iterator[Path]:
     """A new folder to write into, whose files move into ``folder`` if the context ends without an exception.
 
-    Other files in ``folder`` stay; those of the same names are replaced. It is made if it is not there.
+    Other files in ``folder`` stay; files of the same names are replaced. It is made if it does not exist.
 
     Args, Raises: as for :func:`atomic_file`. ``names`` are those of files that are known before, and looked
         for before writing, not only before moving.

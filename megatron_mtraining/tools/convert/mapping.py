@@ -1,8 +1,8 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Which tensor of Hugging Face is which part of which tensor of Megatron.
+"""The mapping from each Hugging Face tensor to a part of a Megatron tensor.
 
-In Megatron's torch_dist the tensors of all layers are one, ``[layers, ...]``, and those of all experts are
-``[layers, experts, ...]``. Keys are those of Transformer Engine's layers. Local layers map theirs to the same
+In Megatron's torch_dist the tensors of all layers are one, ``[layers, ...]``, and the tensors of all experts
+``[layers, experts, ...]``. Keys are Transformer Engine's. Local layers map theirs to the same
 keys when they load, except for the norm before experts, whose key differs.
 """
 
@@ -22,7 +22,7 @@ class Region:
     """A part of a tensor of a checkpoint.
 
     Attributes:
-        key, shape: those of the whole tensor.
+        key, shape: of the whole tensor.
         offsets, sizes: where the part begins, and how large it is, in each dimension.
     """
 

@@ -149,7 +149,7 @@ COMPARED = (
     "untie_embeddings_and_output_weights", "num_experts", "apply_layernorm_1p", "rotary_interleaved",
 )  # fmt: skip
 COMPARED_MOE = ("moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax")
-"""Arguments that must be those of config.json's model."""
+"""Arguments that must agree with config.json."""
 
 
 def check_expressible(model: Model, args: Namespace, folder: str) -> None:

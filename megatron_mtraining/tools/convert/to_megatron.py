@@ -162,7 +162,7 @@ def _interleaved(model: Model, shards: Shards, group: list[Mapped]) -> torch.Ten
 def _split(shards: Shards, tensor: Mapped, region: Region, dtype: torch.dtype) -> Iterator[Part]:
     """The parts of a tensor that Megatron has in one region, and the padding of a vocabulary."""
     rows, *inner = tensor.shape
-    axis = len(region.shape) - len(tensor.shape)  # that of the rows in Megatron's tensor
+    axis = len(region.shape) - len(tensor.shape)  # the axis of the rows in Megatron's tensor
     step = max(1, PART_BYTES // (dtype.itemsize * max(1, torch.Size(inner).numel())))
 
     def part(begin: int, end: int, load) -> Part:

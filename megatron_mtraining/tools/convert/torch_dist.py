@@ -37,7 +37,7 @@ class Part:
     """A part of a tensor to write.
 
     Attributes:
-        dtype: that of the tensor.
+        dtype: the tensor's.
         load: returns the part, in any shape with as many elements.
     """
 
@@ -135,7 +135,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    """Plans given parts, in place of those of a state dict."""
+    """Plans given parts instead of a state dict's."""
 
     def __init__(self, parts: list[Part], extra: list[str], advance: Callable[[int], object]):
         super().__init__(flatten_state_dict=False)

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""``mtraining data``: its subcommands, of which there is one."""
+"""``mtraining data`` and its subcommand ``prepare``."""
 
 from __future__ import annotations
 

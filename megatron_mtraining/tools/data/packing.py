@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Which tokens of which documents make a sample. Lengths and positions only: no tokens here.
+"""The tokens of documents that make up each sample. Only lengths and positions: no tokens here.
 
 A sample is filled to the last token and nothing is padded. Every document is followed by an
 end-of-document token, except where its own last token is a sample's last.

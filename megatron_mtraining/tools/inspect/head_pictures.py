@@ -47,7 +47,7 @@ def density_picture(pattern: HeadPattern, seq_length: int, device: torch.device)
     CPU.
 
     Args:
-        device: that of the pattern.
+        device: the pattern's.
     """
     cells, rows = cells_of(seq_length), rows_of_picture(seq_length, device)
     position, size = torch.arange(seq_length, device=device), seq_length // cells

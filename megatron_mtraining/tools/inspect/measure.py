@@ -30,7 +30,7 @@ CHUNK_BYTES = 2**28
 def held_out_rows(
     seq_length: int, count: int | None, configs: list[MTrainingConfig], seed: int
 ) -> Tensor:
-    """Query rows to evaluate patterns on: int64 ``[count]``, ascending, none of which an estimator samples.
+    """Query rows to evaluate patterns on: int64 ``[count]``, ascending; no estimator samples them.
 
     The remaining rows are cut into ``count`` strata, and one row is drawn from each.
 
@@ -136,7 +136,7 @@ class _VerticalSlashHead:
 
 
 class BlockSparsePattern:
-    """See :class:`LayerPattern`; of block lists, of which only those of the evaluated rows are kept."""
+    """See :class:`LayerPattern`; for block lists. Only the lists of the evaluated rows are kept."""
 
     def __init__(self, blocks: Tensor, rows: Tensor, block_size: int):
         """

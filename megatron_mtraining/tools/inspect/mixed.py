@@ -64,7 +64,7 @@ class Mixed:
         return self.block_sparse.get((place, head), self.setting)
 
     def settings_file(self) -> dict:
-        """Options of MTrainingConfig, and under ``layers`` those of the heads that differ."""
+        """Options of MTrainingConfig, and under ``layers`` the options of heads that differ."""
         base = self.slashes.series.settings[0]
         layers: dict[str, dict] = {}
         for place, head in np.ndindex(self.dense.shape):

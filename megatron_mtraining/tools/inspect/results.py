@@ -67,8 +67,8 @@ class Measured:
     Attributes:
         layers: the layers that were measured; arrays have one place for each.
         recall, density: float64 ``[settings, layers, h]``.
-        needed: density at which each head reaches the target, ``[layers, h]``; that of the sparsest setting
-            if this one does, infinite if none does.
+        needed: density at which each head reaches the target, ``[layers, h]``: the lowest density if the
+            sparsest setting does, infinite if no setting does.
         point: where the mean over all heads reaches the target.
     """
 

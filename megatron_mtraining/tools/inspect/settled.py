@@ -29,7 +29,7 @@ class Settings(Protocol):
         """
 
     def settings_file(self) -> dict:
-        """Options of MTrainingConfig, and under ``layers`` those of the heads that differ."""
+        """Options of MTrainingConfig, and under ``layers`` the options of heads that differ."""
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ class Layer:
     Attributes:
         saved: bytes by name that autograd keeps from forward to backward.
         input: of these, the layer's own input.
-        carried: of these, what is carried from the first pass of a recomputed layer to its replay.
-        index: the pattern, of which a first pass and its replay have the same one.
+        carried: of these, the bytes that a recomputed layer saves from its first pass for its second.
+        index: the pattern; both passes use the same one.
         working: the most that is held in the layer's backward above ``saved``.
     """
 

@@ -5,4 +5,4 @@ GIB = 2**30
 OVERHEAD_GIB = 2.0
 """CUDA context, kernels, NCCL's buffers and cuBLAS's workspaces: an assumption, not measured."""
 SLACK = 0.05
-"""What PyTorch's allocator reserves beyond what is allocated: an assumption, not measured."""
+"""Memory that PyTorch's allocator reserves beyond allocated memory: an assumption, not measured."""

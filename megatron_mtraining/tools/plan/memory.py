@@ -22,9 +22,9 @@ class Stage:
     """Bytes of a GPU in one pipeline stage.
 
     Attributes:
-        parts: by name, what is held at the peak. ``kept activations`` are those of all microbatches in
+        parts: bytes held at the peak, by name. ``kept activations`` are of all microbatches in
             flight.
-        layer, loss: the two moments of which the larger is the peak, above what is held in both: the
+        layer, loss: two moments; the larger one is the peak, above what both hold: the
             backward of one layer, and output layer with loss (0 in stages without).
     """
 

@@ -1,8 +1,8 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Megatron's own flags as a plan reads them.
 
-Defaults and choices are those of the Megatron-LM that is importable (put a checkout on PYTHONPATH), else
-those of the tables here, of 0.19. A flag is read, refused because it changes memory in a way that is not
+Defaults and choices come from the importable Megatron-LM (put a checkout on PYTHONPATH), else from the
+tables here, which are 0.19's. A flag is read, refused because it changes memory in a way that is not
 modelled, or ignored and listed, as it is assumed not to change memory.
 """
 

@@ -85,7 +85,7 @@ def loss_of(model: GPTModel, sequence: Tensor, attention_mask: Tensor | None = N
     """This rank's part of a sequence's mean loss; the sum over context-parallel ranks is the mean.
 
     Args:
-        sequence: token ids ``[s + 1]``, of which this rank computes its stripes.
+        sequence: token ids ``[s + 1]``; this rank computes its own stripes.
     """
     rank = parallel_state.get_context_parallel_rank()
     size = parallel_state.get_context_parallel_world_size()
