@@ -57,7 +57,7 @@ def search_pattern(
             them too, so they are sent just once. Not called by all policies.
 
     Returns:
-        The same index on all ranks. Block lists (policies xattention and moba) differ: each rank has the lists
+        The same index on all ranks. Block lists (policies xattention, moba) differ: each rank has the lists
         of its own queries, and making them waits for the device once.
 
     Raises:
