@@ -66,7 +66,7 @@ def live_changes() -> str:
         "",
         "## Objects and attributes",
         "",
-        "Only in runs with the backend, but for the first.",
+        "Only in runs with the backend, except the first row, which is always there.",
         "",
         "| what | where | why |",
         "|---|---|---|",

@@ -76,9 +76,10 @@ def as_text(report: dict) -> str:
         line("output layer and loss (b)", (stage["output_layer_and_loss"] for stage in stages))
     )
     rows.append(line("peak, with the larger of a and b", (stage["allocated"] for stage in stages)))
+    gpus = "1 GPU" if report["world_size"] == 1 else f"{report['world_size']} GPUs"
     sizes = (
-        f"{report['seq_length']} tokens on {report['world_size']} GPUs: tensor {report['tensor_parallel']} x "
-        f"pipeline {report['pipeline_parallel']} x context {report['context_parallel']} x data "
+        f"{report['seq_length']} tokens on {gpus}: tensor {report['tensor_parallel']} x pipeline "
+        f"{report['pipeline_parallel']} x context {report['context_parallel']} x data "
         f"{report['data_parallel']}, --attention-backend {report['attention_backend']}"
     )
     lines = [
