@@ -129,7 +129,12 @@ class _Run:
 def _reported(run: _Run) -> int:
     """The exit status of a run, and one line that says why it is not 0."""
     try:
-        return run()
+        try:
+            return run()
+        except SystemExit:  # of argparse, which passes over help that cannot be written
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            raise
     except ConfigError as error:
         return _fail(run, str(error))
     except ModuleNotFoundError as error:
