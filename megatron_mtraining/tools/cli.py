@@ -131,7 +131,7 @@ def _reported(run: _Run) -> int:
     try:
         try:
             return run()
-        except SystemExit:  # of argparse, which passes over help that cannot be written
+        except SystemExit:  # after help or an error
             if sys.stdout is not None:
                 sys.stdout.flush()
             raise
@@ -176,7 +176,7 @@ class _Version(argparse.Action):
 
 def _parser(argv: list[str]):
     """The parser, with the arguments of the subcommand in ``argv``, and that one's module."""
-    parser = argparse.ArgumentParser(
+    parser = streams.Parser(
         prog="mtraining", description="Dynamic sparse ring attention for Megatron-LM."
     )
     parser.add_argument(
