@@ -52,7 +52,7 @@ def attend(
     price: Tensor | None = None,
     first_pass: AttentionResult | Pattern | None = None,
 ) -> AttentionResult:
-    """Causal self-attention to the keys that each head's pattern selects.
+    """Causal self-attention to the keys that each head's pattern selects. It has first derivatives only.
 
     Args:
         query: ``[s, b, h, d]``, this rank's part of the sequence in the block-striped layout.
@@ -260,6 +260,8 @@ def _check_price(price: Tensor | None, query: Tensor) -> None:
         raise ValueError(
             f"price has shape {list(price.shape)}: give one, or one for each of {num_heads} heads"
         )
+    if price.requires_grad:
+        raise ValueError("price requires a gradient, which the pattern search has not: detach it")
     if not price.is_cuda and not bool(((price >= 0) & price.isfinite()).all()):
         raise ValueError(f"price is {price.tolist()}: give finite numbers of 0 or more")
 

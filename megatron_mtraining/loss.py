@@ -44,7 +44,7 @@ def linear_cross_entropy(
     scale: float = 1.0,
     gradient_buffer: GradientBuffer | None = None,
 ) -> Tensor:
-    """``cross_entropy(scale * hidden @ weight.T, labels)`` of each token.
+    """``cross_entropy(scale * hidden @ weight.T, labels)`` of each token. It has first derivatives only.
 
     Args:
         hidden: ``[..., h]``, alike on all tensor-parallel ranks. Its gradient is this rank's part: the sum

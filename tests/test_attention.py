@@ -35,6 +35,7 @@ WRONG = {
     "operand without values": (dict(key=torch.ones(TOKENS, 1, 2, 64, device="meta")), "key is on device"),
     "price without values": (dict(price=torch.ones(4, device="meta")), "price is on device meta"),
     "sparse price": (dict(price=torch.ones(4).to_sparse()), "price is torch.sparse_coo"),
+    "price with a gradient": (dict(price=torch.ones(4, requires_grad=True)), "detach"),
     "scale of a text": (dict(softmax_scale="1"), "softmax_scale is '1'"),
     "scale of a tensor": (dict(softmax_scale=torch.tensor(0.1)), "softmax_scale is tensor"),
     "no documents": (dict(documents=[100, 156]), "documents are a list"),

@@ -18,7 +18,7 @@ from ..requirements import require
 from .dense_attention import dense_attention
 from .gguf_header import check_header
 from .model_sizes import check_config_file, check_size
-from .pretrained import LOCAL, reason
+from .pretrained import LOCAL, REPORTED, check_whole_model, reason
 from .tokenizer import Tokenizer, hugging_face_tokenizer, open_tokenizer
 from .types import LayerInput, ModelOptions, Score, Shape, Visitor
 
@@ -125,15 +125,18 @@ class HuggingFaceModel:
         run = _LoadedModel(self.options.label, self.shape.layers)
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION, run.attention)
         with self._explained("weights"), self.reading():
-            model = AutoModelForCausalLM.from_pretrained(
+            model, info = AutoModelForCausalLM.from_pretrained(
                 self.folder,
                 config=self.config,
                 dtype=self.options.dtype,
                 attn_implementation=ATTENTION,
                 **LOCAL,
+                **REPORTED,
                 **self.files,
                 **self.weights,
             )
+        head = () if scored else _weights_of(model, model.get_output_embeddings())
+        check_whole_model(self.options.label, info, unneeded=head)
         # Without the head: logits over the vocabulary would be the largest tensor of all.
         run.body = model.base_model.to(self.options.device).eval()
         run.head = model.get_output_embeddings().to(self.options.device) if scored else None
@@ -154,6 +157,12 @@ class HuggingFaceModel:
             raise ConfigError(
                 f"the {what} of {self.options.label} cannot be loaded: {reason(error)}"
             ) from error
+
+
+def _weights_of(model: torch.nn.Module, part: torch.nn.Module | None) -> list[str]:
+    """The names that the weights of a part of a model have in it."""
+    own = {id(weight) for weight in ([] if part is None else part.parameters())}
+    return [name for name, weight in model.named_parameters() if id(weight) in own]
 
 
 class _LoadedModel:

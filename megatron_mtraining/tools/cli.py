@@ -129,7 +129,12 @@ class _Run:
 def _reported(run: _Run) -> int:
     """The exit status of a run, and one line that says why it is not 0."""
     try:
-        return run()
+        try:
+            return run()
+        except SystemExit:  # after help or an error
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            raise
     except ConfigError as error:
         return _fail(run, str(error))
     except ModuleNotFoundError as error:
@@ -171,7 +176,7 @@ class _Version(argparse.Action):
 
 def _parser(argv: list[str]):
     """The parser, with the arguments of the subcommand in ``argv``, and that one's module."""
-    parser = argparse.ArgumentParser(
+    parser = streams.Parser(
         prog="mtraining", description="Dynamic sparse ring attention for Megatron-LM."
     )
     parser.add_argument(

@@ -7,10 +7,13 @@ needs no repository. The checkout is not trusted: git reads no configuration the
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..checkout import PACKAGE_INFO, python_mismatch, read_version
@@ -166,10 +169,37 @@ def add_arguments(parser) -> None:
     )
 
 
+@contextmanager
+def alone(root: Path) -> Iterator[None]:
+    """Hold the checkout: of two runs, the one that fails would put back what it found.
+
+    Raises:
+        ConfigError: another run holds it.
+    """
+    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(folder)
+        raise ConfigError(
+            f"{root} is in use by another mtraining patch: run this one when that has ended"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(folder)
+
+
 def run(args) -> int:
     """Do it, and say what changes. Returns the exit status."""
-    root, action = args.tree, args.action
-    version = find_version(root)
+    version = find_version(args.tree)
+    with alone(args.tree):
+        return _run(args.tree, args.action, version)
+
+
+def _run(root: Path, action: str, version: str) -> int:
     applied = is_applied(root, version)
     mismatch = python_mismatch(read_version(root))
     if mismatch and action != "revert":

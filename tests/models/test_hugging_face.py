@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -70,3 +71,45 @@ def test_an_installed_kernels_package_is_found_before_our_folder(tmp_path):
     code = "import kernels, megatron_mtraining.kernels as ours; print(kernels.__version__, ours.__path__)"
     found = python(code, tmp_path)
     assert found.startswith("1.2") and str(ROOT) in found
+
+
+def changed(llama: Path, folder: Path, change) -> ModelOptions:
+    """A copy of the model whose weights are changed, as options."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(llama, folder)
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return ModelOptions(folder, torch.device("cpu"), torch.float32)
+
+
+DOWN, NORM = "model.layers.1.mlp.down_proj.weight", "model.layers.1.self_attn.q_norm.weight"
+WRONG = {
+    "missing": (lambda weights: weights.pop(DOWN), [f"has no {DOWN}"]),
+    "too many": (lambda weights: weights.update({NORM: torch.ones(64)}), [f"has {NORM}"]),
+    "another shape": (
+        lambda weights: weights.update({DOWN: weights[DOWN][:7].clone()}),
+        [DOWN, "[7, 128]", "[256, 128]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_weights_that_are_not_those_of_config_json_are_named(wrong, llama, tmp_path):
+    """transformers would make others up, or leave them out."""
+    change, named = WRONG[wrong]
+    source = open_folder(changed(llama, tmp_path / "model", change))
+    with pytest.raises(ConfigError) as refused, source.loaded():
+        pass
+    for word in named:
+        assert word in str(refused.value)
+
+
+def test_a_model_without_its_head_is_inspected_and_not_scored(llama, tmp_path):
+    options = changed(llama, tmp_path / "model", lambda weights: weights.pop("lm_head.weight"))
+    with open_folder(options).loaded() as run:
+        run(torch.arange(128), lambda given: None)
+    with pytest.raises(ConfigError, match=r"has no lm_head\.weight"):
+        with open_folder(options).loaded(scored=True):
+            pass

@@ -85,6 +85,14 @@ def test_standard_output_is_full(lines, command):
     ]
 
 
+def test_help_that_cannot_be_written():
+    words = [sys.executable, "-m", "megatron_mtraining", "plan", "memory", "--help"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert "standard output" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
 def test_standard_error_is_full(command):
     with open("/dev/full", "w") as full:
         process = command("raise OSError(28, 'No space left on device')", stderr=full)

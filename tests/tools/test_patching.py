@@ -2,6 +2,7 @@
 """``mtraining patch``: applied and reverted to the byte, refused where the checkout is not as expected, and
 what the patch does to training scripts with and without the package."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -245,6 +246,23 @@ def test_links_are_not_followed(path, tmp_path, capsys):
     before = outside.read_bytes()
     refused(root, capsys, path)
     assert outside.read_bytes() == before
+
+
+@pytest.mark.parametrize("action", ["apply", "check", "revert"])
+def test_of_two_runs_at_once_one_is_refused(action, tmp_path, capsys):
+    root = make_tree(tmp_path / "tree")
+    with patching.alone(root):
+        refused(root, capsys, "another mtraining patch", action=action)
+    assert patch("apply", root) == 0
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    root = make_tree(tmp_path / "tree")
+    monkeypatch.setattr(patching.fcntl, "flock", flock)
+    assert patch("apply", root) == 0 and patch("check", root) == 0
 
 
 def test_the_files_that_are_named_are_those_of_the_patch():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from contextlib import contextmanager, suppress
@@ -27,6 +28,15 @@ def any_name_can_be_written():
             stream.reconfigure(errors=before)
         except (OSError, ValueError):  # closed, or it cannot be written
             pass
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that fails where its help cannot be written: argparse's own passes over that."""
+
+    def _print_message(self, message: str, file=None) -> None:
+        stream = file or sys.stderr
+        if message and stream is not None:
+            stream.write(message)
 
 
 class _Forgiving:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
-from ...files import read_json
+from ...files import read_json, size_of
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {
@@ -208,10 +209,16 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy generation config, tokenizer files and chat templates."""
-    for name in COPIED:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
-    for template in sorted((source / TEMPLATES).glob("*.jinja")):
-        (target / TEMPLATES).mkdir(exist_ok=True)
-        shutil.copyfile(template, target / TEMPLATES / template.name)
+    """Copy generation config, tokenizer files and chat templates.
+
+    Raises:
+        ConfigError: one is a pipe, a folder or a link that leads nowhere: it would be left out in silence.
+    """
+    templates = sorted((source / TEMPLATES).glob("*.jinja"))
+    for file in (*(source / name for name in COPIED), *templates):
+        if not os.path.lexists(file):
+            continue
+        size_of(file, "its folder has a link to it")
+        copied = target / file.relative_to(source)
+        copied.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copied)

@@ -16,7 +16,7 @@ from ...errors import ConfigError
 from ...models.environment import quietly, single_process
 from ...models.hugging_face import open_folder
 from ...models.megatron_checkpoint import MegatronCheckpoint
-from ...models.pretrained import LOCAL, reason
+from ...models.pretrained import LOCAL, REPORTED, check_whole_model, reason
 from ...models.text import tokens_for
 from ...models.types import ModelOptions
 from ...requirements import first_line, require
@@ -146,7 +146,7 @@ def _hugging_face(options: ModelOptions, tokens: Tensor, config: dict | None) ->
             attn_implementation="sdpa",
             **given,
             **LOCAL,
-            output_loading_info=True,
+            **REPORTED,
         )
     except torch.OutOfMemoryError:
         raise
@@ -155,8 +155,7 @@ def _hugging_face(options: ModelOptions, tokens: Tensor, config: dict | None) ->
             f"transformers cannot load the weights of {options.label} as its config.json says: "
             f"{reason(error)}"
         ) from None
-    if missing := sorted(info["missing_keys"]):
-        raise ConfigError(f"{options.label} has no {missing[0]}, which its config.json's model has")
+    check_whole_model(options.label, info)
     model = model.to(options.device).eval()
     ids = tokens[None].to(options.device)
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import re
 import stat
@@ -18,6 +17,7 @@ from ...errors import ConfigError
 from ...requirements import first_line, require
 from .options import Options
 from .output import Output
+from .shards import INDEX, missing, shard_entry, shards_of
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 KINDS = {
@@ -150,7 +150,7 @@ def find(options: Options, output: Output) -> Inputs:
                 "prefix"
             )
         skip = options.skip_unreadable and not named
-        found = [given] if named else _in_folder(given, output, skip, left_out)
+        found = [given] if named else _in_folder(given, output, options, left_out)
         if not found:
             raise ConfigError(f"INPUT is {given}, a folder without files{_but(left_out)}")
         for path in found:
@@ -215,13 +215,30 @@ def _but(left_out: LeftOut) -> str:
     return "".join(f"; {len(some)} {what}, such as {some[0]}" for some, what in both if some)
 
 
-def _in_folder(folder: Path, output: Output, skip: bool, left_out: LeftOut) -> list[Path]:
-    """Its files, in order of path. Others go into ``left_out``; ``skip`` those that cannot be read, too."""
+def _in_folder(folder: Path, output: Output, options: Options, left_out: LeftOut) -> list[Path]:
+    """Its files, in order of path. Others go into ``left_out``; on request those that cannot be read, too."""
 
     def failed(error: OSError):
-        if not skip:
+        if not options.skip_unreadable:
             raise _unreadable(error.filename, error) from None
         left_out.unreadable.append(str(error.filename))
+
+    def is_index(file: Path) -> bool:
+        """Of shards, which all must be there: of a copy that was broken off, some are not."""
+        try:
+            listed = shards_of(file)
+        except OSError as error:
+            failed(error)
+            return True
+        gone = missing(file, listed) if options.format in ("auto", "mds") else []
+        if gone and not options.skip_unreadable:
+            raise ConfigError(
+                f"INPUT has {file}, which lists {len(gone)} shards that are not there, such as "
+                f"{gone[0][:80]}: copy the folder again, or leave out what is not there with "
+                "--skip-unreadable"
+            )
+        left_out.unreadable.extend(os.path.join(file.parent, name) for name in gone)
+        return bool(listed)
 
     files = []
     inside = os.path.join(os.path.realpath(folder), "")
@@ -240,7 +257,9 @@ def _in_folder(folder: Path, output: Output, skip: bool, left_out: LeftOut) -> l
             again = file.is_symlink() and os.path.realpath(file).startswith(inside)
             if name.startswith(".") or again or not regular:
                 left_out.others.append(str(file))
-            elif not (output.holds(file) or (shards and name == "index.json")):
+            elif name == INDEX and (is_index(file) or shards):
+                continue
+            elif not output.holds(file):
                 files.append(file)
     return files
 
@@ -372,37 +391,3 @@ def _row_groups(name: str, part_bytes: int) -> list[tuple[int, int, int]]:
             stretches.append((start, number + 1, size))
             start, size = number + 1, 0
     return stretches
-
-
-def shard_entry(file: Path) -> dict:
-    """What the index.json beside an MDS shard says of it.
-
-    Raises:
-        ConfigError: there is none, it cannot be read, or the shard is not as it says.
-    """
-    index = file.with_name("index.json")
-    try:
-        shards = json.loads(index.read_bytes())["shards"]
-        (entry,) = [one for one in shards if one["raw_data"]["basename"] == file.name]
-        expected, size = entry["raw_data"]["bytes"], file.stat().st_size
-        columns = {
-            len(entry[name]) for name in ("column_names", "column_encodings", "column_sizes")
-        }
-        supported = (entry["format"], entry["version"], len(columns)) == ("mds", 2, 1)
-        supported = supported and type(entry["samples"]) is int
-        supported = supported and all(isinstance(name, str) for name in entry["column_names"])
-    except FileNotFoundError:
-        raise ConfigError(f"INPUT has {file} without {index.name} beside it") from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(
-            f"INPUT has {file}, but {index} does not say how to read it ({error!r})"
-        ) from None
-    if not supported:
-        raise ConfigError(
-            f"INPUT has {file}, but {index} does not describe it as MDS of version 2: that is supported"
-        )
-    if size != expected:
-        raise ConfigError(
-            f"INPUT has {file} of {size} bytes, but {index} says {expected}: it is broken"
-        )
-    return entry

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -93,8 +94,8 @@ def prepare(options: Options) -> None:
     print(f"End-of-document token: id {encoder.eod}, {origin}")
     print(
         f"{tally.samples:,} samples of {options.seq_length:,} tokens, {tally.samples_an_epoch:,} an epoch, "
-        f"in {time.perf_counter() - started:.0f} s. Train with --data-path {options.output} --seq-length "
-        f"{options.seq_length}"
+        f"in {time.perf_counter() - started:.0f} s. Train with --data-path "
+        f"{shlex.quote(str(options.output))} --seq-length {options.seq_length}"
     )
 
 

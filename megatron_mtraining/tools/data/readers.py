@@ -26,8 +26,9 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...requirements import first_line
-from .inputs import Part, compression, shard_entry
+from .inputs import Part, compression
 from .options import DOCUMENT_BYTES
+from .shards import shard_entry
 
 TEXT, IDS, STRETCHES = "text", "input_ids", "indices"
 """Fields that are looked for; the last two are those of ProLong's packed datasets."""
@@ -107,7 +108,10 @@ def _content(place: Place | str, record: Mapping, field: str | None) -> str | np
     if value is None or isinstance(value, str):
         return value or ""
     ids = None
-    if isinstance(value, list | np.ndarray):
+    # numpy would take true and false among numbers for 1 and 0.
+    if isinstance(value, np.ndarray) or (
+        isinstance(value, list) and bool not in set(map(type, value))
+    ):
         try:
             ids = np.asarray(value) if len(value) else np.empty(0, np.int64)
         except (TypeError, ValueError):

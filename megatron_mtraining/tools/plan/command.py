@@ -12,6 +12,7 @@ from pathlib import Path
 from ...errors import ConfigError
 from ...files import read_text
 from ...models.model_sizes import short
+from ..common.streams import Parser
 from .assumptions import GIB, OVERHEAD_GIB, SLACK
 
 # What plans is imported as it runs: it imports torch and Megatron, and --help needs neither.
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of_plan() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mtraining plan memory",
         usage="%(prog)s [options] [--] FLAGS",
         description="Compute the memory that a training setting needs on each GPU, without running it.",

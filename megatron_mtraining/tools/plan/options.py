@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import re
 from functools import cache
+from unittest import mock
 
 from ...config import ConfigError
 from ...megatron.backend import add_member
@@ -116,7 +118,10 @@ def flags_of_megatron() -> dict[str, argparse.Action]:
     except ImportError:  # megatron-core alone
         return {}
     add_member()
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    # A default is read from it, which need not be a number here.
+    with mock.patch.dict(os.environ):
+        os.environ.pop("WORLD_SIZE", None)
+        parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     return {flag: action for action in parser._actions for flag in action.option_strings}
 
 

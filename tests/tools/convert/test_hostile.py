@@ -141,6 +141,22 @@ def test_pipes_as_weights(model, capsys):
     assert file.name in to_megatron(capsys, model)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "additional_chat_templates/a.jinja"])
+@pytest.mark.parametrize("kind", ["pipe", "link that leads nowhere", "folder"])
+def test_files_beside_the_weights_that_cannot_be_copied(kind, name, model, capsys):
+    """They would be left out in silence."""
+    file = model / name
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        file.symlink_to("nowhere")
+    assert name in to_megatron(capsys, model)
+
+
 @pytest.mark.parametrize("path", ["", LONG, "a\0b", "/dev/null", "/dev/stdin", f"{LONG}/x"])
 def test_paths(path, model, checkpoint, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -174,6 +174,53 @@ def test_what_is_left_out_of_folders_is_named(folder, prepare, tmp_path, capsys)
     assert "5 hidden files, links and pipes" in capsys.readouterr().out
 
 
+def shards_of_a_copy_that_was_broken_off(folder, names, there):
+    """Their index.json, and files in place of shards: none is read before all are found."""
+    entries = [{"format": "mds", "raw_data": {"basename": name, "bytes": 4}} for name in names]
+    for name in there:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"1234")
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": entries}))
+
+
+@pytest.mark.parametrize("there", [["a.mds"], []], ids=["one of two", "none of two"])
+def test_shards_that_are_not_there_are_named(there, prepare, tmp_path, capsys):
+    folder = tmp_path / "in" / "books"
+    folder.mkdir(parents=True)
+    (folder / "read.txt").write_text("abc" * 200)
+    shards_of_a_copy_that_was_broken_off(folder, ["a.mds", "b.mds"], there)
+    words = [str(folder / "index.json"), f"{2 - len(there)} shards", "--skip-unreadable"]
+    refused(capsys, words, prepare(folder.parent))
+    assert not files(tmp_path)
+
+
+def test_shards_that_are_not_there_are_left_out_on_request(prepare, tmp_path, capsys):
+    """And an index.json of shards is no document, wherever its shards are."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "read.txt").write_text("abc" * 200)
+    shards_of_a_copy_that_was_broken_off(folder, ["sub/b.mds"], [])
+    assert prepare(folder, skip_unreadable=True) == 0
+    about = report(tmp_path / "out")
+    assert about["unreadable_names"] == [str(folder / "sub" / "b.mds")]
+    assert about["documents"]["read"] == 1
+
+
+@pytest.mark.parametrize(
+    "index",
+    ["{}", "[1]", '{"shards": 5}', '{"shards": [{"format": "mds"}]}', "[" * 200000,
+     '{"shards": [{"format": "mds", "raw_data": {"basename": [5]}}]}'],
+    ids=["object", "list", "number", "no names", "deep", "no name"],
+)  # fmt: skip
+def test_an_index_of_something_else_is_a_document(index, prepare, tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "read.txt").write_text("abc" * 200)
+    (folder / "index.json").write_text(index)
+    assert prepare(folder) == 0
+    assert report(tmp_path / "out")["documents"]["read"] == 2
+
+
 # Pipes and devices
 
 

@@ -24,6 +24,7 @@ BROKEN = {
         ),
         (b'{"text": 5}', ["line 1", "text", "int"]),
         (b'{"text": [1.5]}', ["line 1", "text", "list"]),
+        (b'{"input_ids": [1, true]}', ["line 1", "input_ids", "list"]),
         (b'{"text": "a\xff"}', ["line 1", "not JSON"]),
         (b'{"input_ids": [1, 257]}', ["line 1", "257", "--tokenizer"]),
         (b'{"input_ids": [-1]}', ["line 1", "-1"]),

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_mtraining.tools.cli import main
 from megatron_mtraining.tools.plan import command
+from megatron_mtraining.tools.plan.options import flags_of_megatron
 from tests.support.plan_cases import SMALL
 
 BAD = [
@@ -88,3 +89,15 @@ def test_many_layers_and_stages_are_planned(capsys):
 def test_numbers_of_nodes(nodes, capsys):
     words = ["torchrun", "--nproc-per-node", "4", "--nnodes", nodes, "pretrain_gpt.py"]
     assert "--nnodes is" in refused(capsys, [*words, *SMALL.split()])
+
+
+def test_an_environment_of_something_else(monkeypatch, capsys):
+    """A Megatron-LM that is importable takes defaults from it."""
+    flags_of_megatron.cache_clear()
+    monkeypatch.setenv("WORLD_SIZE", "all")
+    try:
+        assert main(["plan", "memory", *SMALL.split(), "--json"]) == 0
+    finally:
+        flags_of_megatron.cache_clear()
+    assert os.environ["WORLD_SIZE"] == "all"
+    assert json.loads(capsys.readouterr().out)["stages"]

@@ -1,0 +1,80 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""What the index.json of a folder of Mosaic data shards (MDS) says of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from ...errors import ConfigError
+
+INDEX = "index.json"
+LARGEST_INDEX = 2**28
+"""Bytes: of some hundreds of thousands of shards. A larger file is no index."""
+
+
+PACKED = ("", ".zstd", ".gz", ".br", ".bz2", ".snappy")
+"""Endings of a shard's file. Compressed ones are refused where they are found, with what to do."""
+
+
+def shards_of(index: Path) -> list[str]:
+    """The shards that an index.json lists, as paths from its folder.
+
+    None if it is no index of MDS: a folder of source files may have a file of this name.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if index.stat().st_size > LARGEST_INDEX:
+        return []
+    try:
+        shards = json.loads(index.read_bytes())["shards"]
+        names = [one["raw_data"]["basename"] for one in shards if one["format"] == "mds"]
+    except (KeyError, RecursionError, TypeError, ValueError):
+        return []
+    return names if all(isinstance(name, str) for name in names) else []
+
+
+def missing(index: Path, shards: list[str]) -> list[str]:
+    """Those of its shards that are not there."""
+    folder = str(index.parent)
+    return [
+        name
+        for name in shards
+        if not any(os.path.lexists(os.path.join(folder, f"{name}{ending}")) for ending in PACKED)
+    ]
+
+
+def shard_entry(file: Path) -> dict:
+    """What the index.json beside an MDS shard says of it.
+
+    Raises:
+        ConfigError: there is none, it cannot be read, or the shard is not as it says.
+    """
+    index = file.with_name(INDEX)
+    try:
+        shards = json.loads(index.read_bytes())["shards"]
+        (entry,) = [one for one in shards if one["raw_data"]["basename"] == file.name]
+        expected, size = entry["raw_data"]["bytes"], file.stat().st_size
+        columns = {
+            len(entry[name]) for name in ("column_names", "column_encodings", "column_sizes")
+        }
+        supported = (entry["format"], entry["version"], len(columns)) == ("mds", 2, 1)
+        supported = supported and type(entry["samples"]) is int
+        supported = supported and all(isinstance(name, str) for name in entry["column_names"])
+    except FileNotFoundError:
+        raise ConfigError(f"INPUT has {file} without {index.name} beside it") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"INPUT has {file}, but {index} does not say how to read it ({error!r})"
+        ) from None
+    if not supported:
+        raise ConfigError(
+            f"INPUT has {file}, but {index} does not describe it as MDS of version 2: that is supported"
+        )
+    if size != expected:
+        raise ConfigError(
+            f"INPUT has {file} of {size} bytes, but {index} says {expected}: it is broken"
+        )
+    return entry
