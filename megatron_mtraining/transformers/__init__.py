@@ -1,0 +1,43 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Dynamic sparse attention in Hugging Face transformers: ``attn_implementation="mtraining"``.
+
+For models that go through transformers' attention interface (Llama, Mistral, Qwen2, Qwen3 and others), in one
+process without context parallelism, on a GPU or a CPU:
+
+    from megatron_mtraining import MTrainingConfig
+    from megatron_mtraining.transformers import configure, watch
+
+    model = AutoModelForCausalLM.from_pretrained("Qwen2.5-0.5B")
+    configure(model, MTrainingConfig.from_options(target_recall=0.95))
+    trainer = Trainer(model, ...)
+    watch(trainer)
+    trainer.train()
+
+- :mod:`.interface`: the attention and the mask function that transformers calls.
+- :mod:`.masking`: padding and packed ``position_ids`` as packed documents.
+- :mod:`.state`: settings, prices and means of a model.
+- :mod:`.callback`: density and recall in the log of ``Trainer``, and the end of a step.
+"""
+
+from .interface import NAME, configure, register
+from .state import PatternMeans, advance, state_of, take_means
+
+__all__ = [
+    "NAME",
+    "PatternMeans",
+    "advance",
+    "configure",
+    "register",
+    "state_of",
+    "take_means",
+    "watch",
+]
+
+
+def __getattr__(name: str):
+    # It needs transformers' Trainer, whose import takes seconds and needs accelerate.
+    if name == "watch":
+        from .callback import watch
+
+        return watch
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

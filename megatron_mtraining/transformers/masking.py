@@ -1,0 +1,85 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Padding and packed sequences of transformers as packed documents.
+
+A padded batch entry becomes documents: its tokens, and the padding before and after them, which nothing else
+attends to. Packed sequences restart their ``position_ids``, and become a document each.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..config import ConfigError
+from ..documents import Documents
+
+
+class PatternMask:
+    """What the mask function hands through the model to the attention function, where tokens may not simply
+    attend to all before them. One per forward.
+
+    Args:
+        tokens: bool ``[b, s]``: False for padding; None if there is none.
+        packed: whether transformers has found packed sequences, which ``position_ids`` tell apart.
+    """
+
+    def __init__(self, tokens: Tensor | None, packed: bool):
+        self.tokens, self.packed = tokens, packed
+        self._documents: Documents | None = None
+
+    def documents(self, position_ids: Tensor | None, batch: int, length: int) -> Documents:
+        """The documents of the batch, made at the first call.
+
+        Args:
+            position_ids: int ``[b, s]`` or ``[1, s]``; None if the model does not pass them on.
+            batch, length: b and s.
+
+        Raises:
+            ConfigError: packed sequences without ``position_ids``.
+        """
+        if self._documents is None:
+            self._documents = self._make_documents(position_ids, batch, length)
+        return self._documents
+
+    def _make_documents(self, position_ids: Tensor | None, batch: int, length: int) -> Documents:
+        if self.packed and position_ids is None:
+            raise ConfigError(
+                "the batch has packed sequences (position_ids that restart), but the model does not pass "
+                "position_ids on to its attention: leave packing out"
+            )
+        device = position_ids.device if self.tokens is None else self.tokens.device
+        starts = torch.zeros(batch, length, dtype=torch.bool, device=device)
+        starts[:, 0] = True
+        if self.tokens is not None:
+            starts[:, 1:] |= self.tokens[:, 1:] != self.tokens[:, :-1]
+        if self.packed:
+            # As transformers finds them: a position that does not follow the one before it.
+            restarts = position_ids.diff(dim=-1) != 1
+            starts[:, 1:] |= restarts if self.tokens is None else restarts & self.tokens[:, 1:]
+        position = torch.arange(length, device=device)
+        return Documents(torch.where(starts, position, 0).cummax(-1).values, check=False)
+
+
+class CacheMask(NamedTuple):
+    """The mask of queries that read a KV cache."""
+
+    mask: Tensor | None
+    """What transformers' ``sdpa`` takes: bool ``[b, 1, s, skv]``, or None."""
+
+
+def check_padding(tokens: Tensor) -> None:
+    """Raise :class:`ConfigError` unless the tokens of each batch entry are one stretch. Waits for the device.
+
+    Args:
+        tokens: bool ``[b, s]``: False for padding.
+    """
+    stretches = tokens[:, 0].int() + (tokens[:, 1:] & ~tokens[:, :-1]).sum(-1)
+    if bool((stretches > 1).any()):
+        entry = int((stretches > 1).nonzero()[0])
+        raise ConfigError(
+            f"the attention_mask of batch entry {entry} has {int(stretches[entry])} separate stretches of "
+            "tokens: attention mtraining supports padding before and after the tokens; for packed sequences "
+            "give position_ids that restart, and no attention_mask"
+        )

@@ -1,0 +1,256 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``attn_implementation="mtraining"``: against transformers' own attention, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from megatron_mtraining import MTrainingConfig
+from megatron_mtraining.config import ConfigError
+from megatron_mtraining.transformers import advance, configure, state_of, take_means
+from tests.support.transformers_cases import HEADS, small_model
+
+pytest.importorskip("transformers")
+
+SEQ = 512
+DENSE = MTrainingConfig.from_options(price=0.0)
+SPARSE = MTrainingConfig.from_options(vertical=16, slash=4, sink=1, window=64, block_size=64)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return torch.randint(1, 97, (2, SEQ), generator=torch.Generator().manual_seed(1))
+
+
+def with_pattern(model, config):
+    ours = copy.deepcopy(model)
+    configure(ours, config)
+    return ours
+
+
+def loss_and_gradients(model, **batch):
+    model.zero_grad()
+    out = model(**batch, use_cache=False)
+    out.loss.backward()
+    return out, {name: weight.grad.clone() for name, weight in model.named_parameters()}
+
+
+def assert_same(model, ours, **batch):
+    """Loss, logits of labelled tokens, and gradients are those of transformers' eager attention."""
+    expected, grads = loss_and_gradients(model, **batch)
+    found, own = loss_and_gradients(ours, **batch)
+    there = batch["labels"] != -100
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.logits[there], expected.logits[there], rtol=1e-3, atol=1e-4)
+    for name, grad in grads.items():
+        torch.testing.assert_close(own[name], grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_dense_settings_are_transformers_attention(kind, tokens):
+    model = small_model(kind)
+    assert_same(model, with_pattern(model, DENSE), input_ids=tokens, labels=tokens)
+
+
+def test_a_sparse_pattern_is_attended_to(tokens):
+    """The same as eager attention under the pattern's own mask."""
+    model = small_model()
+    ours = with_pattern(model, SPARSE)
+    seen = {}
+    from megatron_mtraining.transformers import interface
+
+    original = interface.attend
+
+    def spy(*args, **kwargs):
+        result = original(*args, **kwargs)
+        seen[len(seen)] = result.index
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interface, "attend", spy)
+        found = ours(tokens[:1], use_cache=False).logits
+    assert 0.05 < take_means(ours).density.mean() < 0.9
+
+    masks = {
+        layer: torch.stack([index.token_mask(0, head) for head in range(HEADS)])[None]
+        for layer, index in seen.items()
+    }
+    hidden = model.model.embed_tokens(tokens[:1])
+    positions = torch.arange(SEQ)[None]
+    rotary = model.model.rotary_emb(hidden, positions)
+    for number, layer in enumerate(model.model.layers):
+        mask = torch.zeros(masks[number].shape).masked_fill(~masks[number], float("-inf"))
+        hidden = layer(hidden, attention_mask=mask, position_embeddings=rotary)
+    expected = model.lm_head(model.model.norm(hidden))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("side", ("left", "right", "both"))
+def test_padding_is_not_attended_to(side, tokens):
+    mask = torch.ones(2, SEQ, dtype=torch.long)
+    if side != "right":
+        mask[0, :100] = 0
+    if side != "left":
+        mask[1, -77:] = 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    if side != "right":
+        labels[0, 100] = -100  # the prediction of a first token comes from padding
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    model = small_model()
+    batch = dict(input_ids=tokens, attention_mask=mask, position_ids=positions, labels=labels)
+    assert_same(model, with_pattern(model, DENSE), **batch)
+
+
+def test_a_mask_without_padding_changes_nothing(tokens):
+    ours = with_pattern(small_model(), SPARSE)
+    mask = torch.ones_like(tokens)
+    assert ours(tokens, use_cache=False).logits.equal(
+        ours(tokens, attention_mask=mask, use_cache=False).logits
+    )
+
+
+def test_packed_sequences_attend_within_themselves(tokens):
+    lengths = (130, 7, 200, SEQ - 337)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    batch = dict(input_ids=tokens[:1], position_ids=positions, labels=tokens[:1])
+    model = small_model()
+    assert_same(model, with_pattern(model, DENSE), **batch)
+
+
+def test_sparse_packed_sequences_ignore_other_sequences(tokens):
+    """What stands in another sequence may change which keys are selected, but the pattern has all of a short
+    sequence."""
+    lengths = (SEQ - 64, 64)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    ours = with_pattern(small_model(), SPARSE)
+    changed = tokens[:1].clone()
+    changed[:, : lengths[0]] = changed[:, : lengths[0]].flip(-1)
+    kept = [
+        ours(x, position_ids=positions, use_cache=False).logits[:, lengths[0] :]
+        for x in (tokens[:1], changed)
+    ]
+    torch.testing.assert_close(*kept)
+
+
+def test_generation_decodes_densely(tokens):
+    """Greedy tokens are those of sdpa if the prompt is attended to in full."""
+    model = small_model().eval()
+    ours = with_pattern(model, DENSE)
+    mask = torch.ones(2, 300, dtype=torch.long)
+    mask[0, :40] = 0
+    expected, found = (
+        each.generate(
+            tokens[:, :300], attention_mask=mask, max_new_tokens=8, do_sample=False
+        )
+        for each in (model, ours)
+    )  # fmt: skip
+    assert found.equal(expected)
+    with pytest.raises(ConfigError, match="leave cache_implementation out"):
+        ours.generate(tokens[:, :300], max_new_tokens=2, cache_implementation="static")
+
+
+def test_decoding_attends_to_all_of_the_cache(tokens):
+    """After a sparse prefill, the next token's logits are those of dense attention over the same cache."""
+    model = small_model().eval()
+    ours = with_pattern(model, SPARSE)
+    with torch.no_grad():
+        cache = ours(tokens[:1, :-1], use_cache=True).past_key_values
+        found = ours(tokens[:1, -1:], past_key_values=copy.deepcopy(cache)).logits
+        expected = model(tokens[:1, -1:], past_key_values=cache).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert take_means(ours, training=False).density.mean() < 0.9
+
+
+def test_a_prompt_can_continue(tokens):
+    """A second part of a prompt attends to all of the first."""
+    model = small_model().eval()
+    ours = with_pattern(model, DENSE)
+    with torch.no_grad():
+        whole = model(tokens[:1]).logits
+        cache = ours(tokens[:1, :300], use_cache=True).past_key_values
+        rest = ours(tokens[:1, 300:], past_key_values=cache).logits
+    torch.testing.assert_close(rest, whole[:, 300:], rtol=1e-3, atol=1e-3)
+
+
+def test_short_sequences_are_dense(tokens):
+    model = small_model()
+    config = MTrainingConfig.from_options(vertical=200, slash=10)
+    assert_same(model, with_pattern(model, config), input_ids=tokens[:, :90], labels=tokens[:, :90])
+
+
+def test_gradient_checkpointing_changes_nothing(tokens):
+    ours = with_pattern(small_model(), SPARSE)
+    plain = loss_and_gradients(ours, input_ids=tokens, labels=tokens)[1]
+    ours.gradient_checkpointing_enable()
+    again = loss_and_gradients(ours, input_ids=tokens, labels=tokens)[1]
+    for name, grad in plain.items():
+        torch.testing.assert_close(again[name], grad, msg=name)
+
+
+def test_a_target_recall_moves_the_prices(tokens):
+    ours = with_pattern(
+        small_model(), MTrainingConfig.from_options(target_recall=0.5, block_size=64)
+    )
+    before = state_of(ours).price(0, torch.device("cpu")).clone()
+    ours(tokens, use_cache=False)
+    advance(ours)
+    after = state_of(ours).price(0, torch.device("cpu"))
+    assert (after > before).all()  # more than half of the mass was kept
+    ours.eval()
+    ours(tokens, use_cache=False)
+    advance(ours)
+    assert state_of(ours).price(0, torch.device("cpu")).equal(after)  # evaluation does not count
+
+
+def test_settings_differ_by_layer(tokens, tmp_path):
+    path = tmp_path / "settings.json"
+    path.write_text('{"layers": {"1": {"dense": true}}}')
+    options = dict(vertical=16, slash=4, window=64, block_size=64)
+    ours = with_pattern(small_model(), MTrainingConfig.from_options(**options, settings=str(path)))
+    ours(tokens, use_cache=False)
+    density = take_means(ours).density.mean(-1)
+    assert density[1] == 1 and density[0] < 0.9
+
+
+def test_the_way_back(tokens):
+    model = small_model()
+    ours = with_pattern(model, SPARSE)
+    ours.set_attn_implementation("eager")
+    assert ours(tokens, use_cache=False).logits.equal(model(tokens, use_cache=False).logits)
+
+
+def refused(match, model, config=SPARSE, **batch):
+    with pytest.raises(ConfigError, match=match):
+        configure(model, config)
+        model(**batch, use_cache=False)
+
+
+def test_what_is_refused_names_itself(tokens):
+    refused("dropout 0.1", small_model(attention_dropout=0.1), input_ids=tokens)
+    refused("dimension 32", small_model(head_dim=32))
+    refused(
+        "sliding_attention",
+        small_model("mistral", sliding_window=64, layer_types=["sliding_attention"] * 2),
+    )
+    refused("gathered_ranks is 2", small_model(), MTrainingConfig.from_options(gathered_ranks=2))
+    refused("give an MTrainingConfig", small_model(), {"price": 1})
+    refused("give a model of transformers", torch.nn.Linear(2, 2))
+    mask = torch.ones_like(tokens)
+    mask[0, 50:60] = 0
+    refused("2 separate stretches", small_model(), input_ids=tokens, attention_mask=mask)
+    four = torch.zeros(2, 1, SEQ, SEQ)
+    refused("two-dimensional attention_mask", small_model(), input_ids=tokens, attention_mask=four)
+
+
+def test_without_settings_it_says_what_to_do(tokens):
+    from megatron_mtraining.transformers import register
+
+    register()
+    model = small_model()
+    model.set_attn_implementation("mtraining")
+    with pytest.raises(ConfigError, match="configure"):
+        model(tokens, use_cache=False)
