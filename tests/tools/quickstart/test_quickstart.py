@@ -224,7 +224,7 @@ def test_results_appear_whole_or_not_at_all(tmp_path, capsys, monkeypatch):
 
     def train(options, folder):
         run = dict(losses=[2.0] * STEPS, seconds=[1.0] * STEPS, held_out=1.5)
-        run |= dict(density=[1.0] * STEPS, work=[[5, 5], [5, 5]])
+        run |= dict(density=[1.0] * STEPS, recall=[1.0] * STEPS, work=[[5, 5], [5, 5]])
         (folder / "runs.json").write_text(json.dumps({"dense": run, "sparse": run}))
         np.save(folder / "patterns.npy", np.ones((2, 2, 4, 4), np.float32))
 
