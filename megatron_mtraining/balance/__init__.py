@@ -5,6 +5,7 @@ better, and prices of the pattern search are tuned.
 - :mod:`.placement`: which rank and micro-batch gets which sample of a global batch.
 - :mod:`.estimates`: running estimates of density and recall for each kind of data.
 - :mod:`.plan`: the plan of one step, from both.
+- :mod:`.planner`: the plans of a run, made ahead of time in a thread.
 
 Knows no Megatron and no process group.
 """
