@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from ..balance.planner import Planner
 from ..config import MTrainingConfig
 from ..cp_group import RankGroup
 from ..pattern import Steering
@@ -18,11 +19,15 @@ class RunState:
 
     Attributes:
         step: the training step under way, from 0.
+        balance: the plans of steps, on ranks with a data loader; None elsewhere, and where nothing is balanced.
+        restored_balance: the state of their estimates in the checkpoint that training goes on from.
         warned_of_density: whether this run was told that its price leaves nothing out.
     """
 
     def __init__(self):
         self.step = 0
+        self.balance: Planner | None = None
+        self.restored_balance: dict | None = None
         self.warned_of_density = False
         self._steerings: dict[tuple, Steering] = {}
 
