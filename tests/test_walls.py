@@ -23,6 +23,7 @@ FLOORS = [
     ["config"],
     ["pattern"],
     ["ring"],
+    ["balance"],
     ["attention", "loss"],
     ["patches"],
     ["megatron"],
