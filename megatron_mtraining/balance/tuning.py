@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from ..config.options import ANCHORS
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
     from .plan import StepPlan
 
-ANCHORS = ("mean", "min", "max")
 FARTHEST = 16.0
 """The largest multiplier, and the inverse of the smallest: a power law does not hold farther out."""
 NEAR = 0.01
@@ -90,24 +90,40 @@ class TunedStep:
     met: bool
 
 
-class _Groups:
-    """Who waits for whom: cells ``[M, dp]`` as ``[G, members, cells]``. Members of a group wait for each other;
-    the cells of a member run one after the other."""
+class Groups:
+    """Who waits for whom in a step.
 
-    def __init__(self, shape: tuple[int, int], per_microbatch: bool, pipeline: bool):
+    Without more, ranks wait for each other at the end of a step, for the sums over their micro-batches.
+
+    Args:
+        shape: ``M`` micro-batches and ``dp`` data-parallel ranks.
+        per_microbatch: they wait for each other in each micro-batch (expert parallelism).
+        pipeline: all micro-batches of all ranks wait for each other: a pipeline is as slow as the slowest.
+    """
+
+    def __init__(self, shape: tuple[int, int], per_microbatch: bool = False, pipeline: bool = False):
         self.shape = shape
         self._kind = "pipeline" if pipeline else "microbatch" if per_microbatch else "step"
 
     def split(self, cells: np.ndarray) -> np.ndarray:
+        """Values of micro-batches, ``[M, dp]``, as ``[G, members, cells]``: members of a group wait for each
+        other, and the cells of a member run one after the other."""
         if self._kind == "step":
             return cells.T[None]
         return cells.reshape(1, -1, 1) if self._kind == "pipeline" else cells[..., None]
 
     def spread(self, members: np.ndarray) -> np.ndarray:
-        """A value of each member, ``[G, members]``, for each of its cells."""
+        """A value of each member, ``[G, members]``, for each of its cells: ``[M, dp]``."""
         if self._kind == "step":
             return np.broadcast_to(members, self.shape)
         return members.reshape(self.shape)
+
+    def max_over_mean(self, times: np.ndarray) -> float:
+        """How long groups take, over how long they would take if nobody waited: of times ``[M, dp]``, those
+        that are not finite counting as 0. 1 if there are none."""
+        of_members = self.split(np.where(np.isfinite(times), times, 0.0)).sum(-1)
+        mean = of_members.mean(-1).sum()
+        return float(of_members.max(-1).sum() / mean) if mean > 0 else 1.0
 
 
 def tune(
@@ -130,17 +146,15 @@ def tune(
         plan: its ``density`` and ``recall``, float ``[M, dp]``, are read: those expected at the untuned price.
         elasticity: of density to price, positive.
         price: the untuned price.
-        per_microbatch: ranks wait for each other in each micro-batch (expert parallelism), not at the end of
-            the step alone.
+        per_microbatch, pipeline: as for :class:`Groups`.
         latency: predicted attention time in ms, ``[M, dp]``, of densities ``[M, dp]``; rises with density.
-        pipeline: all micro-batches of all ranks wait for each other: a pipeline is as slow as the slowest.
 
     Returns:
         The same for the same arguments, bit by bit.
     """
     density = np.asarray(plan.density, np.float64)
     recall = np.asarray(plan.recall, np.float64)
-    groups = _Groups(density.shape, per_microbatch, pipeline)
+    groups = Groups((len(density), density.shape[1]), per_microbatch, pipeline)
     before = np.asarray(latency(density), np.float64)
     known = np.isfinite(before) & np.isfinite(density)
     works = groups.split(known).all(-1) & (groups.split(np.where(known, before, 0.0)).sum(-1) > 0)
@@ -177,12 +191,6 @@ def tune(
         level,
         bool(balanced.all()),
     )
-
-
-def max_over_mean(times: np.ndarray) -> float:
-    """The largest time over the mean of those that are numbers above 0; 1 if there are none."""
-    times = times[np.isfinite(times) & (times > 0)]
-    return float(times.max() / times.mean()) if times.size else 1.0
 
 
 def _mass(logs: Floats, density: Floats, elasticity: float, price: float) -> Floats:
@@ -237,7 +245,7 @@ def _meet(
     low: Floats,
     high: Floats,
     times: LatencyOfDensity,
-    groups: _Groups,
+    groups: Groups,
 ) -> Floats:
     """Logarithms of multipliers ``[M, dp]`` at which each member is at the level, or at its bounds.
 
