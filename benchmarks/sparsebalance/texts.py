@@ -66,7 +66,7 @@ def documents_of(lengths: np.ndarray, device) -> Documents:
 
 
 def read(options) -> dict[str, np.ndarray]:
-    """Tokens by kind: of ``--cache`` if it is there, else of ``--text`` and Python's standard library, and then
+    """Tokens by kind: of ``--cache`` if it is there, else of ``--text`` and Python's standard library; then
     ``--cache`` is written."""
     if options.cache is not None and options.cache.exists():
         with np.load(options.cache, allow_pickle=False) as found:
