@@ -93,11 +93,11 @@ def test_a_profile_of_the_user(tmp_path):
 
 
 def changed(**changes) -> dict:
-    return {**json.loads(as_text(MODEL)), **changes}
+    return {**json.loads(as_text(vars(MODEL))), **changes}
 
 
 def entry(**changes) -> dict:
-    return {"entries": [{**json.loads(as_text(MODEL))["entries"][0], **changes}]}
+    return {"entries": [{**json.loads(as_text(vars(MODEL)))["entries"][0], **changes}]}
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_noise_is_averaged_and_told():
     points = measured(noise=0.04)
     model = LatencyModel("made up", fit(points))
     total = errors(model, points)["total"]
-    assert total.count == sum(each.case.held_out for each in points)
+    assert total.shapes == sum(each.case.held_out for each in points)
     assert 0.001 < total.median < 0.04 and total.median < total.worst < 0.1
     one = relative_errors(model, points[-1])
     assert set(one) == {"total", *PARTS} and all(abs(error) < 0.15 for error in one.values())
