@@ -117,7 +117,7 @@ class LatencyModel:
 
     def save(self, path: Path | str) -> None:
         """Write the profile; an existing file is replaced when all is written."""
-        profile_file.write(self, Path(path))
+        profile_file.write(vars(self), Path(path))
 
     @classmethod
     def for_gpu(cls, name: str, path: Path | str | None = None) -> LatencyModel:

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from ..errors import ConfigError
 from ..files import read_json
@@ -26,20 +25,6 @@ NAMES = {list: "a list", dict: "an object", str: "a text", int: "a whole number"
 
 Fields: TypeAlias = dict[str, Any]
 """What a profile has, by the attributes of :class:`.latency.LatencyModel`."""
-
-
-class Profile(Protocol):
-    """The attributes of :class:`.latency.LatencyModel` that a file has."""
-
-    gpu: str
-    entries: tuple[Entry, ...]
-    errors: Mapping[str, Error]
-    versions: Mapping[str, str]
-    commit: str
-    command: str
-    seconds: float
-    points: Mapping[str, list]
-    left_out: tuple[str, ...]
 
 
 def slug(gpu: str) -> str:
@@ -72,7 +57,7 @@ def read(path: Path) -> Fields:
     return from_json(read_json(path, name), name)
 
 
-def write(model: Profile, path: Path) -> None:
+def write(model: Fields, path: Path) -> None:
     """See :meth:`.latency.LatencyModel.save`."""
     content = as_text(model).encode()
     number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -86,18 +71,18 @@ def write(model: Profile, path: Path) -> None:
         raise
 
 
-def as_text(model: Profile) -> str:
+def as_text(model: Fields) -> str:
     """The profile as JSON, a measurement a line."""
     head = {
         "format": FORMAT,
         "version": VERSION,
-        "gpu": model.gpu,
-        "versions": dict(model.versions),
-        "commit": model.commit,
-        "command": model.command,
-        "seconds": round(model.seconds, 1),
-        "errors": {name: error._asdict() for name, error in model.errors.items()},
-        "left_out": list(model.left_out),
+        "gpu": model["gpu"],
+        "versions": dict(model["versions"]),
+        "commit": model["commit"],
+        "command": model["command"],
+        "seconds": round(model["seconds"], 1),
+        "errors": {name: error._asdict() for name, error in model["errors"].items()},
+        "left_out": list(model["left_out"]),
         "entries": [
             {
                 "kind": entry.kind,
@@ -105,14 +90,14 @@ def as_text(model: Profile) -> str:
                 **{part: dict(entry.coefficients[part]) for part in PARTS},
                 "host": dict(zip(PARTS, entry.host)),
             }
-            for entry in model.entries
+            for entry in model["entries"]
         ],
     }
     text = json.dumps(head, indent=1)
-    if not model.points:
+    if not model["points"]:
         return text + "\n"
-    rows = ",\n".join("   " + json.dumps(row) for row in model.points["rows"])
-    columns = json.dumps(model.points["columns"])
+    rows = ",\n".join("   " + json.dumps(row) for row in model["points"]["rows"])
+    columns = json.dumps(model["points"]["columns"])
     return (
         f'{text[:-2]},\n "points": {{\n  "columns": {columns},\n  "rows": [\n{rows}\n  ]\n }}\n}}\n'
     )
@@ -142,7 +127,9 @@ def from_json(found: Mapping[str, Any], name: str) -> Fields:
     if len(set(seen)) < len(seen):
         raise wrong("it has two entries of one kind and head dim")
     errors = {
-        str(key): Error(*(wrong.number(each, name) for name in Error._fields))
+        str(key): Error(
+            wrong.number(each, "median"), wrong.number(each, "worst"), wrong.of(int, each, "shapes")
+        )
         for key, each in wrong.of(dict, found, "errors").items()
     }
     versions = wrong.of(dict, found, "versions")
@@ -182,9 +169,9 @@ class _Wrong:
         if not isinstance(found, dict):
             raise self(f"there is {found!r} in place of an object with {key!r}")
         value = found.get(key)
-        whole = isinstance(value, int | float) and not isinstance(value, bool)
-        # A whole number may be too large for a float.
-        if not whole or not 0 <= value <= 1e300 or not math.isfinite(value):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        # Not a number is in no order; a whole number may be too large for a float.
+        if value is None or not number or not 0 <= value <= 1e300:
             raise self(f"{key!r} is {value!r}, and not a finite number of 0 or more")
         return float(value)
 

@@ -70,7 +70,7 @@ class Error(NamedTuple):
     median: float
     """Relative, as a share of the measured time."""
     worst: float
-    count: int
+    shapes: int
     """Measurements."""
 
 

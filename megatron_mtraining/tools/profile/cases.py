@@ -40,7 +40,7 @@ class Case:
 
 
 FITTED = {
-    4 * K: ((0.1, 0.0), (0.3, 0.5), (1.0, 0.0)),
+    4 * K: ((0.25, 0.0), (0.5, 0.3), (1.0, 0.0)),
     8 * K: ((0.05, 0.5), (0.2, 0.0), (0.6, 0.3)),
     16 * K: ((0.03, 0.5), (0.1, 0.0), (0.3, 0.5), (1.0, 0.0)),
     64 * K: ((0.015, 0.5), (0.05, 0.0), (0.05, 0.6), (0.15, 0.3), (0.4, 0.0), (1.0, 0.0)),
@@ -120,6 +120,8 @@ def _fitted(shape: AttentionShape) -> list[Case]:
         Case("block_lists", shape, tokens, density, documents=count)
         for tokens, density, count in LISTS
     ]
+    for other in _scaled(shape, (1, 4)):
+        found += [Case("dense", other, 16 * K, 1.0), Case("block_lists", other, 32 * K, 0.2)]
     return found
 
 

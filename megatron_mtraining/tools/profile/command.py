@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from ...errors import ConfigError
@@ -82,9 +83,8 @@ def run(args) -> int:
                 f"no shape could be measured on this {args.device}; the first: {left_out[0]}"
             )
         model = LatencyModel(gpu=_device_name(device), entries=entries)
-        model = LatencyModel(
-            gpu=model.gpu,
-            entries=entries,
+        model = replace(
+            model,
             errors=fit.errors(model, measured),
             versions=_versions(),
             commit=_commit(),
@@ -96,7 +96,7 @@ def run(args) -> int:
             },
             left_out=tuple(left_out),
         )
-        file.write(as_text(model).encode())
+        file.write(as_text(vars(model)).encode())
     print(_report(model, measured))
     print(f"{args.output} written in {model.seconds:.0f} s")
     return 0
@@ -207,7 +207,7 @@ def _report(model, measured) -> str:
     ]
     lines = [table(header, rows)] if rows else []
     rows = [
-        [name, f"{error.median:.1%}", f"{error.worst:.1%}", str(error.count)]
+        [name, f"{error.median:.1%}", f"{error.worst:.1%}", str(error.shapes)]
         for name, error in model.errors.items()
     ]
     lines += [table(["relative error", "median", "worst", "shapes"], rows)] if rows else []

@@ -60,7 +60,8 @@ class Clock:
             seconds, host = self._round(run, count, sleep)
             found.append(seconds)
             hosts.append(host)
-        return Time(1e3 * statistics.median(found), 1e3 * min(hosts))
+        # Of nothing at all an event shows 0, which no error is relative to.
+        return Time(max(1e-4, 1e3 * statistics.median(found)), 1e3 * min(hosts))
 
     def _round(self, run, count: int, sleep: float | None) -> tuple[float, float]:
         """Seconds of the GPU and of the host for one of ``count`` runs, launched while the GPU sleeps for at
