@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The training data loader of a balanced run: Megatron's own, with a batch sampler that follows the plans of steps.
+"""The training data loader of a balanced run: Megatron's own, with a batch sampler that follows plans of steps.
 
 The samples of each global batch are those that Megatron's sampler would give it, so that resuming, at another
 data-parallel size too, goes by the number of consumed samples as in Megatron. Ranks without a data loader
@@ -70,9 +70,10 @@ def wrap_build_data_loader(original):
             return loader
         sampler = getattr(loader, "batch_sampler", None)
         if type(sampler).__name__ != OWN:
+            asked = balancing_option(config)
             raise ConfigError(
-                f"{balancing_option(config)} replaces Megatron's {OWN}, but the training data loader is a "
-                f"{type(loader).__name__} with a {type(sampler).__name__}: leave {balancing_option(config)} out"
+                f"{asked} replaces Megatron's {OWN}, but the training data loader is a "
+                f"{type(loader).__name__} with a {type(sampler).__name__}: leave {asked} out"
             )
         RUN.balance = _planner(args, config, dataset, sampler, loader, RUN.balance)
         return with_sampler(loader, BalancedSampler(RUN.balance, sampler.data_parallel_rank))
