@@ -23,7 +23,6 @@ FLOORS = [
     ["config"],
     ["pattern"],
     ["ring"],
-    ["balance"],
     ["attention", "loss"],
     ["balance"],
     ["patches"],

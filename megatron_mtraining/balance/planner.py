@@ -27,8 +27,8 @@ KEPT = 8
 def lag_of(num_workers: int, prefetch_factor: int, num_microbatches: int) -> int:
     """Steps between a step that is observed and the first one whose plan uses that.
 
-    A data loader asks for samples as many micro-batches ahead as its workers prefetch: R steps, rounded up. So
-    step n's plan is asked for in step n - R, and made in the thread in step n - R - 1. Observations of a step
+    A data loader asks for samples as many micro-batches ahead as its workers prefetch: R steps, rounded up.
+    It asks for step n's plan in step n - R, and the thread makes it in step n - R - 1. Observations of a step
     come at the end of the next one. The last that is there by then is of step n - R - 3.
     """
     ahead = num_workers * prefetch_factor

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,8 +48,8 @@ def check_balance(args, config: MTrainingConfig) -> None:
     asked = balancing_option(config)
     if config.tuning == "on" and config.settings is not None and sets_every_head(config.settings):
         raise ConfigError(
-            f"{option('tuning')} is on, but {option('settings')} {config.settings} has the policies of all heads, "
-            "which have no price to tune: leave one of them out"
+            f"{option('tuning')} is on, but {option('settings')} {config.settings} has the policies of all "
+            "heads, which have no price to tune: leave one of them out"
         )
     kind = getattr(args, "dataloader_type", None)
     if kind not in (None, "single"):
@@ -65,7 +66,7 @@ def check_balance(args, config: MTrainingConfig) -> None:
             raise ConfigError(f"{asked} does not work with {given}: {why}")
     _check_kinds_of_samples(args, config, asked)
     _check_normalization(args, config)
-    latency_model(config.profile)
+    predictor(args, config)
 
 
 def _check_kinds_of_samples(args, config: MTrainingConfig, asked: str) -> None:
@@ -74,9 +75,9 @@ def _check_kinds_of_samples(args, config: MTrainingConfig, asked: str) -> None:
         path = getattr(args, "object_storage_cache_path", None)
         if path is not None and not getattr(args, "dataloader_inter_document_masking", False):
             raise ConfigError(
-                f"{asked} does not work with --object-storage-cache-path {path} and --reset-attention-mask: each "
-                "rank would fetch the tokens of the whole global batch to find end-of-document tokens; copy "
-                "the data to a file system"
+                f"{asked} does not work with --object-storage-cache-path {path} and --reset-attention-mask: "
+                "each rank would fetch the tokens of the whole global batch to find end-of-document tokens; "
+                "copy the data to a file system"
             )
         return
     apart = "--reset-attention-mask, or --dataloader-inter-document-masking where Megatron has it"
@@ -87,23 +88,22 @@ def _check_kinds_of_samples(args, config: MTrainingConfig, asked: str) -> None:
         )
     if getattr(args, "mock_data", False):
         raise ConfigError(
-            f"{asked} has nothing to balance with --mock-data: all samples are of one kind and length; use {apart}"
+            f"{asked} has nothing to balance with --mock-data: all samples are of one kind and length; "
+            f"use {apart}"
         )
 
 
 def _check_normalization(args, config: MTrainingConfig) -> None:
     """Refuse losses that depend on which samples share a micro-batch: Megatron's default is the mean over
-    micro-batches of means over tokens."""
+    micro-batches of means over tokens, and masks leave samples different numbers of tokens."""
     size = getattr(args, "micro_batch_size", None) or 1
     if config.batching == "off" or size == 1 or getattr(args, "calculate_per_token_loss", False):
         return
-    if getattr(args, "eod_mask_loss", False):
-        raise ConfigError(
-            f"{option('batching')} is {config.batching} with --micro-batch-size {size} and --eod-mask-loss: "
-            "samples have different numbers of loss tokens, and Megatron takes the mean of each micro-batch, so "
-            "that the gradient would depend on which samples share one; use --calculate-per-token-loss, or "
-            "--micro-batch-size 1"
-        )
+    raise ConfigError(
+        f"{option('batching')} is {config.batching} with --micro-batch-size {size}: Megatron takes the mean loss "
+        "of each micro-batch, so that the gradient would depend on which samples share one; use "
+        "--calculate-per-token-loss, or --micro-batch-size 1"
+    )
 
 
 def lines_of_balance(args, config: MTrainingConfig) -> list[str]:
@@ -114,8 +114,8 @@ def lines_of_balance(args, config: MTrainingConfig) -> list[str]:
     lines = [f"warning: {model.warning}"] if model.warning else []
     if getattr(args, "data_parallel_size", None) == 1 and config.batching != "off":
         lines.append(
-            f"warning: {option('batching')} is {config.batching}, but there is one data-parallel rank: it only "
-            "orders the micro-batches"
+            f"warning: {option('batching')} is {config.batching}, but there is one data-parallel rank: it "
+            "only orders the micro-batches"
         )
     return lines
 
@@ -131,10 +131,10 @@ def latency_model(path: str | None) -> LatencyModel:
 
 
 def gpu_name() -> str:
-    """Torch's name of this process's GPU; "CPU" without one."""
+    """Torch's name of this process's GPU; "CPU" without one, also where CPU tensors stand in for CUDA's."""
     try:
         return str(torch.cuda.get_device_name())
-    except (RuntimeError, AssertionError, ValueError):
+    except (RuntimeError, AssertionError, ValueError, AttributeError):
         return "CPU"
 
 
@@ -143,8 +143,9 @@ def balance_of_rank(config: MTrainingConfig) -> dict[str, Any]:
     agree on it."""
     found: dict[str, Any] = {"the GPU of the latency profile": latency_model(config.profile).gpu}
     if config.profile is not None:
-        content = read_bytes(config.profile)
-        found[f"the content (SHA-256) of {option('profile')}"] = hashlib.sha256(content).hexdigest()[:16]
+        name = f"the content (SHA-256) of {option('profile')}"
+        content = read_bytes(Path(config.profile), f"{option('profile')} {config.profile}")
+        found[name] = hashlib.sha256(content).hexdigest()[:16]
     return found
 
 
@@ -162,8 +163,8 @@ def sizes_of(args, dp_size: int) -> PlanSizes:
 
 
 def predictor(args, config: MTrainingConfig) -> Predict:
-    """Milliseconds of attention of all layers on one rank, by visible pairs and density of a sample. Layers of
-    all pipeline stages are summed."""
+    """Milliseconds of attention of all layers, also those of other pipeline stages, on one rank, by visible
+    pairs and density of a sample."""
     model = latency_model(config.profile)
     heads = args.num_attention_heads
     groups = heads
@@ -175,6 +176,7 @@ def predictor(args, config: MTrainingConfig) -> Predict:
     kind = "block_lists" if config.policy.name in BLOCK_POLICY_NAMES else "vertical_slash"
     if config.keeps_all(args.seq_length):
         kind = "dense"
+    model.entry(kind, head_dim)  # refused now, if it is not there
     twice = config.recompute_attention and getattr(args, "recompute_granularity", None) is not None
 
     def predict(pairs: np.ndarray, density: np.ndarray) -> np.ndarray:

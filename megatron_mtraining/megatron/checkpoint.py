@@ -35,8 +35,8 @@ def wrap_generate_state_dict(original):
 
 
 def wrap_check_checkpoint_args(original):
-    """``check_checkpoint_args`` that restores the price, or prices, of the checkpoint's run, and its estimates
-    of density."""
+    """``check_checkpoint_args`` that restores the price, or prices, of the checkpoint's run, and its
+    estimates of density."""
 
     def check_checkpoint_args(checkpoint_args, *others, **named):
         result = original(checkpoint_args, *others, **named)

@@ -19,7 +19,7 @@ class RunState:
 
     Attributes:
         step: the training step under way, from 0.
-        balance: the plans of steps, on ranks with a data loader; None elsewhere, and where nothing is balanced.
+        balance: the plans of steps, on ranks with a data loader; None elsewhere, and in other runs.
         restored_balance: the state of their estimates in the checkpoint that training goes on from.
         warned_of_density: whether this run was told that its price leaves nothing out.
     """

@@ -1,10 +1,10 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Documents of samples that are not read yet: their lengths, from Megatron's GPTDataset and BlendedDataset.
 
-As the layers will be told them: with ``--reset-attention-mask`` a document ends with each end-of-document token,
-which are looked for among the sample's tokens; with ``--dataloader-inter-document-masking`` with each sequence
-of the index, which tells without a look at the tokens. Without either, a sample is one document. A document that
-goes on in the next sample counts in each with the part that is there.
+As the layers will be told them. With ``--reset-attention-mask`` a document ends with each end-of-document
+token; they are looked for among the sample's tokens. With ``--dataloader-inter-document-masking`` it ends
+with each sequence of the index, which tells without a look at tokens. Without either, a sample is one
+document. A document that goes on in the next sample counts in each with the part that is there.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class SampleDocuments:
             if not isinstance(part, GPTDataset):
                 raise ConfigError(
                     f"the training dataset is a {type(part).__name__}: --mtraining-batching and "
-                    "--mtraining-tuning read the documents of Megatron's GPTDataset and BlendedDataset; leave "
-                    "them out"
+                    "--mtraining-tuning read the documents of Megatron's GPTDataset and BlendedDataset; "
+                    "leave them out"
                 )
         self.seq_length = args.seq_length
         self.apart = masks_documents(args)
@@ -70,7 +70,7 @@ class SampleDocuments:
         )
 
     def lengths(self, dataset: int, number: int) -> np.ndarray:
-        """Tokens of each document of a sample, by its number in a dataset: int64, their sum is the sequence."""
+        """Tokens of each document of a sample, by its number in a dataset: int64; together the sequence."""
         part = self.parts[dataset]
         ends = []
         position = 0
@@ -93,7 +93,10 @@ class SampleDocuments:
         if part.shuffle_index is None:  # --defer-npy-index-mmap
             part[0]
         row = int(part.shuffle_index[number])
-        (first, begin), (last, end) = part.sample_index[row].tolist(), part.sample_index[row + 1].tolist()
+        (first, begin), (last, end) = (
+            part.sample_index[row].tolist(),
+            part.sample_index[row + 1].tolist(),
+        )
         sequences = part.document_index[first : last + 1].tolist()
         if first == last:
             yield sequences[0], begin, end - begin
