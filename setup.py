@@ -51,7 +51,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_namespace_packages(include=[PACKAGE, f"{PACKAGE}.*"]),
-    package_data={f"{PACKAGE}.patches": ["*.patch"]},
+    package_data={f"{PACKAGE}.patches": ["*.patch"], f"{PACKAGE}.balance.profiles": ["*.json"]},
     entry_points={"console_scripts": [f"mtraining = {PACKAGE}.tools.cli:main"]},
     install_requires=[
         "torch>=2.6",

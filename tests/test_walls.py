@@ -23,15 +23,16 @@ FLOORS = [
     ["config"],
     ["pattern"],
     ["ring"],
-    ["balance"],
     ["attention", "loss"],
+    ["balance"],
     ["patches"],
     ["megatron"],
     ["launch"],
     ["models"],
     ["tools.common"],
     ["tools.report"],
-    ["tools.data", "tools.convert", "tools.inspect", "tools.plan", "tools.patching", "tools.quickstart"],
+    ["tools.data", "tools.convert", "tools.inspect", "tools.plan", "tools.patching", "tools.profile",
+     "tools.quickstart"],
     ["tools.cli"],
 ]  # fmt: skip
 """Rooms or modules of a floor stand beside each other: none imports another."""

@@ -57,7 +57,7 @@ class StepPlan:
 
     @property
     def fingerprint(self) -> int:
-        """24 bits of a hash of step and order: float32 holds it exactly. Ranks with other plans differ in it."""
+        """24 bits of a hash of step and order, which float32 holds exactly: other plans have other ones."""
         content = np.int64(self.step).tobytes() + np.ascontiguousarray(self.order, "<i8").tobytes()
         return int.from_bytes(hashlib.sha256(content).digest()[:3], "little")
 

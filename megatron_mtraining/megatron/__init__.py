@@ -11,6 +11,8 @@ The files, in the order a run meets them:
   ``rotary_embedding`` (in the striped layout), ``output_layer`` (output layer and loss in chunks) and
   ``main_grad`` (where the weight's gradient goes)
 - ``checkpoint``: what checkpoints save and restore
+- ``batching``: the samples of a global batch, placed on data-parallel ranks; with ``balance_options`` (what
+  that needs of the arguments) and ``sample_documents`` (lengths of documents of samples)
 - ``batch``: a rank's part of the batch, and ``packed_documents``: documents, from there to the layers
 - ``core_attention``: :class:`MTrainingAttention`, the module in each layer
 - ``recompute``: its results under activation recomputation

@@ -4,6 +4,7 @@ training step."""
 
 from __future__ import annotations
 
+from ..balance.planner import Planner
 from ..config import MTrainingConfig
 from ..cp_group import RankGroup
 from ..pattern import Steering
@@ -20,6 +21,8 @@ class RunState:
 
     Attributes:
         step: the training step under way, from 0.
+        balance: the plans of steps, on ranks with a data loader; None elsewhere, and in other runs.
+        restored_balance: the state of their estimates in the checkpoint that training goes on from.
         warned_of_density: whether this run was told that its price leaves nothing out.
         balance: what knows the plans of steps, on ranks with a data loader; else None.
         balancer: tuning and accounting; None where neither batching nor tuning is on. :meth:`balancer_of_run`
@@ -28,6 +31,8 @@ class RunState:
 
     def __init__(self):
         self.step = 0
+        self.balance: Planner | None = None
+        self.restored_balance: dict | None = None
         self.warned_of_density = False
         self.balance: Planner | None = None
         self.balancer: Balancer | None = None
