@@ -5,14 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..balance.tuning import Groups
-
-if TYPE_CHECKING:
-    from .balancing import Balancer
 
 RANKS_WITH_SCALARS = 64
 """TensorBoard gets scalars of each data-parallel rank up to so many; the figure shows any number."""
@@ -116,19 +112,18 @@ class Interval:
         return means
 
 
-def log_balance(iteration: int, balancer: Balancer) -> None:
-    """Print and record the balance of the steps since the last call; called by all ranks alike."""
+def log_balance(iteration: int, interval: Interval) -> None:
+    """Print and record the balance of the steps since the last call."""
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
     from megatron.training.utils import print_rank_last
 
-    balancer.read()
-    figures = balancer.interval.take()
+    figures = interval.take()
     if not figures:
         return
     print_rank_last(line(iteration, figures))
     writer, wandb = get_tensorboard_writer(), get_wandb_writer()
     if writer:
-        write(writer, iteration, figures, balancer.interval.last)
+        write(writer, iteration, figures, interval.last)
     if wandb:
         wandb.log({f"mtraining-balance/{name}": each for name, each in figures.items()}, iteration)
 

@@ -29,8 +29,8 @@ from .observation import LayerCalls
 from .wrapping import log
 
 
-class Planner(Protocol):
-    """What knows the plan of a step, on ranks with a data loader."""
+class PlanSource(Protocol):
+    """What knows the plan of a step, on ranks with a data loader: :class:`~..balance.planner.Planner`."""
 
     def plan_of(self, step: int) -> StepPlan | None:
         """The plan of a step; None if there is none (past the last one)."""
@@ -89,7 +89,7 @@ class Balancer:
         self,
         layout: Layout,
         num_microbatches: Callable[[], int],
-        planner: Callable[[], Planner | None],
+        planner: Callable[[], PlanSource | None],
         bounds: TuningBounds | None,
         price: float,
         step: Callable[[], int],
@@ -220,7 +220,7 @@ def balancer_of_arguments(
     args,
     config: MTrainingConfig,
     step: Callable[[], int],
-    planner: Callable[[], Planner | None],
+    planner: Callable[[], PlanSource | None],
 ) -> Balancer | None:
     """The balancer of a run of Megatron-LM, whose parallel state is initialized; None if it needs none.
 

@@ -135,7 +135,8 @@ def wrap_training_log(original):
         if iteration % arguments.log_interval == 0 or given.get("is_first_iteration"):
             log_density(iteration)
             if RUN.balancer is not None:
-                log_balance(iteration, RUN.balancer)
+                RUN.balancer.read()
+                log_balance(iteration, RUN.balancer.interval)
         return result
 
     return training_log

@@ -10,7 +10,7 @@ from ..cp_group import RankGroup
 from ..pattern import Steering
 from .arguments import settings
 from .backend import is_active, training_arguments
-from .balancing import Balancer, Planner, balancer_of_arguments
+from .balancing import Balancer, balancer_of_arguments
 
 
 class RunState:
@@ -24,7 +24,6 @@ class RunState:
         balance: the plans of steps, on ranks with a data loader; None elsewhere, and in other runs.
         restored_balance: the state of their estimates in the checkpoint that training goes on from.
         warned_of_density: whether this run was told that its price leaves nothing out.
-        balance: what knows the plans of steps, on ranks with a data loader; else None.
         balancer: tuning and accounting; None where neither batching nor tuning is on. :meth:`balancer_of_run`
             makes it in a run of Megatron-LM; other training loops set it.
     """
@@ -34,7 +33,6 @@ class RunState:
         self.balance: Planner | None = None
         self.restored_balance: dict | None = None
         self.warned_of_density = False
-        self.balance: Planner | None = None
         self.balancer: Balancer | None = None
         self._balancer_made = False
         self._steerings: dict[tuple, Steering] = {}

@@ -18,9 +18,9 @@ from megatron_mtraining.megatron.balance_table import OBSERVED, StepTable
 from megatron_mtraining.megatron.balancing import Balancer, Layout, balancer_of_arguments
 from megatron_mtraining.megatron.observation import LayerCalls, Observed
 from megatron_mtraining.pattern import Steering
-from tests.support.tuning_cases import Plans, balancer_for
 from tests.support.megatron_cases import DIM, GROUPS, HEADS, make, make_config
 from tests.support.ranks import run_ranks
+from tests.support.tuning_cases import Plans, balancer_for
 
 SEQUENCE = 512
 SPARSE = dict(block_size=64, window=64, sample_strata=16)

@@ -13,7 +13,7 @@ from megatron_mtraining.megatron.balancing import Balancer, Layout
 
 
 class Plans:
-    """A planner whose steps are all the same: visible pairs and density ``[M, dp]``; ms are attended pairs."""
+    """A planner of one step again and again: visible pairs and density ``[M, dp]``; ms are attended pairs."""
 
     elasticity = 0.7
 
