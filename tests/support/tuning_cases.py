@@ -41,9 +41,10 @@ class Given(Balancer):
 
     def __init__(self, multipliers, mass, observe):
         self.now = 0
-        self.plans = Plans(np.ones((2, 1)), np.full((2, 1), 0.1))
+        count = 2 if multipliers is None else len(multipliers)
+        self.plans = Plans(np.ones((count, 1)), np.full((count, 1), 0.1))
         bounds = None if observe else TuningBounds()
-        super().__init__(Layout(), lambda: 2, lambda: self.plans, bounds, 1.0, lambda: self.now)
+        super().__init__(Layout(), lambda: count, lambda: self.plans, bounds, 1.0, lambda: self.now)
         self._given = None if multipliers is None else np.asarray(multipliers, float)
         self._given_mass = mass
         self.end_step(0, RankGroup(None))
