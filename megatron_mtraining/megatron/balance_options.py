@@ -103,8 +103,8 @@ def _check_normalization(args, config: MTrainingConfig) -> None:
         raise ConfigError(
             f"{option('batching')} is {config.batching} with --micro-batch-size {size} and --eod-mask-loss: "
             "samples have different numbers of loss tokens, and Megatron takes the mean of each micro-batch, "
-            "so that the gradient would depend on which samples share one; use --calculate-per-token-loss, or "
-            "--micro-batch-size 1"
+            "so that the gradient would depend on which samples share one; use --calculate-per-token-loss, "
+            "or --micro-batch-size 1"
         )
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The training data loader of a balanced run: Megatron's own, with a batch sampler that follows plans of steps.
+"""The training data loader of a balanced run: Megatron's own, with a batch sampler that follows the plans.
 
 The samples of each global batch are those that Megatron's sampler would give it, so that resuming, at another
 data-parallel size too, goes by the number of consumed samples as in Megatron. Ranks without a data loader
@@ -82,7 +82,7 @@ def wrap_build_data_loader(original):
 
 
 def _planner(args, config, dataset, sampler, loader: DataLoader, before: Planner | None) -> Planner:
-    """The plans of a run; ``before`` if it has them: each model chunk of a pipeline stage has a data loader."""
+    """The plans of a run; ``before`` if it has them: each model chunk of a stage has a data loader."""
     dp_size = sampler.micro_batch_times_data_parallel_size // sampler.micro_batch_size
     sizes = sizes_of(args, dp_size)
     first = getattr(args, "iteration", 0) or 0, sampler.consumed_samples, sampler.total_samples

@@ -2,9 +2,9 @@
 """Documents of samples that are not read yet: their lengths, from Megatron's GPTDataset and BlendedDataset.
 
 As the layers will be told them. With ``--reset-attention-mask`` a document ends with each end-of-document
-token; they are looked for among the sample's tokens. With ``--dataloader-inter-document-masking`` it ends with
-each sequence of the index, which tells without a look at the tokens. Without either, a sample is one document.
-A document that goes on in the next sample counts in each with the part that is there.
+token; they are looked for among the sample's tokens. With ``--dataloader-inter-document-masking`` it ends
+with each sequence of the index, which tells without a look at tokens. Without either, a sample is one
+document. A document that goes on in the next sample counts in each with the part that is there.
 """
 
 from __future__ import annotations
