@@ -2,14 +2,14 @@
 """Dynamic sparsity tuning: multipliers of the price, so that no rank waits and the wait becomes accuracy.
 
 SparseBalance (arXiv 2604.13847) tunes sparsity in both directions: ranks that others wait for become sparser,
-and ranks that wait become denser. Here the price moves. A rank that raises it gives up the slashes and columns
-with the least attention mass per unit of cost, and one that lowers it takes the best that it had left out. One
-multiplier holds for all layers and heads of a micro-batch: at one price the mass per cost of the last
-candidate is the same in all of them, so that no other way to save the same pairs loses less mass.
+and ranks that wait become denser. Here the price moves. A rank that raises it gives up the slashes and
+columns with the least attention mass per unit of cost, and one that lowers it takes the best that it had left
+out. One multiplier holds for all layers and heads of a micro-batch: at one price the mass per cost of the
+last candidate is the same in all of them, so that no other way to save the same pairs loses less mass.
 
 Two models say what a multiplier ``m`` does. Density follows ``D0 * m ** -elasticity``. The mass that moves
-between densities D0 and D1 is ``(p0 + p1) / 2 * |D1 - D0|``: a candidate that the policy takes at price p1 and
-not at p0 has a mass per cost between the two.
+between densities D0 and D1 is ``(p0 + p1) / 2 * |D1 - D0|``: a candidate that the policy takes at price p1
+and not at p0 has a mass per cost between the two.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class TunedStep:
         density, recall: expected at these, float64 ``[M, dp]``.
         mass: the share of attention mass given up (positive) or taken (negative), float64 ``[M, dp]``.
         target_ms: the anchor of each group that waits, float64 ``[G]``.
-        level_ms: what the group meets at within the bounds, float64 ``[G]``; more than ``target_ms`` where the
-            slowest cannot reach that.
+        level_ms: what the group meets at within the bounds, float64 ``[G]``; more than ``target_ms`` where
+            the slowest cannot reach that.
         met: whether all groups are balanced at their anchor.
     """
 
@@ -101,7 +101,9 @@ class Groups:
         pipeline: all micro-batches of all ranks wait for each other: a pipeline is as slow as the slowest.
     """
 
-    def __init__(self, shape: tuple[int, int], per_microbatch: bool = False, pipeline: bool = False):
+    def __init__(
+        self, shape: tuple[int, int], per_microbatch: bool = False, pipeline: bool = False
+    ):
         self.shape = shape
         self._kind = "pipeline" if pipeline else "microbatch" if per_microbatch else "step"
 
@@ -117,6 +119,13 @@ class Groups:
         if self._kind == "step":
             return np.broadcast_to(members, self.shape)
         return members.reshape(self.shape)
+
+    def slowest(self, times: np.ndarray) -> float:
+        """How long a step takes if every group waits for its slowest member: of times ``[M, dp]``, those that
+        are not finite counting as 0."""
+        of_members = self.split(np.where(np.isfinite(times), times, 0.0)).sum(-1)
+        rounds = self.shape[0] if self._kind == "pipeline" else 1
+        return float(of_members.max(-1).sum()) * rounds
 
     def max_over_mean(self, times: np.ndarray) -> float:
         """How long groups take, over how long they would take if nobody waited: of times ``[M, dp]``, those
@@ -143,7 +152,8 @@ def tune(
     without work, and those whose predictions are not numbers, are left alone and do not count.
 
     Args:
-        plan: its ``density`` and ``recall``, float ``[M, dp]``, are read: those expected at the untuned price.
+        plan: its ``density`` and ``recall``, float ``[M, dp]``, are read: those expected at the untuned
+            price.
         elasticity: of density to price, positive.
         price: the untuned price.
         per_microbatch, pipeline: as for :class:`Groups`.

@@ -1,5 +1,6 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The table that ranks sum at the end of a step: what the step has seen, and what is planned for the next one.
+"""The table that ranks sum at the end of a step: what the step has seen, and what is planned for the next
+one.
 
 One small all-reduce a step. Each rank fills in its own column of what was observed; the first rank, which has
 a data loader and so a plan, fills in the plan. Other ranks, which have no loader, know the plan from here.

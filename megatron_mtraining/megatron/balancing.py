@@ -1,9 +1,10 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Balance of data-parallel ranks in a step: prices by micro-batch, and what comes of them.
 
-At the end of step ``n`` all ranks sum one small table (:mod:`.balance_table`): what step ``n`` has seen, and the
-multipliers of the price that the first rank has computed for step ``n + 1``. Multipliers stay on the device,
-where attention reads them. The host reads the table at the end of step ``n + 1``, so it waits for nothing. All
+At the end of step ``n`` all ranks sum one small table (:mod:`.balance_table`): what step ``n`` has seen, and
+the multipliers of the price that the first rank has computed for step ``n + 1``. Multipliers stay on the
+device, where attention reads them. The host reads the table at the end of step ``n + 1``, so it waits for
+nothing. All
 ranks of a replica read one column of one table: they select the same pattern.
 """
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ..balance.plan import StepPlan
 from ..balance.tuning import Groups, TuningBounds, tune
-from ..config import option
+from ..config import MTrainingConfig, PricePolicy, head_policies, option
 from ..cp_group import RankGroup
 from .balance_log import Interval, StepRecord
 from .balance_table import StepTable
@@ -28,14 +29,14 @@ from .observation import LayerCalls
 from .wrapping import log
 
 
-class Planner(Protocol):
-    """What knows the plan of a step, on ranks with a data loader."""
+class PlanSource(Protocol):
+    """What knows the plan of a step, on ranks with a data loader: :class:`~..balance.planner.Planner`."""
 
     def plan_of(self, step: int) -> StepPlan | None:
         """The plan of a step; None if there is none (past the last one)."""
 
-    def attention_ms(self, plan: StepPlan, density: np.ndarray) -> np.ndarray:
-        """Predicted attention time in ms of a plan's micro-batches at these densities, both ``[M, dp]``."""
+    def predict(self, pairs: np.ndarray, density: np.ndarray) -> np.ndarray:
+        """Ms of attention of samples by visible pairs and density, as :data:`~..balance.plan.Predict`."""
 
     @property
     def elasticity(self) -> float:
@@ -81,14 +82,14 @@ class Balancer:
         step: returns the number of the step under way, from 0.
 
     Attributes:
-        last: the record of the last step that was read; None before.
+        interval: the steps since the last line of the log.
     """
 
     def __init__(
         self,
         layout: Layout,
         num_microbatches: Callable[[], int],
-        planner: Callable[[], Planner | None],
+        planner: Callable[[], PlanSource | None],
         bounds: TuningBounds | None,
         price: float,
         step: Callable[[], int],
@@ -96,7 +97,8 @@ class Balancer:
         self.layout, self.bounds = layout, bounds
         self._num_microbatches, self._planner, self._step = num_microbatches, planner, step
         self._price = price
-        self._layers: weakref.WeakSet[LayerCalls] = weakref.WeakSet()
+        # In order, so that sums are the same in each run.
+        self._layers: list[weakref.ref[LayerCalls]] = []
         self._table: StepTable | None = None
         """Of the end of the last step, and with it the plan of the step under way."""
         self._planned_step = -1
@@ -105,15 +107,10 @@ class Balancer:
         self._warned = False
         self.interval = Interval()
 
-    @property
-    def last(self) -> StepRecord | None:
-        """The record of the last step that was read."""
-        return self.interval.last
-
     def layer(self) -> LayerCalls:
         """The calls of a new layer on this rank."""
         made = LayerCalls()
-        self._layers.add(made)
+        self._layers.append(weakref.ref(made))
         return made
 
     def tuning(self, number: int) -> tuple[Tensor, Tensor] | None:
@@ -135,7 +132,8 @@ class Balancer:
         """
         self.read()
         count, layout = self._num_microbatches(), self.layout
-        observed = [layer.take() for layer in self._layers]
+        layers = [layer for each in self._layers if (layer := each()) is not None]
+        observed = [layer.take() for layer in layers]
         devices = [value.device for each in observed for value in each.density[:1]]
         device = ranks.device or (devices[0] if devices else torch.device("cpu"))
         first = ranks.rank == 0
@@ -187,7 +185,9 @@ class Balancer:
         tuned = tune(
             plan, planner.elasticity, self.bounds, self._price,
             per_microbatch=layout.per_microbatch, pipeline=layout.pipeline,
-            latency=lambda density: planner.attention_ms(plan, density),
+            latency=lambda density: planner.predict(
+                plan.pairs, np.broadcast_to(density[..., None], plan.pairs.shape)
+            ).sum(-1),
         )  # fmt: skip
         if not tuned.met and not self._warned:
             self._warned = True
@@ -207,10 +207,76 @@ class Balancer:
         )  # fmt: skip
         said = ", ".join(f"{option(name)} {value:g}" for name, value in options.items())
         log(
-            f"warning: in step {step + 1} tuning cannot bring the ranks together: predicted attention times of "
-            f"{before[worst].min():.4g} to {before[worst].max():.4g} ms become {after[worst].min():.4g} to "
-            f"{after[worst].max():.4g}, but {option('tuning_anchor')} {bounds.anchor} is "
-            f"{tuned.target_ms[worst]:.4g} ms; within the bounds ({said}) prices are multiplied by "
-            f"{tuned.multipliers.min():.3g} to {tuned.multipliers.max():.3g}. Widen the bounds, or place samples "
-            f"by cost ({option('batching')} cost). Said once"
+            f"warning: in step {step + 1} tuning cannot bring the ranks together: predicted attention times "
+            f"of {before[worst].min():.4g} to {before[worst].max():.4g} ms become "
+            f"{after[worst].min():.4g} to {after[worst].max():.4g} ms, but {option('tuning_anchor')} "
+            f"{bounds.anchor} is {tuned.target_ms[worst]:.4g} ms; within the bounds ({said}) prices are "
+            f"multiplied by {tuned.multipliers.min():.3g} to {tuned.multipliers.max():.3g}. Widen the "
+            f"bounds, or place samples by cost ({option('batching')} cost). Said once"
         )
+
+
+def balancer_of_arguments(
+    args,
+    config: MTrainingConfig,
+    step: Callable[[], int],
+    planner: Callable[[], PlanSource | None],
+) -> Balancer | None:
+    """The balancer of a run of Megatron-LM, whose parallel state is initialized; None if it needs none.
+
+    Args:
+        config: the settings of the run.
+        step, planner: as for :class:`Balancer`.
+    """
+    if not config.balances:
+        return None
+    from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    # The group that Megatron's data loader shares samples out to, also with expert parallelism, whose own
+    # data-parallel group is a part of it.
+    dp_size = parallel_state.get_data_parallel_world_size(with_context_parallel=False)
+    pipeline = getattr(args, "pipeline_model_parallel_size", 1) > 1
+    expert = (getattr(args, "expert_model_parallel_size", 1) or 1) > 1
+    layout = Layout(
+        dp_size,
+        parallel_state.get_data_parallel_rank(with_context_parallel=False),
+        parallel_state.get_tensor_model_parallel_world_size()
+        * parallel_state.get_context_parallel_world_size(),
+        pipeline or expert,
+        pipeline,
+    )
+    bounds = None
+    if config.tuning == "on":
+        bounds = TuningBounds(
+            config.tuning_anchor, config.tuning_mass, config.tuning_min_recall, config.tuning_max_density
+        )  # fmt: skip
+        if dp_size == 1 and (not pipeline or get_num_microbatches() == 1):
+            bounds = None
+            log(
+                f"warning: {option('tuning')} is on, but there is one data-parallel rank, and no pipeline "
+                "whose micro-batches wait for each other: it changes nothing"
+            )
+        elif left := _without_price(config, args.num_layers, args.num_attention_heads):
+            log(
+                f"{option('tuning')}: {left} have no price to tune, and keep their patterns' settings"
+            )
+    price = config.policy.price if isinstance(config.policy, PricePolicy) else 0.0
+    return Balancer(layout, get_num_microbatches, planner, bounds, float(price), step)
+
+
+def _without_price(config: MTrainingConfig, layers: int, heads: int) -> str:
+    """Which layers and heads have policies without a price, in words; empty for none."""
+    found = []
+    for layer in range(layers):
+        policies = head_policies(config, layer, layers, heads) or ()
+        fixed = [
+            head
+            for head, policy in enumerate(policies)
+            if not isinstance(policy, PricePolicy) or policy.price == 0
+        ]
+        if len(fixed) == heads:
+            found.append(f"layer {layer}")
+        elif fixed:
+            found.append(f"heads {', '.join(map(str, fixed))} of layer {layer}")
+    return "; ".join(found)

@@ -1,8 +1,8 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """What one layer's attention sees in a step, by micro-batch: density, recall and time.
 
-Nothing is read from the device in a call, and no kernel is launched: tensors are kept until the step ends, and
-times are pairs of CUDA events.
+Nothing is read from the device in a call, and no kernel is launched: tensors are kept until the step ends,
+and times are pairs of CUDA events.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Observed(NamedTuple):
 class LayerCalls:
     """The calls of one layer's attention in the step under way.
 
-    Micro-batch ``k`` is the ``k``-th first pass of the layer in training mode. Every schedule runs the forwards
-    of a layer in this order, and layers of other pipeline stages and chunks count on their own.
+    Micro-batch ``k`` is the ``k``-th first pass of the layer in training mode. Every schedule runs the
+    forwards of a layer in this order, and layers of other pipeline stages and chunks count on their own.
     """
 
     def __init__(self):
@@ -103,8 +103,8 @@ class LayerCalls:
     def take(self) -> Observed:
         """What the step has seen; the next one begins.
 
-        Waits for the step's last attention on the device. Megatron-LM has done so before, when it asked whether
-        the optimizer's step succeeded.
+        Waits for the step's last attention on the device. Megatron-LM has done so before, when it asked
+        whether the optimizer's step succeeded.
         """
         times = self._times
         if self._events:

@@ -202,4 +202,9 @@ def test_max_over_mean_of_groups():
     assert Groups((2, 2), per_microbatch=True).max_over_mean(times) == 1.5
     assert Groups((2, 2), per_microbatch=True, pipeline=True).max_over_mean(times) == 1.5
     assert Groups((2, 2)).max_over_mean(np.full((2, 2), np.nan)) == 1
+    assert [Groups((2, 2), *given).slowest(times) for given in ((), (True,), (True, True))] == [
+        4,
+        6,
+        6,
+    ]
     assert Groups((1, 2)).max_over_mean(np.array([[np.nan, 2.0]])) == 2
