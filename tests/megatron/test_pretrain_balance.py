@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Balanced runs of Megatron-LM's own pretrain_gpt.py on CPU: the losses of one process that has the same samples.
+"""Balanced runs of Megatron-LM's own pretrain_gpt.py on CPU: losses of one process that has the same samples.
 
 MEGATRON_LM_PATH=/path/to/Megatron-LM[:/another] pytest tests/megatron/test_pretrain_balance.py
 """
