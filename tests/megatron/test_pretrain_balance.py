@@ -61,7 +61,11 @@ LAYOUTS = {
         4,
         "--mtraining-batching cost --context-parallel-size 2 --use-distributed-optimizer",
     ),
-    "DP 2 x TP 2, cost": (4, "--mtraining-batching cost --tensor-model-parallel-size 2"),
+    # The vocabulary is padded to a multiple of this times the ranks: to as many entries as elsewhere.
+    "DP 2 x TP 2, cost": (
+        4,
+        "--mtraining-batching cost --tensor-model-parallel-size 2 --make-vocab-size-divisible-by 64",
+    ),
 }
 
 
