@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Balanced runs of Megatron-LM's own pretrain_gpt.py on CPU: the losses of one process that has the same samples.
+"""Balanced runs of Megatron-LM's own pretrain_gpt.py on CPU: losses of one process that has the same samples.
 
 MEGATRON_LM_PATH=/path/to/Megatron-LM[:/another] pytest tests/megatron/test_pretrain_balance.py
 """
@@ -61,7 +61,11 @@ LAYOUTS = {
         4,
         "--mtraining-batching cost --context-parallel-size 2 --use-distributed-optimizer",
     ),
-    "DP 2 x TP 2, cost": (4, "--mtraining-batching cost --tensor-model-parallel-size 2"),
+    # The vocabulary is padded to a multiple of this times the ranks: to as many entries as elsewhere.
+    "DP 2 x TP 2, cost": (
+        4,
+        "--mtraining-batching cost --tensor-model-parallel-size 2 --make-vocab-size-divisible-by 64",
+    ),
 }
 
 
