@@ -95,17 +95,15 @@ def _check_kinds_of_samples(args, config: MTrainingConfig, asked: str) -> None:
 
 def _check_normalization(args, config: MTrainingConfig) -> None:
     """Refuse losses that depend on which samples share a micro-batch: Megatron's default is the mean over
-    micro-batches of means over tokens."""
+    micro-batches of means over tokens, and masks leave samples different numbers of tokens."""
     size = getattr(args, "micro_batch_size", None) or 1
     if config.batching == "off" or size == 1 or getattr(args, "calculate_per_token_loss", False):
         return
-    if getattr(args, "eod_mask_loss", False):
-        raise ConfigError(
-            f"{option('batching')} is {config.batching} with --micro-batch-size {size} and --eod-mask-loss: "
-            "samples have different numbers of loss tokens, and Megatron takes the mean of each micro-batch, "
-            "so that the gradient would depend on which samples share one; use --calculate-per-token-loss, "
-            "or --micro-batch-size 1"
-        )
+    raise ConfigError(
+        f"{option('batching')} is {config.batching} with --micro-batch-size {size}: Megatron takes the mean loss "
+        "of each micro-batch, so that the gradient would depend on which samples share one; use "
+        "--calculate-per-token-loss, or --micro-batch-size 1"
+    )
 
 
 def lines_of_balance(args, config: MTrainingConfig) -> list[str]:
@@ -133,10 +131,10 @@ def latency_model(path: str | None) -> LatencyModel:
 
 
 def gpu_name() -> str:
-    """Torch's name of this process's GPU; "CPU" without one."""
+    """Torch's name of this process's GPU; "CPU" without one, also where CPU tensors stand in for CUDA's."""
     try:
         return str(torch.cuda.get_device_name())
-    except (RuntimeError, AssertionError, ValueError):
+    except (RuntimeError, AssertionError, ValueError, AttributeError):
         return "CPU"
 
 

@@ -29,12 +29,12 @@ def long_tailed(number: int, longest: int, seed: int = 0) -> list[int]:
 
 
 def write_documents(
-    prefix: Path, lengths: list[int], sequence: int | None = None, seed: int = 0
+    prefix: Path, lengths: list[int], sequence: int | None = None, seed: int = 0, eod: int = EOD
 ) -> None:
-    """An indexed dataset of documents of random tokens that end with :data:`EOD`: a sequence each, or one for
+    """An indexed dataset of documents of random tokens that end with ``eod``: a sequence each, or one for
     each ``sequence`` tokens, as ``mtraining data prepare`` writes it."""
     random = np.random.default_rng(seed)
-    documents = [np.append(random.integers(1, 90, length - 1), EOD) for length in lengths]
+    documents = [np.append(random.integers(1, 90, length - 1), eod) for length in lengths]
     if sequence is not None:
         stream = np.concatenate(documents)
         documents = stream[: len(stream) // sequence * sequence].reshape(-1, sequence)
