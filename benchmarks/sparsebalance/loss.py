@@ -182,7 +182,7 @@ def train(name: str, seed: int, tokens: dict, options) -> dict:
         batching = "cost" if name == "both" else "off"
         plan = plan_step(step, given, sizes, batching, estimates, predict)
         multipliers, mass = np.ones(plan.density.shape), np.zeros(plan.density.shape)
-        if name == "both":
+        if name == "both" and step:  # nothing is known before the first
             found = tuned(plan, estimates.elasticity, bounds, options.price, predict)
             multipliers, mass = found.multipliers, found.mass
         order = plan.order[..., 0]

@@ -165,7 +165,8 @@ class Balancer:
         plan = plan_step(
             step, samples, self.sizes, self.mode.batching, self.estimates, self.predict
         )
-        if not self.mode.tuning:
+        self.mass = np.zeros(plan.density.shape)
+        if not (self.mode.tuning and step):  # nothing is known before the first
             return plan, np.ones(plan.density.shape), plan.predicted_ms
         found = tuned(
             plan, self.estimates.elasticity, self.bounds, self.options.price, self.predict
@@ -176,7 +177,7 @@ class Balancer:
     def take(self, plan: StepPlan, multipliers, predicted, found: np.ndarray) -> None:
         """Learn from a measured step, and keep it."""
         times, density, recall = found
-        untuned = recall + self.mass if self.mode.tuning else recall
+        untuned = recall + self.mass
         self.estimates.observe(plan.kinds, density, np.clip(untuned, 0, 1), multipliers, plan.pairs)
         # What the model says of the density that was found: errors of the estimates left out.
         informed = self.predict(plan.pairs.sum(-1), density)

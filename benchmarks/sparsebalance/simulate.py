@@ -152,7 +152,7 @@ def simulate(case: Case, world: World, profile: LatencyModel, rest: Rest, option
         started = time.perf_counter()
         multipliers, mass = np.ones(plan.density.shape), np.zeros(plan.density.shape)
         expected = plan.predicted_ms
-        if mode.tuning:
+        if mode.tuning and planner.knows(step):
             change = tuned(plan, planner.elasticity, bounds, case.price, predict, case.waits)
             multipliers = change.multipliers.astype(np.float64)
             mass, expected = change.mass, change.predicted_ms

@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 FARTHEST = 16.0
 """The largest multiplier, and the inverse of the smallest: a power law does not hold farther out."""
 NEAR = 0.01
-"""A group is balanced if its times are this near to the time aimed at, as a share of it."""
-_SAME = 1e-6
+"""A rank whose time is this near to its group's, as a share of it, stays as it is: it would give up mass for
+nothing."""
+BALANCED = 0.05
+"""A group is balanced if all its times are this near to the time aimed at."""
 _HALVINGS = 20
 Floats = NDArray[np.float64]
 LatencyOfDensity = Callable[[Floats], Floats]
@@ -190,7 +192,7 @@ def tune(
     after = density_at(logs)
     mass = np.where(moves, np.sign(logs) * _mass(logs, start, elasticity, price), 0.0)
     reached = np.where(works, times(logs), level[:, None])
-    balanced = np.abs(reached - target[:, None]) <= NEAR * target[:, None]
+    balanced = np.abs(reached - target[:, None]) <= BALANCED * target[:, None]
     return TunedStep(
         multipliers,
         np.asarray(latency(after), np.float64),
@@ -262,8 +264,8 @@ def _meet(
     A member has one multiplier, which its cells follow as far as their own bounds. Of the two ends of the
     last interval the one nearer to 1 is taken, so that no member crosses the level.
     """
-    slower = works & (now > level * (1 + _SAME))
-    faster = works & (now < level * (1 - _SAME))
+    slower = works & (now > level * (1 + NEAR))
+    faster = works & (now < level * (1 - NEAR))
     sign = slower.astype(np.float64) - faster
     farthest = np.where(slower, groups.split(high).max(-1), -groups.split(low).min(-1))
     farthest = np.where(slower | faster, farthest, 0.0)

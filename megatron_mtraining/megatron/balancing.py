@@ -35,6 +35,9 @@ class PlanSource(Protocol):
     def plan_of(self, step: int) -> StepPlan | None:
         """The plan of a step; None if there is none (past the last one)."""
 
+    def knows(self, step: int) -> bool:
+        """Whether a step's plan is made from observations: bounds on mass do not hold for a guess."""
+
     def predict(self, pairs: np.ndarray, density: np.ndarray) -> np.ndarray:
         """Ms of attention of samples by visible pairs and density, as :data:`~..balance.plan.Predict`."""
 
@@ -179,7 +182,7 @@ class Balancer:
             multipliers=ones, predicted_ms=plan.predicted_ms, tuned_ms=plan.predicted_ms,
             density=plan.density, recall=plan.recall, mass=0 * ones,
         )  # fmt: skip
-        if self.bounds is None:
+        if self.bounds is None or not planner.knows(step):
             return rows
         layout = self.layout
         tuned = tune(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_mtraining import ConfigError
-from megatron_mtraining.balance.tuning import FARTHEST, Groups, TuningBounds, tune
+from megatron_mtraining.balance.tuning import FARTHEST, NEAR, Groups, TuningBounds, tune
 
 GROUPS = {
     "step": dict(per_microbatch=False),
@@ -88,6 +88,7 @@ def test_random_steps_stay_within_every_bound(part, group):
         for old, new, level in zip(before, after, found.level_ms):
             assert new.max() / new.mean() <= old.max() / old.mean() * (1 + 1e-5)
             assert new.max() <= max(old.max(), level) * (1 + 1e-6)
+            assert np.array_equal(new, old) or (np.abs(old / level - 1) > NEAR).any()
             assert ((new >= level * (1 - 1e-5)) | (new >= old * (1 - 1e-6))).all()
             assert ((new <= level * (1 + 1e-5)) | (new <= old * (1 + 1e-6))).all()
         again = tune(*given, latency=latency, **GROUPS[group])
@@ -101,6 +102,12 @@ def test_equal_costs_change_nothing(anchor, group):
     found = tuned(np.full((3, 4), 0.1), np.full((3, 4), 7.0), bounds, group=group)
     assert (found.multipliers == 1).all() and found.met
     assert (found.mass == 0).all() and (found.density == 0.1).all()
+
+
+def test_a_small_difference_moves_nothing():
+    found = tuned([[0.1, 0.1]], [[10, 10.15]])
+    assert (found.multipliers == 1).all() and found.met
+    assert (tuned([[0.1, 0.1]], [[10, 10.25]]).multipliers != 1).all()
 
 
 @pytest.mark.parametrize("anchor, at", [("mean", 2.0), ("min", 1.0), ("max", 3.0)])

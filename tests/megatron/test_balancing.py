@@ -331,6 +331,20 @@ def test_bounds_that_cannot_be_met_are_warned_of_once(capsys):
         assert part in said[0]
 
 
+def test_a_guess_is_not_tuned_by():
+    plans = Plans(np.array([[1.0, 9.0]]), np.full((1, 2), 0.1))
+    plans.known = 2
+    now = [0]
+    bounds = TuningBounds(max_mass=1)
+    balancer = Balancer(Layout(2, 0), lambda: 1, lambda: plans, bounds, 0.25, lambda: now[0])
+    found = []
+    for step in (1, 2):
+        balancer.end_step(step, RankGroup(None))
+        now[0] = step
+        found.append(balancer.tuning(0)[0].item())
+    assert found[0] == 1 > found[1]
+
+
 def test_estimates_get_what_steps_have_found(balanced):
     balancer = balanced([[2.0], [0.5]], mass=[[0.02], [-0.02]])
     attention = attention_of()

@@ -15,7 +15,7 @@ from megatron_mtraining.megatron.balancing import Balancer, Layout
 class Plans:
     """A planner of one step again and again: visible pairs and density ``[M, dp]``; ms are attended pairs."""
 
-    elasticity = 0.7
+    elasticity, known = 0.7, 0
 
     def __init__(self, pairs, density, recall=0.95):
         self.pairs, self.density = np.asarray(pairs, float), np.asarray(density, float)
@@ -28,6 +28,9 @@ class Plans:
             step=step, pairs=pairs, density=self.density, recall=self.recall,
             predicted_ms=self.predict(pairs[..., 0], self.density),
         )  # fmt: skip
+
+    def knows(self, step):
+        return step >= self.known
 
     def predict(self, pairs, density):
         return pairs * density
