@@ -2,8 +2,8 @@
 """The time of a layer's attention, from its length, density and pattern kind.
 
 A time is a sum of terms (:mod:`.terms`), each with a coefficient of 0 or more that ``mtraining profile``
-measures on a GPU. So times are never negative, never fall with the attended query-key pairs, and grow beyond
-the measured lengths as the work does.
+measures on a GPU. So times are never negative, never fall with density, and grow beyond the measured lengths
+as the work does.
 
 Times are the GPU's: a layer of a short sequence may wait for the host to launch its kernels, and
 ``launch_bound`` gives the larger of both.
@@ -19,7 +19,17 @@ import numpy as np
 
 from ..errors import ConfigError
 from . import profile_file
-from .terms import KINDS, PARTS, AttentionShape, Entry, Error, Latency, Numbers, quantities
+from .terms import (
+    KINDS,
+    PARTS,
+    PROCESSORS,
+    AttentionShape,
+    Entry,
+    Error,
+    Latency,
+    Numbers,
+    quantities,
+)
 
 
 @dataclass(frozen=True)
@@ -31,8 +41,9 @@ class LatencyModel:
         entries: the coefficients, one entry a kind and head dimension.
         errors: by "total", "search", "forward" and "backward", and by kind.
         versions: of the packages that it was measured with, by name.
-        commit, command: what measured it.
+        commit, command: what measured it; ``seconds`` is how long that took.
         points: the measurements: names of columns, and rows.
+        processors: multiprocessors of the GPU.
         left_out: shapes that could not be measured, and why.
         warning: what to say to a user whose GPU this profile is not of; empty if it is.
     """
@@ -46,6 +57,7 @@ class LatencyModel:
     seconds: float = 0.0
     points: Mapping[str, list] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    processors: int = PROCESSORS
     warning: str = ""
 
     def predict(
@@ -57,6 +69,7 @@ class LatencyModel:
         *,
         kind: str = "vertical_slash",
         cp_size: int = 1,
+        packed: bool | None = None,
         launch_bound: bool = False,
     ) -> Latency:
         """One attention layer of one sequence on one context-parallel rank.
@@ -68,6 +81,8 @@ class LatencyModel:
             shape: heads of one tensor-parallel rank.
             kind: one of :data:`KINDS`.
             cp_size: context-parallel ranks, which have equal work.
+            packed: whether the layer is given documents, if only one; None for sequences of which not all
+                pairs are visible.
             launch_bound: the larger of GPU time and the host's time to launch it, for each part.
 
         Returns:
@@ -77,7 +92,9 @@ class LatencyModel:
             ConfigError: the profile has no such kind or head dimension.
         """
         entry = self.entry(kind, shape.head_dim)
-        amounts = quantities(tokens, pairs, density, shape, cp_size)
+        amounts = quantities(
+            tokens, pairs, density, shape, cp_size, kind=kind, packed=packed, processors=self.processors
+        )
         there = np.asarray(tokens, dtype=np.float64) > 0
         found = []
         for part, host in zip(PARTS, entry.host):

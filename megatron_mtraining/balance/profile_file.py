@@ -77,6 +77,7 @@ def as_text(model: Fields) -> str:
         "format": FORMAT,
         "version": VERSION,
         "gpu": model["gpu"],
+        "processors": model["processors"],
         "versions": dict(model["versions"]),
         "commit": model["commit"],
         "command": model["command"],
@@ -135,6 +136,7 @@ def from_json(found: Mapping[str, Any], name: str) -> Fields:
     versions = wrong.of(dict, found, "versions")
     return dict(
         gpu=wrong.of(str, found, "gpu"),
+        processors=_processors(found, wrong),
         entries=entries,
         errors=errors,
         versions={str(key): str(value) for key, value in versions.items()},
@@ -174,6 +176,13 @@ class _Wrong:
         if value is None or not number or not 0 <= value <= 1e300:
             raise self(f"{key!r} is {value!r}, and not a finite number of 0 or more")
         return float(value)
+
+
+def _processors(found: Mapping[str, Any], wrong: _Wrong) -> int:
+    value = wrong.of(int, found, "processors")
+    if not 1 <= value <= 1 << 20:
+        raise wrong(f"'processors' is {value}, and not a GPU's multiprocessors")
+    return value
 
 
 def _entry(found, wrong: _Wrong) -> Entry:

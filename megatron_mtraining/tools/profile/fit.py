@@ -9,38 +9,101 @@ from itertools import combinations
 import numpy as np
 
 from ...balance import KINDS, Latency, LatencyModel
-from ...balance.terms import PARTS, Entry, Error, quantities
+from ...balance.terms import PARTS, PROCESSORS, Entry, Error, quantities
 from .measure import Measurement
 
 
-def fit(measured: Sequence[Measurement]) -> tuple[Entry, ...]:
-    """The entries of the kinds and head dimensions that were measured, from those not held out."""
+TERMS = {
+    ("search", "vertical_slash"): ("launch", "heads", "rows", "packed_rows", "candidates"),
+    ("search", "block_lists"): ("launch", "rows", "square"),
+    ("search", "dense"): ("launch", "rows"),
+    ("forward", "block_lists"): ("launch", "rows", "packed_rows", "pairs"),
+    ("backward", "block_lists"): ("launch", "rows", "pairs", "key_span"),
+}
+"""Terms that are fitted, by part and kind, where they are not all of the part's. Chosen by leaving shapes out
+of the fit of H200 measurements, one after the other; never by those that are held out."""
+IN_COLUMNS = {"forward": ("rows", "query_path"), "backward": ("heads", "key_rows")}
+"""Terms by which a pattern with columns takes longer than one of slashes alone."""
+PER_SHARE = ("query_path",)
+"""Those of them that grow with the columns' share of the pairs; for the others there are columns or none."""
+
+
+def fit(
+    measured: Sequence[Measurement], processors: int = PROCESSORS
+) -> tuple[Entry, ...]:
+    """The entries of the kinds and head dimensions that were measured, from those not held out.
+
+    Args:
+        processors: multiprocessors of the GPU.
+
+    Vertical-slash and dense attention run the same kernels, and are fitted together. A pattern's columns have
+    terms of their own. Since a prediction does not know them, the entry of vertical-slash patterns has these
+    terms with the mean share of those that were measured, and the entry of dense attention is without.
+    """
     fitted = [each for each in measured if not each.case.held_out]
     entries = []
-    for kind in KINDS:
-        for head_dim in sorted({each.case.shape.head_dim for each in fitted}):
-            own = [m for m in fitted if (m.case.kind, m.case.shape.head_dim) == (kind, head_dim)]
-            if not own:
-                continue
-            # Everything is one more density of the same kernels.
-            more = [
-                m for m in fitted if m.case.kind == "dense" and m.case.shape.head_dim == head_dim
-            ]
-            shared = own + more if kind == "vertical_slash" else own
-            coefficients = {
-                part: _coefficients(part, kind, own if part == "search" else shared)
-                for part in PARTS
-            }
-            entries.append(Entry(kind, head_dim, coefficients, _host(own)))
-    return tuple(entries)
+    for head_dim in sorted({each.case.shape.head_dim for each in fitted}):
+        own = {kind: _of(fitted, kind, head_dim) for kind in KINDS}
+        together = own["vertical_slash"] + own["dense"]
+        found: dict[str, dict] = {kind: {} for kind in KINDS}
+        for part in PARTS:
+            if part in IN_COLUMNS:
+                found["vertical_slash"][part], found["dense"][part] = _with_columns(
+                    part, together, processors
+                )
+            for kind in KINDS:
+                if part not in found[kind]:
+                    found[kind][part] = _coefficients(part, kind, own[kind], processors)
+        entries += [
+            Entry(kind, head_dim, found[kind], _host(own[kind])) for kind in KINDS if own[kind]
+        ]
+    return tuple(sorted(entries, key=lambda entry: KINDS.index(entry.kind)))
 
 
-def _coefficients(part: str, kind: str, measured: Sequence[Measurement]) -> dict[str, float]:
-    terms = [term for term in PARTS[part] if term != "square" or kind == "block_lists"]
-    columns = np.array([[_quantities(each)[term] for term in terms] for each in measured])
-    times = np.array([getattr(each, part).gpu for each in measured])
-    solution = least_relative_squares(columns, times)
-    return {term: float(f"{x:.5g}") for term, x in zip(terms, solution) if x > 0}
+def _of(measured: Sequence[Measurement], kind: str, head_dim: int) -> list[Measurement]:
+    return [m for m in measured if (m.case.kind, m.case.shape.head_dim) == (kind, head_dim)]
+
+
+def _coefficients(
+    part: str, kind: str, measured: Sequence[Measurement], processors: int
+) -> dict[str, float]:
+    if not measured:
+        return {}
+    terms = TERMS.get((part, kind), PARTS[part])
+    columns = np.array([[_quantities(each, processors)[term] for term in terms] for each in measured])
+    return _rounded(dict(zip(terms, least_relative_squares(columns, _times(part, measured)))))
+
+
+def _with_columns(
+    part: str, measured: Sequence[Measurement], processors: int
+) -> tuple[dict, dict]:
+    """Coefficients of one part of patterns with columns, at their mean share, and of those without."""
+    if not measured:
+        return {}, {}
+    terms, more = PARTS[part], IN_COLUMNS[part]
+    shares = [each.case.columns for each in measured]
+    columns = []
+    for each, share in zip(measured, shares):
+        amounts = _quantities(each, processors)
+        row = [amounts[term] for term in terms]
+        row += [amounts[term] * (share if term in PER_SHARE else share > 0) for term in more]
+        columns.append(row)
+    solution = least_relative_squares(np.array(columns), _times(part, measured))
+    without = dict(zip(terms, solution))
+    there = [share for share in shares if share > 0]
+    mean = sum(there) / len(there) if there else 0.0
+    having = dict(without)
+    for term, coefficient in zip(more, solution[len(terms) :]):
+        having[term] += coefficient * (mean if term in PER_SHARE else bool(there))
+    return _rounded(having), _rounded(without)
+
+
+def _rounded(coefficients: Mapping[str, float]) -> dict[str, float]:
+    return {term: float(f"{x:.5g}") for term, x in coefficients.items() if x > 0}
+
+
+def _times(part: str, measured: Sequence[Measurement]) -> np.ndarray:
+    return np.array([getattr(each, part).gpu for each in measured])
 
 
 def least_relative_squares(columns: np.ndarray, times: np.ndarray) -> np.ndarray:
@@ -96,12 +159,27 @@ def relative_errors(model: LatencyModel, measured: Measurement) -> Mapping[str, 
 def predict(model: LatencyModel, measured: Measurement) -> Latency:
     """What the model has for a measured case."""
     case = measured.case
-    return model.predict(case.tokens, measured.pairs, measured.density, case.shape, kind=case.kind)
+    return model.predict(
+        case.tokens,
+        measured.pairs,
+        measured.density,
+        case.shape,
+        kind=case.kind,
+        packed=case.documents > 1,
+    )
 
 
-def _quantities(measured: Measurement) -> dict:
+def _quantities(measured: Measurement, processors: int) -> dict:
     case = measured.case
-    return quantities(case.tokens, measured.pairs, measured.density, case.shape)
+    return quantities(
+        case.tokens,
+        measured.pairs,
+        measured.density,
+        case.shape,
+        kind=case.kind,
+        packed=case.documents > 1,
+        processors=processors,
+    )
 
 
 def _host(measured: Sequence[Measurement]) -> Latency:
