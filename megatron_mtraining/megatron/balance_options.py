@@ -147,14 +147,15 @@ def balance_of_rank(config: MTrainingConfig) -> dict[str, Any]:
 
 def sizes_of(args, dp_size: int) -> PlanSizes:
     """The sizes of a run's steps."""
-    stages = getattr(args, "pipeline_model_parallel_size", 1) or 1
     experts = getattr(args, "expert_model_parallel_size", 1) or 1
     micro_batch = args.micro_batch_size
     return PlanSizes(
         dp_size,
         args.global_batch_size // (dp_size * micro_batch),
         micro_batch,
-        per_microbatch=stages > 1 or experts > 1,
+        # Data-parallel replicas exchange tokens of experts in each micro-batch. Stages of a pipeline wait for
+        # their own replica alone.
+        per_microbatch=experts > 1,
     )
 
 

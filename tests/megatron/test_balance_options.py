@@ -108,7 +108,8 @@ def test_a_settings_file_with_every_head_has_no_price(own, tmp_path):
                 str(path),
                 **APART,
                 num_layers=2,
-                num_attention_heads=2, kv_channels=64,
+                num_attention_heads=2,
+                kv_channels=64,
             )
         )
 
@@ -175,5 +176,5 @@ def test_ranks_with_different_profiles_are_refused(tmp_path):
 def test_sizes_of_steps():
     usual = dict(micro_batch_size=2, global_batch_size=48)
     assert sizes_of(parse(**usual), 4) == PlanSizes(4, 6, 2)
-    assert sizes_of(parse(**usual, pipeline_model_parallel_size=2), 4) == PlanSizes(4, 6, 2, True)
+    assert sizes_of(parse(**usual, pipeline_model_parallel_size=2), 4) == PlanSizes(4, 6, 2)
     assert sizes_of(parse(**usual, expert_model_parallel_size=4), 4) == PlanSizes(4, 6, 2, True)
