@@ -93,6 +93,26 @@ def test_the_price_of_a_microbatch_is_multiplied(balanced):
     assert record.multipliers.tolist() == [[0.5], [2.0]]
 
 
+def test_other_sequences_change_the_price_and_nothing_else(balanced):
+    """What later tokens can change (docs/how-it-works.md): of other ranks' sequences, the predicted cost."""
+    balanced()
+    found = []
+    for other in (0.2, 1.0, 3.0):
+        plans = Plans(np.array([[1.0, other]]), np.full((1, 2), 0.1))
+        bounds = TuningBounds(max_mass=1)
+        balancer = Balancer(Layout(2, 0), lambda: 1, lambda p=plans: p, bounds, 1.0, lambda: 0)
+        balancer.end_step(0, RankGroup(None))
+        price = balancer.tuning(0)[0].item()
+        core_attention.RUN.balancer_of_run = lambda b=balancer: b
+        out = attention_of()(*operands())
+        core_attention.RUN.balancer_of_run = lambda: None
+        assert torch.equal(out, attention_of(price=price)(*operands()))
+        found.append((price, out))
+    (high, sparser), (one, plain), (low, denser) = found
+    assert high > one == 1 > low
+    assert not torch.equal(sparser, plain) and not torch.equal(denser, plain)
+
+
 def test_only_training_counts(balanced):
     balancer = balanced([[0.5], [2.0]])
     attention = attention_of()
