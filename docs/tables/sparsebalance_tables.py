@@ -28,13 +28,14 @@ WAITS = {
 }
 AT_PRICE = 0.3
 GPUS = 64
-FIELDS = ("source", "set", "gpus", "waits", "mode", "price")
+PRICE, LOW_PRICE = 0.25, 0.06
+FIELDS = ("source", "price", "set", "gpus", "waits", "mode")
 
 
-def found(kind: str) -> dict[tuple, Row]:
+def found(kind: str, price: float = PRICE) -> dict[tuple, Row]:
     """The last simulated, or measured, row of each set, number of GPUs, way to wait, and mode."""
     every = last(rows("sparsebalance"), *FIELDS)
-    return {key[1:5]: row for key, row in every.items() if key[0] == kind}
+    return {key[2:]: row for key, row in every.items() if key[:2] == (kind, price)}
 
 
 def sets_of(some: dict[tuple, Row]) -> list[str]:
@@ -91,15 +92,20 @@ HEAD = [
 ]
 
 
-def simulated() -> str:
+def simulated(price: float = PRICE) -> str:
     """All sets and modes on 64 GPUs."""
-    some, body, used = found("simulated"), [], []
+    some, body, used = found("simulated", price), [], []
     for name in sets_of(some):
         own = {mode: some[name, GPUS, "step", mode] for mode in MODES}
         used += own.values()
         for mode, label in MODES.items():
             body.append([name, label, *row_of(own[mode], own["off"], own["length"])])
     return table(["set", "mode", *HEAD], body) + source(used, "sparsebalance")
+
+
+def denser() -> str:
+    """The same at a lower price."""
+    return simulated(LOW_PRICE)
 
 
 def by_gpus() -> str:
