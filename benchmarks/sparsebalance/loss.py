@@ -45,7 +45,7 @@ from megatron_mtraining.loss import linear_cross_entropy
 from ..lib import record
 from ..model import parity
 from . import sets, texts
-from .measured import samples_of
+from .balancer import samples_of
 from .modes import QWEN, balance, predictor, tuned
 
 OUTPUT = record.RESULTS / "sparsebalance_loss.jsonl"

@@ -134,7 +134,8 @@ def simulate(case: Case, world: World, profile: LatencyModel, rest: Rest, option
     mode, seq = MODES[case.mode], world.packed.seq_length
     sizes = PlanSizes(case.dp, case.microbatches, 1, case.waits != "step")
     predict = predictor(profile, QWEN, seq, case.cp)
-    sigma = profile.errors["total"].median / NORMAL if "total" in profile.errors else 0.03
+    error = profile.errors.get("vertical_slash")
+    sigma = error.median / NORMAL if error else 0.03
     rng = np.random.default_rng([11, case.seed])
     steps = options.learn + options.steps
     planner = Planner(
