@@ -41,8 +41,8 @@ from .balancer import Balancer, samples_of
 from .modes import MODES, Model, predictor
 
 OUTPUT = record.RESULTS / "sparsebalance.jsonl"
-DELAY = 4_000_000
-"""Clock cycles, 2 ms, that the GPU waits before a timed part: longer than the host takes to launch it."""
+DELAY = 8_000_000
+"""Clock cycles, 4 ms, that the GPU waits before a timed part: longer than the host takes to launch it."""
 
 
 class Timed:

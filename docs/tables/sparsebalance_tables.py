@@ -26,6 +26,7 @@ WAITS = {
     "microbatch": "in each micro-batch (expert parallelism)",
     "pipeline": "in a pipeline of 4 stages",
 }
+SETS = ("bimodal", "8K-72K", "long-tailed", "to 256K")
 AT_PRICE = 0.3
 GPUS = 64
 PRICE, LOW_PRICE = 0.25, 0.06
@@ -39,7 +40,7 @@ def found(kind: str, price: float = PRICE) -> dict[tuple, Row]:
 
 
 def sets_of(some: dict[tuple, Row]) -> list[str]:
-    return list(dict.fromkeys(key[0] for key in some))
+    return [name for name in SETS if any(key[0] == name for key in some)]
 
 
 def ratio(slow: Row, fast: Row, name: str) -> str:
