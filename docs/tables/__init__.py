@@ -21,6 +21,7 @@ from .kernel_tables import (
     worst_error,
 )
 from .pattern_tables import patterns, patterns_long, patterns_smol
+from .profile_tables import profile_errors
 from .step_tables import (
     breakdown,
     dense_of,
@@ -90,5 +91,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "training_earlier": training_earlier,
     "loss": loss,
     "targets": targets,
+    "profile_errors": profile_errors,
 }
 """Tables, by name."""
