@@ -69,6 +69,8 @@ class Planner:
         self._look_up, self._warn = look_up, warn
         self._warned = False
         self._plans: dict[int, Future[StepPlan | None]] = {}
+        # Plans before are made from priors alone.
+        self._first_known = first_step + (0 if self.estimates.state()["kinds"] else lag)
         # No thread runs before the first plan is asked for: by then a data loader has forked its workers.
         self._thread = ThreadPoolExecutor(1, "mtraining-plan")
         self._begun = False
@@ -77,6 +79,11 @@ class Planner:
     def elasticity(self) -> float:
         """Of density to price, by the latest estimates."""
         return self.estimates.elasticity
+
+    def knows(self, step: int) -> bool:
+        """Whether anything was observed before the plan of a step is made, in this run or before its
+        checkpoint."""
+        return step >= self._first_known
 
     @property
     def end_step(self) -> int:

@@ -17,6 +17,8 @@ The files, in the order a run meets them:
 - ``core_attention``: :class:`MTrainingAttention`, the module in each layer
 - ``recompute``: its results under activation recomputation
 - ``run_state``: what layers share: the steering of their prices, and the step
+- ``balancing``: multipliers of the price by micro-batch, and accounting; with ``observation`` (what a layer's
+  attention sees in a step), ``balance_table`` (what ranks sum) and ``balance_log`` (the line in the log)
 - ``hosts``: whether inner groups fit the hosts
 - ``density``: the end of a step, and the line in the log
 """

@@ -152,3 +152,13 @@ def test_what_fails_in_the_thread_is_raised_where_the_plan_is_asked_for():
 
     with pytest.raises(ConfigError, match="the index is damaged"):
         make(look_up=broken).plan_of(0)
+
+
+def test_what_is_planned_from_priors_alone():
+    assert [make().knows(step) for step in (0, 2, 3)] == [False, False, True]
+    assert [make(first=(5, 40)).knows(step) for step in (7, 8)] == [False, True]
+    before = make()
+    run(before, 3)
+    restored = DensityEstimates()
+    restored.restore(before.state())
+    assert make(first=(5, 40), estimates=restored).knows(5)
