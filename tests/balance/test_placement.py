@@ -89,7 +89,7 @@ def test_micro_batches_that_wait_for_each_other(sizes):
         sums.append(
             by_rank(placed) / by_rank(every[each <= by_microbatch(placed) * (1 + 1e-3)]).min()
         )
-    assert max(maxima) <= 1.03 and np.mean(sums) <= 1.01 and max(sums) <= 1.05
+    assert max(maxima) <= 1.03 and np.mean(sums) <= 1.02 and max(sums) <= 1.05
 
 
 def test_swaps_mend_what_the_longest_first_leaves():

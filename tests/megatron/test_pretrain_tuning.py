@@ -23,10 +23,12 @@ from tests.support.running import torchrun
 STEPS = 7
 WORDS = f"""
     --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters {STEPS} --log-interval 1
-    --eval-iters 1 --eval-interval 3 --split 80,20,0 --num-workers 1 --seed 11 --reset-attention-mask
+    --eval-iters 1 --eval-interval 3 --split 80,20,0 --num-workers 1 --seed 11
     --calculate-per-token-loss --attention-backend mtraining --mtraining-block-size 64
-    --mtraining-window 64 --mtraining-price 1.0 --mtraining-tuning on --mtraining-tuning-mass 0.1
+    --mtraining-window 64 --mtraining-price 1.0
 """.split()
+TUNED = "--mtraining-tuning on --mtraining-tuning-mass 0.1 "
+APART = "--reset-attention-mask "
 NUMBER = r"([-+.e\d]+)"
 TIME = rf"{NUMBER} ms \(max/mean {NUMBER}, idle {NUMBER}%\)"
 LINE = re.compile(
@@ -42,6 +44,7 @@ def packed(tree, tmp_path_factory):
     """``run(processes, *words)`` over a dataset of packed documents, with the launcher's ``--cpu``."""
     folder = tmp_path_factory.mktemp("packed")
     write_documents(folder / "packed", long_tailed(900, 700), SEQUENCE)
+    write_documents(folder / "documents", long_tailed(900, 700))
     # A GPU so slow that pairs count beside what each launch takes.
     parts = dict(search={"launch": 0.1}, forward={"pairs": 1e5}, backward={"pairs": 3e5})
     entries = tuple(Entry(kind, 64, parts, Latency(0.1, 0.1, 0.1)) for kind in KINDS)
@@ -50,8 +53,9 @@ def packed(tree, tmp_path_factory):
     null = root / "megatron/core/tokenizers/text/libraries/null_tokenizer.py"
     size = EOD + 1 if "self._vocab_size - 1" in null.read_text() else EOD
     model = [word for word in MODEL.split() if word not in ("--transformer-impl", "local")]
-    data = f"--data-path {folder / 'packed'} --data-cache-path {folder / 'cache'}"
-    data += f" --tokenizer-type NullTokenizer --vocab-size {size}"
+    data = (
+        f"--data-cache-path {folder / 'cache'} --tokenizer-type NullTokenizer --vocab-size {size}"
+    )
     path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
 
     def run(processes: int, *words):
@@ -79,7 +83,8 @@ def test_a_tuned_run_is_the_same_again_and_says_what_it_did(packed):
     folder = packed.folder / "tensorboard"
     has_tensorboard = find_spec("tensorboard") is not None
     words = ["--tensorboard-dir", folder] if has_tensorboard else []
-    first, second = packed.run(4, *words), packed.run(4)
+    given = (TUNED + APART).split()
+    first, second = packed.run(4, *given, *words), packed.run(4, *given)
     assert losses(first, STEPS) == losses(second, STEPS)
     assert all(math.isfinite(loss) for loss in losses(first, STEPS))
     lines = without_times(first)
@@ -107,27 +112,40 @@ def test_a_tuned_run_is_the_same_again_and_says_what_it_did(packed):
 LAYOUTS = {
     "DP 2 x CP 2, target, full recompute": (
         4,
-        "--context-parallel-size 2 --mtraining-target-recall 0.6 --recompute-granularity full "
-        "--recompute-method uniform --recompute-num-layers 1",
+        f"{TUNED} {APART} --context-parallel-size 2 --mtraining-target-recall 0.6 "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
-    "DP 2 x TP 2, cost": (4, "--tensor-model-parallel-size 2 --mtraining-batching cost"),
-    "batching alone": (2, "--mtraining-batching cost"),
+    "DP 2 x TP 2, cost": (
+        4,
+        f"{TUNED} {APART} --tensor-model-parallel-size 2 --mtraining-batching cost",
+    ),
+    "DP 2 x PP 2, two chunks": (
+        4,
+        f"{TUNED} --pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
+    ),
+    "DP 2 x PP 2, documents": (
+        4,
+        f"{TUNED} --pipeline-model-parallel-size 2 --dataloader-inter-document-masking",
+    ),
+    "batching alone": (2, f"{APART} --mtraining-batching cost"),
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts(name, packed):
+def test_layouts(name, packed, checkout):
     processes, words = LAYOUTS[name]
-    if name == "batching alone":
-        words += " --mtraining-tuning off"
+    has = "inter_document_masking" in (checkout / "megatron/training/arguments.py").read_text()
+    if "inter-document" in words and not has:
+        pytest.skip("this Megatron-LM has no --dataloader-inter-document-masking")
     run = packed.run(processes, *words.split())
     assert all(math.isfinite(loss) for loss in losses(run, STEPS))
     lines = without_times(run)
     assert len(lines) == STEPS and all(lines[-1])
-    assert ([float(each) for each in lines[-1][-2:]] == [1, 1]) == (name == "batching alone")
+    if "tuning on" not in words:
+        assert all(line[-2:] == ("1", "1") for line in lines[1:])
 
 
 def test_one_rank_is_told_that_tuning_changes_nothing(packed):
-    run = packed.run(1)
+    run = packed.run(1, *(TUNED + APART).split())
     losses(run, STEPS)
     assert run.stdout.count("--mtraining-tuning is on, but there is one data-parallel rank") == 1
