@@ -39,7 +39,7 @@ def place(
 
     Args:
         costs: of each sample of the global batch, in any unit, finite, 0 or more: ``[M * dp * mbs]``.
-        per_microbatch: ranks wait for each other in each micro-batch (expert or pipeline parallelism): the
+        per_microbatch: ranks wait for each other in each micro-batch (expert parallelism): the
             sum over micro-batches of the largest cost of any rank comes first, then the sums over a rank.
 
     Returns:
@@ -187,12 +187,18 @@ def _by_microbatch(
     """Placement by micro-batch: those of similar cost run at the same time.
 
     Cutting micro-batches in descending order into groups of ``dp`` makes the sum of the groups' maxima least.
-    Which rank gets which micro-batch of a group leaves that sum as it is, and makes ranks' sums meet.
+    Which rank gets which micro-batch of a group leaves that sum as it is, and makes ranks' sums meet. Where
+    micro-batches have several samples, they are put together evenly, from all samples or within a group.
     """
-    ordered = _descending(levels)[None]
-    bins = _even_bins(levels, ordered, num_microbatches * dp_size)[0]
-    sums = levels[bins].sum(1)
-    groups = _descending(sums).reshape(num_microbatches, dp_size)
+    ordered = _descending(levels)
+    found = []
+    for cut in (1, num_microbatches):
+        rows = _even_bins(levels, ordered.reshape(cut, -1), num_microbatches * dp_size // cut)
+        bins = rows.reshape(-1, micro_batch_size)
+        sums = levels[bins].sum(1)
+        groups = _descending(sums).reshape(num_microbatches, dp_size)
+        found.append((int(sums[groups[:, 0]].sum()), bins, sums, groups))
+    _, bins, sums, groups = min(found, key=lambda each: each[0])
     placed: np.ndarray = np.empty((num_microbatches, dp_size), np.int64)
     total: np.ndarray = np.zeros(dp_size, np.int64)
     for group, micro_batch in zip(placed, groups):

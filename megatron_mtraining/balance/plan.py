@@ -68,7 +68,7 @@ class PlanSizes:
 
     Attributes:
         dp_size, num_microbatches, micro_batch_size: of a global batch.
-        per_microbatch: ranks wait for each other in each micro-batch (expert or pipeline parallelism).
+        per_microbatch: ranks wait for each other in each micro-batch (expert parallelism).
     """
 
     dp_size: int

@@ -71,9 +71,9 @@ class Planner:
         self._plans: dict[int, Future[StepPlan | None]] = {}
         # Plans before are made from priors alone.
         self._first_known = first_step + (0 if self.estimates.state()["kinds"] else lag)
+        # No thread runs before the first plan is asked for: by then a data loader has forked its workers.
         self._thread = ThreadPoolExecutor(1, "mtraining-plan")
-        for step in range(first_step, first_step + lag):
-            self._start(step)
+        self._begun = False
 
     @property
     def elasticity(self) -> float:
@@ -102,6 +102,10 @@ class Planner:
         """
         if step >= self.end_step:
             return None
+        if not self._begun:
+            self._begun = True
+            for each in range(self.first_step, self.first_step + self.lag):
+                self._start(each)
         if step not in self._plans:
             if step < self.first_step or (self._plans and step < min(self._plans)):
                 raise ConfigError(f"the plan of step {step} is not kept any more")

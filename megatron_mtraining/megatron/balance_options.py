@@ -22,12 +22,8 @@ REFUSED = {
     "rampup_batch_size": "plans are made for global batches of one size; leave it out",
     "step_batch_size_schedule": "plans are made for global batches of one size; leave it out",
     "decrease_batch_size_if_needed": "plans are made for global batches of one size; leave it out",
-    "hybrid_context_parallel": "it has a data loader of its own; leave it out",
-    "dynamic_context_parallel": "it has a data loader of its own; leave it out",
-    "sft": "it has a dataset of its own; leave it out",
-    "perform_rl_step": "it has no data loader; leave it out",
 }
-"""Options of Megatron's that batching and tuning cannot run with, and why."""
+"""Options of Megatron's that batching and tuning cannot run with; :data:`.checks.REFUSALS` has more."""
 
 
 def balancing_option(config: MTrainingConfig) -> str:
@@ -100,8 +96,8 @@ def _check_normalization(args, config: MTrainingConfig) -> None:
     if config.batching == "off" or size == 1 or getattr(args, "calculate_per_token_loss", False):
         return
     raise ConfigError(
-        f"{option('batching')} is {config.batching} with --micro-batch-size {size}: Megatron takes the mean loss "
-        "of each micro-batch, so that the gradient would depend on which samples share one; use "
+        f"{option('batching')} is {config.batching} with --micro-batch-size {size}: Megatron takes the mean "
+        "loss of each micro-batch, so that the gradient would depend on which samples share one; use "
         "--calculate-per-token-loss, or --micro-batch-size 1"
     )
 
@@ -151,14 +147,15 @@ def balance_of_rank(config: MTrainingConfig) -> dict[str, Any]:
 
 def sizes_of(args, dp_size: int) -> PlanSizes:
     """The sizes of a run's steps."""
-    stages = getattr(args, "pipeline_model_parallel_size", 1) or 1
     experts = getattr(args, "expert_model_parallel_size", 1) or 1
     micro_batch = args.micro_batch_size
     return PlanSizes(
         dp_size,
         args.global_batch_size // (dp_size * micro_batch),
         micro_batch,
-        per_microbatch=stages > 1 or experts > 1,
+        # Data-parallel replicas exchange tokens of experts in each micro-batch. Stages of a pipeline wait for
+        # their own replica alone.
+        per_microbatch=experts > 1,
     )
 
 

@@ -74,6 +74,34 @@ def test_micro_batches_of_one_sample_have_the_least_maxima(sizes):
         assert found == pytest.approx(least, rel=len(costs) / LEVELS)
 
 
+@pytest.mark.parametrize("sizes", [(2, 3, 1), (2, 4, 1), (2, 2, 2)])
+def test_micro_batches_that_wait_for_each_other(sizes):
+    """Near the least sum of maxima; and of the placements with that, near the one with the least sums."""
+    dp, m, mbs = sizes
+    shape = m, dp, mbs
+    maxima, sums = [], []
+    for seed in range(6):
+        costs = long_tailed(dp * m * mbs, seed)
+        every = costs[np.array(list(permutations(range(len(costs))))).reshape(-1, *shape)]
+        each = by_microbatch(every)
+        placed = costs[place(costs, *sizes, per_microbatch=True)]
+        maxima.append(by_microbatch(placed) / each.min())
+        sums.append(
+            by_rank(placed) / by_rank(every[each <= by_microbatch(placed) * (1 + 1e-3)]).min()
+        )
+    assert max(maxima) <= 1.03 and np.mean(sums) <= 1.01 and max(sums) <= 1.05
+
+
+def test_swaps_mend_what_the_longest_first_leaves():
+    """A rank is full when the last two samples come: 3 + 2 + 2 and 3 + 2 + 0 before a swap."""
+    costs = np.array([3.0, 3, 2, 2, 2, 0])
+    assert costs[place(costs, 2, 3, 1, per_microbatch=False)].sum((0, 2)) == pytest.approx([6, 6])
+    for dp, m in ((4, 80), (4, 40)):  # more and fewer samples than swaps compare at once
+        costs = np.exp(np.random.default_rng(0).normal(0, 0.5, dp * m))
+        sums = costs[place(costs, dp, m, 1, per_microbatch=False)].sum((0, 2))
+        assert sums.max() / sums.mean() < 1 + 1e-4
+
+
 def test_sums_meet_where_samples_are_many():
     costs = long_tailed(1024, 3).clip(None, 1e8)
     for per_microbatch in (False, True):

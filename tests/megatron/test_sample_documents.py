@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
 from megatron_mtraining import ConfigError
@@ -17,6 +18,14 @@ from tests.support.balance_cases import long_tailed, training_dataset, write_doc
 
 SEQ = 128
 BY_INDEX = "inter_document_masking" in [field.name for field in fields(GPTDatasetConfig)]
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    """A process group of this process: the oldest version blends datasets in one only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def look_up(dataset, **apart) -> SampleDocuments:
