@@ -30,6 +30,6 @@ def profile_errors() -> str:
     versions = profile["versions"]
     return (
         table(["time of", "median error", "worst", "shapes"], body)
-        + f"\n\n`profiles/{PROFILE.name}`: {profile['gpu']}, torch {versions['torch']}, Triton "
-        f"{versions['triton']}; measured at commit {profile['commit']} in {profile['seconds']:.0f} s."
+        + f"\n\nRows: `{PROFILE.name}`; {profile['gpu']}, torch {versions['torch']}, Triton "
+        f"{versions['triton']}; commit {profile['commit']}."
     )
