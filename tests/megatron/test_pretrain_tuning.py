@@ -67,6 +67,8 @@ def packed(tree, tmp_path_factory):
             folder / "profile.json",
             *words,
         ]
+        data_path = folder / ("packed" if APART.strip() in words else "documents")
+        given += ["--data-path", data_path]
         command = ["-m", "megatron_mtraining.launch", "--cpu", root / "pretrain_gpt.py", *given]
         return torchrun(processes, *command, timeout=300, PYTHONPATH=path)
 
