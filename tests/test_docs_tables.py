@@ -84,6 +84,8 @@ def test_rows_name_their_origin_and_a_script_that_is_here(file):
 def test_performance_page_is_short():
     text = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 200
-    assert text.count("(images/") == len(pictures.PICTURES) - 1  # the other one is of docs/balance.md
+    assert (
+        text.count("(images/") == len(pictures.PICTURES) - 1
+    )  # the other one is of docs/balance.md
     both = text + (ROOT / "docs/balance.md").read_text(encoding="utf-8")
     assert all(f"(images/{name})" in both for name in pictures.PICTURES)
