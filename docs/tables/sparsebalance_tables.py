@@ -181,25 +181,36 @@ def spread(values: list[float]) -> str:
     return f"{mean} ± {(max(values) - min(values)) / 2:.4f}" if len(values) > 1 else mean
 
 
+def over_off(own: list[Row], off: list[Row], name: str) -> str:
+    """What a loss has more than that of the run without, of the same seed."""
+    of_seed = {row["seed"]: row[name] for row in off}
+    more = [row[name] - of_seed[row["seed"]] for row in own if row["seed"] in of_seed]
+    return f"{spread(more)}".replace("-", "−")
+
+
 def trained_with() -> str:
     """A model trained on, with tuning and without."""
     every = list(last(rows("sparsebalance_loss"), "run", "seed", "seq", "steps").values())
     labels = {"dense": "dense", "off": "off", "both": "batching by cost, tuning"}
+    off = [row for row in every if row["run"] == "off"]
     body = []
     for run, label in labels.items():
         own = [row for row in every if row["run"] == run]
-        names = ("loss_last_50", "held_out_after", "held_out_after_dense")
+        held_out = []
+        for name in ("held_out_after", "held_out_after_dense"):
+            held_out += [spread([row[name] for row in own])]
+            held_out += [over_off(own, off, name) if run == "both" else ""]
         low, high = (
             edge(row["multipliers"][end] for row in own) for end, edge in ((0, min), (1, max))
         )
         body.append(
-            [label, len(own)]
-            + [spread([row[name] for row in own]) for name in names]
+            [label, len(own), spread([row["loss_last_50"] for row in own]), *held_out]
             + [percent(statistics.mean(row["density"] for row in own))]
             + [f"{statistics.mean(row['recall'] for row in own):.4f}"]
             + [f"{low:.2f} to {high:.2f}" if run == "both" else "1"]
             + [f"{statistics.mean(row['max_over_mean'] for row in own):.3f}"]
         )
     header = ["run", "seeds", "training loss, last 50 steps", "held-out, own attention"]
-    header += ["held-out, dense attention", "density", "recall", "multipliers of the price"]
-    return table([*header, "predicted max/mean"], body) + source(every, "sparsebalance_loss")
+    header += ["more than off", "held-out, dense attention", "more than off", "density", "recall"]
+    header += ["multipliers of the price", "predicted max/mean"]
+    return table(header, body) + source(every, "sparsebalance_loss")
