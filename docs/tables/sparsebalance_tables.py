@@ -203,12 +203,21 @@ def trained_with() -> str:
         low, high = (
             edge(row["multipliers"][end] for row in own) for end, edge in ((0, min), (1, max))
         )
+        density, recall, over = (
+            statistics.mean(row[name] for row in own)
+            for name in ("density", "recall", "max_over_mean")
+        )
         body.append(
-            [label, len(own), spread([row["loss_last_50"] for row in own]), *held_out]
-            + [percent(statistics.mean(row["density"] for row in own))]
-            + [f"{statistics.mean(row['recall'] for row in own):.4f}"]
-            + [f"{low:.2f} to {high:.2f}" if run == "both" else "1"]
-            + [f"{statistics.mean(row['max_over_mean'] for row in own):.3f}"]
+            [
+                label,
+                len(own),
+                spread([row["loss_last_50"] for row in own]),
+                *held_out,
+                percent(density),
+                f"{recall:.4f}",
+                f"{low:.2f} to {high:.2f}" if run == "both" else "1",
+                f"{over:.3f}",
+            ]
         )
     header = ["run", "seeds", "training loss, last 50 steps", "held-out, own attention"]
     header += ["more than off", "held-out, dense attention", "more than off", "density", "recall"]
