@@ -55,7 +55,11 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_namespace_packages(include=[PACKAGE, f"{PACKAGE}.*"]),
-    package_data={f"{PACKAGE}.patches": ["*.patch"], f"{PACKAGE}.tools.quickstart": ["*.json"]},
+    package_data={
+        f"{PACKAGE}.patches": ["*.patch"],
+        f"{PACKAGE}.balance.profiles": ["*.json"],
+        f"{PACKAGE}.tools.quickstart": ["*.json"],
+    },
     entry_points={"console_scripts": [f"mtraining = {PACKAGE}.tools.cli:main"]},
     install_requires=[
         "torch>=2.6",

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The five pictures of docs/performance.md, from the rows of ``benchmarks/results/*.jsonl``.
+"""The pictures of docs/performance.md and docs/balance.md, from the rows of ``benchmarks/results/*.jsonl``.
 
 ``docs/generate.py`` draws them. Each file carries a hash of the figures that it shows, by which a stale one
 is found: pixels differ between versions of matplotlib.
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import tables
-from tables import kernel_tables, pattern_tables, step_tables
+from tables import kernel_tables, pattern_tables, sparsebalance_tables, step_tables
 from tables.common import tokens
 
 IMAGES = Path(__file__).parent / "images"
@@ -105,6 +105,16 @@ def recall_data() -> list[dict]:
         for (policy, estimator), name in pattern_tables.POLICIES.items()
         if (points := pattern_tables.curve("qwen.gguf", text, 32768, policy, estimator))
     ]
+
+
+def sparsebalance_data() -> list[dict]:
+    """Attention of the slowest rank and of the mean one on 64 GPUs, and max/mean by GPUs, of each mode."""
+    found = []
+    for (name, gpus, waits, mode), row in sparsebalance_tables.found("simulated").items():
+        if name == "bimodal" and waits == "step":
+            figures = ("attention_ms", "mean_attention_ms", "max_over_mean", "recall", "commit")
+            found.append(dict(mode=mode, gpus=gpus, **{figure: row[figure] for figure in figures}))
+    return found
 
 
 # How they are drawn
@@ -240,12 +250,41 @@ def draw_recall(figure, found: list[dict]) -> None:
     figure.suptitle("What patterns hold: Qwen2.5-Coder-0.5B, mean over 24 layers x 14 heads")
 
 
+def draw_sparsebalance(figure, found: list[dict]) -> None:
+    left, right = figure.subplots(1, 2)
+    modes = dict(zip(sparsebalance_tables.MODES, (GREY, ORANGE, BLUE, PINK, GREEN)))
+    own = {row["mode"]: row for row in found if row["gpus"] == sparsebalance_tables.GPUS}
+    for at, (mode, colour) in enumerate(modes.items()):
+        row = own[mode]
+        busy, slowest = row["mean_attention_ms"], row["attention_ms"]
+        left.bar(at, busy, 0.6, color=colour)
+        left.bar(at, slowest - busy, 0.6, busy, color="white", edgecolor=colour, hatch="//")
+        left.text(at, slowest, f"recall {row['recall']:.3f}", ha="center", va="bottom", fontsize=7)
+    left.set_xticks(range(len(modes)), modes)
+    left.set_ylabel("ms of attention in a step\n(hatched: the mean rank waits)")
+    left.set_title(f"{sparsebalance_tables.GPUS} GPUs")
+    left.margins(y=0.1)
+    for mode, colour in modes.items():
+        line = sorted((row["gpus"], row["max_over_mean"]) for row in found if row["mode"] == mode)
+        right.plot(*zip(*line), "o-", color=colour, label=mode)
+    right.set_xscale("log", base=2)
+    gpus = sorted({row["gpus"] for row in found})
+    right.set_xticks(gpus, gpus)
+    right.set_ylim(0.95, None)
+    right.set_xlabel("GPUs")
+    right.set_ylabel("attention of the slowest rank / mean")
+    right.grid(alpha=0.3)
+    right.legend(frameon=False)
+    figure.suptitle("Set bimodal, samples of 64K tokens, Qwen2.5-3B's shape (simulated)")
+
+
 PICTURES: dict[str, tuple[Callable, Callable]] = {
     "steps.png": (step_data, draw_steps),
     "kernels.png": (kernel_data, draw_kernels),
     "layers.png": (layer_data, draw_layers),
     "balance.png": (balance_data, draw_balance),
     "recall.png": (recall_data, draw_recall),
+    "sparsebalance.png": (sparsebalance_data, draw_sparsebalance),
 }
 """By file name: what is shown, and how it is drawn."""
 

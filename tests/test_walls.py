@@ -24,6 +24,7 @@ FLOORS = [
     ["pattern"],
     ["ring"],
     ["attention", "loss"],
+    ["balance"],
     ["patches"],
     ["megatron"],
     ["launch"],
@@ -31,7 +32,8 @@ FLOORS = [
     ["models"],
     ["tools.common"],
     ["tools.report"],
-    ["tools.data", "tools.convert", "tools.inspect", "tools.plan", "tools.patching", "tools.quickstart"],
+    ["tools.data", "tools.convert", "tools.inspect", "tools.plan", "tools.patching", "tools.profile",
+     "tools.quickstart"],
     ["tools.cli"],
 ]  # fmt: skip
 """Rooms or modules of a floor stand beside each other: none imports another."""

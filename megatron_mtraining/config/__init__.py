@@ -9,7 +9,7 @@
 """
 
 from ..errors import ConfigError
-from .options import BY_NAME, OPTIONS, REMOVED, RENAMED, Option, current_name
+from .options import BALANCE, BY_NAME, OPTIONS, REMOVED, RENAMED, Option, current_name
 from .policies import (
     BLOCK_POLICY_NAMES,
     BlockListPolicy,
@@ -28,6 +28,7 @@ from .settings_file import check_settings_file, head_policies, sets_every_head, 
 from .validation import option
 
 __all__ = [
+    "BALANCE",
     "BLOCK_POLICY_NAMES",
     "BLOCK_SIZES",
     "BY_NAME",

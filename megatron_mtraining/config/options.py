@@ -28,6 +28,9 @@ from .policies import (
 )
 from .validation import check_choice, check_type, option
 
+BATCHING = ("off", "length", "cost")
+TUNING = ("off", "on")
+ANCHORS = ("mean", "min", "max")
 Section = type[Policy] | type[Sampling]
 """A dataclass of policies.py."""
 Values = dict[str, Any]
@@ -243,10 +246,62 @@ OPTIONS = (
         "Megatron's own output layer and loss, with the logits of all tokens.",
         default_help="4096; 0 where Megatron's options allow no chunks",
     ),
+    Option(
+        "batching", str,
+        "How the samples of a global batch are placed on data-parallel ranks and micro-batches. off: in "
+        "Megatron's order; length: ranks get equal numbers of visible query-key pairs; cost: ranks "
+        "get equal predicted attention time, from the latency profile and a running estimate of "
+        "density for each kind of data. The samples of each global batch stay the same.",
+        choices=BATCHING, default_help="off",
+    ),
+    Option(
+        "tuning", str,
+        "Whether the price of each micro-batch moves so that the data-parallel ranks have equal predicted "
+        "attention time: up on slow ranks, down on idle ones. Needs policy price.",
+        choices=TUNING, default_help="off",
+    ),
+    Option(
+        "tuning_anchor", str,
+        "With --mtraining-tuning on: the predicted time that ranks are tuned to. mean, min or max over the "
+        "ranks that wait for each other.",
+        choices=ANCHORS, default_help="mean",
+    ),
+    Option(
+        "tuning_mass", float,
+        "With --mtraining-tuning on: the largest share of attention mass that tuning may add to or take from "
+        "a micro-batch.",
+        default_help="0.01",
+    ),
+    Option(
+        "tuning_min_recall", float,
+        "With --mtraining-tuning on: expected recall below which tuning raises no price. 0 is no bound.",
+        default_help="0.0",
+    ),
+    Option(
+        "tuning_max_density", float,
+        "With --mtraining-tuning on: expected density above which tuning lowers no price. 1 is no bound.",
+        default_help="1.0",
+    ),
+    Option(
+        "profile", str,
+        "Latency profile of this GPU, a file that mtraining profile has written. For --mtraining-batching "
+        "and --mtraining-tuning.",
+        default_help="the committed profile of the GPU; relative times of the H200's for other GPUs",
+    ),
 )  # fmt: skip
 """Every option, in the order of help and docs."""
 
 BY_NAME = {each.name: each for each in OPTIONS}
+BALANCE = (
+    "batching",
+    "tuning",
+    "tuning_anchor",
+    "tuning_mass",
+    "tuning_min_recall",
+    "tuning_max_density",
+    "profile",
+)
+"""Options that balance data-parallel ranks. They are options of a run; layers do not read them."""
 SIZES = ("vertical", "slash", "vertical_cap", "slash_cap", "window", "sink")
 """Options that cannot be more than the sequence is long."""
 

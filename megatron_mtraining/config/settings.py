@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import get_args
 
 from ..errors import ConfigError, check_whole
-from .options import OPTIONS, SIZES, Values, config_fields
+from .options import ANCHORS, BALANCE, BATCHING, OPTIONS, SIZES, TUNING, Values, config_fields
 from .policies import (
     Policy,
     PricePolicy,
@@ -15,7 +15,7 @@ from .policies import (
     StratifiedSampling,
     XAttentionPolicy,
 )
-from .validation import check_at_least, check_type, option
+from .validation import check_at_least, check_choice, check_share, check_type, option
 
 BLOCK_SIZES = (64, 128)
 
@@ -35,6 +35,10 @@ class MTrainingConfig:
         recompute_attention: compute attention again under activation recomputation.
         bf16_gradients: send gradients of keys and values in bfloat16.
         loss_chunk: tokens whose logits exist at once; 0 for Megatron's own loss; None for a default.
+        batching, tuning: whether samples are placed, and prices moved, so that data-parallel ranks have equal
+            attention time; these and the following are options of the run, which layers do not read.
+        tuning_anchor, tuning_mass, tuning_min_recall, tuning_max_density: target and bounds of tuning.
+        profile: a file with the latency profile of this GPU.
 
     Raises:
         ConfigError: a value that cannot work; the message names its option.
@@ -50,6 +54,13 @@ class MTrainingConfig:
     recompute_attention: bool = False
     bf16_gradients: bool = False
     loss_chunk: int | None = None
+    batching: str = "off"
+    tuning: str = "off"
+    tuning_anchor: str = "mean"
+    tuning_mass: float = 0.01
+    tuning_min_recall: float = 0.0
+    tuning_max_density: float = 1.0
+    profile: str | None = None
 
     def __post_init__(self):
         for name, kind in (("policy", Policy), ("sampling", Sampling)):
@@ -70,6 +81,7 @@ class MTrainingConfig:
             check_type("settings", self.settings, str)
         if self.loss_chunk is not None:
             check_at_least("loss_chunk", self.loss_chunk, 0)
+        self._check_balance()
         for name in ("vertical", "vertical_cap"):
             columns = getattr(self.policy, name, None)
             if columns and self.sink > columns:
@@ -81,6 +93,59 @@ class MTrainingConfig:
             raise ConfigError(
                 f"{option('block_stride')} is {self.policy.stride}, which does not divide "
                 f"{option('block_size')} ({self.block_size}): use 8 or 16, for example"
+            )
+
+    def _check_balance(self) -> None:
+        for name, choices in (
+            ("batching", BATCHING),
+            ("tuning", TUNING),
+            ("tuning_anchor", ANCHORS),
+        ):
+            check_choice(name, getattr(self, name), choices)
+        check_share("tuning_mass", self.tuning_mass)
+        check_share("tuning_max_density", self.tuning_max_density)
+        check_at_least("tuning_min_recall", self.tuning_min_recall, 0, float)
+        if self.tuning_min_recall > 1:
+            raise ConfigError(
+                f"{option('tuning_min_recall')} is {self.tuning_min_recall}: use a share, at most 1"
+            )
+        if self.profile is not None:
+            check_type("profile", self.profile, str)
+        given = [
+            each.name
+            for each in fields(self)
+            if each.name in BALANCE and getattr(self, each.name) != each.default
+        ]
+        for name in given:
+            if name.startswith("tuning_") and self.tuning == "off":
+                raise ConfigError(
+                    f"{option(name)} is {getattr(self, name)}, but {option('tuning')} is off: use "
+                    f"{option('tuning')} on, or leave it out"
+                )
+        if self.profile is not None and not self.balances:
+            raise ConfigError(
+                f"{option('profile')} is {self.profile}, but {option('batching')} and {option('tuning')} "
+                "are off, so that nothing reads it: use one of them, or leave it out"
+            )
+
+    @property
+    def balances(self) -> bool:
+        """Whether the run balances its data-parallel ranks: batching or tuning is on."""
+        return self.batching != "off" or self.tuning == "on"
+
+    def check_tuning(self) -> None:
+        """Raise :class:`ConfigError` if tuning is on and there is no price that it could move."""
+        if self.tuning == "off":
+            return
+        if not isinstance(self.policy, PricePolicy):
+            raise ConfigError(
+                f"{option('tuning')} is on, but {option('policy')} is {self.policy.name}, which has no price "
+                f"to tune: use {option('policy')} price, or {option('tuning')} off"
+            )
+        if self.policy.price == 0:
+            raise ConfigError(
+                f"{option('tuning')} is on, but {option('price')} is 0, which is dense attention: use a "
+                f"price above 0, or {option('tuning')} off"
             )
 
     @classmethod

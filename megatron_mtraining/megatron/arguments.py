@@ -18,6 +18,7 @@ from ..config import (
     sets_every_head,
 )
 from .backend import is_active, training_arguments
+from .balance_options import check_balance, lines_of_balance
 from .checks import check_settings, inner_group_size
 from .options import add_arguments, attribute, config_from_args
 from .output_layer import check_loss, why_not
@@ -119,6 +120,7 @@ def fill_in(args) -> list[str]:
     if warning:
         lines.append(f"warning: {warning}")
     lines += fill_in_documents(args)
+    lines += lines_of_balance(args, config)
     chunked = config.loss_chunk != 0 and why_not(args, command_line=True) is None
     if chunked and getattr(args, "cross_entropy_loss_fusion", False):
         lines.append(
@@ -148,6 +150,7 @@ def _checked(args) -> tuple[MTrainingConfig, str | None]:
     inner = inner_group_size(args, size, config.gathered_ranks, command_line=True)
     if seq_length is not None:
         config.check_sequence(seq_length, size, inner)
+        check_balance(args, config)
     return config, warning
 
 

@@ -7,7 +7,9 @@ import copy
 
 from megatron.core.transformer.enums import AttnBackend
 
+from ..balance.estimates import DensityEstimates
 from ..config import ConfigError
+from .arguments import settings
 from .backend import is_active, training_arguments
 from .run_state import RUN
 
@@ -25,6 +27,7 @@ def wrap_generate_state_dict(original):
                 (price for price in (each.state() for each in RUN.steerings) if price is not None),
                 None,
             )
+            saved.mtraining_balance_reached = None if RUN.balance is None else RUN.balance.state()
             state["args"] = saved
         return state
 
@@ -32,7 +35,8 @@ def wrap_generate_state_dict(original):
 
 
 def wrap_check_checkpoint_args(original):
-    """``check_checkpoint_args`` that restores the price, or prices, of the checkpoint's run."""
+    """``check_checkpoint_args`` that restores the price, or prices, of the checkpoint's run, and its
+    estimates of density."""
 
     def check_checkpoint_args(checkpoint_args, *others, **named):
         result = original(checkpoint_args, *others, **named)
@@ -43,6 +47,13 @@ def wrap_check_checkpoint_args(original):
                     RUN.steering_of_run().restore(price)
                 except ConfigError as error:
                     raise ConfigError(f"{error}; --finetune leaves the prices out") from None
+            estimates = getattr(checkpoint_args, "mtraining_balance_reached", None)
+            if estimates is not None and settings().balances:
+                try:
+                    DensityEstimates().restore(estimates)
+                except ConfigError as error:
+                    raise ConfigError(f"{error}; --finetune leaves them out") from None
+                RUN.restored_balance = estimates
         return result
 
     return check_checkpoint_args

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
@@ -10,7 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from ..attention import attend
-from ..config import ConfigError, Policy, head_policies
+from ..config import ConfigError, Policy, PricePolicy, head_policies, option
 from ..cp_group import CPGroup, cp_group_of
 from ..pattern import Steering
 from . import recompute
@@ -19,6 +21,7 @@ from .backend import is_active, training_arguments
 from .checks import check_settings, inner_group_size, is_p2p, show
 from .density import DensityMeter
 from .hosts import advise_on_hosts, check_hosts
+from .observation import in_backward
 from .packed_documents import documents_for_layer
 from .run_state import RUN
 
@@ -107,6 +110,10 @@ class MTrainingAttention(MegatronModule):
         self.head_policies = self._own_policies(pg_collection, place)
         self.density = DensityMeter(layer_number - 1, self.first_head)
         self.saves = recompute.what_to_save(self)
+        self.balancer = RUN.balancer_of_run()
+        self.calls = None if self.balancer is None else self.balancer.layer()
+        self.tunable_heads = self._tunable_heads()
+        self._tunable_mask: Tensor | None = None
 
     def forward(
         self,
@@ -134,7 +141,7 @@ class MTrainingAttention(MegatronModule):
         Raises:
             ConfigError: something given is not supported.
             RuntimeError: a replay under activation recomputation that does not run the attentions
-                of its first pass.
+                of its first pass, or whose first pass has left nothing for it and had a tuned price.
         """
         place = f"attention of layer {self.layer_number}"
         if attention_bias is not None:
@@ -142,26 +149,69 @@ class MTrainingAttention(MegatronModule):
         documents = documents_for_layer(packed_seq_params, place)
         if attn_mask_type is not None:
             _check_mask_type(attn_mask_type, place)
-        first_pass = recompute.saved_result(self, query)
+        replay = recompute.saved_call(self, query)
+        first_pass = None if replay is None else replay.result
+        microbatch = self._begin_call(place) if replay is None else replay.microbatch
+        tuned = self._tuning(microbatch) if replay is None else None
+        counted = self.calls is not None and microbatch is not None
         try:
-            result = attend(
-                query,
-                key,
-                value,
-                config=self.mtraining,
-                cp_group=self.cp_group,
-                cp_inner=self.cp_inner,
-                softmax_scale=self.softmax_scale,
-                documents=documents,
-                first_pass=first_pass,
-                **({} if first_pass is not None else self._of_this_step(query)),
-            )
+            with self.calls.timed(microbatch, query.is_cuda) if counted else nullcontext():
+                result = attend(
+                    query,
+                    key,
+                    value,
+                    config=self.mtraining,
+                    cp_group=self.cp_group,
+                    cp_inner=self.cp_inner,
+                    softmax_scale=self.softmax_scale,
+                    documents=documents,
+                    first_pass=first_pass,
+                    **({} if first_pass is not None else self._of_this_step(query, tuned)),
+                )
         except ValueError as error:  # a ConfigError too
             raise ConfigError(f"the {place} cannot run: {error}{_hint(query, key)}") from error
-        recompute.save(self, result)
+        recompute.save(self, result, microbatch)
+        if counted:
+            self.calls.time_backward(microbatch, result.out)
         if self.training and first_pass is None:
-            self._count(result.index)
+            self._count(result.index, microbatch, tuned)
         return result.out.flatten(2)
+
+    def _begin_call(self, place: str) -> int | None:
+        """The micro-batch that a first pass begins, where ranks are balanced and in training mode."""
+        if self.calls is None or not self.training:
+            return None
+        if not in_backward():
+            return self.calls.next()
+        if self.balancer.bounds is not None:
+            # It may be of any micro-batch: a pattern at another price has other gradients.
+            raise RuntimeError(
+                f"the {place} is run again in a backward, without the pattern of its first pass, and "
+                f"{option('tuning')} is on: use reentrant checkpoints, as Megatron's are, or "
+                f"{option('tuning')} off"
+            )
+        return None
+
+    def _tuning(self, microbatch: int | None) -> tuple[Tensor, Tensor] | None:
+        """The multiplier of this call's price, and the mass that it gives up: ``[]``, or ``[h]`` where heads
+        have no price."""
+        if microbatch is None or not any(self.tunable_heads):
+            return None
+        tuned = self.balancer.tuning(microbatch)
+        if tuned is None or all(self.tunable_heads):
+            return tuned
+        multiplier, mass = tuned
+        if self._tunable_mask is None:
+            self._tunable_mask = torch.tensor(self.tunable_heads, device=mass.device).float()
+        return multiplier, mass * self._tunable_mask
+
+    def _tunable_heads(self) -> list[bool]:
+        """Which heads of this rank have a price that tuning can move."""
+        own = self.mtraining.policy
+        if self.balancer is None or not isinstance(own, PricePolicy) or own.price == 0:
+            return [False]
+        policies = [own] if self.head_policies is None else self.head_policies
+        return [isinstance(policy, PricePolicy) and policy.price > 0 for policy in policies]
 
     def _steering(self, place: str) -> Steering:
         """The run's, which all layers on all ranks share."""
@@ -203,19 +253,22 @@ class MTrainingAttention(MegatronModule):
         self.first_head = rank * own
         return None if policies is None else policies[self.first_head : self.first_head + own]
 
-    def _of_this_step(self, query: Tensor) -> dict:
+    def _of_this_step(self, query: Tensor, tuned: tuple[Tensor, Tensor] | None) -> dict:
         """What the pattern search of this step takes beside the settings."""
         layer, heads = self.layer_number - 1, query.shape[2]
-        return dict(
-            head_policies=self.head_policies,
-            price=self.steering.price(query.device, layer, self.first_head, heads),
-        )
+        price = self.steering.price(query.device, layer, self.first_head, heads)
+        if tuned is not None:
+            price = tuned[0] * (self.mtraining.policy.price if price is None else price)
+        return dict(head_policies=self.head_policies, price=price)
 
-    def _count(self, index) -> None:
+    def _count(self, index, microbatch: int | None, tuned: tuple[Tensor, Tensor] | None) -> None:
         self.density.add(density := index.density(), index.recall)
         # Without recall, everything is kept.
         recall = torch.ones_like(density) if index.recall is None else index.recall
-        self.steering.observe(recall, self.layer_number - 1, self.first_head)
+        given_up = None if tuned is None else tuned[1]
+        self.steering.observe(recall, self.layer_number - 1, self.first_head, given_up)
+        if self.calls is not None and microbatch is not None:
+            self.calls.observe(microbatch, density, recall)
 
 
 def _check_hosts(cp: CPGroup, sizes, place: str) -> None:

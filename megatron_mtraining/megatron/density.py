@@ -1,5 +1,6 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Density and recall of a run: summed on the device at each step, read and logged at Megatron's log interval.
+"""Density and recall of a run: summed on the device at each step, read and logged at Megatron's log interval,
+with the balance of ranks.
 
 Also the end of a step, which moves the price.
 """
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ..cp_group import RankGroup
 from .backend import is_active, training_arguments
+from .balance_log import log_balance
 from .run_state import RUN
 
 NEARLY_DENSE = 0.95
@@ -133,6 +135,9 @@ def wrap_training_log(original):
         end_step(iteration)
         if iteration % arguments.log_interval == 0 or given.get("is_first_iteration"):
             log_density(iteration)
+            if RUN.balancer is not None:
+                RUN.balancer.read()
+                log_balance(iteration, RUN.balancer.interval)
         return result
 
     return training_log

@@ -14,6 +14,7 @@ from ..config import option
 from ..cp_group import ProcessGroup, RankGroup
 from .arguments import settings
 from .backend import training_arguments
+from .balance_options import balance_of_rank
 
 ARGUMENTS = (
     "seq_length",
@@ -32,6 +33,14 @@ ARGUMENTS = (
     "recompute_granularity",
 )
 """Megatron-LM's arguments that layout, pattern and collectives follow from."""
+OF_PLANS = (
+    "expert_model_parallel_size",
+    "num_workers",
+    "seed",
+    "dataloader_inter_document_masking",
+    "reset_position_ids",
+)
+"""Those that the plans of balanced steps follow from, too."""
 FIELDS = ("context_parallel_size", "num_layers", "num_attention_heads", "params_dtype")
 """Those of a TransformerConfig, for training loops other than Megatron-LM's."""
 PACKAGES = ("megatron-mtraining", "megatron-core", "torch", "triton", "transformer-engine")
@@ -61,8 +70,12 @@ def given_to_rank(config) -> dict[str, Any]:
         content = Path(ours.settings).read_bytes()
         name = f"the content (SHA-256) of {option('settings')}"
         given[name] = hashlib.sha256(content).hexdigest()[:16]
+    if ours.balances:
+        given.update(balance_of_rank(ours))
     arguments = training_arguments()
     names = FIELDS if arguments is None else ARGUMENTS
+    if ours.balances and arguments is not None:
+        names = names + OF_PLANS
     for name in names:
         value = getattr(config if arguments is None else arguments, name, None)
         given[f"--{name.replace('_', '-')}"] = str(value)

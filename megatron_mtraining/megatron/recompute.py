@@ -39,6 +39,16 @@ class _Saved(NamedTuple):
     attention: torch.nn.Module
     result: AttentionResult | Pattern
     shape: str
+    microbatch: int | None
+
+
+class Replay(NamedTuple):
+    """What the first pass of a call has left for its replay."""
+
+    result: AttentionResult | Pattern
+    """Its result, or its pattern alone if attention is to be computed again."""
+    microbatch: int | None
+    """What :func:`save` was given."""
 
 
 class _Pass(NamedTuple):
@@ -80,24 +90,29 @@ def what_to_save(attention: torch.nn.Module) -> Saves:
     return Saves.PATTERN if again else Saves.RESULT
 
 
-def save(attention: torch.nn.Module, result: AttentionResult) -> None:
-    """Save a result for the replay, in the first pass of a checkpointed call; else do nothing."""
+def save(
+    attention: torch.nn.Module, result: AttentionResult, microbatch: int | None = None
+) -> None:
+    """Save a result for the replay, in the first pass of a checkpointed call; else do nothing.
+
+    Args:
+        microbatch: the number of the call's micro-batch in its step; None if it has none.
+    """
     sink = _current.get().sink
     if sink is None:
         return
     saved: AttentionResult | Pattern = result.index
     if attention.saves is Saves.RESULT:
         saved = result._replace(out=result.out.detach(), lse=result.lse.detach())
-    sink.append(_Saved(attention, saved, _shape(result.out)))
+    sink.append(_Saved(attention, saved, _shape(result.out), microbatch))
 
 
 def _shape(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
 
 
-def saved_result(attention: torch.nn.Module, query: Tensor) -> AttentionResult | Pattern | None:
-    """The first pass's result of this call of ``attention``, or its pattern alone if attention is to be
-    computed again; None if this is no replay.
+def saved_call(attention: torch.nn.Module, query: Tensor) -> Replay | None:
+    """What the first pass of this call of ``attention`` has saved; None if this is no replay.
 
     Every context-parallel rank runs the same calls, so all get a result or none does.
 
@@ -113,7 +128,8 @@ def saved_result(attention: torch.nn.Module, query: Tensor) -> AttentionResult |
         return None
     wrong = _what_is_wrong(attention, source, query)
     if wrong is None:
-        return source.popleft().result
+        saved = source.popleft()
+        return Replay(saved.result, saved.microbatch)
     if attention.saves is Saves.PATTERN:  # it can do without
         source.clear()
         return None

@@ -35,6 +35,7 @@ def live_changes() -> tuple[LiveChange, ...]:
     from . import (
         arguments,
         batch,
+        batching,
         checkpoint,
         density,
         gpt_model,
@@ -95,6 +96,14 @@ def live_changes() -> tuple[LiveChange, ...]:
             "Builds YaRN's first table unsliced while such a model is built: the constructor slices it in "
             "zigzag order, which fails for context-parallel sizes that do not divide it (3, for example), "
             "and the result is not used.",
+        ),
+        LiveChange(
+            "megatron.training.datasets.data_samplers",
+            "build_pretraining_data_loader",
+            batching.wrap_build_data_loader,
+            "Gives the training data loader a batch sampler that places each global batch's samples "
+            "(`--mtraining-batching`), and plans steps: Megatron has no option for a sampler. Other splits, "
+            "and runs without batching and tuning, keep Megatron's.",
         ),
         LiveChange(
             "megatron.core.utils",
@@ -181,7 +190,7 @@ LIVE_STATE = (
         "`arguments.py`, in `validate_args`",
         "The settings, defaults filled in, as plain values: arguments are pickled into checkpoints, which "
         "must load without this package. `mtraining_price_reached` in a checkpoint is the state of a "
-        "target recall.",
+        "target recall, and `mtraining_balance_reached` that of the estimates of density.",
     ),
     LiveState(
         "`args.create_attention_mask_in_dataloader`, `args.reset_position_ids`",

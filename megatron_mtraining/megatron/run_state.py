@@ -1,13 +1,16 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""What the layers of a run share in this process: the steering of their prices, and the training step."""
+"""What the layers of a run share in this process: the steering of their prices, the balance of ranks, and the
+training step."""
 
 from __future__ import annotations
 
+from ..balance.planner import Planner
 from ..config import MTrainingConfig
 from ..cp_group import RankGroup
 from ..pattern import Steering
 from .arguments import settings
-from .backend import training_arguments
+from .backend import is_active, training_arguments
+from .balancing import Balancer, balancer_of_arguments
 
 
 class RunState:
@@ -18,12 +21,20 @@ class RunState:
 
     Attributes:
         step: the training step under way, from 0.
+        balance: the plans of steps, on ranks with a data loader; None elsewhere, and in other runs.
+        restored_balance: the state of their estimates in the checkpoint that training goes on from.
         warned_of_density: whether this run was told that its price leaves nothing out.
+        balancer: tuning and accounting; None where neither batching nor tuning is on. :meth:`balancer_of_run`
+            makes it in a run of Megatron-LM; other training loops set it.
     """
 
     def __init__(self):
         self.step = 0
+        self.balance: Planner | None = None
+        self.restored_balance: dict | None = None
         self.warned_of_density = False
+        self.balancer: Balancer | None = None
+        self._balancer_made = False
         self._steerings: dict[tuple, Steering] = {}
 
     def steering_of(self, config: MTrainingConfig, num_layers: int, num_heads: int) -> Steering:
@@ -47,6 +58,21 @@ class RunState:
         """All that there are."""
         return list(self._steerings.values())
 
+    def balancer_of_run(self) -> Balancer | None:
+        """The balancer of a run, also on a rank without attention; None if it needs none."""
+        args = training_arguments()
+        if self.balancer is None and not self._balancer_made and is_active(args):
+            self._balancer_made = True
+            self.balancer = balancer_of_arguments(
+                args, settings(), self.step_now, lambda: self.balance
+            )
+        return self.balancer
+
+    def step_now(self) -> int:
+        """The training step under way, from 0: Megatron-LM skips those of ``--iterations-to-skip`` without an
+        end."""
+        return getattr(training_arguments(), "curr_iteration", self.step)
+
     def resume(self, step: int) -> None:
         """Training goes on after ``step`` steps, from a checkpoint."""
         self.step = step
@@ -54,11 +80,16 @@ class RunState:
             steering.step = step
 
     def advance(self, step: int) -> None:
-        """End a training step on all ranks: ``step`` steps are done. A collective where there are targets."""
+        """End a training step on all ranks: ``step`` steps are done. A collective where there are targets,
+        and one where ranks are balanced."""
         self.step = step
         ranks = RankGroup.everyone()
         for steering in self.steerings:
             steering.advance(step, ranks)
+        balancer = self.balancer_of_run()
+        if balancer is not None:
+            prices = (steering.typical() for steering in self.steerings)
+            balancer.end_step(step, ranks, next((p for p in prices if p is not None), None))
 
 
 RUN = RunState()

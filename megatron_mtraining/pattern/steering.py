@@ -77,12 +77,20 @@ class Steering:
             self._log_prices = start.expand(self._shape).clone().to(device)
         return self._log_prices
 
-    def observe(self, recall: Tensor, layer: int = 0, first: int = 0) -> None:
+    def observe(
+        self, recall: Tensor, layer: int = 0, first: int = 0, given_up: Tensor | None = None
+    ) -> None:
         """Count the recall of one call, float32 ``[b, h]``, for the target: of the heads from ``first`` on of
-        a layer, both from 0."""
+        a layer, both from 0.
+
+        Args:
+            given_up: the share of attention mass that this call has given up (negative: taken) because its
+                price was multiplied, float32 ``[]`` or ``[h]``. The target is of the recall without that:
+                prices that follow the target would undo it else.
+        """
         if self._target is None:
             return
-        value = recall
+        value = recall if given_up is None else (recall + given_up).clamp(max=1.0)
         if self._seen is None:
             self._seen = torch.zeros(2, *self._shape, device=value.device)
         if self._heads:
@@ -159,6 +167,11 @@ class Steering:
                     f"{option('target_scope')} model"
                 )
         self._start, self._log_prices = price, None
+
+    def typical(self) -> Tensor | None:
+        """This step's price, the median where each head has one: float32 ``[]``, on the device. None if
+        nothing moves it, or no attention has run here."""
+        return None if self._log_prices is None else self._log_prices.median().exp()
 
     def now(self) -> float | None:
         """This step's price, the median where each head has one, read from the device; None without one."""

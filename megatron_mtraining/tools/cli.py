@@ -66,6 +66,11 @@ COMMANDS = (
         "compute the memory that a training setting needs on each GPU",
     ),
     Command(
+        "profile",
+        "megatron_mtraining.tools.profile.command",
+        "measure what attention costs on this machine's GPU, for batching and tuning",
+    ),
+    Command(
         "patch",
         "megatron_mtraining.tools.patching",
         "add the attention backend to a Megatron-LM checkout, check for it, or remove it",

@@ -40,7 +40,7 @@ def test_every_field_has_one_option():
 def test_defaults_in_help_are_those_of_the_settings():
     words = {"False": "off", "None": GENERAL["loss_chunk"].default}
     for field in fields(MTrainingConfig):
-        if field.name not in ("policy", "sampling", "settings"):
+        if field.name not in ("policy", "sampling", "settings", "profile"):
             default = str(field.default)
             assert GENERAL[field.name].default == words.get(default, default), field.name
     for option in OPTIONS:
@@ -55,7 +55,11 @@ CONFIGS = [
     MTrainingConfig(CoveragePolicy(0.5, 100, 200), LastRowsSampling(rows=9), sink=3),
     MTrainingConfig(XAttentionPolicy(8, 0.5), StratifiedSampling(4, 3, 0), settings="file.json"),
     MTrainingConfig(MobaPolicy(3), recompute_attention=True, bf16_gradients=True, loss_chunk=0),
-]
+    MTrainingConfig(
+        PricePolicy(price=0.2), batching="cost", tuning="on", tuning_anchor="min", tuning_mass=0.02,
+        tuning_min_recall=0.5, tuning_max_density=0.4, profile="gpu.json",
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.policy.name)
@@ -85,6 +89,42 @@ def test_removed_options_say_what_to_use(name):
     flag = "--mtraining-" + name.replace("_", "-")
     with pytest.raises(ConfigError, match=f"{flag} is not an option any more; "):
         MTrainingConfig.from_options(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (dict(batching="time"), "--mtraining-batching is time: use one of off, length, cost"),
+        (dict(tuning=True), "--mtraining-tuning must be a text, but is True"),
+        (dict(tuning="on", tuning_anchor="median"), "--mtraining-tuning-anchor is median: use one of mean"),
+        (dict(tuning="on", tuning_mass=0.0), "--mtraining-tuning-mass is 0.0: use a share"),
+        (dict(tuning="on", tuning_min_recall=1.5), "--mtraining-tuning-min-recall is 1.5: use a share"),
+        (dict(tuning="on", tuning_min_recall=-0.5), "--mtraining-tuning-min-recall is -0.5: use 0 or more"),
+        (dict(tuning="on", tuning_max_density=float("nan")), "--mtraining-tuning-max-density must be"),
+        (dict(tuning_anchor="min"), "--mtraining-tuning-anchor is min, but --mtraining-tuning is off"),
+        (dict(batching="cost", tuning_mass=0.5), "--mtraining-tuning-mass is 0.5, but --mtraining-tuning is"),
+        (dict(profile="gpu.json"), "--mtraining-profile is gpu.json, but --mtraining-batching and"),
+    ],
+)  # fmt: skip
+def test_options_of_balancing_that_cannot_work(options, named):
+    with pytest.raises(ConfigError) as raised:
+        MTrainingConfig.from_options(**options)
+    assert named in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (dict(policy="moba"), "--mtraining-policy is moba, which has no price to tune"),
+        (dict(price=0), "--mtraining-price is 0, which is dense attention"),
+    ],
+)
+def test_tuning_needs_a_price(options, named):
+    config = MTrainingConfig.from_options(tuning="on", **options)
+    with pytest.raises(ConfigError, match=named):
+        config.check_tuning()
+    MTrainingConfig.from_options(tuning="on").check_tuning()
+    MTrainingConfig.from_options(batching="cost", **options).check_tuning()
 
 
 def test_unknown_options_are_refused():

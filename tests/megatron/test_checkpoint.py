@@ -5,11 +5,20 @@ import pickle
 import subprocess
 import sys
 from argparse import Namespace
+from types import SimpleNamespace
 
+import numpy as np
+import pytest
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_mtraining.megatron import register
-from megatron_mtraining.megatron.checkpoint import wrap_generate_state_dict
+from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining.balance.estimates import DensityEstimates
+from megatron_mtraining.megatron import checkpoint, register
+from megatron_mtraining.megatron.checkpoint import (
+    wrap_check_checkpoint_args,
+    wrap_generate_state_dict,
+)
+from megatron_mtraining.megatron.run_state import RUN
 
 
 def state_of(args):
@@ -39,3 +48,33 @@ def test_saved_arguments_load_without_the_package(tmp_path):
 def test_other_runs_save_what_they_have():
     args = Namespace(attention_backend=AttnBackend.flash)
     assert state_of(args)["args"] is args
+
+
+def test_estimates_of_density_go_on_from_a_checkpoint(monkeypatch):
+    """If the run balances its ranks; a damaged state is refused with a way out."""
+    known = DensityEstimates()
+    known.observe(np.array([[[0, 6]]]), [0.6], [0.5])
+    monkeypatch.setattr(RUN, "balance", SimpleNamespace(state=known.state))
+    args = Namespace(attention_backend=AttnBackend["mtraining"])
+    saved = pickle.loads(pickle.dumps(state_of(args)["args"]))
+    assert saved.mtraining_balance_reached == known.state()
+
+    monkeypatch.setattr(RUN, "restored_balance", None)
+    monkeypatch.setattr(checkpoint, "training_arguments", lambda: args)
+    restore = wrap_check_checkpoint_args(lambda checkpoint_args: None)
+    for balances in (False, True):
+        config = MTrainingConfig.from_options(batching="cost" if balances else "off")
+        monkeypatch.setattr(checkpoint, "settings", lambda config=config: config)
+        restore(saved)
+        assert RUN.restored_balance == (known.state() if balances else None)
+    saved.mtraining_balance_reached = {"version": 99}
+    with pytest.raises(ConfigError, match="--finetune leaves them out"):
+        restore(saved)
+    saved.mtraining_balance_reached = None
+    restore(saved)
+
+
+def test_runs_that_balance_nothing_save_no_estimates(monkeypatch):
+    monkeypatch.setattr(RUN, "balance", None)
+    args = Namespace(attention_backend=AttnBackend["mtraining"])
+    assert state_of(args)["args"].mtraining_balance_reached is None

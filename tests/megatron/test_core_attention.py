@@ -37,6 +37,7 @@ def dense(query, key, value, scale):
 
 
 def test_all_layers_of_a_run_share_its_prices(monkeypatch):
+    monkeypatch.setattr(RUN, "_steerings", {})
     args = Namespace(
         attention_backend=AttnBackend.mtraining, num_layers=3, num_attention_heads=HEADS
     )

@@ -189,10 +189,10 @@ def results(monkeypatch):
     references = []
     original = recompute._Saved
 
-    def kept(attention, attended, shape):
+    def kept(attention, attended, *others):
         references.extend(weakref.ref(tensor) for tensor in (attended.out, attended.lse))
         references.append(weakref.ref(attended.index))
-        return original(attention, attended, shape)
+        return original(attention, attended, *others)
 
     monkeypatch.setattr(recompute, "_Saved", kept)
     gc.disable()  # what is not needed is freed at once, without the collector of cycles

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -65,7 +66,9 @@ class Tree:
     def run(self, way: str, processes: int, *words: str, timeout: float = 300, data: str = MOCK):
         """pretrain_gpt.py: ``way`` is "launcher", "patch", or "plain" for neither."""
         command, root = self.command(way, *words, data=data)
-        return torchrun(processes, *command, timeout=timeout, PYTHONPATH=str(root))
+        # What this process takes the package from, too: it may not be the one that is installed.
+        path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+        return torchrun(processes, *command, timeout=timeout, PYTHONPATH=path)
 
     def command(self, way: str, *words: str, data: str = MOCK) -> tuple[list, Path]:
         """The words after torchrun's own of :meth:`run`, and the folder that Python looks in."""

@@ -1,0 +1,112 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+r"""Tokens of each kind of text, and the documents of packed samples cut from them.
+
+    python -m benchmarks.sparsebalance.texts --model MODEL.gguf --text book=book.txt ... --cache tokens.npz
+
+writes the tokens to a file, which the scripts that run a model take with ``--cache``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_mtraining.documents import Documents
+from megatron_mtraining.errors import ConfigError
+from megatron_mtraining.models.tokenizer import open_tokenizer
+
+from . import sets
+from .record_patterns import CHARACTERS_PER_TOKEN, named_file, read_text
+
+HELD_OUT = 0.03
+"""The last share of each text, which no sample of training is cut from."""
+
+
+class Texts:
+    """Streams of tokens, from which documents are cut one after the other, again from the start at the end.
+
+    Args:
+        tokens: by kind, ``[n]``.
+        held_out: take the last :data:`HELD_OUT` of each, or else what is before it.
+        seed: where each stream begins.
+    """
+
+    def __init__(self, tokens: dict[str, np.ndarray], held_out: bool = False, seed: int = 0):
+        rng = np.random.default_rng(seed)
+        self.streams, self._at = {}, {}
+        for kind, all_of in tokens.items():
+            first = int(len(all_of) * (1 - HELD_OUT))
+            stream = all_of[first:] if held_out else all_of[:first]
+            if not len(stream):
+                raise ConfigError(f"text {kind} has {len(all_of)} tokens: give more text")
+            self.streams[kind] = stream
+            self._at[kind] = 0 if held_out else int(rng.integers(len(stream)))
+
+    def cut(self, kind: str, count: int) -> np.ndarray:
+        """The next ``count`` tokens of a kind."""
+        stream, at = self.streams[kind], self._at[kind]
+        self._at[kind] = (at + count) % len(stream)
+        return stream[np.arange(at, at + count) % len(stream)]
+
+    def sample(self, dataset: int, documents: np.ndarray) -> Tensor:
+        """A packed sample: int64 ``[s]``."""
+        kind = sets.KINDS[dataset]
+        parts = [self.cut(kind, int(length)) for length in documents]
+        return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+
+
+def documents_of(lengths: np.ndarray, device) -> Documents:
+    """The documents of one packed sample."""
+    return Documents.from_lengths(lengths.tolist(), int(lengths.sum()), device)
+
+
+def read(options) -> dict[str, np.ndarray]:
+    """Tokens by kind: of ``--cache`` if it is there, else of ``--text`` and Python's standard library; then
+    ``--cache`` is written."""
+    if options.cache is not None and options.cache.exists():
+        with np.load(options.cache, allow_pickle=False) as found:
+            return {kind: found[kind] for kind in found.files}
+    files, encode = dict(options.text), open_tokenizer(options.model).encode
+    kinds = (["code"] if options.code else []) + list(files)
+    unknown = [kind for kind in kinds if kind not in sets.KINDS]
+    if unknown or not kinds:
+        raise ConfigError(f"--text has kinds {unknown}: use some of {', '.join(sets.KINDS)}")
+    found = {}
+    for kind in kinds:
+        share = dict(zip(sets.KINDS, sets.SHARES))[kind]
+        count = round(options.tokens * share)
+        ids = encode(read_text(kind, files, count * CHARACTERS_PER_TOKEN))[:count]
+        found[kind] = np.array(ids, np.int32 if max(ids) >= 2**16 else np.uint16)
+        print(f"{kind}: {len(ids)} tokens", flush=True)
+    if options.cache is not None:
+        np.savez_compressed(options.cache, **found)
+    return found
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of all scripts that run a model over texts."""
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="a GGUF file or a Hugging Face folder")
+    add("--text", type=named_file, nargs="+", default=[], metavar="KIND=FILE")
+    add("--no-code", dest="code", action="store_false", help="without Python's standard library")
+    add("--tokens", type=int, default=4_000_000, help="that are read of all texts, at most")
+    add("--cache", type=Path, help="a file of the texts' tokens; made if it is not there")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    add_options(parser)
+    try:
+        read(parser.parse_args(words))
+    except ConfigError as error:
+        sys.exit(f"texts.py: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Which data-parallel rank and micro-batch gets which sample of a global batch.
+
+Each rank gets equally many samples, as Megatron needs it. So this is number partitioning with exact counts:
+longest processing time first (LPT), then swaps between a slow and a fast rank. All arithmetic after
+:func:`_levels` is on whole numbers, so that ranks on different processors place alike.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from ..errors import ConfigError, check_whole
+
+LEVELS = 1 << 16
+"""Costs are rounded to this many levels of the largest. The last bits of a cost, which may differ from one
+processor to the next, then decide nothing, and the error is far below that of any prediction."""
+PASSES = 8
+"""Most rounds of swaps. Each one halves the largest gap or more where samples are small."""
+FEW = 64
+"""Up to this many samples a rank, all pairs of a swap are compared at once."""
+
+
+def megatron_order(dp_size: int, num_microbatches: int, micro_batch_size: int) -> np.ndarray:
+    """Megatron's own placement: positions in the global batch, int64 ``[M, dp, mbs]``."""
+    _check_sizes(dp_size, num_microbatches, micro_batch_size)
+    shape = (num_microbatches, dp_size, micro_batch_size)
+    return np.arange(np.prod(shape), dtype=np.int64).reshape(shape)
+
+
+def place(
+    costs, dp_size: int, num_microbatches: int, micro_batch_size: int, *, per_microbatch: bool
+) -> np.ndarray:
+    """Place the samples of a global batch so that ranks have equal sums of costs.
+
+    Micro-batches of a rank are in descending order of cost, so that micro-batch k is alike on all ranks.
+
+    Args:
+        costs: of each sample of the global batch, in any unit, finite, 0 or more: ``[M * dp * mbs]``.
+        per_microbatch: ranks wait for each other in each micro-batch (expert parallelism): the
+            sum over micro-batches of the largest cost of any rank comes first, then the sums over a rank.
+
+    Returns:
+        Positions in the global batch, each once: int64 ``[M, dp, mbs]``. The same for the same costs.
+
+    Raises:
+        ConfigError: sizes that are no counts, another number of costs, or a cost that is not finite.
+    """
+    _check_sizes(dp_size, num_microbatches, micro_batch_size)
+    costs = np.asarray(costs, np.float64)
+    number = dp_size * num_microbatches * micro_batch_size
+    if costs.shape != (number,):
+        raise ConfigError(
+            f"costs are of shape {list(costs.shape)}: give one for each of the {number} = "
+            f"{num_microbatches} x {dp_size} x {micro_batch_size} samples of a global batch"
+        )
+    wrong = np.flatnonzero(~(np.isfinite(costs) & (costs >= 0)))
+    if len(wrong):
+        raise ConfigError(
+            f"the cost of sample {wrong[0]} of the global batch is {costs[wrong[0]]}: give finite costs "
+            "of 0 or more"
+        )
+    levels = _levels(costs)
+    if per_microbatch:
+        return _by_microbatch(levels, dp_size, num_microbatches, micro_batch_size)
+    ranks = _by_rank(levels, dp_size)
+    bins = _even_bins(levels, ranks, num_microbatches)
+    sums = levels[bins].sum(2)
+    order = np.argsort(-sums, axis=1, kind="stable")
+    return np.ascontiguousarray(np.take_along_axis(bins, order[:, :, None], 1).transpose(1, 0, 2))
+
+
+def _check_sizes(dp_size: int, num_microbatches: int, micro_batch_size: int) -> None:
+    sizes = dict(
+        dp_size=dp_size, num_microbatches=num_microbatches, micro_batch_size=micro_batch_size
+    )
+    check_whole(**sizes)
+    for name, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"{name} is {size}: use 1 or more")
+
+
+def _levels(costs: np.ndarray) -> np.ndarray:
+    """Costs as whole numbers, int64: the largest is :data:`LEVELS`, none is 0."""
+    largest = costs.max()
+    if largest == 0:
+        return np.ones(len(costs), np.int64)
+    return np.maximum(np.rint(costs / largest * LEVELS), 1).astype(np.int64)
+
+
+def _descending(levels: np.ndarray) -> np.ndarray:
+    return np.argsort(-levels, kind="stable")
+
+
+def _by_rank(levels: np.ndarray, dp_size: int) -> np.ndarray:
+    """Samples of each rank, ``[dp, n]``, in descending order of cost."""
+    n = len(levels) // dp_size
+    ranks: list[list[int]] = [[] for _ in range(dp_size)]
+    heap = [(0, rank) for rank in range(dp_size)]
+    values = levels.tolist()
+    for sample in _descending(levels).tolist():
+        total, rank = heap[0]
+        ranks[rank].append(sample)
+        if len(ranks[rank]) < n:
+            heapq.heapreplace(heap, (total + values[sample], rank))
+        else:
+            heapq.heappop(heap)
+    found = np.array(ranks, np.int64)
+    for _ in range(PASSES):
+        if not _swap(levels, found):
+            break
+    order = np.argsort(-levels[found], axis=1, kind="stable")
+    return np.take_along_axis(found, order, 1)
+
+
+def _swap(levels: np.ndarray, ranks: np.ndarray) -> bool:
+    """One swap for each pair of the slowest and the fastest rank, the second of each, and so on, in place.
+
+    Returns:
+        Whether anything was swapped.
+    """
+    dp_size, n = ranks.shape
+    half = dp_size // 2
+    if half == 0:
+        return False
+    sums = levels[ranks].sum(1)
+    by_sum = np.argsort(-sums, kind="stable")
+    slow, fast = by_sum[:half], by_sum[::-1][:half]
+    gaps = sums[slow] - sums[fast]
+    if n <= FEW:
+        moved = levels[ranks[slow]][:, :, None] - levels[ranks[fast]][:, None, :]
+        left = np.abs(gaps[:, None, None] - 2 * moved).reshape(half, n * n)
+        best = left.argmin(1)
+        better = left[np.arange(half), best] < gaps
+        own, other = best // n, best % n
+    else:
+        found = [
+            _best_swap(levels[ranks[a]], levels[ranks[b]], gap)
+            for a, b, gap in zip(slow, fast, gaps)
+        ]
+        own, other, left = (np.array(each) for each in zip(*found))
+        better = left < gaps
+    slow, fast, own, other = (each[better] for each in (slow, fast, own, other))
+    ranks[slow, own], ranks[fast, other] = ranks[fast, other], ranks[slow, own]
+    return bool(better.any())
+
+
+def _best_swap(slow: np.ndarray, fast: np.ndarray, gap: int) -> tuple[int, int, int]:
+    """The samples of two ranks whose swap leaves the smallest gap, and that gap, without all pairs."""
+    order = np.argsort(fast, kind="stable")
+    ascending = fast[order]
+    at = np.searchsorted(ascending, slow - gap // 2)
+    near = np.stack((at - 1, at)).clip(0, len(fast) - 1)
+    left = np.abs(gap - 2 * (slow - ascending[near]))
+    best = int(left.argmin())
+    own = best % len(slow)
+    return own, int(order[near[best // len(slow), own]]), int(left.ravel()[best])
+
+
+def _even_bins(levels: np.ndarray, groups: np.ndarray, num_bins: int) -> np.ndarray:
+    """Cut each row of samples, in descending order of cost, into bins of equal counts and near-equal sums.
+
+    Args:
+        groups: samples, ``[g, num_bins * size]``.
+
+    Returns:
+        ``[g, num_bins, size]``.
+    """
+    rows, size = len(groups), groups.shape[1] // num_bins
+    bins = np.empty((rows, num_bins, size), np.int64)
+    sums: np.ndarray = np.zeros((rows, num_bins), np.int64)
+    for place_in_bin in range(size):  # the largest of the samples left go to the bins with least
+        samples = groups[:, place_in_bin * num_bins : (place_in_bin + 1) * num_bins]
+        emptiest = np.argsort(sums, axis=1, kind="stable")
+        np.put_along_axis(bins[:, :, place_in_bin], emptiest, samples, 1)
+        np.put_along_axis(
+            sums, emptiest, np.take_along_axis(sums, emptiest, 1) + levels[samples], 1
+        )
+    return bins
+
+
+def _by_microbatch(
+    levels: np.ndarray, dp_size: int, num_microbatches: int, micro_batch_size: int
+) -> np.ndarray:
+    """Placement by micro-batch: those of similar cost run at the same time.
+
+    Cutting micro-batches in descending order into groups of ``dp`` makes the sum of the groups' maxima least.
+    Which rank gets which micro-batch of a group leaves that sum as it is, and makes ranks' sums meet. Where
+    micro-batches have several samples, they are put together evenly, from all samples or within a group.
+    """
+    ordered = _descending(levels)
+    found = []
+    for cut in (1, num_microbatches):
+        rows = _even_bins(levels, ordered.reshape(cut, -1), num_microbatches * dp_size // cut)
+        bins = rows.reshape(-1, micro_batch_size)
+        sums = levels[bins].sum(1)
+        groups = _descending(sums).reshape(num_microbatches, dp_size)
+        found.append((int(sums[groups[:, 0]].sum()), bins, sums, groups))
+    _, bins, sums, groups = min(found, key=lambda each: each[0])
+    placed: np.ndarray = np.empty((num_microbatches, dp_size), np.int64)
+    total: np.ndarray = np.zeros(dp_size, np.int64)
+    for group, micro_batch in zip(placed, groups):
+        group[np.argsort(total, kind="stable")] = micro_batch
+        total += sums[group]
+    for _ in range(PASSES):
+        if not _swap_columns(sums, placed):
+            break
+    return bins[placed]
+
+
+def _swap_columns(sums: np.ndarray, placed: np.ndarray) -> bool:
+    """As :func:`_swap`, between ranks of the same micro-batch number, in place: ``placed`` ``[M, dp]``."""
+    half = placed.shape[1] // 2
+    if half == 0:
+        return False
+    cost = sums[placed]
+    total = cost.sum(0)
+    by_sum = np.argsort(-total, kind="stable")
+    slow, fast = by_sum[:half], by_sum[::-1][:half]
+    gaps = total[slow] - total[fast]
+    left = np.abs(gaps - 2 * (cost[:, slow] - cost[:, fast]))
+    at = left.argmin(0)
+    better = left[at, np.arange(half)] < gaps
+    slow, fast, at = slow[better], fast[better], at[better]
+    placed[at, slow], placed[at, fast] = placed[at, fast], placed[at, slow]
+    return bool(better.any())

@@ -1,0 +1,168 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The terms that the time of a layer's attention is a sum of.
+
+Each has a coefficient of 0 or more that ``mtraining profile`` measures on a GPU:
+so times are never negative, never fall with density, and grow beyond the measured lengths as the work does.
+With ``h`` query heads, ``hk`` key and value heads, ``N`` tokens, ``P`` visible pairs, ``L = 2 P / N`` tokens
+of the document that a token is in (the mean over tokens), and, on a context-parallel rank, ``n`` tokens and
+``a`` attended pairs of a head:
+
+=========== ==================== =====================================================================
+term        quantity             what takes this time
+=========== ==================== =====================================================================
+launch      1                    kernels that do next to nothing
+heads       h                    what is done once for a head: sorting columns, room for their gradients
+rows        h n / 1e6            what is done once for a query: loads, stores, the block on the diagonal
+packed_rows h n / 1e6            likewise, of packed documents only: masks, and tiles of keys that reach
+                                 beyond a document; else 0
+key_rows    hk n / 1e6           what is done once for a key
+pairs       h a / 1e9            matrix products and exponentials of attended pairs
+far_pairs   h a / 1e9 L/(L+512K) likewise, but of keys that the L2 cache no longer has
+query_path  a / n / 1e3          the mean keys of a query: one program, while others have nothing left to do
+key_span    see ``_key_span``    gradients of keys: the pairs, or the program with the most of them
+candidates  h min(L, 16K) / 1e6  columns that the search looks at twice: the more keys, the more stand out
+square      h N n / 1e9          the pattern search of key blocks compares all pairs of blocks
+=========== ==================== =====================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from ..errors import ConfigError
+
+KINDS = ("vertical_slash", "block_lists", "dense")
+"""Kinds of patterns: slashes and columns; lists of key blocks; everything, without a search."""
+PARTS: dict[str, tuple[str, ...]] = {
+    "search": ("launch", "heads", "rows", "packed_rows", "candidates", "square"),
+    "forward": ("launch", "heads", "rows", "packed_rows", "pairs", "far_pairs", "query_path"),
+    "backward": (
+        "launch", "heads", "rows", "packed_rows", "key_rows", "pairs", "far_pairs", "key_span",
+    ),
+}  # fmt: skip
+"""The terms of each part of a layer's attention."""
+PROCESSORS = 132
+"""Multiprocessors of an H200."""
+BLOCK = 128
+"""Tokens in a block: keys of a program that computes their gradients."""
+CACHED = 512 * 1024
+"""Tokens of a document at which half of the keys are taken to come from memory."""
+CANDIDATES = 16 * 1024
+"""Tokens from which on no more columns stand out."""
+
+Numbers: TypeAlias = "float | np.ndarray"
+
+
+class AttentionShape(NamedTuple):
+    """The heads of an attention layer on one tensor-parallel rank."""
+
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    head_dim: int
+
+
+class Latency(NamedTuple):
+    """Milliseconds of one attention layer, a number or an array each."""
+
+    search_ms: Numbers
+    forward_ms: Numbers
+    backward_ms: Numbers
+
+    @property
+    def total_ms(self) -> Numbers:
+        """Search, forward and backward."""
+        return self.search_ms + self.forward_ms + self.backward_ms
+
+
+class Error(NamedTuple):
+    """How far predictions were from measurements of shapes that were not fitted."""
+
+    median: float
+    """Relative, as a share of the measured time."""
+    worst: float
+    shapes: int
+    """Measurements."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The coefficients of one kind of pattern and head dimension.
+
+    Attributes:
+        kind: one of :data:`KINDS`.
+        head_dim: 64 or 128.
+        coefficients: milliseconds per quantity of a term, by part and term (:data:`PARTS`).
+        host: milliseconds that the host takes to launch each part.
+    """
+
+    kind: str
+    head_dim: int
+    coefficients: Mapping[str, Mapping[str, float]]
+    host: Latency
+
+
+def quantities(
+    tokens,
+    pairs,
+    density,
+    shape: AttentionShape,
+    cp_size: int = 1,
+    *,
+    kind: str = "vertical_slash",
+    packed: bool | None = None,
+    processors: int = PROCESSORS,
+) -> dict:
+    """The quantity of each term, by its name; see the module's text. Arguments as for
+    :meth:`LatencyModel.predict`; all float64 of one shape, but numbers for ``launch`` and ``heads``."""
+    heads, kv_heads, _ = shape
+    if heads < 1 or kv_heads < 1 or cp_size < 1:
+        raise ConfigError(
+            f"a layer has {heads} query heads and {kv_heads} key and value heads on each of {cp_size} "
+            "context-parallel ranks: use 1 or more of each"
+        )
+    tokens, pairs, density = np.broadcast_arrays(
+        *(np.asarray(each, dtype=np.float64) for each in (tokens, pairs, density))
+    )
+    tokens, pairs = np.maximum(tokens, 0.0), np.maximum(pairs, 0.0)
+    rows = tokens / cp_size
+    attended = pairs * np.clip(density, 0.0, 1.0) / cp_size
+    length = 2 * pairs / np.maximum(tokens, 1.0)
+    if packed is None:
+        masked = pairs < (1 - 1e-6) * tokens * (tokens + 1) / 2
+    else:
+        masked = np.full(tokens.shape, packed)
+    work = heads * attended / 1e9
+    return {
+        "launch": 1.0,
+        "heads": float(heads),
+        "rows": heads * rows / 1e6,
+        "packed_rows": np.where(masked, heads * rows / 1e6, 0.0)[()],
+        "key_rows": kv_heads * rows / 1e6,
+        "pairs": work,
+        "far_pairs": work * length / (length + CACHED),
+        "query_path": attended / np.maximum(rows, 1.0) / 1e3,
+        "key_span": _key_span(kind, work, rows, length, shape, processors),
+        "candidates": heads * np.minimum(length, CANDIDATES) / 1e6,
+        "square": heads * tokens * rows / 1e9,
+    }
+
+
+def _key_span(kind: str, work, rows, length, shape: AttentionShape, processors: int) -> np.ndarray:
+    """Pairs, in 1e9, that all multiprocessors have the time for while gradients of keys are computed.
+
+    A program has a block of keys of a key and value head, and all queries of the head's query heads that
+    attend to it. Where there are few programs, the longest decides: the first block of a document is seen by
+    twice the mean. With lists of key blocks, all queries of the document may attend to one block.
+    """
+    if kind == "block_lists":
+        longest = BLOCK * length * shape.num_heads / shape.num_kv_heads / 1e9
+        longest = np.minimum(longest, work)
+    else:
+        programs = shape.num_kv_heads * np.maximum(rows / BLOCK, 1.0)
+        longest = work * np.minimum(2 / programs, 1.0)
+    return np.maximum(work, processors * longest)

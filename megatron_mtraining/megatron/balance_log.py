@@ -1,0 +1,211 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Accounting of the balance of ranks: what steps took, what they were expected to take, and who waited."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import numpy as np
+
+from ..balance.tuning import Groups
+
+RANKS_WITH_SCALARS = 64
+"""TensorBoard gets scalars of each data-parallel rank up to so many; the figure shows any number."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step, by micro-batch and data-parallel rank: float64 ``[M, dp]`` each.
+
+    Attributes:
+        step: its number, from 0.
+        measured_ms: attention time of all layers on one rank, forward and backward.
+        density, recall: as they were, means over layers and heads; NaN where no attention has run.
+        planned: whether there was a plan, which the following are from.
+        predicted_ms, expected_density, expected_recall: at the untuned price; NaN without a plan.
+        tuned_ms: predicted at the tuned price.
+        multipliers: of the price.
+        mass: the share of attention mass that tuning gives up (negative: takes).
+    """
+
+    step: int
+    measured_ms: np.ndarray
+    density: np.ndarray
+    recall: np.ndarray
+    planned: bool
+    predicted_ms: np.ndarray
+    tuned_ms: np.ndarray
+    multipliers: np.ndarray
+    expected_density: np.ndarray
+    expected_recall: np.ndarray
+    mass: np.ndarray
+
+    @classmethod
+    def of(
+        cls, step: int, seen: dict[str, np.ndarray], planned: dict[str, np.ndarray] | None
+    ) -> StepRecord:
+        """The record of a step, from the rows of its table, and of the table before, which had its plan."""
+        calls = seen["calls"]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            density, recall = seen["density_sum"] / calls, seen["recall_sum"] / calls
+        unknown = np.full_like(calls, np.nan)
+        plan = planned or dict.fromkeys(("predicted_ms", "tuned_ms", "density", "recall"), unknown)
+        return cls(
+            step, seen["measured_ms"], density, recall, planned is not None,
+            plan["predicted_ms"], plan["tuned_ms"],
+            plan.get("multipliers", np.ones_like(calls)),
+            plan["density"], plan["recall"],
+            plan.get("mass", np.zeros_like(calls)),
+        )  # fmt: skip
+
+    def figures(self, groups: Groups) -> dict[str, float]:
+        """Numbers of the step, by name. Milliseconds are those of the slowest rank, as the groups wait for
+        it; ``idle-share`` is the part of the time that ranks wait on average, ``1 - mean / max``."""
+        values = {}
+        times = dict(measured=self.measured_ms)
+        if self.planned:
+            times.update(untuned=self.predicted_ms, predicted=self.tuned_ms)
+        for name, cells in times.items():
+            ratio = groups.max_over_mean(cells)
+            values[f"{name}-ms"] = groups.slowest(cells)
+            values[f"{name}-max-over-mean"] = ratio
+            values[f"{name}-idle-share"] = 1 - 1 / ratio
+        both = ("density", self.density), ("recall", self.recall)
+        expected = self.expected_density, self.expected_recall
+        for (name, cells), before in zip(both, expected):
+            values[name] = _mean(cells)
+            if self.planned:
+                values[f"{name}-untuned"] = _mean(before)
+        if self.planned:
+            values["multiplier-lowest"] = float(self.multipliers.min())
+            values["multiplier-highest"] = float(self.multipliers.max())
+            values["mass-moved"] = float(np.abs(self.mass).mean())
+        return values
+
+
+def _mean(cells: np.ndarray) -> float:
+    cells = cells[np.isfinite(cells)]
+    return float(cells.mean()) if cells.size else float("nan")
+
+
+class Interval:
+    """The steps since the last line of the log: sums of their figures, and the last step."""
+
+    def __init__(self):
+        self.last: StepRecord | None = None
+        self._sums: dict[str, list[float]] = {}
+
+    def add(self, record: StepRecord, groups: Groups) -> None:
+        """Count a step."""
+        self.last = record
+        for name, value in record.figures(groups).items():
+            if np.isfinite(value):
+                entry = self._sums.setdefault(name, [0.0, 0])
+                entry[0] += value
+                entry[1] += 1
+
+    def take(self) -> dict[str, float]:
+        """Mean figures of the steps since the last call; empty if there were none."""
+        means = {name: total / count for name, (total, count) in self._sums.items()}
+        self._sums = {}
+        return means
+
+
+def log_balance(iteration: int, interval: Interval) -> None:
+    """Print and record the balance of the steps since the last call."""
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+    from megatron.training.utils import print_rank_last
+
+    figures = interval.take()
+    if not figures:
+        return
+    print_rank_last(line(iteration, figures))
+    writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+    if writer:
+        write(writer, iteration, figures, interval.last)
+    if wandb:
+        wandb.log({f"mtraining-balance/{name}": each for name, each in figures.items()}, iteration)
+
+
+def line(iteration: int, figures: dict[str, float]) -> str:
+    """The line of the training log."""
+
+    def time(name: str) -> str:
+        return (
+            f"{figures[f'{name}-ms']:.4g} ms (max/mean {figures[f'{name}-max-over-mean']:.3f}, "
+            f"idle {figures[f'{name}-idle-share']:.1%})"
+        )
+
+    said = [
+        f" [mtraining] iteration {iteration} | attention of the slowest rank: measured {time('measured')}"
+    ]
+    if "predicted-ms" in figures:
+        said.append(f"predicted {time('predicted')}, untuned {time('untuned')}")
+        for name in ("density", "recall"):
+            seen = figures.get(name, float("nan"))
+            said.append(
+                f"{name} {figures[f'{name}-untuned']:.4f} expected untuned, {seen:.4f} seen"
+            )
+        said.append(
+            f"price times {figures['multiplier-lowest']:.3g} to {figures['multiplier-highest']:.3g}"
+        )
+    return " | ".join(said)
+
+
+def write(writer, iteration: int, figures: dict[str, float], last: StepRecord | None) -> None:
+    """Write figures to TensorBoard: means of the interval, and of its last step the ranks and a picture."""
+    for name, value in figures.items():
+        writer.add_scalar(f"mtraining-balance/{name}", value, iteration)
+    if last is None:
+        return
+    by_rank = dict(measured_ms=last.measured_ms.sum(0))
+    if last.planned:
+        by_rank.update(untuned_ms=last.predicted_ms.sum(0), predicted_ms=last.tuned_ms.sum(0))
+    by_rank["idle_ms"] = by_rank["measured_ms"].max() - by_rank["measured_ms"]
+    if last.measured_ms.shape[1] <= RANKS_WITH_SCALARS:
+        for name, values in by_rank.items():
+            for rank, value in enumerate(values):
+                tag = f"mtraining-balance-{name.replace('_', '-')}/rank-{rank:03d}"
+                writer.add_scalar(tag, value, iteration)
+    if find_spec("matplotlib") is not None:
+        writer.add_figure("mtraining-balance/ranks", draw(last), iteration)
+
+
+def draw(record: StepRecord):
+    """Bars of each data-parallel rank: attention time, predicted and measured, and what it waits. A
+    matplotlib Figure, which no window shows."""
+    from matplotlib.figure import Figure
+
+    shown = [("measured", record.measured_ms.sum(0), "#4477aa")]
+    if record.planned:
+        shown = [
+            ("predicted, untuned", record.predicted_ms.sum(0), "#ccbb44"),
+            ("predicted", record.tuned_ms.sum(0), "#66ccee"),
+            *shown,
+        ]
+    ranks = np.arange(record.measured_ms.shape[1])
+    figure = Figure(figsize=(min(4 + 0.4 * len(ranks), 16), 3.2), layout="constrained")
+    axes = figure.add_subplot()
+    width = 0.8 / len(shown)
+    for number, (name, times, colour) in enumerate(shown):
+        at = ranks - 0.4 + (number + 0.5) * width
+        axes.bar(at, times, width, color=colour, label=name)
+        idle = times.max() - times
+        label = "idle" if number == len(shown) - 1 else None
+        axes.bar(
+            at,
+            idle,
+            width,
+            times,
+            color="none",
+            edgecolor="#999999",
+            hatch="///",
+            linewidth=0.5,
+            label=label,
+        )
+    axes.set_xlabel("data-parallel rank")
+    axes.set_ylabel("attention, ms")
+    axes.set_title(f"step {record.step + 1}", fontsize=9)
+    axes.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.25), frameon=False)
+    return figure

@@ -1,0 +1,186 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""What ``--mtraining-batching`` and ``--mtraining-tuning`` need of a run's arguments, and take from them."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..balance.latency import AttentionShape, LatencyModel
+from ..balance.plan import PlanSizes, Predict
+from ..config import BLOCK_POLICY_NAMES, ConfigError, MTrainingConfig, option, sets_every_head
+from ..files import read_bytes
+from .packed_documents import masks_documents
+
+NOT_SINGLE = "samples are placed in Megatron's own order of them, that of --dataloader-type single"
+REFUSED = {
+    "rampup_batch_size": "plans are made for global batches of one size; leave it out",
+    "step_batch_size_schedule": "plans are made for global batches of one size; leave it out",
+    "decrease_batch_size_if_needed": "plans are made for global batches of one size; leave it out",
+}
+"""Options of Megatron's that batching and tuning cannot run with; :data:`.checks.REFUSALS` has more."""
+
+
+def balancing_option(config: MTrainingConfig) -> str:
+    """The option that balances, with its value, for a message."""
+    name = "batching" if config.batching != "off" else "tuning"
+    return f"{option(name)} {getattr(config, name)}"
+
+
+def check_balance(args, config: MTrainingConfig) -> None:
+    """Refuse runs whose ranks cannot be balanced.
+
+    Raises:
+        ConfigError: names the option, its value and what to do.
+    """
+    config.check_tuning()
+    if not config.balances:
+        return
+    asked = balancing_option(config)
+    if config.tuning == "on" and config.settings is not None and sets_every_head(config.settings):
+        raise ConfigError(
+            f"{option('tuning')} is on, but {option('settings')} {config.settings} has the policies of all "
+            "heads, which have no price to tune: leave one of them out"
+        )
+    kind = getattr(args, "dataloader_type", None)
+    if kind not in (None, "single"):
+        raise ConfigError(
+            f"{asked} does not work with --dataloader-type {kind}: {NOT_SINGLE}; use that, or leave "
+            f"{asked.split()[0]} out"
+        )
+    for name, why in REFUSED.items():
+        value = getattr(args, name, None)
+        if value:
+            shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else value
+            flag = "--" + name.replace("_", "-")
+            given = flag if value is True else f"{flag} {shown}"
+            raise ConfigError(f"{asked} does not work with {given}: {why}")
+    _check_kinds_of_samples(args, config, asked)
+    _check_normalization(args, config)
+    predictor(args, config)
+
+
+def _check_kinds_of_samples(args, config: MTrainingConfig, asked: str) -> None:
+    """Refuse runs whose samples are all alike, where there is nothing to balance."""
+    if masks_documents(args):
+        path = getattr(args, "object_storage_cache_path", None)
+        if path is not None and not getattr(args, "dataloader_inter_document_masking", False):
+            raise ConfigError(
+                f"{asked} does not work with --object-storage-cache-path {path} and --reset-attention-mask: "
+                "each rank would fetch the tokens of the whole global batch to find end-of-document tokens; "
+                "copy the data to a file system"
+            )
+        return
+    apart = "--reset-attention-mask, or --dataloader-inter-document-masking where Megatron has it"
+    if config.batching == "length":
+        raise ConfigError(
+            f"{asked} has nothing to place by: attention crosses documents, so that all samples have equally "
+            f"many visible query-key pairs; use {apart}, or {option('batching')} cost"
+        )
+    if getattr(args, "mock_data", False):
+        raise ConfigError(
+            f"{asked} has nothing to balance with --mock-data: all samples are of one kind and length; "
+            f"use {apart}"
+        )
+
+
+def _check_normalization(args, config: MTrainingConfig) -> None:
+    """Refuse losses that depend on which samples share a micro-batch: Megatron's default is the mean over
+    micro-batches of means over tokens, and masks leave samples different numbers of tokens."""
+    size = getattr(args, "micro_batch_size", None) or 1
+    if config.batching == "off" or size == 1 or getattr(args, "calculate_per_token_loss", False):
+        return
+    raise ConfigError(
+        f"{option('batching')} is {config.batching} with --micro-batch-size {size}: Megatron takes the mean "
+        "loss of each micro-batch, so that the gradient would depend on which samples share one; use "
+        "--calculate-per-token-loss, or --micro-batch-size 1"
+    )
+
+
+def lines_of_balance(args, config: MTrainingConfig) -> list[str]:
+    """Lines for the log of a balanced run, whose arguments Megatron has validated."""
+    if not config.balances:
+        return []
+    model = latency_model(config.profile)
+    lines = [f"warning: {model.warning}"] if model.warning else []
+    if getattr(args, "data_parallel_size", None) == 1 and config.batching != "off":
+        lines.append(
+            f"warning: {option('batching')} is {config.batching}, but there is one data-parallel rank: it "
+            "only orders the micro-batches"
+        )
+    return lines
+
+
+@lru_cache(maxsize=4)
+def latency_model(path: str | None) -> LatencyModel:
+    """The latency profile of this process's GPU, or the file ``path``.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    return LatencyModel.for_gpu(gpu_name(), path)
+
+
+def gpu_name() -> str:
+    """Torch's name of this process's GPU; "CPU" without one, also where CPU tensors stand in for CUDA's."""
+    try:
+        return str(torch.cuda.get_device_name())
+    except (RuntimeError, AssertionError, ValueError, AttributeError):
+        return "CPU"
+
+
+def balance_of_rank(config: MTrainingConfig) -> dict[str, Any]:
+    """What a rank's plans follow from beside its options, by the name that the user knows it by: ranks must
+    agree on it."""
+    found: dict[str, Any] = {"the GPU of the latency profile": latency_model(config.profile).gpu}
+    if config.profile is not None:
+        name = f"the content (SHA-256) of {option('profile')}"
+        content = read_bytes(Path(config.profile), f"{option('profile')} {config.profile}")
+        found[name] = hashlib.sha256(content).hexdigest()[:16]
+    return found
+
+
+def sizes_of(args, dp_size: int) -> PlanSizes:
+    """The sizes of a run's steps."""
+    experts = getattr(args, "expert_model_parallel_size", 1) or 1
+    micro_batch = args.micro_batch_size
+    return PlanSizes(
+        dp_size,
+        args.global_batch_size // (dp_size * micro_batch),
+        micro_batch,
+        # Data-parallel replicas exchange tokens of experts in each micro-batch. Stages of a pipeline wait for
+        # their own replica alone.
+        per_microbatch=experts > 1,
+    )
+
+
+def predictor(args, config: MTrainingConfig) -> Predict:
+    """Milliseconds of attention of all layers, also those of other pipeline stages, on one rank, by visible
+    pairs and density of a sample."""
+    model = latency_model(config.profile)
+    heads = args.num_attention_heads
+    groups = heads
+    if getattr(args, "group_query_attention", False):
+        groups = args.num_query_groups
+    tensor = getattr(args, "tensor_model_parallel_size", 1) or 1
+    head_dim = args.kv_channels or args.hidden_size // heads
+    shape = AttentionShape(heads // tensor, max(groups // tensor, 1), head_dim)
+    kind = "block_lists" if config.policy.name in BLOCK_POLICY_NAMES else "vertical_slash"
+    if config.keeps_all(args.seq_length):
+        kind = "dense"
+    model.entry(kind, head_dim)  # refused now, if it is not there
+    twice = config.recompute_attention and getattr(args, "recompute_granularity", None) is not None
+
+    def predict(pairs: np.ndarray, density: np.ndarray) -> np.ndarray:
+        found = model.predict(
+            args.seq_length, pairs, density, shape, kind=kind, cp_size=args.context_parallel_size
+        )
+        again = found.forward_ms if twice else 0.0
+        return np.asarray((found.total_ms + again) * args.num_layers)
+
+    return predict

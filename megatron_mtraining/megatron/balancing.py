@@ -1,0 +1,285 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Balance of data-parallel ranks in a step: prices by micro-batch, and what comes of them.
+
+At the end of step ``n`` all ranks sum one small table (:mod:`.balance_table`): what step ``n`` has seen, and
+the multipliers of the price that the first rank has computed for step ``n + 1``. Multipliers stay on the
+device, where attention reads them. The host reads the table at the end of step ``n + 1``, so it waits for
+nothing. All
+ranks of a replica read one column of one table: they select the same pattern.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..balance.plan import StepPlan
+from ..balance.tuning import Groups, TuningBounds, tune
+from ..config import MTrainingConfig, PricePolicy, head_policies, option
+from ..cp_group import RankGroup
+from .balance_log import Interval, StepRecord
+from .balance_table import StepTable
+from .observation import LayerCalls
+from .wrapping import log
+
+
+class PlanSource(Protocol):
+    """What knows the plan of a step, on ranks with a data loader: :class:`~..balance.planner.Planner`."""
+
+    def plan_of(self, step: int) -> StepPlan | None:
+        """The plan of a step; None if there is none (past the last one)."""
+
+    def knows(self, step: int) -> bool:
+        """Whether a step's plan is made from observations: bounds on mass do not hold for a guess."""
+
+    def predict(self, pairs: np.ndarray, density: np.ndarray) -> np.ndarray:
+        """Ms of attention of samples by visible pairs and density, as :data:`~..balance.plan.Predict`."""
+
+    @property
+    def elasticity(self) -> float:
+        """Of density to price."""
+
+    def observe(
+        self, step: int, density: np.ndarray, recall: np.ndarray, multipliers: np.ndarray
+    ) -> None:
+        """What a step has found, each ``[M, dp]``: density as it ran, recall at the untuned price, and the
+        multipliers of the price. Called in the order of steps, on all ranks."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where this rank is.
+
+    Attributes:
+        dp_size, dp_rank: data-parallel ranks, context parallelism not counted.
+        ranks_of_layer: tensor- times context-parallel ranks.
+        groups: who waits for whom.
+    """
+
+    dp_size: int = 1
+    dp_rank: int = 0
+    ranks_of_layer: int = 1
+    per_microbatch: bool = False
+    pipeline: bool = False
+
+    def groups(self, num_microbatches: int) -> Groups:
+        """The groups that wait for each other, of a step of so many micro-batches."""
+        return Groups((num_microbatches, self.dp_size), self.per_microbatch, self.pipeline)
+
+
+class Balancer:
+    """Tuning and accounting of a run in this process.
+
+    Args:
+        layout: where this rank is.
+        num_microbatches: returns those of a step.
+        planner: returns what knows the plans; it may return None on ranks without a data loader.
+        bounds: of tuning; None to observe alone.
+        price: the run's price at the start, untuned.
+        step: returns the number of the step under way, from 0.
+
+    Attributes:
+        interval: the steps since the last line of the log.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        num_microbatches: Callable[[], int],
+        planner: Callable[[], PlanSource | None],
+        bounds: TuningBounds | None,
+        price: float,
+        step: Callable[[], int],
+    ):
+        self.layout, self.bounds = layout, bounds
+        self._num_microbatches, self._planner, self._step = num_microbatches, planner, step
+        self._price = price
+        # In order, so that sums are the same in each run.
+        self._layers: list[weakref.ref[LayerCalls]] = []
+        self._table: StepTable | None = None
+        """Of the end of the last step, and with it the plan of the step under way."""
+        self._planned_step = -1
+        self._multipliers: tuple[Tensor, Tensor] | None = None
+        self._unread: tuple[int, StepTable, StepTable | None] | None = None
+        self._warned = False
+        self.interval = Interval()
+
+    def layer(self) -> LayerCalls:
+        """The calls of a new layer on this rank."""
+        made = LayerCalls()
+        self._layers.append(weakref.ref(made))
+        return made
+
+    def tuning(self, number: int) -> tuple[Tensor, Tensor] | None:
+        """The multiplier of the price in a micro-batch of the step under way, and the attention mass that it
+        gives up, float32 ``[]`` on the device; None if the step has no plan."""
+        if self._multipliers is None or self._planned_step != self._step():
+            return None
+        multipliers, mass = self._multipliers
+        at = number % len(multipliers)  # Megatron may run a step again to find faulty hardware
+        return multipliers[at], mass[at]
+
+    def end_step(self, step: int, ranks: RankGroup, price: Tensor | None = None) -> None:
+        """End a step on all ranks: ``step`` is the next one. One all-reduce.
+
+        Args:
+            ranks: all ranks of the run.
+            price: the untuned price that a target recall has moved, float32 ``[]`` on the device; None if
+                nothing moves it.
+        """
+        self.read()
+        count, layout = self._num_microbatches(), self.layout
+        layers = [layer for each in self._layers if (layer := each()) is not None]
+        observed = [layer.take() for layer in layers]
+        devices = [value.device for each in observed for value in each.density[:1]]
+        device = ranks.device or (devices[0] if devices else torch.device("cpu"))
+        first = ranks.rank == 0
+        planned = self._plan(step, count) if first else None
+        table = StepTable(count, layout.dp_size, layout.dp_rank)
+        given = (price if price is not None else self._price) if first else 0.0
+        filled = table.fill(planned, given, observed, layout.ranks_of_layer, device)
+        table.keep(ranks.all_reduce(filled))
+        before = self._table if self._planned_step == step - 1 else None
+        self._unread, self._table, self._planned_step = (step - 1, table, before), table, step
+        if self.bounds is not None:
+            # Without a plan, multipliers are 0 in the table: they become 1.
+            none = 1 - table.device[0]
+            self._multipliers = table.on_device("multipliers") + none, table.on_device("mass")
+
+    def read(self) -> None:
+        """Take in the table of the last step's end, unless that has been done."""
+        if self._unread is None:
+            return
+        (step, table, before), self._unread = self._unread, None
+        header, seen = table.read()
+        if header["price"] > 0:
+            self._price = header["price"]
+        plan = None
+        if before is not None:
+            planned, rows = before.read()
+            plan = rows if planned["planned"] and before.shape == table.shape else None
+        record = StepRecord.of(step, seen, plan)
+        self.interval.add(record, self.layout.groups(len(record.measured_ms)))
+        planner = self._planner()
+        if planner is not None:
+            untuned = np.minimum(record.recall + record.mass, 1.0)
+            planner.observe(step, record.density, untuned, record.multipliers)
+
+    def _plan(self, step: int, count: int) -> dict[str, np.ndarray] | None:
+        """What the first rank plans for a step: rows by name, ``[M, dp]``."""
+        planner = self._planner()
+        plan = None if planner is None else planner.plan_of(step)
+        if plan is None or np.shape(plan.density) != (count, self.layout.dp_size):
+            return None
+        ones = np.ones_like(plan.density)
+        rows = dict(
+            multipliers=ones, predicted_ms=plan.predicted_ms, tuned_ms=plan.predicted_ms,
+            density=plan.density, recall=plan.recall, mass=0 * ones,
+        )  # fmt: skip
+        if self.bounds is None or not planner.knows(step):
+            return rows
+        layout = self.layout
+        tuned = tune(
+            plan, planner.elasticity, self.bounds, self._price,
+            per_microbatch=layout.per_microbatch, pipeline=layout.pipeline,
+            latency=lambda density: planner.predict(
+                plan.pairs, np.broadcast_to(density[..., None], plan.pairs.shape)
+            ).sum(-1),
+        )  # fmt: skip
+        if not tuned.met and not self._warned:
+            self._warned = True
+            self._warn(step, plan, tuned)
+        rows.update(multipliers=tuned.multipliers, tuned_ms=tuned.predicted_ms, mass=tuned.mass)
+        return rows
+
+    def _warn(self, step: int, plan: StepPlan, tuned) -> None:
+        groups, bounds = self.layout.groups(len(plan.density)), self.bounds
+        before, after = (
+            groups.split(np.asarray(ms)).sum(-1) for ms in (plan.predicted_ms, tuned.predicted_ms)
+        )
+        worst = int(np.argmax(np.ptp(after, -1)))
+        options = dict(
+            tuning_mass=bounds.max_mass, tuning_min_recall=bounds.min_recall,
+            tuning_max_density=bounds.max_density,
+        )  # fmt: skip
+        said = ", ".join(f"{option(name)} {value:g}" for name, value in options.items())
+        log(
+            f"warning: in step {step + 1} tuning cannot bring the ranks together: predicted attention times "
+            f"of {before[worst].min():.4g} to {before[worst].max():.4g} ms become "
+            f"{after[worst].min():.4g} to {after[worst].max():.4g} ms, but {option('tuning_anchor')} "
+            f"{bounds.anchor} is {tuned.target_ms[worst]:.4g} ms; within the bounds ({said}) prices are "
+            f"multiplied by {tuned.multipliers.min():.3g} to {tuned.multipliers.max():.3g}. Widen the "
+            f"bounds, or place samples by cost ({option('batching')} cost). Said once"
+        )
+
+
+def balancer_of_arguments(
+    args,
+    config: MTrainingConfig,
+    step: Callable[[], int],
+    planner: Callable[[], PlanSource | None],
+) -> Balancer | None:
+    """The balancer of a run of Megatron-LM, whose parallel state is initialized; None if it needs none.
+
+    Args:
+        config: the settings of the run.
+        step, planner: as for :class:`Balancer`.
+    """
+    if not config.balances:
+        return None
+    from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    # The group that Megatron's data loader shares samples out to, also with expert parallelism, whose own
+    # data-parallel group is a part of it.
+    dp_size = parallel_state.get_data_parallel_world_size(with_context_parallel=False)
+    pipeline = getattr(args, "pipeline_model_parallel_size", 1) > 1
+    expert = (getattr(args, "expert_model_parallel_size", 1) or 1) > 1
+    layout = Layout(
+        dp_size,
+        parallel_state.get_data_parallel_rank(with_context_parallel=False),
+        parallel_state.get_tensor_model_parallel_world_size()
+        * parallel_state.get_context_parallel_world_size(),
+        pipeline or expert,
+        pipeline,
+    )
+    bounds = None
+    if config.tuning == "on":
+        bounds = TuningBounds(
+            config.tuning_anchor, config.tuning_mass, config.tuning_min_recall, config.tuning_max_density
+        )  # fmt: skip
+        if dp_size == 1 and (not pipeline or get_num_microbatches() == 1):
+            bounds = None
+            log(
+                f"warning: {option('tuning')} is on, but there is one data-parallel rank, and no pipeline "
+                "whose micro-batches wait for each other: it changes nothing"
+            )
+        elif left := _without_price(config, args.num_layers, args.num_attention_heads):
+            log(
+                f"{option('tuning')}: {left} have no price to tune, and keep their patterns' settings"
+            )
+    price = config.policy.price if isinstance(config.policy, PricePolicy) else 0.0
+    return Balancer(layout, get_num_microbatches, planner, bounds, float(price), step)
+
+
+def _without_price(config: MTrainingConfig, layers: int, heads: int) -> str:
+    """Which layers and heads have policies without a price, in words; empty for none."""
+    found = []
+    for layer in range(layers):
+        policies = head_policies(config, layer, layers, heads) or ()
+        fixed = [
+            head
+            for head, policy in enumerate(policies)
+            if not isinstance(policy, PricePolicy) or policy.price == 0
+        ]
+        if len(fixed) == heads:
+            found.append(f"layer {layer}")
+        elif fixed:
+            found.append(f"heads {', '.join(map(str, fixed))} of layer {layer}")
+    return "; ".join(found)

@@ -1,0 +1,127 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The training data loader of a balanced run: Megatron's own, with a batch sampler that follows the plans.
+
+The samples of each global batch are those that Megatron's sampler would give it, so that resuming, at another
+data-parallel size too, goes by the number of consumed samples as in Megatron. Ranks without a data loader
+(tensor-parallel ranks but the first, middle pipeline stages) have no plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.datasets.utils import Split
+from torch.utils.data import DataLoader
+
+from ..balance.estimates import PRIOR_DENSITY, PRIOR_RECALL, DensityEstimates
+from ..balance.placement import megatron_order
+from ..balance.planner import Planner, lag_of
+from ..config import ConfigError
+from .arguments import settings
+from .backend import is_active, training_arguments
+from .balance_options import balancing_option, predictor, sizes_of
+from .run_state import RUN
+from .sample_documents import SampleDocuments
+from .wrapping import log
+
+OWN = "MegatronPretrainingSampler"
+"""Megatron's sampler of ``--dataloader-type single``."""
+
+
+class BalancedSampler:
+    """Numbers of the samples of this rank's micro-batches, as :data:`OWN` gives them, by the plans of steps.
+
+    At the end of the data, samples that do not fill a global batch are given in Megatron's order, and those
+    that do not fill a micro-batch on all ranks are left out, as in Megatron.
+
+    Args:
+        rank: this rank among the data-parallel ones.
+    """
+
+    def __init__(self, planner: Planner, rank: int):
+        self.planner, self.rank = planner, rank
+
+    def __len__(self) -> int:
+        return self.planner.num_samples  # as Megatron's
+
+    def __iter__(self) -> Iterator[list[int]]:
+        step = self.planner.first_step
+        while (plan := self.planner.plan_of(step)) is not None:
+            yield from plan.order[:, self.rank].tolist()
+            step += 1
+        sizes, begin = self.planner.sizes, self.planner.samples_from(step)
+        left = (self.planner.num_samples - begin) // (sizes.dp_size * sizes.micro_batch_size)
+        if left > 0:
+            order = begin + megatron_order(sizes.dp_size, left, sizes.micro_batch_size)
+            yield from order[:, self.rank].tolist()
+
+
+def wrap_build_data_loader(original):
+    """``build_pretraining_data_loader`` that balances the training split."""
+
+    def build_pretraining_data_loader(dataset, *others, **named):
+        loader = original(dataset, *others, **named)
+        args = training_arguments()
+        if loader is None or not is_active(args):
+            return loader
+        config = settings()
+        split = getattr(dataset, "split", getattr(dataset, "index_split", None))
+        if not config.balances or split in (Split.valid, Split.test):
+            return loader
+        sampler = getattr(loader, "batch_sampler", None)
+        if type(sampler).__name__ != OWN:
+            asked = balancing_option(config)
+            raise ConfigError(
+                f"{asked} replaces Megatron's {OWN}, but the training data loader is a "
+                f"{type(loader).__name__} with a {type(sampler).__name__}: leave {asked} out"
+            )
+        RUN.balance = _planner(args, config, dataset, sampler, loader, RUN.balance)
+        return with_sampler(loader, BalancedSampler(RUN.balance, sampler.data_parallel_rank))
+
+    return build_pretraining_data_loader
+
+
+def _planner(args, config, dataset, sampler, loader: DataLoader, before: Planner | None) -> Planner:
+    """The plans of a run; ``before`` if it has them: each model chunk of a stage has a data loader."""
+    dp_size = sampler.micro_batch_times_data_parallel_size // sampler.micro_batch_size
+    sizes = sizes_of(args, dp_size)
+    first = getattr(args, "iteration", 0) or 0, sampler.consumed_samples, sampler.total_samples
+    if before is not None and before.sizes == sizes:
+        if first == (before.first_step, before.first_sample, before.num_samples):
+            return before
+    kept = config.keeps_all(args.seq_length)
+    estimates = DensityEstimates(*((1.0, 1.0) if kept else (PRIOR_DENSITY, PRIOR_RECALL)))
+    if RUN.restored_balance is not None:
+        estimates.restore(RUN.restored_balance)
+    return Planner(
+        *first,
+        sizes,
+        config.batching,
+        SampleDocuments(dataset, args),
+        predictor(args, config),
+        estimates,
+        lag_of(loader.num_workers, loader.prefetch_factor or 0, sizes.num_microbatches),
+        lambda text: log(f"warning: {text}"),
+    )
+
+
+def with_sampler(loader: DataLoader, sampler: BalancedSampler) -> DataLoader:
+    """A data loader like ``loader`` with another batch sampler: torch refuses to exchange it."""
+    workers = {}
+    if loader.num_workers > 0:
+        workers = dict(
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+            multiprocessing_context=loader.multiprocessing_context,
+        )
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=sampler,  # type: ignore[arg-type]  # torch's type is a Sampler, any iterable works
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        generator=loader.generator,
+        **workers,
+    )

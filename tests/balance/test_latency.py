@@ -1,0 +1,164 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The latency model: what it predicts from its coefficients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_mtraining.balance import AttentionShape, Latency, LatencyModel, visible_pairs
+from megatron_mtraining.balance.profile_file import DEFAULT
+from megatron_mtraining.balance.terms import PARTS, Entry, quantities
+from megatron_mtraining.errors import ConfigError
+
+SHAPE = AttentionShape(16, 2, 128)
+COEFFICIENTS = {
+    "search": {"launch": 0.25, "rows": 0.5, "square": 0.125},
+    "forward": {"launch": 0.5, "pairs": 2.0, "query_path": 0.25},
+    "backward": {"key_rows": 3.0, "pairs": 4.0, "key_span": 0.5},
+}
+MODEL = LatencyModel(
+    "Test GPU", (Entry("vertical_slash", 128, COEFFICIENTS, Latency(1.5, 0.75, 1.0)),)
+)
+
+
+@pytest.fixture(scope="module")
+def h200():
+    return LatencyModel.for_gpu(DEFAULT)
+
+
+def test_the_sum_of_terms():
+    tokens, density = 1 << 16, 0.25
+    pairs = visible_pairs([tokens])
+    found = MODEL.predict(tokens, pairs, density, SHAPE)
+    attended = density * pairs
+    each = attended / tokens / 1e3
+    expected = (
+        0.25 + 0.5 * 16 * tokens / 1e6 + 0.125 * 16 * tokens**2 / 1e9,
+        0.5 + 2 * 16 * attended / 1e9 + 0.25 * each,
+        3 * 2 * tokens / 1e6 + 4.5 * 16 * attended / 1e9,  # 1024 programs: the pairs decide
+    )
+    assert found == pytest.approx(expected)
+    assert found.total_ms == pytest.approx(sum(expected))
+
+
+def test_a_rank_has_its_share():
+    pairs = visible_pairs([65536])
+    whole, part = (quantities(65536, pairs, 0.5, SHAPE, size, packed=True) for size in (1, 2))
+    shared = ("rows", "packed_rows", "key_rows", "pairs", "far_pairs", "key_span", "square")
+    assert {name: whole[name] / 2 for name in shared} == pytest.approx({n: part[n] for n in shared})
+    for name in ("launch", "heads", "query_path", "candidates"):  # of one query, or every rank's
+        assert whole[name] == pytest.approx(part[name])
+    half = quantities(65536, pairs, 0.5, AttentionShape(8, 1, 128), packed=True)
+    assert {name: whole[name] / 2 for name in shared} == pytest.approx({n: half[n] for n in shared})
+
+
+def test_the_longest_program_of_the_gradient_of_keys():
+    """A GPU of 132 multiprocessors, blocks of 128 keys."""
+    tokens, pairs = 4096, visible_pairs([4096])
+    work = 16 * pairs / 1e9
+    # 64 programs, whose longest has twice the mean: 264 of them would keep all busy.
+    assert quantities(tokens, pairs, 1, SHAPE)["key_span"] == pytest.approx(work * 264 / 64)
+    assert quantities(tokens, pairs, 1, SHAPE, processors=32)["key_span"] == pytest.approx(work)
+    many = AttentionShape(16, 16, 128)
+    assert quantities(tokens, pairs, 1, many)["key_span"] == pytest.approx(work)
+    # With lists, the queries of 8 heads may all attend to one block, at any density.
+    found = quantities(tokens, pairs, np.array([0.0, 0.01, 0.3]), SHAPE, kind="block_lists")
+    longest = 128 * 8 * 2 * pairs / tokens / 1e9
+    assert found["key_span"] == pytest.approx([0, 132 * min(longest, 0.01 * work), 132 * longest])
+
+
+def test_packed_documents():
+    tokens = np.array([8192, 8192])
+    pairs = np.array([visible_pairs([8192]), visible_pairs([4096, 4096])])
+    found = quantities(tokens, pairs, 0.1, SHAPE)
+    assert found["packed_rows"].tolist() == [0, 16 * 8192 / 1e6]
+    # A layer that is given documents has masks, if there is only one.
+    assert (quantities(tokens, pairs, 0.1, SHAPE, packed=True)["packed_rows"] > 0).all()
+    assert (quantities(tokens, pairs, 0.1, SHAPE, packed=False)["packed_rows"] == 0).all()
+    assert found["candidates"] == pytest.approx([16 * 8193 / 1e6, 16 * 4097 / 1e6])
+    far = found["far_pairs"] / found["pairs"]
+    assert far == pytest.approx([8193 / (8193 + 524288), 4097 / (4097 + 524288)])
+
+
+def test_arrays_are_predicted_at_once():
+    tokens = np.array([[4096], [65536]])
+    density = np.array([0.01, 0.1, 1.0])
+    pairs = tokens * (tokens + 1) / 2
+    found = MODEL.predict(tokens, pairs, density, SHAPE)
+    for part in found:
+        assert part.shape == (2, 3)
+    for i in range(2):
+        for j in range(3):
+            one = MODEL.predict(int(tokens[i, 0]), float(pairs[i, 0]), density[j], SHAPE)
+            assert [part[i, j] for part in found] == pytest.approx(list(one))
+            assert all(np.ndim(part) == 0 for part in one)
+
+
+def test_what_waits_for_the_host():
+    tokens = np.array([0, 256, 1 << 20])
+    pairs = tokens * (tokens + 1) / 2
+    gpu = MODEL.predict(tokens, pairs, 0.1, SHAPE)
+    both = MODEL.predict(tokens, pairs, 0.1, SHAPE, launch_bound=True)
+    for time, bound, host in zip(gpu, both, (1.5, 0.75, 1.0)):
+        assert time[0] == bound[0] == 0  # no tokens: nothing is launched
+        assert time[1] < bound[1] == host
+        assert time[2] == bound[2] > host
+
+
+@pytest.mark.parametrize("kind", ["vertical_slash", "block_lists", "dense"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_committed_profile_is_sane(h200, kind, head_dim):
+    """Never negative or falling in tokens, pairs, density or heads; work decides at a million tokens."""
+    shape = AttentionShape(16, 2, head_dim)
+    tokens = 2.0 ** np.arange(9, 21)
+    pairs = tokens * (tokens + 1) / 2
+    density = np.linspace(0, 1, 21)[:, None]
+
+    def predict(pairs=pairs, shape=shape, **given):
+        return h200.predict(tokens, pairs, density, shape, kind=kind, **given)
+
+    for given in (dict(), dict(packed=True), dict(cp_size=8)):
+        found = predict(**given)
+        for part in found:
+            assert (part >= 0).all() and np.isfinite(part).all()
+            assert (np.diff(part, axis=0) >= 0).all() and (np.diff(part, axis=1) >= 0).all()
+    packed = predict(packed=True)
+    assert (packed.total_ms >= predict().total_ms).all()
+    assert (predict(pairs=pairs / 2).total_ms <= packed.total_ms).all()
+    found = predict()
+    less = predict(shape=AttentionShape(8, 1, head_dim)).total_ms
+    assert (less < found.total_ms).all()
+    # Twice the tokens at one density are about four times the work.
+    dense = found.forward_ms[-1] + found.backward_ms[-1]
+    assert 3.5 < dense[-1] / dense[-2] < 4.5
+    assert found.backward_ms[-1, -1] > found.forward_ms[-1, -1]
+
+
+def test_density_is_cut_and_nothing_is_negative():
+    least, most = (MODEL.predict(4096, 1e7, density, SHAPE) for density in (0, 1))
+    assert MODEL.predict(4096, 1e7, -3.0, SHAPE) == least
+    assert MODEL.predict(4096, 1e7, 7.0, SHAPE) == most
+    assert MODEL.predict(-5, -1e7, 0.5, SHAPE) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(kind="diagonal"), "the kind of pattern is 'diagonal'"),
+        (dict(kind="dense"), "of Test GPU has no dense attention of head dim 128: run mtraining"),
+        (dict(shape=AttentionShape(16, 2, 64)), "has no vertical_slash attention of head dim 64"),
+        (dict(shape=AttentionShape(0, 2, 128)), "a layer has 0 query heads"),
+        (dict(cp_size=0), "on each of 0 context-parallel ranks"),
+    ],
+)
+def test_what_cannot_be_predicted(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        MODEL.predict(4096, 1e6, 0.1, **{"shape": SHAPE, **arguments})
+
+
+def test_visible_pairs():
+    assert visible_pairs([3, 1, 2]) == 6 + 1 + 3
+    assert visible_pairs(np.array([4])) == visible_pairs(iter([4])) == 10
+    assert visible_pairs([]) == 0
+    assert set(COEFFICIENTS) == set(PARTS)

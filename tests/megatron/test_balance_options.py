@@ -1,0 +1,180 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""What batching and tuning need of a run's arguments: refused before training, with what to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining.agreement import check_agreement
+from megatron_mtraining.balance.latency import LatencyModel
+from megatron_mtraining.balance.plan import PlanSizes
+from megatron_mtraining.cp_group import RankGroup
+from megatron_mtraining.megatron import balance_options
+from megatron_mtraining.megatron.arguments import ArgumentsError
+from megatron_mtraining.megatron.balance_options import balance_of_rank, sizes_of
+from tests.support.balance_cases import profile
+from tests.support.megatron_cases import check, parse
+from tests.support.ranks import run_ranks
+
+COST = ["--mtraining-batching", "cost"]
+LENGTH = ["--mtraining-batching", "length"]
+TUNING = ["--mtraining-tuning", "on"]
+APART = dict(reset_attention_mask=True)
+BAD = {
+    "policy": (
+        [*TUNING, "--mtraining-policy", "moba"], APART, "--mtraining-policy is moba, which has no price",
+    ),
+    "dense": ([*TUNING, "--mtraining-price", "0"], APART, "--mtraining-price is 0, which is dense attention"),
+    "cyclic": (
+        COST, dict(APART, dataloader_type="cyclic"),
+        "--mtraining-batching cost does not work with --dataloader-type cyclic",
+    ),
+    "external": (
+        TUNING, dict(APART, dataloader_type="external"),
+        "--mtraining-tuning on does not work with --dataloader-type external",
+    ),
+    "rampup": (
+        COST, dict(APART, rampup_batch_size=["8", "8", "100"]),
+        "--mtraining-batching cost does not work with --rampup-batch-size 8 8 100: plans are made for",
+    ),
+    "schedule": (
+        COST, dict(APART, step_batch_size_schedule="0:8 100:16"),
+        "does not work with --step-batch-size-schedule 0:8 100:16",
+    ),
+    "hybrid": (COST, dict(APART, hybrid_context_parallel=True), "--hybrid-context-parallel is True"),
+    "SFT": (COST, dict(APART, sft=True), "--sft is True"),
+    "length without documents": (LENGTH, {}, "has nothing to place by: attention crosses documents"),
+    "mock data without documents": (COST, dict(mock_data=True), "nothing to balance with --mock-data"),
+    "tuning on mock data": (TUNING, dict(mock_data=True), "--mtraining-tuning on has nothing to balance"),
+    "object storage": (
+        COST, dict(APART, object_storage_cache_path="/cache"), "--object-storage-cache-path /cache and",
+    ),
+    "micro-batches": (
+        LENGTH, dict(APART, micro_batch_size=4), "--mtraining-batching is length with --micro-batch-size 4:",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def own(tmp_path) -> list[str]:
+    """The option of a profile of this machine."""
+    return ["--mtraining-profile", profile(tmp_path)]
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_runs_that_cannot_be_balanced(case, own):
+    words, others, named = BAD[case]
+    with pytest.raises(ArgumentsError) as raised:
+        check(parse(*words, *own, **others))
+    assert named in str(raised.value)
+
+
+GOOD = {
+    "length": (LENGTH, APART),
+    "mock data": (COST, dict(APART, mock_data=True)),
+    "datasets without documents": (COST, {}),
+    "single": (TUNING, dict(APART, dataloader_type="single", full_validation=True)),
+    "per token": (COST, dict(APART, micro_batch_size=4, calculate_per_token_loss=True)),
+    "tuning alone": (TUNING, dict(APART, micro_batch_size=4)),
+    "by index": (COST, dict(dataloader_inter_document_masking=True, object_storage_cache_path="/cache")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_runs_that_are_balanced(case, own):
+    words, others = GOOD[case]
+    lines = check(args := parse(*words, *own, **others))
+    assert not [line for line in lines if "warning" in line]
+    assert (args.mtraining_batching, args.mtraining_tuning) != ("off", "off")
+
+
+def test_a_settings_file_with_every_head_has_no_price(own, tmp_path):
+    path = tmp_path / "best.json"
+    path.write_text(
+        "["
+        + ", ".join(
+            ['{"0": ["vertical_and_slash", 10, 10, 1], "1": ["vertical_and_slash", 10, 10, 1]}'] * 2
+        )
+        + "]"
+    )
+    with pytest.raises(ArgumentsError, match="has the policies of all heads"):
+        check(
+            parse(
+                *TUNING,
+                *own,
+                "--mtraining-settings",
+                str(path),
+                **APART,
+                num_layers=2,
+                num_attention_heads=2,
+                kv_channels=64,
+            )
+        )
+
+
+def test_one_data_parallel_rank_is_told(own):
+    lines = check(parse(*COST, *own, data_parallel_size=1, **APART))
+    assert [line for line in lines if "there is one data-parallel rank" in line]
+
+
+def test_profiles_that_cannot_be_read(tmp_path):
+    for path, named in ((tmp_path / "none.json", "cannot be read"), (tmp_path, "cannot be read")):
+        with pytest.raises(ArgumentsError, match=named) as raised:
+            check(parse(*COST, "--mtraining-profile", str(path), **APART))
+        assert str(path) in str(raised.value)
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text('{"format": "something else"}')
+    with pytest.raises(ArgumentsError, match=r"wrong\.json"):
+        check(parse(*COST, "--mtraining-profile", str(wrong), **APART))
+
+
+def test_a_profile_without_the_head_dimension_is_told_at_the_start(tmp_path):
+    path = tmp_path / "profile.json"
+    whole = LatencyModel.load(profile(tmp_path))
+    LatencyModel("CPU", tuple(each for each in whole.entries if each.head_dim == 128)).save(path)
+    balance_options.latency_model.cache_clear()
+    with pytest.raises(ArgumentsError, match="has no vertical_slash attention of head dim 64"):
+        check(parse(*COST, "--mtraining-profile", str(path), **APART))
+
+
+def test_the_profile_of_another_gpu_is_told(tmp_path):
+    path = tmp_path / "profile.json"
+    whole = LatencyModel.load(profile(tmp_path))
+    LatencyModel("NVIDIA H200", whole.entries).save(path)
+    balance_options.latency_model.cache_clear()
+    lines = check(parse(*COST, "--mtraining-profile", str(path), **APART))
+    assert [line for line in lines if line.startswith("warning: the latency profile")]
+
+
+def agree(rank, world, folders):
+    """Ranks of hosts whose profiles have one name and different content."""
+    config = MTrainingConfig.from_options(batching="cost", profile=f"{folders[rank]}/profile.json")
+    try:
+        check_agreement(RankGroup(dist.group.WORLD), balance_of_rank(config), "the ranks of a run")
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def test_ranks_with_different_profiles_are_refused(tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        whole = LatencyModel.load(profile(folder))
+        LatencyModel(f"GPU {number}", whole.entries).save(folder / "profile.json")
+    messages = run_ranks(2, agree, [str(folder) for folder in folders])
+    assert (
+        messages[0] == messages[1]
+        and "the GPU of the latency profile is 'GPU 0' on rank 0" in messages[0]
+    )
+    assert "the content (SHA-256) of --mtraining-profile is" in messages[0]
+    assert run_ranks(2, agree, [str(folders[0])] * 2) == [None, None]
+
+
+def test_sizes_of_steps():
+    usual = dict(micro_batch_size=2, global_batch_size=48)
+    assert sizes_of(parse(**usual), 4) == PlanSizes(4, 6, 2)
+    assert sizes_of(parse(**usual, pipeline_model_parallel_size=2), 4) == PlanSizes(4, 6, 2)
+    assert sizes_of(parse(**usual, expert_model_parallel_size=4), 4) == PlanSizes(4, 6, 2, True)

@@ -1,0 +1,454 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""What ranks do to balance a step: multipliers of the price, the table that they sum, and the accounting."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel import random
+
+from megatron_mtraining import MTrainingConfig
+from megatron_mtraining.balance.tuning import Groups, TuningBounds
+from megatron_mtraining.cp_group import RankGroup
+from megatron_mtraining.megatron import balance_log, core_attention, observation, register
+from megatron_mtraining.megatron.balance_table import OBSERVED, StepTable
+from megatron_mtraining.megatron.balancing import Balancer, Layout, balancer_of_arguments
+from megatron_mtraining.megatron.observation import LayerCalls, Observed
+from megatron_mtraining.pattern import Steering
+from tests.support.megatron_cases import DIM, GROUPS, HEADS, make, make_config
+from tests.support.ranks import run_ranks
+from tests.support.tuning_cases import Plans, balancer_for
+
+SEQUENCE = 512
+SPARSE = dict(block_size=64, window=64, sample_strata=16)
+
+
+@pytest.fixture
+def balanced(monkeypatch):
+    """Makes a balancer of one rank with two micro-batches, which attentions of the test then use."""
+
+    def use(multipliers=None, **others):
+        balancer = balancer_for(multipliers, **others)
+        run = SimpleNamespace(
+            balancer_of_run=lambda: balancer,
+            steering_of=lambda config, layers, heads: Steering(config, 0, (layers, heads)),
+        )
+        monkeypatch.setattr(core_attention, "RUN", run)
+        return balancer
+
+    return use
+
+
+@pytest.fixture(autouse=True)
+def cpu_random(monkeypatch):
+    """Megatron's checkpoint keeps the state of the GPU's random generator."""
+    register()
+    monkeypatch.setattr(random, "_get_cuda_rng_state", lambda **_: torch.get_rng_state())
+    monkeypatch.setattr(
+        random, "_set_cuda_rng_state", lambda state, **_: torch.set_rng_state(state)
+    )
+
+
+def attention_of(layers=1, number=1, **options):
+    config = MTrainingConfig.from_options(**{**SPARSE, "price": 1.0, **options})
+    return make(make_config(mtraining=config, num_layers=layers), layer_number=number)
+
+
+def operands(seed=2):
+    """A few keys that many queries attend to, so that density follows the price."""
+    torch.manual_seed(seed)
+    query = torch.randn(SEQUENCE, 1, HEADS, DIM)
+    key, value = torch.randn(2, SEQUENCE, 1, GROUPS, DIM)
+    return [each.requires_grad_() for each in (query, 1.5 * key, value)]
+
+
+def end(balancer, step=1):
+    balancer.end_step(step, RankGroup(None))
+    balancer.read()
+    return balancer.interval.last
+
+
+def density_at(price):
+    attention = attention_of(price=price)
+    found = []
+    attention.density.add = lambda density, recall: found.append((density, recall))
+    attention(*operands())
+    return found[0]
+
+
+def test_the_price_of_a_microbatch_is_multiplied(balanced):
+    wanted = [density_at(price) for price in (0.5, 2.0)]
+    balancer = balanced([[0.5], [2.0]])
+    attention = attention_of()
+    for _ in range(2):
+        attention(*operands())
+    record = end(balancer)
+    for number, (density, recall) in enumerate(wanted):
+        assert record.density[number, 0] == pytest.approx(float(density.mean()), rel=1e-6)
+        assert record.recall[number, 0] == pytest.approx(float(recall.mean()), rel=1e-6)
+    assert record.density[0, 0] > record.density[1, 0]
+    assert record.multipliers.tolist() == [[0.5], [2.0]]
+
+
+def test_other_sequences_change_the_price_and_nothing_else(balanced):
+    """What later tokens can change (docs/how-it-works.md): of other ranks' sequences, the predicted cost."""
+    balanced()
+    found = []
+    for other in (0.2, 1.0, 3.0):
+        plans = Plans(np.array([[1.0, other]]), np.full((1, 2), 0.1))
+        bounds = TuningBounds(max_mass=1)
+        balancer = Balancer(Layout(2, 0), lambda: 1, lambda p=plans: p, bounds, 1.0, lambda: 0)
+        balancer.end_step(0, RankGroup(None))
+        price = balancer.tuning(0)[0].item()
+        core_attention.RUN.balancer_of_run = lambda b=balancer: b
+        out = attention_of()(*operands())
+        core_attention.RUN.balancer_of_run = lambda: None
+        assert torch.equal(out, attention_of(price=price)(*operands()))
+        found.append((price, out))
+    (high, sparser), (one, plain), (low, denser) = found
+    assert high > one == 1 > low
+    assert not torch.equal(sparser, plain) and not torch.equal(denser, plain)
+
+
+def test_only_training_counts(balanced):
+    balancer = balanced([[0.5], [2.0]])
+    attention = attention_of()
+    attention(*operands())
+    attention.eval()(*operands())
+    attention.train()(*operands())
+    assert attention.calls.count == 2
+    record = end(balancer)
+    assert record.density[0, 0] > record.density[1, 0]
+    assert attention.calls.count == 0
+
+
+def test_a_step_without_a_plan_or_another_one_is_untuned(balanced):
+    plain = density_at(1.0)[0].mean()
+    balancer = balanced([[0.5], [0.5]])
+    attention = attention_of()
+    balancer.now = 1  # the step that was planned for was skipped
+    attention(*operands())
+    record = end(balancer, 2)
+    assert record.density[0, 0] == pytest.approx(float(plain), rel=1e-6)
+    assert np.isnan(record.density[1, 0]), "fewer micro-batches than usual"
+    assert not record.planned and (record.multipliers == 1).all()
+    attention(*operands())
+    assert end(balancer, 3).density[0, 0] == pytest.approx(float(plain), rel=1e-6)
+
+
+def test_a_step_that_runs_again_has_the_same_multipliers(balanced):
+    balancer = balanced([[0.5], [2.0]])
+    attention = attention_of()
+    out = [attention(*operands()) for _ in range(4)]
+    assert torch.equal(out[0], out[2]) and torch.equal(out[1], out[3])
+    assert not torch.equal(out[0], out[1])
+    record = end(balancer)
+    assert record.density[0, 0] > record.density[1, 0]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_recomputation_counts_once_and_its_backward_is_timed(balanced, recompute, monkeypatch):
+    plain = balanced([[0.5], [2.0]])
+    attention = attention_of()
+    given = [operands(seed) for seed in (1, 2)]
+    outs = [attention(*each) for each in given]
+    for out in reversed(outs):
+        out.sum().backward()
+    record = end(plain)
+    balancer = balanced([[0.5], [2.0]])
+    attention = attention_of(recompute_attention=recompute)
+    again = [[each.detach().clone().requires_grad_() for each in own] for own in given]
+    outs = [tensor_parallel.checkpoint(partial(attention), False, *each) for each in again]
+    forward = len(attention.calls._times)
+    for out in reversed(outs):  # of other micro-batches than the last one
+        out.sum().backward()
+    numbers = [number for number, _ in attention.calls._times]
+    assert forward == 2 and numbers == [0, 1, 1, 1, 0, 0]
+    assert attention.calls.count == 2
+    for one, other in zip(given, again):
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(one, other))
+    checkpointed = end(balancer)
+    assert np.array_equal(checkpointed.density, record.density)
+    assert (checkpointed.measured_ms > 0).all()
+
+
+class Then:
+    """An attention whose output another operation needs in its backward."""
+
+    def __init__(self, attention):
+        self.attention = attention
+
+    def __call__(self, *given):
+        return self.attention(*given).sin()
+
+
+def test_a_replay_without_its_first_pass_is_refused(balanced):
+    for multipliers in ([[0.5], [2.0]], None):
+        balanced(multipliers, observe=multipliers is None)
+        attention = attention_of()
+        call = torch.utils.checkpoint.checkpoint
+        out = call(Then(attention), *operands(), use_reentrant=False)
+        if multipliers is None:  # the price is the same in all micro-batches
+            out.sum().backward()
+            assert attention.calls.count == 1
+            continue
+        with pytest.raises(RuntimeError, match="--mtraining-tuning is on: use reentrant"):
+            out.sum().backward()
+
+
+def test_heads_and_layers_without_a_price_are_left_alone(balanced, tmp_path):
+    path = tmp_path / "settings.json"
+    path.write_text('{"layers": {"0": {"dense": true}, "1": {"heads": {"2": {"dense": true}}}}}')
+    balancer = balanced([[4.0], [4.0]])
+    own = dict(settings=str(path), layers=3)
+    layers = [attention_of(number=number, **own) for number in (1, 2, 3)]
+    assert [attention.tunable_heads for attention in layers] == [
+        [False] * 4, [True, True, False, True], [True],
+    ]  # fmt: skip
+    for attention in layers:
+        attention(*operands())
+    tuned = layers[1]._tuning(0)
+    assert tuned[1].tolist() == [0.25, 0.25, 0, 0.25]
+    dense, mixed, sparse = (attention.calls._density[0][0] for attention in layers)
+    assert (dense == 1).all() and mixed[2] == 1
+    assert (mixed[[0, 1, 3]] == sparse[[0, 1, 3]]).all() and (sparse < 0.5).all()
+    end(balancer)
+    fixed = attention_of(policy="fixed", price=None, vertical=16, slash=1)
+    assert fixed.tunable_heads == [False]
+
+
+def test_the_target_sees_recall_before_tuning(balanced):
+    balanced([[2.0], [0.5]], mass=[[0.125], [-0.25]])
+    attention = attention_of(target_recall=0.9, price=None, target_scope="model")
+    seen = []
+    for _ in range(2):
+        attention(*operands())
+        seen.append(attention.steering._seen.clone())
+    now = torch.stack(attention.calls._recall)
+    first, both = (float(each[0]) for each in seen)
+    assert first == pytest.approx(float((now[0] + 0.125).clamp(max=1).sum()))
+    assert both - first == pytest.approx(float((now[1] - 0.25).sum()), rel=1e-5)
+
+
+def test_what_is_no_number_stays_in_its_cell(balanced):
+    balancer = balanced(None, observe=True)
+    attention = attention_of()
+    for value in (0.25, float("nan")):
+        attention.calls.observe(attention.calls.next(), *torch.full((2, 1, 4), value))
+    record = end(balancer)
+    assert record.density[0, 0] == record.recall[0, 0] == 0.25
+    assert np.isnan(record.density[1, 0]) and np.isnan(record.recall[1, 0])
+    figures = record.figures(Groups((2, 1)))
+    assert figures["density"] == figures["recall"] == 0.25
+    assert "nan" not in balance_log.line(1, balancer.interval.take())
+
+
+def hand_made(rank, world):
+    """DP 2 with a pipeline of two stages: ranks 0 and 2 are one replica's stages."""
+    replica, stage = rank % 2, rank // 2
+    layers = []
+    for layer in range(2):
+        ones = torch.ones(1, 4)
+        density = [0.1 * (1 + replica) * ones, (0.2 + 0.1 * stage) * ones, ones]
+        recall = [(0.9 - 0.1 * layer) * ones, 0.5 * ones, ones]
+        times = [(0, 1.0 + replica), (1, 2.0), (0, 0.5), (2, 99.0)]
+        layers.append(Observed(density, recall, times))
+    if rank == 3:
+        layers = []  # a stage without attention
+    planned = None
+    if rank == 0:
+        planned = {
+            name: np.array([[1.0, 2.0], [3.0, 4.0]]) * factor
+            for factor, name in enumerate(
+                ("multipliers", "predicted_ms", "tuned_ms", "density", "recall", "mass"), 1
+            )
+        }
+    table = StepTable(2, 2, replica)
+    filled = table.fill(planned, 0.25 if rank == 0 else 0.0, layers, 1, torch.device("cpu"))
+    table.keep(RankGroup.everyone().all_reduce(filled))
+    return table.read(), table.on_device("multipliers")
+
+
+def test_the_table_against_numbers_made_by_hand():
+    for rank, ((header, rows), own) in enumerate(run_ranks(4, hand_made)):
+        assert header == {"planned": 1, "price": 0.25}
+        assert rows["mass"].tolist() == [[6, 12], [18, 24]]
+        assert own.tolist() == ([1, 3] if rank % 2 == 0 else [2, 4])
+        assert rows["calls"].tolist() == [[4, 2], [4, 2]]
+        np.testing.assert_allclose(rows["density_sum"], [[0.4, 0.4], [1.0, 0.4]], rtol=1e-6)
+        np.testing.assert_allclose(rows["recall_sum"], [[3.4, 1.7], [2.0, 1.0]], rtol=1e-6)
+        # Of all layers: sums over the stages; micro-batches past the last one do not count.
+        np.testing.assert_allclose(rows["measured_ms"], [[6, 5], [8, 4]], rtol=1e-6)
+
+
+def test_record_and_line_of_numbers_made_by_hand():
+    seen = dict(zip(OBSERVED, np.array([
+        [[0.2, 0.8], [0.4, 0.4]], [[1.8, 1.8], [2.0, 1.6]], [[2, 2], [2, 2]], [[1, 3], [2, 2]],
+    ])))  # fmt: skip
+    planned = dict(
+        multipliers=[[0.5, 1.5], [0.5, 1.5]], predicted_ms=[[1, 4], [1, 4]],
+        tuned_ms=[[2, 3], [1, 2]], density=[[0.1, 0.5], [0.1, 0.5]],
+        recall=[[0.9, 0.9], [0.9, 0.9]], mass=[[-0.01, 0.03], [0, 0]],
+    )  # fmt: skip
+    planned = {name: np.array(rows) for name, rows in planned.items()}
+    record = balance_log.StepRecord.of(4, seen, planned)
+    assert record.density.tolist() == [[0.1, 0.4], [0.2, 0.2]]
+    figures = record.figures(Groups((2, 2)))
+    expected = {
+        "measured-ms": 5, "measured-max-over-mean": 1.25, "measured-idle-share": 0.2,
+        "untuned-ms": 8, "untuned-max-over-mean": 1.6, "untuned-idle-share": 0.375,
+        "predicted-ms": 5, "predicted-max-over-mean": 1.25, "predicted-idle-share": 0.2,
+        "density": 0.225, "density-untuned": 0.3, "recall": 0.9, "recall-untuned": 0.9,
+        "multiplier-lowest": 0.5, "multiplier-highest": 1.5, "mass-moved": 0.01,
+    }  # fmt: skip
+    assert figures == pytest.approx(expected)
+    in_microbatches = record.figures(Groups((2, 2), per_microbatch=True))
+    assert in_microbatches["measured-ms"] == 5 and in_microbatches["untuned-ms"] == 8
+    interval = balance_log.Interval()
+    interval.add(record, Groups((2, 2)))
+    interval.add(balance_log.StepRecord.of(5, seen, None), Groups((2, 2)))
+    means = interval.take()
+    assert means == pytest.approx(expected) and interval.take() == {}
+    assert balance_log.line(6, means) == (
+        " [mtraining] iteration 6 | attention of the slowest rank: measured 5 ms (max/mean 1.250, idle 20.0%)"
+        " | predicted 5 ms (max/mean 1.250, idle 20.0%), untuned 8 ms (max/mean 1.600, idle 37.5%)"
+        " | density 0.3000 expected untuned, 0.2250 seen | recall 0.9000 expected untuned, 0.9000 seen"
+        " | price times 0.5 to 1.5"
+    )
+    scalars, drawn = {}, []
+    writer = SimpleNamespace(
+        add_scalar=lambda name, value, step: scalars.update({name: value}),
+        add_figure=lambda name, figure, step: drawn.append(figure),
+    )
+    balance_log.write(writer, 6, means, record)
+    assert scalars["mtraining-balance/predicted-ms"] == 5
+    assert scalars["mtraining-balance-idle-ms/rank-000"] == 2
+    assert scalars["mtraining-balance-measured-ms/rank-001"] == 5
+    if drawn:
+        (axes,) = drawn[0].axes
+        assert [bar.get_height() for bar in axes.containers[-2]] == [3, 5]
+        assert [bar.get_height() for bar in axes.containers[-1]] == [2, 0], "idle"
+        drawn[0].canvas.draw()
+
+
+def test_bounds_that_cannot_be_met_are_warned_of_once(capsys):
+    plans = Plans(np.array([[1.0, 9.0]]), np.full((1, 2), 0.1))
+    balancer = Balancer(
+        Layout(2, 0), lambda: 1, lambda: plans, TuningBounds(max_mass=0.001), 0.25, lambda: 0
+    )
+    for step in (1, 2):
+        balancer.end_step(step, RankGroup(None))
+    said = [text for text in capsys.readouterr().out.splitlines() if "warning" in text]
+    assert len(said) == 1, said
+    for part in (
+        "times of 0.1 to 0.9 ms become",
+        "anchor mean is 0.5 ms",
+        "--mtraining-tuning-mass 0.001",
+    ):
+        assert part in said[0]
+
+
+def test_a_guess_is_not_tuned_by():
+    plans = Plans(np.array([[1.0, 9.0]]), np.full((1, 2), 0.1))
+    plans.known = 2
+    now = [0]
+    bounds = TuningBounds(max_mass=1)
+    balancer = Balancer(Layout(2, 0), lambda: 1, lambda: plans, bounds, 0.25, lambda: now[0])
+    found = []
+    for step in (1, 2):
+        balancer.end_step(step, RankGroup(None))
+        now[0] = step
+        found.append(balancer.tuning(0)[0].item())
+    assert found[0] == 1 > found[1]
+
+
+def test_estimates_get_what_steps_have_found(balanced):
+    balancer = balanced([[2.0], [0.5]], mass=[[0.02], [-0.02]])
+    attention = attention_of()
+    for _ in range(2):
+        attention(*operands())
+    end(balancer)
+    ((step, density, recall, multipliers),) = balancer.plans.observed
+    assert step == 0 and multipliers.tolist() == [[2.0], [0.5]]
+    record = balancer.interval.last
+    np.testing.assert_allclose(recall - record.recall, [[0.02], [-0.02]], atol=1e-6)
+    assert np.array_equal(density, record.density)
+
+
+@pytest.mark.parametrize(
+    "dp, pp, count, off, warned",
+    [
+        (1, 1, 4, True, True),
+        (1, 2, 1, True, True),
+        (1, 2, 4, False, False),
+        (2, 1, 1, False, False),
+    ],
+)
+def test_a_run_that_has_nobody_to_wait_for(dp, pp, count, off, warned, monkeypatch, capsys):
+    from megatron.core import num_microbatches_calculator, parallel_state
+
+    sizes = {
+        "get_data_parallel_world_size": dp, "get_data_parallel_rank": 0,
+        "get_tensor_model_parallel_world_size": 2, "get_context_parallel_world_size": 4,
+    }  # fmt: skip
+    for name, size in sizes.items():
+        monkeypatch.setattr(parallel_state, name, lambda size=size, **_: size)
+    monkeypatch.setattr(num_microbatches_calculator, "get_num_microbatches", lambda: count)
+    args = SimpleNamespace(pipeline_model_parallel_size=pp, num_layers=2, num_attention_heads=4)
+    config = MTrainingConfig.from_options(tuning="on")
+    balancer = balancer_of_arguments(args, config, lambda: 0, lambda: None)
+    assert (balancer.bounds is None) == off
+    assert ("it changes nothing" in capsys.readouterr().out) == warned
+    assert balancer.layout == Layout(dp, 0, 8, pp > 1, pp > 1)
+    assert balancer_of_arguments(args, MTrainingConfig(), lambda: 0, lambda: None) is None
+
+
+def test_layers_without_a_price_are_named_once(tmp_path, monkeypatch, capsys):
+    from megatron.core import num_microbatches_calculator, parallel_state
+
+    path = tmp_path / "settings.json"
+    path.write_text('{"layers": {"0": {"dense": true}, "1": {"heads": {"2": {"dense": true}}}}}')
+    for name in dir(parallel_state):
+        if name.endswith(("parallel_world_size", "data_parallel_rank")):
+            monkeypatch.setattr(parallel_state, name, lambda **_: 2)
+    monkeypatch.setattr(num_microbatches_calculator, "get_num_microbatches", lambda: 1)
+    args = SimpleNamespace(num_layers=3, num_attention_heads=4, expert_model_parallel_size=2)
+    config = MTrainingConfig.from_options(tuning="on", settings=str(path))
+    balancer = balancer_of_arguments(args, config, lambda: 0, lambda: None)
+    assert "layer 0; heads 2 of layer 1 have no price to tune" in capsys.readouterr().out
+    assert balancer.layout.per_microbatch and not balancer.layout.pipeline
+
+
+def test_times_of_cuda_are_pairs_of_events(monkeypatch):
+    """On a stand-in for events: recorded around the call, read once the step is over."""
+    made = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+            self.at, self.waited = None, False
+            made.append(self)
+
+        def record(self):
+            self.at = float(len(made))
+
+        def synchronize(self):
+            self.waited = True
+
+        def elapsed_time(self, other):
+            return other.at - self.at
+
+    monkeypatch.setattr(observation.torch.cuda, "Event", Event)
+    calls = LayerCalls()
+    with calls.timed(calls.next(), cuda=True):
+        pass
+    with calls.timed(calls.next(), cuda=True):
+        with calls.timed(0, cuda=True):
+            pass
+    assert not any(event.waited for event in made)
+    assert calls.take().times == [(0, 1.0), (0, 1.0), (1, 3.0)]
+    assert [event.waited for event in made] == [False] * 3 + [False, False, True]
+    assert calls.take().times == []

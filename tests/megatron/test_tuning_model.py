@@ -1,0 +1,184 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Tuning of a GPTModel over data- and context-parallel ranks: as one process with the same multipliers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_mtraining.balance.tuning import TuningBounds
+from tests.support.ranks import run_ranks
+from tests.support.tuning_cases import Plans
+
+SEQUENCE, BLOCK, MICROBATCHES, LAYERS, HEADS = 1024, 64, 2, 2, 4
+LENGTHS = [[1024], [512, 512], [400, 340, 284], [256] * 4]
+"""Documents of the samples of a data-parallel rank: the first one is the straggler."""
+BOUNDS = TuningBounds(max_mass=0.2)
+
+
+def build(cp_size: int):
+    """The same weights on every rank; attention that is sharp enough to be sparse."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.enums import AttnBackend
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_mtraining import MTrainingConfig
+
+    torch.manual_seed(7)
+    model_parallel_cuda_manual_seed(7)
+    config = TransformerConfig(
+        num_layers=LAYERS, hidden_size=128, num_attention_heads=HEADS, num_query_groups=2, kv_channels=64,
+        ffn_hidden_size=128, attention_dropout=0.0, hidden_dropout=0.0, use_cpu_initialization=True,
+        context_parallel_size=cp_size, attention_backend=AttnBackend.mtraining,
+    )  # fmt: skip
+    config.mtraining = MTrainingConfig.from_options(
+        block_size=BLOCK, window=BLOCK, price=0.8, sample_strata=16
+    )
+    model = GPTModel(
+        config=config, transformer_layer_spec=get_gpt_layer_local_spec(), vocab_size=96,
+        max_sequence_length=SEQUENCE, position_embedding_type="rope",
+    )  # fmt: skip
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "linear_qkv.weight" in name:
+                parameter *= 12
+    return model
+
+
+def sample(microbatch: int, rank: int) -> dict:
+    generator = torch.manual_seed(10 * rank + microbatch)
+    tokens = torch.randint(96, (1, SEQUENCE), generator=generator)
+    ids = torch.cat([torch.arange(length) for length in LENGTHS[rank]])[None]
+    return {"tokens": tokens, "labels": tokens.roll(-1, 1), "position_ids": ids}
+
+
+def train(model, samples, cp_rank: int, cp_size: int) -> tuple[torch.Tensor, dict]:
+    """Sums of losses and gradients of samples, one micro-batch each; with a forward of evaluation between."""
+    from megatron.core.pipeline_parallel.schedules import custom_backward
+
+    from megatron_mtraining.megatron.batch import slice_batch
+
+    model.zero_grad()
+    total = torch.zeros(())
+    for number, given in enumerate(samples):
+        batch = slice_batch(dict(given), cp_rank, cp_size, BLOCK, documents=True)
+        tensors = batch["tokens"], batch["position_ids"], None
+        if number == 1:
+            with torch.no_grad():
+                model.eval()(*tensors, labels=batch["labels"])
+            model.train()
+        loss = model(*tensors, labels=batch["labels"]).sum() / SEQUENCE
+        total += loss.detach()
+        custom_backward(loss, None)  # as training does; torch's own would leave the CPU shim
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return total, gradients
+
+
+def balancer_of(dp_size, dp_rank, cp_size, plans, microbatches):
+    from megatron_mtraining.megatron.balancing import Balancer, Layout
+    from megatron_mtraining.megatron.run_state import RUN
+
+    return Balancer(
+        Layout(dp_size, dp_rank, cp_size),
+        lambda: microbatches,
+        lambda: plans,
+        BOUNDS,
+        0.8,
+        lambda: RUN.step,
+    )
+
+
+def start(cp_size: int):
+    import megatron_mtraining
+    from tests.support import cpu_shim
+
+    cpu_shim.install_torch()
+    cpu_shim.install_core()
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(context_parallel_size=cp_size)
+    megatron_mtraining.register()
+    return parallel_state
+
+
+def tuned_steps(rank, world, cp_size):
+    """Two steps: the first one untuned."""
+    state = start(cp_size)
+    from megatron_mtraining.cp_group import RankGroup
+    from megatron_mtraining.megatron import run_state
+    from megatron_mtraining.megatron.run_state import RUN
+
+    dp_size, dp_rank = state.get_data_parallel_world_size(), state.get_data_parallel_rank()
+    cp_rank = state.get_context_parallel_rank()
+    pairs = [[sum(n * (n + 1) / 2e3 for n in LENGTHS[r]) for r in range(dp_size)]] * MICROBATCHES
+    plans = Plans(pairs, np.full((MICROBATCHES, dp_size), 0.3)) if rank == 0 else None
+    RUN.balancer = balancer_of(dp_size, dp_rank, cp_size, plans, MICROBATCHES)
+    model = build(cp_size)
+    steps = []
+    for step in (1, 2):
+        total, gradients = train(
+            model, [sample(k, dp_rank) for k in range(MICROBATCHES)], cp_rank, cp_size
+        )
+        everyone = RankGroup.everyone()
+        for value in (total, *gradients.values()):
+            everyone.all_reduce(value)
+        if step == 2:
+            own = [RUN.balancer.tuning(number)[0].item() for number in range(MICROBATCHES)]
+        run_state.advance(step)
+        RUN.balancer.read()
+        steps.append((total, gradients, RUN.balancer.interval.last))
+    state.destroy_model_parallel()
+    return dp_rank, own, steps, (plans.observed if plans else None)
+
+
+def in_one_process(rank, world, multipliers):
+    """All samples of a step, with these multipliers ``[M, dp]``; None for none."""
+    state = start(1)
+    from megatron_mtraining.megatron.run_state import RUN
+    from tests.support.tuning_cases import Given
+
+    dp_size = multipliers.shape[1]
+    flat = multipliers.reshape(-1, 1)
+    RUN.balancer = Given(flat, np.zeros_like(flat), False)
+    model = build(1)
+    samples = [sample(k, r) for k in range(MICROBATCHES) for r in range(dp_size)]
+    total, gradients = train(model, samples, 0, 1)
+    state.destroy_model_parallel()
+    return total, gradients
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_replicas_are_tuned_as_in_one_process(cp_size):
+    found = run_ranks(4, tuned_steps, cp_size)
+    dp_size = 4 // cp_size
+    first, second = (found[0][2][step][2] for step in (0, 1))
+    assert (first.multipliers == 1).all() and not first.planned
+    multipliers = second.multipliers
+    assert second.planned and multipliers.shape == (MICROBATCHES, dp_size)
+    assert (multipliers[:, 0] > 1).all() and (multipliers[:, -1] < 1).all(), multipliers
+    for dp_rank, own, _, _ in found:
+        assert own == multipliers[:, dp_rank].tolist(), "the same on all ranks of a replica"
+    # Stragglers become sparser, idle ranks denser; the samples are the same in both steps.
+    assert (second.density[:, 0] < first.density[:, 0]).all(), (first.density, second.density)
+    assert (second.density[:, -1] > first.density[:, -1]).all(), (first.density, second.density)
+    for record in (first, second):
+        assert np.isfinite(record.density).all() and (record.recall <= 1).all()
+        assert (record.measured_ms > 0).all()
+    for _, _, steps, _ in found[1:]:
+        for (_, _, one), (_, _, other) in zip(found[0][2], steps):
+            assert all(
+                np.array_equal(a, b, equal_nan=True)
+                for a, b in zip(vars(one).values(), vars(other).values())
+            )
+    ((step, density, recall, moved), *_) = found[0][3]
+    assert step == 0 and np.array_equal(density, first.density) and (moved == 1).all()
+    for record, (total, gradients, _) in zip((first, second), found[0][2]):
+        ((wanted, expected),) = run_ranks(1, in_one_process, record.multipliers)
+        torch.testing.assert_close(total, wanted, atol=1e-5, rtol=1e-5)
+        for name, value in gradients.items():
+            torch.testing.assert_close(value, expected[name], atol=2e-5, rtol=1e-4, msg=name)
+    assert not torch.allclose(found[0][2][0][0], found[0][2][1][0], atol=1e-5), "it has an effect"
