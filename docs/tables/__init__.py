@@ -22,7 +22,14 @@ from .kernel_tables import (
 )
 from .pattern_tables import patterns, patterns_long, patterns_smol
 from .profile_tables import profile_errors
-from .sparsebalance_tables import by_gpus, by_waits, denser, recorded, simulated
+from .sparsebalance_tables import (
+    by_gpus,
+    by_waits,
+    denser,
+    measured,
+    recorded,
+    simulated,
+)
 from .step_tables import (
     breakdown,
     dense_of,
@@ -97,6 +104,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sparsebalance_gpus": by_gpus,
     "sparsebalance_dense": denser,
     "sparsebalance_waits": by_waits,
+    "sparsebalance_measured": measured,
     "profile_errors": profile_errors,
 }
 """Tables, by name."""
