@@ -21,6 +21,7 @@ from .kernel_tables import (
     worst_error,
 )
 from .pattern_tables import patterns, patterns_long, patterns_smol
+from .profile_tables import profile_errors
 from .sparsebalance_tables import by_gpus, by_waits, denser, recorded, simulated
 from .step_tables import (
     breakdown,
@@ -96,5 +97,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "sparsebalance_gpus": by_gpus,
     "sparsebalance_dense": denser,
     "sparsebalance_waits": by_waits,
+    "profile_errors": profile_errors,
 }
 """Tables, by name."""

@@ -93,7 +93,14 @@ class LatencyModel:
         """
         entry = self.entry(kind, shape.head_dim)
         amounts = quantities(
-            tokens, pairs, density, shape, cp_size, kind=kind, packed=packed, processors=self.processors
+            tokens,
+            pairs,
+            density,
+            shape,
+            cp_size,
+            kind=kind,
+            packed=packed,
+            processors=self.processors,
         )
         there = np.asarray(tokens, dtype=np.float64) > 0
         found = []

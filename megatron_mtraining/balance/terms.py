@@ -2,10 +2,10 @@
 """The terms that the time of a layer's attention is a sum of.
 
 Each has a coefficient of 0 or more that ``mtraining profile`` measures on a GPU:
-so times are never negative, never fall with the attended query-key pairs, and grow beyond the measured
-lengths as the work does. With ``h`` query heads, ``hk`` key and value heads, ``N`` tokens, ``P`` visible pairs,
-``L = 2 P / N`` tokens of the document that a token is in, in the mean over tokens, and, on a context-parallel
-rank, ``n`` tokens and ``a`` attended pairs of a head:
+so times are never negative, never fall with density, and grow beyond the measured lengths as the work does.
+With ``h`` query heads, ``hk`` key and value heads, ``N`` tokens, ``P`` visible pairs, ``L = 2 P / N`` tokens
+of the document that a token is in (the mean over tokens), and, on a context-parallel rank, ``n`` tokens and
+``a`` attended pairs of a head:
 
 =========== ==================== =====================================================================
 term        quantity             what takes this time
@@ -118,7 +118,7 @@ def quantities(
     processors: int = PROCESSORS,
 ) -> dict:
     """The quantity of each term, by its name; see the module's text. Arguments as for
-    :meth:`LatencyModel.predict`; all float64 of one shape, but ``launch`` and ``heads``, which are numbers."""
+    :meth:`LatencyModel.predict`; all float64 of one shape, but numbers for ``launch`` and ``heads``."""
     heads, kv_heads, _ = shape
     if heads < 1 or kv_heads < 1 or cp_size < 1:
         raise ConfigError(
@@ -141,7 +141,7 @@ def quantities(
         "launch": 1.0,
         "heads": float(heads),
         "rows": heads * rows / 1e6,
-        "packed_rows": np.where(masked, heads * rows / 1e6, 0.0),
+        "packed_rows": np.where(masked, heads * rows / 1e6, 0.0)[()],
         "key_rows": kv_heads * rows / 1e6,
         "pairs": work,
         "far_pairs": work * length / (length + CACHED),

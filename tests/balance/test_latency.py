@@ -15,7 +15,7 @@ SHAPE = AttentionShape(16, 2, 128)
 COEFFICIENTS = {
     "search": {"launch": 0.25, "rows": 0.5, "square": 0.125},
     "forward": {"launch": 0.5, "pairs": 2.0, "query_path": 0.25},
-    "backward": {"key_rows": 3.0, "pairs": 4.0, "key_path": 0.5},
+    "backward": {"key_rows": 3.0, "pairs": 4.0, "key_span": 0.5},
 }
 MODEL = LatencyModel(
     "Test GPU", (Entry("vertical_slash", 128, COEFFICIENTS, Latency(1.5, 0.75, 1.0)),)
@@ -36,7 +36,7 @@ def test_the_sum_of_terms():
     expected = (
         0.25 + 0.5 * 16 * tokens / 1e6 + 0.125 * 16 * tokens**2 / 1e9,
         0.5 + 2 * 16 * attended / 1e9 + 0.25 * each,
-        3 * 2 * tokens / 1e6 + 4 * 16 * attended / 1e9 + 0.5 * 8 * each,
+        3 * 2 * tokens / 1e6 + 4.5 * 16 * attended / 1e9,  # 1024 programs: the pairs decide
     )
     assert found == pytest.approx(expected)
     assert found.total_ms == pytest.approx(sum(expected))
@@ -44,13 +44,41 @@ def test_the_sum_of_terms():
 
 def test_a_rank_has_its_share():
     pairs = visible_pairs([65536])
-    whole, part = (quantities(65536, pairs, 0.5, SHAPE, size) for size in (1, 4))
-    shared = ("rows", "key_rows", "pairs", "square")
-    assert {name: whole[name] / 4 for name in shared} == pytest.approx({n: part[n] for n in shared})
-    for name in ("launch", "query_path", "key_path"):  # of one query or key, whoever has it
+    whole, part = (quantities(65536, pairs, 0.5, SHAPE, size, packed=True) for size in (1, 2))
+    shared = ("rows", "packed_rows", "key_rows", "pairs", "far_pairs", "key_span", "square")
+    assert {name: whole[name] / 2 for name in shared} == pytest.approx({n: part[n] for n in shared})
+    for name in ("launch", "heads", "query_path", "candidates"):  # of one query, or every rank's
         assert whole[name] == pytest.approx(part[name])
-    half = quantities(65536, pairs, 0.5, AttentionShape(8, 1, 128))
+    half = quantities(65536, pairs, 0.5, AttentionShape(8, 1, 128), packed=True)
     assert {name: whole[name] / 2 for name in shared} == pytest.approx({n: half[n] for n in shared})
+
+
+def test_the_longest_program_of_the_gradient_of_keys():
+    """A GPU of 132 multiprocessors, blocks of 128 keys."""
+    tokens, pairs = 4096, visible_pairs([4096])
+    work = 16 * pairs / 1e9
+    # 64 programs, whose longest has twice the mean: 264 of them would keep all busy.
+    assert quantities(tokens, pairs, 1, SHAPE)["key_span"] == pytest.approx(work * 264 / 64)
+    assert quantities(tokens, pairs, 1, SHAPE, processors=32)["key_span"] == pytest.approx(work)
+    many = AttentionShape(16, 16, 128)
+    assert quantities(tokens, pairs, 1, many)["key_span"] == pytest.approx(work)
+    # With lists, the queries of 8 heads may all attend to one block, at any density.
+    found = quantities(tokens, pairs, np.array([0.0, 0.01, 0.3]), SHAPE, kind="block_lists")
+    longest = 128 * 8 * 2 * pairs / tokens / 1e9
+    assert found["key_span"] == pytest.approx([0, 132 * min(longest, 0.01 * work), 132 * longest])
+
+
+def test_packed_documents():
+    tokens = np.array([8192, 8192])
+    pairs = np.array([visible_pairs([8192]), visible_pairs([4096, 4096])])
+    found = quantities(tokens, pairs, 0.1, SHAPE)
+    assert found["packed_rows"].tolist() == [0, 16 * 8192 / 1e6]
+    # A layer that is given documents has masks, if there is only one.
+    assert (quantities(tokens, pairs, 0.1, SHAPE, packed=True)["packed_rows"] > 0).all()
+    assert (quantities(tokens, pairs, 0.1, SHAPE, packed=False)["packed_rows"] == 0).all()
+    assert found["candidates"] == pytest.approx([16 * 8193 / 1e6, 16 * 4097 / 1e6])
+    far = found["far_pairs"] / found["pairs"]
+    assert far == pytest.approx([8193 / (8193 + 524288), 4097 / (4097 + 524288)])
 
 
 def test_arrays_are_predicted_at_once():
@@ -81,20 +109,24 @@ def test_what_waits_for_the_host():
 @pytest.mark.parametrize("kind", ["vertical_slash", "block_lists", "dense"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_committed_profile_is_sane(h200, kind, head_dim):
-    """Never negative or falling in pairs, density or heads; work decides at a million tokens."""
+    """Never negative or falling in tokens, pairs, density or heads; work decides at a million tokens."""
     shape = AttentionShape(16, 2, head_dim)
     tokens = 2.0 ** np.arange(9, 21)
     pairs = tokens * (tokens + 1) / 2
     density = np.linspace(0, 1, 21)[:, None]
 
-    def predict(tokens=tokens, pairs=pairs, density=density, shape=shape):
-        return h200.predict(tokens, pairs, density, shape, kind=kind)
+    def predict(pairs=pairs, shape=shape, **given):
+        return h200.predict(tokens, pairs, density, shape, kind=kind, **given)
 
+    for given in (dict(), dict(packed=True), dict(cp_size=8)):
+        found = predict(**given)
+        for part in found:
+            assert (part >= 0).all() and np.isfinite(part).all()
+            assert (np.diff(part, axis=0) >= 0).all() and (np.diff(part, axis=1) >= 0).all()
+    packed = predict(packed=True)
+    assert (packed.total_ms >= predict().total_ms).all()
+    assert (predict(pairs=pairs / 2).total_ms <= packed.total_ms).all()
     found = predict()
-    for part in found:
-        assert (part >= 0).all() and np.isfinite(part).all()
-        assert (np.diff(part, axis=0) >= 0).all() and (np.diff(part, axis=1) >= 0).all()
-    assert (predict(pairs=pairs / 2).total_ms <= found.total_ms).all()
     less = predict(shape=AttentionShape(8, 1, head_dim)).total_ms
     assert (less < found.total_ms).all()
     # Twice the tokens at one density are about four times the work.

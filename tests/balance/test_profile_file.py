@@ -21,6 +21,7 @@ ENTRY = Entry(
 )
 MODEL = LatencyModel(
     gpu="Test GPU",
+    processors=78,
     entries=(ENTRY,),
     errors={"total": Error(0.01, 0.05, 7)},
     versions={"torch": "2.11"},
@@ -111,6 +112,8 @@ def entry(**changes) -> dict:
         (changed(entries={}), "'entries' is {}, and not a list"),
         (changed(entries=[3]), "there is 3 in place of an object with 'kind'"),
         (changed(gpu=7), "'gpu' is 7, and not a text"),
+        (changed(processors=0), "'processors' is 0, and not a GPU's multiprocessors"),
+        (changed(processors=None), "'processors' is None, and not a whole number"),
         (changed(errors=[]), "'errors' is [], and not an object"),
         (changed(errors={"total": {"median": 0.1}}), "'worst' is None"),
         (changed(errors={"total": 0.1}), "there is 0.1 in place of an object with 'median'"),

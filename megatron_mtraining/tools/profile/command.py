@@ -5,10 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...errors import ConfigError
-from ...requirements import installed
+from . import again, provenance
+from .report import report
 
 # What measures is imported as it runs: it imports torch, and --help does not need it.
 
@@ -25,8 +22,6 @@ DEFAULTS = ((16, 2, 128), (14, 2, 64))
 """Query heads, key and value heads and head dimension of what is measured."""
 HEAD_DIMS = (64, 128)
 MOST_HEADS = 512
-TARGET = 0.05, 0.15
-"""The median and the worst relative error that a good profile has on shapes that were held out."""
 EPILOG = """\
 Give --num-attention-heads, --num-query-groups and --kv-channels of your model (of one tensor-parallel rank)
 to measure its shape alone; by default 16/2 heads of 128 and 14/2 heads of 64 are.
@@ -42,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-channels", type=int, help="head dimension: 64 or 128")
     parser.add_argument("--quick", action="store_true", help="sequences of up to 64K tokens only")
     parser.add_argument(
+        "--fit",
+        type=Path,
+        metavar="PROFILE",
+        help="fit the measurements of this profile again, without a GPU",
+    )
+    parser.add_argument(
         "--log", type=Path, help="file to add each measurement to as it is made, JSON lines"
     )
     parser.add_argument(
@@ -56,6 +57,8 @@ def when_ended(args) -> str:
 
 
 def run(args) -> int:
+    if args.fit is not None:
+        return again.fit_again(args)
     shapes = _shapes(args)
     import torch
 
@@ -66,7 +69,7 @@ def run(args) -> int:
     from ...balance import AttentionShape, LatencyModel
     from ...balance.profile_file import as_text
     from ..common.atomic_output import atomic_file
-    from . import cases, fit, measure
+    from . import cases, compiling, fit, measure
 
     device = torch.device(args.device)
     make = cases.tiny if args.device == "cpu" else lambda own: cases.cases(own, args.quick)
@@ -76,19 +79,24 @@ def run(args) -> int:
         # Opened first: a place that cannot be written is found out before measuring.
         file = stack.enter_context(atomic_file(args.output, overwrite=args.overwrite))
         tell = stack.enter_context(_progress(len(planned), args.log))
+        if device.type == "cuda":
+            compiling.compile_ahead(planned, device, _tell_compiling)
         measured, left_out = measure.measure_all(planned, device, tell)
-        entries = fit.fit(measured)
+        processors = provenance.processors(device)
+        entries = fit.fit(measured, processors)
         if not entries:
             raise ConfigError(
                 f"no shape could be measured on this {args.device}; the first: {left_out[0]}"
             )
-        model = LatencyModel(gpu=_device_name(device), entries=entries)
+        model = LatencyModel(
+            gpu=provenance.device_name(device), entries=entries, processors=processors
+        )
         model = replace(
             model,
             errors=fit.errors(model, measured),
-            versions=_versions(),
-            commit=_commit(),
-            command=_command(),
+            versions=provenance.versions(),
+            commit=provenance.commit(),
+            command=provenance.command(),
             seconds=time.perf_counter() - started,
             points={
                 "columns": list(measure.COLUMNS),
@@ -97,9 +105,18 @@ def run(args) -> int:
             left_out=tuple(left_out),
         )
         file.write(as_text(vars(model)).encode())
-    print(_report(model, measured))
+    print(report(model, measured))
     print(f"{args.output} written in {model.seconds:.0f} s")
     return 0
+
+
+def _tell_compiling(sets: int, processes: int) -> None:
+    if sys.stderr is not None:
+        print(
+            f"compiling kernels for {sets} kinds of shapes in {processes} processes",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _shapes(args) -> list[tuple[int, int, int]]:
@@ -179,99 +196,3 @@ def _progress(total: int, log: Path | None) -> Iterator:
             bar.close()
         if file is not None:
             file.close()
-
-
-def _report(model, measured) -> str:
-    """Tables: the held-out shapes with their errors, and the figures over them."""
-    from ..report.table import table
-    from .fit import relative_errors
-
-    rows = []
-    for each in measured:
-        if not each.case.held_out:
-            continue
-        parts = (each.search, each.forward, each.backward)
-        errors = relative_errors(model, each).values()
-        rows.append(
-            [str(each.case), *(f"{part.gpu:.3f}" for part in parts), *(f"{e:+.1%}" for e in errors)]
-        )
-    header = [
-        "held out",
-        "search ms",
-        "forward ms",
-        "backward ms",
-        "total",
-        "search",
-        "forward",
-        "backward",
-    ]
-    lines = [table(header, rows)] if rows else []
-    rows = [
-        [name, f"{error.median:.1%}", f"{error.worst:.1%}", str(error.shapes)]
-        for name, error in model.errors.items()
-    ]
-    lines += [table(["relative error", "median", "worst", "shapes"], rows)] if rows else []
-    total = model.errors.get("total")
-    if total is not None and (total.median > TARGET[0] or total.worst > TARGET[1]):
-        lines.append(
-            f"note: a good profile has a median error of at most {TARGET[0]:.0%} and a worst of at most "
-            f"{TARGET[1]:.0%}: is the GPU in use by others, or its clock limited?"
-        )
-    if model.left_out:
-        lines.append(f"{len(model.left_out)} shapes left out: " + "; ".join(model.left_out[:20]))
-    return "\n\n".join(lines)
-
-
-def _device_name(device) -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-
-
-def _versions() -> dict[str, str]:
-    import torch
-
-    from ... import __version__
-
-    return {
-        "megatron-mtraining": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
-        "triton": installed("triton"),
-    }
-
-
-def _command() -> str:
-    """This command line, without where files were kept."""
-    words = sys.argv[1:]
-    for name in ("--output", "--log"):
-        while name in words:
-            at = words.index(name)
-            del words[at : at + 2]
-    words = [word for word in words if not word.startswith(("--output=", "--log="))]
-    return shlex.join(["mtraining", *words])
-
-
-def _commit() -> str:
-    """The commit of a checkout that this runs from, with a "+" if files have changed; MTRAINING_COMMIT where
-    there is no history; else "unknown"."""
-    given = os.environ.get("MTRAINING_COMMIT")
-    root = Path(__file__).resolve().parents[3]
-    if given or not (root / ".git").exists():
-        return given or "unknown"
-
-    def git(*words: str) -> str:
-        try:
-            done = subprocess.run(  # noqa: S603 - a list of words, no shell, in our own checkout
-                ["git", "-C", str(root), *words],  # noqa: S607
-                capture_output=True,
-                text=True,
-                timeout=10,
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return ""
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    commit = git("rev-parse", "--short", "HEAD") or "unknown"
-    return commit + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")

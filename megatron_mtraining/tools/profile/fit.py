@@ -12,7 +12,6 @@ from ...balance import KINDS, Latency, LatencyModel
 from ...balance.terms import PARTS, PROCESSORS, Entry, Error, quantities
 from .measure import Measurement
 
-
 TERMS = {
     ("search", "vertical_slash"): ("launch", "heads", "rows", "packed_rows", "candidates"),
     ("search", "block_lists"): ("launch", "rows", "square"),
@@ -28,9 +27,7 @@ PER_SHARE = ("query_path",)
 """Those of them that grow with the columns' share of the pairs; for the others there are columns or none."""
 
 
-def fit(
-    measured: Sequence[Measurement], processors: int = PROCESSORS
-) -> tuple[Entry, ...]:
+def fit(measured: Sequence[Measurement], processors: int = PROCESSORS) -> tuple[Entry, ...]:
     """The entries of the kinds and head dimensions that were measured, from those not held out.
 
     Args:
@@ -70,13 +67,13 @@ def _coefficients(
     if not measured:
         return {}
     terms = TERMS.get((part, kind), PARTS[part])
-    columns = np.array([[_quantities(each, processors)[term] for term in terms] for each in measured])
+    columns = np.array(
+        [[_quantities(each, processors)[term] for term in terms] for each in measured]
+    )
     return _rounded(dict(zip(terms, least_relative_squares(columns, _times(part, measured)))))
 
 
-def _with_columns(
-    part: str, measured: Sequence[Measurement], processors: int
-) -> tuple[dict, dict]:
+def _with_columns(part: str, measured: Sequence[Measurement], processors: int) -> tuple[dict, dict]:
     """Coefficients of one part of patterns with columns, at their mean share, and of those without."""
     if not measured:
         return {}, {}
@@ -183,7 +180,11 @@ def _quantities(measured: Measurement, processors: int) -> dict:
 
 
 def _host(measured: Sequence[Measurement]) -> Latency:
-    """The host's time to launch each part: what it was at least for half of the cases."""
+    """The host's time to launch each part: the lower quartile over cases. It does not depend on their size,
+    and what else the host does only adds to it."""
     return Latency(
-        *(round(float(np.median([getattr(m, part).host for m in measured])), 4) for part in PARTS)
+        *(
+            round(float(np.quantile([getattr(m, part).host for m in measured], 0.25)), 4)
+            for part in PARTS
+        )
     )

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...attention import Pattern, attend
-from ...balance import visible_pairs
+from ...balance import KINDS, AttentionShape, visible_pairs
+from ...balance.terms import PARTS
 from ...config import MobaPolicy, MTrainingConfig
 from ...cp_group import CPGroup
 from ...documents import Documents
@@ -52,10 +54,29 @@ def row_of(found: Measurement) -> list:
     """A measurement as a row of a file; see :data:`COLUMNS`."""
     case, times = found.case, (found.search, found.forward, found.backward)
     return [
-        case.kind, *case.shape, case.tokens, case.documents, case.columns, int(case.held_out), found.pairs,
-        round(found.density, 6), *(round(each.gpu, 5) for each in times),
-        *(round(each.host, 4) for each in times),
+        case.kind, *case.shape, case.tokens, case.documents, case.columns, int(case.held_out),
+        int(found.pairs), round(found.density, 5),
+        *(float(f"{each.gpu:.4g}") for each in times), *(round(each.host, 3) for each in times),
     ]  # fmt: skip
+
+
+def measurement_of(values: Mapping[str, Any]) -> Measurement:
+    """A measurement from a row's values by :data:`COLUMNS`; the wanted density is the one that was found.
+
+    Raises:
+        KeyError, TypeError, ValueError: the values are not those of a row.
+    """
+    shape = AttentionShape(*(int(values[n]) for n in ("num_heads", "num_kv_heads", "head_dim")))
+    density = float(values["density"])
+    case = Case(
+        str(values["kind"]), shape, int(values["tokens"]), density, float(values["columns"]),
+        int(values["documents"]), bool(values["held_out"]),
+    )  # fmt: skip
+    times = [Time(float(values[f"{part}_ms"]), float(values[f"{part}_host_ms"])) for part in PARTS]
+    numbers = (*shape, case.tokens, case.documents, *(time.gpu for time in times))
+    if case.kind not in KINDS or not all(0 < number < 1e15 for number in numbers):
+        raise ValueError(f"{case} is no case, or its times {times} are none")
+    return Measurement(case, float(values["pairs"]), density, *times)
 
 
 def measure_all(
@@ -97,10 +118,13 @@ def measure_all(
     return found, left_out
 
 
-def measure(case: Case, device: torch.device, clock: Clock, searches: dict) -> Measurement:
+def measure(
+    case: Case, device: torch.device, clock: Callable[..., Time], searches: dict
+) -> Measurement:
     """Measure one case.
 
     Args:
+        clock: a :class:`Clock`, or what is called like one.
         searches: times of searches that do not depend on the pattern, by what they depend on; added to.
     """
     config, documents = config_of(case), documents_of(case, device)
@@ -135,7 +159,7 @@ def config_of(case: Case) -> MTrainingConfig:
 
 
 def _attention_times(
-    clock: Clock,
+    clock: Callable[..., Time],
     tensors: tuple[Tensor, Tensor, Tensor, Tensor],
     config: MTrainingConfig,
     index: Pattern,

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from megatron_mtraining.balance import AttentionShape, LatencyModel
+from megatron_mtraining.balance import AttentionShape, Latency, LatencyModel
+from megatron_mtraining.balance.profile_file import FOLDER
+from megatron_mtraining.balance.terms import Entry
 from megatron_mtraining.tools.cli import main
 from megatron_mtraining.tools.profile import cases as all_cases
 from megatron_mtraining.tools.profile import measure as measuring
@@ -16,6 +19,7 @@ from megatron_mtraining.tools.profile.cases import Case
 from megatron_mtraining.tools.profile.timing import Time
 
 SHAPE = AttentionShape(2, 1, 64)
+WRONG = {"search": {}, "forward": {"launch": 7.0}, "backward": {"launch": 7.0}}
 HEADS = ["--num-attention-heads", "2", "--num-query-groups", "1", "--kv-channels", "64"]
 
 
@@ -108,6 +112,56 @@ def test_a_log_that_cannot_be_written(tmp_path, capsys, made_up):
     assert profile("--output", tmp_path / "a.json", "--log", tmp_path) == 2
     assert f"--log is {tmp_path}, which cannot be written: Is a directory" in last_line(capsys)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_measurements_are_fitted_again(tmp_path, capsys, made_up):
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    assert profile("--output", first) == 0
+    model = LatencyModel.load(first)
+    entries = tuple(replace(entry, coefficients=WRONG) for entry in model.entries)
+    replace(model, entries=entries, commit="1234567", processors=7).save(first)
+    assert main(["profile", "--fit", str(first), "--output", str(second)]) == 0
+    again = LatencyModel.load(second)
+    assert again.commit == "1234567" and again.seconds == model.seconds and again.processors == 7
+    assert again.points == model.points and again.errors.keys() == model.errors.keys()
+    assert all(entry.coefficients != WRONG for entry in again.entries)
+    assert f"{second} written" in capsys.readouterr().out
+    assert main(["profile", "--fit", str(first), "--output", str(second)]) == 2
+    assert "--overwrite" in last_line(capsys)
+
+
+def test_the_committed_profile_is_what_its_measurements_give(tmp_path, capsys):
+    """And its errors are within what is promised, but for a search that waited for the host."""
+    own = FOLDER / "nvidia_h200.json"
+    assert main(["profile", "--fit", str(own), "--output", str(tmp_path / "a.json")]) == 0
+    found, committed = LatencyModel.load(tmp_path / "a.json"), LatencyModel.load(own)
+    assert found.errors == committed.errors and found.points == committed.points
+    for one, other in zip(found.entries, committed.entries):
+        for part, terms in other.coefficients.items():
+            assert one.coefficients[part] == pytest.approx(terms, rel=1e-3)
+    assert found.errors["total"].median < 0.05
+    assert found.errors["vertical_slash"].worst < 0.15 and found.errors["dense"].worst < 0.15
+
+
+@pytest.mark.parametrize(
+    "points, words, message",
+    [
+        ({}, [], "which has no measurements: measure again"),
+        (
+            {"columns": ["kind"], "rows": [["dense"]]},
+            [],
+            "a measurement that is none ('num_heads')",
+        ),
+        ({}, ["--quick"], "--quick is for a measurement, and --fit makes none: leave one out"),
+    ],
+)
+def test_what_cannot_be_fitted_again(tmp_path, capsys, points, words, message):
+    file = tmp_path / "a.json"
+    entry = Entry("dense", 64, WRONG, Latency(0, 0, 0))
+    LatencyModel("a GPU", (entry,), points=points).save(file)
+    assert main(["profile", "--fit", str(file), "--output", str(tmp_path / "b.json"), *words]) == 2
+    assert message in last_line(capsys)
+    assert not (tmp_path / "b.json").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
