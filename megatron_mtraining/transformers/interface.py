@@ -54,7 +54,7 @@ def configure(model: nn.Module, config: MTrainingConfig | None = None) -> Patter
     Args:
         model: a causal language model, or its body.
         config: the settings, also by layer and head (``settings``); None for the defaults. Options of
-            context parallelism and of Megatron's loss have no effect here and are refused.
+            context parallelism, recomputation, Megatron's loss and balance have no effect here and are refused.
 
     Returns:
         The state of the model: its prices, and means of density and recall.
@@ -98,7 +98,8 @@ def _is_attention(module: nn.Module) -> bool:
 def _check_config(config: MTrainingConfig) -> None:
     """Refuse options that only Megatron's runs read."""
     defaults = MTrainingConfig()
-    for name in ("gathered_ranks", "bf16_gradients", "recompute_attention", "loss_chunk"):
+    names = "gathered_ranks", "bf16_gradients", "recompute_attention", "loss_chunk"
+    for name in (*names, "batching", "tuning"):
         value = getattr(config, name)
         if value != getattr(defaults, name):
             raise ConfigError(
