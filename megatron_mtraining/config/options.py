@@ -256,8 +256,8 @@ OPTIONS = (
     ),
     Option(
         "tuning", str,
-        "on: the price of each micro-batch moves, within bounds, to bring the predicted attention times of the "
-        "data-parallel ranks together: up on slow ranks, down on idle ranks. Needs policy price.",
+        "on: the price of each micro-batch moves, within bounds, to bring the predicted attention times of "
+        "the data-parallel ranks together: up on slow ranks, down on idle ranks. Needs policy price.",
         choices=TUNING, default_help="off",
     ),
     Option(
@@ -286,7 +286,7 @@ OPTIONS = (
         "profile", str,
         "Latency profile of this GPU, a file that mtraining profile has written. For --mtraining-batching "
         "and --mtraining-tuning.",
-        default_help="the package's profile of the GPU; for other GPUs the H200's, whose relative times count",
+        default_help="the package's profile of the GPU; for other GPUs the relative times of the H200's",
     ),
 )  # fmt: skip
 """Every option, in the order of help and docs."""

@@ -17,7 +17,7 @@ from ..config import BLOCK_POLICY_NAMES, ConfigError, MTrainingConfig, option, s
 from ..files import read_bytes
 from .packed_documents import masks_documents
 
-NOT_SINGLE = "samples are placed in Megatron's own order of them, that of --dataloader-type single"
+NOT_SINGLE = "batching and tuning need the sample order of --dataloader-type single"
 REFUSED = {
     "rampup_batch_size": "plans are made for global batches of one size; leave it out",
     "step_batch_size_schedule": "plans are made for global batches of one size; leave it out",
@@ -44,13 +44,13 @@ def check_balance(args, config: MTrainingConfig) -> None:
     asked = balancing_option(config)
     if config.tuning == "on" and config.settings is not None and sets_every_head(config.settings):
         raise ConfigError(
-            f"{option('tuning')} is on, but {option('settings')} {config.settings} has the policies of all "
-            "heads, which have no price to tune: leave one of them out"
+            f"{option('tuning')} is on, but {option('settings')} {config.settings} sets the policies of "
+            "all heads, so they have no price to tune: leave one of them out"
         )
     kind = getattr(args, "dataloader_type", None)
     if kind not in (None, "single"):
         raise ConfigError(
-            f"{asked} does not work with --dataloader-type {kind}: {NOT_SINGLE}; use that, or leave "
+            f"{asked} does not work with --dataloader-type {kind}: {NOT_SINGLE}; use it, or leave "
             f"{asked.split()[0]} out"
         )
     for name, why in REFUSED.items():

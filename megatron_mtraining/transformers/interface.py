@@ -54,7 +54,8 @@ def configure(model: nn.Module, config: MTrainingConfig | None = None) -> Patter
     Args:
         model: a causal language model, or its body.
         config: the settings, also by layer and head (``settings``); None for the defaults. Options of
-            context parallelism, recomputation, Megatron's loss and balance have no effect here and are refused.
+            context parallelism, recomputation, Megatron's loss and balance have no effect here and are
+            refused.
 
     Returns:
         The state of the model: its prices, and means of density and recall.
@@ -109,7 +110,7 @@ def _check_config(config: MTrainingConfig) -> None:
 
 def _check_model(config, name: str) -> None:
     if config.get_text_config() is not config:
-        raise ConfigError(f"{name} has several parts: configure its language model alone")
+        raise ConfigError(f"{name} has several parts: call configure on its language model")
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     if head_dim not in HEAD_DIMS:
