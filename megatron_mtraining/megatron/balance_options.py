@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""What ``--mtraining-batching`` and ``--mtraining-tuning`` need of a run's arguments, and take from them."""
+"""The arguments of a run that ``--mtraining-batching`` and ``--mtraining-tuning`` check and read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REFUSED = {
     "step_batch_size_schedule": "plans are made for global batches of one size; leave it out",
     "decrease_batch_size_if_needed": "plans are made for global batches of one size; leave it out",
 }
-"""Options of Megatron's that batching and tuning cannot run with; :data:`.checks.REFUSALS` has more."""
+"""Megatron's options that batching and tuning do not work with; :data:`.checks.REFUSALS` has more."""
 
 
 def balancing_option(config: MTrainingConfig) -> str:
@@ -127,7 +127,7 @@ def latency_model(path: str | None) -> LatencyModel:
 
 
 def gpu_name() -> str:
-    """Torch's name of this process's GPU; "CPU" without one, also where CPU tensors stand in for CUDA's."""
+    """Torch's name of this process's GPU; "CPU" without a GPU, also if CPU tensors replace CUDA tensors."""
     try:
         return str(torch.cuda.get_device_name())
     except (RuntimeError, AssertionError, ValueError, AttributeError):
@@ -135,8 +135,8 @@ def gpu_name() -> str:
 
 
 def balance_of_rank(config: MTrainingConfig) -> dict[str, Any]:
-    """What a rank's plans follow from beside its options, by the name that the user knows it by: ranks must
-    agree on it."""
+    """Values beside the options that determine the plans of a rank, by a name for messages: all ranks must
+    have the same values."""
     found: dict[str, Any] = {"the GPU of the latency profile": latency_model(config.profile).gpu}
     if config.profile is not None:
         name = f"the content (SHA-256) of {option('profile')}"

@@ -229,8 +229,8 @@ class MTrainingAttention(MegatronModule):
                 # Ranks of other stages would not take part in this target's sums, and this one wait for them.
                 raise ConfigError(
                     f"the {place} has settings and a target of its own (config.mtraining), and there are "
-                    f"{stages} pipeline stages: give the target on the command line, and the layer's settings "
-                    "in a file (--mtraining-settings)"
+                    f"{stages} pipeline stages: give the target on the command line, and the layer's "
+                    "settings in a file (--mtraining-settings)"
                 )
             return RUN.steering_of_run(self.mtraining)
         layers = getattr(self.config, "num_layers", None) or self.layer_number
