@@ -45,7 +45,8 @@ def live_changes() -> str:
         "function unless the run, or the model's config, selects attention backend `mtraining`: other runs "
         "do not change. A run with this backend prints the list once, on rank 0:",
         "",
-        "    [mtraining] replaced 16 functions of Megatron-Core 0.19.0 (...): arguments.parse_args, ...",
+        f"    [mtraining] replaced {len(rows())} functions of Megatron-Core 0.19.0 (...): "
+        "arguments.parse_args, ...",
         "",
         "If a Megatron version does not have one of them, nothing is replaced, and an error names the "
         "function and the version. `function.__wrapped__` is the original.",

@@ -16,17 +16,18 @@ import numpy as np
 from ..errors import ConfigError
 
 PRIOR_DENSITY, PRIOR_RECALL = 0.18, 0.95
-"""Before the first observation: text and code in benchmarks/results/patterns.jsonl, at a price of 0.25."""
+"""Estimates before the first observation, from text and code in benchmarks/results/patterns.jsonl at price
+0.25."""
 PRIOR_ELASTICITY = 0.7
-"""Density falls with the price to the power of minus this: 0.4 to 1 in the same rows."""
+"""Density is proportional to price to the power of minus the elasticity, which is 0.4 to 1 in these rows."""
 PRIOR_WEIGHT = 1.0
-"""Weight of the prior elasticity, in squared logarithms of multipliers. An observation of a price that was
-raised or lowered by half has 0.2 or 0.5."""
+"""Weight of the prior elasticity, in squared logarithms of multipliers. The weight of an observation is 0.2
+if the price was raised by half, and 0.5 if it was lowered by half."""
 ELASTICITY_BOUNDS = 0.1, 2.0
 RATE = 0.1
 """Weight of one step's mean in the estimate of a kind, once it has been seen in 10 steps."""
 FORGETTING = 0.98
-"""What one step leaves of the weight of earlier observations of elasticity."""
+"""Factor by which each step reduces the weight of earlier observations of elasticity."""
 VERSION = 1
 
 
@@ -70,7 +71,7 @@ class DensityEstimates:
 
     @property
     def elasticity(self) -> float:
-        """Density at ``m`` times the price is ``m ** -elasticity`` of that at the price."""
+        """At ``m`` times the price, density is multiplied by ``m ** -elasticity``."""
         xy, xx = self._slope
         slope = (self._prior_elasticity * PRIOR_WEIGHT - xy) / (PRIOR_WEIGHT + xx)
         return min(max(slope, ELASTICITY_BOUNDS[0]), ELASTICITY_BOUNDS[1])
@@ -84,18 +85,19 @@ class DensityEstimates:
         return self._look_up(kinds, 1)
 
     def observe(self, kinds, density, recall, multipliers=None, weights=None) -> int:
-        """Take in what a step has found.
+        """Update the estimates with the observations of a step.
 
         Args:
-            kinds: of the samples of each micro-batch, ``[..., mbs, 2]``.
-            density: mean over layers and heads of each micro-batch as it ran, ``[...]``.
-            recall: the same, at the untuned price.
+            kinds: kinds of the samples of each micro-batch, ``[..., mbs, 2]``.
+            density: observed density of each micro-batch, mean over layers and heads, ``[...]``.
+            recall: recall of each micro-batch at the untuned price, mean over layers and heads, ``[...]``.
             multipliers: by which the price of each micro-batch was multiplied, ``[...]``; None for 1.
-            weights: of the samples, their visible pairs for example, ``[..., mbs]``; None for equal ones.
+            weights: weights of the samples, for example their visible pairs, ``[..., mbs]``; None: equal
+                weights.
 
         Returns:
-            How many micro-batches were left out, as density, recall or multiplier was not finite or not in
-            range. They change no estimate.
+            The number of micro-batches that were left out, because density, recall or multiplier was not
+            finite or out of range. They change no estimate.
         """
         kinds = np.asarray(kinds)
         density = np.asarray(density, np.float64).ravel()
@@ -133,7 +135,7 @@ class DensityEstimates:
         return left_out
 
     def _observe_slope(self, kinds, shares, density, moved) -> None:
-        """Elasticity learns from micro-batches of kinds that have been seen, and whose price was moved."""
+        """Update the elasticity with micro-batches of known kinds whose price was moved."""
         x = np.log(moved)
         seen = np.array(
             [all(tuple(kind) in self._kinds for kind in each.tolist()) for each in kinds]
@@ -155,7 +157,8 @@ class DensityEstimates:
         return values[at.reshape(-1)].reshape(kinds.shape[:-1])
 
     def _nearest(self, dataset: int, bucket: int) -> tuple[float, float]:
-        """Those of the kind; of the nearest length of its dataset, then of any; then the prior."""
+        """Density and recall of the kind. If the kind is unknown: of the nearest length in its dataset, else
+        in any dataset, else the prior."""
         known = self._kinds.get((dataset, bucket))
         if known is None and self._kinds:
             of_dataset = [kind for kind in self._kinds if kind[0] == dataset]
@@ -174,10 +177,10 @@ class DensityEstimates:
         }
 
     def restore(self, state) -> None:
-        """Go on from what :meth:`state` gave.
+        """Continue from the result of :meth:`state`.
 
         Raises:
-            ConfigError: it is something else.
+            ConfigError: ``state`` is not such a result.
         """
         try:
             if state["version"] != VERSION:

@@ -2,11 +2,11 @@
 """The time of a layer's attention, from its length, density and pattern kind.
 
 A time is a sum of terms (:mod:`.terms`), each with a coefficient of 0 or more that ``mtraining profile``
-measures on a GPU. So times are never negative, never fall with density, and grow beyond the measured lengths
-as the work does.
+fits to measurements on a GPU. Times are therefore never negative and never fall with density. Beyond the
+measured lengths they grow as the work does.
 
-Times are the GPU's: a layer of a short sequence may wait for the host to launch its kernels, and
-``launch_bound`` gives the larger of both.
+Times are GPU times. A layer of a short sequence may wait for the host to launch its kernels: ``launch_bound``
+gives the larger of GPU time and host time.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from .terms import (
 
 @dataclass(frozen=True)
 class LatencyModel:
-    """What a layer's attention takes on one GPU; see the module's text.
+    """Predicts the time of a layer's attention on one GPU; see the module's text.
 
     Attributes:
         gpu: the name that torch has for the GPU.
-        entries: the coefficients, one entry a kind and head dimension.
-        errors: by "total", "search", "forward" and "backward", and by kind.
-        versions: of the packages that it was measured with, by name.
-        commit, command: what measured it; ``seconds`` is how long that took.
-        points: the measurements: names of columns, and rows.
+        entries: the coefficients, one entry for each kind and head dimension.
+        errors: errors on held-out shapes, by "total", "search", "forward" and "backward", and by kind.
+        versions: versions of the packages at the time of measuring, by name.
+        commit, command: commit and command that measured the profile; ``seconds``: the time of the command.
+        points: the measurements: "columns" (names) and "rows".
         processors: multiprocessors of the GPU.
         left_out: shapes that could not be measured, and why.
-        warning: what to say to a user whose GPU this profile is not of; empty if it is.
+        warning: a text for the user if the profile is of another GPU; else empty.
     """
 
     gpu: str
@@ -75,15 +75,16 @@ class LatencyModel:
         """One attention layer of one sequence on one context-parallel rank.
 
         Args:
-            tokens: tokens of the whole sequence, a number or an array. Without tokens there is no time.
-            pairs: visible query-key pairs of the whole sequence (:func:`visible_pairs`), likewise.
-            density: the share of them that is attended, likewise; cut to 0 to 1.
+            tokens: tokens of the whole sequence, a number or an array. The time of 0 tokens is 0.
+            pairs: visible query-key pairs of the whole sequence (:func:`visible_pairs`), a number or an
+                array.
+            density: the share of these pairs that is attended to, a number or an array; clipped to 0 to 1.
             shape: heads of one tensor-parallel rank.
             kind: one of :data:`KINDS`.
             cp_size: context-parallel ranks, which have equal work.
-            packed: whether the layer is given documents, if only one; None for sequences of which not all
-                pairs are visible.
-            launch_bound: the larger of GPU time and the host's time to launch it, for each part.
+            packed: whether the layer is given documents (also if it is one document). None: yes if not all
+                pairs of the sequence are visible.
+            launch_bound: return the larger of GPU time and host time, for each part.
 
         Returns:
             Milliseconds, arrays of the shape that the arguments broadcast to.
@@ -110,7 +111,7 @@ class LatencyModel:
                 for term, coefficient in entry.coefficients[part].items()
             )
             time = np.maximum(time, host if launch_bound else 0.0)
-            # Of arguments that are numbers, a number.
+            # [()] makes a number of an array without dimensions.
             found.append(np.where(there, time + np.zeros_like(amounts["pairs"]), 0.0)[()])
         return Latency(*found)
 
@@ -152,8 +153,8 @@ class LatencyModel:
             path: the user's profile (``--mtraining-profile``); None for one that the package has.
 
         Returns:
-            The profile; if it is of another GPU, :attr:`warning` says so. A GPU that the package has no
-            profile of gets the H200's: its absolute times are wrong, its relative times are close.
+            The profile; if it is of another GPU, :attr:`warning` says so. If the package has no profile of
+            the GPU, the H200's is used: its absolute times are wrong, its relative times are closer.
 
         Raises:
             ConfigError: see :meth:`load`.

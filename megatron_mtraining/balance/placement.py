@@ -1,9 +1,9 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Which data-parallel rank and micro-batch gets which sample of a global batch.
 
-Each rank gets equally many samples, as Megatron needs it. So this is number partitioning with exact counts:
-longest processing time first (LPT), then swaps between a slow and a fast rank. All arithmetic after
-:func:`_levels` is on whole numbers, so that ranks on different processors place alike.
+Megatron needs the same number of samples on each rank. The problem is number partitioning with exact counts.
+The method is longest processing time first (LPT), then swaps between a slow and a fast rank. All arithmetic
+after :func:`_levels` uses whole numbers, so ranks on different processors make the same placement.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 from ..errors import ConfigError, check_whole
 
 LEVELS = 1 << 16
-"""Costs are rounded to this many levels of the largest. The last bits of a cost, which may differ from one
-processor to the next, then decide nothing, and the error is far below that of any prediction."""
+"""Costs are rounded to this many levels of the largest. The last bits of a cost may differ between
+processors; rounding removes them. The rounding error is far below the error of any prediction."""
 PASSES = 8
-"""Most rounds of swaps. Each one halves the largest gap or more where samples are small."""
+"""Largest number of rounds of swaps. If samples are small, each round at least halves the largest gap."""
 FEW = 64
 """Up to this many samples a rank, all pairs of a swap are compared at once."""
 
@@ -35,15 +35,17 @@ def place(
 ) -> np.ndarray:
     """Place the samples of a global batch so that ranks have equal sums of costs.
 
-    Micro-batches of a rank are in descending order of cost, so that micro-batch k is alike on all ranks.
+    Micro-batches of a rank are in descending order of cost, so micro-batch k has a similar cost on all ranks.
 
     Args:
-        costs: of each sample of the global batch, in any unit, finite, 0 or more: ``[M * dp * mbs]``.
-        per_microbatch: ranks wait for each other in each micro-batch (expert parallelism): the
-            sum over micro-batches of the largest cost of any rank comes first, then the sums over a rank.
+        costs: the cost of each sample of the global batch, ``[M * dp * mbs]``, in any unit, finite, 0 or
+            more.
+        per_microbatch: ranks wait for each other in each micro-batch (expert parallelism). Placement then
+            first minimizes the sum over micro-batches of the largest cost of any rank, and then balances the
+            sums of the ranks.
 
     Returns:
-        Positions in the global batch, each once: int64 ``[M, dp, mbs]``. The same for the same costs.
+        Positions in the global batch, each once: int64 ``[M, dp, mbs]``. Equal costs give equal results.
 
     Raises:
         ConfigError: sizes that are no counts, another number of costs, or a cost that is not finite.
@@ -116,7 +118,8 @@ def _by_rank(levels: np.ndarray, dp_size: int) -> np.ndarray:
 
 
 def _swap(levels: np.ndarray, ranks: np.ndarray) -> bool:
-    """One swap for each pair of the slowest and the fastest rank, the second of each, and so on, in place.
+    """Swap one sample between the slowest and the fastest rank, between the second slowest and the second
+    fastest, and so on, in place.
 
     Returns:
         Whether anything was swapped.
@@ -148,7 +151,8 @@ def _swap(levels: np.ndarray, ranks: np.ndarray) -> bool:
 
 
 def _best_swap(slow: np.ndarray, fast: np.ndarray, gap: int) -> tuple[int, int, int]:
-    """The samples of two ranks whose swap leaves the smallest gap, and that gap, without all pairs."""
+    """The samples of two ranks whose swap leaves the smallest gap, and this gap, without comparing all
+    pairs."""
     order = np.argsort(fast, kind="stable")
     ascending = fast[order]
     at = np.searchsorted(ascending, slow - gap // 2)
@@ -184,11 +188,12 @@ def _even_bins(levels: np.ndarray, groups: np.ndarray, num_bins: int) -> np.ndar
 def _by_microbatch(
     levels: np.ndarray, dp_size: int, num_microbatches: int, micro_batch_size: int
 ) -> np.ndarray:
-    """Placement by micro-batch: those of similar cost run at the same time.
+    """Placement by micro-batch: micro-batches of similar cost run at the same time.
 
-    Cutting micro-batches in descending order into groups of ``dp`` makes the sum of the groups' maxima least.
-    Which rank gets which micro-batch of a group leaves that sum as it is, and makes ranks' sums meet. Where
-    micro-batches have several samples, they are put together evenly, from all samples or within a group.
+    Micro-batches in descending order are cut into groups of ``dp``, which minimizes the sum of the groups'
+    maxima. The rank of each micro-batch within its group does not change this sum; it is selected to balance
+    the sums of the ranks. Micro-batches of several samples are filled evenly, from all samples or within a
+    group: the better of both.
     """
     ordered = _descending(levels)
     found = []

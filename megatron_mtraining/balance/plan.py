@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The plan of one step: who gets which sample, and what it is expected to cost."""
+"""The plan of one step: the rank and micro-batch of each sample, and the expected cost."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .estimates import DensityEstimates, kinds_of
 from .placement import megatron_order, place
 
 Predict = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""Milliseconds of attention on one rank, in forward and backward of the whole model, by visible pairs and by
-density, the share of them that is attended; vectorized over samples."""
+"""Returns milliseconds of attention on one rank, forward and backward of the whole model, of samples with
+these visible pairs and densities (attended / visible pairs); vectorized over samples."""
 
 
 class Samples(NamedTuple):
-    """What is known of the samples of a global batch, in Megatron's order, before they are read."""
+    """Properties of the samples of a global batch, in Megatron's order, known without reading the samples."""
 
     numbers: np.ndarray
-    """int64 ``[n]``: their numbers in the dataset."""
+    """int64 ``[n]``: numbers of the samples in the dataset."""
     datasets: np.ndarray
     """int32 ``[n]``: the number of each one's dataset in the blend."""
     longest: np.ndarray
@@ -44,7 +44,8 @@ class StepPlan:
         predicted_ms: float64 ``[M, dp]``: attention of the whole model on one rank, forward and backward, at
             the untuned price.
         density: float64 ``[M, dp]``: expected share of the visible pairs that is attended, at the same price.
-        recall: float64 ``[M, dp]``: expected recall at it; means over samples by their pairs.
+        recall: float64 ``[M, dp]``: expected recall at the untuned price. Density and recall are means over
+            the samples of a micro-batch, weighted by their pairs.
     """
 
     step: int
@@ -57,7 +58,8 @@ class StepPlan:
 
     @property
     def fingerprint(self) -> int:
-        """24 bits of a hash of step and order, which float32 holds exactly: other plans have other ones."""
+        """24 bits of a hash of step and order, which float32 holds exactly. Different plans have different
+        bits (but for collisions)."""
         content = np.int64(self.step).tobytes() + np.ascontiguousarray(self.order, "<i8").tobytes()
         return int.from_bytes(hashlib.sha256(content).digest()[:3], "little")
 

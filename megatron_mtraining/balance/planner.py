@@ -1,8 +1,8 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Plans of a run's steps, made ahead of time in a thread.
 
-All ranks that load data make every plan themselves, and must make the same one. So a plan may only use what
-all of them know by then, whatever the timing: the estimates after the observations of a given earlier step.
+Each rank that loads data makes every plan itself, and all ranks must make the same plan. A plan may therefore
+only use what all ranks know at a fixed step, whatever the timing: the estimates after a fixed earlier step.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from .estimates import DensityEstimates
 from .plan import PlanSizes, Predict, Samples, StepPlan, plan_step
 
 LookUp = Callable[[np.ndarray], Samples]
-"""What is known of samples by their numbers in the dataset; called in the thread."""
+"""Returns properties of samples by their numbers in the dataset; called in the thread."""
 KEPT = 8
-"""Plans that are kept of steps gone by where nothing is observed."""
+"""Number of plans of past steps that are kept if nothing is observed."""
 
 
 def lag_of(num_workers: int, prefetch_factor: int, num_microbatches: int) -> int:
-    """Steps between a step that is observed and the first one whose plan uses that.
+    """Steps between an observed step and the first step whose plan uses the observations.
 
     A data loader asks for samples as many micro-batches ahead as its workers prefetch: R steps, rounded up.
-    It asks for step n's plan in step n - R, and the thread makes it in step n - R - 1. Observations of a step
-    come at the end of the next one. The last that is there by then is of step n - R - 3.
+    It asks for step n's plan in step n - R, and the thread makes it in step n - R - 1. Observations of a
+    step arrive at the end of the next step. The latest available observations are then of step n - R - 3.
     """
     ahead = num_workers * prefetch_factor
     return -(-ahead // num_microbatches) + 3
@@ -40,13 +40,13 @@ class Planner:
 
     Args:
         first_step: the step that begins with sample ``first_sample`` of the dataset.
-        first_sample, num_samples: samples consumed so far, and all there are.
+        first_sample, num_samples: samples consumed so far, and samples of the dataset.
         sizes, batching: see :func:`.plan.plan_step`.
-        look_up: what is known of samples.
+        look_up: returns properties of samples.
         predict: milliseconds by visible pairs and density.
         estimates: as they are before ``first_step``; :meth:`observe` changes them.
         lag: see :func:`lag_of`.
-        warn: is given a text once, when an observation is no number.
+        warn: called once with a text, if an observation is not finite or out of range.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Planner:
 
     @property
     def elasticity(self) -> float:
-        """Of density to price, by the latest estimates."""
+        """Elasticity of density to price, by the latest estimates."""
         return self.estimates.elasticity
 
     def knows(self, step: int) -> bool:
@@ -95,7 +95,7 @@ class Planner:
         return self.first_sample + (step - self.first_step) * self.sizes.samples
 
     def plan_of(self, step: int) -> StepPlan | None:
-        """The plan of a step, which may be waited for; None where no whole global batch is left.
+        """The plan of a step; waits until it is made. None if no whole global batch is left.
 
         Raises:
             ConfigError: the step is over, or the samples cannot be read or placed.
@@ -116,8 +116,8 @@ class Planner:
         return found
 
     def observe(self, step: int, density, recall, multipliers=None) -> None:
-        """Take in what a step has found, and start the plan that waits for it. Steps in order, by all ranks
-        alike.
+        """Update the estimates with the observations of a step, and start the plan that needs them. All ranks
+        must call it for the same steps, in order.
 
         Args:
             density, recall, multipliers: of each micro-batch and rank, ``[M, dp]``: see

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Latency profiles as files: JSON, of one version, and those that the package has."""
+"""Files of latency profiles (JSON, with a version), and the profiles of the package."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FORMAT = "megatron-mtraining latency profile"
 VERSION = 1
 FOLDER = Path(__file__).parent / "profiles"
 DEFAULT = "NVIDIA H200"
-"""The GPU whose profile stands in for others'."""
+"""The GPU whose profile is used for GPUs without a profile."""
 AGAIN = "measure it again with mtraining profile"
 NAMES = {list: "a list", dict: "an object", str: "a text", int: "a whole number"}
 
 Fields: TypeAlias = dict[str, Any]
-"""What a profile has, by the attributes of :class:`.latency.LatencyModel`."""
+"""Contents of a profile, by attribute name of :class:`.latency.LatencyModel`."""
 
 
 def slug(gpu: str) -> str:
@@ -105,10 +105,10 @@ def as_text(model: Fields) -> str:
 
 
 def from_json(found: Mapping[str, Any], name: str) -> Fields:
-    """A profile from what its file has.
+    """A profile from the contents of its file.
 
     Args:
-        name: what messages call the file.
+        name: the name of the file in messages.
 
     Raises:
         ConfigError: it is no profile of this version.

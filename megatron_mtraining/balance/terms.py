@@ -1,8 +1,8 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The terms that the time of a layer's attention is a sum of.
+"""The terms of the time of a layer's attention: the time is their sum.
 
-Each has a coefficient of 0 or more that ``mtraining profile`` measures on a GPU:
-so times are never negative, never fall with density, and grow beyond the measured lengths as the work does.
+Each term is a quantity times a coefficient of 0 or more. ``mtraining profile`` fits the coefficients to
+measurements on a GPU. Times are therefore never negative and never fall with density.
 With ``h`` query heads, ``hk`` key and value heads, ``N`` tokens, ``P`` visible pairs, ``L = 2 P / N`` tokens
 of the document that a token is in (the mean over tokens), and, on a context-parallel rank, ``n`` tokens and
 ``a`` attended pairs of a head:
@@ -50,9 +50,9 @@ PROCESSORS = 132
 BLOCK = 128
 """Tokens in a block: keys of a program that computes their gradients."""
 CACHED = 512 * 1024
-"""Tokens of a document at which half of the keys are taken to come from memory."""
+"""Length of a document in tokens at which half of the keys are assumed to come from memory."""
 CANDIDATES = 16 * 1024
-"""Tokens from which on no more columns stand out."""
+"""Length in tokens beyond which the number of candidate columns does not grow."""
 
 Numbers: TypeAlias = "float | np.ndarray"
 
@@ -153,11 +153,11 @@ def quantities(
 
 
 def _key_span(kind: str, work, rows, length, shape: AttentionShape, processors: int) -> np.ndarray:
-    """Pairs, in 1e9, that all multiprocessors have the time for while gradients of keys are computed.
+    """Pairs, in 1e9, that all multiprocessors could compute while the gradients of keys are computed.
 
-    A program has a block of keys of a key and value head, and all queries of the head's query heads that
-    attend to it. Where there are few programs, the longest decides: the first block of a document is seen by
-    twice the mean. With lists of key blocks, all queries of the document may attend to one block.
+    A program has one block of keys of a KV head, and all queries of its query heads that attend to the block.
+    If there are few programs, the longest one determines the time. The first block of a document has twice
+    the mean number of queries. With lists of key blocks, all queries of the document may attend to one block.
     """
     if kind == "block_lists":
         longest = BLOCK * length * shape.num_heads / shape.num_kv_heads / 1e9

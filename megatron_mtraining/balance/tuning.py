@@ -1,15 +1,16 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Dynamic sparsity tuning: multipliers of the price, so that no rank waits and the wait becomes accuracy.
+"""Dynamic sparsity tuning: multipliers of the price that reduce waiting and use idle time for recall.
 
 SparseBalance (arXiv 2604.13847) tunes sparsity in both directions: ranks that others wait for become sparser,
-and ranks that wait become denser. Here the price moves. A rank that raises it gives up the slashes and
-columns with the least attention mass per unit of cost, and one that lowers it takes the best that it had left
-out. One multiplier holds for all layers and heads of a micro-batch: at one price the mass per cost of the
-last candidate is the same in all of them, so that no other way to save the same pairs loses less mass.
+and ranks that wait become denser. Here the price moves. A slow rank raises the price: its pattern loses the
+slashes and columns with the least attention mass per unit of cost. An idle rank lowers the price: its pattern
+gains the best slashes and columns that were left out. All layers and heads of a micro-batch have one
+multiplier. At one price, the last selected candidate has the same mass per cost in every layer and head, so
+no other way to save the same pairs loses less mass.
 
-Two models say what a multiplier ``m`` does. Density follows ``D0 * m ** -elasticity``. The mass that moves
-between densities D0 and D1 is ``(p0 + p1) / 2 * |D1 - D0|``: a candidate that the policy takes at price p1
-and not at p0 has a mass per cost between the two.
+Two models predict the effect of a multiplier ``m``. Density follows ``D0 * m ** -elasticity``. The mass that
+moves between densities D0 and D1 is ``(p0 + p1) / 2 * |D1 - D0|``: a candidate that the policy takes at price
+p1 and not at p0 has a mass per cost between the two.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
 FARTHEST = 16.0
 """The largest multiplier, and the inverse of the smallest: a power law does not hold farther out."""
 NEAR = 0.01
-"""A rank whose time is this near to its group's, as a share of it, stays as it is: it would give up mass for
-nothing."""
+"""A rank keeps its price if its time differs from the time of its group by at most this share: a change would
+cost mass and save almost no time."""
 BALANCED = 0.05
-"""A group is balanced if all its times are this near to the time aimed at."""
+"""A group is balanced if each of its times differs from its anchor by at most this share."""
 _HALVINGS = 20
 Floats = NDArray[np.float64]
 LatencyOfDensity = Callable[[Floats], Floats]
@@ -41,16 +42,16 @@ LatencyOfDensity = Callable[[Floats], Floats]
 
 @dataclass(frozen=True)
 class TuningBounds:
-    """How far tuning goes.
+    """Anchor and bounds of tuning.
 
     Attributes:
-        anchor: what the predicted times of a group meet at: their mean, min or max.
-        max_mass: the largest share of a micro-batch's attention mass that may move, either way.
-        min_recall: no micro-batch is made sparser than this recall.
-        max_density: no micro-batch is made denser than this.
+        anchor: the time that a group is tuned to: mean, min or max of its predicted times.
+        max_mass: the largest share of attention mass that may be added to or taken from a micro-batch.
+        min_recall: expected recall below which no price is raised; 0 is no bound.
+        max_density: expected density above which no price is lowered; 1 is no bound.
 
     Raises:
-        ConfigError: a value that is none.
+        ConfigError: a value is out of range.
     """
 
     anchor: str = "mean"
@@ -69,16 +70,16 @@ class TuningBounds:
 
 @dataclass(frozen=True)
 class TunedStep:
-    """What tuning does to the ``M`` micro-batches of each of ``dp`` data-parallel ranks in a step.
+    """The result of tuning for the ``M`` micro-batches of each of ``dp`` data-parallel ranks in a step.
 
     Attributes:
-        multipliers: of the price, float32 ``[M, dp]``; 1 where nothing changes.
-        predicted_ms: attention time at these, float64 ``[M, dp]``.
-        density, recall: expected at these, float64 ``[M, dp]``.
+        multipliers: multipliers of the price, float32 ``[M, dp]``; 1 where nothing changes.
+        predicted_ms: attention time at the tuned prices, float64 ``[M, dp]``.
+        density, recall: expected values at the tuned prices, float64 ``[M, dp]``.
         mass: the share of attention mass given up (positive) or taken (negative), float64 ``[M, dp]``.
-        target_ms: the anchor of each group that waits, float64 ``[G]``.
-        level_ms: what the group meets at within the bounds, float64 ``[G]``; more than ``target_ms`` where
-            the slowest cannot reach that.
+        target_ms: the anchor of each group, float64 ``[G]``.
+        level_ms: the time that each group reaches within the bounds, float64 ``[G]``; more than ``target_ms``
+            if the slowest rank cannot reach ``target_ms``.
         met: whether all groups are balanced at their anchor.
     """
 
@@ -93,14 +94,16 @@ class TunedStep:
 
 
 class Groups:
-    """Who waits for whom in a step.
+    """The groups of times that are compared, because ranks wait for each other.
 
-    Without more, ranks wait for each other at the end of a step, for the sums over their micro-batches.
+    By default, ranks wait for each other at the end of a step. The sums over their micro-batches are
+    compared.
 
     Args:
         shape: ``M`` micro-batches and ``dp`` data-parallel ranks.
         per_microbatch: they wait for each other in each micro-batch (expert parallelism).
-        pipeline: all micro-batches of all ranks wait for each other: a pipeline is as slow as the slowest.
+        pipeline: all micro-batches of all ranks are one group: a pipeline is as slow as its slowest
+            micro-batch.
     """
 
     def __init__(
@@ -123,15 +126,21 @@ class Groups:
         return members.reshape(self.shape)
 
     def slowest(self, times: np.ndarray) -> float:
-        """How long a step takes if every group waits for its slowest member: of times ``[M, dp]``, those that
-        are not finite counting as 0."""
+        """Attention time of a step in which every group waits for its slowest member.
+
+        Args:
+            times: times of micro-batches, ``[M, dp]``; values that are not finite count as 0.
+        """
         of_members = self.split(np.where(np.isfinite(times), times, 0.0)).sum(-1)
         rounds = self.shape[0] if self._kind == "pipeline" else 1
         return float(of_members.max(-1).sum()) * rounds
 
     def max_over_mean(self, times: np.ndarray) -> float:
-        """How long groups take, over how long they would take if nobody waited: of times ``[M, dp]``, those
-        that are not finite counting as 0. 1 if there are none."""
+        """Sum of the groups' largest times / sum of their mean times; 1 if all times are 0.
+
+        Args:
+            times: as for :meth:`slowest`.
+        """
         of_members = self.split(np.where(np.isfinite(times), times, 0.0)).sum(-1)
         mean = of_members.mean(-1).sum()
         return float(of_members.max(-1).sum() / mean) if mean > 0 else 1.0
@@ -149,20 +158,20 @@ def tune(
 ) -> TunedStep:
     """Multipliers of the price that bring the predicted attention times of a step together.
 
-    The times of a group meet at the anchor, or above it where the bounds keep a rank from becoming so fast:
-    nobody gives up mass to be faster than that rank. So the largest time over the mean never rises. Ranks
-    without work, and those whose predictions are not numbers, are left alone and do not count.
+    All times of a group aim at the anchor. If the bounds keep a rank above the anchor, the others stop at the
+    time of this rank: no rank gives up mass to be faster than the slowest. Predicted max/mean therefore never
+    rises. Ranks without work and ranks whose predictions are not finite are not changed and do not count.
 
     Args:
-        plan: its ``density`` and ``recall``, float ``[M, dp]``, are read: those expected at the untuned
-            price.
-        elasticity: of density to price, positive.
+        plan: ``density`` and ``recall`` of the plan are read: expected values at the untuned price, float
+            ``[M, dp]``.
+        elasticity: elasticity of density to price, positive.
         price: the untuned price.
         per_microbatch, pipeline: as for :class:`Groups`.
         latency: predicted attention time in ms, ``[M, dp]``, of densities ``[M, dp]``; rises with density.
 
     Returns:
-        The same for the same arguments, bit by bit.
+        The result. Equal arguments give bitwise equal results.
     """
     density = np.asarray(plan.density, np.float64)
     recall = np.asarray(plan.recall, np.float64)
@@ -241,7 +250,7 @@ def _limits(
 
 
 def _anchor(now: Floats, works: NDArray[np.bool_], anchor: str) -> Floats:
-    """The time that each group aims at, ``[G]``; 0 where nobody works."""
+    """The anchor of each group, ``[G]``; 0 for a group without work."""
     count = works.sum(-1)
     if anchor == "mean":
         return np.where(works, now, 0.0).sum(-1) / np.maximum(count, 1)
@@ -261,8 +270,9 @@ def _meet(
 ) -> Floats:
     """Logarithms of multipliers ``[M, dp]`` at which each member is at the level, or at its bounds.
 
-    A member has one multiplier, which its cells follow as far as their own bounds. Of the two ends of the
-    last interval the one nearer to 1 is taken, so that no member crosses the level.
+    A member has one multiplier; each of its cells follows it as far as its own bounds allow. The search by
+    halves ends with an interval, and its end nearer to a multiplier of 1 is used, so no member crosses the
+    level.
     """
     slower = works & (now > level * (1 + NEAR))
     faster = works & (now < level * (1 - NEAR))

@@ -249,15 +249,15 @@ OPTIONS = (
     Option(
         "batching", str,
         "How the samples of a global batch are placed on data-parallel ranks and micro-batches. off: in "
-        "Megatron's order; length: ranks get equal numbers of visible query-key pairs; cost: ranks "
-        "get equal predicted attention time, from the latency profile and a running estimate of "
-        "density for each kind of data. The samples of each global batch stay the same.",
+        "Megatron's order; length: ranks get nearly equal numbers of visible query-key pairs; cost: "
+        "ranks get nearly equal predicted attention time, from the latency profile and a running estimate "
+        "of density for each kind of data. The samples of each global batch stay the same.",
         choices=BATCHING, default_help="off",
     ),
     Option(
         "tuning", str,
-        "Whether the price of each micro-batch moves so that the data-parallel ranks have equal predicted "
-        "attention time: up on slow ranks, down on idle ones. Needs policy price.",
+        "on: the price of each micro-batch moves, within bounds, to bring the predicted attention times of "
+        "the data-parallel ranks together: up on slow ranks, down on idle ranks. Needs policy price.",
         choices=TUNING, default_help="off",
     ),
     Option(
@@ -286,7 +286,7 @@ OPTIONS = (
         "profile", str,
         "Latency profile of this GPU, a file that mtraining profile has written. For --mtraining-batching "
         "and --mtraining-tuning.",
-        default_help="the committed profile of the GPU; relative times of the H200's for other GPUs",
+        default_help="the package's profile of the GPU; for other GPUs the relative times of the H200's",
     ),
 )  # fmt: skip
 """Every option, in the order of help and docs."""

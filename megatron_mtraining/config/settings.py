@@ -87,7 +87,7 @@ class MTrainingConfig:
             if columns and self.sink > columns:
                 raise ConfigError(
                     f"{option('sink')} is {self.sink}, more than {option(name)} ({columns}), which "
-                    f"counts the sink columns in: raise {option(name)} or lower {option('sink')}"
+                    f"includes the sink columns: raise {option(name)} or lower {option('sink')}"
                 )
         if isinstance(self.policy, XAttentionPolicy) and self.block_size % self.policy.stride:
             raise ConfigError(

@@ -128,7 +128,7 @@ def _of_object(config, content, num_layers, num_heads, name) -> dict[int, tuple[
             "MInference publishes it"
         )
     if not content:
-        raise ConfigError(f'{name} is empty: give settings, or "layers" with settings of theirs')
+        raise ConfigError(f'{name} is empty: give settings, or "layers" with settings by layer')
     _check_settings_of_run(config, content, name)
     found = {}
     for layer, of_layer in _numbered(
@@ -181,7 +181,7 @@ def _check_target(config: MTrainingConfig, found: dict[int, tuple], name: str) -
     if target is not None and not any(isinstance(p, PricePolicy) and p.price > 0 for p in every):
         raise ConfigError(
             f"{option('target_recall')} is {target}, but {name} leaves no head with policy price and a price "
-            "above 0, which alone follows a target: leave one of them out"
+            "above 0, and only such heads follow a target: leave one of them out"
         )
 
 
@@ -244,13 +244,15 @@ def _changed(config: MTrainingConfig, policy: Policy, changes: dict, place: str)
         if setting not in PER_HEAD:
             current_name(setting, place) if isinstance(setting, str) else None
             known = ", ".join(sorted(PER_HEAD))
-            raise ConfigError(f"{place} has {setting!r}, which cannot differ there: use {known}")
+            raise ConfigError(
+                f"{place} has {setting!r}, which layers and heads cannot set: use {known}"
+            )
         if changes[setting] is None:  # would stand for the default
             raise ConfigError(f"{place} has {setting} null: give a value")
     if "target_recall" in changes and getattr(config.policy, "target_scope", None) != "head":
         raise ConfigError(
-            f"{place} has target_recall {changes['target_recall']!r}, which is for runs whose heads have "
-            f"prices of their own: use {option('target_recall')} with {option('target_scope')} head"
+            f"{place} has target_recall {changes['target_recall']!r}, which needs a price for "
+            f"each head: use {option('target_recall')} with {option('target_scope')} head"
         )
     if not isinstance(changes.get("dense", False), bool):
         raise ConfigError(f"{place} has dense {changes['dense']!r}: use true or false")
@@ -379,7 +381,7 @@ def _check_expanded(root, name: str) -> None:
         if not isinstance(node, yaml.CollectionNode):
             return 1
         if id(node) in above:
-            raise ConfigError(f"{name} has an alias of what it is in: write the values out")
+            raise ConfigError(f"{name} has an alias that contains itself: write the values out")
         if id(node) not in sizes:
             mapping = isinstance(node, yaml.MappingNode)
             children = [part for pair in node.value for part in pair] if mapping else node.value
@@ -389,7 +391,7 @@ def _check_expanded(root, name: str) -> None:
 
     if size(root, frozenset()) > MOST_NODES:
         raise ConfigError(
-            f"{name} has more than {MOST_NODES} values, with those that its aliases repeat: use fewer"
+            f"{name} has more than {MOST_NODES} values, counting each use of an alias: use fewer"
         )
 
 
@@ -399,6 +401,6 @@ def _check_scalar(node, name: str) -> None:
     text = node.value.replace("_", "")
     if is_number and not DECIMAL.fullmatch(text) and not re.search(r"\.(inf|nan)$", text, re.I):
         raise ConfigError(
-            f"{name} has {node.value[:80]} in line {node.start_mark.line + 1}, which YAML reads as another "
-            "number: write it in decimal digits"
+            f"{name} has {node.value[:80]} in line {node.start_mark.line + 1}, which YAML does not read "
+            "as a decimal number: write it in decimal digits"
         )

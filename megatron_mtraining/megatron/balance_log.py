@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Accounting of the balance of ranks: what steps took, what they were expected to take, and who waited."""
+"""Log of the balance of ranks: measured and predicted attention times of steps, and waits of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 from ..balance.tuning import Groups
 
 RANKS_WITH_SCALARS = 64
-"""TensorBoard gets scalars of each data-parallel rank up to so many; the figure shows any number."""
+"""TensorBoard gets scalars of each data-parallel rank up to this number of ranks; the figure shows all
+ranks."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,12 @@ class StepRecord:
     Attributes:
         step: its number, from 0.
         measured_ms: attention time of all layers on one rank, forward and backward.
-        density, recall: as they were, means over layers and heads; NaN where no attention has run.
-        planned: whether there was a plan, which the following are from.
+        density, recall: observed, means over layers and heads; NaN where no attention has run.
+        planned: whether there was a plan. The attributes below come from the plan.
         predicted_ms, expected_density, expected_recall: at the untuned price; NaN without a plan.
-        tuned_ms: predicted at the tuned price.
-        multipliers: of the price.
-        mass: the share of attention mass that tuning gives up (negative: takes).
+        tuned_ms: predicted time at the tuned price.
+        multipliers: multipliers of the price.
+        mass: the share of attention mass that tuning takes away (negative: adds).
     """
 
     step: int
@@ -45,7 +46,8 @@ class StepRecord:
     def of(
         cls, step: int, seen: dict[str, np.ndarray], planned: dict[str, np.ndarray] | None
     ) -> StepRecord:
-        """The record of a step, from the rows of its table, and of the table before, which had its plan."""
+        """The record of a step, from the rows of its table and the rows of the previous table, which had its
+        plan."""
         calls = seen["calls"]
         with np.errstate(invalid="ignore", divide="ignore"):
             density, recall = seen["density_sum"] / calls, seen["recall_sum"] / calls
@@ -60,8 +62,8 @@ class StepRecord:
         )  # fmt: skip
 
     def figures(self, groups: Groups) -> dict[str, float]:
-        """Numbers of the step, by name. Milliseconds are those of the slowest rank, as the groups wait for
-        it; ``idle-share`` is the part of the time that ranks wait on average, ``1 - mean / max``."""
+        """Numbers of the step, by name. Milliseconds are times of the slowest rank of each group, for which
+        the others wait. ``idle-share`` is the mean share of the time that ranks wait, ``1 - mean / max``."""
         values = {}
         times = dict(measured=self.measured_ms)
         if self.planned:
@@ -154,7 +156,7 @@ def line(iteration: int, figures: dict[str, float]) -> str:
 
 
 def write(writer, iteration: int, figures: dict[str, float], last: StepRecord | None) -> None:
-    """Write figures to TensorBoard: means of the interval, and of its last step the ranks and a picture."""
+    """Write to TensorBoard: means of the interval, and times of the ranks and a picture of its last step."""
     for name, value in figures.items():
         writer.add_scalar(f"mtraining-balance/{name}", value, iteration)
     if last is None:
@@ -173,8 +175,8 @@ def write(writer, iteration: int, figures: dict[str, float], last: StepRecord | 
 
 
 def draw(record: StepRecord):
-    """Bars of each data-parallel rank: attention time, predicted and measured, and what it waits. A
-    matplotlib Figure, which no window shows."""
+    """A matplotlib Figure, without a window: bars of predicted and measured attention time and of the wait of
+    each data-parallel rank."""
     from matplotlib.figure import Figure
 
     shown = [("measured", record.measured_ms.sum(0), "#4477aa")]

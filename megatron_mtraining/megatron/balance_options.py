@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""What ``--mtraining-batching`` and ``--mtraining-tuning`` need of a run's arguments, and take from them."""
+"""The arguments of a run that ``--mtraining-batching`` and ``--mtraining-tuning`` check and read."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..config import BLOCK_POLICY_NAMES, ConfigError, MTrainingConfig, option, s
 from ..files import read_bytes
 from .packed_documents import masks_documents
 
-NOT_SINGLE = "samples are placed in Megatron's own order of them, that of --dataloader-type single"
+NOT_SINGLE = "batching and tuning need the sample order of --dataloader-type single"
 REFUSED = {
     "rampup_batch_size": "plans are made for global batches of one size; leave it out",
     "step_batch_size_schedule": "plans are made for global batches of one size; leave it out",
     "decrease_batch_size_if_needed": "plans are made for global batches of one size; leave it out",
 }
-"""Options of Megatron's that batching and tuning cannot run with; :data:`.checks.REFUSALS` has more."""
+"""Megatron's options that batching and tuning do not work with; :data:`.checks.REFUSALS` has more."""
 
 
 def balancing_option(config: MTrainingConfig) -> str:
@@ -44,13 +44,13 @@ def check_balance(args, config: MTrainingConfig) -> None:
     asked = balancing_option(config)
     if config.tuning == "on" and config.settings is not None and sets_every_head(config.settings):
         raise ConfigError(
-            f"{option('tuning')} is on, but {option('settings')} {config.settings} has the policies of all "
-            "heads, which have no price to tune: leave one of them out"
+            f"{option('tuning')} is on, but {option('settings')} {config.settings} sets the policies of "
+            "all heads, so they have no price to tune: leave one of them out"
         )
     kind = getattr(args, "dataloader_type", None)
     if kind not in (None, "single"):
         raise ConfigError(
-            f"{asked} does not work with --dataloader-type {kind}: {NOT_SINGLE}; use that, or leave "
+            f"{asked} does not work with --dataloader-type {kind}: {NOT_SINGLE}; use it, or leave "
             f"{asked.split()[0]} out"
         )
     for name, why in REFUSED.items():
@@ -127,7 +127,7 @@ def latency_model(path: str | None) -> LatencyModel:
 
 
 def gpu_name() -> str:
-    """Torch's name of this process's GPU; "CPU" without one, also where CPU tensors stand in for CUDA's."""
+    """Torch's name of this process's GPU; "CPU" without a GPU, also if CPU tensors replace CUDA tensors."""
     try:
         return str(torch.cuda.get_device_name())
     except (RuntimeError, AssertionError, ValueError, AttributeError):
@@ -135,8 +135,8 @@ def gpu_name() -> str:
 
 
 def balance_of_rank(config: MTrainingConfig) -> dict[str, Any]:
-    """What a rank's plans follow from beside its options, by the name that the user knows it by: ranks must
-    agree on it."""
+    """Values beside the options that determine the plans of a rank, by a name for messages: all ranks must
+    have the same values."""
     found: dict[str, Any] = {"the GPU of the latency profile": latency_model(config.profile).gpu}
     if config.profile is not None:
         name = f"the content (SHA-256) of {option('profile')}"

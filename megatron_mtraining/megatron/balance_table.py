@@ -1,9 +1,9 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The table that ranks sum at the end of a step: what the step has seen, and what is planned for the next
-one.
+"""The table that ranks sum at the end of a step: observations of the step, and the plan of the next step.
 
-One small all-reduce a step. Each rank fills in its own column of what was observed; the first rank, which has
-a data loader and so a plan, fills in the plan. Other ranks, which have no loader, know the plan from here.
+This takes one small all-reduce per step. Each rank fills in its own column of the observations. The first
+rank has a data loader and therefore a plan, and fills in the plan. Ranks without a data loader read the plan
+from the table.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 from .observation import Observed
 
 PLANNED = ("multipliers", "predicted_ms", "tuned_ms", "density", "recall", "mass")
-"""Of the next step: multipliers of the price; attention time at the untuned price, and at the tuned one;
-expected density and recall at the untuned price; attention mass given up by tuning."""
+"""Rows of the next step: multipliers of the price; attention time at the untuned price and at the tuned
+price; expected density and recall at the untuned price; attention mass that tuning takes away."""
 OBSERVED = ("density_sum", "recall_sum", "calls", "measured_ms")
-"""Of this step: sums over layers and ranks, of so many calls; attention time, forward and backward, of all
-layers on one rank."""
+"""Rows of this step: sums over layers and ranks, and the number of calls in the sums; attention time, forward
+and backward, of all layers on one rank."""
 HEADER = ("planned", "price")
 """Whether there is a plan, and the untuned price."""
 
 
 class StepTable:
-    """float32 ``[len(HEADER) + rows * M * dp]`` on the device, and what its parts are.
+    """The table, float32 ``[len(HEADER) + rows * M * dp]`` on the device, and the places of its rows.
 
     Args:
         num_microbatches, dp_size: ``M`` and ``dp``.
@@ -57,8 +57,8 @@ class StepTable:
                 without a plan.
             price: the untuned price on the first rank, a number or a tensor ``[]``; 0 on others.
             observed: of each layer of this rank.
-            ranks_of_layer: ranks of a replica that have a part of each of these layers (tensor and context
-                parallelism), whose times are averaged.
+            ranks_of_layer: number of ranks of a replica that have a part of each of these layers (tensor and
+                context parallelism); their times are averaged.
         """
         head, (count, ranks) = len(HEADER), self.shape
         host = torch.zeros(head + len(self.rows) * count * ranks)
@@ -102,7 +102,7 @@ class StepTable:
         return rows[self.rows[name], :, self.dp_rank]
 
     def read(self) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-        """The header, and the rows ``[M, dp]``, float64. Waits for the copy: a step later it is there."""
+        """The header, and the rows ``[M, dp]``, float64. Waits for the copy, which is done a step later."""
         assert self._host is not None, "kept first"
         if self._copied is not None:
             self._copied.synchronize()
@@ -113,8 +113,8 @@ class StepTable:
 
 
 def _sums(observed: Sequence[Observed], count: int) -> list[tuple[int, Tensor]]:
-    """Sums over layers of density and recall (means over batch and heads) and of calls, ``[3, n]``, of the
-    first ``n`` micro-batches; layers that look alike go together, in few kernels."""
+    """Sums over layers of density and recall (means over batch and heads) and of calls: ``[3, n]`` for the
+    first ``n`` micro-batches. Layers with equal shapes are summed together, in few kernels."""
     alike: dict[tuple, list[Observed]] = {}
     for layer in observed:
         calls = min(len(layer.density), count)

@@ -1,11 +1,10 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Balance of data-parallel ranks in a step: prices by micro-batch, and what comes of them.
+"""Balance of data-parallel ranks in a step: prices of micro-batches, and the observations.
 
-At the end of step ``n`` all ranks sum one small table (:mod:`.balance_table`): what step ``n`` has seen, and
-the multipliers of the price that the first rank has computed for step ``n + 1``. Multipliers stay on the
-device, where attention reads them. The host reads the table at the end of step ``n + 1``, so it waits for
-nothing. All
-ranks of a replica read one column of one table: they select the same pattern.
+At the end of step ``n`` all ranks sum one small table (:mod:`.balance_table`): the observations of step
+``n``, and the multipliers of the price that the first rank has computed for step ``n + 1``. Multipliers stay
+on the device, where attention reads them. The host reads the table at the end of step ``n + 1``, without
+waiting. All ranks of a replica read the same column of the table, so they select the same pattern.
 """
 
 from __future__ import annotations
@@ -30,36 +29,37 @@ from .wrapping import log
 
 
 class PlanSource(Protocol):
-    """What knows the plan of a step, on ranks with a data loader: :class:`~..balance.planner.Planner`."""
+    """A source of plans, on ranks with a data loader: :class:`~..balance.planner.Planner`."""
 
     def plan_of(self, step: int) -> StepPlan | None:
         """The plan of a step; None if there is none (past the last one)."""
 
     def knows(self, step: int) -> bool:
-        """Whether a step's plan is made from observations: bounds on mass do not hold for a guess."""
+        """Whether a step's plan is made from observations. Without observations there is no tuning, because
+        the bounds on mass would not hold."""
 
     def predict(self, pairs: np.ndarray, density: np.ndarray) -> np.ndarray:
         """Ms of attention of samples by visible pairs and density, as :data:`~..balance.plan.Predict`."""
 
     @property
     def elasticity(self) -> float:
-        """Of density to price."""
+        """Elasticity of density to price."""
 
     def observe(
         self, step: int, density: np.ndarray, recall: np.ndarray, multipliers: np.ndarray
     ) -> None:
-        """What a step has found, each ``[M, dp]``: density as it ran, recall at the untuned price, and the
-        multipliers of the price. Called in the order of steps, on all ranks."""
+        """Takes the observations of a step, each ``[M, dp]``: observed density, recall at the untuned price,
+        and the multipliers of the price. Called in the order of steps, on all ranks with a planner."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where this rank is.
+    """The place of this rank in the run's parallelism.
 
     Attributes:
-        dp_size, dp_rank: data-parallel ranks, context parallelism not counted.
+        dp_size, dp_rank: number of data-parallel ranks (without context parallelism), and this rank's number.
         ranks_of_layer: tensor- times context-parallel ranks.
-        groups: who waits for whom.
+        per_microbatch, pipeline: as for :class:`~..balance.tuning.Groups`.
     """
 
     dp_size: int = 1
@@ -69,7 +69,7 @@ class Layout:
     pipeline: bool = False
 
     def groups(self, num_microbatches: int) -> Groups:
-        """The groups that wait for each other, of a step of so many micro-batches."""
+        """The groups of times that tuning compares, in a step of ``num_microbatches`` micro-batches."""
         return Groups((num_microbatches, self.dp_size), self.per_microbatch, self.pipeline)
 
 
@@ -78,9 +78,9 @@ class Balancer:
 
     Args:
         layout: where this rank is.
-        num_microbatches: returns those of a step.
-        planner: returns what knows the plans; it may return None on ranks without a data loader.
-        bounds: of tuning; None to observe alone.
+        num_microbatches: returns the number of micro-batches of a step.
+        planner: returns the source of plans, or None on ranks without a data loader.
+        bounds: bounds of tuning; None to observe only.
         price: the run's price at the start, untuned.
         step: returns the number of the step under way, from 0.
 
@@ -103,7 +103,7 @@ class Balancer:
         # In order, so that sums are the same in each run.
         self._layers: list[weakref.ref[LayerCalls]] = []
         self._table: StepTable | None = None
-        """Of the end of the last step, and with it the plan of the step under way."""
+        """The table of the end of the last step, with the plan of the current step."""
         self._planned_step = -1
         self._multipliers: tuple[Tensor, Tensor] | None = None
         self._unread: tuple[int, StepTable, StepTable | None] | None = None
@@ -117,8 +117,8 @@ class Balancer:
         return made
 
     def tuning(self, number: int) -> tuple[Tensor, Tensor] | None:
-        """The multiplier of the price in a micro-batch of the step under way, and the attention mass that it
-        gives up, float32 ``[]`` on the device; None if the step has no plan."""
+        """The multiplier of the price in a micro-batch of the current step, and the attention mass that it
+        takes away, float32 ``[]`` on the device; None if the step has no plan."""
         if self._multipliers is None or self._planned_step != self._step():
             return None
         multipliers, mass = self._multipliers
@@ -126,7 +126,7 @@ class Balancer:
         return multipliers[at], mass[at]
 
     def end_step(self, step: int, ranks: RankGroup, price: Tensor | None = None) -> None:
-        """End a step on all ranks: ``step`` is the next one. One all-reduce.
+        """End a step on all ranks, with one all-reduce; ``step`` is the number of the next step.
 
         Args:
             ranks: all ranks of the run.
@@ -153,7 +153,7 @@ class Balancer:
             self._multipliers = table.on_device("multipliers") + none, table.on_device("mass")
 
     def read(self) -> None:
-        """Take in the table of the last step's end, unless that has been done."""
+        """Read the table of the end of the last step, unless it has been read."""
         if self._unread is None:
             return
         (step, table, before), self._unread = self._unread, None
@@ -172,7 +172,7 @@ class Balancer:
             planner.observe(step, record.density, untuned, record.multipliers)
 
     def _plan(self, step: int, count: int) -> dict[str, np.ndarray] | None:
-        """What the first rank plans for a step: rows by name, ``[M, dp]``."""
+        """The plan that the first rank makes for a step: rows by name, ``[M, dp]``."""
         planner = self._planner()
         plan = None if planner is None else planner.plan_of(step)
         if plan is None or np.shape(plan.density) != (count, self.layout.dp_size):

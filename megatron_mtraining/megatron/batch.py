@@ -123,6 +123,7 @@ def _documents(batch: dict) -> Documents:
     ids = batch.get("position_ids")
     if ids is None:
         raise ConfigError(
-            "the batch has no position_ids, which tell with --reset-attention-mask where documents begin"
+            "the batch has no position_ids: --reset-attention-mask finds the start of documents by them; "
+            "give position_ids"
         )
     return Documents.from_position_ids(ids, check=False)

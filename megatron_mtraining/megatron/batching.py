@@ -1,9 +1,9 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """The training data loader of a balanced run: Megatron's own, with a batch sampler that follows the plans.
 
-The samples of each global batch are those that Megatron's sampler would give it, so that resuming, at another
-data-parallel size too, goes by the number of consumed samples as in Megatron. Ranks without a data loader
-(tensor-parallel ranks but the first, middle pipeline stages) have no plans.
+Each global batch has the samples that Megatron's sampler would give it. A run therefore resumes by the number
+of consumed samples, as in Megatron, also at another data-parallel size. Ranks without a data loader (all
+tensor-parallel ranks except the first, and middle pipeline stages) have no plans.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ OWN = "MegatronPretrainingSampler"
 
 
 class BalancedSampler:
-    """Numbers of the samples of this rank's micro-batches, as :data:`OWN` gives them, by the plans of steps.
+    """Yields the sample numbers of each micro-batch of this rank, like :data:`OWN`, by the plans of steps.
 
-    At the end of the data, samples that do not fill a global batch are given in Megatron's order, and those
-    that do not fill a micro-batch on all ranks are left out, as in Megatron.
+    At the end of the data, samples that do not fill a global batch come in Megatron's order. Samples that do
+    not fill a micro-batch on all ranks are left out, as in Megatron.
 
     Args:
-        rank: this rank among the data-parallel ones.
+        planner: the plans.
+        rank: data-parallel rank of this process.
     """
 
     def __init__(self, planner: Planner, rank: int):
@@ -82,7 +83,8 @@ def wrap_build_data_loader(original):
 
 
 def _planner(args, config, dataset, sampler, loader: DataLoader, before: Planner | None) -> Planner:
-    """The plans of a run; ``before`` if it has them: each model chunk of a stage has a data loader."""
+    """The planner of a run: ``before`` if it is the same run, as each model chunk of a stage has a data
+    loader."""
     dp_size = sampler.micro_batch_times_data_parallel_size // sampler.micro_batch_size
     sizes = sizes_of(args, dp_size)
     first = getattr(args, "iteration", 0) or 0, sampler.consumed_samples, sampler.total_samples
@@ -106,7 +108,8 @@ def _planner(args, config, dataset, sampler, loader: DataLoader, before: Planner
 
 
 def with_sampler(loader: DataLoader, sampler: BalancedSampler) -> DataLoader:
-    """A data loader like ``loader`` with another batch sampler: torch refuses to exchange it."""
+    """A data loader like ``loader`` with another batch sampler. torch does not allow replacing the
+    sampler."""
     workers = {}
     if loader.num_workers > 0:
         workers = dict(

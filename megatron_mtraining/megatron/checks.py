@@ -202,8 +202,8 @@ def check_settings(settings, command_line: bool) -> None:
         if value is not None and size is not None and size > 1:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is {value}, which does not work with attention backend "
-                f"mtraining and --context-parallel-size {size}: logits of files are matched by their place "
-                "on a rank, and tokens are striped; use 1, or leave it out"
+                f"mtraining and --context-parallel-size {size}: files hold the logits of a rank in "
+                "Megatron's order of tokens, and mtraining stripes the tokens; use 1, or leave it out"
             )
 
 
@@ -249,7 +249,8 @@ def inner_group_size(settings, cp_size: int, gathered: int, command_line: bool) 
         name = option if command_line else "config.hierarchical_context_parallel_sizes"
         raise ConfigError(
             f"{name} is {show(sizes)}, which makes {sizes[0] * sizes[1]} ranks, but there are {cp_size} "
-            "context-parallel ranks: give an inner and an outer size whose product is that"
+            "context-parallel ranks: give an inner and an outer size whose product is the number "
+            "of context-parallel ranks"
         )
     return sizes[0]
 

@@ -80,7 +80,7 @@ class MTrainingAttention(MegatronModule):
         _check_mask_type(attn_mask_type, place)
         if not is_p2p(cp_comm_type):
             raise ConfigError(
-                f"the {place} has cp_comm_type {cp_comm_type}, and would ignore it: use p2p or leave it out"
+                f"the {place} has cp_comm_type {cp_comm_type}, which it would ignore: use p2p or leave it out"
             )
         if type(layer_number) is not int or layer_number < 1:
             raise ConfigError(f"layer_number is {layer_number!r}: give a whole number from 1 on")
@@ -229,8 +229,8 @@ class MTrainingAttention(MegatronModule):
                 # Ranks of other stages would not take part in this target's sums, and this one wait for them.
                 raise ConfigError(
                     f"the {place} has settings and a target of its own (config.mtraining), and there are "
-                    f"{stages} pipeline stages: give the target on the command line, and what is the layer's "
-                    "own in a file of --mtraining-settings"
+                    f"{stages} pipeline stages: give the target on the command line, and the layer's "
+                    "settings in a file (--mtraining-settings)"
                 )
             return RUN.steering_of_run(self.mtraining)
         layers = getattr(self.config, "num_layers", None) or self.layer_number

@@ -166,15 +166,15 @@ def documents_from_packed_seq_params(params: PackedSeqParams) -> Documents:
     """
     if not isinstance(params, PackedSeqParams):
         raise ConfigError(
-            f"packed_seq_params are a {type(params).__name__}: give Megatron's PackedSeqParams, or what "
-            "megatron_mtraining.megatron.packed_documents.packed_seq_params_of makes of Documents"
+            f"packed_seq_params are a {type(params).__name__}: give Megatron's PackedSeqParams, or the "
+            "result of megatron_mtraining.megatron.packed_documents.packed_seq_params_of(documents)"
         )
     ends = params.cu_seqlens_q
     padded = params.cu_seqlens_q_padded
     if ends is None or getattr(params, "qkv_format", None) != "thd":
         raise ConfigError(
             "packed_seq_params are given without cu_seqlens_q: attention backend mtraining takes packed "
-            "sequences (thd) with these"
+            "sequences (thd) with cu_seqlens_q"
         )
     if getattr(params, "cp_group", None) is not None:
         raise ConfigError(
@@ -183,7 +183,7 @@ def documents_from_packed_seq_params(params: PackedSeqParams) -> Documents:
         )
     if padded is not None and padded is not ends and not padded.equal(ends):
         raise ConfigError(
-            "packed_seq_params have other cu_seqlens_q_padded than cu_seqlens_q: attention backend mtraining "
+            "cu_seqlens_q_padded of packed_seq_params differs from cu_seqlens_q: attention backend mtraining "
             "does not support padding between documents"
         )
     check_values(cu_seqlens_q=ends)
@@ -192,7 +192,7 @@ def documents_from_packed_seq_params(params: PackedSeqParams) -> Documents:
     of_keys = getattr(params, "cu_seqlens_kv", None)
     if of_keys is not None and of_keys is not ends and not of_keys.equal(ends):
         raise ConfigError(
-            "packed_seq_params have other cu_seqlens_kv than cu_seqlens_q: attention backend mtraining "
+            "cu_seqlens_kv of packed_seq_params differs from cu_seqlens_q: attention backend mtraining "
             "supports self-attention only"
         )
     return documents
@@ -208,14 +208,14 @@ def documents_for_layer(params, place: str) -> Documents | None:
         return params.documents
     if params is not None:
         raise ConfigError(
-            f"the {place} is given packed_seq_params of Megatron's: attention backend mtraining takes "
-            "them in GPTModel's forward, or those that packed_documents.packed_seq_params_of makes"
+            f"the {place} is given packed_seq_params of Megatron's: give them to GPTModel's forward, or "
+            "give the layer the result of packed_documents.packed_seq_params_of(documents)"
         )
     arguments = training_arguments()
     if is_active(arguments) and masks_documents(arguments):
         raise ConfigError(
-            f"the {place} is to keep documents apart (--reset-attention-mask), but is not told where "
-            "they are: give the model the tensors that get_batch_on_this_cp_rank has returned, or what "
-            "megatron_mtraining.megatron.packed_documents.packed_seq_params_of makes"
+            f"the {place} must keep documents apart (--reset-attention-mask), but no documents are "
+            "given: give the model the tensors that get_batch_on_this_cp_rank has returned, or the result of "
+            "megatron_mtraining.megatron.packed_documents.packed_seq_params_of(documents)"
         )
     return None

@@ -1,10 +1,12 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Documents of samples that are not read yet: their lengths, from Megatron's GPTDataset and BlendedDataset.
+"""Lengths of the documents of samples, before the samples are loaded, from Megatron's GPTDataset and
+BlendedDataset.
 
-As the layers will be told them. With ``--reset-attention-mask`` a document ends with each end-of-document
-token; they are looked for among the sample's tokens. With ``--dataloader-inter-document-masking`` it ends
-with each sequence of the index, which tells without a look at tokens. Without either, a sample is one
-document. A document that goes on in the next sample counts in each with the part that is there.
+The lengths are equal to the lengths that layers will get. With ``--reset-attention-mask``, each
+end-of-document token ends a document; the tokens of the sample are searched for them. With
+``--dataloader-inter-document-masking``, each sequence of the index ends a document; no tokens are read.
+Without either option, a sample is one document. A document that continues in the next sample counts in each
+sample with the part that is in the sample.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from .packed_documents import masks_documents
 
 
 class SampleDocuments:
-    """What is known of the samples of a training dataset.
+    """Returns properties of the samples of a training dataset, by their numbers.
 
     Args:
         dataset: a GPTDataset, or a BlendedDataset of them; or of classes derived from them.
@@ -47,7 +49,7 @@ class SampleDocuments:
         self.by_index = bool(getattr(args, "dataloader_inter_document_masking", False))
 
     def __call__(self, numbers: np.ndarray) -> Samples:
-        """Of samples by their numbers, ``[n]``."""
+        """Properties of the samples with these numbers, ``[n]``."""
         datasets, own = self._in_datasets(numbers)
         longest = np.full(len(numbers), self.seq_length, np.int64)
         pairs = np.full(len(numbers), self.seq_length * (self.seq_length + 1) / 2)
@@ -70,7 +72,8 @@ class SampleDocuments:
         )
 
     def lengths(self, dataset: int, number: int) -> np.ndarray:
-        """Tokens of each document of a sample, by its number in a dataset: int64; together the sequence."""
+        """Number of tokens of each document of a sample, by the number of the sample in a dataset: int64.
+        Their sum is the sequence length."""
         part = self.parts[dataset]
         ends = []
         position = 0
@@ -84,12 +87,12 @@ class SampleDocuments:
                 ends.append(np.array([position]))
         found = np.concatenate(ends) if ends else np.empty(0, np.int64)
         inner = found[found < min(position, self.seq_length)]
-        # What a sample lacks is padded, and belongs to the last document.
+        # A sample that is too short is padded; the padding belongs to the last document.
         return np.diff(np.concatenate(([0], inner, [self.seq_length])))
 
     def _sequences(self, part, number: int) -> Iterator[tuple[int, int, int]]:
-        """The parts of a sample: sequence of the index, first token and number of tokens. The one token more
-        that Megatron reads, for the last label, is left out."""
+        """The parts of a sample: sequence of the index, first token and number of tokens. Megatron reads one
+        more token, for the last label; it is left out here."""
         if part.shuffle_index is None:  # --defer-npy-index-mmap
             part[0]
         row = int(part.shuffle_index[number])

@@ -16,7 +16,7 @@ process without context parallelism, on a GPU or a CPU:
 - :mod:`.interface`: the attention and the mask function that transformers calls.
 - :mod:`.masking`: padding and packed ``position_ids`` as packed documents.
 - :mod:`.state`: settings, prices and means of a model.
-- :mod:`.callback`: density and recall in the log of ``Trainer``, and the end of a step.
+- :mod:`.callback`: after each step of ``Trainer``, moves prices and logs density and recall.
 """
 
 from .interface import NAME, configure, register
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    # It needs transformers' Trainer, whose import takes seconds and needs accelerate.
+    # .callback imports transformers' Trainer, which takes seconds and needs accelerate.
     if name == "watch":
         from .callback import watch
 

@@ -10,9 +10,9 @@ from .state import advance, state_of
 
 
 class PatternCallback(TrainerCallback):
-    """Ends each step of the pattern (a target recall moves the prices), and adds ``mtraining_density`` and
-    ``mtraining_recall``, means over layers and heads since the last log, to the trainer's log. Made by
-    :func:`watch`.
+    """After each optimizer step, lets a target recall move the prices. Adds ``mtraining_density`` and
+    ``mtraining_recall`` to the trainer's log: means over layers and heads since the last log. :func:`watch`
+    makes it.
 
     Args:
         model: the model that :func:`~.interface.configure` was called with.
@@ -40,9 +40,9 @@ class PatternCallback(TrainerCallback):
 
 
 def watch(trainer: Trainer) -> None:
-    """Have a trainer end the pattern's steps and log density and recall: call it before ``trainer.train()``.
+    """Add a :class:`PatternCallback` to a trainer. Call it before ``trainer.train()``.
 
-    The callback is put before the trainer's own, so that TensorBoard and W&B get its values too.
+    The callback comes before the trainer's own callbacks, so TensorBoard and W&B get its values too.
 
     Raises:
         ConfigError: the trainer's model has no settings.

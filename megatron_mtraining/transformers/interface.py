@@ -1,8 +1,8 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """The attention function and the mask function that transformers calls under the name ``mtraining``.
 
-Training and prefill attend by the pattern. Steps that read a KV cache (decoding, a prompt that continues)
-attend to all of it, through transformers' own ``sdpa``.
+Training and prefill use the pattern. Steps that read a KV cache (decoding, a prompt that continues) attend to
+the whole cache, through transformers' own ``sdpa``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .masking import CacheMask, PatternMask, check_padding
 from .state import ATTRIBUTE, PatternState
 
 NAME = "mtraining"
-"""Of the attention implementation."""
+"""Name of the attention implementation."""
 UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
 """Arguments of attention functions that change what attention computes."""
 
@@ -46,21 +46,22 @@ def register() -> None:
 
 
 def configure(model: nn.Module, config: MTrainingConfig | None = None) -> PatternState:
-    """Have a transformers model attend by a dynamic sparse pattern.
+    """Switch a transformers model to dynamic sparse attention.
 
     Sets its attention implementation to ``mtraining`` and gives its attention layers the settings. Weights do
-    not change; ``model.set_attn_implementation("sdpa")`` is the way back.
+    not change; ``model.set_attn_implementation("sdpa")`` switches back.
 
     Args:
         model: a causal language model, or its body.
         config: the settings, also by layer and head (``settings``); None for the defaults. Options of
-            context parallelism and of Megatron's loss have no effect here and are refused.
+            context parallelism, recomputation, Megatron's loss and balance have no effect here and are
+            refused.
 
     Returns:
         The state of the model: its prices, and means of density and recall.
 
     Raises:
-        ConfigError: the model or the settings are not supported; names why.
+        ConfigError: the model or the settings are not supported; the message names the reason.
     """
     register()
     config = MTrainingConfig() if config is None else config
@@ -98,7 +99,8 @@ def _is_attention(module: nn.Module) -> bool:
 def _check_config(config: MTrainingConfig) -> None:
     """Refuse options that only Megatron's runs read."""
     defaults = MTrainingConfig()
-    for name in ("gathered_ranks", "bf16_gradients", "recompute_attention", "loss_chunk"):
+    names = "gathered_ranks", "bf16_gradients", "recompute_attention", "loss_chunk"
+    for name in (*names, "batching", "tuning"):
         value = getattr(config, name)
         if value != getattr(defaults, name):
             raise ConfigError(
@@ -108,7 +110,7 @@ def _check_config(config: MTrainingConfig) -> None:
 
 def _check_model(config, name: str) -> None:
     if config.get_text_config() is not config:
-        raise ConfigError(f"{name} has several parts: configure its language model alone")
+        raise ConfigError(f"{name} has several parts: call configure on its language model")
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     if head_dim not in HEAD_DIMS:
@@ -186,8 +188,8 @@ def attention(
     Args:
         module: the layer's attention module.
         query: ``[b, h, s, d]``; key, value ``[b, hk, skv, d]``, with the keys of a cache.
-        attention_mask: what :func:`mask` has returned.
-        scaling: of the scores; ``d ** -0.5`` if None.
+        attention_mask: the result of :func:`mask`.
+        scaling: scale of the scores; ``d ** -0.5`` if None.
 
     Returns:
         ``[b, s, h, d]`` in the value's dtype, and None: there are no attention weights.
@@ -237,7 +239,7 @@ def attention(
 
 @lru_cache(maxsize=64)
 def _fits(config: MTrainingConfig, length: int) -> bool:
-    """Whether the pattern can be searched in so few tokens; shorter sequences are attended to in full."""
+    """Whether a sequence of ``length`` tokens is long enough for the search; others run dense attention."""
     try:
         config.check_sizes(length)
     except ConfigError:
@@ -246,7 +248,7 @@ def _fits(config: MTrainingConfig, length: int) -> bool:
 
 
 def _dense(config: MTrainingConfig) -> MTrainingConfig:
-    """The settings for sequences that are attended to in full, of any length."""
+    """The settings of dense attention, for sequences of any length."""
     return replace(config, policy=DENSE, window=0, sink=0)
 
 

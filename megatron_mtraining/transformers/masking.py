@@ -1,8 +1,9 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Padding and packed sequences of transformers as packed documents.
 
-A padded batch entry becomes documents: its tokens, and the padding before and after them, which nothing else
-attends to. Packed sequences restart their ``position_ids``, and become a document each.
+The tokens of a padded batch entry become one document. The padding before them and the padding after them
+become documents of their own, which no other token attends to. The ``position_ids`` of packed sequences
+restart at each sequence; each sequence becomes a document.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from ..documents import Documents
 
 
 class PatternMask:
-    """What the mask function hands through the model to the attention function, where tokens may not simply
-    attend to all before them. One per forward.
+    """The mask of a padded or packed batch, which the mask function passes through the model to the attention
+    function. There is one per forward.
 
     Args:
-        tokens: bool ``[b, s]``: False for padding; None if there is none.
-        packed: whether transformers has found packed sequences, which ``position_ids`` tell apart.
+        tokens: bool ``[b, s]``: False for padding; None without padding.
+        packed: whether transformers has found packed sequences (``position_ids`` that restart).
     """
 
     def __init__(self, tokens: Tensor | None, packed: bool):
@@ -55,7 +56,7 @@ class PatternMask:
         if self.tokens is not None:
             starts[:, 1:] |= self.tokens[:, 1:] != self.tokens[:, :-1]
         if self.packed:
-            # As transformers finds them: a position that does not follow the one before it.
+            # As in transformers: a sequence starts where a position is not the previous position plus 1.
             restarts = position_ids.diff(dim=-1) != 1
             starts[:, 1:] |= restarts if self.tokens is None else restarts & self.tokens[:, 1:]
         position = torch.arange(length, device=device)
@@ -66,11 +67,11 @@ class CacheMask(NamedTuple):
     """The mask of queries that read a KV cache."""
 
     mask: Tensor | None
-    """What transformers' ``sdpa`` takes: bool ``[b, 1, s, skv]``, or None."""
+    """The mask for transformers' ``sdpa``: bool ``[b, 1, s, skv]``, or None."""
 
 
 def check_padding(tokens: Tensor) -> None:
-    """Raise :class:`ConfigError` unless the tokens of each batch entry are one stretch. Waits for the device.
+    """Raise :class:`ConfigError` unless the tokens of each batch entry are contiguous. Waits for the device.
 
     Args:
         tokens: bool ``[b, s]``: False for padding.

@@ -17,21 +17,21 @@ ATTRIBUTE = "mtraining_state"
 
 
 class PatternMeans(NamedTuple):
-    """Means over the calls of each layer, since they were last taken."""
+    """Means over the calls of each layer since the last :func:`take_means`."""
 
     density: Tensor
     """Fraction of the visible query-key pairs that is attended to: float32 ``[layers, heads]``, on
     the CPU; NaN for a layer that has not run."""
     recall: Tensor
-    """Share of the attention mass that is kept, on held-out rows: the same."""
+    """Share of the attention mass that the pattern holds, on held-out rows: shape and NaN as ``density``."""
 
 
 class PatternState:
-    """What the attention layers of a model share.
+    """State that the attention layers of a model share.
 
     Args:
         config: the settings.
-        num_layers, num_heads: of the model; every layer has as many query heads.
+        num_layers, num_heads: layers of the model, and query heads of each layer.
 
     Raises:
         ConfigError: a settings file that does not fit the model.
@@ -48,15 +48,17 @@ class PatternState:
         self._sums: dict[bool, dict[int, Tensor]] = {True: {}, False: {}}
 
     def policies(self, layer: int) -> tuple[Policy, ...] | None:
-        """The policy of each head of a layer; None if all have the run's."""
+        """The policy of each head of a layer; None if all heads have the policy of the run."""
         return self._policies[layer]
 
     def price(self, layer: int, device: torch.device) -> Tensor | None:
-        """The layer's prices in this step, float32 ``[]`` or ``[heads]``; None for those of the settings."""
+        """The layer's prices in this step, float32 ``[]`` or ``[heads]``; None: the prices of the
+        settings."""
         return self.steering.price(device, layer, 0, self.shape[1])
 
     def observe(self, layer: int, index: PatternIndex, training: bool) -> None:
-        """Count the pattern of one call; a target recall counts training alone. Waits for no device."""
+        """Add the pattern of one call to the means, and in training to the target recall. Does not wait for
+        the device."""
         density = index.density().detach()
         # Without recall everything is kept.
         recall = torch.ones_like(density) if index.recall is None else index.recall.detach()
@@ -67,7 +69,8 @@ class PatternState:
             self.steering.observe(recall, layer)
 
     def take(self, training: bool = True) -> PatternMeans:
-        """The means since the last call, of calls in training mode or of others. Waits for the device."""
+        """The means since the last call of this method, over forwards in training mode or over other
+        forwards. Waits for the device."""
         means = torch.full((2, *self.shape), torch.nan)
         for layer, sums in self._sums[training].items():
             means[:, layer] = (sums[:2] / sums[2]).cpu()
@@ -92,13 +95,17 @@ def state_of(model: nn.Module) -> PatternState:
 
 
 def take_means(model: nn.Module, training: bool = True) -> PatternMeans:
-    """Density and recall of a model's layers and heads since the last call, of this process: of forwards in
-    training mode, or of the others (prefill; decoding is dense and not counted)."""
+    """Density and recall of a model's layers and heads in this process, since the last call of this function.
+
+    Args:
+        training: whether to return the means of forwards in training mode, or of other forwards (prefill;
+            decoding is dense and does not count).
+    """
     return state_of(model).take(training)
 
 
 def advance(model: nn.Module) -> None:
-    """End a training step: a target recall moves the prices. A collective over all processes if there are
-    several and the settings have a target. :class:`~.callback.PatternCallback` calls it."""
+    """End a training step: a target recall moves the prices. With a target and several processes, this is a
+    collective over all processes. :class:`~.callback.PatternCallback` calls it."""
     steering = state_of(model).steering
     steering.advance(steering.step + 1, RankGroup.everyone())

@@ -99,7 +99,7 @@ def test_a_settings_file_with_every_head_has_no_price(own, tmp_path):
         )
         + "]"
     )
-    with pytest.raises(ArgumentsError, match="has the policies of all heads"):
+    with pytest.raises(ArgumentsError, match="sets the policies of all heads"):
         check(
             parse(
                 *TUNING,

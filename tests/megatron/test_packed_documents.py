@@ -102,7 +102,7 @@ def test_megatrons_packed_sequences_become_documents():
         (dict(qkv_format="sbhd"), "thd"),
         (dict(cu_seqlens_q=None), "cu_seqlens_q"),
         (dict(cu_seqlens_q=ends + 1), "ascend from 0"),
-        (dict(cu_seqlens_kv=ends[1:]), "other cu_seqlens_kv than cu_seqlens_q"),
+        (dict(cu_seqlens_kv=ends[1:]), "cu_seqlens_kv of packed_seq_params differs"),
         (dict(cu_seqlens_q=ends[:0]), "ascend from 0"),
         (dict(cu_seqlens_q=[0, 768]), "cu_seqlens_q is a list"),
     ):
@@ -134,7 +134,7 @@ def test_documents_that_do_not_reach_a_layer_are_missed(monkeypatch):
     args = SimpleNamespace(attention_backend=AttnBackend.mtraining, reset_attention_mask=True)
     attention = make()
     monkeypatch.setattr(packed_documents, "training_arguments", lambda: args)
-    with pytest.raises(ConfigError, match="--reset-attention-mask.* not told where they are"):
+    with pytest.raises(ConfigError, match="--reset-attention-mask.* no documents are given"):
         attention(query, key, value, None)
 
 

@@ -237,6 +237,8 @@ def test_what_is_refused_names_itself(tokens):
         small_model("mistral", sliding_window=64, layer_types=["sliding_attention"] * 2),
     )
     refused("gathered_ranks is 2", small_model(), MTrainingConfig.from_options(gathered_ranks=2))
+    refused("batching is cost", small_model(), MTrainingConfig.from_options(batching="cost"))
+    refused("tuning is on", small_model(), MTrainingConfig.from_options(tuning="on"))
     refused("give an MTrainingConfig", small_model(), {"price": 1})
     refused("give a model of transformers", torch.nn.Linear(2, 2))
     mask = torch.ones_like(tokens)

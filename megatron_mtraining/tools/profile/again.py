@@ -15,7 +15,8 @@ def fit_again(args) -> int:
     for name in ("num_attention_heads", "num_query_groups", "kv_channels", "quick", "log"):
         if getattr(args, name):
             raise ConfigError(
-                f"--{name.replace('_', '-')} is for a measurement, and --fit makes none: leave one out"
+                f"--{name.replace('_', '-')} is an option of measuring, and --fit does not measure: leave "
+                "one out"
             )
     from ...balance import LatencyModel
     from ...balance.profile_file import as_text
@@ -34,7 +35,9 @@ def fit_again(args) -> int:
         ) from None
     entries = fit.fit(measured, model.processors)
     if not entries:
-        raise ConfigError(f"--fit is {args.fit}, which has only measurements that are held out")
+        raise ConfigError(
+            f"--fit is {args.fit}, which has only held-out measurements, and none to fit: measure again"
+        )
     model = replace(model, entries=entries)
     points = {"columns": list(measure.COLUMNS), "rows": [measure.row_of(each) for each in measured]}
     model = replace(model, errors=fit.errors(model, measured), points=points)

@@ -24,23 +24,26 @@ HEAD_DIMS = (64, 128)
 MOST_HEADS = 512
 EPILOG = """\
 Give --num-attention-heads, --num-query-groups and --kv-channels of your model (of one tensor-parallel rank)
-to measure its shape alone; by default 16/2 heads of 128 and 14/2 heads of 64 are.
+to measure only this shape. By default, two shapes are measured: 16 query and 2 KV heads of dimension 128, and
+14 query and 2 KV heads of dimension 64.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("--output", type=Path, required=True, help="file to write, JSON")
-    parser.add_argument("--overwrite", action="store_true", help="replace a file that exists")
-    parser.add_argument("--num-attention-heads", type=int, help="query heads of a rank")
-    parser.add_argument("--num-query-groups", type=int, help="key and value heads of a rank")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
+    parser.add_argument(
+        "--num-attention-heads", type=int, help="query heads of a tensor-parallel rank"
+    )
+    parser.add_argument("--num-query-groups", type=int, help="KV heads of a tensor-parallel rank")
     parser.add_argument("--kv-channels", type=int, help="head dimension: 64 or 128")
     parser.add_argument("--quick", action="store_true", help="sequences of up to 64K tokens only")
     parser.add_argument(
         "--fit",
         type=Path,
         metavar="PROFILE",
-        help="fit the measurements of this profile again, without a GPU",
+        help="fit the model to the measurements in this profile, without a GPU",
     )
     parser.add_argument(
         "--log", type=Path, help="file to add each measurement to as it is made, JSON lines"
@@ -137,8 +140,8 @@ def _shapes(args) -> list[tuple[int, int, int]]:
     groups = heads if groups is None else groups  # Megatron's default
     if heads % groups:
         raise ConfigError(
-            f"--num-attention-heads is {heads}, not a multiple of --num-query-groups ({groups}): give those "
-            "of your model"
+            f"--num-attention-heads is {heads}, not a multiple of --num-query-groups ({groups}): give the "
+            "numbers of your model"
         )
     return [(heads, groups, shape[2]) for shape in shapes]
 

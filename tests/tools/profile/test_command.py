@@ -152,7 +152,11 @@ def test_the_committed_profile_is_what_its_measurements_give(tmp_path, capsys):
             [],
             "a measurement that is none ('num_heads')",
         ),
-        ({}, ["--quick"], "--quick is for a measurement, and --fit makes none: leave one out"),
+        (
+            {},
+            ["--quick"],
+            "--quick is an option of measuring, and --fit does not measure: leave one out",
+        ),
     ],
 )
 def test_what_cannot_be_fitted_again(tmp_path, capsys, points, words, message):
