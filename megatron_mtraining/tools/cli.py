@@ -66,6 +66,12 @@ COMMANDS = (
         "compute the memory that a training setting needs on each GPU",
     ),
     Command(
+        "eval",
+        "megatron_mtraining.tools.eval.command",
+        "run long-context benchmarks on a model with dense and sparse attention",
+        "eval",
+    ),
+    Command(
         "patch",
         "megatron_mtraining.tools.patching",
         "add the attention backend to a Megatron-LM checkout, look whether it is there, remove it",
