@@ -65,7 +65,7 @@ def open_tokenizer(path: Path, extra: str = "inspect") -> Tokenizer:
 
 
 def open_transformers_tokenizer(path: Path):
-    """The tokenizer of ``--tokenizer PATH`` as transformers has it: a Hugging Face folder's or a .gguf file's.
+    """The tokenizer of ``--tokenizer PATH`` as transformers opens it: of a folder or a .gguf file.
 
     Raises:
         ConfigError: it does not exist, cannot be read, or is of another kind.

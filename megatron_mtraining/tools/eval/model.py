@@ -82,16 +82,16 @@ def tokenizer_of(source: HuggingFaceModel, options: Options):
     """
     tokenizer = source.transformers_tokenizer()
     ids = tokenizer.get_vocab().values()
+    place = options.tokenizer or options.model
     largest, vocabulary = max(ids, default=-1), source.shape.vocabulary
     if largest >= vocabulary:
         raise ConfigError(
-            f"the tokenizer of {options.tokenizer or options.model} has the token id {largest}, but MODEL has "
-            f"{vocabulary} tokens: use the tokenizer that it was trained with (--tokenizer)"
+            f"the tokenizer of {place} has the token id {largest}, but MODEL has {vocabulary} tokens: use the "
+            "tokenizer that it was trained with (--tokenizer)"
         )
     if options.chat and not tokenizer.chat_template:
         raise ConfigError(
-            f"--chat is given, but the tokenizer of {options.tokenizer or options.model} has no chat template: "
-            "leave --chat out"
+            f"--chat is given, but the tokenizer of {place} has no chat template: leave --chat out"
         )
     return tokenizer
 

@@ -63,7 +63,7 @@ def planned(options: Options, tokenizer) -> list[Planned]:
                 lambda document: " " + document["outputs"][0],
                 lambda document: {"depth": document["depth"]},
                 data=data,
-            )  # fmt: skip
+            )
         )
     return found
 
@@ -138,12 +138,14 @@ def document(
         return len(tokenizer(f"{prompt(kept)} {prefix}", verbose=False)["input_ids"])
 
     room = length - ANSWER_TOKENS - (TEMPLATE_TOKENS if options.chat else 0)
-    left, kept = room - tokens([]), []
-    place = generator.randrange(len(sentences))
-    while counts[place % len(sentences)] <= left:
-        kept.append(sentences[place % len(sentences)])
-        left -= counts[place % len(sentences)]
-        place += 1
+    kept: list[str] = []
+    place, before = generator.randrange(len(sentences)), -1
+    while len(kept) > before:  # sentences have fewer tokens together than each by itself
+        before, left = len(kept), room - tokens(kept)
+        while counts[place % len(sentences)] <= left:
+            kept.append(sentences[place % len(sentences)])
+            left -= counts[place % len(sentences)]
+            place += 1
     while kept and tokens(kept) > room:
         kept.pop()
     if not kept:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_EVALUATE_OFFLINE")
-LOCAL = ("127.", "::1", "localhost", "0.0.0.0")
+LOCAL = ("127.", "::1", "localhost")
 
 
 class NoNetwork(OSError):

@@ -92,8 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name in SHORTEST:
             what = "tokens of the sequences (%(default)s)"
             add("--lengths", type=int, nargs="+", default=[4096], metavar="N", help=what)
-        per = {"needle": " of a length and depth", "perplexity": ", windows of the text"}
-        what = f"the most samples{per.get(name, ' of a task')} (%(default)s)"
+        per = {"needle": "samples of a length and depth", "perplexity": "windows of a length"}
+        what = f"the most {per.get(name, 'samples of a task and length')} (%(default)s)"
         add("--samples", type=int, default=SAMPLES[name], metavar="N", help=what)
         _ADDED[name](add)
         _add_common(command)
@@ -119,7 +119,10 @@ def _add_needle(add) -> None:
 def _add_perplexity(add) -> None:
     what = "UTF-8 text, files are concatenated; each window of a length is a sample"
     add("--text", type=Path, nargs="+", required=True, metavar="FILE", help=what)
-    what = f"also LongPPL: key tokens are those that a context of N tokens predicts badly ({LONGPPL_CONTEXT})"
+    what = (
+        "also LongPPL: its key tokens are those that a context of N tokens predicts badly "
+        f"({LONGPPL_CONTEXT})"
+    )
     add("--longppl", type=int, nargs="?", const=LONGPPL_CONTEXT, metavar="N", help=what)
     what = "Hugging Face folder or .gguf file of the model that finds LongPPL's key tokens (MODEL, dense)"
     add("--evaluator", type=Path, metavar="MODEL", help=what)

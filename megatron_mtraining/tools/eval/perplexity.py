@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Loss by position over long text, and LongPPL (arXiv 2410.23771): the loss of the tokens that need it.
+"""Loss by position over long text, and LongPPL (arXiv 2410.23771): of the tokens that need long context.
 
 LongPPL's key tokens are found by the package longppl; the losses are summed here, a chunk of logits at a time.
 """

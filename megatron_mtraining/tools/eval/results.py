@@ -138,7 +138,7 @@ def summary(rows: list[dict], differences: list[dict]) -> str:
         text += "\n\n" + table(["task", "length", *shown], lines)
     truncated = sum(row.get("truncated_samples", 0) for row in rows)
     if truncated:
-        text += f"\n\n{truncated} prompts were longer than the model's positions; their beginnings were cut off"
+        text += f"\n\nThe beginnings of {truncated} prompts, longer than the model's positions, were cut off."
     return text + "\n\nIn brackets: 95% intervals, by bootstrap over samples."
 
 

@@ -91,8 +91,8 @@ def loss_by_position(
     """
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for number, (name, (positions, losses)) in enumerate(curves.items()):
-        line = "o-" if name.startswith("dense") else "s--"
-        axes.plot(positions, losses, line, color=COLOURS[number % len(COLOURS)], markersize=3.5, label=name)  # fmt: skip
+        line, colour = "o-" if name.startswith("dense") else "s--", COLOURS[number % len(COLOURS)]
+        axes.plot(positions, losses, line, color=colour, markersize=3.5, label=name)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
     axes.set_xlabel("position (tokens)")
