@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""What tests of ``mtraining eval`` share: a tiny model with a tokenizer of words, the command, its samples."""
+"""What tests of ``mtraining eval`` share: a tiny model and its tokenizer, the command, its samples."""
 
 from __future__ import annotations
 

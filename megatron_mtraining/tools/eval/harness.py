@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -113,7 +114,7 @@ class KeptLM(HFLM):
         for request in requests:  # before anything runs
             self.kept.get(request.doc_id, self._digest(request))
         answers = []
-        with tqdm(total=len(requests), desc=self.title, unit="sample", disable=None) as bar:
+        with tqdm(total=len(requests), desc=self.title, unit="sample", file=sys.stderr) as bar:
             for request in requests:
                 row = self.kept.get(request.doc_id, self._digest(request))
                 if row is None:

@@ -86,8 +86,8 @@ def tokenizer_of(source: HuggingFaceModel, options: Options):
     largest, vocabulary = max(ids, default=-1), source.shape.vocabulary
     if largest >= vocabulary:
         raise ConfigError(
-            f"the tokenizer of {place} has the token id {largest}, but MODEL has {vocabulary} tokens: use the "
-            "tokenizer that it was trained with (--tokenizer)"
+            f"the tokenizer of {place} has the token id {largest}, but MODEL has {vocabulary} tokens: use "
+            "the tokenizer that it was trained with (--tokenizer)"
         )
     if options.chat and not tokenizer.chat_template:
         raise ConfigError(

@@ -1,11 +1,12 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Loss by position over long text, and LongPPL (arXiv 2410.23771): of the tokens that need long context.
+"""Loss by position over long text, and LongPPL (arXiv 2410.23771): of tokens that need long context.
 
 LongPPL's key tokens are found by the package longppl; the losses are summed here, a chunk of logits at a time.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -201,4 +202,4 @@ def _of_keys(losses: Tensor, window: Window, intervals: list) -> dict:
 
 
 def _progress(windows: list[Window], title: str) -> Iterator[Window]:
-    yield from tqdm(windows, desc=title, unit="window", disable=None)
+    yield from tqdm(windows, desc=title, unit="window", file=sys.stderr)

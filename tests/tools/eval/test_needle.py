@@ -46,7 +46,9 @@ def test_documents(of_text, chat, words):
         assert [each["depth"] for each in documents] == [0, 25, 100] * 2
         assert len({each["outputs"][0] for each in documents}) == 6
         for each in documents:
-            found = needle.NEEDLE.format(key=each["gen_prefix"].split()[5], value=each["outputs"][0])
+            found = needle.NEEDLE.format(
+                key=each["gen_prefix"].split()[5], value=each["outputs"][0]
+            )
             context = each["input"].split("\n", 1)[1].rsplit("\n", 1)[0]
             assert context.count(found) == 1
             before, after = context.split(found)
@@ -142,7 +144,9 @@ def test_another_run(llama, tmp_path, lm, capsys):
     out = tmp_path / "out"
     words = ("needle", llama, "--output", out, "--samples", 1, *NEEDLE)
     assert run(*words, "--mtraining-price", 1) == 0
-    refused(capsys, ["--output is", "2 samples of another settings"], *words, "--mtraining-price", 2)
+    refused(
+        capsys, ["--output is", "2 samples of another settings"], *words, "--mtraining-price", 2
+    )
     refused(capsys, ["another data"], *words, "--mtraining-price", 1, "--seed", 5)
     assert run(*words, "--mtraining-price", 2, "--overwrite") == 0
     assert results(out, "needle")["settings"]["price"] == 2
