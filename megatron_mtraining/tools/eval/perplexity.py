@@ -1,7 +1,7 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Loss by position over long text, and LongPPL (arXiv 2410.23771): of tokens that need long context.
+"""Loss by position over long text, and LongPPL (arXiv 2410.23771): loss of tokens that need long context.
 
-LongPPL's key tokens are found by the package longppl; the losses are summed here, a chunk of logits at a time.
+The package longppl finds LongPPL's key tokens; the losses are summed here, a chunk of logits at a time.
 """
 
 from __future__ import annotations
