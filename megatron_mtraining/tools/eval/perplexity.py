@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -125,8 +126,7 @@ class _Evaluator:
         self._losses, self.device = losses, losses.device
 
     def __call__(self, input_ids: Tensor):
-        self.logits = _Logits(self._losses.hidden(input_ids[0]), self._losses.head)
-        return self
+        return SimpleNamespace(logits=_Logits(self._losses.hidden(input_ids[0]), self._losses.head))
 
 
 def key_intervals(model, tokenizer, window: Window, context: int) -> list[list[int]]:

@@ -27,7 +27,7 @@ def rows_of(samples: list[Sample]) -> list[dict]:
 
 def _means(samples: list[Sample]) -> dict:
     found: dict = {"samples": len(samples)}
-    for name in ("score", "loss", "density", "recall"):
+    for name in ("tokens", "score", "loss", "density", "recall"):
         values = [each[name] for each in samples if each.get(name) is not None]
         if values:
             weights = [each["answer_tokens"] for each in samples if "answer_tokens" in each]
@@ -118,9 +118,10 @@ def summary(rows: list[dict], differences: list[dict]) -> str:
     for name in ("perplexity", "longppl"):
         if any(name in row for row in rows):
             columns.append((name, lambda row, name=name: _number(row.get(name))))
-    head = ["task", "length", "attention", "samples", *(name for name, _ in columns)]
+    head = ["task", "length", "attention", "samples", "tokens", *(name for name, _ in columns)]
     lines = [
-        [row["task"], _length(row), row["attention"], str(row["samples"]), *(of(row) for _, of in columns)]
+        [row["task"], _length(row), row["attention"], str(row["samples"]),
+         f"{row['tokens']['mean']:.0f}", *(of(row) for _, of in columns)]
         for row in rows
     ]  # fmt: skip
     text = table(head, lines)

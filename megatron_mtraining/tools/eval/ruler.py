@@ -16,7 +16,6 @@ from unittest import mock
 import numpy as np
 
 from ...errors import ConfigError
-from ...files import size_of
 from ..common.digests import digest_of_files
 from .harness import made_task
 from .options import Options
@@ -48,14 +47,20 @@ def planned(options: Options, tokenizer, folder: Path) -> list[Planned]:
         for name in options.tasks:
             made = _Data(name, length, options, tokenizer)
             metadata = {"tokenizer": str(folder), "max_seq_lengths": [length]}
-            # Its modules have generators of random numbers: each task starts from new ones.
-            for module in [each for each in sys.modules if each.startswith("lm_eval.tasks.ruler.")]:
-                del sys.modules[module]
+            _forget_random_state()
             with _sentence_splitter_looked_for():
                 task = made_task("ruler", RULER_TASKS[name], metadata, made)
             target = functools.partial(right_answer, name)
             found.append(Planned(name, length, task, str(length), target, data=made.digests))
     return found
+
+
+def _forget_random_state() -> None:
+    """Have lm-eval's modules with random generators of their own loaded again, as in a new process."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("lm_eval.tasks.ruler."):
+            if any(isinstance(each, random.Random) for each in vars(module).values()):
+                del sys.modules[name]
 
 
 def right_answer(task: str, document: dict) -> str:
@@ -77,7 +82,6 @@ class _Data:
         self.file = None
         if name in RULER_FILES:
             self.file = options.data / RULER_FILES[name]
-            size_of(self.file, f"--tasks {name} needs it")
         self.digests = {"data": digest_of_files(self.file)} if self.file else {}
 
     def __call__(self, task) -> None:
@@ -97,6 +101,11 @@ class _Data:
             if self.file is not None and self.file.name == ESSAYS:
                 self._split_sentences(sys.modules["lm_eval.tasks.ruler.prepare_niah"])
             task.dataset = function(**task.config.metadata)
+        if not all(document["outputs"] for document in task.dataset["test"]):
+            raise ConfigError(
+                f"--lengths has {self.length}, in which lm-eval makes samples of {self.name} without an "
+                "answer with this tokenizer: use greater lengths"
+            )
 
     def _json(self, url: str):
         try:
@@ -136,7 +145,10 @@ class _Data:
 
         def tokens(*args, **how) -> int:
             text = make(*args, **how)
-            text = text[1] if self.name == "cwe" else text[0]
+            if self.name == "cwe":  # with its example, and the answer
+                text = f"{text[0]}\n{text[1]} {' '.join(f'{i}. {word}' for i, word in enumerate(text[2]))}"
+            else:
+                text = text[0]
             return len(self.tokenizer(text).input_ids) + MARGIN
 
         if self.name == "vt":

@@ -33,7 +33,7 @@ def test_differences_are_of_the_same_samples():
     losses = [1.0, 5.0, 2.0, 9.0]
     samples = [
         {"task": "one", "length": 8, "attention": attention, "id": number, "loss": loss + more, "score": 0.0,
-         "seconds": 1.0, "answer_tokens": number + 1}
+         "seconds": 1.0, "tokens": 9, "answer_tokens": number + 1}
         for attention, more in (("dense", 0), ("mtraining", 0.5))
         for number, loss in enumerate(losses)
     ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from unittest import mock
 
 import pytest
@@ -22,7 +23,7 @@ ANSWERS = {
 }
 
 
-def of_lm_eval(folder, name: str, limit: int) -> list[dict]:
+def of_lm_eval(folder, name: str, length: int, limit: int) -> list[dict]:
     """The samples of lm-eval's own run of its Hugging Face model."""
     import lm_eval.tasks
     import nltk
@@ -30,7 +31,8 @@ def of_lm_eval(folder, name: str, limit: int) -> list[dict]:
     from lm_eval.tasks import TaskManager
 
     tasks = os.path.join(os.path.dirname(lm_eval.tasks.__file__), "ruler")
-    metadata = {"tokenizer": str(folder), "max_seq_lengths": [1024]}
+    metadata = {"tokenizer": str(folder), "max_seq_lengths": [length]}
+    sys.modules.pop("lm_eval.tasks.ruler.cwe_utils", None)  # for its random state of a new process
     with mock.patch.object(nltk.data, "find"):  # looks for a splitter that is not used here
         manager = TaskManager(include_path=tasks, include_defaults=False, metadata=metadata)
         found = simple_evaluate(
@@ -51,18 +53,19 @@ def test_agrees_with_lm_eval_sample_by_sample(task, llama, tmp_path):
     from megatron_mtraining.tools.eval.tasks import RULER_TASKS
 
     out = tmp_path / "out"
+    length = 2048 if task == "cwe" else 1024  # its smallest samples are longer
     words = ("--samples", 2, "--tasks", "niah_multikey_2", task, "--attention", "dense")
-    assert run("ruler", llama, "--output", out, *RULER, *words) == 0
+    assert run("ruler", llama, "--output", out, "--lengths", length, *QUIET, *words) == 0
     found = json.loads((out / "ruler.json").read_text())["samples"]
     found = [row for row in found if row["task"] == task]
-    theirs = of_lm_eval(llama, RULER_TASKS[task], 2)
+    theirs = of_lm_eval(llama, RULER_TASKS[task], length, 2)
     assert [row["answer"] for row in found] == [each["resps"][0][0] for each in theirs]
-    assert [row["score"] for row in found] == [each["1024"] for each in theirs]
+    assert [row["score"] for row in found] == [each[str(length)] for each in theirs]
     assert len({row["answer"] for row in found}) == 2 or task == "cwe"
     lm = HFLM(pretrained=str(llama), dtype="float32", device="cpu")
     for row, each in zip(found, theirs, strict=True):
         prompt, target = each["arguments"][0][0], ruler.right_answer(task, each["doc"])
-        assert row["tokens"] == len(lm.tok_encode(prompt)) <= 1024
+        assert row["tokens"] == len(lm.tok_encode(prompt)) <= length
         asked = Instance("loglikelihood", {}, (prompt, target), 0)
         [(likelihood, _)] = lm.loglikelihood([asked], disable_tqdm=True)
         assert row["loss"] == pytest.approx(-likelihood / row["answer_tokens"], abs=1e-4)
@@ -91,11 +94,13 @@ def test_scores_of_hand_made_answers(llama, tmp_path, monkeypatch):
     words = ("--samples", 3, "--tasks", "vt", "niah_single_1", "--attention", "dense")
     assert run("ruler", llama, "--output", out, *RULER, *words) == 0
     rows = json.loads((out / "ruler.json").read_text())["rows"]
-    assert {row["task"]: row["score"]["mean"] for row in rows} == {"vt": 0.4, "niah_single_1": 1.0}
+    assert {row["task"]: row["score"]["mean"] for row in rows} == {
+        "vt": pytest.approx(0.4),
+        "niah_single_1": 1.0,
+    }
     assert (out / "ruler.png").stat().st_size > 5000
 
 
-@pytest.mark.slow
 def test_local_data(llama, tmp_path):
     """Essays, SQuAD and HotpotQA from files, in the forms that they are published in."""
     data = tmp_path / "data"
@@ -126,7 +131,7 @@ def test_local_data(llama, tmp_path):
     assert run("ruler", llama, "--output", out, *RULER, *words) == 0
     found = samples(out)
     assert found.keys() == {f"{task}-1024-dense" for task in tasks}
-    assert all(rows[0]["tokens"] > 400 for rows in found.values())
+    assert all(rows[0]["tokens"] > 100 for rows in found.values())
     with (data / "squad.json").open("a") as file:
         file.write(" ")
     assert run("ruler", llama, "--output", out, *RULER, *words) == 2
@@ -145,7 +150,6 @@ def test_a_tokenizer_for_which_the_smallest_samples_are_too_long(tmp_path, capsy
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
 def test_both_attentions(llama, tmp_path, capsys):
     out = tmp_path / "out"
     words = ("--samples", 2, "--tasks", "niah_multikey_3", "vt")
