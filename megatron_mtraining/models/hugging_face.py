@@ -19,7 +19,13 @@ from .dense_attention import dense_attention
 from .gguf_header import check_header
 from .model_sizes import check_config_file, check_size
 from .pretrained import LOCAL, REPORTED, check_whole_model, reason
-from .tokenizer import Tokenizer, hugging_face_tokenizer, open_tokenizer
+from .tokenizer import (
+    Tokenizer,
+    hugging_face_tokenizer,
+    open_tokenizer,
+    open_transformers_tokenizer,
+    transformers_tokenizer,
+)
 from .types import LayerInput, ModelOptions, Score, Shape, Visitor
 
 ATTENTION = "mtraining_inspect"
@@ -115,28 +121,49 @@ class HuggingFaceModel:
         with self._explained("tokenizer"), self.reading():
             return hugging_face_tokenizer(self.folder, **self.files)
 
-    @contextmanager
-    def loaded(self, scored: bool = False) -> Iterator[_LoadedModel]:
-        if scored:
-            _check_scored(self.config, self.options.label)
-        from transformers import AutoModelForCausalLM
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    def transformers_tokenizer(self):
+        """The tokenizer that was asked for, else the model's own, as transformers opens it.
 
-        run = _LoadedModel(self.options.label, self.shape.layers)
-        ALL_ATTENTION_FUNCTIONS.register(ATTENTION, run.attention)
+        Raises:
+            ConfigError: it cannot be read, or is no tokenizer of transformers.
+        """
+        if self.options.tokenizer is not None:
+            return open_transformers_tokenizer(self.options.tokenizer)
+        with self._explained("tokenizer"), self.reading():
+            return transformers_tokenizer(self.folder, **self.files)
+
+    def causal_model(self):
+        """transformers' whole model, with dense attention (``sdpa``): on the device, in evaluation mode."""
+        return self._load("sdpa", with_head=True).to(self.options.device).eval()
+
+    def _load(self, attention: str, *, with_head: bool):
+        """The model with all its weights; those of the output layer may be missing unless it is needed."""
+        from transformers import AutoModelForCausalLM
+
         with self._explained("weights"), self.reading():
             model, info = AutoModelForCausalLM.from_pretrained(
                 self.folder,
                 config=self.config,
                 dtype=self.options.dtype,
-                attn_implementation=ATTENTION,
+                attn_implementation=attention,
                 **LOCAL,
                 **REPORTED,
                 **self.files,
                 **self.weights,
             )
-        head = () if scored else _weights_of(model, model.get_output_embeddings())
-        check_whole_model(self.options.label, info, unneeded=head)
+        unneeded = () if with_head else _weights_of(model, model.get_output_embeddings())
+        check_whole_model(self.options.label, info, unneeded=unneeded)
+        return model
+
+    @contextmanager
+    def loaded(self, scored: bool = False) -> Iterator[_LoadedModel]:
+        if scored:
+            check_logits(self.config, self.options.label, "--sensitivity")
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        run = _LoadedModel(self.options.label, self.shape.layers)
+        ALL_ATTENTION_FUNCTIONS.register(ATTENTION, run.attention)
+        model = self._load(ATTENTION, with_head=scored)
         # Without the head: logits over the vocabulary would be the largest tensor of all.
         run.body = model.base_model.to(self.options.device).eval()
         run.head = model.get_output_embeddings().to(self.options.device) if scored else None
@@ -264,14 +291,18 @@ def _check_architecture(config, label: str) -> None:
             )
 
 
-def _check_scored(config, label: str) -> None:
-    """Scores take the output layer's result as logits."""
+def check_logits(config, label: str, option: str) -> None:
+    """Raise :class:`ConfigError` unless the output layer's result are the logits.
+
+    Args:
+        option: what needs that.
+    """
     for field in ("logits_scaling", "logit_scale", "final_logit_softcapping"):
         value = getattr(config, field, None)
         if value not in (None, 1, 1.0):
             raise ConfigError(
-                f"{label} changes its logits ({field} {value}), which --sensitivity does not support: "
-                "leave --sensitivity out"
+                f"{label} changes its logits ({field} {value}), which {option} does not support: "
+                f"leave {option} out"
             )
 
 

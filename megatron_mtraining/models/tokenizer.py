@@ -14,6 +14,7 @@ from .bounded import BoundedEncode
 from .pretrained import LOCAL, reason
 
 KINDS = "a Hugging Face folder, a .gguf file or a sentencepiece .model"
+TRANSFORMERS_KINDS = "a Hugging Face folder or a .gguf file"
 
 
 @dataclass(frozen=True)
@@ -63,15 +64,44 @@ def open_tokenizer(path: Path, extra: str = "inspect") -> Tokenizer:
         ) from None
 
 
-def hugging_face_tokenizer(folder: Path, **more) -> Tokenizer:
-    """The tokenizer of a folder, by transformers; raises what transformers raises.
+def open_transformers_tokenizer(path: Path):
+    """The tokenizer of ``--tokenizer PATH`` as transformers opens it: of a folder or a .gguf file.
+
+    Raises:
+        ConfigError: it does not exist, cannot be read, or is of another kind.
+    """
+    if not os.path.exists(path):
+        raise ConfigError(f"--tokenizer is {path}, which does not exist: give {TRANSFORMERS_KINDS}")
+    gguf = path.suffix == ".gguf"
+    if not (gguf or path.is_dir()):
+        raise ConfigError(f"--tokenizer is {path}: give {TRANSFORMERS_KINDS}")
+    more = {"gguf_file": path.name} if gguf else {}
+    try:
+        return transformers_tokenizer(path.parent if gguf else path, **more)
+    except Exception as error:
+        raise ConfigError(
+            f"--tokenizer is {path}, which transformers cannot read: {reason(error)}"
+        ) from None
+
+
+def transformers_tokenizer(folder: Path, **more):
+    """transformers' tokenizer of a folder; raises what transformers raises.
 
     Args:
         more: arguments of ``AutoTokenizer.from_pretrained``, such as ``gguf_file``.
     """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL, **more)
+    return AutoTokenizer.from_pretrained(folder, **LOCAL, **more)
+
+
+def hugging_face_tokenizer(folder: Path, **more) -> Tokenizer:
+    """The tokenizer of a folder, by transformers; raises what transformers raises.
+
+    Args:
+        more: arguments of ``AutoTokenizer.from_pretrained``, such as ``gguf_file``.
+    """
+    tokenizer = transformers_tokenizer(folder, **more)
     # If verbose, it warns about texts longer than the model's positions.
     encode = BoundedEncode(
         lambda text: tokenizer(text, verbose=False)["input_ids"], f"the tokenizer of {folder}"

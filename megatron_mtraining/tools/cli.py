@@ -71,6 +71,12 @@ COMMANDS = (
         "measure what attention costs on this machine's GPU, for batching and tuning",
     ),
     Command(
+        "eval",
+        "megatron_mtraining.tools.eval.command",
+        "run long-context benchmarks on a model with dense and sparse attention",
+        "eval",
+    ),
+    Command(
         "patch",
         "megatron_mtraining.tools.patching",
         "add the attention backend to a Megatron-LM checkout, check for it, or remove it",

@@ -67,7 +67,7 @@ def configure(model: nn.Module, config: MTrainingConfig | None = None) -> Patter
     config = MTrainingConfig() if config is None else config
     if not isinstance(config, MTrainingConfig):
         raise ConfigError(f"config is a {type(config).__name__}: give an MTrainingConfig")
-    _check_config(config)
+    check_config(config)
     of_model = getattr(model, "config", None)
     if of_model is None or not hasattr(model, "set_attn_implementation"):
         raise ConfigError(f"model is a {type(model).__name__}: give a model of transformers")
@@ -96,8 +96,8 @@ def _is_attention(module: nn.Module) -> bool:
     return isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "is_causal")
 
 
-def _check_config(config: MTrainingConfig) -> None:
-    """Refuse options that only Megatron's runs read."""
+def check_config(config: MTrainingConfig) -> None:
+    """Raise :class:`ConfigError` for options that only Megatron's runs read."""
     defaults = MTrainingConfig()
     names = "gathered_ranks", "bf16_gradients", "recompute_attention", "loss_chunk"
     for name in (*names, "batching", "tuning"):

@@ -65,8 +65,9 @@ def inspect(options: Options) -> None:
 
     from ...models.open import open_model
     from ...models.types import ModelOptions
+    from ..common.digests import digest_of_array, digest_of_files
     from .collect import Collector
-    from .kept_layers import digest_of_array, digest_of_files, kept_layers
+    from .kept_layers import kept_layers
     from .measure import held_out_rows
     from .mixed import mixed_of
     from .output import draw, heads_to_draw, settings_bytes, write_json

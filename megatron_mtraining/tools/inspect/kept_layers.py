@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -88,17 +87,6 @@ def kept_layers(output: Path, run: dict, *, overwrite: bool) -> Iterator[KeptLay
 def measured_before(output: Path) -> int:
     """The number of layers that a run has kept, which was ended."""
     return len(KeptLayers(output / FOLDER).numbers())
-
-
-def digest_of_files(path: Path) -> str:
-    """Of names, sizes and times of a model's files."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    about = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return hashlib.sha256(repr(about).encode("utf-8", "surrogateescape")).hexdigest()[:16]
-
-
-def digest_of_array(values: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()[:16]
 
 
 def _check_same(kept: KeptLayers, run: dict, overwrite: bool) -> None:

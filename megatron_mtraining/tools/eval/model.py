@@ -1,0 +1,152 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The model that is evaluated: any kind of folder or file as a model of transformers, and its attention."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...errors import ConfigError
+from .options import DENSE, Options
+
+if TYPE_CHECKING:
+    from ...models.hugging_face import HuggingFaceModel
+
+LENGTHS = "--lengths"
+
+
+@contextmanager
+def opened(options: Options, longest: int | None) -> Iterator[HuggingFaceModel]:
+    """Open the model without reading its weights; a Megatron checkpoint is converted to a temporary folder in
+    the output folder, which lasts as long as the context.
+
+    Args:
+        longest: the most tokens of a sequence, if that is known.
+
+    Raises:
+        ConfigError: there is no model, it is not supported, or has too few positions.
+    """
+    from ...models.megatron_folder import is_checkpoint
+    from ...models.open import open_model
+    from ...models.types import ModelOptions
+
+    asked = ModelOptions(
+        options.model, options.device, options.dtype, options.tokenizer, options.yarn
+    )
+    if not (options.model.is_dir() and is_checkpoint(options.model)):
+        if options.like is not None:
+            raise ConfigError(
+                f"--like is {options.like}, but MODEL ({options.model}) is not a Megatron checkpoint: leave "
+                "--like out"
+            )
+        source = open_model(asked)
+        check_length(longest, source.shape.positions, options)
+        yield source
+        return
+    from ..convert.to_hf import convert, find_iteration, read_args
+
+    folder = find_iteration(options.model, "MODEL")
+    positions = getattr(read_args(folder), "max_position_embeddings", None)
+    if isinstance(positions, int):
+        check_length(longest, int(positions * (options.yarn or 1)), options)
+    with tempfile.TemporaryDirectory(prefix=".model-", dir=options.output) as made:
+        target = Path(made) / "hf"
+        try:
+            convert(options.model, target, like=options.like)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("SRC is ", "MODEL is ")) from None
+        source = open_model(replace(asked, path=target))
+        source.description = f"Megatron checkpoint, {folder}"
+        check_length(longest, source.shape.positions, options)
+        yield source
+
+
+def check_length(longest: int | None, positions: int, options: Options) -> None:
+    """Raise :class:`ConfigError` if the model has too few positions."""
+    if longest is not None and longest > positions:
+        extend = "--yarn FACTOR to extend them" if options.yarn is None else "a larger --yarn"
+        raise ConfigError(
+            f"{LENGTHS} has {longest}, and MODEL has {positions} positions: use at most that, or {extend}"
+        )
+
+
+def tokenizer_of(source: HuggingFaceModel, options: Options):
+    """transformers' tokenizer of the model, which has to fit it.
+
+    Raises:
+        ConfigError: it has ids that the model has not, or no chat template where one is asked for.
+    """
+    tokenizer = source.transformers_tokenizer()
+    ids = tokenizer.get_vocab().values()
+    place = options.tokenizer or options.model
+    largest, vocabulary = max(ids, default=-1), source.shape.vocabulary
+    if largest >= vocabulary:
+        raise ConfigError(
+            f"the tokenizer of {place} has the token id {largest}, but MODEL has {vocabulary} tokens: use "
+            "the tokenizer that it was trained with (--tokenizer)"
+        )
+    if options.chat and not tokenizer.chat_template:
+        raise ConfigError(
+            f"--chat is given, but the tokenizer of {place} has no chat template: leave --chat out"
+        )
+    return tokenizer
+
+
+class Density:
+    """Density and recall of the patterns in one sample, means over layers and heads."""
+
+    def __init__(self):
+        self._sums = []
+
+    def add(self, means) -> None:
+        """Add what a forward has measured (:func:`megatron_mtraining.transformers.take_means`)."""
+        found = [each[~each.isnan()] for each in means]
+        if found[0].numel():
+            self._sums.append([each.mean().item() for each in found])
+
+    def numbers(self) -> dict:
+        """For a sample's row; empty with dense attention."""
+        if not self._sums:
+            return {}
+        density, recall = (sum(each) / len(each) for each in zip(*self._sums))
+        return {"density": round(density, 6), "recall": round(recall, 6)}
+
+
+@dataclass
+class AttendingModel:
+    """A loaded model, whose attention can be changed."""
+
+    model: object
+    options: Options
+
+    def use(self, attention: str) -> None:
+        """Attend dense, or by the settings' pattern."""
+        self._sparse = attention != DENSE
+        if self._sparse:
+            from ...transformers import configure
+
+            configure(self.model, self.options.config)
+        else:
+            self.model.set_attn_implementation("sdpa")
+
+    def measure(self, density: Density) -> None:
+        """Add density and recall since the last call."""
+        if self._sparse:
+            from ...transformers import take_means
+
+            density.add(take_means(self.model, training=False))
+
+
+def check_settings(options: Options, source: HuggingFaceModel) -> None:
+    """Raise :class:`ConfigError` if the settings do not fit the model."""
+    if options.config is None:
+        return
+    from ...config import check_settings_file
+    from ...transformers.interface import check_config
+
+    check_config(options.config)
+    check_settings_file(options.config, source.shape.layers, source.shape.heads)

@@ -1,0 +1,205 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Loss by position over long text, and LongPPL (arXiv 2410.23771): loss of tokens that need long context.
+
+The package longppl finds LongPPL's key tokens; the losses are summed here, a chunk of logits at a time.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ...errors import ConfigError
+from ...models.text import read_text
+from ..common.digests import digest_of_value
+from .kept_samples import KeptSamples
+from .model import AttendingModel, Density
+from .options import Options
+
+BINS = 16
+"""Equal ranges of positions that losses are averaged over."""
+CHUNK = 512
+"""Tokens whose logits exist at once."""
+CHARACTERS = 8
+"""Text that is encoded at first for each token of a window."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """A stretch of the text: one sample."""
+
+    number: int
+    text: str
+    ids: Tensor
+    """int64 ``[length]``."""
+    offsets: list
+    """Where each token is in ``text``: pairs of begin and end."""
+
+    @property
+    def digest(self) -> str:
+        return digest_of_value(self.ids.tolist())
+
+
+def windows_of(options: Options, tokenizer, length: int) -> list[Window]:
+    """The first windows of the text, one after another.
+
+    Raises:
+        ConfigError: the text has not one, or the tokenizer does not say where its tokens are.
+    """
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            "the tokenizer is one in Python, which does not say where its tokens are in a text: perplexity "
+            "needs one with a tokenizer.json"
+        )
+    text, found = read_text(list(options.text)), []
+    begin = 0
+    while len(found) < options.samples:
+        size = length * CHARACTERS
+        while True:
+            encoded = tokenizer(
+                text[begin : begin + size], return_offsets_mapping=True, verbose=False
+            )
+            # The last tokens before the cut differ from those of the whole text.
+            if len(encoded["input_ids"]) >= length + 64 or begin + size >= len(text):
+                break
+            size *= 2
+        ids, offsets = encoded["input_ids"][:length], encoded["offset_mapping"][:length]
+        if len(ids) < length:
+            break
+        end = max(stop for _, stop in offsets)
+        part = text[begin : begin + end]
+        found.append(Window(len(found), part, torch.tensor(ids), [list(each) for each in offsets]))
+        begin += max(1, end)
+    if not found:
+        raise ConfigError(
+            f"--lengths has {length}, but --text has fewer tokens by this model's tokenizer: give more text"
+        )
+    return found
+
+
+class Losses:
+    """A model's loss of each token, without all logits at once."""
+
+    def __init__(self, model):
+        self.body, self.head = model.base_model, model.get_output_embeddings()
+        self.device = model.device
+
+    @torch.no_grad()
+    def hidden(self, ids: Tensor) -> Tensor:
+        """``[s, hidden]`` of tokens ``[s]``."""
+        inputs = ids[None].to(self.device)
+        return self.body(input_ids=inputs, use_cache=False).last_hidden_state[0]
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Cross entropy of each token after the first, in nats: float32 ``[s - 1]``, on the CPU."""
+        hidden, labels = self.hidden(ids)[:-1], ids[1:].to(self.device)
+        parts = [
+            torch.nn.functional.cross_entropy(self.head(part).float(), label, reduction="none")
+            for part, label in zip(hidden.split(CHUNK), labels.split(CHUNK))
+        ]
+        return torch.cat(parts).cpu()
+
+
+class _Logits:
+    """Logits that are computed where they are looked at, for longppl: ``logits[0, a:b, :]``."""
+
+    def __init__(self, hidden: Tensor, head: Callable):
+        self._hidden, self._head = hidden, head
+
+    @torch.no_grad()
+    def __getitem__(self, place) -> Tensor:
+        return self._head(self._hidden[place[1]]).float()
+
+
+class _Evaluator:
+    """A model as longppl calls it."""
+
+    def __init__(self, losses: Losses):
+        self._losses, self.device = losses, losses.device
+
+    def __call__(self, input_ids: Tensor):
+        return SimpleNamespace(logits=_Logits(self._losses.hidden(input_ids[0]), self._losses.head))
+
+
+def key_intervals(model, tokenizer, window: Window, context: int) -> list[list[int]]:
+    """Where the key tokens are in a window's text, by longppl: tokens that the model predicts well, and far
+    worse with a context of at most ``context`` and a quarter of that.
+
+    Args:
+        model: it finds them; dense.
+        tokenizer: its own.
+    """
+    from longppl.longppl import find_key_token
+
+    found = find_key_token(window.text, _Evaluator(Losses(model)), tokenizer, context, context // 4)
+    return [[int(begin), int(end)] for begin, end in found]
+
+
+def find_keys(
+    model, tokenizer, windows: list[Window], context: int, kept: KeptSamples, title: str
+) -> None:
+    """Find the key tokens of all windows, and keep them."""
+    for window in _progress(windows, title):
+        if kept.get(window.number, window.digest) is None:
+            keys = key_intervals(model, tokenizer, window, context)
+            kept.add({"id": window.number, "prompt": window.digest, "keys": keys})
+
+
+def measured(
+    model: AttendingModel, windows: list[Window], kept: KeptSamples, keys: KeptSamples | None, title: str
+) -> list[dict]:  # fmt: skip
+    """The samples of one length and attention.
+
+    Args:
+        keys: the windows' key tokens; None without LongPPL.
+    """
+    losses = Losses(model.model)
+    for window in _progress(windows, title):
+        if kept.get(window.number, window.digest) is not None:
+            continue
+        started, density = time.perf_counter(), Density()
+        model.measure(Density())
+        found = losses(window.ids)
+        model.measure(density)
+        row = {
+            "id": window.number,
+            "prompt": window.digest,
+            "tokens": len(found),
+            "loss": round(found.double().mean().item(), 6),
+            "loss_by_position": _by_position(found),
+            **density.numbers(),
+        }
+        if keys is not None:
+            row |= _of_keys(found, window, keys.rows[window.number]["keys"])
+        kept.add({**row, "seconds": round(time.perf_counter() - started, 3)})
+    rows = (kept.rows[window.number] for window in windows)
+    return [{name: value for name, value in row.items() if name != "prompt"} for row in rows]
+
+
+def _by_position(losses: Tensor) -> list[float]:
+    """Means over :data:`BINS` ranges of positions."""
+    parts = losses.double().tensor_split(BINS)
+    return [round(part.mean().item(), 6) for part in parts]
+
+
+def _of_keys(losses: Tensor, window: Window, intervals: list) -> dict:
+    from longppl.longppl import cal_overlap
+
+    places = cal_overlap(window.offsets, intervals) if intervals else []
+    found = losses[places].double() if places else losses[:0]
+    return {
+        "key_tokens": len(found),
+        "key_loss": round(found.mean().item(), 6) if len(found) else None,
+    }
+
+
+def _progress(windows: list[Window], title: str) -> Iterator[Window]:
+    yield from tqdm(windows, desc=title, unit="window", file=sys.stderr)
