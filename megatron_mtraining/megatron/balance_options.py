@@ -174,12 +174,14 @@ def predictor(args, config: MTrainingConfig) -> Predict:
     if config.keeps_all(args.seq_length):
         kind = "dense"
     model.entry(kind, head_dim)  # refused now, if it is not there
+    packed = masks_documents(args)  # samples of one document have document masks, too
     twice = config.recompute_attention and getattr(args, "recompute_granularity", None) is not None
 
     def predict(pairs: np.ndarray, density: np.ndarray) -> np.ndarray:
         found = model.predict(
-            args.seq_length, pairs, density, shape, kind=kind, cp_size=args.context_parallel_size
-        )
+            args.seq_length, pairs, density, shape, kind=kind,
+            cp_size=args.context_parallel_size, packed=packed,
+        )  # fmt: skip
         again = found.forward_ms if twice else 0.0
         return np.asarray((found.total_ms + again) * args.num_layers)
 
