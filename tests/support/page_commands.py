@@ -29,7 +29,7 @@ PROGRAMS = re.compile(
     r"((export )?[A-Z_]+=\S|mtraining|torchrun|make|pip|git|hf|vllm|sbatch|source|sed|examples/)"
 )
 NOT_RUN = {
-    r"pip install|git clone|hf download": "downloads",
+    r"pip install|pip download|git clone|hf download": "downloads",
     r"make (quickstart|test)": "installs an environment; .ci/run does, and tests/tools/quickstart",
     r"make -C": "compiles in a checkout; test_training_on_a_cpu does",
     r"vllm serve": "needs a GPU",
@@ -37,6 +37,8 @@ NOT_RUN = {
     r"mtraining patch": "changes a checkout; tests/tools/test_patching.py does",
     r"mtraining plan memory .*\.\.\.": "abbreviated; tests/tools/plan runs its table",
     r"mtraining data prepare prolong": "needs mosaicml-streaming",
+    r"mtraining profile": "needs a GPU; tests/tools/profile measures small shapes on a CPU",
+    r"mtraining eval": "needs a model with long positions; tests/tools/eval runs short ones",
     r"mtraining inspect .*--sensitivity": "runs for long; tests/tools/inspect does with short texts",
     r"(DATA_PATH|SPLIT)=.* \.\.\.": "shows variables of the command above it",
 }
