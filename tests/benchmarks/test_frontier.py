@@ -291,7 +291,7 @@ def made_up():
     # Without a dense run of the same seed there is nothing to compare with.
     rows += [train_row("price", 0.15, 9, 99.0, 99.0)]
     rows += [time_row("price", 0.15, 131072, 20.0), time_row("price", 0.3, 131072, 40.0)]
-    rows += [time_row("window", 0.15, 131072, None) | dict(why="out of memory")]
+    rows += [time_row("window", 0.15, 131072, 1.0) | dict(forward_ms=None, why="out of memory")]
     return [*rows, time_row("price", 0.95, 131072, 90.0)]
 
 
