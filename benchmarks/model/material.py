@@ -44,12 +44,24 @@ class Material(NamedTuple):
     """Tokens of each answer."""
 
 
+_made: dict = {}
+
+
 def material(options) -> Material:
-    """Held-out windows of each kind of text, and samples with a needle.
+    """Held-out windows of each kind of text, and samples with a needle. Made once in a process.
 
     Raises:
         ConfigError: a text is too short for one window.
     """
+    names = ("model", "cache", "seq", "held_out", "needles", "device", "kinds")
+    key = tuple(str(getattr(options, name)) for name in names)
+    if key not in _made or options.cache is None:
+        _made.clear()
+        _made[key] = _material(options)
+    return _made[key]
+
+
+def _material(options) -> Material:
     tokens = {kind: each for kind, each in texts.read(options).items() if kind in options.kinds}
     if not tokens:
         raise ConfigError(f"no text of {', '.join(options.kinds)}: give --text or another --cache")
