@@ -5,7 +5,7 @@ One command a stage, one GPU (or a CPU, to try it). Each appends rows to ``--out
 out what has a row there, so a stage goes on where it was stopped; ``--minutes`` is how long it may take: no
 job is begun that is not expected to end in time. Stages:
 
-- ``zero``: the model as it is. For each policy the setting that has a wanted density (found on one held-out
+- ``zero``: the model untrained. For each policy the setting that has a wanted density (found on one held-out
   window of each kind of text), then loss over dense, density and recall on all held-out windows, loss of the
   answers of samples with a needle, and how many are right.
 - ``time``: one layer of Qwen2.5-3B's shape at 32K, 128K and 512K tokens: search, forward and backward at the
@@ -26,15 +26,15 @@ Recall is measured on held-out query rows, but for policies from the last rows (
 theirs is that of the rows that select, and too high. A step's density moves as the model is trained: rows of
 training have their own. A time is of the GPU, launched ahead (``tools/profile/timing.py``).
 
-On a GPU machine, in a checkout, with a model and a file of tokens (``benchmarks.sparsebalance.texts``), where
-OUT is a folder that is kept:
+On a GPU machine, with a model and a file of tokens (``benchmarks.sparsebalance.texts``), where OUT is
+a folder that is kept (brought from another machine, with the rows in it, stages go on):
 
     M="--model smol.gguf --cache tokens.npz --output $OUT/frontier_runs.jsonl"
-    python -m benchmarks.model.frontier zero $M --minutes 5           # 35 rows, 4 to 6 s each
-    python -m benchmarks.model.frontier time $M --minutes 4           # 105 rows; 15 and 8% come first
-    python -m benchmarks.model.frontier train $M --minutes 9.5        # 25 runs, 35 to 50 s each at 3 jobs
-    python -m benchmarks.model.frontier long $M --minutes 9.5 --jobs 4   # 4 runs side by side, 8 minutes
-    python -m benchmarks.model.frontier table $M                      # no GPU; frontier.jsonl and pictures
+    python -m benchmarks.model.frontier zero $M --minutes 5             # 37 rows, 6 s each
+    python -m benchmarks.model.frontier time $M --minutes 4             # 105 rows, 1 to 8 s each
+    python -m benchmarks.model.frontier train $M --minutes 9 --jobs 4   # 30 runs, 40 s each
+    python -m benchmarks.model.frontier long $M --minutes 9 --jobs 4    # 4 runs, 8 minutes in all
+    python -m benchmarks.model.frontier table $M                        # no GPU
 
 Times are estimates for an H200 from other runs of this model; rows say what they took (``seconds``).
 """

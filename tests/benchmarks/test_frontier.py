@@ -165,6 +165,17 @@ def test_time_rows(words, tmp_path):
         )
 
 
+@pytest.mark.slow
+def test_recomputation_rows(words, tmp_path, capsys):
+    output = tmp_path / "rows.jsonl"
+    few = ["--base", "moba@0.6", "--lengths", "1024", "--shape", "2", "1", "64"]
+    for _ in range(2):  # the second time there is nothing left
+        ablations.main(["time", *words, *few, "--output", str(output)])
+    rows = rows_in(output)
+    assert [row["setting"] for row in rows] == ["result kept", "pattern kept", "nothing kept"]
+    assert rows[0]["over_base"] == 1 and all(row["step_ms"] > 0 for row in rows)
+
+
 @pytest.fixture(scope="module")
 def trained(words, tmp_path_factory):
     """Rows of training, and of ablations of it."""
