@@ -66,9 +66,9 @@ def command() -> str:
     for at in range(2, len(words)):
         if words[at].startswith("--"):
             option = words[at]
-        elif option in ("--data", "--model", "--text"):
+        elif option in ("--cache", "--data", "--frontier", "--model", "--text"):
             words[at] = Path(words[at]).name
-    for name in ("--output", "--log", "--timeline", "--traces", "--folder"):
+    for name in ("--output", "--log", "--timeline", "--traces", "--folder", "--results", "--save"):
         while name in words:
             at = words.index(name)
             del words[at : at + 2]

@@ -81,7 +81,7 @@ def code_files() -> list[Path]:
 def read_text(kind: str, files: dict[str, Path], most: int) -> str:
     """Up to ``most`` characters of a kind of text."""
     parts, length = [], 0
-    for file in code_files() if kind == "code" else [files[kind]]:
+    for file in [files[kind]] if kind in files else code_files():
         parts.append(file.read_text(encoding="utf-8", errors="ignore"))
         length += len(parts[-1])
         if length >= most:

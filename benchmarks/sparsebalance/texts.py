@@ -32,15 +32,21 @@ class Texts:
 
     Args:
         tokens: by kind, ``[n]``.
-        held_out: take the last :data:`HELD_OUT` of each, or else what is before it.
+        held_out: take the last ``share`` of each, or else what is before it.
         seed: where each stream begins.
     """
 
-    def __init__(self, tokens: dict[str, np.ndarray], held_out: bool = False, seed: int = 0):
+    def __init__(
+        self,
+        tokens: dict[str, np.ndarray],
+        held_out: bool = False,
+        seed: int = 0,
+        share: float = HELD_OUT,
+    ):
         rng = np.random.default_rng(seed)
         self.streams, self._at = {}, {}
         for kind, all_of in tokens.items():
-            first = int(len(all_of) * (1 - HELD_OUT))
+            first = int(len(all_of) * (1 - share))
             stream = all_of[first:] if held_out else all_of[:first]
             if not len(stream):
                 raise ConfigError(f"text {kind} has {len(all_of)} tokens: give more text")
@@ -66,13 +72,13 @@ def documents_of(lengths: np.ndarray, device) -> Documents:
 
 
 def read(options) -> dict[str, np.ndarray]:
-    """Tokens by kind: of ``--cache`` if it is there, else of ``--text`` and Python's standard library; then
-    ``--cache`` is written."""
+    """Tokens by kind: of ``--cache`` if it is there, else of ``--text`` and Python's standard library (or
+    ``--text code=FILE`` in its place); then ``--cache`` is written."""
     if options.cache is not None and options.cache.exists():
         with np.load(options.cache, allow_pickle=False) as found:
             return {kind: found[kind] for kind in found.files}
     files, encode = dict(options.text), open_tokenizer(options.model).encode
-    kinds = (["code"] if options.code else []) + list(files)
+    kinds = (["code"] if options.code and "code" not in files else []) + list(files)
     unknown = [kind for kind in kinds if kind not in sets.KINDS]
     if unknown or not kinds:
         raise ConfigError(f"--text has kinds {unknown}: use some of {', '.join(sets.KINDS)}")

@@ -1,0 +1,272 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""A model of transformers, judged and trained on with dense attention or this package's, on real text.
+
+One process, one GPU or the CPU. Weights are float32, under bf16 autocast on a GPU. Nothing waits for the GPU
+within a step: losses stay on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining.loss import linear_cross_entropy
+from megatron_mtraining.transformers import NAME, advance, configure, state_of, take_means
+
+from ..sparsebalance import sets, texts
+from .material import Material, training
+
+CHUNK = 4096
+"""Tokens whose logits are held at once."""
+CURVE = (50, 100, 200, 300, 600, 1000, 1500, 2000, 3000)
+"""Steps after which a run is judged, beside its last."""
+
+_loaded: dict = {}
+
+
+def load(options):
+    """The model as it was before anything was trained, with PyTorch's attention, on the device; YaRN with the
+    factor that ``options.seq`` needs. Read once in a process."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    key = options.model, options.seq, options.device
+    if key not in _loaded:
+        folder, how = options.model, {"local_files_only": True}
+        if options.model.is_file():
+            folder, how["gguf_file"] = options.model.parent, options.model.name
+        config = AutoConfig.from_pretrained(folder, **how)
+        positions = config.max_position_embeddings
+        factor = max(1.0, options.seq / positions)
+        if factor > 1:
+            config.rope_parameters = {
+                **config.rope_parameters, "rope_type": "yarn", "factor": factor,
+                "original_max_position_embeddings": positions,
+            }  # fmt: skip
+            config.max_position_embeddings = int(positions * factor)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float32, attn_implementation="sdpa", **how
+        )
+        model.to(options.device)
+        _loaded.clear()
+        _loaded[key] = model, {n: t.clone() for n, t in model.state_dict().items()}, factor
+    model, weights, factor = _loaded[key]
+    model.load_state_dict(weights)
+    model.set_attn_implementation("sdpa")
+    model.eval()
+    return model, factor
+
+
+def attend_by(model, name: str | None) -> None:
+    """Have a configured model attend by the attention of this name, or, for None, to all."""
+    model.set_attn_implementation(name or "sdpa")
+
+
+# Judging.
+
+
+def hidden_of(model, tokens: Tensor) -> Tensor:
+    """``[s, h]``, of tokens ``[s]``."""
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
+        return model.base_model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+
+
+def loss_of(model, tokens: Tensor) -> Tensor:
+    """Mean cross entropy of one sequence ``[s + 1]``."""
+    hidden, weight = hidden_of(model, tokens[:-1]), model.get_output_embeddings().weight
+    dtype = torch.bfloat16 if tokens.is_cuda else weight.dtype
+    return linear_cross_entropy(hidden.to(dtype), weight.to(dtype), tokens[1:], CHUNK).mean()
+
+
+@torch.no_grad()
+def judged(model, held_out: dict[str, Tensor]) -> dict[str, float]:
+    """Mean loss of each kind of text, and ``all``: of all windows."""
+    was_training = model.training
+    model.eval()
+    losses = {
+        kind: torch.stack([loss_of(model, each) for each in some])
+        for kind, some in held_out.items()
+    }
+    model.train(was_training)
+    found = {kind: round(each.double().mean().item(), 6) for kind, each in losses.items()}
+    return {"all": round(torch.cat(list(losses.values())).double().mean().item(), 6), **found}
+
+
+@torch.no_grad()
+def answered(model, given: Material) -> dict[str, float | None]:
+    """Teacher-forced loss of the needles' answers, and the share of them that are right in every token."""
+    was_training = model.training
+    model.eval()
+    losses, right = [], []
+    for tokens, count in zip(given.needles, given.answers):
+        hidden = hidden_of(model, tokens[:-1])[-count:].float()
+        logits = hidden @ model.get_output_embeddings().weight.float().T
+        losses.append(torch.nn.functional.cross_entropy(logits, tokens[-count:]))
+        right.append((logits.argmax(-1) == tokens[-count:]).all())
+    model.train(was_training)
+    if not losses:
+        return dict(answer_loss=None, needle=None)
+    loss, share = torch.stack(losses).mean().item(), torch.stack(right).float().mean().item()
+    return dict(answer_loss=round(loss, 5), needle=round(share, 4))
+
+
+# Training.
+
+
+class Run(NamedTuple):
+    """A run of training.
+
+    Attributes:
+        name: of its policy and what else it differs in.
+        config: what it attends with; None for all.
+        is_dense: whether a step is dense, by its number and that of all steps; None for none.
+        attention: the name that its attention has in transformers.
+    """
+
+    name: str
+    seed: int
+    steps: int
+    config: MTrainingConfig | None
+    is_dense: Callable[[int, int], bool] | None = None
+    attention: str = NAME
+
+
+def train(run: Run, given: Material, options) -> tuple[dict, object]:
+    """What a run's row says of losses, density and time; and the trained model.
+
+    Raises:
+        ConfigError: a loss is not a finite number.
+    """
+    torch.manual_seed(run.seed)
+    model, _ = load(options)
+    if run.config is not None:
+        configure(model, run.config)
+    tokens = training(given.tokens, run.steps, run.seed, options).to(options.device)
+    rates = [options.lr * min(1.0, (step + 1) / options.warm_up) for step in range(run.steps)]
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=options.lr, weight_decay=0.0, fused=options.device == "cuda"
+    )
+    curve, losses, means, spent = [], [], Means(), 0.0
+    before, started = judge(model, run, given), time.perf_counter()
+    take(model, run)
+    model.train()
+    for step in range(run.steps):
+        dense = run.config is None or (run.is_dense is not None and run.is_dense(step, run.steps))
+        if run.config is not None:
+            attend_by(model, None if dense else run.attention)
+        for group in optimizer.param_groups:
+            group["lr"] = rates[step]
+        loss = loss_of(model, tokens[step])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if run.config is not None and not dense:
+            advance(model)
+        means.add(dense)
+        losses.append(loss.detach())
+        done = step + 1
+        if done in CURVE or done == run.steps:
+            shown = losses[-1].item()  # waits
+            spent += time.perf_counter() - started
+            means.take(take(model, run))
+            curve.append([done, *judge(model, run, given)])
+            print(
+                f"  {run.name}, seed {run.seed}, {done:4d}: loss {shown:.4f}, {spent:.0f} s",
+                flush=True,
+            )
+            started = time.perf_counter()
+    losses = torch.stack(losses).tolist()
+    if not all(map(np.isfinite, losses)):
+        raise ConfigError(f"a loss of run {run.name}, seed {run.seed} is not finite")
+    row = dict(
+        seed=run.seed, steps=run.steps, lr=options.lr, **means.row(),
+        before_own=before[0]["all"], before_dense=before[1]["all"],
+        own=curve[-1][1]["all"], dense=curve[-1][2]["all"],
+        own_by_text=curve[-1][1], dense_by_text=curve[-1][2],
+        curve=[[step, own["all"], dense["all"]] for step, own, dense in curve],
+        loss_last_50=round(float(np.mean(losses[-50:])), 5),
+        seconds=round(spent, 1), step_ms=round(1e3 * spent / run.steps, 2), jobs=options.jobs,
+        losses=[round(loss, 4) for loss in losses],
+    )  # fmt: skip
+    for kind in ("own", "dense"):
+        if run.config is not None:
+            attend_by(model, run.attention if kind == "own" else None)
+        row |= {f"{name}_{kind}": value for name, value in answered(model, given).items()}
+    if run.config is not None and state_of(model).steering.moves:
+        prices = np.array(state_of(model).steering.state())
+        row["price_median"] = round(float(np.median(prices)), 5)
+    return row, model
+
+
+def judge(model, run: Run, given: Material) -> tuple[dict, dict]:
+    """Held-out losses with the run's own attention, and with dense attention."""
+    found = []
+    for name in (run.attention, None):
+        if run.config is not None:
+            attend_by(model, name)
+        if run.config is not None or not found:
+            found.append(judged(model, given.held_out))
+    if run.config is not None:
+        take_means(model, training=False)
+    return found[0], found[-1]
+
+
+def take(model, run: Run) -> tuple[float, float]:
+    """Density and recall of training since the last call; NaN where nothing has attended by a pattern."""
+    if run.config is None:
+        return 1.0, 1.0
+    found = take_means(model)
+    return found.density.nanmean().item(), found.recall.nanmean().item()
+
+
+class Means:
+    """Density and recall over the steps with a pattern."""
+
+    def __init__(self):
+        self.found, self.sparse, self.dense, self._now = [], 0, 0, 0
+
+    def add(self, dense: bool) -> None:
+        """Count a step."""
+        self.dense += dense
+        self.sparse += not dense
+        self._now += not dense
+
+    def take(self, found: tuple[float, float]) -> None:
+        """What the steps since the last call had."""
+        if self._now:
+            self.found.append((self._now, *found))
+        self._now = 0
+
+    def row(self) -> dict:
+        """``density`` and ``recall`` of the steps with a pattern, and the share of the dense ones."""
+        share = self.dense / max(1, self.dense + self.sparse)
+        if not self.found:
+            return dict(density=1.0, recall=1.0, dense_share=share)
+        counts, *values = map(np.array, zip(*self.found))
+        density, recall = (round(float((each * counts).sum() / counts.sum()), 5) for each in values)
+        return dict(density=density, recall=recall, dense_share=round(share, 4))
+
+
+# Options and jobs.
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of all scripts that train or judge a model so."""
+    add = parser.add_argument
+    texts.add_options(parser)
+    add("--kinds", nargs="+", choices=sets.KINDS, default=["code", "book", "speech"],
+        help="kinds of text (%(default)s)")  # fmt: skip
+    add("--seq", type=int, default=16384)
+    add("--block-size", type=int, default=128)
+    add("--held-out", type=int, default=6, help="held-out windows of each kind, at most")
+    add("--needles", type=int, default=25, help="samples with a needle")
+    add("--lr", type=float, default=3e-5)
+    add("--warm-up", type=int, default=20)
+    add("--jobs", type=int, default=3, help="runs of training at the same time (%(default)s)")

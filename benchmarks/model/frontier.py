@@ -1,0 +1,287 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+r"""The frontier: density, recall, loss and time of each policy, beside dense attention.
+
+One command a stage, one GPU (or a CPU, to try it). Each appends rows to ``--output`` as they come and leaves
+out what has a row there, so a stage goes on where it was stopped; ``--minutes`` is how long it may take: no
+job is begun that is not expected to end in time. Stages:
+
+- ``zero``: the model untrained. For each policy the setting that has a wanted density (found on one held-out
+  window of each kind of text), then loss over dense, density and recall on all held-out windows, loss of the
+  answers of samples with a needle, and how many are right.
+- ``time``: one layer of Qwen2.5-3B's shape at 32K, 128K and 512K tokens: search, forward and backward at the
+  setting that has the density on operands that look like a usual head's, beside cuDNN in the same process.
+- ``train``: training from the same weights on the same data, 300 steps of one sequence, for each seed: loss
+  with the run's own attention and with dense attention, during training and after. ``target`` moves the
+  prices to a recall. Settings are those of ``zero``; without its row they are found again.
+- ``long``: the main runs for 1,000 steps.
+- ``table``: joins rows to ``frontier.jsonl`` (a row a policy, density and length of training), prints the
+  table and draws loss against density and loss against time.
+
+The order is by what a row says. zero and time: densities 15, 8, 4, 30, 2%, at each price, window, fixed,
+coverage from the last rows, xattention, moba, coverage. train: the main runs with the first seed, dense,
+price at 15% and at 8% with the other seeds, the other runs, the other main runs with the other seeds.
+``--run price@0.15 dense target@0.95`` says which instead.
+
+Recall is measured on held-out query rows, but for policies from the last rows (``_last``), which have none:
+theirs is that of the rows that select, and too high. A step's density moves as the model is trained: rows of
+training have their own. A time is of the GPU, launched ahead (``tools/profile/timing.py``).
+
+On a GPU machine, with a model and a file of tokens (``benchmarks.sparsebalance.texts``), where OUT is
+a folder that is kept (brought from another machine, with the rows in it, stages go on):
+
+    M="--model smol.gguf --cache tokens.npz --output $OUT/frontier_runs.jsonl"
+    python -m benchmarks.model.frontier zero $M --minutes 5             # 37 rows, 6 s each
+    python -m benchmarks.model.frontier time $M --minutes 4             # 105 rows, 1 to 8 s each
+    python -m benchmarks.model.frontier train $M --minutes 9 --jobs 4   # 30 runs, 40 s each
+    python -m benchmarks.model.frontier long $M --minutes 9 --jobs 4    # 4 runs, 8 minutes in all
+    python -m benchmarks.model.frontier table $M                        # no GPU
+
+Times are estimates for an H200 from other runs of this model; rows say what they took (``seconds``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from megatron_mtraining import ConfigError, MTrainingConfig
+
+from ..lib import jobs, record
+from ..sparsebalance import texts
+from . import continuing, frontier_tables
+from .frontier_settings import Judge, about, rows_like, setting_of, split
+from .layer_times import Layer, Shape
+from .material import material
+from .policies_at_density import AS_PUBLISHED, FAMILIES, at_density, config_of
+
+STAGES = ("zero", "time", "train", "long", "table")
+DENSITIES = (0.15, 0.08, 0.04, 0.3, 0.02)
+POLICIES = ("price", "window", "fixed", "coverage_last", "xattention", "moba", "coverage")
+LENGTHS = (131072, 524288, 32768)
+RUN_SECONDS = 150.0
+"""Of 300 steps, a few runs at once, until one has ended."""
+KEY = ("dense", "price@0.15", "price@0.08")
+MAIN = (*KEY, "window@0.15", "fixed@0.15", "coverage_last@0.15", "xattention@0.15")
+OTHERS = (
+    "moba@0.15", "target@0.95", "price@0.04", "price@0.3", "window@0.08", "fixed@0.08", "target@0.9",
+    "coverage_last@0.08", "coverage@0.15",
+)  # fmt: skip
+LONG = ("dense", "price@0.15", "price@0.08", "window@0.15")
+
+
+# The model as it is.
+
+
+def zero(options) -> int:
+    """Rows of the model as it is."""
+    wanted = [("dense", None), ("published", None)]
+    wanted += [(policy, density) for density in options.densities for policy in options.policies]
+    if options.run:
+        wanted = [each for each in map(split, options.run) if each[0] != "target"]
+    there = {(row["policy"], row["wanted"]) for row in rows_like(options, "zero")}
+    wanted = [each for each in wanted if each not in there]
+    print(f"zero: {len(wanted)} rows are to be made", flush=True)
+    judge = Judge(options, material(options)) if wanted else None
+
+    def work(case) -> dict:
+        (policy, density), began = case, time.perf_counter()
+        found, setting = None, AS_PUBLISHED if policy == "published" else None
+        if policy == "published":
+            setting = dict(
+                setting, **{n: min(setting[n], options.seq - 1) for n in ("vertical", "slash")}
+            )
+        if density is not None:
+            found = judge.find(policy, density)
+            setting = found.setting
+        row = dict(stage="zero", policy=policy, wanted=density, **judge.row(setting))
+        row |= dict(
+            reached=found is None or found.is_near(density),
+            seconds=round(time.perf_counter() - began, 1), **about(options),
+        )  # fmt: skip
+        print(
+            f"  {policy} at {density}: density {row['density']:.4f}, recall {row['recall']:.4f}, "
+            f"{row['zero_over_dense']:+.2%}, {row['seconds']} s",
+            flush=True,
+        )
+        return row
+
+    return jobs.run_jobs(wanted, work, options.output, 1, jobs.Deadline(options.minutes, 20.0))
+
+
+# One layer's time.
+
+
+def time_layers(options) -> int:
+    """Rows of one layer's time."""
+    device = torch.device(options.device)
+    gpu = torch.cuda.get_device_name() if device.type == "cuda" else "none"
+    cases = [
+        (policy, density, seq)
+        for density in options.densities
+        for seq in options.lengths
+        for policy in options.policies
+    ]
+    if options.run:
+        named = [each for each in map(split, options.run) if each[1] and each[0] != "target"]
+        cases = [(*each, seq) for each in named for seq in options.lengths]
+    shape = list(options.shape)
+    there = {
+        (row["policy"], row["wanted"], row["seq"])
+        for row in jobs.read(options.output)
+        if row["stage"] == "time" and row["gpu"] == gpu and row["shape"] == shape
+    }
+    cases = [case for case in cases if case not in there]
+    print(f"time: {len(cases)} rows are to be made", flush=True)
+    layers: dict[int, Layer] = {}
+    dense: dict[int, dict] = {}
+    tried: dict[tuple, dict] = {}
+
+    def work(case) -> dict:
+        (policy, wanted, seq), began = case, time.perf_counter()
+        block = options.block_size
+        if seq not in layers:
+            layers[seq] = Layer(seq, options.shape, device, block)
+            dense[seq] = layers[seq].dense_times()
+        layer, why = layers[seq], None
+        row = dict(
+            stage="time", policy=policy, wanted=wanted, seq=seq, shape=shape, block_size=block
+        )
+        try:
+            known = tried.setdefault((policy, seq), {})
+            found = at_density(policy, wanted, seq, block, layer.density, known)
+            row |= dict(setting=found.setting, density=found.density, reached=found.is_near(wanted))
+            if row["reached"]:
+                row |= layer.times(found.setting)
+        except (RuntimeError, ValueError, ConfigError) as error:
+            why = str(error).splitlines()[0][:200]
+            if device.type == "cuda":
+                torch.cuda.synchronize()  # an error of the GPU's ends all that follows
+                torch.cuda.empty_cache()
+        row |= dict(
+            **dense[seq], why=why, seconds=round(time.perf_counter() - began, 1),
+            versions=about(options)["versions"],
+        )  # fmt: skip
+        shown = {
+            name: row.get(name)
+            for name in ("density", "search_ms", "forward_ms", "backward_ms", "why")
+        }
+        print(f"  {policy} at {wanted}, {seq // 1024}K: {shown}, {row['seconds']} s", flush=True)
+        return row
+
+    return jobs.run_jobs(cases, work, options.output, 1, jobs.Deadline(options.minutes, 25.0))
+
+
+# Training.
+
+
+def wanted_runs(options) -> list[tuple[str, int]]:
+    """Names and seeds of the runs of a stage, most informative first."""
+    seeds, first = options.seeds, options.seeds[:1]
+    if options.run:
+        return [(name, seed) for seed in seeds for name in options.run]
+    if options.stage == "long":
+        return [(name, seed) for seed in first for name in LONG]
+    found = [(name, seed) for seed in first for name in MAIN]
+    found += [(name, seed) for seed in seeds[1:] for name in KEY]
+    found += [(name, seed) for seed in first for name in OTHERS]
+    return found + [(name, seed) for seed in seeds[1:] for name in MAIN if name not in KEY]
+
+
+def work(job: tuple[str, int, argparse.Namespace]) -> dict:
+    """A run of training; in a process of its own."""
+    name, seed, options = job
+    policy, wanted = split(name)
+    given = material(options)
+    setting = setting_of(policy, wanted, options, given)
+    config: MTrainingConfig | None = (
+        None if setting is None else config_of(setting, options.block_size)
+    )
+    run = continuing.Run(name, seed, options.steps, config)
+    row, model = continuing.train(run, given, options)
+    if options.save is not None:
+        model.save_pretrained(options.save / f"{name}_seed{seed}_steps{options.steps}")
+    return dict(
+        stage="train", policy=policy, wanted=wanted, setting=setting, **row, **about(options)
+    )
+
+
+def train(options) -> int:
+    """Rows of training."""
+    there = {
+        (row["policy"], row["wanted"], row["seed"])
+        for row in rows_like(options, "train", steps=options.steps, lr=options.lr)
+    }
+    runs = [each for each in wanted_runs(options) if (*split(each[0]), each[1]) not in there]
+    print(f"{options.stage}: {len(runs)} runs of {options.steps} steps are to be made", flush=True)
+    if runs:
+        texts.read(options)  # makes the file of tokens, once
+    expected = RUN_SECONDS * options.steps / 300
+    return jobs.run_jobs(
+        [(*each, options) for each in runs], work, options.output, options.jobs,
+        jobs.Deadline(options.minutes, options.expect or expected),
+    )  # fmt: skip
+
+
+def options_from(words: list[str] | None = None) -> argparse.Namespace:
+    """The run that arguments ask for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("stage", choices=STAGES)
+    continuing.add_options(parser)
+    add("--minutes", type=float, help="that the stage may take, from its start (no end)")
+    add("--densities", type=float, nargs="+", default=list(DENSITIES))
+    add("--policies", nargs="+", choices=list(FAMILIES), default=list(POLICIES))
+    add("--run", nargs="+", metavar="NAME", help="dense, target@RECALL, POLICY@DENSITY (see above)")
+    add("--lengths", type=int, nargs="+", default=list(LENGTHS), help="time: tokens")
+    add("--shape", type=int, nargs=3, default=list(Shape()), metavar=("HEADS", "KV_HEADS", "DIM"),
+        help="time: of the layer (%(default)s)")  # fmt: skip
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    add("--steps", type=int, help="of training (300; of long, 1000)")
+    add(
+        "--expect",
+        type=float,
+        metavar="SECONDS",
+        help="that a run takes, until one has ended",
+    )
+    add("--save", type=Path, metavar="FOLDER", help="keep trained models, for mtraining eval")
+    add("--output", type=Path, default=record.RESULTS / "frontier_runs.jsonl")
+    options = parser.parse_args(words)
+    options.shape = Shape(*options.shape)
+    options.steps = options.steps or (1000 if options.stage == "long" else 300)
+    for name in options.run or ():
+        try:
+            split(name)
+        except argparse.ArgumentTypeError as error:
+            parser.error(str(error))
+    for density in options.densities:
+        if not 0 < density < 1:
+            parser.error(f"--densities {density}: use shares between 0 and 1")
+    for name in ("seq", "steps", "held_out", "jobs", "warm_up"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: use 1 or more")
+    return options
+
+
+def main(words: list[str] | None = None) -> None:
+    options = options_from(words)
+    stages = dict(zero=zero, time=time_layers, train=train, long=train)
+    try:
+        if options.stage == "table":
+            rows, path = jobs.read(options.output), options.output.with_name("frontier.jsonl")
+            print(frontier_tables.frontier_table(frontier_tables.write(rows, path)))
+            return
+        left = stages[options.stage](options)
+    except ConfigError as error:
+        sys.exit(f"frontier.py: {error}")
+    if left:
+        print(f"{left} rows are left for another call: time is short", flush=True)
+
+
+if __name__ == "__main__":
+    main()

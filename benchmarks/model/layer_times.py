@@ -1,0 +1,121 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""One layer's attention on one GPU: search, forward and backward at a policy's setting, and cuDNN's."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron_mtraining.attention import AttentionResult, attend
+from megatron_mtraining.config import BlockListPolicy
+from megatron_mtraining.cp_group import CPGroup
+from megatron_mtraining.pattern import search_pattern
+from megatron_mtraining.tools.profile.timing import Clock
+
+from ..lib.workloads import draw_structured, heads_first
+from .policies_at_density import Setting, config_of
+
+HEADS, KV_HEADS, DIM = 16, 2, 128
+"""Of a layer of Qwen2.5-3B."""
+COLUMNS = 1000
+"""Twice so many keys stand out in each group of heads."""
+
+
+class Shape(NamedTuple):
+    """Of a layer."""
+
+    heads: int = HEADS
+    kv_heads: int = KV_HEADS
+    dim: int = DIM
+
+
+class Layer:
+    """Operands of one layer, whose attention looks like a usual head's, and how long attention takes.
+
+    Args:
+        seq: tokens.
+        shape: of the layer.
+        device: a GPU, or the CPU to try it.
+    """
+
+    def __init__(self, seq: int, shape: Shape, device: torch.device, block: int = 128):
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        positions = torch.arange(seq, device=device)
+        columns = min(COLUMNS, seq // 16)
+        self.operands = draw_structured(seq, positions, *shape, columns, dtype)
+        self.seq, self.shape, self.block, self.device = seq, shape, block, device
+        self.clock = Clock(device)
+
+    def search(self, setting: Setting):
+        """The pattern at a setting."""
+        query, key = self.operands[:2]
+        scale = self.shape.dim**-0.5
+        return search_pattern(query, key, config_of(setting, self.block), CPGroup(None), scale)
+
+    def density(self, setting: Setting) -> float:
+        """The share of the pairs that a setting attends to."""
+        return self.search(setting).density().double().mean().item()
+
+    def times(self, setting: Setting) -> dict[str, float]:
+        """Milliseconds of the GPU, and what of the search is the host's.
+
+        Raises:
+            RuntimeError, ValueError: the kernels or the memory cannot do it.
+        """
+        config = config_of(setting, self.block)
+        index, search = self.search(setting), partial(self.search, setting)  # compiles
+        waits = isinstance(config.policy, BlockListPolicy)
+        searched = self.clock(search, waits=waits)
+        run = partial(attend, config=config, first_pass=index)
+        forward, backward = self._both(lambda *given: run(*given).out, self.operands)
+        found = dict(search_ms=searched.gpu, search_host_ms=searched.host, forward_ms=forward)
+        found |= dict(backward_ms=backward, density=index.density().double().mean().item())
+        return {name: round(value, 5) for name, value in found.items()}
+
+    def dense_times(self) -> dict[str, float]:
+        """Milliseconds of dense attention: cuDNN's on a GPU, PyTorch's reference on the CPU."""
+        cuda = self.device.type == "cuda"
+        backend = SDPBackend.CUDNN_ATTENTION if cuda else SDPBackend.MATH
+        attention = partial(
+            torch.nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True
+        )
+        with sdpa_kernel(backend):
+            forward, backward = self._both(attention, [heads_first(each) for each in self.operands])
+        return dict(dense_forward_ms=round(forward, 5), dense_backward_ms=round(backward, 5))
+
+    def replay_times(self, setting: Setting) -> dict[str, dict[str, float]]:
+        """Milliseconds of a layer's attention under recomputation of activations: with the first pass's
+        result kept, with its pattern kept, and with all of it computed again."""
+        config = config_of(setting, self.block)
+        *inputs, grad = self.operands
+        leaves = [each.detach().requires_grad_() for each in inputs]
+
+        def step(keeps: str):
+            with torch.no_grad():
+                first: AttentionResult = attend(*inputs, config=config)
+            kept = {"result": first, "pattern": first.index, "nothing": None}[keeps]
+            out = attend(*leaves, config=config, first_pass=kept).out
+            torch.autograd.grad(out, leaves, grad)
+
+        found = {}
+        waits = isinstance(config.policy, BlockListPolicy)
+        for keeps in ("result", "pattern", "nothing"):
+            step(keeps)
+            found[keeps] = dict(ms=round(self.clock(partial(step, keeps), waits=waits).gpu, 5))
+        return found
+
+    def _both(self, attention, tensors) -> tuple[float, float]:
+        """Milliseconds of forward and backward."""
+        *inputs, grad = tensors
+        with torch.no_grad():
+            attention(*inputs)
+            forward = self.clock(lambda: attention(*inputs))
+        leaves = [each.detach().requires_grad_() for each in inputs]
+        out = attention(*leaves)
+        backward = partial(torch.autograd.grad, out, leaves, grad, retain_graph=True)
+        backward()
+        return forward.gpu, self.clock(backward).gpu

@@ -1,0 +1,431 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""benchmarks/model/frontier.py and ablations.py: settings at a density, rows of a tiny model, joined rows."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from benchmarks.lib import jobs
+from benchmarks.model import ablations, continuing, frontier, frontier_settings, frontier_tables
+from benchmarks.model.material import material, training
+from benchmarks.model.policies_at_density import FAMILIES, at_density, config_of
+from tests.support.inspect_cases import save_model
+
+SEQ = 512
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """A model, texts of two kinds, and sizes for a CPU."""
+    folder = tmp_path_factory.mktemp("model")
+    model = save_model(folder / "model")
+    (folder / "book.txt").write_text(Path(json.__file__).read_text() * 4)
+    (folder / "code.txt").write_text(Path(np.__file__).read_text()[:40000])
+    return [
+        "--model", str(model), "--device", "cpu", "--cache", str(folder / "tokens.npz"), "--tokens", "100000",
+        "--text", f"book={folder / 'book.txt'}", f"code={folder / 'code.txt'}", "--kinds", "code",
+        "--seq", str(SEQ), "--block-size", "64", "--held-out", "1", "--needles", "1", "--jobs", "1",
+        "--lr", "1e-3", "--warm-up", "1",
+    ]  # fmt: skip
+
+
+def rows_in(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_greater_knob_is_denser_and_fits(name):
+    settings = [FAMILIES[name].setting(place, 16384, 128) for place in (0.5, 3.0, 20.0, 300.0)]
+    configs = [config_of(setting, 128) for setting in settings]
+    for config in configs:
+        config.check_sizes(16384)
+        assert not config.keeps_all(16384)
+    key = {"price": "price", "fixed": "vertical", "coverage": "coverage", "window": "window"}.get(
+        name.removesuffix("_last"),
+        {"xattention": "block_threshold", "moba": "block_top_k"}.get(name),
+    )
+    values = [config.options()[key] if key != "window" else config.window for config in configs]
+    assert sorted(values, reverse=key == "price") == values and len(set(values)) >= 3
+
+
+def test_the_setting_at_a_density():
+    asked = []
+
+    def density_of(setting):
+        asked.append(setting)
+        return min(1.0, 0.03 + 0.04 / setting["price"])
+
+    known = {}
+    found = at_density("price", 0.15, 16384, 128, density_of, known)
+    assert abs(found.density / 0.15 - 1) <= 0.04 and len(asked) <= 10
+    assert found.is_near(0.15) and not found.is_near(0.3)
+    # What was tried is not measured again, and tells where to look.
+    before = len(asked)
+    again = at_density("price", 0.15, 16384, 128, density_of, known)
+    assert again == found and len(asked) == before
+    assert at_density("price", 0.08, 16384, 128, density_of, known).is_near(0.08)
+    # There is no such density.
+    least = at_density("price", 0.02, 16384, 128, density_of, known)
+    assert not least.is_near(0.02) and least.density == pytest.approx(0.03, rel=0.05)
+    steps = at_density("moba", 0.15, 512, 64, lambda setting: 0.1 + 0.1 * setting["block_top_k"])
+    assert steps.setting["block_top_k"] in (0, 1)
+
+
+def test_runs_are_named():
+    assert frontier_settings.split("price@0.15") == ("price", 0.15)
+    assert frontier_settings.split("dense") == ("dense", None)
+    for word in ("price", "dense@0.1", "price@2", "unknown@0.1", "price@x"):
+        with pytest.raises(frontier.argparse.ArgumentTypeError, match="POLICY@DENSITY"):
+            frontier_settings.split(word)
+    for name in (*frontier.MAIN, *frontier.OTHERS, *frontier.LONG):
+        frontier_settings.split(name)
+
+
+def test_order_of_runs(words):
+    options = frontier.options_from(["train", *words])
+    runs = frontier.wanted_runs(options)
+    assert runs[:3] == [("dense", 1), ("price@0.15", 1), ("price@0.08", 1)] and options.steps == 300
+    assert len(set(runs)) == len(runs) and {(name, 3) for name in frontier.MAIN} <= set(runs)
+    # A run is compared with the dense one of its seed, which comes before.
+    assert all(runs.index(("dense", seed)) <= runs.index((name, seed)) for name, seed in runs)
+    long = frontier.options_from(["long", *words])
+    assert long.steps == 1000 and frontier.wanted_runs(long)[0] == ("dense", 1)
+
+
+def test_material(words):
+    more = ["--kinds", "code", "book", "--held-out", "2", "--needles", "2"]
+    options = frontier.options_from(["zero", *words, *more])
+    given = material(options)
+    shapes = {kind: tuple(each.shape) for kind, each in given.held_out.items()}
+    assert shapes == {"code": (2, SEQ + 1), "book": (2, SEQ + 1)}
+    text = bytes(given.needles[0].tolist())  # tokens of this model are bytes, in another order
+    assert len(text) == SEQ + 1 and given.answers == [8, 8]
+    answer = given.needles[0][-8:].tolist()
+    inside = given.needles[0][:-8].tolist()
+    assert any(inside[at : at + 8] == answer for at in range(len(inside)))
+    first, again, other = (training(given.tokens, 6, seed, options) for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    ends = {kind: set(each[0].tolist()) for kind, each in given.held_out.items()}
+    assert ends and first.shape == (6, SEQ + 1)
+
+
+def test_the_loss_is_the_model_s_own(words):
+    options = frontier.options_from(["zero", *words])
+    model, _ = continuing.load(options)
+    tokens = material(options).held_out["code"][0]
+    with torch.no_grad():
+        logits = model(input_ids=tokens[None, :-1]).logits[0]
+        expected = torch.nn.functional.cross_entropy(logits, tokens[1:])
+        assert continuing.loss_of(model, tokens).item() == pytest.approx(expected.item(), rel=1e-5)
+    losses = continuing.judged(model, {"code": tokens[None], "book": tokens[None]})
+    assert losses["all"] == losses["code"] == pytest.approx(expected.item(), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_zero_rows(words, tmp_path, capsys):
+    output = ["--output", str(tmp_path / "runs.jsonl")]
+    few = ["--densities", "0.6", "--policies", "price", "moba"]
+    frontier.main(["zero", *words, *few, *output])
+    rows = rows_in(tmp_path / "runs.jsonl")
+    by_name = {row["policy"]: row for row in rows}
+    assert list(by_name) == ["dense", "published", "price", "moba"]
+    assert by_name["dense"]["zero_over_dense"] == 0 and by_name["dense"]["density"] == 1
+    for row in rows[2:]:
+        assert row["reached"] and row["density"] == pytest.approx(0.6, rel=0.2), row
+        assert 0 < row["recall"] <= 1 and row["loss"] != row["dense_loss"]
+        assert row["zero_over_dense"] == pytest.approx(
+            row["loss"] / row["dense_loss"] - 1, abs=1e-5
+        )
+        assert row["needle"] is not None and row["answer_loss"] > 0
+    capsys.readouterr()
+    frontier.main(["zero", *words, *few, *output])
+    assert len(rows_in(tmp_path / "runs.jsonl")) == 4 and "0 rows" in capsys.readouterr().out
+    frontier.main(["zero", *words, *few, "--run", "xattention@0.6", "--minutes", "-1", *output])
+    assert "1 rows are left" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_time_rows(words, tmp_path):
+    output = tmp_path / "runs.jsonl"
+    few = ["--densities", "0.6", "--policies", "price", "window", "--lengths", "1024"]
+    frontier.main(["time", *words, *few, "--shape", "2", "1", "64", "--output", str(output)])
+    rows = rows_in(output)
+    assert [row["policy"] for row in rows] == ["price", "window"]
+    for row in rows:
+        assert row["why"] is None and row["density"] == pytest.approx(0.6, rel=0.2)
+        assert (
+            min(row[n] for n in ("forward_ms", "backward_ms", "search_ms", "dense_forward_ms")) > 0
+        )
+
+
+@pytest.mark.slow
+def test_recomputation_rows(words, tmp_path, capsys):
+    output = tmp_path / "rows.jsonl"
+    few = ["--base", "moba@0.6", "--lengths", "1024", "--shape", "2", "1", "64"]
+    for _ in range(2):  # the second time there is nothing left
+        ablations.main(["time", *words, *few, "--output", str(output)])
+    rows = rows_in(output)
+    assert [row["setting"] for row in rows] == ["result kept", "pattern kept", "nothing kept"]
+    assert rows[0]["over_base"] == 1 and all(row["step_ms"] > 0 for row in rows)
+
+
+@pytest.fixture(scope="module")
+def trained(words, tmp_path_factory):
+    """Rows of training, and of ablations of it."""
+    folder = tmp_path_factory.mktemp("rows")
+    output = ["--output", str(folder / "runs.jsonl")]
+    # Of the model as it is, which says the setting: it is not looked for.
+    row = zero_row("price", 0.6, 0.02) | dict(model="model", seq=SEQ, block_size=64, reached=True)
+    row["setting"] = dict(policy="price", price=0.7)
+    (folder / "runs.jsonl").write_text(json.dumps(row) + "\n")
+    runs = ["--run", "dense", "price@0.6", "target@0.9", "--seeds", "1", "--steps", "3"]
+    frontier.main(["train", *words, *runs, *output])
+    more = ["--frontier", str(folder / "runs.jsonl"), "--output", str(folder / "ablations.jsonl")]
+    more += ["--base", "price@0.6", "--steps", "3", "--variants", "cool-10", "once", "first-layers"]
+    ablations.main(["train", *words, *more])
+    return folder, more
+
+
+@pytest.mark.slow
+def test_train_rows(words, trained, capsys):
+    folder, _ = trained
+    rows = {row["policy"]: row for row in rows_in(folder / "runs.jsonl") if row["stage"] == "train"}
+    assert list(rows) == ["dense", "price", "target"]
+    dense, price, target = rows.values()
+    assert dense["own"] == dense["dense"] and dense["density"] == dense["recall"] == 1
+    for row in rows.values():
+        assert row["own"] < row["before_own"] and len(row["losses"]) == 3
+        assert row["curve"][-1] == [3, row["own"], row["dense"]]
+    assert price["own"] != price["dense"] and price["density"] == pytest.approx(0.6, abs=0.35)
+    assert 0 < price["recall"] < 1 and price["setting"] == dict(policy="price", price=0.7)
+    assert price["before_dense"] == dense["before_dense"]  # the same weights and data
+    assert target["price_median"] > 0 and target["setting"]["target_recall"] == 0.9
+    found = frontier_tables.joined(list(rows.values()))
+    by_name = {row["policy"]: row for row in found}
+    own = price["own"] / dense["dense"] - 1
+    assert by_name["price"]["trained_own_over_dense"] == pytest.approx(own, abs=1e-5)
+    frontier.main(["train", *words, "--run", "dense", "--seeds", "1", "--steps", "3",
+                   "--output", str(folder / "runs.jsonl")])  # fmt: skip
+    assert "0 runs" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_ablation_rows(words, trained, capsys):
+    folder, more = trained
+    rows = {row["variant"]: row for row in rows_in(folder / "ablations.jsonl")}
+    assert list(rows) == ["cool-10", "once", "first-layers"]
+    base = next(
+        row
+        for row in rows_in(folder / "runs.jsonl")
+        if row.get("steps") == 3 and row["policy"] == "price"
+    )
+    assert rows["cool-10"]["dense_share"] == pytest.approx(1 / 3, abs=1e-3)
+    # The first two steps are the base's; the dense one is another.
+    assert rows["cool-10"]["losses"][:2] == base["losses"][:2]
+    assert rows["cool-10"]["dense"] != base["dense"]
+    assert rows["first-layers"]["density"] == 1.0 > base["density"]  # the tiny model has two layers
+    assert rows["once"]["recall"] is None and rows["once"]["losses"] != base["losses"]
+    for row in rows.values():
+        assert math.isfinite(row["loss_over_dense"]) and row["step_ms"] > 0
+    results = folder / "results"
+    results.mkdir()
+    ablations.main(["recorded", *words, *more, "--results", str(results)])
+    ablations.main(["table", *words, *more])
+    table = capsys.readouterr().out
+    assert "selected once" in table and "| policy | price, 3 steps | 1 |" in table
+    assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) == 1
+
+
+def test_an_ablation_needs_its_dense_run(words, tmp_path, capsys):
+    more = ["--frontier", str(tmp_path / "none.jsonl"), "--output", str(tmp_path / "rows.jsonl")]
+    with pytest.raises(SystemExit, match=r"no dense run of 300 steps with seeds \[1\]"):
+        ablations.main(["train", *words, *more])
+
+
+def test_dense_steps():
+    assert [step for step in range(20) if ablations.IsDense("last", 0.1)(step, 20)] == [18, 19]
+    assert [step for step in range(20) if ablations.IsDense("first", 0.05)(step, 20)] == [0]
+    assert [step for step in range(20) if ablations.IsDense("every", 10)(step, 20)] == [9, 19]
+
+
+def test_recorded_rows_are_compared_with_striped_and_flat():
+    rows = ablations.layouts(ablations.record.RESULTS)
+    assert all(row["over_base"] == 1 for row in rows if row["setting"].startswith("striped"))
+    assert all(row["over_base"] > 1 for row in rows if row["setting"].startswith("contiguous"))
+    rings = ablations.rings(ablations.record.RESULTS)
+    assert rings and all(
+        row["over_base"] == 1 for row in rings if row["setting"].startswith("flat")
+    )
+
+
+# Joined rows, tables and pictures, of made-up rows.
+
+COMMON = dict(
+    model="m", block_size=128, gpu="NVIDIA H200", torch="2.11", triton="3.6", commit="abc",
+    command="python -m benchmarks.model.frontier zero", versions={"torch": "2.11"},
+)  # fmt: skip
+
+
+def zero_row(policy, wanted, over, density=None):
+    return dict(
+        stage="zero", seq=16384, policy=policy, wanted=wanted, setting={"policy": policy},
+        density=density or wanted or 1.0, recall=0.9, zero_over_dense=over, needle=0.5, answer_loss=2.0,
+        dense_needle=0.6, dense_answer_loss=1.9, **COMMON,
+    )  # fmt: skip
+
+
+def train_row(policy, wanted, seed, own, dense, steps=300):
+    return dict(
+        stage="train", seq=16384, policy=policy, wanted=wanted, seed=seed, steps=steps, lr=3e-5, own=own,
+        dense=dense, density=0.9 * (wanted or 1.0), recall=0.95, setting={"policy": policy}, needle_own=0.4,
+        needle_dense=0.5, answer_loss_own=1.5, answer_loss_dense=1.4, **COMMON,
+    )  # fmt: skip
+
+
+def time_row(policy, wanted, seq, forward):
+    return dict(
+        stage="time", seq=seq, policy=policy, wanted=wanted, density=wanted, forward_ms=forward,
+        backward_ms=2 * forward, search_ms=1.0, dense_forward_ms=100.0, dense_backward_ms=200.0,
+        setting={"policy": policy}, **{**COMMON, "commit": "def"},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def made_up():
+    rows = [
+        zero_row("dense", None, 0.0),
+        zero_row("price", 0.15, 0.02),
+        zero_row("window", 0.15, 0.2),
+    ]
+    rows += [train_row("dense", None, seed, base, base) for seed, base in ((1, 2.0), (2, 3.0))]
+    rows += [train_row("price", 0.15, 1, 2.02, 2.01), train_row("price", 0.15, 2, 3.06, 3.03)]
+    rows += [train_row("target", 0.95, 1, 2.04, 2.0)]
+    # Without a dense run of the same seed there is nothing to compare with.
+    rows += [train_row("price", 0.15, 9, 99.0, 99.0)]
+    rows += [time_row("price", 0.15, 131072, 20.0), time_row("price", 0.3, 131072, 40.0)]
+    rows += [time_row("window", 0.15, 131072, 1.0) | dict(forward_ms=None, why="out of memory")]
+    return [*rows, time_row("price", 0.95, 131072, 90.0)]
+
+
+def test_joined_rows(made_up):
+    rows = {row["policy"]: row for row in frontier_tables.joined(made_up)}
+    price = rows["price"]
+    assert price["seeds"] == 2 and price["steps"] == 300 and price["zero_over_dense"] == 0.02
+    assert price["trained_own_over_dense"] == pytest.approx(0.015)
+    assert price["trained_own_spread"] == pytest.approx(0.005)
+    assert price["trained_dense_over_dense"] == pytest.approx(0.0075)
+    assert (price["layer_ms_128k"], price["search_ms_128k"], price["dense_ms_128k"]) == (60, 1, 300)
+    assert price["layer_ms_512k"] is None and price["commit"] == "abc, def"
+    assert rows["dense"]["trained_dense_over_dense"] == 0 and rows["dense"]["layer_ms_128k"] == 300
+    assert rows["window"]["steps"] is None and rows["window"]["layer_ms_128k"] is None
+    # A target has no density of its own: its time lies between those of price.
+    assert rows["target"]["density_trained"] == pytest.approx(0.855)
+    assert rows["target"]["layer_ms_128k"] == pytest.approx(
+        120 + (0.855 - 0.3) / 0.65 * 150, rel=1e-3
+    )
+    fields = "model seq policy density recall zero_over_dense trained_own_over_dense steps seeds needle ruler"
+    fields += " trained_dense_over_dense layer_ms_128k layer_ms_512k dense_ms_128k dense_ms_512k gpu versions"
+    assert all(set(fields.split()) | {"commit", "command"} <= row.keys() for row in rows.values())
+
+
+def test_table_and_pictures(made_up, tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = frontier_tables.write(made_up, tmp_path / "frontier.jsonl")
+    assert rows_in(tmp_path / "frontier.jsonl") == rows
+    table = frontier_tables.frontier_table(rows)
+    lines = table.splitlines()
+    assert len({line.count("|") for line in lines}) == 1 and len(lines) == 2 + len(rows)
+    price = next(line for line in lines if "| price |" in line)
+    assert "+1.50% ± 0.50 | +0.75% ± 0.25" in price and "| 0.203 |" in price
+    for kind in ("density", "time"):
+        assert (tmp_path / f"frontier_{kind}.png").stat().st_size > 10000
+    points = frontier_tables.points(rows, "zero_over_dense", "density")
+    assert points == {"price": [(0.15, 2.0)], "window": [(0.15, 20.0)]}
+
+
+def test_ablation_table(made_up):
+    base = dict(
+        base="price@0.15", model="m", seq=16384, steps=300, what="dense steps", setting="last 10%"
+    )
+    rows = [
+        {
+            **base,
+            "seed": 1,
+            "loss_over_dense": 0.01,
+            "own_over_dense": 0.03,
+            "dense_share": 0.1,
+            "density": 0.1,
+        },
+        {
+            **base,
+            "seed": 2,
+            "loss_over_dense": 0.03,
+            "own_over_dense": 0.03,
+            "dense_share": 0.1,
+            "density": 0.1,
+        },
+        dict(
+            what="layout",
+            setting="zigzag, 4 ranks",
+            seq=524288,
+            over_base=1.5,
+            loss_over_dense=None,
+        ),
+    ]
+    joined = frontier_tables.joined(made_up)
+    lines = ablations.ablation_table(rows, joined).splitlines()
+    assert "| dense steps | last 10% | 2 | 10.0% | +2.00% | +3.00% |" in lines[2]
+    assert f"| {0.1 + 0.9 * 0.203:.3f} |" in lines[2] and "| 1.50 |" in lines[3]
+
+
+def test_needle_noise_is_the_bootstrap_s():
+    right = np.zeros(50)
+    right[:20] = 1
+    rng = np.random.default_rng(0)
+    drawn = right[rng.integers(50, size=(20000, 50))].mean(1).std()
+    assert frontier_tables.needle_noise(0.4, 50) == pytest.approx(drawn, rel=0.03)
+
+
+# Jobs.
+
+
+def job(name: str) -> dict | None:
+    if name == "bad":
+        raise RuntimeError("it cannot be done")
+    return None if name == "none" else {"name": name}
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_jobs_leave_rows_and_failures_do_not_end_others(tmp_path, capsys, count):
+    output, deadline = tmp_path / "rows.jsonl", jobs.Deadline(None, 1.0)
+    left = jobs.run_jobs(["a", "bad", "none", "b"], job, output, count, deadline)
+    assert left == 0 and {row["name"] for row in jobs.read(output)} == {"a", "b"}
+    assert "job bad has failed: it cannot be done" in capsys.readouterr().out
+
+
+def test_a_job_that_would_not_end_in_time_is_not_begun(tmp_path, monkeypatch):
+    now = [jobs.STARTED]
+    monkeypatch.setattr(jobs.time, "monotonic", lambda: now[0])
+
+    def slow(name):
+        now[0] += 20
+        return {"name": name}
+
+    output = tmp_path / "rows.jsonl"
+    # 60 seconds: two of 20, then 22 more would end after 62.
+    assert jobs.run_jobs(list("abcd"), slow, output, 1, jobs.Deadline(1.0, 5.0)) == 2
+    assert [row["name"] for row in jobs.read(output)] == ["a", "b"]
+    assert jobs.run_jobs(["e"], slow, output, 1, jobs.Deadline(1.0, 30.0)) == 1
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n{"a": ')
+    assert jobs.read(path) == [{"a": 1}] and "cut off" in capsys.readouterr().out
