@@ -73,7 +73,11 @@ def command() -> str:
             at = words.index(name)
             del words[at : at + 2]
     found = sorted(
-        name for name in os.environ if name.startswith(SETTINGS) and name != "MTRAINING_COMMIT"
+        name
+        for name in os.environ
+        if name.startswith(SETTINGS)
+        and name != "MTRAINING_COMMIT"
+        and not name.startswith("MTRAINING_TEST_")
     )
     return " ".join([*(f"{name}={os.environ[name]}" for name in found), *words])
 
