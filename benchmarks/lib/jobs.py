@@ -1,10 +1,11 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Jobs that fit into a time, some at once, each of which leaves a row when it ends."""
+"""Run jobs within a time limit, several at once; each job writes a row when it ends."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -32,6 +33,17 @@ def read(path: Path) -> list[dict]:
         except ValueError:
             print(f"{path.name} has a line that is cut off: it is left out", flush=True)
     return found
+
+
+def run_stage(script: str, stage: Callable[[Any], int], options: Any) -> None:
+    """Run a stage of a script. A stage returns how many rows are left for another call. If it is refused, the
+    process ends with one line."""
+    try:
+        left = stage(options)
+    except ConfigError as error:
+        sys.exit(f"{script}: {error}")
+    if left:
+        print(f"{left} rows are left for another call: time is short", flush=True)
 
 
 class Deadline:

@@ -30,7 +30,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -94,7 +93,7 @@ VARIANTS = {
 
 
 class IsDense:
-    """Whether a step is dense, by its number and that of all."""
+    """Whether a step is dense, from its number and the number of all steps."""
 
     def __init__(self, where: str, value: float):
         self.where, self.value = where, value
@@ -141,7 +140,7 @@ def _folder() -> Path:
 
 
 def config_of(variant: Variant, setting: dict, layers: int, options) -> MTrainingConfig:
-    """The settings of a variant, of a model with so many layers."""
+    """The settings of a variant, for a model with a given number of layers."""
     first, last = variant.dense_layers
     if not first and not last:
         return policies_at_density.config_of(setting, options.block_size)
@@ -163,7 +162,7 @@ def reference(options, policy: str, wanted: float | None, seed: int) -> dict | N
 
 
 def compared(row: dict, dense: dict) -> dict:
-    """Losses over those of a dense run."""
+    """Losses relative to a dense run."""
     return dict(
         loss_over_dense=round(row["dense"] / dense["dense"] - 1, 6),
         own_over_dense=round(row["own"] / dense["dense"] - 1, 6),
@@ -187,7 +186,7 @@ def work(job: tuple[str, int, argparse.Namespace]) -> dict:
     run = continuing.Run(name, seed, options.steps, config, is_dense, attention)
     row, _ = continuing.train(run, given, options)
     if variant.is_frozen:
-        row["recall"] = None  # it is that of the window by which the pattern was selected
+        row["recall"] = None  # measured on the window that selected the pattern
     dense = reference(options, "dense", None, seed)
     assert dense is not None  # train() has looked
     return dict(
@@ -249,7 +248,7 @@ def time_layers(options) -> int:
 
 
 def recorded(options) -> int:
-    """Rows of measurements that are in other files; those of before are left out."""
+    """Rows from measurements in other files; rows that were written before are left out."""
     rows = [*layouts(options.results), *rings(options.results), *policies(options)]
     names = ("what", "setting", "seq", "source", "source_commit")
     there = {tuple(row.get(name) for name in names) for row in jobs.read(options.output)}
@@ -328,8 +327,8 @@ def policies(options) -> list[dict]:
 
 
 def times_of_steps(row: dict, frontier_rows: list[dict]) -> dict[str, float]:
-    """By length, the time of attention in all steps over that of dense steps: from the layer times of the
-    base and the share of dense steps."""
+    """By length, the attention time of all steps over the attention time of dense steps: from the base's layer
+    times and the share of dense steps."""
     found = {}
     for each in frontier_rows:
         if (each["policy"], each["wanted"], each["model"]) != (
@@ -345,7 +344,7 @@ def times_of_steps(row: dict, frontier_rows: list[dict]) -> dict[str, float]:
 
 
 def ablation_table(rows: list[dict], frontier_rows: list[dict]) -> str:
-    """Markdown of rows; those of several seeds are means."""
+    """Markdown of rows; rows of several seeds become their mean."""
     header = [
         "what",
         "setting",
@@ -421,19 +420,16 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def show_table(options) -> int:
+    found = frontier_tables.joined(jobs.read(options.frontier))
+    print(ablation_table(jobs.read(options.output), found))
+    return 0
+
+
 def main(words: list[str] | None = None) -> None:
     options = options_from(words)
-    stages = dict(train=train, time=time_layers, recorded=recorded)
-    try:
-        if options.stage == "table":
-            found = frontier_tables.joined(jobs.read(options.frontier))
-            print(ablation_table(jobs.read(options.output), found))
-            return
-        left = stages[options.stage](options)
-    except ConfigError as error:
-        sys.exit(f"ablations.py: {error}")
-    if left:
-        print(f"{left} rows are left for another call: time is short", flush=True)
+    stages = dict(train=train, time=time_layers, recorded=recorded, table=show_table)
+    jobs.run_stage("ablations.py", stages[options.stage], options)
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ class Run(NamedTuple):
     Attributes:
         name: of its policy and what else it differs in.
         config: what it attends with; None for all.
-        is_dense: whether a step is dense, by its number and that of all steps; None for none.
+        is_dense: whether a step is dense, from its number and the number of all steps; None for none.
         attention: the name that its attention has in transformers.
     """
 

@@ -42,7 +42,6 @@ Times are estimates for an H200 from other runs of this model; rows say what the
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 
@@ -268,19 +267,16 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def show_table(options) -> int:
+    rows, path = jobs.read(options.output), options.output.with_name("frontier.jsonl")
+    print(frontier_tables.frontier_table(frontier_tables.write(rows, path)))
+    return 0
+
+
 def main(words: list[str] | None = None) -> None:
     options = options_from(words)
-    stages = dict(zero=zero, time=time_layers, train=train, long=train)
-    try:
-        if options.stage == "table":
-            rows, path = jobs.read(options.output), options.output.with_name("frontier.jsonl")
-            print(frontier_tables.frontier_table(frontier_tables.write(rows, path)))
-            return
-        left = stages[options.stage](options)
-    except ConfigError as error:
-        sys.exit(f"frontier.py: {error}")
-    if left:
-        print(f"{left} rows are left for another call: time is short", flush=True)
+    stages = dict(zero=zero, time=time_layers, train=train, long=train, table=show_table)
+    jobs.run_stage("frontier.py", stages[options.stage], options)
 
 
 if __name__ == "__main__":

@@ -133,7 +133,8 @@ def test_targets_of_layers_and_heads(tmp_path):
     expected = torch.tensor([[0.05, 0.05, 0.05], [0.2, 0.2, 0.1]])
     torch.testing.assert_close(torch.stack(lost), expected, atol=1e-3, rtol=0)
     for run in (aimed(target_recall=0.95), MTrainingConfig.from_options(price=0.5)):
-        with pytest.raises(ConfigError, match="layer 1 has target_recall 0.8, which needs a price"):
+        named = "layer 1 has target_recall 0.8, which needs a price for each head"
+        with pytest.raises(ConfigError, match=named):
             head_policies(replace(run, settings=str(file)), 1, 2, 3)
 
 
