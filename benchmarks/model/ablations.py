@@ -327,8 +327,8 @@ def policies(options) -> list[dict]:
 
 
 def times_of_steps(row: dict, frontier_rows: list[dict]) -> dict[str, float]:
-    """By length, the attention time of all steps over the attention time of dense steps: from the base's layer
-    times and the share of dense steps."""
+    """By length, the attention time of all steps over the attention time of dense steps: from the
+    base's layer times and the share of dense steps."""
     found = {}
     for each in frontier_rows:
         if (each["policy"], each["wanted"], each["model"]) != (
