@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,6 +20,7 @@ from .kernels.attention.operands import check_operands, unit_stride
 from .pattern import BlockListIndex, VerticalSlashIndex, check_search, search_pattern
 from .pattern.vertical_slash_index import PatternIndex
 from .ring.attention import KeysAndValues, ring_attention
+from .ring.pruning import BackwardPruning, check_size
 from .ring.transport import ring_of
 from .tensors import check_values
 
@@ -51,6 +52,7 @@ def attend(
     head_policies: Sequence[Policy] | None = None,
     price: Tensor | None = None,
     first_pass: AttentionResult | Pattern | None = None,
+    observe_backward: Callable[[Tensor, Tensor], None] | None = None,
 ) -> AttentionResult:
     """Causal self-attention to the keys that each head's pattern selects. It has first derivatives only.
 
@@ -72,6 +74,9 @@ def attend(
         first_pass: the result for the same operands in the first pass, in a replay under activation
             recomputation, on all ranks or on none: no forward is run and nothing is sent, but the result has
             a backward. Its pattern alone (``index``) is used again, and attention computed again.
+        observe_backward: called in the backward, if ``config.backward_threshold`` is not 0, with the density
+            of the pairs that it keeps, and with the share of attention in those that it leaves out (the mean
+            over this rank's queries): float32 ``[b, h]`` each.
 
     Returns:
         out, its log-sum-exp and the pattern.
@@ -95,6 +100,10 @@ def attend(
     _check_price(price, query)
     query, key, value = unit_stride(query, key, value)
     ring = ring_of(cp)
+    pruning = None
+    if config.backward_threshold:
+        check_size(query, config.block_size, cp.rank, cp.world, cp.inner)
+        pruning = BackwardPruning(config.backward_threshold, observe_backward)
     if first_pass is None:
         check_search(query.shape[0] * cp.world, config, cp.world)
         keys = KeysAndValues(key, value, ring)  # in flight during the pattern search
@@ -116,7 +125,16 @@ def attend(
         check_index(index, query, cp)
         _check_replay(index, config, documents)
     found = ring_attention(
-        query, key, value, index, ring, softmax_scale, computed, config.bf16_gradients, keys
+        query,
+        key,
+        value,
+        index,
+        ring,
+        softmax_scale,
+        computed,
+        config.bf16_gradients,
+        keys,
+        pruning,
     )
     return AttentionResult(*found, index)
 

@@ -70,10 +70,23 @@ class Layer:
         index, search = self.search(setting), partial(self.search, setting)  # compiles
         waits = isinstance(config.policy, BlockListPolicy)
         searched = self.clock(search, waits=waits)
-        run = partial(attend, config=config, first_pass=index)
+        density = index.density().double().mean().item()
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def observe(*both: torch.Tensor) -> None:  # of a pruned backward: the same each time
+            kept[:] = [both]
+
+        run = partial(attend, config=config, first_pass=index, observe_backward=observe)
         forward, backward = self._both(lambda *given: run(*given).out, self.operands)
         found = dict(search_ms=searched.gpu, search_host_ms=searched.host, forward_ms=forward)
-        found |= dict(backward_ms=backward, density=index.density().double().mean().item())
+        found |= dict(
+            backward_ms=backward, density=density, backward_density=density, dropped_mass=0.0
+        )
+        for backward_density, dropped in kept:
+            found |= dict(
+                backward_density=backward_density.double().mean().item(),
+                dropped_mass=dropped.double().mean().item(),
+            )
         return {name: round(value, 5) for name, value in found.items()}
 
     def dense_times(self) -> dict[str, float]:

@@ -32,11 +32,13 @@ __all__ = [
     "forward",
     "gather_columns",
     "pack_kv",
+    "prune_blocks",
 ]
 
 delta = dispatch(reference.delta, "portable.delta")
 gather_columns = dispatch(reference.gather_columns, "portable.columns")
 pack_kv = dispatch(reference.pack_kv, "portable.pack_kv")
+prune_blocks = dispatch(reference.prune_blocks, "portable.pruning")
 
 
 def forward(

@@ -203,6 +203,66 @@ def backward_key(
     grad_kv.copy_(gradients if accumulator is None else gradients + accumulator)
 
 
+def prune_blocks(
+    query: Tensor,
+    key: Tensor,
+    *,
+    lse: Tensor,
+    index: PatternIndex,
+    round_: Round,
+    softmax_scale: float,
+    least_share: Tensor,
+    kept: Tensor,
+    dropped: Tensor,
+) -> None:
+    """The key blocks of one round that the backward keeps for each query block.
+
+    A block is kept if it holds at least ``least_share`` of the attention of some row of the query block, if
+    such a share is not a number, or if it is the query block itself or the block before. Columns are not
+    looked at.
+
+    Args:
+        query: ``[s, b, h, d]``.
+        key: ``[I, s, b, hk, d]``, of the ranks ``round_.sources``.
+        lse: of all rounds, ``[b, h, s]``.
+        index: the pattern of the forward.
+        round_: which keys these are.
+        softmax_scale: factor of the scores.
+        least_share: float32 ``[b]``, above 0.
+        kept: uint8 ``[b, h, nb, NB]``, by local query block and key block of the sequence: 1 is written for
+            blocks of this round that are kept, and 0 or nothing for those that are not.
+        dropped: float32 ``[b, h, s]``: the share of each row's attention in blocks that are not kept, added
+            to that of the rounds before; not read in the first round.
+    """
+    block, length, heads = index.block_size, len(query), query.shape[2]
+    q, k = _heads_first(query, heads), _heads_first(key.flatten(0, 1), heads)
+    mask = slash_mask(index, round_.rank, round_.sources, range(length), key.shape[1])
+    p = torch.exp(_scores(q, k, mask, softmax_scale) - lse[..., None].to(q.dtype))
+
+    def by_blocks(tensor: Tensor, dim: int) -> Tensor:  # [..., s, ...] -> [..., nb, B, ...]
+        shape = list(tensor.shape)
+        shape[dim] = index.local_blocks * block - length
+        padding = tensor.new_zeros(shape)
+        return torch.cat((tensor, padding), dim).unflatten(dim, (index.local_blocks, block))
+
+    def by_key_blocks(tensor: Tensor) -> Tensor:  # [b, h, s, I * s] -> [b, h, s, I, nb, B]
+        return by_blocks(tensor.unflatten(-1, (len(round_.sources), key.shape[1])), 4)
+
+    shares = by_key_blocks(p).sum(-1)  # [b, h, s, I, nb]
+    listed = by_blocks(by_key_blocks(mask).any(-1), 2).any(3)  # [b, h, nb, I, nb]
+    above = by_blocks(~(shares < least_share[:, None, None, None, None]), 2).any(3)
+    local = torch.arange(index.local_blocks, device=query.device)
+    q_block = block_at(local, round_.rank, index.world, index.inner)
+    k_block = torch.stack([block_at(local, r, index.world, index.inner) for r in round_.sources])
+    above |= q_block[:, None, None] - k_block <= 1
+    found = (listed & above).flatten(3)  # [b, h, nb, I * nb]
+    kept.index_copy_(3, k_block.flatten(), found.to(kept.dtype))
+    lost = listed & ~above  # [b, h, nb, I, nb]
+    rows = lost[:, :, torch.arange(length, device=query.device) // block]
+    sums = torch.where(rows, shares, 0).sum((-1, -2))
+    dropped.copy_(sums if round_.first else dropped + sums)
+
+
 def gather_columns(key: Tensor, value: Tensor | None, index: Columns, rank: int) -> Tensor:
     """Keys and values of each head's columns that lie on one rank.
 

@@ -241,6 +241,14 @@ OPTIONS = (
         default_help="off",
     ),
     Option(
+        "backward_threshold", float,
+        "Leaves blocks with little attention out of the backward; the forward stays as it is. A block of "
+        "keys is kept if some query of a query block gives it at least this many times the attention of a "
+        "block under even attention over half of the sequence. 0 is the gradient of every pair in the "
+        "pattern. The log line has the density of the backward, and how much attention it leaves out.",
+        default_help="0",
+    ),
+    Option(
         "loss_chunk", int,
         "Tokens per chunk of the output layer and the loss: the logits of one chunk exist at a time. 0 uses "
         "Megatron's own output layer and loss, with the logits of all tokens.",

@@ -34,6 +34,8 @@ class MTrainingConfig:
         gathered_ranks: context-parallel ranks whose keys are gathered, the inner group; 0 for a default.
         recompute_attention: compute attention again under activation recomputation.
         bf16_gradients: send gradients of keys and values in bfloat16.
+        backward_threshold: leave blocks without attention out of the backward (:mod:`..ring.pruning`); 0 for
+            the gradient of all.
         loss_chunk: tokens whose logits exist at once; 0 for Megatron's own loss; None for a default.
         batching, tuning: whether samples are placed, and prices moved, so that data-parallel ranks have equal
             attention time; these and the following are options of the run, which layers do not read.
@@ -53,6 +55,7 @@ class MTrainingConfig:
     gathered_ranks: int = 0
     recompute_attention: bool = False
     bf16_gradients: bool = False
+    backward_threshold: float = 0.0
     loss_chunk: int | None = None
     batching: str = "off"
     tuning: str = "off"
@@ -77,6 +80,7 @@ class MTrainingConfig:
             )
         for name in ("recompute_attention", "bf16_gradients"):
             check_type(name, getattr(self, name), bool)
+        check_at_least("backward_threshold", self.backward_threshold, 0, float)
         if self.settings is not None:
             check_type("settings", self.settings, str)
         if self.loss_chunk is not None:

@@ -166,6 +166,7 @@ class MTrainingAttention(MegatronModule):
                     softmax_scale=self.softmax_scale,
                     documents=documents,
                     first_pass=first_pass,
+                    observe_backward=self.density.add_backward if self.training else None,
                     **({} if first_pass is not None else self._of_this_step(query, tuned)),
                 )
         except ValueError as error:  # a ConfigError too

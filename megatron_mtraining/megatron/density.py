@@ -39,6 +39,8 @@ class DensityMeter:
         self.layer, self.first_head = layer, first_head
         self.total: Tensor | None = None
         self.count = 0
+        self.backward_total: Tensor | None = None
+        self.backward_count = 0
         _meters.add(self)
 
     def add(self, density: Tensor, recall: Tensor | None = None) -> None:
@@ -48,10 +50,23 @@ class DensityMeter:
         self.total = total if self.total is None else self.total + total
         self.count += density.shape[0]
 
+    def add_backward(self, density: Tensor, dropped: Tensor) -> None:
+        """Count one backward that was pruned: the density that it kept, and the share of attention that it
+        left out, float32 ``[b, h]``."""
+        total = torch.stack((density, dropped)).sum(1)
+        self.backward_total = total if self.backward_total is None else self.backward_total + total
+        self.backward_count += density.shape[0]
+
     def take(self) -> Tensor | None:
         """The means of each head, ``[2, h]``, since the last call; None if there was none."""
         mean = None if self.total is None else self.total / self.count
         self.total, self.count = None, 0
+        return mean
+
+    def take_backward(self) -> Tensor | None:
+        """The same of the backward: density kept and share of attention left out, ``[2, h]``."""
+        mean = None if self.backward_total is None else self.backward_total / self.backward_count
+        self.backward_total, self.backward_count = None, 0
         return mean
 
 
@@ -75,12 +90,16 @@ class Density:
         heads: both, of each layer and head of the model, means over ranks: float32 ``[2, layers, h]``, on
             the CPU.
         ran: which of them there were: bool ``[layers, h]``.
+        backward, dropped: the density of the backward, and the share of attention that it left out, where it
+            was pruned; None where it was not.
     """
 
     density: Share
     recall: Share
     heads: Tensor = field(compare=False)
     ran: Tensor = field(compare=False)
+    backward: Share | None = None
+    dropped: Share | None = None
 
     def line(self, iteration: int, price: float | None = None) -> str:
         """The line of the training log."""
@@ -90,35 +109,54 @@ class Density:
             f"(lowest head {density.lowest:.4f}, highest {density.highest:.4f}) | "
             f"recall {recall.mean:.4f} (lowest head {recall.lowest:.4f})"
         )
+        if self.backward is not None and self.dropped is not None:
+            line += (
+                f" | backward density {self.backward.mean:.4f} without {self.dropped.mean:.4f} of attention "
+                f"(highest head {self.dropped.highest:.4f})"
+            )
         return line if price is None else f"{line} | price {price:.4g}"
 
 
 def take_density() -> Density | None:
     """Density and recall of all layers on all ranks since the last call; a collective where there are
     several ranks. None if no layer has run."""
-    found = [(meter, mean) for meter in list(_meters) if (mean := meter.take()) is not None]
+    found = [
+        (meter, mean, meter.take_backward())
+        for meter in list(_meters)
+        if (mean := meter.take()) is not None
+    ]
     ranks = RankGroup.everyone()
     device = ranks.device or (found[0][1].device if found else torch.device("cpu"))
-    ends = [(meter.layer + 1, meter.first_head + mean.shape[1]) for meter, mean in found]
+    ends = [(meter.layer + 1, meter.first_head + mean.shape[1]) for meter, mean, _ in found]
     shape = torch.tensor([(0, 0), *ends], device=device).amax(0)
     layers, heads = ranks.all_reduce(
         shape, "max"
     ).tolist()  # a pipeline stage has some layers, or none
-    table = torch.zeros(3, layers, heads, device=device)
-    for meter, mean in found:
-        own = table[:, meter.layer, meter.first_head :][:, : mean.shape[1]]
-        own[:2] += mean
-        own[2] += 1
+    table = torch.zeros(2, 3, layers, heads, device=device)  # of the forward and the backward
+    for meter, *both in found:
+        for part, mean in zip(table, both):
+            if mean is not None:
+                own = part[:, meter.layer, meter.first_head :][:, : mean.shape[1]]
+                own[:2] += mean
+                own[2] += 1
     ranks.all_reduce(table)
-    *totals, count = table.cpu()
-    ran = count > 0
+    (means, ran), (backward, pruned) = (_means(part) for part in table.cpu())
     if not ran.any():
         return None
-    means = torch.stack(totals) / count.clamp(min=1)
-    shares = (
-        Share(some.mean().item(), some.min().item(), some.max().item()) for some in means[:, ran]
-    )
+    shares = [_share(some) for some in means[:, ran]]
+    if pruned.any():
+        return Density(*shares, means, ran, *(_share(some) for some in backward[:, pruned]))
     return Density(*shares, means, ran)
+
+
+def _means(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Means ``[2, layers, h]`` of two sums and a count, ``[3, layers, h]``, and where there are any."""
+    *totals, count = table
+    return torch.stack(totals) / count.clamp(min=1), count > 0
+
+
+def _share(values: Tensor) -> Share:
+    return Share(values.mean().item(), values.min().item(), values.max().item())
 
 
 def wrap_training_log(original):
@@ -153,6 +191,10 @@ def figures(density: Density) -> dict[str, float]:
     """What TensorBoard and W&B get, by name: of all heads, and the mean of each layer's."""
     values = {}
     both = ("density", density.density), ("recall", density.recall)
+    if density.backward is not None and density.dropped is not None:
+        values["mtraining-backward-density/mean"] = density.backward.mean
+        values["mtraining-backward-dropped/mean"] = density.dropped.mean
+        values["mtraining-backward-dropped/highest-head"] = density.dropped.highest
     for (name, share), heads in zip(both, density.heads):
         values[f"mtraining-{name}/mean"] = share.mean
         values[f"mtraining-{name}/lowest-head"] = share.lowest

@@ -221,3 +221,34 @@ def build_block_index(
         inner=inner,
         rank=rank,
     )
+
+
+def pruned_index(index: PatternIndex, kept: Tensor, rank: int, capacity: int) -> BlockListIndex:
+    """A pattern with fewer blocks, for the same columns: each is attended to as a column wherever it was.
+
+    Args:
+        index: the pattern.
+        kept: uint8 ``[b, h, nb, NB]``, by own query block in local order and global key block: which blocks
+            of the pattern stay. Each query block's own is among them.
+        rank: whose query blocks these are.
+        capacity: number of entries to allocate, not fewer than are kept; nothing is read on the host.
+    """
+    # Lists come from ``kept`` alone; ``member`` only says where columns are attended to in a block.
+    operands = (kept, torch.zeros_like(index.member), index.world, index.inner, rank)
+    round_ptr, rank_ptr, _ = block_list_offsets(*operands)
+    round_list, rank_list = block_lists(*operands, round_ptr, rank_ptr, capacity)
+    return BlockListIndex(
+        member=index.member,
+        round_list=round_list,
+        round_ptr=round_ptr,
+        rank_list=rank_list,
+        rank_ptr=rank_ptr,
+        columns=index.columns,
+        column_ptr=index.column_ptr,
+        seq_length=index.seq_length,
+        block_size=index.block_size,
+        world=index.world,
+        inner=index.inner,
+        documents=index.documents,
+        rank=rank,
+    )

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from ..kernels import attention as kernels
 from ..kernels.attention.operands import unit_stride
 from ..pattern.vertical_slash_index import PatternIndex
+from .pruning import BackwardPruning, PrunedPattern
 from .schedule import Action, Link, Op, backward_ops, forward_ops
 from .transport import Ring, Transfer
 
@@ -190,6 +191,7 @@ def _backward(
     ring: Ring,
     softmax_scale: float,
     wire_dtype: torch.dtype | None,
+    pruning: BackwardPruning | None,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of queries, ``[s, b, h, d]``, and of keys and values, ``[2, s, b, hk, d]``."""
     keys, dkv = KeysAndValues(key, value, ring, index), _DkvAccumulator(ring, wire_dtype)
@@ -198,6 +200,9 @@ def _backward(
     rest = _Operands(
         grad_out=grad_out, lse=lse, delta=delta, index=index, softmax_scale=softmax_scale
     )
+    pruned = None
+    if pruning is not None:
+        pruned = PrunedPattern(query, lse, index, ring.cp.rank, softmax_scale, pruning)
     # The accumulator of a round's dQ is read by the kernel that writes the next one's.
     dq_before: Tensor | None = None
     dq: Tensor | None = None
@@ -207,18 +212,22 @@ def _backward(
     for op in backward_ops(ring.cp.rank, ring.cp.inner, ring.cp.outer):
         keys.transfer(op)
         dkv.transfer(op)
+        if pruned is not None and op.round is not None:
+            current, _ = keys.current()
+            with ring.span("prune", op.round.round_index):
+                rest["index"] = pruned.through(op.round, current)
         if op.action is Action.COMPUTE_COLUMN_GRADS and columns:
             column_grads = _start_column_grads(query, columns, ring, rest)
         elif op.action is Action.COMPUTE_DQ:
             assert op.round is not None and op.head_part is not None
             if op.head_part[0] == 0:
                 dq_before, dq = dq, None
-            current = keys.current()
+            current_kv = keys.current()
             column_kv = columns.wait() if columns else None
             with ring.span("query", kernel := kernel + 1):
                 dq = kernels.backward_query(
                     query,
-                    *current,
+                    *current_kv,
                     **rest,
                     column_kv=column_kv,
                     round_=op.round,
@@ -252,6 +261,8 @@ def _backward(
                     column_gradients=added,
                     dtype=dtype,
                 )
+    if pruned is not None:
+        pruned.tell()
     assert dq is not None and dkv.value is not None, "the schedule computes both"
     return dq, dkv.value.to(key.dtype)
 
@@ -269,13 +280,15 @@ def _start_column_grads(
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, index, ring, softmax_scale, first_pass, wire_dtype, keys):
+    def forward(
+        ctx, query, key, value, index, ring, softmax_scale, first_pass, wire_dtype, keys, pruning
+    ):
         if first_pass is None:
             out, lse = _forward(query, key, value, index, ring, softmax_scale, keys)
         else:
             out, lse = (tensor.detach() for tensor in first_pass)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.rest = index, ring, softmax_scale, wire_dtype
+        ctx.rest = index, ring, softmax_scale, wire_dtype, pruning
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -285,7 +298,7 @@ class _RingAttention(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         (grad_out,) = unit_stride(grad_out)
         dq, dkv = _backward(query, key, value, grad_out, out, lse, *ctx.rest)
-        return dq, dkv[0], dkv[1], None, None, None, None, None, None
+        return dq, dkv[0], dkv[1], *[None] * 7
 
 
 def ring_attention(
@@ -298,6 +311,7 @@ def ring_attention(
     first_pass: tuple[Tensor, Tensor] | None = None,
     bf16_gradients: bool = False,
     keys: KeysAndValues | None = None,
+    pruning: BackwardPruning | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sparse causal attention over a block-striped sequence, for operands that have been validated.
 
@@ -311,6 +325,7 @@ def ring_attention(
         bf16_gradients: send the gradients of keys and values in bfloat16: half the bytes, and a rounding to 8
             bits at each of ``W - 1`` hops.
         keys: the same key and value, if they are in flight already. Used up.
+        pruning: of the backward's blocks (:mod:`.pruning`); None for the gradient of all.
 
     Returns:
         out ``[s, b, h, d]``, in the query's dtype, contiguous; the log-sum-exp of its rows, ``[b, h, s]``,
@@ -318,5 +333,5 @@ def ring_attention(
     """
     wire_dtype = torch.bfloat16 if bf16_gradients else None
     return _RingAttention.apply(
-        query, key, value, index, ring, softmax_scale, first_pass, wire_dtype, keys
+        query, key, value, index, ring, softmax_scale, first_pass, wire_dtype, keys, pruning
     )

@@ -150,7 +150,7 @@ class Op:
     """One operation.
 
     Attributes:
-        round: of COMPUTE_OUT and COMPUTE_DQ.
+        round: of COMPUTE_OUT, COMPUTE_DQ and COMPUTE_DKV.
         ring_step, slot: of COMPUTE_DKV and COMPUTE_OWN_DKV; ``slot`` is the inner rank of its source, where
             the keys are in ``[I, s, b, hk, d]``.
         head_part: of COMPUTE_DQ: (p, P), the heads from ``p / P`` to ``(p + 1) / P`` of all.
@@ -209,7 +209,7 @@ def backward_ops(rank: int, inner: int, outer: int) -> tuple[Op, ...]:
 
 def _compute_dkv(round_: Round, slot: int) -> Op:
     ring_step = RingStep(round_.rank, round_.sources[slot], round_.inner, round_.outer)
-    return Op(Action.COMPUTE_DKV, ring_step=ring_step, slot=slot)
+    return Op(Action.COMPUTE_DKV, round_, ring_step=ring_step, slot=slot)
 
 
 def _round_of_single_ranks(round_: Round) -> list[Op]:

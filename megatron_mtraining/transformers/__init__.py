@@ -20,15 +20,24 @@ process without context parallelism, on a GPU or a CPU:
 """
 
 from .interface import NAME, configure, register
-from .state import PatternMeans, advance, state_of, take_means
+from .state import (
+    BackwardMeans,
+    PatternMeans,
+    advance,
+    state_of,
+    take_backward_means,
+    take_means,
+)
 
 __all__ = [
     "NAME",
+    "BackwardMeans",
     "PatternMeans",
     "advance",
     "configure",
     "register",
     "state_of",
+    "take_backward_means",
     "take_means",
     "watch",
 ]

@@ -8,7 +8,7 @@ the whole cache, through transformers' own ``sdpa``.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from torch import Tensor, nn
 
@@ -230,6 +230,7 @@ def attention(
             documents=documents,
             head_policies=policies,
             price=price,
+            observe_backward=partial(state.observe_backward, layer),
         )
     except ValueError as error:
         raise ConfigError(f"the {place} cannot run: {error}") from error

@@ -26,6 +26,17 @@ class PatternMeans(NamedTuple):
     """Share of the attention mass that the pattern holds, on held-out rows: shape and NaN as ``density``."""
 
 
+class BackwardMeans(NamedTuple):
+    """Means over the backwards of each layer that were pruned (``backward_threshold``), since the last
+    :func:`take_backward_means`."""
+
+    density: Tensor
+    """Fraction of the visible query-key pairs that the backward keeps: float32 ``[layers, heads]``, on the
+    CPU; NaN for a layer without such a backward."""
+    dropped: Tensor
+    """Share of the attention in what it leaves out: shape and NaN as ``density``."""
+
+
 class PatternState:
     """State that the attention layers of a model share.
 
@@ -46,6 +57,7 @@ class PatternState:
         ]
         # By whether the model trains, and by layer: float32 [3, heads] of density, recall, calls.
         self._sums: dict[bool, dict[int, Tensor]] = {True: {}, False: {}}
+        self._backward: dict[int, Tensor] = {}  # the same of backwards: density, dropped, calls
 
     def policies(self, layer: int) -> tuple[Policy, ...] | None:
         """The policy of each head of a layer; None if all heads have the policy of the run."""
@@ -62,20 +74,37 @@ class PatternState:
         density = index.density().detach()
         # Without recall everything is kept.
         recall = torch.ones_like(density) if index.recall is None else index.recall.detach()
-        own = torch.stack((density, recall, torch.ones_like(density))).sum(1)
-        sums = self._sums[training]
-        sums[layer] = sums[layer] + own if layer in sums else own
+        _add(self._sums[training], layer, density, recall)
         if training:
             self.steering.observe(recall, layer)
+
+    def observe_backward(self, layer: int, density: Tensor, dropped: Tensor) -> None:
+        """Add what one pruned backward kept and left out, float32 ``[b, h]`` each, to the means."""
+        _add(self._backward, layer, density, dropped)
 
     def take(self, training: bool = True) -> PatternMeans:
         """The means since the last call of this method, over forwards in training mode or over other
         forwards. Waits for the device."""
-        means = torch.full((2, *self.shape), torch.nan)
-        for layer, sums in self._sums[training].items():
-            means[:, layer] = (sums[:2] / sums[2]).cpu()
+        means = self._means(self._sums[training])
         self._sums[training] = {}
         return PatternMeans(*means)
+
+    def take_backward(self) -> BackwardMeans:
+        """The means of pruned backwards since the last call of this method. Waits for the device."""
+        means, self._backward = self._means(self._backward), {}
+        return BackwardMeans(*means)
+
+    def _means(self, sums_of: dict[int, Tensor]) -> Tensor:
+        means = torch.full((2, *self.shape), torch.nan)
+        for layer, sums in sums_of.items():
+            means[:, layer] = (sums[:2] / sums[2]).cpu()
+        return means
+
+
+def _add(sums: dict[int, Tensor], layer: int, *values: Tensor) -> None:
+    """Add values, float32 ``[b, h]`` each, and a count to a layer's sums over ``b``."""
+    own = torch.stack((*values, torch.ones_like(values[0]))).sum(1)
+    sums[layer] = sums[layer] + own if layer in sums else own
 
 
 def state_of(model: nn.Module) -> PatternState:
@@ -102,6 +131,12 @@ def take_means(model: nn.Module, training: bool = True) -> PatternMeans:
             decoding is dense and does not count).
     """
     return state_of(model).take(training)
+
+
+def take_backward_means(model: nn.Module) -> BackwardMeans:
+    """What the pruned backwards of a model's layers and heads kept and left out, since the last call of this
+    function."""
+    return state_of(model).take_backward()
 
 
 def advance(model: nn.Module) -> None:

@@ -122,6 +122,29 @@ def test_meters_of_deleted_models_are_gone():
     assert take_density() is None
 
 
+def test_backwards_that_are_pruned():
+    first, second = DensityMeter(0), DensityMeter(1)
+    for meter in (first, second):
+        meter.add(torch.full((1, 2), 0.5))
+    first.add_backward(torch.tensor([[0.1, 0.3]]), torch.tensor([[0.02, 0.04]]))
+    first.add_backward(torch.tensor([[0.3, 0.3]]), torch.tensor([[0.04, 0.04]]))
+    density = take_density()
+    assert density.backward.mean == pytest.approx(0.25)  # of the first layer alone
+    assert density.dropped.mean == pytest.approx(0.035)
+    assert density.dropped.highest == pytest.approx(0.04)
+    assert density.density.mean == pytest.approx(0.5)
+    expected = (
+        " | backward density 0.2500 without 0.0350 of attention (highest head 0.0400) | price 2"
+    )
+    assert density.line(3, 2.0).endswith(expected)
+    figures = module.figures(density)
+    assert figures["mtraining-backward-density/mean"] == pytest.approx(0.25)
+    assert figures["mtraining-backward-dropped/mean"] == pytest.approx(0.035)
+    first.add(torch.full((1, 2), 0.5))
+    density = take_density()
+    assert density.backward is None and "backward" not in density.line(4)
+
+
 def test_line():
     kept = module.Density(
         module.Share(0.0421, 0.01, 0.09), module.Share(0.95, 0.8, 1.0), None, None

@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-KERNELS = {"_forward_kernel", "_query_kernel", "_key_kernel", "_column_kernel"}
+KERNELS = {"_forward_kernel", "_query_kernel", "_key_kernel", "_column_kernel", "_prune_kernel"}
 HEADS, KV_HEADS, BLOCK, LENGTH = 4, 2, 128, 1024
 
 
@@ -79,6 +79,7 @@ def hopper(folder: str, case: dict) -> None:
 
 def portable(capability: str, case: dict) -> None:
     from megatron_mtraining.kernels.attention.portable import backend
+    from megatron_mtraining.kernels.attention.portable.pruning import prune_blocks
     from megatron_mtraining.kernels.common import tiles
 
     if capability == "90":
@@ -88,10 +89,18 @@ def portable(capability: str, case: dict) -> None:
         return kernel.metadata.shared
 
     # The first round of several ranks has every loop over tiles.
-    print(json.dumps(compile_all(int(capability), backend, describe, case, inner_sizes=(2,))))
+    print(
+        json.dumps(
+            compile_all(
+                int(capability), backend, describe, case, inner_sizes=(2,), prune=prune_blocks
+            )
+        )
+    )
 
 
-def compile_all(capability: int, backend, describe, case: dict, inner_sizes=(2, 1)) -> dict:
+def compile_all(
+    capability: int, backend, describe, case: dict, inner_sizes=(2, 1), prune=None
+) -> dict:
     """``describe(kernel)`` of the kernels of one round of two ranks, and of two rounds of one rank."""
     from megatron_mtraining.ring import rounds
 
@@ -109,12 +118,12 @@ def compile_all(capability: int, backend, describe, case: dict, inner_sizes=(2, 
     for inner in inner_sizes:
         for round_ in rounds(1, inner, 2 // inner):
             label = f"inner{inner}-round{round_.round_index}"
-            launch_all(backend, inner, round_, **case)
+            launch_all(backend, inner, round_, prune, **case)
     return compiled
 
 
-def launch_all(backend, inner, round_, *, head_dim, columns, block_lists, packed) -> None:
-    """Launch the four kernels as rank 1 of 2 does in a round."""
+def launch_all(backend, inner, round_, prune, *, head_dim, columns, block_lists, packed) -> None:
+    """Launch the four kernels as rank 1 of 2 does in a round, and the one that prunes the backward."""
     from megatron_mtraining.documents import Documents
     from megatron_mtraining.pattern import build_block_index, build_index
     from megatron_mtraining.ring import RingStep
@@ -149,6 +158,10 @@ def launch_all(backend, inner, round_, *, head_dim, columns, block_lists, packed
     )
     backend.forward(**shared, **round_keys, out=result)
     backend.backward_query(**gradients, **round_keys, grad_query=result, head_range=range(1, 3))
+    if prune is not None:
+        lines = dict(least_share=torch.ones(1), dropped=torch.zeros_like(lse))
+        kept = torch.zeros(1, HEADS, blocks // 2, blocks, dtype=torch.uint8)
+        prune(key=keys, round_=round_, kept=kept, **shared, **lines)
     column_gradients = None
     if columns:
         column_gradients = backend.backward_columns(**gradients, column_kv=column_kv, rank=0)

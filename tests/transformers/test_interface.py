@@ -10,7 +10,13 @@ import torch
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.config import ConfigError
-from megatron_mtraining.transformers import advance, configure, state_of, take_means
+from megatron_mtraining.transformers import (
+    advance,
+    configure,
+    state_of,
+    take_backward_means,
+    take_means,
+)
 from tests.support.transformers_cases import HEADS, small_model
 
 pytest.importorskip("transformers")
@@ -204,6 +210,21 @@ def test_a_target_recall_moves_the_prices(tokens):
     ours(tokens, use_cache=False)
     advance(ours)
     assert state_of(ours).price(0, torch.device("cpu")).equal(after)  # evaluation does not count
+
+
+def test_a_pruned_backward_leaves_the_loss(tokens):
+    """The forward is dense; gradients differ, and what they leave out is counted."""
+    model = small_model()
+    config = MTrainingConfig.from_options(price=0.0, block_size=64, backward_threshold=3.0)
+    ours = with_pattern(model, config).train()
+    expected, grads = loss_and_gradients(model.train(), input_ids=tokens, labels=tokens)
+    found, own = loss_and_gradients(ours, input_ids=tokens, labels=tokens)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-5)
+    means = take_backward_means(ours)
+    assert (means.density < take_means(ours).density).all() and (means.dropped > 0).all()
+    assert take_backward_means(ours).density.isnan().all(), "taken"
+    name = next(name for name in grads if "k_proj" in name)
+    assert not torch.allclose(own[name], grads[name], rtol=1e-3, atol=1e-5)
 
 
 def test_settings_differ_by_layer(tokens, tmp_path):

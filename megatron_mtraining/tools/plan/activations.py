@@ -127,7 +127,21 @@ def ring_bytes(layer: Layer) -> int:
         held += size(2 * layer.kv, 4) * (3 if both else 2)
     else:
         held += size(2 * layer.kv)
-    return held + column_bytes(layer)
+    return held + column_bytes(layer) + pruning_bytes(layer)
+
+
+def pruning_bytes(layer: Layer) -> int:
+    """Of :class:`megatron_mtraining.ring.pruning.PrunedPattern`: which blocks are kept, their lists at the
+    length they can have, prefix counts, and the attention that is left out."""
+    setting, args = layer.setting, layer.setting.args
+    if not setting.mtraining.backward_threshold:
+        return 0
+    heads = args.micro_batch_size * layer.heads
+    blocks = args.seq_length // setting.mtraining.block_size
+    own = blocks // setting.cp
+    counts = 4 * own * (setting.outer + setting.cp)
+    causal = own * (blocks + 1) // 2  # about as many for every rank
+    return heads * (own * blocks + 4 * causal + counts) + layer.bytes_of(layer.heads, 4)
 
 
 def column_bytes(layer: Layer) -> int:

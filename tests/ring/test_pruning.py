@@ -1,0 +1,377 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Block pruning of the backward: which blocks it keeps, and the gradients through them, against attention
+written out in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_mtraining import MTrainingConfig
+from megatron_mtraining.attention import attend
+from megatron_mtraining.config import ConfigError
+from megatron_mtraining.cp_group import cp_group_of
+from megatron_mtraining.documents import Documents
+from megatron_mtraining.kernels.attention import reference
+from megatron_mtraining.layout import block_at, stripe, unstripe
+from megatron_mtraining.pattern import build_index
+from megatron_mtraining.ring import Ring, Round
+from megatron_mtraining.ring.attention import ring_attention
+from megatron_mtraining.ring.pruning import BackwardPruning, check_size, least_share
+from tests.support.attention_cases import (
+    block_lists_of,
+    random_index,
+    random_operands,
+    relative_error,
+    written_out_mask,
+)
+from tests.support.ids import parametrize
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("fresh_inputs")
+
+BLOCK, SCALE, THRESHOLD = 64, 0.5, 1.5
+NAMES = ("out", "grad_query", "grad_key", "grad_value")
+
+
+@dataclass
+class Expected:
+    """What the pruned backward gives, from attention written out over the whole sequence."""
+
+    kept: torch.Tensor  # bool [b, h, NB, NB]
+    close: torch.Tensor  # bool [b, h, NB, NB]: too near the threshold to compare
+    dropped: torch.Tensor  # [b, h, N]
+    density: torch.Tensor  # [b, h]
+    results: list[torch.Tensor]
+
+
+def expected(operands, index, threshold, visible=None):
+    """The definition: probabilities of the whole pattern, and gradients of the kept ones alone."""
+    query, key, value, grad_out = (t.detach().double() for t in operands)
+    length, batch, heads, _ = query.shape
+    group = heads // key.shape[2]
+    mask = written_out_mask(index, batch, heads)
+    q, k, v, do = (t.permute(1, 2, 0, 3) for t in (query, key, value, grad_out))
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    p = (q @ k.mT * SCALE).masked_fill(~mask, float("-inf")).softmax(-1)
+    out = p @ v
+    blocks = -(-length // BLOCK)
+    number = torch.arange(length) // BLOCK
+    one_hot = (number[:, None] == torch.arange(blocks)).double()
+    # A column is attended to in its block only where a slash covers that block.
+    distances = index.distances()[:, :, (number[:, None] - number).clamp(min=0)] & mask
+    shares = (p * distances) @ one_hot  # [b, h, N, NB]
+    visible = (length + 1) / 2 if visible is None else visible
+    least = threshold * BLOCK / visible
+    most = torch.stack([shares[:, :, number == i].amax(2) for i in range(blocks)], 2)
+    apart = torch.arange(blocks)[:, None] - torch.arange(blocks)
+    listed = torch.stack([distances[:, :, number == i].any(2) for i in range(blocks)], 2).double()
+    listed = (listed @ one_hot) > 0  # [b, h, NB, NB]
+    kept = listed & ((most >= least) | (apart <= 1))
+    tokens = kept[:, :, number][..., number]
+    dropped = (p * distances * ~tokens).sum(-1)
+    pruned = p * (tokens | ~distances)
+    ds = pruned * (do @ v.mT - (out * do).sum(-1, keepdim=True)) * SCALE
+
+    def of_groups(grad):
+        return grad.unflatten(1, (-1, group)).sum(2).permute(2, 0, 1, 3)
+
+    results = [out.permute(2, 0, 1, 3), (ds @ k).permute(2, 0, 1, 3)]
+    results += [of_groups(ds.mT @ q), of_groups(pruned.mT @ do)]
+    causal = length * (length + 1) / 2
+    density = ((pruned > 0).sum((-1, -2)) / causal).float()
+    close = ((most - least).abs() < 1e-4 * least) & (apart > 1)
+    return Expected(kept, close, dropped, density, results)
+
+
+def peaked(seq_length, batch, heads, dim, dtype, device="cpu"):
+    """Operands whose attention is uneven: many blocks hold next to nothing."""
+    query, *rest = random_operands(seq_length, batch, *heads, dim, dtype, device)
+    return (query * 2, *rest)
+
+
+def prune_all_rounds(prune, operands, index, threshold):
+    """``kept`` and ``dropped`` of every rank, in the order of the sequence."""
+    query, key, *_ = operands
+    length, batch, heads, _ = query.shape
+    world = index.world
+    mask = written_out_mask(index, batch, heads)
+    group = heads // key.shape[2]
+    q, k = (t.permute(1, 2, 0, 3) for t in (query, key.repeat_interleave(group, 2)))
+    lse = (q @ k.mT * SCALE).masked_fill(~mask, float("-inf")).logsumexp(-1)  # [b, h, N]
+
+    def parts(tensor):
+        if world == 1:
+            return [tensor]
+        return [stripe(tensor, r, world, BLOCK, inner=index.inner) for r in range(world)]
+
+    queries, keys, lses = parts(query), parts(key), parts(lse.permute(2, 0, 1))
+    blocks = index.member.shape[-1]
+    kept = torch.zeros(batch, heads, blocks, blocks, dtype=torch.bool)
+    dropped = []
+    for rank in range(world):
+        own_lse = lses[rank].permute(1, 2, 0).contiguous()
+        own = torch.zeros(batch, heads, index.local_blocks, blocks, dtype=torch.uint8)
+        lost = torch.full_like(own_lse, float("nan"), dtype=torch.float32)
+        for number in range(index.outer):
+            round_ = Round(rank, number, index.inner, index.outer)
+            gathered = (
+                keys[0][None] if world == 1 else torch.stack([keys[r] for r in round_.sources])
+            )
+            prune(
+                queries[rank], gathered, lse=own_lse, index=index, round_=round_, softmax_scale=SCALE,
+                least_share=least_share(index, threshold), kept=own, dropped=lost,
+            )  # fmt: skip
+        kept[:, :, block_at(torch.arange(index.local_blocks), rank, world, index.inner)] = (
+            own.bool()
+        )
+        dropped.append(lost.permute(2, 0, 1))
+    dropped = dropped[0] if world == 1 else unstripe(dropped, BLOCK, inner=index.inner)
+    return kept, dropped.permute(1, 2, 0)
+
+
+SEQUENCES = [(64, 1, 1), (500, 1, 1), (768, 2, 1), (576, 3, 3), (768, 6, 2)]
+
+
+@parametrize("budget", ["none", "few", "all"])
+@parametrize("heads", [(1, 1), (4, 2)])
+@parametrize("seq_length, world, inner", SEQUENCES)
+def test_blocks_that_are_kept(seq_length, world, inner, heads, budget):
+    operands = peaked(seq_length, 2, heads, 64, torch.float64)
+    index = random_index(seq_length, 2, heads[0], BLOCK, world, budget, "cpu", inner)
+    truth = expected(operands, index, THRESHOLD)
+    kept, dropped = prune_all_rounds(reference.prune_blocks, operands, index, THRESHOLD)
+    assert torch.equal(kept | truth.close, truth.kept | truth.close)
+    assert (dropped - truth.dropped).abs().max() < 1e-4
+
+
+@pytest.mark.thinned(2)
+@parametrize(
+    "seq_length, world, inner, heads, dim, budget, packed",
+    [
+        (320, 1, 1, (4, 2), 64, "few", False),
+        (300, 1, 1, (2, 1), 128, "all", False),
+        (512, 4, 2, (2, 1), 64, "all", False),
+        (384, 3, 3, (2, 2), 64, "few", False),
+        (384, 2, 1, (2, 1), 64, "all", True),
+        (256, 1, 1, (2, 1), 64, "few", True),
+    ],
+)
+def test_kernel_interpreted(interpreter, seq_length, world, inner, heads, dim, budget, packed):
+    if torch.cuda.is_available():
+        pytest.skip("the kernel runs compiled here: see test_kernel_compiled")
+    from megatron_mtraining.kernels.attention.portable.pruning import prune_blocks
+
+    compare_with_reference(prune_blocks, seq_length, world, inner, heads, dim, budget, packed)
+
+
+@pytest.mark.gpu
+@parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@parametrize("dim", [64, 128])
+@parametrize("budget", ["few", "all"])
+@parametrize("packed", [False, True])
+@parametrize("seq_length, world, inner", [(1000, 1, 1), (768, 2, 1), (2048, 4, 2)])
+def test_kernel_compiled(seq_length, world, inner, dim, budget, packed, dtype):
+    from megatron_mtraining.kernels.attention.portable.pruning import prune_blocks
+
+    def on_gpu(query, key, *, lse, index, round_, softmax_scale, least_share, kept, dropped):
+        results = kept.cuda(), dropped.cuda()
+        prune_blocks(
+            query.cuda(), key.cuda(), lse=lse.cuda(), index=moved(index), round_=round_,
+            softmax_scale=softmax_scale, least_share=least_share.cuda(), kept=results[0],
+            dropped=results[1],
+        )  # fmt: skip
+        kept.copy_(results[0])
+        dropped.copy_(results[1])
+
+    compare_with_reference(on_gpu, seq_length, world, inner, (4, 2), dim, budget, packed, dtype)
+
+
+def moved(index):
+    """The index on the GPU, built again."""
+    found = build_index(
+        index.distances().cuda(), index.columns.cuda(), index.seq_length, index.block_size,
+        index.world, index.inner,
+    )  # fmt: skip
+    return with_documents(found, "cuda") if index.documents is not None else found
+
+
+def with_documents(index, device="cpu"):
+    """The index for packed documents of a third and two thirds of the sequence."""
+    batch = index.member.shape[0]
+    starts = torch.zeros(batch, index.seq_length, dtype=torch.int32, device=device)
+    cut = index.seq_length // 3
+    starts[:, cut:] = cut
+    return replace(index, documents=Documents(starts))
+
+
+def compare_with_reference(
+    prune, seq_length, world, inner, heads, dim, budget, packed, dtype=torch.float32
+):
+    operands = [t.to(dtype).float() for t in peaked(seq_length, 1, heads, dim, torch.float32)]
+    index = random_index(seq_length, 1, heads[0], BLOCK, world, budget, "cpu", inner)
+    if packed:
+        index = with_documents(index)
+    kept, dropped = prune_all_rounds(
+        lambda q, k, **rest: prune(q.to(dtype), k.to(dtype), **rest), operands, index, THRESHOLD
+    )
+    reference_kept, reference_dropped = prune_all_rounds(
+        reference.prune_blocks, [t.double() for t in operands], index, THRESHOLD
+    )
+    differ = (kept != reference_kept).sum()
+    # A share within rounding of the threshold may fall on either side: random inputs have next to none.
+    assert differ <= (0 if dtype == torch.float32 else 2)
+    if differ == 0:
+        assert (dropped - reference_dropped).abs().max() < 1e-3
+    assert not kept.all() or budget == "none"
+
+
+def run_pruned(rank, world, cases):
+    """This rank's out and gradients, and what was reported, of each case."""
+    results = []
+    for operands, distances, columns, inner, lists, threshold in cases:
+        cp = cp_group_of(dist.group.WORLD if world > 1 else None, inner)
+        seq_length = operands[0].shape[0]
+        index = build_index(distances, columns, seq_length, BLOCK, world, cp.inner)
+        if lists:
+            index = as_lists(index)[rank]
+        parts = list(operands)
+        if world > 1:
+            parts = [stripe(t, rank, world, BLOCK, inner=cp.inner) for t in operands]
+        leaves = [t.clone().requires_grad_() for t in parts[:3]]
+        told: list = []
+        pruning = BackwardPruning(threshold, lambda *both, told=told: told.append(both))
+        out, _ = ring_attention(*leaves, index, Ring(cp), SCALE, pruning=pruning)
+        assert not told
+        out.backward(parts[3])
+        ((density, dropped),) = told
+        results.append(([out.detach(), *(leaf.grad for leaf in leaves)], density, dropped))
+    return results
+
+
+def as_lists(index):
+    """The same pattern as block lists, which have the distances as blocks."""
+    blocks = torch.cat([index.block_mask(rank) for rank in range(index.world)], 2)
+    order = torch.cat(
+        [
+            block_at(torch.arange(index.local_blocks), rank, index.world, index.inner)
+            for rank in range(index.world)
+        ]
+    )
+    blocks = blocks[:, :, order.argsort()]
+    none = torch.zeros_like(index.distances())
+    columns = index.columns[..., :0]
+    return block_lists_of(
+        blocks, none, columns, index.seq_length, index.block_size, index.world, index.inner
+    )
+
+
+INNER = {1: [None], 2: [None, 1], 4: [None, 1, 2], 6: [2]}
+
+
+@parametrize("world", [1, 2, 4, pytest.param(6, marks=pytest.mark.slow)])
+def test_gradients(world):
+    cases, truths = [], []
+    seq_length = BLOCK * world * (5 if world == 1 else 2)
+    for heads in ((4, 2), (3, 3)):
+        for budget, lists in (("few", False), ("all", False), ("all", True)):
+            operands = peaked(seq_length, 2, heads, 64, torch.float64)
+            index = random_index(seq_length, 2, heads[0], BLOCK, 1, budget, "cpu")
+            truth = expected(operands, index, THRESHOLD)
+            for inner in INNER[world]:
+                cases.append((operands, index.distances(), index.columns, inner, lists, THRESHOLD))
+                truths.append(truth)
+    assert any((truth.dropped > 0).any() and not truth.close.any() for truth in truths)
+    ranks = run_ranks(world, run_pruned, cases) if world > 1 else [run_pruned(0, 1, cases)]
+    for case, truth, results in zip(cases, truths, zip(*ranks)):
+        if truth.close.any():
+            continue  # the side of the threshold is a matter of rounding
+        for name, *parts in zip(NAMES, *(result for result, _, _ in results)):
+            found = parts[0] if world == 1 else unstripe(parts, BLOCK, inner=case[3])
+            exact = truth.results[NAMES.index(name)]
+            error = relative_error(found, exact)
+            assert error < 1e-12, f"{name}, inner groups of {case[3]}: {error:.1e}"
+        dropped = torch.stack([each for _, _, each in results]).mean(0)
+        assert torch.allclose(dropped.double(), truth.dropped.mean(-1), atol=1e-5)
+        if world == 1:
+            assert torch.allclose(results[0][1], truth.density, atol=1e-6)
+
+
+def test_a_tiny_threshold_keeps_everything():
+    operands = peaked(BLOCK * 5, 1, (2, 1), 64, torch.float64)
+    index = random_index(BLOCK * 5, 1, 2, BLOCK, 1, "few", "cpu")
+    case = operands, index.distances(), index.columns, None, False
+    ((pruned, density, dropped),) = run_pruned(0, 1, [(*case, 1e-300)])
+    leaves = [t.clone().requires_grad_() for t in operands[:3]]
+    out, _ = ring_attention(*leaves, index, Ring(cp_group_of(None, None)), SCALE)
+    out.backward(operands[3])
+    for name, found, exact in zip(NAMES, pruned, (out, *(leaf.grad for leaf in leaves))):
+        assert relative_error(found, exact) < 1e-14, name
+    assert torch.equal(density, index.density()) and not dropped.any()
+
+
+def test_what_is_not_a_number_stays():
+    """A query of NaN makes its whole row NaN, in the backward as well: nothing hides it."""
+    operands = peaked(BLOCK * 6, 1, (1, 1), 64, torch.float32)
+    operands[0][BLOCK * 5 + 3] = float("nan")
+    index = random_index(BLOCK * 6, 1, 1, BLOCK, 1, "all", "cpu")
+    kept, _ = prune_all_rounds(reference.prune_blocks, operands, index, 1e6)
+    assert kept[0, 0, 5].all() and not kept[0, 0, 4, :3].any()
+    case = operands, index.distances(), index.columns, None, False, 1e6
+    (((_, *gradients), _, _),) = run_pruned(0, 1, [case])
+    for gradient in gradients[1:]:  # of keys and values: all are seen by that query
+        assert gradient.isnan().all()
+
+
+def test_packed_documents_have_their_own_mean():
+    index = random_index(BLOCK * 6, 2, 1, BLOCK, 1, "all", "cpu")
+    starts = torch.zeros(2, BLOCK * 6, dtype=torch.int32)
+    starts[1, BLOCK * 2 :] = BLOCK * 2
+    found = least_share(replace(index, documents=Documents(starts)), 3.0)
+    visible = [(torch.arange(BLOCK * 6) - start + 1).float().mean() for start in starts]
+    assert torch.allclose(found, torch.tensor([3.0 * BLOCK / each for each in visible]))
+    assert torch.allclose(found[0], least_share(index, 3.0)[0])
+
+
+def replay(rank, world, config, operands):
+    """Gradients of attend, and of its replay from the result of a first pass."""
+    parts = [stripe(t, rank, world, BLOCK, inner=1) for t in operands]
+    gradients = []
+    first = None
+    for _ in range(2):
+        leaves = [t.clone().requires_grad_() for t in parts[:3]]
+        result = attend(
+            *leaves, config=config, cp_group=dist.group.WORLD, cp_inner=1, softmax_scale=SCALE,
+            first_pass=first,
+        )  # fmt: skip
+        result.out.backward(parts[3])
+        gradients.append([leaf.grad for leaf in leaves])
+        first = first or result
+    return gradients
+
+
+def test_a_replay_keeps_the_same():
+    operands = peaked(BLOCK * 8, 1, (2, 1), 64, torch.float32)
+    config = MTrainingConfig.from_options(
+        policy="fixed", vertical=8, slash=BLOCK * 8, block_size=BLOCK, window=BLOCK, sample_strata=4,
+        backward_threshold=THRESHOLD,
+    )  # fmt: skip
+    for first, again in run_ranks(2, replay, config, operands):
+        for one, other in zip(first, again):
+            assert torch.equal(one, other)
+
+
+@parametrize("value", [-1, -0.001, float("nan"), float("inf"), True, "1"])
+def test_bad_thresholds_are_refused(value):
+    with pytest.raises(ConfigError, match="--mtraining-backward-threshold"):
+        MTrainingConfig.from_options(backward_threshold=value)
+
+
+def test_too_many_blocks_are_refused():
+    query = torch.empty(1, device="meta").expand(2**20, 1, 32, 128)
+    with pytest.raises(ConfigError, match="use more tensor- or context-parallel ranks"):
+        check_size(query, 128, 0, 1, 1)
+    check_size(query[: 2**17], 128, 3, 8, 8)
