@@ -271,6 +271,23 @@ def test_recomputing_attention_changes_no_loss_and_no_density(name, tree):
     assert densities(carried) == densities(again) and len(densities(again)) == STEPS
 
 
+def test_a_pruned_backward(tree):
+    """The first loss is that of dense attention: the forward is dense. A replay leaves out the same."""
+    words = ["--context-parallel-size", "2", *EVERYTHING, "--mtraining-backward-threshold", "3"]
+    run = tree.run("launcher", 2, *words)
+    found = losses(run)
+    assert found[0] == pytest.approx(tree.dense()[0], abs=1e-5, rel=0)
+    assert found != pytest.approx(tree.dense(), abs=1e-6, rel=0), "gradients differ"
+    assert densities(run) == [1.0] * STEPS
+    said = re.findall(r"\| backward density (\S+) without (\S+) of attention", run.stdout)
+    assert len(said) == STEPS
+    assert all(0 < float(kept) < 1 and 0 < float(left_out) < 1 for kept, left_out in said)
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    again = tree.run("launcher", 2, *words, *full.split(), "--mtraining-recompute-attention")
+    assert losses(again) == pytest.approx(found, abs=1e-6, rel=0)
+    assert re.findall(r"\| backward density (\S+) without (\S+) of attention", again.stdout) == said
+
+
 @pytest.mark.parametrize("way", ["launcher", "patch"])
 def test_other_runs_are_unchanged_by_an_installed_plug_in(way, tree):
     assert losses(tree.run(way, 1)) == tree.dense()
