@@ -19,6 +19,7 @@ import pytest
 
 from megatron_mtraining.tools.cli import main
 from tests.support import recipes
+from tests.support.eval_cases import QUIET, samples
 from tests.support.pretrain_tree import (
     MOCK,
     MODEL,
@@ -209,9 +210,19 @@ def hugging_face_loss(folder: Path, tokens) -> float:
     return float(torch.nn.functional.cross_entropy(logits, tokens[1:]))
 
 
-@pytest.mark.parametrize("cp", [1, 2])
-def test_a_converted_checkpoint_trains_and_goes_back(cp, tree, tmp_path):
-    """With the flags that conversion has written: the loss of transformers at the start, and at the end."""
+LAYOUTS = {
+    "CP 1": (1, "qwen2 tied", ""),
+    "CP 2": (2, "qwen3", "--context-parallel-size 2"),
+    "TP 2 x PP 2": (
+        4, "qwen3", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_converted_checkpoint_trains_and_goes_back(layout, tree, tmp_path):
+    """With the flags that conversion has written: the loss of transformers at the start, and at the end. What
+    training has saved is evaluated as it is, and after the way back."""
     pytest.importorskip("transformers")
     import numpy as np
     import torch
@@ -220,8 +231,9 @@ def test_a_converted_checkpoint_trains_and_goes_back(cp, tree, tmp_path):
     from tests.support.convert_cases import save
     from tests.support.data_cases import EOD, save_tokenizer
 
+    ranks, kind, words_of_layout = LAYOUTS[layout]
     root = tree.roots["launcher"]
-    hf = save("qwen2 tied" if cp == 1 else "qwen3", tmp_path / "hf")
+    hf = save(kind, tmp_path / "hf")
     save_tokenizer(hf, eos_token="<eod>")
     assert main(["convert", "hf-to-megatron", str(hf), str(tmp_path / "meg")]) == 0
     # A stream of one short document, again and again: all samples are the same, whatever their order.
@@ -236,9 +248,9 @@ def test_a_converted_checkpoint_trains_and_goes_back(cp, tree, tmp_path):
     flags = subprocess.run(flags, capture_output=True, text=True, check=True).stdout.splitlines()
     words = [*flags, *CONVERTED.split(), *EVERYTHING, "--save", tmp_path / "run"]
     words += ["--data-path", tmp_path / "data", "--data-cache-path", tmp_path / "cache"]
-    words += ["--context-parallel-size", cp]
+    words += words_of_layout.split()
     command = [SHIM, "-m", "megatron_mtraining.launch", root / "pretrain_gpt.py", *words]
-    run = torchrun(cp, *command, timeout=300, PYTHONPATH=str(root))
+    run = torchrun(ranks, *command, timeout=300, PYTHONPATH=str(root))
     found = losses(run, 3)
     assert found[0] == pytest.approx(hugging_face_loss(hf, tokens), abs=2e-4)
     assert found[2] < found[0] - 0.01
@@ -249,6 +261,16 @@ def test_a_converted_checkpoint_trains_and_goes_back(cp, tree, tmp_path):
     )
     assert float(after) < found[2]
     assert hugging_face_loss(tmp_path / "back", tokens) == pytest.approx(float(after), abs=2e-4)
+    (tmp_path / "text.txt").write_text(Path(json.__file__).read_text())
+    losses_of = {}
+    for name in ("run", "back"):
+        words = ["--text", tmp_path / "text.txt", "--lengths", 256, "--samples", 2, *QUIET]
+        words += ["--attention", "dense", "--output", tmp_path / f"eval {name}"]
+        words += ["--like", tmp_path / "meg" / "hf"] if name == "run" else []
+        assert main(["eval", "perplexity", str(tmp_path / name), *map(str, words)]) == 0
+        rows = samples(tmp_path / f"eval {name}")["perplexity-256-dense"]
+        losses_of[name] = [row["loss"] for row in rows]
+    assert losses_of["run"] == losses_of["back"] and len(losses_of["run"]) == 2
 
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
