@@ -67,8 +67,8 @@ def test_longppl_is_the_package_s(evaluator, tmp_path, capsys):
     """With the evaluated model or another one to find the key tokens."""
     from longppl.longppl import compute_longppl
 
-    # Key tokens are predicted well. So these are by chance: there are four tokens, and the models are sure. What
-    # numbers the tokens have is a matter of Python's version (text()): the models have the same rows for them.
+    # Key tokens are predicted well. So these are by chance: there are four tokens, and the models are sure.
+    # Python's version decides which numbers the tokens have (text()): the models have the same rows for them.
     models = [save_model(tmp_path / name) for name in ("one", "other")]
     own, generator = tokenizer(), random.Random(0)
     four = (" grass", " blue", " green", " yellow")
