@@ -47,19 +47,36 @@ def _column_ends(index) -> tuple[Tensor, Tensor, Tensor]:
 def density(index) -> Tensor:
     """Share of the causal pairs of one document that a vertical-slash index attends to: float32 ``[b,
     h]``."""
-    block = index.block_size
-    pairs = index.documents.pairs(block)
+    pairs = index.documents.pairs(index.block_size)
     kept = (index.distances() * pairs[:, None]).sum(-1)
-    if index.columns.shape[-1]:
-        column, end, there = _column_ends(index)
-        apart = end // block - column
-        outside = ~index.distances()
-        upto = outside.long().cumsum(-1)
-        # Query blocks before the document's last see the column with all rows.
-        seen = upto.gather(-1, (apart - 1).clamp(min=0)) * block
-        seen += outside.gather(-1, apart) * (end % block + 1)
-        kept = kept + torch.where(there & (apart > 0), seen, 0).sum(-1)
-    return (kept / pairs.sum(-1, keepdim=True)).float()
+    return ((kept + _column_pairs(index)) / pairs.sum(-1, keepdim=True)).float()
+
+
+def pruned_density(index, kept: Tensor, rank: int) -> Tensor:
+    """Share of the causal pairs of one document that is attended to if of an index's blocks only ``kept``
+    (bool or uint8 ``[b, h, nb, NB]``, by own query block of a rank) stay, and its columns: float32 ``[b,
+    h]``. Of columns it is the mean over ranks. Nothing is read on the host."""
+    pairs = visible_pairs(index, rank)
+    # One head at a time: the blocks of all heads in float64 may take more memory than attention.
+    heads = [(kept[:, head] * pairs).sum((-1, -2)) for head in range(kept.shape[1])]
+    every = index.documents.pairs(index.block_size).sum(-1, keepdim=True)
+    own = torch.stack(heads, 1) / pairs.sum((-1, -2))[:, None]
+    return (own + _column_pairs(index) / every).float()
+
+
+def _column_pairs(index) -> Tensor | int:
+    """Pairs that are attended to in columns: ``[b, h]``."""
+    if not index.columns.shape[-1]:
+        return 0
+    block = index.block_size
+    column, end, there = _column_ends(index)
+    apart = end // block - column
+    outside = ~index.distances()
+    upto = outside.long().cumsum(-1)
+    # Query blocks before the document's last see the column with all rows.
+    seen = upto.gather(-1, (apart - 1).clamp(min=0)) * block
+    seen += outside.gather(-1, apart) * (end % block + 1)
+    return torch.where(there & (apart > 0), seen, 0).sum(-1)
 
 
 def work(index, ranks) -> Tensor:

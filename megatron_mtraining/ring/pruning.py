@@ -22,6 +22,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..kernels import attention as kernels
 from ..layout import block_at
+from ..pattern import packed_density
 from ..pattern.block_list_index import MOST, BlockListIndex, pruned_index
 from ..pattern.vertical_slash_index import PatternIndex
 from .schedule import Round
@@ -101,8 +102,13 @@ class PrunedPattern:
 
     def tell(self) -> None:
         """Report, after the last round."""
-        if self._pruning.observe is not None:
-            self._pruning.observe(self.pruned.density(), self._dropped.mean(-1))
+        if self._pruning.observe is None:
+            return
+        if self._full.documents is None:
+            density = self.pruned.density()
+        else:  # the lists' own waits for the device
+            density = packed_density.pruned_density(self._full, self._kept, self._rank)
+        self._pruning.observe(density, self._dropped.mean(-1))
 
 
 def least_share(index: PatternIndex, threshold: float) -> Tensor:

@@ -18,6 +18,7 @@ from megatron_mtraining.documents import Documents
 from megatron_mtraining.kernels.attention import reference
 from megatron_mtraining.layout import block_at, stripe, unstripe
 from megatron_mtraining.pattern import build_index
+from megatron_mtraining.pattern.block_list_index import pruned_index
 from megatron_mtraining.ring import Ring, Round
 from megatron_mtraining.ring.attention import ring_attention
 from megatron_mtraining.ring.pruning import BackwardPruning, check_size, least_share
@@ -33,7 +34,7 @@ from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("fresh_inputs")
 
-BLOCK, SCALE, THRESHOLD = 64, 0.5, 1.5
+BLOCK, SCALE, THRESHOLD, PACKED_THRESHOLD = 64, 0.5, 1.5, 4.0
 NAMES = ("out", "grad_query", "grad_key", "grad_value")
 
 
@@ -88,9 +89,10 @@ def expected(operands, index, threshold, visible=None):
 
 
 def peaked(seq_length, batch, heads, dim, dtype, device="cpu"):
-    """Operands whose attention is uneven: many blocks hold next to nothing."""
-    query, *rest = random_operands(seq_length, batch, *heads, dim, dtype, device)
-    return (query * 2, *rest)
+    """Operands whose attention is uneven: every second block of keys holds little."""
+    query, key, *rest = random_operands(seq_length, batch, *heads, dim, dtype, device)
+    faint = torch.arange(seq_length, device=device) // BLOCK % 2 == 1
+    return (query, torch.where(faint[:, None, None, None], 0.1 * key, key), *rest)
 
 
 def prune_all_rounds(prune, operands, index, threshold):
@@ -144,6 +146,7 @@ def test_blocks_that_are_kept(seq_length, world, inner, heads, budget):
     index = random_index(seq_length, 2, heads[0], BLOCK, world, budget, "cpu", inner)
     truth = expected(operands, index, THRESHOLD)
     kept, dropped = prune_all_rounds(reference.prune_blocks, operands, index, THRESHOLD)
+    assert budget != "all" or index.local_blocks * world < 4 or (truth.dropped > 0).any()
     assert torch.equal(kept | truth.close, truth.kept | truth.close)
     assert (dropped - truth.dropped).abs().max() < 1e-4
 
@@ -226,7 +229,7 @@ def compare_with_reference(
     assert differ <= (0 if dtype == torch.float32 else 2)
     if differ == 0:
         assert (dropped - reference_dropped).abs().max() < 1e-3
-    assert not kept.all() or budget == "none"
+    assert budget != "all" or (dropped > 0).any()
 
 
 def run_pruned(rank, world, cases):
@@ -334,6 +337,24 @@ def test_packed_documents_have_their_own_mean():
     visible = [(torch.arange(BLOCK * 6) - start + 1).float().mean() for start in starts]
     assert torch.allclose(found, torch.tensor([3.0 * BLOCK / each for each in visible]))
     assert torch.allclose(found[0], least_share(index, 3.0)[0])
+
+
+@parametrize("budget, lists", [("few", False), ("all", False), ("all", True)])
+def test_density_of_packed_documents(budget, lists):
+    """Of one rank it is what the pruned lists themselves have."""
+    operands = peaked(BLOCK * 9, 2, (3, 1), 64, torch.float64)
+    index = with_documents(random_index(BLOCK * 9, 2, 3, BLOCK, 1, budget, "cpu"))
+    if lists:
+        index = replace(as_lists(index)[0], documents=index.documents)
+    leaves = [t.clone().requires_grad_() for t in operands[:3]]
+    told: list = []
+    pruning = BackwardPruning(PACKED_THRESHOLD, lambda *both: told.append(both))
+    out, _ = ring_attention(*leaves, index, Ring(cp_group_of(None, None)), SCALE, pruning=pruning)
+    out.backward(operands[3])
+    kept, _ = prune_all_rounds(reference.prune_blocks, operands, index, PACKED_THRESHOLD)
+    exact = pruned_index(index, kept.to(torch.uint8), 0, kept.numel()).density()
+    assert torch.allclose(told[0][0], exact, rtol=1e-6)
+    assert budget == "few" or (told[0][0] < index.density()).all()
 
 
 def replay(rank, world, config, operands):
