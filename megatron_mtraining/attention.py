@@ -102,7 +102,7 @@ def attend(
     ring = ring_of(cp)
     pruning = None
     if config.backward_threshold:
-        check_size(query, config.block_size, cp.rank, cp.world, cp.inner)
+        check_size(query, config.block_size, cp.world, cp.inner)
         pruning = BackwardPruning(config.backward_threshold, observe_backward)
     if first_pass is None:
         check_search(query.shape[0] * cp.world, config, cp.world)

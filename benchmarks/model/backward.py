@@ -251,7 +251,9 @@ def time_layers(options) -> int:
     there = {
         (row["forward"], row["threshold"], row["seq"])
         for row in jobs.read(options.output)
-        if row["stage"] == "time" and row["gpu"] == gpu and row["shape"] == list(options.shape)
+        if row["stage"] == "time"
+        and (row["gpu"], row["shape"], row["block_size"])
+        == (gpu, list(options.shape), options.block_size)
     }
     cases = [
         (name, threshold, seq)
@@ -269,17 +271,18 @@ def time_layers(options) -> int:
         (name, threshold, seq), began = case, time.perf_counter()
         if seq not in layers:
             layers.clear()  # memory for one length
-            layers[seq] = Layer(seq, options.shape, device, options.block_size)
-            dense[seq] = layers[seq].dense_times()
+            made = Layer(seq, options.shape, device, options.block_size)
+            layers[seq], dense[seq] = made, made.dense_times()
         layer = layers[seq]
         if (name, seq) not in found:
             policy, wanted = split_forward(name)
-            found[name, seq] = None
+            setting = None
             if wanted is not None:
                 at = at_density(policy, wanted, seq, options.block_size, layer.density, {})
                 if not at.is_near(wanted):
                     raise ConfigError(f"{policy} cannot have density {wanted} at {seq} tokens")
-                found[name, seq] = at.setting
+                setting = at.setting
+            found[name, seq] = setting
         setting = found[name, seq] or dict(policy="price", price=0.0)
         times = layer.times(dict(setting, backward_threshold=threshold))
         row = dict(

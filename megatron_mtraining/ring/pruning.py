@@ -117,7 +117,7 @@ def least_share(index: PatternIndex, threshold: float) -> Tensor:
     even = threshold * index.block_size
     if index.documents is None:
         visible = (index.seq_length + 1) / 2
-        return torch.full((batch,), even / visible, device=device)
+        return torch.full((batch,), even / visible, dtype=torch.float32, device=device)
     position = torch.arange(index.seq_length, device=device)
     return even / (position + 1 - index.documents.starts).float().mean(-1)
 
@@ -135,15 +135,21 @@ def _causal_blocks(local_blocks: int, rank: int, world: int, inner: int) -> int:
     return sum(block_at(local, rank, world, inner) + 1 for local in range(local_blocks))
 
 
-def check_size(query: Tensor, block_size: int, rank: int, world: int, inner: int) -> None:
-    """Raise :class:`~..errors.ConfigError` if the lists of a pruned backward could be too long.
+@lru_cache(maxsize=64)
+def _most_causal_blocks(local_blocks: int, world: int, inner: int) -> int:
+    return max(_causal_blocks(local_blocks, rank, world, inner) for rank in range(world))
+
+
+def check_size(query: Tensor, block_size: int, world: int, inner: int) -> None:
+    """Raise :class:`~..errors.ConfigError` if the lists of a pruned backward could be too long on some rank:
+    on every rank, as one that went on would wait for the others.
 
     Args:
         query: ``[s, b, h, d]``.
     """
     length, batch, heads, _ = query.shape
     blocks = -(-length // block_size)
-    entries = batch * heads * _causal_blocks(blocks, rank, world, inner)
+    entries = batch * heads * _most_causal_blocks(blocks, world, inner)
     if entries > MOST:
         raise ConfigError(
             f"--mtraining-backward-threshold needs lists of up to {entries} blocks on a rank, more than "

@@ -34,7 +34,7 @@ from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("fresh_inputs")
 
-BLOCK, SCALE, THRESHOLD, PACKED_THRESHOLD = 64, 0.5, 1.5, 4.0
+BLOCK, SCALE, THRESHOLD, HIGH_THRESHOLD = 64, 0.5, 1.5, 4.0
 NAMES = ("out", "grad_query", "grad_key", "grad_value")
 
 
@@ -348,41 +348,48 @@ def test_density_of_packed_documents(budget, lists):
         index = replace(as_lists(index)[0], documents=index.documents)
     leaves = [t.clone().requires_grad_() for t in operands[:3]]
     told: list = []
-    pruning = BackwardPruning(PACKED_THRESHOLD, lambda *both: told.append(both))
+    pruning = BackwardPruning(HIGH_THRESHOLD, lambda *both: told.append(both))
     out, _ = ring_attention(*leaves, index, Ring(cp_group_of(None, None)), SCALE, pruning=pruning)
     out.backward(operands[3])
-    kept, _ = prune_all_rounds(reference.prune_blocks, operands, index, PACKED_THRESHOLD)
+    kept, _ = prune_all_rounds(reference.prune_blocks, operands, index, HIGH_THRESHOLD)
     exact = pruned_index(index, kept.to(torch.uint8), 0, kept.numel()).density()
     assert torch.allclose(told[0][0], exact, rtol=1e-6)
     assert budget == "few" or (told[0][0] < index.density()).all()
 
 
 def replay(rank, world, config, operands):
-    """Gradients of attend, and of its replay from the result of a first pass."""
+    """Gradients of attend, of its replay from the result of a first pass, and without pruning; and what the
+    first two left out."""
     parts = [stripe(t, rank, world, BLOCK, inner=1) for t in operands]
-    gradients = []
+    gradients: list = []
+    told: list = []
     first = None
-    for _ in range(2):
+    for used in (config, config, replace(config, backward_threshold=0.0)):
         leaves = [t.clone().requires_grad_() for t in parts[:3]]
         result = attend(
-            *leaves, config=config, cp_group=dist.group.WORLD, cp_inner=1, softmax_scale=SCALE,
-            first_pass=first,
+            *leaves, config=used, cp_group=dist.group.WORLD, cp_inner=1, softmax_scale=SCALE,
+            first_pass=first, observe_backward=lambda *both: told.append(both),
         )  # fmt: skip
         result.out.backward(parts[3])
         gradients.append([leaf.grad for leaf in leaves])
         first = first or result
-    return gradients
+    return gradients, told
 
 
 def test_a_replay_keeps_the_same():
     operands = peaked(BLOCK * 8, 1, (2, 1), 64, torch.float32)
     config = MTrainingConfig.from_options(
         policy="fixed", vertical=8, slash=BLOCK * 8, block_size=BLOCK, window=BLOCK, sample_strata=4,
-        backward_threshold=THRESHOLD,
+        backward_threshold=HIGH_THRESHOLD,
     )  # fmt: skip
-    for first, again in run_ranks(2, replay, config, operands):
+    for (first, again, whole), told in run_ranks(2, replay, config, operands):
         for one, other in zip(first, again):
             assert torch.equal(one, other)
+        assert not torch.allclose(first[1], whole[1], rtol=1e-3), "nothing is left out"
+        (density, dropped), (density_again, dropped_again) = told[:2]
+        assert len(told) == 2, "the third backward is whole"
+        assert torch.equal(density, density_again) and torch.equal(dropped, dropped_again)
+        assert (dropped > 0).any()
 
 
 @parametrize("value", [-1, -0.001, float("nan"), float("inf"), True, "1"])
@@ -394,5 +401,8 @@ def test_bad_thresholds_are_refused(value):
 def test_too_many_blocks_are_refused():
     query = torch.empty(1, device="meta").expand(2**20, 1, 32, 128)
     with pytest.raises(ConfigError, match="use more tensor- or context-parallel ranks"):
-        check_size(query, 128, 0, 1, 1)
-    check_size(query[: 2**17], 128, 3, 8, 8)
+        check_size(query, 128, 1, 1)
+    check_size(query[: 2**17], 128, 8, 8)
+    # One of two ranks has room: none goes on.
+    with pytest.raises(ConfigError, match=f"{2**28 + 2**16} blocks"):
+        check_size(query[: 2**19, :, :16], 128, 2, 1)

@@ -132,7 +132,8 @@ def ring_bytes(layer: Layer) -> int:
 
 def pruning_bytes(layer: Layer) -> int:
     """Of :class:`megatron_mtraining.ring.pruning.PrunedPattern`: which blocks are kept, their lists at the
-    length they can have, prefix counts, and the attention that is left out."""
+    length they can have (with several rounds also those of the round before), prefix counts, and the
+    attention that is left out."""
     setting, args = layer.setting, layer.setting.args
     if not setting.mtraining.backward_threshold:
         return 0
@@ -141,7 +142,8 @@ def pruning_bytes(layer: Layer) -> int:
     own = blocks // setting.cp
     counts = 4 * own * (setting.outer + setting.cp)
     causal = own * (blocks + 1) // 2  # about as many for every rank
-    return heads * (own * blocks + 4 * causal + counts) + layer.bytes_of(layer.heads, 4)
+    lists = (8 if setting.outer > 1 else 4) * causal
+    return heads * (own * blocks + lists + counts) + layer.bytes_of(layer.heads, 4)
 
 
 def column_bytes(layer: Layer) -> int:
