@@ -246,7 +246,7 @@ OPTIONS = (
         "keys is kept if some query of a query block gives it at least this many times the attention of a "
         "block under even attention over half of the sequence. 0 is the gradient of every pair in the "
         "pattern. The log line has the density of the backward, and how much attention it leaves out.",
-        default_help="0",
+        default_help="0.0",
     ),
     Option(
         "loss_chunk", int,

@@ -55,6 +55,7 @@ CONFIGS = [
     MTrainingConfig(CoveragePolicy(0.5, 100, 200), LastRowsSampling(rows=9), sink=3),
     MTrainingConfig(XAttentionPolicy(8, 0.5), StratifiedSampling(4, 3, 0), settings="file.json"),
     MTrainingConfig(MobaPolicy(3), recompute_attention=True, bf16_gradients=True, loss_chunk=0),
+    MTrainingConfig(backward_threshold=0.5),
     MTrainingConfig(
         PricePolicy(price=0.2), batching="cost", tuning="on", tuning_anchor="min", tuning_mass=0.02,
         tuning_min_recall=0.5, tuning_max_density=0.4, profile="gpu.json",
