@@ -351,9 +351,7 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
     for threshold in options.thresholds:
         if not threshold > 0:
             parser.error(f"--thresholds {threshold}: use numbers above 0")
-    for name in ("seq", "steps", "held_out", "jobs", "warm_up"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: use 1 or more")
+    continuing.check_options(parser, options)
     return options
 
 

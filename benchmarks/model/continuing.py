@@ -270,3 +270,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--lr", type=float, default=3e-5)
     add("--warm-up", type=int, default=20)
     add("--jobs", type=int, default=3, help="runs of training at the same time (%(default)s)")
+
+
+def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End in an error of the parser if a count is not 1 or more; ``options.steps`` is the script's own."""
+    for name in ("seq", "steps", "held_out", "jobs", "warm_up"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: use 1 or more")

@@ -261,9 +261,7 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
     for density in options.densities:
         if not 0 < density < 1:
             parser.error(f"--densities {density}: use shares between 0 and 1")
-    for name in ("seq", "steps", "held_out", "jobs", "warm_up"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: use 1 or more")
+    continuing.check_options(parser, options)
     return options
 
 

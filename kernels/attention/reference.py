@@ -232,7 +232,7 @@ def prune_blocks(
         kept: uint8 ``[b, h, nb, NB]``, by local query block and key block of the sequence: 1 is written for
             blocks of this round that are kept, and 0 or nothing for those that are not.
         dropped: float32 ``[b, h, s]``: the share of each row's attention in blocks that are not kept, added
-            to that of the rounds before; not read in the first round.
+            to the previous rounds' share; not read in the first round.
     """
     block, length, heads = index.block_size, len(query), query.shape[2]
     q, k = _heads_first(query, heads), _heads_first(key.flatten(0, 1), heads)

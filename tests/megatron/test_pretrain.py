@@ -294,7 +294,7 @@ def test_recomputing_attention_changes_no_loss_and_no_density(name, tree):
 
 
 def test_a_pruned_backward(tree):
-    """The first loss is that of dense attention: the forward is dense. A replay leaves out the same."""
+    """The forward is dense: the first loss equals dense attention's. Recomputation prunes the same blocks."""
     words = ["--context-parallel-size", "2", *EVERYTHING, "--mtraining-backward-threshold", "3"]
     run = tree.run("launcher", 2, *words)
     found = losses(run)

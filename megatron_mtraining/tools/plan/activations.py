@@ -132,7 +132,7 @@ def ring_bytes(layer: Layer) -> int:
 
 def pruning_bytes(layer: Layer) -> int:
     """Of :class:`megatron_mtraining.ring.pruning.PrunedPattern`: which blocks are kept, their lists at the
-    length they can have (with several rounds also those of the round before), prefix counts, and the
+    length they can have (with several rounds also the lists of the previous round), prefix counts, and the
     attention that is left out."""
     setting, args = layer.setting, layer.setting.args
     if not setting.mtraining.backward_threshold:
