@@ -76,7 +76,8 @@ def command() -> str:
         name
         for name in os.environ
         if name.startswith(SETTINGS)
-        and name != "MTRAINING_COMMIT"
+        and name
+        not in ("MTRAINING_COMMIT", "NCCL_VERSION")  # an image's label, which NCCL does not read
         and not name.startswith("MTRAINING_TEST_")
     )
     return " ".join([*(f"{name}={os.environ[name]}" for name in found), *words])

@@ -29,6 +29,7 @@ from .sparsebalance_tables import (
     measured,
     recorded,
     simulated,
+    trained_with,
 )
 from .step_tables import (
     breakdown,
@@ -105,6 +106,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sparsebalance_dense": denser,
     "sparsebalance_waits": by_waits,
     "sparsebalance_measured": measured,
+    "sparsebalance_loss": trained_with,
     "profile_errors": profile_errors,
 }
 """Tables, by name."""

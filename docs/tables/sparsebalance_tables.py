@@ -199,7 +199,7 @@ def trained_with() -> str:
         held_out = []
         for name in ("held_out_after", "held_out_after_dense"):
             held_out += [spread([row[name] for row in own])]
-            held_out += [over_off(own, off, name) if run == "both" else ""]
+            held_out += [over_off(own, off, name) if run != "off" else ""]
         low, high = (
             edge(row["multipliers"][end] for row in own) for end, edge in ((0, min), (1, max))
         )
@@ -211,7 +211,7 @@ def trained_with() -> str:
             [
                 label,
                 len(own),
-                spread([row["loss_last_50"] for row in own]),
+                over_off(own, off, "loss_last_50") if run != "off" else "",
                 *held_out,
                 percent(density),
                 f"{recall:.4f}",
@@ -219,7 +219,12 @@ def trained_with() -> str:
                 f"{over:.3f}",
             ]
         )
-    header = ["run", "seeds", "training loss, last 50 steps", "held-out, own attention"]
+    header = [
+        "run",
+        "seeds",
+        "training loss of the last 50 steps, more than off",
+        "held-out, own attention",
+    ]
     header += ["more than off", "held-out, dense attention", "more than off", "density", "recall"]
     header += ["multipliers of the price", "predicted max/mean"]
     return table(header, body) + source(every, "sparsebalance_loss")
