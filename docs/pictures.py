@@ -16,6 +16,8 @@ import tables
 from tables import kernel_tables, pattern_tables, sparsebalance_tables, step_tables
 from tables.common import tokens
 
+from benchmarks.model import frontier_tables
+
 IMAGES = Path(__file__).parent / "images"
 KEY = "Rows"
 """Name of the PNG text that has the hash."""
@@ -115,6 +117,23 @@ def sparsebalance_data() -> list[dict]:
             figures = ("attention_ms", "mean_attention_ms", "max_over_mean", "recall", "commit")
             found.append(dict(mode=mode, gpus=gpus, **{figure: row[figure] for figure in figures}))
     return found
+
+
+def frontier_data() -> list[dict]:
+    """The joined rows, of which the places are."""
+    names = {
+        name
+        for panels in frontier_tables.PANELS.values()
+        for up, right, _ in panels
+        for name in (up, right)
+    }
+    times = [
+        f"{kind}_ms_{label}"
+        for kind in ("layer", "search", "dense")
+        for label in frontier_tables.TIMED
+    ]
+    names = [*sorted(names - set(frontier_tables.TIMED)), *times, "policy", "steps", "commit"]
+    return [{name: row[name] for name in names} for row in tables.rows("frontier")]
 
 
 # How they are drawn
@@ -278,6 +297,14 @@ def draw_sparsebalance(figure, found: list[dict]) -> None:
     figure.suptitle("Set bimodal, samples of 64K tokens, Qwen2.5-3B's shape (simulated)")
 
 
+def draw_frontier_density(figure, found: list[dict]) -> None:
+    frontier_tables.draw_panels(figure, found, "density")
+
+
+def draw_frontier_time(figure, found: list[dict]) -> None:
+    frontier_tables.draw_panels(figure, found, "time")
+
+
 PICTURES: dict[str, tuple[Callable, Callable]] = {
     "steps.png": (step_data, draw_steps),
     "kernels.png": (kernel_data, draw_kernels),
@@ -285,6 +312,8 @@ PICTURES: dict[str, tuple[Callable, Callable]] = {
     "balance.png": (balance_data, draw_balance),
     "recall.png": (recall_data, draw_recall),
     "sparsebalance.png": (sparsebalance_data, draw_sparsebalance),
+    "frontier_density.png": (frontier_data, draw_frontier_density),
+    "frontier_time.png": (frontier_data, draw_frontier_time),
 }
 """By file name: what is shown, and how it is drawn."""
 

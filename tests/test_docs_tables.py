@@ -104,8 +104,15 @@ def test_rows_name_their_origin_and_a_script_that_is_here(file):
 def test_performance_page_is_short():
     text = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 200
-    assert (
-        text.count("(images/") == len(pictures.PICTURES) - 1
-    )  # the other one is of docs/balance.md
-    both = text + (ROOT / "docs/balance.md").read_text(encoding="utf-8")
-    assert all(f"(images/{name})" in both for name in pictures.PICTURES)
+    others = [
+        (ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("balance", "frontier")
+    ]
+    for name in pictures.PICTURES:
+        assert sum(page.count(f"(images/{name})") for page in (text, *others)) == 1, name
+
+
+def test_the_frontier_is_that_of_its_runs():
+    """benchmarks.model.frontier table joins the rows of runs; docs show what it has joined."""
+    from benchmarks.model.frontier_rows import joined
+
+    assert joined(list(tables.rows("frontier_runs"))) == list(tables.rows("frontier"))

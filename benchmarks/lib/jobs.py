@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,8 +19,8 @@ from . import record
 
 STARTED = time.monotonic()
 """When this process began, about: the time that a run may take counts from then."""
-MARGIN = 1.1
-"""A job is begun if this many times the longest one so far still fits."""
+MARGIN = 1.2
+"""A job is begun if this many times the median of those so far still fits."""
 
 
 def read(path: Path) -> list[dict]:
@@ -56,16 +57,17 @@ class Deadline:
 
     def __init__(self, minutes: float | None, expected: float):
         self.end = None if minutes is None else STARTED + 60 * minutes
-        self.expected, self._longest = expected, 0.0
+        self.expected, self._took = expected, []
 
     def took(self, seconds: float, size: float = 1.0) -> None:
         """A job of a size has taken so long."""
-        self._longest = max(self._longest, seconds / size)
+        self._took.append(seconds / size)
 
     def fits(self, size: float = 1.0) -> bool:
         """Whether a job that is begun now is expected to end in time."""
-        longest = (self._longest or self.expected) * size
-        return self.end is None or time.monotonic() + MARGIN * longest <= self.end
+        # Not the longest: the first run of each process compiles, and of one that is dense takes longer.
+        usual = (statistics.median(self._took) if self._took else self.expected) * size
+        return self.end is None or time.monotonic() + MARGIN * usual <= self.end
 
 
 def run_jobs(

@@ -43,7 +43,7 @@ from megatron_mtraining.transformers.state import ATTRIBUTE
 
 from ..lib import jobs, record
 from ..sparsebalance import texts
-from . import continuing, frontier_tables, policies_at_density
+from . import continuing, frontier_rows, frontier_tables, policies_at_density
 from .frontier import RUN_SECONDS
 from .frontier_settings import about as about_model
 from .frontier_settings import rows_like, setting_of, split
@@ -309,7 +309,7 @@ def policies(options) -> list[dict]:
     """Other policies at the base's density, trained as it was."""
     _, wanted = split(options.base)
     found = []
-    for row in frontier_tables.joined(jobs.read(options.frontier)):
+    for row in frontier_rows.joined(jobs.read(options.frontier)):
         if row["wanted"] != wanted or row["policy"] == "target" or not row["seeds"]:
             continue
         found.append(
@@ -326,11 +326,11 @@ def policies(options) -> list[dict]:
 # The table.
 
 
-def times_of_steps(row: dict, frontier_rows: list[dict]) -> dict[str, float]:
+def times_of_steps(row: dict, joined_rows: list[dict]) -> dict[str, float]:
     """By length, the attention time of all steps over the attention time of dense steps: from the
     base's layer times and the share of dense steps."""
     found = {}
-    for each in frontier_rows:
+    for each in joined_rows:
         if (each["policy"], each["wanted"], each["model"]) != (
             *split(row["base"]),
             row["model"],
@@ -343,7 +343,7 @@ def times_of_steps(row: dict, frontier_rows: list[dict]) -> dict[str, float]:
     return found
 
 
-def ablation_table(rows: list[dict], frontier_rows: list[dict]) -> str:
+def ablation_table(rows: list[dict], joined_rows: list[dict]) -> str:
     """Markdown of rows; rows of several seeds become their mean."""
     header = [
         "what",
@@ -361,11 +361,11 @@ def ablation_table(rows: list[dict], frontier_rows: list[dict]) -> str:
     body = []
     for some in groups.values():
         if some[0].get("seed") is not None:
-            some = frontier_tables.newest(some, "seed")
+            some = frontier_rows.newest(some, "seed")
         else:
             some = some[-1:]
         means = {
-            name: frontier_tables.mean(row.get(name) for row in some)
+            name: frontier_rows.mean(row.get(name) for row in some)
             for name in (
                 "density",
                 "loss_over_dense",
@@ -376,7 +376,7 @@ def ablation_table(rows: list[dict], frontier_rows: list[dict]) -> str:
             )
         }
         one = some[-1]
-        times = times_of_steps(one, frontier_rows) if one.get("base") else {}
+        times = times_of_steps(one, joined_rows) if one.get("base") else {}
         seeds = int(means["seeds"] or len(some)) if means["loss_over_dense"] is not None else ""
         percent = frontier_tables.percent
         body.append(
@@ -421,7 +421,7 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def show_table(options) -> int:
-    found = frontier_tables.joined(jobs.read(options.frontier))
+    found = frontier_rows.joined(jobs.read(options.frontier))
     print(ablation_table(jobs.read(options.output), found))
     return 0
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,9 @@ from megatron_mtraining.loss import linear_cross_entropy
 from megatron_mtraining.transformers import NAME, advance, configure, state_of, take_means
 
 from ..sparsebalance import sets, texts
+from . import ruler_samples
 from .material import Material, training
+from .ruler_samples import Sample
 
 CHUNK = 4096
 """Tokens whose logits are held at once."""
@@ -116,6 +119,26 @@ def answered(model, given: Material) -> dict[str, float | None]:
     return dict(answer_loss=round(loss, 5), needle=round(share, 4))
 
 
+@torch.no_grad()
+def answered_ruler(model, samples: dict[str, list[Sample]]) -> dict[str, dict[str, list[float]]]:
+    """Of each task of RULER: the loss of each sample's right answer (teacher-forced), and whether every token
+    of it is the likeliest one (1 or 0)."""
+    was_training = model.training
+    model.eval()
+    found = {}
+    for task, some in samples.items():
+        losses, right = [], []
+        for tokens, count in some:
+            hidden = hidden_of(model, tokens[:-1])[-count:].float()
+            logits = hidden @ model.get_output_embeddings().weight.float().T
+            losses.append(torch.nn.functional.cross_entropy(logits, tokens[-count:]))
+            right.append((logits.argmax(-1) == tokens[-count:]).all().float())
+        loss, share = torch.stack(losses).tolist(), torch.stack(right).tolist()
+        found[task] = dict(loss=[round(each, 4) for each in loss], right=share)
+    model.train(was_training)
+    return found
+
+
 # Training.
 
 
@@ -199,6 +222,10 @@ def train(run: Run, given: Material, options) -> tuple[dict, object]:
         if run.config is not None:
             attend_by(model, run.attention if kind == "own" else None)
         row |= {f"{name}_{kind}": value for name, value in answered(model, given).items()}
+        if options.ruler is not None:
+            row[f"ruler_{kind}"] = answered_ruler(
+                model, ruler_samples.read(options.ruler, options.device)
+            )
     if run.config is not None and state_of(model).steering.moves:
         prices = np.array(state_of(model).steering.state())
         row["price_median"] = round(float(np.median(prices)), 5)
@@ -267,6 +294,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--block-size", type=int, default=128)
     add("--held-out", type=int, default=6, help="held-out windows of each kind, at most")
     add("--needles", type=int, default=25, help="samples with a needle")
+    add("--ruler", type=Path, metavar="FILE",
+        help="RULER's samples (benchmarks.model.ruler_samples), to judge trained models by")  # fmt: skip
     add("--lr", type=float, default=3e-5)
     add("--warm-up", type=int, default=20)
     add("--jobs", type=int, default=3, help="runs of training at the same time (%(default)s)")
@@ -274,6 +303,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """End in an error of the parser if a count is not 1 or more; ``options.steps`` is the script's own."""
+    if options.ruler is not None and not options.ruler.is_file():
+        parser.error(f"--ruler {options.ruler} is no file")
     for name in ("seq", "steps", "held_out", "jobs", "warm_up"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: use 1 or more")

@@ -1,16 +1,17 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Rows of the frontier joined: a row for each policy, density and length of training; tables, pictures."""
+"""Tables and pictures of the frontier, from joined rows."""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 
-Row = dict
-KEY = ("model", "seq", "policy", "wanted")
+from .frontier_rows import SELECTING, TIMED, Row, joined
+
+MODELS = {"smol.gguf": "SmolLM2-135M", "qwen.gguf": "Qwen2.5-Coder-0.5B"}
+"""By file name, as rows have it."""
 LABELS = {
     "dense": "dense",
     "published": "published: 1000 columns, 100 diagonals, last 64 rows",
@@ -25,130 +26,6 @@ LABELS = {
     "moba": "moba",
     "window": "sliding window",
 }
-TIMED = {"128k": 131072, "512k": 524288, "32k": 32768}
-LAST = "_last"
-SELECTING = "the rows that select"
-
-
-def mean(values: Iterable[float | None]) -> float | None:
-    """Of the numbers that are there."""
-    found = [value for value in values if value is not None]
-    return round(statistics.mean(found), 6) if found else None
-
-
-def spread(values: Iterable[float]) -> float | None:
-    """Half of the distance between the lowest and the highest; None of one."""
-    found = list(values)
-    return round((max(found) - min(found)) / 2, 6) if len(found) > 1 else None
-
-
-def newest(rows: Iterable[Row], *names: str) -> list[Row]:
-    """The last row of each kind."""
-    return list({json.dumps([row.get(name) for name in names]): row for row in rows}.values())
-
-
-def joined(rows: list[Row]) -> list[Row]:
-    """A row for each model, length, policy, wanted density and number of training steps (None: none).
-
-    Losses are ratios to dense attention's, less 1: of training, of the dense run with the same seed, steps
-    and learning rate; means over seeds, with half of their range (``_spread``).
-    """
-    judged = newest((row for row in rows if row["stage"] == "zero"), *KEY)
-    trained = newest((row for row in rows if row["stage"] == "train"), *KEY, "seed", "steps", "lr")
-    timed = newest((row for row in rows if row["stage"] == "time"), "policy", "wanted", "seq")
-    dense = {_of_run(row): row for row in trained if row["policy"] == "dense"}
-    keys = {tuple(row[name] for name in KEY): None for row in judged + trained}
-    found = []
-    for key in keys:
-        zero = next((row for row in judged if tuple(row[name] for name in KEY) == key), None)
-        own = [row for row in trained if tuple(row[name] for name in KEY) == key]
-        for steps in sorted({row["steps"] for row in own}) or [None]:
-            some = [row for row in own if row["steps"] == steps]
-            found.append(_row(key, zero, some, dense, timed))
-    return found
-
-
-def _of_run(row: Row) -> tuple:
-    return tuple(row[name] for name in ("model", "seq", "seed", "steps", "lr"))
-
-
-def _row(
-    key: tuple, zero: Row | None, own: list[Row], dense: dict[tuple, Row], timed: list[Row]
-) -> Row:
-    row = dict(zip(KEY, key))
-    policy, wanted = row["policy"], row["wanted"]
-    pairs = [(each, dense[_of_run(each)]) for each in own if _of_run(each) in dense]
-    more = {
-        name: [each[name] / base["dense"] - 1 for each, base in pairs] for name in ("own", "dense")
-    }
-    one = zero or own[-1]
-    row |= dict(
-        setting=one["setting"],
-        density=zero["density"] if zero else mean(each["density"] for each in own),
-        recall=zero["recall"] if zero else mean(each["recall"] for each in own),
-        density_trained=mean(each["density"] for each in own),
-        recall_trained=mean(each["recall"] for each in own),
-        recall_by=SELECTING if policy.endswith(LAST) or policy == "published" else "held-out rows",
-        zero_over_dense=zero and zero["zero_over_dense"],
-        steps=own[0]["steps"] if own else None, seeds=len(pairs),
-    )  # fmt: skip
-    for name, values in more.items():
-        row[f"trained_{name}_over_dense"] = mean(values)
-        row[f"trained_{name}_spread"] = spread(values)
-    # Own attention: of the trained model where there is one.
-    source, name = (own, "needle_own") if own else ([zero] if zero else [], "needle")
-    row["needle"] = mean(each[name] for each in source)
-    row["needle_dense"] = mean(each["needle_dense"] for each in own)
-    row["needle_of_dense"] = mean(base["needle_dense"] for _, base in pairs) if own else (
-        zero and zero["dense_needle"]
-    )  # fmt: skip
-    name = "answer_loss_own" if own else "answer_loss"
-    row["answer_loss"] = mean(each[name] for each in source)
-    row["answer_loss_dense"] = mean(each["answer_loss_dense"] for each in own)
-    row["ruler"] = None
-    used = [*([zero] if zero else []), *own]
-    for label, seq in TIMED.items():
-        at = _time_of(
-            policy, wanted, row["density_trained"], [each for each in timed if each["seq"] == seq]
-        )
-        row |= {f"{name}_{label}": value for name, value in at.items() if name != "row"}
-        used += [at["row"]] if at["row"] else []
-    row |= {
-        name: ", ".join(dict.fromkeys(str(each[name]) for each in used))
-        for name in ("gpu", "torch", "triton", "commit")
-    }
-    return {**row, "versions": one["versions"], "command": one["command"]}
-
-
-def _time_of(policy: str, wanted: float | None, density: float | None, timed: list[Row]) -> dict:
-    """Times of one length in milliseconds: of the policy's row; of a target, between those of price."""
-    found: dict = dict(layer_ms=None, search_ms=None, dense_ms=None, row=None)
-    if timed and policy == "dense":
-        last = timed[-1]
-        whole = last["dense_forward_ms"] + last["dense_backward_ms"]
-        return dict(layer_ms=whole, search_ms=0.0, dense_ms=whole, row=last)
-    own = [row for row in timed if row.get("forward_ms")]
-    if policy != "target":
-        own = [row for row in own if (row["policy"], row["wanted"]) == (policy, wanted)]
-        return _times([(1.0, own[-1])]) if own else found
-    own = sorted((row for row in own if row["policy"] == "price"), key=lambda row: row["density"])
-    for low, high in zip(own, own[1:]):
-        if density is not None and low["density"] <= density <= high["density"]:
-            share = (density - low["density"]) / (high["density"] - low["density"])
-            return _times([(1 - share, low), (share, high)])
-    return found
-
-
-def _times(weighted: list[tuple[float, Row]]) -> dict:
-    def whole(*names: str) -> float:
-        return round(sum(share * row[name] for share, row in weighted for name in names), 4)
-
-    return dict(
-        layer_ms=whole("forward_ms", "backward_ms"), search_ms=whole("search_ms"),
-        dense_ms=whole("dense_forward_ms", "dense_backward_ms"), row=weighted[-1][1],
-    )  # fmt: skip
-
-
 # Tables.
 
 
@@ -188,38 +65,89 @@ def order(row: Row) -> tuple:
     )
 
 
-def frontier_table(rows: list[Row]) -> str:
-    """Markdown of joined rows."""
+def number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def interval(value: list[float] | None) -> str:
+    """A mean with its 95% interval, as ``mtraining eval`` has it."""
+    if not value:
+        return ""
+    text = f"{value[0]:+.2f}" + (f" [{value[1]:.2f}, {value[2]:.2f}]" if len(value) == 3 else "")
+    return text.replace("-", "−")
+
+
+def model_of(row: Row) -> str:
+    return MODELS.get(row["model"], row["model"])
+
+
+def recall_of(row: Row) -> str:
+    return number(row["recall"], 3) + ("*" if row["recall_by"] == SELECTING else "")
+
+
+def markdown(header: list[str], body: list[list]) -> str:
+    """Without columns that have nothing in any row."""
+    used = [at for at in range(len(header)) if not body or any(line[at] != "" for line in body)]
+    lines = [header, ["---"] * len(header), *body]
+    lines = [[line[at] for at in used] for line in lines]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def untrained_table(rows: list[Row]) -> str:
+    """Markdown of joined rows: the model as it is."""
     header = [
-        "model", "tokens", "policy", "density", "recall", "loss, untrained", "steps", "seeds",
-        "trained density", "trained loss, own", "trained loss, dense", "needle", "judged dense", "of dense",
-        "answer loss", "judged dense", "layer 128K / dense", "512K / dense", "search 128K, ms",
+        "model", "tokens", "policy", "density", "recall", "loss over dense", "needle", "answer loss",
+        "layer 128K / dense", "512K / dense", "search 128K, ms",
     ]  # fmt: skip
-    body = []
-    for row in sorted(rows, key=order):
-        recall = "" if row["recall"] is None else f"{row['recall']:.3f}"
-        recall += "*" if row["recall_by"] == SELECTING and recall else ""
-        plain = [
-            "" if row[name] is None else f"{row[name]:.2f}"
-            for name in (
-                "needle",
-                "needle_dense",
-                "needle_of_dense",
-                "answer_loss",
-                "answer_loss_dense",
-            )
+    rows = [row for row in rows if row["zero_over_dense"] is not None]
+    rows = list(
+        {(row["model"], row["seq"], row["policy"], row["wanted"]): row for row in rows}.values()
+    )
+    body = [
+        [
+            model_of(row), f"{row['seq'] // 1024}K", name_of(row), percent(row["density"]), recall_of(row),
+            percent(row["zero_over_dense"], 2, True), number(row["zero_needle"]),
+            number(row["zero_answer_loss"]), times(row, "128k"), times(row, "512k"),
+            number(row["search_ms_128k"]),
         ]
-        search = row["search_ms_128k"]
+        for row in sorted(rows, key=order)
+    ]  # fmt: skip
+    return markdown(header, body)
+
+
+def trained_table(rows: list[Row]) -> str:
+    """Markdown of joined rows: after training; needle and RULER of own attention, judged dense, dense run."""
+    header = [
+        "model", "tokens", "steps", "policy", "seeds", "density", "recall", "loss over dense, own attention",
+        "judged dense", "needle: own, judged dense, dense run", "RULER's answers, likewise",
+        "loss of the answers, likewise", "judged dense − dense run, 95%",
+        "layer 128K / dense", "512K / dense",
+    ]  # fmt: skip
+    rows = [row for row in rows if row["steps"]]
+    body = []
+    for row in sorted(
+        rows, key=lambda row: (row["model"], row["seq"], row["steps"], *order(row)[3:])
+    ):
+        three = [
+            ", ".join(number(row[f"{name}{kind}"]) for kind in ("", "_dense", "_of_dense"))
+            if row[name] is not None
+            else ""
+            for name in ("needle", "ruler", "ruler_loss")
+        ]
         body.append(
             [
-                row["model"], f"{row['seq'] // 1024}K", name_of(row), percent(row["density"]), recall,
-                percent(row["zero_over_dense"], 2, True), row["steps"] or "", row["seeds"] or "",
-                percent(row["density_trained"]), losses(row, "trained_own"), losses(row, "trained_dense"),
-                *plain, times(row, "128k"), times(row, "512k"), "" if search is None else f"{search:.2f}",
+                model_of(row), f"{row['seq'] // 1024}K", row["steps"], name_of(row), row["seeds"],
+                percent(row["density_trained"]), number(row["recall_trained"], 3),
+                losses(row, "trained_own"), losses(row, "trained_dense"), *three,
+                interval(row["ruler_loss_more"]), times(row, "128k"), times(row, "512k"),
             ]
         )  # fmt: skip
-    lines = [header, ["---"] * len(header), *body]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    return markdown(header, body)
+
+
+def frontier_table(rows: list[Row]) -> str:
+    """Both tables."""
+    return f"{untrained_table(rows)}\n\n{trained_table(rows)}"
 
 
 def needle_noise(share: float, samples: int) -> float:
@@ -243,14 +171,22 @@ def write(rows: list[Row], path: Path) -> list[Row]:
 
 PANELS = {
     "density": (
-        ("zero_over_dense", "density", "density, untrained"),
-        ("trained_own_over_dense", "density_trained", "density, trained, own attention"),
-        ("trained_dense_over_dense", "density_trained", "density, trained, judged dense"),
+        ("zero_over_dense", "density", "density\nuntrained"),
+        ("trained_own_over_dense", "density_trained", "density\ntrained, own attention"),
+        ("trained_dense_over_dense", "density_trained", "density\ntrained, judged dense"),
     ),
     "time": (
-        ("trained_dense_over_dense", "128k", "layer's time over cuDNN, 128K tokens"),
-        ("trained_dense_over_dense", "512k", "layer's time over cuDNN, 512K tokens"),
-        ("zero_over_dense", "512k", "layer's time over cuDNN, 512K tokens, untrained"),
+        ("zero_over_dense", "512k", "layer's time over cuDNN, 512K\nuntrained"),
+        (
+            "trained_dense_over_dense",
+            "128k",
+            "layer's time over cuDNN, 128K\ntrained, judged dense",
+        ),
+        (
+            "trained_dense_over_dense",
+            "512k",
+            "layer's time over cuDNN, 512K\ntrained, judged dense",
+        ),
     ),
 }
 """By picture: what is upward, what is to the right, and the name of the latter."""
@@ -271,36 +207,57 @@ def points(rows: list[Row], upward: str, right: str) -> dict[str, list[tuple[flo
     return {policy: sorted(set(places)) for policy, places in found.items()}
 
 
-def draw(path: Path, rows: list[Row], kind: str) -> Path:
-    """Loss over dense against density, or against time; a line a policy, of the longest training that most
-    policies have."""
-    from megatron_mtraining.tools.report.pictures import COLOURS, pyplot
-
+def shown(rows: list[Row]) -> list[Row]:
+    """The rows of a picture: untrained ones, and those of the length of training that most policies have."""
     steps = [row["steps"] for row in rows if row["steps"]]
-    shown = statistics.mode(steps) if steps else None
-    rows = [row for row in rows if row["steps"] in (None, shown)]
-    figure, panels = pyplot.subplots(1, 3, figsize=(15, 4.8), layout="constrained")
-    markers = "os^Dvp<>X*h"
+    usual = statistics.mode(steps) if steps else None
+    return [row for row in rows if row["steps"] in (None, usual)]
+
+
+COLOURS = dict(zip(LABELS, (
+    "black", "#555555", "#0072b2", "#56b4e9", "#d55e00", "#a0522d", "#009e73", "#66c2a5", "#377eb8",
+    "#cc79a7", "#e69f00", "#999999",
+)))  # fmt: skip
+"""By policy; what is from the last rows is lighter."""
+TICKS = {"density": (0.02, 0.04, 0.08, 0.15, 0.3, 0.5), "time": (0.03, 0.06, 0.1, 0.2, 0.4)}
+LOSS_TICKS = (0, 0.1, 0.25, 0.5, 1, 2, 5, 10)
+
+
+def draw_panels(figure, rows: list[Row], kind: str) -> None:
+    """Loss over dense against density, or against time; a line a policy."""
+    panels = figure.subplots(1, 3, sharey=True)
+    markers = "os^Dv<>pX*hP"
     for axes, (upward, right, label) in zip(panels, PANELS[kind]):
-        for policy, places in points(rows, upward, right).items():
-            number = list(LABELS).index(policy)
+        for policy, places in points(shown(rows), upward, right).items():
             axes.plot(
-                *zip(*places), marker=markers[number % len(markers)], linewidth=1.2,
-                color=COLOURS[number % len(COLOURS)], label=LABELS[policy],
+                *zip(*places), marker=markers[list(LABELS).index(policy)], color=COLOURS[policy],
+                linewidth=2.2 if policy == "price" else 1.0, label=LABELS[policy],
             )  # fmt: skip
         axes.axhline(0, color="black", linewidth=0.8)
         axes.axhline(0.5, color="black", linewidth=0.8, linestyle=":")
-        axes.set(xlabel=label, xscale="log")
-        axes.set_yscale("symlog", linthresh=0.5)
+        axes.set(xlabel=label, xscale="log", xlim=(0.8 * TICKS[kind][0], 1.3 * TICKS[kind][-1]))
+        axes.set_xticks(TICKS[kind], [f"{tick:.0%}" for tick in TICKS[kind]])
+        axes.minorticks_off()
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("loss over that of dense, % (dotted: 0.5%)")
+    panels[0].set_yscale("symlog", linthresh=0.5)
+    panels[0].set_ylim(-0.1, 14)
+    panels[0].set_yticks(LOSS_TICKS, [f"{tick:g}%" for tick in LOSS_TICKS])
+    panels[0].set_ylabel("loss over that of dense (dotted: 0.5%)")
     named = {
         label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels())
     }
     if named:
         figure.legend(
-            named.values(), named.keys(), loc="outside lower center", ncols=5, frameon=False
-        )
+            named.values(), named.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=8
+        )  # fmt: skip
+
+
+def draw(path: Path, rows: list[Row], kind: str) -> Path:
+    """Draw a picture to a file."""
+    from megatron_mtraining.tools.report.pictures import pyplot
+
+    figure = pyplot.figure(figsize=(15, 4.8), layout="constrained")
+    draw_panels(figure, rows, kind)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return path

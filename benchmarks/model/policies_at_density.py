@@ -44,7 +44,8 @@ def _price(place: float, seq: int, block: int) -> Setting:
 
 def _fixed(place: float, seq: int, block: int) -> Setting:
     vertical, slash = (min(seq - 1, round(count * place)) for count in (1000, 100))
-    return dict(policy="fixed", vertical=vertical, slash=slash)
+    # The sink columns are always among the columns.
+    return dict(policy="fixed", vertical=max(MTrainingConfig().sink, vertical), slash=slash)
 
 
 def _coverage(place: float, seq: int, block: int) -> Setting:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .common import Row, percent, rows
+from .frontier_docs import after_training, chosen, untrained
 from .kernel_tables import (
     balance,
     balance_short,
@@ -61,6 +62,14 @@ def wire_errors() -> str:
     return f"{' and '.join(sent)} (bfloat16), {percent(found[-1]['error_float32'], 2)} (float32)"
 
 
+def layer_of_dense(label: str) -> str:
+    """How many times as fast as cuDNN's dense attention: search, forward and backward of one layer."""
+    row = chosen()
+    return (
+        f"{row[f'dense_ms_{label}'] / (row[f'layer_ms_{label}'] + row[f'search_ms_{label}']):.1f}x"
+    )
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "step_512k": lambda: seconds_of(step(524288)),
     "step_512k_dense": lambda: seconds_of(dense_of(step(524288))),
@@ -78,6 +87,12 @@ FIGURES: dict[str, Callable[[], str]] = {
     "trained_dense": lambda: signed(
         trained()["overrides"]["held_out_after_dense"] / trained()["dense"]["held_out_after"] - 1
     ),
+    "frontier_density": lambda: percent(chosen()["density_trained"]),
+    "frontier_recall": lambda: percent(chosen()["recall_trained"]),
+    "frontier_own": lambda: signed(chosen()["trained_own_over_dense"]),
+    "frontier_dense": lambda: signed(chosen()["trained_dense_over_dense"]),
+    "frontier_layer_128k": lambda: layer_of_dense("128k"),
+    "frontier_layer_512k": lambda: layer_of_dense("512k"),
     "worst_error": lambda: f"{worst_error():.2f}",
     "wire_errors": wire_errors,
 }  # fmt: skip
@@ -108,5 +123,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sparsebalance_measured": measured,
     "sparsebalance_loss": trained_with,
     "profile_errors": profile_errors,
+    "frontier_untrained": untrained,
+    "frontier_trained": after_training,
 }
 """Tables, by name."""

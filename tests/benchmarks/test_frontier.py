@@ -13,9 +13,19 @@ import torch
 
 pytest.importorskip("transformers")
 from benchmarks.lib import jobs
-from benchmarks.model import ablations, continuing, frontier, frontier_settings, frontier_tables
+from benchmarks.model import (
+    ablations,
+    continuing,
+    frontier,
+    frontier_rows,
+    frontier_settings,
+    frontier_tables,
+    ruler_samples,
+)
 from benchmarks.model.material import material, training
 from benchmarks.model.policies_at_density import FAMILIES, at_density, config_of
+from megatron_mtraining import ConfigError
+from megatron_mtraining.models.tokenizer import transformers_tokenizer
 from tests.support.inspect_cases import save_model
 
 SEQ = 512
@@ -177,7 +187,51 @@ def test_recomputation_rows(words, tmp_path, capsys):
 
 
 @pytest.fixture(scope="module")
-def trained(words, tmp_path_factory):
+def ruler_file(tmp_path_factory):
+    """Samples of a made-up task, of different lengths."""
+    path = tmp_path_factory.mktemp("ruler") / "ruler.npz"
+    lengths = np.array([300, 401])
+    tokens = np.random.default_rng(0).integers(1, 250, lengths.sum())
+    np.savez(path, **{"vt.tokens": tokens, "vt.lengths": lengths, "vt.answers": [3, 5]})
+    return path
+
+
+def test_samples_of_a_file(ruler_file, tmp_path):
+    found = ruler_samples.read(ruler_file, "cpu")["vt"]
+    assert [(len(each.tokens), each.answer) for each in found] == [(300, 3), (401, 5)]
+    (tmp_path / "bad.npz").write_bytes(b"PK")
+    np.savez(tmp_path / "empty.npz")
+    np.savez(tmp_path / "half.npz", **{"vt.tokens": [1, 2]})
+    for name, word in (
+        ("bad", "is no file of"),
+        ("half", "is no file of"),
+        ("empty", "has no samples"),
+    ):
+        with pytest.raises(ConfigError, match=word):
+            ruler_samples.read(tmp_path / f"{name}.npz", "cpu")
+
+
+@pytest.mark.slow
+def test_samples_are_lm_eval_s(words, tmp_path):
+    """Prompts of one task, with the answer behind each."""
+    pytest.importorskip("lm_eval")
+    path = tmp_path / "ruler.npz"
+    more = "--length 2048 --samples 2 --tasks niah_single_1 niah_multikey_2".split()
+    ruler_samples.main(["--model", words[1], *more, "--output", str(path)])
+    found = ruler_samples.read(path, "cpu")
+    assert {task: len(samples) for task, samples in found.items()} == {
+        "niah_single_1": 2,
+        "niah_multikey_2": 2,
+    }
+    decode = transformers_tokenizer(Path(words[1])).decode
+    for tokens, answer in found["niah_single_1"]:
+        assert 1024 < len(tokens) <= 2048
+        assert decode(tokens[:-answer]).endswith("in the provided text is")
+        assert f"is: {decode(tokens[-answer:]).strip()}." in decode(tokens[:-answer])
+
+
+@pytest.fixture(scope="module")
+def trained(words, ruler_file, tmp_path_factory):
     """Rows of training, and of ablations of it."""
     folder = tmp_path_factory.mktemp("rows")
     output = ["--output", str(folder / "runs.jsonl")]
@@ -186,6 +240,7 @@ def trained(words, tmp_path_factory):
     row["setting"] = dict(policy="price", price=0.7)
     (folder / "runs.jsonl").write_text(json.dumps(row) + "\n")
     runs = ["--run", "dense", "price@0.6", "target@0.9", "--seeds", "1", "--steps", "3"]
+    runs += ["--ruler", str(ruler_file)]
     frontier.main(["train", *words, *runs, *output])
     more = ["--frontier", str(folder / "runs.jsonl"), "--output", str(folder / "ablations.jsonl")]
     more += ["--base", "price@0.6", "--steps", "3", "--variants", "cool-10", "once", "first-layers"]
@@ -203,11 +258,14 @@ def test_train_rows(words, trained, capsys):
     for row in rows.values():
         assert row["own"] < row["before_own"] and len(row["losses"]) == 3
         assert row["curve"][-1] == [3, row["own"], row["dense"]]
+        for kind in ("own", "dense"):
+            assert [len(values) for values in row[f"ruler_{kind}"]["vt"].values()] == [2, 2]
     assert price["own"] != price["dense"] and price["density"] == pytest.approx(0.6, abs=0.35)
     assert 0 < price["recall"] < 1 and price["setting"] == dict(policy="price", price=0.7)
     assert price["before_dense"] == dense["before_dense"]  # the same weights and data
     assert target["price_median"] > 0 and target["setting"]["target_recall"] == 0.9
-    found = frontier_tables.joined(list(rows.values()))
+    assert price["ruler_own"] != price["ruler_dense"] and dense["ruler_own"] == dense["ruler_dense"]
+    found = frontier_rows.joined(list(rows.values()))
     by_name = {row["policy"]: row for row in found}
     own = price["own"] / dense["dense"] - 1
     assert by_name["price"]["trained_own_over_dense"] == pytest.approx(own, abs=1e-5)
@@ -315,7 +373,7 @@ def made_up():
 
 
 def test_joined_rows(made_up):
-    rows = {row["policy"]: row for row in frontier_tables.joined(made_up)}
+    rows = {row["policy"]: row for row in frontier_rows.joined(made_up)}
     price = rows["price"]
     assert price["seeds"] == 2 and price["steps"] == 300 and price["zero_over_dense"] == 0.02
     assert price["trained_own_over_dense"] == pytest.approx(0.015)
@@ -339,15 +397,45 @@ def test_table_and_pictures(made_up, tmp_path):
     pytest.importorskip("matplotlib")
     rows = frontier_tables.write(made_up, tmp_path / "frontier.jsonl")
     assert rows_in(tmp_path / "frontier.jsonl") == rows
-    table = frontier_tables.frontier_table(rows)
-    lines = table.splitlines()
-    assert len({line.count("|") for line in lines}) == 1 and len(lines) == 2 + len(rows)
-    price = next(line for line in lines if "| price |" in line)
-    assert "+1.50% ± 0.50 | +0.75% ± 0.25" in price and "| 0.203 |" in price
+    untrained, trained = frontier_tables.frontier_table(rows).split("\n\n")
+    for table, count in ((untrained, 3), (trained, 3)):
+        lines = table.splitlines()
+        assert len({line.count("|") for line in lines}) == 1 and len(lines) == 2 + count
+        price = next(line for line in lines if "| price |" in line)
+        assert "| 0.203 |" in price
+    assert "+1.50% ± 0.50 | +0.75% ± 0.25 | 0.40, 0.50, 0.50 |" in price
     for kind in ("density", "time"):
         assert (tmp_path / f"frontier_{kind}.png").stat().st_size > 10000
     points = frontier_tables.points(rows, "zero_over_dense", "density")
     assert points == {"price": [(0.15, 2.0)], "window": [(0.15, 20.0)]}
+
+
+def test_ruler_of_the_runs_that_have_it(made_up):
+    def judged(losses, right):
+        return {
+            "vt": dict(loss=losses[:2], right=right[:2]),
+            "cwe": dict(loss=losses[2:], right=right[2:]),
+        }
+
+    def with_ruler(row, own, dense):
+        return row | dict(ruler_own=own, ruler_dense=dense)
+
+    base = judged([1.0, 2.0, 3.0], [1.0, 0.0, 1.0])
+    own, dense = judged([3.0, 3.0, 3.0], [0.0, 0.0, 0.0]), judged([1.5, 2.5, 3.5], [1.0, 0.0, 0.0])
+    rows = [
+        *made_up,
+        with_ruler(train_row("dense", None, 3, 4.0, 4.0), base, base),
+        with_ruler(train_row("price", 0.15, 3, 4.04, 4.02), own, dense),
+    ]
+    row = next(row for row in frontier_rows.joined(rows) if row["policy"] == "price")
+    assert row["seeds"] == 3 and row["ruler_samples"] == 3
+    assert (row["ruler"], row["ruler_dense"], row["ruler_of_dense"]) == (0, 0.333333, 0.666667)
+    assert (row["ruler_loss"], row["ruler_loss_dense"], row["ruler_loss_of_dense"]) == (3, 2.5, 2)
+    assert row["ruler_loss_more"] == [0.5, 0.5, 0.5]  # each sample has half a nat more
+    more, low, high = row["ruler_more"]
+    assert low <= more <= high and more == pytest.approx(-1 / 3, abs=1e-4)
+    table = frontier_tables.trained_table([row])
+    assert "| 0.00, 0.33, 0.67 | 3.00, 2.50, 2.00 | +0.50 [0.50, 0.50] |" in table
 
 
 def test_ablation_table(made_up):
@@ -379,7 +467,7 @@ def test_ablation_table(made_up):
             loss_over_dense=None,
         ),
     ]
-    joined = frontier_tables.joined(made_up)
+    joined = frontier_rows.joined(made_up)
     lines = ablations.ablation_table(rows, joined).splitlines()
     assert "| dense steps | last 10% | 2 | 10.0% | +2.00% | +3.00% |" in lines[2]
     assert f"| {0.1 + 0.9 * 0.203:.3f} |" in lines[2] and "| 1.50 |" in lines[3]
