@@ -249,6 +249,14 @@ OPTIONS = (
         default_help="0.0",
     ),
     Option(
+        "backward_sampling", bool,
+        "With --mtraining-backward-threshold: keep each block below the threshold with a probability in "
+        "proportion to its attention, at least 1/32, and divide its part of the gradient by that probability, "
+        "instead of leaving out all such blocks. The gradient is then unbiased, noisier, and needs more "
+        "blocks at the same threshold.",
+        default_help="off",
+    ),
+    Option(
         "loss_chunk", int,
         "Tokens per chunk of the output layer and the loss: the logits of one chunk exist at a time. 0 uses "
         "Megatron's own output layer and loss, with the logits of all tokens.",
