@@ -4,11 +4,11 @@
 The reference implementation; ``portable/sampling.py`` has the same for kernels. A code is 0 for a block that
 is left out, and ``1 + k`` for a block whose terms of the gradients are multiplied by ``2^k``.
 
-A block whose largest share is ``m`` and that is not kept for certain is kept with probability ``p = 2^-k`` and
-weight ``2^k = 1/p``, so that the gradient is unbiased. ``k`` is the largest whole number up to
-:data:`MAX_LOG2_WEIGHT` with ``m 2^k <= S``: ``p`` is ``m / S`` rounded up to a power of 2. Weights are powers
-of 2 because kernels then add a whole number to an exponent of base 2, and because ``k`` comes from
-comparisons alone, without a logarithm that devices round differently.
+With a seed, a block whose largest share is ``m`` is kept with probability ``p = 2^-k`` and weight ``2^k =
+1/p``, so that the gradient is unbiased. ``k`` is the largest whole number from 0 to :data:`MAX_LOG2_WEIGHT`
+with ``m 2^k <= S``, or 0: ``p`` is ``m / S`` rounded up to a power of 2. Weights are powers of 2 because
+kernels then add a whole number to an exponent of base 2, and because ``k`` comes from comparisons alone,
+without a logarithm that devices round differently.
 """
 
 from __future__ import annotations

@@ -250,10 +250,10 @@ OPTIONS = (
     ),
     Option(
         "backward_sampling", bool,
-        "With --mtraining-backward-threshold: keep each block below the threshold with a probability in "
-        "proportion to its attention, at least 1/32, and divide its part of the gradient by that probability, "
-        "instead of leaving out all such blocks. The gradient is then unbiased, noisier, and needs more "
-        "blocks at the same threshold.",
+        "With --mtraining-backward-threshold: each block below the threshold is kept with a probability in "
+        "proportion to its attention, at least 1/32, and its part of the gradient is divided by that "
+        "probability. The gradient is then unbiased, but noisier, and more blocks are kept at the same "
+        "threshold.",
         default_help="off",
     ),
     Option(

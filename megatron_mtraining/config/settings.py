@@ -85,8 +85,8 @@ class MTrainingConfig:
         check_at_least("backward_threshold", self.backward_threshold, 0, float)
         if self.backward_sampling and not self.backward_threshold:
             raise ConfigError(
-                f"{option('backward_sampling')} is given, but {option('backward_threshold')} is 0, so that the "
-                f"backward leaves nothing out: give {option('backward_threshold')} above 0, or leave out "
+                f"{option('backward_sampling')} is given, but {option('backward_threshold')} is 0, so that "
+                f"the backward leaves nothing out: give {option('backward_threshold')} above 0, or leave out "
                 f"{option('backward_sampling')}"
             )
         if self.settings is not None:

@@ -53,8 +53,8 @@ def density(index) -> Tensor:
 
 
 def pruned_density(index, kept: Tensor, rank: int) -> Tensor:
-    """Share of the causal pairs of one document that is attended to if of an index's blocks only ``kept``
-    (bool or uint8 ``[b, h, nb, NB]``, not 0, by own query block of a rank) stay, and its columns: float32 ``[b,
+    """Share of the causal pairs of one document that is attended to if of an index's blocks only those stay
+    where ``kept`` is not 0 (``[b, h, nb, NB]``, by own query block of a rank), and its columns: float32 ``[b,
     h]``. Of columns it is the mean over ranks. Nothing is read on the host."""
     pairs = visible_pairs(index, rank)
     # One head at a time: the blocks of all heads in float64 may take more memory than attention.

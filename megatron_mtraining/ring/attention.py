@@ -299,7 +299,7 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx, grad_out, _):
         query, key, value, out, lse, seed = ctx.saved_tensors
         (grad_out,) = unit_stride(grad_out)
-        dq, dkv = _backward(query, key, value, grad_out, out, lse, *ctx.rest, seed)
+        dq, dkv = _backward(query, key, value, grad_out, out, lse, *ctx.rest, seed=seed)
         return dq, dkv[0], dkv[1], *[None] * 7
 
 

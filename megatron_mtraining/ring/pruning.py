@@ -4,13 +4,13 @@
 The forward stays as it is. Before the gradients of a round are computed, one pass over its keys finds, from
 the final log-sum-exp, the largest share of a query's attention that each block of the pattern holds, and
 block lists of those above a threshold replace the pattern. So the model computes the same function, nothing
-of later tokens is used, and small terms of the gradient are left out. Which blocks are kept depends on
-query, key and log-sum-exp alone: a replay under activation recomputation finds the same.
+of later tokens is used, and small terms of the gradient are left out. Without sampling, which blocks are kept
+depends on query, key and log-sum-exp alone: a replay under activation recomputation finds the same.
 
-With sampling, a block below the threshold is kept with a probability in proportion to its share, and its terms
-are divided by that probability (:mod:`..kernels.attention.sampling`): the gradient is then unbiased. The draw
-is a hash of a seed and of the block's place. The forward draws the seed from torch's generator, which
-checkpoints restore for a replay.
+With sampling, a block below the threshold is kept with a probability in proportion to its share, and its
+terms are divided by that probability (:mod:`..kernels.attention.sampling`): the gradient is then unbiased.
+The draw is a hash of a seed and of the block's place. The forward draws the seed from torch's generator,
+which checkpoints restore for a replay.
 
 Published relatives: SUS backprop (arXiv 2505.15080) drops single weights and samples them.
 """
@@ -53,8 +53,8 @@ class BackwardPruning:
     def seed(self, device: torch.device) -> Tensor | None:
         """A new seed of a draw, int64 ``[1]``, from torch's generator of the device; None without sampling.
 
-        To be called in each forward, without gradients too: a checkpoint's first pass has none, and its replay
-        must find later random numbers, such as dropout's, where the first pass found them. Ranks whose
+        To be called in each forward, without gradients too: a checkpoint's first pass has none, and its
+        replay must find later random numbers, such as dropout's, where the first pass found them. Ranks whose
         generators are in one state draw what a single process draws; if the states differ, the draws do, and
         the gradient is as unbiased.
         """

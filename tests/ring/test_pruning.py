@@ -309,6 +309,19 @@ def test_bad_thresholds_are_refused(value):
         MTrainingConfig.from_options(backward_threshold=value)
 
 
+@parametrize("value", ["on", 1, None])
+def test_sampling_is_a_switch(value):
+    with pytest.raises(ConfigError, match="--mtraining-backward-sampling must be True or False"):
+        MTrainingConfig(backward_threshold=1.0, backward_sampling=value)
+
+
+def test_sampling_without_a_threshold_is_refused():
+    with pytest.raises(
+        ConfigError, match="give --mtraining-backward-threshold above 0, or leave out"
+    ):
+        MTrainingConfig.from_options(backward_sampling=True)
+
+
 def test_too_many_blocks_are_refused():
     query = torch.empty(1, device="meta").expand(2**20, 1, 32, 128)
     with pytest.raises(ConfigError, match="use more tensor- or context-parallel ranks"):

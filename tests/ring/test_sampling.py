@@ -71,7 +71,9 @@ def test_random_bits_are_even_and_independent():
     seed, line, q_block, k_block = (torch.arange(n) for n in (16, 4, 32, 32))
     shape = seed.view(-1, 1, 1, 1), line.view(-1, 1, 1), q_block[:, None], k_block
     bits = random_bits(*shape)
-    ones = torch.stack([(bits >> k & 1).double() * 2 - 1 for k in range(32)])  # [32, seeds, h, NB, NB]
+    ones = torch.stack(
+        [(bits >> k & 1).double() * 2 - 1 for k in range(32)]
+    )  # [32, seeds, h, NB, NB]
     error = bits.numel() ** -0.5
     assert ones.mean((1, 2, 3, 4)).abs().max() < 6 * error
     neighbours = [ones.mul(ones.roll(1, dim)).mean((1, 2, 3, 4)) for dim in (1, 2, 3, 4)]

@@ -28,7 +28,9 @@ INNER = {1: [None], 2: [None, 1], 4: [None, 1, 2], 6: [2]}
 class Expected:
     """What the pruned backward gives, from attention written out over the whole sequence."""
 
-    codes: torch.Tensor  # uint8 [b, h, NB, NB]: 1 + log2 of the weight of a block that stays, else 0
+    codes: (
+        torch.Tensor
+    )  # uint8 [b, h, NB, NB]: 1 + log2 of the weight of a block that stays, else 0
     close: torch.Tensor  # bool [b, h, NB, NB]: too near a threshold to compare
     dropped: torch.Tensor  # [b, h, N]
     density: torch.Tensor  # [b, h], without documents

@@ -156,7 +156,7 @@ def _column_kernel(
 
     kept, tiles = allocate_tiles(
         q_desc, grad_out_desc, column_k_desc, column_v_desc, lse_desc, BLOCK // 2, D, STAGES, PACKED, False
-    )
+    )  # fmt: skip
     descs = QueryDescriptors(q_desc, grad_out_desc, lse_desc, delta_desc, starts_desc)
     gl.warp_specialize(
         [

@@ -233,7 +233,9 @@ def _query_kernel(
         column_len, local_blocks, num_items, round_start, wrap, chunk_rows, rank, world, round_index, outer,
         INNER, HEADS, GROUP, BLOCK, COLUMNS, LISTS, PACKED, WEIGHTED,
     )  # fmt: skip
-    tiles = allocate_tiles(q_desc, grad_out_desc, k_desc, v_desc, BLOCK, D, STAGES, PACKED, WEIGHTED)
+    tiles = allocate_tiles(
+        q_desc, grad_out_desc, k_desc, v_desc, BLOCK, D, STAGES, PACKED, WEIGHTED
+    )
     grad_q_buffers = tiles.queries.q
     if LAST:
         grad_q_buffers = gl.allocate_shared_memory(

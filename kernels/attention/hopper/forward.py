@@ -260,8 +260,8 @@ def _forward_kernel(
     COLUMNS: gl.constexpr, LISTS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     index = RoundIndex(
-        slash_ptr, slash_list, column_ptr, columns, member, kv_block_bounds, None, ptr_len, list_len, column_len,
-        local_blocks, num_items, round_start, wrap, chunk_rows, rank, world, round_index, outer,
+        slash_ptr, slash_list, column_ptr, columns, member, kv_block_bounds, None, ptr_len, list_len,
+        column_len, local_blocks, num_items, round_start, wrap, chunk_rows, rank, world, round_index, outer,
         INNER, HEADS, GROUP, BLOCK, COLUMNS, LISTS, PACKED, False,
     )  # fmt: skip
     tiles = allocate_tiles(q_desc, None, k_desc, v_desc, BLOCK, D, STAGES, PACKED, False)

@@ -4,10 +4,9 @@
     dv_k = sum_i p_ik dout_i        dk = scale sum_i ds_ik q_i
 
 A program holds BLOCK_N keys of one block and loops over the query blocks that attend to them, for every query
-head of the group: the slash list the other way round (``RingStep.meetings``). Where it is given the columns'
-gradients, it adds the rows that lie in its block. A block's weight multiplies ``p_ik``: its log2 is subtracted
-from the log-sum-exp. All sums are in a fixed order, without atomics, so the
-result is deterministic.
+head of the group: the slash list the other way round (``RingStep.meetings``). A block's weight multiplies
+``p_ik``: its log2 is subtracted from the log-sum-exp. Where it is given the columns' gradients, it adds the
+rows that lie in its block. All sums are in a fixed order, without atomics, so the result is deterministic.
 """
 
 from __future__ import annotations
@@ -201,7 +200,9 @@ def _key_kernel(
                         mask = position[:, None] >= starts[None, :]
                     if weights is not None:  # entries are query blocks
                         own = block_at(k_block, rank, world, inner)
-                        lse -= log2_weight_at(weights, bh, e, own, local_blocks, local_blocks * world)
+                        lse -= log2_weight_at(
+                            weights, bh, e, own, local_blocks, local_blocks * world
+                        )
                     dk, dv = add_tile(q, k, v, do, mask, dk, dv, lse, delta, scale, MASKED, PREC)
         if COLUMNS:
             column_ptr_block = (

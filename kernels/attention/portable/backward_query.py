@@ -5,9 +5,9 @@ With ``p_ik = exp(scale q_i.k - lse_i)`` and ``delta_i = sum(out_i * dout_i)``,
 
     ds_ik = p_ik (dout_i.v_k - delta_i)        dq_i = dq_i' + scale sum_k ds_ik k
 
-where ``'`` marks the gradient of the rounds before (the accumulator). A block's weight multiplies ``p_ik``: its
-log2 is subtracted from the log-sum-exp. Each program computes BLOCK_M rows of
-one query block of one head.
+where ``'`` marks the gradient of the rounds before (the accumulator). A block's weight multiplies ``p_ik``:
+its log2 is subtracted from the log-sum-exp. Each program computes BLOCK_M rows of one query block of one
+head.
 """
 
 from __future__ import annotations
