@@ -192,6 +192,7 @@ def _backward(
     softmax_scale: float,
     wire_dtype: torch.dtype | None,
     pruning: BackwardPruning | None,
+    *,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of queries, ``[s, b, h, d]``, and of keys and values, ``[2, s, b, hk, d]``."""
