@@ -159,6 +159,12 @@ class PatternIndex(StripedLayout, Protocol):
         """Packed documents, or None for one document."""
 
     @property
+    def weights(self) -> Tensor | None:
+        """uint8 ``[b, h, nb, NB]``, by local query block and key block of the sequence: 1 plus log2 of the
+        factor that the gradients through a listed block have; 1 for a query block's own. With block lists
+        only. None if all factors are 1."""
+
+    @property
     def list_strides(self) -> tuple[int, int]:
         """Entries from one head to the next in ``round_list`` and in ``rank_list``; 0 with block lists."""
 

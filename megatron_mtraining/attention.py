@@ -103,7 +103,9 @@ def attend(
     pruning = None
     if config.backward_threshold:
         check_size(query, config.block_size, cp.world, cp.inner)
-        pruning = BackwardPruning(config.backward_threshold, observe_backward)
+        pruning = BackwardPruning(
+            config.backward_threshold, observe_backward, config.backward_sampling
+        )
     if first_pass is None:
         check_search(query.shape[0] * cp.world, config, cp.world)
         keys = KeysAndValues(key, value, ring)  # in flight during the pattern search

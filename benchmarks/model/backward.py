@@ -16,7 +16,8 @@ what has a row there, and begins no job that is not expected to end within ``--m
 - ``table``: prints all.
 
 ``--forward`` has the forward's patterns: ``dense``, or ``POLICY@DENSITY`` as in ``frontier.py``; of a density
-the setting is found once. A threshold of 0 is the backward without pruning.
+the setting is found once. A threshold of 0 is the backward without pruning. ``--sampling off on`` has each
+threshold without and with ``--mtraining-backward-sampling``.
 
     M="--model smol.gguf --cache tokens.npz --output $OUT/backward.jsonl"
     python -m benchmarks.model.backward gradient $M --minutes 4
@@ -63,10 +64,21 @@ def split_forward(name: str) -> tuple[str, float | None]:
     return policy, density
 
 
-def pruned_config(setting: dict | None, threshold: float, block: int) -> MTrainingConfig:
-    """Settings with a pruned backward; a dense forward for None."""
+def pruned(setting: dict | None, threshold: float, sampling: bool) -> dict:
+    """A setting with a pruned backward; a dense forward for None."""
     setting = dict(policy="price", price=0.0) if setting is None else setting
-    return config_of(dict(setting, backward_threshold=threshold), block)
+    return dict(setting, backward_threshold=threshold, backward_sampling=sampling)
+
+
+def prunings(options) -> list[tuple[float, bool]]:
+    """Thresholds, without and with sampling, as asked for."""
+    return [
+        (threshold, each == "on") for each in options.sampling for threshold in options.thresholds
+    ]
+
+
+def shown(threshold: float, sampling: bool) -> str:
+    return f"threshold {threshold:g}{', sampling' if sampling else ''}"
 
 
 # Gradients.
@@ -127,10 +139,10 @@ def gradient(options) -> int:
     if not kinds:
         raise ConfigError("no text has two held-out windows: give more text, or a shorter --seq")
     there = {
-        (row["forward"], row["text"], row["what"], row["threshold"])
+        (row["forward"], row["text"], row["what"], row["threshold"], row["sampling"])
         for row in rows_like(options, "gradient")
     }
-    wanted = [("pruned", threshold) for threshold in options.thresholds]
+    wanted = [("pruned", *each) for each in prunings(options)]
     cases = [
         (name, kind)
         for name in options.forward
@@ -144,11 +156,14 @@ def gradient(options) -> int:
         (name, kind), began = case, time.perf_counter()
         windows = given.held_out[kind]
         setting = setting_of(*split_forward(name), options, given)
-        full = pruned_config(setting, 0.0, options.block_size)
-        exact, said = gradients(windows[0], full)
+
+        def config(threshold=0.0, sampling=False, setting=setting):
+            return config_of(pruned(setting, threshold, sampling), options.block_size)
+
+        exact, said = gradients(windows[0], config())
         rows = []
 
-        def add(what: str, threshold: float, found, said: dict) -> None:
+        def add(what: str, threshold: float, sampling: bool, found, said: dict) -> None:
             rows.append(
                 dict(
                     stage="gradient",
@@ -157,7 +172,7 @@ def gradient(options) -> int:
                     text=kind,
                     what=what,
                     threshold=threshold,
-                    sampling=False,
+                    sampling=sampling,
                     **said,
                     **compared(found, exact),
                     yarn=gradients.yarn,
@@ -165,24 +180,17 @@ def gradient(options) -> int:
                 )
             )
 
-        for threshold in options.thresholds:
-            add(
-                "pruned",
-                threshold,
-                *gradients(windows[0], pruned_config(setting, threshold, options.block_size)),
-            )
-        other, of_other = gradients(windows[1], full)
-        add("another window", 0.0, other, of_other)
+        for each in prunings(options):
+            torch.manual_seed(0)  # of the draw
+            add("pruned", *each, *gradients(windows[0], config(*each)))
+        add("another window", 0.0, False, *gradients(windows[1], config()))
         if setting is not None:
-            pattern, exact = (
-                exact,
-                gradients(windows[0], pruned_config(None, 0.0, options.block_size))[0],
-            )
-            add("forward", 0.0, pattern, said)
+            pattern, exact = exact, gradients(windows[0], config(setting=None))[0]
+            add("forward", 0.0, False, pattern, said)
         for row in rows:
             row["seconds"] = round(time.perf_counter() - began, 1)
             print(
-                f"  {name}, {kind}, {row['what']} {row['threshold']}: density "
+                f"  {name}, {kind}, {row['what']}, {shown(row['threshold'], row['sampling'])}: density "
                 f"{row['backward_density']:.4f}, error {row['err_grad']:.4f}, cosine {row['cos_grad']:.4f}",
                 flush=True,
             )
@@ -194,15 +202,15 @@ def gradient(options) -> int:
 # Training.
 
 
-def work(job: tuple[str, float, int, argparse.Namespace]) -> dict:
+def work(job: tuple[str, float, bool, int, argparse.Namespace]) -> dict:
     """A run of training; in a process of its own."""
-    name, threshold, seed, options = job
+    name, threshold, sampling, seed, options = job
     given: Material = material(options)
     setting = setting_of(*split_forward(name), options, given)
-    config = pruned_config(setting, threshold, options.block_size)
+    config = config_of(pruned(setting, threshold, sampling), options.block_size)
     if name == "dense" and not threshold:
         config = None  # PyTorch's own attention: what all runs are compared with
-    run = continuing.Run(f"{name} threshold {threshold:g}", seed, options.steps, config)
+    run = continuing.Run(f"{name} {shown(threshold, sampling)}", seed, options.steps, config)
     row, model = continuing.train(run, given, options)
     kept = None
     if config is not None and threshold:
@@ -213,7 +221,7 @@ def work(job: tuple[str, float, int, argparse.Namespace]) -> dict:
         )
     kept = kept or dict(backward_density=row["density"], dropped_mass=0.0)
     return dict(
-        stage="train", forward=name, threshold=threshold, sampling=False, setting=setting, **kept, **row,
+        stage="train", forward=name, threshold=threshold, sampling=sampling, setting=setting, **kept, **row,
         **about(options),
     )  # fmt: skip
 
@@ -221,15 +229,15 @@ def work(job: tuple[str, float, int, argparse.Namespace]) -> dict:
 def train(options) -> int:
     """Rows of training, those without pruning first."""
     there = {
-        (row["forward"], row["threshold"], row["seed"])
+        (row["forward"], row["threshold"], row["sampling"], row["seed"])
         for row in rows_like(options, "train", steps=options.steps, lr=options.lr)
     }
     runs = [
-        (name, threshold, seed)
+        (name, *each, seed)
         for seed in options.seeds
-        for threshold in (0.0, *options.thresholds)
+        for each in [(0.0, False), *prunings(options)]
         for name in options.forward
-        if (name, threshold, seed) not in there
+        if (name, *each, seed) not in there
     ]
     print(f"train: {len(runs)} runs of {options.steps} steps are to be made", flush=True)
     if runs:
@@ -249,18 +257,18 @@ def time_layers(options) -> int:
     device = torch.device(options.device)
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else "none"
     there = {
-        (row["forward"], row["threshold"], row["seq"])
+        (row["forward"], row["threshold"], row["sampling"], row["seq"])
         for row in jobs.read(options.output)
         if row["stage"] == "time"
         and (row["gpu"], row["shape"], row["block_size"])
         == (gpu, list(options.shape), options.block_size)
     }
     cases = [
-        (name, threshold, seq)
+        (name, *each, seq)
         for seq in options.lengths
         for name in options.forward
-        for threshold in (0.0, *options.thresholds)
-        if (name, threshold, seq) not in there
+        for each in [(0.0, False), *prunings(options)]
+        if (name, *each, seq) not in there
     ]
     print(f"time: {len(cases)} rows are to be made", flush=True)
     layers: dict[int, Layer] = {}
@@ -268,7 +276,7 @@ def time_layers(options) -> int:
     found: dict[tuple, dict | None] = {}
 
     def work(case) -> dict:
-        (name, threshold, seq), began = case, time.perf_counter()
+        (name, threshold, sampling, seq), began = case, time.perf_counter()
         if seq not in layers:
             layers.clear()  # memory for one length
             made = Layer(seq, options.shape, device, options.block_size)
@@ -284,15 +292,15 @@ def time_layers(options) -> int:
                 setting = at.setting
             found[name, seq] = setting
         setting = found[name, seq] or dict(policy="price", price=0.0)
-        times = layer.times(dict(setting, backward_threshold=threshold))
+        times = layer.times(pruned(setting, threshold, sampling))
         row = dict(
-            stage="time", forward=name, setting=setting, threshold=threshold, sampling=False, seq=seq,
+            stage="time", forward=name, setting=setting, threshold=threshold, sampling=sampling, seq=seq,
             shape=list(options.shape), block_size=options.block_size, forward_density=times.pop("density"),
             **times, layer_ms=round(times["forward_ms"] + times["backward_ms"], 5), **dense[seq],
             seconds=round(time.perf_counter() - began, 1), versions=about(options)["versions"],
         )  # fmt: skip
         print(
-            f"  {name}, threshold {threshold:g}, {seq // 1024}K: backward density "
+            f"  {name}, {shown(threshold, sampling)}, {seq // 1024}K: backward density "
             f"{row['backward_density']}, forward {row['forward_ms']:.2f} ms, backward "
             f"{row['backward_ms']:.2f} ms (cuDNN dense {row['dense_backward_ms']:.2f} ms)",
             flush=True,
@@ -306,11 +314,12 @@ def show_table(options) -> int:
     """Print the rows."""
     rows = jobs.read(options.output)
     names = {
-        "gradient": ("seq", "forward", "text", "what", "threshold", "forward_density", "backward_density",
-                     "dropped_mass", "cos_grad", "err_grad", "err_qkv", "norm_qkv"),
-        "train": ("seq", "forward", "threshold", "seed", "density", "backward_density", "dense", "own"),
-        "time": ("seq", "forward", "threshold", "forward_density", "backward_density", "forward_ms",
-                 "backward_ms", "dense_forward_ms", "dense_backward_ms"),
+        "gradient": ("seq", "forward", "text", "what", "threshold", "sampling", "forward_density",
+                     "backward_density", "dropped_mass", "cos_grad", "err_grad", "err_qkv", "norm_qkv"),
+        "train": ("seq", "forward", "threshold", "sampling", "seed", "density", "backward_density", "dense",
+                  "own"),
+        "time": ("seq", "forward", "threshold", "sampling", "forward_density", "backward_density",
+                 "forward_ms", "backward_ms", "dense_forward_ms", "dense_backward_ms"),
     }  # fmt: skip
     for stage, columns in names.items():
         some = [row for row in rows if row["stage"] == stage]
@@ -334,6 +343,8 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
         "--forward", nargs="+", default=list(FORWARDS), metavar="NAME", help="dense, POLICY@DENSITY"
     )
     add("--thresholds", type=float, nargs="+", default=list(THRESHOLDS))
+    add("--sampling", choices=("off", "on"), nargs="+", default=["off"],
+        help="--mtraining-backward-sampling (%(default)s)")  # fmt: skip
     add("--lengths", type=int, nargs="+", default=list(LENGTHS), help="time: tokens")
     add("--shape", type=int, nargs=3, default=list(Shape()), metavar=("HEADS", "KV_HEADS", "DIM"),
         help="time: of the layer (%(default)s)")  # fmt: skip

@@ -73,7 +73,7 @@ class Layer:
         density = index.density().double().mean().item()
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        def observe(*both: torch.Tensor) -> None:  # of a pruned backward: the same each time
+        def observe(*both: torch.Tensor) -> None:  # of a pruned backward; of the last draw
             kept[:] = [both]
 
         run = partial(attend, config=config, first_pass=index, observe_backward=observe)

@@ -13,6 +13,8 @@ of the final lse and ``delta_i = sum(out_i * dout_i)``,
     ds_ik = p_ik (dout_i.v_k - delta_i)
     dq_i = scale sum_k ds_ik k        dk = scale sum_i ds_ik q_i        dv_k = sum_i p_ik dout_i
 
+Where blocks have weights (``PatternIndex.weights``), the gradients have ``w p_ik`` in place of ``p_ik``.
+
 The scores of a round are written out under a dense mask. This takes time of the order of queries x keys of a
 rank, and as much memory except in the forward, which computes some rows at a time: for tests and small runs.
 """
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from ...layout import block_at, located, positions_at
 from ..types import Columns, PatternIndex, RingStep, Round
+from .sampling import kept_code
 
 FORWARD_SCORES = 1 << 22
 """Scores that the forward computes at a time: few enough that their memory is reused."""
@@ -59,6 +62,20 @@ def slash_mask(
     if index.documents is not None:
         mask &= (index.documents.starts[:, q_position, None] <= k_position)[:, None]
     return mask
+
+
+def slash_weights(
+    index: PatternIndex, rank: int, sources: Sequence[int], queries: range, key_length: int
+) -> Tensor:
+    """Weights of the blocks that :func:`slash_mask` has, of an index that has weights: float32 ``[b, h,
+    len(queries), len(sources) * key_length]``; 1 elsewhere."""
+    device, block = index.member.device, index.block_size
+    rows = torch.arange(queries.start, queries.stop, device=device)
+    local = torch.arange(key_length, device=device) // block
+    k_block = torch.cat([block_at(local, r, index.world, index.inner) for r in sources])
+    assert index.weights is not None, "the caller has asked"
+    log2_weight = (index.weights.float() - 1).clamp(min=0)
+    return torch.exp2(log2_weight)[:, :, rows // block][..., k_block]
 
 
 def column_mask(index: PatternIndex, rank: int, queries: range) -> Tensor:
@@ -135,7 +152,13 @@ def backward_query(
     k, v = _keys_and_columns(query, key, value, column_kv)
     rows = range(len(query))
     scores = _round_scores(q, k, column_kv, index, round_, rows, key.shape[1], softmax_scale)
-    _, ds = _score_gradients(scores, v, grad, lse, delta)
+    weights = None
+    if index.weights is not None:
+        weights = slash_weights(index, round_.rank, round_.sources, rows, key.shape[1])
+        weights = torch.nn.functional.pad(
+            weights, (0, k.shape[2] - weights.shape[-1]), value=1
+        )  # columns
+    _, ds = _score_gradients(scores, v, grad, lse, delta, weights)
     dq = (ds @ k * softmax_scale).permute(2, 0, 1, 3)
     if accumulator is not None:
         dq = dq + accumulator.to(dq.dtype)
@@ -184,7 +207,10 @@ def backward_key(
     q, k, v, grad = (_heads_first(t, heads) for t in (query, key, value, grad_out))
     mask = slash_mask(index, ring_step.rank, [ring_step.source], range(length), length)
     scores = _scores(q, k, mask, softmax_scale)
-    p, ds = _score_gradients(scores, v, grad, lse, delta)
+    weights = None
+    if index.weights is not None:
+        weights = slash_weights(index, ring_step.rank, [ring_step.source], range(length), length)
+    p, ds = _score_gradients(scores, v, grad, lse, delta, weights)
     dk, dv = ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
     if column_gradients is not None:
         # Columns of other ranks go to one more row, which is dropped.
@@ -212,14 +238,15 @@ def prune_blocks(
     round_: Round,
     softmax_scale: float,
     least_share: Tensor,
+    seed: Tensor | None,
     kept: Tensor,
     dropped: Tensor,
 ) -> None:
     """The key blocks of one round that the backward keeps for each query block.
 
     A block is kept if it holds at least ``least_share`` of the attention of some row of the query block, if
-    such a share is not a number, or if it is the query block itself or the block before. Columns are not
-    looked at.
+    such a share is not a number, or if it is the query block itself or the block before. With a seed, the
+    other blocks are drawn, and have a weight if they are kept (:mod:`.sampling`). Columns are not looked at.
 
     Args:
         query: ``[s, b, h, d]``.
@@ -229,8 +256,9 @@ def prune_blocks(
         round_: which keys these are.
         softmax_scale: factor of the scores.
         least_share: float32 ``[b]``, above 0.
-        kept: uint8 ``[b, h, nb, NB]``, by local query block and key block of the sequence: 1 is written for
-            blocks of this round that are kept, and 0 or nothing for those that are not.
+        seed: int64 ``[1]``, of the draw; None to leave out all blocks with less than ``least_share``.
+        kept: uint8 ``[b, h, nb, NB]``, by local query block and key block of the sequence: 1 plus log2 of the
+            weight is written for blocks of this round that are kept, and 0 or nothing for those that are not.
         dropped: float32 ``[b, h, s]``: the share of each row's attention in blocks that are not kept, added
             to the previous rounds' share; not read in the first round.
     """
@@ -250,14 +278,17 @@ def prune_blocks(
 
     shares = by_key_blocks(p).sum(-1)  # [b, h, s, I, nb]
     listed = by_blocks(by_key_blocks(mask).any(-1), 2).any(3)  # [b, h, nb, I, nb]
-    above = by_blocks(~(shares < least_share[:, None, None, None, None]), 2).any(3)
     local = torch.arange(index.local_blocks, device=query.device)
-    q_block = block_at(local, round_.rank, index.world, index.inner)
+    q_block = block_at(local, round_.rank, index.world, index.inner)[:, None, None]
     k_block = torch.stack([block_at(local, r, index.world, index.inner) for r in round_.sources])
-    above |= q_block[:, None, None] - k_block <= 1
-    found = (listed & above).flatten(3)  # [b, h, nb, I * nb]
-    kept.index_copy_(3, k_block.flatten(), found.to(kept.dtype))
-    lost = listed & ~above  # [b, h, nb, I, nb]
+    line = torch.arange(mask[:, :, 0, 0].numel(), device=query.device)
+    code = kept_code(
+        by_blocks(shares, 2), 3, least_share.view(-1, *[1] * 5), seed,
+        line.view(*mask.shape[:2], 1, 1, 1), q_block, k_block,
+    )  # fmt: skip
+    found = torch.where(listed, code, 0)  # [b, h, nb, I, nb]
+    kept.index_copy_(3, k_block.flatten(), found.flatten(3))
+    lost = listed & (code == 0)
     rows = lost[:, :, torch.arange(length, device=query.device) // block]
     sums = torch.where(rows, shares, 0).sum((-1, -2))
     dropped.copy_(sums if round_.first else dropped + sums)
@@ -368,8 +399,15 @@ def _forward_rows(
 
 
 def _score_gradients(
-    scores: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor
+    scores: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Probabilities p and the gradients ds of the scaled scores."""
+    """Probabilities p, multiplied by weights if there are any, and the gradients ds of the scaled scores."""
     p = torch.exp(scores - lse[..., None].to(scores.dtype))
+    if weights is not None:
+        p = p * weights
     return p, p * (grad_out @ v.transpose(-1, -2) - delta[..., None].to(p.dtype))

@@ -249,6 +249,14 @@ OPTIONS = (
         default_help="0.0",
     ),
     Option(
+        "backward_sampling", bool,
+        "With --mtraining-backward-threshold: each block below the threshold is kept with a probability in "
+        "proportion to its attention, at least 1/32, and its part of the gradient is divided by that "
+        "probability. The gradient is then unbiased, but noisier, and more blocks are kept at the same "
+        "threshold.",
+        default_help="off",
+    ),
+    Option(
         "loss_chunk", int,
         "Tokens per chunk of the output layer and the loss: the logits of one chunk exist at a time. 0 uses "
         "Megatron's own output layer and loss, with the logits of all tokens.",

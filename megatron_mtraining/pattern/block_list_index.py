@@ -223,7 +223,9 @@ def build_block_index(
     )
 
 
-def pruned_index(index: PatternIndex, kept: Tensor, rank: int, capacity: int) -> BlockListIndex:
+def pruned_index(
+    index: PatternIndex, kept: Tensor, rank: int, capacity: int, weighted: bool = False
+) -> BlockListIndex:
     """A pattern with fewer blocks, for the same columns: each is attended to as a column wherever it was.
 
     Args:
@@ -232,6 +234,8 @@ def pruned_index(index: PatternIndex, kept: Tensor, rank: int, capacity: int) ->
             of the pattern stay. Each query block's own is among them.
         rank: whose query blocks these are.
         capacity: number of entries to allocate, not fewer than are kept; nothing is read on the host.
+        weighted: whether ``kept`` has weights (``weights`` of ``kernels.types.PatternIndex``), of which the
+            index then takes hold.
     """
     # Lists come from ``kept`` alone; ``member`` only says where columns are attended to in a block.
     operands = (kept, torch.zeros_like(index.member), index.world, index.inner, rank)
@@ -250,5 +254,6 @@ def pruned_index(index: PatternIndex, kept: Tensor, rank: int, capacity: int) ->
         world=index.world,
         inner=index.inner,
         documents=index.documents,
+        weights=kept if weighted else None,
         rank=rank,
     )

@@ -53,12 +53,12 @@ def density(index) -> Tensor:
 
 
 def pruned_density(index, kept: Tensor, rank: int) -> Tensor:
-    """Share of the causal pairs of one document that is attended to if of an index's blocks only ``kept``
-    (bool or uint8 ``[b, h, nb, NB]``, by own query block of a rank) stay, and its columns: float32 ``[b,
+    """Share of the causal pairs of one document that is attended to if of an index's blocks only those stay
+    where ``kept`` is not 0 (``[b, h, nb, NB]``, by own query block of a rank), and its columns: float32 ``[b,
     h]``. Of columns it is the mean over ranks. Nothing is read on the host."""
     pairs = visible_pairs(index, rank)
     # One head at a time: the blocks of all heads in float64 may take more memory than attention.
-    heads = [(kept[:, head] * pairs).sum((-1, -2)) for head in range(kept.shape[1])]
+    heads = [((kept[:, head] > 0) * pairs).sum((-1, -2)) for head in range(kept.shape[1])]
     every = index.documents.pairs(index.block_size).sum(-1, keepdim=True)
     own = torch.stack(heads, 1) / pairs.sum((-1, -2))[:, None]
     return (own + _column_pairs(index) / every).float()

@@ -49,6 +49,8 @@ class PatternIndex(ABC):
             was chosen; None if it was not.
         documents: packed ones, to which attention keeps as well: what the index has beside that is not
             attended to. None for one document.
+        weights: factors of the gradients through listed blocks, as in ``kernels.types.PatternIndex``; block
+            lists of a pruned backward alone have them.
     """
 
     has_block_lists: ClassVar[bool]
@@ -66,6 +68,7 @@ class PatternIndex(ABC):
     inner: int
     recall: Tensor | None = None
     documents: Documents | None = None
+    weights: Tensor | None = None
 
     @property
     @abstractmethod

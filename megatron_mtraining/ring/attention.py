@@ -192,6 +192,8 @@ def _backward(
     softmax_scale: float,
     wire_dtype: torch.dtype | None,
     pruning: BackwardPruning | None,
+    *,
+    seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of queries, ``[s, b, h, d]``, and of keys and values, ``[2, s, b, hk, d]``."""
     keys, dkv = KeysAndValues(key, value, ring, index), _DkvAccumulator(ring, wire_dtype)
@@ -202,7 +204,7 @@ def _backward(
     )
     pruned = None
     if pruning is not None:
-        pruned = PrunedPattern(query, lse, index, ring.cp.rank, softmax_scale, pruning)
+        pruned = PrunedPattern(query, lse, index, ring.cp.rank, softmax_scale, pruning, seed)
     # The accumulator of a round's dQ is read by the kernel that writes the next one's.
     dq_before: Tensor | None = None
     dq: Tensor | None = None
@@ -287,7 +289,8 @@ class _RingAttention(torch.autograd.Function):
             out, lse = _forward(query, key, value, index, ring, softmax_scale, keys)
         else:
             out, lse = (tensor.detach() for tensor in first_pass)
-        ctx.save_for_backward(query, key, value, out, lse)
+        seed = None if pruning is None else pruning.seed(query.device)
+        ctx.save_for_backward(query, key, value, out, lse, seed)
         ctx.rest = index, ring, softmax_scale, wire_dtype, pruning
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -295,9 +298,9 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out, _):
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, out, lse, seed = ctx.saved_tensors
         (grad_out,) = unit_stride(grad_out)
-        dq, dkv = _backward(query, key, value, grad_out, out, lse, *ctx.rest)
+        dq, dkv = _backward(query, key, value, grad_out, out, lse, *ctx.rest, seed=seed)
         return dq, dkv[0], dkv[1], *[None] * 7
 
 

@@ -4,8 +4,13 @@
 The forward stays as it is. Before the gradients of a round are computed, one pass over its keys finds, from
 the final log-sum-exp, the largest share of a query's attention that each block of the pattern holds, and
 block lists of those above a threshold replace the pattern. So the model computes the same function, nothing
-of later tokens is used, and small terms of the gradient are left out. Which blocks are kept depends on
-query, key and log-sum-exp alone: a replay under activation recomputation finds the same.
+of later tokens is used, and small terms of the gradient are left out. Without sampling, which blocks are kept
+depends on query, key and log-sum-exp alone: a replay under activation recomputation finds the same.
+
+With sampling, a block below the threshold is kept with a probability in proportion to its share, and its
+terms are divided by that probability (:mod:`..kernels.attention.sampling`): the gradient is then unbiased.
+The draw is a hash of a seed and of the block's place. The forward draws the seed from torch's generator,
+which checkpoints restore for a replay.
 
 Published relatives: SUS backprop (arXiv 2505.15080) drops single weights and samples them.
 """
@@ -38,10 +43,24 @@ class BackwardPruning:
             2`` for one document. Positive.
         observe: called once a backward with the density of what is kept, float32 ``[b, h]``, and the share of
             attention in what is not, the mean over this rank's queries, float32 ``[b, h]``.
+        sampling: draw blocks below the threshold, with weights, instead of leaving all of them out.
     """
 
     threshold: float
     observe: Callable[[Tensor, Tensor], None] | None = None
+    sampling: bool = False
+
+    def seed(self, device: torch.device) -> Tensor | None:
+        """A new seed of a draw, int64 ``[1]``, from torch's generator of the device; None without sampling.
+
+        To be called in each forward, without gradients too: a checkpoint's first pass has none, and its
+        replay must find later random numbers, such as dropout's, where the first pass found them. Ranks whose
+        generators are in one state draw what a single process draws; if the states differ, the draws do, and
+        the gradient is as unbiased.
+        """
+        if not self.sampling:
+            return None
+        return torch.randint(2**62, (1,), dtype=torch.int64, device=device)
 
 
 class PrunedPattern:
@@ -54,6 +73,7 @@ class PrunedPattern:
         rank: whose queries these are.
         softmax_scale: factor of the scores.
         pruning: its settings.
+        seed: what :meth:`BackwardPruning.seed` gave in the forward.
     """
 
     def __init__(
@@ -64,9 +84,10 @@ class PrunedPattern:
         rank: int,
         softmax_scale: float,
         pruning: BackwardPruning,
+        seed: Tensor | None,
     ):
         self._query, self._lse, self._full = query, lse, index
-        self._rank, self._scale, self._pruning = rank, softmax_scale, pruning
+        self._rank, self._scale, self._pruning, self._seed = rank, softmax_scale, pruning, seed
         batch, heads, num_blocks = index.member.shape
         kept = (batch, heads, index.local_blocks, num_blocks)
         self._kept = torch.zeros(kept, dtype=torch.uint8, device=query.device)
@@ -86,11 +107,13 @@ class PrunedPattern:
                 round_=round_,
                 softmax_scale=self._scale,
                 least_share=self._least_share,
+                seed=self._seed,
                 kept=self._kept,
                 dropped=self._dropped,
             )
             capacity = most_entries(self._full, self._rank)
-            self._pruned = pruned_index(self._full, self._kept, self._rank, capacity)
+            weighted = self._seed is not None
+            self._pruned = pruned_index(self._full, self._kept, self._rank, capacity, weighted)
             self._rounds += 1
         return self.pruned
 

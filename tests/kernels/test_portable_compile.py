@@ -18,11 +18,13 @@ SHARED_MEMORY = {90: 227 * 1024, 80: 163 * 1024, 86: 99 * 1024}
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 @pytest.mark.parametrize("head_dim", (64, 128))
-def test_shared_memory_fits(tmp_path, head_dim, capability):
+@pytest.mark.parametrize("weighted", (False, True))
+def test_shared_memory_fits(tmp_path, head_dim, capability, weighted):
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
-    case = dict(head_dim=head_dim, columns=64, block_lists=True, packed=True)  # takes most
+    # Lists and documents take most.
+    case = dict(head_dim=head_dim, columns=64, block_lists=True, packed=True, weighted=weighted)
     arguments = ["portable", str(capability), json.dumps(case)]
     run = subprocess.run(
         [sys.executable, "-m", "tests.support.offline_compile", *arguments],

@@ -4,7 +4,7 @@ written out in float64."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,125 +16,32 @@ from megatron_mtraining.config import ConfigError
 from megatron_mtraining.cp_group import cp_group_of
 from megatron_mtraining.documents import Documents
 from megatron_mtraining.kernels.attention import reference
-from megatron_mtraining.layout import block_at, stripe, unstripe
-from megatron_mtraining.pattern import build_index
+from megatron_mtraining.layout import stripe, unstripe
 from megatron_mtraining.pattern.block_list_index import pruned_index
-from megatron_mtraining.ring import Ring, Round
+from megatron_mtraining.ring import Ring
 from megatron_mtraining.ring.attention import ring_attention
 from megatron_mtraining.ring.pruning import BackwardPruning, check_size, least_share
-from tests.support.attention_cases import (
-    block_lists_of,
-    random_index,
-    random_operands,
-    relative_error,
-    written_out_mask,
-)
+from tests.support.attention_cases import block_lists_of, random_index, relative_error
 from tests.support.ids import parametrize
+from tests.support.pruning_cases import (
+    BLOCK,
+    HIGH_THRESHOLD,
+    INNER,
+    NAMES,
+    SCALE,
+    THRESHOLD,
+    PruningCase,
+    as_lists,
+    expected,
+    moved,
+    peaked,
+    prune_all_rounds,
+    run_pruned,
+    with_documents,
+)
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("fresh_inputs")
-
-BLOCK, SCALE, THRESHOLD, HIGH_THRESHOLD = 64, 0.5, 1.5, 4.0
-NAMES = ("out", "grad_query", "grad_key", "grad_value")
-
-
-@dataclass
-class Expected:
-    """What the pruned backward gives, from attention written out over the whole sequence."""
-
-    kept: torch.Tensor  # bool [b, h, NB, NB]
-    close: torch.Tensor  # bool [b, h, NB, NB]: too near the threshold to compare
-    dropped: torch.Tensor  # [b, h, N]
-    density: torch.Tensor  # [b, h]
-    results: list[torch.Tensor]
-
-
-def expected(operands, index, threshold, margin=1e-4):
-    """The definition: probabilities of the whole pattern, and gradients of the kept ones alone. ``close``:
-    shares that differ from the threshold by no more than ``margin`` of it."""
-    block = index.block_size
-    query, key, value, grad_out = (t.detach().double() for t in operands)
-    length, batch, heads, _ = query.shape
-    group = heads // key.shape[2]
-    mask = written_out_mask(index, batch, heads)
-    q, k, v, do = (t.permute(1, 2, 0, 3) for t in (query, key, value, grad_out))
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    p = (q @ k.mT * SCALE).masked_fill(~mask, float("-inf")).softmax(-1)
-    out = p @ v
-    blocks = -(-length // block)
-    number = torch.arange(length) // block
-    one_hot = (number[:, None] == torch.arange(blocks)).double()
-    # A column is attended to in its block only where a slash covers that block.
-    distances = index.distances()[:, :, (number[:, None] - number).clamp(min=0)] & mask
-    shares = (p * distances) @ one_hot  # [b, h, N, NB]
-    least = threshold * block / ((length + 1) / 2)
-    most = torch.stack([shares[:, :, number == i].amax(2) for i in range(blocks)], 2)
-    apart = torch.arange(blocks)[:, None] - torch.arange(blocks)
-    listed = torch.stack([distances[:, :, number == i].any(2) for i in range(blocks)], 2).double()
-    listed = (listed @ one_hot) > 0  # [b, h, NB, NB]
-    kept = listed & ((most >= least) | (apart <= 1))
-    tokens = kept[:, :, number][..., number]
-    dropped = (p * distances * ~tokens).sum(-1)
-    pruned = p * (tokens | ~distances)
-    ds = pruned * (do @ v.mT - (out * do).sum(-1, keepdim=True)) * SCALE
-
-    def of_groups(grad):
-        return grad.unflatten(1, (-1, group)).sum(2).permute(2, 0, 1, 3)
-
-    results = [out.permute(2, 0, 1, 3), (ds @ k).permute(2, 0, 1, 3)]
-    results += [of_groups(ds.mT @ q), of_groups(pruned.mT @ do)]
-    causal = length * (length + 1) / 2
-    density = ((pruned > 0).sum((-1, -2)) / causal).float()
-    close = ((most - least).abs() < margin * least) & (apart > 1)
-    return Expected(kept, close, dropped, density, results)
-
-
-def peaked(seq_length, batch, heads, dim, dtype, device="cpu", block=BLOCK):
-    """Operands whose attention is uneven: every second block of keys holds little."""
-    query, key, *rest = random_operands(seq_length, batch, *heads, dim, dtype, device)
-    faint = torch.arange(seq_length, device=device) // block % 2 == 1
-    return (query, torch.where(faint[:, None, None, None], 0.1 * key, key), *rest)
-
-
-def prune_all_rounds(prune, operands, index, threshold):
-    """``kept`` and ``dropped`` of every rank, in the order of the sequence."""
-    query, key, *_ = operands
-    length, batch, heads, _ = query.shape
-    world = index.world
-    mask = written_out_mask(index, batch, heads)
-    group = heads // key.shape[2]
-    q, k = (t.permute(1, 2, 0, 3) for t in (query, key.repeat_interleave(group, 2)))
-    lse = (q @ k.mT * SCALE).masked_fill(~mask, float("-inf")).logsumexp(-1)  # [b, h, N]
-
-    def parts(tensor):
-        if world == 1:
-            return [tensor]
-        return [stripe(tensor, r, world, BLOCK, inner=index.inner) for r in range(world)]
-
-    queries, keys, lses = parts(query), parts(key), parts(lse.permute(2, 0, 1))
-    blocks = index.member.shape[-1]
-    kept = torch.zeros(batch, heads, blocks, blocks, dtype=torch.bool)
-    dropped = []
-    for rank in range(world):
-        own_lse = lses[rank].permute(1, 2, 0).contiguous()
-        own = torch.zeros(batch, heads, index.local_blocks, blocks, dtype=torch.uint8)
-        lost = torch.full_like(own_lse, float("nan"), dtype=torch.float32)
-        for number in range(index.outer):
-            round_ = Round(rank, number, index.inner, index.outer)
-            gathered = (
-                keys[0][None] if world == 1 else torch.stack([keys[r] for r in round_.sources])
-            )
-            prune(
-                queries[rank], gathered, lse=own_lse, index=index, round_=round_, softmax_scale=SCALE,
-                least_share=least_share(index, threshold), kept=own, dropped=lost,
-            )  # fmt: skip
-        kept[:, :, block_at(torch.arange(index.local_blocks), rank, world, index.inner)] = (
-            own.bool()
-        )
-        dropped.append(lost.permute(2, 0, 1))
-    dropped = dropped[0] if world == 1 else unstripe(dropped, BLOCK, inner=index.inner)
-    return kept, dropped.permute(1, 2, 0)
-
 
 SEQUENCES = [(64, 1, 1), (500, 1, 1), (768, 2, 1), (576, 3, 3), (768, 6, 2)]
 
@@ -148,11 +55,13 @@ def test_blocks_that_are_kept(seq_length, world, inner, heads, budget):
     truth = expected(operands, index, THRESHOLD)
     kept, dropped = prune_all_rounds(reference.prune_blocks, operands, index, THRESHOLD)
     assert budget != "all" or index.local_blocks * world < 4 or (truth.dropped > 0).any()
-    assert torch.equal(kept | truth.close, truth.kept | truth.close)
+    assert kept.max() <= 1, "weights without sampling"
+    assert torch.equal(kept.bool() | truth.close, truth.kept | truth.close)
     assert (dropped - truth.dropped).abs().max() < 1e-4
 
 
 @pytest.mark.thinned(2)
+@parametrize("sampling", [False, True])
 @parametrize(
     "seq_length, world, inner, heads, dim, budget, packed",
     [
@@ -164,12 +73,16 @@ def test_blocks_that_are_kept(seq_length, world, inner, heads, budget):
         (256, 1, 1, (2, 1), 64, "few", True),
     ],
 )
-def test_kernel_interpreted(interpreter, seq_length, world, inner, heads, dim, budget, packed):
+def test_kernel_interpreted(
+    interpreter, seq_length, world, inner, heads, dim, budget, packed, sampling
+):
     if torch.cuda.is_available():
         pytest.skip("the kernel runs compiled here: see test_kernel_compiled")
     from megatron_mtraining.kernels.attention.portable.pruning import prune_blocks
 
-    compare_with_reference(prune_blocks, seq_length, world, inner, heads, dim, budget, packed)
+    compare_with_reference(
+        prune_blocks, seq_length, world, inner, heads, dim, budget, packed, sampling
+    )
 
 
 @pytest.mark.gpu
@@ -177,103 +90,48 @@ def test_kernel_interpreted(interpreter, seq_length, world, inner, heads, dim, b
 @parametrize("dim", [64, 128])
 @parametrize("budget", ["few", "all"])
 @parametrize("packed", [False, True])
+@parametrize("sampling", [False, True])
 @parametrize("seq_length, world, inner", [(1000, 1, 1), (768, 2, 1), (2048, 4, 2)])
-def test_kernel_compiled(seq_length, world, inner, dim, budget, packed, dtype):
+def test_kernel_compiled(seq_length, world, inner, dim, budget, packed, dtype, sampling):
     from megatron_mtraining.kernels.attention.portable.pruning import prune_blocks
 
-    def on_gpu(query, key, *, lse, index, round_, softmax_scale, least_share, kept, dropped):
+    def on_gpu(query, key, *, lse, index, round_, softmax_scale, least_share, seed, kept, dropped):
         results = kept.cuda(), dropped.cuda()
         prune_blocks(
             query.cuda(), key.cuda(), lse=lse.cuda(), index=moved(index), round_=round_,
-            softmax_scale=softmax_scale, least_share=least_share.cuda(), kept=results[0],
-            dropped=results[1],
+            softmax_scale=softmax_scale, least_share=least_share.cuda(),
+            seed=None if seed is None else seed.cuda(), kept=results[0], dropped=results[1],
         )  # fmt: skip
         kept.copy_(results[0])
         dropped.copy_(results[1])
 
-    compare_with_reference(on_gpu, seq_length, world, inner, (4, 2), dim, budget, packed, dtype)
-
-
-def moved(index):
-    """The index on the GPU, built again."""
-    found = build_index(
-        index.distances().cuda(), index.columns.cuda(), index.seq_length, index.block_size,
-        index.world, index.inner,
-    )  # fmt: skip
-    return with_documents(found, "cuda") if index.documents is not None else found
-
-
-def with_documents(index, device="cpu"):
-    """The index for packed documents of a third and two thirds of the sequence."""
-    batch = index.member.shape[0]
-    starts = torch.zeros(batch, index.seq_length, dtype=torch.int32, device=device)
-    cut = index.seq_length // 3
-    starts[:, cut:] = cut
-    return replace(index, documents=Documents(starts))
+    compare_with_reference(
+        on_gpu, seq_length, world, inner, (4, 2), dim, budget, packed, sampling, dtype
+    )
 
 
 def compare_with_reference(
-    prune, seq_length, world, inner, heads, dim, budget, packed, dtype=torch.float32
+    prune, seq_length, world, inner, heads, dim, budget, packed, sampling, dtype=torch.float32
 ):
+    seed = torch.randint(2**62, (1,)) if sampling else None
     operands = [t.to(dtype).float() for t in peaked(seq_length, 1, heads, dim, torch.float32)]
     index = random_index(seq_length, 1, heads[0], BLOCK, world, budget, "cpu", inner)
     if packed:
         index = with_documents(index)
     kept, dropped = prune_all_rounds(
-        lambda q, k, **rest: prune(q.to(dtype), k.to(dtype), **rest), operands, index, THRESHOLD
-    )
+        lambda q, k, **rest: prune(q.to(dtype), k.to(dtype), **rest), operands, index, THRESHOLD,
+        seed,
+    )  # fmt: skip
     reference_kept, reference_dropped = prune_all_rounds(
-        reference.prune_blocks, [t.double() for t in operands], index, THRESHOLD
+        reference.prune_blocks, [t.double() for t in operands], index, THRESHOLD, seed
     )
     differ = (kept != reference_kept).sum()
-    # A share within rounding of the threshold may fall on either side: random inputs have next to none.
-    assert differ <= (0 if dtype == torch.float32 else 2)
+    # A share within rounding of a threshold may fall on either side: random inputs have next to none.
+    assert differ <= (0 if dtype == torch.float32 else 12 if sampling else 2)
     if differ == 0:
         assert (dropped - reference_dropped).abs().max() < 1e-3
     assert budget != "all" or (dropped > 0).any()
-
-
-def run_pruned(rank, world, cases):
-    """This rank's out and gradients, and what was reported, of each case."""
-    results = []
-    for operands, distances, columns, inner, lists, threshold in cases:
-        cp = cp_group_of(dist.group.WORLD if world > 1 else None, inner)
-        seq_length = operands[0].shape[0]
-        index = build_index(distances, columns, seq_length, BLOCK, world, cp.inner)
-        if lists:
-            index = as_lists(index)[rank]
-        parts = list(operands)
-        if world > 1:
-            parts = [stripe(t, rank, world, BLOCK, inner=cp.inner) for t in operands]
-        leaves = [t.clone().requires_grad_() for t in parts[:3]]
-        told: list = []
-        pruning = BackwardPruning(threshold, lambda *both, told=told: told.append(both))
-        out, _ = ring_attention(*leaves, index, Ring(cp), SCALE, pruning=pruning)
-        assert not told
-        out.backward(parts[3])
-        ((density, dropped),) = told
-        results.append(([out.detach(), *(leaf.grad for leaf in leaves)], density, dropped))
-    return results
-
-
-def as_lists(index):
-    """The same pattern as block lists, which have the distances as blocks."""
-    blocks = torch.cat([index.block_mask(rank) for rank in range(index.world)], 2)
-    order = torch.cat(
-        [
-            block_at(torch.arange(index.local_blocks), rank, index.world, index.inner)
-            for rank in range(index.world)
-        ]
-    )
-    blocks = blocks[:, :, order.argsort()]
-    none = torch.zeros_like(index.distances())
-    columns = index.columns[..., :0]
-    return block_lists_of(
-        blocks, none, columns, index.seq_length, index.block_size, index.world, index.inner
-    )
-
-
-INNER = {1: [None], 2: [None, 1], 4: [None, 1, 2], 6: [2]}
+    assert sampling or kept.max() <= 1
 
 
 @parametrize("world", [1, 2, 4, pytest.param(6, marks=pytest.mark.slow)])
@@ -286,7 +144,8 @@ def test_gradients(world):
             index = random_index(seq_length, 2, heads[0], BLOCK, 1, budget, "cpu")
             truth = expected(operands, index, THRESHOLD)
             for inner in INNER[world]:
-                cases.append((operands, index.distances(), index.columns, inner, lists, THRESHOLD))
+                parts = operands, index.distances(), index.columns
+                cases.append(PruningCase(*parts, inner, lists, THRESHOLD))
                 truths.append(truth)
     assert any((truth.dropped > 0).any() and not truth.close.any() for truth in truths)
     ranks = run_ranks(world, run_pruned, cases) if world > 1 else [run_pruned(0, 1, cases)]
@@ -294,10 +153,10 @@ def test_gradients(world):
         if truth.close.any():
             continue  # the side of the threshold is a matter of rounding
         for name, *parts in zip(NAMES, *(result for result, _, _ in results)):
-            found = parts[0] if world == 1 else unstripe(parts, BLOCK, inner=case[3])
+            found = parts[0] if world == 1 else unstripe(parts, BLOCK, inner=case.inner)
             exact = truth.results[NAMES.index(name)]
             error = relative_error(found, exact)
-            assert error < 1e-12, f"{name}, inner groups of {case[3]}: {error:.1e}"
+            assert error < 1e-12, f"{name}, inner groups of {case.inner}: {error:.1e}"
         dropped = torch.stack([each for _, _, each in results]).mean(0)
         assert torch.allclose(dropped.double(), truth.dropped.mean(-1), atol=1e-5)
         if world == 1:
@@ -352,8 +211,8 @@ def test_gradients_compiled(monkeypatch, budget, lists, dim, portable):
 def test_a_tiny_threshold_keeps_everything():
     operands = peaked(BLOCK * 5, 1, (2, 1), 64, torch.float64)
     index = random_index(BLOCK * 5, 1, 2, BLOCK, 1, "few", "cpu")
-    case = operands, index.distances(), index.columns, None, False
-    ((pruned, density, dropped),) = run_pruned(0, 1, [(*case, 1e-300)])
+    case = PruningCase(operands, index.distances(), index.columns, None, False, 1e-300)
+    ((pruned, density, dropped),) = run_pruned(0, 1, [case])
     leaves = [t.clone().requires_grad_() for t in operands[:3]]
     out, _ = ring_attention(*leaves, index, Ring(cp_group_of(None, None)), SCALE)
     out.backward(operands[3])
@@ -369,7 +228,7 @@ def test_what_is_not_a_number_stays():
     index = random_index(BLOCK * 6, 1, 1, BLOCK, 1, "all", "cpu")
     kept, _ = prune_all_rounds(reference.prune_blocks, operands, index, 1e6)
     assert kept[0, 0, 5].all() and not kept[0, 0, 4, :3].any()
-    case = operands, index.distances(), index.columns, None, False, 1e6
+    case = PruningCase(operands, index.distances(), index.columns, None, False, 1e6)
     (((_, *gradients), _, _),) = run_pruned(0, 1, [case])
     for gradient in gradients[1:]:  # of keys and values: all are seen by that query
         assert gradient.isnan().all()
@@ -398,19 +257,24 @@ def test_density_of_packed_documents(budget, lists):
     out, _ = ring_attention(*leaves, index, Ring(cp_group_of(None, None)), SCALE, pruning=pruning)
     out.backward(operands[3])
     kept, _ = prune_all_rounds(reference.prune_blocks, operands, index, HIGH_THRESHOLD)
-    exact = pruned_index(index, kept.to(torch.uint8), 0, kept.numel()).density()
+    exact = pruned_index(index, kept, 0, kept.numel()).density()
     assert torch.allclose(told[0][0], exact, rtol=1e-6)
     assert budget == "few" or (told[0][0] < index.density()).all()
 
 
 def replay(rank, world, config, operands):
-    """Gradients of attend, of its replay from the result of a first pass, and without pruning; and what the
-    first two left out."""
+    """Gradients of attend, of its replay from the result of a first pass (with the random numbers restored),
+    and without pruning; and what the first two left out."""
     parts = [stripe(t, rank, world, BLOCK, inner=1) for t in operands]
     gradients: list = []
     told: list = []
     first = None
-    for used in (config, config, replace(config, backward_threshold=0.0)):
+    for used in (
+        config,
+        config,
+        replace(config, backward_threshold=0.0, backward_sampling=False),
+    ):
+        torch.manual_seed(5)
         leaves = [t.clone().requires_grad_() for t in parts[:3]]
         result = attend(
             *leaves, config=used, cp_group=dist.group.WORLD, cp_inner=1, softmax_scale=SCALE,
@@ -422,11 +286,12 @@ def replay(rank, world, config, operands):
     return gradients, told
 
 
-def test_a_replay_keeps_the_same():
+@parametrize("sampling", [False, True])
+def test_a_replay_keeps_the_same(sampling):
     operands = peaked(BLOCK * 8, 1, (2, 1), 64, torch.float32)
     config = MTrainingConfig.from_options(
         policy="fixed", vertical=8, slash=BLOCK * 8, block_size=BLOCK, window=BLOCK, sample_strata=4,
-        backward_threshold=HIGH_THRESHOLD,
+        backward_threshold=HIGH_THRESHOLD * (8 if sampling else 1), backward_sampling=sampling,
     )  # fmt: skip
     for (first, again, whole), told in run_ranks(2, replay, config, operands):
         for one, other in zip(first, again):
@@ -442,6 +307,19 @@ def test_a_replay_keeps_the_same():
 def test_bad_thresholds_are_refused(value):
     with pytest.raises(ConfigError, match="--mtraining-backward-threshold"):
         MTrainingConfig.from_options(backward_threshold=value)
+
+
+@parametrize("value", ["on", 1, None])
+def test_sampling_is_a_switch(value):
+    with pytest.raises(ConfigError, match="--mtraining-backward-sampling must be True or False"):
+        MTrainingConfig(backward_threshold=1.0, backward_sampling=value)
+
+
+def test_sampling_without_a_threshold_is_refused():
+    with pytest.raises(
+        ConfigError, match="give --mtraining-backward-threshold above 0, or leave out"
+    ):
+        MTrainingConfig.from_options(backward_sampling=True)
 
 
 def test_too_many_blocks_are_refused():

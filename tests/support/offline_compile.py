@@ -122,7 +122,9 @@ def compile_all(
     return compiled
 
 
-def launch_all(backend, inner, round_, prune, *, head_dim, columns, block_lists, packed) -> None:
+def launch_all(
+    backend, inner, round_, prune, *, head_dim, columns, block_lists, packed, weighted=False
+) -> None:
     """Launch the four kernels as rank 1 of 2 does in a round, and the one that prunes the backward."""
     from megatron_mtraining.documents import Documents
     from megatron_mtraining.pattern import build_block_index, build_index
@@ -139,6 +141,8 @@ def launch_all(backend, inner, round_, prune, *, head_dim, columns, block_lists,
     if packed:
         index = replace(index, documents=Documents.from_lengths([300, LENGTH - 300], LENGTH))
 
+    kept = torch.ones(1, HEADS, blocks // 2, blocks, dtype=torch.uint8)
+    in_backward = replace(index, weights=kept) if weighted else index
     local = LENGTH // 2
     query = torch.zeros(local, 1, HEADS, head_dim, dtype=torch.bfloat16)
     kv = torch.zeros(inner, 2, local, 1, KV_HEADS, head_dim, dtype=query.dtype)
@@ -148,7 +152,7 @@ def launch_all(backend, inner, round_, prune, *, head_dim, columns, block_lists,
     result = query.clone() if round_.last else accumulator
     column_kv = torch.zeros(2, 1, HEADS, columns, head_dim, dtype=query.dtype) if columns else None
     shared = dict(query=query, lse=lse, index=index, softmax_scale=0.1)
-    gradients = dict(**shared, grad_out=query, delta=lse)
+    gradients = dict(**{**shared, "index": in_backward}, grad_out=query, delta=lse)
     round_keys = dict(
         key=keys,
         value=values,
@@ -160,8 +164,8 @@ def launch_all(backend, inner, round_, prune, *, head_dim, columns, block_lists,
     backend.backward_query(**gradients, **round_keys, grad_query=result, head_range=range(1, 3))
     if prune is not None:
         lines = dict(least_share=torch.ones(1), dropped=torch.zeros_like(lse))
-        kept = torch.zeros(1, HEADS, blocks // 2, blocks, dtype=torch.uint8)
-        prune(key=keys, round_=round_, kept=kept, **shared, **lines)
+        seed = torch.zeros(1, dtype=torch.int64) if weighted else None
+        prune(key=keys, round_=round_, kept=kept, seed=seed, **shared, **lines)
     column_gradients = None
     if columns:
         column_gradients = backend.backward_columns(**gradients, column_kv=column_kv, rank=0)

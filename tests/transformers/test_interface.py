@@ -212,10 +212,14 @@ def test_a_target_recall_moves_the_prices(tokens):
     assert state_of(ours).price(0, torch.device("cpu")).equal(after)  # evaluation does not count
 
 
-def test_a_pruned_backward_leaves_the_loss(tokens):
+@pytest.mark.parametrize("sampling", [False, True])
+def test_a_pruned_backward_leaves_the_loss(tokens, sampling):
     """The forward is dense; gradients differ, and what they leave out is counted."""
     model = small_model()
-    config = MTrainingConfig.from_options(price=0.0, block_size=64, backward_threshold=3.0)
+    config = MTrainingConfig.from_options(
+        price=0.0, block_size=64, backward_threshold=12.0 if sampling else 3.0,
+        backward_sampling=sampling,
+    )  # fmt: skip
     ours = with_pattern(model, config).train()
     expected, grads = loss_and_gradients(model.train(), input_ids=tokens, labels=tokens)
     found, own = loss_and_gradients(ours, input_ids=tokens, labels=tokens)

@@ -66,7 +66,7 @@ def _load(
     kept.load(k_desc, v_desc, batch, head, first)
     for n in range(num_tiles):
         row = (first_q_block + n // block_tiles * SPLITS) * BLOCK + n % block_tiles * BLOCK_M
-        tiles.load(n, descs, batch, head, batch_head, row)
+        tiles.load(n, descs, batch, head, batch_head, row, 0.0)
 
 
 @gluon.jit
@@ -155,8 +155,8 @@ def _column_kernel(
     line = (batch_head * SPLITS + split) * column_len + first
 
     kept, tiles = allocate_tiles(
-        q_desc, grad_out_desc, column_k_desc, column_v_desc, lse_desc, BLOCK // 2, D, STAGES, PACKED
-    )
+        q_desc, grad_out_desc, column_k_desc, column_v_desc, lse_desc, BLOCK // 2, D, STAGES, PACKED, False
+    )  # fmt: skip
     descs = QueryDescriptors(q_desc, grad_out_desc, lse_desc, delta_desc, starts_desc)
     gl.warp_specialize(
         [

@@ -63,8 +63,11 @@ class RankIndex:
     residue_11: Scalar
     wrap_11: Scalar
     local_blocks: Scalar
+    weights: Pointer  # PatternIndex.weights, at the key block; or None
+    num_blocks: Scalar  # of the sequence, read if WEIGHTED
     LISTS: gl.constexpr
     PACKED: gl.constexpr
+    WEIGHTED: gl.constexpr
     LISTS_PER_BLOCK: gl.constexpr  # 1 of block lists, 2 of slashes: one for each apart
 
     @gluon.jit
@@ -80,6 +83,16 @@ class RankIndex:
     def head_list(self, batch_head):
         """The list of a head."""
         return self.slash_list + batch_head.to(gl.int64) * self.list_len
+
+    @gluon.jit
+    def log2_weight(self, batch_head, q_block):
+        """log2 of the weight of the key block for a query block of a head; 0.0 unless WEIGHTED."""
+        if self.WEIGHTED:
+            line = batch_head.to(gl.int64) * self.local_blocks + q_block
+            log2_weight = gl.load(self.weights + line * self.num_blocks).to(gl.float32) - 1
+        else:
+            log2_weight = 0.0
+        return log2_weight
 
     @gluon.jit
     def meetings(self, head_ptr, head_list, apart: gl.constexpr, kv_block, end_q_block):
@@ -150,7 +163,7 @@ def _load(
             batch_head = batch * HEADS + head
             for i in gl.static_range(BLOCK // BLOCK_M):
                 row = kv_block * BLOCK + i * BLOCK_M
-                tiles.load(n, descs, batch, head, batch_head, row)
+                tiles.load(n, descs, batch, head, batch_head, row, 0.0)
                 n += 1
     for g in range(GROUP):
         head = kv_head * GROUP + g
@@ -164,12 +177,13 @@ def _load(
             for j in range(low, high):
                 quotient = gl.load(head_list + j).to(gl.int32)
                 row = (first + index.LISTS_PER_BLOCK * quotient) * BLOCK
+                log2_weight = index.log2_weight(batch_head, quotient)
                 for i in gl.static_range(BLOCK // BLOCK_M):
-                    tiles.load(n, descs, batch, head, batch_head, row + i * BLOCK_M)
+                    tiles.load(n, descs, batch, head, batch_head, row + i * BLOCK_M, log2_weight)
                     n += 1
     if n == 0:
         # No query sees this block: a tile of zeros past the end.
-        tiles.load(0, descs, batch, kv_head * GROUP, batch * HEADS, index.local_blocks * BLOCK)
+        tiles.load(0, descs, batch, kv_head * GROUP, batch * HEADS, index.local_blocks * BLOCK, 0.0)
 
 
 @gluon.jit
@@ -307,13 +321,14 @@ def _key_kernel(
     # Results, and the columns' gradients: see KeyResults
     dk_ptr, dv_ptr, partial_ptr, column_dk, column_dv, column_entries,
     # The index, and packed documents: the ranks of the keys and of the queries
-    slash_ptr, slash_list, starts_desc, q_block_bounds, kv_rank, query_rank, world, inner,
+    slash_ptr, slash_list, weights, starts_desc, q_block_bounds, kv_rank, query_rank, world, inner,
     stride_n, stride_b, stride_h,
     ptr_len, list_len, column_len, key_len, local_blocks, softmax_scale,
     residue_00, wrap_00, residue_01, wrap_01, residue_10, wrap_10, residue_11, wrap_11,
     HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
     STAGES: gl.constexpr, SPLITS: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr,
     ACCUMULATE: gl.constexpr, CHAIN: gl.constexpr, LISTS: gl.constexpr, PACKED: gl.constexpr,
+    WEIGHTED: gl.constexpr,
 ):  # fmt: skip
     # The first key blocks are seen by the most queries: start them first.
     kv_block = gl.program_id(0)
@@ -330,16 +345,21 @@ def _key_kernel(
         stride_b,
         stride_h,
     )
+    if PACKED or WEIGHTED:
+        block = block_at(kv_block, kv_rank, world, inner)
+    num_blocks = 0
+    if WEIGHTED:
+        weights += block
+        num_blocks = local_blocks * world
     index = RankIndex(
         slash_ptr, slash_list, ptr_len, list_len,
         residue_00, wrap_00, residue_01, wrap_01, residue_10, wrap_10, residue_11, wrap_11,
-        local_blocks, LISTS, PACKED, 1 if LISTS else 2,
+        local_blocks, weights, num_blocks, LISTS, PACKED, WEIGHTED, 1 if LISTS else 2,
     )  # fmt: skip
     num_tiles = 0
     end_q_block = local_blocks
     first_position = 0
     if PACKED:
-        block = block_at(kv_block, kv_rank, world, inner)
         first_position = block * BLOCK
         # From this block of the sequence on, queries see nothing of it.
         end_block = gl.load(
@@ -356,7 +376,7 @@ def _key_kernel(
     num_tiles = gl.maximum(num_tiles, 1)
 
     kept, tiles = allocate_tiles(
-        q_desc, grad_out_desc, k_desc, v_desc, lse_desc, BLOCK // 2, D, STAGES, PACKED
+        q_desc, grad_out_desc, k_desc, v_desc, lse_desc, BLOCK // 2, D, STAGES, PACKED, WEIGHTED
     )
     descs = QueryDescriptors(q_desc, grad_out_desc, lse_desc, delta_desc, starts_desc)
     gl.warp_specialize(
@@ -430,7 +450,8 @@ def backward_key(
         splits, num_columns = column_gradients.shape[3:5]
         column_entries = invert_columns(index, ring_step.source, key.shape[0])
     chain, partial = _partial_sums(grad_kv, accumulator, index.local_blocks, group)
-    packed = index.documents is not None
+    packed, weighted = index.documents is not None, index.weights is not None
+    locates = packed or weighted
     launch(
         _key_kernel,
         (index.local_blocks, batch * kv_heads),
@@ -446,11 +467,12 @@ def backward_key(
         column_entries=column_entries,
         slash_ptr=index.rank_ptr,
         slash_list=index.rank_list,
+        weights=index.weights,
         **document_arguments(index, ring_step.rank),
-        kv_rank=ring_step.source if packed else None,
+        kv_rank=ring_step.source if locates else None,
         query_rank=ring_step.rank if packed else None,
-        world=index.world if packed else None,
-        inner=index.inner if packed else None,
+        world=index.world if locates else None,
+        inner=index.inner if locates else None,
         stride_n=grad_kv.stride(1),
         stride_b=grad_kv.stride(2),
         stride_h=grad_kv.stride(3),
@@ -473,6 +495,7 @@ def backward_key(
         CHAIN=chain,
         LISTS=index.has_block_lists,
         PACKED=packed,
+        WEIGHTED=weighted,
         num_warps=4,
         maxnreg=168,
     )

@@ -70,6 +70,8 @@ def _step(
         keys.release(n + keys.full.STAGES - 1)  # tile n - 1
     dp = warpgroup_mma(grad_out, v.permute((1, 0)), zero, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
+    if tiles.masks.WEIGHTED and MASK != CAUSAL:
+        lse = lse - tiles.masks.log2_weight(n).load(lse.type.layout)
     if MASK == CAUSAL:
         p = gl.exp2(scores * scale + mask - lse[:, None])
     elif MASK == DOCUMENT:
@@ -216,7 +218,7 @@ def _query_kernel(
     grad_q_desc, accumulator_ptr, grad_q_ptr,
     lse_ptr, delta_ptr,
     # Which keys each query block attends to: see RoundIndex
-    slash_ptr, slash_list, member, columns, column_ptr, document_starts, kv_block_bounds,
+    slash_ptr, slash_list, member, columns, column_ptr, document_starts, kv_block_bounds, weights,
     # Strides of the accumulator and of the gradient
     stride_am, stride_ab, stride_ah,
     stride_dqm, stride_dqb, stride_dqh,
@@ -224,14 +226,16 @@ def _query_kernel(
     round_start, wrap, chunk_rows, rank, world, round_index, outer,
     INNER: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
     STAGES: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
-    COLUMNS: gl.constexpr, LISTS: gl.constexpr, PACKED: gl.constexpr,
+    COLUMNS: gl.constexpr, LISTS: gl.constexpr, PACKED: gl.constexpr, WEIGHTED: gl.constexpr,
 ):  # fmt: skip
     index = RoundIndex(
-        slash_ptr, slash_list, column_ptr, columns, member, kv_block_bounds, ptr_len, list_len, column_len,
-        local_blocks, num_items, round_start, wrap, chunk_rows, rank, world, round_index, outer,
-        INNER, HEADS, GROUP, BLOCK, COLUMNS, LISTS, PACKED,
+        slash_ptr, slash_list, column_ptr, columns, member, kv_block_bounds, weights, ptr_len, list_len,
+        column_len, local_blocks, num_items, round_start, wrap, chunk_rows, rank, world, round_index, outer,
+        INNER, HEADS, GROUP, BLOCK, COLUMNS, LISTS, PACKED, WEIGHTED,
     )  # fmt: skip
-    tiles = allocate_tiles(q_desc, grad_out_desc, k_desc, v_desc, BLOCK, D, STAGES, PACKED)
+    tiles = allocate_tiles(
+        q_desc, grad_out_desc, k_desc, v_desc, BLOCK, D, STAGES, PACKED, WEIGHTED
+    )
     grad_q_buffers = tiles.queries.q
     if LAST:
         grad_q_buffers = gl.allocate_shared_memory(
@@ -299,4 +303,6 @@ def backward_query(
         stride_dqh=grad_query.stride(2),
         **round_numbers(index, round_, key, length, end, softmax_scale),
         **constants(index, round_, key, column_kv is not None),
+        weights=index.weights,
+        WEIGHTED=index.weights is not None,
     )

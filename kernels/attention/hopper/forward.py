@@ -260,11 +260,11 @@ def _forward_kernel(
     COLUMNS: gl.constexpr, LISTS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     index = RoundIndex(
-        slash_ptr, slash_list, column_ptr, columns, member, kv_block_bounds, ptr_len, list_len, column_len,
-        local_blocks, num_items, round_start, wrap, chunk_rows, rank, world, round_index, outer,
-        INNER, HEADS, GROUP, BLOCK, COLUMNS, LISTS, PACKED,
+        slash_ptr, slash_list, column_ptr, columns, member, kv_block_bounds, None, ptr_len, list_len,
+        column_len, local_blocks, num_items, round_start, wrap, chunk_rows, rank, world, round_index, outer,
+        INNER, HEADS, GROUP, BLOCK, COLUMNS, LISTS, PACKED, False,
     )  # fmt: skip
-    tiles = allocate_tiles(q_desc, None, k_desc, v_desc, BLOCK, D, STAGES, PACKED)
+    tiles = allocate_tiles(q_desc, None, k_desc, v_desc, BLOCK, D, STAGES, PACKED, False)
     out_buffers = tiles.queries.q
     if LAST:
         out_buffers = gl.allocate_shared_memory(

@@ -156,6 +156,7 @@ class RoundIndex:
     columns: Pointer  # [b * h, column_len]: positions, ascending
     member: Pointer  # [b * h, ptr_len - 1]: whether a block distance is among the head's slashes
     kv_block_bounds: Pointer  # [b, 2, local_blocks]: LocalDocuments.kv_block_bounds
+    weights: Pointer  # [b * h, local_blocks, ptr_len - 1]: PatternIndex.weights, or None
     ptr_len: Scalar
     list_len: Scalar
     column_len: Scalar
@@ -175,6 +176,7 @@ class RoundIndex:
     COLUMNS: gl.constexpr
     LISTS: gl.constexpr
     PACKED: gl.constexpr
+    WEIGHTED: gl.constexpr
 
     @gluon.jit
     def q_block(self, item):
@@ -274,11 +276,16 @@ class RoundIndex:
     def of_item(self, item):
         block = block_at(self.q_block(item), self.rank, self.world, self.INNER)
         batch_head = (item // self.local_blocks).to(gl.int64)
+        weights = self.weights
+        if self.WEIGHTED:
+            line = batch_head * self.local_blocks + self.q_block(item)
+            weights += line * (self.ptr_len - 1)
         return ItemIndex(
             block,
             self.columns + batch_head * self.column_len,
             self.member + batch_head * (self.ptr_len - 1),
             self.slash_list + batch_head * self.list_len,
+            weights,
         )
 
 
@@ -290,6 +297,15 @@ class ItemIndex:
     columns: Pointer  # of its head
     member: Pointer
     slash_list: Pointer
+    weights: Pointer  # of its query block
+
+    @gluon.jit
+    def log2_weight(self, index, start, item_keys, j):
+        """log2 of the weight of the item's tile j; 0 of columns."""
+        is_slash = j < item_keys.slash_tiles
+        quotient = gl.load(self.slash_list + start + j, mask=is_slash, other=0).to(gl.int32)
+        kv_block = self.block - index.round_index - quotient * index.outer
+        return gl.load(self.weights + kv_block, mask=is_slash, other=1).to(gl.float32) - 1
 
     @gluon.jit
     def tile_mask(self, index, start, item_keys, j):
@@ -406,6 +422,8 @@ class KeyMasks:
     bounds of documents cut."""
 
     buffers: SharedMemory  # float32 [2 * STAGES, BLOCK_N]
+    log2_weights: SharedMemory | gl.constexpr  # float32 [2 * STAGES, 1], of every tile, or None
+    WEIGHTED: gl.constexpr
     STAGES: gl.constexpr
 
     @gluon.jit
@@ -413,6 +431,11 @@ class KeyMasks:
         """The mask of tile n. Its buffer is written again when the keys of tile ``n + 2 STAGES`` are loaded,
         after those of ``n + STAGES`` were released, and so after the scores of tile n were masked."""
         return self.buffers.index(n % (2 * self.STAGES))
+
+    @gluon.jit
+    def log2_weight(self, n):
+        """log2 of the weight of tile n, [1], in a buffer that lives as long as its mask."""
+        return self.log2_weights.index(n % (2 * self.STAGES))
 
 
 @aggregate
@@ -436,6 +459,7 @@ def allocate_tiles(
     D: gl.constexpr,
     STAGES: gl.constexpr,
     PACKED: gl.constexpr,
+    WEIGHTED: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
     q = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK // 2, D], q_desc.layout)
@@ -461,12 +485,15 @@ def allocate_tiles(
         mbarrier.init(v_empty.of(i), count=2)
     mask_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     masks = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BLOCK], mask_layout)
+    log2_weights = None
+    if WEIGHTED:
+        log2_weights = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1], mask_layout)
     return SharedTiles(
         channel,
         QueryTiles(q, grad_out, q_full, q_empty),
         TilePipeline(k, k_full, k_empty, BLOCK, D),
         TilePipeline(v, v_full, v_empty, BLOCK, D),
-        KeyMasks(masks, STAGES),
+        KeyMasks(masks, log2_weights, WEIGHTED, STAGES),
     )
 
 
@@ -494,6 +521,7 @@ def load_keys(work_counter, tiles, q_desc, grad_out_desc, k_desc, column_k_desc,
     keys = tiles.keys
     HALF_M: gl.constexpr = index.BLOCK // 2
     operands: gl.constexpr = 1 if grad_out_desc is None else 2
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     n = 0  # tiles, and
     turn = 0  # items, that this program has had
     item = gl.atomic_add(work_counter, 1)
@@ -512,6 +540,10 @@ def load_keys(work_counter, tiles, q_desc, grad_out_desc, k_desc, column_k_desc,
         for j in range(num_tiles):
             row = index.tile_row(item, start, item_keys, j)
             mask = item_index.tile_mask(index, start, item_keys, j)
+            if index.WEIGHTED:
+                log2_weight = item_index.log2_weight(index, start, item_keys, j)
+                tiles.masks.log2_weight(n).store(gl.full([1], log2_weight, gl.float32, one))
+                thread_barrier()
             if (j == 0) | (j >= item_keys.unmasked_tiles):
                 tiles.masks.tile(n).store(mask)
                 thread_barrier()

@@ -1,5 +1,6 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Which blocks of a round the backward keeps: those that hold a share of some query's attention.
+"""Which blocks of a round the backward keeps: those that hold a share of some query's attention, and a random
+sample of the others if there is a seed.
 
 Each program takes one query block of one head and computes, for each key block of its list, the shares
 ``sum_k exp(scale q_i.k - lse_i)`` of its rows: one product of the seven of attention. Any GPU takes this
@@ -16,6 +17,7 @@ from ...common.launch import launch
 from ...common.tiles import LOG2E, block_at, list_start, load_rows, tile_for
 from ...types import PatternIndex, Round
 from .kv_tiles import kv_arguments, slash_range, slash_tile
+from .sampling import kept_code
 
 _SHARED = (
     "k_ptr", "stride_kr", "stride_kn", "stride_kb", "stride_kh", "key_len", "slash_ptr", "slash_list",
@@ -33,6 +35,7 @@ def _prune_kernel(
     k_ptr,  # [I, s, b, hk, d]
     lse_ptr,  # [b, h, s]
     least_share_ptr,  # [b]
+    seed_ptr,  # [1], or None to draw none
     kept_ptr,  # [b, h, nb, NB]
     dropped_ptr,  # [b, h, s]
     # The pattern (types.PatternIndex), and packed documents or None
@@ -73,6 +76,7 @@ def _prune_kernel(
     EVEN: tl.constexpr,
     PREC: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SAMPLING: tl.constexpr,
 ):
     tiles: tl.constexpr = BLOCK // BLOCK_N
     q_block = local_blocks - 1 - tl.program_id(0)  # the last blocks have the most keys
@@ -85,6 +89,9 @@ def _prune_kernel(
     slash_list += bh * list_len
     kept_ptr += (bh * local_blocks + q_block) * (ptr_len - 1)
     least_share = tl.load(least_share_ptr + batch)
+    seed = 0
+    if SAMPLING:
+        seed = tl.load(seed_ptr)
     scale = softmax_scale * LOG2E
 
     offs_m = tl.arange(0, BLOCK)
@@ -124,12 +131,10 @@ def _prune_kernel(
                 if MASKED:
                     scores = tl.where(mask, scores, float("-inf"))
                 share += tl.sum(tl.math.exp2(scores * scale - lse[:, None]), 1)
-            # What is not a number is not below anything: such a block is kept.
-            above = tl.sum((share < least_share).to(tl.int32), 0) < BLOCK
             k_block = (last_block - tl.load(slash_list + j).to(tl.int32)) * outer + group
-            above |= block - k_block <= 1
-            tl.store(kept_ptr + k_block, above.to(tl.uint8))
-            dropped += tl.where(above, 0.0, share)
+            code = kept_code(share, least_share, seed, bh, block, k_block, SAMPLING)
+            tl.store(kept_ptr + k_block, code)
+            dropped += tl.where(code > 0, 0.0, share)
     tl.store(dropped_ptr + line, dropped, mask=inside)
 
 
@@ -142,6 +147,7 @@ def prune_blocks(
     round_: Round,
     softmax_scale: float,
     least_share: Tensor,
+    seed: Tensor | None,
     kept: Tensor,
     dropped: Tensor,
 ) -> None:
@@ -154,6 +160,7 @@ def prune_blocks(
         q_ptr=query,
         lse_ptr=lse,
         least_share_ptr=least_share,
+        seed_ptr=seed,
         kept_ptr=kept,
         dropped_ptr=dropped,
         stride_qm=query.stride(0),
@@ -163,6 +170,7 @@ def prune_blocks(
         softmax_scale=softmax_scale,
         **{name: arguments[name] for name in _SHARED},
         BLOCK_N=tile.block_n,
+        SAMPLING=seed is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -1,0 +1,228 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""What the tests of the pruned backward share: operands, the definition written out, rings of real ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from megatron_mtraining.cp_group import cp_group_of
+from megatron_mtraining.documents import Documents
+from megatron_mtraining.kernels.attention.sampling import random_bits
+from megatron_mtraining.layout import block_at, stripe, unstripe
+from megatron_mtraining.pattern import build_index
+from megatron_mtraining.ring import Ring, Round
+from megatron_mtraining.ring.attention import ring_attention
+from megatron_mtraining.ring.pruning import BackwardPruning, least_share
+from tests.support.attention_cases import block_lists_of, random_operands, written_out_mask
+
+BLOCK, SCALE, THRESHOLD, HIGH_THRESHOLD = 64, 0.5, 1.5, 4.0
+NAMES = ("out", "grad_query", "grad_key", "grad_value")
+INNER = {1: [None], 2: [None, 1], 4: [None, 1, 2], 6: [2]}
+"""Inner groups to test, by the number of ranks."""
+
+
+@dataclass
+class Expected:
+    """What the pruned backward gives, from attention written out over the whole sequence."""
+
+    codes: (
+        torch.Tensor
+    )  # uint8 [b, h, NB, NB]: 1 + log2 of the weight of a block that stays, else 0
+    close: torch.Tensor  # bool [b, h, NB, NB]: too near a threshold to compare
+    dropped: torch.Tensor  # [b, h, N]
+    density: torch.Tensor  # [b, h], without documents
+    results: list[torch.Tensor]
+
+    @property
+    def kept(self) -> torch.Tensor:
+        return self.codes > 0
+
+
+def seed_of(torch_seed: int, device: str = "cpu") -> torch.Tensor:
+    """What a forward draws after ``torch.manual_seed``; on the CPU."""
+    generator = torch.Generator(device).manual_seed(torch_seed)
+    return torch.randint(2**62, (1,), generator=generator, device=device).cpu()
+
+
+def drawn_codes(most, least, seed):
+    """Codes of blocks ``[b, h, NB, NB]`` whose largest shares are ``most``, by logarithms."""
+    batch, heads, blocks, _ = most.shape
+    line = torch.arange(batch * heads).view(batch, heads, 1, 1)
+    number = torch.arange(blocks)
+    bits = random_bits(seed, line, number[:, None], number)
+    log2 = (least / most).log2().floor().clamp(0, 5).nan_to_num(0)
+    return torch.where(bits.double() / 2**32 < 2.0**-log2, 1 + log2, 0)
+
+
+def expected(operands, index, threshold, margin=1e-4, seed=None, codes=None):
+    """The definition: probabilities of the whole pattern, and gradients of the kept ones alone, with their
+    weights. ``close``: shares that differ from a threshold by no more than ``margin`` of it. ``codes``, if
+    given, are those of the result in place of the definition's."""
+    block = index.block_size
+    query, key, value, grad_out = (t.detach().double() for t in operands)
+    length, batch, heads, _ = query.shape
+    group = heads // key.shape[2]
+    mask = written_out_mask(index, batch, heads)
+    q, k, v, do = (t.permute(1, 2, 0, 3) for t in (query, key, value, grad_out))
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    p = (q @ k.mT * SCALE).masked_fill(~mask, float("-inf")).softmax(-1)
+    out = p @ v
+    blocks = -(-length // block)
+    number = torch.arange(length) // block
+    one_hot = (number[:, None] == torch.arange(blocks)).double()
+    # A column is attended to in its block only where a slash covers that block.
+    distances = index.distances()[:, :, (number[:, None] - number).clamp(min=0)] & mask
+    shares = (p * distances) @ one_hot  # [b, h, N, NB]
+    least = least_share(index, threshold).double()[:, None, None, None]
+    most = torch.stack([shares[:, :, number == i].amax(2) for i in range(blocks)], 2)
+    apart = torch.arange(blocks)[:, None] - torch.arange(blocks)
+    listed = torch.stack([distances[:, :, number == i].any(2) for i in range(blocks)], 2).double()
+    listed = (listed @ one_hot) > 0  # [b, h, NB, NB]
+    bounds = [least]
+    if seed is not None:
+        bounds = [least / 2**k for k in range(1, 6)]
+    if codes is None:
+        drawn = (most >= least).double() if seed is None else drawn_codes(most, least, seed)
+        codes = torch.where(apart <= 1, 1, drawn) * listed
+    codes = codes.double()
+    weights = torch.where(codes > 0, 2 ** (codes - 1), 0)[:, :, number][..., number]
+    dropped = (p * distances * (weights == 0)).sum(-1)
+    pruned = p * torch.where(distances, weights, 1)
+    ds = pruned * (do @ v.mT - (out * do).sum(-1, keepdim=True)) * SCALE
+
+    def of_groups(grad):
+        return grad.unflatten(1, (-1, group)).sum(2).permute(2, 0, 1, 3)
+
+    results = [out.permute(2, 0, 1, 3), (ds @ k).permute(2, 0, 1, 3)]
+    results += [of_groups(ds.mT @ q), of_groups(pruned.mT @ do)]
+    causal = length * (length + 1) / 2
+    density = ((pruned > 0).sum((-1, -2)) / causal).float()
+    close = torch.stack([(most - each).abs() < margin * each for each in bounds]).any(0)
+    return Expected(codes.to(torch.uint8), close & (apart > 1), dropped, density, results)
+
+
+def peaked(seq_length, batch, heads, dim, dtype, device="cpu", block=BLOCK):
+    """Operands whose attention is uneven: every second block of keys holds little."""
+    query, key, *rest = random_operands(seq_length, batch, *heads, dim, dtype, device)
+    faint = torch.arange(seq_length, device=device) // block % 2 == 1
+    return (query, torch.where(faint[:, None, None, None], 0.1 * key, key), *rest)
+
+
+def prune_all_rounds(prune, operands, index, threshold, seed=None):
+    """``kept`` (uint8) and ``dropped`` of every rank, in the order of the sequence."""
+    query, key, *_ = operands
+    length, batch, heads, _ = query.shape
+    world = index.world
+    mask = written_out_mask(index, batch, heads)
+    group = heads // key.shape[2]
+    q, k = (t.permute(1, 2, 0, 3) for t in (query, key.repeat_interleave(group, 2)))
+    lse = (q @ k.mT * SCALE).masked_fill(~mask, float("-inf")).logsumexp(-1)  # [b, h, N]
+
+    def parts(tensor):
+        if world == 1:
+            return [tensor]
+        return [stripe(tensor, r, world, BLOCK, inner=index.inner) for r in range(world)]
+
+    queries, keys, lses = parts(query), parts(key), parts(lse.permute(2, 0, 1))
+    blocks = index.member.shape[-1]
+    kept = torch.zeros(batch, heads, blocks, blocks, dtype=torch.uint8)
+    dropped = []
+    for rank in range(world):
+        own_lse = lses[rank].permute(1, 2, 0).contiguous()
+        own = torch.zeros(batch, heads, index.local_blocks, blocks, dtype=torch.uint8)
+        lost = torch.full_like(own_lse, float("nan"), dtype=torch.float32)
+        for number in range(index.outer):
+            round_ = Round(rank, number, index.inner, index.outer)
+            gathered = (
+                keys[0][None] if world == 1 else torch.stack([keys[r] for r in round_.sources])
+            )
+            prune(
+                queries[rank], gathered, lse=own_lse, index=index, round_=round_, softmax_scale=SCALE,
+                least_share=least_share(index, threshold), seed=seed, kept=own, dropped=lost,
+            )  # fmt: skip
+        kept[:, :, block_at(torch.arange(index.local_blocks), rank, world, index.inner)] = own
+        dropped.append(lost.permute(2, 0, 1))
+    dropped = dropped[0] if world == 1 else unstripe(dropped, BLOCK, inner=index.inner)
+    return kept, dropped.permute(1, 2, 0)
+
+
+def moved(index):
+    """The index on the GPU, built again."""
+    found = build_index(
+        index.distances().cuda(), index.columns.cuda(), index.seq_length, index.block_size,
+        index.world, index.inner,
+    )  # fmt: skip
+    return with_documents(found, "cuda") if index.documents is not None else found
+
+
+def with_documents(index, device="cpu"):
+    """The index for packed documents of a third and two thirds of the sequence."""
+    batch = index.member.shape[0]
+    starts = torch.zeros(batch, index.seq_length, dtype=torch.int32, device=device)
+    cut = index.seq_length // 3
+    starts[:, cut:] = cut
+    return replace(index, documents=Documents(starts))
+
+
+@dataclass
+class PruningCase:
+    """A pruned backward over ranks: the pattern by its distances and columns."""
+
+    operands: tuple
+    distances: torch.Tensor
+    columns: torch.Tensor
+    inner: int | None
+    lists: bool
+    threshold: float
+    torch_seed: int | None = None  # of the draw; None without sampling
+    packed: bool = False
+
+
+def run_pruned(rank, world, cases):
+    """This rank's out and gradients, and what was reported, of each case."""
+    results = []
+    for case in cases:
+        cp = cp_group_of(dist.group.WORLD if world > 1 else None, case.inner)
+        seq_length = case.operands[0].shape[0]
+        index = build_index(case.distances, case.columns, seq_length, BLOCK, world, cp.inner)
+        if case.lists:
+            index = as_lists(index)[rank]
+        if case.packed:
+            index = with_documents(index)
+        parts = list(case.operands)
+        if world > 1:
+            parts = [stripe(t, rank, world, BLOCK, inner=cp.inner) for t in case.operands]
+        leaves = [t.clone().requires_grad_() for t in parts[:3]]
+        told: list = []
+        sampling = case.torch_seed is not None
+        pruning = BackwardPruning(
+            case.threshold, lambda *both, told=told: told.append(both), sampling
+        )
+        if case.torch_seed is not None:
+            torch.manual_seed(case.torch_seed)
+        out, _ = ring_attention(*leaves, index, Ring(cp), SCALE, pruning=pruning)
+        assert not told
+        out.backward(parts[3])
+        ((density, dropped),) = told
+        results.append(([out.detach(), *(leaf.grad for leaf in leaves)], density, dropped))
+    return results
+
+
+def as_lists(index):
+    """The same pattern as block lists, which have the distances as blocks."""
+    blocks = torch.cat([index.block_mask(rank) for rank in range(index.world)], 2)
+    order = torch.cat(
+        [
+            block_at(torch.arange(index.local_blocks), rank, index.world, index.inner)
+            for rank in range(index.world)
+        ]
+    )
+    blocks = blocks[:, :, order.argsort()]
+    none = torch.zeros_like(index.distances())
+    columns = index.columns[..., :0]
+    return block_lists_of(
+        blocks, none, columns, index.seq_length, index.block_size, index.world, index.inner
+    )
