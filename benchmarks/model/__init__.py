@@ -1,2 +1,2 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Whole models: training steps, parity with dense attention, what patterns keep."""
+"""Whole models: training steps, training beside dense attention, what patterns keep."""

@@ -20,7 +20,8 @@ job is begun that is not expected to end in time. Stages:
 The order is by what a row says. zero and time: densities 15, 8, 4, 30, 2%, at each price, window, fixed,
 coverage from the last rows, xattention, moba, coverage. train: the main runs with the first seed, dense,
 price at 15% and at 8% with the other seeds, the other runs, the other main runs with the other seeds.
-``--run price@0.15 dense target@0.95`` says which instead.
+``--run price@0.15 dense target@0.95 settings@FILE`` says which instead; FILE is such as ``mtraining inspect
+--sensitivity`` writes.
 
 Recall is measured on held-out query rows, but for policies from the last rows (``_last``), which have none:
 theirs is that of the rows that select, and too high. A step's density moves as the model is trained: rows of
@@ -42,6 +43,7 @@ Times are estimates for an H200 from other runs of this model; rows say what the
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 
@@ -52,7 +54,7 @@ from megatron_mtraining import ConfigError, MTrainingConfig
 from ..lib import jobs, record
 from ..sparsebalance import texts
 from . import continuing, frontier_tables
-from .frontier_settings import Judge, about, rows_like, setting_of, split
+from .frontier_settings import Judge, about, key_of, rows_like, setting_of, split
 from .layer_times import Layer, Shape
 from .material import material
 from .policies_at_density import AS_PUBLISHED, FAMILIES, at_density, config_of
@@ -69,6 +71,8 @@ OTHERS = (
     "moba@0.15", "target@0.95", "price@0.04", "price@0.3", "window@0.08", "fixed@0.08", "target@0.9",
     "coverage_last@0.08", "coverage@0.15",
 )  # fmt: skip
+MOVING = ("target", "settings")
+"""Runs whose prices move: they have no setting at a density."""
 LONG = ("dense", "price@0.15", "price@0.08", "window@0.15")
 
 
@@ -80,7 +84,7 @@ def zero(options) -> int:
     wanted = [("dense", None), ("published", None)]
     wanted += [(policy, density) for density in options.densities for policy in options.policies]
     if options.run:
-        wanted = [each for each in map(split, options.run) if each[0] != "target"]
+        wanted = [each for each in map(split, options.run) if each[0] not in MOVING]
     there = {(row["policy"], row["wanted"]) for row in rows_like(options, "zero")}
     wanted = [each for each in wanted if each not in there]
     print(f"zero: {len(wanted)} rows are to be made", flush=True)
@@ -125,7 +129,7 @@ def time_layers(options) -> int:
         for policy in options.policies
     ]
     if options.run:
-        named = [each for each in map(split, options.run) if each[1] and each[0] != "target"]
+        named = [each for each in map(split, options.run) if each[1] and each[0] not in MOVING]
         cases = [(*each, seq) for each in named for seq in options.lengths]
     shape = list(options.shape)
     there = {
@@ -203,8 +207,14 @@ def work(job: tuple[str, int, argparse.Namespace]) -> dict:
     row, model = continuing.train(run, given, options)
     if options.save is not None:
         model.save_pretrained(options.save / f"{name}_seed{seed}_steps{options.steps}")
+    if policy == "settings":
+        setting |= dict(settings=json.loads(Path(wanted).read_text(encoding="utf-8")))
     return dict(
-        stage="train", policy=policy, wanted=wanted, setting=setting, **row, **about(options)
+        zip(("policy", "wanted"), key_of(name)),
+        stage="train",
+        setting=setting,
+        **row,
+        **about(options),
     )
 
 
@@ -214,7 +224,7 @@ def train(options) -> int:
         (row["policy"], row["wanted"], row["seed"])
         for row in rows_like(options, "train", steps=options.steps, lr=options.lr)
     }
-    runs = [each for each in wanted_runs(options) if (*split(each[0]), each[1]) not in there]
+    runs = [each for each in wanted_runs(options) if (*key_of(each[0]), each[1]) not in there]
     print(f"{options.stage}: {len(runs)} runs of {options.steps} steps are to be made", flush=True)
     if runs:
         texts.read(options)  # makes the file of tokens, once
@@ -236,7 +246,12 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
     add("--minutes", type=float, help="that the stage may take, from its start (no end)")
     add("--densities", type=float, nargs="+", default=list(DENSITIES))
     add("--policies", nargs="+", choices=list(FAMILIES), default=list(POLICIES))
-    add("--run", nargs="+", metavar="NAME", help="dense, target@RECALL, POLICY@DENSITY (see above)")
+    add(
+        "--run",
+        nargs="+",
+        metavar="NAME",
+        help="dense, target@RECALL, settings@FILE, POLICY@DENSITY",
+    )
     add("--lengths", type=int, nargs="+", default=list(LENGTHS), help="time: tokens")
     add("--shape", type=int, nargs=3, default=list(Shape()), metavar=("HEADS", "KV_HEADS", "DIM"),
         help="time: of the layer (%(default)s)")  # fmt: skip

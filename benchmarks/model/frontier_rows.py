@@ -141,15 +141,17 @@ def _samples(row: Row, kind: str, value: str) -> list[float]:
     ]
 
 
-def _time_of(policy: str, wanted: float | None, density: float | None, timed: list[Row]) -> dict:
-    """Times of one length in milliseconds: of the policy's row; of a target, between those of price."""
+def _time_of(
+    policy: str, wanted: float | str | None, density: float | None, timed: list[Row]
+) -> dict:
+    """Times of one length in milliseconds: of the policy's row; where prices move, between those of price."""
     found: dict = dict(layer_ms=None, search_ms=None, dense_ms=None, row=None)
     if timed and policy == "dense":
         last = timed[-1]
         whole = last["dense_forward_ms"] + last["dense_backward_ms"]
         return dict(layer_ms=whole, search_ms=0.0, dense_ms=whole, row=last)
     own = [row for row in timed if row.get("forward_ms")]
-    if policy != "target":
+    if policy not in ("target", "settings"):
         own = [row for row in own if (row["policy"], row["wanted"]) == (policy, wanted)]
         return _times([(1.0, own[-1])]) if own else found
     own = sorted((row for row in own if row["policy"] == "price"), key=lambda row: row["density"])

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import torch
 
 from megatron_mtraining import ConfigError
+from megatron_mtraining.config import settings_of_run
 from megatron_mtraining.transformers import configure, take_means
 
 from ..lib import jobs, record
@@ -16,9 +18,12 @@ from .material import Material
 from .policies_at_density import FAMILIES, Found, at_density, config_of
 
 
-def split(name: str) -> tuple[str, float | None]:
-    """``price@0.15`` as the policy and the wanted density (of target: recall); dense has none."""
+def split(name: str) -> tuple[str, float | str | None]:
+    """``price@0.15`` as the policy and the wanted density (of target: recall; of settings: their file); dense
+    has none."""
     policy, at, number = name.partition("@")
+    if policy == "settings" and number:
+        return policy, number
     try:
         wanted = float(number) if at else None
     except ValueError:
@@ -29,9 +34,15 @@ def split(name: str) -> tuple[str, float | None]:
     )
     if not fits:
         raise argparse.ArgumentTypeError(
-            f"{name!r} is not dense, target@RECALL, or POLICY@DENSITY of {', '.join(FAMILIES)}"
+            f"{name!r} is not dense, target@RECALL, settings@FILE, or POLICY@DENSITY of {', '.join(FAMILIES)}"
         )
     return policy, wanted
+
+
+def key_of(name: str) -> tuple[str, float | str | None]:
+    """What rows have as policy and wanted density; of settings, the name of their file."""
+    policy, wanted = split(name)
+    return policy, Path(wanted).name if isinstance(wanted, str) else wanted
 
 
 def about(options) -> dict:
@@ -107,7 +118,7 @@ class Judge:
         )  # fmt: skip
 
 
-def setting_of(policy: str, wanted: float | None, options, given) -> dict | None:
+def setting_of(policy: str, wanted: float | str | None, options, given) -> dict | None:
     """The options that a run attends with; None for dense.
 
     Raises:
@@ -117,6 +128,8 @@ def setting_of(policy: str, wanted: float | None, options, given) -> dict | None
         return None
     if policy == "target":
         return dict(policy="price", target_recall=wanted)
+    if policy == "settings":
+        return {**settings_of_run(wanted), "settings": wanted}
     rows = rows_like(options, "zero", policy=policy, wanted=wanted)
     if rows:
         setting, density, reached = rows[-1]["setting"], rows[-1]["density"], rows[-1]["reached"]

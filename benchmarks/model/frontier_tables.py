@@ -17,6 +17,7 @@ LABELS = {
     "published": "published: 1000 columns, 100 diagonals, last 64 rows",
     "price": "price",
     "target": "price, target recall",
+    "settings": "settings of layers and heads",
     "fixed": "fixed",
     "fixed_last": "fixed, last 64 rows",
     "coverage": "coverage",
@@ -215,8 +216,8 @@ def shown(rows: list[Row]) -> list[Row]:
 
 
 COLOURS = dict(zip(LABELS, (
-    "black", "#555555", "#0072b2", "#56b4e9", "#d55e00", "#a0522d", "#009e73", "#66c2a5", "#377eb8",
-    "#cc79a7", "#e69f00", "#999999",
+    "black", "#555555", "#0072b2", "#56b4e9", "#1b3b6f", "#d55e00", "#a0522d", "#009e73", "#66c2a5",
+    "#377eb8", "#cc79a7", "#e69f00", "#999999",
 )))  # fmt: skip
 """By policy; what is from the last rows is lighter."""
 TICKS = {"density": (0.02, 0.04, 0.08, 0.15, 0.3, 0.5), "time": (0.03, 0.06, 0.1, 0.2, 0.4)}
@@ -226,7 +227,7 @@ LOSS_TICKS = (0, 0.1, 0.25, 0.5, 1, 2, 5, 10)
 def draw_panels(figure, rows: list[Row], kind: str) -> None:
     """Loss over dense against density, or against time; a line a policy."""
     panels = figure.subplots(1, 3, sharey=True)
-    markers = "os^Dv<>pX*hP"
+    markers = "os^DdvH<>pX*hP"
     for axes, (upward, right, label) in zip(panels, PANELS[kind]):
         for policy, places in points(shown(rows), upward, right).items():
             axes.plot(

@@ -43,7 +43,7 @@ from megatron_mtraining.balance.tuning import TuningBounds
 from megatron_mtraining.loss import linear_cross_entropy
 
 from ..lib import record
-from ..model import parity
+from ..model import continuing
 from . import sets, texts
 from .balancer import samples_of
 from .modes import QWEN, balance, predictor, tuned
@@ -51,6 +51,8 @@ from .modes import QWEN, balance, predictor, tuned
 OUTPUT = record.RESULTS / "sparsebalance_loss.jsonl"
 RUNS = ("dense", "off", "both")
 NO_LABEL = -100
+ATTENTION = "mtraining_balance"
+"""The name that the attention has in transformers. The package's own has one price for all micro-batches."""
 SHAPE = ((1 / 512, 1 / 16, 0.5), (1 / 4, 1, 0.5))
 """Ranges of documents' lengths over that of a sample, with their shares of the tokens: the set bimodal."""
 
@@ -91,14 +93,12 @@ class Run:
     """
 
     def __init__(self, options, dense: bool):
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
         self.options, self.attention = options, Attention()
-        # parity.load reads these.
-        asked = argparse.Namespace(
-            model=options.model, seq=options.seq, device=options.device, yarn=None, loaded=None
-        )
-        self.model = parity.load(asked, self.attention)
-        self.yarn = asked.yarn
-        asked.loaded = None
+        self.model, self.yarn = continuing.load(options)
+        ALL_ATTENTION_FUNCTIONS.register(ATTENTION, self.attention)
+        self.model.set_attn_implementation(ATTENTION)
         self.priced = MTrainingConfig.from_options(price=options.price)
         self.dense = replace(self.priced, window=options.seq)
         self.config = self.dense if dense else self.priced

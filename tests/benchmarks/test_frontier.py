@@ -239,7 +239,19 @@ def trained(words, ruler_file, tmp_path_factory):
     row = zero_row("price", 0.6, 0.02) | dict(model="model", seq=SEQ, block_size=64, reached=True)
     row["setting"] = dict(policy="price", price=0.7)
     (folder / "runs.jsonl").write_text(json.dumps(row) + "\n")
-    runs = ["--run", "dense", "price@0.6", "target@0.9", "--seeds", "1", "--steps", "3"]
+    own = folder / "own.json"
+    own.write_text(json.dumps({"target_recall": 0.9, "layers": {"1": {"target_recall": 0.8}}}))
+    runs = [
+        "--run",
+        "dense",
+        "price@0.6",
+        "target@0.9",
+        f"settings@{own}",
+        "--seeds",
+        "1",
+        "--steps",
+        "3",
+    ]
     runs += ["--ruler", str(ruler_file)]
     frontier.main(["train", *words, *runs, *output])
     more = ["--frontier", str(folder / "runs.jsonl"), "--output", str(folder / "ablations.jsonl")]
@@ -252,8 +264,13 @@ def trained(words, ruler_file, tmp_path_factory):
 def test_train_rows(words, trained, capsys):
     folder, _ = trained
     rows = {row["policy"]: row for row in rows_in(folder / "runs.jsonl") if row["stage"] == "train"}
-    assert list(rows) == ["dense", "price", "target"]
-    dense, price, target = rows.values()
+    assert list(rows) == ["dense", "price", "target", "settings"]
+    dense, price, target, own = rows.values()
+    assert (
+        own["wanted"] == "own.json"
+        and own["setting"]["settings"]["layers"]["1"]["target_recall"] == 0.8
+    )
+    assert own["price_median"] > 0 and own["losses"] != dense["losses"]
     assert dense["own"] == dense["dense"] and dense["density"] == dense["recall"] == 1
     for row in rows.values():
         assert row["own"] < row["before_own"] and len(row["losses"]) == 3
