@@ -89,11 +89,11 @@ class Gradients:
 
     def __init__(self, options):
         self.model, self.yarn = continuing.load(options)
-        self.model.train()
 
     def __call__(self, tokens: Tensor, config: MTrainingConfig) -> tuple[dict[str, Tensor], dict]:
         """The gradient, and what a row says of it."""
         configure(self.model, config)
+        self.model.train()  # a search for the setting of a density evaluates the same model
         self.model.zero_grad(set_to_none=True)
         loss = continuing.loss_of(self.model, tokens)
         loss.backward()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from . import backward_tables
 from .common import Row, percent, rows
 from .frontier_docs import after_training, chosen, untrained
 from .kernel_tables import (
@@ -123,6 +124,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "sparsebalance_measured": measured,
     "sparsebalance_loss": trained_with,
     "profile_errors": profile_errors,
+    "backward_gradient": backward_tables.gradient,
+    "backward_times": backward_tables.times,
     "frontier_untrained": untrained,
     "frontier_trained": after_training,
 }

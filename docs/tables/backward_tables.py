@@ -1,0 +1,83 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The pruned backward: what of the gradient stays, and what time."""
+
+from __future__ import annotations
+
+from .common import Row, percent, rows, source, table, tokens
+
+TEXTS = {"code": "code", "book": "novel, essays", "speech": "speeches"}
+
+
+def found(stage: str) -> list[Row]:
+    """The rows of a stage."""
+    return [row for row in rows("backward") if row["stage"] == stage]
+
+
+def forward_of(row: Row) -> str:
+    policy, _, density = row["forward"].partition("@")
+    return f"{policy}, {percent(float(density))} wanted" if density else policy
+
+
+def what_of(row: Row) -> str:
+    if row["what"] == "forward":
+        return "the forward's pattern against a dense forward"
+    if row["what"] == "pruned":
+        return f"T = {row['threshold']:g}" + (", sampled" if row["sampling"] else "")
+    return row["what"]
+
+
+def gradient() -> str:
+    """The gradient of all parameters beside the unpruned one's, and beside two yardsticks."""
+    every = found("gradient")
+    header = [
+        "tokens",
+        "forward",
+        "text",
+        "gradient",
+        "density of the backward",
+        "attention left out",
+    ]
+    header += ["cosine", "relative error", "norm / unpruned, Q K V projections"]
+    body = [
+        [
+            tokens(row["seq"]), forward_of(row), TEXTS[row["text"]], what_of(row),
+            percent(row["backward_density"]), percent(row["dropped_mass"]), f"{row['cos_grad']:.4f}",
+            f"{row['err_grad']:.3f}", f"{row['norm_qkv']:.3f}",
+        ]
+        for row in every
+    ]  # fmt: skip
+    return table(header, body) + source(every, "backward")
+
+
+def times() -> str:
+    """One layer's forward and backward, and what it takes of the unpruned one's."""
+    every = found("time")
+    whole = {
+        (row["forward"], row["seq"], row["commit"]): row["layer_ms"]
+        for row in every
+        if not row["threshold"]
+    }
+    header = [
+        "tokens",
+        "forward",
+        "density",
+        "T",
+        "density of the backward",
+        "forward ms",
+        "backward ms",
+    ]
+    header += ["layer / unpruned", "layer / cuDNN dense"]
+    body = []
+    for row in every:
+        base = whole[row["forward"], row["seq"], row["commit"]]
+        dense = row["dense_forward_ms"] + row["dense_backward_ms"]
+        sampled = ", sampled" if row["sampling"] else ""
+        body.append(
+            [
+                tokens(row["seq"]), forward_of(row), percent(row["forward_density"]),
+                f"{row['threshold']:g}{sampled}" if row["threshold"] else "off",
+                percent(row["backward_density"]), f"{row['forward_ms']:.1f}", f"{row['backward_ms']:.1f}",
+                f"{row['layer_ms'] / base:.2f}", f"{row['layer_ms'] / dense:.2f}",
+            ]
+        )  # fmt: skip
+    return table(header, body) + source(every, "backward")
