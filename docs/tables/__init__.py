@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from . import backward_tables
 from .common import Row, percent, rows
-from .frontier_docs import after_training, chosen, untrained
+from .frontier_docs import after_training, chosen, predicted_steps, untrained
 from .kernel_tables import (
     balance,
     balance_short,
@@ -128,5 +128,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "backward_times": backward_tables.times,
     "frontier_untrained": untrained,
     "frontier_trained": after_training,
+    "frontier_steps": predicted_steps,
 }
 """Tables, by name."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from benchmarks.model import frontier_tables
 
-from .common import Row, rows, source
+from . import step_tables
+from .common import Row, percent, rows, source, table, tokens
 
 
 def frontier_rows() -> list[Row]:
@@ -31,6 +32,45 @@ def chosen() -> Row:
     return min(
         (row for row in found if row["steps"]), key=lambda row: (-row["seeds"], row["steps"])
     )
+
+
+LAYERS = 36
+"""Of Qwen2.5-3B."""
+
+
+def predicted_steps() -> str:
+    """Steps of Qwen2.5-3B's shape on four GPUs at the chosen setting: what a measured step takes beside its
+    attention, and the attention of as many measured layers, evenly over the GPUs."""
+    setting, body, used = chosen(), [], []
+    profiled = {
+        row["seq"]: row
+        for row in step_tables.profiled()
+        if row["world"] == 4 and row["attention"] == "mtraining"
+    }
+    for label, seq in (("512k", 524288), ("128k", 131072)):
+        row = profiled[seq]
+        rest = (row["iter_ms"] - row["breakdown"]["attention"]) / 1000
+        layer = setting[f"layer_ms_{label}"] + setting[f"search_ms_{label}"]
+        attention = LAYERS * layer / row["world"] / 1000
+        dense = step_tables.dense_of(step_tables.step(seq))
+        body.append(
+            [
+                row["world"], tokens(seq), percent(setting["density_trained"]), f"{attention:.2f}",
+                f"{rest:.2f}", f"{attention + rest:.2f}", f"{dense['iter_ms'] / 1000:.2f}",
+                f"{dense['iter_ms'] / 1000 / (attention + rest):.1f}x",
+            ]
+        )  # fmt: skip
+        used += [row, dense]
+    header = [
+        "GPUs",
+        "tokens",
+        "density",
+        "attention, predicted",
+        "rest, measured",
+        "step, predicted",
+    ]
+    header += ["dense step, measured", "over dense, predicted"]
+    return table(header, body) + source([*_apart([setting]), *used], "frontier")
 
 
 def _apart(found: list[Row]) -> list[Row]:
