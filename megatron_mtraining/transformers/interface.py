@@ -10,10 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache, partial
 
+import torch
 from torch import Tensor, nn
 
 from ..attention import attend
 from ..config import DENSE, ConfigError, MTrainingConfig
+from ..documents import Documents
 from ..kernels.limits import HEAD_DIMS
 from ..requirements import require
 from .masking import CacheMask, PatternMask, check_padding
@@ -45,7 +47,9 @@ def register() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)
 
 
-def configure(model: nn.Module, config: MTrainingConfig | None = None) -> PatternState:
+def configure(
+    model: nn.Module, config: MTrainingConfig | None = None, *, dense_tail: int = 0
+) -> PatternState:
     """Switch a transformers model to dynamic sparse attention.
 
     Sets its attention implementation to ``mtraining`` and gives its attention layers the settings. Weights do
@@ -56,6 +60,9 @@ def configure(model: nn.Module, config: MTrainingConfig | None = None) -> Patter
         config: the settings, also by layer and head (``settings``); None for the defaults. Options of
             context parallelism, recomputation, Megatron's loss and balance have no effect here and are
             refused.
+        dense_tail: in evaluation mode, this many last tokens of a prompt attend to all keys. A pattern is
+            selected by what many queries attend to; the few queries of a question at the end of a prompt
+            have none of their own. In training mode there is no such tail.
 
     Returns:
         The state of the model: its prices, and means of density and recall.
@@ -80,7 +87,9 @@ def configure(model: nn.Module, config: MTrainingConfig | None = None) -> Patter
             f"{type(model).__name__} has {count} layers, but causal attention in layers {numbers}: attention "
             "mtraining supports models with one causal self-attention in each layer"
         )
-    state = PatternState(config, count, of_model.num_attention_heads)
+    if type(dense_tail) is not int or dense_tail < 0:
+        raise ConfigError(f"dense_tail is {dense_tail!r}: give a number of tokens, 0 or more")
+    state = PatternState(config, count, of_model.num_attention_heads, dense_tail)
     model.set_attn_implementation(NAME)
     if of_model._attn_implementation != NAME:
         raise ConfigError(
@@ -235,7 +244,37 @@ def attention(
     except ValueError as error:
         raise ConfigError(f"the {place} cannot run: {error}") from error
     state.observe(layer, result.index, module.training)
-    return result.out.transpose(0, 1), None
+    out = result.out.transpose(0, 1)
+    if state.dense_tail and not module.training:
+        out = with_dense_tail(out, query, key, value, documents, scaling, state.dense_tail)
+    return out, None
+
+
+def with_dense_tail(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents | None,
+    scaling: float | None,
+    count: int,
+) -> Tensor:
+    """``out``, ``[b, s, h, d]``, whose last ``count`` tokens attend to all keys of their documents.
+
+    Args:
+        query: ``[b, h, s, d]``; key, value ``[b, hk, s, d]``.
+    """
+    length = query.shape[2]
+    first = max(0, length - count)
+    position = torch.arange(length, device=query.device)
+    own = position[first:, None]  # [n, 1]
+    sees = position <= own
+    if documents is not None:
+        sees = sees & (position >= documents.starts[:, None, first:, None])  # [b, 1, n, s]
+    tail = torch.nn.functional.scaled_dot_product_attention(
+        query[:, :, first:], key, value, attn_mask=sees, scale=scaling, enable_gqa=True
+    )
+    return torch.cat((out[:, :first], tail.transpose(1, 2)), 1)
 
 
 @lru_cache(maxsize=64)

@@ -43,13 +43,16 @@ class PatternState:
     Args:
         config: the settings.
         num_layers, num_heads: layers of the model, and query heads of each layer.
+        dense_tail: last tokens of a prompt that attend to all keys, in evaluation mode.
 
     Raises:
         ConfigError: a settings file that does not fit the model.
     """
 
-    def __init__(self, config: MTrainingConfig, num_layers: int, num_heads: int):
-        self.config = config
+    def __init__(
+        self, config: MTrainingConfig, num_layers: int, num_heads: int, dense_tail: int = 0
+    ):
+        self.config, self.dense_tail = config, dense_tail
         self.shape = num_layers, num_heads
         self.steering = Steering(config, shape=self.shape)
         self._policies = [

@@ -171,6 +171,53 @@ def test_decoding_attends_to_all_of_the_cache(tokens):
     assert take_means(ours, training=False).density.mean() < 0.9
 
 
+def with_tail(model, config, count):
+    ours = copy.deepcopy(model)
+    configure(ours, config, dense_tail=count)
+    return ours
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_last_tokens_of_a_prompt_attend_to_all(packed, tokens):
+    model = small_model().eval()
+    batch = dict(input_ids=tokens[:1], use_cache=False)
+    if packed:
+        batch["position_ids"] = torch.cat([torch.arange(n) for n in (200, SEQ - 200)])[None]
+    tail = 40
+    with torch.no_grad():
+        dense = model(**batch).logits
+        plain, found, whole = (
+            with_tail(model, SPARSE, count)(**batch).logits for count in (0, tail, SEQ + 1)
+        )
+    torch.testing.assert_close(whole, dense, rtol=1e-3, atol=1e-3)
+    errors = [(each - dense)[:, -tail:].norm() for each in (plain, found)]
+    assert errors[1] < errors[0]  # what remains is of keys and values that the pattern has made
+
+
+def test_the_tail_of_one_layer_is_exact(tokens):
+    """With one layer, keys and values are those of the dense model, and so is the tail."""
+    model = small_model(num_hidden_layers=1).eval()
+    mask = torch.ones(2, SEQ, dtype=torch.long)
+    mask[0, :40] = 0
+    batch = dict(input_ids=tokens, attention_mask=mask, use_cache=False)
+    with torch.no_grad():
+        dense, found = model(**batch).logits, with_tail(model, SPARSE, 40)(**batch).logits
+        plain = with_tail(model, SPARSE, 0)(**batch).logits
+    # Of more layers, later patterns are selected from other queries.
+    assert found[:, :-40].equal(plain[:, :-40])
+    torch.testing.assert_close(found[:, -40:], dense[:, -40:], rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(found[:, 200:-40], dense[:, 200:-40], rtol=1e-3, atol=1e-4)
+
+
+def test_training_has_no_dense_tail(tokens):
+    model = small_model()
+    found, plain = (with_tail(model, SPARSE, count)(tokens).logits for count in (40, 0))
+    assert found.equal(plain)
+    for count in (-1, 0.5, True):
+        with pytest.raises(ConfigError, match="dense_tail is"):
+            configure(copy.deepcopy(model), SPARSE, dense_tail=count)
+
+
 def test_a_prompt_can_continue(tokens):
     """A second part of a prompt attends to all of the first."""
     model = small_model().eval()

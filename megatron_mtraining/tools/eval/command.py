@@ -81,6 +81,7 @@ def evaluate(options: Options) -> None:
             "benchmark": options.benchmark,
             "model": source.description,
             "settings": options.settings,
+            "dense_tail": options.dense_tail,
             "yarn": options.yarn,
             "chat": options.chat,
             "dtype": dtype,
@@ -137,6 +138,7 @@ class _Benchmark:
             "--dtype or --device": [str(options.dtype), options.device.type],
             "--chat": options.chat,
             "settings": self._settings() if attention == SPARSE else None,
+            "--dense-tail": options.dense_tail if attention == SPARSE else 0,
             "data": data,
             **{f"version of {name}": value for name, value in versions.items()},
         }

@@ -129,7 +129,7 @@ class AttendingModel:
         if self._sparse:
             from ...transformers import configure
 
-            configure(self.model, self.options.config)
+            configure(self.model, self.options.config, dense_tail=self.options.dense_tail)
         else:
             self.model.set_attn_implementation("sdpa")
 

@@ -45,6 +45,7 @@ class Options:
         attentions: dense, mtraining or both, in this order.
         config: the settings of attention mtraining; None without it.
         settings: their values, for the output; None without it.
+        dense_tail: last tokens of each prompt that attend to all keys with attention mtraining.
         lengths: tokens of the sequences, ascending; () where each sample has its own.
         tasks: of the benchmark; () where it has none.
         samples: the most samples of a task, a length, and a depth.
@@ -63,6 +64,7 @@ class Options:
     attentions: tuple[str, ...]
     config: MTrainingConfig | None
     settings: dict | None
+    dense_tail: int
     yarn: float | None
     lengths: tuple[int, ...]
     tasks: tuple[str, ...]
@@ -161,6 +163,11 @@ def _add_common(command: argparse.ArgumentParser) -> None:
         "converted checkpoint)"
     )
     add("--like", type=Path, metavar="HF_FOLDER", help=what)
+    what = (
+        "with sparse attention, the last N tokens of each prompt attend to all keys, as the few queries of a "
+        "question at its end have little say in the pattern (%(default)s)"
+    )
+    add("--dense-tail", type=int, default=0, metavar="N", help=what)
     what = "extend the model's positions by this factor with YaRN"
     add("--yarn", type=float, metavar="FACTOR", help=what)
     add("--device", help="cuda if there is a GPU, else cpu")
@@ -234,9 +241,10 @@ def _settings(values: argparse.Namespace, sparse: bool) -> dict:
 
     given = [each for each in OPTIONS if hasattr(values, attribute(each.name))]
     if not sparse:
-        if given:
+        flags = [each.flag for each in given] + ["--dense-tail"] * (values.dense_tail > 0)
+        if flags:
             raise ConfigError(
-                f"{given[0].flag} is given, but --attention is {DENSE}: leave one of them out"
+                f"{flags[0]} is given, but --attention is {DENSE}: leave one of them out"
             )
         return {"config": None, "settings": None}
     for each in given:
@@ -255,6 +263,8 @@ def _check_numbers(values: argparse.Namespace, lengths: tuple[int, ...]) -> None
         value = getattr(values, name, 1)
         if value < 1:
             raise ConfigError(f"--{name} is {value}: use 1 or more")
+    if values.dense_tail < 0:
+        raise ConfigError(f"--dense-tail is {values.dense_tail}: use a number of tokens, 0 or more")
     shortest = SHORTEST.get(values.benchmark, 0)
     for length in lengths:
         if length < shortest:

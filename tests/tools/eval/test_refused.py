@@ -47,6 +47,10 @@ CASES = {
     "a chat template": ("needle --lengths 512 --chat", ["--chat", "no chat template"]),
     "like": ("needle --lengths 512 --like EMPTY", ["--like is EMPTY", "not a Megatron checkpoint"]),
     "yarn": ("needle --yarn 0.5", ["--yarn is 0.5"]),
+    "tail": ("needle --dense-tail -1", ["--dense-tail is -1"]),
+    "tail of dense attention": (
+        "needle --attention dense --dense-tail 8", ["--dense-tail is given", "--attention is dense"],
+    ),
     "an evaluator alone": (
         "perplexity --text SHORT --evaluator EMPTY", ["--evaluator", "--longppl is not given"],
     ),
