@@ -29,8 +29,8 @@ def key_blocks(distances: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
         first: the shortest distance that is listed; 1 leaves out the blocks on the diagonal.
 
     Returns:
-        How many key blocks each query block has, int32 ``[1, heads, NB]``, and their numbers, ascending, int32
-        ``[1, heads, NB, most]``, padded with 0.
+        How many key blocks each query block has, int32 ``[1, heads, NB]``, and their numbers, ascending,
+        int32 ``[1, heads, NB, most]``, padded with 0.
     """
     ascending, count, blocks = _kept(distances, first)
     heads, most = ascending.shape

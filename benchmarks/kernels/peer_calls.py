@@ -1,8 +1,8 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """How each peer of :mod:`.peers` is called: the same numbers and the same blocks, in the peer's own form.
 
-A peer that cannot run a case raises: :class:`Refusal` where the reason is known before the call, otherwise the
-peer's own error. Imports are inside the functions, as most peers are not installed.
+A peer that cannot run a case raises: :class:`Refusal` where the reason is known before the call, otherwise
+the peer's own error. Imports are inside the functions, as most peers are not installed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Problem(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A peer's forward, which gives out, and its backward, which gives the gradients of query, key and value."""
+    """A peer's forward, which gives out, and its backward, which gives gradients of query, key and value."""
 
     forward: Callable[[], Any]
     backward: Callable[[], Any] | None
@@ -103,8 +103,8 @@ def flex(problem: Problem) -> Call:
 
 
 def cudnn_blocks(problem: Problem) -> Call:
-    """Block-sparse attention of the cuDNN frontend. It has no causal mask: the blocks on the diagonal are whole.
-    Its backward takes as many KV heads as query heads, and builds its index by key blocks in each call."""
+    """Block-sparse attention of the cuDNN frontend. It has no causal mask: blocks on the diagonal are whole.
+    Its backward takes no groups of heads, and builds its index by key blocks in each call."""
     api = import_module("cudnn").BSA
     case = problem.case
     query, key, value, grad_out = _heads_first(problem.operands)
@@ -209,8 +209,8 @@ def msa_blocks(problem: Problem) -> int:
 
 
 def flash_msa(problem: Problem) -> Call:
-    """flash-msa with its own selection by proxy heads, one for each KV head: as many blocks as the pattern has,
-    but other ones, for each query its own."""
+    """flash-msa with its own selection by proxy heads, one for each KV head: as many blocks as the pattern
+    has, but other ones, for each query its own."""
     case, most = problem.case, msa_blocks(problem)
     attend = import_module("flash_msa").flash_msa_func
     query, key, value, grad_out = _heads_first(problem.operands)
@@ -271,7 +271,7 @@ PEERS = {
 
 
 def own_heads(tensor: Tensor, layout: str, heads: int) -> Tensor:
-    """out or a gradient of any layout as ``[s, h, d]`` in float32; of repeated KV heads, the sum over each group.
+    """out or a gradient of any layout as ``[s, h, d]`` in float32; repeated KV heads are added up.
 
     Args:
         layout: "sbhd", "bshd" or "bhsd".

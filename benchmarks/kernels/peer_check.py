@@ -13,8 +13,8 @@ TOO_FAR = 0.02  # relative; bfloat16 is within 0.01 here
 
 
 def mask(problem: Problem, call: Call) -> Tensor:
-    """bool ``[h, s, s]``: the pattern under the causal mask, with whole blocks on the diagonal if the call has
-    more pairs than that; all causal pairs of a dense call."""
+    """bool ``[h, s, s]``: the pattern under the causal mask, with whole blocks on the diagonal if the call
+    has more pairs than that; all causal pairs of a dense call."""
     seq, device = problem.case.seq, problem.operands[0].device
     position = torch.arange(seq, device=device)
     causal = position[:, None] >= position

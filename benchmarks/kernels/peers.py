@@ -1,16 +1,16 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Sparse attention kernels of other packages beside this package's, on the same blocks, and dense attention, in
-one run on one GPU. Appends rows to ``results/peers.jsonl``.
+"""Sparse attention kernels of other packages beside this package's, on the same blocks, and dense attention,
+in one run on one GPU. Appends rows to ``results/peers.jsonl``.
 
-Peers: cuDNN's dense attention through torch; FlexAttention of torch; block-sparse attention and flex attention of
-the cuDNN frontend; FlashAttention-4 with lists of blocks and dense; FlashAttention-3 dense; flash-msa;
+Peers: cuDNN's dense attention through torch; FlexAttention of torch; block-sparse and flex attention of the
+cuDNN frontend; FlashAttention-4 with lists of blocks and dense; FlashAttention-3 dense; flash-msa;
 flash-sparse-attn. Install those that are wanted: ``nvidia-cudnn-frontend``, ``flash-attn-4``, ``fa3-fwd``,
-``flash-msa``, ``flash-sparse-attn``. A peer that is not installed, or refuses a case, has a row that says why.
+``flash-msa``, ``flash-sparse-attn``. A peer that is not installed, or refuses a case, has a row that says so.
 
-Patterns are block distances that each head draws by itself. A peer's rate counts the pairs that its own mask lets
-through: pairs x 4 x dim forward, x 2.5 backward. ``share_of_cudnn`` divides it by the rate of cuDNN's dense
-attention beside it, at up to ``--dense-seq`` tokens. Peers run in turns of equal time; figures are medians. Lists
-of blocks and plans are made ahead, except where a row's note says otherwise.
+Patterns are block distances that each head draws by itself. A peer's rate counts the pairs that its own mask
+lets through: pairs x 4 x dim forward, x 2.5 backward. ``share_of_cudnn`` divides it by the rate of cuDNN's
+dense attention beside it, at up to ``--dense-seq`` tokens. Peers run in turns of equal time; figures are
+medians. Lists of blocks and plans are made ahead, except where a row's note says otherwise.
 
     python -m benchmarks.kernels.peers [--case TEXT ...] [--peer NAME ...] [--minutes MINUTES]
     python -m benchmarks.kernels.peers --check   # outputs and gradients of short sequences, errors in full
@@ -113,7 +113,7 @@ def prepare(
 
 
 def peers_of(case: Case, wanted: Sequence[str], measured: set) -> list[str]:
-    """The peers that run a case. Dense ones but cuDNN run once for each shape: ``measured`` has those that did."""
+    """The peers that run a case. Dense ones but cuDNN run once for each shape, and are ``measured`` then."""
     found = []
     for name in wanted:
         once = (name, case.shape)
@@ -126,14 +126,19 @@ def peers_of(case: Case, wanted: Sequence[str], measured: set) -> list[str]:
 def rows_of(
     problem: Problem,
     calls: dict[str, tuple[Call | None, str, str]],
-    times: dict[str, dict[str, float]],
+    times: dict[str, dict[str, float] | str],
 ) -> list[dict[str, Any]]:
-    """The rows of a case: of each op and peer, with times in milliseconds or why there is none."""
+    """The rows of a case: of each op and peer, with times in milliseconds or why there is none.
+
+    Args:
+        calls: each peer's call, and why it has no forward and no backward.
+        times: by op, milliseconds of each peer, or why nobody has any.
+    """
     case, dense_seq, rows = problem.case, len(problem.dense[0]), []
     for op, found in times.items():
         rates: dict[str, float] = {}
         for name, (call, *reasons) in calls.items():
-            why = reasons[op == "backward"]
+            why = reasons[op == "backward"] or (found if isinstance(found, str) else "")
             seq = dense_seq if PEERS[name].dense else case.seq
             row = dict(
                 op=op, peer=name, version=PEERS[name].version(), case=case.name, seq=seq, heads=case.heads,
@@ -167,11 +172,14 @@ def run_case(
     calls = {name: prepare(name, PEERS[name], problem) for name in names}
     aside = [name for name in names if name not in ("mtraining", "cudnn")]
     runs = {name: call for name, (call, *_) in calls.items() if call is not None}
-    times: dict[str, dict[str, float]] = {}
+    times: dict[str, dict[str, float] | str] = {}
     for op in ("forward", "backward"):
         found = {name: run for name, call in runs.items() if (run := getattr(call, op)) is not None}
         with torch.set_grad_enabled(op == "backward"):
-            times[op] = take_turns(found, budget, device, aside) if found else {}
+            try:
+                times[op] = take_turns(found, budget, device, aside) if found else {}
+            except torch.OutOfMemoryError as error:
+                times[op] = f"{said(error)} (of all peers together)"
     return rows_of(problem, calls, times)
 
 
@@ -256,6 +264,7 @@ def main() -> None:
             wrong += [name for name, errors in found if peer_check.too_far(errors)]
         sys.exit(f"wrong: {', '.join(wrong)}" if wrong else 0)
     measured: set = set()
+    shape = None
     deadline = Deadline(options.minutes, expected=20.0)
     for number, case in enumerate(options.cases):
         if not deadline.fits():
@@ -263,7 +272,9 @@ def main() -> None:
             print(f"time is short: {len(left)} cases are left for another call: {', '.join(left)}")
             break
         began = time.monotonic()
-        torch.compiler.reset()  # FlexAttention is compiled for one shape
+        if case.shape != shape:
+            torch.compiler.reset()  # FlexAttention is compiled for one shape, and only so often
+            shape = case.shape
         dense_seq = min(case.seq, options.dense_seq)
         names = peers_of(case._replace(seq=dense_seq), options.peer, measured)
         rows = run_case(case, names, dense_seq, BUDGET)

@@ -1,6 +1,6 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The benchmark of other packages' kernels, on CPU: what the packages are handed is the pattern, written out here
-as dense masks; who refuses has a row that says why."""
+"""The benchmark of other packages' kernels, on CPU: what the packages are handed is the pattern, written out
+here as dense masks; who refuses has a row that says why."""
 
 from __future__ import annotations
 
@@ -314,3 +314,37 @@ def test_checked_on_short_sequences(packages, monkeypatch, capsys):
     said = capsys.readouterr()
     assert "refused: ValueError: no such mask" in said.out and "and more" in said.err
     assert f"refused: {peer_calls.NO_BACKWARD}" in said.out and "WRONG" not in said.out
+
+
+def test_out_of_memory_of_all_together_has_rows(packages, monkeypatch):
+    def full(*words):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
+
+    monkeypatch.setattr(peers, "take_turns", full)
+    rows = peers.run_case(CASE, ["mtraining", "cudnn_blocks"], 512, 1e-3, "cpu")
+    assert len(rows) == 4 and all(row["ms"] is None and row["pairs"] for row in rows)
+    assert all(row["why"].startswith("OutOfMemoryError: CUDA out of memory") for row in rows)
+
+
+def test_cases_in_turn_until_time_is_short(monkeypatch, tmp_path, capsys):
+    output, seen = tmp_path / "peers.jsonl", []
+
+    def run_case(case, names, dense_seq, budget):
+        seen.append((case.name, dense_seq, "fa4" in names))
+        return [dict(op="forward", peer="flex", ms=None, why="a reason", case=case.name)]
+
+    words = f"peers --case 512K --dense-seq 65536 --minutes 1000 --output {output}"
+    monkeypatch.setattr(sys, "argv", words.split())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(peers, "run_case", run_case)
+    monkeypatch.setattr(record, "provenance", lambda: {"commit": "here"})
+    peers.main()
+    dense = [(name, dense) for name, _, dense in seen]
+    assert len(seen) == 9 and {length for _, length, _ in seen} == {65536}
+    assert [name for name, first in dense if first] == [seen[at][0] for at in (0, 3, 6)]
+    rows = attention.read_rows(output)
+    assert [row["case"] for row in rows] == [name for name, *_ in seen]
+    assert all(row["commit"] == "here" for row in rows)
+    monkeypatch.setattr(peers, "Deadline", lambda *_, **__: SimpleNamespace(fits=lambda: False))
+    peers.main()
+    assert "time is short: 9 cases are left" in capsys.readouterr().out and len(seen) == 9
