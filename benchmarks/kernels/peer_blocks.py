@@ -78,4 +78,5 @@ def key_intervals(distances: Tensor, seq: int, block: int) -> Tensor:
     bounds = torch.cat((torch.zeros_like(bounds[:, :1]), bounds), 1)
     # Only what ends at the query's own block ends beyond the query: there the causal mask cuts it.
     position = torch.arange(seq, dtype=torch.int32, device=distances.device)
-    return bounds.repeat_interleave(block, -1)[..., :seq].minimum(position + 1).contiguous()
+    found = bounds.repeat_interleave(block, -1)[..., :seq].contiguous()
+    return torch.minimum(found, position + 1, out=found)  # in place: it has gigabytes

@@ -28,6 +28,7 @@ from .peer_blocks import key_blocks, key_intervals, query_blocks
 BLOCKS = (BLOCK, BLOCK)
 MSA_BLOCKS = 32  # key blocks of a query, the most that flash-msa takes
 NO_BACKWARD = "its wheels have no backward"
+ATOMIC = "backward with deterministic=False, the default"
 
 
 class Refusal(Exception):
@@ -142,7 +143,7 @@ def cudnn_flex(problem: Problem) -> Call:
         return api.flex_attn_func(query, key, value, mask_plan=plan, softmax_scale=case.dim**-0.5)
 
     tile = (128, 128) if case.dim > 96 else (192, 128)  # of its forward on Hopper
-    return Call(*passes(run, (*inputs, grad_out)), problem.pairs, block=tile)
+    return Call(*passes(run, (*inputs, grad_out)), problem.pairs, block=tile, note=ATOMIC)
 
 
 @functools.cache
@@ -176,7 +177,7 @@ def fa4_blocks(problem: Problem) -> Call:
             block_sparse_tensors=forward, block_sparse_tensors_bwd=backward,
         )[0]  # fmt: skip
 
-    return Call(*passes(run, _tokens_first(problem.operands)), problem.pairs)
+    return Call(*passes(run, _tokens_first(problem.operands)), problem.pairs, note=ATOMIC)
 
 
 def fa4_dense(problem: Problem) -> Call:
@@ -185,7 +186,8 @@ def fa4_dense(problem: Problem) -> Call:
     def run(query, key, value):
         return cute.flash_attn_func(query, key, value, causal=True)[0]
 
-    return Call(*passes(run, _tokens_first(problem.dense)), problem.dense_pairs, block=None)
+    calls = passes(run, _tokens_first(problem.dense))
+    return Call(*calls, problem.dense_pairs, block=None, note=ATOMIC)
 
 
 def fa3_dense(problem: Problem) -> Call:
