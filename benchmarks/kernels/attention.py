@@ -147,13 +147,13 @@ def seconds(run, count: int, device: str) -> float:
     return start.elapsed_time(end) / 1000 / count
 
 
-def take_turns(runs: dict, budget: float, device: str) -> dict[str, float]:
-    """Milliseconds of each run: medians over at least three rounds, within about ``budget`` seconds."""
+def take_turns(runs: dict, budget: float, device: str, aside=("flash",)) -> dict[str, float]:
+    """Milliseconds of each run: medians over at least three rounds, within about ``budget`` seconds. Runs
+    that are ``aside`` do not lengthen the others' turns: they are slow, and nothing is set against them."""
     for run in runs.values():
         run()  # compiles
     once = {name: seconds(run, 1, device) for name, run in runs.items()}
-    # Flash is the slowest and nothing is set against it: it does not lengthen the others' turns.
-    turn = max([TURN] + [s for name, s in once.items() if name != "flash"])
+    turn = max([TURN] + [s for name, s in once.items() if name not in aside])
     counts = {name: max(1, round(turn / s)) for name, s in once.items()}
     a_round = sum(counts[name] * once[name] for name in runs)
     rounds = min(9, max(3, int(budget / a_round)))
@@ -189,16 +189,20 @@ def attention_runs(case: Case, index, implementations, dense_seq: int, device: s
     return found
 
 
+def passes(run, operands):
+    """The forward of a function and its backward, each as a function without arguments."""
+    *inputs, grad_out = operands
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    out = run(*leaves)
+    backward = functools.partial(torch.autograd.grad, out, leaves, grad_out, retain_graph=True)
+    return functools.partial(run, *leaves), backward
+
+
 def measure(runs: dict, budget: float, device: str) -> dict[str, dict[str, float]]:
     """Milliseconds by op and implementation."""
     forward, backward = {}, {}
-    for name, (run, (q, k, v, grad_out)) in runs.items():
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        out = run(*leaves)
-        forward[name] = functools.partial(run, *leaves)
-        backward[name] = functools.partial(
-            torch.autograd.grad, out, leaves, grad_out, retain_graph=True
-        )
+    for name, (run, operands) in runs.items():
+        forward[name], backward[name] = passes(run, operands)
     with torch.no_grad():
         times = {"forward": take_turns(forward, budget, device)}
     times["backward"] = take_turns(backward, budget, device)
