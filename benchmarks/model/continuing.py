@@ -28,6 +28,8 @@ from .ruler_samples import Sample
 
 CHUNK = 4096
 """Tokens whose logits are held at once."""
+DENSE_TAIL = 64
+"""Last tokens of a prompt that attend to all keys, in answers with own attention and a dense tail."""
 CURVE = (50, 100, 200, 300, 600, 1000, 1500, 2000, 3000)
 """Steps after which a run is judged, beside its last."""
 
@@ -218,14 +220,14 @@ def train(run: Run, given: Material, options) -> tuple[dict, object]:
         seconds=round(spent, 1), step_ms=round(1e3 * spent / run.steps, 2), jobs=options.jobs,
         losses=[round(loss, 4) for loss in losses],
     )  # fmt: skip
-    for kind in ("own", "dense"):
+    for kind in ("own", "dense") if run.config is None else ("own", "tail", "dense"):
         if run.config is not None:
-            attend_by(model, run.attention if kind == "own" else None)
+            attend_by(model, None if kind == "dense" else run.attention)
+            state_of(model).dense_tail = DENSE_TAIL if kind == "tail" else 0
         row |= {f"{name}_{kind}": value for name, value in answered(model, given).items()}
         if options.ruler is not None:
-            row[f"ruler_{kind}"] = answered_ruler(
-                model, ruler_samples.read(options.ruler, options.device)
-            )
+            samples = ruler_samples.read(options.ruler, options.device)
+            row[f"ruler_{kind}"] = answered_ruler(model, samples)
     if run.config is not None and state_of(model).steering.moves:
         prices = np.array(state_of(model).steering.state())
         row["price_median"] = round(float(np.median(prices)), 5)

@@ -84,7 +84,10 @@ def _row(
     # Own attention: of the trained model where there is one.
     source, name = (own, "needle_own") if own else ([zero] if zero else [], "needle")
     row["needle"] = mean(each[name] for each in source)
-    row |= {f"zero_{name}": zero and zero[name] for name in ("needle", "answer_loss")}
+    row |= {
+        f"zero_{name}": zero and zero.get(name) for name in ("needle", "needle_tail", "answer_loss")
+    }
+    row["needle_tail"] = mean(each.get("needle_tail") for each in source)
     row["needle_dense"] = mean(each["needle_dense"] for each in own)
     row["needle_of_dense"] = mean(base["needle_dense"] for _, base in pairs) if own else (
         zero and zero["dense_needle"]
@@ -115,8 +118,10 @@ def _ruler(own: list[Row], pairs: list[tuple[Row, Row]]) -> dict:
     judged = [each for each in own if "ruler_own" in each]
     found: dict = dict.fromkeys(("ruler_samples", "ruler_more", "ruler_loss_more"))
     for value, name in (("right", "ruler"), ("loss", "ruler_loss")):
-        for kind, label in (("own", name), ("dense", f"{name}_dense")):
-            found[label] = mean(x for each in judged for x in _samples(each, kind, value))
+        for kind, label in (("own", name), ("tail", f"{name}_tail"), ("dense", f"{name}_dense")):
+            found[label] = mean(
+                x for each in judged if f"ruler_{kind}" in each for x in _samples(each, kind, value)
+            )
         both = [(row, base) for row, base in pairs if "ruler_own" in row and "ruler_own" in base]
         found[f"{name}_of_dense"] = mean(
             x for _, base in both for x in _samples(base, "dense", value)

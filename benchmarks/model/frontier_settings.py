@@ -10,7 +10,7 @@ import torch
 
 from megatron_mtraining import ConfigError
 from megatron_mtraining.config import settings_of_run
-from megatron_mtraining.transformers import configure, take_means
+from megatron_mtraining.transformers import configure, state_of, take_means
 
 from ..lib import jobs, record
 from . import continuing
@@ -108,6 +108,9 @@ class Judge:
             means = take_means(self.model, training=False)
             density, recall = (each.double().mean().item() for each in means)
             answers = continuing.answered(self.model, self.given)
+            state_of(self.model).dense_tail = continuing.DENSE_TAIL
+            for name, value in continuing.answered(self.model, self.given).items():
+                answers[f"{name}_tail"] = value
             found = dict(loss=losses["all"], by_text=losses, **answers)
         return dict(
             setting=setting, density=round(density, 5), recall=round(recall, 5), **found,

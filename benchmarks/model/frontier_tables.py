@@ -97,8 +97,8 @@ def markdown(header: list[str], body: list[list]) -> str:
 def untrained_table(rows: list[Row]) -> str:
     """Markdown of joined rows: the model as it is."""
     header = [
-        "model", "tokens", "policy", "density", "recall", "loss over dense", "needle", "answer loss",
-        "layer 128K / dense", "512K / dense", "search 128K, ms",
+        "model", "tokens", "policy", "density", "recall", "loss over dense", "needle", "with a dense tail",
+        "answer loss", "layer 128K / dense", "512K / dense", "search 128K, ms",
     ]  # fmt: skip
     rows = [row for row in rows if row["zero_over_dense"] is not None]
     rows = list(
@@ -108,10 +108,11 @@ def untrained_table(rows: list[Row]) -> str:
         [
             model_of(row), f"{row['seq'] // 1024}K", name_of(row), percent(row["density"]), recall_of(row),
             percent(row["zero_over_dense"], 2, True), number(row["zero_needle"]),
+            number(row["zero_needle_tail"]),
             number(row["zero_answer_loss"]), times(row, "128k"), times(row, "512k"),
             number(row["search_ms_128k"]),
         ]
-        for row in sorted(rows, key=order)
+        for row in sorted(rows, key=lambda row: (*order(row)[:2], *order(row)[3:]))
     ]  # fmt: skip
     return markdown(header, body)
 
@@ -120,8 +121,8 @@ def trained_table(rows: list[Row]) -> str:
     """Markdown of joined rows: after training; needle and RULER of own attention, judged dense, dense run."""
     header = [
         "model", "tokens", "steps", "policy", "seeds", "density", "recall", "loss over dense, own attention",
-        "judged dense", "needle: own, judged dense, dense run", "RULER's answers, likewise",
-        "loss of the answers, likewise", "judged dense − dense run, 95%",
+        "judged dense", "needle: own, with a dense tail, judged dense, dense run",
+        "RULER's answers, likewise", "loss of the answers, likewise", "judged dense − dense run, 95%",
         "layer 128K / dense", "512K / dense",
     ]  # fmt: skip
     rows = [row for row in rows if row["steps"]]
@@ -130,7 +131,9 @@ def trained_table(rows: list[Row]) -> str:
         rows, key=lambda row: (row["model"], row["seq"], row["steps"], *order(row)[3:])
     ):
         three = [
-            ", ".join(number(row[f"{name}{kind}"]) for kind in ("", "_dense", "_of_dense"))
+            ", ".join(
+                number(row[f"{name}{kind}"]) or "–" for kind in ("", "_tail", "_dense", "_of_dense")
+            )
             if row[name] is not None
             else ""
             for name in ("needle", "ruler", "ruler_loss")

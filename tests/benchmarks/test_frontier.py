@@ -154,6 +154,7 @@ def test_zero_rows(words, tmp_path, capsys):
             row["loss"] / row["dense_loss"] - 1, abs=1e-5
         )
         assert row["needle"] is not None and row["answer_loss"] > 0
+        assert row["answer_loss_tail"] != row["answer_loss"] and row["needle_tail"] is not None
     capsys.readouterr()
     frontier.main(["zero", *words, *few, *output])
     assert len(rows_in(tmp_path / "runs.jsonl")) == 4 and "0 rows" in capsys.readouterr().out
@@ -275,6 +276,7 @@ def test_train_rows(words, trained, capsys):
     for row in rows.values():
         assert row["own"] < row["before_own"] and len(row["losses"]) == 3
         assert row["curve"][-1] == [3, row["own"], row["dense"]]
+        assert ("needle_tail" in row) == (row is not dense)
         for kind in ("own", "dense"):
             assert [len(values) for values in row[f"ruler_{kind}"]["vt"].values()] == [2, 2]
     assert price["own"] != price["dense"] and price["density"] == pytest.approx(0.6, abs=0.35)
@@ -420,7 +422,7 @@ def test_table_and_pictures(made_up, tmp_path):
         assert len({line.count("|") for line in lines}) == 1 and len(lines) == 2 + count
         price = next(line for line in lines if "| price |" in line)
         assert "| 0.203 |" in price
-    assert "+1.50% ± 0.50 | +0.75% ± 0.25 | 0.40, 0.50, 0.50 |" in price
+    assert "+1.50% ± 0.50 | +0.75% ± 0.25 | 0.40, –, 0.50, 0.50 |" in price
     for kind in ("density", "time"):
         assert (tmp_path / f"frontier_{kind}.png").stat().st_size > 10000
     points = frontier_tables.points(rows, "zero_over_dense", "density")
@@ -452,7 +454,7 @@ def test_ruler_of_the_runs_that_have_it(made_up):
     more, low, high = row["ruler_more"]
     assert low <= more <= high and more == pytest.approx(-1 / 3, abs=1e-4)
     table = frontier_tables.trained_table([row])
-    assert "| 0.00, 0.33, 0.67 | 3.00, 2.50, 2.00 | +0.50 [0.50, 0.50] |" in table
+    assert "| 0.00, –, 0.33, 0.67 | 3.00, –, 2.50, 2.00 | +0.50 [0.50, 0.50] |" in table
 
 
 def test_ablation_table(made_up):
