@@ -356,46 +356,43 @@ def _mark_blocks(
         scores: of the round's keys and columns (:func:`_round_scores`).
         lse: of the rounds before; None in the first.
     """
-    block, device = index.block_size, scores.device
-    sources, num_blocks = round_.sources, index.member.shape[-1]
+    block, device, sources = index.block_size, scores.device, round_.sources
+    num_blocks, local = index.member.shape[-1], torch.arange(index.local_blocks, device=device)
     marks = block_marks.marks((*scores.shape[:2], index.local_blocks, num_blocks))
-    of_blocks = scores[..., : len(sources) * key_length].unflatten(-1, (len(sources), key_length))
+    of_keys = scores[..., : len(sources) * key_length].unflatten(-1, (len(sources), key_length))
     padding = index.local_blocks * block - key_length
-    of_blocks = torch.nn.functional.pad(of_blocks, (0, padding), value=float("-inf"))
-    of_blocks = of_blocks.unflatten(-1, (index.local_blocks, block)).logsumexp(-1).flatten(-2)
-    local = torch.arange(index.local_blocks, device=device)
+    of_keys = torch.nn.functional.pad(of_keys, (0, padding), value=float("-inf"))
+    # By key block, as k_block has their numbers.
+    of_blocks = of_keys.unflatten(-1, (-1, block)).logsumexp(-1).flatten(-2)
     k_block = torch.cat([block_at(local, r, index.world, index.inner) for r in sources])
-    earlier = scores[..., len(sources) * key_length :].logsumexp(-1, keepdim=True)  # of columns
+    # All that comes before the blocks but the query block itself, whose mark needs no share.
+    earlier = scores[..., len(sources) * key_length :].logsumexp(-1, keepdim=True)
     if lse is not None:
         earlier = torch.logaddexp(earlier, lse[..., None].to(earlier.dtype))
     listed = index.block_mask(round_.rank)
     bounds = None
     if index.documents is not None:
-        local_documents = index.documents.on(round_.rank, index.world, index.inner, block)
-        bounds = local_documents.kv_block_bounds
+        documents = index.documents.on(round_.rank, index.world, index.inner, block)
+        bounds = documents.kv_block_bounds
     largest = largest_mark(block_marks.sampling)
-    for q_local in range(rows.start // block, (rows.stop - 1) // block + 1):
-        part = slice(max(q_local * block - rows.start, 0), (q_local + 1) * block - rows.start)
-        q_block = block_at(q_local, round_.rank, index.world, index.inner)
+    for local_block in range(rows.start // block, (rows.stop - 1) // block + 1):
+        begin = max(local_block * block - rows.start, 0)
+        part = slice(begin, (local_block + 1) * block - rows.start)
+        q_block = block_at(local_block, round_.rank, index.world, index.inner)
         for batch in range(len(marks)):
             first_block = first_unmasked = 0
             if bounds is not None:
-                first_block, first_unmasked = bounds[batch, :, q_local].tolist()
+                first_block, first_unmasked = bounds[batch, :, local_block].tolist()
             order = block_order(k_block, q_block, first_block, first_unmasked)
-            found = of_blocks[batch, :, part][..., order]  # [h, rows, blocks]
-            running = found.logcumsumexp(-1)
-            # The query block itself comes before columns and the rounds before, which it does not share in.
-            others = torch.logaddexp(running, earlier[batch, :, part])
-            mark = mark_of(
-                torch.exp(found - others), block_marks.least_share[batch], block_marks.sampling
-            )
-            number = k_block[order]
-            mark[..., q_block - number <= 1] = largest
-            seen = listed[batch, :, q_local, number] & (number >= first_block)
-            combined = torch.zeros_like(mark[:, 0])
-            for bit in range(largest.bit_length()):
-                combined |= (mark >> bit & 1).amax(1) << bit
-            marks[batch, :, q_local, number] |= torch.where(seen, combined, 0)
+            number, mass = k_block[order], of_blocks[batch, :, part][..., order]
+            so_far = torch.logaddexp(mass.logcumsumexp(-1), earlier[batch, :, part])
+            shares = torch.exp(mass - so_far)  # [h, rows, blocks]
+            mark = mark_of(shares, block_marks.least_share[batch], block_marks.sampling)
+            bits = mark[..., None] >> torch.arange(largest.bit_length(), device=device) & 1
+            mark = (bits.amax(1) << torch.arange(bits.shape[-1], device=device)).sum(-1)
+            mark[:, q_block - number <= 1] = largest
+            seen = listed[batch, :, local_block, number] & (number >= first_block)
+            marks[batch, :, local_block, number] |= torch.where(seen, mark, 0).to(torch.uint8)
 
 
 def block_order(k_block: Tensor, q_block: int, first_block: int, first_unmasked: int) -> Tensor:

@@ -10,8 +10,8 @@ in any order, by several programs. With ``S`` for the least share:
   bit :data:`MAX_LOG2_WEIGHT` of all blocks of the pattern
 
 After the forward, a block with a mark gets a code: 0 if it is left out, and ``1 + k`` if its terms of the
-gradients are multiplied by ``2^k``. Without sampling, the code is the mark. With a seed, a block whose largest
-share is ``m`` is kept with probability ``p = 2^-k`` and weight ``2^k = 1/p``, so that the gradient is
+gradients are multiplied by ``2^k``. Without sampling, the code is the mark. With a seed, a block whose
+largest share is ``m`` is kept with probability ``p = 2^-k`` and weight ``2^k = 1/p``, so that the gradient is
 unbiased. ``k`` is the largest whole number from 0 to :data:`MAX_LOG2_WEIGHT` with ``m 2^k <= S``, or 0: ``p``
 is ``m / S`` rounded up to a power of 2. Weights are powers of 2 because kernels then add a whole number to
 an exponent of base 2, and because ``k`` comes from comparisons alone, without a logarithm that devices round
@@ -134,9 +134,7 @@ def code_bits(sampling: bool) -> int:
     return 4 if sampling else 1
 
 
-def pack_codes(
-    marks: Tensor, seed: Tensor | None, rank: int, world: int, inner: int
-) -> Tensor:
+def pack_codes(marks: Tensor, seed: Tensor | None, rank: int, world: int, inner: int) -> Tensor:
     """The codes of blocks, packed to be kept until the backward.
 
     Args:
@@ -145,16 +143,14 @@ def pack_codes(
         rank, world, inner: the layout.
 
     Returns:
-        uint8 ``[b, h, nb, ceil(NB / n)]`` with ``n`` codes of :func:`code_bits` in a byte, the first one in the
-        lowest bits.
+        uint8 ``[b, h, nb, ceil(NB / n)]`` with ``n`` codes of :func:`code_bits` in a byte, the first one in
+        the lowest bits.
     """
     batch, heads, local_blocks, num_blocks = marks.shape
     device = marks.device
     line = torch.arange(batch * heads, device=device).view(batch, heads, 1, 1)
     q_block = block_at(torch.arange(local_blocks, device=device), rank, world, inner)
-    codes = codes_of(
-        marks, seed, line, q_block[:, None], torch.arange(num_blocks, device=device)
-    )
+    codes = codes_of(marks, seed, line, q_block[:, None], torch.arange(num_blocks, device=device))
     bits = code_bits(seed is not None)
     shifts = torch.arange(0, 8, bits, device=device)
     codes = torch.nn.functional.pad(codes, (0, -num_blocks % len(shifts)))

@@ -18,7 +18,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 class Tile(NamedTuple):
     """Tile size of a kernel. The forward and the query gradient hold ``block_m`` query rows and loop over
-    ``block_n`` keys. The gradients of keys and columns hold ``block_n`` keys and loop over ``block_m`` rows."""
+    ``block_n`` keys. The gradients of keys and columns hold ``block_n`` keys and loop over ``block_m``
+    rows."""
 
     block_m: int
     block_n: int

@@ -113,7 +113,7 @@ class RowMarks:
 
 @gluon.jit
 def _step(
-    n, more, p, acc, m, l, mask, starts, q, tiles, scale, marks,
+    n, more, p, acc, m, l, tile_sum, mask, starts, q, tiles, scale, marks,
     MASK: gl.constexpr, MARKS: gl.constexpr, SAMPLING: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile n and the values product of tile n - 1, with tile n's exponentials between.
@@ -123,7 +123,7 @@ def _step(
         p: probabilities of tile n - 1, [HALF_M, BLOCK_N].
         acc: [HALF_M, D].
         m, l: [HALF_M].
-        marks: RowMarks, if MARKS.
+        tile_sum: of tile n - 1, [HALF_M], and marks: RowMarks; if MARKS.
     """
     keys = tiles.keys
     values = tiles.values
@@ -137,13 +137,16 @@ def _step(
     scores = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     values.wait_full(n - 1)
     acc = warpgroup_mma(p, v, acc, is_async=True)
+    if MARKS:
+        # Both products are in flight, and there is nothing else to do.
+        marks.add(tile_sum, l, tiles.masks.kv_block(n - 1), SAMPLING)
     scores = warpgroup_mma_wait(1, deps=[scores])
     keys.release(n)
     tiles.queries.release(more == 0)
-    p_new, m, l, alpha, tile_sum = _softmax(scores, mask, starts, m, l, scale, MASK)
+    p_new, m, l, alpha, new_sum = _softmax(scores, mask, starts, m, l, scale, MASK)
     p_new = p_new.to(p.dtype)
     if MARKS:
-        marks.add(tile_sum, l, tiles.masks.kv_block(n), SAMPLING)
+        tile_sum = new_sum
     # The next tile's keys are waited for here because ptxas moves the exponentials across anything but
     # a branch, and they must come before the wait for the values product.
     keys.wait_full(n + 1, pred=more)
@@ -151,7 +154,7 @@ def _step(
     values.release(n - 1)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
     p = gl.convert_layout(p_new, p.type.layout)
-    return p, acc, m, l
+    return p, acc, m, l, tile_sum
 
 
 @gluon.jit
@@ -253,8 +256,6 @@ def _attend(
             least = gl.where(rows < query_len, least, float("inf"))  # [HALF_M]
             line = batch_head.to(gl.int64) * index.local_blocks + q_block
             marks = RowMarks(index.marks, line * (index.ptr_len - 1), least)
-            if not FIRST:
-                marks.add(tile_sum, l, tiles.masks.kv_block(n), SAMPLING)
         if not FIRST:
             acc = acc * gl.convert_layout(alpha, out_rows)[:, None]
         p = gl.convert_layout(p.to(dtype), p_layout)
@@ -267,23 +268,25 @@ def _attend(
             first_unmasked = gl.maximum(index.masked_end(item_keys), 1)
             end_unmasked = num_tiles
             for j in range(1, first_unmasked):
-                p, acc, m, l = _step(
-                    n + j, j + 1 < num_tiles, p, acc, m, l, tiles.masks.tile(n + j), starts, q, tiles, scale,
-                    marks, MASK, index.PACKED, SAMPLING,
+                p, acc, m, l, tile_sum = _step(
+                    n + j, j + 1 < num_tiles, p, acc, m, l, tile_sum, tiles.masks.tile(n + j), starts,
+                    q, tiles, scale, marks, MASK, True, SAMPLING,
                 )  # fmt: skip
         for j in range(first_unmasked, end_unmasked):
-            p, acc, m, l = _step(
-                n + j, j + 1 < num_tiles, p, acc, m, l, 0.0, starts, q, tiles, scale, marks,
+            p, acc, m, l, tile_sum = _step(
+                n + j, j + 1 < num_tiles, p, acc, m, l, tile_sum, 0.0, starts, q, tiles, scale, marks,
                 UNMASKED, MARKS, SAMPLING,
             )  # fmt: skip
         if (index.COLUMNS or index.PACKED) and not MARKS:
             for j in range(gl.maximum(item_keys.unmasked_tiles, 1), num_tiles):
-                p, acc, m, l = _step(
-                    n + j, j + 1 < num_tiles, p, acc, m, l, tiles.masks.tile(n + j), starts, q, tiles, scale,
-                    marks, MASK, False, SAMPLING,
+                p, acc, m, l, tile_sum = _step(
+                    n + j, j + 1 < num_tiles, p, acc, m, l, tile_sum, tiles.masks.tile(n + j), starts,
+                    q, tiles, scale, marks, MASK, False, SAMPLING,
                 )  # fmt: skip
         n += num_tiles
         turn += 1
+        if MARKS:
+            marks.add(tile_sum, l, tiles.masks.kv_block(n - 1), SAMPLING)
         values.wait_full(n - 1)
         acc = warpgroup_mma(p, values.tile(values.slot(n - 1)), acc, is_async=True)
         gl.store(lse, (m + gl.log2(l)) * LN2, mask=rows < query_len)

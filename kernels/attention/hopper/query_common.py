@@ -357,8 +357,8 @@ class RoundIndex:
 @gluon.jit
 def add_marks(words, byte, mark, pred):
     """Or marks, int32, to bytes of ``BlockMarks.words``; tensors of one shape."""
-    pointers = words + byte // 4
-    mark_at = mark << (byte % 4 * 8).to(gl.int32)
+    pointers = words + (byte >> 2)
+    mark_at = mark << ((byte.to(gl.int32) & 3) * 8)
     gl.atomic_or(pointers, mark_at, mask=(mark > 0) & pred, sem="relaxed")
 
 

@@ -74,7 +74,8 @@ def add_mark(words, row, k_block, mark):
         row: offset of the query block's marks, in bytes.
     """
     byte = row + k_block
-    tl.atomic_or(words + byte // 4, mark << (byte % 4 * 8).to(tl.int32), mask=mark > 0, sem="relaxed")
+    mark_at = mark << ((byte.to(tl.int32) & 3) * 8)
+    tl.atomic_or(words + (byte >> 2), mark_at, mask=mark > 0, sem="relaxed")
 
 
 @triton.jit
