@@ -304,14 +304,18 @@ class _RingAttention(torch.autograd.Function):
     ):
         # In a replay too: later random numbers must be those of the first pass.
         seed = None if pruning is None else pruning.seed(query.device)
+        packed: Tensor | None = None
         if first_pass is None:
             marking = None
             if pruning is not None:
                 marking = Marking(index, ring.cp.rank, pruning, seed)
             out, lse = _forward(query, key, value, index, ring, softmax_scale, keys, marking)
-            packed = None if marking is None else marking.packed()
+            if marking is not None:
+                packed = marking.packed()
         else:
-            out, lse, packed = (each if each is None else each.detach() for each in first_pass)
+            out, lse = (each.detach() for each in first_pass[:2])
+            if first_pass.packed is not None:
+                packed = first_pass.packed.detach()
         ctx.save_for_backward(query, key, value, out, lse, packed)
         ctx.rest = index, ring, softmax_scale, wire_dtype, pruning
         ctx.mark_non_differentiable(*[each for each in (lse, packed) if each is not None])

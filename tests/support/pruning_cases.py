@@ -164,8 +164,9 @@ def peaked(seq_length, batch, heads, dim, dtype, device="cpu", block=BLOCK):
     return (query, torch.where(faint[:, None, None, None], 0.1 * key, key), *rest)
 
 
-def mark_all_rounds(operands, index, threshold, seed=None, device="cpu"):
-    """What the forward and the packing give over all ranks: codes, uint8, in the order of the sequence."""
+def mark_all_rounds(operands, index, threshold, seed=None, indices=None, device="cpu"):
+    """What the forward and the packing give over all ranks: codes, uint8, in the order of the sequence.
+    ``indices``: each rank's own, of the same layout; ``index`` for all if None."""
     query, key, value, _ = (t.to(device) for t in operands)
     length, batch, heads, _ = query.shape
     world, blocks, sampling = index.world, index.member.shape[-1], seed is not None
@@ -184,6 +185,7 @@ def mark_all_rounds(operands, index, threshold, seed=None, device="cpu"):
     for rank in range(world):
         lse = torch.empty(batch, heads, length // world, dtype=torch.float64, device=device)
         lse = lse.to(torch.promote_types(query.dtype, torch.float32))
+        index = index if indices is None else indices[rank]
         shape = batch, heads, index.local_blocks, blocks
         marks = kernels.new_marks(shape, least_share(index, threshold), sampling)
         out = None
@@ -212,6 +214,13 @@ def moved(index):
         index.world, index.inner,
     )  # fmt: skip
     return with_documents(found, "cuda") if index.documents is not None else found
+
+
+def on_device(index, device):
+    """The index with all that it holds on a device."""
+    tensors = {n: v.to(device) for n, v in vars(index).items() if isinstance(v, torch.Tensor)}
+    found = replace(index, **tensors)
+    return with_documents(found, device) if index.documents is not None else found
 
 
 def over_ranks(index, world, inner):
