@@ -271,9 +271,9 @@ def _forward_kernel(
             for j in range(begin, end):
                 entry = tl.where(j == begin, first_entry, j - (first_entry > begin).to(tl.int32))
                 share = tl.zeros([BLOCK_M], tl.float32)
-                for tile in tl.static_range(tiles):
+                for piece in tl.static_range(tiles):
                     k, v, mask = slash_tile(
-                        entry * tiles + tile, offs_n, slash_list, last_block, group, starts, k_ptr, v_ptr,
+                        entry * tiles + piece, offs_n, slash_list, last_block, group, starts, k_ptr, v_ptr,
                         stride_kr, stride_kn, stride_vr, stride_vn, key_len, outer,
                         INNER, BLOCK, BLOCK_N, D, MASKED,
                     )  # fmt: skip

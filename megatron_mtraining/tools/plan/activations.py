@@ -133,8 +133,8 @@ def ring_bytes(layer: Layer) -> int:
 
 
 def packed_bytes(layer: Layer) -> int:
-    """Of the codes of blocks (:class:`megatron_mtraining.ring.pruning.Marking`), which a pruned backward needs
-    of its forward."""
+    """Of the codes of blocks (:class:`megatron_mtraining.ring.pruning.Marking`), which a pruned backward
+    needs of its forward."""
     config = layer.setting.mtraining
     if not config or not config.backward_threshold:
         return 0
