@@ -351,7 +351,13 @@ def test_kernels_with_weights(
         indices.append(pruned_index(full, own, rank, own.numel(), weighted=True))
     if not on_gpu:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    found = simulated_ring(*(t.to(triton_device) for t in operands), indices, SCALE)
+    attended: list = []
+    found = simulated_ring(
+        *(t.to(triton_device) for t in operands), indices, SCALE, 2, attended=attended
+    )
+    # The forward attended to the same blocks: without the weights all is seen.
+    for seen in attended:
+        assert torch.allclose(seen, torch.ones_like(seen), atol=1e-2 if on_gpu else 1e-5)
     for name, one, other in zip(NAMES, found, exact):
         error = relative_error(one.detach().cpu(), other)
         assert error < (1e-2 if on_gpu else 1e-5), f"{name}: relative error {error:.2e}"
