@@ -32,8 +32,8 @@ def _pack_kernel(
 ):
     """One program packs BYTES bytes of one query block."""
     codes_per_byte: tl.constexpr = 8 // BITS
-    row = tl.program_id(1).to(tl.int64)
-    byte = tl.program_id(0) * BYTES + tl.arange(0, BYTES)  # [BYTES]
+    row = tl.program_id(0).to(tl.int64)
+    byte = tl.program_id(1) * BYTES + tl.arange(0, BYTES)  # [BYTES]
     place = tl.arange(0, codes_per_byte)
     k_block = byte[:, None] * codes_per_byte + place[None, :]  # [BYTES, codes_per_byte]
     marks = tl.load(marks_ptr + row * num_blocks + k_block, mask=k_block < num_blocks, other=0)
@@ -58,8 +58,8 @@ def _unpack_kernel(
 ):
     """One program unpacks BYTES bytes of one query block."""
     codes_per_byte: tl.constexpr = 8 // BITS
-    row = tl.program_id(1).to(tl.int64)
-    byte = tl.program_id(0) * BYTES + tl.arange(0, BYTES)  # [BYTES]
+    row = tl.program_id(0).to(tl.int64)
+    byte = tl.program_id(1) * BYTES + tl.arange(0, BYTES)  # [BYTES]
     place = tl.arange(0, codes_per_byte)
     k_block = byte[:, None] * codes_per_byte + place[None, :]  # [BYTES, codes_per_byte]
     packed = tl.load(packed_ptr + row * row_bytes + byte, mask=byte < row_bytes, other=0)
@@ -78,7 +78,7 @@ def pack_codes(marks: Tensor, seed: Tensor | None, rank: int, world: int, inner:
     num_bytes = min(256, next_power_of_2(row_bytes))
     launch(
         _pack_kernel,
-        (cdiv(row_bytes, num_bytes), batch * heads * local_blocks),
+        (batch * heads * local_blocks, cdiv(row_bytes, num_bytes)),
         marks_ptr=marks,
         seed_ptr=seed,
         packed_ptr=packed,
@@ -103,7 +103,7 @@ def unpack_codes(packed: Tensor, num_blocks: int, sampling: bool) -> Tensor:
     num_bytes = min(256, next_power_of_2(row_bytes))
     launch(
         _unpack_kernel,
-        (cdiv(row_bytes, num_bytes), packed[..., 0].numel()),
+        (packed[..., 0].numel(), cdiv(row_bytes, num_bytes)),
         packed_ptr=packed,
         codes_ptr=codes,
         num_blocks=num_blocks,
