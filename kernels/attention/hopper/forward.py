@@ -3,7 +3,8 @@
 
 Two warps load keys and values by TMA. Two warpgroups hold 64 query rows each and walk the tiles of a work
 item (:mod:`.query_common`). While a warpgroup's product with the values of one tile and its scores product
-of the next are in flight, it computes the exponentials of the scores that are there.
+of the next are in flight, it computes the exponentials of the scores that are there. With marks, it marks the
+previous tile before them, while it would wait for the first scores.
 """
 
 from __future__ import annotations

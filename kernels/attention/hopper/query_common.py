@@ -4,7 +4,8 @@
 Both are persistent kernels. A work item is one query block of one head; programs fetch items from a counter
 in global memory, as heads differ much in work. One warp loads keys (and queries), one loads values, and two
 warpgroups compute, each with half of the item's query rows. The tiles of an item are the key blocks of its
-slashes, the diagonal block first, and then its gathered columns.
+slashes, the diagonal block first, and then its gathered columns; if the forward marks blocks, in the order of
+``portable/forward.py``.
 """
 
 from __future__ import annotations
