@@ -19,8 +19,8 @@ from .documents import Documents
 from .kernels.attention.operands import check_operands, unit_stride
 from .pattern import BlockListIndex, VerticalSlashIndex, check_search, search_pattern
 from .pattern.vertical_slash_index import PatternIndex
-from .ring.attention import KeysAndValues, ring_attention
-from .ring.pruning import BackwardPruning, check_size
+from .ring.attention import KeysAndValues, RingResult, ring_attention
+from .ring.pruning import BackwardPruning, check_size, packed_shape
 from .ring.transport import ring_of
 from .tensors import check_values
 
@@ -37,6 +37,9 @@ class AttentionResult(NamedTuple):
     # It hides a method of tuples, which a result has no use for.
     index: Pattern  # type: ignore[assignment]
     """The pattern that was attended to."""
+    packed: Tensor | None = None
+    """With a pruned backward, the codes of the pattern's blocks: uint8, a bit for each pair of an own query
+    block and a key block, 4 with sampling. None without."""
 
 
 def attend(
@@ -126,6 +129,8 @@ def attend(
         index, computed = _of_first_pass(first_pass, query)
         check_index(index, query, cp)
         _check_replay(index, config, documents)
+        if computed is not None:
+            _check_packed(computed.packed, query, index, config)
     found = ring_attention(
         query,
         key,
@@ -138,7 +143,7 @@ def attend(
         keys,
         pruning,
     )
-    return AttentionResult(*found, index)
+    return AttentionResult(found.out, found.lse, index, found.packed)
 
 
 _COMPARED: WeakKeyDictionary[CPGroup, set[tuple]] = WeakKeyDictionary()
@@ -288,7 +293,7 @@ def _check_price(price: Tensor | None, query: Tensor) -> None:
 
 def _of_first_pass(
     first_pass: AttentionResult | Pattern, query: Tensor
-) -> tuple[Pattern, tuple[Tensor, Tensor] | None]:
+) -> tuple[Pattern, RingResult | None]:
     """The pattern of a first pass, and what it computed if that is to be used. Raises ValueError unless it
     was for such queries."""
     if isinstance(first_pass, Pattern):
@@ -311,7 +316,7 @@ def _of_first_pass(
                 f"first_pass.{name} is {list(tensor.shape)} {tensor.dtype}, but for this query it would be "
                 f"{list(shape)} {dtype}: give the result for the same operands"
             )
-    return first_pass.index, (out, lse)
+    return first_pass.index, RingResult(out, lse, first_pass.packed)
 
 
 def _check_replay(
@@ -326,6 +331,26 @@ def _check_replay(
     if documents is not None and index.documents is None:
         raise ValueError(
             "documents are given, but first_pass had none: give the same in the first pass"
+        )
+
+
+def _check_packed(
+    packed: Tensor | None, query: Tensor, index: PatternIndex, config: MTrainingConfig
+) -> None:
+    """Raise ValueError unless a first pass has what a pruned backward needs."""
+    if not config.backward_threshold:
+        return
+    if packed is None:
+        raise ValueError(
+            f"{option('backward_threshold')} is {config.backward_threshold:g}, but the first pass had none: "
+            "give the config of the first pass"
+        )
+    check_values(query=query, **{"first_pass.packed": packed})
+    wanted = packed_shape(index, config.backward_sampling)
+    if packed.shape != wanted or packed.dtype != torch.uint8:
+        raise ValueError(
+            f"first_pass.packed is {list(packed.shape)} {packed.dtype}, but with this config it would be "
+            f"{list(wanted)} torch.uint8: give the result for the same operands and config"
         )
 
 

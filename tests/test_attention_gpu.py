@@ -44,7 +44,7 @@ def test_sparse_attention_against_its_own_mask():
     print("torch seed", torch.seed())
     operands = random_operands(2048, 1, 8, 2, 128, torch.bfloat16, "cuda")
     leaves = [t.clone().requires_grad_() for t in operands[:3]]
-    out, _, index = attend(*leaves, config=CONFIG)
+    out, _, index, _ = attend(*leaves, config=CONFIG)
     out.backward(operands[3])
     expected = dense_attention(*operands, written_out_mask(index, 1, 8), 128**-0.5)
     for actual, truth in zip((out, *(leaf.grad for leaf in leaves)), expected):
@@ -106,7 +106,7 @@ def _nccl_rank(rank, world, inner, port, operands, lengths, results):
     parts = [stripe(t, rank, world, CONFIG.block_size, inner=inner).cuda() for t in operands]
     leaves = [t.requires_grad_() for t in parts[:3]]
     documents = lengths and Documents.from_lengths(lengths, len(operands[0]), "cuda")
-    out, _, index = attend(
+    out, _, index, _ = attend(
         *leaves, config=CONFIG, cp_group=dist.group.WORLD, cp_inner=inner, documents=documents
     )
     out.backward(parts[3])

@@ -182,7 +182,7 @@ def ours(operands, pattern):
     distances, columns = pattern
     index = build_index(distances, columns, len(query), BLOCK, 1)
     leaves = [t.detach().requires_grad_() for t in (query, key, value)]
-    out, _ = ring_attention(*leaves, index, Ring(CPGroup(None)), query.shape[-1] ** -0.5)
+    out, *_ = ring_attention(*leaves, index, Ring(CPGroup(None)), query.shape[-1] ** -0.5)
     return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
 
 

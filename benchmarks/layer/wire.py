@@ -69,7 +69,7 @@ def error_over(cp: CPGroup, operands, pattern, truth, bf16_gradients: bool, devi
     here = positions_at(torch.arange(seq // cp.world), cp.rank, cp.world, BLOCK, cp.inner)
     parts = [tensor[here].to(device) for tensor in operands]
     leaves = [part.requires_grad_() for part in parts[:3]]
-    out, _ = ring_attention(*leaves, index, Ring(cp), SCALE, bf16_gradients=bf16_gradients)
+    out, *_ = ring_attention(*leaves, index, Ring(cp), SCALE, bf16_gradients=bf16_gradients)
     out.backward(parts[3])
     sums = []
     for leaf, right in zip(leaves[1:], truth):

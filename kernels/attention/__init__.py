@@ -21,8 +21,9 @@ from torch import Tensor
 
 from ..common.dispatch import dispatch
 from ..types import PatternIndex, RingStep, Round
-from . import reference
+from . import reference, sampling
 from .backends import backend_for
+from .sampling import BlockMarks, new_marks
 
 __all__ = [
     "backward_columns",
@@ -31,14 +32,17 @@ __all__ = [
     "delta",
     "forward",
     "gather_columns",
+    "new_marks",
+    "pack_codes",
     "pack_kv",
-    "prune_blocks",
+    "unpack_codes",
 ]
 
 delta = dispatch(reference.delta, "portable.delta")
 gather_columns = dispatch(reference.gather_columns, "portable.columns")
 pack_kv = dispatch(reference.pack_kv, "portable.pack_kv")
-prune_blocks = dispatch(reference.prune_blocks, "portable.pruning")
+pack_codes = dispatch(sampling.pack_codes, "portable.pruning")
+unpack_codes = dispatch(sampling.unpack_codes, "portable.pruning")
 
 
 def forward(
@@ -52,6 +56,7 @@ def forward(
     softmax_scale: float,
     accumulator: Tensor | None,
     lse: Tensor,
+    marks: BlockMarks | None = None,
 ) -> Tensor:
     """Attention to the keys of one round, added to the result of the rounds before.
 
@@ -66,6 +71,11 @@ def forward(
         accumulator: the result of the rounds before, float32 ``[s, b, h, d]``; None in the first round.
         lse: log-sum-exp of the scores of the rounds before (natural logarithm), ``[b, h, s]``. Updated in
             place; not read in the first round.
+        marks: the marks of the blocks of this round are added to these (:mod:`.sampling`), from the share of
+            each block in the attention to all keys up to it; None for no marks. The keys of a round come in
+            this order: the query block itself; columns; with packed documents, blocks that need a mask, the
+            nearest first; the first block that the query block may attend to; all others, the nearest
+            first. A key block that is the query block itself or the block before has the largest mark.
 
     Returns:
         out ``[s, b, h, d]``: in the query's dtype after the last round, else float32. It may be the
@@ -83,6 +93,7 @@ def forward(
         accumulator=accumulator,
         out=out,
         lse=lse,
+        marks=marks,
     )
     return out
 
@@ -102,6 +113,7 @@ def backward_query(
     accumulator: Tensor | None,
     grad_query: Tensor | None = None,
     head_part: tuple[int, int] = (0, 1),
+    attended: Tensor | None = None,
 ) -> Tensor:
     """The query's gradient through the keys of one round, added to the gradient of the previous rounds.
 
@@ -112,6 +124,8 @@ def backward_query(
         accumulator: the gradient of the rounds before, float32 ``[s, b, h, d]``; None in the first round.
         grad_query: what this function returned for the parts before; None for the first part.
         head_part: (p, P): compute part p of P of the ``b * h`` heads of all batch entries.
+        attended: float32 ``[b, h, s]``: the share of each row's attention to the keys of this round is added,
+            without weights; it is not read in the first round. None if it is not wanted.
 
     Returns:
         ``[s, b, h, d]``: in the query's dtype after the last round, else float32. It may be the
@@ -137,6 +151,7 @@ def backward_query(
             accumulator=accumulator,
             grad_query=grad_query,
             head_range=head_range,
+            attended=attended,
         )
     return grad_query
 

@@ -14,6 +14,7 @@ from ..common.dispatch import uses_triton
 from ..common.triton_version import is_tested_triton
 from ..types import PatternIndex, RingStep, Round
 from . import reference
+from .sampling import BlockMarks
 
 GLUON_VERSIONS = ((3, 6), (3, 9))
 """First and last version of Triton for the Hopper kernels: Gluon still changes."""
@@ -36,6 +37,7 @@ class Backend(Protocol):
         accumulator: Tensor | None,
         out: Tensor,
         lse: Tensor,
+        marks: BlockMarks | None = None,
     ) -> None:
         """Attention to the keys of one round."""
 
@@ -55,6 +57,7 @@ class Backend(Protocol):
         accumulator: Tensor | None,
         grad_query: Tensor,
         head_range: range,
+        attended: Tensor | None = None,
     ) -> None:
         """The query's gradient through the keys of one round, for a range of the ``b * h`` heads."""
 

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from ..common.launch import cdiv
 from ..types import PatternIndex, RingStep
+from .sampling import BlockMarks
 
 MEETINGS = [
     f"{what}_{turned}{apart}" for turned in "01" for apart in "01" for what in ("residue", "wrap")
@@ -48,3 +51,15 @@ def key_documents(index: PatternIndex, rank: int) -> dict[str, Tensor | None]:
         return dict(document_starts=None, q_block_bounds=None)
     local = index.documents.on(rank, index.world, index.inner, index.block_size)
     return dict(document_starts=local.start, q_block_bounds=local.q_block_bounds)
+
+
+def mark_arguments(marks: BlockMarks | None) -> dict[str, Any]:
+    """Arguments of the forward kernels, for the marks of blocks."""
+    if marks is None:
+        return dict(words=None, least_share_ptr=None, MARKS=False, SAMPLING=False)
+    return dict(
+        words=marks.words,
+        least_share_ptr=marks.least_share,
+        MARKS=True,
+        SAMPLING=marks.sampling,
+    )

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ...layout import block_at, located, positions_at
 from ..types import Columns, PatternIndex, RingStep, Round
-from .sampling import kept_code
+from .sampling import BlockMarks, largest_mark, mark_of
 
 FORWARD_SCORES = 1 << 22
 """Scores that the forward computes at a time: few enough that their memory is reused."""
@@ -106,6 +106,7 @@ def forward(
     accumulator: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    marks: BlockMarks | None = None,
 ) -> None:
     """:func:`..attention.forward` into ``out``, which may be the accumulator."""
     q = _heads_first(query, query.shape[2])
@@ -120,6 +121,8 @@ def forward(
         before = None
         if not round_.first and accumulator is not None:
             before = accumulator[part], lse[:, :, part]
+        if marks is not None:
+            _mark_blocks(scores, before and before[1], index, round_, rows, key.shape[1], marks)
         out_rows, lse[:, :, part] = _forward_rows(scores, v, round_.last, before)
         out[part] = out_rows.permute(2, 0, 1, 3)
 
@@ -145,6 +148,7 @@ def backward_query(
     accumulator: Tensor | None,
     grad_query: Tensor,
     head_range: range,
+    attended: Tensor | None = None,
 ) -> None:
     """:func:`..attention.backward_query` into ``grad_query``, which may be the accumulator, for some of the
     ``b * h`` heads of all batch entries."""
@@ -158,13 +162,17 @@ def backward_query(
         weights = torch.nn.functional.pad(
             weights, (0, k.shape[2] - weights.shape[-1]), value=1
         )  # columns
-    _, ds = _score_gradients(scores, v, grad, lse, delta, weights)
+    p, ds = _score_gradients(scores, v, grad, lse, delta, weights)
     dq = (ds @ k * softmax_scale).permute(2, 0, 1, 3)
     if accumulator is not None:
         dq = dq + accumulator.to(dq.dtype)
     for batch_head in head_range:
         batch, head = divmod(batch_head, query.shape[2])
         grad_query[:, batch, head] = dq[:, batch, head].to(grad_query.dtype)
+        if attended is not None:
+            kept = p[batch, head] if weights is None else p[batch, head] / weights[batch, head]
+            before = 0 if round_.first else attended[batch, head]
+            attended[batch, head] = kept.sum(-1) + before
 
 
 def backward_columns(
@@ -227,71 +235,6 @@ def backward_key(
 
     gradients = torch.stack((sum_groups(dk) * softmax_scale, sum_groups(dv)))
     grad_kv.copy_(gradients if accumulator is None else gradients + accumulator)
-
-
-def prune_blocks(
-    query: Tensor,
-    key: Tensor,
-    *,
-    lse: Tensor,
-    index: PatternIndex,
-    round_: Round,
-    softmax_scale: float,
-    least_share: Tensor,
-    seed: Tensor | None,
-    kept: Tensor,
-    dropped: Tensor,
-) -> None:
-    """The key blocks of one round that the backward keeps for each query block.
-
-    A block is kept if it holds at least ``least_share`` of the attention of some row of the query block, if
-    such a share is not a number, or if it is the query block itself or the block before. With a seed, the
-    other blocks are drawn, and have a weight if they are kept (:mod:`.sampling`). Columns are not looked at.
-
-    Args:
-        query: ``[s, b, h, d]``.
-        key: ``[I, s, b, hk, d]``, of the ranks ``round_.sources``.
-        lse: of all rounds, ``[b, h, s]``.
-        index: the pattern of the forward.
-        round_: which keys these are.
-        softmax_scale: factor of the scores.
-        least_share: float32 ``[b]``, above 0.
-        seed: int64 ``[1]``, of the draw; None to leave out all blocks with less than ``least_share``.
-        kept: uint8 ``[b, h, nb, NB]``, by local query block and key block of the sequence: 1 plus log2 of the
-            weight is written for blocks of this round that are kept, and 0 or nothing for those that are not.
-        dropped: float32 ``[b, h, s]``: the share of each row's attention in blocks that are not kept, added
-            to the previous rounds' share; not read in the first round.
-    """
-    block, length, heads = index.block_size, len(query), query.shape[2]
-    q, k = _heads_first(query, heads), _heads_first(key.flatten(0, 1), heads)
-    mask = slash_mask(index, round_.rank, round_.sources, range(length), key.shape[1])
-    p = torch.exp(_scores(q, k, mask, softmax_scale) - lse[..., None].to(q.dtype))
-
-    def by_blocks(tensor: Tensor, dim: int) -> Tensor:  # [..., s, ...] -> [..., nb, B, ...]
-        shape = list(tensor.shape)
-        shape[dim] = index.local_blocks * block - length
-        padding = tensor.new_zeros(shape)
-        return torch.cat((tensor, padding), dim).unflatten(dim, (index.local_blocks, block))
-
-    def by_key_blocks(tensor: Tensor) -> Tensor:  # [b, h, s, I * s] -> [b, h, s, I, nb, B]
-        return by_blocks(tensor.unflatten(-1, (len(round_.sources), key.shape[1])), 4)
-
-    shares = by_key_blocks(p).sum(-1)  # [b, h, s, I, nb]
-    listed = by_blocks(by_key_blocks(mask).any(-1), 2).any(3)  # [b, h, nb, I, nb]
-    local = torch.arange(index.local_blocks, device=query.device)
-    q_block = block_at(local, round_.rank, index.world, index.inner)[:, None, None]
-    k_block = torch.stack([block_at(local, r, index.world, index.inner) for r in round_.sources])
-    line = torch.arange(mask[:, :, 0, 0].numel(), device=query.device)
-    code = kept_code(
-        by_blocks(shares, 2), 3, least_share.view(-1, *[1] * 5), seed,
-        line.view(*mask.shape[:2], 1, 1, 1), q_block, k_block,
-    )  # fmt: skip
-    found = torch.where(listed, code, 0)  # [b, h, nb, I, nb]
-    kept.index_copy_(3, k_block.flatten(), found.flatten(3))
-    lost = listed & (code == 0)
-    rows = lost[:, :, torch.arange(length, device=query.device) // block]
-    sums = torch.where(rows, shares, 0).sum((-1, -2))
-    dropped.copy_(sums if round_.first else dropped + sums)
 
 
 def gather_columns(key: Tensor, value: Tensor | None, index: Columns, rank: int) -> Tensor:
@@ -396,6 +339,78 @@ def _forward_rows(
     if before is not None:
         out = out + accumulator * torch.exp(lse - finite)[..., None]
     return out, new_lse
+
+
+def _mark_blocks(
+    scores: Tensor,
+    lse: Tensor | None,
+    index: PatternIndex,
+    round_: Round,
+    rows: range,
+    key_length: int,
+    block_marks: BlockMarks,
+) -> None:
+    """Mark the blocks of a round, by their shares in the attention of some queries to what comes first.
+
+    Args:
+        scores: of the round's keys and columns (:func:`_round_scores`).
+        lse: of the rounds before; None in the first.
+    """
+    block, device, sources = index.block_size, scores.device, round_.sources
+    num_blocks, local = index.member.shape[-1], torch.arange(index.local_blocks, device=device)
+    marks = block_marks.marks((*scores.shape[:2], index.local_blocks, num_blocks))
+    of_keys = scores[..., : len(sources) * key_length].unflatten(-1, (len(sources), key_length))
+    padding = index.local_blocks * block - key_length
+    of_keys = torch.nn.functional.pad(of_keys, (0, padding), value=float("-inf"))
+    # By key block, as k_block has their numbers.
+    of_blocks = of_keys.unflatten(-1, (-1, block)).logsumexp(-1).flatten(-2)
+    k_block = torch.cat([block_at(local, r, index.world, index.inner) for r in sources])
+    # All that comes before the blocks but the query block itself, whose mark needs no share.
+    earlier = scores[..., len(sources) * key_length :].logsumexp(-1, keepdim=True)
+    if lse is not None:
+        earlier = torch.logaddexp(earlier, lse[..., None].to(earlier.dtype))
+    listed = index.block_mask(round_.rank)
+    bounds = None
+    if index.documents is not None:
+        documents = index.documents.on(round_.rank, index.world, index.inner, block)
+        bounds = documents.kv_block_bounds
+    largest = largest_mark(block_marks.sampling)
+    for local_block in range(rows.start // block, (rows.stop - 1) // block + 1):
+        begin = max(local_block * block - rows.start, 0)
+        part = slice(begin, (local_block + 1) * block - rows.start)
+        q_block = block_at(local_block, round_.rank, index.world, index.inner)
+        for batch in range(len(marks)):
+            first_block = first_unmasked = 0
+            if bounds is not None:
+                first_block, first_unmasked = bounds[batch, :, local_block].tolist()
+            order = block_order(k_block, q_block, first_block, first_unmasked)
+            number, mass = k_block[order], of_blocks[batch, :, part][..., order]
+            so_far = torch.logaddexp(mass.logcumsumexp(-1), earlier[batch, :, part])
+            shares = torch.exp(mass - so_far)  # [h, rows, blocks]
+            mark = mark_of(shares, block_marks.least_share[batch], block_marks.sampling)
+            bits = mark[..., None] >> torch.arange(largest.bit_length(), device=device) & 1
+            mark = (bits.amax(1) << torch.arange(bits.shape[-1], device=device)).sum(-1)
+            mark[:, q_block - number <= 1] = largest
+            seen = listed[batch, :, local_block, number] & (number >= first_block)
+            marks[batch, :, local_block, number] |= torch.where(seen, mark, 0).to(torch.uint8)
+
+
+def block_order(k_block: Tensor, q_block: int, first_block: int, first_unmasked: int) -> Tensor:
+    """The order in which the forward comes to the key blocks of a round, as indices.
+
+    The query block itself; with packed documents, blocks that need a mask, the nearest first; the first block
+    that the query block may attend to; all others, the nearest first.
+
+    Args:
+        k_block: key blocks, numbers of the sequence.
+        first_block, first_unmasked: ``LocalDocuments.kv_block_bounds``; 0 without documents.
+    """
+    distance = q_block - k_block
+    group = torch.full_like(k_block, 3)
+    group[k_block == first_block] = 2
+    group[k_block < first_unmasked] = 1
+    group[distance == 0] = 0
+    return (group * (1 << 20) + distance).argsort()
 
 
 def _score_gradients(

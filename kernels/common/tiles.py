@@ -18,8 +18,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 class Tile(NamedTuple):
     """Tile size of a kernel. The forward and the query gradient hold ``block_m`` query rows and loop over
-    ``block_n`` keys, as does the pruning of blocks, with all rows of a block. The gradients of keys and
-    columns hold ``block_n`` keys and loop over ``block_m`` rows."""
+    ``block_n`` keys. The gradients of keys and columns hold ``block_n`` keys and loop over ``block_m``
+    rows."""
 
     block_m: int
     block_n: int
@@ -41,8 +41,6 @@ _HOPPER = {
     # Not measured: sizes that compile without register spills.
     ("antidiagonal", 64): Tile(128, 128, 8, 3),
     ("antidiagonal", 128): Tile(128, 128, 8, 3),
-    ("prune", 64): Tile(128, 128, 8, 3),
-    ("prune", 128): Tile(128, 128, 8, 2),
 }
 # 100 KB of shared memory and no wgmma (Ampere, Ada): smaller tiles, fewer stages.
 _SMALL = {
@@ -56,8 +54,6 @@ _SMALL = {
     ("column", 128): Tile(32, 32, 4, 2),
     ("antidiagonal", 64): Tile(32, 128, 8, 2),
     ("antidiagonal", 128): Tile(32, 128, 8, 2),
-    ("prune", 64): Tile(128, 64, 8, 2),
-    ("prune", 128): Tile(128, 32, 8, 2),
 }
 
 

@@ -15,10 +15,10 @@ from ..common.tiles import block_at, owner_of
 
 
 @triton.jit
-def _sees(blocks_ptr, member_ptr, distance, key_block, mask):
-    """Whether a query block sees ``key_block``, which is ``distance`` before it, and whether only by
-    ``blocks``."""
-    listed = tl.load(blocks_ptr + key_block, mask=mask, other=0) != 0
+def _sees(blocks_ptr, member_ptr, distance, at, mask):
+    """Whether a query block sees a key block, whose entry is ``at``, and which is ``distance`` before it; and
+    whether only by ``blocks``."""
+    listed = tl.load(blocks_ptr + at, mask=mask, other=0) != 0
     slash = tl.load(member_ptr + distance, mask=mask, other=0) != 0
     return listed | slash, listed & ~slash
 
@@ -83,6 +83,7 @@ def _rank_kernel(
     rank,
     world,
     inner,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """One program a tile of key blocks: counts, or lists, of the own query blocks that see them."""
@@ -95,18 +96,23 @@ def _rank_kernel(
     member_ptr += bh * num_blocks
     # No query block before this one comes after any of these key blocks.
     first_q_block = first // world
-    blocks_ptr += (bh * local_blocks + first_q_block) * num_blocks
+    blocks_ptr += bh * local_blocks * num_blocks
     count = tl.zeros([BLOCK_N], tl.int32)
     if list_ptr is not None:
         count = tl.load(at, mask=mask, other=0)
-    for q_block in range(first_q_block, local_blocks):
-        distance = block_at(q_block, rank, world, inner) - key_block
-        seen, _ = _sees(blocks_ptr, member_ptr, distance, key_block, mask & (distance >= 0))
+    # Several query blocks at a time: each time waits for memory.
+    for first_row in range(first_q_block, local_blocks, BLOCK_M):
+        q_block = first_row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+        distance = block_at(q_block, rank, world, inner)[:, None] - key_block[None, :]
+        inside = (q_block < local_blocks)[:, None] & mask[None, :] & (distance >= 0)
+        block = q_block.to(tl.int64)[:, None] * num_blocks + key_block[None, :]
+        seen, _ = _sees(blocks_ptr, member_ptr, distance, block, inside)  # [BLOCK_M, BLOCK_N]
+        increment = seen.to(tl.int32)
         if list_ptr is not None:
-            entry = (tl.zeros([BLOCK_N], tl.int32) + q_block).to(tl.int16)
-            tl.store(list_ptr + count, entry, mask=seen & (count < capacity))
-        count += seen.to(tl.int32)
-        blocks_ptr += num_blocks
+            slot = count[None, :] + tl.cumsum(increment, 0) - 1
+            entry = q_block.to(tl.int16)[:, None] + tl.zeros([BLOCK_M, BLOCK_N], tl.int16)
+            tl.store(list_ptr + slot, entry, mask=seen & (slot < capacity))
+        count += tl.sum(increment, 0)
     if list_ptr is None:
         tl.store(at + 1, count, mask=mask)
 
@@ -158,8 +164,9 @@ def _launch_both(
         rank=rank,
         world=world,
         inner=inner,
+        BLOCK_M=16,
         BLOCK_N=block_n,
-        num_warps=2,
+        num_warps=4,
     )
 
 

@@ -14,7 +14,7 @@ ranks of an inner group, ``C`` columns.
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from ..kernels import attention as kernels
 from ..kernels.attention.operands import unit_stride
 from ..pattern.vertical_slash_index import PatternIndex
-from .pruning import BackwardPruning, PrunedPattern
+from .pruning import BackwardPruning, Marking, PrunedPattern
 from .schedule import Action, Link, Op, backward_ops, forward_ops
 from .transport import Ring, Transfer
 
@@ -152,6 +152,7 @@ def _forward(
     ring: Ring,
     softmax_scale: float,
     keys: KeysAndValues | None,
+    marking: Marking | None,
 ) -> tuple[Tensor, Tensor]:
     length, batch, heads, _ = query.shape
     lse_dtype = torch.promote_types(query.dtype, torch.float32)
@@ -175,6 +176,7 @@ def _forward(
                     softmax_scale=softmax_scale,
                     accumulator=out,
                     lse=lse,
+                    marks=None if marking is None else marking.marks,
                 )
     assert out is not None, "there is a round"
     return out, lse
@@ -193,18 +195,25 @@ def _backward(
     wire_dtype: torch.dtype | None,
     pruning: BackwardPruning | None,
     *,
-    seed: Tensor | None,
+    packed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of queries, ``[s, b, h, d]``, and of keys and values, ``[2, s, b, hk, d]``."""
+    """The gradients of queries, ``[s, b, h, d]``, and of keys and values, ``[2, s, b, hk, d]``.
+
+    Args:
+        packed: the codes of blocks, if pruned.
+    """
     keys, dkv = KeysAndValues(key, value, ring, index), _DkvAccumulator(ring, wire_dtype)
     columns = keys.columns(index)
     delta = kernels.delta(out, grad_out)
     rest = _Operands(
         grad_out=grad_out, lse=lse, delta=delta, index=index, softmax_scale=softmax_scale
     )
-    pruned = None
+    pruned, attended = None, None
     if pruning is not None:
-        pruned = PrunedPattern(query, lse, index, ring.cp.rank, softmax_scale, pruning, seed)
+        assert packed is not None, "the forward has marked the blocks"
+        with ring.span("prune"):
+            pruned = PrunedPattern(index, packed, ring.cp.rank, pruning)
+        rest["index"], attended = pruned.index, pruned.new_attended(lse)
     # The accumulator of a round's dQ is read by the kernel that writes the next one's.
     dq_before: Tensor | None = None
     dq: Tensor | None = None
@@ -214,10 +223,6 @@ def _backward(
     for op in backward_ops(ring.cp.rank, ring.cp.inner, ring.cp.outer):
         keys.transfer(op)
         dkv.transfer(op)
-        if pruned is not None and op.round is not None:
-            current, _ = keys.current()
-            with ring.span("prune", op.round.round_index):
-                rest["index"] = pruned.through(op.round, current)
         if op.action is Action.COMPUTE_COLUMN_GRADS and columns:
             column_grads = _start_column_grads(query, columns, ring, rest)
         elif op.action is Action.COMPUTE_DQ:
@@ -236,6 +241,7 @@ def _backward(
                     accumulator=dq_before,
                     grad_query=dq,
                     head_part=op.head_part,
+                    attended=attended,
                 )
         elif op.action is Action.COMPUTE_DKV:
             assert op.ring_step is not None
@@ -264,7 +270,7 @@ def _backward(
                     dtype=dtype,
                 )
     if pruned is not None:
-        pruned.tell()
+        pruned.tell(attended)
     assert dq is not None and dkv.value is not None, "the schedule computes both"
     return dq, dkv.value.to(key.dtype)
 
@@ -280,27 +286,47 @@ def _start_column_grads(
         return ring.sum_columns(parts)
 
 
+class RingResult(NamedTuple):
+    """The result of :func:`ring_attention`: all that its backward needs beside the operands."""
+
+    out: Tensor
+    """``[s, b, h, d]``, in the query's dtype, contiguous."""
+    lse: Tensor
+    """Log-sum-exp of the rows' scores, ``[b, h, s]``, float32 (float64 for float64); no gradient."""
+    packed: Tensor | None
+    """The codes of the blocks of a pruned backward (:class:`.pruning.Marking`); None if it is not pruned."""
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, query, key, value, index, ring, softmax_scale, first_pass, wire_dtype, keys, pruning
     ):
-        if first_pass is None:
-            out, lse = _forward(query, key, value, index, ring, softmax_scale, keys)
-        else:
-            out, lse = (tensor.detach() for tensor in first_pass)
+        # In a replay too: later random numbers must be those of the first pass.
         seed = None if pruning is None else pruning.seed(query.device)
-        ctx.save_for_backward(query, key, value, out, lse, seed)
+        packed: Tensor | None = None
+        if first_pass is None:
+            marking = None
+            if pruning is not None:
+                marking = Marking(index, ring.cp.rank, pruning, seed)
+            out, lse = _forward(query, key, value, index, ring, softmax_scale, keys, marking)
+            if marking is not None:
+                packed = marking.packed()
+        else:
+            out, lse = (each.detach() for each in first_pass[:2])
+            if first_pass.packed is not None:
+                packed = first_pass.packed.detach()
+        ctx.save_for_backward(query, key, value, out, lse, packed)
         ctx.rest = index, ring, softmax_scale, wire_dtype, pruning
-        ctx.mark_non_differentiable(lse)
-        return out, lse
+        ctx.mark_non_differentiable(*[each for each in (lse, packed) if each is not None])
+        return out, lse, packed
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_out, _):
-        query, key, value, out, lse, seed = ctx.saved_tensors
+    def backward(ctx, grad_out, *_):
+        query, key, value, out, lse, packed = ctx.saved_tensors
         (grad_out,) = unit_stride(grad_out)
-        dq, dkv = _backward(query, key, value, grad_out, out, lse, *ctx.rest, seed=seed)
+        dq, dkv = _backward(query, key, value, grad_out, out, lse, *ctx.rest, packed=packed)
         return dq, dkv[0], dkv[1], *[None] * 7
 
 
@@ -311,11 +337,11 @@ def ring_attention(
     index: PatternIndex,
     ring: Ring,
     softmax_scale: float,
-    first_pass: tuple[Tensor, Tensor] | None = None,
+    first_pass: RingResult | None = None,
     bf16_gradients: bool = False,
     keys: KeysAndValues | None = None,
     pruning: BackwardPruning | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> RingResult:
     """Sparse causal attention over a block-striped sequence, for operands that have been validated.
 
     Args:
@@ -323,18 +349,15 @@ def ring_attention(
         key, value: ``[s, b, hk, d]``; ``h`` a multiple of ``hk``. All of one dtype, and of unit stride in
         ``d``. index: the pattern, the same on all ranks; or this rank's block lists of it.
         ring: transfers over the context-parallel group.
-        first_pass: out and log-sum-exp of the first pass, in a replay under activation recomputation: no
-            forward is run then, and nothing is sent.
+        first_pass: the result of the first pass, in a replay under activation recomputation: no forward is
+            run then, and nothing is sent.
         bf16_gradients: send the gradients of keys and values in bfloat16: half the bytes, and a rounding to 8
             bits at each of ``W - 1`` hops.
         keys: the same key and value, if they are in flight already. Used up.
         pruning: of the backward's blocks (:mod:`.pruning`); None for the gradient of all.
-
-    Returns:
-        out ``[s, b, h, d]``, in the query's dtype, contiguous; the log-sum-exp of its rows, ``[b, h, s]``,
-        float32 (float64 for float64), which has no gradient.
     """
     wire_dtype = torch.bfloat16 if bf16_gradients else None
-    return _RingAttention.apply(
+    found = _RingAttention.apply(
         query, key, value, index, ring, softmax_scale, first_pass, wire_dtype, keys, pruning
     )
+    return RingResult(*found)

@@ -1,11 +1,11 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Block pruning of the backward: blocks that hold next to none of any query's attention get no gradient.
 
-The forward stays as it is. Before the gradients of a round are computed, one pass over its keys finds, from
-the final log-sum-exp, the largest share of a query's attention that each block of the pattern holds, and
-block lists of those above a threshold replace the pattern. So the model computes the same function, nothing
-of later tokens is used, and small terms of the gradient are left out. Without sampling, which blocks are kept
-depends on query, key and log-sum-exp alone: a replay under activation recomputation finds the same.
+The forward computes the same function, and marks the blocks that hold a share of some query's attention to
+the keys up to them (:func:`..kernels.attention.forward`). After its last round the marks become a code for
+each block, which is kept until the backward, packed. Block lists of the blocks with a code replace the
+pattern there. So nothing of later tokens is used, and small terms of the gradient are left out. Without
+sampling, the codes depend on query and key alone.
 
 With sampling, a block below the threshold is kept with a probability in proportion to its share, and its
 terms are divided by that probability (:mod:`..kernels.attention.sampling`): the gradient is then unbiased.
@@ -26,11 +26,11 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..kernels import attention as kernels
+from ..kernels.attention.sampling import code_bits
 from ..layout import block_at
 from ..pattern import packed_density
 from ..pattern.block_list_index import MOST, BlockListIndex, pruned_index
 from ..pattern.vertical_slash_index import PatternIndex
-from .schedule import Round
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class BackwardPruning:
         observe: called once a backward with the density of what is kept, float32 ``[b, h]``, and the share of
             attention in what is not, the mean over this rank's queries, float32 ``[b, h]``.
         sampling: draw blocks below the threshold, with weights, instead of leaving all of them out.
+
+    The attention that counts is to the keys that the forward has come to, this block included.
     """
 
     threshold: float
@@ -63,75 +65,68 @@ class BackwardPruning:
         return torch.randint(2**62, (1,), dtype=torch.int64, device=device)
 
 
-class PrunedPattern:
-    """The pattern of a backward, pruned one round after the other.
+def packed_shape(index: PatternIndex, sampling: bool) -> tuple[int, int, int, int]:
+    """The shape of the packed codes (:func:`..kernels.attention.pack_codes`) of a rank's blocks."""
+    batch, heads, num_blocks = index.member.shape
+    return batch, heads, index.local_blocks, -(-num_blocks * code_bits(sampling) // 8)
+
+
+class Marking:
+    """The marks of the blocks of a forward.
 
     Args:
-        query: ``[s, b, h, d]``.
-        lse: ``[b, h, s]``, of all rounds.
-        index: the pattern of the forward.
+        index: the pattern.
         rank: whose queries these are.
-        softmax_scale: factor of the scores.
         pruning: its settings.
-        seed: what :meth:`BackwardPruning.seed` gave in the forward.
+        seed: what :meth:`BackwardPruning.seed` gave.
     """
 
     def __init__(
-        self,
-        query: Tensor,
-        lse: Tensor,
-        index: PatternIndex,
-        rank: int,
-        softmax_scale: float,
-        pruning: BackwardPruning,
-        seed: Tensor | None,
+        self, index: PatternIndex, rank: int, pruning: BackwardPruning, seed: Tensor | None
     ):
-        self._query, self._lse, self._full = query, lse, index
-        self._rank, self._scale, self._pruning, self._seed = rank, softmax_scale, pruning, seed
         batch, heads, num_blocks = index.member.shape
-        kept = (batch, heads, index.local_blocks, num_blocks)
-        self._kept = torch.zeros(kept, dtype=torch.uint8, device=query.device)
-        self._dropped = torch.zeros_like(lse, dtype=torch.float32)
-        self._least_share = least_share(index, pruning.threshold)
-        self._rounds = 0
-        self._pruned: BlockListIndex | None = None
+        self._shape = batch, heads, index.local_blocks, num_blocks
+        self._layout = rank, index.world, index.inner
+        self._seed = seed
+        least = least_share(index, pruning.threshold)
+        self.marks = kernels.new_marks(self._shape, least, pruning.sampling)
 
-    def through(self, round_: Round, key: Tensor) -> BlockListIndex:
-        """The pattern of the rounds up to this one, whose keys are ``key`` (``[I, s, b, hk, d]``)."""
-        if round_.round_index == self._rounds:
-            kernels.prune_blocks(
-                self._query,
-                key,
-                lse=self._lse,
-                index=self._full,
-                round_=round_,
-                softmax_scale=self._scale,
-                least_share=self._least_share,
-                seed=self._seed,
-                kept=self._kept,
-                dropped=self._dropped,
-            )
-            capacity = most_entries(self._full, self._rank)
-            weighted = self._seed is not None
-            self._pruned = pruned_index(self._full, self._kept, self._rank, capacity, weighted)
-            self._rounds += 1
-        return self.pruned
+    def packed(self) -> Tensor:
+        """The codes, to be called after the last round."""
+        return kernels.pack_codes(self.marks.marks(self._shape), self._seed, *self._layout)
 
-    @property
-    def pruned(self) -> BlockListIndex:
-        """The pattern of the rounds so far."""
-        assert self._pruned is not None, "a round has been pruned"
-        return self._pruned
 
-    def tell(self) -> None:
-        """Report, after the last round."""
-        if self._pruning.observe is None:
+class PrunedPattern:
+    """The pattern of a backward.
+
+    Args:
+        index: the pattern of the forward.
+        packed: the codes of its blocks (:class:`Marking`).
+        rank: whose queries these are.
+        pruning: its settings.
+    """
+
+    def __init__(self, index: PatternIndex, packed: Tensor, rank: int, pruning: BackwardPruning):
+        self._full, self._rank, self._observe = index, rank, pruning.observe
+        num_blocks = index.member.shape[-1]
+        self._codes = kernels.unpack_codes(packed, num_blocks, pruning.sampling)
+        capacity = most_entries(index, rank)
+        self.index = pruned_index(index, self._codes, rank, capacity, pruning.sampling)
+
+    def new_attended(self, lse: Tensor) -> Tensor | None:
+        """Memory for the share of attention that the gradient of queries sums; None if nobody asks."""
+        return None if self._observe is None else torch.empty_like(lse, dtype=torch.float32)
+
+    def tell(self, attended: Tensor | None) -> None:
+        """Report, after the last round, what ``attended`` has found."""
+        if self._observe is None or attended is None:
             return
         if self._full.documents is None:
-            density = self.pruned.density()
+            density = self.index.density()
         else:  # the lists' own waits for the device
-            density = packed_density.pruned_density(self._full, self._kept, self._rank)
-        self._pruning.observe(density, self._dropped.mean(-1))
+            density = packed_density.pruned_density(self._full, self._codes, self._rank)
+        # Rounding may leave a sum above 1.
+        self._observe(density, (1 - attended.mean(-1)).clamp(min=0))
 
 
 def least_share(index: PatternIndex, threshold: float) -> Tensor:

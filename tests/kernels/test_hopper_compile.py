@@ -27,12 +27,18 @@ CASES = {
     "D128-C64-slashes": dict(head_dim=128, columns=64, block_lists=False, packed=False),
     "D64-C0-slashes": dict(head_dim=64, columns=0, block_lists=False, packed=False),
     "D128-C64-lists-packed": dict(head_dim=128, columns=64, block_lists=True, packed=True),
-    "D128-C64-weights": dict(
-        head_dim=128, columns=64, block_lists=True, packed=False, weighted=True
+    "D128-C64-pruned": dict(head_dim=128, columns=64, block_lists=False, packed=False, pruned=True),
+    "D128-C64-pruned-packed": dict(
+        head_dim=128, columns=64, block_lists=False, packed=True, pruned=True
     ),
-    "D64-C0-weights": dict(head_dim=64, columns=0, block_lists=True, packed=False, weighted=True),
-    "D128-C64-weights-packed": dict(
-        head_dim=128, columns=64, block_lists=True, packed=True, weighted=True
+    "D128-C64-sampling": dict(
+        head_dim=128, columns=64, block_lists=True, packed=False, pruned=True, sampling=True
+    ),
+    "D64-C0-sampling": dict(
+        head_dim=64, columns=0, block_lists=True, packed=False, pruned=True, sampling=True
+    ),
+    "D128-C64-sampling-packed": dict(
+        head_dim=128, columns=64, block_lists=True, packed=True, pruned=True, sampling=True
     ),
 }
 

@@ -18,13 +18,15 @@ SHARED_MEMORY = {90: 227 * 1024, 80: 163 * 1024, 86: 99 * 1024}
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 @pytest.mark.parametrize("head_dim", (64, 128))
-@pytest.mark.parametrize("weighted", (False, True))
-def test_shared_memory_fits(tmp_path, head_dim, capability, weighted):
+@pytest.mark.parametrize("sampling", (False, True))
+def test_shared_memory_fits(tmp_path, head_dim, capability, sampling):
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
-    # Lists and documents take most.
-    case = dict(head_dim=head_dim, columns=64, block_lists=True, packed=True, weighted=weighted)
+    # Lists, documents and marks take most.
+    case = dict(
+        head_dim=head_dim, columns=64, block_lists=True, packed=True, pruned=True, sampling=sampling
+    )
     arguments = ["portable", str(capability), json.dumps(case)]
     run = subprocess.run(
         [sys.executable, "-m", "tests.support.offline_compile", *arguments],
@@ -32,6 +34,6 @@ def test_shared_memory_fits(tmp_path, head_dim, capability, weighted):
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[:6000]
     kernels = json.loads(run.stdout.splitlines()[-1])
-    assert len(kernels) == 5
+    assert len(kernels) == 4
     over = {name: size for name, size in kernels.items() if size > SHARED_MEMORY[capability]}
     assert not over

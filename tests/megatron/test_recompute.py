@@ -19,6 +19,7 @@ from megatron_mtraining.megatron.wrapping import is_wrapped
 from tests.support.megatron_cases import (
     BATCH,
     DIM,
+    GROUPS,
     HEADS,
     SEQUENCE,
     make,
@@ -60,10 +61,10 @@ def count(monkeypatch):
 class Layers(torch.nn.Module):
     """A few attentions, each fed by the one before; ``again`` recomputes all of them in replays."""
 
-    def __init__(self, number: int, again: bool = False, **others):
+    def __init__(self, number: int, again: bool = False, settings: dict = SPARSE, **others):
         super().__init__()
         config = make_config(**others)
-        config.mtraining = MTrainingConfig.from_options(**SPARSE, recompute_attention=again)
+        config.mtraining = MTrainingConfig.from_options(**settings, recompute_attention=again)
         self.attentions = torch.nn.ModuleList(
             make(config, layer_number=1 + layer) for layer in range(number)
         )
@@ -119,12 +120,33 @@ def test_a_replay_runs_no_attention_and_changes_no_bit(number, count):
     assert same(again, expected) and same(carried, expected)
 
 
+@pytest.mark.parametrize("sampling", [False, True])
+def test_a_replay_of_a_pruned_backward_changes_no_bit(sampling, count):
+    length = 6 * SPARSE["block_size"]
+    torch.manual_seed(11)
+    tensors = [torch.randn(length, BATCH, heads, DIM) for heads in (HEADS, GROUPS, GROUPS)]
+    dense = dict(SPARSE, slash=length)
+    pruned = dict(dense, backward_threshold=4.0, backward_sampling=sampling)
+
+    def run(checkpoint, settings, again=False):
+        torch.manual_seed(11)
+        given = [tensor.clone().requires_grad_() for tensor in tensors]
+        layers = Layers(2, again=again, settings=settings)
+        return gradients(layers(*given, checkpoint=checkpoint), given)
+
+    expected = run(None, pruned)
+    assert same(run(megatron, pruned, again=True), expected)
+    assert same(run(megatron, pruned), expected) and count["taken"] == 2
+    assert not torch.allclose(run(None, dense)[2], expected[2], rtol=1e-3), "nothing is left out"
+
+
 def test_the_memory_it_takes_is_as_documented(monkeypatch):
     kept = []
     original = recompute._Saved
     monkeypatch.setattr(recompute, "_Saved", lambda *all: kept.append(all[1]) or original(*all))
     Layers(1)(*leaves(), checkpoint=megatron)
-    ((out, lse, index),) = kept
+    ((out, lse, index, packed),) = kept
+    assert packed is None
     heads = BATCH * HEADS
     assert out.dtype == lse.dtype == torch.float32
     assert out.nbytes == SEQUENCE * heads * DIM * 4
@@ -132,6 +154,11 @@ def test_the_memory_it_takes_is_as_documented(monkeypatch):
     # Three prefix counts have one entry more than there are blocks.
     index_bytes = 17 * SEQUENCE / SPARSE["block_size"] + 4 * SPARSE["vertical"] + 12
     assert 0 < index.nbytes <= heads * index_bytes
+    blocks = SEQUENCE // SPARSE["block_size"]
+    for sampling, bits in ((False, 1), (True, 4)):
+        pruned = dict(SPARSE, backward_threshold=1.0, backward_sampling=sampling)
+        Layers(1, settings=pruned)(*leaves(), checkpoint=megatron)
+        assert kept[-1].packed.nbytes == heads * blocks * -(-blocks * bits // 8)
 
 
 @pytest.mark.gpu
@@ -404,8 +431,8 @@ def test_an_output_whose_memory_was_released_is_refused(monkeypatch):
     ring = plain.ring_attention
 
     def ring_attention(*args):  # in the layout of the kernels, unlike their CPU reference's
-        out, lse = ring(*args)
-        return out.contiguous(), lse
+        found = ring(*args)
+        return found._replace(out=found.out.contiguous())
 
     monkeypatch.setattr(plain, "ring_attention", ring_attention)
     out = megatron(Layers(1).attentions[0].forward, *leaves())

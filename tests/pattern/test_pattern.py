@@ -118,11 +118,11 @@ def test_the_future_can_change_the_choice_but_nothing_else():
     cut = 300
     later = [torch.cat((t[:cut], torch.randn_like(t[cut:]))) for t in (query, key, value)]
     for config in (settings(slash=0, vertical=0), settings(slash=SEQ)):
-        before, _, _ = attend(query, key, value, config=config)
-        after, _, _ = attend(*later, config=config)
+        before, _, _, _ = attend(query, key, value, config=config)
+        after, _, _, _ = attend(*later, config=config)
         assert torch.equal(before[:cut], after[:cut])
-    before, _, index = attend(query, key, value, config=settings())
-    after, _ = ring_attention(*later, index, Ring(CPGroup(None)), 64**-0.5)
+    before, _, index, _ = attend(query, key, value, config=settings())
+    after, *_ = ring_attention(*later, index, Ring(CPGroup(None)), 64**-0.5)
     assert torch.equal(before[:cut], after[:cut])
 
 
@@ -209,8 +209,8 @@ def test_index_is_small():
 
 def test_the_same_inputs_choose_the_same_pattern():
     query, key, value, _ = random_operands(SEQ, 1, 4, 2, 64, torch.float32, "cpu")
-    first, _, one = attend(query, key, value, config=settings())
-    again, _, two = attend(query, key, value, config=settings())
+    first, _, one, _ = attend(query, key, value, config=settings())
+    again, _, two, _ = attend(query, key, value, config=settings())
     assert torch.equal(first, again)
     assert torch.equal(one.round_list, two.round_list) and torch.equal(one.columns, two.columns)
 

@@ -42,7 +42,7 @@ def run_ring(rank, world, operands, distances, columns, scale, inner=None):
     index = build_index(distances, columns, seq_length, BLOCK, world, cp.inner)
     parts = [stripe(t, rank, world, BLOCK, inner=cp.inner) for t in operands]
     leaves = [t.clone().requires_grad_() for t in parts[:3]]
-    out, _ = ring_attention(*leaves, index, ring_of(cp), scale)
+    out, *_ = ring_attention(*leaves, index, ring_of(cp), scale)
     assert out.is_contiguous()
     out.backward(parts[3])
     return [out.detach(), *(leaf.grad for leaf in leaves)]
@@ -129,7 +129,7 @@ def run_with_bf16_gradients(rank, world, operands, distances, columns):
         parts = [stripe(t, rank, world, BLOCK, inner=ring.cp.inner) for t in operands]
         for bf16 in (False, True):
             leaves = [t.clone().requires_grad_() for t in parts[:3]]
-            out, _ = ring_attention(*leaves, index, ring, 0.1, bf16_gradients=bf16)
+            out, *_ = ring_attention(*leaves, index, ring, 0.1, bf16_gradients=bf16)
             out.backward(parts[3])
             results.append([out.detach(), *(leaf.grad for leaf in leaves)])
     return results
@@ -158,7 +158,7 @@ def run_in_halves(rank, world, operands, distances, columns, scale):
     index = build_index(distances, columns, seq_length, BLOCK, half)
     parts = [stripe(t, rank % half, half, BLOCK) for t in operands]
     leaves = [t.clone().requires_grad_() for t in parts[:3]]
-    out, _ = ring_attention(*leaves, index, Ring(CPGroup(groups[rank // half])), scale)
+    out, *_ = ring_attention(*leaves, index, Ring(CPGroup(groups[rank // half])), scale)
     out.backward(parts[3])
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -187,7 +187,7 @@ def run_sparse(rank, world, operands):
         config = MTrainingConfig.from_options(block_size=BLOCK, sample_strata=16, **budget)
         parts = [stripe(t, rank, world, BLOCK) for t in operands]
         leaves = [t.clone().requires_grad_() for t in parts[:3]]
-        out, _, index = attend(*leaves, config=config, cp_group=dist.group.WORLD)
+        out, _, index, _ = attend(*leaves, config=config, cp_group=dist.group.WORLD)
         out.backward(parts[3])
         masks = written_out_mask(index, 2, 4)
         results.append([out.detach(), *(leaf.grad for leaf in leaves), masks])
@@ -221,7 +221,7 @@ def run_with_columns_told(rank, world, operands, config):
     try:
         alone = search_pattern(query, key, config, cp_group_of(group), 64**-0.5)
         in_choice = len(asked)
-        _, _, index = attend(query, key, value, config=config, cp_group=group)
+        _, _, index, _ = attend(query, key, value, config=config, cp_group=group)
     finally:
         attention.kernels.gather_columns = vertical_slash_search.gather_columns = gather
     assert torch.equal(index.member, alone.member) and torch.equal(index.columns, alone.columns)
@@ -245,13 +245,13 @@ def test_a_replay_gives_the_same_gradients_and_attends_nothing(monkeypatch):
     query, key, value, grad_out = random_operands(192, 1, 4, 2, 64, torch.float32, "cpu")
     index = random_index(192, 1, 4, BLOCK, 1, "few", "cpu")
     leaves = [t.clone().requires_grad_() for t in (query, key, value)]
-    out, lse = ring_attention(*leaves, index, Ring(CPGroup(None)), 0.1)
+    out, lse, _ = ring_attention(*leaves, index, Ring(CPGroup(None)), 0.1)
     expected = torch.autograd.grad(out, leaves, grad_out)
     with torch.no_grad():
         attended = ring_attention(*leaves, index, Ring(CPGroup(None)), 0.1)
     assert torch.equal(attended[0], out) and torch.equal(attended[1], lse)
     monkeypatch.setattr("megatron_mtraining.kernels.attention.forward", None)
-    again, _ = ring_attention(*leaves, index, Ring(CPGroup(None)), 0.1, attended)
+    again, *_ = ring_attention(*leaves, index, Ring(CPGroup(None)), 0.1, attended)
     assert torch.equal(again, out) and not attended[0].requires_grad
     for one, other in zip(torch.autograd.grad(again, leaves, grad_out), expected):
         assert torch.equal(one, other)
@@ -269,7 +269,7 @@ def run_turned(rank, world, operands):
     found = []
     for tensors in (parts[:3], turned):
         leaves = [t.detach().requires_grad_() for t in tensors]
-        out, _, _ = attend(*leaves, config=config, cp_group=group)
+        out, _, _, _ = attend(*leaves, config=config, cp_group=group)
         found.append([out.detach(), *torch.autograd.grad(out, leaves, parts[3])])
     return [torch.equal(one, other) for one, other in zip(*found)]
 

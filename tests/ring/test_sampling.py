@@ -14,8 +14,13 @@ from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import attend
 from megatron_mtraining.cp_group import cp_group_of
 from megatron_mtraining.kernels import attention as attention_kernels
-from megatron_mtraining.kernels.attention import reference
-from megatron_mtraining.kernels.attention.sampling import MAX_LOG2_WEIGHT, kept_code, random_bits
+from megatron_mtraining.kernels.attention.sampling import (
+    MAX_LOG2_WEIGHT,
+    codes_of,
+    largest_mark,
+    mark_of,
+    random_bits,
+)
 from megatron_mtraining.layout import block_at, unstripe
 from megatron_mtraining.pattern.block_list_index import pruned_index
 from megatron_mtraining.ring import Ring
@@ -35,9 +40,10 @@ from tests.support.pruning_cases import (
     SCALE,
     PruningCase,
     expected,
+    mark_all_rounds,
     moved,
+    over_ranks,
     peaked,
-    prune_all_rounds,
     run_pruned,
     seed_of,
     with_documents,
@@ -88,18 +94,20 @@ def test_codes():
     """Probability and weight for each share, over 4096 seeds: weight times probability is 1."""
     shares = torch.tensor([2.0, 1.0, 0.9, 0.5, 0.4, 0.25, 0.1, 0.03, 1e-3, 0.0, float("nan")])
     log2 = torch.tensor([0, 0, 0, 1, 1, 2, 3, 5, 5, 5, 0])
-    # The first row has next to nothing: the other decides.
-    rows = torch.stack((torch.full_like(shares, 1e-9), shares)).expand(4096, -1, -1)
+    # One row has next to nothing: the other decides.
+    least = torch.ones(1)
+    marks = mark_of(shares, least, True) | mark_of(torch.full_like(shares, 1e-9), least, True)
     seed = torch.randint(2**62, (4096, 1))
     zero, k_block = torch.zeros(1, dtype=torch.int64), torch.arange(len(shares))
-    codes = kept_code(rows, 1, torch.ones(1), seed, zero, torch.tensor([100]), k_block)
+    codes = codes_of(marks, seed, zero, torch.tensor([100]), k_block)
     assert codes.dtype == torch.uint8 and codes.max() == 1 + MAX_LOG2_WEIGHT
     for column, k in zip(codes.T, log2.tolist()):
         assert set(column.tolist()) <= {0, 1 + k}
         kept = (column > 0).double().mean()
         assert (kept - 2.0**-k).abs() <= 6 * (2.0**-k * (1 - 2.0**-k) / 4096) ** 0.5
-    near = kept_code(rows, 1, torch.ones(1), seed, zero, torch.tensor([1]), k_block)
-    assert (near == 1).all(), "the query block, and the one before it"
+    always = torch.full_like(marks, largest_mark(True))
+    assert (codes_of(always, seed, zero, zero, k_block) == 1).all()
+    assert not codes_of(torch.zeros_like(marks), seed, zero, zero, k_block).any(), "not listed"
 
 
 SEQUENCES = [(500, 1, 1), (576, 3, 3), (768, 6, 2)]
@@ -116,11 +124,9 @@ def test_blocks_that_are_drawn(seq_length, world, inner, packed):
         index = with_documents(index)
     seed = torch.randint(2**62, (1,))
     truth = expected(operands, index, HIGH, seed=seed)
-    codes, dropped = prune_all_rounds(reference.prune_blocks, operands, index, HIGH, seed)
+    codes = mark_all_rounds(operands, index, HIGH, seed)
     assert truth.codes.max() > 2 and (truth.dropped > 0).any()
     assert torch.equal(codes.masked_fill(truth.close, 0), truth.codes.masked_fill(truth.close, 0))
-    if not truth.close.any():
-        assert (dropped - truth.dropped).abs().max() < 1e-4
 
 
 @parametrize("world", [1, 2, 4])
@@ -135,8 +141,9 @@ def test_gradients(world):
         index = random_index(seq_length, 2, 4, BLOCK, 1, budget, "cpu")
         whole = with_documents(index) if packed else index
         torch_seed = 100 + number
-        truth = expected(operands, whole, HIGH, margin=1e-9, seed=seed_of(torch_seed))
         for inner in INNER[world]:
+            over = over_ranks(whole, world, inner)
+            truth = expected(operands, over, HIGH, margin=1e-9, seed=seed_of(torch_seed))
             pattern = operands, index.distances(), index.columns
             cases.append(PruningCase(*pattern, inner, lists, HIGH, torch_seed, packed))
             truths.append(truth)
@@ -156,7 +163,7 @@ def test_gradients(world):
 
 def gradients_of(leaves, grad_out, index, pruning, torch_seed=0):
     torch.manual_seed(torch_seed)
-    out, _ = ring_attention(*leaves, index, Ring(cp_group_of(None, None)), SCALE, pruning=pruning)
+    out, *_ = ring_attention(*leaves, index, Ring(cp_group_of(None, None)), SCALE, pruning=pruning)
     return torch.autograd.grad(out, leaves, grad_out)
 
 
@@ -197,20 +204,20 @@ def test_gradients_compiled(monkeypatch, budget, packed, dim, portable):
     index = with_documents(index) if packed else index
     on_gpu = moved(index)
     codes: list = []
-    prune = attention_kernels.prune_blocks
+    unpack = attention_kernels.unpack_codes
 
-    def spy(*tensors, kept, **rest):
-        prune(*tensors, kept=kept, **rest)
-        codes.append(kept)
+    def spy(*arguments):
+        codes.append(unpack(*arguments))
+        return codes[-1]
 
-    monkeypatch.setattr(attention_kernels, "prune_blocks", spy)
+    monkeypatch.setattr(attention_kernels, "unpack_codes", spy)
     leaves = [t.cuda().requires_grad_() for t in operands[:3]]
     ring, grad_out = Ring(cp_group_of(None, None)), operands[3].cuda()
     pruning = BackwardPruning(HIGH, sampling=True)
     runs = []
     for mode in ("default", "error", "error"):  # the first compiles
         torch.cuda.manual_seed(17)
-        out, _ = ring_attention(*leaves, on_gpu, ring, SCALE, pruning=pruning)
+        out, *_ = ring_attention(*leaves, on_gpu, ring, SCALE, pruning=pruning)
         torch.cuda.set_sync_debug_mode(mode)
         try:
             runs.append(torch.autograd.grad(out, leaves, grad_out))
@@ -344,7 +351,13 @@ def test_kernels_with_weights(
         indices.append(pruned_index(full, own, rank, own.numel(), weighted=True))
     if not on_gpu:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    found = simulated_ring(*(t.to(triton_device) for t in operands), indices, SCALE)
+    attended: list = []
+    found = simulated_ring(
+        *(t.to(triton_device) for t in operands), indices, SCALE, 2, attended=attended
+    )
+    # The forward attended to the same blocks: without the weights all is seen.
+    for seen in attended:
+        assert torch.allclose(seen, torch.ones_like(seen), atol=1e-2 if on_gpu else 1e-5)
     for name, one, other in zip(NAMES, found, exact):
         error = relative_error(one.detach().cpu(), other)
         assert error < (1e-2 if on_gpu else 1e-5), f"{name}: relative error {error:.2e}"

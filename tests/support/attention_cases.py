@@ -82,10 +82,11 @@ def gathered(keys, values, this):
     return torch.stack(both).unbind(1)
 
 
-def simulated_ring(query, key, value, grad_out, index, scale, parts_of_heads=1):
+def simulated_ring(query, key, value, grad_out, index, scale, parts_of_heads=1, attended=None):
     """Forward and backward of all ranks of a ring, one after the other, in this process.
 
-    ``index`` is that of all ranks, or a list with each rank's own.
+    ``index`` is that of all ranks, or a list with each rank's own. ``attended``: a list, to which each rank's
+    share of attention that the gradient of queries has seen is added.
 
     Returns out and the gradients over the whole sequence, as a ring over processes would give them.
     """
@@ -117,12 +118,17 @@ def simulated_ring(query, key, value, grad_out, index, scale, parts_of_heads=1):
             )  # fmt: skip
         delta = kernels.delta(out, do[rank])
         rest = dict(grad_out=do[rank], lse=lse, delta=delta, index=index, softmax_scale=scale)
+        seen = None
+        if attended is not None:
+            seen = torch.full_like(lse, float("nan"), dtype=torch.float32)
+            attended.append(seen)
         for this in rounds:
             carry, dq = dq, None
             for part in range(parts_of_heads):
                 dq = kernels.backward_query(
                     q[rank], *gathered(k, v, this), **rest, column_kv=columns, round_=this,
                     accumulator=carry, grad_query=dq, head_part=(part, parts_of_heads),
+                    attended=seen,
                 )  # fmt: skip
         for source in range(world):
             if source != rank:

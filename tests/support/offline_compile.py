@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-KERNELS = {"_forward_kernel", "_query_kernel", "_key_kernel", "_column_kernel", "_prune_kernel"}
+KERNELS = {"_forward_kernel", "_query_kernel", "_key_kernel", "_column_kernel"}
 HEADS, KV_HEADS, BLOCK, LENGTH = 4, 2, 128, 1024
 
 
@@ -79,7 +79,6 @@ def hopper(folder: str, case: dict) -> None:
 
 def portable(capability: str, case: dict) -> None:
     from megatron_mtraining.kernels.attention.portable import backend
-    from megatron_mtraining.kernels.attention.portable.pruning import prune_blocks
     from megatron_mtraining.kernels.common import tiles
 
     if capability == "90":
@@ -89,18 +88,10 @@ def portable(capability: str, case: dict) -> None:
         return kernel.metadata.shared
 
     # The first round of several ranks has every loop over tiles.
-    print(
-        json.dumps(
-            compile_all(
-                int(capability), backend, describe, case, inner_sizes=(2,), prune=prune_blocks
-            )
-        )
-    )
+    print(json.dumps(compile_all(int(capability), backend, describe, case, inner_sizes=(2,))))
 
 
-def compile_all(
-    capability: int, backend, describe, case: dict, inner_sizes=(2, 1), prune=None
-) -> dict:
+def compile_all(capability: int, backend, describe, case: dict, inner_sizes=(2, 1)) -> dict:
     """``describe(kernel)`` of the kernels of one round of two ranks, and of two rounds of one rank."""
     from megatron_mtraining.ring import rounds
 
@@ -118,15 +109,17 @@ def compile_all(
     for inner in inner_sizes:
         for round_ in rounds(1, inner, 2 // inner):
             label = f"inner{inner}-round{round_.round_index}"
-            launch_all(backend, inner, round_, prune, **case)
+            launch_all(backend, inner, round_, **case)
     return compiled
 
 
 def launch_all(
-    backend, inner, round_, prune, *, head_dim, columns, block_lists, packed, weighted=False
+    backend, inner, round_, *, head_dim, columns, block_lists, packed, pruned=False, sampling=False
 ) -> None:
-    """Launch the four kernels as rank 1 of 2 does in a round, and the one that prunes the backward."""
+    """Launch the four kernels as rank 1 of 2 does in a round: with a pruned backward, the forward marks
+    blocks, and the gradient of queries sums what it attends to; with sampling, blocks have weights."""
     from megatron_mtraining.documents import Documents
+    from megatron_mtraining.kernels.attention import new_marks
     from megatron_mtraining.pattern import build_block_index, build_index
     from megatron_mtraining.ring import RingStep
 
@@ -142,7 +135,8 @@ def launch_all(
         index = replace(index, documents=Documents.from_lengths([300, LENGTH - 300], LENGTH))
 
     kept = torch.ones(1, HEADS, blocks // 2, blocks, dtype=torch.uint8)
-    in_backward = replace(index, weights=kept) if weighted else index
+    in_backward = replace(index, weights=kept) if sampling else index
+    marks = new_marks(kept.shape, torch.ones(1), sampling) if pruned else None
     local = LENGTH // 2
     query = torch.zeros(local, 1, HEADS, head_dim, dtype=torch.bfloat16)
     kv = torch.zeros(inner, 2, local, 1, KV_HEADS, head_dim, dtype=query.dtype)
@@ -160,12 +154,11 @@ def launch_all(
         round_=round_,
         accumulator=None if round_.first else accumulator,
     )
-    backend.forward(**shared, **round_keys, out=result)
-    backend.backward_query(**gradients, **round_keys, grad_query=result, head_range=range(1, 3))
-    if prune is not None:
-        lines = dict(least_share=torch.ones(1), dropped=torch.zeros_like(lse))
-        seed = torch.zeros(1, dtype=torch.int64) if weighted else None
-        prune(key=keys, round_=round_, kept=kept, seed=seed, **shared, **lines)
+    backend.forward(**shared, **round_keys, out=result, marks=marks)
+    backend.backward_query(
+        **gradients, **round_keys, grad_query=result, head_range=range(1, 3),
+        attended=torch.zeros_like(lse) if pruned else None,
+    )  # fmt: skip
     column_gradients = None
     if columns:
         column_gradients = backend.backward_columns(**gradients, column_kv=column_kv, rank=0)

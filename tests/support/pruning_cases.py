@@ -10,12 +10,13 @@ import torch.distributed as dist
 
 from megatron_mtraining.cp_group import cp_group_of
 from megatron_mtraining.documents import Documents
+from megatron_mtraining.kernels import attention as kernels
 from megatron_mtraining.kernels.attention.sampling import random_bits
-from megatron_mtraining.layout import block_at, stripe, unstripe
+from megatron_mtraining.layout import block_at, stripe
 from megatron_mtraining.pattern import build_index
 from megatron_mtraining.ring import Ring, Round
 from megatron_mtraining.ring.attention import ring_attention
-from megatron_mtraining.ring.pruning import BackwardPruning, least_share
+from megatron_mtraining.ring.pruning import BackwardPruning, least_share, packed_shape
 from tests.support.attention_cases import block_lists_of, random_operands, written_out_mask
 
 BLOCK, SCALE, THRESHOLD, HIGH_THRESHOLD = 64, 0.5, 1.5, 4.0
@@ -57,6 +58,57 @@ def drawn_codes(most, least, seed):
     return torch.where(bits.double() / 2**32 < 2.0**-log2, 1 + log2, 0)
 
 
+def order_of(index, batch, q_block, head, heads):
+    """What a query block of a head comes to, one after the other: key blocks, and -1 for the columns.
+
+    Round ``o`` has the blocks at distances of ``o`` modulo the number of rounds, and the columns of some
+    heads. In a round: the query block itself; the columns; with documents, blocks that need a mask of them;
+    the first block with a visible token; all others. The nearest come first.
+    """
+    block, outer = index.block_size, index.outer
+    first = unmasked = 0
+    if index.documents is not None:
+        starts = index.documents.starts[batch, q_block * block : (q_block + 1) * block]
+        first, unmasked = int(starts.min()) // block, -(-int(starts.max()) // block)
+    order = []
+    for round_ in range(outer):
+        mine = range(q_block - round_, first - 1, -outer)
+        own = [j for j in mine if j == q_block]
+        columns = [-1] if head * outer // heads == round_ else []
+        masked = [j for j in mine if j < unmasked and j != q_block]
+        rest = [j for j in mine if j >= unmasked and j != q_block]
+        order += own + columns + masked + [j for j in rest if j == first]
+        order += [j for j in rest if j != first]
+    return order
+
+
+def shares_so_far(scores, index):
+    """The share of each key block in a row's attention to what comes no later than the block: ``[b, h, N,
+    NB]``, 0 for blocks that are not in the pattern.
+
+    Args:
+        scores: scaled, -inf where the pattern has nothing, ``[b, h, N, N]``.
+    """
+    batch, heads, length, _ = scores.shape
+    block, blocks = index.block_size, index.member.shape[-1]
+    number = torch.arange(length) // block
+    shares = torch.zeros(batch, heads, length, blocks, dtype=scores.dtype)
+    slashes = index.distances()
+    for b, h, q_block in torch.cartesian_prod(*map(torch.arange, (batch, heads, blocks))).tolist():
+        rows = scores[b, h, q_block * block : (q_block + 1) * block]
+        rows = (rows - rows.amax(-1, keepdim=True)).exp()
+        listed = slashes[b, h, (q_block - number).clamp(min=0)] & (number <= q_block)
+        total = torch.zeros(len(rows), dtype=scores.dtype)
+        for j in order_of(index, b, q_block, h, heads):
+            if j < 0:
+                total += (rows * ~listed).sum(-1)
+            elif slashes[b, h, q_block - j]:
+                mass = rows[:, number == j].sum(-1)
+                total += mass
+                shares[b, h, q_block * block : (q_block + 1) * block, j] = mass / total
+    return shares
+
+
 def expected(operands, index, threshold, margin=1e-4, seed=None, codes=None):
     """The definition: probabilities of the whole pattern, and gradients of the kept ones alone, with their
     weights. ``close``: shares that differ from a threshold by no more than ``margin`` of it. ``codes``, if
@@ -68,14 +120,15 @@ def expected(operands, index, threshold, margin=1e-4, seed=None, codes=None):
     mask = written_out_mask(index, batch, heads)
     q, k, v, do = (t.permute(1, 2, 0, 3) for t in (query, key, value, grad_out))
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    p = (q @ k.mT * SCALE).masked_fill(~mask, float("-inf")).softmax(-1)
+    scores = (q @ k.mT * SCALE).masked_fill(~mask, float("-inf"))
+    p = scores.softmax(-1)
     out = p @ v
     blocks = -(-length // block)
     number = torch.arange(length) // block
     one_hot = (number[:, None] == torch.arange(blocks)).double()
     # A column is attended to in its block only where a slash covers that block.
     distances = index.distances()[:, :, (number[:, None] - number).clamp(min=0)] & mask
-    shares = (p * distances) @ one_hot  # [b, h, N, NB]
+    shares = shares_so_far(scores, index)
     least = least_share(index, threshold).double()[:, None, None, None]
     most = torch.stack([shares[:, :, number == i].amax(2) for i in range(blocks)], 2)
     apart = torch.arange(blocks)[:, None] - torch.arange(blocks)
@@ -111,42 +164,47 @@ def peaked(seq_length, batch, heads, dim, dtype, device="cpu", block=BLOCK):
     return (query, torch.where(faint[:, None, None, None], 0.1 * key, key), *rest)
 
 
-def prune_all_rounds(prune, operands, index, threshold, seed=None):
-    """``kept`` (uint8) and ``dropped`` of every rank, in the order of the sequence."""
-    query, key, *_ = operands
+def mark_all_rounds(operands, index, threshold, seed=None, indices=None, device="cpu"):
+    """What the forward and the packing give over all ranks: codes, uint8, in the order of the sequence.
+    ``indices``: each rank's own, of the same layout; ``index`` for all if None."""
+    query, key, value, _ = (t.to(device) for t in operands)
     length, batch, heads, _ = query.shape
-    world = index.world
-    mask = written_out_mask(index, batch, heads)
-    group = heads // key.shape[2]
-    q, k = (t.permute(1, 2, 0, 3) for t in (query, key.repeat_interleave(group, 2)))
-    lse = (q @ k.mT * SCALE).masked_fill(~mask, float("-inf")).logsumexp(-1)  # [b, h, N]
+    world, blocks, sampling = index.world, index.member.shape[-1], seed is not None
 
     def parts(tensor):
         if world == 1:
             return [tensor]
-        return [stripe(tensor, r, world, BLOCK, inner=index.inner) for r in range(world)]
+        block = index.block_size
+        return [stripe(tensor, r, world, block, inner=index.inner) for r in range(world)]
 
-    queries, keys, lses = parts(query), parts(key), parts(lse.permute(2, 0, 1))
-    blocks = index.member.shape[-1]
-    kept = torch.zeros(batch, heads, blocks, blocks, dtype=torch.uint8)
-    dropped = []
+    queries, keys, values = parts(query), parts(key), parts(value)
+    columns = None
+    if index.columns.shape[-1]:
+        columns = sum(kernels.gather_columns(keys[r], values[r], index, r) for r in range(world))
+    codes = torch.zeros(batch, heads, blocks, blocks, dtype=torch.uint8)
     for rank in range(world):
-        own_lse = lses[rank].permute(1, 2, 0).contiguous()
-        own = torch.zeros(batch, heads, index.local_blocks, blocks, dtype=torch.uint8)
-        lost = torch.full_like(own_lse, float("nan"), dtype=torch.float32)
+        lse = torch.empty(batch, heads, length // world, dtype=torch.float64, device=device)
+        lse = lse.to(torch.promote_types(query.dtype, torch.float32))
+        index = index if indices is None else indices[rank]
+        shape = batch, heads, index.local_blocks, blocks
+        marks = kernels.new_marks(shape, least_share(index, threshold), sampling)
+        out = None
         for number in range(index.outer):
             round_ = Round(rank, number, index.inner, index.outer)
-            gathered = (
-                keys[0][None] if world == 1 else torch.stack([keys[r] for r in round_.sources])
-            )
-            prune(
-                queries[rank], gathered, lse=own_lse, index=index, round_=round_, softmax_scale=SCALE,
-                least_share=least_share(index, threshold), seed=seed, kept=own, dropped=lost,
+            gathered = [torch.stack([each[r] for r in round_.sources]) for each in (keys, values)]
+            out = kernels.forward(
+                queries[rank], *gathered, column_kv=columns, index=index, round_=round_, softmax_scale=SCALE,
+                accumulator=out, lse=lse, marks=marks,
             )  # fmt: skip
-        kept[:, :, block_at(torch.arange(index.local_blocks), rank, world, index.inner)] = own
-        dropped.append(lost.permute(2, 0, 1))
-    dropped = dropped[0] if world == 1 else unstripe(dropped, BLOCK, inner=index.inner)
-    return kept, dropped.permute(1, 2, 0)
+        seed = seed if seed is None else seed.to(device)
+        layout = rank, world, index.inner
+        packed = kernels.pack_codes(marks.marks(shape), seed, *layout)
+        assert packed.shape == packed_shape(index, sampling)
+        own = kernels.unpack_codes(packed, blocks, sampling)
+        codes[:, :, block_at(torch.arange(index.local_blocks), rank, world, index.inner)] = (
+            own.cpu()
+        )
+    return codes
 
 
 def moved(index):
@@ -156,6 +214,20 @@ def moved(index):
         index.world, index.inner,
     )  # fmt: skip
     return with_documents(found, "cuda") if index.documents is not None else found
+
+
+def on_device(index, device):
+    """The index with all that it holds on a device."""
+    tensors = {n: v.to(device) for n, v in vars(index).items() if isinstance(v, torch.Tensor)}
+    found = replace(index, **tensors)
+    return with_documents(found, device) if index.documents is not None else found
+
+
+def over_ranks(index, world, inner):
+    """The index for another number of ranks, which decides about rounds, and so about the order of keys."""
+    pattern = index.distances(), index.columns, index.seq_length, index.block_size
+    found = build_index(*pattern, world, inner)
+    return with_documents(found) if index.documents is not None else found
 
 
 def with_documents(index, device="cpu"):
@@ -203,7 +275,7 @@ def run_pruned(rank, world, cases):
         )
         if case.torch_seed is not None:
             torch.manual_seed(case.torch_seed)
-        out, _ = ring_attention(*leaves, index, Ring(cp), SCALE, pruning=pruning)
+        out, *_ = ring_attention(*leaves, index, Ring(cp), SCALE, pruning=pruning)
         assert not told
         out.backward(parts[3])
         ((density, dropped),) = told

@@ -42,8 +42,8 @@ from .query_common import (
 
 @gluon.jit
 def _step(
-    n, more, ds, acc, lse, delta, mask, starts, q, grad_out, tiles, scale,
-    ds_layout: gl.constexpr, MASK: gl.constexpr, FIRST_TILE: gl.constexpr,
+    n, more, ds, acc, attended, lse, delta, mask, starts, q, grad_out, tiles, scale,
+    ds_layout: gl.constexpr, MASK: gl.constexpr, FIRST_TILE: gl.constexpr, ATTENDED: gl.constexpr,
 ):  # fmt: skip
     """Scores and probabilities of tile n, and its gradient product, which is left in flight.
 
@@ -51,7 +51,7 @@ def _step(
         more: whether the item has another tile.
         ds: gradient of the scores of tile n - 1, [HALF_M, BLOCK_N], read by the product in flight.
         acc: [HALF_M, D].
-        lse, delta: [HALF_M].
+        attended: sums of the probabilities, if ATTENDED, lse, delta: [HALF_M].
     """
     keys = tiles.keys
     values = tiles.values
@@ -84,6 +84,11 @@ def _step(
         p = gl.exp2(scores * scale + bias[None, :] - lse[:, None])
     else:
         p = gl.exp2(scores * scale - lse[:, None])
+    if ATTENDED:
+        tile_sum = gl.sum(p, 1)
+        if tiles.masks.WEIGHTED and MASK != CAUSAL:
+            tile_sum *= gl.exp2(-tiles.masks.log2_weight(n).load(lse.type.layout))
+        attended += tile_sum
     # As in the forward, a branch keeps the exponentials before the wait that follows.
     keys.wait_full(n + 1, pred=more)
     dp, p = warpgroup_mma_wait(0, deps=[dp, p])
@@ -91,7 +96,7 @@ def _step(
     tiles.queries.release(more == 0)
     ds = gl.convert_layout((p * (dp - delta[:, None])).to(k.dtype), ds_layout)
     acc = warpgroup_mma(ds, k, acc, is_async=True)
-    return ds, acc
+    return ds, acc, attended
 
 
 @gluon.jit
@@ -104,6 +109,7 @@ def _attend(
     grad_q_buffers,  # [2, 1, 1, HALF_M, D]
     lse_ptr,  # [b, h, query_len]
     delta_ptr,  # [b, h, query_len]
+    attended_ptr,  # [b, h, query_len], or None
     document_starts,  # [b, query_len]
     query_len,
     index,
@@ -126,6 +132,7 @@ def _attend(
     out_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = queries.q.dtype
     MASK: gl.constexpr = DOCUMENT if index.PACKED else PER_KEY
+    ATTENDED: gl.constexpr = attended_ptr is not None
     scale = softmax_scale * LOG2E
     q = queries.q.index(HALF).reshape([HALF_M, D])
     grad_out = queries.grad_out.index(HALF).reshape([HALF_M, D])
@@ -142,6 +149,7 @@ def _attend(
         # A row past the end gets lse = inf, hence p = 0.
         lse = gl.load(lse_ptr + line, mask=rows < query_len, other=float("inf")) * LOG2E
         delta = gl.load(delta_ptr + line, mask=rows < query_len, other=0.0)
+        attended = gl.zeros([HALF_M], gl.float32, row_layout)
         starts = 0.0
         if index.PACKED:
             line = (batch_head // index.HEADS).to(gl.int64) * query_len + rows
@@ -171,23 +179,28 @@ def _attend(
                 visible = visible & (position[None, :] >= starts[:, None])
             mask = gl.where(visible, 0.0, float("-inf"))
         FIRST_MASK: gl.constexpr = CAUSAL if FIRST else MASK
-        ds, acc = _step(
-            n, num_tiles > 1, None, acc, lse, delta, mask if FIRST else tiles.masks.tile(n), starts, q,
-            grad_out, tiles, scale, ds_layout, FIRST_MASK, True,
+        ds, acc, attended = _step(
+            n, num_tiles > 1, None, acc, attended, lse, delta, mask if FIRST else tiles.masks.tile(n), starts,
+            q, grad_out, tiles, scale, ds_layout, FIRST_MASK, True, ATTENDED,
         )  # fmt: skip
         for j in range(1, item_keys.unmasked_tiles):
-            ds, acc = _step(
-                n + j, j + 1 < num_tiles, ds, acc, lse, delta, 0.0, starts, q, grad_out, tiles, scale,
-                ds_layout, UNMASKED, False,
+            ds, acc, attended = _step(
+                n + j, j + 1 < num_tiles, ds, acc, attended, lse, delta, 0.0, starts, q, grad_out, tiles,
+                scale, ds_layout, UNMASKED, False, ATTENDED,
             )  # fmt: skip
         if index.COLUMNS or index.PACKED:
             for j in range(gl.maximum(item_keys.unmasked_tiles, 1), num_tiles):
-                ds, acc = _step(
-                    n + j, j + 1 < num_tiles, ds, acc, lse, delta, tiles.masks.tile(n + j), starts, q,
-                    grad_out, tiles, scale, ds_layout, MASK, False,
+                ds, acc, attended = _step(
+                    n + j, j + 1 < num_tiles, ds, acc, attended, lse, delta, tiles.masks.tile(n + j), starts,
+                    q, grad_out, tiles, scale, ds_layout, MASK, False, ATTENDED,
                 )  # fmt: skip
         n += num_tiles
         turn += 1
+        if ATTENDED:
+            line = attended_ptr + batch_head.to(gl.int64) * query_len + rows
+            if not FIRST:
+                attended += gl.load(line, mask=rows < query_len, other=0.0)
+            gl.store(line, attended, mask=rows < query_len)
         acc, ds = warpgroup_mma_wait(0, deps=[acc, ds])
         keys.release(n - 1)
         acc = acc * softmax_scale
@@ -216,7 +229,7 @@ def _query_kernel(
     q_desc, grad_out_desc, k_desc, v_desc, column_k_desc, column_v_desc,
     # The gradient by TMA (in the last round) or by pointers, on top of the rounds before
     grad_q_desc, accumulator_ptr, grad_q_ptr,
-    lse_ptr, delta_ptr,
+    lse_ptr, delta_ptr, attended_ptr,
     # Which keys each query block attends to: see RoundIndex
     slash_ptr, slash_list, member, columns, column_ptr, document_starts, kv_block_bounds, weights,
     # Strides of the accumulator and of the gradient
@@ -229,12 +242,13 @@ def _query_kernel(
     COLUMNS: gl.constexpr, LISTS: gl.constexpr, PACKED: gl.constexpr, WEIGHTED: gl.constexpr,
 ):  # fmt: skip
     index = RoundIndex(
-        slash_ptr, slash_list, column_ptr, columns, member, kv_block_bounds, weights, ptr_len, list_len,
-        column_len, local_blocks, num_items, round_start, wrap, chunk_rows, rank, world, round_index, outer,
-        INNER, HEADS, GROUP, BLOCK, COLUMNS, LISTS, PACKED, WEIGHTED,
+        slash_ptr, slash_list, column_ptr, columns, member, kv_block_bounds, weights, None, ptr_len,
+        list_len, column_len, local_blocks, num_items, round_start, wrap, chunk_rows, rank, world,
+        round_index, outer,
+        INNER, HEADS, GROUP, BLOCK, COLUMNS, LISTS, PACKED, WEIGHTED, FIRST, False, False,
     )  # fmt: skip
     tiles = allocate_tiles(
-        q_desc, grad_out_desc, k_desc, v_desc, BLOCK, D, STAGES, PACKED, WEIGHTED
+        q_desc, grad_out_desc, k_desc, v_desc, BLOCK, D, STAGES, PACKED, WEIGHTED, False
     )
     grad_q_buffers = tiles.queries.q
     if LAST:
@@ -247,11 +261,11 @@ def _query_kernel(
         [
             (_attend, (
                 tiles, accumulator, grad_q, grad_q_desc, grad_q_buffers, lse_ptr, delta_ptr,
-                document_starts, query_len, index, softmax_scale, 0, FIRST, LAST,
+                attended_ptr, document_starts, query_len, index, softmax_scale, 0, FIRST, LAST,
             )),
             (_attend, (
                 tiles, accumulator, grad_q, grad_q_desc, grad_q_buffers, lse_ptr, delta_ptr,
-                document_starts, query_len, index, softmax_scale, 1, FIRST, LAST,
+                attended_ptr, document_starts, query_len, index, softmax_scale, 1, FIRST, LAST,
             )),
             (load_keys, (work_counter, tiles, q_desc, grad_out_desc, k_desc, column_k_desc, index)),
             (load_values, (tiles, v_desc, column_v_desc, index)),
@@ -276,6 +290,7 @@ def backward_query(
     accumulator: Tensor | None,
     grad_query: Tensor,
     head_range: range,
+    attended: Tensor | None = None,
 ) -> None:
     """:func:`...attention.backward_query` into ``grad_query``, which may be the accumulator."""
     length, _, _, dim = query.shape
@@ -294,6 +309,7 @@ def backward_query(
         grad_q_ptr=grad_query,
         lse_ptr=lse,
         delta_ptr=delta,
+        attended_ptr=attended,
         **index_tensors(index, round_.rank),
         stride_am=acc_in.stride(0),
         stride_ab=acc_in.stride(1),

@@ -3,7 +3,8 @@
 
 Two warps load keys and values by TMA. Two warpgroups hold 64 query rows each and walk the tiles of a work
 item (:mod:`.query_common`). While a warpgroup's product with the values of one tile and its scores product
-of the next are in flight, it computes the exponentials of the scores that are there.
+of the next are in flight, it computes the exponentials of the scores that are there. With marks, it marks the
+previous tile before them, while it would wait for the first scores.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...common.launch import launch
 from ...common.tiles import LN2, LOG2E
 from ...types import PatternIndex, Round
-from .compat import store_tile, thread_barrier
+from ..launch_args import mark_arguments
+from ..portable.sampling import MAX_LOG2_WEIGHT
+from ..sampling import BlockMarks
+from .compat import Pointer, Scalar, Value, aggregate, store_tile, thread_barrier
 from .descriptors import descriptor
 from .masks import CAUSAL, DOCUMENT, PER_KEY, UNMASKED
 from .query_common import (
     GlobalRows,
     RoundIndex,
+    add_marks,
     allocate_tiles,
     constants,
     index_tensors,
@@ -44,8 +49,8 @@ def _softmax(scores, mask, starts, m, l, scale, MASK: gl.constexpr):
     """Online softmax in base 2.
 
     Returns:
-        the tile's probabilities, the running maximum m and sum l, and the factor alpha for what was summed
-        before.
+        the tile's probabilities, the running maximum m and sum l, the factor alpha for what was summed
+        before, and the sum of the tile.
     """
     if MASK == DOCUMENT:
         position = mask.load(gl.SliceLayout(0, scores.type.layout))  # [BLOCK_N]
@@ -67,12 +72,51 @@ def _softmax(scores, mask, starts, m, l, scale, MASK: gl.constexpr):
     else:
         p = gl.exp2(scores - finite[:, None])
     alpha = gl.exp2(m - finite)
-    l = l * alpha + gl.sum(p, 1)
-    return p, m_new, l, alpha
+    tile_sum = gl.sum(p, 1)
+    l = l * alpha + tile_sum
+    return p, m_new, l, alpha, tile_sum
+
+
+@aggregate
+class RowMarks:
+    """Where a warpgroup marks the key blocks of a work item."""
+
+    words: Pointer  # BlockMarks.words
+    row: Scalar  # offset of the query block's marks
+    least: Value  # [HALF_M]: the least share; infinite for rows past the end
+
+    @gluon.jit
+    def add(self, tile_sum, l, kv_block, SAMPLING: gl.constexpr):
+        """Add the marks of one tile. Each warp adds those of its rows: nothing waits for another warp.
+
+        Args:
+            tile_sum: of the tile in each row, [HALF_M].
+            l: of all tiles up to it, [HALF_M].
+            kv_block: the key block in shared memory, [1]; -1 if it has no mark.
+        """
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        number = gl.sum(kv_block.load(layout), 0)
+        least = self.least * l
+        rows: gl.constexpr = tile_sum.shape[0] // 4  # of a warp
+        if SAMPLING:
+            # What is not a number is above everything.
+            ratio = gl.minimum(tile_sum / least, 3e38)
+            most = gl.max(gl.reshape(ratio, [4, rows]), 1)
+            mark = gl.full([4], 0, gl.int32, most.type.layout)
+            for i in gl.static_range(MAX_LOG2_WEIGHT):
+                mark |= (most * (2 << i) > 1.0).to(gl.int32) << i
+        else:
+            above = gl.where(tile_sum < least, 0, 1)
+            mark = gl.max(gl.reshape(above, [4, rows]), 1)
+        byte = gl.full([4], self.row + number, gl.int64, mark.type.layout)
+        add_marks(self.words, byte, mark, number >= 0)
 
 
 @gluon.jit
-def _step(n, more, p, acc, m, l, mask, starts, q, tiles, scale, MASK: gl.constexpr):
+def _step(
+    n, more, p, acc, m, l, tile_sum, mask, starts, q, tiles, scale, marks,
+    MASK: gl.constexpr, MARKS: gl.constexpr, SAMPLING: gl.constexpr,
+):  # fmt: skip
     """Scores of tile n and the values product of tile n - 1, with tile n's exponentials between.
 
     Args:
@@ -80,6 +124,7 @@ def _step(n, more, p, acc, m, l, mask, starts, q, tiles, scale, MASK: gl.constex
         p: probabilities of tile n - 1, [HALF_M, BLOCK_N].
         acc: [HALF_M, D].
         m, l: [HALF_M].
+        tile_sum: of tile n - 1, [HALF_M], and marks: RowMarks; if MARKS.
     """
     keys = tiles.keys
     values = tiles.values
@@ -93,11 +138,16 @@ def _step(n, more, p, acc, m, l, mask, starts, q, tiles, scale, MASK: gl.constex
     scores = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     values.wait_full(n - 1)
     acc = warpgroup_mma(p, v, acc, is_async=True)
+    if MARKS:
+        # Both products are in flight, and there is nothing else to do.
+        marks.add(tile_sum, l, tiles.masks.kv_block(n - 1), SAMPLING)
     scores = warpgroup_mma_wait(1, deps=[scores])
     keys.release(n)
     tiles.queries.release(more == 0)
-    p_new, m, l, alpha = _softmax(scores, mask, starts, m, l, scale, MASK)
+    p_new, m, l, alpha, new_sum = _softmax(scores, mask, starts, m, l, scale, MASK)
     p_new = p_new.to(p.dtype)
+    if MARKS:
+        tile_sum = new_sum
     # The next tile's keys are waited for here because ptxas moves the exponentials across anything but
     # a branch, and they must come before the wait for the values product.
     keys.wait_full(n + 1, pred=more)
@@ -105,7 +155,7 @@ def _step(n, more, p, acc, m, l, mask, starts, q, tiles, scale, MASK: gl.constex
     values.release(n - 1)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
     p = gl.convert_layout(p_new, p.type.layout)
-    return p, acc, m, l
+    return p, acc, m, l, tile_sum
 
 
 @gluon.jit
@@ -118,6 +168,7 @@ def _attend(
     out_buffers,  # [2, 1, 1, HALF_M, D]
     lse_ptr,  # [b, h, query_len]
     document_starts,  # [b, query_len]
+    least_share_ptr,  # [b], read with marks
     query_len,
     index,
     softmax_scale,
@@ -140,6 +191,8 @@ def _attend(
     out_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = queries.q.dtype
     MASK: gl.constexpr = DOCUMENT if index.PACKED else PER_KEY
+    MARKS: gl.constexpr = index.MARKS
+    SAMPLING: gl.constexpr = index.SAMPLING
     scale = softmax_scale * LOG2E
     q = queries.q.index(HALF).reshape([HALF_M, D])
     n = 0  # tiles, and
@@ -197,24 +250,44 @@ def _attend(
         keys.release(n)
         queries.release(num_tiles == 1)
         FIRST_MASK: gl.constexpr = CAUSAL if FIRST else MASK
-        p, m, l, alpha = _softmax(scores, mask, starts, m, l, scale, FIRST_MASK)
+        p, m, l, alpha, tile_sum = _softmax(scores, mask, starts, m, l, scale, FIRST_MASK)
+        marks = None
+        if MARKS:
+            least = gl.load(least_share_ptr + batch)
+            least = gl.where(rows < query_len, least, float("inf"))  # [HALF_M]
+            line = batch_head.to(gl.int64) * index.local_blocks + q_block
+            marks = RowMarks(index.marks, line * (index.ptr_len - 1), least)
         if not FIRST:
             acc = acc * gl.convert_layout(alpha, out_rows)[:, None]
         p = gl.convert_layout(p.to(dtype), p_layout)
         keys.wait_full(n + 1, pred=num_tiles > 1)
 
-        for j in range(1, item_keys.unmasked_tiles):
-            p, acc, m, l = _step(
-                n + j, j + 1 < num_tiles, p, acc, m, l, 0.0, starts, q, tiles, scale, UNMASKED
-            )
-        if index.COLUMNS or index.PACKED:
+        first_unmasked = 1
+        end_unmasked = item_keys.unmasked_tiles
+        if MARKS:
+            # Tiles with a mask come first.
+            first_unmasked = gl.maximum(index.masked_end(item_keys), 1)
+            end_unmasked = num_tiles
+            for j in range(1, first_unmasked):
+                p, acc, m, l, tile_sum = _step(
+                    n + j, j + 1 < num_tiles, p, acc, m, l, tile_sum, tiles.masks.tile(n + j), starts,
+                    q, tiles, scale, marks, MASK, True, SAMPLING,
+                )  # fmt: skip
+        for j in range(first_unmasked, end_unmasked):
+            p, acc, m, l, tile_sum = _step(
+                n + j, j + 1 < num_tiles, p, acc, m, l, tile_sum, 0.0, starts, q, tiles, scale, marks,
+                UNMASKED, MARKS, SAMPLING,
+            )  # fmt: skip
+        if (index.COLUMNS or index.PACKED) and not MARKS:
             for j in range(gl.maximum(item_keys.unmasked_tiles, 1), num_tiles):
-                p, acc, m, l = _step(
-                    n + j, j + 1 < num_tiles, p, acc, m, l, tiles.masks.tile(n + j), starts, q, tiles, scale,
-                    MASK,
+                p, acc, m, l, tile_sum = _step(
+                    n + j, j + 1 < num_tiles, p, acc, m, l, tile_sum, tiles.masks.tile(n + j), starts,
+                    q, tiles, scale, marks, MASK, False, SAMPLING,
                 )  # fmt: skip
         n += num_tiles
         turn += 1
+        if MARKS:
+            marks.add(tile_sum, l, tiles.masks.kv_block(n - 1), SAMPLING)
         values.wait_full(n - 1)
         acc = warpgroup_mma(p, values.tile(values.slot(n - 1)), acc, is_async=True)
         gl.store(lse, (m + gl.log2(l)) * LN2, mask=rows < query_len)
@@ -250,6 +323,8 @@ def _forward_kernel(
     out_desc, accumulator_ptr, out_ptr, lse_ptr,
     # Which keys each query block attends to: see RoundIndex
     slash_ptr, slash_list, member, columns, column_ptr, document_starts, kv_block_bounds,
+    # The marks of blocks (sampling.BlockMarks), or None
+    words, least_share_ptr,
     # Strides of the accumulator and of out
     stride_am, stride_ab, stride_ah,
     stride_om, stride_ob, stride_oh,
@@ -258,13 +333,15 @@ def _forward_kernel(
     INNER: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
     STAGES: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
     COLUMNS: gl.constexpr, LISTS: gl.constexpr, PACKED: gl.constexpr,
+    MARKS: gl.constexpr, SAMPLING: gl.constexpr,
 ):  # fmt: skip
     index = RoundIndex(
-        slash_ptr, slash_list, column_ptr, columns, member, kv_block_bounds, None, ptr_len, list_len,
-        column_len, local_blocks, num_items, round_start, wrap, chunk_rows, rank, world, round_index, outer,
-        INNER, HEADS, GROUP, BLOCK, COLUMNS, LISTS, PACKED, False,
+        slash_ptr, slash_list, column_ptr, columns, member, kv_block_bounds, None, words, ptr_len,
+        list_len, column_len, local_blocks, num_items, round_start, wrap, chunk_rows, rank, world,
+        round_index, outer,
+        INNER, HEADS, GROUP, BLOCK, COLUMNS, LISTS, PACKED, False, FIRST, MARKS, SAMPLING,
     )  # fmt: skip
-    tiles = allocate_tiles(q_desc, None, k_desc, v_desc, BLOCK, D, STAGES, PACKED, False)
+    tiles = allocate_tiles(q_desc, None, k_desc, v_desc, BLOCK, D, STAGES, PACKED, False, MARKS)
     out_buffers = tiles.queries.q
     if LAST:
         out_buffers = gl.allocate_shared_memory(
@@ -276,17 +353,17 @@ def _forward_kernel(
         [
             (_attend, (
                 tiles, accumulator, out, out_desc, out_buffers, lse_ptr, document_starts,
-                query_len, index, softmax_scale, 0, FIRST, LAST,
+                least_share_ptr, query_len, index, softmax_scale, 0, FIRST, LAST,
             )),
             (_attend, (
                 tiles, accumulator, out, out_desc, out_buffers, lse_ptr, document_starts,
-                query_len, index, softmax_scale, 1, FIRST, LAST,
+                least_share_ptr, query_len, index, softmax_scale, 1, FIRST, LAST,
             )),
             (load_keys, (work_counter, tiles, q_desc, None, k_desc, column_k_desc, index)),
             (load_values, (tiles, v_desc, column_v_desc, index)),
         ],
         [4, 1, 1],
-        [240, 24, 24],
+        [232, 40, 40] if MARKS else [240, 24, 24],
     )  # fmt: skip
 
 
@@ -302,6 +379,7 @@ def forward(
     accumulator: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    marks: BlockMarks | None = None,
 ) -> None:
     """:func:`...attention.forward` into ``out``, which may be the accumulator."""
     length, batch, heads, dim = query.shape
@@ -319,6 +397,7 @@ def forward(
         out_ptr=out,
         lse_ptr=lse,
         **index_tensors(index, round_.rank),
+        **mark_arguments(marks),
         stride_am=acc_in.stride(0),
         stride_ab=acc_in.stride(1),
         stride_ah=acc_in.stride(2),

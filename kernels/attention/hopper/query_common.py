@@ -4,7 +4,8 @@
 Both are persistent kernels. A work item is one query block of one head; programs fetch items from a counter
 in global memory, as heads differ much in work. One warp loads keys (and queries), one loads values, and two
 warpgroups compute, each with half of the item's query rows. The tiles of an item are the key blocks of its
-slashes, the diagonal block first, and then its gathered columns.
+slashes, the diagonal block first, and then its gathered columns; if the forward marks blocks, in the order of
+``portable/forward.py``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...common.tiles import block_at, list_start, owner_of, seen_from
 from ...types import PatternIndex, Round
+from ..portable.sampling import LISTED
 from .compat import (
     Pointer,
     Scalar,
@@ -136,11 +138,42 @@ class ItemKeys:
     columns: Scalar
     unmasked_tiles: Scalar  # of the slash tiles, the first ones, which need no mask of documents
     first_column: Scalar  # in its head's list
+    first_unmasked: Scalar  # with marks: which of the slash tiles without a mask comes first
 
     @gluon.jit
     def num_tiles(self, BLOCK_N: gl.constexpr):
         """Tiles of keys; a fully masked one if there are no keys."""
         return gl.maximum(self.slash_tiles + (self.columns + BLOCK_N - 1) // BLOCK_N, 1)
+
+    @gluon.jit
+    def end_of_masked(self, BLOCK_N: gl.constexpr, FIRST: gl.constexpr):
+        """With marks, tiles without a mask come last, from this one on."""
+        masked_slashes = self.slash_tiles - gl.maximum(self.unmasked_tiles, FIRST)
+        return FIRST + (self.columns + BLOCK_N - 1) // BLOCK_N + masked_slashes
+
+    @gluon.jit
+    def place(self, j, BLOCK_N: gl.constexpr, FIRST: gl.constexpr, MARKS: gl.constexpr):
+        """What tile j is: whether it is a key block, then which of the list, else which tile of columns.
+
+        Slashes and then columns; the order with marks is that of ``portable/forward.py``.
+
+        Args:
+            FIRST: 1 in the first round, where the query block itself is the first of the list, else 0.
+        """
+        is_slash = j < self.slash_tiles
+        entry = j
+        column_tile = j - self.slash_tiles
+        if MARKS:
+            column_tile = j - FIRST
+            masked = column_tile - (self.columns + BLOCK_N - 1) // BLOCK_N
+            unmasked_tiles = gl.maximum(self.unmasked_tiles, FIRST)
+            unmasked = masked - (self.slash_tiles - unmasked_tiles)
+            later = FIRST + unmasked - (self.first_unmasked > FIRST).to(gl.int32)
+            entry = gl.where(unmasked == 0, self.first_unmasked, later)
+            entry = gl.where(unmasked < 0, unmasked_tiles + masked, entry)
+            entry = gl.where(j < FIRST, 0, entry)
+            is_slash = ((masked >= 0) | (j < FIRST)) & (self.slash_tiles > 0)
+        return is_slash, entry, column_tile
 
 
 @aggregate
@@ -157,6 +190,7 @@ class RoundIndex:
     member: Pointer  # [b * h, ptr_len - 1]: whether a block distance is among the head's slashes
     kv_block_bounds: Pointer  # [b, 2, local_blocks]: LocalDocuments.kv_block_bounds
     weights: Pointer  # [b * h, local_blocks, ptr_len - 1]: PatternIndex.weights, or None
+    marks: Pointer  # BlockMarks.words, or None
     ptr_len: Scalar
     list_len: Scalar
     column_len: Scalar
@@ -177,6 +211,9 @@ class RoundIndex:
     LISTS: gl.constexpr
     PACKED: gl.constexpr
     WEIGHTED: gl.constexpr
+    FIRST: gl.constexpr
+    MARKS: gl.constexpr
+    SAMPLING: gl.constexpr
 
     @gluon.jit
     def q_block(self, item):
@@ -213,6 +250,7 @@ class RoundIndex:
         slash_tiles = gl.load(end_ptr, mask=inside, other=0) - start
         unmasked_tiles = slash_tiles
         first_column = 0
+        first_block = 0
         if self.PACKED:
             blocks = self.kv_block_bounds
             blocks += (batch_head // self.HEADS).to(gl.int64) * 2 * self.local_blocks + q_block
@@ -250,7 +288,29 @@ class RoundIndex:
             if self.PACKED:
                 first_column = gl.where(columns > 0, gl.load(column_ptr + first_block), 0)
                 columns -= first_column
-        return start, ItemKeys(slash_tiles, columns, unmasked_tiles, first_column)
+        first_unmasked = 0
+        if self.MARKS:
+            # The first block that the query block may attend to is listed last, if at all.
+            own: gl.constexpr = 1 if self.FIRST else 0
+            entries = self.slash_list + batch_head.to(gl.int64) * self.list_len + start
+            several = unmasked_tiles > own
+            quotient = gl.load(entries + unmasked_tiles - 1, mask=several, other=0).to(gl.int32)
+            kv_block = block_at(q_block, self.rank, self.world, self.INNER)
+            kv_block -= self.round_index + quotient * self.outer
+            first = several & (kv_block == first_block)
+            first_unmasked = gl.where(first, unmasked_tiles - 1, own)
+        keys = ItemKeys(slash_tiles, columns, unmasked_tiles, first_column, first_unmasked)
+        return start, keys
+
+    @gluon.jit
+    def place(self, item_keys, j):
+        """``ItemKeys.place`` of a tile."""
+        return item_keys.place(j, self.BLOCK, 1 if self.FIRST else 0, self.MARKS)
+
+    @gluon.jit
+    def masked_end(self, item_keys):
+        """With marks, tiles without a mask come last, from this one on."""
+        return item_keys.end_of_masked(self.BLOCK, 1 if self.FIRST else 0)
 
     @gluon.jit
     def tile_row(self, item, start, item_keys, j):
@@ -259,18 +319,19 @@ class RoundIndex:
         The keys of the round's ranks lie ``chunk_rows`` apart; see ``layout`` for the order of their blocks.
         """
         batch_head = (item // self.local_blocks).to(gl.int64)
-        entry = self.slash_list + batch_head * self.list_len + start + j
-        distance = gl.load(entry, mask=j < item_keys.slash_tiles, other=0).to(gl.int32)
+        is_slash, entry, column_tile = self.place(item_keys, j)
+        entry_ptr = self.slash_list + batch_head * self.list_len + start + entry
+        distance = gl.load(entry_ptr, mask=is_slash, other=0).to(gl.int32)
         # An item without keys has one tile, past the end of everything: zeros.
         column = gl.where(
             item_keys.columns == 0,
             1 << 30,
-            (j - item_keys.slash_tiles) * self.BLOCK + item_keys.first_column,
+            column_tile * self.BLOCK + item_keys.first_column,
         )
         q_block = block_at(self.q_block(item), self.rank % self.INNER, self.INNER, self.INNER)
         chunk, kv_block = owner_of(q_block - self.wrap - distance, self.INNER, self.INNER)
         row = chunk * self.chunk_rows + kv_block * self.BLOCK
-        return gl.where(j < item_keys.slash_tiles, row, column)
+        return gl.where(is_slash, row, column)
 
     @gluon.jit
     def of_item(self, item):
@@ -280,13 +341,26 @@ class RoundIndex:
         if self.WEIGHTED:
             line = batch_head * self.local_blocks + self.q_block(item)
             weights += line * (self.ptr_len - 1)
+        mark_row = 0
+        if self.MARKS:
+            line = batch_head * self.local_blocks + self.q_block(item)
+            mark_row = line * (self.ptr_len - 1)
         return ItemIndex(
             block,
             self.columns + batch_head * self.column_len,
             self.member + batch_head * (self.ptr_len - 1),
             self.slash_list + batch_head * self.list_len,
             weights,
+            mark_row,
         )
+
+
+@gluon.jit
+def add_marks(words, byte, mark, pred):
+    """Or marks, int32, to bytes of ``BlockMarks.words``; tensors of one shape."""
+    pointers = words + (byte >> 2)
+    mark_at = mark << ((byte.to(gl.int32) & 3) * 8)
+    gl.atomic_or(pointers, mark_at, mask=(mark > 0) & pred, sem="relaxed")
 
 
 @aggregate
@@ -298,13 +372,33 @@ class ItemIndex:
     member: Pointer
     slash_list: Pointer
     weights: Pointer  # of its query block
+    mark_row: Scalar  # offset of its marks, read with marks
+
+    @gluon.jit
+    def kv_block(self, index, start, is_slash, entry):
+        """The key block of the sequence that an entry of the item's list is."""
+        quotient = gl.load(self.slash_list + start + entry, mask=is_slash, other=0).to(gl.int32)
+        return self.block - index.round_index - quotient * index.outer
+
+    @gluon.jit
+    def to_mark(self, index, start, item_keys, j):
+        """Mark tile j as far as it needs no scores: as one of the pattern if blocks are drawn, and a block
+        that is always kept. Returns the key block if its scores decide, else -1; as a tensor [1]."""
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        LARGEST: gl.constexpr = 2 * LISTED - 1 if index.SAMPLING else 1
+        is_slash, entry, _ = index.place(item_keys, j)
+        kv_block = self.kv_block(index, start, is_slash, entry)
+        near = self.block - kv_block <= 1
+        mark = gl.where(near, LARGEST, LISTED if index.SAMPLING else 0)
+        byte = gl.full([1], self.mark_row + kv_block, gl.int64, layout)
+        add_marks(index.marks, byte, gl.full([1], mark, gl.int32, layout), is_slash)
+        return gl.full([1], gl.where(is_slash & (near == 0), kv_block, -1), gl.int32, layout)
 
     @gluon.jit
     def log2_weight(self, index, start, item_keys, j):
         """log2 of the weight of the item's tile j; 0 of columns."""
         is_slash = j < item_keys.slash_tiles
-        quotient = gl.load(self.slash_list + start + j, mask=is_slash, other=0).to(gl.int32)
-        kv_block = self.block - index.round_index - quotient * index.outer
+        kv_block = self.kv_block(index, start, is_slash, j)
         return gl.load(self.weights + kv_block, mask=is_slash, other=1).to(gl.float32) - 1
 
     @gluon.jit
@@ -318,16 +412,17 @@ class ItemIndex:
         layout: gl.constexpr = gl.BlockedLayout([BLOCK // 32], [32], [1], [0])
         keys = gl.arange(0, BLOCK, layout=layout)
         columns = self.columns
+        is_slash, list_entry, column_tile = index.place(item_keys, j)
         if index.PACKED:
-            entry = self.slash_list + start + j
-            quotient = gl.load(entry, mask=j < item_keys.slash_tiles, other=0).to(gl.int32)
+            entry = self.slash_list + start + list_entry
+            quotient = gl.load(entry, mask=is_slash, other=0).to(gl.int32)
             column_mask = gl.full([BLOCK], -1, gl.int32, layout)
             columns += item_keys.first_column
         else:
             column_mask = gl.full([BLOCK], float("-inf"), gl.float32, layout)
         if index.COLUMNS:
-            entry = (j - item_keys.slash_tiles) * BLOCK + keys
-            inside = (j >= item_keys.slash_tiles) & (entry < item_keys.columns)
+            entry = column_tile * BLOCK + keys
+            inside = (is_slash == 0) & (entry < item_keys.columns)
             position = gl.load(columns + entry, mask=inside, other=0)
             covered = gl.load(self.member + self.block - position // BLOCK, mask=inside, other=1)
             unmasked = position if index.PACKED else 0.0
@@ -335,7 +430,7 @@ class ItemIndex:
         slash_mask = 0.0
         if index.PACKED:
             slash_mask = (self.block - index.round_index - quotient * index.outer) * BLOCK + keys
-        return gl.where(j < item_keys.slash_tiles, slash_mask, column_mask).to(gl.float32)
+        return gl.where(is_slash, slash_mask, column_mask).to(gl.float32)
 
 
 @aggregate
@@ -346,6 +441,7 @@ class WorkChannel:
     full: SharedMemory  # mbarriers [2, 1]
     empty: SharedMemory  # mbarriers [2, 1]
     PACKED: gl.constexpr
+    MARKS: gl.constexpr
 
     @gluon.jit
     def send(self, n, item, item_keys):
@@ -361,6 +457,11 @@ class WorkChannel:
                 gl.full([1], item_keys.unmasked_tiles, gl.int32, layout)
             )
             self.slots.index(8 + slot).store(gl.full([1], item_keys.first_column, gl.int32, layout))
+        if self.MARKS:
+            at: gl.constexpr = 10 if self.PACKED else 6
+            self.slots.index(at + slot).store(
+                gl.full([1], item_keys.first_unmasked, gl.int32, layout)
+            )
         thread_barrier()
         mbarrier.arrive(self.full.index(slot), count=1)
 
@@ -378,22 +479,28 @@ class WorkChannel:
         if self.PACKED:
             unmasked_tiles = gl.sum(self.slots.index(6 + slot).load(layout), 0)
             first_column = gl.sum(self.slots.index(8 + slot).load(layout), 0)
+        first_unmasked = 0
+        if self.MARKS:
+            at: gl.constexpr = 10 if self.PACKED else 6
+            first_unmasked = gl.sum(self.slots.index(at + slot).load(layout), 0)
         thread_barrier()
         mbarrier.arrive(self.empty.index(slot), count=1)
-        return item, ItemKeys(slash_tiles, columns, unmasked_tiles, first_column)
+        keys = ItemKeys(slash_tiles, columns, unmasked_tiles, first_column, first_unmasked)
+        return item, keys
 
 
 @gluon.jit
-def allocate_channel(PACKED: gl.constexpr):
+def allocate_channel(PACKED: gl.constexpr, MARKS: gl.constexpr):
+    sent: gl.constexpr = (5 if PACKED else 3) + (1 if MARKS else 0)
     slots = gl.allocate_shared_memory(
-        gl.int32, [10 if PACKED else 6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        gl.int32, [2 * sent, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=3)
-    return WorkChannel(slots, full, empty, PACKED)
+    return WorkChannel(slots, full, empty, PACKED, MARKS)
 
 
 @aggregate
@@ -423,6 +530,7 @@ class KeyMasks:
 
     buffers: SharedMemory  # float32 [2 * STAGES, BLOCK_N]
     log2_weights: SharedMemory | gl.constexpr  # float32 [2 * STAGES, 1], of every tile, or None
+    kv_blocks: SharedMemory | gl.constexpr  # int32 [2 * STAGES, 1], of every tile, or None
     WEIGHTED: gl.constexpr
     STAGES: gl.constexpr
 
@@ -436,6 +544,12 @@ class KeyMasks:
     def log2_weight(self, n):
         """log2 of the weight of tile n, [1], in a buffer that lives as long as its mask."""
         return self.log2_weights.index(n % (2 * self.STAGES))
+
+    @gluon.jit
+    def kv_block(self, n):
+        """With marks, the key block whose mark the scores of tile n decide, or -1: [1], in a buffer that
+        lives as long as its mask."""
+        return self.kv_blocks.index(n % (2 * self.STAGES))
 
 
 @aggregate
@@ -460,6 +574,7 @@ def allocate_tiles(
     STAGES: gl.constexpr,
     PACKED: gl.constexpr,
     WEIGHTED: gl.constexpr,
+    MARKS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
     q = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK // 2, D], q_desc.layout)
@@ -468,7 +583,7 @@ def allocate_tiles(
         grad_out = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK // 2, D], q_desc.layout)
     k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], v_desc.layout)
-    channel = allocate_channel(PACKED)
+    channel = allocate_channel(PACKED, MARKS)
     q_full = allocate_barriers(1)
     q_empty = allocate_barriers(1)
     k_full = allocate_barriers(STAGES)
@@ -488,12 +603,15 @@ def allocate_tiles(
     log2_weights = None
     if WEIGHTED:
         log2_weights = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1], mask_layout)
+    kv_blocks = None
+    if MARKS:
+        kv_blocks = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1], mask_layout)
     return SharedTiles(
         channel,
         QueryTiles(q, grad_out, q_full, q_empty),
         TilePipeline(k, k_full, k_empty, BLOCK, D),
         TilePipeline(v, v_full, v_empty, BLOCK, D),
-        KeyMasks(masks, log2_weights, WEIGHTED, STAGES),
+        KeyMasks(masks, log2_weights, kv_blocks, WEIGHTED, STAGES),
     )
 
 
@@ -537,6 +655,9 @@ def load_keys(work_counter, tiles, q_desc, grad_out_desc, k_desc, column_k_desc,
         batch = batch_head // index.HEADS
         head = batch_head % index.HEADS
         item_index = index.of_item(item)
+        masked_end = 0
+        if index.MARKS:
+            masked_end = index.masked_end(item_keys)
         for j in range(num_tiles):
             row = index.tile_row(item, start, item_keys, j)
             mask = item_index.tile_mask(index, start, item_keys, j)
@@ -544,13 +665,19 @@ def load_keys(work_counter, tiles, q_desc, grad_out_desc, k_desc, column_k_desc,
                 log2_weight = item_index.log2_weight(index, start, item_keys, j)
                 tiles.masks.log2_weight(n).store(gl.full([1], log2_weight, gl.float32, one))
                 thread_barrier()
-            if (j == 0) | (j >= item_keys.unmasked_tiles):
+            is_masked = (j == 0) | (j >= item_keys.unmasked_tiles)
+            if index.MARKS:
+                tiles.masks.kv_block(n).store(item_index.to_mark(index, start, item_keys, j))
+                thread_barrier()
+                is_masked = (j == 0) | (j < masked_end)
+            if is_masked:
                 tiles.masks.tile(n).store(mask)
                 thread_barrier()
+            is_slash, _, _ = index.place(item_keys, j)
             _load_kv_tile(
                 keys,
                 n,
-                j < item_keys.slash_tiles,
+                is_slash,
                 k_desc,
                 column_k_desc,
                 batch,
@@ -587,10 +714,11 @@ def load_values(tiles, v_desc, column_v_desc, index):
         start = index.slash_start(item)
         for j in range(item_keys.num_tiles(index.BLOCK)):
             row = index.tile_row(item, start, item_keys, j)
+            is_slash, _, _ = index.place(item_keys, j)
             _load_kv_tile(
                 tiles.values,
                 n,
-                j < item_keys.slash_tiles,
+                is_slash,
                 v_desc,
                 column_v_desc,
                 batch,

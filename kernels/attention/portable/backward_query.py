@@ -46,14 +46,14 @@ def _add_tile(
     MASKED: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """dq with one tile of keys added, without the factor ``softmax_scale``."""
+    """dq with one tile of keys added, without the factor ``softmax_scale``, and the tile's probabilities."""
     scores = tl.dot(q, tl.trans(k), input_precision=PREC)  # [BLOCK_M, BLOCK_N]
     dp = tl.dot(do, tl.trans(v), input_precision=PREC)  # [BLOCK_M, BLOCK_N]
     if MASKED:
         scores = tl.where(mask, scores, float("-inf"))
     p = tl.math.exp2(scores * scale - lse[:, None])
     ds = p * (dp - delta[:, None])
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PREC)
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PREC), p
 
 
 @triton.jit(do_not_specialize=["first_head", "round_start", "wrap", "rank", "round_index"])
@@ -67,6 +67,7 @@ def _query_kernel(
     dq_ptr,  # [s, b, h, d]
     lse_ptr,  # [b, h, s]
     delta_ptr,  # [b, h, s]
+    attended_ptr,  # [b, h, s], or None
     # The pattern (types.PatternIndex), the gathered columns [b, h, C, d], and packed documents or None
     slash_ptr,
     slash_list,
@@ -159,6 +160,7 @@ def _query_kernel(
     delta = tl.load(delta_ptr + bh * query_len + start + offs_m, mask=inside, other=0.0)
     scale = softmax_scale * LOG2E
     dq = tl.zeros([BLOCK_M, D], tl.float32)
+    attended = tl.zeros([BLOCK_M], tl.float32)
 
     low, unmasked_end, high, last_block, starts, first_block, group = slash_range(
         slash_ptr, slash_list, document_starts, kv_block_bounds, q_block, start, offs_m, inside, batch,
@@ -174,7 +176,9 @@ def _query_kernel(
                 tile, q_block, start + offs_m, offs_n, starts, own_k, own_v, stride_kn, stride_vn, key_len,
                 rank, world, INNER, BLOCK, BLOCK_N, D, PACKED, EVEN,
             )  # fmt: skip
-            dq = _add_tile(q, k, v, do, mask, dq, lse, delta, scale, True, PREC)
+            dq, p = _add_tile(q, k, v, do, mask, dq, lse, delta, scale, True, PREC)
+            if attended_ptr is not None:
+                attended += tl.sum(p, 1)
     for MASKED in tl.static_range(2 if PACKED else 1):
         begin = tl.maximum(low, unmasked_end) if MASKED else low
         end = high if MASKED else unmasked_end
@@ -188,8 +192,16 @@ def _query_kernel(
             if weights is not None:
                 distance = tl.load(slash_list + j // tiles).to(tl.int32) * outer + round_index
                 k_block = block_at(q_block, rank, world, INNER) - distance
-                tile_lse -= log2_weight_at(weights, bh, q_block, k_block, local_blocks, ptr_len - 1)
-            dq = _add_tile(q, k, v, do, mask, dq, tile_lse, delta, scale, MASKED, PREC)
+                log2_weight = log2_weight_at(
+                    weights, bh, q_block, k_block, local_blocks, ptr_len - 1
+                )
+                tile_lse -= log2_weight
+            dq, p = _add_tile(q, k, v, do, mask, dq, tile_lse, delta, scale, MASKED, PREC)
+            if attended_ptr is not None:
+                tile_sum = tl.sum(p, 1)
+                if weights is not None:
+                    tile_sum *= tl.math.exp2(-log2_weight)
+                attended += tile_sum
     if COLUMNS:
         low, high, block = column_range(
             column_ptr, q_block, head, first_block, rank, world, round_index, outer, INNER, HEADS, PACKED
@@ -199,8 +211,15 @@ def _query_kernel(
                 first, high, offs_n, block, starts, columns, member, column_k_ptr, column_v_ptr,
                 BLOCK, D, PACKED,
             )  # fmt: skip
-            dq = _add_tile(q, k, v, do, mask, dq, lse, delta, scale, True, PREC)
+            dq, p = _add_tile(q, k, v, do, mask, dq, lse, delta, scale, True, PREC)
+            if attended_ptr is not None:
+                attended += tl.sum(p, 1)
 
+    if attended_ptr is not None:
+        attended_ptr += bh * query_len + start + offs_m
+        if not FIRST:
+            attended += tl.load(attended_ptr, mask=inside, other=0.0)
+        tl.store(attended_ptr, attended, mask=inside)
     dq = dq * softmax_scale
     if not FIRST:
         accumulator_ptr += batch * stride_ab + head * stride_ah
@@ -225,6 +244,7 @@ def backward_query(
     accumulator: Tensor | None,
     grad_query: Tensor,
     head_range: range,
+    attended: Tensor | None = None,
 ) -> None:
     """:func:`...attention.backward_query` into ``grad_query``, which may be the accumulator, for some of the
     ``b * h`` heads of all batch entries."""
@@ -239,6 +259,7 @@ def backward_query(
         dq_ptr=grad_query,
         lse_ptr=lse,
         delta_ptr=delta,
+        attended_ptr=attended,
         stride_qm=query.stride(0),
         stride_qb=query.stride(1),
         stride_qh=query.stride(2),

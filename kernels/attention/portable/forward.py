@@ -8,6 +8,10 @@ For a query row ``i`` over the keys ``k`` of the round that its head attends to,
 
 with the sums in float32, where ``'`` marks the result of the rounds before (the accumulator). Each program
 computes BLOCK_M rows of one query block of one head.
+
+With marks (:mod:`..sampling`), blocks come in another order, those first that have much attention in many
+heads: the query block itself, columns, blocks with a mask of documents, the first block that the query block
+may attend to, and all others, the nearest first. After each block, its share in the sums so far is known.
 """
 
 from __future__ import annotations
@@ -17,8 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...common.launch import launch
-from ...common.tiles import LN2, LOG2E, load_rows, store_rows, tile_for
+from ...common.tiles import LN2, LOG2E, block_at, load_rows, store_rows, tile_for
 from ...types import PatternIndex, Round
+from ..launch_args import mark_arguments
+from ..sampling import BlockMarks
 from .kv_tiles import (
     column_range,
     column_tile,
@@ -29,6 +35,7 @@ from .kv_tiles import (
     slash_range,
     slash_tile,
 )
+from .sampling import LISTED, add_mark, block_mark
 
 
 @triton.jit
@@ -44,7 +51,11 @@ def _online_softmax(
     MASKED: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """Add one tile of keys to the running output, maximum and sum of each row; logits are of base 2."""
+    """Add one tile of keys to the running output, maximum and sum of each row; logits are of base 2.
+
+    Returns:
+        the three, the tile's own sum in the same unit, and the factor for what was summed before.
+    """
     scores = tl.dot(q, tl.trans(k), input_precision=PREC)  # [BLOCK_M, BLOCK_N]
     if MASKED:
         scores = tl.where(mask, scores, float("-inf"))
@@ -53,10 +64,53 @@ def _online_softmax(
     finite = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.math.exp2(scores * scale - finite[:, None])  # [BLOCK_M, BLOCK_N]
     alpha = tl.math.exp2(m - finite)
-    l = l * alpha + tl.sum(p, 1)
+    tile_sum = tl.sum(p, 1)
+    l = l * alpha + tile_sum
     acc = acc * alpha[:, None]
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PREC)
-    return acc, m_new, l
+    return acc, m_new, l, tile_sum, alpha
+
+
+@triton.jit
+def _attend_columns(
+    q,
+    acc,
+    m,
+    l,
+    scale,
+    offs_n,
+    starts,
+    columns,
+    column_ptr,
+    member,
+    column_k_ptr,
+    column_v_ptr,
+    q_block,
+    head,
+    first_block,
+    rank,
+    world,
+    round_index,
+    outer,
+    INNER: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    PACKED: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """Add the columns of a query block."""
+    low, high, block = column_range(
+        column_ptr, q_block, head, first_block, rank, world, round_index, outer, INNER, HEADS, PACKED
+    )  # fmt: skip
+    for first in range(low, high, BLOCK_N):
+        k, v, mask = column_tile(
+            first, high, offs_n, block, starts, columns, member, column_k_ptr, column_v_ptr,
+            BLOCK, D, PACKED,
+        )  # fmt: skip
+        acc, m, l, tile_sum, alpha = _online_softmax(q, k, v, mask, acc, m, l, scale, True, PREC)
+    return acc, m, l
 
 
 @triton.jit(do_not_specialize=["round_start", "wrap", "rank", "round_index"])
@@ -78,6 +132,9 @@ def _forward_kernel(
     column_v_ptr,
     document_starts,
     kv_block_bounds,
+    # The marks of blocks (sampling.BlockMarks), or None
+    words,
+    least_share_ptr,  # [b]
     # Strides (r: rank, m: query row, n: key row, b: batch entry, h: head)
     stride_qm,
     stride_qb,
@@ -123,10 +180,16 @@ def _forward_kernel(
     EVEN: tl.constexpr,
     PREC: tl.constexpr,
     LAST: tl.constexpr,
+    MARKS: tl.constexpr,
+    SAMPLING: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     tiles: tl.constexpr = BLOCK // BLOCK_N
+    LARGEST: tl.constexpr = 2 * LISTED - 1 if SAMPLING else 1
+    # Blocks with a mask of documents come last, or first.
+    FROM_MASKED: tl.constexpr = 1 if PACKED and MARKS else 0
+    TO_MASKED: tl.constexpr = -1 if PACKED and MARKS else 2 if PACKED else 1
     q_block, part = query_rows_of_program(local_blocks, BLOCK, BLOCK_M)
     bh = tl.program_id(1).to(tl.int64)
     batch = bh // HEADS
@@ -165,6 +228,15 @@ def _forward_kernel(
         slash_ptr, slash_list, document_starts, kv_block_bounds, q_block, start, offs_m, inside, batch,
         query_len, local_blocks, rank, wrap, round_index, outer, INNER, LISTS, PACKED,
     )  # fmt: skip
+    least = 0.0
+    block = 0
+    mark_row = bh
+    of_round = group
+    if MARKS:
+        least = tl.where(inside, tl.load(least_share_ptr + batch), float("inf"))  # [BLOCK_M]
+        block = block_at(q_block, rank, world, INNER)
+        mark_row = (bh * local_blocks + q_block) * (ptr_len - 1)
+        of_round = rank // INNER - round_index + wrap * outer
     if FIRST:
         # Block distance 0 is the first of the list, and the only one that needs a causal mask.
         low += 1
@@ -175,27 +247,60 @@ def _forward_kernel(
                 tile, q_block, start + offs_m, offs_n, starts, own_k, own_v, stride_kn, stride_vn, key_len,
                 rank, world, INNER, BLOCK, BLOCK_N, D, PACKED, EVEN,
             )  # fmt: skip
-            acc, m, l = _online_softmax(q, k, v, mask, acc, m, l, scale, True, PREC)
-    for MASKED in tl.static_range(2 if PACKED else 1):
+            acc, m, l, tile_sum, alpha = _online_softmax(
+                q, k, v, mask, acc, m, l, scale, True, PREC
+            )
+        if MARKS:
+            add_mark(words, mark_row, block, tl.full([], LARGEST, tl.int32))
+    if COLUMNS and MARKS:
+        acc, m, l = _attend_columns(
+            q, acc, m, l, scale, offs_n, starts, columns, column_ptr, member, column_k_ptr, column_v_ptr,
+            q_block, head, first_block, rank, world, round_index, outer,
+            INNER, HEADS, BLOCK, BLOCK_N, D, PACKED, PREC,
+        )  # fmt: skip
+    for MASKED in tl.static_range(FROM_MASKED, TO_MASKED, -1 if FROM_MASKED > TO_MASKED else 1):
         begin = tl.maximum(low, unmasked_end) if MASKED else low
         end = high if MASKED else unmasked_end
-        for j in range(begin * tiles, end * tiles):
-            k, v, mask = slash_tile(
-                j, offs_n, slash_list, last_block, group, starts, k_ptr, v_ptr,
-                stride_kr, stride_kn, stride_vr, stride_vn, key_len, outer,
-                INNER, BLOCK, BLOCK_N, D, MASKED,
-            )  # fmt: skip
-            acc, m, l = _online_softmax(q, k, v, mask, acc, m, l, scale, MASKED, PREC)
-    if COLUMNS:
-        low, high, block = column_range(
-            column_ptr, q_block, head, first_block, rank, world, round_index, outer, INNER, HEADS, PACKED
+        if MARKS:
+            first_entry = begin
+            if not MASKED:
+                # The first block that the query block may attend to is listed last, if at all.
+                last_entry = tl.load(slash_list + end - 1, mask=begin < end, other=0).to(tl.int32)
+                if (last_block - last_entry) * outer + of_round == first_block:
+                    first_entry = end - 1
+            for j in range(begin, end):
+                entry = tl.where(j == begin, first_entry, j - (first_entry > begin).to(tl.int32))
+                share = tl.zeros([BLOCK_M], tl.float32)
+                for piece in tl.static_range(tiles):
+                    k, v, mask = slash_tile(
+                        entry * tiles + piece, offs_n, slash_list, last_block, group, starts, k_ptr, v_ptr,
+                        stride_kr, stride_kn, stride_vr, stride_vn, key_len, outer,
+                        INNER, BLOCK, BLOCK_N, D, MASKED,
+                    )  # fmt: skip
+                    acc, m, l, tile_sum, alpha = _online_softmax(
+                        q, k, v, mask, acc, m, l, scale, MASKED, PREC
+                    )
+                    share = share * alpha + tile_sum
+                k_block = (last_block - tl.load(slash_list + entry).to(tl.int32)) * outer + of_round
+                mark = block_mark(share, least * l, SAMPLING)
+                mark = tl.where(block - k_block <= 1, LARGEST, mark)
+                add_mark(words, mark_row, k_block, mark)
+        else:
+            for j in range(begin * tiles, end * tiles):
+                k, v, mask = slash_tile(
+                    j, offs_n, slash_list, last_block, group, starts, k_ptr, v_ptr,
+                    stride_kr, stride_kn, stride_vr, stride_vn, key_len, outer,
+                    INNER, BLOCK, BLOCK_N, D, MASKED,
+                )  # fmt: skip
+                acc, m, l, tile_sum, alpha = _online_softmax(
+                    q, k, v, mask, acc, m, l, scale, MASKED, PREC
+                )
+    if COLUMNS and not MARKS:
+        acc, m, l = _attend_columns(
+            q, acc, m, l, scale, offs_n, starts, columns, column_ptr, member, column_k_ptr, column_v_ptr,
+            q_block, head, first_block, rank, world, round_index, outer,
+            INNER, HEADS, BLOCK, BLOCK_N, D, PACKED, PREC,
         )  # fmt: skip
-        for first in range(low, high, BLOCK_N):
-            k, v, mask = column_tile(
-                first, high, offs_n, block, starts, columns, member, column_k_ptr, column_v_ptr,
-                BLOCK, D, PACKED,
-            )  # fmt: skip
-            acc, m, l = _online_softmax(q, k, v, mask, acc, m, l, scale, True, PREC)
 
     out_ptr += batch * stride_ob + head * stride_oh
     # A row without any weight so far is stored as 0, and is NaN only if it has none at the end.
@@ -216,6 +321,7 @@ def forward(
     accumulator: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    marks: BlockMarks | None = None,
 ) -> None:
     """:func:`...attention.forward` into ``out``, which may be the accumulator."""
     length, batch, heads, dim = query.shape
@@ -240,6 +346,7 @@ def forward(
         query_len=length,
         softmax_scale=softmax_scale,
         **kv_arguments(query, key, value, column_kv, index, round_),
+        **mark_arguments(marks),
         LAST=round_.last,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,

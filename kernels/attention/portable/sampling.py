@@ -7,9 +7,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..sampling import LISTED as _LISTED
 from ..sampling import MAX_LOG2_WEIGHT as _MAX_LOG2_WEIGHT
 
 MAX_LOG2_WEIGHT = tl.constexpr(_MAX_LOG2_WEIGHT)
+LISTED = tl.constexpr(_LISTED)
 
 
 @triton.jit
@@ -30,27 +32,50 @@ def random_bits(seed, line, q_block, k_block):
 
 
 @triton.jit
-def kept_code(share, least_share, seed, line, q_block, k_block, SAMPLING: tl.constexpr):
-    """The code of one block, uint8.
-
-    Args:
-        share: of the block in each row, [rows].
-        seed: read if SAMPLING; else blocks below ``least_share`` are left out.
-    """
-    near = q_block - k_block <= 1
+def codes_of(marks, seed, line, q_block, k_block, SAMPLING: tl.constexpr):
+    """Codes, uint8, of blocks with marks, uint8; the seed is read if SAMPLING."""
+    codes = marks
     if SAMPLING:
-        # What is not a number is below nothing: such a block is kept, with weight 1.
-        log2_weight = tl.zeros(share.shape, tl.int32)
-        for k in tl.static_range(1, MAX_LOG2_WEIGHT + 1):
-            log2_weight += (share * (1 << k) <= least_share).to(tl.int32)
-        log2_weight = tl.where(near, 0, tl.min(log2_weight, 0))
+        missing = 2 * LISTED - marks.to(tl.int32)
+        log2_weight = tl.zeros(marks.shape, tl.int32)
+        for i in tl.static_range(1, MAX_LOG2_WEIGHT + 1):
+            log2_weight += (missing >= 1 << i).to(tl.int32)
         # In two steps: a shift by all 32 bits is undefined.
         rest = random_bits(seed, line, q_block, k_block) >> 1 >> (31 - log2_weight).to(tl.uint32)
-        code = tl.where(rest == 0, 1 + log2_weight, 0).to(tl.uint8)
+        codes = tl.where((rest == 0) & (marks > 0), 1 + log2_weight, 0).to(tl.uint8)
+    return codes
+
+
+@triton.jit
+def block_mark(share, least, SAMPLING: tl.constexpr):
+    """The mark of a block, int32.
+
+    Args:
+        share: of the block in each row, in any unit, [rows].
+        least: S in the same unit; infinite for rows that do not count.
+    """
+    if SAMPLING:
+        # What is not a number is above everything.
+        ratio = share / least
+        most = tl.max(tl.where(ratio <= 3e38, ratio, 3e38), 0)
+        mark = LISTED
+        for i in tl.static_range(MAX_LOG2_WEIGHT):
+            mark += (most * (2 << i) > 1.0).to(tl.int32) << i
     else:
-        above = tl.sum((share < least_share).to(tl.int32), 0) < share.shape[0]
-        code = (above | near).to(tl.uint8)
-    return code
+        mark = (tl.sum((share < least).to(tl.int32), 0) < share.shape[0]).to(tl.int32)
+    return mark
+
+
+@triton.jit
+def add_mark(words, row, k_block, mark):
+    """Or a mark, int32, to the byte of a key block.
+
+    Args:
+        row: offset of the query block's marks, in bytes.
+    """
+    byte = row + k_block
+    mark_at = mark << ((byte.to(tl.int32) & 3) * 8)
+    tl.atomic_or(words + (byte >> 2), mark_at, mask=mark > 0, sem="relaxed")
 
 
 @triton.jit

@@ -34,7 +34,8 @@ class Layer:
         self.saved = self._saved()
         self.input = self.saved["layer input"]
         again = not ours or ours.recompute_attention
-        self.carried = 0 if again else self.saved["attention output"] + self.saved["log-sum-exp"]
+        results = ("attention output", "log-sum-exp", "blocks of the pruned backward")
+        self.carried = 0 if again else sum(self.saved[name] for name in results)
         self.working = self._working()
 
     def bytes_of(self, width: float, element: int | None = None) -> int:
@@ -56,6 +57,7 @@ class Layer:
             "rotated queries, keys": size(self.q + self.kv) if rotary or args.qk_layernorm else 0,
             "attention output": size(self.q),
             "log-sum-exp": size(self.heads, 4),
+            "blocks of the pruned backward": packed_bytes(self),
             "MLP input": size(self.own_h),
             "MLP norm": size(self.own_h),
             "MLP before activation": size(self.setting.gated * self.ffn),
@@ -130,20 +132,34 @@ def ring_bytes(layer: Layer) -> int:
     return held + column_bytes(layer) + pruning_bytes(layer)
 
 
+def packed_bytes(layer: Layer) -> int:
+    """Of the codes of blocks (:class:`megatron_mtraining.ring.pruning.Marking`), which a pruned backward
+    needs of its forward."""
+    config = layer.setting.mtraining
+    if not config or not config.backward_threshold:
+        return 0
+    heads, blocks, own = _blocks(layer)
+    return heads * own * -(-blocks * (4 if config.backward_sampling else 1) // 8)
+
+
 def pruning_bytes(layer: Layer) -> int:
-    """Of :class:`megatron_mtraining.ring.pruning.PrunedPattern`: which blocks are kept, their lists at the
-    length they can have (with several rounds also the lists of the previous round), prefix counts, and the
-    attention that is left out."""
-    setting, args = layer.setting, layer.setting.args
+    """Of :class:`megatron_mtraining.ring.pruning.PrunedPattern`: the codes of blocks, a byte each, their
+    lists at the length they can have, prefix counts, and the attention that stays. The forward's marks take
+    as much as the codes, and are gone by then."""
+    setting = layer.setting
     if not setting.mtraining.backward_threshold:
         return 0
-    heads = args.micro_batch_size * layer.heads
-    blocks = args.seq_length // setting.mtraining.block_size
-    own = blocks // setting.cp
+    heads, blocks, own = _blocks(layer)
     counts = 4 * own * (setting.outer + setting.cp)
     causal = own * (blocks + 1) // 2  # about as many for every rank
-    lists = (8 if setting.outer > 1 else 4) * causal
-    return heads * (own * blocks + lists + counts) + layer.bytes_of(layer.heads, 4)
+    return heads * (own * blocks + 4 * causal + counts) + layer.bytes_of(layer.heads, 4)
+
+
+def _blocks(layer: Layer) -> tuple[int, int, int]:
+    """Heads of all batch entries on a GPU, blocks of the sequence, and of a rank's part."""
+    args = layer.setting.args
+    blocks = args.seq_length // layer.setting.mtraining.block_size
+    return args.micro_batch_size * layer.heads, blocks, blocks // layer.setting.cp
 
 
 def column_bytes(layer: Layer) -> int:

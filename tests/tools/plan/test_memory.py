@@ -50,6 +50,9 @@ SAVED = {
     + "--no-rope-fusion --position-embedding-type rope --swiglu --qk-layernorm --micro-batch-size 2 "
     + "--ffn-hidden-size 192 --mtraining-vertical 70 --mtraining-slash 60 --seq-length 640 "
     + "--max-position-embeddings 640",
+    "pruned backward": SMALL + "--no-rope-fusion --mtraining-backward-threshold 3",
+    "pruned backward, sampling": SMALL
+    + "--no-rope-fusion --mtraining-backward-threshold 3 --mtraining-backward-sampling",
 }
 BROAD = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --kv-channels 64 --ffn-hidden-size 4096 "
