@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .common import Row, percent, rows
+from .eval_tables import ruler_agreement, ruler_agreement_samples
 from .kernel_tables import (
     balance,
     balance_short,
@@ -79,6 +80,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     ),
     "worst_error": lambda: f"{worst_error():.2f}",
     "wire_errors": wire_errors,
+    "ruler_agreement_samples": ruler_agreement_samples,
 }  # fmt: skip
 """Figures in sentences, by name."""
 
@@ -106,5 +108,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "sparsebalance_waits": by_waits,
     "sparsebalance_measured": measured,
     "profile_errors": profile_errors,
+    "ruler_agreement": ruler_agreement,
 }
 """Tables, by name."""
