@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from . import backward_tables
 from .common import Row, percent, rows
+from .eval_tables import ruler_agreement, ruler_agreement_samples
 from .frontier_docs import after_training, chosen, predicted_steps, untrained
 from .kernel_tables import (
     balance,
@@ -96,6 +97,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "frontier_layer_512k": lambda: layer_of_dense("512k"),
     "worst_error": lambda: f"{worst_error():.2f}",
     "wire_errors": wire_errors,
+    "ruler_agreement_samples": ruler_agreement_samples,
 }  # fmt: skip
 """Figures in sentences, by name."""
 
@@ -129,5 +131,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "frontier_untrained": untrained,
     "frontier_trained": after_training,
     "frontier_steps": predicted_steps,
+    "ruler_agreement": ruler_agreement,
 }
 """Tables, by name."""

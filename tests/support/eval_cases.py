@@ -15,6 +15,8 @@ VOCABULARY, POSITIONS = 1024, 2048
 QUIET = ("--device", "cpu", "--dtype", "float32")
 SPARSE = ("--mtraining-price", "4", "--mtraining-window", "64", "--mtraining-block-size", "64")
 """Settings that leave much out at 1024 tokens."""
+HOTPOT_TOO_LONG = (*range(20), 21)
+"""Questions of :func:`ruler_data` whose documents do not fit 1024 tokens."""
 
 
 @functools.cache
@@ -53,6 +55,38 @@ def save_model(folder: Path, **changes) -> Path:
     )  # fmt: skip
     small_model(**{**sizes, **changes}).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
+    return folder
+
+
+def ruler_data(folder: Path) -> Path:
+    """Essays, SQuAD and HotpotQA in the forms that they are published in.
+
+    SQuAD's questions have two right answers, and the first documents of HotpotQA have more than 1024 tokens.
+    """
+    folder.mkdir()
+    essay = " ".join(f"Sentence {n} of the essay is about the number {n * 7}." for n in range(400))
+    (folder / "PaulGrahamEssays.json").write_text(json.dumps({"text": essay}))
+    answers = [{"text": "two"}, {"text": "Two, as before"}]
+    paragraphs = [
+        {
+            "context": f"Paragraph {n} says two.",
+            "qas": [
+                {"question": f"What says {n}-{k}?", "is_impossible": False, "answers": answers}
+                for k in range(17)
+            ],
+        }
+        for n in range(30)
+    ]
+    (folder / "squad.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
+    hotpot = [
+        {
+            "question": f"Who is {n}?",
+            "answer": "Ann",
+            "context": [[f"Title {n}", ["Ann is here. " * (400 if n in HOTPOT_TOO_LONG else 1)]]],
+        }
+        for n in range(510)
+    ]
+    (folder / "hotpotqa.json").write_text(json.dumps(hotpot))
     return folder
 
 

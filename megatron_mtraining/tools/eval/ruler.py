@@ -88,7 +88,7 @@ class _Data:
         function = task.config.custom_dataset
         names = function.__globals__
         self._check_fits(names)
-        changed = {each: _first(names[each], self.samples) for each in GENERATORS if each in names}
+        changed = {each: _first(names, each, self.samples) for each in GENERATORS if each in names}
         if self.file is not None:
             reader = "get_haystack" if self.file.name == ESSAYS else "download_json"
             if reader not in names:
@@ -139,9 +139,7 @@ class _Data:
     def _check_fits(self, names: dict) -> None:
         """lm-eval tries smaller samples for ever where the smallest do not fit."""
         make = names.get("generate_input_output")
-        # The samples are to be those of a run that has not looked.
-        state, state_of_numpy = random.getstate(), np.random.get_state()
-        own = names["RNG"].getstate() if "RNG" in names else None
+        as_before = _random_state(names)  # the samples are to be those of a run that has not looked
 
         def tokens(*args, **how) -> int:
             text = make(*args, **how)
@@ -159,10 +157,7 @@ class _Data:
             fits = needed[0] <= self.length
         else:
             return
-        random.setstate(state)
-        np.random.set_state(state_of_numpy)
-        if own is not None:
-            names["RNG"].setstate(own)
+        as_before()
         if not fits:
             raise ConfigError(
                 f"--lengths has {self.length}, in which samples of {self.name} do not fit with this "
@@ -171,15 +166,48 @@ class _Data:
             )
 
 
-def _first(make: Callable, samples: int) -> Callable:
-    """A function that makes only the first of lm-eval's 500 samples, which are the same ones."""
+def _first(names: dict, name: str, samples: int) -> Callable:
+    """A function that makes only the first of lm-eval's 500 samples, which are the same ones.
+
+    lm-eval skips samples that do not fit, and takes the next ones: as many more are made as are missing.
+    """
+    make = names[name]
 
     @functools.wraps(make)
     def made(*args, **how):
-        how["num_samples"] = min(how.get("num_samples", 500), samples)
-        return make(*args, **how)
+        every = how.get("num_samples", 500)
+        count, as_before = min(every, samples), _random_state(names)
+        while True:
+            try:
+                found = make(*args, **{**how, "num_samples": count})
+            except ValueError:  # none of these fits
+                if count == every:
+                    raise
+                found = []
+            if len(found) >= samples or count == every:
+                return found[:samples]
+            as_before()
+            count = min(every, max(2 * count, 16))
 
     return made
+
+
+def _random_state(names: dict) -> Callable[[], None]:
+    """A function that sets all generators of random numbers back to where they are now.
+
+    Args:
+        names: of a module of lm-eval, which may have a generator of its own.
+    """
+    state, state_of_numpy = random.getstate(), np.random.get_state()
+    own = names["RNG"].getstate() if "RNG" in names else None
+
+    def set_back() -> None:
+        random.setstate(state)
+        np.random.set_state(state_of_numpy)
+        if own is not None:
+            names["RNG"].setstate(own)
+
+    return set_back
 
 
 def _sentence_splitter_looked_for():
