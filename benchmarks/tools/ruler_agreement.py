@@ -119,7 +119,7 @@ def compared(options: argparse.Namespace, task: str) -> dict:
         "samples": len(ours),
         "tokens": max(row["tokens"] for row in ours),
         **{f"same_{name}": count for name, count in same.items()},
-        "score": score,
+        "score": round(score, 6),
         "score_lm_eval": round(their_score, 6),
         "seconds": seconds,
         "seconds_lm_eval": their_seconds,

@@ -58,6 +58,21 @@ def test_line_and_verdict():
     assert "3 prompts, 2 answers, 3 scores" in benchmark.line({**row, "same_answers": 2})
 
 
+def test_means_are_compared_to_six_digits(monkeypatch):
+    """The two sides do not add scores in the same order."""
+    from megatron_mtraining.tools.common.digests import digest_of_value
+
+    theirs = {"doc_id": 0, "doc": {"outputs": ["A"]}, "resps": [["a"]], "4096": 0.2}
+    theirs["arguments"] = {"gen_args_0": {"arg_0": "prompt", "arg_1": {}}}
+    prompt = digest_of_value(["prompt", {}, " A"])
+    ours = {"id": 0, "prompt": prompt, "answer": "a", "score": 0.2, "tokens": 9}
+    options = benchmark.parse(["--model", "model", "--folder", "folder"])
+    monkeypatch.setattr(benchmark, "of_lm_eval", lambda *_: ([theirs], 0.2, 1.0))
+    for mean, same in ((0.1 + 0.2 - 0.1, True), (0.2 + 1e-5, False)):
+        monkeypatch.setattr(benchmark, "of_mtraining", lambda *_, mean=mean: ([ours], mean, 1.0))
+        assert benchmark.agrees(benchmark.compared(options, "vt")) is same
+
+
 def test_tasks_without_data():
     options = benchmark.parse(["--model", "model", "--folder", "folder"])
     assert "vt" in options.tasks and "qa_squad" not in options.tasks
