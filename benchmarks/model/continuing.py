@@ -29,7 +29,7 @@ from .ruler_samples import Sample
 CHUNK = 4096
 """Tokens whose logits are held at once."""
 DENSE_TAIL = 64
-"""Last tokens of a prompt that attend to all keys, in answers with own attention and a dense tail."""
+"""Last tokens of a prompt that attend to all keys, with the answer's, in answers with a dense tail."""
 CURVE = (50, 100, 200, 300, 600, 1000, 1500, 2000, 3000)
 """Steps after which a run is judged, beside its last."""
 
@@ -121,8 +121,15 @@ def answered(model, given: Material) -> dict[str, float | None]:
     return dict(answer_loss=round(loss, 5), needle=round(share, 4))
 
 
+def longest_answer(given: Material) -> int:
+    """Tokens of it: in a forward of prompt and answer they come after the prompt's last ones."""
+    return max(given.answers, default=1)
+
+
 @torch.no_grad()
-def answered_ruler(model, samples: dict[str, list[Sample]]) -> dict[str, dict[str, list[float]]]:
+def answered_ruler(
+    model, samples: dict[str, list[Sample]], tail: bool = False
+) -> dict[str, dict[str, list[float]]]:
     """Of each task of RULER: the loss of each sample's right answer (teacher-forced), and whether every token
     of it is the likeliest one (1 or 0)."""
     was_training = model.training
@@ -130,6 +137,8 @@ def answered_ruler(model, samples: dict[str, list[Sample]]) -> dict[str, dict[st
     found = {}
     for task, some in samples.items():
         losses, right = [], []
+        if tail:
+            state_of(model).dense_tail = DENSE_TAIL + max(each.answer for each in some)
         for tokens, count in some:
             hidden = hidden_of(model, tokens[:-1])[-count:].float()
             logits = hidden @ model.get_output_embeddings().weight.float().T
@@ -223,11 +232,11 @@ def train(run: Run, given: Material, options) -> tuple[dict, object]:
     for kind in ("own", "dense") if run.config is None else ("own", "tail", "dense"):
         if run.config is not None:
             attend_by(model, None if kind == "dense" else run.attention)
-            state_of(model).dense_tail = DENSE_TAIL if kind == "tail" else 0
+            state_of(model).dense_tail = 0 if kind != "tail" else DENSE_TAIL + longest_answer(given)
         row |= {f"{name}_{kind}": value for name, value in answered(model, given).items()}
         if options.ruler is not None:
             samples = ruler_samples.read(options.ruler, options.device)
-            row[f"ruler_{kind}"] = answered_ruler(model, samples)
+            row[f"ruler_{kind}"] = answered_ruler(model, samples, kind == "tail")
     if run.config is not None and state_of(model).steering.moves:
         prices = np.array(state_of(model).steering.state())
         row["price_median"] = round(float(np.median(prices)), 5)

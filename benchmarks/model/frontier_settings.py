@@ -108,7 +108,8 @@ class Judge:
             means = take_means(self.model, training=False)
             density, recall = (each.double().mean().item() for each in means)
             answers = continuing.answered(self.model, self.given)
-            state_of(self.model).dense_tail = continuing.DENSE_TAIL
+            tail = continuing.DENSE_TAIL + continuing.longest_answer(self.given)
+            state_of(self.model).dense_tail = tail
             for name, value in continuing.answered(self.model, self.given).items():
                 answers[f"{name}_tail"] = value
             found = dict(loss=losses["all"], by_text=losses, **answers)

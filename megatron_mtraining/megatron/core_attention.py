@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from megatron.core import parallel_state
@@ -87,6 +88,10 @@ class MTrainingAttention(MegatronModule):
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
         self.mtraining = settings(config)
+        # An evaluation prepares nothing for a pruned backward, and draws nothing for its sampling.
+        self.of_evaluation = replace(
+            self.mtraining, backward_threshold=0.0, backward_sampling=False
+        )
         group = (
             parallel_state.get_context_parallel_group(check_initialized=False)
             if pg_collection is None
@@ -160,7 +165,7 @@ class MTrainingAttention(MegatronModule):
                     query,
                     key,
                     value,
-                    config=self.mtraining,
+                    config=self.mtraining if self.training else self.of_evaluation,
                     cp_group=self.cp_group,
                     cp_inner=self.cp_inner,
                     softmax_scale=self.softmax_scale,

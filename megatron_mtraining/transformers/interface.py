@@ -23,6 +23,8 @@ from .state import ATTRIBUTE, PatternState
 
 NAME = "mtraining"
 """Name of the attention implementation."""
+TAIL_ROWS = 256
+"""Rows of a dense tail that are computed at a time."""
 UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
 """Arguments of attention functions that change what attention computes."""
 
@@ -62,7 +64,8 @@ def configure(
             refused.
         dense_tail: in evaluation mode, this many last tokens of a prompt attend to all keys. A pattern is
             selected by what many queries attend to; the few queries of a question at the end of a prompt
-            have none of their own. In training mode there is no such tail.
+            have little say in it. Of packed sequences, those of the last one. Density does not count it. In
+            training mode there is no such tail.
 
     Returns:
         The state of the model: its prices, and means of density and recall.
@@ -223,12 +226,20 @@ def attention(
             f"the {place} is given a mask of shape {list(attention_mask.shape)}: attention mtraining takes "
             "a two-dimensional attention_mask, or none"
         )
+    tail = 0 if module.training else state.dense_tail
     documents = None
     if attention_mask is not None:
+        if tail and attention_mask.ends_in_padding():
+            raise ConfigError(
+                f"dense_tail is {tail}, and the batch has padding after its tokens: pad on the left "
+                '(tokenizer.padding_side = "left"), or leave dense_tail out'
+            )
         documents = attention_mask.documents(more.get("position_ids"), batch, length)
     # RoPE leaves float32 under autocast.
     query, key = query.to(value.dtype), key.to(value.dtype)
     config, policies, price = state.config, state.policies(layer), state.price(layer, query.device)
+    if not module.training:
+        config = _without_pruning(config)
     if not _fits(config, length):
         config, policies, price = _dense(config), None, None
     try:
@@ -245,8 +256,8 @@ def attention(
         raise ConfigError(f"the {place} cannot run: {error}") from error
     state.observe(layer, result.index, module.training)
     out = result.out.transpose(0, 1)
-    if state.dense_tail and not module.training:
-        out = with_dense_tail(out, query, key, value, documents, scaling, state.dense_tail)
+    if tail:
+        out = with_dense_tail(out, query, key, value, documents, scaling, tail)
     return out, None
 
 
@@ -264,17 +275,25 @@ def with_dense_tail(
     Args:
         query: ``[b, h, s, d]``; key, value ``[b, hk, s, d]``.
     """
-    length = query.shape[2]
-    first = max(0, length - count)
+    batch, heads, length, dim = query.shape
+    groups = key.shape[1]
     position = torch.arange(length, device=query.device)
-    own = position[first:, None]  # [n, 1]
-    sees = position <= own
-    if documents is not None:
-        sees = sees & (position >= documents.starts[:, None, first:, None])  # [b, 1, n, s]
-    tail = torch.nn.functional.scaled_dot_product_attention(
-        query[:, :, first:], key, value, attn_mask=sees, scale=scaling, enable_gqa=True
-    )
-    return torch.cat((out[:, :first], tail.transpose(1, 2)), 1)
+    parts = [out[:, : max(0, length - count)]]
+    for first in range(max(0, length - count), length, TAIL_ROWS):
+        rows = query[:, :, first : first + TAIL_ROWS]
+        number = rows.shape[2]
+        own = position[first : first + number, None]  # [n, 1]
+        sees = position <= own
+        if documents is not None:
+            starts = documents.starts[:, first : first + number, None]
+            sees = sees & (position >= starts)  # [b, n, s]
+        # The heads of a group are rows of one head: no key or value is copied for them.
+        sees = sees.expand(batch, number, length).repeat(1, heads // groups, 1)[:, None]
+        tail = torch.nn.functional.scaled_dot_product_attention(
+            rows.reshape(batch, groups, -1, dim), key, value, attn_mask=sees, scale=scaling
+        )
+        parts.append(tail.reshape(batch, heads, number, dim).transpose(1, 2))
+    return torch.cat(parts, 1)
 
 
 @lru_cache(maxsize=64)
@@ -290,6 +309,12 @@ def _fits(config: MTrainingConfig, length: int) -> bool:
 def _dense(config: MTrainingConfig) -> MTrainingConfig:
     """The settings of dense attention, for sequences of any length."""
     return replace(config, policy=DENSE, window=0, sink=0)
+
+
+@lru_cache(maxsize=64)
+def _without_pruning(config: MTrainingConfig) -> MTrainingConfig:
+    """The settings of evaluation, which prepares nothing for a pruned backward."""
+    return replace(config, backward_threshold=0.0, backward_sampling=False)
 
 
 def _check_call(module: nn.Module, place: str, dropout: float, more: dict) -> None:

@@ -29,6 +29,13 @@ class PatternMask:
     def __init__(self, tokens: Tensor | None, packed: bool):
         self.tokens, self.packed = tokens, packed
         self._documents: Documents | None = None
+        self._ends: bool | None = None
+
+    def ends_in_padding(self) -> bool:
+        """Whether some batch entry has padding after its tokens. Waits for the device, once."""
+        if self._ends is None:
+            self._ends = self.tokens is not None and not bool(self.tokens[:, -1].all())
+        return self._ends
 
     def documents(self, position_ids: Tensor | None, batch: int, length: int) -> Documents:
         """The documents of the batch, made at the first call.

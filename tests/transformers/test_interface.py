@@ -328,3 +328,28 @@ def test_without_settings_it_says_what_to_do(tokens):
     model.set_attn_implementation("mtraining")
     with pytest.raises(ConfigError, match="configure"):
         model(tokens, use_cache=False)
+
+
+def test_a_dense_tail_needs_padding_on_the_left(tokens):
+    mask = torch.ones(2, SEQ, dtype=torch.long)
+    mask[1, -9:] = 0
+    ours = with_tail(small_model(), SPARSE, 8)
+    ours(tokens, attention_mask=mask)  # training has no tail
+    with pytest.raises(ConfigError, match="pad on the left"):
+        ours.eval()(tokens, attention_mask=mask)
+
+
+def test_evaluation_draws_nothing_for_the_backward(tokens):
+    given = dict(vertical=16, slash=4, sink=1, window=64, block_size=64)
+    pruned = dict(given, backward_threshold=1.0, backward_sampling=True)
+    model = small_model()
+
+    def drawn(options, training):
+        ours = with_pattern(model, MTrainingConfig.from_options(**options)).train(training)
+        torch.manual_seed(3)
+        with torch.no_grad():
+            ours(tokens, use_cache=False)
+        return torch.rand(()).item()
+
+    assert drawn(pruned, training=False) == drawn(given, training=False)
+    assert drawn(pruned, training=True) != drawn(given, training=True)

@@ -98,6 +98,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         per = {"needle": "samples of a length and depth", "perplexity": "windows of a length"}
         what = f"the most {per.get(name, 'samples of a task and length')} (%(default)s)"
         add("--samples", type=int, default=SAMPLES[name], metavar="N", help=what)
+        command.set_defaults(dense_tail=0)
+        if name != "perplexity":  # whose windows are no prompts
+            what = (
+                "with sparse attention, the last N tokens of each prompt attend to all keys, as the few "
+                "queries of a question at its end have little say in the pattern (%(default)s)"
+            )
+            add("--dense-tail", type=int, default=0, metavar="N", help=what)
         _ADDED[name](add)
         _add_common(command)
 
@@ -163,11 +170,6 @@ def _add_common(command: argparse.ArgumentParser) -> None:
         "converted checkpoint)"
     )
     add("--like", type=Path, metavar="HF_FOLDER", help=what)
-    what = (
-        "with sparse attention, the last N tokens of each prompt attend to all keys, as the few queries of a "
-        "question at its end have little say in the pattern (%(default)s)"
-    )
-    add("--dense-tail", type=int, default=0, metavar="N", help=what)
     what = "extend the model's positions by this factor with YaRN"
     add("--yarn", type=float, metavar="FACTOR", help=what)
     add("--device", help="cuda if there is a GPU, else cpu")
@@ -265,6 +267,11 @@ def _check_numbers(values: argparse.Namespace, lengths: tuple[int, ...]) -> None
             raise ConfigError(f"--{name} is {value}: use 1 or more")
     if values.dense_tail < 0:
         raise ConfigError(f"--dense-tail is {values.dense_tail}: use a number of tokens, 0 or more")
+    if lengths and values.dense_tail >= min(lengths):
+        raise ConfigError(
+            f"--dense-tail is {values.dense_tail}, and --lengths has {min(lengths)}: all of a prompt would "
+            "be dense; use less, such as 64"
+        )
     shortest = SHORTEST.get(values.benchmark, 0)
     for length in lengths:
         if length < shortest:

@@ -48,6 +48,7 @@ CASES = {
     "like": ("needle --lengths 512 --like EMPTY", ["--like is EMPTY", "not a Megatron checkpoint"]),
     "yarn": ("needle --yarn 0.5", ["--yarn is 0.5"]),
     "tail": ("needle --dense-tail -1", ["--dense-tail is -1"]),
+    "whole tail": ("needle --lengths 1024 --dense-tail 1024", ["--dense-tail is 1024", "use less"]),
     "tail of dense attention": (
         "needle --attention dense --dense-tail 8", ["--dense-tail is given", "--attention is dense"],
     ),
