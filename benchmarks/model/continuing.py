@@ -103,21 +103,25 @@ def judged(model, held_out: dict[str, Tensor]) -> dict[str, float]:
     return {"all": round(torch.cat(list(losses.values())).double().mean().item(), 6), **found}
 
 
+def teacher_forced(model, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The loss of the last ``count`` tokens, an answer, and whether each is the likeliest (1 or 0)."""
+    hidden = hidden_of(model, tokens[:-1])[-count:].float()
+    logits, answer = hidden @ model.get_output_embeddings().weight.float().T, tokens[-count:]
+    loss = torch.nn.functional.cross_entropy(logits, answer)
+    return loss, (logits.argmax(-1) == answer).all().float()
+
+
 @torch.no_grad()
 def answered(model, given: Material) -> dict[str, float | None]:
     """Teacher-forced loss of the needles' answers, and the share of them that are right in every token."""
     was_training = model.training
     model.eval()
-    losses, right = [], []
-    for tokens, count in zip(given.needles, given.answers):
-        hidden = hidden_of(model, tokens[:-1])[-count:].float()
-        logits = hidden @ model.get_output_embeddings().weight.float().T
-        losses.append(torch.nn.functional.cross_entropy(logits, tokens[-count:]))
-        right.append((logits.argmax(-1) == tokens[-count:]).all())
+    found = [teacher_forced(model, *each) for each in zip(given.needles, given.answers)]
     model.train(was_training)
-    if not losses:
+    if not found:
         return dict(answer_loss=None, needle=None)
-    loss, share = torch.stack(losses).mean().item(), torch.stack(right).float().mean().item()
+    losses, right = zip(*found)
+    loss, share = torch.stack(losses).mean().item(), torch.stack(right).mean().item()
     return dict(answer_loss=round(loss, 5), needle=round(share, 4))
 
 
@@ -136,14 +140,9 @@ def answered_ruler(
     model.eval()
     found = {}
     for task, some in samples.items():
-        losses, right = [], []
         if tail:
             state_of(model).dense_tail = DENSE_TAIL + max(each.answer for each in some)
-        for tokens, count in some:
-            hidden = hidden_of(model, tokens[:-1])[-count:].float()
-            logits = hidden @ model.get_output_embeddings().weight.float().T
-            losses.append(torch.nn.functional.cross_entropy(logits, tokens[-count:]))
-            right.append((logits.argmax(-1) == tokens[-count:]).all().float())
+        losses, right = zip(*[teacher_forced(model, *each) for each in some])
         loss, share = torch.stack(losses).tolist(), torch.stack(right).tolist()
         found[task] = dict(loss=[round(each, 4) for each in loss], right=share)
     model.train(was_training)
@@ -229,13 +228,13 @@ def train(run: Run, given: Material, options) -> tuple[dict, object]:
         seconds=round(spent, 1), step_ms=round(1e3 * spent / run.steps, 2), jobs=options.jobs,
         losses=[round(loss, 4) for loss in losses],
     )  # fmt: skip
+    samples = options.ruler and ruler_samples.read(options.ruler, options.device)
     for kind in ("own", "dense") if run.config is None else ("own", "tail", "dense"):
         if run.config is not None:
             attend_by(model, None if kind == "dense" else run.attention)
             state_of(model).dense_tail = 0 if kind != "tail" else DENSE_TAIL + longest_answer(given)
         row |= {f"{name}_{kind}": value for name, value in answered(model, given).items()}
-        if options.ruler is not None:
-            samples = ruler_samples.read(options.ruler, options.device)
+        if samples is not None:
             row[f"ruler_{kind}"] = answered_ruler(model, samples, kind == "tail")
     if run.config is not None and state_of(model).steering.moves:
         prices = np.array(state_of(model).steering.state())
