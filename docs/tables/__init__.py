@@ -24,7 +24,7 @@ from .kernel_tables import (
     worst_error,
 )
 from .pattern_tables import patterns, patterns_long, patterns_smol
-from .profile_tables import profile_errors
+from .profile_tables import profile_command, profile_errors, profile_seconds
 from .sparsebalance_tables import (
     by_gpus,
     by_waits,
@@ -73,6 +73,7 @@ def layer_of_dense(label: str) -> str:
 
 
 FIGURES: dict[str, Callable[[], str]] = {
+    "profile_seconds": profile_seconds,
     "step_512k": lambda: seconds_of(step(524288)),
     "step_512k_dense": lambda: seconds_of(dense_of(step(524288))),
     "step_512k_ratio": lambda: ratio_of_step(524288),
@@ -126,6 +127,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sparsebalance_measured": measured,
     "sparsebalance_loss": trained_with,
     "profile_errors": profile_errors,
+    "profile_command": profile_command,
     "backward_gradient": backward_tables.gradient,
     "backward_times": backward_tables.times,
     "frontier_untrained": untrained,

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The errors of the H200's latency profile, from the profile itself."""
+"""The errors of latency profiles on an H200, from the profiles themselves."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import json
 from .common import RESULTS, percent, table
 
 PROFILE = RESULTS.parents[1] / "megatron_mtraining" / "balance" / "profiles" / "nvidia_h200.json"
+COMMAND = RESULTS / "profile_command.json"
+"""What the command of today wrote, without kernels in Triton's cache."""
 NAMES = {
     "total": "search, forward and backward",
     "search": "search",
@@ -20,8 +22,22 @@ NAMES = {
 
 
 def profile_errors() -> str:
-    """Errors on shapes that were not fitted."""
-    profile = json.loads(PROFILE.read_text(encoding="utf-8"))
+    """Errors of the package's profile on shapes that were not fitted."""
+    return _errors(PROFILE)
+
+
+def profile_command() -> str:
+    """Errors of what the command of today wrote."""
+    return _errors(COMMAND)
+
+
+def profile_seconds() -> str:
+    """How long it took."""
+    return f"{json.loads(COMMAND.read_text(encoding='utf-8'))['seconds']:.0f} s"
+
+
+def _errors(path) -> str:
+    profile = json.loads(path.read_text(encoding="utf-8"))
     errors = profile["errors"]
     body = [
         [name, percent(errors[key]["median"]), percent(errors[key]["worst"]), errors[key]["shapes"]]
@@ -30,6 +46,6 @@ def profile_errors() -> str:
     versions = profile["versions"]
     return (
         table(["time of", "median error", "worst", "shapes"], body)
-        + f"\n\nRows: `{PROFILE.name}`; {profile['gpu']}, torch {versions['torch']}, Triton "
+        + f"\n\nRows: `{path.name}`; {profile['gpu']}, torch {versions['torch']}, Triton "
         f"{versions['triton']}; commit {profile['commit']}."
     )
