@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_mtraining.attention import AttentionResult, attend
-from megatron_mtraining.config import BlockListPolicy
+from megatron_mtraining.config import XAttentionPolicy
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.pattern import search_pattern
 from megatron_mtraining.tools.profile.timing import Clock
@@ -68,7 +68,7 @@ class Layer:
         """
         config = config_of(setting, self.block)
         index, search = self.search(setting), partial(self.search, setting)  # compiles
-        waits = isinstance(config.policy, BlockListPolicy)
+        waits = isinstance(config.policy, XAttentionPolicy)
         searched = self.clock(search, waits=waits)
         density = index.density().double().mean().item()
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -115,7 +115,7 @@ class Layer:
             torch.autograd.grad(out, leaves, grad)
 
         found = {}
-        waits = isinstance(config.policy, BlockListPolicy)
+        waits = isinstance(config.policy, XAttentionPolicy)
         for keeps in ("result", "pattern", "nothing"):
             step(keeps)
             found[keeps] = dict(ms=round(self.clock(partial(step, keeps), waits=waits).gpu, 5))

@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..config import BlockListPolicy, Policy
+from ..config import BlockListPolicy, MobaPolicy, Policy
 from ..layout import block_at, owner_of
-from .block_list_index import BlockListIndex, build_block_index
+from .block_list_index import MOST, BlockListIndex, build_block_index
 from .key_block_selection import select_key_blocks
 from .vertical_slash_search import SearchInput, select_vertical_slash
 
@@ -32,17 +32,43 @@ def search_block_lists(
     blocks = torch.zeros(
         batch, heads, num_blocks // cp.world, num_blocks, dtype=torch.uint8, device=query.device
     )
+    always = rows.window_blocks - 1, -(-config.sink // config.block_size)
     for policy in dict.fromkeys(p for p in policies if isinstance(p, BlockListPolicy)):
-        own = torch.tensor([each == policy for each in policies], device=query.device)
         selected = select_key_blocks(
             query, given.key, policy, cp, rows.softmax_scale,
-            block_size=config.block_size, window_blocks=rows.window_blocks - 1,
-            sink_blocks=-(-config.sink // config.block_size), documents=rows.documents,
+            block_size=config.block_size, window_blocks=always[0], sink_blocks=always[1],
+            documents=rows.documents,
         )  # fmt: skip
-        recall = torch.where(own, _recall(given, selected), recall)
-        blocks = torch.where(own[:, None, None], selected, blocks)
-    index = build_block_index(blocks, distances.bool(), columns, *given.layout, rank=cp.rank)
+        if all(each == policy for each in policies):
+            recall, blocks = _recall(given, selected), selected
+        else:
+            own = torch.tensor([each == policy for each in policies], device=query.device)
+            recall = torch.where(own, _recall(given, selected), recall)
+            blocks = torch.where(own[:, None, None], selected, blocks)
+    index = build_block_index(
+        blocks, distances.bool(), columns, *given.layout, rank=cp.rank,
+        capacity=_most_entries(policies, tuple(blocks.shape), sum(always)),
+    )  # fmt: skip
     return replace(index, recall=recall)
+
+
+def _most_entries(
+    policies: Sequence[Policy], shape: tuple[int, int, int, int], always: int
+) -> int | None:
+    """How many entries the lists have at most, where the policies say so, so that nothing is read back to the
+    host; else None.
+
+    Args:
+        shape: of the blocks, ``(b, h, nb, NB)``.
+        always: key blocks that are kept in addition to a query block's own and those of the policy.
+    """
+    batch, _, local, num_blocks = shape
+    entries = 0
+    for policy in policies:
+        if not isinstance(policy, MobaPolicy):
+            return None
+        entries += batch * local * min(num_blocks, policy.top_k + always + 1)
+    return entries if entries <= MOST else None
 
 
 def _recall(given: SearchInput, blocks: Tensor) -> Tensor:

@@ -43,7 +43,9 @@ def test_the_table_of_a_gpu_is_that_of_the_cpu(no_wait, on_device):
         assert table.on_device("multipliers").device.type == device.type
     assert found["cuda"][0] == found["cpu"][0] == {"planned": 0.0, "price": 0.25}
     for name, rows in found["cpu"][1].items():
-        torch.testing.assert_close(torch.tensor(found["cuda"][1][name]), torch.tensor(rows), msg=name)
+        torch.testing.assert_close(
+            torch.tensor(found["cuda"][1][name]), torch.tensor(rows), msg=name
+        )
     assert found["cuda"][1]["density_sum"][0][1] == pytest.approx(0.4)
     assert found["cuda"][1]["measured_ms"] == [[0, 1, 0], [0, 1.5, 0]]
 

@@ -9,7 +9,9 @@ import torch.distributed as dist
 
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.attention import attend
+from megatron_mtraining.config import MobaPolicy
 from megatron_mtraining.cp_group import CPGroup
+from megatron_mtraining.documents import Documents
 from megatron_mtraining.layout import stripe
 from megatron_mtraining.pattern import build_index, search_pattern
 from megatron_mtraining.pattern.sampled_rows import stratified_rows
@@ -259,3 +261,30 @@ def test_a_part_that_is_no_multiple_of_the_block_is_refused():
     query, key, _, _ = random_operands(100, 1, 2, 2, 64, torch.float32, "cpu")
     with pytest.raises(ValueError, match="200 tokens"):
         search_pattern(query, key, settings(), two, 0.125)
+
+
+@pytest.mark.gpu
+def test_a_search_for_block_lists_of_known_length_waits_for_nothing():
+    torch.manual_seed(0)
+    query, key = (torch.randn(4096, 1, h, 64, device="cuda", dtype=torch.bfloat16) for h in (4, 2))
+    config = MTrainingConfig(policy=MobaPolicy(top_k=3))
+    search_pattern(query, key, config, CPGroup(None), 0.125)  # compilation may synchronise
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        search_pattern(query, key, config, CPGroup(None), 0.125)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("sink, window", [(0, 0), (128, 512), (1000, 2000)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_lists_of_moba_fit_what_is_allocated_for_them(sink, window, packed):
+    """The device checks it: a search with too small lists raises."""
+    query, key = (torch.randn(2048, 2, h, 32) for h in (4, 2))
+    documents = Documents.from_lengths([700, 1000, 348], 2048) if packed else None
+    config = MTrainingConfig(policy=MobaPolicy(top_k=3), sink=sink, window=window)
+    index = search_pattern(query, key, config, CPGroup(None), 0.125, documents=documents)
+    entries = int(index.round_ptr[-1])
+    assert 0 < entries <= len(index.round_list) == len(index.rank_list)
+    assert int(index.block_mask(0).sum()) == entries

@@ -93,7 +93,7 @@ def compile_cases(device: torch.device, text: str) -> None:
         measure(case, device, _no_clock, {})
 
 
-def _no_clock(run: Callable[[], object], waits: bool = False) -> Time:
+def _no_clock(run: Callable[[], object]) -> Time:
     """In place of :class:`.timing.Clock`. What is measured has run once before."""
     return Time(0.0, 0.0)
 

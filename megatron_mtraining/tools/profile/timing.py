@@ -33,7 +33,7 @@ class Clock:
     """Measures runs on one device.
 
     A GPU first sleeps while the host launches: so no kernel waits for the host, and the time between two
-    events is the GPU's. What waits for the GPU itself, as the search of block lists does, cannot be launched
+    events is the GPU's. What waits for the GPU itself, as the search of xattention does, cannot be launched
     ahead; its waiting is in its time, of the GPU and of the host. What else the host does only adds to that,
     so each run is timed by itself and the shortest time is taken.
     """
