@@ -34,7 +34,8 @@ def newest(rows: Iterable[Row], *names: str) -> list[Row]:
 
 
 def joined(rows: list[Row]) -> list[Row]:
-    """A row for each model, length, policy, wanted density and number of training steps (None: none).
+    """A row for each model, length, policy, wanted density, and number of training steps with a learning rate
+    (None: not trained).
 
     Losses are ratios to dense attention's, less 1: of training, of the dense run with the same seed, steps
     and learning rate; means over seeds, with half of their range (``_spread``).
@@ -48,8 +49,9 @@ def joined(rows: list[Row]) -> list[Row]:
     for key in keys:
         zero = next((row for row in judged if tuple(row[name] for name in KEY) == key), None)
         own = [row for row in trained if tuple(row[name] for name in KEY) == key]
-        for steps in sorted({row["steps"] for row in own}) or [None]:
-            some = [row for row in own if row["steps"] == steps]
+        lengths = sorted({(row["steps"], row["lr"]) for row in own})
+        for length in lengths or [None]:
+            some = [row for row in own if (row["steps"], row["lr"]) == length]
             found.append(_row(key, zero, some, dense, timed))
     return found
 
@@ -76,7 +78,7 @@ def _row(
         recall_trained=mean(each["recall"] for each in own),
         recall_by=SELECTING if policy.endswith(LAST) or policy == "published" else "held-out rows",
         zero_over_dense=zero and zero["zero_over_dense"],
-        steps=own[0]["steps"] if own else None, seeds=len(pairs),
+        steps=own[0]["steps"] if own else None, lr=own[0]["lr"] if own else None, seeds=len(pairs),
     )  # fmt: skip
     for name, values in more.items():
         row[f"trained_{name}_over_dense"] = mean(values)

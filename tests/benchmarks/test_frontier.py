@@ -412,6 +412,14 @@ def test_joined_rows(made_up):
     assert all(set(fields.split()) | {"commit", "command"} <= row.keys() for row in rows.values())
 
 
+def test_runs_of_two_learning_rates_are_two_rows(made_up):
+    other = [train_row("dense", None, 1, 2.5, 2.5), train_row("price", 0.15, 1, 2.75, 2.5)]
+    rows = frontier_rows.joined([*made_up, *({**row, "lr": 1e-4} for row in other)])
+    rows = {row["lr"]: row for row in rows if row["policy"] == "price"}
+    assert rows[3e-5]["trained_own_over_dense"] == pytest.approx(0.015) and rows[3e-5]["seeds"] == 2
+    assert rows[1e-4]["trained_own_over_dense"] == pytest.approx(0.1) and rows[1e-4]["seeds"] == 1
+
+
 def test_table_and_pictures(made_up, tmp_path):
     pytest.importorskip("matplotlib")
     rows = frontier_tables.write(made_up, tmp_path / "frontier.jsonl")
