@@ -387,8 +387,7 @@ def ablation_table(rows: list[dict], joined_rows: list[dict]) -> str:
                 *(f"{times[label]:.3f}" if label in times else "" for label in ("128k", "512k")),
             ]
         )  # fmt: skip
-    lines = [header, ["---"] * len(header), *body]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    return frontier_tables.markdown(header, body)
 
 
 def options_from(words: list[str] | None = None) -> argparse.Namespace:

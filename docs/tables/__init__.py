@@ -12,7 +12,14 @@ from collections.abc import Callable
 from . import backward_tables
 from .common import Row, percent, rows
 from .eval_tables import ruler_agreement, ruler_agreement_samples
-from .frontier_docs import after_training, chosen, predicted_steps, untrained
+from .frontier_docs import (
+    ablations_by_loss,
+    ablations_by_time,
+    after_training,
+    chosen,
+    predicted_steps,
+    untrained,
+)
 from .kernel_tables import (
     balance,
     balance_short,
@@ -133,6 +140,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "frontier_untrained": untrained,
     "frontier_trained": after_training,
     "frontier_steps": predicted_steps,
+    "ablations_by_loss": ablations_by_loss,
+    "ablations_by_time": ablations_by_time,
     "ruler_agreement": ruler_agreement,
 }
 """Tables, by name."""

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from benchmarks.model import frontier_tables
+from collections.abc import Callable
+
+from benchmarks.model import ablations, frontier_tables
 
 from . import step_tables
 from .common import Row, percent, rows, source, table, tokens
@@ -71,6 +73,33 @@ def predicted_steps() -> str:
     ]
     header += ["dense step, measured", "over dense, predicted"]
     return table(header, body) + source([*_apart([setting]), *used], "frontier")
+
+
+def ablations_by_loss() -> str:
+    """What each part costs in loss, after training."""
+    return _ablations(lambda row: row["loss_over_dense"] is not None)
+
+
+def ablations_by_time() -> str:
+    """What each part costs in time."""
+    return _ablations(lambda row: row["loss_over_dense"] is None)
+
+
+def _ablations(wanted: Callable[[Row], bool]) -> str:
+    found = [row for row in rows("ablations") if wanted(row)]
+    measured = [row for row in found if "source" not in row]
+    files = dict.fromkeys(f"`{row['source']}`" for row in found if "source" in row)
+    where = [f"from {', '.join(files)}"] if files else []
+    if measured:
+        where += [
+            f"{measured[0]['gpu']}, torch {measured[0]['torch']}, Triton {measured[0]['triton']}"
+        ]
+    commits = [row.get("source_commit", row["commit"]).split(", ") for row in found]
+    known = dict.fromkeys(commit for some in commits for commit in some)
+    return (
+        ablations.ablation_table(found, frontier_rows())
+        + f"\n\nRows: `ablations.jsonl`; {'; '.join(where)}; commit {', '.join(known)}."
+    )
 
 
 def _apart(found: list[Row]) -> list[Row]:
