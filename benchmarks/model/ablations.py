@@ -284,7 +284,8 @@ def rings(results: Path) -> list[dict]:
     """Forward and backward of a layer over several GPUs, flat and hierarchical, of the same commit."""
     newest: dict = {}
     for row in jobs.read(results / "rings.jsonl"):
-        if row["impl"] in RINGS:
+        # A plain ring is flat by its name, too; within one host it is measured for its balance alone.
+        if row["impl"] in RINGS and (row["inner"] != 1 or row.get("hosts", 1) > 1):
             hosts = row.get("hosts", 1)
             place = row["case"], row["world"], hosts, row["commit"], row["gpu"]
             newest.setdefault(place, {})[RINGS[row["impl"]]] = row
