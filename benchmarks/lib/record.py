@@ -66,7 +66,7 @@ def command() -> str:
     for at in range(2, len(words)):
         if words[at].startswith("--"):
             option = words[at]
-        elif option in ("--cache", "--data", "--frontier", "--model", "--ruler", "--text"):
+        elif option in ("--cache", "--data", "--frontier", "--model", "--ruler", "--text", "--weights"):
             words[at] = Path(words[at]).name
     for name in ("--output", "--log", "--timeline", "--traces", "--folder", "--results", "--save"):
         while name in words:
