@@ -103,7 +103,7 @@ ON_CPU = """
 # Without a loss for balance, which is a mean over a rank's own tokens.
 MOE = """
     --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0
-    --moe-token-dispatcher-type alltoall --moe-ffn-hidden-size {size}
+    --moe-token-dispatcher-type {dispatcher} --moe-ffn-hidden-size {size}
 """
 
 
@@ -113,7 +113,8 @@ def model_words(options, kind: str) -> list[str]:
     words = COMMON + (ON_GPU if gpu else ON_CPU)
     words += f" --seq-length {options.seq} --max-position-embeddings {options.seq}"
     if kind == "experts":
-        words += MOE.format(size=1024 if gpu else 64)
+        dispatcher, size = ("alltoall", 1024) if gpu else ("allgather", 64)
+        words += MOE.format(dispatcher=dispatcher, size=size)
     if gpu and options.transformer_impl == "local":
         words += " --no-rope-fusion --no-persist-layer-norm"
     if gpu:
