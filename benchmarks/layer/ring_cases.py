@@ -104,7 +104,8 @@ def host_cases(seq: int) -> list[Case]:
         f"all distances, {pruned}": dict(vertical=0, slash=seq, threshold=THRESHOLD),
     }
     return [
-        Case(f"{seq // 1024}K {name}", seq, by_name=True, **fields) for name, fields in found.items()
+        Case(f"{seq // 1024}K {name}", seq, by_name=True, **fields)
+        for name, fields in found.items()
     ]
 
 
@@ -124,7 +125,6 @@ def cases_for(texts: list[str] | None, slow_links: bool) -> list[Case]:
         return [
             case
             for case in CASES
-            if case.name in texts
-            or (not case.by_name and any(text in case.name for text in texts))
+            if case.name in texts or (not case.by_name and any(text in case.name for text in texts))
         ]
     return [case for case in CASES if not case.by_name and (slow_links or not case.slow_link)]

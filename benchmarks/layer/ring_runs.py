@@ -169,7 +169,9 @@ def settings_of(case: Case, setting: Setting, operands, ring: Ring) -> MTraining
         return case.config()
     query, key, _, _ = operands
 
-    def density_of(found) -> float:  # the pattern is the same on all ranks, and so is what they try next
+    def density_of(
+        found,
+    ) -> float:  # the pattern is the same on all ranks, and so is what they try next
         config = config_of(found, BLOCK)
         index = search_pattern(query, key, config, ring.cp, setting.scale)
         return index.density().double().mean().item()
@@ -214,9 +216,9 @@ def sparse_runs(case: Case, setting: Setting, operands, ring: Ring, inner: int) 
                 *tensors[:2], config, ring.cp, setting.scale,
                 gather_keys=keys.gather_column_keys,
             )  # fmt: skip
-            return ring_attention(
-                *tensors, index, ring, setting.scale, keys=keys, pruning=pruning
-            )[0]
+            return ring_attention(*tensors, index, ring, setting.scale, keys=keys, pruning=pruning)[
+                0
+            ]
 
         return run
 

@@ -170,8 +170,8 @@ def imbalance(ranks: list[list[Span]]) -> tuple[float, float] | tuple[None, None
 
 
 def by_round(ranks: list[list[Span]]) -> dict[str, list[list[float]]]:
-    """Milliseconds of kernels by phase, rank and round, the rounds in the order that the rank takes them; what
-    belongs to no round is left out."""
+    """Milliseconds of kernels by phase, rank and round, the rounds in the order that the rank takes them.
+    Kernels that belong to no round are left out."""
     found: dict[str, list[dict[int, float]]] = {}
     for rank, spans in enumerate(ranks):
         for span in spans:

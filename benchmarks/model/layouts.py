@@ -4,12 +4,12 @@
     python -m benchmarks.model.layouts MEGATRON_LM --layout "CP 4" --folder FOLDER
     python -m benchmarks.model.layouts MEGATRON_LM --list
 
-Trains a small model with ``pretrain_gpt.py`` for a few steps, from the same weights in every layout: a run of
-one process saves them in the folder once. Appends a row to ``results/layouts.jsonl`` with the losses, and with
-how far they are from those of the layout of one process (``worst``, a share of the loss): losses of bf16 runs
-are equal if that is at most a rounding of bf16, 2^-8. The layouts named "again" repeat a run, and compare with
-it digit by digit (``equal``). Layouts of dense attention, Transformer Engine's, show what the sums of other
-parts differ by. Attention is sparse in all others, with the same budgets.
+Trains a small model with ``pretrain_gpt.py`` for a few steps, from the same weights in every layout: a run
+of one process saves them in the folder once. Appends a row to ``results/layouts.jsonl`` with the losses, and
+with how far they are from those of the layout of one process (``worst``, a share of the loss). Losses of bf16
+runs count as equal up to a rounding of bf16, 2^-8. The layouts named "again" repeat a run, and compare with
+it digit by digit (``equal``). Layouts of dense attention, Transformer Engine's, show how much the sums of the
+model's other parts differ. Attention is sparse in all others, with the same budgets.
 
 The layout of one process comes first: the others read its row.
 """

@@ -178,7 +178,12 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--profile", type=Path, help="a latency profile; default: the GPU's own")
     add("--script", type=Path, default=SCRIPT, help="a recipe")
     add("--name", help="the row's name for the model (default: the recipe's)")
-    add("--vocabulary", type=int, default=VOCABULARY, help="of the model; its last entry ends documents")
+    add(
+        "--vocabulary",
+        type=int,
+        default=VOCABULARY,
+        help="of the model; its last entry ends documents",
+    )
     add("--weights", type=Path, help="a converted checkpoint (default: random weights)")
     add("--cache", type=Path, help="tokens of texts by kind (default: random tokens)")
     add("--seed", type=int, default=1)
@@ -198,7 +203,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     if options.batch < 1 or options.batch % dp:
         parser.error(f"--batch {options.batch} is no multiple of {dp} data-parallel ranks")
     if not 0 <= options.learn < options.iterations:
-        parser.error(f"--learn {options.learn} leaves none of {options.iterations} steps that counts")
+        parser.error(
+            f"--learn {options.learn} leaves none of {options.iterations} steps that counts"
+        )
     if options.cache and not options.cache.is_file():
         parser.error(f"there is no {options.cache}: benchmarks.sparsebalance.texts writes it")
     return options
@@ -206,7 +213,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 def main(words: list[str] | None = None) -> None:
     options = parse(words)
-    sys.path.append(str(options.megatron))  # its indexed datasets, where megatron-core is not installed
+    sys.path.append(
+        str(options.megatron)
+    )  # its indexed datasets, where megatron-core is not installed
     try:
         row = run(options)
     except ConfigError as error:

@@ -148,7 +148,10 @@ def test_cases_at_their_own_and_other_lengths(rings, monkeypatch, capsys):
             rings.parse(words)
         lines = capsys.readouterr().out.splitlines()
         assert [line.split(" (")[0] for line in lines] == [case.name for case in rings.CASES]
-        for said, name in (("--emulate-hosts or by name", "slow_link"), ("only by its whole name", "by_name")):
+        for said, name in (
+            ("--emulate-hosts or by name", "slow_link"),
+            ("only by its whole name", "by_name"),
+        ):
             assert [line for line in lines if f"{said})" in line] == [
                 line for line, case in zip(lines, rings.CASES) if getattr(case, name)
             ]
