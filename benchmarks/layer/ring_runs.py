@@ -29,8 +29,8 @@ from megatron_mtraining.ring.attention import KeysAndValues, ring_attention
 from megatron_mtraining.ring.pruning import BackwardPruning
 
 from ..lib import workloads
+from ..lib.policies_at_density import at_density, config_of
 from ..lib.workloads import BLOCK
-from ..model.policies_at_density import at_density, config_of
 from .ring_cases import Case
 
 DENSE = ("te_p2p", "torch_cp_cudnn")

@@ -41,9 +41,9 @@ from megatron_mtraining.attention import attend
 from megatron_mtraining.transformers.interface import mask
 from megatron_mtraining.transformers.state import ATTRIBUTE
 
-from ..lib import jobs, record
+from ..lib import jobs, policies_at_density, record
 from ..sparsebalance import texts
-from . import continuing, frontier_rows, frontier_tables, policies_at_density
+from . import continuing, frontier_rows, frontier_tables
 from .frontier import RUN_SECONDS
 from .frontier_settings import about as about_model
 from .frontier_settings import rows_like, setting_of, split
