@@ -72,13 +72,13 @@ def slash_cap(seq: int) -> int:
 def step_jobs(host: Host) -> Iterator[Job]:
     """A setting and length each, with a row of ``pretrain.jsonl``."""
     text = host.scratch / "data" / "text"
-    if host.sizes is not TINY:
+    if host.sizes is FULL:  # toy runs have mock data
         words = ("-m", "benchmarks.model.pretrain", "data", str(text.parent))
         yield Job("steps", "data", 60, words, made=text.with_suffix(".idx"))
     wanted = STEPS
     if host.sizes is not FULL:
         wanted = [step for step in STEPS if step.seq in host.sizes.steps]
-        short = {DENSE: 3, FIXED: 4, PRUNED: 4}
+        short = {DENSE: 3, PRUNED: 4} | ({FIXED: 4} if host.sizes is TINY else {})
         wanted = [
             dataclasses.replace(step, iterations=short[step.setting], warm_up=1, breakdown=0)
             for step in wanted
@@ -105,10 +105,10 @@ def _step_job(host: Host, step: Step, text: Path) -> Job:
     words += ["--iterations", step.iterations, "--warm-up", step.warm_up, "--memory-interval"]
     words += ["--breakdown", step.breakdown] if step.breakdown else []
     words += ["--output", host.folder / "pretrain.jsonl"]
-    if host.sizes is TINY:
-        words += ["--script", TINY_RECIPE]
-    else:
+    if host.sizes is FULL:
         words += ["--data", text]
+    elif host.sizes is TINY:
+        words += ["--script", TINY_RECIPE]
     if host.weights:
         words += ["--script", EXAMPLES / "run.sh", "--weights", host.weights]
     if dense and step.seq > 128 * K:
@@ -136,7 +136,7 @@ def _step_job(host: Host, step: Step, text: Path) -> Job:
         "steps", f"{tokens // K}K, {step.setting}",
         host.seconds(step.seconds * step.iterations + COMPILES * (1 if dense else 0.4)),
         tuple(map(str, words)), "pretrain.jsonl", (row,),
-        needs=() if host.sizes is TINY else ("data",),
+        needs=("data",) if host.sizes is FULL else (),
     )  # fmt: skip
 
 
@@ -146,14 +146,15 @@ def _step_job(host: Host, step: Step, text: Path) -> Job:
 def balancer_jobs(host: Host) -> Iterator[Job]:
     """A mode and layout each, with a row of ``sparsebalance.jsonl``."""
     full, tiny = host.sizes is FULL, host.sizes is TINY
-    seq = 64 * K if full else K if tiny else 8 * K
+    seq, batch = (K if tiny else 64 * K), (16 if full else 4)
     for cp in (1, 2) if host.gpus == 4 else (1,):
         for mode in host.sizes.modes:
             words = ["-m", "benchmarks.sparsebalance.ranks", host.megatron, "--mode", mode]
             words += ["--gpus", host.gpus, "--cp", cp, "--set", "bimodal", "--seq", seq]
             words += ["--folder", host.scratch / "sets", "--output"]
             words += [host.folder / "sparsebalance.jsonl"]
-            words += [] if full else ["--batch", 4, "--iterations", 5, "--learn", 2]
+            words += ["--batch", batch]
+            words += [] if full else ["--iterations", 5, "--learn", 2]
             words += (
                 ["--script", TINY_RECIPE, "--name", "tiny", "--vocabulary", 500] if tiny else []
             )
@@ -169,6 +170,7 @@ def balancer_jobs(host: Host) -> Iterator[Job]:
             row = dict(
                 source="ranks", mode=mode, gpus=host.gpus, cp=cp, seq=seq, slash_cap=cap,
                 weights=host.balance_weights.name if host.balance_weights else "random",
+                microbatches=batch // (host.gpus // cp),
             )  # fmt: skip
             yield Job(
                 "sparsebalance", f"DP {host.gpus // cp} x CP {cp}, {mode}", host.seconds(75),

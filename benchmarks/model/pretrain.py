@@ -128,6 +128,7 @@ def command(options, folder: Path) -> tuple[list[str], dict[str, str]]:
         if options.seq_length:
             length = str(options.seq_length)
             words += ["--seq-length", length, "--max-position-embeddings", length]
+            environment["SEQ_LENGTH"] = length  # a recipe's YaRN is for it
         if options.data:  # tokens as they are: a recipe would have a tokenizer of Hugging Face's
             drop.append("--mock-data")
             paths = [str(path.resolve()) for path in options.data]

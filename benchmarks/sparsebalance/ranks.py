@@ -137,7 +137,7 @@ def run(options) -> dict:
     words += ["--mtraining-profile", options.profile] if options.profile else []
     given = pretrain.parse([str(word) for word in [*words, *options.more]])
     # Of a recipe, which are no options of pretrain.
-    os.environ.update(CP=str(options.cp), BATCH=str(options.batch), SEQ_LENGTH=str(options.seq))
+    os.environ.update(CP=str(options.cp), BATCH=str(options.batch))
     log, _ = pretrain.follow_run(given)
     step = pretrain.row_of(given, log)
     found = pretrain.read_log(log)
@@ -154,6 +154,14 @@ def run(options) -> dict:
         ),
         **figures(log, options.learn), **{name: step[name] for name in kept},
     )  # fmt: skip
+
+
+def vocabulary_of(weights: Path) -> int | None:
+    """Entries of the vocabulary of a converted checkpoint; None if it does not say."""
+    flags = weights / "megatron_args.sh"
+    text = flags.read_text(encoding="utf-8") if flags.is_file() else ""
+    found = re.search(r"--padded-vocab-size\s+(\d+)", text)
+    return int(found[1]) if found else None
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -181,8 +189,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add(
         "--vocabulary",
         type=int,
-        default=VOCABULARY,
-        help="of the model; its last entry ends documents",
+        help="of the model; its last entry ends documents (default: the weights', or the recipe's)",
     )
     add("--weights", type=Path, help="a converted checkpoint (default: random weights)")
     add("--cache", type=Path, help="tokens of texts by kind (default: random tokens)")
@@ -206,6 +213,10 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             f"--learn {options.learn} leaves none of {options.iterations} steps that counts"
         )
+    if options.vocabulary is None:
+        options.vocabulary = vocabulary_of(options.weights) if options.weights else VOCABULARY
+        if options.vocabulary is None:
+            parser.error(f"--weights {options.weights} has no megatron_args.sh with a vocabulary")
     if options.cache and not options.cache.is_file():
         parser.error(f"there is no {options.cache}: benchmarks.sparsebalance.texts writes it")
     return options

@@ -329,6 +329,17 @@ def test_ranks_that_cannot_be_balanced(host, words, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_documents_end_with_the_last_entry_of_the_weights_vocabulary(host, capsys):
+    words = [str(host.megatron), "--mode", "off", "--folder", str(host.folder)]
+    assert ranks.parse(words).vocabulary == ranks.VOCABULARY
+    words += ["--weights", str(host.folder)]
+    with pytest.raises(SystemExit):
+        ranks.parse(words)
+    assert "no megatron_args.sh with a vocabulary" in capsys.readouterr().err
+    (host.folder / "megatron_args.sh").write_text("MEGATRON_ARGS=(\n  --padded-vocab-size 512\n)\n")
+    assert ranks.parse(words).vocabulary == 512
+
+
 def test_losses_are_compared_with_the_layout_they_should_have(host, monkeypatch, capsys):
     (host.megatron / "megatron/core").mkdir(parents=True)
     (host.megatron / "megatron/core/package_info.py").write_text(
