@@ -34,6 +34,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,11 @@ def check(options, here: dict[str, Any]) -> None:
             )
         if not (options.megatron / "pretrain_gpt.py").is_file():
             options.refuse(f"there is no pretrain_gpt.py in {options.megatron}")
+    if "parity" in stages and not options.list and find_spec("psutil") is None:
+        options.refuse(
+            "stage parity saves a checkpoint, and without psutil Megatron waits for ever as it does: pip "
+            f"install psutil, or --stage {' '.join(_rest(options, ['parity']))}"
+        )
     for folder in (options.output_folder, options.scratch):
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +169,9 @@ def check(options, here: dict[str, Any]) -> None:
 
 
 def _rest(options, stages: list[str]) -> list[str]:
-    return [stage for stage in STAGES if stage not in stages]
+    """The stages that are left without some, or all others if none is."""
+    left = [stage for stage in options.stage if stage not in stages]
+    return left or [stage for stage in STAGES if stage not in stages]
 
 
 def probe(device: str) -> dict[str, Any]:

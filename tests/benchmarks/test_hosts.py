@@ -244,7 +244,11 @@ def test_what_is_not_there_is_said_early(host, tmp_path, monkeypatch, capsys):
     assert "--gpus 4, but there are 2: give --gpus 2" in refused(gpus=2)
     said = refused("--stage", "layer", "steps")
     assert "stages steps need a Megatron-LM checkout: set MEGATRON_LM_PATH" in said
+    assert said.rstrip().endswith("or leave them out: --stage layer")
     assert "there is no pretrain_gpt.py in" in refused("--megatron", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(four, "find_spec", lambda name: None)
+        assert "without psutil" in refused("--megatron", str(host.megatron))
     (tmp_path / "file").touch()
     nowhere = str(tmp_path / "file" / "folder")
     assert "nothing can be written to" in refused("--stage", "layer", "--output-folder", nowhere)
