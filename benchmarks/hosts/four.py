@@ -212,7 +212,10 @@ def main(words: list[str] | None = None) -> None:
     if options.again:
         forget(states, todo)
     if not options.list:
-        run_all(todo, states, jobs.Deadline(options.minutes, 1.0))
+        try:
+            run_all(todo, states, jobs.Deadline(options.minutes, 1.0))
+        except KeyboardInterrupt:
+            print("interrupted: the job that ran is stopped, and the next call goes on", flush=True)
     show(todo, states, options.list, options.minutes)
 
 
