@@ -63,6 +63,21 @@ def test_a_new_row_makes_table_figure_and_picture_stale(monkeypatch):
     assert "docs/performance.md" in generate.stale()
 
 
+def test_steps_that_differ_in_what_the_backward_keeps_have_rows_of_their_own(monkeypatch):
+    step = tables.step(524288)
+    price = dict(step, vertical=None, slash=None, price=0.25, slash_cap=308, weights="random")
+    pruned = dict(price, backward_threshold=3.0, backward_sampling=False)
+    new = [price, pruned, dict(pruned, backward_sampling=True), dict(step, weights="qwen2.5-3b")]
+    monkeypatch.setattr(step_tables, "rows", lambda name: (*common.rows(name), *new))
+    found = tables.TABLES["steps"]()
+    capped = "| price 0.25, at most 1000 columns and 308 slashes"
+    assert found.count(capped) == 3 and "at most 1000 columns and 110 slashes |" in found
+    assert found.count(f"{capped}, backward threshold 3 |") == 1
+    assert found.count(f"{capped}, backward threshold 3, sampling |") == 1
+    assert "| 1000 columns, 100 diagonals, weights qwen2.5-3b |" in found
+    assert step_tables.step(524288)["weights"] == "random"
+
+
 def test_quickstart_quotes_the_figures():
     from megatron_mtraining.tools.quickstart.results import ON_GPUS
 

@@ -14,18 +14,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import attend
 from megatron_mtraining.cp_group import cp_group_of
 from megatron_mtraining.layout import token_positions
 from megatron_mtraining.pattern import build_index, search_pattern
 from megatron_mtraining.ring import Ring, ring_of
 from megatron_mtraining.ring.attention import KeysAndValues, ring_attention
+from megatron_mtraining.ring.pruning import BackwardPruning
 
 from ..lib import workloads
+from ..lib.policies_at_density import at_density, config_of
 from ..lib.workloads import BLOCK
 from .ring_cases import Case
 
@@ -145,11 +149,61 @@ def draw_given(case: Case, setting: Setting, inner: int):
     )
 
 
-def sparse_runs(case: Case, setting: Setting, operands, ring: Ring, inner: int):
-    """Functions by what is to be timed, one to be traced, and the pattern's index."""
+class Sparse(NamedTuple):
+    """What :func:`sparse_runs` makes of a case."""
+
+    runs: dict[str, Callable]
+    """Functions by what is to be timed."""
+    traced: Callable
+    """A forward to be traced."""
+    index: Any
+    config: MTrainingConfig | None
+    """The settings; None if the pattern is drawn."""
+    backward: dict[str, float]
+    """With a pruned backward, the density that it keeps and the share of attention that it leaves out."""
+
+
+def settings_of(case: Case, setting: Setting, operands, ring: Ring) -> MTrainingConfig | None:
+    """The settings of a case; for policy price, with the price that gives its density on these operands."""
+    if not case.price:
+        return case.config()
+    query, key, _, _ = operands
+
+    def density_of(
+        found,
+    ) -> float:  # the pattern is the same on all ranks, and so is what they try next
+        config = config_of(found, BLOCK)
+        index = search_pattern(query, key, config, ring.cp, setting.scale)
+        return index.density().double().mean().item()
+
+    found = at_density("price", case.density, case.seq, BLOCK, density_of)
+    if not found.is_near(case.density) and setting.rank == 0:
+        print(f"  no price gives {case.density:.1%}: {found.density:.1%} is taken", flush=True)
+    return case.config(found.setting["price"])
+
+
+def pruned_backward(layer: Callable, operands, setting: Setting) -> dict[str, float]:
+    """What a backward keeps and leaves out, the mean over heads and ranks.
+
+    Args:
+        layer: ``attend`` with settings that prune, of operands and ``observe_backward``.
+    """
+    seen: list = []
+    leaves = [tensor.detach().requires_grad_() for tensor in operands[:3]]
+    out = layer(*leaves, observe_backward=lambda *both: seen.append(both))
+    torch.autograd.grad(out, leaves, operands[3])
+    means = torch.stack([each.double().mean() for each in seen[0]])
+    dist.all_reduce(means, group=setting.group)
+    density, dropped = (means / setting.world).tolist()
+    return dict(backward_density=round(density, 5), dropped_mass=round(dropped, 6))
+
+
+def sparse_runs(case: Case, setting: Setting, operands, ring: Ring, inner: int) -> Sparse:
+    """This project's ring on a case, and its silent counterpart."""
     query, key, value, _ = operands
-    config = case.config()
+    config = settings_of(case, setting, operands, ring)
     given = None if config else draw_given(case, setting, ring.cp.inner)
+    pruning = BackwardPruning(case.threshold, None, case.sampling) if case.threshold else None
 
     def chosen():
         return search_pattern(query, key, config, ring.cp, setting.scale)
@@ -162,12 +216,16 @@ def sparse_runs(case: Case, setting: Setting, operands, ring: Ring, inner: int):
                 *tensors[:2], config, ring.cp, setting.scale,
                 gather_keys=keys.gather_column_keys,
             )  # fmt: skip
-            return ring_attention(*tensors, index, ring, setting.scale, keys=keys)[0]
+            return ring_attention(*tensors, index, ring, setting.scale, keys=keys, pruning=pruning)[
+                0
+            ]
 
         return run
 
-    def layer(*tensors):  # what a model calls, over the same ring
-        return attend(*tensors, config=config, cp_group=setting.group, cp_inner=inner or None)[0]
+    def layer(*tensors, **more):  # what a model calls, over the same ring
+        return attend(
+            *tensors, config=config, cp_group=setting.group, cp_inner=inner or None, **more
+        )[0]
 
     whole = layer if config else over(ring)
     # One ring for both runs: what it hands back is kept, and is as large as a node's keys.
@@ -180,7 +238,8 @@ def sparse_runs(case: Case, setting: Setting, operands, ring: Ring, inner: int):
     }
     if config and not config.keeps_all(case.seq):
         runs["index"] = chosen
-    return runs, over(ring), given or chosen()
+    backward = pruned_backward(layer, operands, setting) if pruning else {}
+    return Sparse(runs, over(ring), given or chosen(), config, backward)
 
 
 # Others' rings, dense.

@@ -24,7 +24,8 @@ longest of the ranks:
 From one more run, watched (``timeline.py``) and queued, ``imbalance_worker`` and ``imbalance_step``: the
 slowest rank's time in kernels over the mean, and each step's slowest summed, over the same mean; ``--timeline
 FOLDER`` draws another, with what NCCL transfers meanwhile. ``peak_gib`` is memory that forward and backward
-need beyond the operands. ``hop_gb_s`` is the bandwidth of one hop when all ranks send to the next at once.
+need beyond the operands. ``rounds_ms`` has the kernels' milliseconds of each phase, rank and round in that
+run. ``hop_gb_s`` is the bandwidth of one hop when all ranks send to the next at once.
 
 ``queued``: the same times of our rings where calls are launched while the GPU is busy, by what is timed
 (``fwd_ms``, ``fwdbwd_ms``, ``kernel_fwd_ms``, ``kernel_ms``, ``index_ms``). Attention layers right after one
@@ -65,6 +66,7 @@ from .ring_runs import (
     DENSE,
     IMPLEMENTATIONS,
     Setting,
+    Sparse,
     dense_runs,
     make_ring,
     operands_for,
@@ -79,7 +81,15 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 def listed(case: Case) -> str:
     """A case's name, and when it is left out."""
+    if case.by_name:
+        return f"{case.name} (only by its whole name)"
     return case.name + (" (only with --emulate-hosts or by name)" if case.slow_link else "")
+
+
+def has_dense(case: Case, options) -> bool:
+    """Whether others' dense rings are timed beside a case."""
+    every_pair = case.slash is not None and case.slash >= case.seq and not case.threshold
+    return every_pair or not options.dense_once
 
 
 # Measuring: times are taken in ring_times.py.
@@ -130,16 +140,15 @@ def run_case(case: Case, setting: Setting, rings: dict, options, common: dict):
             by_inner[inner] = operands_for(case, setting, inner)
         return by_inner[inner]
 
-    runs, traced, indices = {}, {}, {}
+    runs, sparse = {}, {}
     with ExitStack() as stack:
         for inner, ring in rings.items() if "mtraining" in options.impl else ():
             levels = 1 < ring.cp.inner < ring.cp.world
             impl = ("mtraining_hier" if levels else "mtraining_flat", ring.cp.inner)
-            runs[impl], traced[impl], indices[impl] = sparse_runs(
-                case, setting, operands_in(ring.cp.inner), ring, inner
-            )
+            sparse[impl] = sparse_runs(case, setting, operands_in(ring.cp.inner), ring, inner)
+            runs[impl] = sparse[impl].runs
         for name in DENSE:
-            if name in options.impl:
+            if name in options.impl and has_dense(case, options):
                 found = dense_runs(name, setting, operands_in(setting.world), stack)
                 if isinstance(found, str):
                     say(setting, f"  {name} is left out: {found}")
@@ -149,9 +158,9 @@ def run_case(case: Case, setting: Setting, rings: dict, options, common: dict):
         taken = take_turns(flat, setting, options.budget) if flat else {}
         times = {impl: {op: taken[impl, op] for op in ops} for impl, ops in runs.items()}
         peaks = {impl: peak_gib(ops["fwdbwd"], setting) for impl, ops in runs.items()}
-        ahead = {impl: queued(runs[impl], times[impl], setting) for impl in traced}
+        ahead = {impl: queued(runs[impl], times[impl], setting) for impl in sparse}
     layers, drawn = {}, {}
-    for impl, run in traced.items():
+    for impl, (_, run, *_) in sparse.items():
         ring = next(ring for ring in rings.values() if ring.cp.inner == impl[1])
         spans = watch(run, ring, operands_in(ring.cp.inner), setting)
         if spans is not None:
@@ -160,8 +169,11 @@ def run_case(case: Case, setting: Setting, rings: dict, options, common: dict):
                 drawn[impl] = watch(run, ring, operands_in(ring.cp.inner), setting, profiled=True)
     rows = []
     for impl, ms in times.items():
-        ours = indices.get(impl)
-        row = row_of(case, setting, impl, ours, ms, layers.get(impl), peaks[impl], ahead.get(impl))
+        ours = sparse.get(impl)
+        index = ours and ours.index
+        row = row_of(case, setting, impl, index, ms, layers.get(impl), peaks[impl], ahead.get(impl))
+        if ours:
+            row |= settings_row(case, ours)
         rows.append(row | common)
     return rows, drawn
 
@@ -188,7 +200,17 @@ def row_of(case, setting, impl, index, ms, spans, peak, ahead=None) -> dict:
         exposed_fwd_ms=exposed("fwd", "kernel_fwd"), exposed_comm_ms=exposed("fwdbwd", "kernel"),
         imbalance_worker=rounded(worker, 4), imbalance_step=rounded(step, 4), peak_gib=rounded(peak),
         queued=ahead and {f"{op}_ms": rounded(number) for op, number in ahead.items()},
+        rounds_ms=timeline.by_round(spans) if spans else None,
     )  # fmt: skip
+
+
+def settings_row(case: Case, ours: Sparse) -> dict:
+    """What else a row says of our settings: the price, and what the backward leaves out."""
+    price = ours.config.policy.price if case.price else None
+    pruned = dict(backward_threshold=case.threshold or None, backward_sampling=case.sampling)
+    if case.price:
+        pruned |= dict(vertical=None)
+    return dict(price=price, **pruned, **ours.backward)
 
 
 def line(row: dict) -> str:
@@ -235,6 +257,11 @@ def parse(words: list[str] | None = None) -> tuple[argparse.Namespace, list[Case
     )
     parser.add_argument("--case", nargs="+", metavar="TEXT", help="cases with such a name only")
     parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
+    parser.add_argument(
+        "--dense-once",
+        action="store_true",
+        help="others' dense rings beside the cases of all distances only",
+    )
     parser.add_argument(
         "--inner",
         type=int,

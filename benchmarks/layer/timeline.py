@@ -167,3 +167,18 @@ def imbalance(ranks: list[list[Span]]) -> tuple[float, float] | tuple[None, None
     steps = set().union(*by_step)
     slowest = sum(max(found[step] for found in by_step) for step in steps)
     return max(totals) / mean, slowest / mean
+
+
+def by_round(ranks: list[list[Span]]) -> dict[str, list[list[float]]]:
+    """Milliseconds of kernels by phase, rank and round, the rounds in the order that the rank takes them.
+    Kernels that belong to no round are left out."""
+    found: dict[str, list[dict[int, float]]] = {}
+    for rank, spans in enumerate(ranks):
+        for span in spans:
+            if span.name not in (WAIT, MOVE) and span.step >= 0:
+                of_rank = found.setdefault(span.phase, [{} for _ in ranks])[rank]
+                of_rank[span.step] = of_rank.get(span.step, 0.0) + span.end - span.start
+    return {
+        phase: [[round(of_rank[step], 3) for step in sorted(of_rank)] for of_rank in all_ranks]
+        for phase, all_ranks in found.items()
+    }

@@ -66,9 +66,18 @@ def command() -> str:
     for at in range(2, len(words)):
         if words[at].startswith("--"):
             option = words[at]
-        elif option in ("--cache", "--data", "--frontier", "--model", "--ruler", "--text"):
+        elif option in (
+            "--cache",
+            "--data",
+            "--frontier",
+            "--model",
+            "--ruler",
+            "--text",
+            "--weights",
+        ):
             words[at] = Path(words[at]).name
-    for name in ("--output", "--log", "--timeline", "--traces", "--folder", "--results", "--save"):
+    places = ("--output", "--output-folder", "--log", "--timeline", "--traces", "--folder")
+    for name in (*places, "--results", "--save", "--scratch"):
         while name in words:
             at = words.index(name)
             del words[at : at + 2]

@@ -41,9 +41,9 @@ from megatron_mtraining.attention import attend
 from megatron_mtraining.transformers.interface import mask
 from megatron_mtraining.transformers.state import ATTRIBUTE
 
-from ..lib import jobs, record
+from ..lib import jobs, policies_at_density, record
 from ..sparsebalance import texts
-from . import continuing, frontier_rows, frontier_tables, policies_at_density
+from . import continuing, frontier_rows, frontier_tables
 from .frontier import RUN_SECONDS
 from .frontier_settings import about as about_model
 from .frontier_settings import rows_like, setting_of, split
@@ -284,7 +284,8 @@ def rings(results: Path) -> list[dict]:
     """Forward and backward of a layer over several GPUs, flat and hierarchical, of the same commit."""
     newest: dict = {}
     for row in jobs.read(results / "rings.jsonl"):
-        if row["impl"] in RINGS:
+        # A plain ring is flat by its name, too; within one host it is measured for its balance alone.
+        if row["impl"] in RINGS and (row["inner"] != 1 or row.get("hosts", 1) > 1):
             hosts = row.get("hosts", 1)
             place = row["case"], row["world"], hosts, row["commit"], row["gpu"]
             newest.setdefault(place, {})[RINGS[row["impl"]]] = row

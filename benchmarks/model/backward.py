@@ -38,12 +38,12 @@ from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.transformers import configure, take_backward_means, take_means
 
 from ..lib import jobs, record
+from ..lib.policies_at_density import at_density, config_of
 from . import continuing
 from .frontier import RUN_SECONDS
 from .frontier_settings import about, rows_like, setting_of, split
 from .layer_times import Layer, Shape
 from .material import Material, material
-from .policies_at_density import at_density, config_of
 
 STAGES = ("gradient", "train", "time", "table")
 FORWARDS = ("dense", "price@0.1")

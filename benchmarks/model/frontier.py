@@ -52,12 +52,12 @@ import torch
 from megatron_mtraining import ConfigError, MTrainingConfig
 
 from ..lib import jobs, record
+from ..lib.policies_at_density import AS_PUBLISHED, FAMILIES, at_density, config_of
 from ..sparsebalance import texts
 from . import continuing, frontier_tables
 from .frontier_settings import Judge, about, key_of, rows_like, setting_of, split
 from .layer_times import Layer, Shape
 from .material import material
-from .policies_at_density import AS_PUBLISHED, FAMILIES, at_density, config_of
 
 STAGES = ("zero", "time", "train", "long", "table")
 DENSITIES = (0.15, 0.08, 0.04, 0.3, 0.02)

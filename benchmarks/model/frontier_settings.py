@@ -13,9 +13,9 @@ from megatron_mtraining.config import settings_of_run
 from megatron_mtraining.transformers import configure, state_of, take_means
 
 from ..lib import jobs, record
+from ..lib.policies_at_density import FAMILIES, Found, at_density, config_of
 from . import continuing
 from .material import Material
-from .policies_at_density import FAMILIES, Found, at_density, config_of
 
 
 def split(name: str) -> tuple[str, float | str | None]:

@@ -15,8 +15,8 @@ from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.pattern import search_pattern
 from megatron_mtraining.tools.profile.timing import Clock
 
+from ..lib.policies_at_density import Setting, config_of
 from ..lib.workloads import draw_structured, heads_first
-from .policies_at_density import Setting, config_of
 
 HEADS, KV_HEADS, DIM = 16, 2, 128
 """Of a layer of Qwen2.5-3B."""

@@ -36,7 +36,8 @@ ITERATION = re.compile(
     r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: ([-+\d.Ena]+)"
 )
 DENSITY = re.compile(r"\[mtraining\] iteration (\d+) \| density ([\d.]+)")
-RECALL = re.compile(r"\[mtraining\] iteration \d+ \|.* recall ([\d.]+)")
+RECALL = re.compile(r"\[mtraining\] iteration \d+ \| density [^|]*\| recall ([\d.]+)")
+PRUNED = re.compile(r"\| backward density ([\d.]+) without ([\d.]+) of attention")
 MEMORY = re.compile(r"max allocated: ([\d.]+)")
 BATCH = re.compile(r"global batch size: +(\d+)")
 
@@ -87,6 +88,20 @@ def argument(log: str, name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def pruned_backward(log: str) -> dict:
+    """What a pruned backward kept and left out, means over iterations; empty if none was pruned."""
+    threshold = re.search(r"^ *mtraining_backward_threshold \.+ ([\d.]+)$", log, re.MULTILINE)
+    found = [tuple(map(float, both)) for both in PRUNED.findall(log)]
+    if not threshold or not found:
+        return {}
+    density, dropped = (round(statistics.mean(each), 4) for each in zip(*found))
+    sampling = re.search(r"^ *mtraining_backward_sampling \.+ True$", log, re.MULTILINE)
+    return dict(
+        backward_threshold=float(threshold[1]), backward_sampling=sampling is not None,
+        backward_density=density, dropped_mass=dropped,
+    )  # fmt: skip
+
+
 def command(options, folder: Path) -> tuple[list[str], dict[str, str]]:
     """The script with its arguments, and what it finds in its environment.
 
@@ -94,12 +109,14 @@ def command(options, folder: Path) -> tuple[list[str], dict[str, str]]:
         folder: an empty one, for as long as the run takes.
     """
     ours, recipe = options.attention == "mtraining", options.script is not None
-    environment = dict(
-        ATTENTION=options.attention, ITERATIONS=str(options.iterations), PRICE=str(options.price)
-    )
+    environment = dict(ATTENTION=options.attention, ITERATIONS=str(options.iterations))
     for name in ("vertical", "slash", "gpus"):  # fixed budgets in place of a price
         if getattr(options, name) is not None:
             environment[name.upper()] = str(getattr(options, name))
+    if options.vertical is options.slash is None:
+        environment["PRICE"] = str(options.price)
+    if options.weights:
+        environment["MODEL"] = str(options.weights.resolve())
     words, drop, changes = [], [], {}
     if options.data:
         # Megatron writes indices beside the data: not where it may be read-only.
@@ -111,13 +128,15 @@ def command(options, folder: Path) -> tuple[list[str], dict[str, str]]:
         if options.seq_length:
             length = str(options.seq_length)
             words += ["--seq-length", length, "--max-position-embeddings", length]
+            environment["SEQ_LENGTH"] = length  # a recipe's YaRN is for it
         if options.data:  # tokens as they are: a recipe would have a tokenizer of Hugging Face's
             drop.append("--mock-data")
-            words += ["--data-path", str(options.data.resolve()), "--split", "100,0,0"]
+            paths = [str(path.resolve()) for path in options.data]
+            words += ["--data-path", *paths, "--split", "100,0,0"]
     else:
         environment["SEQ_LENGTH"] = str(options.seq_length or 131072)
         if options.data:
-            environment["DATA_PATH"] = str(options.data.resolve())
+            environment["DATA_PATH"] = str(options.data[0].resolve())
     if options.memory_interval:
         words += ["--log-memory-interval", "1"]
     if ours and options.loss_chunk is not None:
@@ -150,13 +169,19 @@ def breakdowns(folder: Path) -> dict:
     return {**ranks[0], "breakdown_longest": longest}
 
 
-def run(options) -> None:
+def follow_run(options) -> tuple[str, dict]:
+    """Megatron's log of a run, and its breakdown: empty without one."""
     with tempfile.TemporaryDirectory() as folder:
         words, environment = command(options, Path(folder))
         log = follow(words, {**os.environ, **environment}, options.log)
         parts = {}
         if options.breakdown:
             parts = breakdowns(options.traces or Path(folder) / "traces")
+    return log, parts
+
+
+def run(options) -> None:
+    log, parts = follow_run(options)
     row = {**row_of(options, log), **parts}
     record.append(options.output, [row])
     print(json.dumps(row))
@@ -215,6 +240,9 @@ def row_of(options, log: str) -> dict:
         price=options.price if ours and not fixed else None,
         vertical=options.vertical if ours else None,
         slash=options.slash if ours else None,
+        slash_cap=argument(log, "mtraining_slash_cap") if ours and not fixed else None,
+        **pruned_backward(log),
+        weights=options.weights.name if options.weights else "random",
         iterations=last,
         warm_up=options.warm_up,
         versions={
@@ -245,6 +273,12 @@ def check(options, refuse) -> None:
         refuse(f"there is no pretrain_gpt.py in {options.megatron}")
     if options.script and not options.script.is_file():
         refuse(f"there is no script {options.script}")
+    if options.weights and not options.script:
+        refuse("--weights is given without --script: use it with a recipe of examples/")
+    if options.weights and not (options.weights / "megatron_args.sh").is_file():
+        refuse(f"there is no megatron_args.sh in {options.weights}: convert a model to that folder")
+    if options.data and len(options.data) > 1 and not options.script:
+        refuse("--data has several datasets: use them with --script, a recipe")
     if options.loss_chunk is not None and options.loss_chunk < 0:
         refuse(f"--loss-chunk {options.loss_chunk}: use tokens, or 0 for Megatron's own loss")
     if options.traces and options.breakdown is None:
@@ -262,6 +296,10 @@ def check(options, refuse) -> None:
             )
 
 
+def data(options) -> None:
+    make_data(options.folder, options.tokens)
+
+
 def picture(options) -> None:
     from ..lib import plots
 
@@ -277,21 +315,29 @@ def megatron_version(checkout: Path) -> str:
     return ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE))
 
 
-def main(words: list[str] | None = None) -> None:
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Options that can work; else ends with what is wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    data = commands.add_parser("data")
-    data.add_argument("folder", type=Path)
-    data.add_argument("--tokens", type=int, default=4_200_000)
+    texts = commands.add_parser("data")
+    texts.add_argument("folder", type=Path)
+    texts.add_argument("--tokens", type=int, default=4_200_000)
     runs = commands.add_parser("run")
     runs.add_argument("megatron", type=Path)
     runs.add_argument("--attention", choices=["fused", "mtraining"], required=True)
     runs.add_argument(
         "--script", type=Path, help="a recipe, such as examples/qwen2.5-3b-512k/run.sh"
     )
-    runs.add_argument("--data", type=Path, help="path prefix of an indexed dataset")
+    runs.add_argument(
+        "--data", type=Path, nargs="+",
+        help="path prefix of an indexed dataset; of several with a recipe",
+    )  # fmt: skip
+    runs.add_argument(
+        "--weights", type=Path, metavar="FOLDER",
+        help="a checkpoint of mtraining convert hf-to-megatron, for a recipe (default: random weights)",
+    )  # fmt: skip
     runs.add_argument("--model", help="the row's name for it (default: the script's)")
     runs.add_argument("--gpus", type=int, help="default: the script's")
     runs.add_argument("--seq-length", type=int, help="default: the script's")
@@ -319,13 +365,14 @@ def main(words: list[str] | None = None) -> None:
     draws.add_argument("--output", type=Path)
     # What this does not know goes to Megatron.
     options, options.more = parser.parse_known_args(words)
-    if options.command == "data":
-        make_data(options.folder, options.tokens)
-    elif options.command == "picture":
-        picture(options)
-    else:
+    if options.command == "run":
         check(options, runs.error)
-        run(options)
+    return options
+
+
+def main(words: list[str] | None = None) -> None:
+    options = parse(words)
+    {"data": data, "picture": picture, "run": run}[options.command](options)
 
 
 if __name__ == "__main__":

@@ -152,15 +152,10 @@ class Measurer:
 
 def run_set(chosen: str, source, run, tokens, profile: LatencyModel, options) -> None:
     """All modes over the steps of a set; appends its rows."""
-    seq, ranges = options.seq or sets.SETS[chosen].seq_length, sets.SETS[chosen].ranges
+    seq = options.seq or sets.SETS[chosen].seq_length
+    ranges = sets.ranges_at(chosen, seq)
     sizes = PlanSizes(options.dp, options.microbatches, 1)
     need = options.steps * sizes.samples
-    if options.seq:  # a set made shorter, in proportion
-        ratio = seq / sets.SETS[chosen].seq_length
-        ranges = tuple(
-            sets.Range(max(16, round(low * ratio)), round(high * ratio), share)
-            for low, high, share in ranges
-        )
     kinds = tuple(kind for kind in sets.KINDS if kind in tokens)
     packed = sets.pack(ranges, seq, need + len(kinds), options.seed, kinds)
     samples = packed.samples()

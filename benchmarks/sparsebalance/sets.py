@@ -133,6 +133,18 @@ def draw_lengths(
     return found
 
 
+def ranges_at(name: str, seq_length: int) -> tuple[Range, ...]:
+    """The ranges of a set whose samples are made shorter or longer, in proportion."""
+    chosen = SETS[name]
+    if seq_length == chosen.seq_length:
+        return chosen.ranges
+    ratio = seq_length / chosen.seq_length
+    return tuple(
+        Range(max(16, round(low * ratio)), round(high * ratio), share)
+        for low, high, share in chosen.ranges
+    )
+
+
 def build(name: str, count: int, seed: int, kinds: tuple[str, ...] = KINDS) -> PackedSet:
     """About ``count`` samples of a set.
 

@@ -103,7 +103,10 @@ def layers() -> str:
         "inner",
     )
     body, used = [], []
-    names = {"te_p2p": "Transformer Engine, p2p", "mtraining_hier": "2 x 2"}
+    names = {
+        "te_p2p": "Transformer Engine, p2p", "torch_cp_cudnn": "PyTorch, cuDNN",
+        "mtraining_hier": "2 x 2",
+    }  # fmt: skip
     for row in sorted(four.values(), key=lambda row: (-row["seq"], row["density"])):
         used.append(row)
         exposed, ranks = row["exposed_comm_ms"], row["imbalance_worker"]

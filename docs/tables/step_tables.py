@@ -16,8 +16,10 @@ def steps_rows() -> list[Row]:
             and "--overlap" not in row["command"]
         )
 
-    found = [row for row in rows("pretrain") if counts(row)]
-    return list(last(found, "model", "world", "seq", "attention", "vertical", "price").values())
+    # Rows from before there were trained weights do not name their weights.
+    found = [{"weights": "random", **row} for row in rows("pretrain") if counts(row)]
+    fields = ("model", "world", "seq", "attention", "vertical", "price", "slash_cap", "weights")
+    return list(last(found, *fields, "backward_threshold", "backward_sampling").values())
 
 
 def dense_of(row: Row) -> Row | None:
@@ -35,19 +37,27 @@ def over_dense(row: Row) -> float:
 
 
 def step(seq: int, world: int = 4, vertical: int = 1000) -> Row:
-    """The sparse step of a length, number of GPUs and columns."""
-    wanted = (seq, world, "mtraining", vertical)
-    fields = ("seq", "world", "attention", "vertical")
-    [row] = [row for row in steps_rows() if tuple(row[field] for field in fields) == wanted]
+    """The sparse step of a length, number of GPUs and columns, of random weights."""
+    wanted = (seq, world, "mtraining", vertical, "random", None)
+    fields = ("seq", "world", "attention", "vertical", "weights", "backward_threshold")
+    [row] = [row for row in steps_rows() if tuple(map(row.get, fields)) == wanted]
     return row
 
 
 def attention_of(row: Row) -> str:
     if row["attention"] == "fused":
         return "dense, Transformer Engine" + (", loss in chunks" if row["loss_chunk"] else "")
+    said = f"price {row['price']}"
     if row["vertical"]:
-        return f"{row['vertical']} columns, {row['slash']} diagonals"
-    return f"price {row['price']}, at most 1000 columns and 110 slashes"
+        said = f"{row['vertical']} columns, {row['slash']} diagonals"
+    elif row.get("weights", "random") == "random":
+        said += f", at most 1000 columns and {row.get('slash_cap') or 110} slashes"
+    if row.get("weights", "random") != "random":
+        said += f", weights {row['weights']}"
+    if row.get("backward_threshold"):
+        said += f", backward threshold {row['backward_threshold']:g}"
+        said += ", sampling" if row["backward_sampling"] else ""
+    return said
 
 
 def steps() -> str:

@@ -169,6 +169,28 @@ def test_a_log_s_row(scripts, monkeypatch, tmp_path, words, expected):
     assert row["versions"]["megatron"] == "0.19.1"
 
 
+def test_a_row_says_what_the_backward_left_out(scripts, monkeypatch, tmp_path):
+    options = parsed(scripts, monkeypatch, tmp_path, "--attention", "mtraining", "--warm-up", "0")
+    line = ITERATION.replace("recall 0.9", "recall 0.9 (lowest head 0.8){pruned}")
+    arguments = (
+        "  mtraining_backward_threshold .................... 3.0\n"
+        "  mtraining_backward_sampling ..................... True\n"
+        "  mtraining_slash_cap ............................. 308\n  num_layers ."
+    )
+    log = LOG.replace("  num_layers .", arguments)
+
+    def row(*pruned):
+        lines = [line.format(i=i + 1, ms=9, pruned=each) for i, each in enumerate(pruned)]
+        return scripts.pretrain.row_of(options, log.format(iterations="".join(lines)))
+
+    said = " | backward density {} without {} of attention (highest head 0.2)"
+    found = row(said.format(0.2, 0.05), said.format(0.4, 0.15))
+    assert (found["backward_threshold"], found["backward_sampling"]) == (3, True)
+    assert (found["backward_density"], found["dropped_mass"]) == (0.3, 0.1)
+    assert (found["recall"], found["slash_cap"], found["weights"]) == (0.9, 308, "random")
+    assert "backward_threshold" not in row("", "")
+
+
 def test_what_is_started(scripts, monkeypatch, tmp_path):
     def command(words):
         options = parsed(scripts, monkeypatch, tmp_path, *words.split())
@@ -187,6 +209,7 @@ def test_what_is_started(scripts, monkeypatch, tmp_path):
         "--breakdown 3"
     )
     assert words[0] == RECIPE and environment["GPUS"] == "2" and "DATA_PATH" not in environment
+    assert environment["SEQ_LENGTH"] == "256"
     assert " --attention-backend fused --seq-length 256 " in " ".join(words)
     place = Path(words[1])
     assert place != checkout and (place / "megatron/core/package_info.py").is_file()
@@ -197,6 +220,18 @@ def test_what_is_started(scripts, monkeypatch, tmp_path):
     checkout, words, environment = command("--attention mtraining --loss-chunk 0 --vertical 9")
     assert words[1] == str(checkout) and words[2:] == ["--mtraining-loss-chunk", "0"]
     assert environment["VERTICAL"] == "9" and "SLASH" not in environment
+    # A recipe takes one or the other.
+    assert "PRICE" not in environment and "MODEL" not in environment
+
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    (weights / "megatron_args.sh").touch()
+    _, words, environment = command(
+        f"--attention mtraining --script {RECIPE} --weights {weights} --price 0.3 --data one two"
+    )
+    assert environment["MODEL"] == str(weights) and environment["PRICE"] == "0.3"
+    at = words.index("--data-path")
+    assert words[at + 1 : at + 3] == [str(Path(name).resolve()) for name in ("one", "two")]
 
 
 @pytest.mark.parametrize("found", [True, False])
@@ -251,6 +286,9 @@ def test_options_that_are_left_out(scripts):
         ("--breakdown --traces {full}", "--traces .* is not empty"),
         ("--loss-chunk -1", "--loss-chunk -1: use"),
         ("--script no/run.sh", "there is no script no/run.sh"),
+        ("--weights {full}", "--weights is given without --script"),
+        (f"--weights {{full}} --script {RECIPE}", "there is no megatron_args.sh in"),
+        ("--data one two", "--data has several datasets: use them with --script"),
     ],
 )
 def test_bad_options(scripts, monkeypatch, tmp_path, capsys, words, message):

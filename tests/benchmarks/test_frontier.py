@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("transformers")
 from benchmarks.lib import jobs
+from benchmarks.lib.policies_at_density import FAMILIES, at_density, config_of
 from benchmarks.model import (
     ablations,
     continuing,
@@ -23,7 +24,6 @@ from benchmarks.model import (
     ruler_samples,
 )
 from benchmarks.model.material import material, training
-from benchmarks.model.policies_at_density import FAMILIES, at_density, config_of
 from megatron_mtraining import ConfigError
 from megatron_mtraining.models.tokenizer import transformers_tokenizer
 from tests.support.inspect_cases import save_model

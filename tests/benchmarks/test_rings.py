@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.layer import ring_runs, timeline
+from benchmarks.layer import ring_cases, ring_runs, timeline
 from benchmarks.layer import rings as rings_script
 from benchmarks.lib import plots, workloads
 from megatron_mtraining import MTrainingConfig
@@ -132,12 +132,12 @@ def test_cases_at_their_own_and_other_lengths(rings, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     _, cases = rings.parse([])
-    assert cases == [case for case in rings.CASES if not case.slow_link]
+    assert cases == [case for case in rings.CASES if not (case.slow_link or case.by_name)]
     assert len({case.name for case in rings.CASES}) == len(rings.CASES)
     for case in rings.CASES:
         assert case.name.startswith(f"{case.seq // 1024}K ")
-        if case.config():
-            case.config().check_sequence(case.seq, 4)
+        if case.config(0.3):
+            case.config(0.3).check_sequence(case.seq, 4)
     assert [case.config().keeps_all(case.seq) for case in cases if case.config()] == [
         False, False, False, True,
     ]  # fmt: skip
@@ -148,12 +148,34 @@ def test_cases_at_their_own_and_other_lengths(rings, monkeypatch, capsys):
             rings.parse(words)
         lines = capsys.readouterr().out.splitlines()
         assert [line.split(" (")[0] for line in lines] == [case.name for case in rings.CASES]
-        assert [line for line in lines if "(only with --emulate-hosts or by name)" in line] == [
-            line for line, case in zip(lines, rings.CASES) if case.slow_link
-        ]
+        for said, name in (
+            ("--emulate-hosts or by name", "slow_link"),
+            ("only by its whole name", "by_name"),
+        ):
+            assert [line for line in lines if f"{said})" in line] == [
+                line for line, case in zip(lines, rings.CASES) if getattr(case, name)
+            ]
     with pytest.raises(SystemExit):
         rings.parse(["--list", "--case", "128K"])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["128K"] * 3
+
+
+def test_cases_of_one_host_s_table_run_by_name(rings, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for seq in ring_cases.LENGTHS:
+        names = [case.name for case in ring_cases.host_cases(seq)]
+        options, found = rings.parse(["--dense-once", "--case", *names])
+        # A whole name that another one begins with names one case.
+        assert sorted(case.name for case in found) == sorted(names) and len(names) == 7
+        dense = [case.name for case in found if rings.has_dense(case, options)]
+        assert dense == [f"{seq // 1024}K all distances"]
+        pruned = [case.config(0.3) for case in found if case.threshold]
+        assert [each.backward_sampling for each in pruned].count(True) == 1 < len(pruned)
+        small = [case.at(8192) for case in found]
+        assert {case.threshold for case in small} == {0, ring_cases.THRESHOLD}
+    assert rings.has_dense(found[0], rings.parse([])[0])
 
 
 def test_cases_for_slow_links_run_there_or_by_name(rings, monkeypatch):
@@ -169,7 +191,7 @@ def test_cases_for_slow_links_run_there_or_by_name(rings, monkeypatch):
         return [case.name for case in rings.parse(list(words))[1]]
 
     assert not slow.keys() & set(names()) and len(names()) == 5
-    assert names("--emulate-hosts") == [case.name for case in rings.CASES]
+    assert names("--emulate-hosts") == [case.name for case in rings.CASES if not case.by_name]
     assert names("--case", *slow) == list(slow)
     # A name chooses, slow link or not.
     assert names("--case", "10%") == names("--case", "10%", "--emulate-hosts") == list(slow)[:1]
@@ -309,7 +331,7 @@ def transfers_and_kernels(rank, world):
         torch.manual_seed(0)
         operands = ring_runs.operands_for(case, setting, 1)
         ring = ring_runs.make_ring(setting.group, 1)
-        runs, _, _ = ring_runs.sparse_runs(case, setting, operands, ring, 1)
+        runs = ring_runs.sparse_runs(case, setting, operands, ring, 1).runs
         found.append({})
         for name, run in runs.items():
             sent.clear()

@@ -1,0 +1,202 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""How ``four.py`` runs jobs, and what it knows of those that have run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from ..lib import jobs, record
+from .host import Host, Job
+
+STATES, LOG = "hosts.jsonl", "jobs.log"
+KEPT = 150
+"""Lines of what a job printed that the log keeps."""
+REASON = re.compile(r"\w*Error\b|\berror: |differ|are not those of|out of memory", re.IGNORECASE)
+GRACE = 10.0
+"""Seconds in which a job that is stopped may end by itself."""
+MORE = 1.5
+"""A job that was stopped is expected to take this many times as long."""
+
+
+class Failed(Exception):
+    """A job has failed, with the reason."""
+
+
+class Stopped(Exception):
+    """A job has not ended in time."""
+
+
+class States:
+    """Which jobs are done, and which have failed.
+
+    Args:
+        here: what rows say of this GPU and commit.
+        gpu: whether the GPU counts; not if there is none and only a list is wanted.
+    """
+
+    def __init__(self, host: Host, here: dict[str, Any], gpu: bool = True):
+        self.host, self.here = host, here
+        self._own = {name: here[name] for name in (("gpu", "commit") if gpu else ("commit",))}
+
+    def rows(self, file: str) -> list[dict]:
+        """Rows of this commit and GPU."""
+        found = jobs.read(self.host.folder / file)
+        return [row for row in found if _has(row, self._own)]
+
+    def missing(self, job: Job) -> list[dict]:
+        """The rows that a job should have and has not."""
+        if job.made is not None:
+            return [] if job.made.is_file() else [dict(file=str(job.made))]
+        found = self.rows(job.file)
+        return [wanted for wanted in job.rows if not any(_has(row, wanted) for row in found)]
+
+    def recorded(self, job: Job) -> list[dict]:
+        """What earlier calls say of a job that did not end well."""
+        wanted = dict(stage=job.stage, job=job.name, gpus=self.host.gpus)
+        return [row for row in self.rows(STATES) if _has(row, wanted)]
+
+    def failure(self, job: Job) -> str | None:
+        """Why a job has failed; None if it has not."""
+        failed = [row["why"] for row in self.recorded(job) if row["status"] == "failed"]
+        return failed[-1] if failed else None
+
+    def seconds(self, job: Job) -> float:
+        """What a job is expected to take: more if it was stopped."""
+        stopped = [row["seconds"] for row in self.recorded(job) if row["status"] == "stopped"]
+        return max([job.seconds, *(MORE * seconds for seconds in stopped)])
+
+    def add(self, job: Job, status: str, seconds: float, why: str) -> None:
+        row = dict(
+            stage=job.stage, job=job.name, gpus=self.host.gpus, status=status,
+            seconds=round(seconds, 1), why=why, **self.here,
+        )  # fmt: skip
+        with open(self.host.folder / STATES, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _has(row: dict, wanted: dict) -> bool:
+    return all(row.get(name) == value for name, value in wanted.items())
+
+
+# One job.
+
+
+def command(job: Job, host: Host) -> str:
+    """A job's command, for a shell."""
+    return shlex.join(["python", *job.words])
+
+
+def environment(host: Host) -> dict[str, str]:
+    """What jobs find: this Python's programs first, this package, and Megatron."""
+    found = dict(os.environ)
+    found["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), found.get("PATH", "")])
+    paths = [str(record.ROOT), *([str(host.megatron)] if host.megatron else [])]
+    paths += [found["PYTHONPATH"]] if found.get("PYTHONPATH") else []
+    found["PYTHONPATH"] = os.pathsep.join(paths)
+    if host.device == "cpu":
+        found.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    else:
+        found.setdefault("NCCL_NVLS_ENABLE", "0")
+    return found
+
+
+def run(job: Job, states: States, seconds: float) -> None:
+    """Run a job, for at most so many seconds.
+
+    Raises:
+        Failed, Stopped: with the reason.
+    """
+    host = states.host
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(
+            [sys.executable, *job.words], cwd=record.ROOT, env=environment(host), stdout=output,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        stopped = False
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            stopped = True
+        finally:  # also when this process is interrupted: ranks of a job must not stay behind
+            end(process)
+        output.seek(0)
+        lines = output.read().splitlines()
+    with open(host.folder / LOG, "a", encoding="utf-8") as file:
+        file.write(f"=== {job.stage}: {job.name}\n$ {command(job, host)}\n")
+        file.write("\n".join(lines[-KEPT:]) + "\n")
+    if stopped:
+        raise Stopped(f"stopped after {seconds:.0f} s: time was short")
+    if process.returncode:
+        raise Failed(reason(lines) or f"exit status {process.returncode}")
+    missing = states.missing(job)
+    if missing:
+        raise Failed(f"it ended without {len(missing)} of its rows, such as {missing[0]}")
+
+
+def end(process: subprocess.Popen) -> None:
+    """End a job with all of its ranks, if any still runs."""
+    for kind, wait in ((signal.SIGTERM, GRACE), (signal.SIGKILL, None)):
+        if process.poll() is not None:
+            return
+        os.killpg(process.pid, kind)
+        try:
+            process.wait(wait)
+        except subprocess.TimeoutExpired:
+            pass
+
+
+def reason(lines: list[str]) -> str:
+    """The line of a failed job's output that says most: the last that names an error of its own."""
+    shown = [line.strip() for line in lines if line.strip()]
+    said = [
+        line
+        for line in shown
+        if REASON.search(line) and not re.search(r"ChildFailedError|error_file", line)
+    ]
+    return (said or shown or [""])[-1][:300]
+
+
+# All jobs.
+
+
+def run_all(todo: list[Job], states: States, deadline: jobs.Deadline) -> None:
+    """Run what is missing, fits in the time and has what it needs, in order."""
+    for job in todo:
+        if not states.missing(job) or states.failure(job):
+            continue
+        if waits_for(job, todo, states):
+            continue
+        if not deadline.fits(states.seconds(job)):
+            continue
+        print(f"{job.stage}: {job.name}", flush=True)
+        began, left = time.monotonic(), 24 * 3600.0
+        if deadline.end is not None:
+            left = deadline.end - began
+        try:
+            run(job, states, left)
+        except Failed as error:
+            states.add(job, "failed", time.monotonic() - began, str(error))
+            print(f"  has failed: {error}", flush=True)
+        except Stopped as error:
+            states.add(job, "stopped", time.monotonic() - began, str(error))
+            print(f"  was {error}", flush=True)
+        else:
+            print(f"  took {time.monotonic() - began:.0f} s", flush=True)
+
+
+def waits_for(job: Job, todo: list[Job], states: States) -> str | None:
+    """A job of the same stage that must be done before; None if all are."""
+    for other in todo:
+        if other.stage == job.stage and other.name in job.needs and states.missing(other):
+            return other.name
+    return None
