@@ -222,11 +222,10 @@ class SearchGraph:
         with torch.cuda.stream(memory.side):
             group.begin()
             try:
-                index = search(self._rows, self._key, self._price, group)
+                found = CopiedIndex(search(self._rows, self._key, self._price, group))
             finally:
                 group.end()
-        self._steps = group.steps
-        self._result = CopiedIndex(index)
+        self._steps, self._found = group.steps, found
 
     def __call__(
         self, query: Tensor, key: Tensor, config: MTrainingConfig, cp: CPGroup, price: Tensor | None
@@ -239,7 +238,7 @@ class SearchGraph:
                 self._price.copy_(price)
             for step in self._steps:
                 step(cp)
-            return self._result.copy()
+            return self._found.copy()
 
 
 class CopiedIndex:
@@ -256,7 +255,7 @@ class CopiedIndex:
             if isinstance(value := getattr(index, each.name), Tensor)
         }
         self.index = replace(index, **tensors)
-        spare = torch.zeros(_ALIGNMENT, dtype=torch.uint8, device=index.columns.device)
+        spare = torch.empty(_ALIGNMENT, dtype=torch.uint8, device=index.columns.device)
         self._parts: list[Tensor] = []
         self._places: list[tuple[str, torch.dtype, torch.Size, tuple[int, ...], int]] = []
         offset = 0
