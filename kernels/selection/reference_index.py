@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Reference implementation of ``vertical_slash_index.py``, ``density.py`` and ``block_list_index.py`` in plain
+"""Reference implementation of ``vertical_slash_index.py``, ``density.py`` and ``block_list_index.py`` in
 PyTorch."""
 
 from __future__ import annotations
