@@ -25,15 +25,20 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import attend
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.pattern import search_pattern
+from megatron_mtraining.tools.profile.timing import Clock
 
 from ..lib import record
-from ..model.layer_times import Layer, Shape
+from ..lib.workloads import draw_structured
 
+SHAPE = dict(heads=16, kv_heads=2, dim=128)
+COLUMNS = 1000
+"""Twice as many keys stand out for each KV head."""
 POLICIES = {"price": dict(policy="price"), "fixed": dict(vertical=1000, slash=100)}
 ROUNDS = 5
 """Turns of a median."""
@@ -56,9 +61,17 @@ def captured(graph: bool) -> Iterator[None]:
             os.environ[name] = before
 
 
-def parts(layer: Layer, config: MTrainingConfig) -> dict[str, Callable[[], object]]:
+def operands(seq: int, shape: dict[str, int], device: torch.device) -> tuple[Tensor, ...]:
+    """query, key, value and a gradient of out, whose attention looks like a usual head's."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    positions = torch.arange(seq, device=device)
+    return draw_structured(seq, positions, *shape.values(), min(COLUMNS, seq // 16), dtype)
+
+
+def parts(tensors: tuple[Tensor, ...], config: MTrainingConfig) -> dict[str, Callable[[], object]]:
     """What is measured, by name."""
-    *inputs, grad = layer.operands
+    *inputs, grad = tensors
     leaves = [each.detach().requires_grad_() for each in inputs]
     query, key = inputs[:2]
     scale = query.shape[-1] ** -0.5
@@ -99,10 +112,13 @@ def launches(run: Callable[[], object]) -> tuple[int, int]:
     return len(set(ran)), len(ran)
 
 
-def measured(layer: Layer, name: str) -> list[dict]:
+def measured(tensors: tuple[Tensor, ...], name: str) -> list[dict]:
     """The rows of one policy: kernel by kernel, and as a graph."""
-    config = MTrainingConfig.for_sequence(layer.seq, **POLICIES[name])
-    runs = parts(layer, config)
+    query, key, *_ = tensors
+    seq, _, heads, dim = query.shape
+    device, clock = query.device, Clock(query.device)
+    config = MTrainingConfig.for_sequence(seq, **POLICIES[name])
+    runs = parts(tensors, config)
     host: dict[tuple[bool, str], list[float]] = {}
     rows = []
     for graph in (False, True):
@@ -114,17 +130,17 @@ def measured(layer: Layer, name: str) -> list[dict]:
         for graph in (False, True):
             with captured(graph):
                 for part, run in runs.items():
-                    host.setdefault((graph, part), []).extend(host_microseconds(run, layer.device))
+                    host.setdefault((graph, part), []).extend(host_microseconds(run, device))
     for graph in (False, True):
         row = dict(
-            op="short", impl="mtraining", seq=layer.seq, **layer.shape._asdict(), policy=name,
-            search="graph" if graph else "kernels",
+            op="short", impl="mtraining", seq=seq, heads=heads, kv_heads=key.shape[2], dim=dim,
+            policy=name, search="graph" if graph else "kernels",
         )  # fmt: skip
         with captured(graph):
             for part, run in runs.items():
                 row[f"{part}_host_us"] = round(statistics.median(host[graph, part]), 1)
-                row[f"{part}_ms"] = round(layer.clock(run).gpu, 4)
-                if layer.device.type == "cuda":
+                row[f"{part}_ms"] = round(clock(run).gpu, 4)
+                if device.type == "cuda":
                     row[f"{part}_launches"], row[f"{part}_kernels"] = launches(run)
         rows.append(row)
         counts = "".join(
@@ -132,7 +148,7 @@ def measured(layer: Layer, name: str) -> list[dict]:
             f"{row.get(f'{part}_launches')} launches of {row.get(f'{part}_kernels')} kernels"
             for part in runs
         )
-        print(f"{layer.seq:6d} tokens, {name}, search by {row['search']}{counts}", flush=True)
+        print(f"{seq:6d} tokens, {name}, search by {row['search']}{counts}", flush=True)
     return rows
 
 
@@ -144,9 +160,9 @@ def main(words: list[str] | None = None) -> None:
     options = parser.parse_args(words)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for seq in options.seq:
-        layer = Layer(seq, Shape(), device)
+        tensors = operands(seq, SHAPE, device)
         for name in options.policy:
-            record.append(options.output, measured(layer, name))
+            record.append(options.output, measured(tensors, name))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,19 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The pattern search of a short sequence, captured as a CUDA graph and launched at once.
+"""The pattern search of a short sequence, captured as a CUDA graph.
 
-A search has a dozen launches. With up to :data:`MAX_TOKENS` tokens on a rank the host takes longer for them
-than the GPU. What they do depends on shapes and settings alone (:class:`SearchKind`), and nothing is read
-back. So the second search of a kind is captured, and later ones replay it: the same kernels with the same
-bits.
+A search has about 14 launches. With up to :data:`MAX_TOKENS` tokens on a rank, the host takes longer for the
+launches than the GPU takes for the kernels. The launches depend on shapes and settings alone
+(:class:`SearchKind`), and nothing is read back to the host. So the second search of a kind is captured, and
+later ones replay the graph: the same kernels, and the same bits.
 
-A graph reads and writes fixed addresses. The keys and the sampled rows are copied to where it reads them, a
-few MB, and the index is copied from where it writes it, in one launch. Graphs of a stream share this memory
-and run one after the other. A collective ends a graph and begins the next one: it is never captured itself,
-so a rank that replays and a rank that launches kernel by kernel run the same collectives.
+A graph reads and writes fixed addresses. Each replay copies keys and sampled rows to the addresses that the
+graph reads, a few MB, and copies the index to new memory, in one launch. The graphs of a stream share this
+memory, and run one after the other. Collectives are not captured: a collective ends a graph and begins the
+next one. So ranks that replay and ranks that launch kernel by kernel run the same collectives.
 
-Searches that are not captured: of packed documents and of policies that choose key blocks, on a stream that
-is being captured, and all with ``MTRAINING_SEARCH_GRAPH=0`` in the environment.
+These searches are not captured: with packed documents; with policies that choose key blocks; with budget
+policies over several ranks; on a stream that is being captured; with ``MTRAINING_SEARCH_GRAPH=0`` in the
+environment.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ MAX_TOKENS = 32768
 """Tokens on a rank, of all batch entries, up to which a search is captured."""
 
 MAX_KEY_BYTES = 64 * 2**20
-"""Bytes of keys up to which a search is captured: so much memory is held on a stream."""
+"""Bytes of keys up to which a search is captured. A stream holds one copy of them."""
 
 MAX_GRAPHS = 128
-"""Searches that are captured on a stream. Those of other kinds are launched kernel by kernel."""
+"""Graphs of a stream at most. Searches of further kinds are launched kernel by kernel."""
 
 RENEWAL = 16384
-"""After so many searches the captured ones make room for others, if there are too many."""
+"""If a stream has :data:`MAX_GRAPHS` graphs, a further kind replaces all of them after this many searches."""
 
 _MAX_STREAMS = 4
 _ALIGNMENT = 16
@@ -56,7 +57,7 @@ Search = Callable[[SampledRows, Tensor, Tensor | None, CPGroup], VerticalSlashIn
 
 
 class SearchKind(NamedTuple):
-    """All that a search's launches depend on."""
+    """Everything that the launches of a search depend on."""
 
     config: MTrainingConfig
     policies: tuple[Policy, ...] | None
@@ -137,8 +138,8 @@ class SearchGraphs:
         cp: CPGroup,
         price: Tensor | None,
     ) -> None:
-        """Capture a search for later ones of its kind, unless it is the first, which may be the only one. It
-        runs no collective, and what it is given is still to be searched.
+        """Capture a search for later ones of its kind. The first one is not captured: it may be the only one.
+        The caller still has to search. This runs no collective.
 
         Args:
             rows, key, price: of this search.
