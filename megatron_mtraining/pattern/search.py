@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -167,6 +168,7 @@ def _all_have_prices(policies: Sequence[Policy]) -> bool:
     return all(isinstance(policy, PricePolicy) for policy in policies)
 
 
+@lru_cache(maxsize=256)
 def check_search(seq_length: int, config: MTrainingConfig, world: int) -> None:
     """Raise :class:`~megatron_mtraining.errors.ConfigError` if :func:`search_pattern` cannot search in
     sequences of ``seq_length`` tokens over ``world`` ranks: the length is not a multiple of ``block_size`` x
