@@ -194,13 +194,13 @@ class CPGroup(RankGroup):
         return work
 
 
-_CP_GROUPS: dict[tuple[ProcessGroup, int | None], CPGroup] = {}
+_CP_GROUPS: dict[tuple[ProcessGroup | None, int | None], CPGroup] = {}
 
 
 def cp_group_of(group: ProcessGroup | None, inner: int | None = None) -> CPGroup:
     """The :class:`CPGroup` of a process group, always the same one: its communicators are made once."""
-    if not isinstance(group, ProcessGroup):  # None, and what is refused
-        return CPGroup(group, inner)
+    if not isinstance(group, ProcessGroup | None) or type(inner) not in (int, type(None)):
+        return CPGroup(group, inner)  # refuses them
     key = (group, inner)
     if key not in _CP_GROUPS:
         _CP_GROUPS[key] = CPGroup(group, inner)

@@ -33,6 +33,7 @@ top_blocks = dispatch(reference_blocks.top_blocks, "block_topk")
 
 # Lists of the indexes.
 vertical_slash_lists = dispatch(reference_index.vertical_slash_lists, "vertical_slash_index")
+vertical_slash_density = dispatch(reference_index.vertical_slash_density, "density")
 block_list_offsets = dispatch(reference_index.block_list_offsets, "block_list_index")
 block_lists = dispatch(reference_index.block_lists, "block_list_index")
 
@@ -52,5 +53,6 @@ __all__ = [
     "select_topk",
     "slash_mass_in_columns",
     "top_blocks",
+    "vertical_slash_density",
     "vertical_slash_lists",
 ]

@@ -1,5 +1,6 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Reference implementation of ``vertical_slash_index.py`` and ``block_list_index.py`` in plain PyTorch."""
+"""Reference implementation of ``vertical_slash_index.py``, ``density.py`` and ``block_list_index.py`` in
+PyTorch."""
 
 from __future__ import annotations
 
@@ -58,6 +59,30 @@ def vertical_slash_lists(
     starts = starts.clamp(max=seq_length).expand(*columns.shape[:-1], -1)
     column_ptr = torch.searchsorted(columns, starts.contiguous())
     return member.to(torch.uint8), *rounds, *ranks, columns.int(), column_ptr.int()
+
+
+def vertical_slash_density(
+    member: Tensor, column_ptr: Tensor, seq_length: int, block_size: int
+) -> Tensor:
+    """The share of the causal pairs (of one document) that a vertical-slash pattern has: float32 ``[b, h]``,
+    rounded once.
+
+    Args:
+        member: uint8 ``[b, h, NB]``, contiguous: the selected block distances, 0 among them.
+        column_ptr: int32 ``[b, h, NB + 1]``, contiguous: how many columns come before each block.
+    """
+    num_blocks, distances = member.shape[-1], member.bool()
+    far = torch.arange(num_blocks, device=member.device)
+    slash = (distances.double() * (num_blocks - far)).sum(-1) * block_size * block_size
+    slash = slash - num_blocks * block_size * (block_size - 1) / 2
+    # A column in block c is seen by the distances up to NB - 1 - c that are not selected.
+    counts, outside = column_ptr.diff(dim=-1), (~distances).long()
+    pairs = slash + (counts * outside.cumsum(-1).flip(-1).double()).sum(-1) * block_size
+    # Queries that the last block lacks: the mean of their keys.
+    missing = num_blocks * block_size - seq_length
+    keys = (distances.sum(-1) - 1) * block_size + (counts * outside.flip(-1)).sum(-1)
+    pairs = pairs - missing * (keys + (2 * block_size - missing + 1) / 2)
+    return (pairs / (seq_length * (seq_length + 1) / 2)).float()
 
 
 def block_list_offsets(

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..config import CoveragePolicy, FixedPolicy
 from ..cp_group import CPGroup
 from ..kernels.selection import attention_masses, diagonal_masses, merge_topk, select_topk
+from .constants import constant
 from .sampled_rows import SampledRows
 
 BudgetPolicy = FixedPolicy | CoveragePolicy
@@ -72,7 +73,7 @@ def _in_order(offer: Tensor) -> tuple[Tensor, Tensor]:
 
 def _first(counts: list[int], value: Tensor) -> Tensor:
     """Which of the sorted values are among the first ``counts`` of each head, and above 0."""
-    count = torch.tensor(counts, device=value.device)[:, None]
+    count = constant(tuple(counts), value.device, torch.int64)[:, None]
     return _up_to(count, value)
 
 
@@ -172,14 +173,14 @@ def _select_coverage(
     """The fewest columns, and the fewest token diagonals, that each hold the share ``coverage`` of attention
     beyond the window and sinks, within caps."""
     device, seq_length = key.device, sample.seq_length
-    share = torch.tensor([each.coverage for each in policies], device=device, dtype=torch.float64)
+    share = constant(tuple(each.coverage for each in policies), device, torch.float64)
 
     def fewest(offer: Tensor, whole: Tensor, kind: str, least: int) -> Tensor:
         value, position = _in_order(offer)
         weight = _weight(value.int()) if kind == "vertical" else value.double()
         count = (weight.cumsum(-1) < (share * whole)[..., None]).sum(-1, keepdim=True) + 1
         caps = [max(least, getattr(each, f"{kind}_cap")) for each in policies]
-        count = count.clamp(min=least).minimum(torch.tensor(caps, device=device)[:, None])
+        count = count.clamp(min=least).minimum(constant(tuple(caps), device, torch.int64)[:, None])
         return torch.where(_up_to(count, value), position, seq_length).int()
 
     whole = cp.all_reduce(_weight(values).sum(-1))

@@ -32,6 +32,7 @@ from ..kernels.selection import (
     slash_mass_in_columns,
 )
 from .budget_policies import top_columns
+from .constants import constant
 from .sampled_rows import SampledRows
 
 REFERENCE_PRICE = 0.4
@@ -176,7 +177,7 @@ def _ranks(value: Tensor) -> Tensor:
 
 def _per_head(numbers: list[int], device: torch.device) -> Tensor:
     """One number a head, to compare with ``[b, h, ...]``: ``[h, 1]``."""
-    return torch.tensor(numbers, device=device)[:, None]
+    return constant(tuple(numbers), device, torch.int64)[:, None]
 
 
 def _cap_slashes(

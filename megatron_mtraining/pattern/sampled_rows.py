@@ -102,6 +102,36 @@ def _local_rows(
         return row.int(), torch.where(here, local, 0), ~here[:, None, None, None]
 
 
+def gather_rows(
+    query: Tensor, config: MTrainingConfig, cp: CPGroup, out: Tensor | None = None
+) -> Tensor:
+    """The queries of the sampled rows on all ranks, ``[R, b, h, d]``, in one small collective.
+
+    Args:
+        query: ``[s, b, h, d]``, this rank's part, block-striped.
+        out: memory for them.
+    """
+    _, local, elsewhere = _rows_on(query, config, cp)
+    sampled = torch.index_select(query, 0, local, out=out)
+    if cp.world > 1:
+        # One rank has each row, so the sum is exact in any dtype.
+        sampled = cp.all_reduce(sampled.masked_fill_(elsewhere, 0))
+    return sampled
+
+
+def _rows_on(query: Tensor, config: MTrainingConfig, cp: CPGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`_local_rows` of this rank."""
+    return _local_rows(
+        query.shape[0] * cp.world,
+        config.sampling,
+        cp.rank,
+        cp.world,
+        cp.inner,
+        config.block_size,
+        query.device,
+    )
+
+
 def gather_sampled_rows(
     query: Tensor,
     config: MTrainingConfig,
@@ -110,7 +140,7 @@ def gather_sampled_rows(
     softmax_scale: float,
     documents: Documents | None = None,
 ) -> SampledRows:
-    """The sampled rows on all ranks, in one small collective.
+    """The sampled rows on all ranks (:func:`gather_rows`).
 
     Args:
         query: ``[s, b, h, d]``, this rank's part, block-striped.
@@ -118,19 +148,8 @@ def gather_sampled_rows(
     """
     block, sampling = config.block_size, config.sampling
     seq_length = query.shape[0] * cp.world
-    row, local, elsewhere = _local_rows(
-        seq_length,
-        sampling,
-        cp.rank,
-        cp.world,
-        cp.inner,
-        block,
-        query.device,
-    )
-    sampled = query.index_select(0, local)
-    if cp.world > 1:
-        # One rank has each row, so the sum is exact in any dtype.
-        sampled = cp.all_reduce(sampled.masked_fill_(elsewhere, 0))
+    row = _rows_on(query, config, cp)[0]
+    sampled = gather_rows(query, config, cp)
     if isinstance(sampling, LastRowsSampling):  # each row is a stratum of its own
         kind = dict(
             rows_per_stratum=1, num_selection_rows=1, drop_max_stratum=False, stratified=False

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -22,7 +23,8 @@ from ..documents import Documents
 from ..layout import check_layout
 from .block_list_index import BlockListIndex
 from .block_list_search import search_block_lists
-from .sampled_rows import gather_sampled_rows, sampled_lse
+from .sampled_rows import SampledRows, gather_sampled_rows, sampled_lse
+from .search_graph import SearchGraphs, SearchKind
 from .vertical_slash_index import VerticalSlashIndex, full_index
 from .vertical_slash_search import SearchInput, search_at_prices, search_vertical_slash
 
@@ -67,6 +69,14 @@ def search_pattern(
     length, batch, num_heads, _ = query.shape
     seq_length = length * cp.world
     check_search(seq_length, config, cp.world)
+    graphs, kind = None, None
+    if documents is None:
+        graphs = SearchGraphs.of_stream(query, key)
+    if graphs is not None:
+        kind = SearchKind.of(query, key, config, cp, softmax_scale, head_policies, price)
+        graph = graphs.get(kind)
+        if graph is not None:
+            return graph(query, key, config, cp, price)
     policies = _effective_policies(
         config, head_policies or (config.policy,) * num_heads, seq_length
     )
@@ -75,11 +85,19 @@ def search_pattern(
             batch, num_heads, seq_length, config.block_size, cp.world, cp.inner, query.device
         )
         return replace(index, documents=documents)
-    given = _search_input(query, key, config, cp, softmax_scale, price, documents)
+    rows = _sampled_rows(query, config, cp, softmax_scale, documents)
     if any(isinstance(policy, BlockListPolicy) for policy in policies):
-        index = search_block_lists(query, given, policies)
-    else:
-        index = search_vertical_slash(given, policies, gather_keys)
+        given = _search_input(rows, key, config, cp, price)
+        return replace(search_block_lists(query, given, policies), documents=documents)
+    # Over several ranks, gather_keys is a collective of its own: all ranks must call it, or none.
+    if kind is not None and (cp.world == 1 or _all_have_prices(policies)):
+
+        def search(rows: SampledRows, key: Tensor, price: Tensor | None, cp: CPGroup):
+            return search_vertical_slash(_search_input(rows, key, config, cp, price), policies)
+
+        graphs.capture(kind, search, rows, key, cp, price)  # for later searches of this kind
+    given = _search_input(rows, key, config, cp, price)
+    index = search_vertical_slash(given, policies, gather_keys)
     return replace(index, documents=documents)
 
 
@@ -115,29 +133,42 @@ def search_price_series(
     policies = _effective_policies(first, [config.policy for config in configs], seq_length)
     if DENSE in policies:
         return [search_pattern(query, key, config, cp, softmax_scale) for config in configs]
-    given = _search_input(query, key, first, cp, softmax_scale)
+    given = _search_input(_sampled_rows(query, first, cp, softmax_scale), key, first, cp)
     return list(search_at_prices(given, policies))
 
 
-def _search_input(
+def _sampled_rows(
     query: Tensor,
-    key: Tensor,
     config: MTrainingConfig,
     cp: CPGroup,
     softmax_scale: float,
-    price: Tensor | None = None,
     documents: Documents | None = None,
-) -> SearchInput:
+) -> SampledRows:
     """Arguments as for :func:`search_pattern`."""
     # From the first query of a block, the window's farthest key is a block further than from its last.
     seq_length = len(query) * cp.world
     num_blocks = -(-seq_length // config.block_size)
     window_blocks = min(num_blocks, -(-config.window // config.block_size) + 1)
-    rows = gather_sampled_rows(query, config, cp, window_blocks, softmax_scale, documents)
+    return gather_sampled_rows(query, config, cp, window_blocks, softmax_scale, documents)
+
+
+def _search_input(
+    rows: SampledRows,
+    key: Tensor,
+    config: MTrainingConfig,
+    cp: CPGroup,
+    price: Tensor | None = None,
+) -> SearchInput:
+    """Arguments as for :func:`search_pattern`."""
     lse = sampled_lse(rows, key, cp)
-    return SearchInput(rows, key, lse, cp, config, min(config.sink, seq_length), price)
+    return SearchInput(rows, key, lse, cp, config, min(config.sink, rows.seq_length), price)
 
 
+def _all_have_prices(policies: Sequence[Policy]) -> bool:
+    return all(isinstance(policy, PricePolicy) for policy in policies)
+
+
+@lru_cache(maxsize=256)
 def check_search(seq_length: int, config: MTrainingConfig, world: int) -> None:
     """Raise :class:`~megatron_mtraining.errors.ConfigError` if :func:`search_pattern` cannot search in
     sequences of ``seq_length`` tokens over ``world`` ranks: the length is not a multiple of ``block_size`` x

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents
-from ..kernels.selection import vertical_slash_lists
+from ..kernels.selection import vertical_slash_density, vertical_slash_lists
 from ..layout import block_at, inner_size, owner_of
 from . import packed_density
 
@@ -208,22 +208,13 @@ class VerticalSlashIndex(PatternIndex):
         """Share of the causal pairs (of one document) that is attended: float32 ``[b, h]``, on the index's
         device.
 
-        The sum of :meth:`work`, in a few operations whatever the number of ranks.
+        The sum of :meth:`work`, in one launch whatever the number of ranks.
         """
         if self.documents is not None:
             return packed_density.density(self)
-        block, distances = self.block_size, self.distances()
-        num_blocks = distances.shape[-1]
-        missing = num_blocks * block - self.seq_length
-        far = torch.arange(num_blocks, device=distances.device)
-        slash = (distances.double() * (num_blocks - far)).sum(-1) * block * block
-        slash = slash - num_blocks * block * (block - 1) / 2
-        # A column in block c is seen by the distances up to NB - 1 - c that are not in D.
-        outside = (~distances).long().cumsum(-1).flip(-1).double()
-        pairs = slash + (self.column_ptr.diff(dim=-1) * outside).sum(-1) * block
-        if missing:
-            pairs = pairs - missing * self._keys_of_last_query(self.member.double().sum(-1))
-        return (pairs / (self.seq_length * (self.seq_length + 1) / 2)).float()
+        return vertical_slash_density(
+            self.member, self.column_ptr, self.seq_length, self.block_size
+        )
 
     def token_mask(self, batch: int, head: int) -> Tensor:
         """The pattern of one head written out: bool ``[N, N]`` (query, key). For small N only."""

@@ -19,6 +19,7 @@ from ..cp_group import CPGroup
 from ..kernels.attention import gather_columns
 from ..kernels.selection import column_masses
 from .budget_policies import BudgetPolicy, select_by_budget
+from .constants import constant
 from .price_policy import (
     Selection,
     price_candidates,
@@ -84,7 +85,7 @@ def search_at_prices(
     first, device = [policies[0]] * heads, given.key.device
     candidates = price_candidates(given.rows, given.key, given.lse, first, given.sink, given.cp)
     for policy in policies:
-        prices = _constant((policy.price,) * heads, device)
+        prices = constant((policy.price,) * heads, device)
         found = select_at_price(given.rows, candidates, given.lse, first, given.sink, prices)
         index = build_index(found.distances.view(torch.bool), found.columns, *given.layout)
         yield replace(index, recall=found.recall)
@@ -136,20 +137,8 @@ def _prices(given: SearchInput, policies: list[PricePolicy]) -> Tensor:
     policy, device = given.config.policy, given.key.device
     of_run = policy.price if isinstance(policy, PricePolicy) else 0
     if given.price is None or of_run == 0:
-        return _constant(tuple(policy.price for policy in policies), device)
-    return given.price * _constant(tuple(policy.price / of_run for policy in policies), device)
-
-
-_CONSTANTS: dict[tuple, Tensor] = {}
-
-
-def _constant(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    """A vector on the device: the same in every layer and step, so made once."""
-    at = (numbers, device)
-    if at not in _CONSTANTS:
-        with torch.inference_mode(False):
-            _CONSTANTS[at] = torch.tensor(numbers, dtype=torch.float32, device=device)
-    return _CONSTANTS[at]
+        return constant(tuple(policy.price for policy in policies), device)
+    return given.price * constant(tuple(policy.price / of_run for policy in policies), device)
 
 
 def _merge(
@@ -168,7 +157,7 @@ def _merge(
     for kind, selection in selections.items():
         spare = width - selection.columns.shape[-1]
         columns = torch.nn.functional.pad(selection.columns, (0, spare), value=rows.seq_length)
-        own = torch.tensor([type(policy) is kind for policy in policies], device=device)
+        own = constant(tuple(type(policy) is kind for policy in policies), device, torch.bool)
         new = Selection(selection.distances, columns, selection.recall)
         merged = Selection(
             *(torch.where(own.view(-1, *(1,) * (a.dim() - 2)), a, b) for a, b in zip(new, merged))

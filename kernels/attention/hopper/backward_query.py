@@ -8,7 +8,6 @@ score products of the next run and its exponentials are computed.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...common.counters import work_counter
 from ...common.launch import launch
 from ...common.tiles import LOG2E
 from ...types import PatternIndex, Round
@@ -300,7 +300,7 @@ def backward_query(
     launch(
         _query_kernel,
         (num_programs(query, end - first),),
-        work_counter=torch.full((1,), first, dtype=torch.int32, device=query.device),
+        work_counter=work_counter(first, query.device),
         q_desc=descriptor(query, half),
         grad_out_desc=descriptor(grad_out, half),
         **key_descriptors(key, value, column_kv, index.block_size),

@@ -9,7 +9,6 @@ previous tile before them, while it would wait for the first scores.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...common.counters import work_counter
 from ...common.launch import launch
 from ...common.tiles import LN2, LOG2E
 from ...types import PatternIndex, Round
@@ -389,7 +389,7 @@ def forward(
     launch(
         _forward_kernel,
         (num_programs(query, num_items),),
-        work_counter=torch.zeros(1, dtype=torch.int32, device=query.device),
+        work_counter=work_counter(0, query.device),
         q_desc=descriptor(query, half),
         **key_descriptors(key, value, column_kv, index.block_size),
         out_desc=descriptor(out if round_.last else query, half),

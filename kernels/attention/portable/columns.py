@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...common.launch import cdiv, launch
-from ...common.tiles import owner_of
+from ...common.tiles import block_at, owner_of
 from ...types import Columns, PatternIndex
 
 
@@ -115,40 +115,46 @@ def gather_columns(key: Tensor, value: Tensor | None, index: Columns, rank: int)
 def _invert_kernel(
     entries,  # [b, h, s]
     columns,  # [b, h, C]
+    column_ptr,  # [b, h, NB + 1]
     column_len,  # C
+    ptr_len,  # NB + 1
     key_len,  # s
-    seq_length,
     rank,
     world,
     inner,
     BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
+    """One program a block of keys of a head."""
     bh = tl.program_id(1).to(tl.int64)
-    entry = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row, owned = _own_columns(
-        columns + bh * column_len, entry, column_len, seq_length, rank, world, inner, BLOCK
-    )
-    tl.store(entries + bh * key_len + row, entry, mask=owned)
+    first_key = tl.program_id(0) * BLOCK
+    offsets = tl.arange(0, BLOCK)
+    entries += bh * key_len + first_key
+    tl.store(entries + offsets, tl.full([BLOCK], -1, tl.int32), mask=offsets < key_len - first_key)
+    tl.debug_barrier()  # entries that other threads have just written are written again
+    column_ptr += bh * ptr_len + block_at(tl.program_id(0), rank, world, inner)
+    # A block has each of its keys once, so no more columns than keys.
+    entry = tl.load(column_ptr) + offsets
+    mask = entry < tl.load(column_ptr + 1)
+    position = tl.load(columns + bh * column_len + entry, mask=mask, other=0)
+    tl.store(entries + position % BLOCK, entry, mask=mask)
 
 
 def invert_columns(index: PatternIndex, rank: int, key_len: int) -> Tensor:
     """Which entry of the list of columns each key of ``rank`` is: int32 ``[b, h, s]``, -1 if none."""
     batch, heads, num_columns = index.columns.shape
-    shape, block_n = (batch, heads, key_len), 128
-    entries = torch.full(shape, -1, dtype=torch.int32, device=index.columns.device)
+    entries = torch.empty((batch, heads, key_len), dtype=torch.int32, device=index.columns.device)
     launch(
         _invert_kernel,
-        (cdiv(num_columns, block_n), batch * heads),
+        (cdiv(key_len, index.block_size), batch * heads),
         entries=entries,
         columns=index.columns,
+        column_ptr=index.column_ptr,
         column_len=num_columns,
+        ptr_len=index.column_ptr.shape[-1],
         key_len=key_len,
-        seq_length=index.seq_length,
         rank=rank,
         world=index.world,
         inner=index.inner,
         BLOCK=index.block_size,
-        BLOCK_N=block_n,
     )
     return entries

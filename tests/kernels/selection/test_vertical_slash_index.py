@@ -1,6 +1,6 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Lists of the vertical-slash index: the kernels against the reference implementation, and the lists against
-the distances that they were made from."""
+"""Lists and density of the vertical-slash index: the kernels against the reference implementation, and both
+against the distances that they were made from."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from megatron_mtraining.kernels import selection
 from megatron_mtraining.kernels.selection import reference_index
+from megatron_mtraining.pattern import build_index
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,28 @@ def test_lists(triton_device, seq, block, world, inner, columns, diagonals):
                 found = listed[1, 2, low:high].long() * classes + residue
                 mine = torch.arange(residue, member.shape[-1], classes)
                 assert torch.equal(found, mine[member[1, 2, mine] != 0])
+
+
+@pytest.mark.parametrize(
+    ("seq", "block", "share"),
+    [(500, 64, 0.3), (640, 128, 0.5), (1025, 64, 0.0), (100, 128, 1.0), (64 * 3000, 64, 0.1)],
+)
+def test_density(triton_device, seq, block, share):
+    """The kernel, the reference, and the pairs of the pattern written out."""
+    num_blocks = -(-seq // block)
+    distances = torch.rand(2, 3, num_blocks) < share
+    columns = torch.stack([torch.randperm(seq)[: min(seq, 70)] for _ in range(6)]).view(2, 3, -1)
+    columns[1, 2] = seq  # none
+    index = build_index(distances, columns, seq, block, 1)
+    member, column_ptr = index.member.to(triton_device), index.column_ptr.to(triton_device)
+    found = selection.vertical_slash_density(member, column_ptr, seq, block).cpu()
+    expected = reference_index.vertical_slash_density(index.member, index.column_ptr, seq, block)
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
+    pairs = index.work().sum((-1, -2)) / (seq * (seq + 1) / 2)
+    assert torch.equal(found, pairs.float())
+    if seq <= 1025:
+        mask = index.token_mask(1, 0)
+        assert found[1, 0] == (mask.sum().double() / (seq * (seq + 1) / 2)).float()
 
 
 def test_more_blocks_than_16_bits_are_refused(triton_device):

@@ -1,0 +1,169 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Launches and host time of a short layer's attention on one GPU: pattern search, forward and backward.
+
+For each length and policy there are two rows, measured in turns: with the search captured as a CUDA graph
+(``search`` is "graph"; see :mod:`megatron_mtraining.pattern.search_graph`), and launched kernel by kernel
+("kernels"). Of the search alone, of the forward with its search, and of the backward, a row has
+
+- ``_host_us``: microseconds until the host has launched all, beginning with an idle GPU: a median;
+- ``_ms``: milliseconds of the GPU, launched ahead;
+- ``_launches``: what the host launches: kernels, copies and graphs;
+- ``_kernels``: what then runs, those of a graph counted too.
+
+    python -m benchmarks.layer.short_layers [--seq 8192 16384 32768] [--output FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_mtraining import MTrainingConfig
+from megatron_mtraining.attention import attend
+from megatron_mtraining.cp_group import CPGroup
+from megatron_mtraining.pattern import search_pattern
+from megatron_mtraining.tools.profile.timing import Clock
+
+from ..lib import record
+from ..lib.workloads import draw_structured
+
+SHAPE = dict(heads=16, kv_heads=2, dim=128)
+COLUMNS = 1000
+"""Twice as many keys stand out for each KV head."""
+POLICIES = {"price": dict(policy="price"), "fixed": dict(vertical=1000, slash=100)}
+ROUNDS = 5
+"""Turns of a median."""
+RUNS = 12
+"""Of a turn."""
+
+
+@contextmanager
+def captured(graph: bool) -> Iterator[None]:
+    """Whether searches are captured."""
+    name = "MTRAINING_SEARCH_GRAPH"
+    before = os.environ.get(name)
+    os.environ[name] = "1" if graph else "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def operands(seq: int, shape: dict[str, int], device: torch.device) -> tuple[Tensor, ...]:
+    """query, key, value and a gradient of out, whose attention looks like a usual head's."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    positions = torch.arange(seq, device=device)
+    return draw_structured(seq, positions, *shape.values(), min(COLUMNS, seq // 16), dtype)
+
+
+def parts(tensors: tuple[Tensor, ...], config: MTrainingConfig) -> dict[str, Callable[[], object]]:
+    """What is measured, by name."""
+    *inputs, grad = tensors
+    leaves = [each.detach().requires_grad_() for each in inputs]
+    query, key = inputs[:2]
+    scale = query.shape[-1] ** -0.5
+    out = attend(*leaves, config=config).out
+    return {
+        "search": partial(search_pattern, query, key, config, CPGroup(None), scale),
+        "forward": lambda: attend(*leaves, config=config).out,
+        "backward": partial(torch.autograd.grad, out, leaves, grad, retain_graph=True),
+    }
+
+
+def host_microseconds(run: Callable[[], object], device: torch.device) -> list[float]:
+    """Times until the host has launched all, with nothing left on the GPU at the start."""
+    times = []
+    for _ in range(RUNS):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        times.append(1e6 * (time.perf_counter() - start))
+    return times
+
+
+def launches(run: Callable[[], object]) -> tuple[int, int]:
+    """What the host launches, and what then runs on the GPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    ran = [
+        event.correlation_id()
+        for event in profiler.profiler.kineto_results.events()
+        if event.device_type() == torch.autograd.DeviceType.CUDA
+    ]
+    return len(set(ran)), len(ran)
+
+
+def measured(tensors: tuple[Tensor, ...], name: str) -> list[dict]:
+    """The rows of one policy: kernel by kernel, and as a graph."""
+    query, key, *_ = tensors
+    seq, _, heads, dim = query.shape
+    device, clock = query.device, Clock(query.device)
+    config = MTrainingConfig.for_sequence(seq, **POLICIES[name])
+    runs = parts(tensors, config)
+    host: dict[tuple[bool, str], list[float]] = {}
+    rows = []
+    for graph in (False, True):
+        with captured(graph):
+            for run in runs.values():
+                for _ in range(4):  # compiles and captures
+                    run()
+    for _ in range(ROUNDS):
+        for graph in (False, True):
+            with captured(graph):
+                for part, run in runs.items():
+                    host.setdefault((graph, part), []).extend(host_microseconds(run, device))
+    for graph in (False, True):
+        row = dict(
+            op="short", impl="mtraining", seq=seq, heads=heads, kv_heads=key.shape[2], dim=dim,
+            policy=name, search="graph" if graph else "kernels",
+        )  # fmt: skip
+        with captured(graph):
+            for part, run in runs.items():
+                row[f"{part}_host_us"] = round(statistics.median(host[graph, part]), 1)
+                row[f"{part}_ms"] = round(clock(run).gpu, 4)
+                if device.type == "cuda":
+                    row[f"{part}_launches"], row[f"{part}_kernels"] = launches(run)
+        rows.append(row)
+        counts = "".join(
+            f"; {part}: host {row[f'{part}_host_us']:.0f} us, GPU {row[f'{part}_ms']:.3f} ms, "
+            f"{row.get(f'{part}_launches')} launches of {row.get(f'{part}_kernels')} kernels"
+            for part in runs
+        )
+        print(f"{seq:6d} tokens, {name}, search by {row['search']}{counts}", flush=True)
+    return rows
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--seq", type=int, nargs="+", default=[8192, 16384, 32768])
+    parser.add_argument("--policy", nargs="+", choices=list(POLICIES), default=list(POLICIES))
+    parser.add_argument("--output", type=Path, default=record.RESULTS / "short_layers.jsonl")
+    options = parser.parse_args(words)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for seq in options.seq:
+        tensors = operands(seq, SHAPE, device)
+        for name in options.policy:
+            record.append(options.output, measured(tensors, name))
+
+
+if __name__ == "__main__":
+    main()

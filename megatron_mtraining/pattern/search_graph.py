@@ -1,0 +1,372 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The pattern search of a short sequence, captured as a CUDA graph.
+
+A search has about 14 launches. With up to :data:`MAX_TOKENS` tokens on a rank, the host takes longer for the
+launches than the GPU takes for the kernels. The launches depend on shapes and settings alone
+(:class:`SearchKind`), and nothing is read back to the host. So the second search of a kind is captured, and
+later ones replay the graph: the same kernels, and the same bits.
+
+A graph reads and writes fixed addresses. Each replay copies keys and sampled rows to the addresses that the
+graph reads, a few MB, and copies the index to new memory, in one launch. The graphs of a stream share this
+memory, and run one after the other. Collectives are not captured: a collective ends a graph and begins the
+next one. So ranks that replay and ranks that launch kernel by kernel run the same collectives.
+
+These searches are not captured: with packed documents; with policies that choose key blocks; with budget
+policies over several ranks; on a stream that is being captured; with ``MTRAINING_SEARCH_GRAPH=0`` in the
+environment.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import fields, replace
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..config import MTrainingConfig, Policy
+from ..cp_group import CPGroup
+from .sampled_rows import SampledRows, gather_rows
+from .vertical_slash_index import VerticalSlashIndex
+
+MAX_TOKENS = 32768
+"""Tokens on a rank, of all batch entries, up to which a search is captured."""
+
+MAX_KEY_BYTES = 64 * 2**20
+"""Bytes of keys up to which a search is captured. A stream holds one copy of them."""
+
+MAX_GRAPHS = 128
+"""Graphs of a stream at most. Searches of further kinds are launched kernel by kernel."""
+
+RENEWAL = 16384
+"""If a stream has :data:`MAX_GRAPHS` graphs, a further kind replaces all of them after this many searches."""
+
+_MAX_STREAMS = 4
+_ALIGNMENT = 16
+"""Bytes. Kernels are compiled for addresses that are multiples of this, and for others."""
+
+Search = Callable[[SampledRows, Tensor, Tensor | None, CPGroup], VerticalSlashIndex]
+"""A search of the given rows, keys and price, over a group of ranks."""
+
+
+class SearchKind(NamedTuple):
+    """Everything that the launches of a search depend on."""
+
+    config: MTrainingConfig
+    policies: tuple[Policy, ...] | None
+    softmax_scale: float
+    query: torch.Size
+    key: torch.Size
+    dtype: torch.dtype
+    price: tuple[torch.Size, torch.dtype] | None
+    layout: tuple[int, int, int]
+
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        config: MTrainingConfig,
+        cp: CPGroup,
+        softmax_scale: float,
+        policies: Sequence[Policy] | None,
+        price: Tensor | None,
+    ) -> SearchKind:
+        """The kind of :func:`.search.search_pattern` with these arguments."""
+        return cls(
+            config,
+            None if policies is None else tuple(policies),
+            softmax_scale,
+            query.shape,
+            key.shape,
+            query.dtype,
+            None if price is None else (price.shape, price.dtype),
+            (cp.rank, cp.world, cp.inner),
+        )
+
+
+class SearchGraphs:
+    """The captured searches of one stream."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._renew()
+
+    def _renew(self) -> None:
+        self._graphs: dict[SearchKind, SearchGraph] = {}
+        self._seen: set[SearchKind] = set()
+        self._memory: _Memory | None = None
+        self._searches = 0
+        self._failed = False
+
+    @staticmethod
+    def of_stream(query: Tensor, key: Tensor) -> SearchGraphs | None:
+        """Those of the current stream; None if a search with these operands is not to be captured."""
+        tokens = query.shape[0] * query.shape[1]
+        if not query.is_cuda or tokens > MAX_TOKENS or key.nbytes > MAX_KEY_BYTES:
+            return None
+        if os.environ.get("MTRAINING_SEARCH_GRAPH", "1") == "0":
+            return None
+        if torch.version.cuda is None or torch.cuda.is_current_stream_capturing():
+            return None
+        stream = torch.cuda.current_stream(query.device)
+        at = (stream.device_index, stream.cuda_stream)
+        if at not in _STREAMS:
+            if len(_STREAMS) >= _MAX_STREAMS:
+                return None
+            _STREAMS[at] = SearchGraphs()
+        return _STREAMS[at]
+
+    def get(self, kind: SearchKind) -> SearchGraph | None:
+        """The captured search of a kind. Called once for each search."""
+        self._searches += 1
+        return self._graphs.get(kind)
+
+    def capture(
+        self,
+        kind: SearchKind,
+        search: Search,
+        rows: SampledRows,
+        key: Tensor,
+        cp: CPGroup,
+        price: Tensor | None,
+    ) -> None:
+        """Capture a search for later ones of its kind. The first one is not captured: it may be the only one.
+        The caller still has to search. This runs no collective.
+
+        Args:
+            rows, key, price: of this search.
+        """
+        with self._lock:
+            if self._failed or not self._is_due(kind):
+                return
+            needed = sum(map(_padded, _inputs(rows, key, price)))
+            if self._memory is not None and needed > self._memory.nbytes:
+                self._drop()
+            try:
+                with torch.inference_mode(False), torch.no_grad():
+                    if self._memory is None:
+                        self._memory = _Memory(needed, key.device)
+                    graph = SearchGraph(search, rows, key, cp, price, self._memory, self._lock)
+            except RuntimeError as error:
+                self._failed = True
+                warnings.warn(
+                    "pattern searches take more time on the host: they cannot be captured as a CUDA graph "
+                    f"({error})",
+                    stacklevel=2,
+                )
+            else:
+                self._graphs[kind] = graph
+
+    def _is_due(self, kind: SearchKind) -> bool:
+        if kind not in self._seen:
+            if len(self._seen) >= 8 * MAX_GRAPHS:
+                self._seen.clear()
+            self._seen.add(kind)
+            return False
+        if len(self._graphs) >= MAX_GRAPHS:
+            if self._searches < RENEWAL:
+                return False
+            self._drop()
+        return True
+
+    def _drop(self) -> None:
+        """Release all graphs and their memory."""
+        torch.cuda.current_stream().synchronize()  # they may be running
+        self._renew()
+
+
+_STREAMS: dict[tuple[int, int], SearchGraphs] = {}
+"""By device and stream."""
+
+atexit.register(_STREAMS.clear)  # while the driver is there
+
+
+class SearchGraph:
+    """One captured search.
+
+    Args:
+        search: reads nothing back to the host.
+        rows, key, price, cp: as at the capture; those of later calls must be of the same kind.
+        memory: of the stream's graphs.
+        lock: held while that memory is in use.
+    """
+
+    def __init__(
+        self,
+        search: Search,
+        rows: SampledRows,
+        key: Tensor,
+        cp: CPGroup,
+        price: Tensor | None,
+        memory: _Memory,
+        lock: AbstractContextManager,
+    ):
+        self._lock = lock
+        given = _inputs(rows, key, price)
+        own = memory.like(given)
+        self._query, self._key, self._price = (*own, None)[:3]
+        self._rows = replace(rows, query=self._query)  # the graph reads the positions, too
+        for each, value in zip(own, given):
+            each.copy_(value)
+        group = _CapturedGroup(cp, memory)
+        # Compiles kernels and makes constants, which cannot be done in a capture.
+        search(self._rows, self._key, self._price, group)
+        memory.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(memory.side):
+            group.begin()
+            try:
+                found = CopiedIndex(search(self._rows, self._key, self._price, group))
+            finally:
+                group.end()
+        self._steps, self._found = group.steps, found
+
+    def __call__(
+        self, query: Tensor, key: Tensor, config: MTrainingConfig, cp: CPGroup, price: Tensor | None
+    ) -> VerticalSlashIndex:
+        """Launch the search of these operands, which are those of :func:`.search.search_pattern`."""
+        with self._lock:
+            gather_rows(query, config, cp, out=self._query)
+            self._key.copy_(key)
+            if self._price is not None:
+                self._price.copy_(price)
+            for step in self._steps:
+                step(cp)
+            return self._found.copy()
+
+
+class CopiedIndex:
+    """An index whose tensors are written again and again, to be copied each time.
+
+    Attributes:
+        index: that index.
+    """
+
+    def __init__(self, index: VerticalSlashIndex):
+        tensors = {
+            each.name: value.contiguous()
+            for each in fields(index)
+            if isinstance(value := getattr(index, each.name), Tensor)
+        }
+        self.index = replace(index, **tensors)
+        spare = torch.empty(_ALIGNMENT, dtype=torch.uint8, device=index.columns.device)
+        self._parts: list[Tensor] = []
+        self._places: list[tuple[str, torch.dtype, torch.Size, tuple[int, ...], int]] = []
+        offset = 0
+        for name, tensor in tensors.items():
+            place = offset // tensor.element_size()
+            self._places.append((name, tensor.dtype, tensor.shape, tensor.stride(), place))
+            padded = _padded(tensor)
+            self._parts += [tensor.reshape(-1).view(torch.uint8), spare[: padded - tensor.nbytes]]
+            offset += padded
+        self._parts = [part for part in self._parts if len(part)]
+        self._dtypes = list({dtype for _, dtype, *_ in self._places})
+
+    def copy(self) -> VerticalSlashIndex:
+        """The index as it is now, in memory of its own."""
+        copied = torch.cat(self._parts)
+        typed = {dtype: copied.view(dtype) for dtype in self._dtypes}
+        return replace(
+            self.index,
+            **{
+                name: typed[dtype].as_strided(shape, stride, place)
+                for name, dtype, shape, stride, place in self._places
+            },
+        )
+
+
+class _Memory:
+    """Where the graphs of a stream have their inputs and all else.
+
+    Attributes:
+        nbytes: of inputs.
+        pool: of the graphs.
+        side: a stream to capture on.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device):
+        self.nbytes, self.side = nbytes, torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+        self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Contiguous tensors like these, one after the other."""
+        found, offset = [], 0
+        for tensor in tensors:
+            part = self._bytes[offset : offset + tensor.nbytes]
+            found.append(part.view(tensor.dtype).view(tensor.shape))
+            offset += _padded(tensor)
+        return found
+
+
+class _CapturedGroup(CPGroup):
+    """Stands in for a group of ranks while a search is captured: a collective ends a graph, and begins the
+    next one. Outside of a capture a collective does nothing.
+
+    Attributes:
+        steps: the graphs and collectives, functions of the group.
+    """
+
+    def __init__(self, cp: CPGroup, memory: _Memory):
+        self.group = None
+        self.rank, self.world, self.inner = cp.rank, cp.world, cp.inner
+        self.steps: list[Callable[[CPGroup], object]] = []
+        self._pool = memory.pool
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def begin(self) -> None:
+        """Begin to capture a graph on the current stream."""
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads may use the GPU meanwhile.
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> None:
+        """End the graph that :meth:`begin` has begun."""
+        graph, self._graph = self._graph, None
+        assert graph is not None, "it has begun"
+        graph.capture_end()
+        self.steps.append(lambda cp: graph.replay())
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """See :meth:`.RankGroup.all_reduce`."""
+        if self.world > 1:
+            self._collect(lambda cp: cp.all_reduce(tensor, op))
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """See :meth:`.RankGroup.all_gather`."""
+        if self.world == 1:
+            return tensor[None]
+        parts = tensor.new_zeros(self.world, *tensor.shape)
+        self._collect(lambda cp: parts.copy_(cp.all_gather(tensor)))
+        return parts
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """See :meth:`.RankGroup.reduce_scatter`."""
+        if self.world == 1:
+            return tensor
+        own = tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] // self.world)
+        self._collect(lambda cp: own.copy_(cp.reduce_scatter(tensor)))
+        return own
+
+    def _collect(self, collective: Callable[[CPGroup], object]) -> None:
+        if self._graph is not None:
+            self.end()
+            self.steps.append(collective)
+            self.begin()
+
+
+def _inputs(rows: SampledRows, key: Tensor, price: Tensor | None) -> list[Tensor]:
+    return [rows.query, key] if price is None else [rows.query, key, price]
+
+
+def _padded(tensor: Tensor) -> int:
+    """A tensor's bytes, rounded up so that what follows is aligned."""
+    return -(-prod(tensor.shape) * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,36 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""benchmarks/layer/short_layers.py: its rows, where no GPU is needed."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from benchmarks.layer import short_layers
+from benchmarks.lib import jobs
+
+
+@pytest.mark.parametrize("policy", ["price", "fixed"])
+def test_rows_with_and_without_graphs(tmp_path, monkeypatch, policy):
+    monkeypatch.setattr(short_layers, "ROUNDS", 1)
+    monkeypatch.setattr(short_layers, "RUNS", 1)
+    monkeypatch.setattr(short_layers, "SHAPE", dict(heads=2, kv_heads=1, dim=64))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    asked = []
+    original = short_layers.search_pattern
+    monkeypatch.setattr(
+        short_layers,
+        "search_pattern",
+        lambda *all: asked.append(os.environ["MTRAINING_SEARCH_GRAPH"]) or original(*all),
+    )
+    output = tmp_path / "rows.jsonl"
+    short_layers.main(["--seq", "1024", "--policy", policy, "--output", str(output)])
+    plain, graph = jobs.read(output)
+    assert (plain["search"], graph["search"]) == ("kernels", "graph")
+    for row in (plain, graph):
+        assert (row["seq"], row["heads"], row["kv_heads"], row["dim"]) == (1024, 2, 1, 64)
+        for part in ("search", "forward", "backward"):
+            assert row[f"{part}_host_us"] > 0 and row[f"{part}_ms"] > 0
+    assert set(asked) == {"0", "1"} and "MTRAINING_SEARCH_GRAPH" not in os.environ

@@ -1,0 +1,46 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Counters of persistent kernels: each is used once, from where it starts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_mtraining.kernels.common import counters
+from megatron_mtraining.kernels.common.counters import work_counter
+
+
+@pytest.mark.parametrize("first", [0, 12])
+def test_a_counter_on_the_cpu(first):
+    counter = work_counter(first, torch.device("cpu"))
+    assert counter.dtype == torch.int32 and counter.tolist() == [first]
+
+
+@pytest.mark.gpu
+def test_each_counter_is_used_once(monkeypatch):
+    monkeypatch.setattr(counters, "_FREE", {})
+    device = torch.device("cuda", torch.cuda.current_device())
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    used = []
+    for number in range(2 * counters._AT_ONCE + 3):
+        with torch.cuda.stream(streams[number % 2]):
+            counter = work_counter(0, device)
+            assert counter.shape == (1,) and counter.data_ptr() % 16 == 0
+            used.append(counter.add_(number + 1))
+    torch.cuda.synchronize()
+    assert [counter.item() for counter in used] == [number + 1 for number in range(len(used))]
+    assert len(counters._FREE) == 2
+    assert work_counter(7, device).item() == 7
+
+
+@pytest.mark.gpu
+def test_a_captured_counter_starts_again():
+    """Megatron may capture a layer: the counter must be 0 in each replay."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        counter = work_counter(0, device)
+        counter += 5
+    for _ in range(3):
+        graph.replay()
+        assert counter.item() == 5

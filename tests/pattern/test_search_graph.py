@@ -1,0 +1,455 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Pattern searches that are captured as CUDA graphs.
+
+- on the CPU, with graphs that record what PyTorch runs: steps and collectives of a captured search, copies of
+  an index, when a search is captured, bounds on memory;
+- on a GPU: captured searches select the same bits as searches launched kernel by kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_mtraining import MTrainingConfig
+from megatron_mtraining.attention import attend
+from megatron_mtraining.config import PricePolicy
+from megatron_mtraining.cp_group import CPGroup
+from megatron_mtraining.documents import Documents
+from megatron_mtraining.pattern import build_index, search_graph, search_pattern
+from megatron_mtraining.pattern.sampled_rows import gather_sampled_rows
+from megatron_mtraining.pattern.search_graph import (
+    CopiedIndex,
+    SearchGraph,
+    SearchGraphs,
+    SearchKind,
+)
+from tests.support.attention_cases import random_operands
+from tests.support.selection_cases import SCALE
+
+CONFIG = MTrainingConfig.from_options(
+    price=0.7, vertical_cap=90, window=70, sink=4, sample_strata=16, sample_rows=2
+)
+
+
+def tensors_of(index):
+    found = {each.name: getattr(index, each.name) for each in dataclasses.fields(index)}
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def assert_same(found, expected):
+    assert type(found) is type(expected)
+    for field in dataclasses.fields(expected):
+        a, b = getattr(found, field.name), getattr(expected, field.name)
+        if isinstance(b, torch.Tensor):
+            assert a.dtype == b.dtype and a.is_contiguous() and torch.equal(a, b), field.name
+        else:
+            assert a == b, field.name
+
+
+# On the CPU.
+
+
+class RecordedGraph(TorchDispatchMode):
+    """In place of a CUDA graph: records operations, and runs them again on the same tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.operations.append((func, args, kwargs or {}, result))
+        return result
+
+    def capture_begin(self, pool, capture_error_mode):
+        assert capture_error_mode == "thread_local"
+        self.__enter__()
+
+    def capture_end(self):
+        self.__exit__(None, None, None)
+
+    def replay(self):
+        for func, args, kwargs, result in self.operations:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(result), tree_leaves(again)):
+                if isinstance(old, torch.Tensor) and new.data_ptr() != old.data_ptr():
+                    old.copy_(new)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """torch.cuda as far as it is used, without a GPU."""
+    stream = SimpleNamespace(
+        device_index=0, cuda_stream=7, wait_stream=lambda other: None, synchronize=lambda: None
+    )
+    fakes = dict(
+        CUDAGraph=RecordedGraph,
+        Stream=lambda device: stream,
+        stream=lambda stream: contextlib.nullcontext(),
+        current_stream=lambda device=None: stream,
+        graph_pool_handle=lambda: (0, 1),
+        is_current_stream_capturing=lambda: False,
+    )
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(search_graph, "_STREAMS", {})
+    return stream
+
+
+class Mirrored(CPGroup):
+    """The first of two ranks, of which the other has the same numbers."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.world, self.inner, self.calls = 2, 2, []
+
+    def all_reduce(self, tensor, op="sum"):
+        self.calls.append(op)
+        return tensor.mul_(2) if op == "sum" else tensor
+
+    def all_gather(self, tensor):
+        self.calls.append("gather")
+        return torch.stack((tensor, tensor))
+
+    def reduce_scatter(self, tensor):
+        self.calls.append("scatter")
+        return (2 * tensor).chunk(2, -1)[0].contiguous()
+
+
+def toy_search(rows, key, price, cp):
+    """Reads all inputs, and has each kind of collective."""
+    sums = cp.all_reduce((key.sum((0, 3)).repeat_interleave(2, 1) + rows.query.sum((0, 3))).round())
+    parts = cp.all_gather(sums).sum(0)  # [b, h]
+    most = cp.all_reduce(parts + 1, "max") * price
+    own = cp.reduce_scatter(torch.stack((most, most + 2), -1))[..., 0]
+    columns = (own.abs().long() % 256)[..., None]
+    distances = torch.zeros(*own.shape, 2, dtype=torch.bool)
+    index = build_index(distances, columns, 256, 128, 2, 2)
+    return dataclasses.replace(index, recall=own)
+
+
+@pytest.mark.parametrize("group", [lambda: CPGroup(None), Mirrored], ids=["one rank", "two"])
+def test_a_replay_searches_what_it_is_given(cuda, group):
+    """Operands at other addresses, of other strides, over ranks: each replay is a search of its own."""
+    cp = group()
+    query, key, _, _ = random_operands(256 // cp.world, 2, 4, 2, 64, torch.float32, "cpu")
+    rows, price = gather_sampled_rows(query, CONFIG, cp, 1, SCALE), torch.tensor(2.0)
+    given = [rows.query, key, price]
+    memory = search_graph._Memory(sum(map(search_graph._padded, given)), query.device)
+    cp.calls = []
+    graph = SearchGraph(toy_search, rows, key, cp, price, memory, threading.Lock())
+    assert not cp.calls, "a capture has no collectives"
+    found = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        query = torch.randn(query.shape[0], 2, 4, 128)[..., 64:]
+        key, price = torch.randn(2, 2, query.shape[0], 64).movedim(2, 0), torch.rand(())
+        cp.calls = []
+        found.append(graph(query, key, CONFIG, cp, price))
+        replayed, cp.calls = cp.calls, []
+        rows = gather_sampled_rows(query, CONFIG, cp, 1, SCALE)
+        expected = toy_search(rows, key, price, cp)
+        assert replayed == cp.calls
+        assert_same(found[-1], expected)
+    assert not torch.equal(found[0].recall, found[1].recall), "results have memory of their own"
+
+
+def test_copies_of_an_index(cuda):
+    index = build_index(
+        torch.rand(1, 3, 5) < 0.5, torch.randint(0, 640, (1, 3, 7)).sort(-1).values, 640, 128, 1
+    )
+    copied = CopiedIndex(index)
+    first = copied.copy()
+    assert_same(first, index)
+    assert first.nbytes == index.nbytes
+    storages = {each.untyped_storage().data_ptr() for each in tensors_of(first).values()}
+    assert len(storages) == 1
+    for tensor in tensors_of(first).values():
+        assert tensor.data_ptr() % 16 == first.member.data_ptr() % 16
+    copied.index.columns.fill_(3)
+    assert (copied.copy().columns == 3).all() and not (first.columns == 3).all()
+
+
+def test_an_index_without_columns_is_copied(cuda):
+    index = build_index(
+        torch.ones(1, 2, 4, dtype=torch.bool), torch.zeros(1, 2, 0).long(), 512, 128, 1
+    )
+    assert_same(CopiedIndex(index).copy(), index)
+
+
+class OnGPU:
+    """Of an operand, what says whether its search is captured."""
+
+    is_cuda, device, dtype = True, torch.device("cpu"), torch.bfloat16
+
+    def __init__(self, *shape):
+        self.shape = torch.Size(shape)
+        self.nbytes = 2 * self.shape.numel()
+
+
+def of_stream(tokens=1024, batch=1, kv_heads=2):
+    return SearchGraphs.of_stream(
+        OnGPU(tokens, batch, 16, 128), OnGPU(tokens, batch, kv_heads, 128)
+    )
+
+
+def test_short_searches_alone_are_captured(cuda, monkeypatch):
+    graphs = of_stream()
+    assert isinstance(graphs, SearchGraphs) and of_stream(32768) is graphs
+    assert of_stream(32769) is None and of_stream(16385, batch=2) is None
+    assert of_stream(32768, kv_heads=8) is graphs and of_stream(32768, kv_heads=16) is None
+    assert SearchGraphs.of_stream(torch.zeros(8, 1, 2, 64), torch.zeros(8, 1, 2, 64)) is None
+    cuda.cuda_stream = 8
+    assert of_stream() is not graphs, "a stream has graphs of its own"
+    for stream in range(9, 20):
+        cuda.cuda_stream = stream
+        of_stream()
+    assert of_stream() is None and len(search_graph._STREAMS) <= 4
+    cuda.cuda_stream = 7
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert of_stream() is None, "a capture in a capture"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setenv("MTRAINING_SEARCH_GRAPH", "0")
+    assert of_stream() is None
+
+
+def test_all_that_launches_depend_on_makes_the_kind():
+    query, key, cp, price = OnGPU(512, 1, 16, 128), OnGPU(512, 1, 2, 128), CPGroup(None), None
+    usual = (query, key, CONFIG, cp, SCALE, None, price)
+    others = [
+        (OnGPU(640, 1, 16, 128), OnGPU(640, 1, 2, 128), *usual[2:]),
+        (query, OnGPU(512, 1, 4, 128), *usual[2:]),
+        (query, key, dataclasses.replace(CONFIG, window=256), *usual[3:]),
+        (query, key, CONFIG, Mirrored(), *usual[4:]),
+        (query, key, CONFIG, cp, 0.5, None, None),
+        (query, key, CONFIG, cp, SCALE, [PricePolicy(price=0.1)] * 16, None),
+        (query, key, CONFIG, cp, SCALE, None, torch.ones(())),
+        (query, key, CONFIG, cp, SCALE, None, torch.ones(16)),
+    ]
+    kinds = {SearchKind.of(*arguments) for arguments in (usual, *others)}
+    assert len(kinds) == 1 + len(others)
+    assert SearchKind.of(*usual) in kinds
+
+
+@pytest.fixture
+def table(cuda, monkeypatch):
+    """The captured searches of a stream, whose captures are just listed."""
+    made = []
+    monkeypatch.setattr(
+        search_graph, "SearchGraph", lambda *arguments: made.append(arguments) or len(made)
+    )
+    graphs = SearchGraphs()
+    query = torch.zeros(256, 1, 2, 64)
+    rows = gather_sampled_rows(query, CONFIG, CPGroup(None), 1, SCALE)
+
+    def search(kind, tokens=256):
+        if (graph := graphs.get(kind)) is None:
+            key = torch.zeros(tokens, 1, 2, 64)
+            graphs.capture(kind, toy_search, rows, key, CPGroup(None), None)
+        return graph
+
+    return SimpleNamespace(search=search, made=made, graphs=graphs)
+
+
+def test_the_second_search_of_a_kind_is_captured(table):
+    assert [table.search("a") for _ in range(4)] == [None, None, 1, 1]
+    assert table.search("b") is None and len(table.made) == 1
+    assert table.search("a") == 1
+
+
+def test_captures_are_bounded(table, monkeypatch):
+    monkeypatch.setattr(search_graph, "MAX_GRAPHS", 3)
+    monkeypatch.setattr(search_graph, "RENEWAL", 100)
+    for _ in range(3):
+        for kind in range(5):
+            table.search(kind)
+    assert len(table.made) == 3, "no capture in place of another in every search"
+    assert table.search(0) == 1 and table.search(4) is None
+    for _ in range(100):
+        table.search("later")
+    assert table.search("later") is not None, "after a while others have their turn"
+    assert len(table.graphs._graphs) <= 3 and len(table.made) == 4
+    for kind in range(1000, 1200):
+        table.search(kind)
+    assert len(table.graphs._seen) <= 3 * 8
+
+
+def test_longer_keys_take_more_memory_for_all(table):
+    for tokens in (256, 512, 256):
+        for _ in range(3):
+            table.search(tokens, tokens)
+    first, second = table.made[0][5], table.made[1][5]
+    assert second.nbytes - first.nbytes == 256 * 2 * 64 * 4
+    assert table.graphs._memory is second and len(table.made) == 3
+
+
+def test_a_search_that_cannot_be_captured_is_launched(table, monkeypatch):
+    def fails(*arguments):
+        raise RuntimeError("not permitted when stream is capturing")
+
+    monkeypatch.setattr(search_graph, "SearchGraph", fails)
+    table.search("a")
+    with pytest.warns(UserWarning, match="cannot be captured.*not permitted when"):
+        table.search("a")
+    assert table.search("a") is None and table.search("b") is None  # no second warning
+
+
+# On a GPU.
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """Pattern searches kernel by kernel and captured, and how many were replayed."""
+    monkeypatch.setattr(search_graph, "_STREAMS", {})
+    replayed = []
+    original = SearchGraph.__call__
+
+    def counted(self, *arguments):
+        replayed.append(self)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(SearchGraph, "__call__", counted)
+
+    def both(query, key, config=CONFIG, cp=None, **rest):
+        cp = cp or CPGroup(None)
+        monkeypatch.setenv("MTRAINING_SEARCH_GRAPH", "0")
+        expected = search_pattern(query, key, config, cp, SCALE, **rest)
+        monkeypatch.setenv("MTRAINING_SEARCH_GRAPH", "1")
+        return search_pattern(query, key, config, cp, SCALE, **rest), expected
+
+    return SimpleNamespace(both=both, replayed=replayed)
+
+
+def operands(tokens, offset=0, batch=1, heads=4, kv_heads=2):
+    """Query and key, at an offset in elements; odd ones are not aligned."""
+    found = []
+    for count in (heads, kv_heads):
+        shape = (tokens, batch, count, 64)
+        memory = torch.randn(offset + tokens * batch * count * 64, device="cuda")
+        found.append(memory.bfloat16()[offset:].view(shape))
+    return found
+
+
+POLICIES = [
+    pytest.param(dict(price=0.7, vertical_cap=90), id="price"),
+    pytest.param(dict(price=0.9, vertical_cap=40, slash_cap=3), id="price-caps"),
+    pytest.param(dict(vertical=24, slash=5), id="fixed"),
+    pytest.param(dict(vertical=0, slash=5, sink=0), id="slashes-only"),
+    pytest.param(dict(policy="coverage", coverage=0.3), id="coverage"),
+    pytest.param(dict(policy="coverage", coverage=0.5, estimator="last"), id="coverage-last"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", POLICIES)
+def test_captured_searches_select_the_same(searches, policy):
+    """Over lengths in turn (multiples of 16 and others), and operands that are aligned and that are not."""
+    rows = {} if "estimator" in policy else dict(sample_strata=16, sample_rows=2)
+    config = MTrainingConfig.from_options(**{**dict(window=70, sink=4), **policy, **rows})
+    kept = []
+    for _ in range(4):
+        for tokens, offset in ((1024, 0), (1000, 0), (1024, 1), (777, 8), (1024, 4)):
+            found, expected = searches.both(*operands(tokens, offset), config)
+            assert_same(found, expected)
+            kept.append((found, tensors_of(expected)))
+    assert len(searches.replayed) >= 4 * 5 - 2 * 3, "of three lengths, two searches each were not"
+    for found, expected in kept:  # no later search has written to an earlier one's index
+        assert all(torch.equal(getattr(found, name), value) for name, value in expected.items())
+
+
+@pytest.mark.gpu
+def test_operands_as_megatron_gives_them(searches):
+    """Views of one projection; two entries a batch; prices of the step, and of heads."""
+    policies = [PricePolicy(price=0.5 + 0.1 * head, vertical_cap=80) for head in range(4)]
+    for price in (None, torch.tensor(0.4), torch.tensor([0.3, 0.9, 0.5, 1.1])):
+        for heads in (None, policies):
+            for _ in range(4):
+                qkv = torch.randn(640, 2, 2, 4 * 64, device="cuda", dtype=torch.bfloat16)
+                query = qkv[..., :128].reshape(640, 2, 4, 64)
+                given = None if price is None else (price * torch.rand(())).cuda()
+                assert_same(
+                    *searches.both(query, qkv[..., 128:192], price=given, head_policies=heads)
+                )
+    assert len(searches.replayed) == 6 * 2
+
+
+@pytest.mark.gpu
+def test_captured_searches_on_two_streams(searches):
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    pairs = []
+    for number in range(12):
+        stream = streams[number % 2]
+        query, key = operands(1024)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            pairs.append(searches.both(query, key))
+            query.record_stream(stream)
+            key.record_stream(stream)
+    torch.cuda.synchronize()
+    for found, expected in pairs:
+        assert_same(found, expected)
+    assert len(searches.replayed) == 12 - 2 * 2 and len(search_graph._STREAMS) == 2
+
+
+@pytest.mark.gpu
+def test_captured_searches_over_ranks(searches):
+    """A search in pieces, with collectives between its graphs."""
+    for _ in range(4):
+        assert_same(*searches.both(*operands(512), cp=Mirrored()))
+    assert len(searches.replayed) == 2
+    (graphs,) = search_graph._STREAMS.values()
+    (graph,) = graphs._graphs.values()
+    assert len(graph._steps) == 5 + 4, "graphs, and collectives beside that of the rows"
+
+
+@pytest.mark.gpu
+def test_searches_that_are_launched_kernel_by_kernel(searches):
+    """Packed documents, key blocks, and a search in a capture of the caller's."""
+    for _ in range(3):
+        query, key = operands(1024)
+        starts = torch.zeros(1, 1024, dtype=torch.int32, device="cuda")
+        starts[:, 400:] = 400
+        documents = Documents(starts)
+        search_pattern(query, key, CONFIG, CPGroup(None), SCALE, documents=documents)
+        blocks = MTrainingConfig.from_options(policy="moba", block_top_k=3)
+        search_pattern(query, key, blocks, CPGroup(None), SCALE)
+    assert not searches.replayed
+    expected = search_pattern(query, key, CONFIG, CPGroup(None), SCALE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = search_pattern(query, key, CONFIG, CPGroup(None), SCALE)
+    graph.replay()
+    assert_same(found, expected)
+    assert not searches.replayed
+
+
+@pytest.mark.gpu
+def test_attention_with_captured_searches(searches, monkeypatch):
+    """Forward, backward and a replay of its pattern; in inference mode, too."""
+    results = {}
+    for captured in ("0", "1"):
+        monkeypatch.setenv("MTRAINING_SEARCH_GRAPH", captured)
+        found = []
+        torch.manual_seed(3)
+        with torch.inference_mode():
+            query, key = operands(1024)
+            found.append(attend(query, key, key, config=CONFIG).out.clone())
+        for _ in range(4):
+            query, key = operands(1024)
+            value = torch.randn_like(key)
+            leaves = [each.requires_grad_() for each in (query, key, value)]
+            result = attend(*leaves, config=CONFIG)
+            again = attend(*leaves, config=CONFIG, first_pass=result.index)
+            assert torch.equal(again.out, result.out)
+            found += [result.out.detach(), *torch.autograd.grad(result.out.sum(), leaves)]
+        results[captured] = found
+    assert len(searches.replayed) == 3
+    assert all(torch.equal(a, b) for a, b in zip(results["0"], results["1"]))
