@@ -192,7 +192,7 @@ def backward_columns(
         index=index,
         rank=rank,
         softmax_scale=softmax_scale,
-        **_one_pass(query_sums),
+        query_sums=query_sums,
     )
 
 
@@ -247,7 +247,7 @@ def backward_key(
         accumulator=accumulator,
         column_gradients=column_gradients,
         grad_kv=grad_kv,
-        **_one_pass(query_sums),
+        query_sums=query_sums,
     )
     return grad_kv
 
@@ -278,11 +278,6 @@ def finish_query_sums(
     for :func:`new_query_sums`."""
     backend = backend_for(index, query, key, value)
     return backend.finish_query_sums(query_sums, query, softmax_scale)
-
-
-def _one_pass(query_sums: Tensor | None) -> dict[str, Tensor]:
-    """The argument of backends that have a one-pass backward; the others are never given one."""
-    return {} if query_sums is None else {"query_sums": query_sums}
 
 
 def _result(query: Tensor, round_: Round, accumulator: Tensor | None) -> Tensor:

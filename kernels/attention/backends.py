@@ -76,6 +76,7 @@ class Backend(Protocol):
         index: PatternIndex,
         rank: int,
         softmax_scale: float,
+        query_sums: Tensor | None = None,
     ) -> Tensor:
         """Gradients of all columns through the queries of one rank. The backend chooses the number of splits,
         so it allocates the result."""
@@ -95,8 +96,20 @@ class Backend(Protocol):
         accumulator: Tensor | None,
         column_gradients: Tensor | None,
         grad_kv: Tensor,
+        query_sums: Tensor | None = None,
     ) -> None:
         """Gradients of one rank's keys and values through the queries of one rank."""
+
+
+class OnePassBackend(Backend, Protocol):
+    """A backend whose ``backward_columns`` and ``backward_key`` can add to ``query_sums``; the others are
+    never given any."""
+
+    def new_query_sums(self, query: Tensor) -> Tensor:
+        """Zeros to add the queries' gradient to, in the backend's own order."""
+
+    def finish_query_sums(self, query_sums: Tensor, query: Tensor, softmax_scale: float) -> Tensor:
+        """The gradient made of them."""
 
 
 def backend_for(index: PatternIndex, query: Tensor, *operands: Tensor) -> Backend:

@@ -123,10 +123,10 @@ def simulated_ring(query, key, value, grad_out, index, scale, parts_of_heads=1, 
             seen = torch.full_like(lse, float("nan"), dtype=torch.float32)
             attended.append(seen)
         sums = None
-        if attended is None and kernels.one_pass(index, q[rank], k[rank], v[rank], do[rank]):
+        if kernels.one_pass(index, q[rank], k[rank], v[rank], do[rank]):
             sums = kernels.new_query_sums(q[rank], k[rank], v[rank], index)
             query_sums.append(sums)
-        for this in [] if sums is not None else rounds:
+        for this in [] if sums is not None and seen is None else rounds:
             carry, dq = dq, None
             for part in range(parts_of_heads):
                 dq = kernels.backward_query(

@@ -26,14 +26,14 @@ def new_query_sums(query: Tensor) -> Tensor:
     return torch.zeros(batch * heads, rows, 32, dtype=torch.float32, device=query.device)
 
 
-def finish_query_sums(sums: Tensor, query: Tensor, softmax_scale: float) -> Tensor:
-    """The queries' gradient, ``[s, b, h, d]`` in the query's dtype, of what was added to ``sums``."""
+def finish_query_sums(query_sums: Tensor, query: Tensor, softmax_scale: float) -> Tensor:
+    """The queries' gradient, ``[s, b, h, d]`` in the query's dtype, of what was added to ``query_sums``."""
     length, batch, heads, dim = query.shape
     grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     launch(
         _finish_kernel,
         (cdiv(length, ROWS), batch * heads),
-        sums_ptr=sums,
+        sums_ptr=query_sums,
         grad_query_ptr=grad_query,
         length=length,
         stride_m=grad_query.stride(0),
