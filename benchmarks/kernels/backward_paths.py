@@ -72,9 +72,7 @@ def run_case(case: Case, budget: float, device: str = "cuda", cudnn: bool = True
     apart = difference(timed["one_pass"](), timed["two_kernels"]())
     if cudnn:
         timed["cudnn"] = passes(*runs["cudnn"])[1]
-    rows = rows_of(
-        case, pairs, slash, case.seq, {"backward": take_turns(timed, budget, device)}
-    )
+    rows = rows_of(case, pairs, slash, case.seq, {"backward": take_turns(timed, budget, device)})
     for row in rows:
         row["path"] = row["impl"] if row["impl"] in PATHS else None
         row["impl"] = "mtraining" if row["path"] else row["impl"]

@@ -37,7 +37,8 @@ def taken(dtype=torch.float32):
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(None, False), ("auto", False), ("two_kernels", False), ("one_pass", True)]
+    ("value", "expected"),
+    [(None, False), ("auto", False), ("two_kernels", False), ("one_pass", True)],
 )
 def test_environment_chooses(monkeypatch, value, expected):
     monkeypatch.delenv("MTRAINING_BACKWARD", raising=False)
@@ -48,7 +49,9 @@ def test_environment_chooses(monkeypatch, value, expected):
 
 def test_other_values_are_refused(monkeypatch):
     monkeypatch.setenv("MTRAINING_BACKWARD", "fast")
-    with pytest.raises(ValueError, match="MTRAINING_BACKWARD is 'fast'.*auto, one_pass, two_kernels"):
+    with pytest.raises(
+        ValueError, match="MTRAINING_BACKWARD is 'fast'.*auto, one_pass, two_kernels"
+    ):
         taken()
 
 

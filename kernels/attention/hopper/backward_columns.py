@@ -26,7 +26,6 @@ from .key_common import (
     key_step,
     line_descriptors,
     make_layouts,
-    num_stages,
     query_descriptors,
 )
 from .masks import DOCUMENT, PER_KEY
@@ -283,7 +282,7 @@ def backward_columns(
         HEADS=heads,
         D=dim,
         BLOCK=block,
-        STAGES=num_stages(index, query_sums),
+        STAGES=3,
         SPLITS=splits,
         PACKED=index.documents is not None,
         num_warps=4,

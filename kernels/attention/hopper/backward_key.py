@@ -32,7 +32,6 @@ from .key_common import (
     key_step,
     line_descriptors,
     make_layouts,
-    num_stages,
     query_descriptors,
 )
 from .masks import CAUSAL, CAUSAL_DOCUMENT, DOCUMENT, UNMASKED
@@ -542,7 +541,8 @@ def backward_key(
         GROUP=group,
         D=dim,
         BLOCK=block,
-        STAGES=num_stages(index, query_sums),
+        # One more would be 16 bytes too many.
+        STAGES=2 if query_sums is not None and packed and weighted else 3,
         SPLITS=splits,
         DIAGONAL=ring_step.source == ring_step.rank,
         COLUMNS=column_gradients is not None,

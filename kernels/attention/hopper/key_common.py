@@ -55,12 +55,6 @@ def key_descriptors(
     return dict(k_desc=describe(key, half, swizzle), v_desc=describe(value, half), dq_desc=dq_desc)
 
 
-def num_stages(index: PatternIndex, query_sums: Tensor | None) -> int:
-    """Query tiles in flight, as many as shared memory has room for."""
-    more = index.documents is not None or index.weights is not None
-    return 2 if more and query_sums is not None else 3
-
-
 def line_descriptors(lse: Tensor, delta: Tensor) -> dict[str, TensorDescriptor]:
     """Arguments of both kernels: descriptors of the query rows' log-sum-exp and delta."""
     width = BLOCK_M.value
@@ -265,7 +259,7 @@ def key_step(
         more: whether there is a tile n + 1.
         mask: [HALF_N, BLOCK_M] if CAUSAL, [HALF_N] if PER_KEY.
         position: of the keys, [HALF_N], if DOCUMENT.
-        sums: the warpgroup's ``query_sums.HalfSums``, or None: without the queries' gradient.
+        sums: the warpgroup's ``query_sums.QuerySums``, or None: without the queries' gradient.
         BEFORE: whether there is a tile n - 1, whose sum is due. Read with sums.
     """
     dtype: gl.constexpr = tiles.q.dtype

@@ -55,7 +55,9 @@ def _to_rows(dq, D: gl.constexpr):
 
 @aggregate
 class QuerySums:
-    """What the computing warpgroups and the adding warps share."""
+    """The part of the queries' gradient in a program, as one computing warpgroup sees it, and its adding warp:
+    it stores the ``ds`` of its half of the keys, and computes the sums of the same half of the head
+    dimension."""
 
     k: SharedMemory  # [2, 1, 1, HALF_N, D]
     v: SharedMemory
@@ -64,44 +66,21 @@ class QuerySums:
     sums: SharedMemory  # float32 [2, 1, D, 32], by half of the head dimension, in the order of _to_rows
     ds_full: Barriers  # both warpgroups have stored ds
     ds_empty: Barriers  # both have multiplied it
-    full_0: Barriers  # the sum of the first half is in shared memory
-    full_1: Barriers
-    empty_0: Barriers  # and has been read
-    empty_1: Barriers
-    HALF_N: gl.constexpr
-    D: gl.constexpr
-
-    @gluon.jit
-    def of_half(self, HALF: gl.constexpr):
-        """What a warpgroup, or an adding warp, sees."""
-        full = self.full_0
-        empty = self.empty_0
-        if HALF == 1:
-            full = self.full_1
-            empty = self.empty_1
-        return HalfSums(
-            self.k, self.v, self.ds, self.keys, self.sums, self.ds_full, self.ds_empty, full, empty, self.HALF_N, self.D,
-            HALF,
-        )  # fmt: skip
-
-
-@aggregate
-class HalfSums:
-    """A warpgroup's view of :class:`QuerySums`: it stores the ``ds`` of its half of the keys, and computes the
-    sums of the same half of the head dimension."""
-
-    k: SharedMemory
-    v: SharedMemory
-    ds: SharedMemory
-    keys: SharedMemory
-    sums: SharedMemory
-    ds_full: Barriers
-    ds_empty: Barriers
-    full: Barriers
-    empty: Barriers
+    sums_full: (
+        SharedMemory  # mbarriers [2, 1], by half of the head dimension: a sum is in shared memory
+    )
+    sums_empty: SharedMemory  # and has been read
     HALF_N: gl.constexpr
     D: gl.constexpr
     HALF: gl.constexpr
+
+    @gluon.jit
+    def of_half(self, HALF: gl.constexpr):
+        """What another warpgroup sees."""
+        return QuerySums(
+            self.k, self.v, self.ds, self.keys, self.sums, self.ds_full, self.ds_empty, self.sums_full,
+            self.sums_empty, self.HALF_N, self.D, HALF,
+        )  # fmt: skip
 
     @gluon.jit
     def put_ds(self, n, ds):
@@ -137,11 +116,11 @@ class HalfSums:
     def put_sum(self, n, dq):
         """Hand tile n's product, which is complete, to the adding warp."""
         self.ds_empty.arrive(n)
-        self.empty.wait_previous(n)
+        mbarrier.wait(self.sums_empty.index(self.HALF), (n & 1) ^ 1)
         self.sums.index(self.HALF + _zero(n)).reshape([self.D, 32]).store(_to_rows(dq, self.D))
         fence_async_shared()
         thread_barrier()
-        self.full.arrive(n)
+        mbarrier.arrive(self.sums_full.index(self.HALF), count=1)
 
     @gluon.jit
     def finish(self, n):
@@ -153,22 +132,23 @@ class HalfSums:
 class QueryAdder:
     """What an adding warp does with each query tile."""
 
-    half: HalfSums
+    half: QuerySums
     desc: Descriptor  # of the queries' gradient
 
     @gluon.jit
     def visit(self, n, batch, head, batch_head, row, log2_weight):
         """Add the sum of tile n, which starts at row ``row`` of a head."""
-        self.half.full.wait(n)
-        half_tile = row // (BLOCK_M // 2) + self.half.HALF
+        half = self.half
+        mbarrier.wait(half.sums_full.index(half.HALF), n & 1)
+        half_tile = row // (BLOCK_M // 2) + half.HALF
         add_tile(
             self.desc,
-            [batch_head, half_tile * self.half.D, 0],
-            self.half.sums.index(self.half.HALF),
+            [batch_head, half_tile * half.D, 0],
+            half.sums.index(half.HALF),
         )
         tma.store_wait(0)
         thread_barrier()
-        self.half.empty.arrive(n)
+        mbarrier.arrive(half.sums_empty.index(half.HALF), count=1)
 
 
 @gluon.jit
@@ -186,17 +166,13 @@ def allocate_sums(kept, dq_desc):
     sums = gl.allocate_shared_memory(gl.float32, [2, 1, D, 32], dq_desc.layout)
     ds_full = allocate_barriers(2)
     ds_empty = allocate_barriers(2)
-    full_0 = allocate_barriers(1)
-    full_1 = allocate_barriers(1)
-    empty_0 = allocate_barriers(1)
-    empty_1 = allocate_barriers(1)
+    sums_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    sums_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(ds_full.of(i), count=2)
         mbarrier.init(ds_empty.of(i), count=2)
-    mbarrier.init(full_0.of(0), count=1)
-    mbarrier.init(full_1.of(0), count=1)
-    mbarrier.init(empty_0.of(0), count=1)
-    mbarrier.init(empty_1.of(0), count=1)
+        mbarrier.init(sums_full.index(i), count=1)
+        mbarrier.init(sums_empty.index(i), count=1)
     return QuerySums(
-        kept.k, kept.v, ds, keys, sums, ds_full, ds_empty, full_0, full_1, empty_0, empty_1, HALF_N, D
+        kept.k, kept.v, ds, keys, sums, ds_full, ds_empty, sums_full, sums_empty, HALF_N, D, 0
     )  # fmt: skip
