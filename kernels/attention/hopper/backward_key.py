@@ -152,10 +152,13 @@ def _put_aside(ptr, total, mask, first, ACCUMULATE: gl.constexpr):
 
 @gluon.jit
 def _walk(
-    visitor, index, batch, kv_head, kv_block, end_q_block,
+    visitor, index, end_q_block,
     HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, DIAGONAL: gl.constexpr,
 ):  # fmt: skip
     """Visit the query tiles of a key block, in order."""
+    kv_block = gl.program_id(0)
+    batch = gl.program_id(1) // (HEADS // GROUP)
+    kv_head = gl.program_id(1) % (HEADS // GROUP)
     n = 0
     if DIAGONAL:
         # The diagonal block of every head first, then all that needs no mask.
@@ -189,23 +192,25 @@ def _walk(
 
 @gluon.jit
 def _load(
-    descs, k_desc, v_desc, kept, tiles, index, batch, kv_head, kv_block, end_q_block,
+    descs, k_desc, v_desc, kept, tiles, index, end_q_block,
     HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, DIAGONAL: gl.constexpr,
 ):  # fmt: skip
     """The loading warp."""
-    kept.load(k_desc, v_desc, batch, kv_head, kv_block * BLOCK)
+    batch = gl.program_id(1) // (HEADS // GROUP)
+    kv_head = gl.program_id(1) % (HEADS // GROUP)
+    kept.load(k_desc, v_desc, batch, kv_head, gl.program_id(0) * BLOCK)
     loader = TileLoader(tiles, descs)
-    _walk(loader, index, batch, kv_head, kv_block, end_q_block, HEADS, GROUP, BLOCK, DIAGONAL)
+    _walk(loader, index, end_q_block, HEADS, GROUP, BLOCK, DIAGONAL)
 
 
 @gluon.jit
 def _add(
-    dq_desc, sums, index, batch, kv_head, kv_block, end_q_block, HALF: gl.constexpr,
+    dq_desc, sums, index, end_q_block, HALF: gl.constexpr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, DIAGONAL: gl.constexpr,
 ):  # fmt: skip
     """A warp that adds to the queries' gradient."""
     adder = QueryAdder(sums.of_half(HALF), dq_desc)
-    _walk(adder, index, batch, kv_head, kv_block, end_q_block, HEADS, GROUP, BLOCK, DIAGONAL)
+    _walk(adder, index, end_q_block, HEADS, GROUP, BLOCK, DIAGONAL)
 
 
 @gluon.jit
@@ -419,7 +424,7 @@ def _key_kernel(
                     1, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, PACKED,
                 )),
                 (_load, (
-                    descs, k_desc, v_desc, kept, tiles, index, batch, kv_head, kv_block, end_q_block,
+                    descs, k_desc, v_desc, kept, tiles, index, end_q_block,
                     HEADS, GROUP, BLOCK, DIAGONAL,
                 )),
             ],
@@ -438,14 +443,14 @@ def _key_kernel(
                     1, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, PACKED,
                 )),
                 (_load, (
-                    descs, k_desc, v_desc, kept, tiles, index, batch, kv_head, kv_block, end_q_block,
+                    descs, k_desc, v_desc, kept, tiles, index, end_q_block,
                     HEADS, GROUP, BLOCK, DIAGONAL,
                 )),
                 (_add, (
-                    dq_desc, sums, index, batch, kv_head, kv_block, end_q_block, 0, HEADS, GROUP, BLOCK, DIAGONAL,
+                    dq_desc, sums, index, end_q_block, 0, HEADS, GROUP, BLOCK, DIAGONAL,
                 )),
                 (_add, (
-                    dq_desc, sums, index, batch, kv_head, kv_block, end_q_block, 1, HEADS, GROUP, BLOCK, DIAGONAL,
+                    dq_desc, sums, index, end_q_block, 1, HEADS, GROUP, BLOCK, DIAGONAL,
                 )),
             ],
             [4, 1, 1, 1],
@@ -541,8 +546,7 @@ def backward_key(
         GROUP=group,
         D=dim,
         BLOCK=block,
-        # One more would be 16 bytes too many.
-        STAGES=2 if query_sums is not None and packed and weighted else 3,
+        STAGES=3,
         SPLITS=splits,
         DIAGONAL=ring_step.source == ring_step.rank,
         COLUMNS=column_gradients is not None,
