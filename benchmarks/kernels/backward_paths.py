@@ -3,9 +3,9 @@
 (five matrix products), and two deterministic kernels (seven). Prints a table and appends rows to
 ``results/backward_paths.jsonl``.
 
-Slashes alone, at four densities; rates are counted, and runs take turns, as in ``attention.py``, whose rows
-these resemble: ``path`` is the way of the backward. cuDNN runs at the length of the case. ``difference`` is the
-norm of the difference of the two ways' gradients over the norm of the gradients.
+Slashes alone, at four densities. Rates are counted, and runs take turns, as in ``attention.py``, whose rows
+these resemble: ``path`` is the way of the backward. cuDNN runs at the length of the case. ``difference`` is
+the norm of the difference of the two ways' gradients over the norm of the gradients.
 
     python -m benchmarks.kernels.backward_paths [--quick] [--case TEXT ...] [--budget SECONDS] [--output FILE]
 """

@@ -16,13 +16,15 @@ operands, which only the reference takes, have float64 where others have float32
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from ..common.dispatch import dispatch
 from ..types import PatternIndex, RingStep, Round
 from . import reference, sampling
-from .backends import backend_for, one_pass
+from .backends import OnePassBackend, backend_for, one_pass
 from .sampling import BlockMarks, new_marks
 
 __all__ = [
@@ -253,16 +255,16 @@ def backward_key(
 
 
 def new_query_sums(query: Tensor, key: Tensor, value: Tensor, index: PatternIndex) -> Tensor:
-    """Memory for the queries' gradient of a one-pass backward (:func:`.backends.one_pass`), zero.
+    """Zeros to add the queries' gradient of a one-pass backward to (:func:`.backends.one_pass`).
 
-    :func:`backward_columns` and :func:`backward_key` add to it, over all keys; :func:`finish_query_sums` makes
-    the gradient of it. What is in it is the backend's own.
+    :func:`backward_columns` and :func:`backward_key` add to it, over all keys; :func:`finish_query_sums`
+    makes the gradient of it. What is in it is the backend's own.
 
     Args:
         query: ``[s, b, h, d]``.
         key, value: ``[s, b, hk, d]``.
     """
-    return backend_for(index, query, key, value).new_query_sums(query)
+    return cast(OnePassBackend, backend_for(index, query, key, value)).new_query_sums(query)
 
 
 def finish_query_sums(
@@ -274,9 +276,9 @@ def finish_query_sums(
     *,
     softmax_scale: float,
 ) -> Tensor:
-    """The queries' gradient, ``[s, b, h, d]`` in the query's dtype, once all keys have been added; operands as
-    for :func:`new_query_sums`."""
-    backend = backend_for(index, query, key, value)
+    """The queries' gradient, ``[s, b, h, d]`` in the query's dtype, once all keys have been added; operands
+    as for :func:`new_query_sums`."""
+    backend = cast(OnePassBackend, backend_for(index, query, key, value))
     return backend.finish_query_sums(query_sums, query, softmax_scale)
 
 

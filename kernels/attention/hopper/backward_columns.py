@@ -188,31 +188,29 @@ def _column_kernel(
         q_desc, grad_out_desc, k_desc, v_desc, lse_desc, BLOCK // 2, D, STAGES, PACKED, False
     )  # fmt: skip
     descs = QueryDescriptors(q_desc, grad_out_desc, lse_desc, delta_desc, starts_desc)
-    sums = None
-    if dq_desc is not None:
-        sums = allocate_sums(kept, dq_desc)
     if dq_desc is None:
         gl.warp_specialize(
             [
                 (_attend, (
-                    dk_ptr, dv_ptr, columns, member, kept, tiles, sums,
+                    dk_ptr, dv_ptr, columns, member, kept, tiles, None,
                     line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
                     0, BLOCK, SPLITS, PACKED,
                 )),
                 (_attend, (
-                    dk_ptr, dv_ptr, columns, member, kept, tiles, sums,
+                    dk_ptr, dv_ptr, columns, member, kept, tiles, None,
                     line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
                     1, BLOCK, SPLITS, PACKED,
                 )),
                 (_load, (
-                    descs, k_desc, v_desc, kept, tiles, batch, head, gl.program_id(1), first, first_q_block, num_tiles,
-                    BLOCK, SPLITS,
+                    descs, k_desc, v_desc, kept, tiles, batch, head, gl.program_id(1),
+                    first, first_q_block, num_tiles, BLOCK, SPLITS,
                 )),
             ],
             [4, 1],
             [240, 24],
         )  # fmt: skip
     else:
+        sums = allocate_sums(kept, dq_desc)
         gl.warp_specialize(
             [
                 (_attend, (
@@ -226,8 +224,8 @@ def _column_kernel(
                     1, BLOCK, SPLITS, PACKED,
                 )),
                 (_load, (
-                    descs, k_desc, v_desc, kept, tiles, batch, head, gl.program_id(1), first, first_q_block, num_tiles,
-                    BLOCK, SPLITS,
+                    descs, k_desc, v_desc, kept, tiles, batch, head, gl.program_id(1),
+                    first, first_q_block, num_tiles, BLOCK, SPLITS,
                 )),
                 (_add, (
                     dq_desc, sums, batch, head, gl.program_id(1), first_q_block, num_tiles, 0, BLOCK, SPLITS,

@@ -409,18 +409,15 @@ def _key_kernel(
         q_desc, grad_out_desc, k_desc, v_desc, lse_desc, BLOCK // 2, D, STAGES, PACKED, WEIGHTED
     )
     descs = QueryDescriptors(q_desc, grad_out_desc, lse_desc, delta_desc, starts_desc)
-    sums = None
-    if dq_desc is not None:
-        sums = allocate_sums(kept, dq_desc)
     if dq_desc is None:
         gl.warp_specialize(
             [
                 (_attend, (
-                    results, kept, tiles, sums, column_len, num_tiles, key_len, softmax_scale, first_position,
+                    results, kept, tiles, None, column_len, num_tiles, key_len, softmax_scale, first_position,
                     0, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, PACKED,
                 )),
                 (_attend, (
-                    results, kept, tiles, sums, column_len, num_tiles, key_len, softmax_scale, first_position,
+                    results, kept, tiles, None, column_len, num_tiles, key_len, softmax_scale, first_position,
                     1, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, PACKED,
                 )),
                 (_load, (
@@ -432,6 +429,7 @@ def _key_kernel(
             [240, 24],
         )  # fmt: skip
     else:
+        sums = allocate_sums(kept, dq_desc)
         gl.warp_specialize(
             [
                 (_attend, (

@@ -35,7 +35,7 @@ def descriptor(
 def descriptor_heads_first(
     tensor: Tensor, block_shape: list[int], swizzle: int | None = None
 ) -> TensorDescriptor:
-    """A tensor ``[b, h, s, d]``, loaded in tiles of ``block_shape``; ``swizzle`` as for :func:`descriptor`."""
+    """A tensor ``[b, h, s, d]``, loaded in tiles of ``block_shape``; ``swizzle`` as of :func:`descriptor`."""
     return _describe(tensor, tuple(tensor.shape), tensor.stride()[:3], block_shape, swizzle)
 
 

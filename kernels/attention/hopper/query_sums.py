@@ -2,8 +2,8 @@
 """The queries' gradient in the kernels of the keys' gradients, on Hopper GPUs: the one-pass backward.
 
 The two computing warpgroups exchange the gradients of a tile's scores through shared memory. Each then
-multiplies those of all 128 keys by one half of the keys' head dimension. A warp for each half adds the product
-to global memory, float32, by the tensor memory accelerator. The order of these additions is not fixed.
+multiplies those of all 128 keys by one half of the keys' head dimension. A warp for each half adds the
+product to global memory, float32, by the tensor memory accelerator. These additions have no fixed order.
 
 The product of a tile is computed in the step of the next tile, so that neither warpgroup waits for the other.
 """
@@ -40,9 +40,13 @@ def _zero(n):
 def _to_rows(dq, D: gl.constexpr):
     """A sum, [BLOCK_M, D / 2], as [D, 32], in such an order that each thread stores 16 bytes at a time, at
     addresses that differ by constants: registers are full. No value moves to another thread."""
-    tail: gl.constexpr = [[16, 0], [32, 0], [64, 0]] if D == 128 else [[16, 0], [32, 0]]
+    registers: gl.constexpr = (
+        [[0, 1], [0, 2], [16, 0], [32, 0], [64, 0]]
+        if D == 128
+        else [[0, 1], [0, 2], [16, 0], [32, 0]]
+    )
     layout: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2]] + tail,
+        registers,
         [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]],
         [[4, 0], [8, 0]],
         [],
@@ -55,8 +59,8 @@ def _to_rows(dq, D: gl.constexpr):
 
 @aggregate
 class QuerySums:
-    """The part of the queries' gradient in a program, as one computing warpgroup sees it, and its adding warp:
-    it stores the ``ds`` of its half of the keys, and computes the sums of the same half of the head
+    """The queries' gradient in a program, as one computing warpgroup and its adding warp see it. The
+    warpgroup stores the ``ds`` of its half of the keys, and computes the sums of the same half of the head
     dimension."""
 
     k: SharedMemory  # [2, 1, 1, HALF_N, D]
