@@ -95,6 +95,15 @@ def triton_device(request, monkeypatch):
     return "cpu"
 
 
+@pytest.fixture(params=["two_kernels", "one_pass"])
+def backward_path(request, monkeypatch):
+    """Both ways of the backward, on a Hopper GPU or the references."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("only the Hopper kernels have a choice")
+    monkeypatch.setenv("MTRAINING_BACKWARD", request.param)
+    return request.param
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m leaves tests out
 def pytest_collection_modifyitems(config, items):
     cases: dict[str, int] = {}

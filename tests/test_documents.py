@@ -140,6 +140,7 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-6}
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("backward_path")
 @pytest.mark.parametrize("lists", [False, True], ids=["slashes", "lists"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,13 +16,15 @@ operands, which only the reference takes, have float64 where others have float32
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from ..common.dispatch import dispatch
 from ..types import PatternIndex, RingStep, Round
 from . import reference, sampling
-from .backends import backend_for
+from .backends import OnePassBackend, backend_for, one_pass
 from .sampling import BlockMarks, new_marks
 
 __all__ = [
@@ -30,9 +32,12 @@ __all__ = [
     "backward_key",
     "backward_query",
     "delta",
+    "finish_query_sums",
     "forward",
     "gather_columns",
     "new_marks",
+    "new_query_sums",
+    "one_pass",
     "pack_codes",
     "pack_kv",
     "unpack_codes",
@@ -166,6 +171,7 @@ def backward_columns(
     index: PatternIndex,
     rank: int,
     softmax_scale: float,
+    query_sums: Tensor | None = None,
 ) -> Tensor:
     """Gradients of the keys and values of all columns through the queries of one rank.
 
@@ -173,6 +179,7 @@ def backward_columns(
         query: ``[s, b, h, d]``, of ``rank``.
         column_kv, index, softmax_scale: as for :func:`forward`.
         grad_out, lse, delta: as for :func:`backward_query`.
+        query_sums: of :func:`new_query_sums`: the queries' gradient through the columns is added.
 
     Returns:
         float32 ``[2, b, h, splits, C, d]``: of keys (without the factor ``softmax_scale``) and values, each
@@ -187,6 +194,7 @@ def backward_columns(
         index=index,
         rank=rank,
         softmax_scale=softmax_scale,
+        query_sums=query_sums,
     )
 
 
@@ -204,6 +212,7 @@ def backward_key(
     accumulator: Tensor | None = None,
     column_gradients: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
+    query_sums: Tensor | None = None,
 ) -> Tensor:
     """Gradients of one rank's keys and values through the queries of one rank.
 
@@ -217,6 +226,7 @@ def backward_key(
         column_gradients: the result of :func:`backward_columns`, summed over ranks. Its rows that are among
             these keys are added to the result: to be given once for each key, on its own rank.
         dtype: of the result.
+        query_sums: of :func:`new_query_sums`: the queries' gradient through these keys is added.
 
     Returns:
         ``[2, s, b, hk, d]``, contiguous. It may be the accumulator's memory.
@@ -239,8 +249,37 @@ def backward_key(
         accumulator=accumulator,
         column_gradients=column_gradients,
         grad_kv=grad_kv,
+        query_sums=query_sums,
     )
     return grad_kv
+
+
+def new_query_sums(query: Tensor, key: Tensor, value: Tensor, index: PatternIndex) -> Tensor:
+    """Zeros to add the queries' gradient of a one-pass backward to (:func:`.backends.one_pass`).
+
+    :func:`backward_columns` and :func:`backward_key` add to it, over all keys; :func:`finish_query_sums`
+    makes the gradient of it. What is in it is the backend's own.
+
+    Args:
+        query: ``[s, b, h, d]``.
+        key, value: ``[s, b, hk, d]``.
+    """
+    return cast(OnePassBackend, backend_for(index, query, key, value)).new_query_sums(query)
+
+
+def finish_query_sums(
+    query_sums: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index: PatternIndex,
+    *,
+    softmax_scale: float,
+) -> Tensor:
+    """The queries' gradient, ``[s, b, h, d]`` in the query's dtype, once all keys have been added; operands
+    as for :func:`new_query_sums`."""
+    backend = cast(OnePassBackend, backend_for(index, query, key, value))
+    return backend.finish_query_sums(query_sums, query, softmax_scale)
 
 
 def _result(query: Tensor, round_: Round, accumulator: Tensor | None) -> Tensor:

@@ -20,6 +20,10 @@ GLUON_VERSIONS = ((3, 6), (3, 9))
 """First and last version of Triton for the Hopper kernels: Gluon still changes."""
 
 
+BACKWARDS = ("auto", "one_pass", "two_kernels")
+"""Values of ``MTRAINING_BACKWARD`` in the environment: see :func:`one_pass`."""
+
+
 class Backend(Protocol):
     """A module with the operations of ``__init__.py``, which documents the arguments. Results are written to
     memory that the caller provides (``out``, ``grad_query``, ``grad_kv``); it may be the accumulator's."""
@@ -72,6 +76,7 @@ class Backend(Protocol):
         index: PatternIndex,
         rank: int,
         softmax_scale: float,
+        query_sums: Tensor | None = None,
     ) -> Tensor:
         """Gradients of all columns through the queries of one rank. The backend chooses the number of splits,
         so it allocates the result."""
@@ -91,8 +96,20 @@ class Backend(Protocol):
         accumulator: Tensor | None,
         column_gradients: Tensor | None,
         grad_kv: Tensor,
+        query_sums: Tensor | None = None,
     ) -> None:
         """Gradients of one rank's keys and values through the queries of one rank."""
+
+
+class OnePassBackend(Backend, Protocol):
+    """A backend whose ``backward_columns`` and ``backward_key`` can add to ``query_sums``; the others are
+    never given any."""
+
+    def new_query_sums(self, query: Tensor) -> Tensor:
+        """Zeros to add the queries' gradient to, in the backend's own order."""
+
+    def finish_query_sums(self, query_sums: Tensor, query: Tensor, softmax_scale: float) -> Tensor:
+        """The gradient made of them."""
 
 
 def backend_for(index: PatternIndex, query: Tensor, *operands: Tensor) -> Backend:
@@ -106,6 +123,30 @@ def backend_for(index: PatternIndex, query: Tensor, *operands: Tensor) -> Backen
     from .portable import backend as portable
 
     return portable
+
+
+def one_pass(index: PatternIndex, query: Tensor, *operands: Tensor) -> bool:
+    """Whether the backward of these operands computes all gradients in one pass over the keys: five matrix
+    products in place of seven. It adds the queries' gradient in no fixed order, so that results differ in
+    their last bits from run to run, and takes ``4 h s d`` bytes more.
+
+    ``MTRAINING_BACKWARD`` in the environment chooses: ``two_kernels``; ``one_pass`` where the backend has it
+    (the Hopper kernels and the references do); ``auto``, the default, is ``two_kernels``. Never under
+    ``torch.use_deterministic_algorithms(True)``.
+
+    Raises:
+        ValueError: another value of ``MTRAINING_BACKWARD``.
+    """
+    wanted = os.environ.get("MTRAINING_BACKWARD", "auto")
+    if wanted not in BACKWARDS:
+        raise ValueError(
+            f"MTRAINING_BACKWARD is {wanted!r} in the environment: set it to one of {', '.join(BACKWARDS)}"
+        )
+    return (
+        wanted == "one_pass"
+        and not torch.are_deterministic_algorithms_enabled()
+        and hasattr(backend_for(index, query, *operands), "new_query_sums")
+    )
 
 
 def uses_hopper(index: PatternIndex, query: Tensor, *operands: Tensor) -> bool:

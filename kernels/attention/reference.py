@@ -185,6 +185,7 @@ def backward_columns(
     index: PatternIndex,
     rank: int,
     softmax_scale: float,
+    query_sums: Tensor | None = None,
 ) -> Tensor:
     """:func:`..attention.backward_columns`, in one split."""
     heads = query.shape[2]
@@ -192,6 +193,8 @@ def backward_columns(
     k, v = column_kv.to(q.dtype)
     scores = _scores(q, k, column_mask(index, rank, range(len(query))), softmax_scale)
     p, ds = _score_gradients(scores, v, grad, lse, delta)
+    if query_sums is not None:
+        query_sums += (ds @ k).permute(2, 0, 1, 3)
     return torch.stack((ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad))[:, :, :, None]
 
 
@@ -209,6 +212,7 @@ def backward_key(
     accumulator: Tensor | None,
     column_gradients: Tensor | None,
     grad_kv: Tensor,
+    query_sums: Tensor | None = None,
 ) -> None:
     """:func:`..attention.backward_key` into ``grad_kv``, which may be the accumulator."""
     heads, kv_heads, length = query.shape[2], key.shape[2], key.shape[0]
@@ -220,6 +224,8 @@ def backward_key(
         weights = slash_weights(index, ring_step.rank, [ring_step.source], range(length), length)
     p, ds = _score_gradients(scores, v, grad, lse, delta, weights)
     dk, dv = ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
+    if query_sums is not None:
+        query_sums += (ds @ k).permute(2, 0, 1, 3)
     if column_gradients is not None:
         # Columns of other ranks go to one more row, which is dropped.
         row, _ = _own_columns(index, ring_step.source, length)
@@ -235,6 +241,16 @@ def backward_key(
 
     gradients = torch.stack((sum_groups(dk) * softmax_scale, sum_groups(dv)))
     grad_kv.copy_(gradients if accumulator is None else gradients + accumulator)
+
+
+def new_query_sums(query: Tensor) -> Tensor:
+    """Memory for the queries' gradient of a one-pass backward: zeros, ``[s, b, h, d]``."""
+    return torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
+
+
+def finish_query_sums(query_sums: Tensor, query: Tensor, softmax_scale: float) -> Tensor:
+    """The queries' gradient, ``[s, b, h, d]`` in the query's dtype."""
+    return (query_sums * softmax_scale).to(query.dtype)
 
 
 def gather_columns(key: Tensor, value: Tensor | None, index: Columns, rank: int) -> Tensor:

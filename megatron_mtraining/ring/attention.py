@@ -220,16 +220,21 @@ def _backward(
     column_grads: Transfer | None = None
     more_to_add = ring.cp.inner > 1 and ring.cp.outer > 1
     kernel = 0
+    query_sums: Tensor | None = None
+    if attended is None and kernels.one_pass(rest["index"], query, key, value, grad_out):
+        query_sums = kernels.new_query_sums(query, key, value, rest["index"])
     for op in backward_ops(ring.cp.rank, ring.cp.inner, ring.cp.outer):
         keys.transfer(op)
         dkv.transfer(op)
         if op.action is Action.COMPUTE_COLUMN_GRADS and columns:
-            column_grads = _start_column_grads(query, columns, ring, rest)
+            column_grads = _start_column_grads(query, columns, ring, rest, query_sums)
         elif op.action is Action.COMPUTE_DQ:
             assert op.round is not None and op.head_part is not None
             if op.head_part[0] == 0:
                 dq_before, dq = dq, None
             current_kv = keys.current()
+            if query_sums is not None:
+                continue  # the other kernels add to it
             column_kv = columns.wait() if columns else None
             with ring.span("query", kernel := kernel + 1):
                 dq = kernels.backward_query(
@@ -248,7 +253,12 @@ def _backward(
             source = (tensor[op.slot] for tensor in keys.current())
             with ring.span("key", kernel := kernel + 1):
                 dkv.value = kernels.backward_key(
-                    query, *source, **rest, ring_step=op.ring_step, accumulator=dkv.value
+                    query,
+                    *source,
+                    **rest,
+                    ring_step=op.ring_step,
+                    accumulator=dkv.value,
+                    query_sums=query_sums,
                 )
         elif op.action is Action.COMPUTE_OWN_DKV:
             assert op.ring_step is not None
@@ -268,7 +278,12 @@ def _backward(
                     accumulator=dkv.value,
                     column_gradients=added,
                     dtype=dtype,
+                    query_sums=query_sums,
                 )
+    if query_sums is not None:
+        dq = kernels.finish_query_sums(
+            query_sums, query, key, value, rest["index"], softmax_scale=softmax_scale
+        )
     if pruned is not None:
         pruned.tell(attended)
     assert dq is not None and dkv.value is not None, "the schedule computes both"
@@ -276,11 +291,13 @@ def _backward(
 
 
 def _start_column_grads(
-    query: Tensor, columns: Transfer, ring: Ring, operands: _Operands
+    query: Tensor, columns: Transfer, ring: Ring, operands: _Operands, query_sums: Tensor | None
 ) -> Transfer:
     column_kv = columns.wait()
     with ring.span("columns"):
-        parts = kernels.backward_columns(query, column_kv=column_kv, rank=ring.cp.rank, **operands)
+        parts = kernels.backward_columns(
+            query, column_kv=column_kv, rank=ring.cp.rank, **operands, query_sums=query_sums
+        )
         if ring.cp.world > 1 and parts.shape[3] > 1:
             parts = parts.sum(3, keepdim=True)
         return ring.sum_columns(parts)

@@ -261,3 +261,17 @@ def test_bad_options_of_the_loss_benchmark(scripts, monkeypatch, capsys, words, 
     with pytest.raises(SystemExit):
         scripts["loss"].parse(words.split())
     assert message in capsys.readouterr().err
+
+
+def test_both_ways_of_the_backward(monkeypatch):
+    """Rows of both, which the environment chooses, with gradients that agree."""
+    from benchmarks.kernels import backward_paths
+
+    monkeypatch.setenv("MTRAINING_BACKWARD", "auto")  # put back after the test
+    case = attention.Case("small", 512, 4, 2, 64, 0.3, 0)
+    rows = backward_paths.run_case(case, 0.01, "cpu", cudnn=False)
+    assert [row["path"] for row in rows] == ["one_pass", "two_kernels"]
+    assert all(row["impl"] == "mtraining" and row["op"] == "backward" for row in rows)
+    assert all(row["difference"] < 1e-2 for row in rows)
+    assert {case.heads for case in backward_paths.CASES} == {16, 28}
+    assert 0 < sum(case.quick for case in backward_paths.CASES) < len(backward_paths.CASES)

@@ -87,6 +87,7 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-6}
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("backward_path")
 @parametrize("dtype", TOLERANCE)
 @parametrize("budget", ["none", "columns", "few", "all"])
 @parametrize("dim", [64, 128])
@@ -109,6 +110,7 @@ def test_kernels_compiled(seq_length, world, inner, heads, dim, budget, block, d
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("backward_path")
 @parametrize("budget", ["few", "all"])
 @parametrize("dim", [64, 128])
 @parametrize("seq_length, world", [(2996, 1), (3072, 2)])

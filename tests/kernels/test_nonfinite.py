@@ -186,6 +186,7 @@ def test_kernels_interpreted_with_lists(monkeypatch, where, token):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("backward_path")
 @every_bad
 @every_place
 @pytest.mark.parametrize("size", [(320, 1, 64), (512, 2, 128)], ids=size_id)
@@ -194,6 +195,7 @@ def test_kernels_compiled_with_lists(size, where, token, bad):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("backward_path")
 @every_bad
 @every_place
 @parametrize("dtype", TOLERANCE)

@@ -115,6 +115,7 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-6}
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("backward_path")
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [64, 128])
@@ -137,6 +138,7 @@ def test_kernels_compiled(seq_length, world, inner, heads, dim, kind, block, dty
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("backward_path")
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("seq_length", "world"), [(2996, 1), (3072, 2)])
 def test_long_sums(monkeypatch, seq_length, world, dim):

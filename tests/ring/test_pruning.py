@@ -159,7 +159,7 @@ def test_gradients(world):
 @parametrize("portable", [False, True])
 @parametrize("dim", [64, 128])
 @parametrize("budget, lists", [("few", False), ("all", False), ("all", True)])
-def test_gradients_compiled(monkeypatch, budget, lists, dim, portable):
+def test_gradients_compiled(monkeypatch, budget, lists, dim, portable, backward_path):
     """With Hopper's kernels where there is such a GPU, and with the portable ones; nothing waits for it."""
     if portable:
         monkeypatch.setenv("MTRAINING_PORTABLE_KERNELS", "1")
@@ -182,7 +182,8 @@ def test_gradients_compiled(monkeypatch, budget, lists, dim, portable):
             blocks.cuda(), none.cuda(), on_gpu.columns[..., :0], length, block, 1
         )
     told: list = []
-    pruning = BackwardPruning(THRESHOLD, lambda *both: told.append(both))
+    observed = backward_path == "two_kernels"  # in one pass, nothing is observed
+    pruning = BackwardPruning(THRESHOLD, (lambda *both: told.append(both)) if observed else None)
     leaves = [t.cuda().requires_grad_() for t in operands[:3]]
     ring, grad_out = Ring(cp_group_of(None, None)), operands[3].cuda()
     for mode in ("default", "error"):  # the first compiles
@@ -195,6 +196,8 @@ def test_gradients_compiled(monkeypatch, budget, lists, dim, portable):
     for name, found, exact in zip(NAMES, (out.detach(), *gradients), truth.results):
         error = relative_error(found.cpu(), exact)
         assert error < 1e-2, f"{name}: relative error {error:.2e}"
+    if not observed:
+        return
     (density, dropped), _ = told
     assert torch.allclose(density.cpu(), truth.density, atol=1e-5)
     assert torch.allclose(dropped.cpu().double(), truth.dropped.mean(-1), atol=1e-3)

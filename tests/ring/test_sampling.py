@@ -193,9 +193,9 @@ def test_gradients_are_unbiased():
 @parametrize("dim", [64, 128])
 @parametrize("packed", [False, True])
 @parametrize("budget", ["few", "all"])
-def test_gradients_compiled(monkeypatch, budget, packed, dim, portable):
+def test_gradients_compiled(monkeypatch, budget, packed, dim, portable, backward_path):
     """With Hopper's kernels where there is such a GPU, and with the portable ones; nothing waits for it, and
-    equal seeds give equal bits."""
+    equal seeds give equal bits (in two kernels)."""
     if portable:
         monkeypatch.setenv("MTRAINING_PORTABLE_KERNELS", "1")
     length, batch, heads, block = 1192, 2, (4, 2), 128
@@ -224,7 +224,8 @@ def test_gradients_compiled(monkeypatch, budget, packed, dim, portable):
             pruning.seed(out.device)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.equal(*each) for each in zip(runs[1], runs[2]))
+    if portable or backward_path == "two_kernels":
+        assert all(torch.equal(*each) for each in zip(runs[1], runs[2]))
     seed = seed_of(17, "cuda")
     drawn = expected(operands, index, HIGH, margin=0.02, seed=seed)
     found = codes[-1].cpu()
@@ -316,7 +317,7 @@ def written_out(operands, mask, weights):
 @parametrize("budget", ["few", "all"])
 @parametrize("blocks, world, inner", [(3, 1, 1), (8, 2, 1), (6, 3, 3), (8, 4, 2)])
 def test_kernels_with_weights(
-    triton_device, monkeypatch, blocks, world, inner, budget, dim, portable
+    triton_device, monkeypatch, blocks, world, inner, budget, dim, portable, backward_path
 ):
     """Of every weight, through every round: a GPU takes Hopper's kernels where it has them, and portable
     ones."""

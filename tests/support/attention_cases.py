@@ -104,7 +104,7 @@ def simulated_ring(query, key, value, grad_out, index, scale, parts_of_heads=1, 
     if index.columns.shape[-1]:
         columns = sum(kernels.gather_columns(k[r], v[r], index, r) for r in range(world))
         column_gradients = []
-    outs, dqs, dkvs, lses, deltas = [], [], [None] * world, [], []
+    outs, dqs, dkvs, lses, deltas, query_sums = [], [], [None] * world, [], [], []
     for rank, index in enumerate(indices):
         length, batch, heads, _ = q[rank].shape
         dtype = torch.promote_types(query.dtype, torch.float32)
@@ -122,7 +122,11 @@ def simulated_ring(query, key, value, grad_out, index, scale, parts_of_heads=1, 
         if attended is not None:
             seen = torch.full_like(lse, float("nan"), dtype=torch.float32)
             attended.append(seen)
-        for this in rounds:
+        sums = None
+        if kernels.one_pass(index, q[rank], k[rank], v[rank], do[rank]):
+            sums = kernels.new_query_sums(q[rank], k[rank], v[rank], index)
+            query_sums.append(sums)
+        for this in [] if sums is not None and seen is None else rounds:
             carry, dq = dq, None
             for part in range(parts_of_heads):
                 dq = kernels.backward_query(
@@ -134,11 +138,14 @@ def simulated_ring(query, key, value, grad_out, index, scale, parts_of_heads=1, 
             if source != rank:
                 step = RingStep(rank, source, index.inner, index.outer)
                 dkvs[source] = kernels.backward_key(
-                    q[rank], k[source], v[source], **rest, ring_step=step, accumulator=dkvs[source]
-                )
+                    q[rank], k[source], v[source], **rest, ring_step=step, accumulator=dkvs[source],
+                    query_sums=sums,
+                )  # fmt: skip
         if columns is not None:
             column_gradients.append(
-                kernels.backward_columns(q[rank], column_kv=columns, **rest, rank=rank)
+                kernels.backward_columns(
+                    q[rank], column_kv=columns, **rest, rank=rank, query_sums=sums
+                )
             )
         outs.append(out)
         dqs.append(dq)
@@ -152,7 +159,12 @@ def simulated_ring(query, key, value, grad_out, index, scale, parts_of_heads=1, 
             q[rank], k[rank], v[rank], grad_out=do[rank], lse=lses[rank], delta=deltas[rank],
             index=index, ring_step=RingStep(rank, rank, index.inner, index.outer), softmax_scale=scale,
             accumulator=dkvs[rank], column_gradients=column_gradients, dtype=key.dtype,
+            query_sums=query_sums[rank] if query_sums else None,
         )  # fmt: skip
+        if query_sums:
+            dqs[rank] = kernels.finish_query_sums(
+                query_sums[rank], q[rank], k[rank], v[rank], index, softmax_scale=scale
+            )
     if world == 1:
         return outs[0], dqs[0], dkvs[0][0], dkvs[0][1]
     dk, dv = ([d[i] for d in dkvs] for i in range(2))

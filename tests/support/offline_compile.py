@@ -114,7 +114,18 @@ def compile_all(capability: int, backend, describe, case: dict, inner_sizes=(2, 
 
 
 def launch_all(
-    backend, inner, round_, *, head_dim, columns, block_lists, packed, pruned=False, sampling=False
+    backend,
+    inner,
+    round_,
+    *,
+    head_dim,
+    columns,
+    block_lists,
+    packed,
+    pruned=False,
+    sampling=False,
+    one_pass=False,
+    dtype="bfloat16",
 ) -> None:
     """Launch the four kernels as rank 1 of 2 does in a round: with a pruned backward, the forward marks
     blocks, and the gradient of queries sums what it attends to; with sampling, blocks have weights."""
@@ -138,7 +149,7 @@ def launch_all(
     in_backward = replace(index, weights=kept) if sampling else index
     marks = new_marks(kept.shape, torch.ones(1), sampling) if pruned else None
     local = LENGTH // 2
-    query = torch.zeros(local, 1, HEADS, head_dim, dtype=torch.bfloat16)
+    query = torch.zeros(local, 1, HEADS, head_dim, dtype=getattr(torch, dtype))
     kv = torch.zeros(inner, 2, local, 1, KV_HEADS, head_dim, dtype=query.dtype)
     keys, values = kv.unbind(1)
     lse = torch.zeros(1, HEADS, local)
@@ -154,6 +165,9 @@ def launch_all(
         round_=round_,
         accumulator=None if round_.first else accumulator,
     )
+    query_sums = (
+        {"query_sums": torch.zeros(HEADS, local // 64 * 2 * head_dim, 32)} if one_pass else {}
+    )
     backend.forward(**shared, **round_keys, out=result, marks=marks)
     backend.backward_query(
         **gradients, **round_keys, grad_query=result, head_range=range(1, 3),
@@ -161,10 +175,13 @@ def launch_all(
     )  # fmt: skip
     column_gradients = None
     if columns:
-        column_gradients = backend.backward_columns(**gradients, column_kv=column_kv, rank=0)
+        column_gradients = backend.backward_columns(
+            **gradients, **query_sums, column_kv=column_kv, rank=0
+        )
     grad_kv = torch.zeros(2, *keys[0].shape)
     backend.backward_key(
         **gradients,
+        **query_sums,
         key=keys[0],
         value=values[0],
         ring_step=RingStep(1, 1 - round_.round_index, inner, 2 // inner),

@@ -5,5 +5,13 @@ from .backward_columns import backward_columns
 from .backward_key import backward_key
 from .backward_query import backward_query
 from .forward import forward
+from .query_gradient import finish_query_sums, new_query_sums
 
-__all__ = ["backward_columns", "backward_key", "backward_query", "forward"]
+__all__ = [
+    "backward_columns",
+    "backward_key",
+    "backward_query",
+    "finish_query_sums",
+    "forward",
+    "new_query_sums",
+]

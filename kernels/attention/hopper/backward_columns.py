@@ -18,8 +18,10 @@ from .descriptors import descriptor_heads_first
 from .key_common import (
     BLOCK_M,
     QueryDescriptors,
+    TileLoader,
     allocate_tiles,
     document_arguments,
+    key_descriptors,
     key_start,
     key_step,
     line_descriptors,
@@ -27,6 +29,7 @@ from .key_common import (
     query_descriptors,
 )
 from .masks import DOCUMENT, PER_KEY
+from .query_sums import QueryAdder, allocate_sums
 
 
 @aggregate
@@ -57,22 +60,41 @@ class ColumnTile:
 
 
 @gluon.jit
+def _walk(
+    visitor, batch, head, batch_head, first_q_block, num_tiles, BLOCK: gl.constexpr, SPLITS: gl.constexpr
+):  # fmt: skip
+    """Visit the query tiles of a tile of columns, in order."""
+    block_tiles: gl.constexpr = BLOCK // BLOCK_M
+    for n in range(num_tiles):
+        row = (first_q_block + n // block_tiles * SPLITS) * BLOCK + n % block_tiles * BLOCK_M
+        visitor.visit(n, batch, head, batch_head, row, 0.0)
+
+
+@gluon.jit
 def _load(
     descs, k_desc, v_desc, kept, tiles, batch, head, batch_head, first, first_q_block, num_tiles,
     BLOCK: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     """The loading warp."""
-    block_tiles: gl.constexpr = BLOCK // BLOCK_M
     kept.load(k_desc, v_desc, batch, head, first)
-    for n in range(num_tiles):
-        row = (first_q_block + n // block_tiles * SPLITS) * BLOCK + n % block_tiles * BLOCK_M
-        tiles.load(n, descs, batch, head, batch_head, row, 0.0)
+    loader = TileLoader(tiles, descs)
+    _walk(loader, batch, head, batch_head, first_q_block, num_tiles, BLOCK, SPLITS)
+
+
+@gluon.jit
+def _add(
+    dq_desc, sums, batch, head, batch_head, first_q_block, num_tiles,
+    HALF: gl.constexpr, BLOCK: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """A warp that adds to the queries' gradient."""
+    adder = QueryAdder(sums.of_half(HALF), dq_desc)
+    _walk(adder, batch, head, batch_head, first_q_block, num_tiles, BLOCK, SPLITS)
 
 
 @gluon.jit
 def _attend(
     # Operands and results of a head
-    dk_ptr, dv_ptr, columns, member, kept, tiles,
+    dk_ptr, dv_ptr, columns, member, kept, tiles, shared_sums,
     # Where in the results, in the head's columns, and in the queries; rows in the results
     line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
     HALF: gl.constexpr, BLOCK: gl.constexpr, SPLITS: gl.constexpr, PACKED: gl.constexpr,
@@ -89,11 +111,15 @@ def _attend(
     block = position // BLOCK
     tile = ColumnTile(member, position, block, inside, rank, world, inner, PACKED)
     MASK: gl.constexpr = DOCUMENT if PACKED else PER_KEY
+    sums = None
+    if shared_sums is not None:
+        sums = shared_sums.of_half(HALF)
     k, v, gradients = key_start(kept, tiles, layouts, HALF)
     mask = tile.mask(inside, first_q_block)
     gradients = key_step(
-        0, -1, num_tiles > 1, gradients, k, v, tiles, scale, mask, mask, layouts, MASK
-    )
+        0, -1, num_tiles > 1, gradients, k, v, tiles, scale, mask, mask, layouts, sums, MASK,
+        False,
+    )  # fmt: skip
     mask = tile.mask(inside, first_q_block + 1 // block_tiles * SPLITS)
     for n in range(1, num_tiles):
         # The next tile's mask is loaded while this tile is computed.
@@ -101,10 +127,12 @@ def _attend(
             inside & (n + 1 < num_tiles), first_q_block + (n + 1) // block_tiles * SPLITS
         )
         gradients = key_step(
-            n, n - 1, n + 1 < num_tiles, gradients, k, v, tiles, scale, mask, mask, layouts, MASK
-        )
+            n, n - 1, n + 1 < num_tiles, gradients, k, v, tiles, scale, mask, mask, layouts, sums, MASK
+        )  # fmt: skip
         mask = next_mask
     gradients = gradients.wait(0)
+    if sums is not None:
+        sums.finish(num_tiles - 1)
     rows = HALF * HALF_N + gl.arange(0, HALF_N, layout=gl.SliceLayout(1, layouts.gradients))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, layouts.gradients))
     offsets = (line + rows)[:, None] * D + d[None, :]  # [HALF_N, D]
@@ -116,7 +144,9 @@ def _attend(
 @gluon.jit(do_not_specialize=["rank"])
 def _column_kernel(
     # Operands and results
-    q_desc, grad_out_desc, column_k_desc, column_v_desc, lse_desc, delta_desc, dk_ptr, dv_ptr,
+    q_desc, grad_out_desc, k_desc, v_desc, lse_desc, delta_desc, dk_ptr, dv_ptr,
+    # The queries' gradient, to add to; or None
+    dq_desc,
     # The index, and packed documents
     member, columns, column_ptr, starts_desc, q_block_bounds,
     ptr_len, column_len, local_blocks, softmax_scale, rank, world, inner,
@@ -155,29 +185,58 @@ def _column_kernel(
     line = (batch_head * SPLITS + split) * column_len + first
 
     kept, tiles = allocate_tiles(
-        q_desc, grad_out_desc, column_k_desc, column_v_desc, lse_desc, BLOCK // 2, D, STAGES, PACKED, False
+        q_desc, grad_out_desc, k_desc, v_desc, lse_desc, BLOCK // 2, D, STAGES, PACKED, False
     )  # fmt: skip
     descs = QueryDescriptors(q_desc, grad_out_desc, lse_desc, delta_desc, starts_desc)
-    gl.warp_specialize(
-        [
-            (_attend, (
-                dk_ptr, dv_ptr, columns, member, kept, tiles,
-                line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
-                0, BLOCK, SPLITS, PACKED,
-            )),
-            (_attend, (
-                dk_ptr, dv_ptr, columns, member, kept, tiles,
-                line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
-                1, BLOCK, SPLITS, PACKED,
-            )),
-            (_load, (
-                descs, column_k_desc, column_v_desc, kept, tiles, batch, head, gl.program_id(1),
-                first, first_q_block, num_tiles, BLOCK, SPLITS,
-            )),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    if dq_desc is None:
+        gl.warp_specialize(
+            [
+                (_attend, (
+                    dk_ptr, dv_ptr, columns, member, kept, tiles, None,
+                    line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
+                    0, BLOCK, SPLITS, PACKED,
+                )),
+                (_attend, (
+                    dk_ptr, dv_ptr, columns, member, kept, tiles, None,
+                    line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
+                    1, BLOCK, SPLITS, PACKED,
+                )),
+                (_load, (
+                    descs, k_desc, v_desc, kept, tiles, batch, head, gl.program_id(1),
+                    first, first_q_block, num_tiles, BLOCK, SPLITS,
+                )),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        sums = allocate_sums(kept, dq_desc)
+        gl.warp_specialize(
+            [
+                (_attend, (
+                    dk_ptr, dv_ptr, columns, member, kept, tiles, sums,
+                    line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
+                    0, BLOCK, SPLITS, PACKED,
+                )),
+                (_attend, (
+                    dk_ptr, dv_ptr, columns, member, kept, tiles, sums,
+                    line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
+                    1, BLOCK, SPLITS, PACKED,
+                )),
+                (_load, (
+                    descs, k_desc, v_desc, kept, tiles, batch, head, gl.program_id(1),
+                    first, first_q_block, num_tiles, BLOCK, SPLITS,
+                )),
+                (_add, (
+                    dq_desc, sums, batch, head, gl.program_id(1), first_q_block, num_tiles, 0, BLOCK, SPLITS,
+                )),
+                (_add, (
+                    dq_desc, sums, batch, head, gl.program_id(1), first_q_block, num_tiles, 1, BLOCK, SPLITS,
+                )),
+            ],
+            [4, 1, 1, 1],
+            [240, 24, 24, 24],
+        )  # fmt: skip
 
 
 def backward_columns(
@@ -190,6 +249,7 @@ def backward_columns(
     index: PatternIndex,
     rank: int,
     softmax_scale: float,
+    query_sums: Tensor | None = None,
 ) -> Tensor:
     """See :func:`...attention.backward_columns`."""
     _, batch, heads, dim = query.shape
@@ -202,8 +262,7 @@ def backward_columns(
         _column_kernel,
         (splits, batch * heads, cdiv(num_columns, block)),
         **query_descriptors(query, grad_out, dim),
-        column_k_desc=descriptor_heads_first(column_kv[0], half),
-        column_v_desc=descriptor_heads_first(column_kv[1], half),
+        **key_descriptors(*column_kv, half, query_sums, descriptor_heads_first),
         **line_descriptors(lse, delta),
         dk_ptr=gradients[0],
         dv_ptr=gradients[1],

@@ -20,13 +20,14 @@ from ...types import PatternIndex, RingStep
 from ..launch_args import MEETINGS, meetings
 from ..portable.columns import invert_columns
 from .compat import Pointer, Scalar, aggregate
-from .descriptors import descriptor
 from .key_common import (
     BLOCK_M,
     KeyGradients,
     QueryDescriptors,
+    TileLoader,
     allocate_tiles,
     document_arguments,
+    key_descriptors,
     key_start,
     key_step,
     line_descriptors,
@@ -34,6 +35,7 @@ from .key_common import (
     query_descriptors,
 )
 from .masks import CAUSAL, CAUSAL_DOCUMENT, DOCUMENT, UNMASKED
+from .query_sums import QueryAdder, allocate_sums
 
 CHAIN = 256
 """Query tiles that are summed in registers, at least; see ``_partial_sums``."""
@@ -149,12 +151,14 @@ def _put_aside(ptr, total, mask, first, ACCUMULATE: gl.constexpr):
 
 
 @gluon.jit
-def _load(
-    descs, k_desc, v_desc, kept, tiles, index, batch, kv_head, kv_block, end_q_block,
+def _walk(
+    visitor, index, end_q_block,
     HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, DIAGONAL: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp."""
-    kept.load(k_desc, v_desc, batch, kv_head, kv_block * BLOCK)
+    """Visit the query tiles of a key block, in order."""
+    kv_block = gl.program_id(0)
+    batch = gl.program_id(1) // (HEADS // GROUP)
+    kv_head = gl.program_id(1) % (HEADS // GROUP)
     n = 0
     if DIAGONAL:
         # The diagonal block of every head first, then all that needs no mask.
@@ -163,7 +167,7 @@ def _load(
             batch_head = batch * HEADS + head
             for i in gl.static_range(BLOCK // BLOCK_M):
                 row = kv_block * BLOCK + i * BLOCK_M
-                tiles.load(n, descs, batch, head, batch_head, row, 0.0)
+                visitor.visit(n, batch, head, batch_head, row, 0.0)
                 n += 1
     for g in range(GROUP):
         head = kv_head * GROUP + g
@@ -179,16 +183,39 @@ def _load(
                 row = (first + index.LISTS_PER_BLOCK * quotient) * BLOCK
                 log2_weight = index.log2_weight(batch_head, quotient)
                 for i in gl.static_range(BLOCK // BLOCK_M):
-                    tiles.load(n, descs, batch, head, batch_head, row + i * BLOCK_M, log2_weight)
+                    visitor.visit(n, batch, head, batch_head, row + i * BLOCK_M, log2_weight)
                     n += 1
     if n == 0:
         # No query sees this block: a tile of zeros past the end.
-        tiles.load(0, descs, batch, kv_head * GROUP, batch * HEADS, index.local_blocks * BLOCK, 0.0)
+        visitor.visit(0, batch, kv_head * GROUP, batch * HEADS, index.local_blocks * BLOCK, 0.0)
+
+
+@gluon.jit
+def _load(
+    descs, k_desc, v_desc, kept, tiles, index, end_q_block,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, DIAGONAL: gl.constexpr,
+):  # fmt: skip
+    """The loading warp."""
+    batch = gl.program_id(1) // (HEADS // GROUP)
+    kv_head = gl.program_id(1) % (HEADS // GROUP)
+    kept.load(k_desc, v_desc, batch, kv_head, gl.program_id(0) * BLOCK)
+    loader = TileLoader(tiles, descs)
+    _walk(loader, index, end_q_block, HEADS, GROUP, BLOCK, DIAGONAL)
+
+
+@gluon.jit
+def _add(
+    dq_desc, sums, index, end_q_block, HALF: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, DIAGONAL: gl.constexpr,
+):  # fmt: skip
+    """A warp that adds to the queries' gradient."""
+    adder = QueryAdder(sums.of_half(HALF), dq_desc)
+    _walk(adder, index, end_q_block, HEADS, GROUP, BLOCK, DIAGONAL)
 
 
 @gluon.jit
 def _attend(
-    results, kept, tiles, column_len, num_tiles, key_len, softmax_scale, first_position,
+    results, kept, tiles, shared_sums, column_len, num_tiles, key_len, softmax_scale, first_position,
     HALF: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr,
     SPLITS: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr, ACCUMULATE: gl.constexpr,
     CHAIN: gl.constexpr, PACKED: gl.constexpr,
@@ -206,6 +233,9 @@ def _attend(
         position = first_position + HALF * HALF_N
         position += gl.arange(0, HALF_N, layout=gl.SliceLayout(1, layouts.scores))
         position = position.to(gl.float32)  # [HALF_N]
+    sums = None
+    if shared_sums is not None:
+        sums = shared_sums.of_half(HALF)
     k, v, gradients = key_start(kept, tiles, layouts, HALF)
     # The first tile is not in a loop, so that the compiler finds the loops' operands in place.
     first = 1
@@ -216,35 +246,42 @@ def _attend(
         rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layouts.scores))
         causal = gl.where(cols[:, None] <= rows[None, :], 0.0, float("-inf"))  # [HALF_N, BLOCK_M]
         if HALF == 1:
+            if sums is not None:
+                sums.put_ds(0, gl.zeros([HALF_N, BLOCK_M], k.dtype, layouts.scores))
             tiles.empty.arrive(0)
             tiles.q_full.wait(1)
         gradients = key_step(
-            HALF, -1, HALF + 1 < num_tiles, gradients, k, v, tiles, scale, causal, position, layouts,
-            DIAGONAL_MASK,
+            HALF, -1, HALF + 1 < num_tiles, gradients, k, v, tiles, scale, causal, position, layouts, sums,
+            DIAGONAL_MASK, HALF == 1,
         )  # fmt: skip
         for g in range(1, GROUP):
             n = 2 * g
             if HALF == 0:
                 gradients = key_step(
-                    n - 1, n - 2, True, gradients, k, v, tiles, scale, 0.0, position, layouts, MASK
-                )
+                    n - 1, n - 2, True, gradients, k, v, tiles, scale, 0.0, position, layouts, sums, MASK
+                )  # fmt: skip
             else:
+                if sums is not None:
+                    sums.put_ds(n, gl.zeros([HALF_N, BLOCK_M], k.dtype, layouts.scores))
+                    gradients = gradients.wait(0)
+                    sums.finish(n - 1)
                 tiles.empty.arrive(n)
                 tiles.q_full.wait(n + 1)
             gradients = key_step(
                 n + HALF, n - 1, n + HALF + 1 < num_tiles, gradients, k, v, tiles, scale, causal, position,
-                layouts, DIAGONAL_MASK,
+                layouts, sums, DIAGONAL_MASK,
             )  # fmt: skip
         first = 2 * GROUP - 1 + HALF
     else:
         gradients = key_step(
-            0, -1, num_tiles > 1, gradients, k, v, tiles, scale, 0.0, position, layouts, MASK
-        )
+            0, -1, num_tiles > 1, gradients, k, v, tiles, scale, 0.0, position, layouts, sums, MASK,
+            False,
+        )  # fmt: skip
     end = gl.minimum(num_tiles, CHAIN) if CHAIN > 0 else num_tiles
     for n in range(first, end):
         gradients = key_step(
-            n, n - 1, n + 1 < num_tiles, gradients, k, v, tiles, scale, 0.0, position, layouts, MASK
-        )
+            n, n - 1, n + 1 < num_tiles, gradients, k, v, tiles, scale, 0.0, position, layouts, sums, MASK
+        )  # fmt: skip
     gradients = gradients.wait(0)
     # Only now: registers are full until here.
     batch = gl.program_id(1) // (HEADS // GROUP)
@@ -269,24 +306,15 @@ def _attend(
             chain = key_step(
                 start, start - 1, start + 1 < num_tiles,
                 KeyGradients(warpgroup_mma_init(zero), warpgroup_mma_init(zero), none, none),
-                k, v, tiles, scale, 0.0, position, layouts, MASK,
+                k, v, tiles, scale, 0.0, position, layouts, sums, MASK,
             )  # fmt: skip
             for n in range(start + 1, gl.minimum(start + CHAIN, num_tiles)):
                 chain = key_step(
-                    n,
-                    n - 1,
-                    n + 1 < num_tiles,
-                    chain,
-                    k,
-                    v,
-                    tiles,
-                    scale,
-                    0.0,
-                    position,
-                    layouts,
-                    MASK,
-                )
+                    n, n - 1, n + 1 < num_tiles, chain, k, v, tiles, scale, 0.0, position, layouts, sums, MASK
+                )  # fmt: skip
             gradients = chain.wait(0)
+    if sums is not None:
+        sums.finish(num_tiles - 1)
     dk = gradients.dk
     dv = gradients.dv
     if COLUMNS:
@@ -318,6 +346,8 @@ def _attend(
 def _key_kernel(
     # Operands
     q_desc, grad_out_desc, k_desc, v_desc, lse_desc, delta_desc,
+    # The queries' gradient, to add to; or None
+    dq_desc,
     # Results, and the columns' gradients: see KeyResults
     dk_ptr, dv_ptr, partial_ptr, column_dk, column_dv, column_entries,
     # The index, and packed documents: the ranks of the keys and of the queries
@@ -379,24 +409,51 @@ def _key_kernel(
         q_desc, grad_out_desc, k_desc, v_desc, lse_desc, BLOCK // 2, D, STAGES, PACKED, WEIGHTED
     )
     descs = QueryDescriptors(q_desc, grad_out_desc, lse_desc, delta_desc, starts_desc)
-    gl.warp_specialize(
-        [
-            (_attend, (
-                results, kept, tiles, column_len, num_tiles, key_len, softmax_scale, first_position,
-                0, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, PACKED,
-            )),
-            (_attend, (
-                results, kept, tiles, column_len, num_tiles, key_len, softmax_scale, first_position,
-                1, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, PACKED,
-            )),
-            (_load, (
-                descs, k_desc, v_desc, kept, tiles, index, batch, kv_head, kv_block, end_q_block,
-                HEADS, GROUP, BLOCK, DIAGONAL,
-            )),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    if dq_desc is None:
+        gl.warp_specialize(
+            [
+                (_attend, (
+                    results, kept, tiles, None, column_len, num_tiles, key_len, softmax_scale, first_position,
+                    0, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, PACKED,
+                )),
+                (_attend, (
+                    results, kept, tiles, None, column_len, num_tiles, key_len, softmax_scale, first_position,
+                    1, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, PACKED,
+                )),
+                (_load, (
+                    descs, k_desc, v_desc, kept, tiles, index, end_q_block,
+                    HEADS, GROUP, BLOCK, DIAGONAL,
+                )),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        sums = allocate_sums(kept, dq_desc)
+        gl.warp_specialize(
+            [
+                (_attend, (
+                    results, kept, tiles, sums, column_len, num_tiles, key_len, softmax_scale, first_position,
+                    0, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, PACKED,
+                )),
+                (_attend, (
+                    results, kept, tiles, sums, column_len, num_tiles, key_len, softmax_scale, first_position,
+                    1, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, PACKED,
+                )),
+                (_load, (
+                    descs, k_desc, v_desc, kept, tiles, index, end_q_block,
+                    HEADS, GROUP, BLOCK, DIAGONAL,
+                )),
+                (_add, (
+                    dq_desc, sums, index, end_q_block, 0, HEADS, GROUP, BLOCK, DIAGONAL,
+                )),
+                (_add, (
+                    dq_desc, sums, index, end_q_block, 1, HEADS, GROUP, BLOCK, DIAGONAL,
+                )),
+            ],
+            [4, 1, 1, 1],
+            [240, 24, 24, 24],
+        )  # fmt: skip
 
 
 def _partial_sums(
@@ -432,6 +489,7 @@ def backward_key(
     accumulator: Tensor | None,
     column_gradients: Tensor | None,
     grad_kv: Tensor,
+    query_sums: Tensor | None = None,
 ) -> None:
     """:func:`...attention.backward_key` into ``grad_kv``, which may be the accumulator."""
     _, batch, heads, dim = query.shape
@@ -456,8 +514,7 @@ def backward_key(
         _key_kernel,
         (index.local_blocks, batch * kv_heads),
         **query_descriptors(query, grad_out, dim),
-        k_desc=descriptor(key, half),
-        v_desc=descriptor(value, half),
+        **key_descriptors(key, value, half, query_sums),
         **line_descriptors(lse, delta),
         dk_ptr=grad_kv[0],
         dv_ptr=grad_kv[1],

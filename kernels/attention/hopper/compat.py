@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import typing
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -12,6 +13,17 @@ from triton.language import core
 
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@core.builtin
+def _add_tile(tensor_desc, coord, src, _semantic=None):
+    """Add a tile in shared memory to global memory, asynchronously, as ``store_tile`` stores it."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
+
+
+add_tile = getattr(tma, "async_atomic_add", None) or _add_tile
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 # Types of aggregates' fields. A number that is 1 at the launch, and None, are constants to the compiler.

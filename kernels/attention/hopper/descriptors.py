@@ -13,19 +13,30 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...common.launch import launches_directly
 
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+}
 
 
-def descriptor(tensor: Tensor, block_shape: list[int]) -> TensorDescriptor:
-    """A tensor ``[s, b, h, d]`` as ``[b, h, s, d]``, loaded in tiles of ``block_shape``."""
+def descriptor(
+    tensor: Tensor, block_shape: list[int], swizzle: int | None = None
+) -> TensorDescriptor:
+    """A tensor ``[s, b, h, d]`` as ``[b, h, s, d]``, loaded in tiles of ``block_shape``. In shared memory
+    each ``swizzle`` bytes of the rows of a tile follow each other: by default 128, or a whole row."""
     rows, batch, heads, dim = tensor.shape
     stride_m, stride_b, stride_h, _ = tensor.stride()
-    return _describe(tensor, (batch, heads, rows, dim), (stride_b, stride_h, stride_m), block_shape)
+    return _describe(
+        tensor, (batch, heads, rows, dim), (stride_b, stride_h, stride_m), block_shape, swizzle
+    )
 
 
-def descriptor_heads_first(tensor: Tensor, block_shape: list[int]) -> TensorDescriptor:
-    """A tensor ``[b, h, s, d]``, loaded in tiles of ``block_shape``."""
-    return _describe(tensor, tuple(tensor.shape), tensor.stride()[:3], block_shape)
+def descriptor_heads_first(
+    tensor: Tensor, block_shape: list[int], swizzle: int | None = None
+) -> TensorDescriptor:
+    """A tensor ``[b, h, s, d]``, loaded in tiles of ``block_shape``; ``swizzle`` as of :func:`descriptor`."""
+    return _describe(tensor, tuple(tensor.shape), tensor.stride()[:3], block_shape, swizzle)
 
 
 def gathered_descriptor(tensor: Tensor, block_shape: list[int]) -> TensorDescriptor:
@@ -50,7 +61,14 @@ def line_descriptor(tensor: Tensor, width: int) -> TensorDescriptor:
     return _describe(tensor, (batch * heads, length), (length,), (1, width))
 
 
-def _describe(tensor: Tensor, shape: tuple, strides: tuple, block_shape) -> TensorDescriptor:
+def sums_descriptor(tensor: Tensor, dim: int) -> TensorDescriptor:
+    """Sums of the queries' gradient, float32 ``[b * h, rows, 32]``, in tiles of ``dim`` rows."""
+    return _describe(tensor, tuple(tensor.shape), tensor.stride()[:2], (1, dim, 32))
+
+
+def _describe(
+    tensor: Tensor, shape: tuple, strides: tuple, block_shape, swizzle: int | None = None
+) -> TensorDescriptor:
     """The descriptor of a tensor whose last stride is 1.
 
     Triton checks each new descriptor, which takes longer than a short kernel runs. Most steps describe the
@@ -61,18 +79,20 @@ def _describe(tensor: Tensor, shape: tuple, strides: tuple, block_shape) -> Tens
     """
     block_shape = tuple(block_shape)
     if not launches_directly():
-        layout = _tile_layout(block_shape, tensor.dtype)
+        layout = _tile_layout(block_shape, tensor.dtype, swizzle)
         return TensorDescriptor(tensor, list(shape), [*strides, 1], list(block_shape), layout)
     copy = object.__new__(TensorDescriptor)
-    copy.__dict__.update(_checked_state(shape, strides, block_shape, tensor.dtype))
+    copy.__dict__.update(_checked_state(shape, strides, block_shape, tensor.dtype, swizzle))
     copy.base = tensor
     return copy
 
 
 @functools.lru_cache(maxsize=1024)
-def _checked_state(shape: tuple, strides: tuple, block_shape: tuple, dtype: torch.dtype) -> dict:
+def _checked_state(
+    shape: tuple, strides: tuple, block_shape: tuple, dtype: torch.dtype, swizzle: int | None
+) -> dict:
     """The attributes of a descriptor that Triton has checked, with a placeholder for its tensor."""
-    layout = _tile_layout(block_shape, dtype)
+    layout = _tile_layout(block_shape, dtype, swizzle)
     placeholder = _Placeholder(dtype)
     return vars(
         TensorDescriptor(placeholder, list(shape), [*strides, 1], list(block_shape), layout)
@@ -89,7 +109,11 @@ class _Placeholder(NamedTuple):
         return 0
 
 
-def _tile_layout(block_shape: tuple, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    if dtype == torch.float32:  # entries of a vector: nothing to swizzle
+def _tile_layout(
+    block_shape: tuple, dtype: torch.dtype, swizzle: int | None
+) -> gl.NVMMASharedLayout:
+    if swizzle is not None:
+        return gl.NVMMASharedLayout(swizzle, 8 * dtype.itemsize, len(block_shape))
+    if dtype == torch.float32 and len(block_shape) == 2:  # entries of a vector: nothing to swizzle
         return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return gl.NVMMASharedLayout.get_default_for(list(block_shape), _DTYPES[dtype])

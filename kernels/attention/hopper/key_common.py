@@ -8,6 +8,7 @@ probabilities and their gradients are operands in place.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -24,18 +25,34 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...common.tiles import LOG2E
 from ...types import PatternIndex
 from .compat import Descriptor, SharedMemory, Value, aggregate, load_tile, thread_barrier
-from .descriptors import descriptor, line_descriptor
+from .descriptors import descriptor, line_descriptor, sums_descriptor
 from .masks import CAUSAL, CAUSAL_DOCUMENT, DOCUMENT, PER_KEY
 from .pipeline import Barriers, allocate_barriers
-
-BLOCK_M = gl.constexpr(64)
-"""Rows of a query tile."""
+from .query_sums import BLOCK_M
 
 
 def query_descriptors(query: Tensor, grad_out: Tensor, dim: int) -> dict[str, TensorDescriptor]:
     """Arguments of both kernels: descriptors of the query tiles."""
     shape = [1, 1, BLOCK_M.value, dim]
     return dict(q_desc=descriptor(query, shape), grad_out_desc=descriptor(grad_out, shape))
+
+
+def key_descriptors(
+    key: Tensor,
+    value: Tensor,
+    half: list[int],
+    query_sums: Tensor | None,
+    describe: Callable[..., TensorDescriptor] = descriptor,
+) -> dict[str, TensorDescriptor | None]:
+    """Arguments of both kernels: descriptors of halves of the keys, by ``describe``, and of halves of the
+    queries' gradient, ``query_gradient.new_query_sums``, if there is one."""
+    dim = key.shape[-1]
+    # In rows of half the head dimension, as its halves are multiplied by different warpgroups.
+    swizzle = None if query_sums is None else dim
+    dq_desc = None
+    if query_sums is not None:
+        dq_desc = sums_descriptor(query_sums, dim)
+    return dict(k_desc=describe(key, half, swizzle), v_desc=describe(value, half), dq_desc=dq_desc)
 
 
 def line_descriptors(lse: Tensor, delta: Tensor) -> dict[str, TensorDescriptor]:
@@ -123,6 +140,18 @@ class QueryTiles:
         mbarrier.expect(full, BLOCK_M * self.D * 2 + BLOCK_M * 4)
         load_tile(descs.grad_out, [batch, head, row, 0], full, self.grad_out.index(slot))
         load_tile(descs.delta, [batch_head, row], full, self.delta.index(slot))
+
+
+@aggregate
+class TileLoader:
+    """What the loading warp does with each query tile."""
+
+    tiles: QueryTiles
+    descs: QueryDescriptors
+
+    @gluon.jit
+    def visit(self, n, batch, head, batch_head, row, log2_weight):
+        self.tiles.load(n, self.descs, batch, head, batch_head, row, log2_weight)
 
 
 @gluon.jit
@@ -220,8 +249,9 @@ def key_start(kept, tiles, layouts, HALF: gl.constexpr):
 
 @gluon.jit
 def key_step(
-    n, previous, more, gradients, k, v, tiles, scale, mask, position, layouts, MASK: gl.constexpr
-):
+    n, previous, more, gradients, k, v, tiles, scale, mask, position, layouts, sums, MASK: gl.constexpr,
+    BEFORE: gl.constexpr = True,
+):  # fmt: skip
     """Add query tile n to the gradients.
 
     Args:
@@ -229,6 +259,8 @@ def key_step(
         more: whether there is a tile n + 1.
         mask: [HALF_N, BLOCK_M] if CAUSAL, [HALF_N] if PER_KEY.
         position: of the keys, [HALF_N], if DOCUMENT.
+        sums: the warpgroup's ``query_sums.QuerySums``, or None: without the queries' gradient.
+        BEFORE: whether there is a tile n - 1, whose sum is due. Read with sums.
     """
     dtype: gl.constexpr = tiles.q.dtype
     slot = n % tiles.STAGES
@@ -237,6 +269,8 @@ def key_step(
     grad_out = tiles.grad_out.index(slot).reshape([BLOCK_M, tiles.D])
     HALF_N: gl.constexpr = k.shape[0]
     zero = gl.zeros([HALF_N, BLOCK_M], gl.float32, layouts.scores)
+    if sums is not None:
+        k, v = sums.kept(n)
     scores = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     gradients = gradients.wait(1)
     tiles.empty.arrive(previous + tiles.STAGES, pred=previous >= 0)
@@ -259,7 +293,26 @@ def key_step(
     dv = warpgroup_mma(p_operand, grad_out, gradients.dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
     delta = tiles.delta.index(slot).load(layouts.scores)  # [1, BLOCK_M]
-    ds_operand = gl.convert_layout((p * (dp - delta)).to(dtype), layouts.operand)
-    dk = warpgroup_mma(ds_operand, q, warpgroup_mma_init(gradients.dk), is_async=True)
+    if sums is None:
+        ds_operand = gl.convert_layout((p * (dp - delta)).to(dtype), layouts.operand)
+        dk = warpgroup_mma(ds_operand, q, warpgroup_mma_init(gradients.dk), is_async=True)
+    else:
+        ds = (p * (dp - delta)).to(dtype)
+        sums.put_ds(n, ds)
+        ds_operand = gl.convert_layout(ds, layouts.operand)
+        if BEFORE:
+            # Only now: the registers are full until here.
+            dq = sums.product(n - 1)
+        dk = warpgroup_mma(ds_operand, q, warpgroup_mma_init(gradients.dk), is_async=True)
+        # All at once: with a product in flight behind the sum the registers would not do.
+        if BEFORE:
+            dq, dv, dk, p_operand, ds_operand = warpgroup_mma_wait(
+                0, deps=[dq, dv, dk, p_operand, ds_operand]
+            )
+            sums.put_sum(n - 1, dq)
+        else:
+            dv, dk, p_operand, ds_operand = warpgroup_mma_wait(
+                0, deps=[dv, dk, p_operand, ds_operand]
+            )
     tiles.q_full.wait(n + 1, pred=more)
     return KeyGradients(dk, dv, p_operand, ds_operand)

@@ -154,6 +154,7 @@ def backward_columns(
     index: PatternIndex,
     rank: int,
     softmax_scale: float,
+    query_sums: Tensor | None = None,
 ) -> Tensor:
     """See :func:`...attention.backward_columns`."""
     length, batch, heads, dim = query.shape

@@ -241,6 +241,7 @@ def backward_key(
     accumulator: Tensor | None,
     column_gradients: Tensor | None,
     grad_kv: Tensor,
+    query_sums: Tensor | None = None,
 ) -> None:
     """:func:`...attention.backward_key` into ``grad_kv``, which may be the accumulator."""
     length, batch, heads, dim = query.shape

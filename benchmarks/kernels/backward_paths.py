@@ -1,0 +1,109 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The two ways of the backward side by side on one GPU, beside cuDNN's dense backward: one pass over the keys
+(five matrix products), and two deterministic kernels (seven). Prints a table and appends rows to
+``results/backward_paths.jsonl``.
+
+Slashes alone, at four densities. Rates are counted, and runs take turns, as in ``attention.py``, whose rows
+these resemble: ``path`` is the way of the backward. cuDNN runs at the length of the case. ``difference`` is
+the norm of the difference of the two ways' gradients over the norm of the gradients.
+
+    python -m benchmarks.kernels.backward_paths [--quick] [--case TEXT ...] [--budget SECONDS] [--output FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from ..lib import record
+from ..lib.workloads import draw_index, share_for
+from .attention import Case, attention_runs, line, passes, rows_of, take_turns
+
+PATHS = ("one_pass", "two_kernels")
+DENSITIES = (0.05, 0.12, 0.25, 1.0)
+SHAPES = ((65536, 16, 2), (65536, 28, 4), (131072, 16, 2), (131072, 28, 4))
+QUICK = {(65536, 16): DENSITIES, (131072, 16): (0.12,), (65536, 28): (0.12,)}
+
+
+def _cases() -> list[Case]:
+    cases = []
+    for seq, heads, kv_heads in SHAPES:
+        for density in DENSITIES:
+            quick = density in QUICK.get((seq, heads), ())
+            name = f"{seq // 1024}K {heads}/{kv_heads} d128 {density:.0%}"
+            share = share_for(density, seq)
+            cases.append(Case(name, seq, heads, kv_heads, 128, share, 0, quick))
+    return cases
+
+
+CASES = _cases()
+
+
+def along(path: str, backward):
+    """A backward that takes one of the two ways."""
+
+    def run():
+        os.environ["MTRAINING_BACKWARD"] = path
+        return backward()
+
+    return run
+
+
+def difference(gradients, others) -> float:
+    """The norm of the difference of gradients over their norm."""
+    apart = sum((a.double() - b.double()).square().sum() for a, b in zip(gradients, others))
+    return float((apart / sum(b.double().square().sum() for b in others)).sqrt())
+
+
+def run_case(case: Case, budget: float, device: str = "cuda", cudnn: bool = True) -> list[dict]:
+    """The rows of one case."""
+    torch.manual_seed(0)
+    index = draw_index(case.seq, case.heads, case.share, case.columns, device)
+    pairs = index.work().sum().item()
+    slash = round(index.distances().sum(-1).float().mean().item())
+    implementations = {"mtraining", "cudnn"} if cudnn else {"mtraining"}
+    runs = attention_runs(case, index, implementations, case.seq, device)
+    backward = passes(*runs["mtraining"])[1]
+    timed = {path: along(path, backward) for path in PATHS}
+    apart = difference(timed["one_pass"](), timed["two_kernels"]())
+    if cudnn:
+        timed["cudnn"] = passes(*runs["cudnn"])[1]
+    rows = rows_of(case, pairs, slash, case.seq, {"backward": take_turns(timed, budget, device)})
+    for row in rows:
+        row["path"] = row["impl"] if row["impl"] in PATHS else None
+        row["impl"] = "mtraining" if row["path"] else row["impl"]
+        row["difference"] = apart if row["path"] else None
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="six of the cases")
+    parser.add_argument("--case", nargs="+", metavar="TEXT", help="cases with such a name only")
+    parser.add_argument("--budget", type=float, default=1.0, metavar="SECONDS", help="for a case")
+    parser.add_argument("--output", type=Path, default=record.RESULTS / "backward_paths.jsonl")
+    options = parser.parse_args()
+    cases = [case for case in CASES if case.quick or not options.quick]
+    if options.case:
+        cases = [case for case in cases if any(text in case.name for text in options.case)]
+    if not cases:
+        parser.error(f"no case has any of {options.case} in its name")
+    start = time.perf_counter()
+    for case in cases:
+        rows = run_case(case, options.budget)
+        print(f"{case.name}  ({time.perf_counter() - start:.0f} s)")
+        for row in rows:
+            print(f"  {row['path'] or '':12s}" + line(row), flush=True)
+        print(f"  difference of the two ways {rows[0]['difference']:.2e}", flush=True)
+        record.append(options.output, rows)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The one-pass backward: when it is taken, and that it computes the same gradients. The GPU tests of the
+kernels run both ways (``backward_path``)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_mtraining.cp_group import CPGroup
+from megatron_mtraining.kernels import attention as kernels
+from megatron_mtraining.ring import Ring
+from megatron_mtraining.ring.attention import ring_attention
+from tests.support.attention_cases import (
+    dense_attention,
+    random_index,
+    random_operands,
+    relative_error,
+    simulated_ring,
+    written_out_mask,
+)
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def taken(dtype=torch.float32):
+    query = torch.zeros(128, 1, 2, 64, dtype=dtype)
+    index = random_index(128, 1, 2, 64, 1, "all", "cpu")
+    return kernels.one_pass(index, query, query, query, query)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(None, False), ("auto", False), ("two_kernels", False), ("one_pass", True)],
+)
+def test_environment_chooses(monkeypatch, value, expected):
+    monkeypatch.delenv("MTRAINING_BACKWARD", raising=False)
+    if value is not None:
+        monkeypatch.setenv("MTRAINING_BACKWARD", value)
+    assert taken() is expected
+
+
+def test_other_values_are_refused(monkeypatch):
+    monkeypatch.setenv("MTRAINING_BACKWARD", "fast")
+    with pytest.raises(
+        ValueError, match="MTRAINING_BACKWARD is 'fast'.*auto, one_pass, two_kernels"
+    ):
+        taken()
+
+
+def test_not_under_deterministic_algorithms(monkeypatch, deterministic):
+    monkeypatch.setenv("MTRAINING_BACKWARD", "one_pass")
+    assert not taken()
+
+
+def test_not_with_portable_kernels(monkeypatch):
+    monkeypatch.setenv("MTRAINING_BACKWARD", "one_pass")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert not taken()
+
+
+@pytest.mark.parametrize("budget", ["none", "columns", "few", "all"])
+@pytest.mark.parametrize(
+    ("seq_length", "world", "inner"), [(500, 1, 1), (768, 2, 2), (768, 2, 1), (768, 6, 3)]
+)
+def test_references(monkeypatch, seq_length, world, inner, budget):
+    monkeypatch.setenv("MTRAINING_BACKWARD", "one_pass")
+    monkeypatch.delattr(kernels.reference, "backward_query")  # not called
+    operands = random_operands(seq_length, 2, 4, 2, 64, torch.float64, "cpu")
+    index = random_index(seq_length, 2, 4, 64, world, budget, "cpu", inner)
+    expected = dense_attention(*operands, written_out_mask(index, 2, 4), 0.1)
+    for actual, exact in zip(simulated_ring(*operands, index, 0.1), expected):
+        assert relative_error(actual, exact) < 1e-12
+
+
+def test_ring_attention_takes_it(monkeypatch):
+    monkeypatch.setenv("MTRAINING_BACKWARD", "one_pass")
+    monkeypatch.delattr(kernels.reference, "backward_query")
+    operands = random_operands(320, 1, 4, 2, 64, torch.float64, "cpu")
+    index = random_index(320, 1, 4, 64, 1, "few", "cpu")
+    leaves = [t.clone().requires_grad_() for t in operands[:3]]
+    out = ring_attention(*leaves, index, Ring(CPGroup(None)), 0.1).out
+    found = torch.autograd.grad(out, leaves, operands[3])
+    expected = dense_attention(*operands, written_out_mask(index, 1, 4), 0.1)
+    for actual, exact in zip((out.detach(), *found), expected):
+        assert relative_error(actual, exact) < 1e-12
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_order_of_sums(triton_device, dim):
+    """The gradient made of sums is what ``query_sums._to_rows`` takes apart."""
+    gradient = pytest.importorskip("megatron_mtraining.kernels.attention.hopper.query_gradient")
+    length, batch, heads, scale = 150, 2, 3, 0.5
+    query = torch.zeros(length, batch, heads, dim, device=triton_device)
+    exact = torch.randn(192, batch, heads, dim, device=triton_device)
+    sums = gradient.new_query_sums(query)
+    tiles = exact.permute(1, 2, 0, 3).reshape(batch * heads, 3, 64, 2, dim // 2).transpose(2, 3)
+    parts = tiles.reshape(batch * heads, 6, 4, 2, 4, 2, dim // 16, 4, 2)
+    sums += parts.permute(0, 1, 6, 2, 4, 5, 7, 3, 8).reshape(sums.shape)
+    found = gradient.finish_query_sums(sums, query, scale)
+    assert torch.equal(found, exact[:length] * scale)
+
+
+@pytest.mark.gpu
+def test_deterministic_algorithms_on_a_gpu(monkeypatch, deterministic):
+    """Equal bits from run to run, through the kernel of the queries' gradient."""
+    monkeypatch.setenv("MTRAINING_BACKWARD", "one_pass")
+    operands = random_operands(4096, 1, 8, 2, 128, torch.bfloat16, "cuda")
+    index = random_index(4096, 1, 8, 128, 1, "few", "cuda")
+    calls, backward_query = [], kernels.backward_query
+
+    def spy(*args, **options):
+        calls.append(options["round_"])
+        return backward_query(*args, **options)
+
+    monkeypatch.setattr(kernels, "backward_query", spy)
+    runs = []
+    for _ in range(3):
+        leaves = [t.clone().requires_grad_() for t in operands[:3]]
+        out = ring_attention(*leaves, index, Ring(CPGroup(None)), 0.1).out
+        runs.append(torch.autograd.grad(out, leaves, operands[3]))
+    assert len(calls) == 3
+    for again in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], again))
