@@ -98,6 +98,7 @@ def cuda(monkeypatch):
         graph_pool_handle=lambda: (0, 1),
         is_current_stream_capturing=lambda: False,
     )
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(search_graph, "_STREAMS", {})
