@@ -25,13 +25,9 @@ from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.documents import Documents
 from megatron_mtraining.kernels.selection import reference_threshold
 from megatron_mtraining.pattern import build_index, search_graph, search_pattern
+from megatron_mtraining.pattern.captured_search import CopiedIndex, Memory, padded
 from megatron_mtraining.pattern.sampled_rows import gather_sampled_rows
-from megatron_mtraining.pattern.search_graph import (
-    CopiedIndex,
-    SearchGraph,
-    SearchGraphs,
-    SearchKind,
-)
+from megatron_mtraining.pattern.search_graph import SearchGraph, SearchGraphs, SearchKind
 from tests.support.attention_cases import random_operands
 from tests.support.selection_cases import SCALE
 
@@ -146,7 +142,7 @@ def test_a_replay_searches_what_it_is_given(cuda, group):
     query, key, _, _ = random_operands(256 // cp.world, 2, 4, 2, 64, torch.float32, "cpu")
     rows, price = gather_sampled_rows(query, CONFIG, cp, 1, SCALE), torch.tensor(2.0)
     given = [rows.query, key, price]
-    memory = search_graph._Memory(sum(map(search_graph._padded, given)), query.device)
+    memory = Memory(sum(map(padded, given)), query.device)
     cp.calls = []
     graph = SearchGraph(toy_search, rows, key, cp, price, memory, threading.Lock())
     assert not cp.calls, "a capture has no collectives"
