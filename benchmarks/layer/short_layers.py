@@ -155,7 +155,7 @@ def measured(tensors: tuple[Tensor, ...], name: str) -> list[dict]:
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--seq", type=int, nargs="+", default=[8192, 16384, 32768])
-    parser.add_argument("--policy", nargs="+", choices=list(POLICIES), default=list(POLICIES))
+    parser.add_argument("--policy", nargs="+", choices=list(POLICIES), default=["price"])
     parser.add_argument("--output", type=Path, default=record.RESULTS / "short_layers.jsonl")
     options = parser.parse_args(words)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -7,6 +7,7 @@
 - :mod:`.block_list_search`: key blocks of each query block, by :mod:`.key_block_selection`.
 - :mod:`.vertical_slash_index`, :mod:`.block_list_index`: the results, as the kernels read them;
   :mod:`.packed_density`: their density where documents are packed.
+- :mod:`.search_graph`, :mod:`.captured_search`: searches of short sequences, captured as CUDA graphs.
 - :mod:`.steering`: what changes from step to step.
 """
 

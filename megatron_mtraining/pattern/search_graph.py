@@ -24,8 +24,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
-from math import prod
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -33,6 +32,7 @@ from torch import Tensor
 
 from ..config import MTrainingConfig, Policy
 from ..cp_group import CPGroup
+from .captured_search import CapturedGroup, CopiedIndex, Memory, padded
 from .sampled_rows import SampledRows, gather_rows
 from .vertical_slash_index import VerticalSlashIndex
 
@@ -49,8 +49,6 @@ RENEWAL = 16384
 """If a stream has :data:`MAX_GRAPHS` graphs, a further kind replaces all of them after this many searches."""
 
 _MAX_STREAMS = 4
-_ALIGNMENT = 16
-"""Bytes. Kernels are compiled for addresses that are multiples of this, and for others."""
 
 Search = Callable[[SampledRows, Tensor, Tensor | None, CPGroup], VerticalSlashIndex]
 """A search of the given rows, keys and price, over a group of ranks."""
@@ -102,7 +100,7 @@ class SearchGraphs:
     def _renew(self) -> None:
         self._graphs: dict[SearchKind, SearchGraph] = {}
         self._seen: set[SearchKind] = set()
-        self._memory: _Memory | None = None
+        self._memory: Memory | None = None
         self._searches = 0
         self._failed = False
 
@@ -147,13 +145,13 @@ class SearchGraphs:
         with self._lock:
             if self._failed or not self._is_due(kind):
                 return
-            needed = sum(map(_padded, _inputs(rows, key, price)))
+            needed = sum(map(padded, _inputs(rows, key, price)))
             if self._memory is not None and needed > self._memory.nbytes:
                 self._drop()
             try:
                 with torch.inference_mode(False), torch.no_grad():
                     if self._memory is None:
-                        self._memory = _Memory(needed, key.device)
+                        self._memory = Memory(needed, key.device)
                     graph = SearchGraph(search, rows, key, cp, price, self._memory, self._lock)
             except RuntimeError as error:
                 self._failed = True
@@ -206,7 +204,7 @@ class SearchGraph:
         key: Tensor,
         cp: CPGroup,
         price: Tensor | None,
-        memory: _Memory,
+        memory: Memory,
         lock: AbstractContextManager,
     ):
         self._lock = lock
@@ -216,7 +214,7 @@ class SearchGraph:
         self._rows = replace(rows, query=self._query)  # the graph reads the positions, too
         for each, value in zip(own, given):
             each.copy_(value)
-        group = _CapturedGroup(cp, memory)
+        group = CapturedGroup(cp, memory)
         # Compiles kernels and makes constants, which cannot be done in a capture.
         search(self._rows, self._key, self._price, group)
         memory.side.wait_stream(torch.cuda.current_stream())
@@ -242,131 +240,5 @@ class SearchGraph:
             return self._found.copy()
 
 
-class CopiedIndex:
-    """An index whose tensors are written again and again, to be copied each time.
-
-    Attributes:
-        index: that index.
-    """
-
-    def __init__(self, index: VerticalSlashIndex):
-        tensors = {
-            each.name: value.contiguous()
-            for each in fields(index)
-            if isinstance(value := getattr(index, each.name), Tensor)
-        }
-        self.index = replace(index, **tensors)
-        spare = torch.empty(_ALIGNMENT, dtype=torch.uint8, device=index.columns.device)
-        self._parts: list[Tensor] = []
-        self._places: list[tuple[str, torch.dtype, torch.Size, tuple[int, ...], int]] = []
-        offset = 0
-        for name, tensor in tensors.items():
-            place = offset // tensor.element_size()
-            self._places.append((name, tensor.dtype, tensor.shape, tensor.stride(), place))
-            padded = _padded(tensor)
-            self._parts += [tensor.reshape(-1).view(torch.uint8), spare[: padded - tensor.nbytes]]
-            offset += padded
-        self._parts = [part for part in self._parts if len(part)]
-        self._dtypes = list({dtype for _, dtype, *_ in self._places})
-
-    def copy(self) -> VerticalSlashIndex:
-        """The index as it is now, in memory of its own."""
-        copied = torch.cat(self._parts)
-        typed = {dtype: copied.view(dtype) for dtype in self._dtypes}
-        return replace(
-            self.index,
-            **{
-                name: typed[dtype].as_strided(shape, stride, place)
-                for name, dtype, shape, stride, place in self._places
-            },
-        )
-
-
-class _Memory:
-    """Where the graphs of a stream have their inputs and all else.
-
-    Attributes:
-        nbytes: of inputs.
-        pool: of the graphs.
-        side: a stream to capture on.
-    """
-
-    def __init__(self, nbytes: int, device: torch.device):
-        self.nbytes, self.side = nbytes, torch.cuda.Stream(device)
-        self.pool = torch.cuda.graph_pool_handle()
-        self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Contiguous tensors like these, one after the other."""
-        found, offset = [], 0
-        for tensor in tensors:
-            part = self._bytes[offset : offset + tensor.nbytes]
-            found.append(part.view(tensor.dtype).view(tensor.shape))
-            offset += _padded(tensor)
-        return found
-
-
-class _CapturedGroup(CPGroup):
-    """Stands in for a group of ranks while a search is captured: a collective ends a graph, and begins the
-    next one. Outside of a capture a collective does nothing.
-
-    Attributes:
-        steps: the graphs and collectives, functions of the group.
-    """
-
-    def __init__(self, cp: CPGroup, memory: _Memory):
-        self.group = None
-        self.rank, self.world, self.inner = cp.rank, cp.world, cp.inner
-        self.steps: list[Callable[[CPGroup], object]] = []
-        self._pool = memory.pool
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def begin(self) -> None:
-        """Begin to capture a graph on the current stream."""
-        self._graph = torch.cuda.CUDAGraph()
-        # Other threads may use the GPU meanwhile.
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-
-    def end(self) -> None:
-        """End the graph that :meth:`begin` has begun."""
-        graph, self._graph = self._graph, None
-        assert graph is not None, "it has begun"
-        graph.capture_end()
-        self.steps.append(lambda cp: graph.replay())
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """See :meth:`.RankGroup.all_reduce`."""
-        if self.world > 1:
-            self._collect(lambda cp: cp.all_reduce(tensor, op))
-        return tensor
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """See :meth:`.RankGroup.all_gather`."""
-        if self.world == 1:
-            return tensor[None]
-        parts = tensor.new_zeros(self.world, *tensor.shape)
-        self._collect(lambda cp: parts.copy_(cp.all_gather(tensor)))
-        return parts
-
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """See :meth:`.RankGroup.reduce_scatter`."""
-        if self.world == 1:
-            return tensor
-        own = tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] // self.world)
-        self._collect(lambda cp: own.copy_(cp.reduce_scatter(tensor)))
-        return own
-
-    def _collect(self, collective: Callable[[CPGroup], object]) -> None:
-        if self._graph is not None:
-            self.end()
-            self.steps.append(collective)
-            self.begin()
-
-
 def _inputs(rows: SampledRows, key: Tensor, price: Tensor | None) -> list[Tensor]:
     return [rows.query, key] if price is None else [rows.query, key, price]
-
-
-def _padded(tensor: Tensor) -> int:
-    """A tensor's bytes, rounded up so that what follows is aligned."""
-    return -(-prod(tensor.shape) * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT

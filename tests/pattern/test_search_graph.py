@@ -23,14 +23,11 @@ from megatron_mtraining.attention import attend
 from megatron_mtraining.config import PricePolicy
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.documents import Documents
+from megatron_mtraining.kernels.selection import reference_threshold
 from megatron_mtraining.pattern import build_index, search_graph, search_pattern
+from megatron_mtraining.pattern.captured_search import CopiedIndex, Memory, padded
 from megatron_mtraining.pattern.sampled_rows import gather_sampled_rows
-from megatron_mtraining.pattern.search_graph import (
-    CopiedIndex,
-    SearchGraph,
-    SearchGraphs,
-    SearchKind,
-)
+from megatron_mtraining.pattern.search_graph import SearchGraph, SearchGraphs, SearchKind
 from tests.support.attention_cases import random_operands
 from tests.support.selection_cases import SCALE
 
@@ -98,6 +95,7 @@ def cuda(monkeypatch):
         graph_pool_handle=lambda: (0, 1),
         is_current_stream_capturing=lambda: False,
     )
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(search_graph, "_STREAMS", {})
@@ -105,7 +103,7 @@ def cuda(monkeypatch):
 
 
 class Mirrored(CPGroup):
-    """The first of two ranks, of which the other has the same numbers."""
+    """The first of two ranks, of which the other has the same numbers, but no rows and keys to add."""
 
     def __init__(self):
         super().__init__(None)
@@ -113,7 +111,7 @@ class Mirrored(CPGroup):
 
     def all_reduce(self, tensor, op="sum"):
         self.calls.append(op)
-        return tensor.mul_(2) if op == "sum" else tensor
+        return tensor.mul_(2) if op == "sum" and not tensor.is_floating_point() else tensor
 
     def all_gather(self, tensor):
         self.calls.append("gather")
@@ -126,7 +124,8 @@ class Mirrored(CPGroup):
 
 def toy_search(rows, key, price, cp):
     """Reads all inputs, and has each kind of collective."""
-    sums = cp.all_reduce((key.sum((0, 3)).repeat_interleave(2, 1) + rows.query.sum((0, 3))).round())
+    both = key.sum((0, 3)).repeat_interleave(2, 1) + rows.query.sum((0, 3))
+    sums = cp.all_reduce(both.round().int())
     parts = cp.all_gather(sums).sum(0)  # [b, h]
     most = cp.all_reduce(parts + 1, "max") * price
     own = cp.reduce_scatter(torch.stack((most, most + 2), -1))[..., 0]
@@ -143,7 +142,7 @@ def test_a_replay_searches_what_it_is_given(cuda, group):
     query, key, _, _ = random_operands(256 // cp.world, 2, 4, 2, 64, torch.float32, "cpu")
     rows, price = gather_sampled_rows(query, CONFIG, cp, 1, SCALE), torch.tensor(2.0)
     given = [rows.query, key, price]
-    memory = search_graph._Memory(sum(map(search_graph._padded, given)), query.device)
+    memory = Memory(sum(map(padded, given)), query.device)
     cp.calls = []
     graph = SearchGraph(toy_search, rows, key, cp, price, memory, threading.Lock())
     assert not cp.calls, "a capture has no collectives"
@@ -160,6 +159,25 @@ def test_a_replay_searches_what_it_is_given(cuda, group):
         assert replayed == cp.calls
         assert_same(found[-1], expected)
     assert not torch.equal(found[0].recall, found[1].recall), "results have memory of their own"
+
+
+@pytest.mark.parametrize("group", [lambda: CPGroup(None), Mirrored], ids=["one rank", "two"])
+def test_replays_of_whole_searches(cuda, monkeypatch, group):
+    """The reference implementation: first a search kernel by kernel, then a capture, then replays."""
+    graphs = SearchGraphs()
+    # The number of columns that the reference implementation leaves out is no longer read from them.
+    monkeypatch.setattr(reference_threshold, "int", lambda count: 90, raising=False)
+    for number in range(4):
+        query, key, _, _ = random_operands(512, 1, 4, 2, 64, torch.float32, "cpu")
+        for of_stream in (lambda *both: None, lambda *both: graphs):
+            monkeypatch.setattr(SearchGraphs, "of_stream", staticmethod(of_stream))
+            found = search_pattern(query, key, CONFIG, group(), SCALE)
+            if of_stream() is None:
+                expected = found
+        assert_same(found, expected)
+        assert len(graphs._graphs) == (number > 0)
+    (graph,) = graphs._graphs.values()
+    assert len(graph._steps) == (1 if group().world == 1 else 5 + 4)
 
 
 def test_copies_of_an_index(cuda):

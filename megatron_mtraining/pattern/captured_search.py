@@ -1,0 +1,144 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The parts of a captured search (:mod:`.search_graph`): memory, graphs between collectives, and copies of
+its index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ..cp_group import CPGroup
+from .vertical_slash_index import VerticalSlashIndex
+
+_ALIGNMENT = 16
+"""Bytes. Kernels are compiled for addresses that are multiples of this, and for others."""
+
+
+def padded(tensor: Tensor) -> int:
+    """A tensor's bytes, rounded up so that what follows is aligned."""
+    return -(-prod(tensor.shape) * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+
+
+class CopiedIndex:
+    """An index whose tensors are written again and again, to be copied each time.
+
+    Attributes:
+        index: that index.
+    """
+
+    def __init__(self, index: VerticalSlashIndex):
+        tensors = {
+            each.name: value.contiguous()
+            for each in fields(index)
+            if isinstance(value := getattr(index, each.name), Tensor)
+        }
+        self.index = replace(index, **tensors)
+        spare = torch.empty(_ALIGNMENT, dtype=torch.uint8, device=index.columns.device)
+        self._parts: list[Tensor] = []
+        self._places: list[tuple[str, torch.dtype, torch.Size, tuple[int, ...], int]] = []
+        offset = 0
+        for name, tensor in tensors.items():
+            place = offset // tensor.element_size()
+            self._places.append((name, tensor.dtype, tensor.shape, tensor.stride(), place))
+            length = padded(tensor)
+            self._parts += [tensor.reshape(-1).view(torch.uint8), spare[: length - tensor.nbytes]]
+            offset += length
+        self._parts = [part for part in self._parts if len(part)]
+        self._dtypes = list({dtype for _, dtype, *_ in self._places})
+
+    def copy(self) -> VerticalSlashIndex:
+        """The index as it is now, in memory of its own."""
+        copied = torch.cat(self._parts)
+        typed = {dtype: copied.view(dtype) for dtype in self._dtypes}
+        return replace(
+            self.index,
+            **{
+                name: typed[dtype].as_strided(shape, stride, place)
+                for name, dtype, shape, stride, place in self._places
+            },
+        )
+
+
+class Memory:
+    """Where the graphs of a stream have their inputs and all else.
+
+    Attributes:
+        nbytes: of inputs.
+        pool: of the graphs.
+        side: a stream to capture on.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device):
+        self.nbytes, self.side = nbytes, torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+        self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Contiguous tensors like these, one after the other."""
+        found, offset = [], 0
+        for tensor in tensors:
+            part = self._bytes[offset : offset + tensor.nbytes]
+            found.append(part.view(tensor.dtype).view(tensor.shape))
+            offset += padded(tensor)
+        return found
+
+
+class CapturedGroup(CPGroup):
+    """Stands in for a group of ranks while a search is captured: a collective ends a graph, and begins the
+    next one. Outside of a capture a collective does nothing.
+
+    Attributes:
+        steps: the graphs and collectives, functions of the group.
+    """
+
+    def __init__(self, cp: CPGroup, memory: Memory):
+        self.group = None
+        self.rank, self.world, self.inner = cp.rank, cp.world, cp.inner
+        self.steps: list[Callable[[CPGroup], object]] = []
+        self._pool = memory.pool
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def begin(self) -> None:
+        """Begin to capture a graph on the current stream."""
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads may use the GPU meanwhile.
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> None:
+        """End the graph that :meth:`begin` has begun."""
+        graph, self._graph = self._graph, None
+        assert graph is not None, "it has begun"
+        graph.capture_end()
+        self.steps.append(lambda cp: graph.replay())
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """See :meth:`.RankGroup.all_reduce`."""
+        if self.world > 1:
+            self._collect(lambda cp: cp.all_reduce(tensor, op))
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """See :meth:`.RankGroup.all_gather`."""
+        if self.world == 1:
+            return tensor[None]
+        parts = tensor.new_zeros(self.world, *tensor.shape)
+        self._collect(lambda cp: parts.copy_(cp.all_gather(tensor)))
+        return parts
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """See :meth:`.RankGroup.reduce_scatter`."""
+        if self.world == 1:
+            return tensor
+        own = tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] // self.world)
+        self._collect(lambda cp: own.copy_(cp.reduce_scatter(tensor)))
+        return own
+
+    def _collect(self, collective: Callable[[CPGroup], object]) -> None:
+        if self._graph is not None:
+            self.end()
+            self.steps.append(collective)
+            self.begin()
