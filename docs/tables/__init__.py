@@ -27,6 +27,7 @@ from .kernel_tables import (
     layers,
     layers_two,
     selection,
+    short_layers,
     slow_link,
     worst_error,
 )
@@ -114,6 +115,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "breakdown": breakdown,
     "kernels": kernels,
     "selection": selection,
+    "short_layers": short_layers,
     "layers": layers,
     "layers_two": layers_two,
     "balance": balance,

@@ -87,6 +87,29 @@ def selection() -> str:
     return table(header, body) + source(found, "selection")
 
 
+def short_layers() -> str:
+    found = last(rows("short_layers"), "seq", "policy", "search")
+    names = {"kernels": "kernel by kernel", "graph": "captured"}
+    parts = ("search", "forward", "backward")
+
+    def all_parts(row: Row, what: str, form: str) -> str:
+        return " / ".join(f"{row[f'{part}_{what}']:{form}}" for part in parts)
+
+    body = [
+        [
+            tokens(row["seq"]),
+            row["policy"],
+            names[row["search"]],
+            all_parts(row, "launches", "d"),
+            all_parts(row, "host_us", ".0f"),
+            all_parts(row, "ms", ".2f"),
+        ]
+        for row in found.values()
+    ]
+    header = ["tokens", "policy", "search", "launches", "host us", "GPU ms"]
+    return table(header, body) + source(found.values(), "short_layers")
+
+
 # One layer over several GPUs
 
 
