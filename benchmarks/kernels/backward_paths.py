@@ -47,8 +47,15 @@ def along(path: str, backward):
     """A backward that takes one of the two ways."""
 
     def run():
+        before = os.environ.get("MTRAINING_BACKWARD")
         os.environ["MTRAINING_BACKWARD"] = path
-        return backward()
+        try:
+            return backward()
+        finally:  # a row's command names the variables that are set
+            if before is None:
+                del os.environ["MTRAINING_BACKWARD"]
+            else:
+                os.environ["MTRAINING_BACKWARD"] = before
 
     return run
 

@@ -21,6 +21,7 @@ from .frontier_docs import (
     untrained,
 )
 from .kernel_tables import (
+    backward_paths,
     balance,
     balance_short,
     kernels,
@@ -116,6 +117,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernels": kernels,
     "selection": selection,
     "short_layers": short_layers,
+    "backward_paths": backward_paths,
     "layers": layers,
     "layers_two": layers_two,
     "balance": balance,

@@ -113,6 +113,34 @@ def short_layers() -> str:
 # One layer over several GPUs
 
 
+def backward_paths() -> str:
+    """The two ways of the backward, in turns in one run, beside cuDNN."""
+    cases: dict[str, dict[str, Row]] = {}
+    for row in rows("backward_paths"):
+        cases.setdefault(row["case"], {})[row["path"] or row["impl"]] = row
+    body = []
+    for case in cases.values():
+        one, two, dense = (case[name] for name in ("one_pass", "two_kernels", "cudnn"))
+        body.append(
+            [
+                tokens(one["seq"]), f"{one['heads']}/{one['kv_heads']}", percent(one["density"]),
+                f"{one['ms']:.1f}", f"{two['ms']:.1f}", f"{two['ms'] / one['ms']:.2f}x",
+                f"{one['tflops'] / dense['tflops']:.2f}", f"{two['tflops'] / dense['tflops']:.2f}",
+            ]
+        )  # fmt: skip
+    header = [
+        "tokens",
+        "heads",
+        "density",
+        "one pass, ms",
+        "two kernels, ms",
+        "speed of one pass over two",
+    ]
+    header += ["rate of one pass / cuDNN", "of two kernels / cuDNN"]
+    used = [row for case in cases.values() for row in case.values()]
+    return table(header, body) + source(used, "backward_paths")
+
+
 def layers() -> str:
     found = [row for row in rows("rings") if row["hosts"] == 1 and row.get("ranks_per_gpu", 1) == 1]
     four = last(

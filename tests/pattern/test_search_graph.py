@@ -103,7 +103,8 @@ def cuda(monkeypatch):
 
 
 class Mirrored(CPGroup):
-    """The first of two ranks, of which the other has the same numbers, but no rows and keys to add."""
+    """The first of two ranks, of which the other has the same numbers, but no rows and keys to add, and no
+    columns to offer: the same ones twice would leave holes in the index, with whatever was there."""
 
     def __init__(self):
         super().__init__(None)
@@ -115,7 +116,11 @@ class Mirrored(CPGroup):
 
     def all_gather(self, tensor):
         self.calls.append("gather")
-        return torch.stack((tensor, tensor))
+        other = tensor
+        if tensor.dtype == torch.int32 and tensor.dim() == 4:  # values and positions of columns
+            other = torch.zeros_like(tensor)
+            other[1] = 2**20  # past the end
+        return torch.stack((tensor, other))
 
     def reduce_scatter(self, tensor):
         self.calls.append("scatter")
