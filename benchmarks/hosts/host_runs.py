@@ -22,8 +22,8 @@ STATES, LOG = "hosts.jsonl", "jobs.log"
 KEPT = 150
 """Lines of what a job printed that the log keeps."""
 REASON = re.compile(r"\w*Error\b|\berror: |differ|are not those of|out of memory", re.IGNORECASE)
-GRACE = 10.0
-"""Seconds in which a job that is stopped may end by itself."""
+GRACE = 45.0
+"""Seconds in which a job that is stopped may end by itself: torchrun gives its ranks 30."""
 MORE = 1.5
 """A job that was stopped is expected to take this many times as long."""
 
@@ -144,15 +144,27 @@ def run(job: Job, states: States, seconds: float) -> None:
 
 
 def end(process: subprocess.Popen) -> None:
-    """End a job with all of its ranks, if any still runs."""
-    for kind, wait in ((signal.SIGTERM, GRACE), (signal.SIGKILL, None)):
-        if process.poll() is not None:
+    """End what is left of a job. Ranks are in sessions of their own, which torchrun ends when it is told to
+    end itself, so it is waited for also where it is not the job's first process."""
+    for kind in (signal.SIGTERM, signal.SIGKILL):
+        until = time.monotonic() + GRACE
+        while _signal(process, kind):
+            kind = 0  # from now on, whether any is left
+            if time.monotonic() > until:
+                break
+            time.sleep(0.1)
+        else:
             return
+
+
+def _signal(process: subprocess.Popen, kind: int) -> bool:
+    """Send a signal to a job's process group. Returns whether there is one."""
+    process.poll()  # a process that has ended is in its group until it is waited for
+    try:
         os.killpg(process.pid, kind)
-        try:
-            process.wait(wait)
-        except subprocess.TimeoutExpired:
-            pass
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def reason(lines: list[str]) -> str:

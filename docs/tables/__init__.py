@@ -33,7 +33,12 @@ from .kernel_tables import (
     worst_error,
 )
 from .pattern_tables import patterns, patterns_long, patterns_smol
-from .profile_tables import profile_command, profile_errors, profile_seconds
+from .profile_tables import (
+    between_profiles,
+    profile_command,
+    profile_errors,
+    profile_seconds,
+)
 from .sparsebalance_tables import (
     by_gpus,
     by_waits,
@@ -83,6 +88,8 @@ def layer_of_dense(label: str) -> str:
 
 FIGURES: dict[str, Callable[[], str]] = {
     "profile_seconds": profile_seconds,
+    "profile_moba": lambda: between_profiles("block_lists"),
+    "profile_slashes": lambda: between_profiles("vertical_slash"),
     "step_512k": lambda: seconds_of(step(524288)),
     "step_512k_dense": lambda: seconds_of(dense_of(step(524288))),
     "step_512k_ratio": lambda: ratio_of_step(524288),

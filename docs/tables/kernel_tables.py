@@ -110,9 +110,6 @@ def short_layers() -> str:
     return table(header, body) + source(found.values(), "short_layers")
 
 
-# One layer over several GPUs
-
-
 def backward_paths() -> str:
     """The two ways of the backward, in turns in one run, beside cuDNN."""
     cases: dict[str, dict[str, Row]] = {}
@@ -139,6 +136,9 @@ def backward_paths() -> str:
     header += ["rate of one pass / cuDNN", "of two kernels / cuDNN"]
     used = [row for case in cases.values() for row in case.values()]
     return table(header, body) + source(used, "backward_paths")
+
+
+# One layer over several GPUs
 
 
 def layers() -> str:

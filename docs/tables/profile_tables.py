@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 
 from .common import RESULTS, percent, table
 
@@ -34,6 +35,25 @@ def profile_command() -> str:
 def profile_seconds() -> str:
     """How long it took."""
     return f"{json.loads(COMMAND.read_text(encoding='utf-8'))['seconds']:.0f} s"
+
+
+def between_profiles(kind: str) -> str:
+    """How much the search times of a kind of pattern differ between the two profiles, at equal shapes."""
+    first, second = (_searches(path, kind) for path in (PROFILE, COMMAND))
+    apart = [abs(second[shape] / first[shape] - 1) for shape in first.keys() & second.keys()]
+    return (
+        f"{percent(statistics.median(apart))} in the median and by up to {percent(max(apart))} "
+        f"({len(apart)} shapes)"
+    )
+
+
+def _searches(path, kind: str) -> dict[tuple, float]:
+    points = json.loads(path.read_text(encoding="utf-8"))["points"]
+    rows = [dict(zip(points["columns"], row)) for row in points["rows"]]
+    shape = ("num_heads", "num_kv_heads", "head_dim", "tokens", "documents")
+    return {
+        tuple(row[name] for name in shape): row["search_ms"] for row in rows if row["kind"] == kind
+    }
 
 
 def _errors(path) -> str:

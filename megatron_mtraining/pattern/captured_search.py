@@ -68,12 +68,13 @@ class Memory:
 
     Attributes:
         nbytes: of inputs.
+        device: of the graphs.
         pool: of the graphs.
         side: a stream to capture on.
     """
 
     def __init__(self, nbytes: int, device: torch.device):
-        self.nbytes, self.side = nbytes, torch.cuda.Stream(device)
+        self.nbytes, self.device, self.side = nbytes, device, torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
         self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
@@ -105,15 +106,15 @@ class CapturedGroup(CPGroup):
     def begin(self) -> None:
         """Begin to capture a graph on the current stream."""
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads may use the GPU meanwhile.
+        # Other threads may launch kernels meanwhile.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> None:
-        """End the graph that :meth:`begin` has begun."""
+        """End the graph that :meth:`begin` has begun; do nothing if it has ended in an error."""
         graph, self._graph = self._graph, None
-        assert graph is not None, "it has begun"
-        graph.capture_end()
-        self.steps.append(lambda cp: graph.replay())
+        if graph is not None:
+            graph.capture_end()
+            self.steps.append(lambda cp: graph.replay())
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """See :meth:`.RankGroup.all_reduce`."""

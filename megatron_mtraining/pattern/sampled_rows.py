@@ -88,7 +88,7 @@ def rows_of(sampling: Sampling, seq_length: int, device=None) -> Tensor:
     return stratified_rows(seq_length, sampling.strata, sampling.rows, device)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=256)  # more than a stream has captured searches, which read them in each replay
 def _local_rows(
     seq_length: int, sampling: Sampling, rank: int, world: int, inner: int, block_size: int, device
 ) -> tuple[Tensor, Tensor, Tensor]:

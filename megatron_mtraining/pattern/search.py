@@ -1,8 +1,8 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """The pattern search: the pattern of one attention call, from its own queries and keys.
 
-All ranks select the same, from numbers that are alike on all of them; nothing is read back to the host but
-the number of block-list entries. What the result is decides who searches:
+All ranks select the same, from numbers that are alike on all of them. Nothing is read back to the host but
+the number of block-list entries, where the policies do not bound it. What the result is decides who searches:
 
 - everything is kept: :func:`.vertical_slash_index.full_index`;
 - no head has a policy of key blocks: :mod:`.vertical_slash_search`;
@@ -60,7 +60,7 @@ def search_pattern(
 
     Returns:
         The same index on all ranks. Block lists (policies xattention, moba) differ: each rank has the lists
-        of its own queries, and making them waits for the device once.
+        of its own queries. Making them waits for the device once, but not if all heads have moba.
 
     Raises:
         ConfigError: see :func:`check_search`.
@@ -71,7 +71,7 @@ def search_pattern(
     check_search(seq_length, config, cp.world)
     graphs, kind = None, None
     if documents is None:
-        graphs = SearchGraphs.of_stream(query, key)
+        graphs = SearchGraphs.of_stream(query, key, cp.world)
     if graphs is not None:
         kind = SearchKind.of(query, key, config, cp, softmax_scale, head_policies, price)
         graph = graphs.get(kind)

@@ -12,8 +12,9 @@ memory, and run one after the other. Collectives are not captured: a collective 
 next one. So ranks that replay and ranks that launch kernel by kernel run the same collectives.
 
 These searches are not captured: with packed documents; with policies that choose key blocks; with budget
-policies over several ranks; on a stream that is being captured; with ``MTRAINING_SEARCH_GRAPH=0`` in the
-environment.
+policies over several ranks; on a stream that is being captured. ``MTRAINING_SEARCH_GRAPH`` in the environment
+chooses: ``0`` captures none, ``1`` all others; without it those of one rank are captured, as replays between
+collectives of several GPUs are not measured yet, and none with ``CUDA_LAUNCH_BLOCKING=1``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -32,6 +32,7 @@ from torch import Tensor
 
 from ..config import MTrainingConfig, Policy
 from ..cp_group import CPGroup
+from ..errors import ConfigError
 from .captured_search import CapturedGroup, CopiedIndex, Memory, padded
 from .sampled_rows import SampledRows, gather_rows
 from .vertical_slash_index import VerticalSlashIndex
@@ -62,7 +63,7 @@ class SearchKind(NamedTuple):
     softmax_scale: float
     query: torch.Size
     key: torch.Size
-    dtype: torch.dtype
+    dtypes: tuple[torch.dtype, torch.dtype]
     price: tuple[torch.Size, torch.dtype] | None
     layout: tuple[int, int, int]
 
@@ -84,7 +85,7 @@ class SearchKind(NamedTuple):
             softmax_scale,
             query.shape,
             key.shape,
-            query.dtype,
+            (query.dtype, key.dtype),
             None if price is None else (price.shape, price.dtype),
             (cp.rank, cp.world, cp.inner),
         )
@@ -102,15 +103,19 @@ class SearchGraphs:
         self._seen: set[SearchKind] = set()
         self._memory: Memory | None = None
         self._searches = 0
-        self._failed = False
 
     @staticmethod
-    def of_stream(query: Tensor, key: Tensor) -> SearchGraphs | None:
-        """Those of the current stream; None if a search with these operands is not to be captured."""
+    def of_stream(query: Tensor, key: Tensor, world: int = 1) -> SearchGraphs | None:
+        """Those of the current stream; None if a search with these operands, over so many ranks, is not to be
+        captured.
+
+        Raises:
+            ConfigError: another value of ``MTRAINING_SEARCH_GRAPH``.
+        """
         tokens = query.shape[0] * query.shape[1]
         if not query.is_cuda or tokens > MAX_TOKENS or key.nbytes > MAX_KEY_BYTES:
             return None
-        if os.environ.get("MTRAINING_SEARCH_GRAPH", "1") == "0":
+        if not _captures(world):
             return None
         if torch.version.cuda is None or torch.cuda.is_current_stream_capturing():
             return None
@@ -143,7 +148,7 @@ class SearchGraphs:
             rows, key, price: of this search.
         """
         with self._lock:
-            if self._failed or not self._is_due(kind):
+            if not self._is_due(kind):
                 return
             needed = sum(map(padded, _inputs(rows, key, price)))
             if self._memory is not None and needed > self._memory.nbytes:
@@ -154,14 +159,12 @@ class SearchGraphs:
                         self._memory = Memory(needed, key.device)
                     graph = SearchGraph(search, rows, key, cp, price, self._memory, self._lock)
             except RuntimeError as error:
-                self._failed = True
-                warnings.warn(
-                    "pattern searches take more time on the host: they cannot be captured as a CUDA graph "
-                    f"({error})",
-                    stacklevel=2,
-                )
-            else:
-                self._graphs[kind] = graph
+                # Not launched kernel by kernel instead: PyTorch's allocator may still be capturing.
+                raise RuntimeError(
+                    f"the pattern search cannot be captured as a CUDA graph ({error}): set "
+                    "MTRAINING_SEARCH_GRAPH=0 in the environment"
+                ) from error
+            self._graphs[kind] = graph
 
     def _is_due(self, kind: SearchKind) -> bool:
         if kind not in self._seen:
@@ -177,8 +180,20 @@ class SearchGraphs:
 
     def _drop(self) -> None:
         """Release all graphs and their memory."""
-        torch.cuda.current_stream().synchronize()  # they may be running
+        if self._memory is not None:  # they may be running
+            torch.cuda.current_stream(self._memory.device).synchronize()
         self._renew()
+
+
+def _captures(world: int) -> bool:
+    wanted = os.environ.get("MTRAINING_SEARCH_GRAPH")
+    if wanted not in (None, "0", "1"):
+        raise ConfigError(
+            f"MTRAINING_SEARCH_GRAPH is {wanted!r} in the environment: set it to 0 or 1, or unset it"
+        )
+    if wanted is None:
+        return world == 1 and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1"
+    return wanted == "1"
 
 
 _STREAMS: dict[tuple[int, int], SearchGraphs] = {}
@@ -217,7 +232,7 @@ class SearchGraph:
         group = CapturedGroup(cp, memory)
         # Compiles kernels and makes constants, which cannot be done in a capture.
         search(self._rows, self._key, self._price, group)
-        memory.side.wait_stream(torch.cuda.current_stream())
+        memory.side.wait_stream(torch.cuda.current_stream(memory.device))
         with torch.cuda.stream(memory.side):
             group.begin()
             try:

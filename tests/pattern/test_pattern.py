@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.attention import attend
-from megatron_mtraining.config import MobaPolicy
+from megatron_mtraining.config import MobaPolicy, PricePolicy
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.documents import Documents
 from megatron_mtraining.layout import stripe
@@ -288,3 +288,16 @@ def test_lists_of_moba_fit_what_is_allocated_for_them(sink, window, packed):
     entries = int(index.round_ptr[-1])
     assert 0 < entries <= len(index.round_list) == len(index.rank_list)
     assert int(index.block_mask(0).sum()) == entries
+
+
+def test_lists_of_moba_and_other_heads_are_counted():
+    query, key = (torch.randn(2000, 1, h, 32) for h in (4, 2))  # the last block is partial
+    policies = [MobaPolicy(top_k=3), PricePolicy()] * 2
+    index = search_pattern(
+        query, key, MTrainingConfig(), CPGroup(None), 0.2, head_policies=policies
+    )
+    assert len(index.round_list) == int(index.round_ptr[-1]) == int(index.block_mask(0).sum())
+    alone = MTrainingConfig(policy=policies[0])
+    bounded = search_pattern(query, key, alone, CPGroup(None), 0.2)
+    assert len(bounded.round_list) > int(bounded.round_ptr[-1])
+    assert torch.equal(index.block_mask(0)[:, ::2], bounded.block_mask(0)[:, ::2])

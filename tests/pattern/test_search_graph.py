@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_mtraining import MTrainingConfig
+from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.attention import attend
 from megatron_mtraining.config import PricePolicy
 from megatron_mtraining.cp_group import CPGroup
@@ -26,8 +26,13 @@ from megatron_mtraining.documents import Documents
 from megatron_mtraining.kernels.selection import reference_threshold
 from megatron_mtraining.pattern import build_index, search_graph, search_pattern
 from megatron_mtraining.pattern.captured_search import CopiedIndex, Memory, padded
-from megatron_mtraining.pattern.sampled_rows import gather_sampled_rows
-from megatron_mtraining.pattern.search_graph import SearchGraph, SearchGraphs, SearchKind
+from megatron_mtraining.pattern.sampled_rows import _local_rows, gather_rows, gather_sampled_rows
+from megatron_mtraining.pattern.search_graph import (
+    MAX_GRAPHS,
+    SearchGraph,
+    SearchGraphs,
+    SearchKind,
+)
 from tests.support.attention_cases import random_operands
 from tests.support.selection_cases import SCALE
 
@@ -218,15 +223,18 @@ class OnGPU:
         self.nbytes = 2 * self.shape.numel()
 
 
-def of_stream(tokens=1024, batch=1, kv_heads=2):
+def of_stream(tokens=1024, batch=1, kv_heads=2, world=1):
     return SearchGraphs.of_stream(
-        OnGPU(tokens, batch, 16, 128), OnGPU(tokens, batch, kv_heads, 128)
+        OnGPU(tokens, batch, 16, 128), OnGPU(tokens, batch, kv_heads, 128), world
     )
 
 
 def test_short_searches_alone_are_captured(cuda, monkeypatch):
+    monkeypatch.delenv("MTRAINING_SEARCH_GRAPH", raising=False)
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
     graphs = of_stream()
     assert isinstance(graphs, SearchGraphs) and of_stream(32768) is graphs
+    assert of_stream(world=2) is None, "not measured over several ranks"
     assert of_stream(32769) is None and of_stream(16385, batch=2) is None
     assert of_stream(32768, kv_heads=8) is graphs and of_stream(32768, kv_heads=16) is None
     assert SearchGraphs.of_stream(torch.zeros(8, 1, 2, 64), torch.zeros(8, 1, 2, 64)) is None
@@ -240,8 +248,15 @@ def test_short_searches_alone_are_captured(cuda, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert of_stream() is None, "a capture in a capture"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert of_stream() is None
+    monkeypatch.setenv("MTRAINING_SEARCH_GRAPH", "1")
+    assert of_stream() is graphs and of_stream(world=2) is graphs
     monkeypatch.setenv("MTRAINING_SEARCH_GRAPH", "0")
     assert of_stream() is None
+    monkeypatch.setenv("MTRAINING_SEARCH_GRAPH", "off")
+    with pytest.raises(ConfigError, match="MTRAINING_SEARCH_GRAPH is 'off'.*0 or 1"):
+        of_stream()
 
 
 def test_all_that_launches_depend_on_makes_the_kind():
@@ -314,15 +329,45 @@ def test_longer_keys_take_more_memory_for_all(table):
     assert table.graphs._memory is second and len(table.made) == 3
 
 
-def test_a_search_that_cannot_be_captured_is_launched(table, monkeypatch):
+def test_a_search_that_cannot_be_captured_ends_the_run(table, monkeypatch):
     def fails(*arguments):
         raise RuntimeError("not permitted when stream is capturing")
 
     monkeypatch.setattr(search_graph, "SearchGraph", fails)
     table.search("a")
-    with pytest.warns(UserWarning, match="cannot be captured.*not permitted when"):
+    with pytest.raises(
+        RuntimeError, match="not permitted when.*set MTRAINING_SEARCH_GRAPH=0 in the environment"
+    ):
         table.search("a")
-    assert table.search("a") is None and table.search("b") is None  # no second warning
+
+
+@pytest.mark.parametrize("group", [lambda: CPGroup(None), Mirrored], ids=["one rank", "two"])
+def test_a_graph_that_does_not_end_is_the_error(cuda, monkeypatch, group):
+    """Over two ranks it ends at a collective, within the search."""
+
+    def fails(self):
+        self.__exit__(None, None, None)
+        raise RuntimeError("capture invalidated")
+
+    monkeypatch.setattr(RecordedGraph, "capture_end", fails)
+    graphs = SearchGraphs()
+    monkeypatch.setattr(SearchGraphs, "of_stream", staticmethod(lambda *given: graphs))
+    monkeypatch.setattr(reference_threshold, "int", lambda count: 90, raising=False)
+    query, key, _, _ = random_operands(512, 1, 4, 2, 64, torch.float32, "cpu")
+    search_pattern(query, key, CONFIG, group(), SCALE)
+    with pytest.raises(RuntimeError, match="capture invalidated.*MTRAINING_SEARCH_GRAPH=0"):
+        search_pattern(query, key, CONFIG, group(), SCALE)
+
+
+def test_replays_find_their_rows_again():
+    """Where the sampled rows are is kept for as many kinds of searches as a stream captures."""
+    group = CPGroup(None)
+    for _ in range(2):
+        before = _local_rows.cache_info().misses
+        for blocks in range(MAX_GRAPHS):
+            query = torch.zeros(4 + blocks, 1, 1, 1)
+            gather_rows(query, CONFIG, group)
+    assert _local_rows.cache_info().misses == before
 
 
 # On a GPU.

@@ -9,9 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...common.launch import cdiv, launch
+from .query_sums import BLOCK_M
 
-ROWS = 64
-"""Rows of a query tile: ``query_sums.BLOCK_M``."""
+ROWS = BLOCK_M.value
+"""Rows of a query tile."""
 
 
 def new_query_sums(query: Tensor) -> Tensor:

@@ -157,6 +157,7 @@ def backward_columns(
     query_sums: Tensor | None = None,
 ) -> Tensor:
     """See :func:`...attention.backward_columns`."""
+    assert query_sums is None, "the portable kernels have no one-pass backward"
     length, batch, heads, dim = query.shape
     column_k, column_v = column_kv
     num_columns = column_k.shape[2]

@@ -244,6 +244,7 @@ def backward_key(
     query_sums: Tensor | None = None,
 ) -> None:
     """:func:`...attention.backward_key` into ``grad_kv``, which may be the accumulator."""
+    assert query_sums is None, "the portable kernels have no one-pass backward"
     length, batch, heads, dim = query.shape
     kv_heads = key.shape[2]
     tile = tile_for("key", dim, index.block_size, query)
