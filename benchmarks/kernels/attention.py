@@ -31,6 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.documents import Documents
+from megatron_mtraining.pattern import VerticalSlashIndex
 from megatron_mtraining.ring import Ring
 from megatron_mtraining.ring.attention import ring_attention
 
@@ -245,14 +246,20 @@ def draw_lengths(seq: int, documents: int) -> list[int]:
     return ends.diff(prepend=torch.zeros(1, dtype=torch.long)).tolist()
 
 
-def run_case(
-    case: Case, implementations, dense_seq: int, budget: float, device: str = "cuda"
-) -> list[dict]:
-    torch.manual_seed(0)  # the same pattern, whichever cases run
+def index_of(case: Case, device: str = "cuda") -> VerticalSlashIndex:
+    """A case's pattern: the same, whichever cases run."""
+    torch.manual_seed(0)
     index = draw_index(case.seq, case.heads, case.share, case.columns, device)
     if case.documents:
         lengths = draw_lengths(case.seq, case.documents)
         index = replace(index, documents=Documents.from_lengths(lengths, case.seq, device))
+    return index
+
+
+def run_case(
+    case: Case, implementations, dense_seq: int, budget: float, device: str = "cuda"
+) -> list[dict]:
+    index = index_of(case, device)
     pairs = index.work().sum().item()
     slash = round(index.distances().sum(-1).float().mean().item())
     runs = attention_runs(case, index, implementations, dense_seq, device)

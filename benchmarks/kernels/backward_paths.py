@@ -3,9 +3,10 @@
 (five matrix products), and two deterministic kernels (seven). Prints a table and appends rows to
 ``results/backward_paths.jsonl``.
 
-Slashes alone, at four densities. Rates are counted, and runs take turns, as in ``attention.py``, whose rows
-these resemble: ``path`` is the way of the backward. cuDNN runs at the length of the case. ``difference`` is
-the norm of the difference of the two ways' gradients over the norm of the gradients.
+Slashes at four densities, columns, packed documents, and heads of dimension 64. Rates are counted, and runs
+take turns, as in ``attention.py``, whose rows these resemble: ``path`` is the way of the backward. cuDNN runs
+at the length of the case. ``difference`` is the norm of the difference of the two ways' gradients over the
+norm of the gradients.
 
     python -m benchmarks.kernels.backward_paths [--quick] [--case TEXT ...] [--budget SECONDS] [--output FILE]
 """
@@ -20,8 +21,8 @@ from pathlib import Path
 import torch
 
 from ..lib import record
-from ..lib.workloads import draw_index, share_for
-from .attention import Case, attention_runs, line, passes, rows_of, take_turns
+from ..lib.workloads import share_for
+from .attention import Case, attention_runs, index_of, line, passes, rows_of, take_turns
 
 PATHS = ("one_pass", "two_kernels")
 DENSITIES = (0.05, 0.12, 0.25, 1.0)
@@ -37,6 +38,14 @@ def _cases() -> list[Case]:
             name = f"{seq // 1024}K {heads}/{kv_heads} d128 {density:.0%}"
             share = share_for(density, seq)
             cases.append(Case(name, seq, heads, kv_heads, 128, share, 0, quick))
+    for seq, columns in ((65536, 1000), (131072, 1000), (131072, 3500)):
+        name = f"{seq // 1024}K 16/2 d128 5% + {columns} columns"
+        cases.append(Case(name, seq, 16, 2, 128, share_for(0.05, seq), columns))
+    name = "128K 16/2 d128 5% + 1000 columns in 16 documents"
+    cases.append(Case(name, 131072, 16, 2, 128, 0.05, 1000, documents=16))
+    for density in (0.05, 0.25, 1.0):
+        share = share_for(density, 65536)
+        cases.append(Case(f"64K 14/2 d64 {density:.0%}", 65536, 14, 2, 64, share, 0))
     return cases
 
 
@@ -68,8 +77,7 @@ def difference(gradients, others) -> float:
 
 def run_case(case: Case, budget: float, device: str = "cuda", cudnn: bool = True) -> list[dict]:
     """The rows of one case."""
-    torch.manual_seed(0)
-    index = draw_index(case.seq, case.heads, case.share, case.columns, device)
+    index = index_of(case, device)
     pairs = index.work().sum().item()
     slash = round(index.distances().sum(-1).float().mean().item())
     implementations = {"mtraining", "cudnn"} if cudnn else {"mtraining"}
