@@ -120,20 +120,13 @@ def backward_paths() -> str:
         one, two, dense = (case[name] for name in ("one_pass", "two_kernels", "cudnn"))
         body.append(
             [
-                tokens(one["seq"]), f"{one['heads']}/{one['kv_heads']}", percent(one["density"]),
+                tokens(one["seq"]), f"{one['heads']}/{one['kv_heads']} x {one['dim']}", selected_of(one),
                 f"{one['ms']:.1f}", f"{two['ms']:.1f}", f"{two['ms'] / one['ms']:.2f}x",
                 f"{one['tflops'] / dense['tflops']:.2f}", f"{two['tflops'] / dense['tflops']:.2f}",
             ]
         )  # fmt: skip
-    header = [
-        "tokens",
-        "heads",
-        "density",
-        "one pass, ms",
-        "two kernels, ms",
-        "speed of one pass over two",
-    ]
-    header += ["rate of one pass / cuDNN", "of two kernels / cuDNN"]
+    header = ["tokens", "heads x dimension", "pairs", "one pass, ms", "two kernels, ms"]
+    header += ["speed of one pass over two", "rate of one pass / cuDNN", "of two kernels / cuDNN"]
     used = [row for case in cases.values() for row in case.values()]
     return table(header, body) + source(used, "backward_paths")
 
