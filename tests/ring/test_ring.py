@@ -15,6 +15,7 @@ from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import attend
 from megatron_mtraining.config import ConfigError
 from megatron_mtraining.cp_group import CPGroup, cp_group_of
+from megatron_mtraining.kernels.attention import reference
 from megatron_mtraining.layout import stripe, unstripe
 from megatron_mtraining.pattern import build_index, search_pattern, vertical_slash_search
 from megatron_mtraining.ring import Ring, attention, ring_of
@@ -52,6 +53,14 @@ def run_rings(rank, world, cases):
     return [run_ring(rank, world, *case) for case in cases]
 
 
+def run_rings_in_one_pass(rank, world, cases):
+    """The queries' gradient is a sum of what the other kernels add: there is no kernel of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MTRAINING_BACKWARD", "one_pass")
+        patch.delattr(reference, "backward_query")
+        return run_rings(rank, world, cases)
+
+
 # Ranks to the ranks a node that they are run with (None: all of so few): all in one set of processes.
 NODES = {1: [None], 2: [None, 1], 3: [None, 1], 4: [None, 1, 2], 6: [None, 2, 3], 8: [None, 1, 4]}
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}
@@ -59,6 +68,15 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6, pytest.param(8, marks=pytest.mark.slow)])
 def test_processes_agree_with_dense_attention(world):
+    agree_with_dense_attention(world, run_rings)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes_agree_with_dense_attention_in_one_pass(world):
+    agree_with_dense_attention(world, run_rings_in_one_pass)
+
+
+def agree_with_dense_attention(world, run):
     print("torch seed", torch.seed())
     seq_length, scale = BLOCK * world * (3 if world < 6 else 2), 0.1
     cases, expected = [], []
@@ -70,7 +88,7 @@ def test_processes_agree_with_dense_attention(world):
             for inner in NODES[world]:
                 cases.append((operands, *distances_and_columns(index), scale, inner))
                 expected.append(truth)
-    results = run_ranks(world, run_rings, cases)
+    results = run_ranks(world, run, cases)
     for case, truths, ranks in zip(cases, expected, zip(*results)):
         dtype = case[0][0].dtype
         for parts, truth in zip(zip(*ranks), truths):
@@ -96,9 +114,11 @@ def run_and_tell(rank, world, operands, distances, columns):
     ring.gather, ring.post = told_gather, told_post
     ring.trace = lambda name, step: said.append(name) or nullcontext()
     try:
-        parts = [stripe(t, rank, world, BLOCK, inner=2) for t in operands]
-        leaves = [t.clone().requires_grad_() for t in parts[:3]]
-        ring_attention(*leaves, index, ring, 0.1)[0].backward(parts[3])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MTRAINING_BACKWARD", "two_kernels")
+            parts = [stripe(t, rank, world, BLOCK, inner=2) for t in operands]
+            leaves = [t.clone().requires_grad_() for t in parts[:3]]
+            ring_attention(*leaves, index, ring, 0.1)[0].backward(parts[3])
     finally:
         ring.trace = None
         del ring.gather, ring.post
