@@ -46,14 +46,8 @@ CASES = {
     "D64-C64-one_pass-float16": dict(
         head_dim=64, columns=64, block_lists=True, packed=False, one_pass=True, dtype="float16"
     ),
-    "D128-C64-one_pass-packed": dict(
-        head_dim=128, columns=64, block_lists=True, packed=True, one_pass=True
-    ),
     "D64-C64-one_pass-packed": dict(
         head_dim=64, columns=64, block_lists=False, packed=True, one_pass=True
-    ),
-    "D128-C64-one_pass-sampling": dict(
-        head_dim=128, columns=64, block_lists=True, packed=False, sampling=True, one_pass=True
     ),
     "D128-C64-one_pass-sampling-packed": dict(
         head_dim=128, columns=64, block_lists=True, packed=True, sampling=True, one_pass=True
