@@ -12,6 +12,7 @@ from torch import Tensor
 from ..config import BlockListPolicy, MobaPolicy, Policy
 from ..layout import block_at, owner_of
 from .block_list_index import MOST, BlockListIndex, build_block_index
+from .constants import constant
 from .key_block_selection import select_key_blocks
 from .vertical_slash_search import SearchInput, select_vertical_slash
 
@@ -42,7 +43,7 @@ def search_block_lists(
         if all(each == policy for each in policies):
             recall, blocks = _recall(given, selected), selected
         else:
-            own = torch.tensor([each == policy for each in policies], device=query.device)
+            own = constant(tuple(each == policy for each in policies), query.device, torch.bool)
             recall = torch.where(own, _recall(given, selected), recall)
             blocks = torch.where(own[:, None, None], selected, blocks)
     index = build_block_index(
