@@ -14,13 +14,13 @@ norm of the gradients.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from pathlib import Path
 
 import torch
 
 from ..lib import record
+from ..lib.environment import variable
 from ..lib.workloads import share_for
 from .attention import Case, attention_runs, index_of, line, passes, rows_of, take_turns
 
@@ -56,15 +56,8 @@ def along(path: str, backward):
     """A backward that takes one of the two ways."""
 
     def run():
-        before = os.environ.get("MTRAINING_BACKWARD")
-        os.environ["MTRAINING_BACKWARD"] = path
-        try:
+        with variable("MTRAINING_BACKWARD", path):
             return backward()
-        finally:  # a row's command names the variables that are set
-            if before is None:
-                del os.environ["MTRAINING_BACKWARD"]
-            else:
-                os.environ["MTRAINING_BACKWARD"] = before
 
     return run
 

@@ -16,11 +16,10 @@ For each length and policy there are two rows, measured in turns: with the searc
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from megatron_mtraining.pattern import search_pattern
 from megatron_mtraining.tools.profile.timing import Clock
 
 from ..lib import record
+from ..lib.environment import variable
 from ..lib.workloads import draw_structured
 
 SHAPE = dict(heads=16, kv_heads=2, dim=128)
@@ -46,19 +46,9 @@ RUNS = 12
 """Of a turn."""
 
 
-@contextmanager
-def captured(graph: bool) -> Iterator[None]:
+def captured(graph: bool) -> AbstractContextManager[None]:
     """Whether searches are captured."""
-    name = "MTRAINING_SEARCH_GRAPH"
-    before = os.environ.get(name)
-    os.environ[name] = "1" if graph else "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+    return variable("MTRAINING_SEARCH_GRAPH", "1" if graph else "0")
 
 
 def operands(seq: int, shape: dict[str, int], device: torch.device) -> tuple[Tensor, ...]:
