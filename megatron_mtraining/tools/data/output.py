@@ -228,15 +228,20 @@ def _foreign(parts: Path) -> Path | None:
     except NotADirectoryError:
         return parts
     for path in (parts / name for name in names):
-        if not (OURS.fullmatch(path.name) and _is_regular(path)):
+        regular = _is_regular(
+            path, gone=True
+        )  # since it was listed: a run is at work, as its lock tells
+        if not (OURS.fullmatch(path.name) and regular):
             return path
     return None
 
 
-def _is_regular(file: Path) -> bool:
-    """Neither a link, nor a pipe, which one would wait at."""
+def _is_regular(file: Path, *, gone: bool = False) -> bool:
+    """Neither a link, nor a pipe, which one would wait at. ``gone``: the answer if there is no such file."""
     try:
         return stat.S_ISREG(os.lstat(file).st_mode)
+    except FileNotFoundError:
+        return gone
     except OSError:
         return False
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import shutil
 import signal
@@ -254,3 +255,22 @@ def test_one_run_at_a_time(prepare, documents, tmp_path, capsys):
         fcntl.flock(lock, fcntl.LOCK_EX)
         refused(capsys, ["out.parts", "in use"], prepare(given))
     assert prepare(given) == 0
+
+
+def test_parts_that_another_run_removes_meanwhile_are_its_own(
+    prepare, documents, tmp_path, capsys, monkeypatch
+):
+    """The folder is listed before it is locked: what is gone by then is not somebody else's file."""
+    import fcntl
+
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    parts = tmp_path / "out.parts"
+    parts.mkdir()
+    gone = f"{'4' * 32}.lengths.partial"
+    listdir = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: listdir(path) + [gone] * (path == parts))
+    with open(parts / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        refused(capsys, ["out.parts", "in use"], prepare(given))
+    (parts / gone).symlink_to("elsewhere")
+    refused(capsys, [gone, "not of an earlier run"], prepare(given))
