@@ -204,9 +204,11 @@ def train(options) -> int:
             f"{options.frontier.name} has no dense run of {options.steps} steps with seeds {missing}: run "
             f"frontier.py train --run dense {options.base} --seeds {' '.join(map(str, missing))} first"
         )
-    names = ("variant", "seed", "steps", "base", "model", "seq")
+    names = ("variant", "seed", "steps", "base", "model", "seq", "data")
     there = {tuple(row.get(name) for name in names) for row in jobs.read(options.output)}
-    about = options.steps, options.base, options.model.name, options.seq
+    about = (
+        options.steps, options.base, options.model.name, options.seq, texts.fingerprint(options)
+    )  # fmt: skip
     wanted_runs = [
         (name, seed)
         for seed in seeds

@@ -27,8 +27,9 @@ Recall is measured on held-out query rows, but for policies from the last rows (
 theirs is that of the rows that select, and too high. A step's density moves as the model is trained: rows of
 training have their own. A time is of the GPU, launched ahead (``tools/profile/timing.py``).
 
-On a GPU machine, with a model and a file of tokens (``benchmarks.sparsebalance.texts``), where OUT is
-a folder that is kept (brought from another machine, with the rows in it, stages go on):
+On a GPU machine, with a model and a file of tokens (``benchmarks.model.corpus``; rows of training have its
+fingerprint as ``data``, and are compared with the dense runs on it), where OUT is a folder that is kept
+(brought from another machine, with the rows in it, stages go on):
 
     M="--model smol.gguf --cache tokens.npz --output $OUT/frontier_runs.jsonl"
     python -m benchmarks.model.frontier zero $M --minutes 5             # 37 rows, 6 s each

@@ -11,6 +11,8 @@ from megatron_mtraining.tools.eval.noise import mean_of
 
 Row = dict
 KEY = ("model", "seq", "policy", "wanted")
+DATA = ("data", "seed", "steps", "lr")
+"""What a run of training has in common with the dense run that it is compared with."""
 TIMED = {"128k": 131072, "512k": 524288, "32k": 32768}
 LAST = "_last"
 SELECTING = "the rows that select"
@@ -37,11 +39,14 @@ def joined(rows: list[Row]) -> list[Row]:
     """A row for each model, length, policy, wanted density, and number of training steps with a learning rate
     (None: not trained).
 
-    Losses are ratios to dense attention's, less 1: of training, of the dense run with the same seed, steps
-    and learning rate; means over seeds, with half of their range (``_spread``).
+    Losses are ratios to dense attention's, less 1: of training, of the dense run on the same text with the
+    same seed, steps and learning rate; means over seeds, with half of their range (``_spread``).
     """
     judged = newest((row for row in rows if row["stage"] == "zero"), *KEY)
-    trained = newest((row for row in rows if row["stage"] == "train"), *KEY, "seed", "steps", "lr")
+    trained = newest(
+        (row for row in rows if row["stage"] == "train"),
+        *KEY, *DATA,
+    )  # fmt: skip
     timed = newest((row for row in rows if row["stage"] == "time"), "policy", "wanted", "seq")
     dense = {_of_run(row): row for row in trained if row["policy"] == "dense"}
     keys = {tuple(row[name] for name in KEY): None for row in judged + trained}
@@ -57,7 +62,7 @@ def joined(rows: list[Row]) -> list[Row]:
 
 
 def _of_run(row: Row) -> tuple:
-    return tuple(row[name] for name in ("model", "seq", "seed", "steps", "lr"))
+    return tuple(row.get(name) for name in ("model", "seq", *DATA))
 
 
 def _row(

@@ -14,6 +14,7 @@ from megatron_mtraining.transformers import configure, state_of, take_means
 
 from ..lib import jobs, record
 from ..lib.policies_at_density import FAMILIES, Found, at_density, config_of
+from ..sparsebalance import texts
 from . import continuing
 from .material import Material
 
@@ -49,15 +50,19 @@ def about(options) -> dict:
     """What all rows of a model say."""
     return dict(
         model=options.model.name, seq=options.seq, block_size=options.block_size,
+        data=texts.fingerprint(options),
         versions={name: record.installed(name) for name in ("torch", "transformers", "triton")},
     )  # fmt: skip
 
 
 def rows_like(options, stage: str, **values) -> list[dict]:
-    """Rows of the output of a stage, model and length, with these values."""
+    """Rows of the output of a stage, model and length, with these values. On the same text, but for the
+    settings that ``zero`` finds: they hardly differ, and its rows compare within themselves."""
     values |= dict(
         stage=stage, model=options.model.name, seq=options.seq, block_size=options.block_size
     )
+    if stage != "zero":
+        values["data"] = texts.fingerprint(options)
     rows = jobs.read(options.output)
     return [row for row in rows if all(row.get(name) == value for name, value in values.items())]
 

@@ -9,6 +9,8 @@ writes the tokens to a file, which the scripts that run a model take with ``--ca
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import sys
 from pathlib import Path
 
@@ -92,6 +94,24 @@ def read(options) -> dict[str, np.ndarray]:
     if options.cache is not None:
         np.savez_compressed(options.cache, **found)
     return found
+
+
+def fingerprint(options) -> str | None:
+    """Names the tokens of ``options.kinds``, so that losses on other text are not compared; None without a
+    file of tokens."""
+    if options.cache is None or not options.cache.exists():
+        return None
+    return _fingerprint(options.cache, options.cache.stat().st_mtime_ns, tuple(options.kinds))
+
+
+@functools.cache
+def _fingerprint(cache: Path, _changed: int, kinds: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    with np.load(cache, allow_pickle=False) as found:
+        for kind in sorted({*kinds} & {*found.files}):
+            digest.update(f"{kind} {len(found[kind])} ".encode())
+            digest.update(found[kind].astype("<u4").tobytes())
+    return digest.hexdigest()[:12]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
