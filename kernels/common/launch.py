@@ -18,6 +18,7 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
@@ -42,6 +43,12 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The least power of 2 that is ``n`` or more; 1 for 0."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def current_stream(device: torch.device) -> int:
+    """The current stream of a tensor's device, a GPU, as a number. PyTorch makes an object of it, which takes
+    microseconds."""
+    return driver.active.get_current_stream(device.index)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], /, **arguments: Any) -> Any:

@@ -122,7 +122,7 @@ def test_an_operand_may_be_left_out(kernel):
 
 
 def test_orders_of_arguments_that_leave_out_other_operands_are_told_apart(kernel):
-    """A number is one of the key's numbers in the first order, and in the place of an operand in the second."""
+    """In the first order ``n`` is an operand, as it is None at first; in the second it is a number."""
     x = torch.zeros(64)
     launch(kernel, (1,), x=x, n=None, WIDE=True, BLOCK=32, **OPTIONS)
     launch(kernel, (1,), n=7, x=x, WIDE=True, BLOCK=32, **OPTIONS)

@@ -32,7 +32,6 @@ from .compat import (
 )
 from .descriptors import (
     chunk_rows,
-    descriptor,
     descriptor_heads_first,
     gathered_descriptor,
 )
