@@ -32,7 +32,7 @@ LAUNCH_VERSIONS = ((3, 6), (3, 9))
 _MAX_CACHED = 4096
 """Launches that are remembered for a kernel. Sequences of ever new lengths would add ever more."""
 
-_NUMBERS = frozenset((int, float, bool))
+_NUMBERS = (int, float)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -85,7 +85,7 @@ def launch(kernel: Any, grid: tuple[int, ...], /, **arguments: Any) -> Any:
             seen.append((value.dtype, address & 15 == 0))
             if value.is_cuda:  # else Triton's launcher asks the driver, and refuses it
                 passed[place] = address
-        elif value is None or type(value) in _NUMBERS:
+        elif value is None or isinstance(value, _NUMBERS):
             seen.append(value)
         else:  # a tensor descriptor
             seen.append((value.base.dtype, *value.block_shape))
@@ -183,7 +183,7 @@ class _Launches:
             objects = [
                 place
                 for place, at in enumerate(places[: self.num_operands])
-                if type(given[at]) not in _NUMBERS
+                if not isinstance(given[at], _NUMBERS)
             ]
             numbers = [place for place in range(len(places)) if place not in objects]
             # By kinds of arguments, too: orders may differ in which operands are None.
