@@ -26,6 +26,8 @@ from .tensors import check_values
 
 Pattern = VerticalSlashIndex | BlockListIndex
 
+_MAX_SCALE = torch.finfo(torch.float32).max
+
 
 class AttentionResult(NamedTuple):
     """The result of :func:`attend`: all that its backward needs beside the operands."""
@@ -207,7 +209,7 @@ def _check(
 ) -> None:
     """Raise ValueError or :class:`~.errors.ConfigError` unless operands and documents fit each other."""
     # Above the largest float32, scores are infinite or not numbers.
-    if not 0 < softmax_scale <= torch.finfo(torch.float32).max:
+    if not 0 < softmax_scale <= _MAX_SCALE:
         raise ValueError(f"softmax_scale is {softmax_scale}: it must be positive and finite")
     if query.dim() == 4 and 0 in (*query.shape, *key.shape):
         raise ValueError(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
@@ -25,13 +26,18 @@ def meetings(index: PatternIndex, ring_step: RingStep) -> list[int]:
     if index.has_block_lists:
         batch, heads, _ = index.member.shape
         return [ring_step.source * batch * heads * index.local_blocks, *[0] * 7]
-    length = cdiv(index.local_blocks, 2)
-    return [
+    return list(_slash_meetings(ring_step, index.local_blocks))
+
+
+@functools.lru_cache(maxsize=1024)
+def _slash_meetings(ring_step: RingStep, local_blocks: int) -> tuple[int, ...]:
+    length = cdiv(local_blocks, 2)
+    return tuple(
         number
         for turned in (0, 1)
         for residue, _, wrap in ring_step.meetings(turned)
         for number in (residue * length, wrap)
-    ]
+    )
 
 
 def column_splits(index: PatternIndex, num_heads: int, block_n: int) -> int:

@@ -23,15 +23,19 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
     Raises:
         ValueError: a shape, head dimension or dtype that is not supported; the message has the values.
     """
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-    if query.dim() != 4 or key.shape != value.shape or query.shape[:2] != key.shape[:2]:
+    shape, kv_shape = query.shape, key.shape
+    if len(shape) != 4 or kv_shape != value.shape or shape[:2] != kv_shape[:2]:
         raise ValueError(
-            f"expected query [s, b, h, d] and key and value [s, b, hk, d], got {shapes}"
+            "expected query [s, b, h, d] and key and value [s, b, hk, d], got "
+            + _shapes(query, key, value)
         )
-    if query.shape[3] != key.shape[3] or query.shape[2] % key.shape[2]:
-        raise ValueError(f"head dims must be equal, KV heads must divide query heads: {shapes}")
-    if query.shape[3] not in HEAD_DIMS:
-        raise ValueError(f"head dim {query.shape[3]} is not supported: use one of {HEAD_DIMS}")
+    if shape[3] != kv_shape[3] or shape[2] % kv_shape[2]:
+        raise ValueError(
+            "head dims must be equal, KV heads must divide query heads: "
+            + _shapes(query, key, value)
+        )
+    if shape[3] not in HEAD_DIMS:
+        raise ValueError(f"head dim {shape[3]} is not supported: use one of {HEAD_DIMS}")
     allowed = DTYPES if uses_triton(query) else (*DTYPES, torch.float64)
     if query.dtype not in allowed or not query.dtype == key.dtype == value.dtype:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
@@ -39,6 +43,10 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
             f"query, key, value are {query.dtype}, {key.dtype}, {value.dtype}: "
             f"they must share one dtype of {names}"
         )
+
+
+def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
+    return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
 
 
 def unit_stride(*tensors: Tensor) -> list[Tensor]:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .launch import current_stream
+
 _AT_ONCE = 256
 _INTS = 4
 """16 bytes: kernels are compiled for aligned addresses."""
@@ -19,8 +21,7 @@ def work_counter(first: int, device: torch.device) -> Tensor:
     # A graph of the caller's would find it used up when it is replayed.
     if first or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.full((1,), first, dtype=torch.int32, device=device)
-    stream = torch.cuda.current_stream(device)
-    free = _FREE.setdefault((stream.device_index, stream.cuda_stream), [])
+    free = _FREE.setdefault((device.index, current_stream(device)), [])
     try:
         return free.pop()  # by whatever thread: a backward has another one
     except IndexError:

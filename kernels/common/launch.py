@@ -18,7 +18,9 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -29,6 +31,8 @@ LAUNCH_VERSIONS = ((3, 6), (3, 9))
 
 _MAX_CACHED = 4096
 """Launches that are remembered for a kernel. Sequences of ever new lengths would add ever more."""
+
+_NUMBERS = (int, float)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -41,6 +45,12 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def current_stream(device: torch.device) -> int:
+    """The current stream of a tensor's device, a GPU, as a number. PyTorch makes an object of it, which takes
+    microseconds."""
+    return driver.active.get_current_stream(device.index)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], /, **arguments: Any) -> Any:
     """``kernel[grid](**arguments)``.
 
@@ -48,8 +58,8 @@ def launch(kernel: Any, grid: tuple[int, ...], /, **arguments: Any) -> Any:
         kernel: a function under ``triton.jit`` or ``gluon.jit``.
         grid: one to three sizes.
         arguments: every parameter of the kernel, and options of the compiler (``num_warps``, ...), in any
-            order. Parameters that are not ``constexpr`` are tensors, tensor descriptors, numbers, or None
-            where a kernel does not read them.
+            order. A parameter that is not ``constexpr`` is a number in all launches, or a tensor or tensor
+            descriptor in all; or None, where a kernel does not read it.
 
     Returns:
         the compiled kernel.
@@ -59,27 +69,35 @@ def launch(kernel: Any, grid: tuple[int, ...], /, **arguments: Any) -> Any:
     launches = _LAUNCHES.get(id(kernel))  # a kernel's own hash takes a lock
     if launches is None:
         launches = _LAUNCHES[id(kernel)] = _Launches(kernel)
-    order, arrange, found = launches.last
-    if (*arguments,) != order:
-        order, arrange, found = launches.look_up((*arguments,))
-    values = arrange((*arguments.values(),))
-    count = launches.num_operands
+    names, given = (*arguments,), (*arguments.values(),)
+    order = launches.last
+    if names != order.names:
+        order = launches.look_up(names, given)
+    values = order.arrange(given)
+    passed = [*values]
+    device = driver.active.get_current_device()
     # All that a kernel may be compiled for: dtypes, alignment, and the values of numbers and constants.
-    key = (
-        driver.active.get_current_device(),
-        values[count:],
-        *[
-            value
-            if (kind := type(value)) is int or kind is float or value is None
-            else (value.dtype, value.data_ptr() & 15 == 0)
-            if isinstance(value, Tensor)
-            else _specialization(value)
-            for value in values[:count]
-        ],
-    )
+    seen: list[Any] = [device, order.numbers(values)]
+    for place in order.objects:
+        value = values[place]
+        if isinstance(value, Tensor):
+            address = value.data_ptr()
+            seen.append((value.dtype, address & 15 == 0))
+            if value.is_cuda:  # else Triton's launcher asks the driver, and refuses it
+                passed[place] = address
+        elif value is None or isinstance(value, _NUMBERS):
+            seen.append(value)
+        else:  # a tensor descriptor
+            seen.append((value.base.dtype, *value.block_shape))
+    key = (*seen,)
+    found = order.found
     compiled = found.get(key)
     if compiled is not None:
-        compiled[(*grid, 1, 1)[:3]](*values[: launches.num_parameters])
+        count = launches.num_parameters
+        if _has_hooks():
+            compiled[(*grid, 1, 1)[:3]](*values[:count])
+        else:
+            _call(compiled, grid, device, passed[:count])
         return compiled
     compiled = kernel[grid](**arguments)
     if compiled is not None:
@@ -87,6 +105,24 @@ def launch(kernel: Any, grid: tuple[int, ...], /, **arguments: Any) -> Any:
             found.clear()
         found[key] = compiled
     return compiled
+
+
+def _has_hooks() -> bool:
+    """Whether somebody is told of each launch, such as Triton's profiler: by chains of functions, mostly
+    empty, unless somebody has replaced them."""
+    runtime = knobs.runtime
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
+
+
+def _call(compiled: Any, grid: tuple[int, ...], device: int, arguments: list) -> None:
+    """Launch a compiled kernel on the current stream: ``compiled[grid](*arguments)`` without hooks. Triton
+    makes two functions for that, and calls the empty chains of hooks."""
+    stream = driver.active.get_current_stream(device)
+    function, metadata = compiled.function, compiled.packed_metadata
+    compiled.run(*(*grid, 1, 1)[:3], stream, function, metadata, None, None, None, *arguments)
 
 
 @functools.cache
@@ -103,6 +139,10 @@ class _Order(NamedTuple):
     names: tuple[str, ...]
     arrange: Callable[[tuple], tuple]
     """Reorders values to the order of the kernel's parameters, with options after them."""
+    numbers: Callable[[tuple], tuple]
+    """Picks numbers, constants and options from reordered values."""
+    objects: tuple[int, ...]
+    """The places of all others: of operands that were no numbers in the first launch."""
     found: dict[tuple, Any]
     """Compiled kernels of launches with the same options, by what the compiler sees of other arguments."""
 
@@ -126,12 +166,12 @@ class _Launches:
         self.num_operands = constants.index(True) if True in constants else len(constants)
         if not all(constants[self.num_operands :]):
             raise TypeError(f"{kernel.__name__}: constexpr parameters must come after all others")
-        self.last = _Order((), tuple, {})
+        self.last = _Order((), tuple, tuple, (), {})
         self._orders: dict[tuple[str, ...], _Order] = {}
-        self._found: dict[tuple[str, ...], dict[tuple, Any]] = {}
+        self._found: dict[tuple, dict[tuple, Any]] = {}
 
-    def look_up(self, names: tuple[str, ...]) -> _Order:
-        """The order of these names, remembered as the last."""
+    def look_up(self, names: tuple[str, ...], given: tuple) -> _Order:
+        """The order of these names, remembered as the last; ``given`` are the values of a launch."""
         if names not in self._orders:
             missing = [name for name in self.names if name not in names]
             if missing:
@@ -140,16 +180,26 @@ class _Launches:
                 )
             options = tuple(sorted(set(names) - set(self.names)))
             places = [names.index(name) for name in (*self.names, *options)]
-            found = self._found.setdefault(options, {})
-            arrange = itemgetter(*places) if len(places) > 1 else tuple
-            self._orders[names] = _Order(names, arrange, found)
+            objects = [
+                place
+                for place, at in enumerate(places[: self.num_operands])
+                if not isinstance(given[at], _NUMBERS)
+            ]
+            numbers = [place for place in range(len(places)) if place not in objects]
+            # By kinds of arguments, too: orders may differ in which operands are None.
+            found = self._found.setdefault((options, *objects), {})
+            self._orders[names] = _Order(
+                names, _picker(places), _picker(numbers), tuple(objects), found
+            )
         self.last = self._orders[names]
         return self.last
 
 
+def _picker(places: list[int]) -> Callable[[tuple], tuple]:
+    """A function that picks the values at some places."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda values: tuple(values[place] for place in places)
+
+
 _LAUNCHES: dict[int, _Launches] = {}
-
-
-def _specialization(value: Any) -> Any:
-    """What the compiler sees of an operand that is no tensor: a bool, or a tensor descriptor."""
-    return value if isinstance(value, int) else (value.base.dtype, *value.block_shape)

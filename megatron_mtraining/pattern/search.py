@@ -98,7 +98,7 @@ def search_pattern(
         graphs.capture(kind, search, rows, key, cp, price)  # for later searches of this kind
     given = _search_input(rows, key, config, cp, price)
     index = search_vertical_slash(given, policies, gather_keys)
-    return replace(index, documents=documents)
+    return index if documents is None else replace(index, documents=documents)
 
 
 def search_price_series(

@@ -35,10 +35,10 @@ class KeysAndValues:
     columns are sent first: they are few, and needed first.
     """
 
-    @torch.no_grad()
     def __init__(self, key: Tensor, value: Tensor, ring: Ring, index: PatternIndex | None = None):
         self._ring = ring
-        self._own = key.detach(), value.detach()
+        key, value = key.detach(), value.detach()
+        self._own = key, value
         self._columns: Transfer | None = None
         self._gathering: Transfer | None = None
         self._next: tuple[Tensor, Transfer] | None = None  # memory for the next round, and the hop

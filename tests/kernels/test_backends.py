@@ -96,6 +96,23 @@ def test_operands_that_tma_cannot_address_take_the_portable_kernels(hopper_gpu, 
     assert backends.backend_for(INDEX, query, key) is portable
 
 
+def test_each_operand_is_looked_at_again(hopper_gpu):
+    """Strides are checked once: another address, or other strides of the same shape, are not forgotten."""
+    hopper = pytest.importorskip("megatron_mtraining.kernels.attention.hopper.backend")
+    backends._strides_fit.cache_clear()
+    assert backends._strides_fit.cache_parameters()["maxsize"] is not None
+    for _ in range(2):
+        for operand, expected in [
+            (gpu_tensor(), hopper),
+            (gpu_tensor(address=4104), portable),
+            (gpu_tensor(stride=(260, 260, 65, 1)), portable),
+            (gpu_tensor(stride=(512, 512, 128, 2)), portable),
+            (gpu_tensor(), hopper),
+        ]:
+            assert backends.backend_for(INDEX, operand) is expected
+    assert backends._strides_fit.cache_info().misses == 3
+
+
 def test_small_blocks_take_the_portable_kernels(hopper_gpu):
     assert backends.backend_for(SimpleNamespace(block_size=64), gpu_tensor()) is portable
 

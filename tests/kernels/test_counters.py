@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+pytest.importorskip("triton")
 from megatron_mtraining.kernels.common import counters
 from megatron_mtraining.kernels.common.counters import work_counter
 
@@ -14,6 +17,35 @@ from megatron_mtraining.kernels.common.counters import work_counter
 def test_a_counter_on_the_cpu(first):
     counter = work_counter(first, torch.device("cpu"))
     assert counter.dtype == torch.int32 and counter.tolist() == [first]
+
+
+def test_streams_share_no_counters(monkeypatch):
+    """With GPUs pretended: counters are made many at a time, for a stream of a device. Each is used once."""
+    made, now = [], SimpleNamespace(stream=0, capturing=False)
+
+    def zeros(length, dtype, device):
+        made.append((torch.zeros(length, dtype=dtype), device.index, now.stream))
+        return made[-1][0]
+
+    cuda = SimpleNamespace(is_current_stream_capturing=lambda: now.capturing)
+    fake = SimpleNamespace(
+        cuda=cuda, zeros=zeros, full=lambda *given, **rest: given, int32=torch.int32
+    )
+    monkeypatch.setattr(counters, "torch", fake)
+    monkeypatch.setattr(counters, "current_stream", lambda device: now.stream)
+    monkeypatch.setattr(counters, "_FREE", {})
+    devices = [SimpleNamespace(type="cuda", index=index) for index in (0, 1)]
+    for number in range(2 * 2 * counters._AT_ONCE):
+        now.stream, device = number % 2, devices[number // 2 % 2]
+        counter = work_counter(0, device)
+        assert counter.shape == (1,) and counter.item() == 0
+        counter.fill_(1 + 2 * device.index + now.stream)
+    assert len(made) == 4
+    for counts, device, stream in made:
+        assert set(counts.tolist()) == {0, 1 + 2 * device + stream}
+        assert counts.count_nonzero() == counters._AT_ONCE
+    now.capturing = True
+    assert work_counter(0, devices[0]) == ((1,), 0), "made by the captured graph itself"
 
 
 @pytest.mark.gpu

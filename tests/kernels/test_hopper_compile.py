@@ -101,25 +101,42 @@ def test_descriptor_shortcut(monkeypatch):
         launches_directly.cache_clear()
         return [
             descriptors.descriptor(query, [1, 1, 64, 128]),
+            descriptors.descriptor(query, (1, 1, 64, 128), 64),
             descriptors.gathered_descriptor(keys, [1, 1, 128, 128]),
+            descriptors.gathered_descriptor(one_rank, [1, 1, 128, 128]),
+            descriptors.descriptor_heads_first(columns, [1, 1, 64, 128]),
             descriptors.line_descriptor(lse, 64),
+            descriptors.sums_descriptor(sums, 128),
         ]
 
     query = torch.zeros(256, 2, 4, 128, dtype=torch.bfloat16)
     keys = torch.zeros(2, 2, 256, 2, 4, 128, dtype=torch.bfloat16).unbind(1)[0]
-    lse = torch.zeros(2, 4, 256)
+    one_rank, columns = keys[1:], torch.zeros(2, 4, 96, 128, dtype=torch.bfloat16)
+    lse, sums = torch.zeros(2, 4, 256), torch.zeros(8, 512, 32)
+    heads_first = ([2, 4, 256, 128], [512, 128, 1024, 1])
+    expected = [
+        heads_first,
+        heads_first,
+        ([2, 4, 3 * 256, 128], [512, 128, 1024, 1]),
+        heads_first,
+        ([2, 4, 96, 128], [4 * 96 * 128, 96 * 128, 128, 1]),
+        ([8, 256], [256, 1]),
+        ([8, 512, 32], [512 * 32, 32, 1]),
+    ]
     try:
         monkeypatch.delenv("MTRAINING_TRITON_LAUNCH", raising=False)
+        describe()
         copies = describe()
         monkeypatch.setenv("MTRAINING_TRITON_LAUNCH", "1")
         checked = describe()
     finally:
         launches_directly.cache_clear()
-    for copy, other in zip(copies, checked, strict=True):
+    for copy, other, views in zip(copies, checked, expected, strict=True):
         assert type(copy) is type(other) and vars(copy).keys() == vars(other).keys()
-        assert copy.base is other.base
+        assert copy.base is other.base and (copy.shape, copy.strides) == views
         for name in ("shape", "strides", "block_shape", "layout"):
             assert getattr(copy, name) == getattr(other, name)
+    assert descriptors._checked_state.cache_parameters()["maxsize"] is not None
     # Outside the tested versions of Triton, and with the switch, Triton checks every descriptor.
     misaligned = torch.zeros(256 * 8 + 1, dtype=torch.bfloat16)[1:].view(256, 1, 1, 8)
     with pytest.raises(AssertionError):

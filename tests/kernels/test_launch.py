@@ -1,7 +1,9 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Launches: a compiled kernel is reused exactly where Triton would find the same one.
 
-- on a fake kernel: what is looked up once and what again, the order of arguments, the bound on memory;
+- on a fake kernel: what is looked up once and what again, the order of arguments, the bound on memory, the
+  stream, and hooks of a profiler;
+- on Triton's class of compiled kernels: the direct call is the one that Triton makes;
 - the switch to Triton's own launch, by the environment and by Triton's version;
 - on a GPU: kernels get the arguments they are given.
 """
@@ -17,6 +19,8 @@ import torch
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
+from triton import knobs
+from triton.compiler import CompiledKernel
 
 from megatron_mtraining.kernels.common import launch as module
 from megatron_mtraining.kernels.common.launch import launch, launches_directly
@@ -33,7 +37,7 @@ class Kernel:
     def __init__(self):
         names = ("x", "n", "WIDE", "BLOCK")
         self.params = [SimpleNamespace(name=name, is_constexpr=name.isupper()) for name in names]
-        self.lookups, self.launched = 0, []
+        self.lookups, self.launched, self.streams, self.heard = 0, [], [], []
 
     def __getitem__(self, grid):
         def run(x, n, WIDE, BLOCK, **options):
@@ -45,11 +49,32 @@ class Kernel:
 
 
 class Compiled:
+    """As Triton's: called with a grid, or by ``run`` with what that call passes on."""
+
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, kernel):
         self.kernel = kernel
 
     def __getitem__(self, grid):
-        return lambda *arguments: self.kernel.launched.append((grid, *arguments))
+        def run(*arguments):
+            self.kernel.heard.append(grid)
+            self.kernel.launched.append((grid, *arguments))
+
+        return run
+
+    def run(self, x, y, z, *rest):
+        stream, function, metadata, for_hooks, enter, leave, *arguments = rest
+        assert (function, metadata) == (self.function, self.packed_metadata)
+        assert for_hooks is None and enter is None and leave is None
+        self.kernel.streams.append(stream)
+        self.kernel.launched.append(((x, y, z), *arguments))
+
+
+class OnGPU(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
 
 
 @pytest.fixture
@@ -66,7 +91,9 @@ def fresh_switch():
 def kernel(monkeypatch, fresh_switch):
     monkeypatch.setattr(module, "JITFunction", Kernel)
     monkeypatch.setattr(module, "_LAUNCHES", {})
-    active = SimpleNamespace(get_current_device=lambda: 0)
+    active = SimpleNamespace(
+        get_current_device=lambda: 0, get_current_stream=lambda device: f"stream of {device}"
+    )
     monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
     monkeypatch.delenv("MTRAINING_TRITON_LAUNCH", raising=False)
     return Kernel()
@@ -79,6 +106,81 @@ def test_equal_specializations_are_looked_up_once(kernel):
     assert kernel.lookups == 1
     assert kernel.launched[0][0] == (3,) and kernel.launched[1][0] == (5, 2, 1)
     assert kernel.launched[1][1] is y and kernel.launched[1][2:] == (7, True, 32)
+    assert kernel.streams == ["stream of 0"]
+
+
+def test_an_operand_may_be_left_out(kernel):
+    """None in place of a tensor, in the first launch or in a later one."""
+    x = torch.zeros(64)
+    for first in (x, None):
+        module._LAUNCHES.clear()
+        kernel.lookups = 0
+        for value in (first, None, x, None, x):
+            launch(kernel, (1,), x=value, n=7, WIDE=True, BLOCK=32, **OPTIONS)
+            assert kernel.launched[-1][1] is value
+        assert kernel.lookups == 2
+
+
+def test_orders_of_arguments_that_leave_out_other_operands_are_told_apart(kernel):
+    """In the first order ``n`` is an operand, as it is None at first; in the second it is a number."""
+    x = torch.zeros(64)
+    launch(kernel, (1,), x=x, n=None, WIDE=True, BLOCK=32, **OPTIONS)
+    launch(kernel, (1,), n=7, x=x, WIDE=True, BLOCK=32, **OPTIONS)
+    launch(kernel, (1,), x=x, n=7, WIDE=True, BLOCK=32, **OPTIONS)
+    launch(kernel, (1,), n=None, x=x, WIDE=True, BLOCK=32, **OPTIONS)
+    assert [launched[2] for launched in kernel.launched] == [None, 7, 7, None]
+    assert kernel.lookups == 4
+
+
+def test_tensors_of_a_gpu_are_passed_by_address(kernel):
+    """Triton takes both; of a tensor on the CPU it says so itself."""
+    x = torch.zeros(64).as_subclass(OnGPU)
+    for tensor in (x, x[4:], torch.zeros(64)):
+        for _ in range(2):
+            launch(kernel, (1,), x=tensor, n=7, WIDE=True, BLOCK=32, **OPTIONS)
+    assert [given for _, given, *_ in kernel.launched[1:-1]] == [
+        x.data_ptr(), x[4:].data_ptr(), x[4:].data_ptr(), kernel.launched[-1][1]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_hear_of_launches(kernel, monkeypatch, name):
+    """A hook gets what Triton makes for it: Triton makes the call."""
+    arguments = dict(x=torch.zeros(64), n=7, WIDE=True, BLOCK=32, **OPTIONS)
+    x = arguments["x"].as_subclass(OnGPU)
+    launch(kernel, (2,), **arguments)
+    hooks = getattr(knobs.runtime, name)
+    hooks.add(print)
+    try:
+        launch(kernel, (3,), **dict(arguments, x=x))
+    finally:
+        hooks.remove(print)
+    assert kernel.heard == [(3, 1, 1)] and kernel.launched[-1][1] is x
+    monkeypatch.setattr(knobs.runtime, name, print)  # in place of the chain
+    launch(kernel, (4,), **arguments)
+    assert kernel.heard == [(3, 1, 1), (4, 1, 1)]
+    monkeypatch.setattr(knobs.runtime, name, None)
+    launch(kernel, (5,), **arguments)
+    assert len(kernel.heard) == 2 and kernel.lookups == 1
+
+
+def test_the_direct_call_is_tritons(kernel, monkeypatch):
+    """But for hooks, of which there are none."""
+    calls = []
+    compiled = object.__new__(CompiledKernel)
+    state = dict(
+        module=1, function=2, packed_metadata=(4, 1, 0), name="kernel", src=None, metadata=None,
+        _run=lambda *arguments: calls.append(arguments), hash="", metadata_group={},
+    )  # fmt: skip
+    vars(compiled).update(state)
+    monkeypatch.setattr(triton.compiler.compiler, "driver", module.driver)
+    module._call(compiled, (3, 2), 0, ["x", 7])
+    compiled[(3, 2, 1)]("x", 7)
+    compiled.module = None  # nothing to unload
+    ours, theirs = calls
+    assert ours[:6] == theirs[:6] == (3, 2, 1, "stream of 0", 2, (4, 1, 0))
+    assert ours[6:9] == (None, None, None) and ours[9:] == theirs[9:] == ("x", 7)
+    assert theirs[7:9] == (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
 
 
 def test_other_specializations_are_looked_up(kernel):

@@ -304,6 +304,17 @@ def test_any_strides_will_do_for_kernels(interpreter):
     assert run_turned(0, 1, operands) == [True] * 4
 
 
+def test_keys_in_flight_take_no_gradient():
+    """Their gradient is the backward's: a graph of copies would keep memory."""
+    key = torch.randn(128, 1, 2, 64, requires_grad=True)
+    index = random_index(128, 1, 4, 64, 1, "columns", "cpu")
+    keys = attention.KeysAndValues(key, key * 2, ring_of(CPGroup(None)), index)
+    assert torch.is_grad_enabled()
+    for tensor in (*keys.current(), keys.columns(index).wait()):
+        assert not tensor.requires_grad and tensor.grad_fn is None
+    assert torch.equal(keys.current()[0][0], key)
+
+
 def test_operands_that_do_not_fit_are_named():
     q = torch.zeros(128, 1, 4, 64)
     k = torch.zeros(128, 1, 2, 64)
@@ -312,6 +323,12 @@ def test_operands_that_do_not_fit_are_named():
     def replay(*operands, index):
         attend(*operands, config=config, first_pass=index)
 
+    attend(q, k, k, config=config)  # what fits is not remembered for what does not
+    with pytest.raises(
+        ValueError,
+        match=r"expected query \[s, b, h, d\].*, got query \(64, 1, 4, 64\), key \(128, 1, 2, 64\), value",
+    ):
+        attend(q[:64], k, k, config=config)
     with pytest.raises(ValueError, match="head dim 32"):
         attend(q[..., :32], k[..., :32], k[..., :32], config=config)
     with pytest.raises(ValueError, match="KV heads must divide"):

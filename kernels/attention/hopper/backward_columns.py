@@ -262,7 +262,7 @@ def backward_columns(
         _column_kernel,
         (splits, batch * heads, cdiv(num_columns, block)),
         **query_descriptors(query, grad_out, dim),
-        **key_descriptors(*column_kv, half, query_sums, descriptor_heads_first),
+        **key_descriptors(*column_kv.unbind(), half, query_sums, descriptor_heads_first),
         **line_descriptors(lse, delta),
         dk_ptr=gradients[0],
         dv_ptr=gradients[1],

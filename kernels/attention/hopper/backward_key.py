@@ -504,7 +504,7 @@ def backward_key(
         0,
     )  # not read
     if column_gradients is not None:
-        column_dk, column_dv = column_gradients
+        column_dk, column_dv = column_gradients.unbind()
         splits, num_columns = column_gradients.shape[3:5]
         column_entries = invert_columns(index, ring_step.source, key.shape[0])
     chain, partial = _partial_sums(grad_kv, accumulator, index.local_blocks, group)

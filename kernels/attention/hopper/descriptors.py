@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,33 +22,24 @@ _DTYPES = {
 
 
 def descriptor(
-    tensor: Tensor, block_shape: list[int], swizzle: int | None = None
+    tensor: Tensor, block_shape: Sequence[int], swizzle: int | None = None
 ) -> TensorDescriptor:
     """A tensor ``[s, b, h, d]`` as ``[b, h, s, d]``, loaded in tiles of ``block_shape``. In shared memory
     each ``swizzle`` bytes of the rows of a tile follow each other: by default 128, or a whole row."""
-    rows, batch, heads, dim = tensor.shape
-    stride_m, stride_b, stride_h, _ = tensor.stride()
-    return _describe(
-        tensor, (batch, heads, rows, dim), (stride_b, stride_h, stride_m), block_shape, swizzle
-    )
+    return _describe(tensor, _heads_first, block_shape, swizzle)
 
 
 def descriptor_heads_first(
-    tensor: Tensor, block_shape: list[int], swizzle: int | None = None
+    tensor: Tensor, block_shape: Sequence[int], swizzle: int | None = None
 ) -> TensorDescriptor:
     """A tensor ``[b, h, s, d]``, loaded in tiles of ``block_shape``; ``swizzle`` as of :func:`descriptor`."""
-    return _describe(tensor, tuple(tensor.shape), tensor.stride()[:3], block_shape, swizzle)
+    return _describe(tensor, _as_it_is, block_shape, swizzle)
 
 
-def gathered_descriptor(tensor: Tensor, block_shape: list[int]) -> TensorDescriptor:
+def gathered_descriptor(tensor: Tensor, block_shape: Sequence[int]) -> TensorDescriptor:
     """A tensor ``[I, s, b, hk, d]`` as ``[b, hk, rows, d]``, where the parts of the I ranks lie
     :func:`chunk_rows` apart. The rows between two parts are never loaded."""
-    if len(tensor) == 1:
-        return descriptor(tensor[0], block_shape)
-    ranks, rows, batch, heads, dim = tensor.shape
-    rows += (ranks - 1) * chunk_rows(tensor)
-    _, stride_n, stride_b, stride_h, _ = tensor.stride()
-    return _describe(tensor, (batch, heads, rows, dim), (stride_b, stride_h, stride_n), block_shape)
+    return _describe(tensor, _gathered, block_shape)
 
 
 def chunk_rows(tensor: Tensor) -> int:
@@ -57,19 +49,43 @@ def chunk_rows(tensor: Tensor) -> int:
 
 def line_descriptor(tensor: Tensor, width: int) -> TensorDescriptor:
     """A contiguous float32 tensor ``[b, h, s]`` as ``[b * h, s]``, loaded ``width`` rows at a time."""
-    batch, heads, length = tensor.shape
-    return _describe(tensor, (batch * heads, length), (length,), (1, width))
+    return _describe(tensor, _lines, (1, width))
 
 
 def sums_descriptor(tensor: Tensor, dim: int) -> TensorDescriptor:
     """Sums of the queries' gradient, float32 ``[b * h, rows, 32]``, in tiles of ``dim`` rows."""
-    return _describe(tensor, tuple(tensor.shape), tensor.stride()[:2], (1, dim, 32))
+    return _describe(tensor, _as_it_is, (1, dim, 32))
+
+
+_View = Callable[[tuple, tuple], tuple[tuple, tuple]]
+"""From a tensor's shape and strides to those of a descriptor."""
+
+
+def _as_it_is(shape: tuple, strides: tuple) -> tuple[tuple, tuple]:
+    return shape, strides
+
+
+def _heads_first(shape: tuple, strides: tuple) -> tuple[tuple, tuple]:
+    (rows, batch, heads, dim), (stride_m, stride_b, stride_h, stride_d) = shape, strides
+    return (batch, heads, rows, dim), (stride_b, stride_h, stride_m, stride_d)
+
+
+def _gathered(shape: tuple, strides: tuple) -> tuple[tuple, tuple]:
+    (ranks, rows, *rest), (stride_rank, stride_n, *_) = shape, strides
+    if ranks > 1:
+        rows += (ranks - 1) * (stride_rank // stride_n)
+    return _heads_first((rows, *rest), strides[1:])
+
+
+def _lines(shape: tuple, strides: tuple) -> tuple[tuple, tuple]:
+    batch, heads, length = shape
+    return (batch * heads, length), (length, 1)
 
 
 def _describe(
-    tensor: Tensor, shape: tuple, strides: tuple, block_shape, swizzle: int | None = None
+    tensor: Tensor, view: _View, block_shape: Sequence[int], swizzle: int | None = None
 ) -> TensorDescriptor:
-    """The descriptor of a tensor whose last stride is 1.
+    """The descriptor of a view of a tensor whose last stride is 1.
 
     Triton checks each new descriptor, which takes longer than a short kernel runs. Most steps describe the
     same shapes at new addresses, so a descriptor is checked once and then copied. The copy relies on
@@ -77,26 +93,41 @@ def _describe(
     Where kernels are launched by Triton's own launch (``launch.launches_directly``: other versions, or
     ``MTRAINING_TRITON_LAUNCH=1`` in the environment), Triton makes and checks each descriptor.
     """
-    block_shape = tuple(block_shape)
+    as_given = view, tensor.shape, tensor.stride(), tuple(block_shape), tensor.dtype, swizzle
     if not launches_directly():
-        layout = _tile_layout(block_shape, tensor.dtype, swizzle)
-        return TensorDescriptor(tensor, list(shape), [*strides, 1], list(block_shape), layout)
+        return _checked(tensor, *as_given)
     copy = object.__new__(TensorDescriptor)
-    copy.__dict__.update(_checked_state(shape, strides, block_shape, tensor.dtype, swizzle))
+    copy.__dict__.update(_checked_state(*as_given))
     copy.base = tensor
     return copy
 
 
 @functools.lru_cache(maxsize=1024)
 def _checked_state(
-    shape: tuple, strides: tuple, block_shape: tuple, dtype: torch.dtype, swizzle: int | None
+    view: _View,
+    shape: tuple,
+    strides: tuple,
+    block_shape: tuple,
+    dtype: torch.dtype,
+    swizzle: int | None,
 ) -> dict:
     """The attributes of a descriptor that Triton has checked, with a placeholder for its tensor."""
+    return vars(_checked(_Placeholder(dtype), view, shape, strides, block_shape, dtype, swizzle))
+
+
+def _checked(
+    base: Tensor | _Placeholder,
+    view: _View,
+    shape: tuple,
+    strides: tuple,
+    block_shape: tuple,
+    dtype: torch.dtype,
+    swizzle: int | None,
+) -> TensorDescriptor:
+    """A descriptor that Triton checks."""
     layout = _tile_layout(block_shape, dtype, swizzle)
-    placeholder = _Placeholder(dtype)
-    return vars(
-        TensorDescriptor(placeholder, list(shape), [*strides, 1], list(block_shape), layout)
-    )
+    viewed, strides = view(shape, strides)
+    return TensorDescriptor(base, list(viewed), list(strides), list(block_shape), layout)
 
 
 class _Placeholder(NamedTuple):

@@ -32,7 +32,6 @@ from .compat import (
 )
 from .descriptors import (
     chunk_rows,
-    descriptor,
     descriptor_heads_first,
     gathered_descriptor,
 )
@@ -55,15 +54,13 @@ def key_descriptors(
     """Arguments of both kernels: descriptors of a round's keys and values; operands as in
     ``portable/forward.py``."""
     block_shape = [1, 1, block, key.shape[-1]]
-    column_keys = [descriptor(tensor[0], block_shape) for tensor in (key, value)]  # not read
+    keys, values = (gathered_descriptor(tensor, block_shape) for tensor in (key, value))
+    column_keys, column_values = keys, values  # not read
     if column_kv is not None:
-        column_keys = [descriptor_heads_first(tensor, block_shape) for tensor in column_kv]
-    return dict(
-        k_desc=gathered_descriptor(key, block_shape),
-        v_desc=gathered_descriptor(value, block_shape),
-        column_k_desc=column_keys[0],
-        column_v_desc=column_keys[1],
-    )
+        column_keys, column_values = (
+            descriptor_heads_first(tensor, block_shape) for tensor in column_kv.unbind()
+        )
+    return dict(k_desc=keys, v_desc=values, column_k_desc=column_keys, column_v_desc=column_values)
 
 
 def index_tensors(index: PatternIndex, rank: int) -> dict[str, Tensor | None]:
