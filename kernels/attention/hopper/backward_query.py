@@ -25,19 +25,18 @@ from ...common.tiles import LOG2E
 from ...types import PatternIndex, Round
 from .compat import store_tile, thread_barrier
 from .descriptors import descriptor
-from .masks import CAUSAL, DOCUMENT, PER_KEY, UNMASKED
-from .query_common import (
-    GlobalRows,
-    RoundIndex,
-    allocate_tiles,
+from .global_rows import GlobalRows
+from .item_arguments import (
     constants,
     index_tensors,
     key_descriptors,
-    load_keys,
-    load_values,
     num_programs,
     round_numbers,
 )
+from .item_loads import load_keys, load_values
+from .item_tiles import allocate_tiles
+from .masks import CAUSAL, DOCUMENT, PER_KEY, UNMASKED
+from .round_index import RoundIndex
 
 
 @gluon.jit

@@ -2,7 +2,7 @@
 """Forward of one round on Hopper GPUs, in Gluon: the same sums as ``portable/forward.py``.
 
 Two warps load keys and values by TMA. Two warpgroups hold 64 query rows each and walk the tiles of a work
-item (:mod:`.query_common`). While a warpgroup's product with the values of one tile and its scores product
+item (:mod:`.item_loads`). While a warpgroup's product with the values of one tile and its scores product
 of the next are in flight, it computes the exponentials of the scores that are there. With marks, it marks the
 previous tile before them, while it would wait for the first scores.
 """
@@ -28,20 +28,18 @@ from ..portable.sampling import MAX_LOG2_WEIGHT
 from ..sampling import BlockMarks
 from .compat import Pointer, Scalar, Value, aggregate, store_tile, thread_barrier
 from .descriptors import descriptor
-from .masks import CAUSAL, DOCUMENT, PER_KEY, UNMASKED
-from .query_common import (
-    GlobalRows,
-    RoundIndex,
-    add_marks,
-    allocate_tiles,
+from .global_rows import GlobalRows
+from .item_arguments import (
     constants,
     index_tensors,
     key_descriptors,
-    load_keys,
-    load_values,
     num_programs,
     round_numbers,
 )
+from .item_loads import load_keys, load_values
+from .item_tiles import allocate_tiles
+from .masks import CAUSAL, DOCUMENT, PER_KEY, UNMASKED
+from .round_index import RoundIndex, add_marks
 
 
 @gluon.jit
