@@ -1,0 +1,171 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The computing warpgroups of the gradients of keys and values on Hopper GPUs: they add up the query tiles of
+a key block, and store its gradients.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init
+
+from ...common.tiles import LOG2E
+from .compat import Pointer, Scalar, aggregate
+from .key_common import BLOCK_M, KeyGradients, key_start, key_step, make_layouts
+from .masks import CAUSAL, CAUSAL_DOCUMENT, DOCUMENT, UNMASKED
+
+
+@aggregate
+class KeyResults:
+    """Where the gradients go, [s, b, hk, d] each, and the columns' gradients, which are added to them."""
+
+    dk: Pointer
+    dv: Pointer
+    partial: Pointer  # float32, of keys and then of values: sums that are put aside
+    column_dk: Pointer  # [b, h, SPLITS, column_len, d]
+    column_dv: Pointer
+    column_entries: Pointer  # [b, h, s]: which of its head's columns each key is, or -1
+    stride_n: Scalar
+    stride_b: Scalar
+    stride_h: Scalar
+
+
+@gluon.jit
+def _put_aside(ptr, total, mask, first, ACCUMULATE: gl.constexpr):
+    """Add a sum to what is there, or store it if it is the first. No other program writes there."""
+    # Decided here, not by the caller: with a condition that is false at compile time Triton 3.6 fails.
+    if ACCUMULATE:
+        gl.atomic_add(ptr, total, mask=mask, sem="relaxed")
+    elif first:
+        gl.store(ptr, total, mask=mask)
+    else:
+        gl.atomic_add(ptr, total, mask=mask, sem="relaxed")
+
+
+@gluon.jit
+def attend(
+    results, kept, tiles, shared_sums, column_len, num_tiles, key_len, softmax_scale, first_position,
+    HALF: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr,
+    SPLITS: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr, ACCUMULATE: gl.constexpr,
+    CHAIN: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """A computing warpgroup: the gradients of half of the keys."""
+    HALF_N: gl.constexpr = BLOCK // 2
+    D: gl.constexpr = kept.D
+    layouts = make_layouts(D)
+    scale = softmax_scale * LOG2E
+    # A tile that documents cut is rare, but where it is in the walk differs: all are masked.
+    MASK: gl.constexpr = DOCUMENT if PACKED else UNMASKED
+    DIAGONAL_MASK: gl.constexpr = CAUSAL_DOCUMENT if PACKED else CAUSAL
+    position = 0.0
+    if PACKED:
+        position = first_position + HALF * HALF_N
+        position += gl.arange(0, HALF_N, layout=gl.SliceLayout(1, layouts.scores))
+        position = position.to(gl.float32)  # [HALF_N]
+    sums = None
+    if shared_sums is not None:
+        sums = shared_sums.of_half(HALF)
+    k, v, gradients = key_start(kept, tiles, layouts, HALF)
+    # The first tile is not in a loop, so that the compiler finds the loops' operands in place.
+    first = 1
+    if DIAGONAL:
+        # Each head's diagonal block is two tiles: of the first, only the first 64 keys see anything, and
+        # of the second these see everything. A skipped tile is released two ahead of the one in use.
+        cols = gl.arange(0, HALF_N, layout=gl.SliceLayout(1, layouts.scores))
+        rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layouts.scores))
+        causal = gl.where(cols[:, None] <= rows[None, :], 0.0, float("-inf"))  # [HALF_N, BLOCK_M]
+        if HALF == 1:
+            if sums is not None:
+                sums.put_ds(0, gl.zeros([HALF_N, BLOCK_M], k.dtype, layouts.scores))
+            tiles.empty.arrive(0)
+            tiles.q_full.wait(1)
+        gradients = key_step(
+            HALF, -1, HALF + 1 < num_tiles, gradients, k, v, tiles, scale, causal, position, layouts, sums,
+            DIAGONAL_MASK, HALF == 1,
+        )  # fmt: skip
+        for g in range(1, GROUP):
+            n = 2 * g
+            if HALF == 0:
+                gradients = key_step(
+                    n - 1, n - 2, True, gradients, k, v, tiles, scale, 0.0, position, layouts, sums, MASK
+                )  # fmt: skip
+            else:
+                if sums is not None:
+                    sums.put_ds(n, gl.zeros([HALF_N, BLOCK_M], k.dtype, layouts.scores))
+                    gradients = gradients.wait(0)
+                    sums.finish(n - 1)
+                tiles.empty.arrive(n)
+                tiles.q_full.wait(n + 1)
+            gradients = key_step(
+                n + HALF, n - 1, n + HALF + 1 < num_tiles, gradients, k, v, tiles, scale, causal, position,
+                layouts, sums, DIAGONAL_MASK,
+            )  # fmt: skip
+        first = 2 * GROUP - 1 + HALF
+    else:
+        gradients = key_step(
+            0, -1, num_tiles > 1, gradients, k, v, tiles, scale, 0.0, position, layouts, sums, MASK,
+            False,
+        )  # fmt: skip
+    end = gl.minimum(num_tiles, CHAIN) if CHAIN > 0 else num_tiles
+    for n in range(first, end):
+        gradients = key_step(
+            n, n - 1, n + 1 < num_tiles, gradients, k, v, tiles, scale, 0.0, position, layouts, sums, MASK
+        )  # fmt: skip
+    gradients = gradients.wait(0)
+    # Only now: registers are full until here.
+    batch = gl.program_id(1) // (HEADS // GROUP)
+    kv_head = gl.program_id(1) % (HEADS // GROUP)
+    rows = gl.program_id(0) * BLOCK + HALF * HALF_N
+    rows += gl.arange(0, HALF_N, layout=gl.SliceLayout(1, layouts.gradients))  # [HALF_N]
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, layouts.gradients))  # [D]
+    inside = rows < key_len
+    row = rows.to(gl.int64)[:, None]
+    head = batch * results.stride_b + kv_head * results.stride_h
+    dk_ptr = results.dk + head
+    dv_ptr = results.dv + head
+    partial_dk = results.partial + head + row * results.stride_n + d[None, :]  # [HALF_N, D]
+    partial_dv = partial_dk + key_len.to(gl.int64) * results.stride_n
+    if CHAIN > 0:
+        zero = gl.zeros([HALF_N, D], gl.float32, layouts.gradients)
+        none = gl.zeros([HALF_N, BLOCK_M], k.dtype, layouts.operand)
+        for start in range(CHAIN, num_tiles, CHAIN):
+            mask = inside[:, None]
+            _put_aside(partial_dk, gradients.dk * softmax_scale, mask, start == CHAIN, ACCUMULATE)
+            _put_aside(partial_dv, gradients.dv, mask, start == CHAIN, ACCUMULATE)
+            chain = key_step(
+                start, start - 1, start + 1 < num_tiles,
+                KeyGradients(warpgroup_mma_init(zero), warpgroup_mma_init(zero), none, none),
+                k, v, tiles, scale, 0.0, position, layouts, sums, MASK,
+            )  # fmt: skip
+            for n in range(start + 1, gl.minimum(start + CHAIN, num_tiles)):
+                chain = key_step(
+                    n, n - 1, n + 1 < num_tiles, chain, k, v, tiles, scale, 0.0, position, layouts, sums, MASK
+                )  # fmt: skip
+            gradients = chain.wait(0)
+    if sums is not None:
+        sums.finish(num_tiles - 1)
+    dk = gradients.dk
+    dv = gradients.dv
+    if COLUMNS:
+        for g in range(GROUP):
+            batch_head = (batch * HEADS + kv_head * GROUP + g).to(gl.int64)
+            entry = gl.load(
+                results.column_entries + batch_head * key_len + rows, mask=inside, other=-1
+            )
+            for split in range(SPLITS):
+                line = ((batch_head * SPLITS + split) * column_len + entry)[:, None] * D + d[
+                    None, :
+                ]
+                dk += gl.load(results.column_dk + line, mask=(entry >= 0)[:, None], other=0.0)
+                dv += gl.load(results.column_dv + line, mask=(entry >= 0)[:, None], other=0.0)
+    dk = dk * softmax_scale
+    if ACCUMULATE or CHAIN > 0:
+        mask = inside[:, None]
+        if not ACCUMULATE:
+            mask = mask & (num_tiles > CHAIN)
+        dk += gl.load(partial_dk, mask=mask, other=0.0, cache_modifier=".cg")
+        dv += gl.load(partial_dv, mask=mask, other=0.0, cache_modifier=".cg")
+    dk = dk.to(dk_ptr.dtype.element_ty)
+    gl.store(dk_ptr + row * results.stride_n + d[None, :], dk, mask=inside[:, None])
+    dv = dv.to(dv_ptr.dtype.element_ty)
+    gl.store(dv_ptr + row * results.stride_n + d[None, :], dv, mask=inside[:, None])

@@ -1,0 +1,159 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Which query tiles attend to a key block on Hopper GPUs: the pattern index as the gradients of keys and
+values read it, and the partitions that walk these tiles to load them or to add their sums.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...common.tiles import first_beyond
+from .compat import Pointer, Scalar, aggregate
+from .key_common import BLOCK_M, TileLoader
+from .query_sums import QueryAdder
+
+
+@aggregate
+class RankIndex:
+    """Which query blocks of this rank attend to each key block of one rank: a pattern index on the device.
+
+    Of slashes, query blocks meet a key block c at local blocks ``c + apart + 2 (e + wrap)``, e being the
+    quotients that a head's list has for a residue of distances, apart 0 or 1: see ``RingStep.meetings``. Of
+    block lists, each key block has its own list of query blocks.
+    """
+
+    slash_ptr: Pointer  # prefix counts of the lists
+    slash_list: Pointer
+    ptr_len: Scalar
+    list_len: Scalar
+    # launch_args.meetings: by c % 2 and apart, where a residue's prefix counts start, and wrap. With block
+    # lists residue_00 is where those of the keys' rank start.
+    residue_00: Scalar
+    wrap_00: Scalar
+    residue_01: Scalar
+    wrap_01: Scalar
+    residue_10: Scalar
+    wrap_10: Scalar
+    residue_11: Scalar
+    wrap_11: Scalar
+    local_blocks: Scalar
+    weights: Pointer  # PatternIndex.weights, at the key block; or None
+    num_blocks: Scalar  # of the sequence, read if WEIGHTED
+    LISTS: gl.constexpr
+    PACKED: gl.constexpr
+    WEIGHTED: gl.constexpr
+    LISTS_PER_BLOCK: gl.constexpr  # 1 of block lists, 2 of slashes: one for each apart
+
+    @gluon.jit
+    def head_ptr(self, batch_head):
+        """Prefix counts of a head."""
+        if self.LISTS:
+            head_len = self.local_blocks
+        else:
+            head_len = self.ptr_len
+        return self.slash_ptr + batch_head.to(gl.int64) * head_len
+
+    @gluon.jit
+    def head_list(self, batch_head):
+        """The list of a head."""
+        return self.slash_list + batch_head.to(gl.int64) * self.list_len
+
+    @gluon.jit
+    def log2_weight(self, batch_head, q_block):
+        """log2 of the weight of the key block for a query block of a head; 0.0 unless WEIGHTED."""
+        if self.WEIGHTED:
+            line = batch_head.to(gl.int64) * self.local_blocks + q_block
+            log2_weight = gl.load(self.weights + line * self.num_blocks).to(gl.float32) - 1
+        else:
+            log2_weight = 0.0
+        return log2_weight
+
+    @gluon.jit
+    def meetings(self, head_ptr, head_list, apart: gl.constexpr, kv_block, end_q_block):
+        """The part of a head's list that has the query blocks which attend to ``kv_block``, from ``low`` to
+        ``high``, and the query block of the quotient 0. From ``end_q_block`` on, packed documents hide it."""
+        if self.LISTS:
+            first = 0
+            start = self.residue_00 + kv_block
+            count = 1
+        else:
+            odd = (kv_block & 1) == 1
+            if apart == 0:
+                start = gl.where(odd, self.residue_10, self.residue_00)
+                wrap = gl.where(odd, self.wrap_10, self.wrap_00)
+            else:
+                start = gl.where(odd, self.residue_11, self.residue_01)
+                wrap = gl.where(odd, self.wrap_11, self.wrap_01)
+            first = kv_block + apart + 2 * wrap
+            # Query blocks first, first + 2, and so on, before the end.
+            end = end_q_block if self.PACKED else self.local_blocks
+            count = gl.maximum(end + 1 - first, 0) // 2
+        low = gl.load(head_ptr + start)
+        high = gl.load(head_ptr + start + count)
+        if self.PACKED and self.LISTS:
+            high = first_beyond(head_list, low, high, end_q_block - 1)
+        return low, high, first
+
+
+@gluon.jit
+def _walk(
+    visitor, index, end_q_block,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, DIAGONAL: gl.constexpr,
+):  # fmt: skip
+    """Visit the query tiles of a key block, in order."""
+    kv_block = gl.program_id(0)
+    batch = gl.program_id(1) // (HEADS // GROUP)
+    kv_head = gl.program_id(1) % (HEADS // GROUP)
+    n = 0
+    if DIAGONAL:
+        # The diagonal block of every head first, then all that needs no mask.
+        for g in range(GROUP):
+            head = kv_head * GROUP + g
+            batch_head = batch * HEADS + head
+            for i in gl.static_range(BLOCK // BLOCK_M):
+                row = kv_block * BLOCK + i * BLOCK_M
+                visitor.visit(n, batch, head, batch_head, row, 0.0)
+                n += 1
+    for g in range(GROUP):
+        head = kv_head * GROUP + g
+        batch_head = batch * HEADS + head
+        head_list = index.head_list(batch_head)
+        head_ptr = index.head_ptr(batch_head)
+        for apart in gl.static_range(index.LISTS_PER_BLOCK):
+            low, high, first = index.meetings(head_ptr, head_list, apart, kv_block, end_q_block)
+            if DIAGONAL and apart == 0:
+                low += 1
+            for j in range(low, high):
+                quotient = gl.load(head_list + j).to(gl.int32)
+                row = (first + index.LISTS_PER_BLOCK * quotient) * BLOCK
+                log2_weight = index.log2_weight(batch_head, quotient)
+                for i in gl.static_range(BLOCK // BLOCK_M):
+                    visitor.visit(n, batch, head, batch_head, row + i * BLOCK_M, log2_weight)
+                    n += 1
+    if n == 0:
+        # No query sees this block: a tile of zeros past the end.
+        visitor.visit(0, batch, kv_head * GROUP, batch * HEADS, index.local_blocks * BLOCK, 0.0)
+
+
+@gluon.jit
+def load_queries(
+    descs, k_desc, v_desc, kept, tiles, index, end_q_block,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, DIAGONAL: gl.constexpr,
+):  # fmt: skip
+    """The loading warp."""
+    batch = gl.program_id(1) // (HEADS // GROUP)
+    kv_head = gl.program_id(1) % (HEADS // GROUP)
+    kept.load(k_desc, v_desc, batch, kv_head, gl.program_id(0) * BLOCK)
+    loader = TileLoader(tiles, descs)
+    _walk(loader, index, end_q_block, HEADS, GROUP, BLOCK, DIAGONAL)
+
+
+@gluon.jit
+def add_sums(
+    dq_desc, sums, index, end_q_block, HALF: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, DIAGONAL: gl.constexpr,
+):  # fmt: skip
+    """A warp that adds to the queries' gradient."""
+    adder = QueryAdder(sums.of_half(HALF), dq_desc)
+    _walk(adder, index, end_q_block, HEADS, GROUP, BLOCK, DIAGONAL)
