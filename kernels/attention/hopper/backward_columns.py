@@ -29,7 +29,7 @@ from .key_common import (
     query_descriptors,
 )
 from .masks import DOCUMENT, PER_KEY
-from .query_sums import QueryAdder, allocate_sums
+from .query_sums import QueryAdder
 
 
 @aggregate
@@ -72,35 +72,38 @@ def _walk(
 
 @gluon.jit
 def _load(
-    descs, k_desc, v_desc, kept, tiles, batch, head, batch_head, first, first_q_block, num_tiles,
+    descs, k_desc, v_desc, shared, batch, head, batch_head, first, first_q_block, num_tiles,
     BLOCK: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     """The loading warp."""
-    kept.load(k_desc, v_desc, batch, head, first)
-    loader = TileLoader(tiles, descs)
+    shared.kept.load(k_desc, v_desc, batch, head, first)
+    loader = TileLoader(shared.queries, descs)
     _walk(loader, batch, head, batch_head, first_q_block, num_tiles, BLOCK, SPLITS)
 
 
 @gluon.jit
 def _add(
-    dq_desc, sums, batch, head, batch_head, first_q_block, num_tiles,
+    dq_desc, shared, batch, head, batch_head, first_q_block, num_tiles,
     HALF: gl.constexpr, BLOCK: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     """A warp that adds to the queries' gradient."""
-    adder = QueryAdder(sums.of_half(HALF), dq_desc)
+    adder = QueryAdder(shared.sums_of_half(HALF), dq_desc)
     _walk(adder, batch, head, batch_head, first_q_block, num_tiles, BLOCK, SPLITS)
 
 
 @gluon.jit
 def _attend(
     # Operands and results of a head
-    dk_ptr, dv_ptr, columns, member, kept, tiles, shared_sums,
+    dk_ptr, dv_ptr, columns, member, shared,
     # Where in the results, in the head's columns, and in the queries; rows in the results
     line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
     HALF: gl.constexpr, BLOCK: gl.constexpr, SPLITS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: the gradients of half of the columns."""
     HALF_N: gl.constexpr = BLOCK // 2
+    kept = shared.kept
+    tiles = shared.queries
+    sums = shared.sums_of_half(HALF)
     D: gl.constexpr = kept.D
     block_tiles: gl.constexpr = BLOCK // BLOCK_M
     layouts = make_layouts(D)
@@ -111,9 +114,6 @@ def _attend(
     block = position // BLOCK
     tile = ColumnTile(member, position, block, inside, rank, world, inner, PACKED)
     MASK: gl.constexpr = DOCUMENT if PACKED else PER_KEY
-    sums = None
-    if shared_sums is not None:
-        sums = shared_sums.of_half(HALF)
     k, v, gradients = key_start(kept, tiles, layouts, HALF)
     mask = tile.mask(inside, first_q_block)
     gradients = key_step(
@@ -184,59 +184,39 @@ def _column_kernel(
     num_tiles = gl.where(first_q_block < local_blocks, num_tiles, 1)
     line = (batch_head * SPLITS + split) * column_len + first
 
-    kept, tiles = allocate_tiles(
-        q_desc, grad_out_desc, k_desc, v_desc, lse_desc, BLOCK // 2, D, STAGES, PACKED, False
+    shared = allocate_tiles(
+        q_desc, grad_out_desc, k_desc, v_desc, lse_desc, dq_desc,
+        BLOCK // 2, D, STAGES, PACKED, False,
     )  # fmt: skip
     descs = QueryDescriptors(q_desc, grad_out_desc, lse_desc, delta_desc, starts_desc)
-    if dq_desc is None:
-        gl.warp_specialize(
-            [
-                (_attend, (
-                    dk_ptr, dv_ptr, columns, member, kept, tiles, None,
-                    line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
-                    0, BLOCK, SPLITS, PACKED,
-                )),
-                (_attend, (
-                    dk_ptr, dv_ptr, columns, member, kept, tiles, None,
-                    line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
-                    1, BLOCK, SPLITS, PACKED,
-                )),
-                (_load, (
-                    descs, k_desc, v_desc, kept, tiles, batch, head, gl.program_id(1),
-                    first, first_q_block, num_tiles, BLOCK, SPLITS,
-                )),
-            ],
-            [4, 1],
-            [240, 24],
-        )  # fmt: skip
-    else:
-        sums = allocate_sums(kept, dq_desc)
-        gl.warp_specialize(
-            [
-                (_attend, (
-                    dk_ptr, dv_ptr, columns, member, kept, tiles, sums,
-                    line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
-                    0, BLOCK, SPLITS, PACKED,
-                )),
-                (_attend, (
-                    dk_ptr, dv_ptr, columns, member, kept, tiles, sums,
-                    line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
-                    1, BLOCK, SPLITS, PACKED,
-                )),
-                (_load, (
-                    descs, k_desc, v_desc, kept, tiles, batch, head, gl.program_id(1),
-                    first, first_q_block, num_tiles, BLOCK, SPLITS,
-                )),
-                (_add, (
-                    dq_desc, sums, batch, head, gl.program_id(1), first_q_block, num_tiles, 0, BLOCK, SPLITS,
-                )),
-                (_add, (
-                    dq_desc, sums, batch, head, gl.program_id(1), first_q_block, num_tiles, 1, BLOCK, SPLITS,
-                )),
-            ],
-            [4, 1, 1, 1],
-            [240, 24, 24, 24],
-        )  # fmt: skip
+    # Without the queries' gradient there are no warps that add to it.
+    WORKERS: gl.constexpr = 2 if dq_desc is None else 4
+    gl.warp_specialize(
+        [
+            (_attend, (
+                dk_ptr, dv_ptr, columns, member, shared,
+                line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
+                0, BLOCK, SPLITS, PACKED,
+            )),
+            (_attend, (
+                dk_ptr, dv_ptr, columns, member, shared,
+                line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
+                1, BLOCK, SPLITS, PACKED,
+            )),
+            (_load, (
+                descs, k_desc, v_desc, shared, batch, head, gl.program_id(1),
+                first, first_q_block, num_tiles, BLOCK, SPLITS,
+            )),
+            (_add, (
+                dq_desc, shared, batch, head, gl.program_id(1), first_q_block, num_tiles, 0, BLOCK, SPLITS,
+            )),
+            (_add, (
+                dq_desc, shared, batch, head, gl.program_id(1), first_q_block, num_tiles, 1, BLOCK, SPLITS,
+            )),
+        ][: WORKERS + 1],
+        [4, 1, 1, 1][:WORKERS],
+        [240, 24, 24, 24][:WORKERS],
+    )  # fmt: skip
 
 
 def backward_columns(

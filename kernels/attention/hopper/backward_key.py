@@ -2,8 +2,8 @@
 """Gradients of the keys and values of one rank on Hopper GPUs, in Gluon: the same sums as
 ``portable/backward_key.py``, deterministic.
 
-A program keeps one key block and walks the query tiles that attend to it (:mod:`.key_common`). The gathered
-columns have a kernel of their own, ``backward_columns.py``.
+A program keeps one key block and walks the query tiles that attend to it (:mod:`.key_walk`). Two warpgroups
+compute (:mod:`.key_gradients`). The gathered columns have a kernel of their own, ``backward_columns.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from .key_common import (
 )
 from .key_gradients import KeyResults, attend
 from .key_walk import RankIndex, add_sums, load_queries
-from .query_sums import allocate_sums
 
 CHAIN = 256
 """Query tiles that are summed in registers, at least; see ``_partial_sums``."""
@@ -97,55 +96,32 @@ def _key_kernel(
             num_tiles += 2 * (high - low)
     num_tiles = gl.maximum(num_tiles, 1)
 
-    kept, tiles = allocate_tiles(
-        q_desc, grad_out_desc, k_desc, v_desc, lse_desc, BLOCK // 2, D, STAGES, PACKED, WEIGHTED
-    )
+    shared = allocate_tiles(
+        q_desc, grad_out_desc, k_desc, v_desc, lse_desc, dq_desc,
+        BLOCK // 2, D, STAGES, PACKED, WEIGHTED,
+    )  # fmt: skip
     descs = QueryDescriptors(q_desc, grad_out_desc, lse_desc, delta_desc, starts_desc)
-    if dq_desc is None:
-        gl.warp_specialize(
-            [
-                (attend, (
-                    results, kept, tiles, None, column_len, num_tiles, key_len, softmax_scale, first_position,
-                    0, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, PACKED,
-                )),
-                (attend, (
-                    results, kept, tiles, None, column_len, num_tiles, key_len, softmax_scale, first_position,
-                    1, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, PACKED,
-                )),
-                (load_queries, (
-                    descs, k_desc, v_desc, kept, tiles, index, end_q_block,
-                    HEADS, GROUP, BLOCK, DIAGONAL,
-                )),
-            ],
-            [4, 1],
-            [240, 24],
-        )  # fmt: skip
-    else:
-        sums = allocate_sums(kept, dq_desc)
-        gl.warp_specialize(
-            [
-                (attend, (
-                    results, kept, tiles, sums, column_len, num_tiles, key_len, softmax_scale, first_position,
-                    0, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, PACKED,
-                )),
-                (attend, (
-                    results, kept, tiles, sums, column_len, num_tiles, key_len, softmax_scale, first_position,
-                    1, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, PACKED,
-                )),
-                (load_queries, (
-                    descs, k_desc, v_desc, kept, tiles, index, end_q_block,
-                    HEADS, GROUP, BLOCK, DIAGONAL,
-                )),
-                (add_sums, (
-                    dq_desc, sums, index, end_q_block, 0, HEADS, GROUP, BLOCK, DIAGONAL,
-                )),
-                (add_sums, (
-                    dq_desc, sums, index, end_q_block, 1, HEADS, GROUP, BLOCK, DIAGONAL,
-                )),
-            ],
-            [4, 1, 1, 1],
-            [240, 24, 24, 24],
-        )  # fmt: skip
+    # Without the queries' gradient there are no warps that add to it.
+    WORKERS: gl.constexpr = 2 if dq_desc is None else 4
+    gl.warp_specialize(
+        [
+            (attend, (
+                results, shared, column_len, num_tiles, key_len, softmax_scale, first_position,
+                0, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, PACKED,
+            )),
+            (attend, (
+                results, shared, column_len, num_tiles, key_len, softmax_scale, first_position,
+                1, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, PACKED,
+            )),
+            (load_queries, (
+                descs, k_desc, v_desc, shared, index, end_q_block, HEADS, GROUP, BLOCK, DIAGONAL,
+            )),
+            (add_sums, (dq_desc, shared, index, end_q_block, 0, HEADS, GROUP, BLOCK, DIAGONAL)),
+            (add_sums, (dq_desc, shared, index, end_q_block, 1, HEADS, GROUP, BLOCK, DIAGONAL)),
+        ][: WORKERS + 1],
+        [4, 1, 1, 1][:WORKERS],
+        [240, 24, 24, 24][:WORKERS],
+    )  # fmt: skip
 
 
 def _partial_sums(

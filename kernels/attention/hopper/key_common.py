@@ -28,7 +28,7 @@ from .compat import Descriptor, SharedMemory, Value, aggregate, load_tile, threa
 from .descriptors import descriptor, line_descriptor, sums_descriptor
 from .masks import CAUSAL, CAUSAL_DOCUMENT, DOCUMENT, PER_KEY
 from .pipeline import Barriers, allocate_barriers
-from .query_sums import BLOCK_M
+from .query_sums import BLOCK_M, QuerySums, allocate_sums
 
 
 def query_descriptors(query: Tensor, grad_out: Tensor, dim: int) -> dict[str, TensorDescriptor]:
@@ -154,6 +154,23 @@ class TileLoader:
         self.tiles.load(n, self.descs, batch, head, batch_head, row, log2_weight)
 
 
+@aggregate
+class SharedTiles:
+    """Shared memory and barriers that the partitions of a program have in common."""
+
+    kept: KeptKeys
+    queries: QueryTiles
+    sums: QuerySums | gl.constexpr  # the queries' gradient, or None
+
+    @gluon.jit
+    def sums_of_half(self, HALF: gl.constexpr):
+        """The queries' gradient as a computing warpgroup sees it, or None."""
+        sums = self.sums
+        if sums is not None:
+            sums = sums.of_half(HALF)
+        return sums
+
+
 @gluon.jit
 def allocate_tiles(
     q_desc,
@@ -161,13 +178,14 @@ def allocate_tiles(
     k_desc,
     v_desc,
     lse_desc,
+    dq_desc,  # None without the queries' gradient
     HALF_N: gl.constexpr,
     D: gl.constexpr,
     STAGES: gl.constexpr,
     PACKED: gl.constexpr,
     WEIGHTED: gl.constexpr,
 ):
-    """Shared memory and barriers of a program: its keys, and the query tiles in flight."""
+    """Shared memory and barriers of a program."""
     dtype: gl.constexpr = q_desc.dtype
     k = gl.allocate_shared_memory(dtype, [2, 1, 1, HALF_N, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [2, 1, 1, HALF_N, D], v_desc.layout)
@@ -192,11 +210,15 @@ def allocate_tiles(
         mbarrier.init(q_full.of(i), count=1)
         mbarrier.init(grad_out_full.of(i), count=1)
         mbarrier.init(empty.of(i), count=2)
-    tiles = QueryTiles(
+    queries = QueryTiles(
         q, grad_out, lse, delta, q_full, grad_out_full, empty, starts, log2_weights, D, STAGES, PACKED,
         WEIGHTED,
     )  # fmt: skip
-    return KeptKeys(k, v, kv_full, HALF_N, D), tiles
+    kept = KeptKeys(k, v, kv_full, HALF_N, D)
+    sums = None
+    if dq_desc is not None:
+        sums = allocate_sums(kept, dq_desc)
+    return SharedTiles(kept, queries, sums)
 
 
 @aggregate

@@ -44,13 +44,16 @@ def _put_aside(ptr, total, mask, first, ACCUMULATE: gl.constexpr):
 
 @gluon.jit
 def attend(
-    results, kept, tiles, shared_sums, column_len, num_tiles, key_len, softmax_scale, first_position,
+    results, shared, column_len, num_tiles, key_len, softmax_scale, first_position,
     HALF: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr,
     SPLITS: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr, ACCUMULATE: gl.constexpr,
     CHAIN: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: the gradients of half of the keys."""
     HALF_N: gl.constexpr = BLOCK // 2
+    kept = shared.kept
+    tiles = shared.queries
+    sums = shared.sums_of_half(HALF)
     D: gl.constexpr = kept.D
     layouts = make_layouts(D)
     scale = softmax_scale * LOG2E
@@ -62,9 +65,6 @@ def attend(
         position = first_position + HALF * HALF_N
         position += gl.arange(0, HALF_N, layout=gl.SliceLayout(1, layouts.scores))
         position = position.to(gl.float32)  # [HALF_N]
-    sums = None
-    if shared_sums is not None:
-        sums = shared_sums.of_half(HALF)
     k, v, gradients = key_start(kept, tiles, layouts, HALF)
     # The first tile is not in a loop, so that the compiler finds the loops' operands in place.
     first = 1

@@ -138,22 +138,22 @@ def _walk(
 
 @gluon.jit
 def load_queries(
-    descs, k_desc, v_desc, kept, tiles, index, end_q_block,
+    descs, k_desc, v_desc, shared, index, end_q_block,
     HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, DIAGONAL: gl.constexpr,
 ):  # fmt: skip
     """The loading warp."""
     batch = gl.program_id(1) // (HEADS // GROUP)
     kv_head = gl.program_id(1) % (HEADS // GROUP)
-    kept.load(k_desc, v_desc, batch, kv_head, gl.program_id(0) * BLOCK)
-    loader = TileLoader(tiles, descs)
+    shared.kept.load(k_desc, v_desc, batch, kv_head, gl.program_id(0) * BLOCK)
+    loader = TileLoader(shared.queries, descs)
     _walk(loader, index, end_q_block, HEADS, GROUP, BLOCK, DIAGONAL)
 
 
 @gluon.jit
 def add_sums(
-    dq_desc, sums, index, end_q_block, HALF: gl.constexpr,
+    dq_desc, shared, index, end_q_block, HALF: gl.constexpr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, DIAGONAL: gl.constexpr,
 ):  # fmt: skip
     """A warp that adds to the queries' gradient."""
-    adder = QueryAdder(sums.of_half(HALF), dq_desc)
+    adder = QueryAdder(shared.sums_of_half(HALF), dq_desc)
     _walk(adder, index, end_q_block, HEADS, GROUP, BLOCK, DIAGONAL)
