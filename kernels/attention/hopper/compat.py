@@ -24,6 +24,9 @@ def _add_tile(tensor_desc, coord, src, _semantic=None):
 
 
 add_tile = getattr(tma, "async_atomic_add", None) or _add_tile
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or (
+    gl.shared_memory_descriptor._reinterpret
+)
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 # Types of aggregates' fields. A number that is 1 at the launch, and None, are constants to the compiler.

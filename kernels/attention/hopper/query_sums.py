@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .compat import Descriptor, SharedMemory, add_tile, aggregate, thread_barrier
+from .compat import Descriptor, SharedMemory, add_tile, aggregate, reinterpret, thread_barrier
 from .pipeline import Barriers, allocate_barriers
 
 BLOCK_M = gl.constexpr(64)
@@ -166,7 +166,7 @@ def allocate_sums(kept, dq_desc):
     # The keys are loaded in such a layout that each half of the head dimension is a tile.
     keys_layout: gl.constexpr = gl.NVMMASharedLayout(2 * HALF_D, 16, 2)
     ds = gl.allocate_shared_memory(dtype, [4, HALF_N, BLOCK_M], ds_layout)
-    keys = kept.k._reinterpret(dtype, [4, HALF_N, HALF_D], keys_layout)
+    keys = reinterpret(kept.k, dtype, [4, HALF_N, HALF_D], keys_layout)
     sums = gl.allocate_shared_memory(gl.float32, [2, 1, D, 32], dq_desc.layout)
     ds_full = allocate_barriers(2)
     ds_empty = allocate_barriers(2)
