@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..common.launch import cdiv
-from ..types import PatternIndex, RingStep
+from ..types import PatternIndex, RingStep, Round
 from .sampling import BlockMarks
 
 MEETINGS = [
@@ -17,6 +17,33 @@ MEETINGS = [
 ]
 """Parameters of the gradient of keys, see :func:`meetings`. ``turned`` is the key block's local number modulo
 2, ``apart`` whether the query block's differs."""
+
+
+def round_arguments(index: PatternIndex, round_: Round) -> dict[str, Any]:
+    """Arguments of kernels that hold queries: which keys of a round they attend to, and constants of that."""
+    return dict(
+        slash_ptr=index.round_ptr,
+        slash_list=index.round_list,
+        member=index.member,
+        columns=index.columns,
+        column_ptr=index.column_ptr,
+        ptr_len=index.column_ptr.shape[-1],
+        list_len=index.list_strides[0],
+        column_len=index.columns.shape[-1],
+        local_blocks=index.local_blocks,
+        round_start=index.round_start(round_.round_index),
+        wrap=round_.wrap,
+        rank=round_.rank,
+        world=index.world,
+        round_index=round_.round_index,
+        outer=index.outer,
+        INNER=index.inner,
+        HEADS=index.columns.shape[1],
+        BLOCK=index.block_size,
+        FIRST=round_.first,
+        LISTS=index.has_block_lists,
+        PACKED=index.documents is not None,
+    )
 
 
 def meetings(index: PatternIndex, ring_step: RingStep) -> list[int]:

@@ -26,13 +26,7 @@ from ...types import PatternIndex, Round
 from .compat import store_tile, thread_barrier
 from .descriptors import descriptor
 from .global_rows import GlobalRows
-from .item_arguments import (
-    constants,
-    index_tensors,
-    key_descriptors,
-    num_programs,
-    round_numbers,
-)
+from .item_arguments import item_arguments, key_descriptors, num_programs
 from .item_loads import load_keys, load_values
 from .item_tiles import allocate_tiles
 from .masks import CAUSAL, DOCUMENT, PER_KEY, UNMASKED
@@ -309,15 +303,13 @@ def backward_query(
         lse_ptr=lse,
         delta_ptr=delta,
         attended_ptr=attended,
-        **index_tensors(index, round_.rank),
         stride_am=acc_in.stride(0),
         stride_ab=acc_in.stride(1),
         stride_ah=acc_in.stride(2),
         stride_dqm=grad_query.stride(0),
         stride_dqb=grad_query.stride(1),
         stride_dqh=grad_query.stride(2),
-        **round_numbers(index, round_, key, length, end, softmax_scale),
-        **constants(index, round_, key, column_kv is not None),
+        **item_arguments(index, round_, key, column_kv is not None, length, end, softmax_scale),
         weights=index.weights,
         WEIGHTED=index.weights is not None,
     )

@@ -59,6 +59,8 @@ def sums_descriptor(tensor: Tensor, dim: int) -> TensorDescriptor:
 
 _View = Callable[[tuple, tuple], tuple[tuple, tuple]]
 """From a tensor's shape and strides to those of a descriptor."""
+_Given = tuple[_View, tuple, tuple, tuple, torch.dtype, int | None]
+"""All of a descriptor but its tensor's address: the view of a shape and strides, tile, dtype and swizzle."""
 
 
 def _as_it_is(shape: tuple, strides: tuple) -> tuple[tuple, tuple]:
@@ -93,38 +95,25 @@ def _describe(
     Where kernels are launched by Triton's own launch (``launch.launches_directly``: other versions, or
     ``MTRAINING_TRITON_LAUNCH=1`` in the environment), Triton makes and checks each descriptor.
     """
-    as_given = view, tensor.shape, tensor.stride(), tuple(block_shape), tensor.dtype, swizzle
+    given = view, tensor.shape, tensor.stride(), tuple(block_shape), tensor.dtype, swizzle
     if not launches_directly():
-        return _checked(tensor, *as_given)
+        return _checked(tensor, given)
     copy = object.__new__(TensorDescriptor)
-    copy.__dict__.update(_checked_state(*as_given))
+    copy.__dict__.update(_checked_state(given))
     copy.base = tensor
     return copy
 
 
 @functools.lru_cache(maxsize=1024)
-def _checked_state(
-    view: _View,
-    shape: tuple,
-    strides: tuple,
-    block_shape: tuple,
-    dtype: torch.dtype,
-    swizzle: int | None,
-) -> dict:
+def _checked_state(given: _Given) -> dict:
     """The attributes of a descriptor that Triton has checked, with a placeholder for its tensor."""
-    return vars(_checked(_Placeholder(dtype), view, shape, strides, block_shape, dtype, swizzle))
+    *_, dtype, _ = given
+    return vars(_checked(_Placeholder(dtype), given))
 
 
-def _checked(
-    base: Tensor | _Placeholder,
-    view: _View,
-    shape: tuple,
-    strides: tuple,
-    block_shape: tuple,
-    dtype: torch.dtype,
-    swizzle: int | None,
-) -> TensorDescriptor:
+def _checked(base: Tensor | _Placeholder, given: _Given) -> TensorDescriptor:
     """A descriptor that Triton checks."""
+    view, shape, strides, block_shape, dtype, swizzle = given
     layout = _tile_layout(block_shape, dtype, swizzle)
     viewed, strides = view(shape, strides)
     return TensorDescriptor(base, list(viewed), list(strides), list(block_shape), layout)

@@ -29,13 +29,7 @@ from ..sampling import BlockMarks
 from .compat import Pointer, Scalar, Value, aggregate, store_tile, thread_barrier
 from .descriptors import descriptor
 from .global_rows import GlobalRows
-from .item_arguments import (
-    constants,
-    index_tensors,
-    key_descriptors,
-    num_programs,
-    round_numbers,
-)
+from .item_arguments import item_arguments, key_descriptors, num_programs
 from .item_loads import load_keys, load_values
 from .item_tiles import allocate_tiles
 from .masks import CAUSAL, DOCUMENT, PER_KEY, UNMASKED
@@ -394,7 +388,6 @@ def forward(
         accumulator_ptr=acc_in,
         out_ptr=out,
         lse_ptr=lse,
-        **index_tensors(index, round_.rank),
         **mark_arguments(marks),
         stride_am=acc_in.stride(0),
         stride_ab=acc_in.stride(1),
@@ -402,6 +395,7 @@ def forward(
         stride_om=out.stride(0),
         stride_ob=out.stride(1),
         stride_oh=out.stride(2),
-        **round_numbers(index, round_, key, length, num_items, softmax_scale),
-        **constants(index, round_, key, column_kv is not None),
+        **item_arguments(
+            index, round_, key, column_kv is not None, length, num_items, softmax_scale
+        ),
     )

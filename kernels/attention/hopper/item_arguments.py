@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...types import PatternIndex, Round
+from ..launch_args import round_arguments
 from .descriptors import chunk_rows, descriptor_heads_first, gathered_descriptor
 
 
@@ -38,65 +39,34 @@ def key_descriptors(
     return dict(k_desc=keys, v_desc=values, column_k_desc=column_keys, column_v_desc=column_values)
 
 
-def index_tensors(index: PatternIndex, rank: int) -> dict[str, Tensor | None]:
-    """Arguments of both kernels: the tensors of the index, and of packed documents."""
-    starts, kv_block_bounds = None, None
-    if index.documents is not None:
-        local = index.documents.on(rank, index.world, index.inner, index.block_size)
-        starts, kv_block_bounds = local.start_f32, local.kv_block_bounds
-    return dict(
-        slash_ptr=index.round_ptr,
-        slash_list=index.round_list,
-        member=index.member,
-        columns=index.columns,
-        column_ptr=index.column_ptr,
-        document_starts=starts,
-        kv_block_bounds=kv_block_bounds,
-    )
-
-
-def round_numbers(
+def item_arguments(
     index: PatternIndex,
     round_: Round,
     key: Tensor,
+    has_columns: bool,
     query_len: int,
     num_items: int,
     softmax_scale: float,
 ) -> dict[str, Any]:
-    """Arguments of both kernels: sizes, where the round is in the index, and the layout of its keys."""
+    """Arguments of both kernels: the pattern of a round and its documents, the layout of its keys, sizes, and
+    options of the compiler."""
+    document_starts, kv_block_bounds = None, None
+    if index.documents is not None:
+        local = index.documents.on(round_.rank, index.world, index.inner, index.block_size)
+        document_starts, kv_block_bounds = local.start_f32, local.kv_block_bounds
     return dict(
-        ptr_len=index.column_ptr.shape[-1],
-        list_len=index.list_strides[0],
-        column_len=index.columns.shape[-1],
+        **round_arguments(index, round_),
+        document_starts=document_starts,
+        kv_block_bounds=kv_block_bounds,
         query_len=query_len,
-        local_blocks=index.local_blocks,
         num_items=num_items,
         softmax_scale=softmax_scale,
-        round_start=index.round_start(round_.round_index),
-        wrap=round_.wrap,
         chunk_rows=chunk_rows(key),
-        rank=round_.rank,
-        world=index.world,
-        round_index=round_.round_index,
-        outer=index.outer,
-    )
-
-
-def constants(index: PatternIndex, round_: Round, key: Tensor, has_columns: bool) -> dict[str, Any]:
-    """Arguments of both kernels that are constants to the compiler, and its options."""
-    heads = index.columns.shape[1]
-    return dict(
-        INNER=index.inner,
-        HEADS=heads,
-        GROUP=heads // key.shape[3],
+        GROUP=index.columns.shape[1] // key.shape[3],
         D=key.shape[-1],
-        BLOCK=index.block_size,
         STAGES=2,
-        FIRST=round_.first,
         LAST=round_.last,
         COLUMNS=has_columns,
-        LISTS=index.has_block_lists,
-        PACKED=index.documents is not None,
         num_warps=4,
         maxnreg=168,
     )

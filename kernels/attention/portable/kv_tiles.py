@@ -25,6 +25,7 @@ from ...common.tiles import (
     seen_from,
 )
 from ...types import PatternIndex, Round
+from ..launch_args import round_arguments
 
 
 def kv_arguments(
@@ -36,7 +37,6 @@ def kv_arguments(
     round_: Round,
 ) -> dict[str, Any]:
     """Arguments of both kernels: the keys of a round, and which of them the query blocks attend to."""
-    heads = query.shape[2]
     column_k, column_v = (key, value) if column_kv is None else column_kv  # not read if None
     document_starts = kv_block_bounds = None
     if index.documents is not None:
@@ -56,34 +56,14 @@ def kv_arguments(
         stride_vb=stride_vb,
         stride_vh=stride_vh,
         key_len=key.shape[1],
-        slash_ptr=index.round_ptr,
-        slash_list=index.round_list,
-        member=index.member,
-        columns=index.columns,
-        column_ptr=index.column_ptr,
         column_k_ptr=column_k,
         column_v_ptr=column_v,
         document_starts=document_starts,
         kv_block_bounds=kv_block_bounds,
-        ptr_len=index.column_ptr.shape[-1],
-        list_len=index.list_strides[0],
-        column_len=index.columns.shape[-1],
-        local_blocks=index.local_blocks,
-        round_start=index.round_start(round_.round_index),
-        wrap=round_.wrap,
-        rank=round_.rank,
-        world=index.world,
-        round_index=round_.round_index,
-        outer=index.outer,
-        INNER=index.inner,
-        HEADS=heads,
-        GROUP=heads // key.shape[3],
-        BLOCK=index.block_size,
+        **round_arguments(index, round_),
+        GROUP=query.shape[2] // key.shape[3],
         D=query.shape[3],
-        FIRST=round_.first,
         COLUMNS=column_kv is not None,
-        LISTS=index.has_block_lists,
-        PACKED=index.documents is not None,
         EVEN=query.shape[0] % index.block_size == 0,
         PREC=precision_for(query),
     )
