@@ -43,10 +43,7 @@ def joined(rows: list[Row]) -> list[Row]:
     same seed, steps and learning rate; means over seeds, with half of their range (``_spread``).
     """
     judged = newest((row for row in rows if row["stage"] == "zero"), *KEY)
-    trained = newest(
-        (row for row in rows if row["stage"] == "train"),
-        *KEY, *DATA,
-    )  # fmt: skip
+    trained = newest((row for row in rows if row["stage"] == "train"), *KEY, *DATA)
     timed = newest((row for row in rows if row["stage"] == "time"), "policy", "wanted", "seq")
     dense = {_of_run(row): row for row in trained if row["policy"] == "dense"}
     keys = {tuple(row[name] for name in KEY): None for row in judged + trained}

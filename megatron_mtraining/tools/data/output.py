@@ -228,10 +228,8 @@ def _foreign(parts: Path) -> Path | None:
     except NotADirectoryError:
         return parts
     for path in (parts / name for name in names):
-        regular = _is_regular(
-            path, gone=True
-        )  # since it was listed: a run is at work, as its lock tells
-        if not (OURS.fullmatch(path.name) and regular):
+        # What is gone since it was listed was removed by a run that is at work there: its lock will tell.
+        if not (OURS.fullmatch(path.name) and _is_regular(path, gone=True)):
             return path
     return None
 
