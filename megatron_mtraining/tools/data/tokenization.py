@@ -4,13 +4,10 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
-import threading
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +15,10 @@ import numpy as np
 from ...errors import ConfigError
 from ...models.tokenizer import Tokenizer, open_tokenizer
 from ...requirements import first_line
-from ..common.signals import interrupts_ignored
 from .inputs import Part
 from .output import Parts
 from .readers import NOT_TEXT, Place, read
+from .workers import WorkerEnded, unordered
 
 NAMED = 10
 """Files left out that a part's counts name."""
@@ -204,44 +201,16 @@ def tokenize_all(
         for number in numbers:
             yield number, tokenize(job, encoder, number)
         return
-    others = multiprocessing.active_children()
-    # Not fork: this process has threads.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(job,))
     try:
-        with interrupts_ignored():  # in the workers: this process ends them
-            futures = {pool.submit(_tokenize, number): number for number in numbers}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
-    except BrokenProcessPool:
+        yield from unordered(partial(_open, job), numbers, workers)
+    except WorkerEnded as error:
         raise ConfigError(
-            f"one of {workers} worker processes ended (out of memory?): run the same command again to go on "
-            "with what is left, with fewer --workers if it was memory"
+            f"one of {workers} worker processes {error} (out of memory?): run the same command again to go "
+            "on with what is left, with fewer --workers if it was memory"
         ) from None
-    finally:
-        for process in multiprocessing.active_children():
-            if process not in others:
-                process.terminate()
-        pool.shutdown(cancel_futures=True)
 
 
-_job: Job
-_encoder: Encoder
-
-
-def _start(job: Job) -> None:
+def _open(job: Job) -> Callable[[int], dict]:
     """In a worker process, before its first part."""
-    global _job, _encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are parallel
-    # A parent that is killed tells nobody.
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _job, _encoder = job, open_encoder(job.tokenizer, job.eod)
-
-
-def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def _tokenize(number: int) -> dict:
-    return tokenize(_job, _encoder, number)
+    return partial(tokenize, job, open_encoder(job.tokenizer, job.eod))
