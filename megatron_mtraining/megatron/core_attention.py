@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -171,7 +172,7 @@ class MTrainingAttention(MegatronModule):
                     softmax_scale=self.softmax_scale,
                     documents=documents,
                     first_pass=first_pass,
-                    observe_backward=self.density.add_backward if self.training else None,
+                    observe_backward=self._observe_backward(),
                     **({} if first_pass is not None else self._of_this_step(query, tuned)),
                 )
         except ValueError as error:  # a ConfigError too
@@ -182,6 +183,11 @@ class MTrainingAttention(MegatronModule):
         if self.training and first_pass is None:
             self._count(result.index, microbatch, tuned)
         return result.out.flatten(2)
+
+    def _observe_backward(self) -> Callable[[Tensor, Tensor], None] | None:
+        """Who is told what a pruned backward leaves out, in the steps that are logged: it costs a sum in the
+        backward, and the one-pass backward has none (:func:`~..kernels.attention.one_pass`)."""
+        return self.density.add_backward if self.training and RUN.step_is_logged() else None
 
     def _begin_call(self, place: str) -> int | None:
         """The micro-batch that a first pass begins, where ranks are balanced and in training mode."""

@@ -173,6 +173,7 @@ def wrap_training_log(original):
         end_step(iteration)
         if iteration % arguments.log_interval == 0 or given.get("is_first_iteration"):
             log_density(iteration)
+            RUN.logged = True
             if RUN.balancer is not None:
                 RUN.balancer.read()
                 log_balance(iteration, RUN.balancer.interval)

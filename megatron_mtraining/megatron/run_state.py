@@ -23,6 +23,7 @@ class RunState:
         step: the training step under way, from 0.
         balance: the plans of steps, on ranks with a data loader; None elsewhere, and in other runs.
         restored_balance: the state of their estimates in the checkpoint that training goes on from.
+        logged: whether a step of this process has been logged.
         warned_of_density: whether this run was told that its price leaves nothing out.
         balancer: tuning and accounting; None where neither batching nor tuning is on. :meth:`balancer_of_run`
             makes it in a run of Megatron-LM; other training loops set it.
@@ -32,6 +33,7 @@ class RunState:
         self.step = 0
         self.balance: Planner | None = None
         self.restored_balance: dict | None = None
+        self.logged = False
         self.warned_of_density = False
         self.balancer: Balancer | None = None
         self._balancer_made = False
@@ -72,6 +74,14 @@ class RunState:
         """The training step under way, from 0: Megatron-LM skips those of ``--iterations-to-skip`` without an
         end."""
         return getattr(training_arguments(), "curr_iteration", self.step)
+
+    def step_is_logged(self) -> bool:
+        """Whether the training step under way ends with a line of the log. Megatron-LM logs the first
+        step of a process and every ``--log-interval`` steps; of other training loops nothing is known."""
+        args = training_arguments()
+        if not is_active(args) or not self.logged:
+            return True
+        return (self.step_now() + 1) % args.log_interval == 0
 
     def resume(self, step: int) -> None:
         """Training goes on after ``step`` steps, from a checkpoint."""

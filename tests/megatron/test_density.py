@@ -161,6 +161,7 @@ def test_line():
 def test_log_on_megatron_s_interval_and_only_in_our_runs(backend, monkeypatch):
     args = SimpleNamespace(attention_backend=AttnBackend[backend], log_interval=5)
     monkeypatch.setattr(module, "training_arguments", lambda: args)
+    monkeypatch.setattr(module, "RUN", module.RUN.__class__())
     logged, called = [], []
     monkeypatch.setattr(module, "log_density", logged.append)
     ended = []
@@ -177,3 +178,30 @@ def test_log_on_megatron_s_interval_and_only_in_our_runs(backend, monkeypatch):
     assert called == list(range(1, 11))
     assert ended == (called if backend == "mtraining" else [])
     assert logged == ([1, 5, 10] if backend == "mtraining" else [])
+
+
+@pytest.mark.parametrize("backend, resumed", [("mtraining", 0), ("mtraining", 7), ("flash", 0)])
+def test_steps_that_are_logged(backend, resumed, monkeypatch):
+    """Known before a step as after it; in other training loops, any may be."""
+    args = SimpleNamespace(attention_backend=AttnBackend[backend], log_interval=5)
+    run = module.RUN.__class__()
+    for name in ("megatron_mtraining.megatron.run_state", "megatron_mtraining.megatron.density"):
+        monkeypatch.setattr(f"{name}.training_arguments", lambda: args)
+    monkeypatch.setattr(module, "RUN", run)
+    monkeypatch.setattr(module, "end_step", lambda iteration: None)
+    monkeypatch.setattr(module, "log_density", lambda iteration: logged.append(iteration))
+    training_log = module.wrap_training_log(lambda iteration, is_first_iteration: None)
+    logged, expected = [], []
+    for step in range(resumed, resumed + 12):
+        args.curr_iteration = step
+        if run.step_is_logged():
+            expected.append(step + 1)
+        training_log(step + 1, is_first_iteration=step == resumed)
+    if backend == "mtraining":
+        assert (
+            logged
+            == expected
+            == [resumed + 1, *(step for step in (5, 10, 15) if resumed < step <= resumed + 12)]
+        )
+    else:
+        assert not logged and len(expected) == 12

@@ -313,6 +313,26 @@ def test_a_pruned_backward(tree, sampling):
     assert re.findall(r"\| backward density (\S+) without (\S+) of attention", again.stdout) == said
 
 
+def test_a_pruned_backward_is_observed_in_logged_steps(tree):
+    """What the log says of the backward is of the logged step, the first one included."""
+    said = {}
+    for interval in (1, 6):
+        words = [
+            *EVERYTHING,
+            "--mtraining-backward-threshold",
+            "3",
+            "--log-interval",
+            str(interval),
+        ]
+        lines = re.findall(
+            r"iteration (\d+) \| density.*backward density (\S+ without \S+)",
+            tree.run("launcher", 1, *words).stdout,
+        )
+        said[interval] = {int(step): backward for step, backward in lines}
+    assert list(said[6]) == [1, 6, 12, 18]
+    assert said[6] == {step: said[1][step] for step in said[6]}
+
+
 @pytest.mark.parametrize("way", ["launcher", "patch"])
 def test_other_runs_are_unchanged_by_an_installed_plug_in(way, tree):
     assert losses(tree.run(way, 1)) == tree.dense()
