@@ -1,6 +1,7 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """What is installed, from the tree, editable and from an sdist, and under which names."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -92,9 +93,11 @@ def test_installed_names():
         "assert u.find_spec('patches') is None"
     )
     # Not from the repository's root, where the two folders lie under their own names.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT / "docs", capture_output=True, text=True
-    )
+        [sys.executable, "-c", code],
+        cwd=ROOT / "docs", env=environment, capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
 
