@@ -33,10 +33,10 @@ quickstart: $(READY)
 	$(BIN)/python -m megatron_mtraining quickstart --overwrite $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(ARGS)
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 # One process: with several, each would get a part of the minutes at the same time.
 fuzz: $(READY)
