@@ -49,7 +49,7 @@ TEST = [
     "accelerate",  # of transformers' Trainer
     "trl",
     "pytest>=8",
-    "pytest-xdist",
+    "pytest-xdist>=3.2",  # --dist worksteal
     "hypothesis>=6.100",
     "pybind11",
     "build",

@@ -11,9 +11,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 
+from ...errors import ConfigError
 from ..common.signals import interrupts_ignored
 
 
@@ -109,6 +111,8 @@ def _serve(connection: Connection, open_work) -> None:
             result = work(number)
         except Exception as error:
             result = error
+            if not isinstance(error, (ConfigError, OSError)):
+                traceback.print_exc()  # of a fault in the code, the lines: they do not travel
         connection.send((number, result))
 
 

@@ -70,6 +70,12 @@ def test_each_number_once(count, numbers, processes):
     assert len({where for _, where in done.values()}) <= processes
 
 
+def test_a_fault_in_the_code_shows_its_lines(capfd):
+    with pytest.raises(ZeroDivisionError):
+        list(unordered(partial(open_failing, ZeroDivisionError("fault")), [0], 1))
+    assert "in fail\n" in capfd.readouterr().err
+
+
 def test_no_numbers():
     assert list(unordered(open_square, [], 2)) == []
 
