@@ -33,6 +33,7 @@ def balanced(monkeypatch):
     def use(multipliers=None, **others):
         balancer = balancer_for(multipliers, **others)
         run = SimpleNamespace(
+            step_is_logged=lambda: True,
             balancer_of_run=lambda: balancer,
             steering_of=lambda config, layers, heads: Steering(config, 0, (layers, heads)),
         )
