@@ -165,13 +165,11 @@ def wrap_training_log(original):
 
     def training_log(*args, **kwargs):
         result = original(*args, **kwargs)
-        arguments = training_arguments()
-        if not is_active(arguments):
+        if not is_active(training_arguments()):
             return result
-        given = signature.bind(*args, **kwargs).arguments
-        iteration = given["iteration"]
+        iteration = signature.bind(*args, **kwargs).arguments["iteration"]
         end_step(iteration)
-        if iteration % arguments.log_interval == 0 or given.get("is_first_iteration"):
+        if RUN.is_logged(iteration):
             log_density(iteration)
             RUN.logged = True
             if RUN.balancer is not None:

@@ -76,12 +76,14 @@ class RunState:
         return getattr(training_arguments(), "curr_iteration", self.step)
 
     def step_is_logged(self) -> bool:
-        """Whether the training step under way ends with a line of the log. Megatron-LM logs the first
-        step of a process and every ``--log-interval`` steps; of other training loops nothing is known."""
-        args = training_arguments()
-        if not is_active(args) or not self.logged:
-            return True
-        return (self.step_now() + 1) % args.log_interval == 0
+        """Whether the training step under way may end with a line of the log: always outside Megatron-LM,
+        where nothing is known of it."""
+        return not is_active(training_arguments()) or self.is_logged(self.step_now() + 1)
+
+    def is_logged(self, iteration: int) -> bool:
+        """Whether Megatron-LM logs ``iteration``: the first one of a process, and each at
+        ``--log-interval``."""
+        return not self.logged or iteration % training_arguments().log_interval == 0
 
     def resume(self, step: int) -> None:
         """Training goes on after ``step`` steps, from a checkpoint."""

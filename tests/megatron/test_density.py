@@ -9,7 +9,9 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_mtraining.megatron import density as module
+from megatron_mtraining.megatron import run_state
 from megatron_mtraining.megatron.density import DensityMeter, take_density
+from megatron_mtraining.megatron.run_state import RunState
 from tests.support.ranks import run_ranks
 
 
@@ -157,11 +159,19 @@ def test_line():
     assert kept.line(10, 0.25) == line + " | price 0.25"
 
 
+def run_of_arguments(monkeypatch, backend: str) -> tuple[RunState, SimpleNamespace]:
+    """A run that logs every 5 steps, and its arguments."""
+    args = SimpleNamespace(attention_backend=AttnBackend[backend], log_interval=5)
+    for each in (module, run_state):
+        monkeypatch.setattr(each, "training_arguments", lambda: args)
+    run = RunState()
+    monkeypatch.setattr(module, "RUN", run)
+    return run, args
+
+
 @pytest.mark.parametrize("backend", ["mtraining", "auto"])
 def test_log_on_megatron_s_interval_and_only_in_our_runs(backend, monkeypatch):
-    args = SimpleNamespace(attention_backend=AttnBackend[backend], log_interval=5)
-    monkeypatch.setattr(module, "training_arguments", lambda: args)
-    monkeypatch.setattr(module, "RUN", module.RUN.__class__())
+    run_of_arguments(monkeypatch, backend)
     logged, called = [], []
     monkeypatch.setattr(module, "log_density", logged.append)
     ended = []
@@ -183,11 +193,7 @@ def test_log_on_megatron_s_interval_and_only_in_our_runs(backend, monkeypatch):
 @pytest.mark.parametrize("backend, resumed", [("mtraining", 0), ("mtraining", 7), ("flash", 0)])
 def test_steps_that_are_logged(backend, resumed, monkeypatch):
     """Known before a step as after it; in other training loops, any may be."""
-    args = SimpleNamespace(attention_backend=AttnBackend[backend], log_interval=5)
-    run = module.RUN.__class__()
-    for name in ("megatron_mtraining.megatron.run_state", "megatron_mtraining.megatron.density"):
-        monkeypatch.setattr(f"{name}.training_arguments", lambda: args)
-    monkeypatch.setattr(module, "RUN", run)
+    run, args = run_of_arguments(monkeypatch, backend)
     monkeypatch.setattr(module, "end_step", lambda iteration: None)
     monkeypatch.setattr(module, "log_density", lambda iteration: logged.append(iteration))
     training_log = module.wrap_training_log(lambda iteration, is_first_iteration: None)
@@ -198,10 +204,7 @@ def test_steps_that_are_logged(backend, resumed, monkeypatch):
             expected.append(step + 1)
         training_log(step + 1, is_first_iteration=step == resumed)
     if backend == "mtraining":
-        assert (
-            logged
-            == expected
-            == [resumed + 1, *(step for step in (5, 10, 15) if resumed < step <= resumed + 12)]
-        )
+        by_interval = [step for step in (5, 10, 15) if resumed < step <= resumed + 12]
+        assert logged == expected == [resumed + 1, *by_interval]
     else:
         assert not logged and len(expected) == 12

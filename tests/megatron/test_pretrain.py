@@ -319,10 +319,7 @@ def test_a_pruned_backward_is_observed_in_logged_steps(tree):
     for interval in (1, 6):
         words = [
             *EVERYTHING,
-            "--mtraining-backward-threshold",
-            "3",
-            "--log-interval",
-            str(interval),
+            *f"--mtraining-backward-threshold 3 --log-interval {interval}".split(),
         ]
         lines = re.findall(
             r"iteration (\d+) \| density.*backward density (\S+ without \S+)",

@@ -55,7 +55,7 @@ def unordered(
         while busy:
             for connection in wait(busy):
                 number, result = _receive(connection)
-                if isinstance(result, BaseException):
+                if isinstance(result, Exception):
                     raise result
                 yield number, result
                 following = next(waiting, None)
