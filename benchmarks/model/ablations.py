@@ -351,7 +351,7 @@ def ablation_table(rows: list[dict], joined_rows: list[dict]) -> str:
     header = [
         "what",
         "setting",
-        "seeds",
+        "runs",
         "density",
         "loss over dense, judged dense",
         "own attention",

@@ -120,7 +120,7 @@ def untrained_table(rows: list[Row]) -> str:
 def trained_table(rows: list[Row]) -> str:
     """Markdown of joined rows: after training; needle and RULER of own attention, judged dense, dense run."""
     header = [
-        "model", "tokens", "steps", "policy", "seeds", "density", "recall", "loss over dense, own attention",
+        "model", "tokens", "steps", "policy", "runs", "density", "recall", "loss over dense, own attention",
         "judged dense", "needle: own, with a dense tail, judged dense, dense run",
         "RULER's answers, likewise", "loss of the answers, likewise", "judged dense − dense run, 95%",
         "layer 128K / dense", "512K / dense",

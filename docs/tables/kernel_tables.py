@@ -88,7 +88,11 @@ def selection() -> str:
 
 
 def short_layers() -> str:
-    found = last(rows("short_layers"), "seq", "policy", "search")
+    all_rows = [
+        {**row, "launch": "Triton" if "MTRAINING_TRITON_LAUNCH=1" in row["command"] else "direct"}
+        for row in rows("short_layers")
+    ]
+    found = last(all_rows, "seq", "policy", "search", "launch")
     names = {"kernels": "kernel by kernel", "graph": "captured"}
     parts = ("search", "forward", "backward")
 
@@ -100,13 +104,14 @@ def short_layers() -> str:
             tokens(row["seq"]),
             row["policy"],
             names[row["search"]],
+            row["launch"],
             all_parts(row, "launches", "d"),
             all_parts(row, "host_us", ".0f"),
             all_parts(row, "ms", ".2f"),
         ]
-        for row in found.values()
+        for row in sorted(found.values(), key=lambda row: (row["seq"], row["launch"]))
     ]
-    header = ["tokens", "policy", "search", "launches", "host us", "GPU ms"]
+    header = ["tokens", "policy", "search", "launched by", "launches", "host us", "GPU ms"]
     return table(header, body) + source(found.values(), "short_layers")
 
 
