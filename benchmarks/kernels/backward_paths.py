@@ -5,8 +5,8 @@
 
 Slashes at four densities, columns, packed documents, and heads of dimension 64. Rates are counted, and runs
 take turns, as in ``attention.py``, whose rows these resemble: ``path`` is the way of the backward. cuDNN runs
-at the length of the case. ``difference`` is the norm of the difference of the two ways' gradients over the
-norm of the gradients.
+at the length of the case, and at 128K tokens for longer ones (``dense_seq``), where a run takes seconds.
+``difference`` is the norm of the difference of the two ways' gradients over the norm of the gradients.
 
     python -m benchmarks.kernels.backward_paths [--quick] [--case TEXT ...] [--budget SECONDS] [--output FILE]
 """
@@ -27,13 +27,16 @@ from .attention import Case, attention_runs, index_of, line, passes, rows_of, ta
 PATHS = ("one_pass", "two_kernels")
 DENSITIES = (0.05, 0.12, 0.25, 1.0)
 SHAPES = ((65536, 16, 2), (65536, 28, 4), (131072, 16, 2), (131072, 28, 4))
+LONG = ((524288, 16, 2, DENSITIES), (524288, 28, 4, DENSITIES[:3]))
+DENSE_SEQ = 131072
+"""The longest length that cuDNN runs at."""
 QUICK = {(65536, 16): DENSITIES, (131072, 16): (0.12,), (65536, 28): (0.12,)}
 
 
 def _cases() -> list[Case]:
     cases = []
-    for seq, heads, kv_heads in SHAPES:
-        for density in DENSITIES:
+    for seq, heads, kv_heads, densities in (*((*shape, DENSITIES) for shape in SHAPES), *LONG):
+        for density in densities:
             quick = density in QUICK.get((seq, heads), ())
             name = f"{seq // 1024}K {heads}/{kv_heads} d128 {density:.0%}"
             share = share_for(density, seq)
@@ -74,13 +77,14 @@ def run_case(case: Case, budget: float, device: str = "cuda", cudnn: bool = True
     pairs = index.work().sum().item()
     slash = round(index.distances().sum(-1).float().mean().item())
     implementations = {"mtraining", "cudnn"} if cudnn else {"mtraining"}
-    runs = attention_runs(case, index, implementations, case.seq, device)
+    dense_seq = min(case.seq, DENSE_SEQ)
+    runs = attention_runs(case, index, implementations, dense_seq, device)
     backward = passes(*runs["mtraining"])[1]
     timed = {path: along(path, backward) for path in PATHS}
     apart = difference(timed["one_pass"](), timed["two_kernels"]())
     if cudnn:
         timed["cudnn"] = passes(*runs["cudnn"])[1]
-    rows = rows_of(case, pairs, slash, case.seq, {"backward": take_turns(timed, budget, device)})
+    rows = rows_of(case, pairs, slash, dense_seq, {"backward": take_turns(timed, budget, device)})
     for row in rows:
         row["path"] = row["impl"] if row["impl"] in PATHS else None
         row["impl"] = "mtraining" if row["path"] else row["impl"]
