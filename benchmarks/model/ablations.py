@@ -346,6 +346,12 @@ def times_of_steps(row: dict, joined_rows: list[dict]) -> dict[str, float]:
     return found
 
 
+def _setting(row: dict) -> str:
+    """As a table has it: with the length where rows differ in it alone."""
+    length = f", {row['seq'] // 1024}K" if row["what"] == "recomputation" else ""
+    return row["setting"] + length
+
+
 def ablation_table(rows: list[dict], joined_rows: list[dict]) -> str:
     """Markdown of rows; rows of several seeds become their mean."""
     header = [
@@ -384,7 +390,7 @@ def ablation_table(rows: list[dict], joined_rows: list[dict]) -> str:
         percent = frontier_tables.percent
         body.append(
             [
-                one["what"], one["setting"], seeds, percent(means["density"]),
+                one["what"], _setting(one), seeds, percent(means["density"]),
                 percent(means["loss_over_dense"], 2, True), percent(means["own_over_dense"], 2, True),
                 *("" if means[n] is None else f"{means[n]:.2f}" for n in ("step_ms", "over_base")),
                 *(f"{times[label]:.3f}" if label in times else "" for label in ("128k", "512k")),

@@ -40,7 +40,8 @@ def joined(rows: list[Row]) -> list[Row]:
     (None: not trained).
 
     Losses are ratios to dense attention's, less 1: of training, of the dense run on the same text with the
-    same seed, steps and learning rate; means over seeds, with half of their range (``_spread``).
+    same seed, steps and learning rate; means over seeds, with half of their range (``_spread``). Runs on
+    several texts (``data``): those on the text of the last run are a row, the others are left out.
     """
     judged = newest((row for row in rows if row["stage"] == "zero"), *KEY)
     trained = newest((row for row in rows if row["stage"] == "train"), *KEY, *DATA)
@@ -54,6 +55,7 @@ def joined(rows: list[Row]) -> list[Row]:
         lengths = sorted({(row["steps"], row["lr"]) for row in own})
         for length in lengths or [None]:
             some = [row for row in own if (row["steps"], row["lr"]) == length]
+            some = [row for row in some if row.get("data") == some[-1].get("data")]
             found.append(_row(key, zero, some, dense, timed))
     return found
 
@@ -81,6 +83,7 @@ def _row(
         recall_by=SELECTING if policy.endswith(LAST) or policy == "published" else "held-out rows",
         zero_over_dense=zero and zero["zero_over_dense"],
         steps=own[0]["steps"] if own else None, lr=own[0]["lr"] if own else None, seeds=len(pairs),
+        data=own[0].get("data") if own else None,
     )  # fmt: skip
     for name, values in more.items():
         row[f"trained_{name}_over_dense"] = mean(values)

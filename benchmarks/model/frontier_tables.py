@@ -27,6 +27,9 @@ LABELS = {
     "moba": "moba",
     "window": "sliding window",
 }
+EARLIER = "earlier"
+"""Texts of rows that have no fingerprint of theirs."""
+
 # Tables.
 
 
@@ -120,7 +123,8 @@ def untrained_table(rows: list[Row]) -> str:
 def trained_table(rows: list[Row]) -> str:
     """Markdown of joined rows: after training; needle and RULER of own attention, judged dense, dense run."""
     header = [
-        "model", "tokens", "steps", "policy", "runs", "density", "recall", "loss over dense, own attention",
+        "model", "tokens", "steps", "policy", "texts", "runs", "density", "recall",
+        "loss over dense, own attention",
         "judged dense", "needle: own, with a dense tail, judged dense, dense run",
         "RULER's answers, likewise", "loss of the answers, likewise", "judged dense − dense run, 95%",
         "layer 128K / dense", "512K / dense",
@@ -140,7 +144,8 @@ def trained_table(rows: list[Row]) -> str:
         ]
         body.append(
             [
-                model_of(row), f"{row['seq'] // 1024}K", row["steps"], name_of(row), row["seeds"],
+                model_of(row), f"{row['seq'] // 1024}K", row["steps"], name_of(row),
+                row["data"] or EARLIER, row["seeds"],
                 percent(row["density_trained"]), number(row["recall_trained"], 3),
                 losses(row, "trained_own"), losses(row, "trained_dense"), *three,
                 interval(row["ruler_loss_more"]), times(row, "128k"), times(row, "512k"),

@@ -148,6 +148,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "profile_command": profile_command,
     "backward_gradient": backward_tables.gradient,
     "backward_times": backward_tables.times,
+    "backward_trained": backward_tables.trained,
     "frontier_untrained": untrained,
     "frontier_trained": after_training,
     "frontier_steps": predicted_steps,

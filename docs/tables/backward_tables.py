@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 from .common import Row, percent, rows, source, table, tokens
 
 TEXTS = {"code": "code", "book": "novel, essays", "speech": "speeches"}
@@ -47,6 +49,72 @@ def gradient() -> str:
         for row in every
     ]  # fmt: skip
     return table(header, body) + source(every, "backward")
+
+
+def trained() -> str:
+    """Losses after training, over the unpruned run of the same forward and over the dense run, both of the
+    same seed and texts; means over seeds, with half of their range."""
+    every = found("train")
+    names = ("model", "seq", "seed", "steps", "lr", "data")
+    bases = {
+        (row["forward"], *(row[name] for name in names)): row
+        for row in every
+        if not row["threshold"]
+    }
+    groups: dict[tuple, list[Row]] = {}
+    for row in every:
+        kind = (
+            row["model"],
+            row["seq"],
+            row["steps"],
+            row["forward"],
+            row["threshold"],
+            row["sampling"],
+        )
+        groups.setdefault(kind, []).append(row)
+    header = [
+        "tokens",
+        "steps",
+        "forward",
+        "T",
+        "runs",
+        "density of the backward",
+        "attention left out",
+    ]
+    header += [
+        "judged dense, over unpruned",
+        "own attention, over unpruned",
+        "judged dense, over dense",
+    ]
+    body = []
+    for some in groups.values():
+        one, ratios = some[-1], []
+        for judged, forward in (
+            ("dense", one["forward"]),
+            ("own", one["forward"]),
+            ("dense", "dense"),
+        ):
+            whole = [bases[(forward, *(row[name] for name in names))][judged] for row in some]
+            ratios.append(over([row[judged] / base - 1 for row, base in zip(some, whole)]))
+        sampled = ", sampled" if one["sampling"] else ""
+        body.append(
+            [
+                tokens(one["seq"]), one["steps"], forward_of(one),
+                f"{one['threshold']:g}{sampled}" if one["threshold"] else "off", len(some),
+                percent(mean(some, "backward_density")), percent(mean(some, "dropped_mass"), 2), *ratios,
+            ]
+        )  # fmt: skip
+    return table(header, body) + source(every, "backward")
+
+
+def mean(some: list[Row], name: str) -> float:
+    return statistics.mean(row[name] for row in some)
+
+
+def over(ratios: list[float]) -> str:
+    """A mean with half of the range, in percent."""
+    text = f"{100 * statistics.mean(ratios):+.2f}%".replace("-", "−")
+    return text + (f" ± {50 * (max(ratios) - min(ratios)):.2f}" if len(ratios) > 1 else "")
 
 
 def times() -> str:
