@@ -31,7 +31,7 @@ CHUNK = 4096
 DENSE_TAIL = 64
 """Last tokens of a prompt that attend to all keys, with the answer's, in answers with a dense tail."""
 CURVE = (50, 100, 200, 300, 600, 1000, 1500, 2000, 3000)
-"""Steps after which a run is judged, beside its last."""
+"""Steps after which a run is judged, beside its last, if ``--curve`` does not say otherwise."""
 
 _loaded: dict = {}
 
@@ -205,7 +205,7 @@ def train(run: Run, given: Material, options) -> tuple[dict, object]:
         means.add(dense)
         losses.append(loss.detach())
         done = step + 1
-        if done in CURVE or done == run.steps:
+        if done in options.curve or done == run.steps:
             shown = losses[-1].item()  # waits
             spent += time.perf_counter() - started
             means.take(take(model, run))
@@ -308,6 +308,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="RULER's samples (benchmarks.model.ruler_samples), to judge trained models by")  # fmt: skip
     add("--lr", type=float, default=3e-5)
     add("--warm-up", type=int, default=20)
+    add("--curve", type=int, nargs="*", default=list(CURVE), metavar="STEP",
+        help="steps after which a run is judged, beside its last; none: less time (%(default)s)")  # fmt: skip
     add("--jobs", type=int, default=3, help="runs of training at the same time (%(default)s)")
 
 

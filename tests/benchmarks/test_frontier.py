@@ -253,10 +253,11 @@ def trained(words, ruler_file, tmp_path_factory):
         "--steps",
         "3",
     ]
-    runs += ["--ruler", str(ruler_file)]
+    runs += ["--ruler", str(ruler_file), "--curve", "2"]
     frontier.main(["train", *words, *runs, *output])
     more = ["--frontier", str(folder / "runs.jsonl"), "--output", str(folder / "ablations.jsonl")]
     more += ["--base", "price@0.6", "--steps", "3", "--variants", "cool-10", "once", "first-layers"]
+    more += ["--curve"]
     ablations.main(["train", *words, *more])
     return folder, more
 
@@ -275,6 +276,7 @@ def test_train_rows(words, trained, capsys):
     assert dense["own"] == dense["dense"] and dense["density"] == dense["recall"] == 1
     for row in rows.values():
         assert row["own"] < row["before_own"] and len(row["losses"]) == 3
+        assert [step for step, *_ in row["curve"]] == [2, 3]
         assert row["curve"][-1] == [3, row["own"], row["dense"]]
         assert ("needle_tail" in row) == (row is not dense)
         for kind in ("own", "dense"):
@@ -311,6 +313,7 @@ def test_ablation_rows(words, trained, capsys):
     assert rows["once"]["recall"] is None and rows["once"]["losses"] != base["losses"]
     for row in rows.values():
         assert math.isfinite(row["loss_over_dense"]) and row["step_ms"] > 0
+        assert row["curve"] == [[3, row["own"], row["dense"]]]
     results = folder / "results"
     results.mkdir()
     ablations.main(["recorded", *words, *more, "--results", str(results)])
