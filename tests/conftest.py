@@ -95,12 +95,19 @@ def triton_device(request, monkeypatch):
     return "cpu"
 
 
-@pytest.fixture(params=["two_kernels", "one_pass"])
+CHUNKS = "one_pass_chunks"
+
+
+@pytest.fixture(params=["two_kernels", "one_pass", pytest.param(CHUNKS, marks=pytest.mark.gpu)])
 def backward_path(request, monkeypatch):
-    """Both ways of the backward, on a Hopper GPU or the references."""
+    """All ways of the backward, on a Hopper GPU or the references, which have no chunks."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("only the Hopper kernels have a choice")
-    monkeypatch.setenv("MTRAINING_BACKWARD", request.param)
+    if request.param == CHUNKS:
+        hopper = "megatron_mtraining.kernels.attention.hopper"
+        monkeypatch.setattr(f"{hopper}.backward_key.CHUNK", 3)
+        monkeypatch.setattr(f"{hopper}.backward_columns.BY_HEAD", True)
+    monkeypatch.setenv("MTRAINING_BACKWARD", request.param.removesuffix("_chunks"))
     return request.param
 
 

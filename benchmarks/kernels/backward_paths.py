@@ -6,9 +6,15 @@
 Slashes at four densities, columns, packed documents, and heads of dimension 64. Rates are counted, and runs
 take turns, as in ``attention.py``, whose rows these resemble: ``path`` is the way of the backward. cuDNN runs
 at the length of the case, and at 128K tokens for longer ones (``dense_seq``), where a run takes seconds.
-``difference`` is the norm of the difference of the two ways' gradients over the norm of the gradients.
+``difference`` is the norm of the difference of a way's gradients from the two kernels' over the norm of the
+gradients.
 
-    python -m benchmarks.kernels.backward_paths [--quick] [--case TEXT ...] [--budget SECONDS] [--output FILE]
+With ``--chunks N ...`` the one-pass backward also runs with ``backward_key.CHUNK`` of N query blocks, and
+with ``--by-head`` with ``backward_columns.BY_HEAD`` (``one_pass_64``, ``one_pass_by_head``, ...): whether they
+are faster is to be found.
+
+    python -m benchmarks.kernels.backward_paths [--quick] [--case TEXT ...] [--chunks N ...] [--by-head]
+        [--budget SECONDS] [--output FILE]
 """
 
 from __future__ import annotations
@@ -55,12 +61,31 @@ def _cases() -> list[Case]:
 CASES = _cases()
 
 
-def along(path: str, backward):
-    """A backward that takes one of the two ways."""
+def paths(chunks: list[int], by_head: bool) -> dict[str, tuple[str, int | None, bool]]:
+    """The ways to time: ``MTRAINING_BACKWARD``, ``CHUNK`` and ``BY_HEAD``, by name."""
+    found = {path: (path, None, False) for path in PATHS}
+    for together in (False, True) if by_head else (False,):
+        for chunk in (None, *chunks):
+            name = "one_pass" + (f"_{chunk}" if chunk else "") + ("_by_head" if together else "")
+            found[name] = "one_pass", chunk, together
+    return found
+
+
+def along(path: str, chunk: int | None, by_head: bool, backward):
+    """A backward that takes one of the ways."""
+    try:
+        from megatron_mtraining.kernels.attention.hopper import backward_columns, backward_key
+    except ImportError:  # no Triton, or one without Gluon: there are no chunks
+        backward_columns = backward_key = argparse.Namespace(BY_HEAD=False, CHUNK=None)
 
     def run():
-        with variable("MTRAINING_BACKWARD", path):
-            return backward()
+        before = backward_key.CHUNK, backward_columns.BY_HEAD
+        backward_key.CHUNK, backward_columns.BY_HEAD = chunk, by_head
+        try:
+            with variable("MTRAINING_BACKWARD", path):
+                return backward()
+        finally:
+            backward_key.CHUNK, backward_columns.BY_HEAD = before
 
     return run
 
@@ -71,7 +96,9 @@ def difference(gradients, others) -> float:
     return float((apart / sum(b.double().square().sum() for b in others)).sqrt())
 
 
-def run_case(case: Case, budget: float, device: str = "cuda", cudnn: bool = True) -> list[dict]:
+def run_case(
+    case: Case, budget: float, device: str = "cuda", cudnn: bool = True, chunks=(), by_head=False
+) -> list[dict]:
     """The rows of one case."""
     index = index_of(case, device)
     pairs = index.work().sum().item()
@@ -80,15 +107,16 @@ def run_case(case: Case, budget: float, device: str = "cuda", cudnn: bool = True
     dense_seq = min(case.seq, DENSE_SEQ)
     runs = attention_runs(case, index, implementations, dense_seq, device)
     backward = passes(*runs["mtraining"])[1]
-    timed = {path: along(path, backward) for path in PATHS}
-    apart = difference(timed["one_pass"](), timed["two_kernels"]())
+    timed = {name: along(*way, backward) for name, way in paths([*chunks], by_head).items()}
+    exact = timed["two_kernels"]()
+    apart = {name: difference(run(), exact) for name, run in timed.items()}
     if cudnn:
         timed["cudnn"] = passes(*runs["cudnn"])[1]
     rows = rows_of(case, pairs, slash, dense_seq, {"backward": take_turns(timed, budget, device)})
     for row in rows:
-        row["path"] = row["impl"] if row["impl"] in PATHS else None
+        row["path"] = row["impl"] if row["impl"] in apart else None
         row["impl"] = "mtraining" if row["path"] else row["impl"]
-        row["difference"] = apart if row["path"] else None
+        row["difference"] = apart.get(row["path"])
     return rows
 
 
@@ -98,6 +126,8 @@ def main():
     )
     parser.add_argument("--quick", action="store_true", help="six of the cases")
     parser.add_argument("--case", nargs="+", metavar="TEXT", help="cases with such a name only")
+    parser.add_argument("--chunks", nargs="+", type=int, default=[], metavar="N")
+    parser.add_argument("--by-head", action="store_true")
     parser.add_argument("--budget", type=float, default=1.0, metavar="SECONDS", help="for a case")
     parser.add_argument("--output", type=Path, default=record.RESULTS / "backward_paths.jsonl")
     options = parser.parse_args()
@@ -108,11 +138,11 @@ def main():
         parser.error(f"no case has any of {options.case} in its name")
     start = time.perf_counter()
     for case in cases:
-        rows = run_case(case, options.budget)
+        rows = run_case(case, options.budget, chunks=options.chunks, by_head=options.by_head)
         print(f"{case.name}  ({time.perf_counter() - start:.0f} s)")
         for row in rows:
-            print(f"  {row['path'] or '':12s}" + line(row), flush=True)
-        print(f"  difference of the two ways {rows[0]['difference']:.2e}", flush=True)
+            apart = "" if row["difference"] is None else f", difference {row['difference']:.1e}"
+            print(f"  {row['path'] or '':20s}" + line(row) + apart, flush=True)
         record.append(options.output, rows)
         torch.cuda.empty_cache()
 

@@ -272,6 +272,9 @@ def test_both_ways_of_the_backward(monkeypatch):
     rows = backward_paths.run_case(case, 0.01, "cpu", cudnn=False)
     assert [row["path"] for row in rows] == ["one_pass", "two_kernels"]
     assert all(row["impl"] == "mtraining" and row["op"] == "backward" for row in rows)
-    assert all(row["difference"] < 1e-2 for row in rows)
+    assert all(row["difference"] < 1e-2 for row in rows) and rows[1]["difference"] == 0
+    assert [*backward_paths.paths([64], True)] == [
+        "one_pass", "two_kernels", "one_pass_64", "one_pass_by_head", "one_pass_64_by_head"
+    ]  # fmt: skip
     assert {case.heads for case in backward_paths.CASES} == {14, 16, 28}
     assert 0 < sum(case.quick for case in backward_paths.CASES) < len(backward_paths.CASES)

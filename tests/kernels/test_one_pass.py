@@ -129,3 +129,23 @@ def test_deterministic_algorithms_on_a_gpu(monkeypatch, deterministic):
     assert len(calls) == 3
     for again in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], again))
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(("blocks", "chunk"), [(7, 2), (8, 4), (5, 1), (3, 2)])
+def test_chunks_meet_every_query_block_once(blocks, chunk, own):
+    """By launches: which query blocks a key block may meet in each."""
+    launches = pytest.importorskip(
+        "megatron_mtraining.kernels.attention.hopper.backward_key"
+    )._chunks(blocks, chunk, own)
+    met = torch.zeros(blocks, blocks, dtype=torch.int)  # query block, key block
+    for launch in launches:
+        for kv_block in range(launch.kv_blocks):
+            begin, end = launch.first_q_block, launch.first_q_block + chunk
+            if launch.diagonal:  # from its own place, as no query block before sees it
+                begin, end = kv_block, (kv_block // chunk + 1) * chunk
+            met[begin:end, kv_block] += 1
+    assert torch.equal(met.tril(), torch.ones_like(met).tril())
+    # The last one has all key blocks: it makes the result.
+    assert launches[-1].kv_blocks == blocks and launches[-1].diagonal == own
+    assert not own or torch.equal(met, met.tril())

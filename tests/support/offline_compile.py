@@ -66,9 +66,12 @@ class OfflineDriver:
 
 
 def hopper(folder: str, case: dict) -> None:
-    from megatron_mtraining.kernels.attention.hopper import backend, backward_key
+    from megatron_mtraining.kernels.attention.hopper import backend, backward_columns, backward_key
 
     backward_key.CHAIN = 8  # as if the sequences were long
+    if case.pop("chunks", False):
+        backward_key.CHUNK = 2
+        backward_columns.BY_HEAD = True
 
     def describe(kernel):
         sass = disassemble(kernel.asm["cubin"], os.path.join(folder, "kernel.cubin"))
@@ -103,7 +106,8 @@ def compile_all(capability: int, backend, describe, case: dict, inner_sizes=(2, 
         kernel = launch(function, *arguments, grid=grid, warmup=True, **options)
         if function.__name__ in KERNELS:
             name = function.__name__.strip("_").removesuffix("_kernel")
-            compiled[f"{label}-{name}"] = describe(kernel)
+            name = f"{label}-{name}"
+            compiled[f"{name}-2" if name in compiled else name] = describe(kernel)
 
     JITFunction.run = compile_only
     for inner in inner_sizes:

@@ -31,6 +31,10 @@ from .key_common import (
 from .masks import DOCUMENT, PER_KEY
 from .query_sums import QueryAdder
 
+BY_HEAD = False
+"""Whether the one-pass backward has the tiles of a head's columns at work at one time, which add to the same
+rows of the queries' gradient, in place of the first tiles of all heads. Not measured yet."""
+
 
 @aggregate
 class ColumnTile:
@@ -151,14 +155,15 @@ def _column_kernel(
     member, columns, column_ptr, starts_desc, q_block_bounds,
     ptr_len, column_len, local_blocks, softmax_scale, rank, world, inner,
     HEADS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    SPLITS: gl.constexpr, PACKED: gl.constexpr,
+    SPLITS: gl.constexpr, PACKED: gl.constexpr, BY_HEAD: gl.constexpr,
 ):  # fmt: skip
-    # The first columns are seen by the most queries: start them first, of all heads.
+    # The first columns are seen by the most queries: start them first, of all heads or of each.
     split = gl.program_id(0)
-    batch = gl.program_id(1) // HEADS
-    head = gl.program_id(1) % HEADS
-    batch_head = gl.program_id(1).to(gl.int64)
-    first = gl.program_id(2) * BLOCK
+    line_of_head = gl.program_id(2 if BY_HEAD else 1)
+    batch = line_of_head // HEADS
+    head = line_of_head % HEADS
+    batch_head = line_of_head.to(gl.int64)
+    first = gl.program_id(1 if BY_HEAD else 2) * BLOCK
     end = gl.load(column_ptr + batch_head * ptr_len + ptr_len - 1)
     member += batch_head * (ptr_len - 1)
     columns += batch_head * column_len
@@ -204,14 +209,14 @@ def _column_kernel(
                 1, BLOCK, SPLITS, PACKED,
             )),
             (_load, (
-                descs, k_desc, v_desc, shared, batch, head, gl.program_id(1),
+                descs, k_desc, v_desc, shared, batch, head, line_of_head,
                 first, first_q_block, num_tiles, BLOCK, SPLITS,
             )),
             (_add, (
-                dq_desc, shared, batch, head, gl.program_id(1), first_q_block, num_tiles, 0, BLOCK, SPLITS,
+                dq_desc, shared, batch, head, line_of_head, first_q_block, num_tiles, 0, BLOCK, SPLITS,
             )),
             (_add, (
-                dq_desc, shared, batch, head, gl.program_id(1), first_q_block, num_tiles, 1, BLOCK, SPLITS,
+                dq_desc, shared, batch, head, line_of_head, first_q_block, num_tiles, 1, BLOCK, SPLITS,
             )),
         ][: WORKERS + 1],
         [4, 1, 1, 1][:WORKERS],
@@ -238,9 +243,11 @@ def backward_columns(
     shape = (2, batch, heads, splits, num_columns, dim)
     gradients = torch.empty(shape, dtype=torch.float32, device=query.device)
     half = [1, 1, block // 2, dim]
+    by_head = BY_HEAD and query_sums is not None
+    tiles, lines = cdiv(num_columns, block), batch * heads
     launch(
         _column_kernel,
-        (splits, batch * heads, cdiv(num_columns, block)),
+        (splits, tiles, lines) if by_head else (splits, lines, tiles),
         **query_descriptors(query, grad_out, dim),
         **key_descriptors(*column_kv.unbind(), half, query_sums, descriptor_heads_first),
         **line_descriptors(lse, delta),
@@ -263,6 +270,7 @@ def backward_columns(
         STAGES=3,
         SPLITS=splits,
         PACKED=index.documents is not None,
+        BY_HEAD=by_head,
         num_warps=4,
         maxnreg=168,
     )

@@ -8,6 +8,8 @@ compute (:mod:`.key_gradients`). The gathered columns have a kernel of their own
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -32,8 +34,16 @@ from .key_walk import RankIndex, add_sums, load_queries
 CHAIN = 256
 """Query tiles that are summed in registers, at least; see ``_partial_sums``."""
 
+CHUNK: int | None = None
+"""Query blocks of a launch of the one-pass backward. Programs at work at one time then add to the same rows
+of the queries' gradient, which stay in the cache. None: all at once, until chunks are measured."""
 
-@gluon.jit(do_not_specialize=["kv_rank", "query_rank", "world", "inner", *MEETINGS])
+
+@gluon.jit(
+    do_not_specialize=[
+        "kv_rank", "query_rank", "world", "inner", "first_q_block", "chunk_blocks", *MEETINGS
+    ]
+)  # fmt: skip
 def _key_kernel(
     # Operands
     q_desc, grad_out_desc, k_desc, v_desc, lse_desc, delta_desc,
@@ -45,11 +55,13 @@ def _key_kernel(
     slash_ptr, slash_list, weights, starts_desc, q_block_bounds, kv_rank, query_rank, world, inner,
     stride_n, stride_b, stride_h,
     ptr_len, list_len, column_len, key_len, local_blocks, softmax_scale,
+    # The chunk of query blocks, with CHUNKS: of the diagonal blocks, up to the end of each one's own chunk
+    first_q_block, chunk_blocks,
     residue_00, wrap_00, residue_01, wrap_01, residue_10, wrap_10, residue_11, wrap_11,
     HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
     STAGES: gl.constexpr, SPLITS: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr,
     ACCUMULATE: gl.constexpr, CHAIN: gl.constexpr, LISTS: gl.constexpr, PACKED: gl.constexpr,
-    WEIGHTED: gl.constexpr,
+    WEIGHTED: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip
     # The first key blocks are seen by the most queries: start them first.
     kv_block = gl.program_id(0)
@@ -75,7 +87,8 @@ def _key_kernel(
     index = RankIndex(
         slash_ptr, slash_list, ptr_len, list_len,
         residue_00, wrap_00, residue_01, wrap_01, residue_10, wrap_10, residue_11, wrap_11,
-        local_blocks, weights, num_blocks, LISTS, PACKED, WEIGHTED, 1 if LISTS else 2,
+        local_blocks, weights, num_blocks, first_q_block if CHUNKS else 0, LISTS, PACKED, WEIGHTED, CHUNKS,
+        1 if LISTS else 2,
     )  # fmt: skip
     num_tiles = 0
     end_q_block = local_blocks
@@ -87,6 +100,11 @@ def _key_kernel(
             q_block_bounds + (2 * batch.to(gl.int64) + 1) * local_blocks * world + block
         )
         end_q_block = blocks_before(end_block, query_rank, world, inner)
+    if CHUNKS:
+        end_of_chunk = first_q_block + chunk_blocks
+        if DIAGONAL:
+            end_of_chunk = (kv_block // chunk_blocks + 1) * chunk_blocks
+        end_q_block = gl.minimum(end_q_block, end_of_chunk)
     for g in range(GROUP):
         batch_head = batch * HEADS + kv_head * GROUP + g
         head_ptr = index.head_ptr(batch_head)
@@ -122,6 +140,29 @@ def _key_kernel(
         [4, 1, 1, 1][:WORKERS],
         [240, 24, 24, 24][:WORKERS],
     )  # fmt: skip
+
+
+class Chunk(NamedTuple):
+    """A launch of the gradients of one rank's keys.
+
+    Attributes:
+        first_q_block: of the chunk of query blocks; None for all of them. With diagonal, not read: each key
+            block is with its own chunk.
+        kv_blocks: the key blocks that see anything of it.
+        diagonal: whether key blocks meet the query block at their own place.
+    """
+
+    first_q_block: int | None
+    kv_blocks: int
+    diagonal: bool
+
+
+def _chunks(local_blocks: int, chunk: int, own: bool) -> list[Chunk]:
+    """Launches by chunks of query blocks. The last one has all key blocks, and makes the result."""
+    first = range(0, local_blocks, chunk)
+    if not own:
+        return [Chunk(begin, min(begin + chunk, local_blocks), False) for begin in first]
+    return [*(Chunk(begin, begin, False) for begin in first[1:]), Chunk(0, local_blocks, True)]
 
 
 def _partial_sums(
@@ -175,52 +216,64 @@ def backward_key(
         column_dk, column_dv = column_gradients.unbind()
         splits, num_columns = column_gradients.shape[3:5]
         column_entries = invert_columns(index, ring_step.source, key.shape[0])
-    chain, partial = _partial_sums(grad_kv, accumulator, index.local_blocks, group)
+    own = ring_step.source == ring_step.rank
+    launches = [Chunk(None, index.local_blocks, own)]
+    if query_sums is not None and CHUNK is not None and CHUNK < index.local_blocks:
+        launches = _chunks(index.local_blocks, CHUNK, own)
+        if accumulator is None:
+            accumulator = torch.zeros_like(grad_kv, dtype=torch.float32)
     packed, weighted = index.documents is not None, index.weights is not None
     locates = packed or weighted
-    launch(
-        _key_kernel,
-        (index.local_blocks, batch * kv_heads),
-        **query_descriptors(query, grad_out, dim),
-        **key_descriptors(key, value, half, query_sums),
-        **line_descriptors(lse, delta),
-        dk_ptr=grad_kv[0],
-        dv_ptr=grad_kv[1],
-        partial_ptr=partial,
-        column_dk=column_dk,
-        column_dv=column_dv,
-        column_entries=column_entries,
-        slash_ptr=index.rank_ptr,
-        slash_list=index.rank_list,
-        weights=index.weights,
-        **document_arguments(index, ring_step.rank),
-        kv_rank=ring_step.source if locates else None,
-        query_rank=ring_step.rank if packed else None,
-        world=index.world if locates else None,
-        inner=index.inner if locates else None,
-        stride_n=grad_kv.stride(1),
-        stride_b=grad_kv.stride(2),
-        stride_h=grad_kv.stride(3),
-        ptr_len=index.rank_ptr.shape[-1],
-        list_len=index.list_strides[1],
-        column_len=num_columns,
-        key_len=key.shape[0],
-        local_blocks=index.local_blocks,
-        softmax_scale=softmax_scale,
-        **dict(zip(MEETINGS, meetings(index, ring_step), strict=True)),
-        HEADS=heads,
-        GROUP=group,
-        D=dim,
-        BLOCK=block,
-        STAGES=3,
-        SPLITS=splits,
-        DIAGONAL=ring_step.source == ring_step.rank,
-        COLUMNS=column_gradients is not None,
-        ACCUMULATE=accumulator is not None,
-        CHAIN=chain,
-        LISTS=index.has_block_lists,
-        PACKED=packed,
-        WEIGHTED=weighted,
-        num_warps=4,
-        maxnreg=168,
-    )
+    for chunk in launches:
+        is_last = chunk is launches[-1]
+        result = grad_kv if is_last or accumulator is None else accumulator
+        chain, partial = _partial_sums(result, accumulator, index.local_blocks, group)
+        launch(
+            _key_kernel,
+            (chunk.kv_blocks, batch * kv_heads),
+            **query_descriptors(query, grad_out, dim),
+            **key_descriptors(key, value, half, query_sums),
+            **line_descriptors(lse, delta),
+            dk_ptr=result[0],
+            dv_ptr=result[1],
+            partial_ptr=partial,
+            column_dk=column_dk,
+            column_dv=column_dv,
+            column_entries=column_entries,
+            slash_ptr=index.rank_ptr,
+            slash_list=index.rank_list,
+            weights=index.weights,
+            **document_arguments(index, ring_step.rank),
+            kv_rank=ring_step.source if locates else None,
+            query_rank=ring_step.rank if packed else None,
+            world=index.world if locates else None,
+            inner=index.inner if locates else None,
+            stride_n=grad_kv.stride(1),
+            stride_b=grad_kv.stride(2),
+            stride_h=grad_kv.stride(3),
+            ptr_len=index.rank_ptr.shape[-1],
+            list_len=index.list_strides[1],
+            column_len=num_columns,
+            key_len=key.shape[0],
+            local_blocks=index.local_blocks,
+            softmax_scale=softmax_scale,
+            first_q_block=chunk.first_q_block,
+            chunk_blocks=None if chunk.first_q_block is None else CHUNK,
+            **dict(zip(MEETINGS, meetings(index, ring_step), strict=True)),
+            HEADS=heads,
+            GROUP=group,
+            D=dim,
+            BLOCK=block,
+            STAGES=3,
+            SPLITS=splits,
+            DIAGONAL=chunk.diagonal,
+            COLUMNS=column_gradients is not None and is_last,
+            ACCUMULATE=accumulator is not None,
+            CHAIN=chain,
+            LISTS=index.has_block_lists,
+            PACKED=packed,
+            WEIGHTED=weighted,
+            CHUNKS=chunk.first_q_block is not None,
+            num_warps=4,
+            maxnreg=168,
+        )

@@ -40,9 +40,11 @@ class RankIndex:
     local_blocks: Scalar
     weights: Pointer  # PatternIndex.weights, at the key block; or None
     num_blocks: Scalar  # of the sequence, read if WEIGHTED
+    begin: Scalar  # the first query block that counts, read if CHUNKS
     LISTS: gl.constexpr
     PACKED: gl.constexpr
     WEIGHTED: gl.constexpr
+    CHUNKS: gl.constexpr
     LISTS_PER_BLOCK: gl.constexpr  # 1 of block lists, 2 of slashes: one for each apart
 
     @gluon.jit
@@ -72,7 +74,9 @@ class RankIndex:
     @gluon.jit
     def meetings(self, head_ptr, head_list, apart: gl.constexpr, kv_block, end_q_block):
         """The part of a head's list that has the query blocks which attend to ``kv_block``, from ``low`` to
-        ``high``, and the query block of the quotient 0. From ``end_q_block`` on, packed documents hide it."""
+        ``high``, and the query block of the quotient 0. From ``end_q_block`` on, packed documents hide it, or
+        it is for another chunk."""
+        skipped = 0
         if self.LISTS:
             first = 0
             start = self.residue_00 + kv_block
@@ -87,12 +91,16 @@ class RankIndex:
                 wrap = gl.where(odd, self.wrap_11, self.wrap_01)
             first = kv_block + apart + 2 * wrap
             # Query blocks first, first + 2, and so on, before the end.
-            end = end_q_block if self.PACKED else self.local_blocks
+            end = end_q_block if self.PACKED or self.CHUNKS else self.local_blocks
             count = gl.maximum(end + 1 - first, 0) // 2
-        low = gl.load(head_ptr + start)
+            if self.CHUNKS:
+                skipped = gl.minimum(gl.maximum(self.begin + 1 - first, 0) // 2, count)
+        low = gl.load(head_ptr + start + skipped)
         high = gl.load(head_ptr + start + count)
-        if self.PACKED and self.LISTS:
+        if (self.PACKED or self.CHUNKS) and self.LISTS:
             high = first_beyond(head_list, low, high, end_q_block - 1)
+        if self.CHUNKS and self.LISTS:
+            low = first_beyond(head_list, low, high, self.begin - 1)
         return low, high, first
 
 
