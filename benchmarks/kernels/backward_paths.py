@@ -10,8 +10,8 @@ at the length of the case, and at 128K tokens for longer ones (``dense_seq``), w
 gradients.
 
 With ``--chunks N ...`` the one-pass backward also runs with ``backward_key.CHUNK`` of N query blocks, and
-with ``--by-head`` with ``backward_columns.BY_HEAD`` (``one_pass_64``, ``one_pass_by_head``, ...): whether they
-are faster is to be found.
+with ``--by-head`` with ``backward_columns.BY_HEAD`` (``one_pass_64``, ``one_pass_by_head``, ...): whether
+they are faster is to be found.
 
     python -m benchmarks.kernels.backward_paths [--quick] [--case TEXT ...] [--chunks N ...] [--by-head]
         [--budget SECONDS] [--output FILE]
