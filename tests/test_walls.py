@@ -15,7 +15,7 @@ FLOORS = [
     ["errors"],
     ["requirements", "tensors", "files"],
     ["layout"],
-    ["checkout", "cp_group", "documents"],
+    ["checkout", "cp_group", "documents", "stream_graphs"],
     ["agreement"],
     ["kernels.limits", "kernels.types"],
     ["kernels.common"],

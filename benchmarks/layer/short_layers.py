@@ -1,9 +1,11 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Launches and host time of a short layer's attention on one GPU: pattern search, forward and backward.
 
-For each length and policy there are two rows, measured in turns: with the search captured as a CUDA graph
-(``search`` is "graph"; see :mod:`megatron_mtraining.pattern.search_graph`), and launched kernel by kernel
-("kernels"). Of the search alone, of the forward with its search, and of the backward, a row has
+For each length and policy there are three rows, measured in turns: all launched kernel by kernel (``search``
+is "kernels"), with the search captured as a CUDA graph ("graph"; see
+:mod:`megatron_mtraining.pattern.search_graph`), and with attention captured as well ("attention";
+:mod:`megatron_mtraining.ring.attention_graph`). Of the search alone, of the forward with its search, and of
+the backward, a row has
 
 - ``_host_us``: microseconds until the host has launched all, beginning with an idle GPU: a median;
 - ``_ms``: milliseconds of the GPU, launched ahead;
@@ -18,8 +20,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -40,15 +42,27 @@ SHAPE = dict(heads=16, kv_heads=2, dim=128)
 COLUMNS = 1000
 """Twice as many keys stand out for each KV head."""
 POLICIES = {"price": dict(policy="price"), "fixed": dict(vertical=1000, slash=100)}
+WARM_UP = 6
+"""Calls until all is compiled and captured: the second search is, and then the second attention after it."""
 ROUNDS = 5
 """Turns of a median."""
 RUNS = 12
 """Of a turn."""
 
 
-def captured(graph: bool) -> AbstractContextManager[None]:
-    """Whether searches are captured."""
-    return variable("MTRAINING_SEARCH_GRAPH", "1" if graph else "0")
+CAPTURED = {"kernels": ("0", "0"), "graph": ("1", "0"), "attention": ("1", "1")}
+"""Whether searches and attention are captured, by what rows have as ``search``."""
+
+
+@contextmanager
+def captured(what: str) -> Iterator[None]:
+    """Capture what :data:`CAPTURED` says."""
+    searches, attention = CAPTURED[what]
+    with (
+        variable("MTRAINING_SEARCH_GRAPH", searches),
+        variable("MTRAINING_ATTENTION_GRAPH", attention),
+    ):
+        yield
 
 
 def operands(seq: int, shape: dict[str, int], device: torch.device) -> tuple[Tensor, ...]:
@@ -65,7 +79,8 @@ def parts(tensors: tuple[Tensor, ...], config: MTrainingConfig) -> dict[str, Cal
     leaves = [each.detach().requires_grad_() for each in inputs]
     query, key = inputs[:2]
     scale = query.shape[-1] ** -0.5
-    out = attend(*leaves, config=config).out
+    for _ in range(WARM_UP):  # the backward is of a pattern that a captured search has found
+        out = attend(*leaves, config=config).out
     return {
         "search": partial(search_pattern, query, key, config, CPGroup(None), scale),
         "forward": lambda: attend(*leaves, config=config).out,
@@ -103,32 +118,33 @@ def launches(run: Callable[[], object]) -> tuple[int, int]:
 
 
 def measured(tensors: tuple[Tensor, ...], name: str) -> list[dict]:
-    """The rows of one policy: kernel by kernel, and as a graph."""
+    """The rows of one policy."""
     query, key, *_ = tensors
     seq, _, heads, dim = query.shape
     device, clock = query.device, Clock(query.device)
     config = MTrainingConfig.for_sequence(seq, **POLICIES[name])
-    runs = parts(tensors, config)
-    host: dict[tuple[bool, str], list[float]] = {}
+    runs: dict[str, dict[str, Callable[[], object]]] = {}
+    host: dict[tuple[str, str], list[float]] = {}
     rows = []
-    for graph in (False, True):
-        with captured(graph):
-            for run in runs.values():
-                for _ in range(4):  # compiles and captures
+    for what in CAPTURED:
+        with captured(what):
+            runs[what] = parts(tensors, config)
+            for run in runs[what].values():
+                for _ in range(WARM_UP):
                     run()
     for _ in range(ROUNDS):
-        for graph in (False, True):
-            with captured(graph):
-                for part, run in runs.items():
-                    host.setdefault((graph, part), []).extend(host_microseconds(run, device))
-    for graph in (False, True):
+        for what in CAPTURED:
+            with captured(what):
+                for part, run in runs[what].items():
+                    host.setdefault((what, part), []).extend(host_microseconds(run, device))
+    for what in CAPTURED:
         row = dict(
             op="short", impl="mtraining", seq=seq, heads=heads, kv_heads=key.shape[2], dim=dim,
-            policy=name, search="graph" if graph else "kernels",
+            policy=name, search=what,
         )  # fmt: skip
-        with captured(graph):
-            for part, run in runs.items():
-                row[f"{part}_host_us"] = round(statistics.median(host[graph, part]), 1)
+        with captured(what):
+            for part, run in runs[what].items():
+                row[f"{part}_host_us"] = round(statistics.median(host[what, part]), 1)
                 row[f"{part}_ms"] = round(clock(run).gpu, 4)
                 if device.type == "cuda":
                     row[f"{part}_launches"], row[f"{part}_kernels"] = launches(run)
@@ -136,9 +152,9 @@ def measured(tensors: tuple[Tensor, ...], name: str) -> list[dict]:
         counts = "".join(
             f"; {part}: host {row[f'{part}_host_us']:.0f} us, GPU {row[f'{part}_ms']:.3f} ms, "
             f"{row.get(f'{part}_launches')} launches of {row.get(f'{part}_kernels')} kernels"
-            for part in runs
+            for part in runs[what]
         )
-        print(f"{seq:6d} tokens, {name}, search by {row['search']}{counts}", flush=True)
+        print(f"{seq:6d} tokens, {name}, {row['search']}{counts}", flush=True)
     return rows
 
 

@@ -93,7 +93,11 @@ def short_layers() -> str:
         for row in rows("short_layers")
     ]
     found = last(all_rows, "seq", "policy", "search", "launch")
-    names = {"kernels": "kernel by kernel", "graph": "captured"}
+    names = {
+        "kernels": "kernel by kernel",
+        "graph": "captured",
+        "attention": "captured, attention too",
+    }
     parts = ("search", "forward", "backward")
 
     def all_parts(row: Row, what: str, form: str) -> str:

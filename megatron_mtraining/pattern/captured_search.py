@@ -1,26 +1,18 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The parts of a captured search (:mod:`.search_graph`): memory, graphs between collectives, and copies of
-its index."""
+"""The parts of a captured search (:mod:`.search_graph`): graphs between collectives, and copies of its
+index."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields, replace
-from math import prod
 
 import torch
 from torch import Tensor
 
 from ..cp_group import CPGroup
+from ..stream_graphs import ALIGNMENT, Memory, padded
 from .vertical_slash_index import VerticalSlashIndex
-
-_ALIGNMENT = 16
-"""Bytes. Kernels are compiled for addresses that are multiples of this, and for others."""
-
-
-def padded(tensor: Tensor) -> int:
-    """A tensor's bytes, rounded up so that what follows is aligned."""
-    return -(-prod(tensor.shape) * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
 
 
 class CopiedIndex:
@@ -37,7 +29,7 @@ class CopiedIndex:
             if isinstance(value := getattr(index, each.name), Tensor)
         }
         self.index = replace(index, **tensors)
-        spare = torch.empty(_ALIGNMENT, dtype=torch.uint8, device=index.columns.device)
+        spare = torch.empty(ALIGNMENT, dtype=torch.uint8, device=index.columns.device)
         self._parts: list[Tensor] = []
         self._places: list[tuple[str, torch.dtype, torch.Size, tuple[int, ...], int]] = []
         offset = 0
@@ -61,31 +53,6 @@ class CopiedIndex:
                 for name, dtype, shape, stride, place in self._places
             },
         )
-
-
-class Memory:
-    """Where the graphs of a stream have their inputs and all else.
-
-    Attributes:
-        nbytes: of inputs.
-        device: of the graphs.
-        pool: of the graphs.
-        side: a stream to capture on.
-    """
-
-    def __init__(self, nbytes: int, device: torch.device):
-        self.nbytes, self.device, self.side = nbytes, device, torch.cuda.Stream(device)
-        self.pool = torch.cuda.graph_pool_handle()
-        self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Contiguous tensors like these, one after the other."""
-        found, offset = [], 0
-        for tensor in tensors:
-            part = self._bytes[offset : offset + tensor.nbytes]
-            found.append(part.view(tensor.dtype).view(tensor.shape))
-            offset += padded(tensor)
-        return found
 
 
 class CapturedGroup(CPGroup):

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -33,7 +32,8 @@ from torch import Tensor
 from ..config import MTrainingConfig, Policy
 from ..cp_group import CPGroup
 from ..errors import ConfigError
-from .captured_search import CapturedGroup, CopiedIndex, Memory, padded
+from ..stream_graphs import Memory, StreamGraphs, of_current_stream
+from .captured_search import CapturedGroup, CopiedIndex
 from .sampled_rows import SampledRows, gather_rows
 from .vertical_slash_index import VerticalSlashIndex
 
@@ -42,14 +42,6 @@ MAX_TOKENS = 32768
 
 MAX_KEY_BYTES = 64 * 2**20
 """Bytes of keys up to which a search is captured. A stream holds one copy of them."""
-
-MAX_GRAPHS = 128
-"""Graphs of a stream at most. Searches of further kinds are launched kernel by kernel."""
-
-RENEWAL = 16384
-"""If a stream has :data:`MAX_GRAPHS` graphs, a further kind replaces all of them after this many searches."""
-
-_MAX_STREAMS = 4
 
 Search = Callable[[SampledRows, Tensor, Tensor | None, CPGroup], VerticalSlashIndex]
 """A search of the given rows, keys and price, over a group of ranks."""
@@ -91,18 +83,10 @@ class SearchKind(NamedTuple):
         )
 
 
-class SearchGraphs:
+class SearchGraphs(StreamGraphs[SearchKind, "SearchGraph"]):
     """The captured searches of one stream."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._renew()
-
-    def _renew(self) -> None:
-        self._graphs: dict[SearchKind, SearchGraph] = {}
-        self._seen: set[SearchKind] = set()
-        self._memory: Memory | None = None
-        self._searches = 0
+    WHAT, SWITCH = "the pattern search", "MTRAINING_SEARCH_GRAPH"
 
     @staticmethod
     def of_stream(query: Tensor, key: Tensor, world: int = 1) -> SearchGraphs | None:
@@ -117,20 +101,7 @@ class SearchGraphs:
             return None
         if not _captures(world):
             return None
-        if torch.version.cuda is None or torch.cuda.is_current_stream_capturing():
-            return None
-        stream = torch.cuda.current_stream(query.device)
-        at = (stream.device_index, stream.cuda_stream)
-        if at not in _STREAMS:
-            if len(_STREAMS) >= _MAX_STREAMS:
-                return None
-            _STREAMS[at] = SearchGraphs()
-        return _STREAMS[at]
-
-    def get(self, kind: SearchKind) -> SearchGraph | None:
-        """The captured search of a kind. Called once for each search."""
-        self._searches += 1
-        return self._graphs.get(kind)
+        return of_current_stream(_STREAMS, SearchGraphs, query.device)
 
     def capture(
         self,
@@ -141,48 +112,17 @@ class SearchGraphs:
         cp: CPGroup,
         price: Tensor | None,
     ) -> None:
-        """Capture a search for later ones of its kind. The first one is not captured: it may be the only one.
-        The caller still has to search. This runs no collective.
+        """Capture a search for later ones of its kind, if it is due. The caller still has to search. This
+        runs no collective.
 
         Args:
             rows, key, price: of this search.
         """
-        with self._lock:
-            if not self._is_due(kind):
-                return
-            needed = sum(map(padded, _inputs(rows, key, price)))
-            if self._memory is not None and needed > self._memory.nbytes:
-                self._drop()
-            try:
-                with torch.inference_mode(False), torch.no_grad():
-                    if self._memory is None:
-                        self._memory = Memory(needed, key.device)
-                    graph = SearchGraph(search, rows, key, cp, price, self._memory, self._lock)
-            except RuntimeError as error:
-                # Not launched kernel by kernel instead: PyTorch's allocator may still be capturing.
-                raise RuntimeError(
-                    f"the pattern search cannot be captured as a CUDA graph ({error}): set "
-                    "MTRAINING_SEARCH_GRAPH=0 in the environment"
-                ) from error
-            self._graphs[kind] = graph
-
-    def _is_due(self, kind: SearchKind) -> bool:
-        if kind not in self._seen:
-            if len(self._seen) >= 8 * MAX_GRAPHS:
-                self._seen.clear()
-            self._seen.add(kind)
-            return False
-        if len(self._graphs) >= MAX_GRAPHS:
-            if self._searches < RENEWAL:
-                return False
-            self._drop()
-        return True
-
-    def _drop(self) -> None:
-        """Release all graphs and their memory."""
-        if self._memory is not None:  # they may be running
-            torch.cuda.current_stream(self._memory.device).synchronize()
-        self._renew()
+        self.make(
+            kind,
+            _inputs(rows, key, price),
+            lambda memory, lock: SearchGraph(search, rows, key, cp, price, memory, lock),
+        )
 
 
 def _captures(world: int) -> bool:

@@ -14,6 +14,7 @@ ranks of an inner group, ``C`` columns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, TypedDict
 
 import torch
@@ -23,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from ..kernels import attention as kernels
 from ..kernels.attention.operands import unit_stride
 from ..pattern.vertical_slash_index import PatternIndex
+from .attention_graph import replayed
 from .pruning import BackwardPruning, Marking, PrunedPattern
 from .schedule import Action, Link, Op, backward_ops, forward_ops
 from .transport import Ring, Transfer
@@ -314,6 +316,48 @@ class RingResult(NamedTuple):
     """The codes of the blocks of a pruned backward (:class:`.pruning.Marking`); None if it is not pruned."""
 
 
+def _may_be_captured(ring: Ring) -> bool:
+    """Whether a ring has no transfers, and nobody follows what it runs."""
+    return ring.cp.world == 1 and ring.trace is None
+
+
+def _captured_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index: PatternIndex,
+    ring: Ring,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor] | None:
+    """:func:`_forward` by its graph (:mod:`.attention_graph`); None if there is none."""
+
+    def run(given: Sequence[Tensor], own: PatternIndex) -> Sequence[Tensor]:
+        return _forward(given[0], given[1], given[2], own, ring, softmax_scale, None, None)
+
+    if not _may_be_captured(ring):
+        return None
+    found = replayed("forward", run, (query, key, value), index, softmax_scale)
+    return None if found is None else (found[0], found[1])
+
+
+def _captured_backward(
+    operands: Sequence[Tensor], index: PatternIndex, ring: Ring, softmax_scale: float
+) -> tuple[Tensor, Tensor] | None:
+    """:func:`_backward` by its graph; None if there is none. Operands are query, key, value, the gradient of
+    out, out and lse."""
+
+    def run(given: Sequence[Tensor], own: PatternIndex) -> Sequence[Tensor]:
+        query, key, value, grad_out, out, lse = given
+        return _backward(
+            query, key, value, grad_out, out, lse, own, ring, softmax_scale, None, None, packed=None
+        )
+
+    if not _may_be_captured(ring):
+        return None
+    found = replayed("backward", run, operands, index, softmax_scale)
+    return None if found is None else (found[0], found[1])
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -323,10 +367,14 @@ class _RingAttention(torch.autograd.Function):
         seed = None if pruning is None else pruning.seed(query.device)
         packed: Tensor | None = None
         if first_pass is None:
-            marking = None
+            marking, found = None, None
             if pruning is not None:
                 marking = Marking(index, ring.cp.rank, pruning, seed)
-            out, lse = _forward(query, key, value, index, ring, softmax_scale, keys, marking)
+            else:
+                found = _captured_forward(query, key, value, index, ring, softmax_scale)
+            out, lse = found or _forward(
+                query, key, value, index, ring, softmax_scale, keys, marking
+            )
             if marking is not None:
                 packed = marking.packed()
         else:
@@ -343,7 +391,12 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx, grad_out, *_):
         query, key, value, out, lse, packed = ctx.saved_tensors
         (grad_out,) = unit_stride(grad_out)
-        dq, dkv = _backward(query, key, value, grad_out, out, lse, *ctx.rest, packed=packed)
+        given = query, key, value, grad_out, out, lse
+        index, ring, softmax_scale, _, pruning = ctx.rest
+        found = None
+        if pruning is None:
+            found = _captured_backward(given, index, ring, softmax_scale)
+        dq, dkv = found or _backward(*given, *ctx.rest, packed=packed)
         return dq, dkv[0], dkv[1], *[None] * 7
 
 

@@ -11,6 +11,8 @@ import torch
 from benchmarks.layer import short_layers
 from benchmarks.lib import jobs
 
+SWITCHES = "MTRAINING_SEARCH_GRAPH", "MTRAINING_ATTENTION_GRAPH"
+
 
 @pytest.mark.parametrize("policy", ["price", "fixed"])
 def test_rows_with_and_without_graphs(tmp_path, monkeypatch, policy):
@@ -23,14 +25,15 @@ def test_rows_with_and_without_graphs(tmp_path, monkeypatch, policy):
     monkeypatch.setattr(
         short_layers,
         "search_pattern",
-        lambda *all: asked.append(os.environ["MTRAINING_SEARCH_GRAPH"]) or original(*all),
+        lambda *all: asked.append(tuple(map(os.environ.get, SWITCHES))) or original(*all),
     )
     output = tmp_path / "rows.jsonl"
     short_layers.main(["--seq", "1024", "--policy", policy, "--output", str(output)])
-    plain, graph = jobs.read(output)
-    assert (plain["search"], graph["search"]) == ("kernels", "graph")
-    for row in (plain, graph):
+    rows = jobs.read(output)
+    assert [row["search"] for row in rows] == ["kernels", "graph", "attention"]
+    for row in rows:
         assert (row["seq"], row["heads"], row["kv_heads"], row["dim"]) == (1024, 2, 1, 64)
         for part in ("search", "forward", "backward"):
             assert row[f"{part}_host_us"] > 0 and row[f"{part}_ms"] > 0
-    assert set(asked) == {"0", "1"} and "MTRAINING_SEARCH_GRAPH" not in os.environ
+    assert set(asked) == {("0", "0"), ("1", "0"), ("1", "1")}
+    assert not {*SWITCHES} & {*os.environ}

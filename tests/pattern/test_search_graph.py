@@ -8,32 +8,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining import ConfigError, MTrainingConfig, stream_graphs
 from megatron_mtraining.attention import attend
 from megatron_mtraining.config import PricePolicy
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.documents import Documents
 from megatron_mtraining.kernels.selection import reference_threshold
 from megatron_mtraining.pattern import build_index, search_graph, search_pattern
-from megatron_mtraining.pattern.captured_search import CopiedIndex, Memory, padded
+from megatron_mtraining.pattern.captured_search import CopiedIndex
 from megatron_mtraining.pattern.sampled_rows import _local_rows, gather_rows, gather_sampled_rows
-from megatron_mtraining.pattern.search_graph import (
-    MAX_GRAPHS,
-    SearchGraph,
-    SearchGraphs,
-    SearchKind,
-)
+from megatron_mtraining.pattern.search_graph import SearchGraph, SearchGraphs, SearchKind
+from megatron_mtraining.stream_graphs import MAX_GRAPHS, Memory, padded
 from tests.support.attention_cases import random_operands
+from tests.support.recorded_graphs import RecordedGraph, fake_cuda
 from tests.support.selection_cases import SCALE
 
 CONFIG = MTrainingConfig.from_options(
@@ -59,52 +53,11 @@ def assert_same(found, expected):
 # On the CPU.
 
 
-class RecordedGraph(TorchDispatchMode):
-    """In place of a CUDA graph: records operations, and runs them again on the same tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.operations = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self.operations.append((func, args, kwargs or {}, result))
-        return result
-
-    def capture_begin(self, pool, capture_error_mode):
-        assert capture_error_mode == "thread_local"
-        self.__enter__()
-
-    def capture_end(self):
-        self.__exit__(None, None, None)
-
-    def replay(self):
-        for func, args, kwargs, result in self.operations:
-            again = func(*args, **kwargs)
-            for old, new in zip(tree_leaves(result), tree_leaves(again)):
-                if isinstance(old, torch.Tensor) and new.data_ptr() != old.data_ptr():
-                    old.copy_(new)
-
-
 @pytest.fixture
 def cuda(monkeypatch):
     """torch.cuda as far as it is used, without a GPU."""
-    stream = SimpleNamespace(
-        device_index=0, cuda_stream=7, wait_stream=lambda other: None, synchronize=lambda: None
-    )
-    fakes = dict(
-        CUDAGraph=RecordedGraph,
-        Stream=lambda device: stream,
-        stream=lambda stream: contextlib.nullcontext(),
-        current_stream=lambda device=None: stream,
-        graph_pool_handle=lambda: (0, 1),
-        is_current_stream_capturing=lambda: False,
-    )
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(search_graph, "_STREAMS", {})
-    return stream
+    return fake_cuda(monkeypatch)
 
 
 class Mirrored(CPGroup):
@@ -304,8 +257,8 @@ def test_the_second_search_of_a_kind_is_captured(table):
 
 
 def test_captures_are_bounded(table, monkeypatch):
-    monkeypatch.setattr(search_graph, "MAX_GRAPHS", 3)
-    monkeypatch.setattr(search_graph, "RENEWAL", 100)
+    monkeypatch.setattr(stream_graphs, "MAX_GRAPHS", 3)
+    monkeypatch.setattr(stream_graphs, "RENEWAL", 100)
     for _ in range(3):
         for kind in range(5):
             table.search(kind)
