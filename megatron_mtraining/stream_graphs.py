@@ -22,7 +22,7 @@ MAX_GRAPHS = 128
 """Graphs of a stream at most. Calls of further kinds are launched kernel by kernel."""
 
 RENEWAL = 16384
-"""If a stream has :data:`MAX_GRAPHS` graphs, a further kind replaces all of them after this many calls."""
+"""If a stream has as many graphs as it may, a further kind replaces all of them after this many calls."""
 
 MAX_STREAMS = 4
 """Streams that have graphs."""
@@ -73,6 +73,9 @@ class StreamGraphs(Generic[Kind, Graph]):
 
     SWITCH = ""
     """The environment variable that disables it."""
+
+    MOST: int | None = None
+    """Graphs at most; None for :data:`MAX_GRAPHS`. The results of each keep memory of their own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -126,7 +129,7 @@ class StreamGraphs(Generic[Kind, Graph]):
                 self._seen.clear()
             self._seen.add(kind)
             return False
-        if len(self._graphs) >= MAX_GRAPHS:
+        if len(self._graphs) >= (self.MOST or MAX_GRAPHS):
             if self._calls < RENEWAL:
                 return False
             self._drop()

@@ -107,9 +107,13 @@ def run_case(
     dense_seq = min(case.seq, DENSE_SEQ)
     runs = attention_runs(case, index, implementations, dense_seq, device)
     backward = passes(*runs["mtraining"])[1]
-    timed = {name: along(*way, backward) for name, way in paths([*chunks], by_head).items()}
+    timed = {
+        name: along(*way, backward)
+        for name, way in paths([*chunks], by_head and case.columns > 0).items()
+    }
     exact = timed["two_kernels"]()
     apart = {name: difference(run(), exact) for name, run in timed.items()}
+    del exact  # gradients of some GB
     if cudnn:
         timed["cudnn"] = passes(*runs["cudnn"])[1]
     rows = rows_of(case, pairs, slash, dense_seq, {"backward": take_turns(timed, budget, device)})
@@ -134,6 +138,8 @@ def main():
     cases = [case for case in CASES if case.quick or not options.quick]
     if options.case:
         cases = [case for case in cases if any(text in case.name for text in options.case)]
+    if any(chunk < 1 for chunk in options.chunks):
+        parser.error(f"--chunks {' '.join(map(str, options.chunks))}: use 1 or more")
     if not cases:
         parser.error(f"no case has any of {options.case} in its name")
     start = time.perf_counter()

@@ -163,7 +163,7 @@ def uses_hopper(index: PatternIndex, query: Tensor, *operands: Tensor) -> bool:
         and query.shape[0] % 4 == 0
         and _is_hopper(query.device)
         and os.environ.get("MTRAINING_PORTABLE_KERNELS", "0") != "1"
-        and all(_fits_tma(operand) for operand in (query, *operands))
+        and all(fits_tma(operand) for operand in (query, *operands))
         and is_tested_triton(
             GLUON_VERSIONS, "attention takes the portable kernels, which are slower"
         )
@@ -175,7 +175,7 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def _fits_tma(tensor: Tensor) -> bool:
+def fits_tma(tensor: Tensor) -> bool:
     """Whether the tensor memory accelerator can address it: 16-byte aligned, rows of unit stride."""
     return tensor.data_ptr() % 16 == 0 and _strides_fit(tensor.stride(), tensor.element_size())
 

@@ -10,7 +10,8 @@ only where the host is the slower one, and is not the default.
 
 Captured are patterns that a captured search has found (:mod:`..pattern.search_graph`), whose tensors lie in
 one piece of memory; on one rank, of up to ``search_graph.MAX_TOKENS`` tokens, without packed documents and
-without a pruned backward.
+without a pruned backward. The copies are aligned, so operands that are not, which take other kernels, are
+launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..kernels.attention.backends import fits_tma
 from ..pattern.search_graph import MAX_TOKENS
 from ..pattern.vertical_slash_index import PatternIndex
 from ..stream_graphs import Memory, StreamGraphs, of_current_stream
@@ -56,6 +58,7 @@ class AttentionGraphs(StreamGraphs[AttentionKind, "AttentionGraph"]):
     """The captured attention of one stream."""
 
     WHAT, SWITCH = "attention", "MTRAINING_ATTENTION_GRAPH"
+    MOST = 8
 
     @staticmethod
     def of_stream(query: Tensor) -> AttentionGraphs | None:
@@ -92,7 +95,7 @@ def replayed(
         operands: query, key and value; of a backward, after them the gradient of out, out and lse.
     """
     graphs = AttentionGraphs.of_stream(operands[0])
-    if graphs is None or index.documents is not None:
+    if graphs is None or index.documents is not None or not all(map(fits_tma, operands)):
         return None
     bytes_of_index = _bytes_of(index)
     if bytes_of_index is None:
@@ -110,8 +113,8 @@ def replayed(
     graph = graphs.get(kind)
     if graph is not None:
         return graph(given)
-    # The same for a forward and its backward, which has out, its gradient and lse too: with more, one would
-    # take the other's memory.
+    # The same room for a forward and its backward. If the backward asked for more, the memory and the
+    # forward's graph would be dropped for it.
     query, key, value, *_ = operands
     room = [query, query, query, query, key, value, bytes_of_index]
     graphs.make(kind, room, lambda memory, lock: AttentionGraph(run, given, index, memory, lock))

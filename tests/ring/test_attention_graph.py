@@ -4,6 +4,7 @@ against launches kernel by kernel."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -16,9 +17,12 @@ from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.documents import Documents
 from megatron_mtraining.kernels.selection import reference_threshold
 from megatron_mtraining.pattern import search_graph, search_pattern
+from megatron_mtraining.pattern.captured_search import CopiedIndex
 from megatron_mtraining.pattern.search_graph import SearchGraphs
-from megatron_mtraining.ring import attention_graph
+from megatron_mtraining.ring import Ring, attention_graph
+from megatron_mtraining.ring.attention import _captured_backward, _captured_forward
 from megatron_mtraining.ring.attention_graph import AttentionGraph, AttentionGraphs, replayed
+from tests.support.attention_cases import random_index, relative_error
 from tests.support.recorded_graphs import fake_cuda
 
 CONFIG = MTrainingConfig.from_options(
@@ -54,9 +58,9 @@ def replays(monkeypatch):
     return found
 
 
-def operands(length=512, dtype=torch.float32, device="cpu", dim=64):
+def operands(length=512, dtype=torch.float32, device="cpu", dim=64, batch=1):
     """query, key and value as a projection gives them, and a gradient."""
-    mixed = torch.randn(length, 1, 2, 4 * dim, device=device, dtype=dtype)
+    mixed = torch.randn(length, batch, 2, 4 * dim, device=device, dtype=dtype)
     query = mixed[..., : 2 * dim].unflatten(-1, (2, dim)).flatten(2, 3)
     parts = query, mixed[..., 2 * dim : 3 * dim], mixed[..., 3 * dim :]
     return [*(each.detach().requires_grad_() for each in parts), torch.randn_like(query)]
@@ -112,22 +116,51 @@ def test_what_is_not_captured(graphs, monkeypatch):
     assert refused(replace(index, columns=index.columns.clone())), "memory of its own"
     assert not refused(index)
     seen = len(graphs._seen)
-    results(operands(), replace(CONFIG, backward_threshold=2.0))
+    pruned = replace(CONFIG, backward_threshold=2.0)
+    for _ in range(CALLS):
+        results(operands(), pruned)
     assert len(graphs._seen) == seen, "a pruned backward is launched kernel by kernel"
+    odd = torch.zeros(513 * 64 * 2 + 1)[1:].view(513, 1, 2, 64)[:512]
+    replayed("forward", lambda *both: (), (odd, key, value), index, SCALE)
+    assert len(graphs._seen) == seen, "other kernels take what is not aligned"
+
+
+def test_only_of_one_rank(graphs):
+    """Over ranks there are transfers; somebody who follows a ring would see none of a graph."""
+    query, key, value, _ = (each.detach() for each in operands())
+    for _ in range(3):
+        index = search_pattern(query, key, CONFIG, CPGroup(None), SCALE)
+    over_ranks, traced = Ring(CPGroup(None)), Ring(CPGroup(None))
+    over_ranks.cp.world = 2
+    traced.trace = lambda *step: nullcontext()
+    for ring in (over_ranks, traced):
+        assert _captured_forward(query, key, value, index, ring, SCALE) is None
+        given = query, key, value, query, query, torch.zeros(1, 2, 512)
+        assert _captured_backward(given, index, ring, SCALE) is None
+    assert not graphs._seen
+    assert _captured_forward(query, key, value, index, Ring(CPGroup(None)), SCALE) is None
+    assert len(graphs._seen) == 1
 
 
 def test_kinds(graphs, monkeypatch):
     """Whatever the launches depend on is another kind."""
     query, key, value, _ = (each.detach() for each in operands())
-    for _ in range(3):
-        index = search_pattern(query, key, CONFIG, CPGroup(None), SCALE)
+    first, longer, smaller = (
+        CopiedIndex(random_index(512, 1, 4, block, 1, "few", "cpu")).copy()
+        for block in (128, 128, 64)
+    )
+    more = torch.cat((longer.columns, torch.full_like(longer.columns[..., :4], 512)), -1)
+    longer = CopiedIndex(replace(longer, columns=more)).copy()
 
-    def call(name="forward", given=(query, key, value), scale=SCALE):
+    def call(name="forward", given=(query, key, value), scale=SCALE, index=first):
         before = len(graphs._seen)
         replayed(name, lambda *both: (query.clone(),), given, index, scale)
         return len(graphs._seen) > before
 
     assert call() and not call()
+    assert call(index=longer) and call(index=smaller)
+    same_size = replace(first, block_size=first.block_size // 2)
+    assert call(index=same_size) and call(index=replace(first, seq_length=511))
     assert call("backward") and call(scale=0.1) and call(given=(query, key, value.bfloat16()))
     for name in attention_graph.SWITCHES:
         monkeypatch.setenv(name, "1")
@@ -178,9 +211,11 @@ def test_a_call_that_cannot_be_captured_ends_the_run(graphs):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("backward_path")
 @pytest.mark.parametrize("portable", [False, True], ids=["any", "portable"])
-@pytest.mark.parametrize(("length", "dim"), [(4096, 128), (1536, 64)])
-def test_the_same_bits_on_a_gpu(monkeypatch, replays, length, dim, portable):
+@pytest.mark.parametrize(("length", "batch", "dim"), [(4096, 1, 128), (1536, 2, 64)])
+def test_the_same_on_a_gpu(monkeypatch, replays, backward_path, length, batch, dim, portable):
+    """The same bits, but for the gradient of queries in one pass, whose sums have no fixed order."""
     if portable:
         monkeypatch.setenv("MTRAINING_PORTABLE_KERNELS", "1")
     for module in (search_graph, attention_graph):
@@ -188,12 +223,16 @@ def test_the_same_bits_on_a_gpu(monkeypatch, replays, length, dim, portable):
     config = MTrainingConfig.for_sequence(length, policy="price")
     kept = []
     for _ in range(CALLS):
-        given = operands(length, torch.bfloat16, "cuda", dim)
+        given = operands(length, torch.bfloat16, "cuda", dim, batch)
         both = []
         for wanted in ("1", "0"):
             monkeypatch.setenv("MTRAINING_ATTENTION_GRAPH", wanted)
             both.append(results(given, config))
         kept.append(both)
     for found, expected in kept:
-        assert_equal(found, expected)
+        if backward_path == "two_kernels" or portable:
+            assert_equal(found, expected)
+            continue
+        assert_equal([*found[:2], *found[3:]], [*expected[:2], *expected[3:]])
+        assert relative_error(found[2], expected[2]) < 1e-2
     assert len(replays) >= 2 * (CALLS - 4)

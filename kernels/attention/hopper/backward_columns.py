@@ -33,7 +33,8 @@ from .query_sums import QueryAdder
 
 BY_HEAD = False
 """Whether the one-pass backward has the tiles of a head's columns at work at one time, which add to the same
-rows of the queries' gradient, in place of the first tiles of all heads. Not measured yet."""
+rows of the queries' gradient, in place of the first tiles of all heads. Not measured yet. Captured graphs
+keep what they had."""
 
 
 @aggregate

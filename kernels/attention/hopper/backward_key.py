@@ -36,7 +36,8 @@ CHAIN = 256
 
 CHUNK: int | None = None
 """Query blocks of a launch of the one-pass backward. Programs at work at one time then add to the same rows
-of the queries' gradient, which stay in the cache. None: all at once, until chunks are measured."""
+of the queries' gradient, which stay in the cache. None: all at once, until chunks are measured. Graphs that
+were captured before (``ring.attention_graph``) keep what they had."""
 
 
 @gluon.jit(
@@ -146,9 +147,9 @@ class Chunk(NamedTuple):
     """A launch of the gradients of one rank's keys.
 
     Attributes:
-        first_q_block: of the chunk of query blocks; None for all of them. With diagonal, not read: each key
-            block is with its own chunk.
-        kv_blocks: the key blocks that see anything of it.
+        first_q_block: of the chunk of query blocks; None for all of them. With diagonal 0: each key block is
+            with its own chunk, from its own place on.
+        kv_blocks: the first key blocks, which are all that its queries see.
         diagonal: whether key blocks meet the query block at their own place.
     """
 
@@ -221,7 +222,11 @@ def backward_key(
     if query_sums is not None and CHUNK is not None and CHUNK < index.local_blocks:
         launches = _chunks(index.local_blocks, CHUNK, own)
         if accumulator is None:
-            accumulator = torch.zeros_like(grad_kv, dtype=torch.float32)
+            accumulator = (
+                grad_kv.zero_()
+                if grad_kv.dtype == torch.float32
+                else torch.zeros_like(grad_kv, dtype=torch.float32)
+            )
     packed, weighted = index.documents is not None, index.weights is not None
     locates = packed or weighted
     for chunk in launches:
