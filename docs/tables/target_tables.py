@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from . import backward_tables
 from .common import Row, rows, source, table
 from .kernel_tables import kernel_rows, worst_error
 from .step_tables import over_dense, step, trained
 
 
 def targets() -> str:
-    body = [*_kernels(), *_search(), *_layers(), *_steps()]
+    body = [*_kernels(), *_backward(), *_search(), *_layers(), *_steps()]
     marked = [
         [what, target, today, "met" if met else "**missed**"] for what, target, today, met in body
     ]
@@ -51,6 +52,30 @@ def _kernels():
     yield _share(flex + "dim 64", "d64", 1.3, 1.25, "flex")
     worst = worst_error()
     yield "error against float64, over cuDNN's", "1.5", f"{worst:.2f}", worst <= 1.5
+
+
+def _backward():
+    """Of the better of the two ways of the backward, and of a pruned one where about 3% of the pairs stay."""
+    best: dict[str, dict[str, float]] = {}
+    latest = {(row["case"], row["path"]): row for row in rows("backward_paths") if row["path"]}
+    for (case, _), row in latest.items():
+        if not row["documents"]:
+            kind = "with columns" if row["vertical"] else f"slashes, dim {row['dim']}"
+            rates = best.setdefault(f"{row['seq'] // 1024}K, {kind}", {})
+            rates[case] = max(rates.get(case, 0), row["share_of_cudnn"])
+    for what, rates in best.items():
+        lowest, highest = min(rates.values()), max(rates.values())
+        what = f"backward over cuDNN dense, 5% to 100%, the better way: {what}"
+        yield what, "0.95", f"{lowest:.2f} to {highest:.2f}", lowest >= 0.95
+    layers = [row for row in backward_tables.found("time") if row["forward"] == "price@0.1"]
+    whole = {(row["seq"], row["commit"]): row["layer_ms"] for row in layers if not row["threshold"]}
+    for row in layers:
+        if 0.0295 <= row["backward_density"] <= 0.0305:
+            share = row["layer_ms"] / whole[row["seq"], row["commit"]]
+            what = (
+                "layer with a pruned backward over unpruned, 10% in the forward, 3% in the backward"
+            )
+            yield f"{what}, {row['seq'] // 1024}K", "0.45", f"{share:.2f}", share <= 0.45
 
 
 def _search():
