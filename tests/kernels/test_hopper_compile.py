@@ -46,9 +46,6 @@ CASES = {
     "D128-C64-one_pass-chunks": dict(
         head_dim=128, columns=64, block_lists=False, packed=False, one_pass=True, chunks=True
     ),
-    "D64-C64-one_pass-chunks-lists-packed": dict(
-        head_dim=64, columns=64, block_lists=True, packed=True, one_pass=True, chunks=True
-    ),
     "D64-C64-one_pass-float16": dict(
         head_dim=64, columns=64, block_lists=True, packed=False, one_pass=True, dtype="float16"
     ),
