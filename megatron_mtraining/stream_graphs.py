@@ -9,6 +9,7 @@ share this memory, and run one after the other.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
@@ -17,6 +18,8 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+from .errors import ConfigError
 
 MAX_GRAPHS = 128
 """Graphs of a stream at most. Calls of further kinds are launched kernel by kernel."""
@@ -51,6 +54,13 @@ class Memory:
         self.pool = torch.cuda.graph_pool_handle()
         self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
+    def begin_capture(self) -> torch.cuda.CUDAGraph:
+        """Begin to capture a graph on the current stream."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may launch kernels meanwhile.
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        return graph
+
     def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Contiguous tensors like these, one after the other."""
         found, offset = [], 0
@@ -72,7 +82,7 @@ class StreamGraphs(Generic[Kind, Graph]):
     """What is captured, in an error."""
 
     SWITCH = ""
-    """The environment variable that disables it."""
+    """The environment variable that says whether it is captured: 0 or 1."""
 
     MOST: int | None = None
     """Graphs at most; None for :data:`MAX_GRAPHS`. The results of each keep memory of their own."""
@@ -86,6 +96,20 @@ class StreamGraphs(Generic[Kind, Graph]):
         self._seen: set[Kind] = set()
         self._memory: Memory | None = None
         self._calls = 0
+
+    @classmethod
+    def wanted(cls) -> bool | None:
+        """Whether the environment asks for captures; None if it does not say.
+
+        Raises:
+            ConfigError: it has another value.
+        """
+        value = os.environ.get(cls.SWITCH)
+        if value not in (None, "0", "1"):
+            raise ConfigError(
+                f"{cls.SWITCH} is {value!r} in the environment: set it to 0 or 1, or unset it"
+            )
+        return None if value is None else value == "1"
 
     def get(self, kind: Kind) -> Graph | None:
         """The graph of a kind. Called once for each call."""

@@ -22,8 +22,11 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
+
+from megatron_mtraining.kernels.attention.hopper import backward_columns, backward_key
 
 from ..lib import record
 from ..lib.environment import variable
@@ -73,19 +76,14 @@ def paths(chunks: list[int], by_head: bool) -> dict[str, tuple[str, int | None, 
 
 def along(path: str, chunk: int | None, by_head: bool, backward):
     """A backward that takes one of the ways."""
-    try:
-        from megatron_mtraining.kernels.attention.hopper import backward_columns, backward_key
-    except ImportError:  # no Triton, or one without Gluon: there are no chunks
-        backward_columns = backward_key = argparse.Namespace(BY_HEAD=False, CHUNK=None)
 
     def run():
-        before = backward_key.CHUNK, backward_columns.BY_HEAD
-        backward_key.CHUNK, backward_columns.BY_HEAD = chunk, by_head
-        try:
-            with variable("MTRAINING_BACKWARD", path):
-                return backward()
-        finally:
-            backward_key.CHUNK, backward_columns.BY_HEAD = before
+        with (
+            variable("MTRAINING_BACKWARD", path),
+            patch.object(backward_key, "CHUNK", chunk),
+            patch.object(backward_columns, "BY_HEAD", by_head),
+        ):
+            return backward()
 
     return run
 

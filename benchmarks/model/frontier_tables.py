@@ -41,8 +41,12 @@ def percent(value: float | None, digits: int = 1, sign: bool = False) -> str:
 
 def losses(row: Row, name: str) -> str:
     """A loss over dense with its spread over seeds."""
-    value, over = row[f"{name}_over_dense"], row[f"{name}_spread"]
-    return percent(value, 2, True) + ("" if over is None else f" ± {100 * over:.2f}")
+    return with_spread(row[f"{name}_over_dense"], row[f"{name}_spread"])
+
+
+def with_spread(value: float | None, spread: float | None) -> str:
+    """A ratio less 1 in percent, with half of its range; None of one."""
+    return percent(value, 2, True) + ("" if spread is None else f" ± {100 * spread:.2f}")
 
 
 def times(row: Row, label: str) -> str:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-import statistics
+from benchmarks.model import frontier_tables
+from benchmarks.model.frontier_rows import mean, spread
 
 from .common import Row, percent, rows, source, table, tokens
 
@@ -20,11 +21,17 @@ def forward_of(row: Row) -> str:
     return f"{policy}, {percent(float(density))} wanted" if density else policy
 
 
+def threshold_of(row: Row) -> str:
+    if not row["threshold"]:
+        return "off"
+    return f"{row['threshold']:g}" + (", sampled" if row["sampling"] else "")
+
+
 def what_of(row: Row) -> str:
     if row["what"] == "forward":
         return "the forward's pattern against a dense forward"
     if row["what"] == "pruned":
-        return f"T = {row['threshold']:g}" + (", sampled" if row["sampling"] else "")
+        return f"T = {threshold_of(row)}"
     return row["what"]
 
 
@@ -95,26 +102,20 @@ def trained() -> str:
             ("dense", "dense"),
         ):
             whole = [bases[(forward, *(row[name] for name in names))][judged] for row in some]
-            ratios.append(over([row[judged] / base - 1 for row, base in zip(some, whole)]))
-        sampled = ", sampled" if one["sampling"] else ""
+            over = [row[judged] / base - 1 for row, base in zip(some, whole)]
+            ratios.append(frontier_tables.with_spread(mean(over), spread(over)))
         body.append(
             [
                 tokens(one["seq"]), one["steps"], forward_of(one),
-                f"{one['threshold']:g}{sampled}" if one["threshold"] else "off", len(some),
-                percent(mean(some, "backward_density")), percent(mean(some, "dropped_mass"), 2), *ratios,
+                threshold_of(one), len(some),
+                *(
+                    percent(mean(row[name] for row in some), digits)
+                    for name, digits in (("backward_density", 1), ("dropped_mass", 2))
+                ),
+                *ratios,
             ]
         )  # fmt: skip
     return table(header, body) + source(every, "backward")
-
-
-def mean(some: list[Row], name: str) -> float:
-    return statistics.mean(row[name] for row in some)
-
-
-def over(ratios: list[float]) -> str:
-    """A mean with half of the range, in percent."""
-    text = f"{100 * statistics.mean(ratios):+.2f}%".replace("-", "−")
-    return text + (f" ± {50 * (max(ratios) - min(ratios)):.2f}" if len(ratios) > 1 else "")
 
 
 def times() -> str:
@@ -139,11 +140,10 @@ def times() -> str:
     for row in every:
         base = whole[row["forward"], row["seq"], row["commit"]]
         dense = row["dense_forward_ms"] + row["dense_backward_ms"]
-        sampled = ", sampled" if row["sampling"] else ""
         body.append(
             [
                 tokens(row["seq"]), forward_of(row), percent(row["forward_density"]),
-                f"{row['threshold']:g}{sampled}" if row["threshold"] else "off",
+                threshold_of(row),
                 percent(row["backward_density"]), f"{row['forward_ms']:.1f}", f"{row['backward_ms']:.1f}",
                 f"{row['layer_ms'] / base:.2f}", f"{row['layer_ms'] / dense:.2f}",
             ]

@@ -4,15 +4,39 @@ index."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..cp_group import CPGroup
 from ..stream_graphs import ALIGNMENT, Memory, padded
-from .vertical_slash_index import VerticalSlashIndex
+from .vertical_slash_index import PatternIndex, VerticalSlashIndex
+
+Index = TypeVar("Index", bound=PatternIndex)
+Place = tuple[str, torch.dtype, torch.Size, tuple[int, ...], int]
+"""Of a tensor of an index: its name, dtype, shape, strides, and offset in the memory that all have."""
+
+
+def tensors_of(index: PatternIndex) -> dict[str, Tensor]:
+    """The tensors of an index, by name."""
+    return {
+        each.name: value
+        for each in fields(index)
+        if isinstance(value := getattr(index, each.name), Tensor)
+    }
+
+
+def placed(index: Index, places: Sequence[Place], memory: Tensor) -> Index:
+    """The index with its tensors at places of one memory, uint8 and aligned."""
+    typed = {dtype: memory.view(dtype) for dtype in {dtype for _, dtype, *_ in places}}
+    found: dict[str, Any] = {
+        name: typed[dtype].as_strided(shape, stride, typed[dtype].storage_offset() + offset)
+        for name, dtype, shape, stride, offset in places
+    }
+    return replace(index, **found)
 
 
 class CopiedIndex:
@@ -23,15 +47,11 @@ class CopiedIndex:
     """
 
     def __init__(self, index: VerticalSlashIndex):
-        tensors = {
-            each.name: value.contiguous()
-            for each in fields(index)
-            if isinstance(value := getattr(index, each.name), Tensor)
-        }
+        tensors = {name: tensor.contiguous() for name, tensor in tensors_of(index).items()}
         self.index = replace(index, **tensors)
         spare = torch.empty(ALIGNMENT, dtype=torch.uint8, device=index.columns.device)
         self._parts: list[Tensor] = []
-        self._places: list[tuple[str, torch.dtype, torch.Size, tuple[int, ...], int]] = []
+        self._places: list[Place] = []
         offset = 0
         for name, tensor in tensors.items():
             place = offset // tensor.element_size()
@@ -40,19 +60,10 @@ class CopiedIndex:
             self._parts += [tensor.reshape(-1).view(torch.uint8), spare[: length - tensor.nbytes]]
             offset += length
         self._parts = [part for part in self._parts if len(part)]
-        self._dtypes = list({dtype for _, dtype, *_ in self._places})
 
     def copy(self) -> VerticalSlashIndex:
         """The index as it is now, in memory of its own."""
-        copied = torch.cat(self._parts)
-        typed = {dtype: copied.view(dtype) for dtype in self._dtypes}
-        return replace(
-            self.index,
-            **{
-                name: typed[dtype].as_strided(shape, stride, place)
-                for name, dtype, shape, stride, place in self._places
-            },
-        )
+        return placed(self.index, self._places, torch.cat(self._parts))
 
 
 class CapturedGroup(CPGroup):
@@ -67,14 +78,12 @@ class CapturedGroup(CPGroup):
         self.group = None
         self.rank, self.world, self.inner = cp.rank, cp.world, cp.inner
         self.steps: list[Callable[[CPGroup], object]] = []
-        self._pool = memory.pool
+        self._memory = memory
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def begin(self) -> None:
         """Begin to capture a graph on the current stream."""
-        self._graph = torch.cuda.CUDAGraph()
-        # Other threads may launch kernels meanwhile.
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._graph = self._memory.begin_capture()
 
     def end(self) -> None:
         """End the graph that :meth:`begin` has begun; do nothing if it has ended in an error."""

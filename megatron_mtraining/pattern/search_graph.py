@@ -31,7 +31,6 @@ from torch import Tensor
 
 from ..config import MTrainingConfig, Policy
 from ..cp_group import CPGroup
-from ..errors import ConfigError
 from ..stream_graphs import Memory, StreamGraphs, of_current_stream
 from .captured_search import CapturedGroup, CopiedIndex
 from .sampled_rows import SampledRows, gather_rows
@@ -99,7 +98,10 @@ class SearchGraphs(StreamGraphs[SearchKind, "SearchGraph"]):
         tokens = query.shape[0] * query.shape[1]
         if not query.is_cuda or tokens > MAX_TOKENS or key.nbytes > MAX_KEY_BYTES:
             return None
-        if not _captures(world):
+        wanted = SearchGraphs.wanted()
+        if wanted is None:
+            wanted = world == 1 and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1"
+        if not wanted:
             return None
         return of_current_stream(_STREAMS, SearchGraphs, query.device)
 
@@ -123,17 +125,6 @@ class SearchGraphs(StreamGraphs[SearchKind, "SearchGraph"]):
             _inputs(rows, key, price),
             lambda memory, lock: SearchGraph(search, rows, key, cp, price, memory, lock),
         )
-
-
-def _captures(world: int) -> bool:
-    wanted = os.environ.get("MTRAINING_SEARCH_GRAPH")
-    if wanted not in (None, "0", "1"):
-        raise ConfigError(
-            f"MTRAINING_SEARCH_GRAPH is {wanted!r} in the environment: set it to 0 or 1, or unset it"
-        )
-    if wanted is None:
-        return world == 1 and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1"
-    return wanted == "1"
 
 
 _STREAMS: dict[tuple[int, int], SearchGraphs] = {}

@@ -14,7 +14,7 @@ ranks of an inner group, ``C`` columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypedDict
 
 import torch
@@ -153,8 +153,8 @@ def _forward(
     index: PatternIndex,
     ring: Ring,
     softmax_scale: float,
-    keys: KeysAndValues | None,
-    marking: Marking | None,
+    keys: KeysAndValues | None = None,
+    marking: Marking | None = None,
 ) -> tuple[Tensor, Tensor]:
     length, batch, heads, _ = query.shape
     lse_dtype = torch.promote_types(query.dtype, torch.float32)
@@ -194,10 +194,10 @@ def _backward(
     index: PatternIndex,
     ring: Ring,
     softmax_scale: float,
-    wire_dtype: torch.dtype | None,
-    pruning: BackwardPruning | None,
+    wire_dtype: torch.dtype | None = None,
+    pruning: BackwardPruning | None = None,
     *,
-    packed: Tensor | None,
+    packed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of queries, ``[s, b, h, d]``, and of keys and values, ``[2, s, b, hk, d]``.
 
@@ -316,46 +316,23 @@ class RingResult(NamedTuple):
     """The codes of the blocks of a pruned backward (:class:`.pruning.Marking`); None if it is not pruned."""
 
 
-def _may_be_captured(ring: Ring) -> bool:
-    """Whether a ring has no transfers, and nobody follows what it runs."""
-    return ring.cp.world == 1 and ring.trace is None
-
-
-def _captured_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+def _replayed(
+    name: str,
+    function: Callable[..., tuple[Tensor, Tensor]],
+    operands: Sequence[Tensor],
     index: PatternIndex,
     ring: Ring,
     softmax_scale: float,
-) -> tuple[Tensor, Tensor] | None:
-    """:func:`_forward` by its graph (:mod:`.attention_graph`); None if there is none."""
+) -> Sequence[Tensor] | None:
+    """:func:`_forward` or :func:`_backward` without pruning, by its graph (:mod:`.attention_graph`); None if
+    there is none: over ranks there are transfers, and somebody who follows a ring would see nothing."""
+    if ring.cp.world > 1 or ring.trace is not None:
+        return None
 
     def run(given: Sequence[Tensor], own: PatternIndex) -> Sequence[Tensor]:
-        return _forward(given[0], given[1], given[2], own, ring, softmax_scale, None, None)
+        return function(*given, own, ring, softmax_scale)
 
-    if not _may_be_captured(ring):
-        return None
-    found = replayed("forward", run, (query, key, value), index, softmax_scale)
-    return None if found is None else (found[0], found[1])
-
-
-def _captured_backward(
-    operands: Sequence[Tensor], index: PatternIndex, ring: Ring, softmax_scale: float
-) -> tuple[Tensor, Tensor] | None:
-    """:func:`_backward` by its graph; None if there is none. Operands are query, key, value, the gradient of
-    out, out and lse."""
-
-    def run(given: Sequence[Tensor], own: PatternIndex) -> Sequence[Tensor]:
-        query, key, value, grad_out, out, lse = given
-        return _backward(
-            query, key, value, grad_out, out, lse, own, ring, softmax_scale, None, None, packed=None
-        )
-
-    if not _may_be_captured(ring):
-        return None
-    found = replayed("backward", run, operands, index, softmax_scale)
-    return None if found is None else (found[0], found[1])
+    return replayed(name, run, operands, index, softmax_scale)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -371,7 +348,8 @@ class _RingAttention(torch.autograd.Function):
             if pruning is not None:
                 marking = Marking(index, ring.cp.rank, pruning, seed)
             else:
-                found = _captured_forward(query, key, value, index, ring, softmax_scale)
+                given = query, key, value
+                found = _replayed("forward", _forward, given, index, ring, softmax_scale)
             out, lse = found or _forward(
                 query, key, value, index, ring, softmax_scale, keys, marking
             )
@@ -395,7 +373,7 @@ class _RingAttention(torch.autograd.Function):
         index, ring, softmax_scale, _, pruning = ctx.rest
         found = None
         if pruning is None:
-            found = _captured_backward(given, index, ring, softmax_scale)
+            found = _replayed("backward", _backward, given, index, ring, softmax_scale)
         dq, dkv = found or _backward(*given, *ctx.rest, packed=packed)
         return dq, dkv[0], dkv[1], *[None] * 7
 

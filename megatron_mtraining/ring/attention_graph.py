@@ -20,23 +20,19 @@ import atexit
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
 from ..kernels.attention.backends import fits_tma
+from ..pattern.captured_search import Place, placed, tensors_of
 from ..pattern.search_graph import MAX_TOKENS
 from ..pattern.vertical_slash_index import PatternIndex
 from ..stream_graphs import Memory, StreamGraphs, of_current_stream
 
 Run = Callable[[Sequence[Tensor], PatternIndex], Sequence[Tensor]]
 """What is captured: a function of operands and a pattern, which reads nothing back to the host."""
-
-Place = tuple[str, torch.dtype, torch.Size, tuple[int, ...], int]
-"""Of a tensor of an index: its name, dtype, shape, strides, and offset in the memory that all have."""
 
 SWITCHES = ("MTRAINING_BACKWARD", "MTRAINING_PORTABLE_KERNELS")
 """Environment variables that choose kernels."""
@@ -67,12 +63,8 @@ class AttentionGraphs(StreamGraphs[AttentionKind, "AttentionGraph"]):
         Raises:
             ConfigError: another value of ``MTRAINING_ATTENTION_GRAPH``.
         """
-        wanted = os.environ.get("MTRAINING_ATTENTION_GRAPH", "0")
-        if wanted not in ("0", "1"):
-            raise ConfigError(
-                f"MTRAINING_ATTENTION_GRAPH is {wanted!r} in the environment: set it to 0 or 1, or unset it"
-            )
-        if wanted == "0" or not query.is_cuda or query.shape[0] * query.shape[1] > MAX_TOKENS:
+        wanted = AttentionGraphs.wanted()
+        if not wanted or not query.is_cuda or query.shape[0] * query.shape[1] > MAX_TOKENS:
             return None
         return of_current_stream(_STREAMS, AttentionGraphs, query.device)
 
@@ -143,14 +135,12 @@ class AttentionGraph:
         self._lock, self._given = lock, memory.like(given)
         self._copy(given)
         *operands, bytes_of_index = self._given
-        own = _at(index, bytes_of_index)
+        own = placed(index, _places_of(index), bytes_of_index)
         # Compiles kernels and makes constants, which cannot be done in a capture.
         run(operands, own)
         memory.side.wait_stream(torch.cuda.current_stream(memory.device))
-        self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(memory.side):
-            # Other threads may launch kernels meanwhile.
-            self._graph.capture_begin(pool=memory.pool, capture_error_mode="thread_local")
+            self._graph = memory.begin_capture()
             try:
                 self._found = run(operands, own)
             finally:
@@ -168,17 +158,9 @@ class AttentionGraph:
             own.copy_(each)
 
 
-def _tensors_of(index: PatternIndex) -> dict[str, Tensor]:
-    return {
-        each.name: value
-        for each in fields(index)
-        if isinstance(value := getattr(index, each.name), Tensor)
-    }
-
-
 def _bytes_of(index: PatternIndex) -> Tensor | None:
     """The memory of an index, uint8, if all its tensors lie in one piece; else None."""
-    storages = [tensor.untyped_storage() for tensor in _tensors_of(index).values()]
+    storages = [tensor.untyped_storage() for tensor in tensors_of(index).values()]
     if len({storage.data_ptr() for storage in storages}) != 1:
         return None
     return torch.empty(0, dtype=torch.uint8, device=index.columns.device).set_(storages[0])
@@ -187,14 +169,5 @@ def _bytes_of(index: PatternIndex) -> Tensor | None:
 def _places_of(index: PatternIndex) -> tuple[Place, ...]:
     return tuple(
         (name, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-        for name, tensor in _tensors_of(index).items()
+        for name, tensor in tensors_of(index).items()
     )
-
-
-def _at(index: PatternIndex, memory: Tensor) -> PatternIndex:
-    """The index in other memory with the same bytes, aligned."""
-    found: dict[str, Any] = {}
-    for name, dtype, shape, stride, offset in _places_of(index):
-        typed = memory.view(dtype)
-        found[name] = typed.as_strided(shape, stride, typed.storage_offset() + offset)
-    return replace(index, **found)

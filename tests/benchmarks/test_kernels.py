@@ -273,15 +273,10 @@ def test_both_ways_of_the_backward(monkeypatch):
     assert [row["path"] for row in rows] == ["one_pass", "two_kernels"]
     assert all(row["impl"] == "mtraining" and row["op"] == "backward" for row in rows)
     assert all(row["difference"] < 1e-2 for row in rows) and rows[1]["difference"] == 0
-    backward_key, backward_columns = (
-        pytest.importorskip(f"megatron_mtraining.kernels.attention.hopper.{name}")
-        for name in ("backward_key", "backward_columns")
-    )
+    hopper = backward_paths.backward_key, backward_paths.backward_columns
 
     def settings():
-        return (
-            os.environ["MTRAINING_BACKWARD"], backward_key.CHUNK, backward_columns.BY_HEAD
-        )  # fmt: skip
+        return os.environ["MTRAINING_BACKWARD"], hopper[0].CHUNK, hopper[1].BY_HEAD
 
     before = settings()
     assert backward_paths.along("one_pass", 32, True, settings)() == ("one_pass", 32, True)

@@ -20,7 +20,7 @@ from megatron_mtraining.pattern import search_graph, search_pattern
 from megatron_mtraining.pattern.captured_search import CopiedIndex
 from megatron_mtraining.pattern.search_graph import SearchGraphs
 from megatron_mtraining.ring import Ring, attention_graph
-from megatron_mtraining.ring.attention import _captured_backward, _captured_forward
+from megatron_mtraining.ring.attention import _backward, _forward, _replayed
 from megatron_mtraining.ring.attention_graph import AttentionGraph, AttentionGraphs, replayed
 from tests.support.attention_cases import random_index, relative_error
 from tests.support.recorded_graphs import fake_cuda
@@ -134,11 +134,12 @@ def test_only_of_one_rank(graphs):
     over_ranks.cp.world = 2
     traced.trace = lambda *step: nullcontext()
     for ring in (over_ranks, traced):
-        assert _captured_forward(query, key, value, index, ring, SCALE) is None
+        assert _replayed("forward", _forward, (query, key, value), index, ring, SCALE) is None
         given = query, key, value, query, query, torch.zeros(1, 2, 512)
-        assert _captured_backward(given, index, ring, SCALE) is None
+        assert _replayed("backward", _backward, given, index, ring, SCALE) is None
     assert not graphs._seen
-    assert _captured_forward(query, key, value, index, Ring(CPGroup(None)), SCALE) is None
+    alone = Ring(CPGroup(None))
+    assert _replayed("forward", _forward, (query, key, value), index, alone, SCALE) is None
     assert len(graphs._seen) == 1
 
 
