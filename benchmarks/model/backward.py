@@ -10,7 +10,8 @@ what has a row there, and begins no job that is not expected to end within ``--m
   pattern makes against the dense gradient (``what`` is ``forward``), and the difference from the gradient of
   another window of the same text (``another window``).
 - ``train``: training from the same weights on the same data, for each seed: the loss judged with dense
-  attention and with the run's own.
+  attention and with the run's own. Rows of dense training are the frontier's (``--frontier``), where it has
+  them.
 - ``time``: forward and backward of one layer of Qwen2.5-3B's shape, on operands that look like a usual
   head's, beside the same without pruning and beside cuDNN.
 - ``table``: prints all.
@@ -28,6 +29,7 @@ threshold without and with ``--mtraining-backward-sampling``.
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 
@@ -226,12 +228,32 @@ def work(job: tuple[str, float, bool, int, argparse.Namespace]) -> dict:
     )  # fmt: skip
 
 
+def dense_run(options, seed: int) -> dict | None:
+    """The row of dense training that the frontier has with this seed."""
+    asked = argparse.Namespace(**{**vars(options), "output": options.frontier})
+    found = rows_like(asked, "train", policy="dense", seed=seed, steps=options.steps, lr=options.lr)
+    if not found:
+        return None
+    row = {name: value for name, value in found[-1].items() if name not in ("policy", "wanted")}
+    pruning = dict(threshold=0.0, sampling=False, backward_density=1.0, dropped_mass=0.0)
+    return dict(stage="train", forward="dense") | pruning | row
+
+
 def train(options) -> int:
-    """Rows of training, those without pruning first."""
-    there = {
-        (row["forward"], row["threshold"], row["sampling"], row["seed"])
-        for row in rows_like(options, "train", steps=options.steps, lr=options.lr)
-    }
+    """Rows of training, those without pruning first; of dense training, the frontier's if it has them."""
+
+    def made() -> set:
+        rows = rows_like(options, "train", steps=options.steps, lr=options.lr)
+        return {(row["forward"], row["threshold"], row["sampling"], row["seed"]) for row in rows}
+
+    for seed in options.seeds if "dense" in options.forward else ():
+        if ("dense", 0.0, False, seed) not in made() and (row := dense_run(options, seed)):
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            with options.output.open(
+                "a", encoding="utf-8"
+            ) as file:  # with its own commit and command
+                file.write(json.dumps(row) + "\n")
+    there = made()
     runs = [
         (name, *each, seed)
         for seed in options.seeds
@@ -351,6 +373,8 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
     add("--seeds", type=int, nargs="+", default=[1, 2, 3])
     add("--steps", type=int, default=300)
     add("--expect", type=float, metavar="SECONDS", help="that a run takes, until one has ended")
+    add("--frontier", type=Path, default=record.RESULTS / "frontier_runs.jsonl",
+        help="train: rows of frontier.py; its dense runs are not made again (%(default)s)")  # fmt: skip
     add("--output", type=Path, default=record.RESULTS / "backward.jsonl")
     options = parser.parse_args(words)
     options.shape = Shape(*options.shape)

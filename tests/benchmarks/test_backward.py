@@ -81,6 +81,37 @@ def test_training_and_times(words, tmp_path, capsys):
     assert "| 512 | dense | 4.0 | True | 1 |" in capsys.readouterr().out
 
 
+def test_dense_training_is_the_frontiers(words, tmp_path):
+    output, frontier = tmp_path / "rows.jsonl", tmp_path / "frontier.jsonl"
+    training = ["train", *words, "--steps", "2"]
+    backward.main(
+        [
+            *training,
+            "--output",
+            str(frontier),
+            "--forward",
+            "dense",
+            "--seeds",
+            "1",
+            "--thresholds",
+            "4",
+        ]
+    )
+    row = next(row for row in jobs.read(frontier) if not row["threshold"])
+    for name in ("forward", "threshold", "sampling", "backward_density", "dropped_mass"):
+        del row[name]
+    row |= dict(policy="dense", wanted=None, commit="of the frontier")
+    frontier.write_text(json.dumps(row) + "\n")
+    given = [*training, "--output", str(output), "--frontier", str(frontier), "--forward", "dense"]
+    for _ in range(2):  # no row twice
+        backward.main([*given, "--thresholds", "4", "--seeds", "1", "2"])
+    rows = jobs.read(output)
+    assert [(row["seed"], row["threshold"]) for row in rows] == [(1, 0), (1, 4), (2, 0), (2, 4)]
+    assert rows[0]["commit"] == "of the frontier" != rows[2]["commit"]
+    assert rows[0]["own"] == row["own"] and "policy" not in rows[0]
+    assert rows[0].keys() == rows[2].keys()
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
