@@ -95,19 +95,32 @@ def triton_device(request, monkeypatch):
     return "cpu"
 
 
-CHUNKS = "one_pass_chunks"
+BACKWARD_PATHS = {
+    "two_kernels": None,
+    "one_pass": (0, False),
+    "one_pass_chunks": (3, False),
+    "one_pass_one_launch": (3, True),
+}
+"""Ways of the backward, and of one pass ``backward_key.CHUNK`` and ``ONE_LAUNCH``."""
 
 
-@pytest.fixture(params=["two_kernels", "one_pass", pytest.param(CHUNKS, marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=["two_kernels", "one_pass"]
+    + [
+        pytest.param(name, marks=pytest.mark.gpu)
+        for name in ("one_pass_chunks", "one_pass_one_launch")
+    ]
+)
 def backward_path(request, monkeypatch):
     """All ways of the backward, on a Hopper GPU or the references, which have no chunks."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("only the Hopper kernels have a choice")
-    if request.param == CHUNKS:
-        hopper = "megatron_mtraining.kernels.attention.hopper"
-        monkeypatch.setattr(f"{hopper}.backward_key.CHUNK", 3)
-        monkeypatch.setattr(f"{hopper}.backward_columns.BY_HEAD", True)
-    monkeypatch.setenv("MTRAINING_BACKWARD", request.param.removesuffix("_chunks"))
+    how = BACKWARD_PATHS[request.param]
+    if torch.cuda.is_available() and how is not None:
+        key = "megatron_mtraining.kernels.attention.hopper.backward_key"
+        monkeypatch.setattr(f"{key}.CHUNK", how[0])
+        monkeypatch.setattr(f"{key}.ONE_LAUNCH", how[1])
+    monkeypatch.setenv("MTRAINING_BACKWARD", "two_kernels" if how is None else "one_pass")
     return request.param
 
 

@@ -9,11 +9,12 @@ at the length of the case, and at 128K tokens for longer ones (``dense_seq``), w
 ``difference`` is the norm of the difference of a way's gradients from the two kernels' over the norm of the
 gradients.
 
-With ``--chunks N ...`` the one-pass backward also runs with ``backward_key.CHUNK`` of N query blocks, and
-with ``--by-head`` with ``backward_columns.BY_HEAD`` (``one_pass_64``, ``one_pass_by_head``, ...): whether
-they are faster is to be found.
+One pass runs in chunks of 64 query blocks (``one_pass_64``), or as ``--chunks N ...`` says, 0 for all at once
+(``one_pass``); with ``--one-launch`` also with the chunks in one launch (``one_pass_64_one_launch``). Rows of
+``one_pass_by_head``, of an earlier commit, had tiles of one head's columns at work at one time, as all have
+now; the others had those of all heads.
 
-    python -m benchmarks.kernels.backward_paths [--quick] [--case TEXT ...] [--chunks N ...] [--by-head]
+    python -m benchmarks.kernels.backward_paths [--quick] [--case TEXT ...] [--chunks N ...] [--one-launch]
         [--budget SECONDS] [--output FILE]
 """
 
@@ -26,14 +27,13 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_mtraining.kernels.attention.hopper import backward_columns, backward_key
+from megatron_mtraining.kernels.attention.hopper import backward_key
 
 from ..lib import record
 from ..lib.environment import variable
 from ..lib.workloads import share_for
 from .attention import Case, attention_runs, index_of, line, passes, rows_of, take_turns
 
-PATHS = ("one_pass", "two_kernels")
 DENSITIES = (0.05, 0.12, 0.25, 1.0)
 SHAPES = ((65536, 16, 2), (65536, 28, 4), (131072, 16, 2), (131072, 28, 4))
 LONG = ((524288, 16, 2, DENSITIES), (524288, 28, 4, DENSITIES[:3]))
@@ -64,24 +64,25 @@ def _cases() -> list[Case]:
 CASES = _cases()
 
 
-def paths(chunks: list[int], by_head: bool) -> dict[str, tuple[str, int | None, bool]]:
-    """The ways to time: ``MTRAINING_BACKWARD``, ``CHUNK`` and ``BY_HEAD``, by name."""
-    found = {path: (path, None, False) for path in PATHS}
-    for together in (False, True) if by_head else (False,):
-        for chunk in (None, *chunks):
-            name = "one_pass" + (f"_{chunk}" if chunk else "") + ("_by_head" if together else "")
-            found[name] = "one_pass", chunk, together
+def paths(chunks: list[int], one_launch: bool) -> dict[str, tuple[str, int, bool]]:
+    """The ways to time: ``MTRAINING_BACKWARD``, ``CHUNK`` and ``ONE_LAUNCH``, by name."""
+    found = {"two_kernels": ("two_kernels", 0, False)}
+    for chunk in chunks:
+        name = f"one_pass_{chunk}" if chunk else "one_pass"
+        found[name] = "one_pass", chunk, False
+        if one_launch and chunk:
+            found[f"{name}_one_launch"] = "one_pass", chunk, True
     return found
 
 
-def along(path: str, chunk: int | None, by_head: bool, backward):
+def along(path: str, chunk: int, one_launch: bool, backward):
     """A backward that takes one of the ways."""
 
     def run():
         with (
             variable("MTRAINING_BACKWARD", path),
             patch.object(backward_key, "CHUNK", chunk),
-            patch.object(backward_columns, "BY_HEAD", by_head),
+            patch.object(backward_key, "ONE_LAUNCH", one_launch),
         ):
             return backward()
 
@@ -95,7 +96,12 @@ def difference(gradients, others) -> float:
 
 
 def run_case(
-    case: Case, budget: float, device: str = "cuda", cudnn: bool = True, chunks=(), by_head=False
+    case: Case,
+    budget: float,
+    device: str = "cuda",
+    cudnn: bool = True,
+    chunks=(64,),
+    one_launch=False,
 ) -> list[dict]:
     """The rows of one case."""
     index = index_of(case, device)
@@ -105,10 +111,8 @@ def run_case(
     dense_seq = min(case.seq, DENSE_SEQ)
     runs = attention_runs(case, index, implementations, dense_seq, device)
     backward = passes(*runs["mtraining"])[1]
-    timed = {
-        name: along(*way, backward)
-        for name, way in paths([*chunks], by_head and case.columns > 0).items()
-    }
+    ways = paths([*chunks], one_launch)
+    timed = {name: along(*way, backward) for name, way in ways.items()}
     exact = timed["two_kernels"]()
     apart = {name: difference(run(), exact) for name, run in timed.items()}
     del exact  # gradients of some GB
@@ -128,21 +132,21 @@ def main():
     )
     parser.add_argument("--quick", action="store_true", help="six of the cases")
     parser.add_argument("--case", nargs="+", metavar="TEXT", help="cases with such a name only")
-    parser.add_argument("--chunks", nargs="+", type=int, default=[], metavar="N")
-    parser.add_argument("--by-head", action="store_true")
+    parser.add_argument("--chunks", nargs="+", type=int, default=[64], metavar="N")
+    parser.add_argument("--one-launch", action="store_true")
     parser.add_argument("--budget", type=float, default=1.0, metavar="SECONDS", help="for a case")
     parser.add_argument("--output", type=Path, default=record.RESULTS / "backward_paths.jsonl")
     options = parser.parse_args()
     cases = [case for case in CASES if case.quick or not options.quick]
     if options.case:
         cases = [case for case in cases if any(text in case.name for text in options.case)]
-    if any(chunk < 1 for chunk in options.chunks):
-        parser.error(f"--chunks {' '.join(map(str, options.chunks))}: use 1 or more")
+    if any(chunk < 0 for chunk in options.chunks):
+        parser.error(f"--chunks {' '.join(map(str, options.chunks))}: use 0 or more")
     if not cases:
         parser.error(f"no case has any of {options.case} in its name")
     start = time.perf_counter()
     for case in cases:
-        rows = run_case(case, options.budget, chunks=options.chunks, by_head=options.by_head)
+        rows = run_case(case, options.budget, chunks=options.chunks, one_launch=options.one_launch)
         print(f"{case.name}  ({time.perf_counter() - start:.0f} s)")
         for row in rows:
             apart = "" if row["difference"] is None else f", difference {row['difference']:.1e}"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from benchmarks.model import frontier_tables
 from benchmarks.model.frontier_rows import mean, spread
 
-from .common import Row, percent, rows, source, table, tokens
+from .common import Row, gpu_name, last, percent, rows, source, table, tokens
 
 TEXTS = {"code": "code", "book": "novel, essays", "speech": "speeches"}
 
@@ -37,7 +37,18 @@ def what_of(row: Row) -> str:
 
 def gradient() -> str:
     """The gradient of all parameters beside the unpruned one's, and beside two yardsticks."""
-    every = found("gradient")
+    names = ("forward", "text", "what", "threshold", "sampling", "seq")
+    every = [*last(found("gradient"), *names).values()]
+    order = {name: number for number, name in enumerate(("pruned", "forward", "another window"))}
+    every.sort(
+        key=lambda row: (
+            row["forward"],
+            row["text"],
+            order[row["what"]],
+            row["sampling"],
+            row["threshold"],
+        )
+    )
     header = [
         "tokens",
         "forward",
@@ -127,6 +138,7 @@ def times() -> str:
         if not row["threshold"]
     }
     header = [
+        "GPU",
         "tokens",
         "forward",
         "density",
@@ -142,7 +154,7 @@ def times() -> str:
         dense = row["dense_forward_ms"] + row["dense_backward_ms"]
         body.append(
             [
-                tokens(row["seq"]), forward_of(row), percent(row["forward_density"]),
+                gpu_name(row["gpu"]), tokens(row["seq"]), forward_of(row), percent(row["forward_density"]),
                 threshold_of(row),
                 percent(row["backward_density"]), f"{row['forward_ms']:.1f}", f"{row['backward_ms']:.1f}",
                 f"{row['layer_ms'] / base:.2f}", f"{row['layer_ms'] / dense:.2f}",

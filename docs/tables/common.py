@@ -34,7 +34,9 @@ def source(found: Iterable[Row], file: str) -> str:
     found = list(found)
 
     def all_of(name):
-        return ", ".join(dict.fromkeys(str(row[name]) for row in found))
+        # A joined row has those of several.
+        each = (value for row in found for value in str(row[name]).split(", "))
+        return ", ".join(dict.fromkeys(each))
 
     gpu = all_of("gpu")
     where = (
@@ -49,3 +51,8 @@ def tokens(count: int) -> str:
 
 def percent(share: float, digits: int = 1) -> str:
     return "100%" if share == 1 else f"{100 * share:.{digits}f}%"
+
+
+def gpu_name(gpu: str) -> str:
+    """``H100`` of ``NVIDIA H100 80GB HBM3``."""
+    return gpu.removeprefix("NVIDIA ").partition(" ")[0]

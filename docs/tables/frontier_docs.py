@@ -91,9 +91,11 @@ def _ablations(wanted: Callable[[Row], bool]) -> str:
     files = dict.fromkeys(f"`{row['source']}`" for row in found if "source" in row)
     where = [f"from {', '.join(files)}"] if files else []
     if measured:
-        where += [
-            f"{measured[0]['gpu']}, torch {measured[0]['torch']}, Triton {measured[0]['triton']}"
-        ]
+        gpu, torch, triton = (
+            ", ".join(dict.fromkeys(row[name] for row in measured))
+            for name in ("gpu", "torch", "triton")
+        )
+        where += [f"{gpu}, torch {torch}, Triton {triton}"]
     commits = [row.get("source_commit", row["commit"]).split(", ") for row in found]
     known = dict.fromkeys(commit for some in commits for commit in some)
     return (

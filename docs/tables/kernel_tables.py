@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from .common import Row, last, percent, rows, source, table, tokens
+from .common import Row, gpu_name, last, percent, rows, source, table, tokens
+
+CHUNKS = "one_pass_64"
+"""The way of the one-pass backward in ``backward_paths.jsonl``."""
 
 
 def kernel_rows() -> list[dict[str, Row]]:
@@ -92,7 +95,7 @@ def short_layers() -> str:
         {**row, "launch": "Triton" if "MTRAINING_TRITON_LAUNCH=1" in row["command"] else "direct"}
         for row in rows("short_layers")
     ]
-    found = last(all_rows, "seq", "policy", "search", "launch")
+    found = last(all_rows, "gpu", "seq", "policy", "search", "launch")
     names = {
         "kernels": "kernel by kernel",
         "graph": "captured",
@@ -105,6 +108,7 @@ def short_layers() -> str:
 
     body = [
         [
+            gpu_name(row["gpu"]),
             tokens(row["seq"]),
             row["policy"],
             names[row["search"]],
@@ -113,29 +117,55 @@ def short_layers() -> str:
             all_parts(row, "host_us", ".0f"),
             all_parts(row, "ms", ".2f"),
         ]
-        for row in sorted(found.values(), key=lambda row: (row["seq"], row["launch"]))
+        for row in sorted(found.values(), key=lambda row: (row["gpu"], row["seq"], row["launch"]))
     ]
-    header = ["tokens", "policy", "search", "launched by", "launches", "host us", "GPU ms"]
+    header = ["GPU", "tokens", "policy", "search", "launched by", "launches", "host us", "GPU ms"]
     return table(header, body) + source(found.values(), "short_layers")
 
 
 def backward_paths() -> str:
-    """The two ways of the backward, in turns in one run, beside cuDNN."""
-    cases: dict[str, dict[str, Row]] = {}
+    """The ways of the backward, in turns in one run, beside cuDNN."""
+    ways = {
+        "two_kernels": "two kernels", "one_pass": "one pass, all at once", CHUNKS: "one pass in chunks of 64"
+    }  # fmt: skip
+    cases: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows("backward_paths"):
-        cases.setdefault(row["case"], {})[row["path"] or row["impl"]] = row
+        way = (row["path"] or row["impl"]).removesuffix("_by_head")
+        if way in (*ways, "cudnn"):
+            cases.setdefault((row["gpu"], row["case"]), {})[way] = row
     body = []
-    for case in cases.values():
-        one, two, dense = (case[name] for name in ("one_pass", "two_kernels", "cudnn"))
-        body.append(
-            [
-                tokens(one["seq"]), f"{one['heads']}/{one['kv_heads']} x {one['dim']}", selected_of(one),
-                f"{one['ms']:.1f}", f"{two['ms']:.1f}", f"{two['ms'] / one['ms']:.2f}x",
-                f"{one['tflops'] / dense['tflops']:.2f}", f"{two['tflops'] / dense['tflops']:.2f}",
-            ]
-        )  # fmt: skip
-    header = ["tokens", "heads x dimension", "pairs", "one pass, ms", "two kernels, ms"]
-    header += ["speed of one pass over two", "rate of one pass / cuDNN", "of two kernels / cuDNN"]
+
+    def place(case):
+        row = case["two_kernels"]
+        return (
+            row["gpu"],
+            -row["dim"],
+            bool(row["documents"]),
+            row["vertical"],
+            row["seq"],
+            row["heads"],
+            row["density"],
+        )
+
+    for case in sorted(cases.values(), key=place):
+        one, dense = case["two_kernels"], case["cudnn"]
+        found = [case.get(way) for way in ways]
+        what = [
+            tokens(one["seq"]),
+            f"{one['heads']}/{one['kv_heads']} x {one['dim']}",
+            selected_of(one),
+        ]
+        times = [f"{each['ms']:.1f}" if each else "" for each in found]
+        rates = [f"{each['tflops'] / dense['tflops']:.2f}" if each else "" for each in found]
+        body.append([gpu_name(one["gpu"]), *what, *times, *rates])
+    header = [
+        "GPU",
+        "tokens",
+        "heads x dimension",
+        "pairs",
+        *(f"{way}, ms" for way in ways.values()),
+    ]
+    header += [f"rate of {way} / cuDNN" for way in ways.values()]
     used = [row for case in cases.values() for row in case.values()]
     return table(header, body) + source(used, "backward_paths")
 

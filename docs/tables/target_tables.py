@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from . import backward_tables
-from .common import Row, rows, source, table
-from .kernel_tables import kernel_rows, worst_error
+from .common import Row, gpu_name, rows, source, table
+from .kernel_tables import CHUNKS, kernel_rows, worst_error
 from .step_tables import over_dense, step, trained
 
 
@@ -57,11 +57,12 @@ def _kernels():
 def _backward():
     """Of the better of the two ways of the backward, and of a pruned one where about 3% of the pairs stay."""
     best: dict[str, dict[str, float]] = {}
-    latest = {(row["case"], row["path"]): row for row in rows("backward_paths") if row["path"]}
-    for (case, _), row in latest.items():
-        if not row["documents"]:
+    ways = ("two_kernels", "one_pass", CHUNKS, f"{CHUNKS}_by_head")
+    latest = {(row["gpu"], row["case"], row["path"]): row for row in rows("backward_paths")}
+    for (gpu, case, way), row in latest.items():
+        if way in ways and not row["documents"]:
             kind = "with columns" if row["vertical"] else f"slashes, dim {row['dim']}"
-            rates = best.setdefault(f"{row['seq'] // 1024}K, {kind}", {})
+            rates = best.setdefault(f"{row['seq'] // 1024}K, {kind}, {gpu_name(gpu)}", {})
             rates[case] = max(rates.get(case, 0), row["share_of_cudnn"])
     for what, rates in best.items():
         lowest, highest = min(rates.values()), max(rates.values())
@@ -75,7 +76,8 @@ def _backward():
             what = (
                 "layer with a pruned backward over unpruned, 10% in the forward, 3% in the backward"
             )
-            yield f"{what}, {row['seq'] // 1024}K", "0.45", f"{share:.2f}", share <= 0.45
+            what += f", {row['seq'] // 1024}K, {gpu_name(row['gpu'])}"
+            yield what, "0.45", f"{share:.2f}", share <= 0.45
 
 
 def _search():

@@ -270,19 +270,19 @@ def test_both_ways_of_the_backward(monkeypatch):
     monkeypatch.setenv("MTRAINING_BACKWARD", "auto")  # put back after the test
     case = attention.Case("small", 512, 4, 2, 64, 0.3, 0)
     rows = backward_paths.run_case(case, 0.01, "cpu", cudnn=False)
-    assert [row["path"] for row in rows] == ["one_pass", "two_kernels"]
+    assert [row["path"] for row in rows] == ["two_kernels", "one_pass_64"]
     assert all(row["impl"] == "mtraining" and row["op"] == "backward" for row in rows)
-    assert all(row["difference"] < 1e-2 for row in rows) and rows[1]["difference"] == 0
-    hopper = backward_paths.backward_key, backward_paths.backward_columns
+    assert all(row["difference"] < 1e-2 for row in rows) and rows[0]["difference"] == 0
+    key = backward_paths.backward_key
 
     def settings():
-        return os.environ["MTRAINING_BACKWARD"], hopper[0].CHUNK, hopper[1].BY_HEAD
+        return os.environ["MTRAINING_BACKWARD"], key.CHUNK, key.ONE_LAUNCH
 
     before = settings()
     assert backward_paths.along("one_pass", 32, True, settings)() == ("one_pass", 32, True)
     assert settings() == before
-    assert [*backward_paths.paths([64], True)] == [
-        "one_pass", "two_kernels", "one_pass_64", "one_pass_by_head", "one_pass_64_by_head"
+    assert [*backward_paths.paths([0, 64], True)] == [
+        "two_kernels", "one_pass", "one_pass_64", "one_pass_64_one_launch"
     ]  # fmt: skip
     assert {case.heads for case in backward_paths.CASES} == {14, 16, 28}
     assert 0 < sum(case.quick for case in backward_paths.CASES) < len(backward_paths.CASES)

@@ -46,6 +46,15 @@ CASES = {
     "D128-C64-one_pass-chunks": dict(
         head_dim=128, columns=64, block_lists=False, packed=False, one_pass=True, chunks=True
     ),
+    "D128-C64-one_pass-one_launch": dict(
+        head_dim=128,
+        columns=64,
+        block_lists=False,
+        packed=False,
+        one_pass=True,
+        chunks=True,
+        one_launch=True,
+    ),
     "D64-C64-one_pass-float16": dict(
         head_dim=64, columns=64, block_lists=True, packed=False, one_pass=True, dtype="float16"
     ),

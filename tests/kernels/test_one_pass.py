@@ -4,6 +4,8 @@ kernels run both ways (``backward_path``)."""
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -131,21 +133,60 @@ def test_deterministic_algorithms_on_a_gpu(monkeypatch, deterministic):
         assert all(torch.equal(a, b) for a, b in zip(runs[0], again))
 
 
+@pytest.mark.parametrize("one_launch", [True, False])
 @pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize(("blocks", "chunk"), [(7, 2), (8, 4), (5, 1), (3, 2)])
-def test_chunks_meet_every_query_block_once(blocks, chunk, own):
-    """By launches: which query blocks a key block may meet in each."""
-    launches = pytest.importorskip(
-        "megatron_mtraining.kernels.attention.hopper.backward_key"
-    )._chunks(blocks, chunk, own)
+@pytest.mark.parametrize(("blocks", "chunk"), [(7, 2), (8, 4), (5, 1), (3, 2), (9, 3)])
+def test_chunks_meet_every_query_block_once(blocks, chunk, own, one_launch):
+    """By programs of launches, in the order that they are started: which query blocks a key block meets."""
+    key = pytest.importorskip("megatron_mtraining.kernels.attention.hopper.backward_key")
+    launches = key._launches(blocks, chunk, own, one_launch)
     met = torch.zeros(blocks, blocks, dtype=torch.int)  # query block, key block
     for launch in launches:
-        for kv_block in range(launch.kv_blocks):
-            begin, end = launch.first_q_block, launch.first_q_block + chunk
+        before = [0] * blocks  # programs of the launch that have added to a key block
+        for number, kv_block in product(
+            range(launch.chunks), range(launch.kv_blocks(blocks, chunk))
+        ):
+            begin = launch.first_q_block + number * chunk
+            end_kv_block = begin + launch.kv_ahead
+            end = begin + chunk
             if launch.diagonal:  # from its own place, as no query block before sees it
                 begin, end = kv_block, (kv_block // chunk + 1) * chunk
+            elif kv_block >= end_kv_block:
+                continue  # the program returns
+            if launch.chunks > 1:
+                turn = (end_kv_block - 1) // chunk - kv_block // chunk
+                assert turn == before[kv_block], "all that it waits for were started earlier"
+            before[kv_block] += 1
             met[begin:end, kv_block] += 1
     assert torch.equal(met.tril(), torch.ones_like(met).tril())
+    assert len(launches) == (2 if one_launch else -(-blocks // chunk))
     # The last one has all key blocks: it makes the result.
-    assert launches[-1].kv_blocks == blocks and launches[-1].diagonal == own
+    assert launches[-1].kv_blocks(blocks, chunk) == blocks and launches[-1].diagonal == own
     assert not own or torch.equal(met, met.tril())
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "chunked"),
+    [
+        ("NVIDIA H100 80GB HBM3", 511, False),
+        ("NVIDIA H100 80GB HBM3", 512, True),
+        ("NVIDIA H200", 2047, False),
+        ("NVIDIA H200", 2048, True),
+    ],
+)
+def test_when_there_are_chunks(monkeypatch, name, blocks, chunked):
+    key = pytest.importorskip("megatron_mtraining.kernels.attention.hopper.backward_key")
+    monkeypatch.setattr(key, "_name", lambda device: name)
+    assert key._is_chunked(blocks, torch.device("cuda")) == chunked
+
+
+def test_chunks_have_rows_for_the_cache():
+    key = pytest.importorskip("megatron_mtraining.kernels.attention.hopper.backward_key")
+    for group, dim, blocks in (
+        (8, 128, 64),
+        (7, 128, 64),
+        (1, 128, 512),
+        (7, 64, 128),
+        (512, 128, 8),
+    ):
+        assert key.chunk_blocks(group, dim, 128) == blocks

@@ -66,12 +66,12 @@ class OfflineDriver:
 
 
 def hopper(folder: str, case: dict) -> None:
-    from megatron_mtraining.kernels.attention.hopper import backend, backward_columns, backward_key
+    from megatron_mtraining.kernels.attention.hopper import backend, backward_key
 
     backward_key.CHAIN = 8  # as if the sequences were long
     if case.pop("chunks", False):
         backward_key.CHUNK = 2
-        backward_columns.BY_HEAD = True
+    backward_key.ONE_LAUNCH = case.pop("one_launch", False)
 
     def describe(kernel):
         sass = disassemble(kernel.asm["cubin"], os.path.join(folder, "kernel.cubin"))

@@ -31,11 +31,6 @@ from .key_common import (
 from .masks import DOCUMENT, PER_KEY
 from .query_sums import QueryAdder
 
-BY_HEAD = False
-"""Whether the one-pass backward has the tiles of a head's columns at work at one time, which add to the same
-rows of the queries' gradient, in place of the first tiles of all heads. Not measured yet. Captured graphs
-keep what they had."""
-
 
 @aggregate
 class ColumnTile:
@@ -158,7 +153,8 @@ def _column_kernel(
     HEADS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     SPLITS: gl.constexpr, PACKED: gl.constexpr, BY_HEAD: gl.constexpr,
 ):  # fmt: skip
-    # The first columns are seen by the most queries: start them first, of all heads or of each.
+    # The first columns are seen by the most queries: start them first, of all heads. In one pass, of each
+    # head: programs at work at one time then add to the same rows of the queries' gradient.
     split = gl.program_id(0)
     line_of_head = gl.program_id(2 if BY_HEAD else 1)
     batch = line_of_head // HEADS
@@ -244,7 +240,7 @@ def backward_columns(
     shape = (2, batch, heads, splits, num_columns, dim)
     gradients = torch.empty(shape, dtype=torch.float32, device=query.device)
     half = [1, 1, block // 2, dim]
-    by_head = BY_HEAD and query_sums is not None
+    by_head = query_sums is not None
     tiles, lines = cdiv(num_columns, block), batch * heads
     launch(
         _column_kernel,

@@ -8,6 +8,7 @@ compute (:mod:`.key_gradients`). The gathered columns have a kernel of their own
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...common.launch import launch
+from ...common.launch import launch, next_power_of_2
 from ...common.tiles import block_at, blocks_before
 from ...types import PatternIndex, RingStep
 from ..launch_args import MEETINGS, meetings
@@ -35,14 +36,54 @@ CHAIN = 256
 """Query tiles that are summed in registers, at least; see ``_partial_sums``."""
 
 CHUNK: int | None = None
-"""Query blocks of a launch of the one-pass backward. Programs at work at one time then add to the same rows
-of the queries' gradient, which stay in the cache. None: all at once, until chunks are measured. Graphs that
-were captured before (``ring.attention_graph``) keep what they had."""
+"""Query blocks of a chunk of the one-pass backward; 0 for all at once, None for :func:`chunk_blocks` of
+sequences that are long enough (:func:`_is_chunked`). Graphs that were captured before
+(``ring.attention_graph``) keep what they had."""
+CHUNK_BYTES = 2**25
+"""Of the queries' gradient that the programs of a chunk add to: it stays in the cache, of 50 MB."""
+ONE_LAUNCH = False
+"""Whether chunks share a launch: no end of a chunk is waited for, and programs of a key block take turns. Not
+measured yet."""
+
+
+def chunk_blocks(group: int, dim: int, block: int) -> int:
+    """Query blocks of a chunk: a power of two, 64 for groups of 7 or 8 heads of 128."""
+    blocks = CHUNK_BYTES // (group * block * dim * 4)
+    return 1 << max(blocks.bit_length() - 1, 3)
+
+
+def _is_chunked(local_blocks: int, device: torch.device) -> bool:
+    """Whether chunks are faster, as measured: from 64K tokens on; on an H200, whose memory is faster, all at
+    once is up to 128K."""
+    return local_blocks >= (2048 if "H200" in _name(device) else 512)
+
+
+@functools.cache
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+@gluon.jit
+def _count_tiles(
+    index, kv_block, batch, kv_head, end_q_block,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr,
+):  # fmt: skip
+    """Query tiles that attend to a key block through slashes, of all heads of a group at once: one head after
+    the other waits for memory each time."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    g = gl.arange(0, SIZE, layout=layout)
+    batch_head = batch * HEADS + kv_head * GROUP + gl.minimum(g, GROUP - 1)
+    blocks = gl.zeros([SIZE], gl.int32, layout)
+    for apart in gl.static_range(index.LISTS_PER_BLOCK):
+        head_ptr, head_list = index.head_ptr(batch_head), index.head_list(batch_head)
+        low, high, first = index.meetings(head_ptr, head_list, apart, kv_block, end_q_block)
+        blocks += gl.where(g < GROUP, high - low, 0)
+    return 2 * gl.sum(blocks, axis=0)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "kv_rank", "query_rank", "world", "inner", "first_q_block", "chunk_blocks", *MEETINGS
+        "kv_rank", "query_rank", "world", "inner", "first_q_block", "chunk_blocks", "kv_ahead", *MEETINGS
     ]
 )  # fmt: skip
 def _key_kernel(
@@ -51,21 +92,30 @@ def _key_kernel(
     # The queries' gradient, to add to; or None
     dq_desc,
     # Results, and the columns' gradients: see KeyResults
-    dk_ptr, dv_ptr, partial_ptr, column_dk, column_dv, column_entries,
+    dk_ptr, dv_ptr, partial_ptr, column_dk, column_dv, column_entries, turns_ptr,
     # The index, and packed documents: the ranks of the keys and of the queries
     slash_ptr, slash_list, weights, starts_desc, q_block_bounds, kv_rank, query_rank, world, inner,
     stride_n, stride_b, stride_h,
     ptr_len, list_len, column_len, key_len, local_blocks, softmax_scale,
-    # The chunk of query blocks, with CHUNKS: of the diagonal blocks, up to the end of each one's own chunk
-    first_q_block, chunk_blocks,
+    # The chunk of query blocks, with CHUNKS: of the diagonal blocks, up to the end of each one's own chunk.
+    # In one launch the first of several, each with the key blocks up to its own place and kv_ahead.
+    first_q_block, chunk_blocks, kv_ahead,
     residue_00, wrap_00, residue_01, wrap_01, residue_10, wrap_10, residue_11, wrap_11,
     HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
     STAGES: gl.constexpr, SPLITS: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr,
     ACCUMULATE: gl.constexpr, CHAIN: gl.constexpr, LISTS: gl.constexpr, PACKED: gl.constexpr,
-    WEIGHTED: gl.constexpr, CHUNKS: gl.constexpr,
+    WEIGHTED: gl.constexpr, CHUNKS: gl.constexpr, ONE_LAUNCH: gl.constexpr, GROUP_SIZE: gl.constexpr,
 ):  # fmt: skip
     # The first key blocks are seen by the most queries: start them first.
     kv_block = gl.program_id(0)
+    turn = 0
+    if ONE_LAUNCH:
+        first_q_block += gl.program_id(2) * chunk_blocks
+        end_kv_block = first_q_block + kv_ahead
+        if kv_block >= end_kv_block:
+            return
+        # Programs of earlier chunks that add to the same gradients.
+        turn = (end_kv_block - 1) // chunk_blocks - kv_block // chunk_blocks
     batch = gl.program_id(1) // (HEADS // GROUP)
     kv_head = gl.program_id(1) % (HEADS // GROUP)
     results = KeyResults(
@@ -75,6 +125,8 @@ def _key_kernel(
         column_dk,
         column_dv,
         column_entries,
+        turns_ptr,
+        turn,
         stride_n,
         stride_b,
         stride_h,
@@ -106,13 +158,18 @@ def _key_kernel(
         if DIAGONAL:
             end_of_chunk = (kv_block // chunk_blocks + 1) * chunk_blocks
         end_q_block = gl.minimum(end_q_block, end_of_chunk)
-    for g in range(GROUP):
-        batch_head = batch * HEADS + kv_head * GROUP + g
-        head_ptr = index.head_ptr(batch_head)
-        for apart in gl.static_range(index.LISTS_PER_BLOCK):
-            head_list = index.head_list(batch_head)
-            low, high, first = index.meetings(head_ptr, head_list, apart, kv_block, end_q_block)
-            num_tiles += 2 * (high - low)
+    if ONE_LAUNCH and not LISTS:
+        num_tiles = _count_tiles(
+            index, kv_block, batch, kv_head, end_q_block, HEADS, GROUP, GROUP_SIZE
+        )
+    else:
+        for g in range(GROUP):
+            batch_head = batch * HEADS + kv_head * GROUP + g
+            head_ptr = index.head_ptr(batch_head)
+            for apart in gl.static_range(index.LISTS_PER_BLOCK):
+                head_list = index.head_list(batch_head)
+                low, high, first = index.meetings(head_ptr, head_list, apart, kv_block, end_q_block)
+                num_tiles += 2 * (high - low)
     num_tiles = gl.maximum(num_tiles, 1)
 
     shared = allocate_tiles(
@@ -126,11 +183,11 @@ def _key_kernel(
         [
             (attend, (
                 results, shared, column_len, num_tiles, key_len, softmax_scale, first_position,
-                0, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, PACKED,
+                0, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, PACKED, ONE_LAUNCH,
             )),
             (attend, (
                 results, shared, column_len, num_tiles, key_len, softmax_scale, first_position,
-                1, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, PACKED,
+                1, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, PACKED, ONE_LAUNCH,
             )),
             (load_queries, (
                 descs, k_desc, v_desc, shared, index, end_q_block, HEADS, GROUP, BLOCK, DIAGONAL,
@@ -143,27 +200,42 @@ def _key_kernel(
     )  # fmt: skip
 
 
-class Chunk(NamedTuple):
+class Launch(NamedTuple):
     """A launch of the gradients of one rank's keys.
 
     Attributes:
-        first_q_block: of the chunk of query blocks; None for all of them. With diagonal 0: each key block is
-            with its own chunk, from its own place on.
-        kv_blocks: the first key blocks, which are all that its queries see.
-        diagonal: whether key blocks meet the query block at their own place.
+        first_q_block: of the first chunk of query blocks; None for all query blocks.
+        chunks: how many, each after the other.
+        kv_ahead: key blocks that the queries of a chunk see from its first query block on, beside those
+            before it. They are up to the end of a chunk, or none. Read unless diagonal.
+        diagonal: whether key blocks meet the query block at their own place. Then all key blocks are in it,
+            each with its own chunk, from its own place on.
     """
 
     first_q_block: int | None
-    kv_blocks: int
+    chunks: int
+    kv_ahead: int
     diagonal: bool
 
+    def kv_blocks(self, local_blocks: int, chunk: int) -> int:
+        """Key blocks of the launch, from the first on."""
+        if self.diagonal or self.first_q_block is None:
+            return local_blocks
+        last = self.first_q_block + (self.chunks - 1) * chunk
+        return min(last + self.kv_ahead, local_blocks)
 
-def _chunks(local_blocks: int, chunk: int, own: bool) -> list[Chunk]:
+
+def _launches(local_blocks: int, chunk: int, own: bool, one_launch: bool) -> list[Launch]:
     """Launches by chunks of query blocks. The last one has all key blocks, and makes the result."""
-    first = range(0, local_blocks, chunk)
-    if not own:
-        return [Chunk(begin, min(begin + chunk, local_blocks), False) for begin in first]
-    return [*(Chunk(begin, begin, False) for begin in first[1:]), Chunk(0, local_blocks, True)]
+    firsts = [*range(chunk if own else 0, local_blocks, chunk)]
+    ahead = 0 if own else chunk
+    # The result's dtype may not be that of the sums.
+    apart = [] if own else [Launch(firsts.pop(), 1, ahead, False)]
+    if one_launch:
+        found = [Launch(firsts[0], len(firsts), ahead, False)] if firsts else []
+    else:
+        found = [Launch(first, 1, ahead, False) for first in firsts]
+    return [*found, *apart] if not own else [*found, Launch(0, 1, 0, True)]
 
 
 def _partial_sums(
@@ -218,24 +290,32 @@ def backward_key(
         splits, num_columns = column_gradients.shape[3:5]
         column_entries = invert_columns(index, ring_step.source, key.shape[0])
     own = ring_step.source == ring_step.rank
-    launches = [Chunk(None, index.local_blocks, own)]
-    if query_sums is not None and CHUNK is not None and CHUNK < index.local_blocks:
-        launches = _chunks(index.local_blocks, CHUNK, own)
+    launches, turns = [Launch(None, 1, 0, own)], None
+    chunk = CHUNK
+    if chunk is None:
+        is_chunked = _is_chunked(index.local_blocks, query.device)
+        chunk = chunk_blocks(group, dim, block) if is_chunked else 0
+    if query_sums is not None and 0 < chunk < index.local_blocks:
+        launches = _launches(index.local_blocks, chunk, own, ONE_LAUNCH)
         if accumulator is None:
             accumulator = (
                 grad_kv.zero_()
                 if grad_kv.dtype == torch.float32
                 else torch.zeros_like(grad_kv, dtype=torch.float32)
             )
+        if ONE_LAUNCH:
+            shape = (batch * kv_heads, index.local_blocks, 2)
+            turns = torch.zeros(shape, dtype=torch.int32, device=query.device)
     packed, weighted = index.documents is not None, index.weights is not None
     locates = packed or weighted
-    for chunk in launches:
-        is_last = chunk is launches[-1]
+    for each in launches:
+        is_last = each is launches[-1]
+        shared = turns is not None and not is_last
         result = grad_kv if is_last or accumulator is None else accumulator
         chain, partial = _partial_sums(result, accumulator, index.local_blocks, group)
         launch(
             _key_kernel,
-            (chunk.kv_blocks, batch * kv_heads),
+            (each.kv_blocks(index.local_blocks, chunk), batch * kv_heads, each.chunks),
             **query_descriptors(query, grad_out, dim),
             **key_descriptors(key, value, half, query_sums),
             **line_descriptors(lse, delta),
@@ -245,6 +325,7 @@ def backward_key(
             column_dk=column_dk,
             column_dv=column_dv,
             column_entries=column_entries,
+            turns_ptr=turns if shared else None,
             slash_ptr=index.rank_ptr,
             slash_list=index.rank_list,
             weights=index.weights,
@@ -262,8 +343,9 @@ def backward_key(
             key_len=key.shape[0],
             local_blocks=index.local_blocks,
             softmax_scale=softmax_scale,
-            first_q_block=chunk.first_q_block,
-            chunk_blocks=None if chunk.first_q_block is None else CHUNK,
+            first_q_block=each.first_q_block,
+            chunk_blocks=None if each.first_q_block is None else chunk,
+            kv_ahead=each.kv_ahead if shared else None,
             **dict(zip(MEETINGS, meetings(index, ring_step), strict=True)),
             HEADS=heads,
             GROUP=group,
@@ -271,14 +353,16 @@ def backward_key(
             BLOCK=block,
             STAGES=3,
             SPLITS=splits,
-            DIAGONAL=chunk.diagonal,
+            DIAGONAL=each.diagonal,
             COLUMNS=column_gradients is not None and is_last,
             ACCUMULATE=accumulator is not None,
             CHAIN=chain,
             LISTS=index.has_block_lists,
             PACKED=packed,
             WEIGHTED=weighted,
-            CHUNKS=chunk.first_q_block is not None,
+            CHUNKS=each.first_q_block is not None,
+            ONE_LAUNCH=shared,
+            GROUP_SIZE=max(32, next_power_of_2(group)),
             num_warps=4,
             maxnreg=168,
         )

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init
 
 from ...common.tiles import LOG2E
-from .compat import Pointer, Scalar, aggregate
+from .compat import Pointer, Scalar, aggregate, thread_barrier
 from .key_common import BLOCK_M, KeyGradients, key_start, key_step, make_layouts
 from .masks import CAUSAL, CAUSAL_DOCUMENT, DOCUMENT, UNMASKED
 
@@ -25,9 +25,18 @@ class KeyResults:
     column_dk: Pointer  # [b, h, SPLITS, column_len, d]
     column_dv: Pointer
     column_entries: Pointer  # [b, h, s]: which of its head's columns each key is, or -1
+    turns: Pointer  # [b * hk, blocks, 2]: of each half of a key block, how many programs have added; or None
+    turn: Scalar  # how many add before this one
     stride_n: Scalar
     stride_b: Scalar
     stride_h: Scalar
+
+
+@gluon.jit
+def _wait_for(ptr, turn):
+    """Wait until so many programs have added to the same gradients. They were started earlier."""
+    while gl.atomic_add(ptr, 0, sem="acquire") < turn:
+        pass
 
 
 @gluon.jit
@@ -47,7 +56,7 @@ def attend(
     results, shared, column_len, num_tiles, key_len, softmax_scale, first_position,
     HALF: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr,
     SPLITS: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr, ACCUMULATE: gl.constexpr,
-    CHAIN: gl.constexpr, PACKED: gl.constexpr,
+    CHAIN: gl.constexpr, PACKED: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: the gradients of half of the keys."""
     HALF_N: gl.constexpr = BLOCK // 2
@@ -123,6 +132,10 @@ def attend(
     head = batch * results.stride_b + kv_head * results.stride_h
     dk_ptr = results.dk + head
     dv_ptr = results.dv + head
+    if TURNS:
+        key_block = gl.program_id(1).to(gl.int64) * gl.num_programs(0) + gl.program_id(0)
+        turns = results.turns + 2 * key_block + HALF
+        _wait_for(turns, results.turn)
     partial_dk = results.partial + head + row * results.stride_n + d[None, :]  # [HALF_N, D]
     partial_dv = partial_dk + key_len.to(gl.int64) * results.stride_n
     if CHAIN > 0:
@@ -169,3 +182,6 @@ def attend(
     gl.store(dk_ptr + row * results.stride_n + d[None, :], dk, mask=inside[:, None])
     dv = dv.to(dv_ptr.dtype.element_ty)
     gl.store(dv_ptr + row * results.stride_n + d[None, :], dv, mask=inside[:, None])
+    if TURNS:
+        thread_barrier()  # all threads have stored
+        gl.atomic_add(turns, 1, sem="release")
