@@ -10,9 +10,9 @@ at the length of the case, and at 128K tokens for longer ones (``dense_seq``), w
 gradients.
 
 One pass runs in chunks of 64 query blocks (``one_pass_64``), or as ``--chunks N ...`` says, 0 for all at once
-(``one_pass``); with ``--one-launch`` also with the chunks in one launch (``one_pass_64_one_launch``). Rows of
-``one_pass_by_head``, of an earlier commit, had tiles of one head's columns at work at one time, as all have
-now; the others had those of all heads.
+(``one_pass``); with ``--one-launch`` also with the chunks in one launch (``one_pass_64_one_launch``). Up to
+commit 180a6b5 rows of one pass had tiles of all heads' columns at work at one time, but for
+``one_pass_by_head``, which had those of one head, as all have now.
 
     python -m benchmarks.kernels.backward_paths [--quick] [--case TEXT ...] [--chunks N ...] [--one-launch]
         [--budget SECONDS] [--output FILE]

@@ -37,12 +37,13 @@ def what_of(row: Row) -> str:
 
 def gradient() -> str:
     """The gradient of all parameters beside the unpruned one's, and beside two yardsticks."""
-    names = ("forward", "text", "what", "threshold", "sampling", "seq")
+    names = ("forward", "text", "what", "threshold", "sampling", "seq", "data")
     every = [*last(found("gradient"), *names).values()]
     order = {name: number for number, name in enumerate(("pruned", "forward", "another window"))}
     every.sort(
         key=lambda row: (
             row["forward"],
+            row.get("data") or "",
             row["text"],
             order[row["what"]],
             row["sampling"],
@@ -53,6 +54,7 @@ def gradient() -> str:
         "tokens",
         "forward",
         "text",
+        "texts",
         "gradient",
         "density of the backward",
         "attention left out",
@@ -60,7 +62,8 @@ def gradient() -> str:
     header += ["cosine", "relative error", "norm / unpruned, Q K V projections"]
     body = [
         [
-            tokens(row["seq"]), forward_of(row), TEXTS[row["text"]], what_of(row),
+            tokens(row["seq"]), forward_of(row),
+            TEXTS[row["text"]], row.get("data") or "earlier", what_of(row),
             percent(row["backward_density"]), percent(row["dropped_mass"]), f"{row['cos_grad']:.4f}",
             f"{row['err_grad']:.3f}", f"{row['norm_qkv']:.3f}",
         ]
@@ -133,7 +136,7 @@ def times() -> str:
     """One layer's forward and backward, and what it takes of the unpruned one's."""
     every = found("time")
     whole = {
-        (row["forward"], row["seq"], row["commit"]): row["layer_ms"]
+        (row["gpu"], row["forward"], row["seq"], row["commit"]): row["layer_ms"]
         for row in every
         if not row["threshold"]
     }
@@ -150,7 +153,7 @@ def times() -> str:
     header += ["layer / unpruned", "layer / cuDNN dense"]
     body = []
     for row in every:
-        base = whole[row["forward"], row["seq"], row["commit"]]
+        base = whole[row["gpu"], row["forward"], row["seq"], row["commit"]]
         dense = row["dense_forward_ms"] + row["dense_backward_ms"]
         body.append(
             [

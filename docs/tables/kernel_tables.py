@@ -7,6 +7,8 @@ from .common import Row, gpu_name, last, percent, rows, source, table, tokens
 
 CHUNKS = "one_pass_64"
 """The way of the one-pass backward in ``backward_paths.jsonl``."""
+OTHER_ORDER = ("ae2af38", "e764c4b", "908dac9", "180a6b5")
+"""Commits whose one pass has columns in another order, but for ``_by_head``."""
 
 
 def kernel_rows() -> list[dict[str, Row]]:
@@ -123,16 +125,27 @@ def short_layers() -> str:
     return table(header, body) + source(found.values(), "short_layers")
 
 
+def backward_rows() -> list[Row]:
+    """Rows of the backward with their ``way``; of one pass with columns only those of today's order of
+    programs (``benchmarks.kernels.backward_paths`` says which)."""
+    found = []
+    for row in rows("backward_paths"):
+        path = row["path"] or ""
+        other_order = row["commit"] in OTHER_ORDER and not path.endswith("_by_head")
+        if path and not (row["vertical"] and path.startswith("one_pass") and other_order):
+            found.append({**row, "way": path.removesuffix("_by_head")})
+    return found
+
+
 def backward_paths() -> str:
     """The ways of the backward, in turns in one run, beside cuDNN."""
     ways = {
         "two_kernels": "two kernels", "one_pass": "one pass, all at once", CHUNKS: "one pass in chunks of 64"
     }  # fmt: skip
     cases: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in rows("backward_paths"):
-        way = (row["path"] or row["impl"]).removesuffix("_by_head")
-        if way in (*ways, "cudnn"):
-            cases.setdefault((row["gpu"], row["case"]), {})[way] = row
+    for row in backward_rows():
+        if row["way"] in ways:
+            cases.setdefault((row["gpu"], row["case"]), {})[row["way"]] = row
     body = []
 
     def place(case):
@@ -148,7 +161,7 @@ def backward_paths() -> str:
         )
 
     for case in sorted(cases.values(), key=place):
-        one, dense = case["two_kernels"], case["cudnn"]
+        one = case["two_kernels"]
         found = [case.get(way) for way in ways]
         what = [
             tokens(one["seq"]),
@@ -156,7 +169,7 @@ def backward_paths() -> str:
             selected_of(one),
         ]
         times = [f"{each['ms']:.1f}" if each else "" for each in found]
-        rates = [f"{each['tflops'] / dense['tflops']:.2f}" if each else "" for each in found]
+        rates = [f"{each['share_of_cudnn']:.2f}" if each else "" for each in found]
         body.append([gpu_name(one["gpu"]), *what, *times, *rates])
     header = [
         "GPU",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from . import backward_tables
 from .common import Row, gpu_name, rows, source, table
-from .kernel_tables import CHUNKS, kernel_rows, worst_error
+from .kernel_tables import CHUNKS, backward_rows, kernel_rows, worst_error
 from .step_tables import over_dense, step, trained
 
 
@@ -57,8 +57,8 @@ def _kernels():
 def _backward():
     """Of the better of the two ways of the backward, and of a pruned one where about 3% of the pairs stay."""
     best: dict[str, dict[str, float]] = {}
-    ways = ("two_kernels", "one_pass", CHUNKS, f"{CHUNKS}_by_head")
-    latest = {(row["gpu"], row["case"], row["path"]): row for row in rows("backward_paths")}
+    ways = ("two_kernels", "one_pass", CHUNKS)
+    latest = {(row["gpu"], row["case"], row["way"]): row for row in backward_rows()}
     for (gpu, case, way), row in latest.items():
         if way in ways and not row["documents"]:
             kind = "with columns" if row["vertical"] else f"slashes, dim {row['dim']}"
@@ -69,10 +69,15 @@ def _backward():
         what = f"backward over cuDNN dense, 5% to 100%, the better way: {what}"
         yield what, "0.95", f"{lowest:.2f} to {highest:.2f}", lowest >= 0.95
     layers = [row for row in backward_tables.found("time") if row["forward"] == "price@0.1"]
-    whole = {(row["seq"], row["commit"]): row["layer_ms"] for row in layers if not row["threshold"]}
+    names = ("gpu", "seq", "commit")
+    whole = {
+        tuple(row[name] for name in names): row["layer_ms"]
+        for row in layers
+        if not row["threshold"]
+    }
     for row in layers:
         if 0.0295 <= row["backward_density"] <= 0.0305:
-            share = row["layer_ms"] / whole[row["seq"], row["commit"]]
+            share = row["layer_ms"] / whole[tuple(row[name] for name in names)]
             what = (
                 "layer with a pruned backward over unpruned, 10% in the forward, 3% in the backward"
             )

@@ -133,6 +133,39 @@ def test_deterministic_algorithms_on_a_gpu(monkeypatch, deterministic):
         assert all(torch.equal(a, b) for a, b in zip(runs[0], again))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("one_launch", [True, False])
+def test_chunks_of_a_long_sequence(monkeypatch, one_launch):
+    """Chunks of the size that is chosen by default, as if less fitted the cache."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("only the Hopper kernels have chunks")
+    key = pytest.importorskip("megatron_mtraining.kernels.attention.hopper.backward_key")
+    operands = random_operands(4096, 1, 8, 2, 128, torch.bfloat16, "cuda")
+    index = random_index(4096, 1, 8, 128, 1, "few", "cuda")
+    launched = []
+    original = key._launches
+
+    def spy(*given):
+        launched.append(given)
+        return original(*given)
+
+    def gradients(way):
+        monkeypatch.setenv("MTRAINING_BACKWARD", way)
+        leaves = [t.clone().requires_grad_() for t in operands[:3]]
+        out = ring_attention(*leaves, index, Ring(CPGroup(None)), 0.1).out
+        return torch.autograd.grad(out, leaves, operands[3])
+
+    exact = gradients("two_kernels")
+    monkeypatch.setattr(key, "_launches", spy)
+    monkeypatch.setattr(key, "_is_chunked", lambda blocks, device: True)
+    monkeypatch.setattr(key, "CHUNK_BYTES", 8 * 4 * 128 * 128 * 4)
+    monkeypatch.setattr(key, "ONE_LAUNCH", one_launch)
+    found = gradients("one_pass")
+    assert launched == [(32, 8, True, one_launch)]
+    for one, other in zip(found, exact, strict=True):
+        assert relative_error(one, other) < 5e-3
+
+
 @pytest.mark.parametrize("one_launch", [True, False])
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize(("blocks", "chunk"), [(7, 2), (8, 4), (5, 1), (3, 2), (9, 3)])
