@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.loss import linear_cross_entropy
+from megatron_mtraining.models.hugging_face import unpacked
 from megatron_mtraining.transformers import NAME, advance, configure, state_of, take_means
 
 from ..sparsebalance import sets, texts
@@ -43,9 +44,10 @@ def load(options):
 
     key = options.model, options.seq, options.device
     if key not in _loaded:
-        folder, how = options.model, {"local_files_only": True}
+        folder, how, weights = options.model, {"local_files_only": True}, {}
         if options.model.is_file():
             folder, how["gguf_file"] = options.model.parent, options.model.name
+            weights = unpacked()
         config = AutoConfig.from_pretrained(folder, **how)
         positions = config.max_position_embeddings
         factor = max(1.0, options.seq / positions)
@@ -56,7 +58,7 @@ def load(options):
             }  # fmt: skip
             config.max_position_embeddings = int(positions * factor)
         model = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=torch.float32, attn_implementation="sdpa", **how
+            folder, config=config, dtype=torch.float32, attn_implementation="sdpa", **how, **weights
         )
         model.to(options.device)
         _loaded.clear()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -41,6 +42,16 @@ def open_folder(options: ModelOptions) -> HuggingFaceModel:
     return HuggingFaceModel(options, options.path)
 
 
+def unpacked() -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` with which weights of a GGUF file are tensors as any others. Some
+    versions of transformers would otherwise keep them packed, and look for kernels that multiply with
+    them."""
+    import transformers
+
+    config = getattr(transformers, "GgufConfig", None)
+    return {} if config is None else {"quantization_config": config(dequantize=True)}
+
+
 def open_gguf(options: ModelOptions) -> HuggingFaceModel:
     """Open a GGUF file, quantised or not: configuration, tokenizer and weights in one file."""
     path, label = options.path, f"{options.name} is {options.path}"
@@ -58,7 +69,6 @@ def open_gguf(options: ModelOptions) -> HuggingFaceModel:
     check_header(path, label)
     require("transformers", "gguf", "accelerate", extra="inspect")
     import gguf
-    import transformers
 
     try:
         reader = gguf.GGUFReader(path)
@@ -77,11 +87,8 @@ def open_gguf(options: ModelOptions) -> HuggingFaceModel:
         # transformers parses the file for configuration, tokenizer and weights: seconds each time.
         return mock.patch.object(gguf, "GGUFReader", lambda *args, **kwargs: reader)
 
-    # Some versions would otherwise keep the weights packed and look for kernels that multiply with them.
-    config = getattr(transformers, "GgufConfig", None)
-    unpacked = {} if config is None else {"quantization_config": config(dequantize=True)}
     return HuggingFaceModel(
-        options, path.parent, {"gguf_file": path.name}, weights=unpacked, reading=shared_reader
+        options, path.parent, {"gguf_file": path.name}, weights=unpacked(), reading=shared_reader
     )
 
 
