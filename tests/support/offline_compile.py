@@ -72,12 +72,13 @@ def hopper(folder: str, case: dict) -> None:
     if case.pop("chunks", False):
         backward_key.CHUNK = 2
     backward_key.ONE_LAUNCH = case.pop("one_launch", False)
+    only = case.pop("only", None)
 
     def describe(kernel):
         sass = disassemble(kernel.asm["cubin"], os.path.join(folder, "kernel.cubin"))
         return asdict(measure(sass, kernel.metadata.shared))
 
-    print(json.dumps(compile_all(90, backend, describe, case)))
+    print(json.dumps(compile_all(90, backend, describe, case, only=only)))
 
 
 def portable(capability: str, case: dict) -> None:
@@ -94,8 +95,11 @@ def portable(capability: str, case: dict) -> None:
     print(json.dumps(compile_all(int(capability), backend, describe, case, inner_sizes=(2,))))
 
 
-def compile_all(capability: int, backend, describe, case: dict, inner_sizes=(2, 1)) -> dict:
-    """``describe(kernel)`` of the kernels of one round of two ranks, and of two rounds of one rank."""
+def compile_all(
+    capability: int, backend, describe, case: dict, inner_sizes=(2, 1), only: str | None = None
+) -> dict:
+    """``describe(kernel)`` of the kernels, or of one of them, of one round of two ranks, and of two rounds of
+    one rank."""
     from megatron_mtraining.ring import rounds
 
     compiled = {}
@@ -103,6 +107,8 @@ def compile_all(capability: int, backend, describe, case: dict, inner_sizes=(2, 
     launch = JITFunction.run
 
     def compile_only(function, *arguments, grid, warmup=False, **options):
+        if only is not None and function.__name__ != f"_{only}_kernel":
+            return
         kernel = launch(function, *arguments, grid=grid, warmup=True, **options)
         if function.__name__ in KERNELS:
             name = function.__name__.strip("_").removesuffix("_kernel")
