@@ -105,10 +105,9 @@ BACKWARD_PATHS = {
 
 
 @pytest.fixture(
-    params=["two_kernels", "one_pass"]
-    + [
-        pytest.param(name, marks=pytest.mark.gpu)
-        for name in ("one_pass_chunks", "one_pass_one_launch")
+    params=[
+        pytest.param(name, marks=[pytest.mark.gpu] if how and how[0] else [])
+        for name, how in BACKWARD_PATHS.items()
     ]
 )
 def backward_path(request, monkeypatch):

@@ -94,8 +94,13 @@ def command() -> str:
 
 def append(path: Path, rows: list[dict]) -> None:
     """Add rows to a JSON-lines file, each with the run's provenance."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     common = provenance()
+    copy(path, [{**row, **common} for row in rows])
+
+
+def copy(path: Path, rows: list[dict]) -> None:
+    """Add rows to a JSON-lines file as they are, such as another file's, with their own provenance."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
         for row in rows:
-            file.write(json.dumps({**row, **common}) + "\n")
+            file.write(json.dumps(row) + "\n")

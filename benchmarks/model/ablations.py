@@ -46,7 +46,7 @@ from ..sparsebalance import texts
 from . import continuing, frontier_rows, frontier_tables
 from .frontier import RUN_SECONDS
 from .frontier_settings import about as about_model
-from .frontier_settings import rows_like, setting_of, split
+from .frontier_settings import on_frontier, run_of_frontier, setting_of, split
 from .layer_times import Layer, Shape
 from .material import material
 
@@ -154,15 +154,6 @@ def config_of(variant: Variant, setting: dict, layers: int, options) -> MTrainin
     return policies_at_density.config_of({**setting, "settings": str(file)}, options.block_size)
 
 
-def reference(options, policy: str, wanted: float | None, seed: int) -> dict | None:
-    """The run of the frontier with these steps."""
-    asked = argparse.Namespace(**{**vars(options), "output": options.frontier})
-    found = rows_like(
-        asked, "train", policy=policy, wanted=wanted, seed=seed, steps=options.steps, lr=options.lr
-    )
-    return found[-1] if found else None
-
-
 def compared(row: dict, dense: dict) -> dict:
     """Losses relative to a dense run."""
     return dict(
@@ -177,8 +168,7 @@ def work(job: tuple[str, int, argparse.Namespace]) -> dict:
     variant = VARIANTS[name]
     policy, wanted = split(options.base)
     given = material(options)
-    asked = argparse.Namespace(**{**vars(options), "output": options.frontier})
-    setting = setting_of(variant.policy or policy, wanted, asked, given)
+    setting = setting_of(variant.policy or policy, wanted, on_frontier(options), given)
     model = continuing.load(options)[0]
     config = config_of(variant, setting, model.config.num_hidden_layers, options)
     is_dense = IsDense(*variant.dense_steps) if variant.dense_steps else None
@@ -189,7 +179,7 @@ def work(job: tuple[str, int, argparse.Namespace]) -> dict:
     row, _ = continuing.train(run, given, options)
     if variant.is_frozen:
         row["recall"] = None  # measured on the window that selected the pattern
-    dense = reference(options, "dense", None, seed)
+    dense = run_of_frontier(options, "dense", None, seed)
     assert dense is not None  # train() has looked
     return dict(
         what=variant.what, setting=variant.setting, variant=name, base=options.base, options=setting,
@@ -201,7 +191,7 @@ def work(job: tuple[str, int, argparse.Namespace]) -> dict:
 def train(options) -> int:
     """Rows of training."""
     policy, wanted = split(options.base)
-    seeds = [seed for seed in options.seeds if reference(options, "dense", None, seed)]
+    seeds = [seed for seed in options.seeds if run_of_frontier(options, "dense", None, seed)]
     if missing := [seed for seed in options.seeds if seed not in seeds]:
         raise ConfigError(
             f"{options.frontier.name} has no dense run of {options.steps} steps with seeds {missing}: run "

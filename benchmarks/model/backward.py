@@ -29,7 +29,6 @@ threshold without and with ``--mtraining-backward-sampling``.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
@@ -43,7 +42,7 @@ from ..lib import jobs, record
 from ..lib.policies_at_density import at_density, config_of
 from . import continuing
 from .frontier import RUN_SECONDS
-from .frontier_settings import about, rows_like, setting_of, split
+from .frontier_settings import about, rows_like, run_of_frontier, setting_of, split
 from .layer_times import Layer, Shape
 from .material import Material, material
 
@@ -230,30 +229,25 @@ def work(job: tuple[str, float, bool, int, argparse.Namespace]) -> dict:
 
 def dense_run(options, seed: int) -> dict | None:
     """The row of dense training that the frontier has with this seed."""
-    asked = argparse.Namespace(**{**vars(options), "output": options.frontier})
-    found = rows_like(asked, "train", policy="dense", seed=seed, steps=options.steps, lr=options.lr)
-    if not found:
+    found = run_of_frontier(options, "dense", None, seed)
+    if found is None:
         return None
-    row = {name: value for name, value in found[-1].items() if name not in ("policy", "wanted")}
+    row = {name: value for name, value in found.items() if name not in ("policy", "wanted")}
     pruning = dict(threshold=0.0, sampling=False, backward_density=1.0, dropped_mass=0.0)
     return dict(stage="train", forward="dense") | pruning | row
 
 
 def train(options) -> int:
     """Rows of training, those without pruning first; of dense training, the frontier's if it has them."""
-
-    def made() -> set:
-        rows = rows_like(options, "train", steps=options.steps, lr=options.lr)
-        return {(row["forward"], row["threshold"], row["sampling"], row["seed"]) for row in rows}
-
+    there = {
+        (row["forward"], row["threshold"], row["sampling"], row["seed"])
+        for row in rows_like(options, "train", steps=options.steps, lr=options.lr)
+    }
     for seed in options.seeds if "dense" in options.forward else ():
-        if ("dense", 0.0, False, seed) not in made() and (row := dense_run(options, seed)):
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            with options.output.open(
-                "a", encoding="utf-8"
-            ) as file:  # with its own commit and command
-                file.write(json.dumps(row) + "\n")
-    there = made()
+        run = ("dense", 0.0, False, seed)
+        if run not in there and (row := dense_run(options, seed)):
+            record.copy(options.output, [row])
+            there.add(run)
     runs = [
         (name, *each, seed)
         for seed in options.seeds

@@ -67,6 +67,20 @@ def rows_like(options, stage: str, **values) -> list[dict]:
     return [row for row in rows if all(row.get(name) == value for name, value in values.items())]
 
 
+def on_frontier(options) -> argparse.Namespace:
+    """Options whose rows are those of the frontier, for scripts that have rows of their own."""
+    return argparse.Namespace(**{**vars(options), "output": options.frontier})
+
+
+def run_of_frontier(options, policy: str, wanted: float | None, seed: int) -> dict | None:
+    """The frontier's row of training with these steps; None if there is none."""
+    found = rows_like(
+        on_frontier(options), "train", policy=policy, wanted=wanted, seed=seed, steps=options.steps,
+        lr=options.lr,
+    )  # fmt: skip
+    return found[-1] if found else None
+
+
 class Judge:
     """Judges a model at settings.
 

@@ -132,14 +132,16 @@ def trained() -> str:
     return table(header, body) + source(every, "backward")
 
 
+def over_unpruned(row: Row) -> float:
+    """A layer's time over that of the unpruned one of the same call."""
+    names = ("gpu", "forward", "seq", "commit")
+    whole = last((each for each in found("time") if not each["threshold"]), *names)
+    return row["layer_ms"] / whole[tuple(row[name] for name in names)]["layer_ms"]
+
+
 def times() -> str:
     """One layer's forward and backward, and what it takes of the unpruned one's."""
     every = found("time")
-    whole = {
-        (row["gpu"], row["forward"], row["seq"], row["commit"]): row["layer_ms"]
-        for row in every
-        if not row["threshold"]
-    }
     header = [
         "GPU",
         "tokens",
@@ -153,14 +155,13 @@ def times() -> str:
     header += ["layer / unpruned", "layer / cuDNN dense"]
     body = []
     for row in every:
-        base = whole[row["gpu"], row["forward"], row["seq"], row["commit"]]
         dense = row["dense_forward_ms"] + row["dense_backward_ms"]
         body.append(
             [
                 gpu_name(row["gpu"]), tokens(row["seq"]), forward_of(row), percent(row["forward_density"]),
                 threshold_of(row),
                 percent(row["backward_density"]), f"{row['forward_ms']:.1f}", f"{row['backward_ms']:.1f}",
-                f"{row['layer_ms'] / base:.2f}", f"{row['layer_ms'] / dense:.2f}",
+                f"{over_unpruned(row):.2f}", f"{row['layer_ms'] / dense:.2f}",
             ]
         )  # fmt: skip
     return table(header, body) + source(every, "backward")

@@ -32,17 +32,21 @@ def table(header: list[str], body: Iterable[list]) -> str:
 def source(found: Iterable[Row], file: str) -> str:
     """The line below a table: file, GPU, versions and commits of its rows."""
     found = list(found)
+    where = "no GPU" if all_of(found, "gpu") == "none" else measured_on(found)
+    return f"\n\nRows: `{file}.jsonl`; {where}; commit {all_of(found, 'commit')}."
 
-    def all_of(name):
-        # A joined row has those of several.
-        each = (value for row in found for value in str(row[name]).split(", "))
-        return ", ".join(dict.fromkeys(each))
 
-    gpu = all_of("gpu")
-    where = (
-        "no GPU" if gpu == "none" else f"{gpu}, torch {all_of('torch')}, Triton {all_of('triton')}"
+def all_of(found: Iterable[Row], name: str) -> str:
+    """What rows say, each once; a joined row says what several do."""
+    each = (value for row in found for value in str(row[name]).split(", "))
+    return ", ".join(dict.fromkeys(each))
+
+
+def measured_on(found: list[Row]) -> str:
+    """GPU and versions of rows."""
+    return (
+        f"{all_of(found, 'gpu')}, torch {all_of(found, 'torch')}, Triton {all_of(found, 'triton')}"
     )
-    return f"\n\nRows: `{file}.jsonl`; {where}; commit {all_of('commit')}."
 
 
 def tokens(count: int) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from benchmarks.model import ablations, frontier_tables
 
 from . import step_tables
-from .common import Row, percent, rows, source, table, tokens
+from .common import Row, measured_on, percent, rows, source, table, tokens
 
 
 def frontier_rows() -> list[Row]:
@@ -91,11 +91,7 @@ def _ablations(wanted: Callable[[Row], bool]) -> str:
     files = dict.fromkeys(f"`{row['source']}`" for row in found if "source" in row)
     where = [f"from {', '.join(files)}"] if files else []
     if measured:
-        gpu, torch, triton = (
-            ", ".join(dict.fromkeys(row[name] for row in measured))
-            for name in ("gpu", "torch", "triton")
-        )
-        where += [f"{gpu}, torch {torch}, Triton {triton}"]
+        where += [measured_on(measured)]
     commits = [row.get("source_commit", row["commit"]).split(", ") for row in found]
     known = dict.fromkeys(commit for some in commits for commit in some)
     return (

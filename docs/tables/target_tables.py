@@ -68,16 +68,9 @@ def _backward():
         lowest, highest = min(rates.values()), max(rates.values())
         what = f"backward over cuDNN dense, 5% to 100%, the better way: {what}"
         yield what, "0.95", f"{lowest:.2f} to {highest:.2f}", lowest >= 0.95
-    layers = [row for row in backward_tables.found("time") if row["forward"] == "price@0.1"]
-    names = ("gpu", "seq", "commit")
-    whole = {
-        tuple(row[name] for name in names): row["layer_ms"]
-        for row in layers
-        if not row["threshold"]
-    }
-    for row in layers:
-        if 0.0295 <= row["backward_density"] <= 0.0305:
-            share = row["layer_ms"] / whole[tuple(row[name] for name in names)]
+    for row in backward_tables.found("time"):
+        if row["forward"] == "price@0.1" and 0.0295 <= row["backward_density"] <= 0.0305:
+            share = backward_tables.over_unpruned(row)
             what = (
                 "layer with a pruned backward over unpruned, 10% in the forward, 3% in the backward"
             )

@@ -84,19 +84,8 @@ def test_training_and_times(words, tmp_path, capsys):
 def test_dense_training_is_the_frontiers(words, tmp_path):
     output, frontier = tmp_path / "rows.jsonl", tmp_path / "frontier.jsonl"
     training = ["train", *words, "--steps", "2"]
-    backward.main(
-        [
-            *training,
-            "--output",
-            str(frontier),
-            "--forward",
-            "dense",
-            "--seeds",
-            "1",
-            "--thresholds",
-            "4",
-        ]
-    )
+    first = ["--forward", "dense", "--seeds", "1", "--thresholds", "4"]
+    backward.main([*training, "--output", str(frontier), *first])
     row = next(row for row in jobs.read(frontier) if not row["threshold"])
     for name in ("forward", "threshold", "sampling", "backward_density", "dropped_mass"):
         del row[name]

@@ -229,13 +229,11 @@ def _launches(local_blocks: int, chunk: int, own: bool, one_launch: bool) -> lis
     """Launches by chunks of query blocks. The last one has all key blocks, and makes the result."""
     firsts = [*range(chunk if own else 0, local_blocks, chunk)]
     ahead = 0 if own else chunk
-    # The result's dtype may not be that of the sums.
-    apart = [] if own else [Launch(firsts.pop(), 1, ahead, False)]
-    if one_launch:
-        found = [Launch(firsts[0], len(firsts), ahead, False)] if firsts else []
-    else:
-        found = [Launch(first, 1, ahead, False) for first in firsts]
-    return [*found, *apart] if not own else [*found, Launch(0, 1, 0, True)]
+    # Apart, as the result's dtype may not be that of the sums.
+    last = Launch(0, 1, 0, True) if own else Launch(firsts.pop(), 1, ahead, False)
+    if one_launch and firsts:
+        return [Launch(firsts[0], len(firsts), ahead, False), last]
+    return [*(Launch(first, 1, ahead, False) for first in firsts), last]
 
 
 def _partial_sums(
@@ -291,11 +289,10 @@ def backward_key(
         column_entries = invert_columns(index, ring_step.source, key.shape[0])
     own = ring_step.source == ring_step.rank
     launches, turns = [Launch(None, 1, 0, own)], None
-    chunk = CHUNK
-    if chunk is None:
-        is_chunked = _is_chunked(index.local_blocks, query.device)
-        chunk = chunk_blocks(group, dim, block) if is_chunked else 0
-    if query_sums is not None and 0 < chunk < index.local_blocks:
+    chunk = 0 if query_sums is None or CHUNK is None else CHUNK
+    if query_sums is not None and CHUNK is None and _is_chunked(index.local_blocks, query.device):
+        chunk = chunk_blocks(group, dim, block)
+    if 0 < chunk < index.local_blocks:
         launches = _launches(index.local_blocks, chunk, own, ONE_LAUNCH)
         if accumulator is None:
             accumulator = (
