@@ -6,7 +6,8 @@ from __future__ import annotations
 from .common import Row, gpu_name, last, percent, rows, source, table, tokens
 
 CHUNKS = "one_pass_64"
-"""The way of the one-pass backward in ``backward_paths.jsonl``."""
+ONE_LAUNCH = "one_pass_64_one_launch"
+"""Ways of the one-pass backward in ``backward_paths.jsonl``."""
 OTHER_ORDER = ("ae2af38", "e764c4b", "908dac9", "180a6b5")
 """Commits whose one pass has columns in another order, but for ``_by_head``."""
 
@@ -140,7 +141,8 @@ def backward_rows() -> list[Row]:
 def backward_paths() -> str:
     """The ways of the backward, in turns in one run, beside cuDNN."""
     ways = {
-        "two_kernels": "two kernels", "one_pass": "one pass, all at once", CHUNKS: "one pass in chunks of 64"
+        "two_kernels": "two kernels", "one_pass": "one pass, all at once", CHUNKS: "one pass in chunks of 64",
+        ONE_LAUNCH: "chunks in one launch",
     }  # fmt: skip
     cases: dict[tuple[str, str], dict[str, Row]] = {}
     for row in backward_rows():

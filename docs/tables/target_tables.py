@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from . import backward_tables
 from .common import Row, gpu_name, rows, source, table
-from .kernel_tables import CHUNKS, backward_rows, kernel_rows, worst_error
+from .kernel_tables import CHUNKS, ONE_LAUNCH, backward_rows, kernel_rows, worst_error
 from .step_tables import over_dense, step, trained
 
 
@@ -55,9 +55,9 @@ def _kernels():
 
 
 def _backward():
-    """Of the better of the two ways of the backward, and of a pruned one where about 3% of the pairs stay."""
+    """Of the best of the ways of the backward, and of a pruned one where about 3% of the pairs stay."""
     best: dict[str, dict[str, float]] = {}
-    ways = ("two_kernels", "one_pass", CHUNKS)
+    ways = ("two_kernels", "one_pass", CHUNKS, ONE_LAUNCH)
     latest = {(row["gpu"], row["case"], row["way"]): row for row in backward_rows()}
     for (gpu, case, way), row in latest.items():
         if way in ways and not row["documents"]:
@@ -66,7 +66,7 @@ def _backward():
             rates[case] = max(rates.get(case, 0), row["share_of_cudnn"])
     for what, rates in best.items():
         lowest, highest = min(rates.values()), max(rates.values())
-        what = f"backward over cuDNN dense, 5% to 100%, the better way: {what}"
+        what = f"backward over cuDNN dense, 5% to 100%, the best way: {what}"
         yield what, "0.95", f"{lowest:.2f} to {highest:.2f}", lowest >= 0.95
     for row in backward_tables.found("time"):
         if row["forward"] == "price@0.1" and 0.0295 <= row["backward_density"] <= 0.0305:

@@ -203,8 +203,8 @@ def test_chunks_meet_every_query_block_once(blocks, chunk, own, one_launch):
     [
         ("NVIDIA H100 80GB HBM3", 511, False),
         ("NVIDIA H100 80GB HBM3", 512, True),
-        ("NVIDIA H200", 2047, False),
-        ("NVIDIA H200", 2048, True),
+        ("NVIDIA H200", 1023, False),
+        ("NVIDIA H200", 1024, True),
     ],
 )
 def test_when_there_are_chunks(monkeypatch, name, blocks, chunked):
