@@ -42,8 +42,8 @@ sequences that are long enough (:func:`_is_chunked`). Graphs that were captured 
 CHUNK_BYTES = 2**25
 """Of the queries' gradient that the programs of a chunk add to: it stays in the cache, of 50 MB."""
 ONE_LAUNCH = True
-"""Whether chunks share a launch: no end of a chunk is waited for, and programs of a key block take turns. On an
-H200 1.00 to 1.11 times as fast as a launch each with heads of 128, and 1% slower at full density."""
+"""Whether chunks share a launch: no end of a chunk is waited for, and programs of a key block take turns.
+On an H200 1.00 to 1.11 times as fast as a launch each with heads of 128, and 1% slower at full density."""
 
 
 def chunk_blocks(group: int, dim: int, block: int) -> int:
@@ -53,8 +53,8 @@ def chunk_blocks(group: int, dim: int, block: int) -> int:
 
 
 def _is_chunked(local_blocks: int, device: torch.device) -> bool:
-    """Whether chunks are faster: from 64K tokens on, as measured on an H100, and from 128K tokens on on an H200,
-    whose memory is faster."""
+    """Whether chunks are faster: from 64K tokens on, as measured on an H100, on an H200, whose memory is
+    faster, from 128K."""
     return local_blocks >= (1024 if "H200" in _name(device).split() else 512)
 
 
