@@ -129,7 +129,7 @@ def pytest_collection_modifyitems(config, items):
     of_kernels = int(os.environ.get("MTRAINING_TEST_KERNELS_EVERY", "1"))
     for item in items:
         every = max([1, *(mark.args[0] for mark in item.iter_markers("thinned"))])
-        if item.path.relative_to(TESTS).parts[0] in ("kernels", "pattern", "ring"):
+        if item.path.relative_to(TESTS).parts[0] in ("benchmarks", "kernels", "pattern", "ring"):
             every = max(every, of_kernels)
         test = item.nodeid.partition("[")[0]
         cases[test] = cases.get(test, -1) + 1

@@ -23,15 +23,6 @@ from megatron_mtraining.kernels.attention.backends import GLUON_VERSIONS
 
 ROUNDS = ("inner2-round0", "inner1-round0", "inner1-round1")
 SHARED_MEMORY = 227 * 1024  # bytes of a Hopper multiprocessor that a program can have
-CHUNKS = dict(
-    head_dim=128,
-    columns=64,
-    block_lists=False,
-    packed=False,
-    one_pass=True,
-    chunks=True,
-    only="key",
-)
 CASES = {
     "D128-C64-slashes": dict(head_dim=128, columns=64, block_lists=False, packed=False),
     "D64-C0-slashes": dict(head_dim=64, columns=0, block_lists=False, packed=False),
@@ -52,8 +43,15 @@ CASES = {
     "D128-C64-one_pass": dict(
         head_dim=128, columns=64, block_lists=False, packed=False, one_pass=True
     ),
-    "D128-C64-one_pass-chunks": CHUNKS,
-    "D128-C64-one_pass-one_launch": dict(CHUNKS, one_launch=True),
+    "D128-C64-one_pass-chunks": dict(
+        head_dim=128,
+        columns=64,
+        block_lists=False,
+        packed=False,
+        one_pass=True,
+        chunks=True,
+        only="key",
+    ),
     "D64-C64-one_pass-float16": dict(
         head_dim=64, columns=64, block_lists=True, packed=False, one_pass=True, dtype="float16"
     ),

@@ -71,7 +71,6 @@ def hopper(folder: str, case: dict) -> None:
     backward_key.CHAIN = 8  # as if the sequences were long
     if case.pop("chunks", False):
         backward_key.CHUNK = 2
-    backward_key.ONE_LAUNCH = case.pop("one_launch", False)
     only = case.pop("only", None)
 
     def describe(kernel):
