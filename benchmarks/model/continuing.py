@@ -77,7 +77,7 @@ def load(options):
 
 
 def recompute_mlps(model) -> None:
-    """Have the backward compute each layer's MLP again, rather than keep what is in it."""
+    """Recompute each layer's MLP in the backward instead of keeping its activations."""
     for name, module in model.named_modules():
         if name.endswith(".mlp"):
             module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)

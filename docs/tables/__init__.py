@@ -110,6 +110,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "frontier_recall": lambda: percent(chosen()["recall_trained"]),
     "frontier_own": lambda: signed(chosen()["trained_own_over_dense"]),
     "frontier_dense": lambda: signed(chosen()["trained_dense_over_dense"]),
+    "second_model_dense": lambda: signed(chosen("qwen.gguf")["trained_dense_over_dense"]),
     "frontier_layer_128k": lambda: layer_of_dense("128k"),
     "frontier_layer_512k": lambda: layer_of_dense("512k"),
     "worst_error": lambda: f"{worst_error():.2f}",

@@ -28,9 +28,12 @@ def after_training() -> str:
     return frontier_tables.trained_table(found) + source(_apart(found), "frontier")
 
 
-def chosen() -> Row:
-    """The row of policy price at 15%, with most seeds, of the shortest training."""
-    found = [row for row in frontier_rows() if (row["policy"], row["wanted"]) == ("price", 0.15)]
+def chosen(model: str = "smol.gguf") -> Row:
+    """The row of policy price at 15% of a model, with most seeds, of the shortest training."""
+    wanted = (model, "price", 0.15)
+    found = [
+        row for row in frontier_rows() if (row["model"], row["policy"], row["wanted"]) == wanted
+    ]
     return min(
         (row for row in found if row["steps"]), key=lambda row: (-row["seeds"], row["steps"])
     )

@@ -323,7 +323,7 @@ def test_kernels_with_weights(
     ones."""
     on_gpu = triton_device == "cuda"
     if portable and backward_path != "two_kernels":
-        pytest.skip("portable kernels have one way, that of two kernels")
+        pytest.skip("the portable kernels have no one-pass backward")
     if portable:
         monkeypatch.setenv("MTRAINING_PORTABLE_KERNELS", "1")
     elif not on_gpu:
