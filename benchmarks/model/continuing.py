@@ -97,25 +97,48 @@ def hidden_of(model, tokens: Tensor) -> Tensor:
         return model.base_model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
 
 
-def loss_of(model, tokens: Tensor) -> Tensor:
-    """Mean cross entropy of one sequence ``[s + 1]``."""
+def token_losses(model, tokens: Tensor) -> Tensor:
+    """Cross entropy of each token but the first of one sequence ``[s + 1]``: float32 ``[s]``."""
     hidden, weight = hidden_of(model, tokens[:-1]), model.get_output_embeddings().weight
     dtype = torch.bfloat16 if tokens.is_cuda else weight.dtype
-    return linear_cross_entropy(hidden.to(dtype), weight.to(dtype), tokens[1:], CHUNK).mean()
+    return linear_cross_entropy(hidden.to(dtype), weight.to(dtype), tokens[1:], CHUNK)
+
+
+def loss_of(model, tokens: Tensor) -> Tensor:
+    """Mean cross entropy of one sequence ``[s + 1]``."""
+    return token_losses(model, tokens).mean()
+
+
+class Judged(NamedTuple):
+    """Losses of the held-out windows: by kind of text, float32 ``[windows, s]``, one of each token."""
+
+    losses: dict[str, Tensor]
+
+    def means(self) -> dict[str, float]:
+        """Mean loss of each kind of text, and ``all``: of all windows."""
+        found = {kind: round(each.double().mean().item(), 6) for kind, each in self.losses.items()}
+        whole = torch.cat(list(self.losses.values())).double().mean().item()
+        return {"all": round(whole, 6), **found}
+
+    def by_window(self) -> dict[str, list[float]]:
+        """Mean loss of each window of each kind of text."""
+        return {
+            kind: [round(loss, 5) for loss in each.double().mean(1).tolist()]
+            for kind, each in self.losses.items()
+        }
 
 
 @torch.no_grad()
-def judged(model, held_out: dict[str, Tensor]) -> dict[str, float]:
-    """Mean loss of each kind of text, and ``all``: of all windows."""
+def judged(model, held_out: dict[str, Tensor]) -> Judged:
+    """Losses of the held-out windows with the model's attention as it is set."""
     was_training = model.training
     model.eval()
     losses = {
-        kind: torch.stack([loss_of(model, each) for each in some])
+        kind: torch.stack([token_losses(model, each) for each in some])
         for kind, some in held_out.items()
     }
     model.train(was_training)
-    found = {kind: round(each.double().mean().item(), 6) for kind, each in losses.items()}
-    return {"all": round(torch.cat(list(losses.values())).double().mean().item(), 6), **found}
+    return Judged(losses)
 
 
 def teacher_forced(model, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -224,7 +247,8 @@ def train(run: Run, given: Material, options) -> tuple[dict, object]:
             shown = losses[-1].item()  # waits
             spent += time.perf_counter() - started
             means.take(take(model, run))
-            curve.append([done, *judge(model, run, given)])
+            now = judge(model, run, given)
+            curve.append([done, *(each.means() for each in now)])
             print(
                 f"  {run.name}, seed {run.seed}, {done:4d}: loss {shown:.4f}, {spent:.0f} s",
                 flush=True,
@@ -235,14 +259,20 @@ def train(run: Run, given: Material, options) -> tuple[dict, object]:
         raise ConfigError(f"a loss of run {run.name}, seed {run.seed} is not finite")
     row = dict(
         seed=run.seed, steps=run.steps, lr=options.lr, **means.row(),
-        before_own=before[0]["all"], before_dense=before[1]["all"],
+        before_own=before[0].means()["all"], before_dense=before[1].means()["all"],
+        before_dense_by_text=before[1].means(),
         own=curve[-1][1]["all"], dense=curve[-1][2]["all"],
         own_by_text=curve[-1][1], dense_by_text=curve[-1][2],
+        own_by_window=now[0].by_window(), dense_by_window=now[1].by_window(),
         curve=[[step, own["all"], dense["all"]] for step, own, dense in curve],
+        dense_curve_by_text=[[step, dense] for step, _, dense in curve],
         loss_last_50=round(float(np.mean(losses[-50:])), 5),
         seconds=round(spent, 1), step_ms=round(1e3 * spent / run.steps, 2), jobs=options.jobs,
         losses=[round(loss, 4) for loss in losses],
     )  # fmt: skip
+    if options.token_losses is not None:
+        name = f"{Path(run.name).name}_seed{run.seed}_steps{run.steps}.npz"
+        keep(options.token_losses / name, own=now[0], dense=now[1], before=before[1])
     samples = options.ruler and ruler_samples.read(options.ruler, options.device)
     for kind in ("own", "dense") if run.config is None else ("own", "tail", "dense"):
         if run.config is not None:
@@ -257,7 +287,7 @@ def train(run: Run, given: Material, options) -> tuple[dict, object]:
     return row, model
 
 
-def judge(model, run: Run, given: Material) -> tuple[dict, dict]:
+def judge(model, run: Run, given: Material) -> tuple[Judged, Judged]:
     """Held-out losses with the run's own attention, and with dense attention."""
     found = []
     for name in (run.attention, None):
@@ -268,6 +298,17 @@ def judge(model, run: Run, given: Material) -> tuple[dict, dict]:
     if run.config is not None:
         take_means(model, training=False)
     return found[0], found[-1]
+
+
+def keep(path: Path, **judged_as: Judged) -> None:
+    """Write losses of tokens to a file of numpy, float16 ``[windows, s]`` each, such as ``dense_code``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays = {
+        f"{name}_{kind}": losses.half().cpu().numpy()
+        for name, each in judged_as.items()
+        for kind, losses in each.losses.items()
+    }
+    np.savez_compressed(path, **arrays)
 
 
 def take(model, run: Run) -> tuple[float, float]:
@@ -325,6 +366,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--warm-up", type=int, default=20)
     add("--curve", type=int, nargs="*", default=list(CURVE), metavar="STEP",
         help="steps after which a run is judged, beside its last; none: less time (%(default)s)")  # fmt: skip
+    add("--token-losses", type=Path, metavar="FOLDER",
+        help="keep the loss of each held-out token of each run, before and after it")  # fmt: skip
     add("--jobs", type=int, default=3, help="runs of training at the same time (%(default)s)")
 
 

@@ -112,7 +112,7 @@ class Judge:
         """Losses and answers of dense attention."""
         if self._dense is None:
             self.model.set_attn_implementation("sdpa")
-            losses = continuing.judged(self.model, self.given.held_out)
+            losses = continuing.judged(self.model, self.given.held_out).means()
             answers = continuing.answered(self.model, self.given)
             self._dense = dict(loss=losses["all"], by_text=losses, **answers)
         return self._dense
@@ -123,7 +123,7 @@ class Judge:
         found = dense
         if setting is not None:
             configure(self.model, config_of(setting, self.options.block_size))
-            losses = continuing.judged(self.model, self.given.held_out)
+            losses = continuing.judged(self.model, self.given.held_out).means()
             means = take_means(self.model, training=False)
             density, recall = (each.double().mean().item() for each in means)
             answers = continuing.answered(self.model, self.given)

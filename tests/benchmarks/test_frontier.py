@@ -134,8 +134,14 @@ def test_the_loss_is_the_model_s_own(words):
         logits = model(input_ids=tokens[None, :-1]).logits[0]
         expected = torch.nn.functional.cross_entropy(logits, tokens[1:])
         assert continuing.loss_of(model, tokens).item() == pytest.approx(expected.item(), rel=1e-5)
-    losses = continuing.judged(model, {"code": tokens[None], "book": tokens[None]})
-    assert losses["all"] == losses["code"] == pytest.approx(expected.item(), abs=1e-5)
+    other = tokens.flip(0)
+    found = continuing.judged(model, {"code": tokens[None], "book": torch.stack([tokens, other])})
+    means, windows = found.means(), found.by_window()
+    assert means["code"] == pytest.approx(expected.item(), abs=1e-5)
+    assert windows["book"][0] == windows["code"][0] == pytest.approx(means["code"], abs=1e-5)
+    assert means["book"] == pytest.approx(sum(windows["book"]) / 2, abs=1e-5)
+    assert means["all"] == pytest.approx((means["code"] + 2 * means["book"]) / 3, abs=1e-5)
+    assert windows["book"][0] != windows["book"][1]
 
 
 @pytest.mark.slow
@@ -253,7 +259,7 @@ def trained(words, ruler_file, tmp_path_factory):
         "--steps",
         "3",
     ]
-    runs += ["--ruler", str(ruler_file), "--curve", "2"]
+    runs += ["--ruler", str(ruler_file), "--curve", "2", "--token-losses", str(folder / "losses")]
     frontier.main(["train", *words, *runs, *output])
     more = ["--frontier", str(folder / "runs.jsonl"), "--output", str(folder / "ablations.jsonl")]
     more += ["--base", "price@0.6", "--steps", "3", "--variants", "cool-10", "once", "first-layers"]
@@ -278,9 +284,20 @@ def test_train_rows(words, trained, capsys):
         assert row["own"] < row["before_own"] and len(row["losses"]) == 3
         assert [step for step, *_ in row["curve"]] == [2, 3]
         assert row["curve"][-1] == [3, row["own"], row["dense"]]
+        assert row["dense_curve_by_text"][-1] == [3, row["dense_by_text"]]
+        assert row["before_dense_by_text"]["all"] == row["before_dense"]
         assert ("needle_tail" in row) == (row is not dense)
         for kind in ("own", "dense"):
             assert [len(values) for values in row[f"ruler_{kind}"]["vt"].values()] == [2, 2]
+    kept = sorted(path.name for path in (folder / "losses").iterdir())
+    assert kept == sorted(
+        f"{name}_seed1_steps3.npz" for name in ("dense", "price@0.6", "target@0.9", "own.json")
+    )
+    with np.load(folder / "losses" / "price@0.6_seed1_steps3.npz") as found:
+        for name, loss in (("own", price["own"]), ("dense", price["dense"])):
+            losses = np.concatenate([found[f"{name}_{kind}"] for kind in price["own_by_window"]])
+            assert losses.shape[1] == SEQ
+            assert losses.astype(np.float64).mean() == pytest.approx(loss, rel=1e-3)
     assert price["own"] != price["dense"] and price["density"] == pytest.approx(0.6, abs=0.35)
     assert 0 < price["recall"] < 1 and price["setting"] == dict(policy="price", price=0.7)
     assert price["before_dense"] == dense["before_dense"]  # the same weights and data
