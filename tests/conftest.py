@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import importlib
 import pkgutil
 import shutil
+import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -127,13 +128,15 @@ def backward_path(request, monkeypatch):
 def pytest_collection_modifyitems(config, items):
     cases: dict[str, int] = {}
     of_kernels = int(os.environ.get("MTRAINING_TEST_KERNELS_EVERY", "1"))
+    # "2/3": of all tests the second third, by their names. With "1/3" and "3/3" that is every test.
+    part, parts = map(int, os.environ.get("MTRAINING_TEST_PART", "1/1").split("/"))
     for item in items:
         every = max([1, *(mark.args[0] for mark in item.iter_markers("thinned"))])
         if item.path.relative_to(TESTS).parts[0] in ("benchmarks", "kernels", "pattern", "ring"):
             every = max(every, of_kernels)
         test = item.nodeid.partition("[")[0]
         cases[test] = cases.get(test, -1) + 1
-        if cases[test] % every:
+        if cases[test] % every or zlib.crc32(test.encode()) % parts != part - 1:
             item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
