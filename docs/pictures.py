@@ -132,7 +132,14 @@ def frontier_data() -> list[dict]:
         for kind in ("layer", "search", "dense")
         for label in frontier_tables.TIMED
     ]
-    names = [*sorted(names - set(frontier_tables.TIMED)), *times, "policy", "steps", "commit"]
+    names = [
+        *sorted(names - set(frontier_tables.TIMED)),
+        *times,
+        "model",
+        "policy",
+        "steps",
+        "commit",
+    ]
     return [{name: row[name] for name in names} for row in tables.rows("frontier")]
 
 

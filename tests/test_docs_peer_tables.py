@@ -65,6 +65,17 @@ def test_what_did_not_run(found):
     ]
 
 
+def test_a_case_that_was_not_run_again_stays(found):
+    earlier = dict(case="128K 16/2 d128 5%", seq=131072, commit="old")
+    found[:0] = [
+        row("mtraining", "forward", 3.0, **earlier),
+        row("mtraining", "backward", 6.0, **earlier),
+    ]
+    lines = peer_tables.peers().splitlines()[2:]
+    assert lines[0].startswith("| 128K, 16/2, 128 | this package | 5.1% | 128 x 128 | 3 / 6 |")
+    assert lines[1].startswith("| 64K, 16/2, 128 | this package | 5.1% | 128 x 128 | 1 / 2 |")
+
+
 def test_every_peer_has_a_name():
     from benchmarks.kernels.peer_calls import PEERS
 

@@ -127,7 +127,7 @@ def untrained_table(rows: list[Row]) -> str:
 def trained_table(rows: list[Row]) -> str:
     """Markdown of joined rows: after training; needle and RULER of own attention, judged dense, dense run."""
     header = [
-        "model", "tokens", "steps", "policy", "texts", "runs", "density", "recall",
+        "model", "tokens", "steps", "learning rate", "policy", "texts", "runs", "density", "recall",
         "loss over dense, own attention",
         "judged dense", "needle: own, with a dense tail, judged dense, dense run",
         "RULER's answers, likewise", "loss of the answers, likewise", "judged dense − dense run, 95%",
@@ -136,7 +136,8 @@ def trained_table(rows: list[Row]) -> str:
     rows = [row for row in rows if row["steps"]]
     body = []
     for row in sorted(
-        rows, key=lambda row: (row["model"], row["seq"], row["steps"], *order(row)[3:])
+        rows,
+        key=lambda row: (row["model"], row["seq"], row["steps"], row["lr"], *order(row)[3:]),
     ):
         three = [
             ", ".join(
@@ -148,7 +149,7 @@ def trained_table(rows: list[Row]) -> str:
         ]
         body.append(
             [
-                model_of(row), f"{row['seq'] // 1024}K", row["steps"], name_of(row),
+                model_of(row), f"{row['seq'] // 1024}K", row["steps"], f"{row['lr']:.0e}", name_of(row),
                 row["data"] or EARLIER, row["seeds"],
                 percent(row["density_trained"]), number(row["recall_trained"], 3),
                 losses(row, "trained_own"), losses(row, "trained_dense"), *three,
@@ -221,7 +222,10 @@ def points(rows: list[Row], upward: str, right: str) -> dict[str, list[tuple[flo
 
 
 def shown(rows: list[Row]) -> list[Row]:
-    """The rows of a picture: untrained ones, and those of the length of training that most policies have."""
+    """The rows of a picture: those of the model that has most, untrained ones, and those of the length of
+    training that most policies have."""
+    model = statistics.mode(row["model"] for row in rows) if rows else None
+    rows = [row for row in rows if row["model"] == model]
     steps = [row["steps"] for row in rows if row["steps"]]
     usual = statistics.mode(steps) if steps else None
     return [row for row in rows if row["steps"] in (None, usual)]

@@ -33,6 +33,7 @@ from .kernel_tables import (
     worst_error,
 )
 from .pattern_tables import patterns, patterns_long, patterns_smol
+from .peer_tables import peers, refused
 from .profile_tables import (
     between_profiles,
     profile_command,
@@ -110,6 +111,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "frontier_recall": lambda: percent(chosen()["recall_trained"]),
     "frontier_own": lambda: signed(chosen()["trained_own_over_dense"]),
     "frontier_dense": lambda: signed(chosen()["trained_dense_over_dense"]),
+    "second_model_density": lambda: percent(chosen("qwen.gguf")["density_trained"]),
+    "second_model_recall": lambda: percent(chosen("qwen.gguf")["recall_trained"]),
+    "second_model_own": lambda: signed(chosen("qwen.gguf")["trained_own_over_dense"]),
     "second_model_dense": lambda: signed(chosen("qwen.gguf")["trained_dense_over_dense"]),
     "frontier_layer_128k": lambda: layer_of_dense("128k"),
     "frontier_layer_512k": lambda: layer_of_dense("512k"),
@@ -126,6 +130,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "selection": selection,
     "short_layers": short_layers,
     "backward_paths": backward_paths,
+    "peers": peers,
+    "peers_refused": refused,
     "layers": layers,
     "layers_two": layers_two,
     "balance": balance,

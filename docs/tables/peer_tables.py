@@ -21,11 +21,12 @@ OPS = ("forward", "backward")
 
 
 def peer_rows() -> dict[str, dict[tuple[str, str], Row]]:
-    """Rows of the newest commit by case, then by peer and op."""
+    """Rows by case, of the newest commit that has it, then by peer and op."""
     found = rows("peers")
+    newest = {row["case"]: row["commit"] for row in found}
     cases: dict[str, dict[tuple[str, str], Row]] = {}
     for row in found:
-        if row["commit"] == found[-1]["commit"]:
+        if row["commit"] == newest[row["case"]]:
             cases.setdefault(row["case"], {})[row["peer"], row["op"]] = row
     return cases
 

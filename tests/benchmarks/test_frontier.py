@@ -466,6 +466,8 @@ def test_table_and_pictures(made_up, tmp_path):
         assert (tmp_path / f"frontier_{kind}.png").stat().st_size > 10000
     points = frontier_tables.points(rows, "zero_over_dense", "density")
     assert points == {"price": [(0.15, 2.0)], "window": [(0.15, 20.0)]}
+    few, longer = rows[0] | dict(model="other"), rows[1] | dict(steps=1000)
+    assert frontier_tables.shown([few, *rows, longer]) == rows
 
 
 def test_ruler_of_the_runs_that_have_it(made_up):
