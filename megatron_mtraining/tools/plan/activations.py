@@ -11,6 +11,11 @@ from .setting import Setting
 from .weights import vocabulary_parameters
 
 
+SUMMED_ROWS = 16384
+"""Query rows, of all heads of a group, that a key block sums in registers: 256 tiles of 64
+(:mod:`megatron_mtraining.kernels.attention.hopper.backward_key`)."""
+
+
 class Layer:
     """One layer's activations, of one microbatch.
 
@@ -114,7 +119,8 @@ def ring_bytes(layer: Layer) -> int:
     As :mod:`megatron_mtraining.ring.attention` does it: the queries' gradient, and its float32 sum if there
     are several rounds; gathered keys and values; the moving gradients of keys and values in float32; columns
     and their gradients. Other backends (Transformer Engine's ring) are taken to hold as much as a ring of
-    single ranks in the model's dtype, which is not checked.
+    single ranks in the model's dtype, which is not checked. On one rank the Hopper kernels put float32 sums of
+    keys and values aside, if :data:`SUMMED_ROWS` are not enough.
     """
     setting, size = layer.setting, layer.bytes_of
     if setting.mtraining is None:
@@ -129,6 +135,9 @@ def ring_bytes(layer: Layer) -> int:
         held += size(2 * layer.kv, 4) * (3 if both else 2)
     else:
         held += size(2 * layer.kv)
+        rows = layer.tokens // setting.args.micro_batch_size * layer.q // layer.kv
+        if rows > SUMMED_ROWS and layer.element < 4:
+            held += size(2 * layer.kv, 4)
     return held + column_bytes(layer) + pruning_bytes(layer)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_mtraining.tools.plan import memory
+from megatron_mtraining.tools.plan import activations, memory
 from megatron_mtraining.tools.plan.activations import Layer, loss_bytes, ring_bytes
 from megatron_mtraining.tools.plan.setting import gradient_bytes, optimizer_bytes
 from megatron_mtraining.tools.plan.weights import stage_parameters
@@ -178,6 +178,22 @@ def ring_of_row(row: dict) -> int:
 )
 def test_measured_peaks_of_rings_are_met(row):
     assert ring_of_row(row) / memory.GIB == pytest.approx(row["peak_gib"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "flags, aside",
+    [
+        ("--bf16 --seq-length 2432", 8 * 2432 * 128),
+        ("--bf16 --seq-length 2304", 0),  # 7 heads a group: 16128 rows
+        ("--seq-length 2432", 0),  # the gradients are float32 themselves
+        ("--bf16 --seq-length 4864 --context-parallel-size 2", 0),  # accumulators are
+    ],
+)
+def test_sums_that_one_rank_puts_aside(monkeypatch, flags, aside):
+    layer = Layer(made(QWEN_HALF_B + OURS + "--max-position-embeddings 4864 " + flags))
+    found = ring_bytes(layer)
+    monkeypatch.setattr(activations, "SUMMED_ROWS", 10**9)
+    assert found - ring_bytes(layer) == aside
 
 
 def test_the_loss_in_chunks_holds_what_is_planned():
