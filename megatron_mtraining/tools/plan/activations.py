@@ -10,7 +10,6 @@ from __future__ import annotations
 from .setting import Setting
 from .weights import vocabulary_parameters
 
-
 SUMMED_ROWS = 16384
 """Query rows, of all heads of a group, that a key block sums in registers: 256 tiles of 64
 (:mod:`megatron_mtraining.kernels.attention.hopper.backward_key`)."""
@@ -118,9 +117,9 @@ def ring_bytes(layer: Layer) -> int:
 
     As :mod:`megatron_mtraining.ring.attention` does it: the queries' gradient, and its float32 sum if there
     are several rounds; gathered keys and values; the moving gradients of keys and values in float32; columns
-    and their gradients. Other backends (Transformer Engine's ring) are taken to hold as much as a ring of
-    single ranks in the model's dtype, which is not checked. On one rank the Hopper kernels put float32 sums of
-    keys and values aside, if :data:`SUMMED_ROWS` are not enough.
+    and their gradients. On one rank the Hopper kernels put float32 sums of the gradients of keys and values
+    aside, if :data:`SUMMED_ROWS` are not enough. Other backends (Transformer Engine's ring) are taken to hold
+    as much as a ring of single ranks in the model's dtype, which is not checked.
     """
     setting, size = layer.setting, layer.bytes_of
     if setting.mtraining is None:
