@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import importlib
 import pkgutil
+import re
 import shutil
 import zlib
 from importlib.util import find_spec
@@ -129,7 +130,10 @@ def pytest_collection_modifyitems(config, items):
     cases: dict[str, int] = {}
     of_kernels = int(os.environ.get("MTRAINING_TEST_KERNELS_EVERY", "1"))
     # "2/3": of all tests the second third, by their names. With "1/3" and "3/3" that is every test.
-    part, parts = map(int, os.environ.get("MTRAINING_TEST_PART", "1/1").split("/"))
+    given = os.environ.get("MTRAINING_TEST_PART", "1/1")
+    if not re.fullmatch(r"[1-9]/[1-9]", given) or given[0] > given[2]:
+        raise pytest.UsageError(f"MTRAINING_TEST_PART is {given!r}: give such as 2/3")
+    part, parts = int(given[0]), int(given[2])
     for item in items:
         every = max([1, *(mark.args[0] for mark in item.iter_markers("thinned"))])
         if item.path.relative_to(TESTS).parts[0] in ("benchmarks", "kernels", "pattern", "ring"):
