@@ -272,7 +272,7 @@ def train(run: Run, given: Material, options) -> tuple[dict, object]:
     )  # fmt: skip
     if options.token_losses is not None:
         name = f"{Path(run.name).name}_seed{run.seed}_steps{run.steps}.npz"
-        keep(options.token_losses / name, own=now[0], dense=now[1], before=before[1])
+        write_token_losses(options.token_losses / name, own=now[0], dense=now[1], before=before[1])
     samples = options.ruler and ruler_samples.read(options.ruler, options.device)
     for kind in ("own", "dense") if run.config is None else ("own", "tail", "dense"):
         if run.config is not None:
@@ -300,12 +300,13 @@ def judge(model, run: Run, given: Material) -> tuple[Judged, Judged]:
     return found[0], found[-1]
 
 
-def keep(path: Path, **judged_as: Judged) -> None:
-    """Write losses of tokens to a file of numpy, float16 ``[windows, s]`` each, such as ``dense_code``."""
+def write_token_losses(path: Path, **attentions: Judged) -> None:
+    """Write the losses of tokens to a NumPy archive: float16 ``[windows, s]`` for each attention and kind of
+    text, such as ``dense_code``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     arrays = {
         f"{name}_{kind}": losses.half().cpu().numpy()
-        for name, each in judged_as.items()
+        for name, each in attentions.items()
         for kind, losses in each.losses.items()
     }
     np.savez_compressed(path, **arrays)
@@ -367,7 +368,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--curve", type=int, nargs="*", default=list(CURVE), metavar="STEP",
         help="steps after which a run is judged, beside its last; none: less time (%(default)s)")  # fmt: skip
     add("--token-losses", type=Path, metavar="FOLDER",
-        help="keep the loss of each held-out token of each run, before and after it")  # fmt: skip
+        help="write the loss of each held-out token before and after each run here")  # fmt: skip
     add("--jobs", type=int, default=3, help="runs of training at the same time (%(default)s)")
 
 

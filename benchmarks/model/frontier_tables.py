@@ -222,8 +222,8 @@ def points(rows: list[Row], upward: str, right: str) -> dict[str, list[tuple[flo
 
 
 def shown(rows: list[Row]) -> list[Row]:
-    """The rows of a picture: those of the model that has most, untrained ones, and those of the length of
-    training that most policies have."""
+    """The rows to plot: of the model with the most rows, untrained or trained for the most common number of
+    steps."""
     model = statistics.mode(row["model"] for row in rows) if rows else None
     rows = [row for row in rows if row["model"] == model]
     steps = [row["steps"] for row in rows if row["steps"]]

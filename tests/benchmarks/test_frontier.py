@@ -289,8 +289,8 @@ def test_train_rows(words, trained, capsys):
         assert ("needle_tail" in row) == (row is not dense)
         for kind in ("own", "dense"):
             assert [len(values) for values in row[f"ruler_{kind}"]["vt"].values()] == [2, 2]
-    kept = sorted(path.name for path in (folder / "losses").iterdir())
-    assert kept == sorted(
+    written = sorted(path.name for path in (folder / "losses").iterdir())
+    assert written == sorted(
         f"{name}_seed1_steps3.npz" for name in ("dense", "price@0.6", "target@0.9", "own.json")
     )
     with np.load(folder / "losses" / "price@0.6_seed1_steps3.npz") as found:

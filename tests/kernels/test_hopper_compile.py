@@ -21,9 +21,9 @@ import torch
 
 from megatron_mtraining.kernels.attention.backends import GLUON_VERSIONS
 
-# With packed documents kernels hold more: cases that differ in nothing else are not compiled without.
 ROUNDS = ("inner2-round0", "inner1-round0", "inner1-round1")
 SHARED_MEMORY = 227 * 1024  # bytes of a Hopper multiprocessor that a program can have
+# Packed documents take more registers and memory: what is compiled with them is not repeated without.
 CASES = {
     "D128-C64-slashes": dict(head_dim=128, columns=64, block_lists=False, packed=False),
     "D64-C0-slashes": dict(head_dim=64, columns=0, block_lists=False, packed=False),

@@ -10,9 +10,9 @@ from __future__ import annotations
 from .setting import Setting
 from .weights import vocabulary_parameters
 
-SUMMED_ROWS = 16384
-"""Query rows, of all heads of a group, that a key block sums in registers: 256 tiles of 64
-(:mod:`megatron_mtraining.kernels.attention.hopper.backward_key`)."""
+SUMMED_BLOCKS = 128
+"""Query blocks, of all heads of a group, that a key block sums in registers: ``CHAIN`` halves of blocks in
+:mod:`megatron_mtraining.kernels.attention.hopper.backward_key`."""
 
 
 class Layer:
@@ -118,8 +118,8 @@ def ring_bytes(layer: Layer) -> int:
     As :mod:`megatron_mtraining.ring.attention` does it: the queries' gradient, and its float32 sum if there
     are several rounds; gathered keys and values; the moving gradients of keys and values in float32; columns
     and their gradients. On one rank the Hopper kernels put float32 sums of the gradients of keys and values
-    aside, if :data:`SUMMED_ROWS` are not enough. Other backends (Transformer Engine's ring) are taken to hold
-    as much as a ring of single ranks in the model's dtype, which is not checked.
+    aside, if :data:`SUMMED_BLOCKS` are not enough. Other backends (Transformer Engine's ring) are taken to
+    hold as much as a ring of single ranks in the model's dtype, which is not checked.
     """
     setting, size = layer.setting, layer.bytes_of
     if setting.mtraining is None:
@@ -134,8 +134,8 @@ def ring_bytes(layer: Layer) -> int:
         held += size(2 * layer.kv, 4) * (3 if both else 2)
     else:
         held += size(2 * layer.kv)
-        rows = layer.tokens // setting.args.micro_batch_size * layer.q // layer.kv
-        if rows > SUMMED_ROWS and layer.element < 4:
+        blocks = setting.args.seq_length // setting.mtraining.block_size
+        if blocks * (layer.q // layer.kv) > SUMMED_BLOCKS and layer.element < 4:
             held += size(2 * layer.kv, 4)
     return held + column_bytes(layer) + pruning_bytes(layer)
 

@@ -184,7 +184,8 @@ def test_measured_peaks_of_rings_are_met(row):
     "flags, aside",
     [
         ("--bf16 --seq-length 2432", 8 * 2432 * 128),
-        ("--bf16 --seq-length 2304", 0),  # 7 heads a group: 16128 rows
+        ("--bf16 --seq-length 2304", 0),  # 7 heads a group: 126 blocks
+        ("--bf16 --seq-length 1216 --mtraining-block-size 64", 8 * 1216 * 128),
         ("--seq-length 2432", 0),  # the gradients are float32 themselves
         ("--bf16 --seq-length 4864 --context-parallel-size 2", 0),  # accumulators are
     ],
@@ -192,8 +193,15 @@ def test_measured_peaks_of_rings_are_met(row):
 def test_sums_that_one_rank_puts_aside(monkeypatch, flags, aside):
     layer = Layer(made(QWEN_HALF_B + OURS + "--max-position-embeddings 4864 " + flags))
     found = ring_bytes(layer)
-    monkeypatch.setattr(activations, "SUMMED_ROWS", 10**9)
+    monkeypatch.setattr(activations, "SUMMED_BLOCKS", 10**9)
     assert found - ring_bytes(layer) == aside
+
+
+def test_blocks_that_are_summed_are_the_kernels_own():
+    pytest.importorskip("triton.experimental.gluon")
+    from megatron_mtraining.kernels.attention.hopper import backward_key
+
+    assert activations.SUMMED_BLOCKS == backward_key.CHAIN / 2
 
 
 def test_the_loss_in_chunks_holds_what_is_planned():
