@@ -19,10 +19,11 @@ Stages:
 - ``parity``: losses over layouts of ranks, and of repeated runs (``model.layouts``, ``layouts.jsonl``).
 
 Each job is a run of one of these benchmarks, which appends its rows to their file in the folder. A job that
-has rows of this commit and GPU is not run again. None is begun that would not end in time, and one that does
-not end is stopped; the next call goes on. A job that fails is recorded with its reason (``hosts.jsonl``) and
-not run again without ``--again``; ``jobs.log`` has the end of what each job printed. At the end, or with
-``--list``, it prints what is missing. Append the rows of the folder to those of ``benchmarks/results/``.
+has rows of this commit and GPU is not run again. Jobs of ``parity``, which have no times, run together. None
+is begun that would not end in time, and one that does not end is stopped; the next call goes on. A job that
+fails is recorded with its reason (``hosts.jsonl``) and not run again without ``--again``; ``jobs.log`` has
+the end of what each job printed. At the end, or with ``--list``, it prints what is missing. Append the rows
+of the folder to those of ``benchmarks/results/``.
 """
 
 from __future__ import annotations
@@ -88,7 +89,12 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--output-folder", type=Path, required=True, help="where rows go, and are looked for")
     add("--minutes", type=float, help="of this call (default: no end)")
     add("--stage", nargs="+", choices=STAGES, default=list(STAGES))
-    add("--job", metavar="TEXT", help="only jobs with this in their names")
+    add(
+        "--job",
+        nargs="+",
+        metavar="TEXT",
+        help="only jobs with one of these in their names, and those that they need",
+    )
     add("--gpus", type=int, choices=(2, 4), default=4)
     add("--list", action="store_true", help="print the state of each job and its command, and stop")
     add("--again", action="store_true", help="run failed jobs, too")
@@ -204,9 +210,12 @@ def main(words: list[str] | None = None) -> None:
         print(f"{sizes.name}: its rows are no measurements; they go to {host.folder} alone")
     for line in left_out(options.stage, host):
         print(line)
-    todo = [job for job in jobs_of(options.stage, host) if (options.job or "") in job.name]
-    if not todo:
-        options.refuse(f"no job of {', '.join(options.stage)} has {options.job!r} in its name")
+    todo = jobs_of(options.stage, host)
+    if options.job:
+        for text in options.job:
+            if not any(text in job.name for job in todo):
+                options.refuse(f"no job of {', '.join(options.stage)} has {text!r} in its name")
+        todo = chosen(todo, options.job)
     states = States(host, {name: each for name, each in here.items() if name != "gpus"},
                     gpu=not (options.list and on_gpu and not here["gpus"]))  # fmt: skip
     if options.again:
@@ -217,6 +226,16 @@ def main(words: list[str] | None = None) -> None:
         except KeyboardInterrupt:
             print("interrupted: the job that ran is stopped, and the next call goes on", flush=True)
     show(todo, states, options.list, options.minutes)
+
+
+def chosen(todo: list[Job], texts: list[str]) -> list[Job]:
+    """The jobs with one of the texts in their names, and those that they need."""
+    found: list[Job] = []
+    for job in reversed(todo):  # a job comes after those that it needs
+        needed = any(other.stage == job.stage and job.name in other.needs for other in found)
+        if needed or any(text in job.name for text in texts):
+            found.insert(0, job)
+    return found
 
 
 def forget(states: States, todo: list[Job]) -> None:

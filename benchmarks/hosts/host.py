@@ -14,6 +14,8 @@ STAGES = ("layer", "balance", "steps", "sparsebalance", "parity")
 NEED_MEGATRON = ("steps", "sparsebalance", "parity")
 START = 45
 """Seconds until a run of Megatron trains, about."""
+AT_ONCE = 8
+"""Jobs without times that share four GPUs: they are small."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Job:
         rows: fields of the rows that say that it is done.
         made: a file that says so in place of rows.
         needs: names of jobs of its stage that must be done before.
+        timed: whether it measures times, and must have the GPUs for itself.
     """
 
     stage: str
@@ -93,3 +96,4 @@ class Job:
     rows: tuple[dict[str, Any], ...] = ()
     made: Path | None = None
     needs: tuple[str, ...] = ()
+    timed: bool = True

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..lib import jobs, record
-from .host import Host, Job
+from .host import AT_ONCE, Host, Job
 
 STATES, LOG = "hosts.jsonl", "jobs.log"
 KEPT = 150
@@ -26,14 +27,6 @@ GRACE = 45.0
 """Seconds in which a job that is stopped may end by itself: torchrun gives its ranks 30."""
 MORE = 1.5
 """A job that was stopped is expected to take this many times as long."""
-
-
-class Failed(Exception):
-    """A job has failed, with the reason."""
-
-
-class Stopped(Exception):
-    """A job has not ended in time."""
 
 
 class States:
@@ -88,7 +81,7 @@ def _has(row: dict, wanted: dict) -> bool:
     return all(row.get(name) == value for name, value in wanted.items())
 
 
-# One job.
+# Jobs that run.
 
 
 def command(job: Job, host: Host) -> str:
@@ -110,37 +103,66 @@ def environment(host: Host) -> dict[str, str]:
     return found
 
 
-def run(job: Job, states: States, seconds: float) -> None:
-    """Run a job, for at most so many seconds.
+class Run:
+    """A job that runs. Its output goes to a file, which is read when it has ended."""
 
-    Raises:
-        Failed, Stopped: with the reason.
-    """
-    host = states.host
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        process = subprocess.Popen(
-            [sys.executable, *job.words], cwd=record.ROOT, env=environment(host), stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True,
+    def __init__(self, job: Job, states: States):
+        self.job, self.states, self.began = job, states, time.monotonic()
+        self.output = tempfile.TemporaryFile("w+", errors="replace")
+        self.process = subprocess.Popen(
+            [sys.executable, *job.words], cwd=record.ROOT, env=environment(states.host),
+            stdout=self.output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-        stopped = False
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            stopped = True
-        finally:  # also when this process is interrupted: ranks of a job must not stay behind
-            end(process)
-        output.seek(0)
-        lines = output.read().splitlines()
-    with open(host.folder / LOG, "a", encoding="utf-8") as file:
-        file.write(f"=== {job.stage}: {job.name}\n$ {command(job, host)}\n")
-        file.write("\n".join(lines[-KEPT:]) + "\n")
-    if stopped:
-        raise Stopped(f"stopped after {seconds:.0f} s: time was short")
-    if process.returncode:
-        raise Failed(reason(lines) or f"exit status {process.returncode}")
-    missing = states.missing(job)
-    if missing:
-        raise Failed(f"it ended without {len(missing)} of its rows, such as {missing[0]}")
+
+    def settle(self, stopped: float | None = None) -> None:
+        """Log what it printed, and print and record how it ended.
+
+        Args:
+            stopped: the seconds after which it was stopped; None if it has ended by itself.
+        """
+        job, states, seconds = self.job, self.states, time.monotonic() - self.began
+        self.output.seek(0)
+        lines = self.output.read().splitlines()
+        self.output.close()
+        with open(states.host.folder / LOG, "a", encoding="utf-8") as file:
+            file.write(f"=== {job.stage}: {job.name}\n$ {command(job, states.host)}\n")
+            file.write("\n".join(lines[-KEPT:]) + "\n")
+        why, code = None, self.process.returncode
+        if stopped is not None:
+            why = f"stopped after {stopped:.0f} s: time was short"
+            print(f"  {job.name} was {why}", flush=True)
+        elif code:
+            why = reason(lines) or f"exit status {code}"
+        elif missing := states.missing(job):
+            why = f"it ended without {len(missing)} of its rows, such as {missing[0]}"
+        if why is None:
+            print(f"  {job.name} took {seconds:.0f} s", flush=True)
+            return
+        if stopped is None:
+            print(f"  {job.name} has failed: {why}", flush=True)
+        states.add(job, "failed" if stopped is None else "stopped", seconds, why)
+
+
+def run(group: list[Job], states: States, until: float) -> None:
+    """Run jobs at the same time, until a time of the monotonic clock at the latest."""
+    began = time.monotonic()
+    runs: list[Run] = []
+    try:
+        for job in group:
+            runs.append(Run(job, states))
+        left = list(runs)
+        while left and time.monotonic() < until:
+            time.sleep(0.1)
+            for one in [one for one in left if one.process.poll() is not None]:
+                left.remove(one)
+                end(one.process)
+                one.settle()
+        for one in left:
+            end(one.process)
+            one.settle(stopped=until - began)
+    finally:  # also when this process is interrupted: ranks of a job must not stay behind
+        for one in runs:
+            end(one.process)
 
 
 def end(process: subprocess.Popen) -> None:
@@ -182,28 +204,21 @@ def reason(lines: list[str]) -> str:
 
 
 def run_all(todo: list[Job], states: States, deadline: jobs.Deadline) -> None:
-    """Run what is missing, fits in the time and has what it needs, in order."""
-    for job in todo:
-        if not states.missing(job) or states.failure(job):
-            continue
-        if waits_for(job, todo, states):
-            continue
-        if not deadline.fits(states.seconds(job)):
-            continue
-        print(f"{job.stage}: {job.name}", flush=True)
-        began, left = time.monotonic(), 24 * 3600.0
-        if deadline.end is not None:
-            left = deadline.end - began
-        try:
-            run(job, states, left)
-        except Failed as error:
-            states.add(job, "failed", time.monotonic() - began, str(error))
-            print(f"  has failed: {error}", flush=True)
-        except Stopped as error:
-            states.add(job, "stopped", time.monotonic() - began, str(error))
-            print(f"  was {error}", flush=True)
-        else:
-            print(f"  took {time.monotonic() - began:.0f} s", flush=True)
+    """Run what is missing, fits in the time and has what it needs, in order; jobs without times together."""
+    tried: list[Job] = []
+
+    def is_ready(job: Job) -> bool:
+        done = job in tried or not states.missing(job) or states.failure(job)
+        return not done and not waits_for(job, todo, states) and deadline.fits(states.seconds(job))
+
+    while ready := [job for job in todo if is_ready(job)]:
+        group = ready[:1]
+        if not group[0].timed and states.host.device != "cpu":
+            group = [job for job in ready if not job.timed][:AT_ONCE]
+        for job in group:
+            print(f"{job.stage}: {job.name}", flush=True)
+        tried += group
+        run(group, states, math.inf if deadline.end is None else deadline.end)
 
 
 def waits_for(job: Job, todo: list[Job], states: States) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..layer.ring_cases import PRICED, THRESHOLD
 from ..lib.workloads import BLOCK
-from ..model.layouts import LAYOUTS
+from ..model.layouts import LAYOUTS, ONE
 from .host import FULL, START, TINY, Host, Job, K
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -201,5 +201,6 @@ def parity_jobs(host: Host) -> Iterator[Job]:
         yield Job(
             "parity", name, START + saves + 20, tuple(map(str, words)), "layouts.jsonl",
             (row,),
-            needs=(layout.like,) if layout.like else (),
+            # The layout of one process saves the weights for dense ones, too.
+            needs=(layout.like,) if layout.like else (ONE,) if layout.dense else (), timed=False,
         )  # fmt: skip

@@ -178,6 +178,36 @@ def test_it_goes_on_after_a_failure_and_in_the_next_call(host, capsys):
     assert States(host, dict(HERE, gpu="another")).missing(todo[0])
 
 
+def test_jobs_without_times_run_together(host):
+    states = States(host, HERE)
+
+    def waits(name, other):  # for a job that runs beside it
+        code = f"import pathlib, time\npathlib.Path({str(host.folder / name)!r}).touch()\n"
+        code += f"while not pathlib.Path({str(host.folder / other)!r}).exists(): time.sleep(0.05)\n"
+        return code + writes(host, name)
+
+    todo = [
+        fake("first", writes(host, "first")),
+        fake("one", waits("one", "two"), timed=False),
+        fake("two", waits("two", "one"), timed=False),
+        fake("three", writes(host, "three"), timed=False, needs=("one",)),
+    ]
+    deadline = lib_jobs.Deadline(None, 1.0)
+    deadline.end = time.monotonic() + 60
+    host_runs.run_all(todo, states, deadline)
+    assert not any(states.missing(job) for job in todo) and states.rows(host_runs.STATES) == []
+    order = [row["name"] for row in states.rows("rows.jsonl")]
+    assert order[0] == "first" and order[-1] == "three"
+
+
+def test_a_chosen_job_brings_those_it_needs(host):
+    every = jobs_of(list(STAGES), host)
+    assert [job.name for job in four.chosen(every, ["512K, dense"])] == ["data", "512K, dense"]
+    assert [job.name for job in four.chosen(every, ["CP 2, again", "EP 2"])] == [
+        "CP 1", "CP 2", "CP 2, again", "experts, CP 1", "experts, EP 2 x CP 2",
+    ]  # fmt: skip
+
+
 def test_a_job_that_does_not_end_is_stopped_with_all_its_processes(host, capsys):
     states = States(host, HERE)
     alive = host.folder / "alive"
