@@ -43,20 +43,33 @@ LAYERS = 36
 """Of Qwen2.5-3B."""
 
 
+def _parts(seq: int, label: str) -> tuple[Row, float, float]:
+    """The profiled step of a length; its seconds beside attention; those of attention at the chosen setting."""
+    [row] = [
+        row
+        for row in step_tables.profiled()
+        if (row["world"], row["attention"], row["seq"]) == (4, "mtraining", seq)
+    ]
+    setting = chosen()
+    layer = setting[f"layer_ms_{label}"] + setting[f"search_ms_{label}"]
+    rest = (row["iter_ms"] - row["breakdown"]["attention"]) / 1000
+    return row, rest, LAYERS * layer / row["world"] / 1000
+
+
+def predicted_over_measured() -> str:
+    """How far the prediction at 512K tokens is from the step that was measured, for that step's density."""
+    row = step_tables.step_at_price(524288)
+    _, rest, attention = _parts(524288, "512k")
+    at_density = rest + attention * row["density"] / chosen()["density_trained"]
+    return f"{100 * (at_density / (row['iter_ms'] / 1000) - 1):+.1f}%"
+
+
 def predicted_steps() -> str:
     """Steps of Qwen2.5-3B's shape on four GPUs at the chosen setting: what a measured step takes beside its
     attention, and the attention of as many measured layers, evenly over the GPUs."""
     setting, body, used = chosen(), [], []
-    profiled = {
-        row["seq"]: row
-        for row in step_tables.profiled()
-        if row["world"] == 4 and row["attention"] == "mtraining"
-    }
     for label, seq in (("512k", 524288), ("128k", 131072)):
-        row = profiled[seq]
-        rest = (row["iter_ms"] - row["breakdown"]["attention"]) / 1000
-        layer = setting[f"layer_ms_{label}"] + setting[f"search_ms_{label}"]
-        attention = LAYERS * layer / row["world"] / 1000
+        row, rest, attention = _parts(seq, label)
         dense = step_tables.dense_of(step_tables.step(seq))
         body.append(
             [

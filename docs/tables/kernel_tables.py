@@ -208,12 +208,17 @@ def layers() -> str:
     for row in sorted(four.values(), key=lambda row: (-row["seq"], row["density"])):
         used.append(row)
         exposed, ranks = row["exposed_comm_ms"], row["imbalance_worker"]
+        density = percent(row["density"], 2)
+        if row.get("backward_density"):
+            density += f"; {percent(row['backward_density'], 2)}"
+        dense = _dense_ring_of(row, found)
         body.append(
             [
                 row["case"],
                 names.get(row["impl"], "all gathered"),
-                percent(row["density"], 2),
+                density,
                 f"{row['fwd_ms']:.3g} / {row['fwdbwd_ms']:.4g}",
+                _times(dense["fwdbwd_ms"] / row["fwdbwd_ms"]) if dense else "",
                 f"{exposed:.2g}" if exposed else "",
                 f"{ranks:.3f}" if ranks else "",
                 f"{row['peak_gib']:.2f}",
@@ -223,13 +228,78 @@ def layers() -> str:
     header = [
         "tokens, pattern",
         "keys",
-        "density",
+        "density; of the backward",
         "forward / both, ms",
+        "over dense, both",
         "exposed ms",
         "max/mean",
         "peak GiB",
     ]
     return table([*header, "commit"], body) + source(used, "rings")
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}x" if ratio < 2 else f"{ratio:.1f}x" if ratio < 20 else f"{ratio:.0f}x"
+
+
+def layers_before() -> str:
+    """Layers over four GPUs that ``benchmarks.hosts.four`` has measured, and an earlier commit."""
+    measured: dict[tuple, list[Row]] = {}
+    for row in rows("rings"):
+        if row["world"] == 4 and row["hosts"] == 1 and "NVTE_BATCH" not in row["command"]:
+            measured.setdefault((row["case"], row["impl"], row["inner"]), []).append(row)
+    body, used = [], []
+    for (case, impl, inner), found in measured.items():
+        newest = found[-1]
+        older = [row for row in found if row["commit"] != newest["commit"]]
+        if not older or "--shape" not in newest["command"]:
+            continue
+        before = older[-1]
+        used += [before, newest]
+        keys = (
+            f"{4 // inner} x {inner}"
+            if inner
+            else {"te_p2p": "Transformer Engine"}.get(impl, "PyTorch")
+        )
+        times = [f"{row['fwd_ms']:.3g} / {row['fwdbwd_ms']:.4g}" for row in (before, newest)]
+        change = newest["fwdbwd_ms"] / before["fwdbwd_ms"] - 1
+        body.append([case, keys, *times, f"{100 * change:+.1f}%"])
+    header = ["tokens, pattern", "keys", "before, ms", "now, ms", "both"]
+    return table(header, body) + source(used, "rings")
+
+
+def _dense_ring_of(row: Row, found: list[Row]) -> Row | None:
+    """Transformer Engine's dense ring in the session of a row of this project's."""
+    same = ("commit", "seq", "world")
+    for other in found:
+        if other["impl"] == "te_p2p" and all(other[name] == row[name] for name in same):
+            return other if row["impl"].startswith("mtraining") else None
+    return None
+
+
+def rounds() -> str:
+    """Four GPUs, a ring of single ranks: the kernels of each rank in each round."""
+    found = [
+        row for row in rows("rings")
+        if row["world"] == 4 and row["inner"] == 1 and row.get("rounds_ms") and row["hosts"] == 1
+    ]  # fmt: skip
+    body = []
+    for row in last(found, "case").values():
+        cells = []
+        for way in ("forward", "backward"):
+            ranks = row["rounds_ms"][way]
+            ratios = [max(times) * len(times) / sum(times) for times in zip(*ranks)]
+            whole = [sum(rank) for rank in ranks]
+            cells += [
+                f"{min(whole):.3g} to {max(whole):.3g}",
+                f"{max(whole) * len(whole) / sum(whole):.3f}",
+                f"{max(ratios):.3f}",
+            ]
+        body.append([row["case"], percent(row["density"], 2), *cells, row["commit"]])
+    each = ("ms of a rank", "max/mean over ranks", "of the worst round")
+    header = [f"{way}: {what}" for way in ("forward", "backward") for what in each]
+    header = ["tokens, pattern", "density", *header, "commit"]
+    return table(header, body) + source(last(found, "case").values(), "rings")
 
 
 def layers_two() -> str:

@@ -44,6 +44,16 @@ def step(seq: int, world: int = 4, vertical: int = 1000) -> Row:
     return row
 
 
+def step_at_price(seq: int, world: int = 4) -> Row:
+    """The last step of random weights whose slashes are capped at about the density of a trained model."""
+    found = [
+        row for row in steps_rows()
+        if (row["seq"], row["world"], row["weights"]) == (seq, world, "random")
+        and row["price"] and row["density"] > 0.1
+    ]  # fmt: skip
+    return found[-1]
+
+
 def attention_of(row: Row) -> str:
     if row["attention"] == "fused":
         return "dense, Transformer Engine" + (", loss in chunks" if row["loss_chunk"] else "")
@@ -105,6 +115,32 @@ def breakdown() -> str:
         for row in profiled()
     ]
     return table(["setting", "attention", *PARTS, "commit"], body) + source(profiled(), "pretrain")
+
+
+# Losses over layouts of ranks
+
+
+def layouts() -> str:
+    found = list(last(rows("layouts"), "layout").values())
+    body = []
+    for row in found:
+        like = row["like"] or ""
+        worst = "" if row["worst"] is None else f"{100 * row['worst']:.3f}%"
+        same = "every digit" if row["equal"] else "yes" if row["within"] else "**no**"
+        body.append(
+            [
+                row["layout"],
+                row["world"],
+                "dense, Transformer Engine" if row["attention"] == "fused" else "sparse",
+                f"{row['losses'][0]:.4f}, {row['losses'][-1]:.4f}",
+                like,
+                worst,
+                same if like else "",
+            ]
+        )
+    header = ["layout", "GPUs", "attention", "loss, first and last step", "compared with"]
+    header += ["largest difference", "equal"]
+    return table(header, body) + source(found, "layouts")
 
 
 # Training beside dense

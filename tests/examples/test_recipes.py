@@ -420,9 +420,14 @@ QUOTED = [
     (SMALL, "model=qwen2.5-0.5b attention=fused", 1, "took {:.2f} s a sequence"),
     (SMALL, "model=qwen2.5-0.5b attention=mtraining", 4, "four times the row is {:.1f} s"),
     (SMALL, "model=qwen2.5-0.5b attention=mtraining", 4000 / 3600, "1000 steps {:.1f} hours"),
-    (BIG, "seq=524288 attention=fused", 1, "took {:.1f} s a step"),
-    (BIG, "seq=524288 attention=mtraining commit=353e8a2", 1000 / 3600, "take {:.1f} hours"),
-    (BIG, "seq=524288 attention=mtraining price=0.25", 1, "a step took {:.2f} s"),
+    (BIG, "seq=524288 attention=fused commit=4072a84", 1, "took {:.1f} s a step"),
+    (
+        BIG,
+        "seq=524288 attention=mtraining vertical=1000 commit=4072a84",
+        1000 / 3600,
+        "take {:.1f} hours",
+    ),
+    (BIG, "seq=524288 attention=mtraining price=0.25 commit=4072a84", 1, "a step took {:.1f} s"),
     (MIDDLE, "seq=262144 attention=mtraining commit=0e6121e", 2, "only: {:.1f} GPU-seconds"),
 ]
 

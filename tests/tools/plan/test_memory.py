@@ -159,12 +159,18 @@ def test_measured_peaks_of_training_are_met(row):
 
 
 def ring_of_row(row: dict) -> int:
-    columns = row["vertical"]
+    if row["vertical"] is None:
+        pattern = f"--mtraining-price {row['price']}"
+    else:
+        pattern = f"--mtraining-vertical {row['vertical']} --mtraining-slash 30"
+    if row.get("backward_threshold"):
+        pattern += f" --mtraining-backward-threshold {row['backward_threshold']}"
+        pattern += " --mtraining-backward-sampling" * row["backward_sampling"]
     setting = made(
         QWEN_3B
         + f"--bf16 --seq-length {row['seq']} --max-position-embeddings {row['seq']} "
         + f"--context-parallel-size {row['world']} --attention-backend mtraining "
-        + f"--mtraining-gathered-ranks {row['inner']} --mtraining-vertical {columns} --mtraining-slash 30"
+        + f"--mtraining-gathered-ranks {row['inner']} {pattern}"
     )
     layer = Layer(setting)
     kept = layer.saved["attention output"] + layer.saved["log-sum-exp"] + layer.index
