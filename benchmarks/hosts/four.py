@@ -97,6 +97,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     )
     add("--gpus", type=int, choices=(2, 4), default=4)
     add("--list", action="store_true", help="print the state of each job and its command, and stop")
+    add("--commit", nargs="+", default=[], metavar="COMMIT",
+        help="rows of these commits count, too: what is measured has not changed since")  # fmt: skip
     add("--again", action="store_true", help="run failed jobs, too")
     add("--rehearse", action="store_true", help="a short run of each stage; no measurements")
     add("--device", choices=("cuda", "cpu"), default="cuda")
@@ -217,7 +219,7 @@ def main(words: list[str] | None = None) -> None:
                 options.refuse(f"no job of {', '.join(options.stage)} has {text!r} in its name")
         todo = chosen(todo, options.job)
     states = States(host, {name: each for name, each in here.items() if name != "gpus"},
-                    gpu=not (options.list and on_gpu and not here["gpus"]))  # fmt: skip
+                    not (options.list and on_gpu and not here["gpus"]), options.commit)  # fmt: skip
     if options.again:
         forget(states, todo)
     if not options.list:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..layer.ring_cases import host_cases
+from ..layer.ring_cases import Case, host_cases
 from .host import FULL, STAGES, Host, Job, K
 from .training_jobs import balancer_jobs, parity_jobs, step_jobs
 
@@ -44,6 +44,9 @@ def left_out(stages: list[str], host: Host) -> list[str]:
 
 # Layers.
 
+LAYER_SECONDS = {128 * K: 130, 256 * K: 160, 512 * K: 230}
+"""Of a job of three settings on four GPUs: up to 45 of each are the compilers'."""
+
 
 def _rings(host: Host, seq: int, inner: list[int], *words: str) -> tuple[str, ...]:
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", host.gpus]
@@ -55,29 +58,44 @@ def _rings(host: Host, seq: int, inner: list[int], *words: str) -> tuple[str, ..
 
 
 def layer_jobs(host: Host) -> Iterator[Job]:
-    """A length each: our ring on all settings, and others' dense rings, in one run."""
+    """A length and a group of settings each, with others' dense rings in the same run as ours of all pairs. A
+    run of all settings would not end in a call: the kernels of each are compiled first."""
     levels = {0: ("mtraining_flat", host.gpus)} | (
         {2: ("mtraining_hier", 2)} if host.gpus == 4 else {}
     )
     for seq, tokens in host.sizes.lengths.items():
-        cases = host_cases(seq)
-        rows = [
-            dict(impl=impl, world=host.gpus, inner=inner, case=_named(case, tokens), hosts=1)
-            for case in cases
-            for impl, inner in levels.values()
-        ]
-        (dense,) = [case for case in cases if case.slash == seq and not case.threshold]
-        others = (["te_p2p"] if host.has_te else []) + ["torch_cp_cudnn"] * (host.device == "cuda")
-        rows += [
-            dict(impl=impl, world=host.gpus, case=_named(dense, tokens), hosts=1) for impl in others
-        ]
-        work = {128 * K: 60, 256 * K: 100, 512 * K: 280}[seq]
-        words = ["--dense-once", "--budget", str(host.sizes.budget)]
-        words += ["--case", *(case.name for case in cases)]
-        yield Job(
-            "layer", f"{tokens // K}K", host.seconds(work, 40),
-            _rings(host, seq, list(levels), *words), "rings.jsonl", tuple(rows),
-        )  # fmt: skip
+        groups = _groups(seq) if host.sizes is FULL else {"all": host_cases(seq)}
+        for group, cases in groups.items():
+            rows = [
+                dict(impl=impl, world=host.gpus, inner=inner, case=_named(case, tokens), hosts=1)
+                for case in cases
+                for impl, inner in levels.values()
+            ]
+            impls = ["te_p2p"] * host.has_te + ["torch_cp_cudnn"] * (host.device == "cuda")
+            rows += [
+                dict(impl=impl, world=host.gpus, case=_named(case, tokens), hosts=1)
+                for case in cases
+                for impl in impls
+                if case.slash == seq and not case.threshold
+            ]
+            words = ["--dense-once", "--budget", str(host.sizes.budget)]
+            words += ["--case", *(case.name for case in cases)]
+            yield Job(
+                "layer", f"{tokens // K}K, {group}", host.seconds(LAYER_SECONDS[seq], 40),
+                _rings(host, seq, list(levels), *words), "rings.jsonl", tuple(rows),
+            )  # fmt: skip
+
+
+def _groups(seq: int) -> dict[str, list[Case]]:
+    """The settings of the layer table by the job that runs them."""
+    cases = host_cases(seq)
+    dense = [case for case in cases if case.slash == seq]
+    budgets = [case for case in cases if case.slash not in (None, seq)]
+    return {
+        "budgets, all pairs": [*budgets, dense[0]],
+        "price": [case for case in cases if case.price and not case.sampling],
+        "sampling, all pairs pruned": [case for case in cases if case.sampling] + dense[1:],
+    }
 
 
 def _named(case, tokens: int) -> str:
@@ -99,6 +117,6 @@ def balance_jobs(host: Host) -> Iterator[Job]:
         words = ["--impl", "mtraining", "--budget", "0", "--case", *(case.name for case in cases)]
         yield Job(
             "balance", f"{tokens // K}K, a ring of single ranks",
-            host.seconds({128 * K: 20, 512 * K: 60}[seq], 40), _rings(host, seq, [1], *words),
+            host.seconds({128 * K: 220, 512 * K: 260}[seq], 40), _rings(host, seq, [1], *words),
             "rings.jsonl", rows,
         )  # fmt: skip

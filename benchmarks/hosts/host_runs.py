@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,20 @@ class States:
     Args:
         here: what rows say of this GPU and commit.
         gpu: whether the GPU counts; not if there is none and only a list is wanted.
+        commits: whose rows count, beside this commit's.
     """
 
-    def __init__(self, host: Host, here: dict[str, Any], gpu: bool = True):
+    def __init__(
+        self, host: Host, here: dict[str, Any], gpu: bool = True, commits: Sequence[str] = ()
+    ):
         self.host, self.here = host, here
-        self._own = {name: here[name] for name in (("gpu", "commit") if gpu else ("commit",))}
+        self._gpu = {"gpu": here["gpu"]} if gpu else {}
+        self._commits = {here["commit"], *commits}
 
     def rows(self, file: str) -> list[dict]:
-        """Rows of this commit and GPU."""
+        """Rows of this GPU and of the commits that count."""
         found = jobs.read(self.host.folder / file)
-        return [row for row in found if _has(row, self._own)]
+        return [row for row in found if _has(row, self._gpu) and row["commit"] in self._commits]
 
     def missing(self, job: Job) -> list[dict]:
         """The rows that a job should have and has not."""

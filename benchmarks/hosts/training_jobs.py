@@ -21,8 +21,8 @@ FRONTIER_PRICE = 0.2925
 """The price of the frontier's setting on a trained model (frontier.jsonl, price at 15%)."""
 EVEN_PRICE = 0.25
 """A price for random weights: they attend evenly, it keeps all that a cap lets it keep."""
-COMPILES = 125
-"""Seconds that the first dense steps take more than later ones: Transformer Engine and cuDNN make plans."""
+COMPILES = 80
+"""Seconds that the first two sparse steps take more than later ones."""
 LOCAL = ("--transformer-impl", "local", "--no-rope-fusion", "--no-persist-layer-norm")
 """Megatron's options without Transformer Engine."""
 
@@ -52,8 +52,8 @@ STEPS = (
     Step(128 * K, PRUNED, 2.2, 13, 4),
     Step(128 * K, SAMPLED, 2.2, 13, 4),
     Step(512 * K, FIXED, 7.5, 8, 2, 2),
-    Step(512 * K, PRICE, 16, 7, 2, 2),
-    Step(512 * K, PRUNED, 14, 6, 2),
+    Step(512 * K, PRICE, 15.4, 7, 2, 2),
+    Step(512 * K, PRUNED, 15.4, 6, 2),
     Step(512 * K, DENSE, 94, 3, 1),
     Step(256 * K, DENSE, 25, 6, 2),
     Step(256 * K, FIXED, 3.7, 10, 3),
@@ -61,7 +61,7 @@ STEPS = (
     Step(1024 * K, FIXED, 19, 5, 2),
     Step(1024 * K, PRICE, 50, 4, 2),
 )
-"""The seconds of a step at the price are predicted (docs/frontier.md), and so are those pruned."""
+"""Seconds of steps at the price are predicted (docs/frontier.md), but for 512K tokens."""
 
 
 def slash_cap(seq: int) -> int:
@@ -84,6 +84,8 @@ def step_jobs(host: Host) -> Iterator[Job]:
             for step in wanted
             if step.setting in short
         ]
+    if host.sizes is FULL and not host.weights:  # they attend evenly: nothing is pruned
+        wanted = [step for step in wanted if not step.setting.startswith(PRUNED)]
     for step in wanted:
         each, most = step.seq // host.gpus, 128 * K
         dense = step.setting == DENSE
@@ -134,7 +136,7 @@ def _step_job(host: Host, step: Step, text: Path) -> Job:
         row |= dict(backward_threshold=THRESHOLD, backward_sampling=step.setting == SAMPLED)
     return Job(
         "steps", f"{tokens // K}K, {step.setting}",
-        host.seconds(step.seconds * step.iterations + COMPILES * (1 if dense else 0.4)),
+        host.seconds(step.seconds * step.iterations + COMPILES * (not dense)),
         tuple(map(str, words)), "pretrain.jsonl", (row,),
         needs=("data",) if host.sizes is FULL else (),
     )  # fmt: skip

@@ -44,7 +44,7 @@ LAYERS = 36
 
 
 def _parts(seq: int, label: str) -> tuple[Row, float, float]:
-    """The profiled step of a length; its seconds beside attention; those of attention at the chosen setting."""
+    """The profiled step of a length, its seconds beside attention, and attention's at the chosen setting."""
     [row] = [
         row
         for row in step_tables.profiled()

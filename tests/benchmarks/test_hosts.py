@@ -17,6 +17,7 @@ from benchmarks.hosts.host_jobs import jobs_of, left_out
 from benchmarks.hosts.host_runs import States
 from benchmarks.hosts.training_jobs import slash_cap
 from benchmarks.layer import rings
+from benchmarks.layer.ring_cases import LENGTHS, host_cases
 from benchmarks.lib import jobs as lib_jobs
 from benchmarks.lib import record
 from benchmarks.model import layouts, pretrain
@@ -42,7 +43,12 @@ def test_stages_of_four_gpus(host):
     todo = jobs_of(list(STAGES), host)
     assert {job.stage for job in todo} == set(STAGES)
     assert len({(job.stage, job.name) for job in todo}) == len(todo)
-    assert names(host, "layer") == ["128K", "256K", "512K"]
+    groups = ("budgets, all pairs", "price", "sampling, all pairs pruned")
+    assert names(host, "layer") == [
+        f"{length}, {group}" for length in ("128K", "256K", "512K") for group in groups
+    ]
+    cases = [row["case"] for job in jobs_of(["layer"], host) for row in job.rows]
+    assert set(cases) == {case.name for seq in LENGTHS for case in host_cases(seq)}
     modes = ("off", "length", "cost", "tuning", "both")
     assert names(host, "sparsebalance") == [
         f"DP {4 // cp} x CP {cp}, {mode}" for cp in (1, 2) for mode in modes
@@ -91,6 +97,8 @@ def test_random_weights_get_the_frontier_s_density_from_a_cap(host):
     trained = jobs_of(["steps"], replace(host, weights=weights))
     [job] = [job for job in trained if job.name == "128K, price at 14.5%"]
     assert "--mtraining-slash-cap" not in job.words and "0.2925" in job.words
+    assert any("threshold" in job.name for job in trained)
+    assert not any("threshold" in name for name in names(host, "steps")), "nothing is pruned"
     assert job.rows[0]["weights"] == "qwen" and str(weights) in job.words
 
 
@@ -174,8 +182,10 @@ def test_it_goes_on_after_a_failure_and_in_the_next_call(host, capsys):
     )
     four.forget(states, todo)
     assert states.failure(todo[1]) is None
-    # Rows of another GPU do not count.
+    # Rows of another GPU or commit do not count, unless they are said to.
     assert States(host, dict(HERE, gpu="another")).missing(todo[0])
+    assert States(host, dict(HERE, commit="later")).missing(todo[0])
+    assert not States(host, dict(HERE, commit="later"), commits=["abc"]).missing(todo[0])
 
 
 def test_jobs_without_times_run_together(host):
