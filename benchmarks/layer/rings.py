@@ -45,6 +45,7 @@ Rows go to ``results/rings.jsonl``. What runs a layer is in ``ring_runs.py``, ho
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import sys
@@ -330,6 +331,10 @@ def ranks_and_gpus(device: str) -> tuple[int, int]:
     return local, torch.cuda.device_count() if device == "cuda" else local
 
 
+LONG = 120.0
+"""A case that takes more seconds prints where each rank is: one may wait for another that never comes."""
+
+
 def emulate_hosts() -> None:
     """Before NCCL starts: ranks of different "hosts" reach each other over the loopback's sockets only."""
     os.environ["NCCL_HOSTID"] = f"emulated-{int(os.environ['RANK']) // RANKS_A_HOST}"
@@ -385,7 +390,9 @@ def main() -> None:
         say(setting, f"{setting.world} ranks, {hosts} host(s): {hop:.1f} GB/s a hop")
         for case in cases:
             say(setting, case.name)
+            faulthandler.dump_traceback_later(LONG, repeat=True)
             rows, layers = run_case(case, setting, rings, options, common)
+            faulthandler.cancel_dump_traceback_later()
             if setting.rank == 0:
                 print("\n".join(line(row) for row in rows), flush=True)
                 record.append(options.output, rows)

@@ -62,6 +62,7 @@ from .step_tables import (
     step,
     step_at_price,
     steps,
+    steps_before,
     trained,
     training,
     training_earlier,
@@ -136,6 +137,7 @@ FIGURES: dict[str, Callable[[], str]] = {
 TABLES: dict[str, Callable[[], str]] = {
     "steps": steps,
     "breakdown": breakdown,
+    "steps_before": steps_before,
     "kernels": kernels,
     "selection": selection,
     "short_layers": short_layers,

@@ -96,6 +96,26 @@ def steps() -> str:
     return table([*header, "peak GiB", "commit"], body) + source(used, "pretrain")
 
 
+def steps_before() -> str:
+    """Steps over four GPUs that several sessions have measured: the last two of each."""
+    fields = ("model", "seq", "attention", "vertical", "price", "slash_cap", "backward_threshold")
+    measured: dict[tuple, list[Row]] = {}
+    for row in rows("pretrain"):
+        if row["world"] == 4 and "loss_chunk" in row and "--overlap" not in row["command"]:
+            measured.setdefault(tuple(row.get(field) for field in fields), []).append(row)
+    body, used = [], []
+    for found in measured.values():
+        now = found[-1]
+        older = [row for row in found if row["commit"] != now["commit"]]
+        if older:
+            used += [older[-1], now]
+            seconds = [f"{row['iter_ms'] / 1000:.2f} ({row['commit']})" for row in used[-2:]]
+            change = now["iter_ms"] / older[-1]["iter_ms"] - 1
+            body.append([tokens(now["seq"]), attention_of(now), *seconds, f"{100 * change:+.1f}%"])
+    header = ["tokens", "attention", "before, s / step", "last, s / step", "change"]
+    return table(header, body) + source(used, "pretrain")
+
+
 PARTS = ("attention", "layers", "loss", "optimizer", "communication", "waiting")
 
 
