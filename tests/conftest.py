@@ -11,6 +11,7 @@ import pkgutil
 import re
 import shutil
 import zlib
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -125,24 +126,44 @@ def backward_path(request, monkeypatch):
     return request.param
 
 
+OF_KERNELS = ("benchmarks", "kernels", "pattern", "ring", "test_documents.py")
+"""Where tests have many cases that do not depend on Python's version or Megatron-Core's."""
+
+
+def _part_of(variable: str, default: str) -> tuple[int, int]:
+    """``2/3`` of a variable as numbers."""
+    given = os.environ.get(variable, default)
+    if not re.fullmatch(r"[1-9]/[1-9]", given) or given[0] > given[2]:
+        raise pytest.UsageError(f"{variable} is {given!r}: give such as 2/3")
+    return int(given[0]), int(given[2])
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m leaves tests out
 def pytest_collection_modifyitems(config, items):
-    cases: dict[str, int] = {}
-    of_kernels = int(os.environ.get("MTRAINING_TEST_KERNELS_EVERY", "1"))
-    # "2/3": of all tests the second third, by their names. With "1/3" and "3/3" that is every test.
-    given = os.environ.get("MTRAINING_TEST_PART", "1/1")
-    if not re.fullmatch(r"[1-9]/[1-9]", given) or given[0] > given[2]:
-        raise pytest.UsageError(f"MTRAINING_TEST_PART is {given!r}: give such as 2/3")
-    part, parts = int(given[0]), int(given[2])
+    cases, thinned = Counter(), Counter()
+    # "2/3": of all tests the second third, by their names; of kernels' cases each third, from the second.
+    part, parts = _part_of("MTRAINING_TEST_PART", "1/1")
+    with_gpu = torch.cuda.is_available()
+    first, of_kernels = _part_of("MTRAINING_TEST_KERNELS", "1/1" if with_gpu else "1/8")
     for item in items:
-        every = max([1, *(mark.args[0] for mark in item.iter_markers("thinned"))])
-        if item.path.relative_to(TESTS).parts[0] in ("benchmarks", "kernels", "pattern", "ring"):
-            every = max(every, of_kernels)
         test = item.nodeid.partition("[")[0]
-        cases[test] = cases.get(test, -1) + 1
-        if cases[test] % every or zlib.crc32(test.encode()) % parts != part - 1:
+        every = max([1, *(mark.args[0] for mark in item.iter_markers("thinned"))])
+        is_thin = cases[test] % every == 0
+        cases[test] += 1
+        if zlib.crc32(test.encode()) % parts != part - 1:
             item.add_marker(pytest.mark.slow)
-    if torch.cuda.is_available():
+        is_repeated = not is_thin
+        is_fast = item.get_closest_marker("slow") is None
+        if is_thin and is_fast and item.path.relative_to(TESTS).parts[0] in OF_KERNELS:
+            # The first case of a test is in each share. Those for a GPU count apart: others must not be left
+            # to them where there is none.
+            kind = test, "gpu" in item.keywords
+            is_repeated = thinned[kind] > 0 and thinned[kind] % of_kernels != first - 1
+            thinned[kind] += 1
+        if is_repeated:
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.repeated)
+    if with_gpu:
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch finds none")
     for item in items:

@@ -60,8 +60,17 @@ def test_programs_begin_commands():
     )
 
 
+def _pages():
+    """Pages with commands to run; the recipes have the same ones, with other files."""
+    recipes = [page for page in RUN if page.name == "README.md" and len(page.parts) == 3]
+    for page, found in RUN.items():
+        if found:
+            marks = [pytest.mark.repeated] if page in recipes[1:] else []
+            yield pytest.param(page, marks=marks, id=str(page))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page, found in RUN.items() if found], ids=str)
+@pytest.mark.parametrize("page", _pages())
 def test_commands_run_as_printed(page, tmp_path):
     """All commands of a page that need no GPU, in one shell, in order; see tests/support/page_commands.py."""
     pytest.importorskip("transformers")

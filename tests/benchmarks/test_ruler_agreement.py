@@ -13,6 +13,7 @@ from tests.support.eval_cases import ruler_data, save_model
 
 
 @pytest.mark.slow
+@pytest.mark.repeated  # what it runs, tests/tools/eval/test_ruler_agreement.py runs
 def test_rows_of_both_commands(tmp_path):
     """All is the same; then lm-eval's samples are changed, and the counts say so."""
     for name in ("lm_eval", "punkt"):

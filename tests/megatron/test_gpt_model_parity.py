@@ -19,7 +19,13 @@ def reference(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))]
+    "size",
+    [
+        1,
+        2,
+        pytest.param(3, marks=[pytest.mark.slow, pytest.mark.repeated]),
+        pytest.param(4, marks=pytest.mark.slow),
+    ],
 )
 def test_losses_and_gradients_are_those_of_dense_attention(size, reference):
     file, first = reference

@@ -151,7 +151,7 @@ def in_one_process(rank, world, multipliers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("cp_size", [pytest.param(1, marks=pytest.mark.repeated), 2])
 def test_replicas_are_tuned_as_in_one_process(cp_size):
     found = run_ranks(4, tuned_steps, cp_size)
     dp_size = 4 // cp_size

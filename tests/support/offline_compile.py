@@ -17,6 +17,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -71,13 +72,13 @@ def hopper(folder: str, case: dict) -> None:
     backward_key.CHAIN = 8  # as if the sequences were long
     if case.pop("chunks", False):
         backward_key.CHUNK = 2
-    only = case.pop("only", None)
+    only, rounds = case.pop("only", None), case.pop("rounds", None)
 
     def describe(kernel):
         sass = disassemble(kernel.asm["cubin"], os.path.join(folder, "kernel.cubin"))
         return asdict(measure(sass, kernel.metadata.shared))
 
-    print(json.dumps(compile_all(90, backend, describe, case, only=only)))
+    print(json.dumps(compile_all(90, backend, describe, case, only=only, labels=rounds)))
 
 
 def portable(capability: str, case: dict) -> None:
@@ -95,10 +96,16 @@ def portable(capability: str, case: dict) -> None:
 
 
 def compile_all(
-    capability: int, backend, describe, case: dict, inner_sizes=(2, 1), only: str | None = None
+    capability: int,
+    backend,
+    describe,
+    case: dict,
+    inner_sizes=(2, 1),
+    only: str | None = None,
+    labels: Sequence[str] | None = None,
 ) -> dict:
     """``describe(kernel)`` of the kernels, or of one of them, of one round of two ranks, and of two rounds of
-    one rank."""
+    one rank, or of those of these rounds with ``labels``."""
     from megatron_mtraining.ring import rounds
 
     compiled = {}
@@ -118,7 +125,8 @@ def compile_all(
     for inner in inner_sizes:
         for round_ in rounds(1, inner, 2 // inner):
             label = f"inner{inner}-round{round_.round_index}"
-            launch_all(backend, inner, round_, **case)
+            if labels is None or label in labels:
+                launch_all(backend, inner, round_, **case)
     return compiled
 
 

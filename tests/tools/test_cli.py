@@ -164,6 +164,7 @@ sys.exit(cli.main(sys.argv[2:]))
 """
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("package", ["numpy", "torch", "megatron", "tqdm"])
 @pytest.mark.parametrize(
     "words",

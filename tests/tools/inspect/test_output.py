@@ -22,6 +22,7 @@ def test_settings_as_json_and_yaml():
     assert yaml.safe_load(written) == settings and not written.startswith(b"{")
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", [*FILES, "settings.json", "head_layer1_head2.png", "mine.json"])
 def test_files_that_exist_are_replaced_only_on_request(
     name, llama, words, tmp_path, capsys, monkeypatch
