@@ -44,8 +44,8 @@ def left_out(stages: list[str], host: Host) -> list[str]:
 
 # Layers.
 
-LAYER_SECONDS = {128 * K: 130, 256 * K: 160, 512 * K: 230}
-"""Of a job of three settings on four GPUs: up to 45 of each are the compilers'."""
+LAYER_SECONDS = {128 * K: (270, 110), 256 * K: (300, 130), 512 * K: (340, 200)}
+"""Of the two jobs of a length on four GPUs: up to 45 of each setting are the compilers'."""
 
 
 def _rings(host: Host, seq: int, inner: list[int], *words: str) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ def layer_jobs(host: Host) -> Iterator[Job]:
     )
     for seq, tokens in host.sizes.lengths.items():
         groups = _groups(seq) if host.sizes is FULL else {"all": host_cases(seq)}
-        for group, cases in groups.items():
+        for (group, cases), seconds in zip(groups.items(), LAYER_SECONDS[seq]):
             rows = [
                 dict(impl=impl, world=host.gpus, inner=inner, case=_named(case, tokens), hosts=1)
                 for case in cases
@@ -81,20 +81,19 @@ def layer_jobs(host: Host) -> Iterator[Job]:
             words = ["--dense-once", "--budget", str(host.sizes.budget)]
             words += ["--case", *(case.name for case in cases)]
             yield Job(
-                "layer", f"{tokens // K}K, {group}", host.seconds(LAYER_SECONDS[seq], 40),
+                "layer", f"{tokens // K}K, {group}", host.seconds(seconds, 40),
                 _rings(host, seq, list(levels), *words), "rings.jsonl", tuple(rows),
             )  # fmt: skip
 
 
 def _groups(seq: int) -> dict[str, list[Case]]:
-    """The settings of the layer table by the job that runs them."""
+    """The settings of the layer table by the job that runs them. What is compared with dense rings is in one
+    run with them."""
     cases = host_cases(seq)
-    dense = [case for case in cases if case.slash == seq]
-    budgets = [case for case in cases if case.slash not in (None, seq)]
+    later = [case for case in cases if case.sampling or (case.slash == seq and case.threshold)]
     return {
-        "budgets, all pairs": [*budgets, dense[0]],
-        "price": [case for case in cases if case.price and not case.sampling],
-        "sampling, all pairs pruned": [case for case in cases if case.sampling] + dense[1:],
+        "side by side": [case for case in cases if case not in later],
+        "sampling, all pairs pruned": later,
     }
 
 

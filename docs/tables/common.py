@@ -24,6 +24,20 @@ def last(found: Iterable[Row], *fields: str) -> dict[tuple, Row]:
     return {tuple(row.get(field) for field in fields): row for row in found}
 
 
+def last_two(found: Iterable[Row], *fields: str) -> list[tuple[Row, Row]]:
+    """Of rows with the same values of ``fields``, the last one of an earlier commit and the last of all; none
+    of what one commit alone has measured."""
+    measured: dict[tuple, list[Row]] = {}
+    for row in found:
+        measured.setdefault(tuple(row.get(field) for field in fields), []).append(row)
+    pairs = []
+    for same in measured.values():
+        earlier = [row for row in same if row["commit"] != same[-1]["commit"]]
+        if earlier:
+            pairs.append((earlier[-1], same[-1]))
+    return pairs
+
+
 def table(header: list[str], body: Iterable[list]) -> str:
     lines = [header, ["---"] * len(header), *body]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .common import Row, gpu_name, last, percent, rows, source, table, tokens
+from .common import Row, gpu_name, last, last_two, percent, rows, source, table, tokens
 
 CHUNKS = "one_pass_64"
 ONE_LAUNCH = "one_pass_64_one_launch"
@@ -188,23 +188,26 @@ def backward_paths() -> str:
 # One layer over several GPUs
 
 
+DENSE_RINGS = {"te_p2p": "Transformer Engine, p2p", "torch_cp_cudnn": "PyTorch, cuDNN"}
+
+
+def _four_gpus() -> list[Row]:
+    """Rows of layers over four GPUs of one host."""
+    return [
+        row
+        for row in rows("rings")
+        if row["world"] == 4
+        and row["hosts"] == 1
+        and row.get("ranks_per_gpu", 1) == 1
+        and "NVTE_BATCH" not in row["command"]
+    ]
+
+
 def layers() -> str:
-    found = [row for row in rows("rings") if row["hosts"] == 1 and row.get("ranks_per_gpu", 1) == 1]
-    four = last(
-        (
-            row
-            for row in found
-            if row["world"] == 4 and row["inner"] != 1 and "NVTE_BATCH" not in row["command"]
-        ),
-        "case",
-        "impl",
-        "inner",
-    )
+    found = _four_gpus()
+    four = last((row for row in found if row["inner"] != 1), "case", "impl", "inner")
     body, used = [], []
-    names = {
-        "te_p2p": "Transformer Engine, p2p", "torch_cp_cudnn": "PyTorch, cuDNN",
-        "mtraining_hier": "2 x 2",
-    }  # fmt: skip
+    names = {**DENSE_RINGS, "mtraining_hier": "2 x 2"}
     for row in sorted(four.values(), key=lambda row: (-row["seq"], row["density"])):
         used.append(row)
         exposed, ranks = row["exposed_comm_ms"], row["imbalance_worker"]
@@ -244,62 +247,54 @@ def _times(ratio: float) -> str:
 
 def layers_before() -> str:
     """Layers over four GPUs that ``benchmarks.hosts.four`` has measured, and an earlier commit."""
-    measured: dict[tuple, list[Row]] = {}
-    for row in rows("rings"):
-        if row["world"] == 4 and row["hosts"] == 1 and "NVTE_BATCH" not in row["command"]:
-            measured.setdefault((row["case"], row["impl"], row["inner"]), []).append(row)
-    body, used = [], []
-    for (case, impl, inner), found in measured.items():
-        newest = found[-1]
-        older = [row for row in found if row["commit"] != newest["commit"]]
-        if not older or "--shape" not in newest["command"]:
-            continue
-        before = older[-1]
-        used += [before, newest]
-        keys = (
-            f"{4 // inner} x {inner}"
-            if inner
-            else {"te_p2p": "Transformer Engine"}.get(impl, "PyTorch")
-        )
-        times = [f"{row['fwd_ms']:.3g} / {row['fwdbwd_ms']:.4g}" for row in (before, newest)]
-        change = newest["fwdbwd_ms"] / before["fwdbwd_ms"] - 1
-        body.append([case, keys, *times, f"{100 * change:+.1f}%"])
+    pairs = [
+        (before, now)
+        for before, now in last_two(_four_gpus(), "case", "impl", "inner")
+        if "--shape" in now["command"]
+    ]
+    body = []
+    for before, now in pairs:
+        inner = now["inner"]
+        keys = f"{4 // inner} x {inner}" if inner else DENSE_RINGS[now["impl"]]
+        times = [f"{row['fwd_ms']:.3g} / {row['fwdbwd_ms']:.4g}" for row in (before, now)]
+        change = now["fwdbwd_ms"] / before["fwdbwd_ms"] - 1
+        body.append([now["case"], keys, *times, f"{100 * change:+.1f}%"])
     header = ["tokens, pattern", "keys", "before, ms", "now, ms", "both"]
-    return table(header, body) + source(used, "rings")
+    return table(header, body) + source([row for pair in pairs for row in pair], "rings")
 
 
 def _dense_ring_of(row: Row, found: list[Row]) -> Row | None:
-    """Transformer Engine's dense ring in the session of a row of this project's."""
-    same = ("commit", "seq", "world")
+    """Transformer Engine's dense ring in the run of a row of this project's."""
+    same = ("commit", "command", "seq")
     for other in found:
         if other["impl"] == "te_p2p" and all(other[name] == row[name] for name in same):
             return other if row["impl"].startswith("mtraining") else None
     return None
 
 
+def _over_mean(times) -> float:
+    return max(times) * len(times) / sum(times)
+
+
 def rounds() -> str:
     """Four GPUs, a ring of single ranks: the kernels of each rank in each round."""
-    found = [
-        row for row in rows("rings")
-        if row["world"] == 4 and row["inner"] == 1 and row.get("rounds_ms") and row["hosts"] == 1
-    ]  # fmt: skip
+    plain = (row for row in _four_gpus() if row["inner"] == 1 and row.get("rounds_ms"))
+    found = list(last(plain, "case").values())
     body = []
-    for row in last(found, "case").values():
+    for row in found:
         cells = []
         for way in ("forward", "backward"):
             ranks = row["rounds_ms"][way]
-            ratios = [max(times) * len(times) / sum(times) for times in zip(*ranks)]
             whole = [sum(rank) for rank in ranks]
             cells += [
                 f"{min(whole):.3g} to {max(whole):.3g}",
-                f"{max(whole) * len(whole) / sum(whole):.3f}",
-                f"{max(ratios):.3f}",
+                f"{_over_mean(whole):.3f}",
+                f"{max(map(_over_mean, zip(*ranks))):.3f}",
             ]
         body.append([row["case"], percent(row["density"], 2), *cells, row["commit"]])
     each = ("ms of a rank", "max/mean over ranks", "of the worst round")
     header = [f"{way}: {what}" for way in ("forward", "backward") for what in each]
-    header = ["tokens, pattern", "density", *header, "commit"]
-    return table(header, body) + source(last(found, "case").values(), "rings")
+    return table(["tokens, pattern", "density", *header, "commit"], body) + source(found, "rings")
 
 
 def layers_two() -> str:

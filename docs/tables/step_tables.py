@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
-from .common import Row, last, percent, rows, source, table, tokens
+from .common import Row, last, last_two, percent, rows, source, table, tokens
+
+SETTING = ("model", "world", "seq", "attention", "vertical", "price", "slash_cap", "weights")
+SETTING += ("backward_threshold", "backward_sampling")
+"""What the rows of one setting have in common."""
 
 
-def steps_rows() -> list[Row]:
-    """A row for each setting, without the variants that only compare flags of Megatron's."""
+def _measured() -> list[Row]:
+    """Steps, without the variants that only compare flags of Megatron's."""
 
     def counts(row):
         return (
@@ -17,9 +21,12 @@ def steps_rows() -> list[Row]:
         )
 
     # Rows from before there were trained weights do not name their weights.
-    found = [{"weights": "random", **row} for row in rows("pretrain") if counts(row)]
-    fields = ("model", "world", "seq", "attention", "vertical", "price", "slash_cap", "weights")
-    return list(last(found, *fields, "backward_threshold", "backward_sampling").values())
+    return [{"weights": "random", **row} for row in rows("pretrain") if counts(row)]
+
+
+def steps_rows() -> list[Row]:
+    """A row for each setting."""
+    return list(last(_measured(), *SETTING).values())
 
 
 def dense_of(row: Row) -> Row | None:
@@ -98,22 +105,14 @@ def steps() -> str:
 
 def steps_before() -> str:
     """Steps over four GPUs that several sessions have measured: the last two of each."""
-    fields = ("model", "seq", "attention", "vertical", "price", "slash_cap", "backward_threshold")
-    measured: dict[tuple, list[Row]] = {}
-    for row in rows("pretrain"):
-        if row["world"] == 4 and "loss_chunk" in row and "--overlap" not in row["command"]:
-            measured.setdefault(tuple(row.get(field) for field in fields), []).append(row)
-    body, used = [], []
-    for found in measured.values():
-        now = found[-1]
-        older = [row for row in found if row["commit"] != now["commit"]]
-        if older:
-            used += [older[-1], now]
-            seconds = [f"{row['iter_ms'] / 1000:.2f} ({row['commit']})" for row in used[-2:]]
-            change = now["iter_ms"] / older[-1]["iter_ms"] - 1
-            body.append([tokens(now["seq"]), attention_of(now), *seconds, f"{100 * change:+.1f}%"])
+    pairs = last_two((row for row in _measured() if row["world"] == 4), *SETTING)
+    body = []
+    for before, now in pairs:
+        seconds = [f"{row['iter_ms'] / 1000:.2f} ({row['commit']})" for row in (before, now)]
+        change = now["iter_ms"] / before["iter_ms"] - 1
+        body.append([tokens(now["seq"]), attention_of(now), *seconds, f"{100 * change:+.1f}%"])
     header = ["tokens", "attention", "before, s / step", "last, s / step", "change"]
-    return table(header, body) + source(used, "pretrain")
+    return table(header, body) + source([row for pair in pairs for row in pair], "pretrain")
 
 
 PARTS = ("attention", "layers", "loss", "optimizer", "communication", "waiting")

@@ -43,7 +43,7 @@ def test_stages_of_four_gpus(host):
     todo = jobs_of(list(STAGES), host)
     assert {job.stage for job in todo} == set(STAGES)
     assert len({(job.stage, job.name) for job in todo}) == len(todo)
-    groups = ("budgets, all pairs", "price", "sampling, all pairs pruned")
+    groups = ("side by side", "sampling, all pairs pruned")
     assert names(host, "layer") == [
         f"{length}, {group}" for length in ("128K", "256K", "512K") for group in groups
     ]
