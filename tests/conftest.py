@@ -126,6 +126,8 @@ def backward_path(request, monkeypatch):
     return request.param
 
 
+OF_MEGATRON = "megatron"
+"""Where tests run Megatron-Core's models and training, which another release may change."""
 OF_KERNELS = ("benchmarks", "kernels", "pattern", "ring", "test_documents.py")
 """Where tests have many cases that do not depend on Python's version or Megatron-Core's."""
 
@@ -142,7 +144,8 @@ def _part_of(variable: str, default: str) -> tuple[int, int]:
 def pytest_collection_modifyitems(config, items):
     cases, thinned = Counter(), Counter()
     # "2/3": of all tests the second third, by their names; of kernels' cases each third, from the second.
-    part, parts = _part_of("MTRAINING_TEST_PART", "1/1")
+    part = _part_of("MTRAINING_TEST_PART", "1/1")
+    of_megatron = _part_of("MTRAINING_TEST_MEGATRON", "{}/{}".format(*part))
     with_gpu = torch.cuda.is_available()
     first, of_kernels = _part_of("MTRAINING_TEST_KERNELS", "1/1" if with_gpu else "1/8")
     for item in items:
@@ -150,11 +153,13 @@ def pytest_collection_modifyitems(config, items):
         every = max([1, *(mark.args[0] for mark in item.iter_markers("thinned"))])
         is_thin = cases[test] % every == 0
         cases[test] += 1
-        if zlib.crc32(test.encode()) % parts != part - 1:
+        folder = item.path.relative_to(TESTS).parts[0]
+        own, parts = of_megatron if folder == OF_MEGATRON else part
+        if zlib.crc32(test.encode()) % parts != own - 1:
             item.add_marker(pytest.mark.slow)
         is_repeated = not is_thin
         is_fast = item.get_closest_marker("slow") is None
-        if is_thin and is_fast and item.path.relative_to(TESTS).parts[0] in OF_KERNELS:
+        if is_thin and is_fast and folder in OF_KERNELS:
             # The first case of a test is in each share. Those for a GPU count apart: others must not be left
             # to them where there is none.
             kind = test, "gpu" in item.keywords

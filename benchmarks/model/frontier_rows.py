@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable
+from math import fsum  # sum rounds otherwise before Python 3.12
 
 from megatron_mtraining.tools.eval.noise import mean_of
 
@@ -176,7 +177,7 @@ def _time_of(
 
 def _times(weighted: list[tuple[float, Row]]) -> dict:
     def whole(*names: str) -> float:
-        return round(sum(share * row[name] for share, row in weighted for name in names), 4)
+        return round(fsum(share * row[name] for share, row in weighted for name in names), 4)
 
     return dict(
         layer_ms=whole("forward_ms", "backward_ms"), search_ms=whole("search_ms"),

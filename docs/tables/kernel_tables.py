@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from math import fsum  # sum rounds otherwise before Python 3.12
+
 from .common import Row, gpu_name, last, last_two, percent, rows, source, table, tokens
 
 CHUNKS = "one_pass_64"
@@ -273,7 +275,7 @@ def _dense_ring_of(row: Row, found: list[Row]) -> Row | None:
 
 
 def _over_mean(times) -> float:
-    return max(times) * len(times) / sum(times)
+    return max(times) * len(times) / fsum(times)
 
 
 def rounds() -> str:
@@ -285,7 +287,7 @@ def rounds() -> str:
         cells = []
         for way in ("forward", "backward"):
             ranks = row["rounds_ms"][way]
-            whole = [sum(rank) for rank in ranks]
+            whole = [fsum(rank) for rank in ranks]
             cells += [
                 f"{min(whole):.3g} to {max(whole):.3g}",
                 f"{_over_mean(whole):.3f}",
