@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""``benchmarks/patterns.py`` on the CPU: its numbers against dense ones, its tables, a whole run."""
+"""``benchmarks/model/patterns.py`` on the CPU: its numbers against dense ones, its tables, a whole run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.model import patterns as patterns_script
+from benchmarks.model import pattern_rows, patterns
+from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.models.types import LayerInput
 from megatron_mtraining.pattern import build_block_index, select_key_blocks
@@ -21,11 +22,6 @@ from megatron_mtraining.tools.inspect import measure
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SEQ, HEADS, KV_HEADS = 1024, 4, 2
-
-
-@pytest.fixture(scope="module")
-def patterns():
-    return patterns_script
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +40,7 @@ def true_attention(given):
 
 
 @pytest.mark.parametrize("series", [("xattention", "own"), ("moba", "own"), ("price", "strata")])
-def test_recall_and_density_are_those_of_dense_attention_under_the_mask(
-    patterns, given, series, monkeypatch
-):
+def test_recall_and_density_are_those_of_dense_attention_under_the_mask(given, series, monkeypatch):
     monkeypatch.setattr(measure, "CHUNK_BYTES", 7 * 4 * HEADS * SEQ)  # rows in several parts
     cases = [case for case in patterns.cases_for(SEQ, 64) if case.series == series][1:3]
     rows = torch.arange(3, SEQ, 11)[:92]
@@ -55,7 +49,7 @@ def test_recall_and_density_are_those_of_dense_attention_under_the_mask(
     causal = torch.ones(SEQ, SEQ).tril().bool()
     for number, case in enumerate(cases):
         for head in range(HEADS):
-            if series == patterns.DEFAULT:
+            if series == pattern_rows.DEFAULT:
                 index = patterns.choose(case, given, rows).index
             else:
                 blocks = select_key_blocks(
@@ -74,10 +68,10 @@ def test_recall_and_density_are_those_of_dense_attention_under_the_mask(
     assert 0 < recall.min() and recall.max() < 0.999 and density.max() < 1
 
 
-def test_what_is_measured(patterns):
+def test_what_is_measured():
     cases = patterns.cases_for(2048, 1 << 20)
     assert len({(case.series, case.setting) for case in cases}) == len(cases)
-    strata = [case for case in cases if case.series == patterns.DEFAULT]
+    strata = [case for case in cases if case.series == pattern_rows.DEFAULT]
     assert [case.how.policy.price for case in strata] == list(patterns.PRICES)
     assert all(
         case.how.sampling.num_rows == 256 and case.how.sampling.held_out_rows == 1
@@ -111,36 +105,36 @@ def test_what_is_measured(patterns):
     assert [case.how.top_k for case in cases if case.policy == "moba"] == [1, 2, 4, 8]
 
 
-def measured_by_hand(patterns):
+def measured_by_hand():
     """Two heads; halves of the rows disagree in the second."""
     kinds = [("price", "strata"), ("xattention", "own"), ("xattention", "own")]
     cases = [
-        patterns.Case(*kind, str(number), patterns.MTrainingConfig.from_options(price=0.5))
+        pattern_rows.Case(*kind, str(number), MTrainingConfig.from_options(price=0.5))
         for number, kind in enumerate(kinds)
     ]
     recall = np.array(
         [[[0.9, 0.8], [0.9, 0.6]], [[0.8, 0.6], [0.8, 0.9]], [[0.5, 0.1], [0.5, 0.1]]]
     )
     density = np.array([[0.3, 0.2], [0.2, 0.2], [0.1, 0.1]])
-    return patterns.Measured(cases, recall[:, None], density[:, None])
+    return pattern_rows.Measured(cases, recall[:, None], density[:, None])
 
 
-def test_each_head_takes_what_is_worth_most(patterns):
-    measured = measured_by_hand(patterns)
-    recall, density, taken = patterns.best_of(measured, [0, 1, 2], 0.5, same_rows=False)
+def test_each_head_takes_what_is_worth_most():
+    measured = measured_by_hand()
+    recall, density, taken = pattern_rows.best_of(measured, [0, 1, 2], 0.5, same_rows=False)
     # Judged by the first half, the second decides, and takes the lists in the second head.
     assert taken.tolist() == [[[0, 1]], [[0, 0]]]
     assert recall[0].tolist() == pytest.approx([0.9, (0.6 + 0.6) / 2])
     assert density[0].tolist() == pytest.approx([0.3, 0.2])
-    recall, density, taken = patterns.best_of(measured, [0, 1, 2], 2.0, same_rows=True)
+    recall, density, taken = pattern_rows.best_of(measured, [0, 1, 2], 2.0, same_rows=True)
     assert taken.tolist() == [[[1, 1]], [[1, 1]]]  # 0.9 - 0.6 < 0.8 - 0.4; 0.7 < 0.75
     assert recall[0].tolist() == pytest.approx([0.8, 0.75])
-    recall, *_ = patterns.best_of(measured, [1, 2], 0.0, same_rows=True)
+    recall, *_ = pattern_rows.best_of(measured, [1, 2], 0.0, same_rows=True)
     assert recall[0].tolist() == pytest.approx([0.8, 0.75])
 
 
-def test_rows_weigh_heads_alike(patterns):
-    rows = patterns.rows_of(measured_by_hand(patterns))
+def test_rows_weigh_heads_alike():
+    rows = pattern_rows.rows_of(measured_by_hand())
     names = ["price", "xattention", "xattention", "mixed", "mixed, oracle choice"]
     assert [row["policy"] for row in rows] == [*names, "xattention, priced"]
     first = rows[0]
@@ -149,21 +143,21 @@ def test_rows_weigh_heads_alike(patterns):
     assert [row["lists"] for row in rows[3:]] == [0.25, 0.5, 1.0]
 
 
-def test_density_at_a_recall(patterns):
+def test_density_at_a_recall():
     def row(recall, density, **more):
         numbers = {"recall_p10": recall - 0.1, "heads_below_0.9": 1 - recall}
         about = dict(policy="price", estimator="strata", setting=f"price {recall}")
         return dict(recall=recall, density=density, **numbers, **about) | more
 
     rows = [row(0.8, 0.1), row(0.95, 0.4), row(0.99, 0.8)]
-    point = patterns.at_recall(rows, 0.9)  # half way in what is lost: 0.2, 0.1, 0.05
+    point = pattern_rows.at_recall(rows, 0.9)  # half way in what is lost: 0.2, 0.1, 0.05
     assert point["density"] == pytest.approx(0.2)
     assert point["recall_p10"] == pytest.approx(0.775)
-    assert patterns.at_recall(rows, 0.95)["density"] == pytest.approx(0.4)
-    assert patterns.at_recall(rows, 0.8) is None and patterns.at_recall(rows, 0.995) is None
+    assert pattern_rows.at_recall(rows, 0.95)["density"] == pytest.approx(0.4)
+    assert pattern_rows.at_recall(rows, 0.8) is None and pattern_rows.at_recall(rows, 0.995) is None
     moba = [row(r, 2 * d, policy="moba", estimator="own") for r, d in [(0.8, 0.1), (0.95, 0.4)]]
     fixed = row(0.9, 0.5, policy="fixed")
-    lines = patterns.summary(rows + moba + [fixed]).splitlines()
+    lines = pattern_rows.summary(rows + moba + [fixed]).splitlines()
     cells = {tuple(line.split()[:3]): line.split()[3:] for line in lines if line}
     assert cells["moba", "own", "90%"] == ["40.0%", "77.5%", "12.5%", "2.00"]
     assert cells["moba", "own", "98%"] == ["not", "reached"]
@@ -171,16 +165,16 @@ def test_density_at_a_recall(patterns):
     assert cells["strata", "price", "0.9"][-1] == "2.50"  # the setting of the fixed row
     assert not [line for line in lines if "falls" in line]
     worse = row(0.93, 0.6)
-    assert "0.9500" in patterns.falls(patterns.series_of([*rows, worse]))[0]
+    assert "0.9500" in pattern_rows.falls(pattern_rows.series_of([*rows, worse]))[0]
 
 
-def test_the_standard_library_is_text(patterns):
+def test_the_standard_library_is_text():
     files = patterns.code_files()
     assert files == sorted(files) and sum(path.stat().st_size for path in files) > 2_000_000
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
-def test_from_a_model_to_rows(patterns, tmp_path, monkeypatch, capsys):
+def test_from_a_model_to_rows(tmp_path, monkeypatch, capsys):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     monkeypatch.setitem(sys.modules, "kernels", sys.modules.get("kernels"))
@@ -214,21 +208,21 @@ def test_from_a_model_to_rows(patterns, tmp_path, monkeypatch, capsys):
         words = "python patterns.py --model tiny --text ids.npy --seq 384"
         assert row["command"].startswith(f"NCCL_OTHER=0 NVTE_ONE=1 {words}")
         assert 0 < row["density"] <= 1 and 0 < row["recall_p10"] <= row["recall"] < 1 + 1e-6
-    series = patterns.series_of([row for row in rows if row["seq"] == 640])
+    series = pattern_rows.series_of([row for row in rows if row["seq"] == 640])
     assert {policy for policy, _ in series} == {
         "price", "coverage", "fixed", "xattention", "moba", "mixed", "mixed, oracle choice",
         "xattention, priced",
     }  # fmt: skip
-    assert patterns.falls(series) == []
+    assert pattern_rows.falls(series) == []
     for name in ("tiny ids.npy 384: 2 of 3 layers, 50 rows", "xattention, priced"):
         assert name in printed
     monkeypatch.setattr(sys, "argv", ["patterns.py", "--show", "--output", str(output)])
     patterns.main()
-    tables = patterns.summary([row for some in series.values() for row in some])
+    tables = pattern_rows.summary([row for some in series.values() for row in some])
     assert set(tables.splitlines()) <= set(capsys.readouterr().out.splitlines())
 
 
-def test_what_cannot_work_is_said(patterns, tmp_path, monkeypatch):
+def test_what_cannot_work_is_said(tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         patterns.options_from(["--model", "a", "--layers", "0"])
     with pytest.raises(SystemExit):

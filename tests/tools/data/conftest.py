@@ -1,6 +1,8 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Fixtures of the tests of ``mtraining data``."""
 
+import signal
+
 import pytest
 
 
@@ -47,3 +49,17 @@ def prepare(tokenizer, tmp_path):
         return cli.main(words)
 
     return run
+
+
+@pytest.fixture
+def no_hang():
+    """A test that waits at a pipe fails."""
+
+    def fail(*_):
+        raise AssertionError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)

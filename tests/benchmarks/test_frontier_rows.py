@@ -1,0 +1,161 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Joined rows, tables and pictures of benchmarks/model/frontier.py and ablations.py, from made-up rows."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+from benchmarks.model import ablations, frontier_rows, frontier_tables
+from tests.support.frontier_cases import time_row, train_row, zero_row
+
+
+@pytest.fixture
+def made_up():
+    rows = [
+        zero_row("dense", None, 0.0),
+        zero_row("price", 0.15, 0.02),
+        zero_row("window", 0.15, 0.2),
+    ]
+    rows += [train_row("dense", None, seed, base, base) for seed, base in ((1, 2.0), (2, 3.0))]
+    rows += [train_row("price", 0.15, 1, 2.02, 2.01), train_row("price", 0.15, 2, 3.06, 3.03)]
+    rows += [train_row("target", 0.95, 1, 2.04, 2.0)]
+    # Without a dense run of the same seed there is nothing to compare with.
+    rows += [train_row("price", 0.15, 9, 99.0, 99.0)]
+    rows += [time_row("price", 0.15, 131072, 20.0), time_row("price", 0.3, 131072, 40.0)]
+    rows += [time_row("window", 0.15, 131072, 1.0) | dict(forward_ms=None, why="out of memory")]
+    return [*rows, time_row("price", 0.95, 131072, 90.0)]
+
+
+def test_joined_rows(made_up):
+    rows = {row["policy"]: row for row in frontier_rows.joined(made_up)}
+    price = rows["price"]
+    assert price["seeds"] == 2 and price["steps"] == 300 and price["zero_over_dense"] == 0.02
+    assert price["trained_own_over_dense"] == pytest.approx(0.015)
+    assert price["trained_own_spread"] == pytest.approx(0.005)
+    assert price["trained_dense_over_dense"] == pytest.approx(0.0075)
+    assert (price["layer_ms_128k"], price["search_ms_128k"], price["dense_ms_128k"]) == (60, 1, 300)
+    assert price["layer_ms_512k"] is None and price["commit"] == "abc, def"
+    assert rows["dense"]["trained_dense_over_dense"] == 0 and rows["dense"]["layer_ms_128k"] == 300
+    assert rows["window"]["steps"] is None and rows["window"]["layer_ms_128k"] is None
+    # A target has no density of its own: its time lies between those of price.
+    assert rows["target"]["density_trained"] == pytest.approx(0.855)
+    assert rows["target"]["layer_ms_128k"] == pytest.approx(
+        120 + (0.855 - 0.3) / 0.65 * 150, rel=1e-3
+    )
+    fields = "model seq policy density recall zero_over_dense trained_own_over_dense steps seeds needle ruler"
+    fields += " trained_dense_over_dense layer_ms_128k layer_ms_512k dense_ms_128k dense_ms_512k gpu versions"
+    assert all(set(fields.split()) | {"commit", "command"} <= row.keys() for row in rows.values())
+
+
+def test_runs_of_two_learning_rates_are_two_rows(made_up):
+    other = [train_row("dense", None, 1, 2.5, 2.5), train_row("price", 0.15, 1, 2.75, 2.5)]
+    rows = frontier_rows.joined([*made_up, *({**row, "lr": 1e-4} for row in other)])
+    rows = {row["lr"]: row for row in rows if row["policy"] == "price"}
+    assert rows[3e-5]["trained_own_over_dense"] == pytest.approx(0.015) and rows[3e-5]["seeds"] == 2
+    assert rows[1e-4]["trained_own_over_dense"] == pytest.approx(0.1) and rows[1e-4]["seeds"] == 1
+
+
+def test_runs_on_the_newest_text_are_compared_with_its_dense_run(made_up):
+    other = [train_row("dense", None, 1, 2.5, 2.5), train_row("price", 0.15, 1, 2.75, 2.55)]
+    rows = frontier_rows.joined([*made_up, *({**row, "data": "abc"} for row in other)])
+    rows = {row["policy"]: row for row in rows}
+    assert (rows["price"]["seeds"], rows["price"]["data"]) == (1, "abc")
+    assert rows["price"]["trained_own_over_dense"] == pytest.approx(0.1)
+    assert rows["price"]["trained_dense_over_dense"] == pytest.approx(0.02)
+    assert (rows["target"]["seeds"], rows["target"]["data"]) == (1, None), "it has no other run"
+    assert "| abc |" in frontier_tables.trained_table(list(rows.values()))
+
+
+def test_table_and_pictures(made_up, tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = frontier_tables.write(made_up, tmp_path / "frontier.jsonl")
+    written = (tmp_path / "frontier.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in written] == rows
+    untrained, trained = frontier_tables.frontier_table(rows).split("\n\n")
+    for table, count in ((untrained, 3), (trained, 3)):
+        lines = table.splitlines()
+        assert len({line.count("|") for line in lines}) == 1 and len(lines) == 2 + count
+        price = next(line for line in lines if "| price |" in line)
+        assert "| 0.203 |" in price
+    assert "+1.50% ± 0.50 | +0.75% ± 0.25 | 0.40, –, 0.50, 0.50 |" in price
+    for kind in ("density", "time"):
+        assert (tmp_path / f"frontier_{kind}.png").stat().st_size > 10000
+    points = frontier_tables.points(rows, "zero_over_dense", "density")
+    assert points == {"price": [(0.15, 2.0)], "window": [(0.15, 20.0)]}
+    few, longer = rows[0] | dict(model="other"), rows[1] | dict(steps=1000)
+    assert frontier_tables.shown([few, *rows, longer]) == rows
+
+
+def test_ruler_of_the_runs_that_have_it(made_up):
+    def judged(losses, right):
+        return {
+            "vt": dict(loss=losses[:2], right=right[:2]),
+            "cwe": dict(loss=losses[2:], right=right[2:]),
+        }
+
+    def with_ruler(row, own, dense):
+        return row | dict(ruler_own=own, ruler_dense=dense)
+
+    base = judged([1.0, 2.0, 3.0], [1.0, 0.0, 1.0])
+    own, dense = judged([3.0, 3.0, 3.0], [0.0, 0.0, 0.0]), judged([1.5, 2.5, 3.5], [1.0, 0.0, 0.0])
+    rows = [
+        *made_up,
+        with_ruler(train_row("dense", None, 3, 4.0, 4.0), base, base),
+        with_ruler(train_row("price", 0.15, 3, 4.04, 4.02), own, dense),
+    ]
+    row = next(row for row in frontier_rows.joined(rows) if row["policy"] == "price")
+    assert row["seeds"] == 3 and row["ruler_samples"] == 3
+    assert (row["ruler"], row["ruler_dense"], row["ruler_of_dense"]) == (0, 0.333333, 0.666667)
+    assert (row["ruler_loss"], row["ruler_loss_dense"], row["ruler_loss_of_dense"]) == (3, 2.5, 2)
+    assert row["ruler_loss_more"] == [0.5, 0.5, 0.5]  # each sample has half a nat more
+    more, low, high = row["ruler_more"]
+    assert low <= more <= high and more == pytest.approx(-1 / 3, abs=1e-4)
+    table = frontier_tables.trained_table([row])
+    assert "| 0.00, –, 0.33, 0.67 | 3.00, –, 2.50, 2.00 | +0.50 [0.50, 0.50] |" in table
+
+
+def test_ablation_table(made_up):
+    base = dict(
+        base="price@0.15", model="m", seq=16384, steps=300, what="dense steps", setting="last 10%"
+    )
+    rows = [
+        {
+            **base,
+            "seed": 1,
+            "loss_over_dense": 0.01,
+            "own_over_dense": 0.03,
+            "dense_share": 0.1,
+            "density": 0.1,
+        },
+        {
+            **base,
+            "seed": 2,
+            "loss_over_dense": 0.03,
+            "own_over_dense": 0.03,
+            "dense_share": 0.1,
+            "density": 0.1,
+        },
+        dict(
+            what="layout",
+            setting="zigzag, 4 ranks",
+            seq=524288,
+            over_base=1.5,
+            loss_over_dense=None,
+        ),
+    ]
+    joined = frontier_rows.joined(made_up)
+    lines = ablations.ablation_table(rows, joined).splitlines()
+    assert "| dense steps | last 10% | 2 | 10.0% | +2.00% | +3.00% |" in lines[2]
+    assert f"| {0.1 + 0.9 * 0.203:.3f} |" in lines[2] and "| 1.50 |" in lines[3]
+
+
+def test_needle_noise_is_the_bootstrap_s():
+    right = np.zeros(50)
+    right[:20] = 1
+    rng = np.random.default_rng(0)
+    drawn = right[rng.integers(50, size=(20000, 50))].mean(1).std()
+    assert frontier_tables.needle_noise(0.4, 50) == pytest.approx(drawn, rel=0.03)

@@ -1,0 +1,152 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``mtraining data prepare`` when what it reads or has written was changed, between runs or during one."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from megatron_mtraining.tools.data import inputs as inputs_module
+from megatron_mtraining.tools.data import output as output_module
+from megatron_mtraining.tools.data import prepare as prepare_module
+from tests.support.data_cases import interrupted, refused, write_jsonl
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("no_hang")
+
+
+def spoilt(counts: dict) -> dict[str, str]:
+    """Contents of a part's file of counts that no run has written."""
+    values = {
+        "list": [], "dict": {}, "number": 5, "sums": {"sums": []},
+        "text for a number": counts | {"empty": "5"}, "negative": counts | {"empty": -5},
+        "names": counts | {"skipped_names": 5}, "place": counts | {"longest": [1]},
+        "not a number": counts | {"with_eod": float("nan")},
+    }  # fmt: skip
+    return {
+        **{name: json.dumps(value) for name, value in values.items()},
+        **{"empty": "", "cut": json.dumps(counts)[:-5], "deep": "[" * 200000, "bytes": "\udcff"},
+    }
+
+
+def test_broken_parts_are_tokenized_again(prepare, documents, tmp_path, capsys, monkeypatch):
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    options = {"part_bytes": 5000}
+    assert prepare(given, output="whole", **options) == 0
+    expected = (tmp_path / "whole.bin").read_bytes()
+    interrupted(prepare, monkeypatch, given, **options)
+    counts = min((tmp_path / "out.parts").glob("*.json"))
+    good = counts.read_text()
+    number = len(list(counts.parent.glob("*.json")))
+    for name, content in spoilt(json.loads(good)).items():
+        counts.write_bytes(content.encode("utf-8", "surrogateescape"))
+        capsys.readouterr()
+        interrupted(prepare, monkeypatch, given, **options)
+        assert f"going on: {number - 1} of {number}" in capsys.readouterr().err, name
+        assert counts.read_text() == good, name
+    for suffix in (".lengths", ".tokens"):  # of the same size
+        file = counts.with_suffix(suffix)
+        data = np.fromfile(file, np.uint8)
+        data[3] ^= 1
+        data.tofile(file)
+        interrupted(prepare, monkeypatch, given, **options)
+        assert "a part of" in (err := capsys.readouterr().err) and "is broken" in err
+    assert prepare(given, **options) == 0
+    assert (tmp_path / "out.bin").read_bytes() == expected
+
+
+@pytest.mark.parametrize("place", ["head", "tail"])
+def test_a_changed_file_is_named_and_read_again(
+    place, prepare, documents, tmp_path, capsys, monkeypatch
+):
+    """Also one that has the size and the time that it had."""
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    same = write_jsonl(tmp_path / "b.jsonl", documents)
+    interrupted(prepare, monkeypatch, given, same)
+    about, data = given.stat(), bytearray(given.read_bytes())
+    assert len(data) < inputs_module.ENDS
+    at = data.index(b'"text": "') + 9 if place == "head" else len(data) - 4
+    data[at : at + 1] = b"Z"
+    given.write_bytes(data)
+    os.utime(given, ns=(about.st_atime_ns, about.st_mtime_ns))
+    capsys.readouterr()
+    assert prepare(given, same) == 0
+    error = capsys.readouterr().err
+    assert f"{given} ({len(data)} bytes) has changed: it is tokenized again" in error
+    assert f"{same} (" not in error and "going on: 1 of 2" in error
+    assert prepare(given, same, output="b") == 0
+    assert (tmp_path / "b.bin").read_bytes() == (tmp_path / "out.bin").read_bytes()
+
+
+@pytest.mark.parametrize("how", ["grown", "cut", "gone"])
+def test_a_file_that_changes_while_it_is_read(
+    how, prepare, documents, tmp_path, capsys, monkeypatch
+):
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    data, tokenize = given.read_bytes(), prepare_module._tokenize
+
+    def changed(*args):
+        given.write_bytes(data + b'{"text": "more"}\n' if how == "grown" else data[:5000])
+        if how == "gone":
+            given.unlink()
+        tokenize(*args)
+
+    monkeypatch.setattr(prepare_module, "_tokenize", changed)
+    named = "cannot be read" if how == "gone" else "changed while it was read"
+    refused(capsys, [str(given), named], prepare(given))
+    assert not list(tmp_path.glob("out.[bij]*"))
+
+
+def test_a_dataset_that_appears_meanwhile_stays(prepare, documents, tmp_path, capsys, monkeypatch):
+    """Of a program that does not ask for our lock."""
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    kept = prepare_module._kept
+
+    def slow(*args):
+        (tmp_path / "out.bin").write_text("another's")
+        return kept(*args)
+
+    monkeypatch.setattr(prepare_module, "_kept", slow)
+    refused(capsys, ["out.bin exists", "--overwrite"], prepare(given))
+    assert (tmp_path / "out.bin").read_text() == "another's"
+    assert not (tmp_path / "out.idx").exists()
+
+
+def test_links_among_the_parts_are_not_followed(prepare, documents, tmp_path, capsys, monkeypatch):
+    """The folder is closed to others, and what is in it already has to be a file."""
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    interrupted(prepare, monkeypatch, given)
+    parts = tmp_path / "out.parts"
+    parts.chmod(0o777)
+    counts = next(parts.glob("*.json"))
+    link = parts / f"{counts.stem}.tokens.partial"
+    (tmp_path / "other").write_text("other")
+    link.symlink_to(tmp_path / "other")
+    capsys.readouterr()
+    refused(capsys, [str(link)], prepare(given))
+    assert (tmp_path / "other").read_text() == "other"
+    link.unlink()
+    interrupted(prepare, monkeypatch, given)
+    assert parts.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(FileExistsError):
+        with output_module.Parts(parts, [])._written(parts / "new"):
+            (parts / "new.partial").unlink()
+            (parts / "new.partial").symlink_to(tmp_path / "other")
+            with output_module.Parts(parts, [])._written(parts / "new"):
+                raise AssertionError
+    assert (tmp_path / "other").read_text() == "other"
+
+
+def test_what_megatron_has_cached_is_not_removed_through_a_link(prepare, documents, tmp_path):
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    assert prepare(given) == 0
+    (tmp_path / "other").mkdir()
+    kept = tmp_path / "other" / "0-GPTDataset-train-shuffle_index.npy"
+    kept.write_text("of another dataset")
+    (tmp_path / "out" / "cache").mkdir(parents=True)
+    (tmp_path / "out" / "cache" / "GPTDataset_indices").symlink_to(tmp_path / "other")
+    assert prepare(given, overwrite=True) == 0
+    assert kept.exists()
