@@ -12,14 +12,14 @@ losses are compared with. Stages:
 - ``time``: a layer of Qwen2.5-3B's shape under recomputation of activations, with the first pass's attention
   kept, its pattern kept, and nothing kept.
 - ``recorded``: rows from measurements that are there: other policies at the base's density (``--frontier``),
-  contiguous and zigzag layout (``balance.jsonl``: busiest rank over the mean), flat and hierarchical rings
-  (``rings.jsonl``).
+  contiguous and zigzag layout (``balance.jsonl``: busiest rank over the mean), rings with and without inner
+  groups (``rings.jsonl``).
 - ``table``: prints all.
 
-``loss_over_dense`` is of the trained model judged with dense attention, ``own_over_dense`` with its own, both
-as a ratio less 1 to the dense run with the same seed. ``step_ms`` of train is of whole steps on the host's
-clock with ``jobs`` runs at once, so it is for comparison within one call; of time and recorded it is a
-layer's forward and backward.
+``loss_over_dense`` is the dense-attention loss of the trained model, ``own_over_dense`` its own-attention
+loss, both as a ratio less 1 to the dense run with the same seed. ``step_ms`` of train is of whole steps on
+the host's clock with ``jobs`` runs at once, so it is for comparison within one call; of time and recorded it
+is a layer's forward and backward.
 
     python -m benchmarks.model.ablations train --model smol.gguf --cache tokens.npz \
         --frontier frontier_runs.jsonl --output ablations.jsonl --minutes 9.5
@@ -53,7 +53,7 @@ from .material import material
 STAGES = ("train", "time", "recorded", "table")
 LENGTHS = (131072, 524288)
 FROZEN = "mtraining_frozen"
-RINGS = {"mtraining_flat": "flat", "mtraining_hier": "hierarchical"}
+RINGS = ("mtraining_flat", "mtraining_hier")
 LAYOUTS = ("striped", "zigzag", "contiguous")
 PATTERN = "real layer08, stretched"
 LAYERS = 30
@@ -276,25 +276,34 @@ def layouts(results: Path) -> list[dict]:
 
 
 def rings(results: Path) -> list[dict]:
-    """Forward and backward of a layer over several GPUs, flat and hierarchical, of the same commit."""
+    """Forward and backward of a layer over several ranks, in one group and in 2 x 2, of the same commit.
+
+    The base is all gathered on one host, and a plain ring on two, whose group would span them.
+    """
     newest: dict = {}
     for row in jobs.read(results / "rings.jsonl"):
-        # A plain ring is flat by its name, too; within one host it is measured for its balance alone.
+        # A plain ring within one host is measured for its balance alone.
         if row["impl"] in RINGS and (row["inner"] != 1 or row.get("hosts", 1) > 1):
             hosts = row.get("hosts", 1)
             place = row["case"], row["world"], hosts, row["commit"], row["gpu"]
-            newest.setdefault(place, {})[RINGS[row["impl"]]] = row
+            newest.setdefault(place, {})[row["impl"]] = row
     found = []
     for (case, world, hosts, _, _), pair in newest.items():
         if len(pair) < 2:
             continue
-        for name, row in pair.items():
-            where = f"{case}, {world} GPUs" + (f" of {hosts} hosts" if hosts > 1 else "")
+        base = pair["mtraining_flat"]
+        gpus = world // base.get("ranks_per_gpu", 1)
+        where = f"{world} ranks on {gpus} GPUs" + (f", {hosts} hosts emulated" if hosts > 1 else "")
+        for row in (base, pair["mtraining_hier"]):
+            inner = row["inner"]
+            keys = {1: "plain ring", world: "all gathered"}.get(
+                inner, f"{inner} x {world // inner}"
+            )
             found.append(
                 dict(
-                    what="ring", setting=f"{name}: {where}", seq=row["seq"], loss_over_dense=None,
+                    what="ring", setting=f"{keys}: {case}, {where}", seq=row["seq"], loss_over_dense=None,
                     step_ms=row["fwdbwd_ms"],
-                    over_base=round(row["fwdbwd_ms"] / pair["flat"]["fwdbwd_ms"], 4),
+                    over_base=round(row["fwdbwd_ms"] / base["fwdbwd_ms"], 4),
                     **_source(row, "rings.jsonl"),
                 )
             )  # fmt: skip
@@ -353,8 +362,8 @@ def ablation_table(rows: list[dict], joined_rows: list[dict]) -> str:
         "setting",
         "runs",
         "density",
-        "loss over dense, judged dense",
-        "own attention",
+        "dense-attention loss over dense",
+        "own-attention loss over dense",
     ]
     header += ["ms", "over base", "attention 128K / dense", "512K / dense"]
     groups: dict[tuple, list[dict]] = {}

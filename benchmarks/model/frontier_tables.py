@@ -14,7 +14,7 @@ MODELS = {"smol.gguf": "SmolLM2-135M", "qwen.gguf": "Qwen2.5-Coder-0.5B"}
 """By file name, as rows have it."""
 LABELS = {
     "dense": "dense",
-    "published": "published: 1000 columns, 100 diagonals, last 64 rows",
+    "published": "fixed: 1000 columns, 100 diagonals, last 64 rows",
     "price": "price",
     "target": "price, target recall",
     "settings": "settings of layers and heads",
@@ -125,12 +125,12 @@ def untrained_table(rows: list[Row]) -> str:
 
 
 def trained_table(rows: list[Row]) -> str:
-    """Markdown of joined rows: after training; needle and RULER of own attention, judged dense, dense run."""
+    """Markdown of joined rows: after training."""
     header = [
         "model", "tokens", "steps", "learning rate", "policy", "texts", "runs", "density", "recall",
-        "loss over dense, own attention",
-        "judged dense", "needle: own, with a dense tail, judged dense, dense run",
-        "RULER's answers, likewise", "loss of the answers, likewise", "judged dense − dense run, 95%",
+        "own-attention loss over dense", "dense-attention loss over dense",
+        "needle: own attention, with a dense tail, dense attention, dense run",
+        "RULER's answers, likewise", "loss of the answers, likewise", "dense attention − dense run, 95%",
         "layer 128K / dense", "512K / dense",
     ]  # fmt: skip
     rows = [row for row in rows if row["steps"]]
@@ -186,20 +186,20 @@ def write(rows: list[Row], path: Path) -> list[Row]:
 PANELS = {
     "density": (
         ("zero_over_dense", "density", "density\nuntrained"),
-        ("trained_own_over_dense", "density_trained", "density\ntrained, own attention"),
-        ("trained_dense_over_dense", "density_trained", "density\ntrained, judged dense"),
+        ("trained_own_over_dense", "density_trained", "density\ntrained, own-attention loss"),
+        ("trained_dense_over_dense", "density_trained", "density\ntrained, dense-attention loss"),
     ),
     "time": (
         ("zero_over_dense", "512k", "layer's time over cuDNN, 512K\nuntrained"),
         (
             "trained_dense_over_dense",
             "128k",
-            "layer's time over cuDNN, 128K\ntrained, judged dense",
+            "layer's time over cuDNN, 128K\ntrained, dense-attention loss",
         ),
         (
             "trained_dense_over_dense",
             "512k",
-            "layer's time over cuDNN, 512K\ntrained, judged dense",
+            "layer's time over cuDNN, 512K\ntrained, dense-attention loss",
         ),
     ),
 }

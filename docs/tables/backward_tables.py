@@ -103,9 +103,9 @@ def trained() -> str:
         "attention left out",
     ]
     header += [
-        "judged dense, over unpruned",
-        "own attention, over unpruned",
-        "judged dense, over dense",
+        "dense-attention loss over unpruned",
+        "own-attention loss over unpruned",
+        "dense-attention loss over dense",
     ]
     body = []
     for some in groups.values():

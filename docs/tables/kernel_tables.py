@@ -81,7 +81,9 @@ def selection() -> str:
         what = row["policy"]
         if what == "price":
             what += (
-                ", 1000 columns stand out" if row["standing_out"] else ", all 4096 candidates pay"
+                ", 1000 columns selected"
+                if row["standing_out"]
+                else ", all 4096 candidates selected"
             )
         elif what == "fixed":
             what += f", {row['vertical']} columns"
@@ -257,7 +259,7 @@ def layers_before() -> str:
     body = []
     for before, now in pairs:
         inner = now["inner"]
-        keys = f"{4 // inner} x {inner}" if inner else DENSE_RINGS[now["impl"]]
+        keys = f"{inner} x {4 // inner}" if inner else DENSE_RINGS[now["impl"]]
         times = [f"{row['fwd_ms']:.3g} / {row['fwdbwd_ms']:.4g}" for row in (before, now)]
         change = now["fwdbwd_ms"] / before["fwdbwd_ms"] - 1
         body.append([now["case"], keys, *times, f"{100 * change:+.1f}%"])
@@ -389,7 +391,7 @@ def slow_link() -> str:
         body.append(
             [
                 case,
-                f"{4 // inner} x {inner}",
+                f"{inner} x {4 // inner}",
                 row["world"] // row.get("ranks_per_gpu", 1),
                 f"{row['hop_gb_s']:.1f}",
                 f"{row['fwd_ms']:.1f} / {row['fwdbwd_ms']:.0f}",
