@@ -26,7 +26,7 @@ import tables  # noqa: E402
 MARKED = ("README.md", "docs/**/*.md", "examples/**/*.md")
 """Pages that may have markers."""
 TABLE = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-FIGURE = re.compile(r"(<!-- figure: (\w+) -->).*?(<!-- end -->)")
+FIGURE = re.compile(r"(<!-- figure: (\w+) -->).*?(<!-- end -->)", re.DOTALL)
 MADE = "<!-- Made by docs/generate.py from {source}: change that, not this page. -->"
 
 

@@ -20,7 +20,6 @@ GPUS=${GPUS:-4}
 SEQ_LENGTH=${SEQ_LENGTH:-131072}
 ITERATIONS=${ITERATIONS:-30}
 ATTENTION=${ATTENTION:-mtraining}
-PRICE=${PRICE:-0.25}
 
 MODEL=(
   --use-mcore-models --transformer-impl transformer_engine
@@ -59,11 +58,16 @@ if [ -n "${CHECKPOINT:-}" ]; then
   )
 fi
 
+# Attention of random weights is even: a price would select nearly all of it. So without a checkpoint, and
+# unless a setting is given, budgets are fixed.
 ATTENTION_ARGUMENTS=(--attention-backend "$ATTENTION")
-if [ "$ATTENTION" = mtraining ] && [ -n "${VERTICAL:-}${SLASH:-}" ]; then
+SELECTS=' --mtraining-(price|target-recall|settings|policy|coverage|vertical|slash)[ =]'
+if [ "$ATTENTION" != mtraining ] || [[ " $* " =~ $SELECTS ]]; then
+  :
+elif [ -n "${VERTICAL:-}${SLASH:-}" ] || [ -z "${PRICE:-}${CHECKPOINT:-}" ]; then
   ATTENTION_ARGUMENTS+=(--mtraining-vertical "${VERTICAL:-1000}" --mtraining-slash "${SLASH:-100}")
-elif [ "$ATTENTION" = mtraining ]; then
-  ATTENTION_ARGUMENTS+=(--mtraining-price "$PRICE")
+else
+  ATTENTION_ARGUMENTS+=(--mtraining-price "${PRICE:-0.25}")
 fi
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron asks for it with context parallelism

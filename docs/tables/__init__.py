@@ -18,6 +18,7 @@ from .frontier_docs import (
     after_training,
     chosen,
     predicted_over_measured,
+    predicted_seconds,
     predicted_steps,
     untrained,
 )
@@ -43,6 +44,7 @@ from .profile_tables import (
     profile_errors,
     profile_seconds,
 )
+from .settings_tables import settings
 from .sparsebalance_tables import (
     by_gpus,
     by_waits,
@@ -105,6 +107,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "step_512k_price": lambda: seconds_of(step_at_price(524288)),
     "step_512k_price_ratio": lambda: f"{over_dense(step_at_price(524288)):.1f}x",
     "predicted_over_measured": predicted_over_measured,
+    "step_512k_predicted": lambda: f"{predicted_seconds(524288):.1f} s",
+    "step_128k_predicted": lambda: f"{predicted_seconds(131072):.1f} s",
     "step_512k_price_density": lambda: percent(step_at_price(524288)["density"]),
     "step_512k_price_recall": lambda: percent(step_at_price(524288)["recall"]),
     "step_128k": lambda: seconds_of(step(131072)),
@@ -171,6 +175,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "backward_gradient": backward_tables.gradient,
     "backward_times": backward_tables.times,
     "backward_trained": backward_tables.trained,
+    "settings": settings,
     "frontier_untrained": untrained,
     "frontier_trained": after_training,
     "frontier_steps": predicted_steps,

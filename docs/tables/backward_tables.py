@@ -72,16 +72,22 @@ def gradient() -> str:
     return table(header, body) + source(every, "backward")
 
 
-def trained() -> str:
-    """Losses after training, over the unpruned run of the same forward and over the dense run, both of the
-    same seed and texts; means over seeds, with half of their range."""
-    every = found("train")
+def over(some: list[Row], judged: str, forward: str) -> str:
+    """A loss (``dense`` or ``own``) of runs over unpruned runs with a forward, of the same seeds and texts:
+    the mean over seeds, with half of their range."""
     names = ("model", "seq", "seed", "steps", "lr", "data")
     bases = {
-        (row["forward"], *(row[name] for name in names)): row
-        for row in every
+        (row["forward"], *(row[name] for name in names)): row[judged]
+        for row in found("train")
         if not row["threshold"]
     }
+    ratios = [row[judged] / bases[(forward, *(row[name] for name in names))] - 1 for row in some]
+    return frontier_tables.with_spread(mean(ratios), spread(ratios))
+
+
+def trained() -> str:
+    """Losses after training, over the unpruned run of the same forward and over the dense run."""
+    every = found("train")
     groups: dict[tuple, list[Row]] = {}
     for row in every:
         kind = (
@@ -109,15 +115,8 @@ def trained() -> str:
     ]
     body = []
     for some in groups.values():
-        one, ratios = some[-1], []
-        for judged, forward in (
-            ("dense", one["forward"]),
-            ("own", one["forward"]),
-            ("dense", "dense"),
-        ):
-            whole = [bases[(forward, *(row[name] for name in names))][judged] for row in some]
-            over = [row[judged] / base - 1 for row, base in zip(some, whole)]
-            ratios.append(frontier_tables.with_spread(mean(over), spread(over)))
+        one = some[-1]
+        compared = (("dense", one["forward"]), ("own", one["forward"]), ("dense", "dense"))
         body.append(
             [
                 tokens(one["seq"]), one["steps"], forward_of(one),
@@ -126,7 +125,7 @@ def trained() -> str:
                     percent(mean(row[name] for row in some), digits)
                     for name, digits in (("backward_density", 1), ("dropped_mass", 2))
                 ),
-                *ratios,
+                *(over(some, *each) for each in compared),
             ]
         )  # fmt: skip
     return table(header, body) + source(every, "backward")

@@ -43,11 +43,12 @@ def table(header: list[str], body: Iterable[list]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def source(found: Iterable[Row], file: str) -> str:
-    """The line below a table: file, GPU, versions and commits of its rows."""
+def source(found: Iterable[Row], *files: str) -> str:
+    """The line below a table: files, GPU, versions and commits of its rows."""
     found = list(found)
     where = "no GPU" if all_of(found, "gpu") == "none" else measured_on(found)
-    return f"\n\nRows: `{file}.jsonl`; {where}; commit {all_of(found, 'commit')}."
+    names = ", ".join(f"`{file}.jsonl`" for file in files)
+    return f"\n\nRows: {names}; {where}; commit {all_of(found, 'commit')}."
 
 
 def all_of(found: Iterable[Row], name: str) -> str:

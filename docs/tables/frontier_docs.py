@@ -19,13 +19,13 @@ def frontier_rows() -> list[Row]:
 def untrained() -> str:
     """The model as it is, by each policy and density."""
     found = [row for row in frontier_rows() if row["zero_over_dense"] is not None]
-    return frontier_tables.untrained_table(found) + source(_apart(found), "frontier")
+    return frontier_tables.untrained_table(found) + source(apart(found), "frontier")
 
 
 def after_training() -> str:
-    """The model after training, own attention and judged dense."""
+    """The model after training."""
     found = [row for row in frontier_rows() if row["steps"]]
-    return frontier_tables.trained_table(found) + source(_apart(found), "frontier")
+    return frontier_tables.trained_table(found) + source(apart(found), "frontier")
 
 
 def chosen(model: str = "smol.gguf") -> Row:
@@ -64,11 +64,21 @@ def predicted_over_measured() -> str:
     return f"{100 * (at_density / (row['iter_ms'] / 1000) - 1):+.1f}%"
 
 
+LABELS = {524288: "512k", 131072: "128k"}
+"""Lengths with times of layers, and the names that the rows have for them."""
+
+
+def predicted_seconds(seq: int) -> float:
+    """The step of a length at the chosen setting."""
+    _, rest, attention = _parts(seq, LABELS[seq])
+    return rest + attention
+
+
 def predicted_steps() -> str:
     """Steps of Qwen2.5-3B's shape on four GPUs at the chosen setting: what a measured step takes beside its
     attention, and the attention of as many measured layers, evenly over the GPUs."""
     setting, body, used = chosen(), [], []
-    for label, seq in (("512k", 524288), ("128k", 131072)):
+    for seq, label in LABELS.items():
         row, rest, attention = _parts(seq, label)
         dense = step_tables.dense_of(step_tables.step(seq))
         body.append(
@@ -88,7 +98,7 @@ def predicted_steps() -> str:
         "step, predicted",
     ]
     header += ["dense step, measured", "over dense, predicted"]
-    return table(header, body) + source([*_apart([setting]), *used], "frontier")
+    return table(header, body) + source([*apart([setting]), *used], "frontier")
 
 
 def ablations_by_loss() -> str:
@@ -116,6 +126,6 @@ def _ablations(wanted: Callable[[Row], bool]) -> str:
     )
 
 
-def _apart(found: list[Row]) -> list[Row]:
+def apart(found: list[Row]) -> list[Row]:
     """A row for each commit, as a joined row may name several."""
     return [{**row, "commit": commit} for row in found for commit in row["commit"].split(", ")]

@@ -101,8 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command.set_defaults(dense_tail=0)
         if name != "perplexity":  # whose windows are no prompts
             what = (
-                "with sparse attention, the last N tokens of each prompt attend to all keys, as the few "
-                "queries of a question at its end have little say in the pattern (%(default)s)"
+                "with sparse attention, the last N tokens of each prompt attend to all keys, as a question "
+                "at its end hardly affects the pattern (%(default)s)"
             )
             add("--dense-tail", type=int, default=0, metavar="N", help=what)
         _ADDED[name](add)

@@ -1,0 +1,95 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Which settings to start from, and what each costs in loss and time."""
+
+from __future__ import annotations
+
+from benchmarks.model import frontier_tables
+
+from . import backward_tables, frontier_docs, step_tables
+from .common import Row, last, percent, source, table, tokens
+
+SMALL, SECOND = "smol.gguf", "qwen.gguf"
+LENGTHS = (131072, 524288)
+THRESHOLD = 3
+
+
+def _trained(model: str, policy: str, wanted: float) -> Row:
+    """The joined row of a setting after the shortest training, with most seeds."""
+    kind = (model, policy, wanted)
+    found = [
+        row
+        for row in frontier_docs.frontier_rows()
+        if row["steps"] and (row["model"], row["policy"], row["wanted"]) == kind
+    ]
+    return min(found, key=lambda row: (row["steps"], row["lr"], -row["seeds"]))
+
+
+def _line(why: str, options: str, row: Row) -> list:
+    name = f"{frontier_tables.MODELS[row['model']]}, {tokens(row['seq'])}"
+    loss = f"{frontier_tables.losses(row, 'trained_dense')} ({row['seeds']})"
+    times = [frontier_tables.times(row, label) for label in ("128k", "512k")]
+    return [why, options, name, percent(row["density_trained"]), loss, *times]
+
+
+def _exact() -> tuple[list, list[Row]]:
+    """The line of a dense forward with a pruned backward, and the rows that it is from."""
+    kind = ("dense", THRESHOLD, False)
+    trained, timed = (
+        [
+            row
+            for row in backward_tables.found(stage)
+            if (row["forward"], row["threshold"], row["sampling"]) == kind
+        ]
+        for stage in ("train", "time")
+    )
+    by_length = last(timed, "seq")
+    density = percent(backward_tables.mean(row["backward_density"] for row in trained))
+    model = frontier_tables.MODELS[trained[0]["model"]]
+    times = []
+    for seq in LENGTHS:
+        row = by_length[(seq,)]
+        over = row["layer_ms"] / (row["dense_forward_ms"] + row["dense_backward_ms"])
+        times.append(f"{over:.3f}, backward {percent(row['backward_density'])}")
+    line = [
+        "an exact forward", f"`--mtraining-price 0 --mtraining-backward-threshold {THRESHOLD}`",
+        f"{model}, {tokens(trained[0]['seq'])}", f"100%; backward {density}",
+        f"{backward_tables.over(trained, 'dense', 'dense')} ({len(trained)})", *times,
+    ]  # fmt: skip
+    return line, [*trained, *by_length.values()]
+
+
+def settings() -> str:
+    """The settings to start from."""
+    start, second = _trained(SMALL, "target", 0.95), _trained(SECOND, "target", 0.95)
+    denser, sparser = _trained(SMALL, "price", 0.3), _trained(SMALL, "price", 0.08)
+    exact, used = _exact()
+    target = "`--mtraining-target-recall 0.95`"
+
+    def price(row: Row) -> str:
+        return f"`--mtraining-price {row['setting']['price']:.2g}`"
+
+    steps = [step_tables.step(seq) for seq in LENGTHS]
+    fixed = " and ".join(f"{percent(row['density'])} at {tokens(row['seq'])}" for row in steps)
+    body = [
+        _line("the usual start", target, start),
+        _line("", target, second),
+        _line("less loss", price(denser), denser),
+        exact,
+        _line("more speed", price(sparser), sparser),
+        [
+            "a step time that does not vary", "`--mtraining-vertical 1000 --mtraining-slash 100`",
+            "Qwen2.5-3B's shape, random weights", fixed, "not known", "", "",
+        ],
+    ]  # fmt: skip
+    header = [
+        "you want",
+        "options",
+        "model, tokens",
+        "density",
+        "dense-attention loss over dense (runs)",
+    ]
+    header += ["layer 128K / dense", "512K / dense"]
+    joined = frontier_docs.apart([start, second, denser, sparser])
+    return table(header, body) + source(
+        [*joined, *used, *steps], "frontier", "backward", "pretrain"
+    )
