@@ -92,9 +92,17 @@ def attend(
             or operands of other shapes. They compare what they are given at the first call of each kind.
     """
     _check_kinds(query, key, value, config, softmax_scale, documents, head_policies)
+    if torch.is_autocast_enabled(query.device.type):  # which would round scores that are in float32
+        with torch.autocast(query.device.type, enabled=False):
+            return attend(
+                query, key, value, config=config, cp_group=cp_group, cp_inner=cp_inner,
+                softmax_scale=softmax_scale, documents=documents, head_policies=head_policies,
+                price=price, first_pass=first_pass, observe_backward=observe_backward,
+            )  # fmt: skip
     if softmax_scale is None:
         head_dim = query.shape[-1] if query.dim() else 0
         softmax_scale = max(1, head_dim) ** -0.5
+    softmax_scale = float(softmax_scale)
     cp = cp_group_of(cp_group, cp_inner)
     # Before what one rank alone may find wrong: it would leave the others waiting.
     _compare_with_ranks(
@@ -102,7 +110,7 @@ def attend(
     )
     _check(query, key, value, cp, softmax_scale, documents)
     _check_policies(head_policies, query.shape[2], config)
-    _check_price(price, query)
+    _check_price(price, query, config)
     query, key, value = unit_stride(query, key, value)
     ring = ring_of(cp)
     pruning = None
@@ -170,7 +178,7 @@ def _compare_with_ranks(
         return
     kind = (
         config, None if head_policies is None else tuple(head_policies), query.shape, key.shape, value.shape,
-        query.dtype, key.dtype, value.dtype, softmax_scale, documents is None,
+        query.dtype, key.dtype, value.dtype, softmax_scale, _shape_of_documents(documents), _shape_of(price),
     )  # fmt: skip
     compared = _COMPARED.setdefault(cp, set())
     if kind in compared:
@@ -180,14 +188,24 @@ def _compare_with_ranks(
         given[f"the shape of the {name}"] = tuple(tensor.shape)
         given[f"the dtype of the {name}"] = str(tensor.dtype)
     given["the number of ranks in an inner group"] = cp.inner
-    given["softmax_scale"] = float(softmax_scale)
+    given["softmax_scale"] = softmax_scale
     given["documents"] = "none" if documents is None else _shown(documents)
+    given["the shape of the documents"] = _shape_of_documents(documents)
+    given["the shape of the price"] = _shape_of(price)
     if isinstance(price, Tensor) and price.device.type == "cpu" and price.layout is torch.strided:
         given["price"] = price.tolist()
     for head, policy in enumerate(head_policies or ()):
         given[f"the policy of head {head}"] = policy
     check_agreement(cp, given, "the ranks of a context-parallel group")
     compared.add(kind)
+
+
+def _shape_of(tensor: Tensor | None) -> tuple[int, ...] | None:
+    return tuple(tensor.shape) if isinstance(tensor, Tensor) else None
+
+
+def _shape_of_documents(documents: Documents | None) -> tuple[int, ...] | None:
+    return None if documents is None else _shape_of(documents.starts)
 
 
 def _shown(documents: Documents) -> str:
@@ -274,11 +292,16 @@ def _check_fit(policies: tuple[Policy, ...], config: MTrainingConfig) -> None:
             raise ConfigError(f"the policy of head {head} does not fit: {error}") from None
 
 
-def _check_price(price: Tensor | None, query: Tensor) -> None:
-    """Raise ValueError unless there is a price for all heads, or one for each. What the prices are is not
-    read on a GPU: that would wait for it."""
+def _check_price(price: Tensor | None, query: Tensor, config: MTrainingConfig) -> None:
+    """Raise ValueError unless there is a price for all heads, or one for each, in place of one. What the
+    prices are is not read on a GPU: that would wait for it."""
     if price is None:
         return
+    if not getattr(config.policy, "price", None):
+        raise ValueError(
+            f"price is given, but the policy of config is {config.policy}: use a PricePolicy whose price is "
+            "above 0, or leave it out"
+        )
     if not isinstance(price, Tensor) or not price.is_floating_point():
         raise ValueError(f"price is {price!r}: give a float32 tensor")
     check_values(query=query, price=price)

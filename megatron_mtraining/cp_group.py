@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .errors import ConfigError
 from .layout import inner_size
 
 Transmission = tuple[Tensor, int]
@@ -56,9 +57,19 @@ class RankGroup:
     @property
     def device(self) -> torch.device | None:
         """The device that collectives need; None for any."""
-        if self.group is None or "nccl" not in dist.get_backend(self.group):
+        if self._nccl() is None:
             return None
         return torch.device("cuda", torch.cuda.current_device())
+
+    def _nccl(self) -> str | None:
+        """The backends of the group, as ``new_group`` takes them, if NCCL is among them and there is a GPU.
+        A group that was made without a backend has one for each kind of device."""
+        if self.group is None or not torch.cuda.is_available():
+            return None
+        backend = dist.get_backend(self.group)
+        if backend != "nccl":
+            backend = dist.get_backend_config(self.group)
+        return backend if "nccl" in backend else None
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce over all ranks, in place; the same bits on every rank.
@@ -119,7 +130,7 @@ class CPGroup(RankGroup):
         inner_rank: this rank's in its inner group.
 
     Raises:
-        ConfigError: ``inner`` does not divide the group's size.
+        ConfigError: ``inner`` does not divide the group's size, or the group's ranks do not ascend.
     """
 
     def __init__(self, group: ProcessGroup | None, inner: int | None = None):
@@ -128,6 +139,11 @@ class CPGroup(RankGroup):
         self.outer = self.world // self.inner
         self.inner_rank = self.rank % self.inner
         self._ranks = [0] if group is None else dist.get_process_group_ranks(group)
+        if self._ranks != sorted(self._ranks):
+            # torch sorts the ranks of the groups that are made of it.
+            raise ConfigError(
+                f"the ranks of the context-parallel group are {self._ranks}: give them in ascending order"
+            )
         self._communicators: dict[tuple, ProcessGroup] = {}
 
     @property
@@ -147,12 +163,13 @@ class CPGroup(RankGroup):
         assert self.group is not None, "a rank alone has nobody to send to"
         key = (purpose, tuple(ranks))
         if key not in self._communicators:
-            if dist.get_backend(self.group) != "nccl":
+            backend = self._nccl()
+            if backend is None:
                 self._communicators[key] = self.group
             else:
                 made = dist.new_group(
                     [self._ranks[rank] for rank in ranks],
-                    backend="nccl",
+                    backend=backend,
                     timeout=_timeout_of(self.group),
                     use_local_synchronization=True,
                 )
@@ -215,10 +232,7 @@ def shut_down() -> None:
     an active exception", torch 2.13). So this waits for that moment, unless an exception is being handled,
     which is to be reported first.
     """
-    if sys.exc_info()[1] is not None:
-        dist.destroy_process_group()
-        return
-    if "gloo" in dist.get_backend():
+    if sys.exc_info()[1] is None and "gloo" in dist.get_backend_config():
         time.sleep(0.2)
     dist.destroy_process_group()
     _CP_GROUPS.clear()

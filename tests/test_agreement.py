@@ -30,6 +30,8 @@ DIFFERENT = {
     "documents": ("documents", "documents is 'none' on rank 0, 'packed"),
     "other documents": ("other documents", "documents is 'packed (SHA-256 of their starts"),
     "price of a call": ("price of a call", "price is [0.25] on rank 0, [3.0] on rank 1"),
+    "no price of a call": ("no price", "the shape of the price is (1,) on rank 0, None on rank 1"),
+    "documents of a batch": ("batch", "the shape of the documents is (1, 512) on rank 0, (2, 512) on rank 1"),
 }  # fmt: skip
 
 
@@ -48,6 +50,12 @@ def attend_differently(rank, world, case):
         more = dict(documents=Documents.from_lengths(lengths, 2 * TOKENS))
     if case == "price of a call":
         more = dict(price=torch.tensor([3.0 if rank else 0.25]))
+    if case == "no price of a call" and rank == 0:
+        more = dict(price=torch.tensor([0.25]))
+    if case == "documents of a batch":
+        more = dict(
+            documents=Documents.from_lengths([[100, 2 * TOKENS - 100]] * (1 + rank), 2 * TOKENS)
+        )
     config = MTrainingConfig.from_options(**options)
     try:
         attend(query, key, value, config=config, cp_group=dist.group.WORLD, **more)

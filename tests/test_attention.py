@@ -131,3 +131,30 @@ def test_a_replay_is_of_the_same_blocks_and_documents():
     with pytest.raises(ValueError, match="first_pass had none"):
         documents = Documents.from_lengths([100, 156], TOKENS)
         attend(*given, config=PRICED, first_pass=index, documents=documents)
+
+
+@pytest.mark.parametrize(
+    "config", [MTrainingConfig.from_options(price=0.0), replace(PRICED, policy=ONE)]
+)
+def test_a_price_in_place_of_none_is_refused(config):
+    with pytest.raises(ValueError, match="price is given, but the policy of config is"):
+        attend(*operands(), config=config, price=torch.tensor(0.5))
+
+
+def test_autocast_rounds_no_scores():
+    """Whoever trains under autocast gets what these operands have without it."""
+    given = [each.requires_grad_() for each in operands()]
+    expected = attend(*given, config=PRICED)
+    gradients = torch.autograd.grad(expected.out.sum(), given)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attend(*given, config=PRICED)
+    assert torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse)
+    assert torch.equal(found.index.member, expected.index.member)
+    for mine, theirs in zip(torch.autograd.grad(found.out.sum(), given), gradients):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_scale_may_be_a_whole_number():
+    given = operands()
+    whole, real = (attend(*given, config=PRICED, softmax_scale=scale) for scale in (1, 1.0))
+    assert torch.equal(whole.out, real.out)

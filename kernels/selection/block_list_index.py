@@ -192,9 +192,7 @@ def block_list_offsets(blocks, member, world, inner, rank):
         inner=inner,
         rank=rank,
     )
-    round_ptr = round_counts.cumsum(0, dtype=torch.int32)
-    rank_ptr = rank_counts.cumsum(0, dtype=torch.int32)
-    return round_ptr, rank_ptr, num_extra.sum(-1)
+    return round_counts.cumsum(0), rank_counts.cumsum(0), num_extra.sum(-1)
 
 
 def block_lists(blocks, member, world, inner, rank, round_ptr, rank_ptr, capacity):

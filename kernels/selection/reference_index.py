@@ -45,6 +45,7 @@ def vertical_slash_lists(
         shape = (*columns.shape[:2], num_blocks + 1)
         marks = torch.zeros(shape, dtype=torch.bool, device=columns.device)
         marks[..., :window_blocks] = True
+        diagonals = torch.where(diagonals < seq_length, diagonals, num_blocks * block_size)
         # A token diagonal crosses two block distances, unless it is a multiple of the block.
         for crossed in (diagonals // block_size, (diagonals + block_size - 1) // block_size):
             marks.scatter_(-1, crossed.long().clamp(max=num_blocks), True)
@@ -96,7 +97,7 @@ def block_list_offsets(
         world, inner, rank: the striped layout, and the rank whose query blocks these are.
 
     Returns:
-        round_ptr, rank_ptr: int32, as in the index.
+        round_ptr, rank_ptr: as in the index, but int64: there may be more entries than lists can have.
         num_extra: int ``[b, h]``, number of pairs in ``blocks`` at distances that are not in ``member``.
     """
     seen, extra = _by_round(blocks, member, world, inner, rank)
@@ -114,8 +115,8 @@ def block_lists(
     rank_ptr: Tensor,
     capacity: int,
 ) -> tuple[Tensor, Tensor]:
-    """The lists for the prefix counts of :func:`block_list_offsets`: round_list and rank_list, int16
-    ``[capacity]``. The caller checks that no list has more entries; further entries are left out."""
+    """The lists for the prefix counts of :func:`block_list_offsets`, as int32: round_list and rank_list,
+    int16 ``[capacity]``. The caller checks that no list has more entries; further entries are left out."""
     seen, _ = _by_round(blocks, member, world, inner, rank)
     lists = []
     for selected in (seen, _by_rank(blocks, member, world, inner, rank)):
@@ -169,4 +170,4 @@ def _by_rank(blocks, member, world, inner, rank) -> Tensor:
 
 def _prefix_counts(seen: Tensor) -> Tensor:
     counts = seen.sum(-1).flatten().cumsum(0)
-    return torch.nn.functional.pad(counts, (1, 0)).int()
+    return torch.nn.functional.pad(counts, (1, 0))

@@ -97,6 +97,8 @@ def select_slashes_by_price(
         block_pairs = costs.seen[:, None]
     mass = (slash_mass - mass_in_columns).clamp(min=0).float()
     value = mass / fixed_point_one / (cost_per_block_pair * block_pairs)
+    if costs is not None:  # no document is as long: not a number would rank before all others
+        value = torch.where(block_pairs > 0, value, 0.0)
     in_window = distance < window_blocks
     slashes = in_window | (value >= price[:, None])
     reference_slashes = in_window | (value >= reference_price)

@@ -23,6 +23,7 @@ def _slash_kernel(
     rank_list,  # [b, h, length of rank_list]
     rank_ptr,  # [b, h, length of rank_list + 1]
     num_diagonals,
+    seq_length,
     window_blocks,
     num_blocks,
     num_rounds,
@@ -49,6 +50,7 @@ def _slash_kernel(
             j = first + tl.arange(0, BLOCK_K)
             mask = j < num_diagonals
             diagonal = tl.load(diagonals_ptr + bh * num_diagonals + j, mask=mask, other=0)
+            mask &= diagonal < seq_length
             # A token diagonal crosses two block distances, unless it is a multiple of the block.
             nearer = diagonal // BLOCK  # [BLOCK_K]
             farther = nearer + (diagonal % BLOCK != 0).to(tl.int32)
@@ -164,6 +166,7 @@ def vertical_slash_lists(
         rank_list=rank_list,
         rank_ptr=rank_ptr,
         num_diagonals=None if diagonals is None else diagonals.shape[-1],
+        seq_length=seq_length,
         window_blocks=window_blocks,
         num_blocks=num_blocks,
         num_rounds=world // inner,

@@ -94,9 +94,10 @@ class MTrainingConfig:
         if self.loss_chunk is not None:
             check_at_least("loss_chunk", self.loss_chunk, 0)
         self._check_balance()
+        dense = getattr(self.policy, "price", None) == 0  # whose caps are not read
         for name in ("vertical", "vertical_cap"):
             columns = getattr(self.policy, name, None)
-            if columns and self.sink > columns:
+            if columns and not dense and self.sink > columns:
                 raise ConfigError(
                     f"{option('sink')} is {self.sink}, more than {option(name)} ({columns}), which "
                     f"includes the sink columns: raise {option(name)} or lower {option('sink')}"

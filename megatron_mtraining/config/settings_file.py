@@ -9,6 +9,7 @@ list of a pattern's name, its numbers, and a score that is not read.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from functools import lru_cache
@@ -291,7 +292,23 @@ def _numbered(entries: dict, count: int | None, place: str, what: str):
 
 
 def _read(path: str, name: str):
+    """What a file says. Not to be changed: a run asks in every micro-batch, and it is read when it has
+    changed."""
     check_type("settings", path, str)
+    try:
+        about = os.stat(path)
+    except (OSError, ValueError):
+        return _read_again(path, name)  # which says what is wrong
+    stamp = about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
+    return _read_as_of(path, name, stamp)
+
+
+@lru_cache(maxsize=8)
+def _read_as_of(path: str, name: str, stamp: tuple[int, ...]):
+    return _read_again(path, name)
+
+
+def _read_again(path: str, name: str):
     # Not from a pipe: every rank reads the file.
     text = read_text(Path(path), name, limit=LARGEST)
     yaml = Path(path).suffix in (".yaml", ".yml")

@@ -213,8 +213,10 @@ def documents_for_layer(params, place: str) -> Documents | None:
         )
     arguments = training_arguments()
     if is_active(arguments) and masks_documents(arguments):
+        packs = getattr(arguments, "dataloader_inter_document_masking", False)
+        flag = "--dataloader-inter-document-masking" if packs else "--reset-attention-mask"
         raise ConfigError(
-            f"the {place} must keep documents apart (--reset-attention-mask), but no documents are "
+            f"the {place} must keep documents apart ({flag}), but no documents are "
             "given: give the model the tensors that get_batch_on_this_cp_rank has returned, or the result of "
             "megatron_mtraining.megatron.packed_documents.packed_seq_params_of(documents)"
         )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..config import option
 
-if TYPE_CHECKING:  # registering needs no kernels
+if TYPE_CHECKING:
     from ..attention import AttentionResult, Pattern
 
 _has_attention = False

@@ -24,12 +24,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..cp_group import CPGroup
 from ..kernels.selection import block_list_offsets, block_lists, vertical_slash_lists
 from ..layout import block_at, inner_size
 from . import packed_density
 from .vertical_slash_index import PatternIndex
 
-MOST = 2**28
+MAX_LIST_ENTRIES = 2**28
 """Entries of a rank's lists: the kernels count tiles, up to 4 an entry, in 32 bits."""
 
 
@@ -76,16 +77,19 @@ class BlockListIndex(PatternIndex):
         if rank != self.rank:
             raise ValueError(f"these are the lists of rank {self.rank}, not of rank {rank}")
         device, nb = self.member.device, self.local_blocks
-        counts = self.round_ptr.diff().long()
-        number = torch.repeat_interleave(torch.arange(len(counts), device=device), counts)
-        a = number % nb
-        rounds, head = number // (counts.numel() // self.outer), number // nb
-        quotient = self.round_list[: len(number)].long()
-        block = block_at(a, rank, self.world, self.inner) - quotient * self.outer - rounds
         batch, heads, num_blocks = self.member.shape
-        mask = torch.zeros(batch * heads, nb, num_blocks, dtype=torch.bool, device=device)
-        mask[head % (batch * heads), a, block] = True
-        return mask.unflatten(0, (batch, heads))
+        entry = torch.arange(len(self.round_list), dtype=self.round_ptr.dtype, device=device)
+        # Which list an entry is in; those past the count go to a head that there is not.
+        number = torch.searchsorted(self.round_ptr, entry, right=True) - 1
+        there = entry < self.round_ptr[-1]
+        a = number % nb
+        rounds, head = number // (batch * heads * nb), number // nb % (batch * heads)
+        quotient = self.round_list.long()
+        block = block_at(a, rank, self.world, self.inner) - quotient * self.outer - rounds
+        block, head = torch.where(there, block, 0), torch.where(there, head, batch * heads)
+        mask = torch.zeros(batch * heads + 1, nb, num_blocks, dtype=torch.bool, device=device)
+        mask[head, a, block] = True
+        return mask[:-1].unflatten(0, (batch, heads))
 
     def work(self) -> Tensor:
         """Attended pairs of this rank's queries, float64 ``[b, h, rank, round]``, exact; on the index's
@@ -104,8 +108,8 @@ class BlockListIndex(PatternIndex):
         local = torch.arange(nb, device=counts.device)
         own = block_at(local, self.rank, self.world, self.inner)
         columns = self._columns_seen()[..., own].sum(-1) * block
-        for head in range(heads):
-            pairs[:, head, head * outer // heads] += columns[:, head]
+        head = torch.arange(heads, device=counts.device)
+        pairs[:, head, head * outer // heads] += columns
         # Queries of the last block are fewer when N is not a multiple of B (one rank only).
         missing = num_blocks * block - self.seq_length
         if missing:
@@ -155,9 +159,10 @@ def build_block_index(
     inner: int | None = None,
     rank: int = 0,
     capacity: int | None = None,
+    cp: CPGroup | None = None,
 ) -> BlockListIndex:
-    """Put this rank's chosen blocks, and all ranks' chosen distances and columns, into the coordinates of the
-    ring. A query block sees what ``blocks`` or ``distances`` has, itself, and nothing later.
+    """Put this rank's selected blocks, and all ranks' selected distances and columns, into the coordinates of
+    the ring. A query block sees what ``blocks`` or ``distances`` has, itself, and nothing later.
 
     Args:
         blocks: bool or uint8 ``[b, h, nb, NB]``, by own query block in local order and global key block:
@@ -173,9 +178,11 @@ def build_block_index(
         capacity: number of entries to allocate, the pairs of a query block and a key block over all heads;
             nothing is read on the host then. None to count them first, which waits for the device once and
             takes no more memory than there are entries.
+        cp: the ranks, which then all refuse lists that are too long on one of them; None to look at this
+            rank alone. Without a capacity it is a collective.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or there is too much for lists.
+        ValueError: shapes or dtypes do not fit, or there is too much for lists, on some rank of ``cp``.
         RuntimeError: there are more entries than ``capacity``, or columns for a head with other blocks than
             ``distances``. On a GPU this is found by the device, which stops: nothing wrong is computed.
     """
@@ -201,11 +208,17 @@ def build_block_index(
     both = ((beside > 0) & (column_ptr[..., -1] > 0)).any()
     torch._assert_async(~both, "a head has columns, and blocks at other distances than its own")
     if capacity is None:
-        capacity = int(round_ptr[-1])
+        # One that went on would wait for the others.
+        most = round_ptr[-1:] if cp is None else cp.all_reduce(round_ptr[-1:].clone(), "max")
+        capacity, most = torch.cat((round_ptr[-1:], most)).tolist()
     else:
         torch._assert_async(round_ptr[-1] <= capacity, f"blocks have more than {capacity} entries")
-    if capacity > MOST:
-        raise ValueError(f"lists of {capacity} entries on a rank: more than {MOST}, use more ranks")
+        most = capacity
+    if most > MAX_LIST_ENTRIES:
+        raise ValueError(
+            f"lists of {most} entries on a rank: more than {MAX_LIST_ENTRIES}, use more ranks"
+        )
+    round_ptr, rank_ptr = round_ptr.int(), rank_ptr.int()
     round_list, rank_list = block_lists(*operands, round_ptr, rank_ptr, capacity)
     return BlockListIndex(
         member=member,
@@ -239,7 +252,7 @@ def pruned_index(
     """
     # Lists come from ``kept`` alone; ``member`` only says where columns are attended to in a block.
     operands = (kept, torch.zeros_like(index.member), index.world, index.inner, rank)
-    round_ptr, rank_ptr, _ = block_list_offsets(*operands)
+    round_ptr, rank_ptr = (counts.int() for counts in block_list_offsets(*operands)[:2])
     round_list, rank_list = block_lists(*operands, round_ptr, rank_ptr, capacity)
     return BlockListIndex(
         member=index.member,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..config import BlockListPolicy, MobaPolicy, Policy
 from ..layout import block_at, owner_of
-from .block_list_index import MOST, BlockListIndex, build_block_index
+from .block_list_index import MAX_LIST_ENTRIES, BlockListIndex, build_block_index
 from .constants import constant
 from .key_block_selection import select_key_blocks
 from .vertical_slash_search import SearchInput, select_vertical_slash
@@ -47,7 +47,7 @@ def search_block_lists(
             recall = torch.where(own, _recall(given, selected), recall)
             blocks = torch.where(own[:, None, None], selected, blocks)
     index = build_block_index(
-        blocks, distances.bool(), columns, *given.layout, rank=cp.rank,
+        blocks, distances.bool(), columns, *given.layout, rank=cp.rank, cp=cp,
         capacity=_most_entries(policies, tuple(blocks.shape), sum(always)),
     )  # fmt: skip
     return replace(index, recall=recall)
@@ -69,7 +69,7 @@ def _most_entries(
         if not isinstance(policy, MobaPolicy):
             return None
         entries += batch * local * min(num_blocks, policy.top_k + always + 1)
-    return entries if entries <= MOST else None
+    return entries if entries <= MAX_LIST_ENTRIES else None
 
 
 def _recall(given: SearchInput, blocks: Tensor) -> Tensor:

@@ -86,7 +86,8 @@ def _threshold(taken: Tensor, value: Tensor, position: Tensor) -> Tensor:
     last = (taken.sum(-1, keepdim=True) - 1).clamp(min=0)
     some = taken[..., 0]
     value, position = (each.gather(-1, last)[..., 0] for each in (value, position))
-    return torch.stack((torch.where(some, value, 0), torch.where(some, position, -1))).int()
+    # None are selected: no value reaches the largest one.
+    return torch.stack((torch.where(some, value, SINK), torch.where(some, position, -1))).int()
 
 
 def select_by_budget(

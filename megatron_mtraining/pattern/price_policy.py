@@ -102,6 +102,9 @@ def price_candidates(
     keys = cp.all_reduce(gather_columns(key, None, candidates, cp.rank))[0]
     num_blocks = masses.shape[-1]
     least = REFERENCE_PRICE * cost_units(sample)[1] * (1 if sample.stratified else num_blocks)
+    if sample.costs is not None:  # pairs of other documents cost nothing, so the others cost more
+        bound = (least * sample.costs.factor).view(torch.int32)[:, None, None]
+        values = torch.where(values >= bound, values, 0)
     inside = slash_mass_in_columns(sample, keys, positions, values, least, lse, num_blocks)
     return PriceCandidates(masses, positions, keys, inside)
 

@@ -28,7 +28,7 @@ GAIN = 0.3
 SLOPE = 0.75
 """About how the logarithm of the attention that is lost goes with the price's in trained models. Feedback
 makes up for the rest."""
-MOST = 0.5
+MAX_LOG_STEP = 0.5
 """The farthest that a step moves the price's logarithm."""
 RANGE = (1e-4, 1e4)
 
@@ -134,7 +134,7 @@ class Steering:
         # The loss is too much by this share; the price makes up for a part of it. Of a share, not of a
         # logarithm, noise leaves the mean where it is.
         over = lost / (1 - self._aims(seen.device)).clamp(min=1e-5) - 1
-        by = (-GAIN * over / SLOPE).clamp(-MOST, MOST)
+        by = (-GAIN * over / SLOPE).clamp(-MAX_LOG_STEP, MAX_LOG_STEP)
         # No attention has run, or it was not a number: the price would be none in all steps after.
         by = torch.where((seen[1] > 0) & by.isfinite(), by, 0.0)
         low, high = map(math.log, RANGE)

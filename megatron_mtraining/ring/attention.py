@@ -395,7 +395,8 @@ def ring_attention(
     Args:
         query: ``[s, b, h, d]``, this rank's part of the sequence (see :mod:`..layout`).
         key, value: ``[s, b, hk, d]``; ``h`` a multiple of ``hk``. All of one dtype, and of unit stride in
-        ``d``. index: the pattern, the same on all ranks; or this rank's block lists of it.
+        ``d``.
+        index: the pattern, the same on all ranks; or this rank's block lists of it.
         ring: transfers over the context-parallel group.
         first_pass: the result of the first pass, in a replay under activation recomputation: no forward is
             run then, and nothing is sent.

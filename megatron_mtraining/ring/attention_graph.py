@@ -54,7 +54,7 @@ class AttentionGraphs(StreamGraphs[AttentionKind, "AttentionGraph"]):
     """The captured attention of one stream."""
 
     WHAT, SWITCH = "attention", "MTRAINING_ATTENTION_GRAPH"
-    MOST = 8
+    LIMIT = 8
 
     @staticmethod
     def of_stream(query: Tensor) -> AttentionGraphs | None:

@@ -29,7 +29,7 @@ from ..kernels import attention as kernels
 from ..kernels.attention.sampling import code_bits
 from ..layout import block_at
 from ..pattern import packed_density
-from ..pattern.block_list_index import MOST, BlockListIndex, pruned_index
+from ..pattern.block_list_index import MAX_LIST_ENTRIES, BlockListIndex, pruned_index
 from ..pattern.vertical_slash_index import PatternIndex
 
 
@@ -109,9 +109,11 @@ class PrunedPattern:
     def __init__(self, index: PatternIndex, packed: Tensor, rank: int, pruning: BackwardPruning):
         self._full, self._rank, self._observe = index, rank, pruning.observe
         num_blocks = index.member.shape[-1]
-        self._codes = kernels.unpack_codes(packed, num_blocks, pruning.sampling)
+        codes = kernels.unpack_codes(packed, num_blocks, pruning.sampling)
         capacity = most_entries(index, rank)
-        self.index = pruned_index(index, self._codes, rank, capacity, pruning.sampling)
+        self.index = pruned_index(index, codes, rank, capacity, pruning.sampling)
+        # A byte a pair of blocks, which nothing else needs longer.
+        self._codes = codes if self._observe is not None and index.documents is not None else None
 
     def new_attended(self, lse: Tensor) -> Tensor | None:
         """Memory for the share of attention that the gradient of queries sums; None if nobody asks."""
@@ -121,9 +123,9 @@ class PrunedPattern:
         """Report, after the last round, what ``attended`` has found."""
         if self._observe is None or attended is None:
             return
-        if self._full.documents is None:
+        if self._codes is None:
             density = self.index.density()
-        else:  # the lists' own waits for the device
+        else:  # the lists' own takes a kernel for each head and round
             density = packed_density.pruned_density(self._full, self._codes, self._rank)
         # Rounding may leave a sum above 1.
         self._observe(density, (1 - attended.mean(-1)).clamp(min=0))
@@ -168,9 +170,9 @@ def check_size(query: Tensor, block_size: int, world: int, inner: int) -> None:
     length, batch, heads, _ = query.shape
     blocks = -(-length // block_size)
     entries = batch * heads * _most_causal_blocks(blocks, world, inner)
-    if entries > MOST:
+    if entries > MAX_LIST_ENTRIES:
         raise ConfigError(
             f"--mtraining-backward-threshold needs lists of up to {entries} blocks on a rank, more than "
-            f"{MOST}, for {heads} heads and {length} tokens on each of {world} ranks: use more tensor- or "
-            "context-parallel ranks, or leave it out"
+            f"{MAX_LIST_ENTRIES}, for {heads} heads and {length} tokens on each of {world} ranks: use more "
+            "tensor- or context-parallel ranks, or leave it out"
         )

@@ -17,6 +17,7 @@ from megatron_mtraining.config import (
     check_settings_file,
     head_policies,
     sets_every_head,
+    settings_file,
     settings_of_run,
 )
 
@@ -332,3 +333,33 @@ def test_a_price_of_0_takes_no_caps():
 def test_no_file():
     with pytest.raises(ConfigError, match="--mtraining-settings /no/such.json cannot be read"):
         check_settings_file(MTrainingConfig(settings="/no/such.json"), LAYERS, HEADS)
+
+
+def test_a_file_is_read_again_when_it_has_changed(tmp_path, monkeypatch):
+    """A run asks in every micro-batch."""
+    path = tmp_path / "settings.json"
+    path.write_text('{"price": 0.5}')
+    reads = []
+    original = settings_file.read_text
+    monkeypatch.setattr(
+        settings_file, "read_text", lambda *args, **more: reads.append(1) or original(*args, **more)
+    )
+    for _ in range(3):
+        assert settings_of_run(str(path)) == {"price": 0.5}
+    assert len(reads) == 1
+    path.write_text('{"price": 0.75}')
+    assert settings_of_run(str(path)) == {"price": 0.75} and len(reads) == 2
+    path.unlink()
+    with pytest.raises(ConfigError, match="settings.json"):
+        settings_of_run(str(path))
+
+
+def test_many_sinks_beside_dense_layers(tmp_path):
+    """Dense attention has no caps that they could be above."""
+    path = tmp_path / "settings.json"
+    path.write_text('{"layers": {"0": {"dense": true}}}')
+    config = MTrainingConfig.from_options(
+        policy="fixed", vertical=6000, slash=10, sink=5000, settings=str(path)
+    )
+    assert head_policies(config, 0, 2, 2)[0].price == 0
+    assert config.dense().sink == 5000

@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 from megatron_mtraining.attention import check_index
 from megatron_mtraining.cp_group import CPGroup, cp_group_of
 from megatron_mtraining.layout import block_at, stripe, unstripe
-from megatron_mtraining.pattern import build_block_index, build_index, full_index
+from megatron_mtraining.pattern import block_list_index, build_block_index, build_index, full_index
 from megatron_mtraining.ring import Ring, ring_of
 from megatron_mtraining.ring.attention import ring_attention
 from tests.support.attention_cases import (
@@ -411,3 +411,20 @@ def test_all_blocks_are_dense_attention():
     one, other = (simulated_ring(*operands, i, 0.1) for i in (dense, indices))
     for a, b in zip(one, other):  # the same sums, which BLAS may add in another order
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-14)
+
+
+def too_long(rank, world):
+    """Rank 1 alone has more than lists can hold."""
+    block_list_index.MAX_LIST_ENTRIES = 15
+    blocks = torch.zeros(1, 2, 3, 6, dtype=torch.bool)
+    blocks[:] = rank == 1
+    none = torch.zeros(1, 2, 6, dtype=torch.bool), torch.zeros(1, 2, 0, dtype=torch.int64)
+    try:
+        build_block_index(blocks, *none, 384, 64, 2, rank=rank, cp=CPGroup(dist.group.WORLD))
+    except ValueError as error:
+        return str(error)
+
+
+def test_lists_that_are_too_long_on_one_rank_are_refused_on_every_rank():
+    (first, second) = run_ranks(2, too_long)
+    assert first == second and "more than 15, use more ranks" in first

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +14,8 @@ from megatron_mtraining.attention import attend
 from megatron_mtraining.cp_group import CPGroup, cp_group_of
 from megatron_mtraining.documents import Documents
 from megatron_mtraining.layout import stripe, unstripe
-from megatron_mtraining.pattern import search_pattern
+from megatron_mtraining.pattern import price_policy, search_pattern
+from megatron_mtraining.pattern.budget_policies import SINK
 from megatron_mtraining.pattern.sampled_rows import last_rows, stratified_rows
 from tests.support.attention_cases import (
     dense_attention,
@@ -195,3 +198,44 @@ def test_documents_of_another_batch_are_named():
     ):
         with pytest.raises(ConfigError, match="there are 2 of 256"):
             attend(query, key, value, config=config, documents=documents)
+
+
+def test_a_cap_counts_slashes_that_documents_have():
+    """Most block distances are longer than any document, and no value ranks before a number."""
+    query, key = operands()
+    documents = Documents.from_lengths([256] * 3, SEQ)
+    config = MTrainingConfig.from_options(
+        price=1e-6,
+        slash_cap=1,
+        window=64,
+        sink=0,
+        block_size=BLOCK,
+        sample_strata=32,
+        sample_rows=2,
+    )
+    index = search_pattern(query, key, config, CPGroup(None), 0.125, documents=documents)
+    free = replace(config, policy=replace(config.policy, slash_cap=None))
+    every = search_pattern(query, key, free, CPGroup(None), 0.125, documents=documents)
+    assert every.distances()[..., 2:4].all(), "documents have four blocks"
+    assert (index.distances()[..., 2:4].sum(-1) == 1).all()
+
+
+def test_columns_are_kept_at_the_same_price_as_slashes(monkeypatch):
+    """Of equal documents the visible pairs, and so all costs, are a known part of the causal ones."""
+    query, key = operands()
+    documents = Documents.from_lengths([SEQ // 4] * 4, SEQ)
+    config = MTrainingConfig.from_options(
+        price=0.5, window=64, block_size=BLOCK, sample_strata=32, sample_rows=2
+    )
+    given = []
+    original = price_policy.slash_mass_in_columns
+
+    def seen(sample, keys, positions, values, least, *rest):
+        given.append((values, least))
+        return original(sample, keys, positions, values, least, *rest)
+
+    monkeypatch.setattr(price_policy, "slash_mass_in_columns", seen)
+    search_pattern(query, key, config, CPGroup(None), 0.125, documents=documents)
+    (values, least), factor = given[0], float(documents.costs(BLOCK).factor)
+    kept = values.view(torch.float32)[(values > 0) & (values < SINK)]
+    assert factor == pytest.approx(4, rel=0.01) and len(kept) and kept.min() >= least * factor

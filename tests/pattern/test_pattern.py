@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.attention import attend
-from megatron_mtraining.config import MobaPolicy, PricePolicy
+from megatron_mtraining.config import FixedPolicy, MobaPolicy, PricePolicy
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.documents import Documents
 from megatron_mtraining.layout import stripe
@@ -301,3 +301,15 @@ def test_lists_of_moba_and_other_heads_are_counted():
     bounded = search_pattern(query, key, alone, CPGroup(None), 0.2)
     assert len(bounded.round_list) > int(bounded.round_ptr[-1])
     assert torch.equal(index.block_mask(0)[:, ::2], bounded.block_mask(0)[:, ::2])
+
+
+def test_a_head_without_columns_has_its_diagonals_beside_heads_with_columns():
+    query, key = structured(SEQ)
+    config = settings(sink=0)
+    alone = search_pattern(
+        query, key, config, CPGroup(None), 0.125, head_policies=[FixedPolicy(0, 3)] * 2
+    )
+    policies = [FixedPolicy(0, 3), FixedPolicy(8, 3)]
+    mixed = search_pattern(query, key, config, CPGroup(None), 0.125, head_policies=policies)
+    assert torch.equal(mixed.member[:, 0], alone.member[:, 0])
+    assert int(mixed.column_ptr[0, 0, -1]) == 0 < int(mixed.column_ptr[0, 1, -1])

@@ -82,3 +82,14 @@ def test_more_blocks_than_16_bits_are_refused_on_cpu():
     nothing = torch.zeros(1, 1, 0, dtype=torch.int32)
     with pytest.raises(ValueError, match="32768 blocks of 64"):
         selection.vertical_slash_lists(None, nothing, 1, nothing, 32769 * 64, 64, 1, 1)
+
+
+def test_no_diagonal_is_no_distance(triton_device):
+    """Of a length that is no multiple of the block, "none" is within the last block."""
+    diagonals = torch.full((1, 2, 3), 500, dtype=torch.int32, device=triton_device)
+    diagonals[0, 1, 0] = 130
+    columns = torch.zeros(1, 2, 0, dtype=torch.int32, device=triton_device)
+    member = selection.vertical_slash_lists(None, diagonals, 1, columns, 500, 64, 1, 1)[0]
+    assert member[0].tolist() == [[1, 0, 0, 0, 0, 0, 0, 0], [1, 0, 1, 1, 0, 0, 0, 0]]
+    expected = reference_index.vertical_slash_lists(None, diagonals, 1, columns, 500, 64, 1, 1)[0]
+    assert torch.equal(member, expected)
