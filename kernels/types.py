@@ -224,8 +224,8 @@ class RingStep(Protocol):
     def source(self) -> int:
         """Rank of the keys and values."""
 
-    def meetings(self, turned: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """How local key blocks ``c`` with ``c % 2 == turned`` meet local query blocks: (residue, apart, wrap)
+    def block_distances(self, parity: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """How local key blocks ``c`` with ``c % 2 == parity`` meet local query blocks: (residue, apart, wrap)
         for those of the same ``% 2``, and for the others. Query block ``c + apart + 2 (e + wrap)`` is at
         block distance ``2 W e + residue``."""
 

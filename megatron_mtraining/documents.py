@@ -66,7 +66,7 @@ class LocalDocuments:
 
 
 class Costs(NamedTuple):
-    """What the choice of a pattern takes of documents: how much slashes and columns add."""
+    """What the pattern search needs of documents: how much slashes and columns add."""
 
     further: Tensor
     """int32 ``[b, NB]``: how many query blocks after a key block see something of it."""
@@ -247,7 +247,7 @@ class Documents:
         return self._ends
 
     def on(self, rank: int, world: int, inner: int | None, block_size: int) -> LocalDocuments:
-        """Those of one rank in the striped layout (:mod:`.layout`); kept.
+        """The documents of one rank in the striped layout (:mod:`.layout`); computed once.
 
         Raises:
             ConfigError: there is no such layout or rank.
@@ -272,7 +272,7 @@ class Documents:
         own = block_at(torch.arange(num_blocks // world, device=device), rank, world, inner)
         first = own * block
         last = (first + block - 1).clamp(max=n - 1)
-        reach = (self.starts[:, first] // block, (self.starts[:, last] + block - 1) // block)
+        kv_bounds = (self.starts[:, first] // block, (self.starts[:, last] + block - 1) // block)
         every = torch.arange(num_blocks, device=device) * block
         ends = self.ends()
         # The last block of queries may be partial; its rows that are not there need no mask.
@@ -282,7 +282,7 @@ class Documents:
         return LocalDocuments(
             start.contiguous(),
             start.float(),
-            torch.stack(reach, 1).int().contiguous(),
+            torch.stack(kv_bounds, 1).int().contiguous(),
             torch.stack((whole, seen), 1).int().contiguous(),
         )
 

@@ -43,7 +43,7 @@ MEGATRON = (
     "tools.quickstart",
 )  # fmt: skip
 """What imports Megatron: the plug-in, and tools that build its models or write its datasets."""
-PROCESS_GROUPS = ("cp_group", "ring.transport", "megatron", "models", "tools.quickstart")
+PROCESS_GROUPS = ("cp_group", "megatron", "models", "tools.quickstart")
 """What talks to process groups: imports ``torch.distributed``, but for its ``checkpoint``, which is files."""
 BENCHMARKS = [["lib"], ["kernels", "layer", "model", "tools"], ["hosts"]]
 

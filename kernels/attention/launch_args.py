@@ -12,11 +12,11 @@ from ..common.launch import cdiv
 from ..types import PatternIndex, RingStep, Round
 from .sampling import BlockMarks
 
-MEETINGS = [
-    f"{what}_{turned}{apart}" for turned in "01" for apart in "01" for what in ("residue", "wrap")
+BLOCK_DISTANCES = [
+    f"{what}_{parity}{apart}" for parity in "01" for apart in "01" for what in ("residue", "wrap")
 ]
-"""Parameters of the gradient of keys, see :func:`meetings`. ``turned`` is the key block's local number modulo
-2, ``apart`` whether the query block's differs."""
+"""Parameters of the gradient of keys, see :func:`block_distances`. ``parity`` is the key block's local number
+modulo 2, ``apart`` whether the query block's differs."""
 
 
 def round_arguments(index: PatternIndex, round_: Round) -> dict[str, Any]:
@@ -46,23 +46,23 @@ def round_arguments(index: PatternIndex, round_: Round) -> dict[str, Any]:
     )
 
 
-def meetings(index: PatternIndex, ring_step: RingStep) -> list[int]:
-    """``RingStep.meetings`` as the kernels take them: for key blocks of even and of odd local number, where
-    the counts of each residue begin in a head's ``rank_ptr``, and the wrap. With block lists, the first is
-    where the counts of the keys' rank begin, and the others are not read."""
+def block_distances(index: PatternIndex, ring_step: RingStep) -> list[int]:
+    """``RingStep.block_distances`` as the kernels take them: for key blocks of even and of odd local number,
+    where the counts of each residue begin in a head's ``rank_ptr``, and the wrap. With block lists, the first
+    is where the counts of the keys' rank begin, and the others are not read."""
     if index.has_block_lists:
         batch, heads, _ = index.member.shape
         return [ring_step.source * batch * heads * index.local_blocks, *[0] * 7]
-    return list(_slash_meetings(ring_step, index.local_blocks))
+    return list(_block_distances(ring_step, index.local_blocks))
 
 
 @functools.lru_cache(maxsize=1024)
-def _slash_meetings(ring_step: RingStep, local_blocks: int) -> tuple[int, ...]:
+def _block_distances(ring_step: RingStep, local_blocks: int) -> tuple[int, ...]:
     length = cdiv(local_blocks, 2)
     return tuple(
         number
-        for turned in (0, 1)
-        for residue, _, wrap in ring_step.meetings(turned)
+        for parity in (0, 1)
+        for residue, _, wrap in ring_step.block_distances(parity)
         for number in (residue * length, wrap)
     )
 

@@ -15,6 +15,7 @@ from ..balance.latency import AttentionShape, LatencyModel
 from ..balance.plan import PlanSizes, Predict
 from ..config import BLOCK_POLICY_NAMES, ConfigError, MTrainingConfig, option, sets_every_head
 from ..files import read_bytes
+from .checks import show
 from .packed_documents import masks_documents
 
 NOT_SINGLE = "batching and tuning need the sample order of --dataloader-type single"
@@ -56,9 +57,8 @@ def check_balance(args, config: MTrainingConfig) -> None:
     for name, why in REFUSED.items():
         value = getattr(args, name, None)
         if value:
-            shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else value
             flag = "--" + name.replace("_", "-")
-            given = flag if value is True else f"{flag} {shown}"
+            given = flag if value is True else f"{flag} {show(value)}"
             raise ConfigError(f"{asked} does not work with {given}: {why}")
     _check_kinds_of_samples(args, config, asked)
     _check_normalization(args, config)

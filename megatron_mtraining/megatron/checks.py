@@ -31,6 +31,11 @@ class Refusal:
     option: str = ""
     """The command-line option, where it is not the name with hyphens."""
 
+    def given(self, command_line: bool) -> str:
+        """The setting as it is given: the option, or the attribute of the TransformerConfig."""
+        option = self.option or "--" + self.name.replace("_", "-")
+        return option if command_line else f"config.{self.name}"
+
 
 def unset(value) -> bool:
     """Whether an option was left out, or says that it is off."""
@@ -189,11 +194,9 @@ def check_settings(settings, command_line: bool) -> None:
         value = getattr(settings, refusal.name, None)
         if refusal.works(value):
             continue
-        option = refusal.option or "--" + refusal.name.replace("_", "-")
-        name = option if command_line else f"config.{refusal.name}"
         raise ConfigError(
-            f"{name} is {show(value)}, which does not work with attention backend mtraining: "
-            f"{refusal.why}; {refusal.advice}"
+            f"{refusal.given(command_line)} is {show(value)}, which does not work with attention backend "
+            f"mtraining: {refusal.why}; {refusal.advice}"
         )
     check_head_dim(settings, command_line)
     _check_groups(settings, command_line)

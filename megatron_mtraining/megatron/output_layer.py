@@ -90,9 +90,7 @@ def why_not(settings, command_line: bool) -> str | None:
     for refusal in NEED_LOGITS:
         value = getattr(settings, refusal.name, None)
         if not refusal.works(value):
-            given = refusal.option or "--" + refusal.name.replace("_", "-")
-            name = given if command_line else f"config.{refusal.name}"
-            return f"{name} is {show(value)}: {refusal.why}"
+            return f"{refusal.given(command_line)} is {show(value)}: {refusal.why}"
     return None
 
 

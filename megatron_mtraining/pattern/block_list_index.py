@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..cp_group import CPGroup
 from ..kernels.selection import block_list_offsets, block_lists, vertical_slash_lists
-from ..layout import block_at, inner_size
+from ..layout import block_at, inner_size, positions_at
 from . import packed_density
 from .vertical_slash_index import PatternIndex
 
@@ -145,8 +145,7 @@ class BlockListIndex(PatternIndex):
     def _positions(self) -> Tensor:
         """Global positions of this rank's queries."""
         local = torch.arange(self.seq_length // self.world, device=self.member.device)
-        block = block_at(local // self.block_size, self.rank, self.world, self.inner)
-        return block * self.block_size + local % self.block_size
+        return positions_at(local, self.rank, self.world, self.block_size, self.inner)
 
 
 def build_block_index(

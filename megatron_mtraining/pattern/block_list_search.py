@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..config import BlockListPolicy, MobaPolicy, Policy
-from ..layout import block_at, owner_of
+from ..layout import block_at, owner_of, positions_at
 from .block_list_index import MAX_LIST_ENTRIES, BlockListIndex, build_block_index
 from .constants import constant
 from .key_block_selection import select_key_blocks
@@ -94,7 +94,8 @@ def _recall(given: SearchInput, blocks: Tensor) -> Tensor:
     own = block_at(
         torch.arange(-(-len(key) // size), device=key.device), sample.rank, world, sample.inner
     )
-    position = (own[:, None] * size + torch.arange(size, device=key.device)).flatten()[: len(key)]
+    local_tokens = torch.arange(len(key), device=key.device)
+    position = positions_at(local_tokens, sample.rank, world, size, sample.inner)
     future = (position > rows[:, None])[None]
     if sample.starts is not None:
         future = future | (position < sample.starts[:, held, None])

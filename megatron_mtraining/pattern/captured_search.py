@@ -75,8 +75,9 @@ class CapturedGroup(CPGroup):
     """
 
     def __init__(self, cp: CPGroup, memory: Memory):
-        self.group = None
+        super().__init__(None)
         self.rank, self.world, self.inner = cp.rank, cp.world, cp.inner
+        self.outer, self.inner_rank = cp.outer, cp.inner_rank
         self.steps: list[Callable[[CPGroup], object]] = []
         self._memory = memory
         self._graph: torch.cuda.CUDAGraph | None = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..layout import block_at
+from ..layout import block_at, positions_at
 
 
 def visible_pairs(index, rank: int) -> Tensor:
@@ -19,7 +19,7 @@ def visible_pairs(index, rank: int) -> Tensor:
     nb = num_blocks // index.world
     local = torch.arange(length, device=device)
     own = block_at(torch.arange(nb, device=device), rank, index.world, index.inner)
-    position = own[local // block] * block + local % block
+    position = positions_at(local, rank, index.world, block, index.inner)
     begins = start // block
     earlier = begins < position // block
     at = (local // block) * (num_blocks + 1) + begins

@@ -89,8 +89,8 @@ class SearchGraphs(StreamGraphs[SearchKind, "SearchGraph"]):
 
     @staticmethod
     def of_stream(query: Tensor, key: Tensor, world: int = 1) -> SearchGraphs | None:
-        """Those of the current stream; None if a search with these operands, over so many ranks, is not to be
-        captured.
+        """The captured searches of the current stream; None if a search with these operands, over this
+        number of ranks, is not to be captured.
 
         Raises:
             ConfigError: another value of ``MTRAINING_SEARCH_GRAPH``.

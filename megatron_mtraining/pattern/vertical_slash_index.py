@@ -46,7 +46,7 @@ class PatternIndex(ABC):
         column_ptr: int32 ``[b, h, NB + 1]``: how many of V come before each block.
         seq_length, block_size, world, inner: N tokens in all, B, W, I.
         recall: float32 ``[b, h]``: the share of sampled rows' attention that is kept, measured as the pattern
-            was chosen; None if it was not.
+            was selected; None if it was not.
         documents: packed ones, to which attention keeps as well: what the index has beside that is not
             attended to. None for one document.
         weights: factors of the gradients through listed blocks, as in ``kernels.types.PatternIndex``; block
@@ -135,8 +135,12 @@ class PatternIndex(ABC):
         """Keys that a query past the end would see, averaged over the queries of the last block, which sees
         ``blocks`` (``[b, h]``) blocks: ``[b, h]``."""
         block, num_blocks = self.block_size, self.member.shape[-1]
-        kept = self.seq_length - (num_blocks - 1) * block
-        return (blocks - 1) * block + self._columns_seen()[..., -1] + (block + kept + 1) / 2
+        last_block_tokens = self.seq_length - (num_blocks - 1) * block
+        return (
+            (blocks - 1) * block
+            + self._columns_seen()[..., -1]
+            + (block + last_block_tokens + 1) / 2
+        )
 
 
 @dataclass(frozen=True)
@@ -237,7 +241,7 @@ def build_index(
     world: int,
     inner: int | None = None,
 ) -> VerticalSlashIndex:
-    """Put chosen distances and columns into the coordinates of the ring; reads nothing on the host.
+    """Put selected distances and columns into the coordinates of the ring; reads nothing on the host.
 
     Args:
         distances: bool ``[b, h, NB]``, D by block distance, NB = ceil(N / B). Distance 0 is added.

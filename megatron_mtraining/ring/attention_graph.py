@@ -58,7 +58,7 @@ class AttentionGraphs(StreamGraphs[AttentionKind, "AttentionGraph"]):
 
     @staticmethod
     def of_stream(query: Tensor) -> AttentionGraphs | None:
-        """Those of the current stream; None if nothing is to be captured for this query.
+        """The captured attention of the current stream; None if none is to be captured for this query.
 
         Raises:
             ConfigError: another value of ``MTRAINING_ATTENTION_GRAPH``.

@@ -120,8 +120,8 @@ class RingStep:
     inner: int
     outer: int
 
-    def meetings(self, turned: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """How local key blocks ``c`` with ``c % 2 == turned`` meet local query blocks: those with the same
+    def block_distances(self, parity: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """How local key blocks ``c`` with ``c % 2 == parity`` meet local query blocks: those with the same
         ``% 2``, and the others.
 
         Returns:
@@ -137,8 +137,8 @@ class RingStep:
         groups = self.rank // self.inner - self.source // self.inner
 
         def meeting(apart: int) -> tuple[int, int, int]:
-            query_place = place(self.rank, turned ^ apart)
-            least = apart * self.inner + query_place - place(self.source, turned)
+            query_place = place(self.rank, parity ^ apart)
+            least = apart * self.inner + query_place - place(self.source, parity)
             least = least * self.outer + groups
             return least % (2 * world), apart, int(least < 0)
 

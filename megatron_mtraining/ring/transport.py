@@ -45,8 +45,8 @@ class Ring:
 
     Attributes:
         cp: the group.
-        trace: None, or a function of a name and a round that returns a context manager, entered around
-            what a ring runs: for measurements.
+        trace: None, or a function of a name and a number (the round in the forward, a count of kernels in
+            the backward) that returns a context manager, entered around what a ring runs: for measurements.
     """
 
     VALUES, GRADIENTS, COLUMNS, GATHER = "values", "gradients", "columns", "gather"
@@ -57,9 +57,9 @@ class Ring:
         self.trace: Callable[..., AbstractContextManager] | None = None
         self._side_stream: torch.cuda.Stream | None = None
 
-    def span(self, name: str, step: int | None = None) -> AbstractContextManager:
+    def span(self, name: str, number: int | None = None) -> AbstractContextManager:
         """A context around a part of the work; see ``trace``."""
-        return nullcontext() if self.trace is None else self.trace(name, step)
+        return nullcontext() if self.trace is None else self.trace(name, number)
 
     def post(
         self, tensor: Tensor, kind: str, link: Link, received: Tensor | None = None

@@ -200,7 +200,7 @@ def test_query_blocks_of_a_key_block_are_found_by_their_distance(inner, outer, b
             step = RingStep(rank, source, inner, outer)
             for c in range(blocks):
                 key, found = block_at(c, source, world, inner), {}
-                for residue, apart, wrap in step.meetings(c % 2):
+                for residue, apart, wrap in step.block_distances(c % 2):
                     first = c + apart + 2 * wrap
                     for e, a in enumerate(range(first, blocks, 2)):
                         found[a] = e * 2 * world + residue

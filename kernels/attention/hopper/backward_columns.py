@@ -76,7 +76,7 @@ def _load(
     BLOCK: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     """The loading warp."""
-    shared.kept.load(k_desc, v_desc, batch, head, first)
+    shared.resident.load(k_desc, v_desc, batch, head, first)
     loader = TileLoader(shared.queries, descs)
     _walk(loader, batch, head, batch_head, first_q_block, num_tiles, BLOCK, SPLITS)
 
@@ -101,10 +101,10 @@ def _attend(
 ):  # fmt: skip
     """A computing warpgroup: the gradients of half of the columns."""
     HALF_N: gl.constexpr = BLOCK // 2
-    kept = shared.kept
+    resident = shared.resident
     tiles = shared.queries
     sums = shared.sums_of_half(HALF)
-    D: gl.constexpr = kept.D
+    D: gl.constexpr = resident.D
     block_tiles: gl.constexpr = BLOCK // BLOCK_M
     layouts = make_layouts(D)
     scale = softmax_scale * LOG2E
@@ -114,7 +114,7 @@ def _attend(
     block = position // BLOCK
     tile = ColumnTile(member, position, block, inside, rank, world, inner, PACKED)
     MASK: gl.constexpr = DOCUMENT if PACKED else PER_KEY
-    k, v, gradients = key_start(kept, tiles, layouts, HALF)
+    k, v, gradients = key_start(resident, tiles, layouts, HALF)
     mask = tile.mask(inside, first_q_block)
     gradients = key_step(
         0, -1, num_tiles > 1, gradients, k, v, tiles, scale, mask, mask, layouts, sums, MASK,

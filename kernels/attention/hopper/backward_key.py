@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from ...common.launch import launch, next_power_of_2
 from ...common.tiles import block_at, blocks_before
 from ...types import PatternIndex, RingStep
-from ..launch_args import MEETINGS, meetings
+from ..launch_args import BLOCK_DISTANCES, block_distances
 from ..portable.columns import invert_columns
 from .key_common import (
     QueryDescriptors,
@@ -76,14 +76,15 @@ def _count_tiles(
     blocks = gl.zeros([SIZE], gl.int32, layout)
     for apart in gl.static_range(index.LISTS_PER_BLOCK):
         head_ptr, head_list = index.head_ptr(batch_head), index.head_list(batch_head)
-        low, high, first = index.meetings(head_ptr, head_list, apart, kv_block, end_q_block)
+        low, high, first = index.block_distances(head_ptr, head_list, apart, kv_block, end_q_block)
         blocks += gl.where(g < GROUP, high - low, 0)
     return 2 * gl.sum(blocks, axis=0)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "kv_rank", "query_rank", "world", "inner", "first_q_block", "chunk_blocks", "kv_ahead", *MEETINGS
+        "kv_rank", "query_rank", "world", "inner", "first_q_block", "chunk_blocks", "kv_ahead",
+        *BLOCK_DISTANCES,
     ]
 )  # fmt: skip
 def _key_kernel(
@@ -168,7 +169,9 @@ def _key_kernel(
             head_ptr = index.head_ptr(batch_head)
             for apart in gl.static_range(index.LISTS_PER_BLOCK):
                 head_list = index.head_list(batch_head)
-                low, high, first = index.meetings(head_ptr, head_list, apart, kv_block, end_q_block)
+                low, high, first = index.block_distances(
+                    head_ptr, head_list, apart, kv_block, end_q_block
+                )
                 num_tiles += 2 * (high - low)
     num_tiles = gl.maximum(num_tiles, 1)
 
@@ -343,7 +346,7 @@ def backward_key(
             first_q_block=each.first_q_block,
             chunk_blocks=None if each.first_q_block is None else chunk,
             kv_ahead=each.kv_ahead if shared else None,
-            **dict(zip(MEETINGS, meetings(index, ring_step), strict=True)),
+            **dict(zip(BLOCK_DISTANCES, block_distances(index, ring_step), strict=True)),
             HEADS=heads,
             GROUP=group,
             D=dim,

@@ -83,7 +83,7 @@ class QueryDescriptors:
 
 
 @aggregate
-class KeptKeys:
+class ResidentKeys:
     """The keys and values of a program: [2, 1, 1, HALF_N, D], a half for each computing warpgroup."""
 
     k: SharedMemory
@@ -158,7 +158,7 @@ class TileLoader:
 class SharedTiles:
     """Shared memory and barriers that the partitions of a program have in common."""
 
-    kept: KeptKeys
+    resident: ResidentKeys
     queries: QueryTiles
     sums: QuerySums | gl.constexpr  # the queries' gradient, or None
 
@@ -214,11 +214,11 @@ def allocate_tiles(
         q, grad_out, lse, delta, q_full, grad_out_full, empty, starts, log2_weights, D, STAGES, PACKED,
         WEIGHTED,
     )  # fmt: skip
-    kept = KeptKeys(k, v, kv_full, HALF_N, D)
+    resident = ResidentKeys(k, v, kv_full, HALF_N, D)
     sums = None
     if dq_desc is not None:
-        sums = allocate_sums(kept, dq_desc)
-    return SharedTiles(kept, queries, sums)
+        sums = allocate_sums(resident, dq_desc)
+    return SharedTiles(resident, queries, sums)
 
 
 @aggregate
@@ -254,17 +254,17 @@ class KeyGradients:
 
 
 @gluon.jit
-def key_start(kept, tiles, layouts, HALF: gl.constexpr):
+def key_start(resident, tiles, layouts, HALF: gl.constexpr):
     """Wait for the keys and the first query tile. Returns a warpgroup's keys and values, and zero
     gradients."""
-    zero = gl.zeros([kept.HALF_N, kept.D], gl.float32, layouts.gradients)
+    zero = gl.zeros([resident.HALF_N, resident.D], gl.float32, layouts.gradients)
     dk = warpgroup_mma_init(zero)
     dv = warpgroup_mma_init(zero)
-    p = gl.zeros([kept.HALF_N, BLOCK_M], kept.k.dtype, layouts.operand)
-    ds = gl.zeros([kept.HALF_N, BLOCK_M], kept.k.dtype, layouts.operand)
-    mbarrier.wait(kept.full, 0)
-    k = kept.k.index(HALF).reshape([kept.HALF_N, kept.D])
-    v = kept.v.index(HALF).reshape([kept.HALF_N, kept.D])
+    p = gl.zeros([resident.HALF_N, BLOCK_M], resident.k.dtype, layouts.operand)
+    ds = gl.zeros([resident.HALF_N, BLOCK_M], resident.k.dtype, layouts.operand)
+    mbarrier.wait(resident.full, 0)
+    k = resident.k.index(HALF).reshape([resident.HALF_N, resident.D])
+    v = resident.v.index(HALF).reshape([resident.HALF_N, resident.D])
     tiles.q_full.wait(0)
     return k, v, KeyGradients(dk, dv, p, ds)
 
@@ -292,7 +292,7 @@ def key_step(
     HALF_N: gl.constexpr = k.shape[0]
     zero = gl.zeros([HALF_N, BLOCK_M], gl.float32, layouts.scores)
     if sums is not None:
-        k, v = sums.kept(n)
+        k, v = sums.resident(n)
     scores = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     gradients = gradients.wait(1)
     tiles.empty.arrive(previous + tiles.STAGES, pred=previous >= 0)

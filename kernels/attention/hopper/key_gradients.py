@@ -60,10 +60,10 @@ def attend(
 ):  # fmt: skip
     """A computing warpgroup: the gradients of half of the keys."""
     HALF_N: gl.constexpr = BLOCK // 2
-    kept = shared.kept
+    resident = shared.resident
     tiles = shared.queries
     sums = shared.sums_of_half(HALF)
-    D: gl.constexpr = kept.D
+    D: gl.constexpr = resident.D
     layouts = make_layouts(D)
     scale = softmax_scale * LOG2E
     # A tile that documents cut is rare, but where it is in the walk differs: all are masked.
@@ -74,7 +74,7 @@ def attend(
         position = first_position + HALF * HALF_N
         position += gl.arange(0, HALF_N, layout=gl.SliceLayout(1, layouts.scores))
         position = position.to(gl.float32)  # [HALF_N]
-    k, v, gradients = key_start(kept, tiles, layouts, HALF)
+    k, v, gradients = key_start(resident, tiles, layouts, HALF)
     # The first tile is not in a loop, so that the compiler finds the loops' operands in place.
     first = 1
     if DIAGONAL:

@@ -19,16 +19,16 @@ class RankIndex:
     """Which query blocks of this rank attend to each key block of one rank: a pattern index on the device.
 
     Of slashes, query blocks meet a key block c at local blocks ``c + apart + 2 (e + wrap)``, e being the
-    quotients that a head's list has for a residue of distances, apart 0 or 1: see ``RingStep.meetings``. Of
-    block lists, each key block has its own list of query blocks.
+    quotients that a head's list has for a residue of distances, apart 0 or 1: see
+    ``RingStep.block_distances``. Of block lists, each key block has its own list of query blocks.
     """
 
     slash_ptr: Pointer  # prefix counts of the lists
     slash_list: Pointer
     ptr_len: Scalar
     list_len: Scalar
-    # launch_args.meetings: by c % 2 and apart, where a residue's prefix counts start, and wrap. With block
-    # lists residue_00 is where those of the keys' rank start.
+    # launch_args.block_distances: by c % 2 and apart, where a residue's prefix counts start, and wrap. With
+    # block lists residue_00 is where those of the keys' rank start.
     residue_00: Scalar
     wrap_00: Scalar
     residue_01: Scalar
@@ -72,7 +72,7 @@ class RankIndex:
         return log2_weight
 
     @gluon.jit
-    def meetings(self, head_ptr, head_list, apart: gl.constexpr, kv_block, end_q_block):
+    def block_distances(self, head_ptr, head_list, apart: gl.constexpr, kv_block, end_q_block):
         """The part of a head's list that has the query blocks which attend to ``kv_block``, from ``low`` to
         ``high``, and the query block of the quotient 0. From ``end_q_block`` on, packed documents hide it, or
         it is for another chunk."""
@@ -129,7 +129,9 @@ def _walk(
         head_list = index.head_list(batch_head)
         head_ptr = index.head_ptr(batch_head)
         for apart in gl.static_range(index.LISTS_PER_BLOCK):
-            low, high, first = index.meetings(head_ptr, head_list, apart, kv_block, end_q_block)
+            low, high, first = index.block_distances(
+                head_ptr, head_list, apart, kv_block, end_q_block
+            )
             if DIAGONAL and apart == 0:
                 low += 1
             for j in range(low, high):
@@ -152,7 +154,7 @@ def load_queries(
     """The loading warp."""
     batch = gl.program_id(1) // (HEADS // GROUP)
     kv_head = gl.program_id(1) % (HEADS // GROUP)
-    shared.kept.load(k_desc, v_desc, batch, kv_head, gl.program_id(0) * BLOCK)
+    shared.resident.load(k_desc, v_desc, batch, kv_head, gl.program_id(0) * BLOCK)
     loader = TileLoader(shared.queries, descs)
     _walk(loader, index, end_q_block, HEADS, GROUP, BLOCK, DIAGONAL)
 

@@ -110,7 +110,7 @@ class QuerySums:
         return warpgroup_mma(ds, self.keys.index(2 + half), dq, is_async=True)
 
     @gluon.jit
-    def kept(self, n):
+    def resident(self, n):
         """The warpgroup's keys and values, [HALF_N, D] each."""
         half = self.HALF + _zero(n)
         k = self.k.index(half).reshape([self.HALF_N, self.D])
@@ -156,17 +156,17 @@ class QueryAdder:
 
 
 @gluon.jit
-def allocate_sums(kept, dq_desc):
+def allocate_sums(resident, dq_desc):
     """Shared memory and barriers of the queries' gradient."""
-    HALF_N: gl.constexpr = kept.HALF_N
-    D: gl.constexpr = kept.D
+    HALF_N: gl.constexpr = resident.HALF_N
+    D: gl.constexpr = resident.D
     HALF_D: gl.constexpr = D // 2
-    dtype: gl.constexpr = kept.k.dtype
+    dtype: gl.constexpr = resident.k.dtype
     ds_layout: gl.constexpr = gl.NVMMASharedLayout(2 * BLOCK_M, 16, 2)
     # The keys are loaded in such a layout that each half of the head dimension is a tile.
     keys_layout: gl.constexpr = gl.NVMMASharedLayout(2 * HALF_D, 16, 2)
     ds = gl.allocate_shared_memory(dtype, [4, HALF_N, BLOCK_M], ds_layout)
-    keys = reinterpret(kept.k, dtype, [4, HALF_N, HALF_D], keys_layout)
+    keys = reinterpret(resident.k, dtype, [4, HALF_N, HALF_D], keys_layout)
     sums = gl.allocate_shared_memory(gl.float32, [2, 1, D, 32], dq_desc.layout)
     ds_full = allocate_barriers(2)
     ds_empty = allocate_barriers(2)
@@ -178,5 +178,5 @@ def allocate_sums(kept, dq_desc):
         mbarrier.init(sums_full.index(i), count=1)
         mbarrier.init(sums_empty.index(i), count=1)
     return QuerySums(
-        kept.k, kept.v, ds, keys, sums, ds_full, ds_empty, sums_full, sums_empty, HALF_N, D, 0
+        resident.k, resident.v, ds, keys, sums, ds_full, ds_empty, sums_full, sums_empty, HALF_N, D, 0
     )  # fmt: skip

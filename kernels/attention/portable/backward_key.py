@@ -4,9 +4,10 @@
     dv_k = sum_i p_ik dout_i        dk = scale sum_i ds_ik q_i
 
 A program holds BLOCK_N keys of one block and loops over the query blocks that attend to them, for every query
-head of the group: the slash list the other way round (``RingStep.meetings``). A block's weight multiplies
-``p_ik``: its log2 is subtracted from the log-sum-exp. Where it is given the columns' gradients, it adds the
-rows that lie in its block. All sums are in a fixed order, without atomics, so the result is deterministic.
+head of the group: the slash list the other way round (``RingStep.block_distances``). A block's weight
+multiplies ``p_ik``: its log2 is subtracted from the log-sum-exp. Where it is given the columns' gradients, it
+adds the rows that lie in its block. All sums are in a fixed order, without atomics, so the result is
+deterministic.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from ...common.tiles import (
     tile_for,
 )
 from ...types import PatternIndex, RingStep
-from ..launch_args import MEETINGS, key_documents, meetings
+from ..launch_args import BLOCK_DISTANCES, block_distances, key_documents
 from .query_tiles import add_tile, query_tile
 from .sampling import log2_weight_at
 
 
-@triton.jit(do_not_specialize=["rank", "query_rank", *MEETINGS])
+@triton.jit(do_not_specialize=["rank", "query_rank", *BLOCK_DISTANCES])
 def _key_kernel(
     # Operands and results
     q_ptr,  # [s, b, h, d]
@@ -82,7 +83,7 @@ def _key_kernel(
     key_len,  # s
     local_blocks,  # nb
     softmax_scale,
-    # The layout (``rank`` has the keys), and how key blocks meet query blocks (launch_args.meetings)
+    # The layout (``rank`` has the keys), and how key blocks meet query blocks (launch_args.block_distances)
     rank,
     world,
     inner,
@@ -126,12 +127,12 @@ def _key_kernel(
     dk = tl.zeros([BLOCK_N, D], tl.float32)
     dv = tl.zeros([BLOCK_N, D], tl.float32)
     scale = softmax_scale * LOG2E
-    # How this key block meets query blocks: see RingStep.meetings.
-    turned = (k_block & 1) == 1
-    same_residue = tl.where(turned, residue_10, residue_00)
-    same_wrap = tl.where(turned, wrap_10, wrap_00)
-    other_residue = tl.where(turned, residue_11, residue_01)
-    other_wrap = tl.where(turned, wrap_11, wrap_01)
+    # How this key block meets query blocks: see RingStep.block_distances.
+    parity = (k_block & 1) == 1
+    same_residue = tl.where(parity, residue_10, residue_00)
+    same_wrap = tl.where(parity, wrap_10, wrap_00)
+    other_residue = tl.where(parity, residue_11, residue_01)
+    other_wrap = tl.where(parity, wrap_11, wrap_01)
     if PACKED:
         block = block_at(k_block, rank, world, inner)
         position = block * BLOCK + part * BLOCK_N + offs_n  # [BLOCK_N]
@@ -302,7 +303,7 @@ def backward_key(
         rank=ring_step.source,
         world=index.world,
         inner=index.inner,
-        **dict(zip(MEETINGS, meetings(index, ring_step))),
+        **dict(zip(BLOCK_DISTANCES, block_distances(index, ring_step))),
         HEADS=heads,
         GROUP=heads // kv_heads,
         BLOCK=index.block_size,
