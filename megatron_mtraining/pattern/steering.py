@@ -156,7 +156,7 @@ class Steering:
         Raises:
             ConfigError: the checkpoint is of another number of layers or heads, or has no prices.
         """
-        _check_prices(price)
+        check_prices(price)
         if isinstance(price, list):
             if not self._heads:
                 price = _median(price)
@@ -190,7 +190,7 @@ def _median(table: list[list[float]]) -> float:
     return statistics.median(price for row in table for price in row)
 
 
-def _check_prices(price: float | list[list[float]]) -> None:
+def check_prices(price: float | list[list[float]]) -> None:
     """Raise :class:`ConfigError` unless it is a price, or a table of them. A checkpoint has what was written
     to it: one that is not a number would select nothing in all steps."""
     rows = price if isinstance(price, list) else [[price]]

@@ -52,6 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "largest size of a file (default: %(default)s)"
     add("--shard-size", type=size, default="5GB", metavar="SIZE", help=what)
 
+    what = "write the prices that a run with a target recall has reached as a settings file"
+    command = directions.add_parser("prices", help=what, description=what)
+    add = command.add_argument
+    what = "checkpoint folder, or the folder of one iteration"
+    add("source", type=Path, metavar="SRC", help=what)
+    add("target", type=Path, metavar="DST", help="file to write: .json, .yaml or .yml")
+    what = "the run's own settings file, if it had one that has moved (default: where it was)"
+    add("--settings", type=Path, metavar="FILE", help=what)
+    add("--overwrite", action="store_true", help="replace DST")
+
     what = "compare the logits of a Hugging Face model and of a Megatron checkpoint on a text"
     command = directions.add_parser("verify", help=what, description=what)
     add = command.add_argument
@@ -122,9 +132,11 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: a folder or an option cannot be used; DST has not changed.
     """
     require("safetensors", "tqdm", extra="convert")
-    directions = {"hf-to-megatron": _to_megatron, "megatron-to-hf": _to_hf, "verify": _verify}
+    directions = {
+        "hf-to-megatron": _to_megatron, "megatron-to-hf": _to_hf, "prices": _prices, "verify": _verify,
+    }  # fmt: skip
     options = {name: value for name, value in vars(args).items() if name not in OUTER}
-    if options["dtype"] is not None:
+    if options.get("dtype") is not None:
         import torch
 
         options["dtype"] = getattr(torch, options["dtype"])
@@ -162,6 +174,25 @@ def _to_hf(source: Path, target: Path, **options) -> int:
 
     convert(source, target, **options)
     print(f"{target}: load it with transformers")
+    return 0
+
+
+def _prices(source: Path, target: Path, *, settings: Path | None, overwrite: bool) -> int:
+    from ...config import option
+    from ..common.settings_bytes import settings_bytes
+    from .prices import prices_of
+
+    if not source.is_dir():
+        raise ConfigError(f"SRC is {source}, which is not a folder")
+    refuse_to_replace_input("DST", target, [source, *([settings] if settings else [])])
+    content, prices = prices_of(source, settings)
+    with atomic_file(target, option="DST", overwrite=overwrite) as file:
+        file.write(settings_bytes(target, content))
+    heads = sum(map(len, prices))
+    print(
+        f"{target}: the prices of {heads} heads in {len(prices)} layers, {content['price']:g} in the median; "
+        f"train or evaluate with them by {option('settings')} or mtraining eval --settings"
+    )
     return 0
 
 

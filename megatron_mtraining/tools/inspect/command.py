@@ -66,11 +66,12 @@ def inspect(options: Options) -> None:
     from ...models.open import open_model
     from ...models.types import ModelOptions
     from ..common.digests import digest_of_array, digest_of_files
+    from ..common.settings_bytes import settings_bytes
     from .collect import Collector
     from .kept_layers import kept_layers
     from .measure import held_out_rows
     from .mixed import mixed_of
-    from .output import draw, heads_to_draw, settings_bytes, write_json
+    from .output import draw, heads_to_draw, write_json
     from .results import Recommendation, numbers, recommendation, summary
     from .sensitivity import check_sensitivity, measure_sensitivity
     from .settled import Settled

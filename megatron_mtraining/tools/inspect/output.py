@@ -17,15 +17,6 @@ def write_json(path: Path, value) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
-def settings_bytes(path: Path, settings: dict) -> bytes:
-    """The content of a settings file, YAML or JSON by its name."""
-    if path.suffix in (".yaml", ".yml"):
-        import yaml
-
-        return yaml.safe_dump(settings, sort_keys=False).encode()
-    return (json.dumps(settings, indent=1) + "\n").encode()
-
-
 def heads_to_draw(best: Measured, asked: list[tuple[int, int]]) -> dict[str, tuple[int, int]]:
     """(place of the layer, head) of each picture of a head, by its name: the easiest, middle and hardest of
     all, and those that were asked for.

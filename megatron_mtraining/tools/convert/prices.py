@@ -1,0 +1,129 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The prices that a run has reached, as a settings file: ``mtraining convert prices``."""
+
+from __future__ import annotations
+
+import statistics
+from argparse import Namespace
+from pathlib import Path
+
+from ...config import (
+    BY_NAME,
+    ConfigError,
+    MTrainingConfig,
+    Policy,
+    PricePolicy,
+    check_settings_file,
+    head_policies,
+    option,
+)
+from ...config.options import policy_values
+from ...megatron.options import attribute, config_from_args
+from ...models.megatron_folder import args_in, find_iteration, read_common
+from ...pattern.steering import check_prices
+
+OF_ALL_LAYERS = ("window", "sink", "block_size", "estimator")
+"""Settings of the pattern that are not a policy's."""
+TARGET = ("target_recall", "target_scope")
+DIGITS = 6
+"""Significant digits of a price: float32 has no more."""
+
+
+def prices_of(source: Path, settings: Path | None = None) -> tuple[dict, list[list[float]]]:
+    """The settings that a run trains with at its last checkpoint, with fixed prices in place of its target.
+
+    Args:
+        source: a checkpoint folder, or the folder of one iteration.
+        settings: the settings file of the run, if it had one and that is elsewhere now.
+
+    Returns:
+        The content of a settings file; and the prices of each layer's heads, of those that have one.
+
+    Raises:
+        ConfigError: the checkpoint cannot be read or has no prices.
+    """
+    folder = find_iteration(source, "SRC")
+    args = args_in(read_common(folder, str(folder)), str(folder))
+    reached = getattr(args, "mtraining_price_reached", None)
+    if reached is None:
+        raise ConfigError(
+            f"SRC is {source}, whose run had no {option('target_recall')}: its prices did not move, and are "
+            "those that it was started with"
+        )
+    check_prices(reached)
+    config = _config(args, settings)
+    layers, heads = args.num_layers, args.num_attention_heads
+    if config.settings is not None:
+        check_settings_file(config, layers, heads)
+    if isinstance(reached, list) and (len(reached), len(reached[0])) != (layers, heads):
+        raise ConfigError(
+            f"SRC is {source}, which has prices of {len(reached)} layers and {len(reached[0])} heads, but a "
+            f"model of {layers} and {heads}: it is damaged"
+        )
+    found = _of_all_layers(args, config)
+    of_run = config.policy.price if isinstance(config.policy, PricePolicy) else 0.0
+    prices: list[list[float]] = []
+    of_layers = {}
+    for layer in range(layers):
+        policies = head_policies(config, layer, layers, heads) or (config.policy,) * heads
+        row = reached[layer] if isinstance(reached, list) else [reached] * heads
+        own, of_heads = [], {}
+        for head, (policy, price) in enumerate(zip(policies, row)):
+            if isinstance(policy, PricePolicy) and policy.price > 0:
+                own.append(_rounded(price * policy.price / of_run))
+                of_heads[str(head)] = {"price": own[-1], **_changed(policy, config.policy)}
+            elif isinstance(policy, PricePolicy):
+                of_heads[str(head)] = {"dense": True}
+            else:
+                of_heads[str(head)] = {"policy": policy.name, **_changed(policy, None)}
+        prices.append(own)
+        of_layers[str(layer)] = {"heads": of_heads}
+    found["price"] = _rounded(statistics.median(price for own in prices for price in own))
+    if isinstance(reached, list) or config.settings is not None:
+        found["layers"] = of_layers
+    return found, prices
+
+
+def _rounded(price: float) -> float:
+    return float(f"{price:.{DIGITS}g}")
+
+
+def _config(args: Namespace, settings: Path | None) -> MTrainingConfig:
+    """The settings that a run was started with."""
+    given = vars(args).get(attribute("settings"))
+    if given is not None and settings is None and not Path(given).is_file():
+        raise ConfigError(
+            f"the run had {option('settings')} {given}, which is not there: give the file as --settings"
+        )
+    if settings is not None:
+        if given is None:
+            raise ConfigError(
+                f"--settings is {settings}, but the run had no settings file: leave it out"
+            )
+        setattr(args, attribute("settings"), str(settings))
+    return config_from_args(args)
+
+
+def _of_all_layers(args: Namespace, config: MTrainingConfig) -> dict:
+    """What was given of the pattern, but for the price and its target."""
+    flat = config.options()
+    return {
+        name: flat[name]
+        for name, each in BY_NAME.items()
+        if (each.sections or name in OF_ALL_LAYERS)
+        and name not in (*TARGET, "price")
+        and flat[name] is not None
+        and getattr(args, attribute(name), None) is not None
+    }
+
+
+def _changed(policy: Policy, run: Policy | None) -> dict:
+    """The settings of a head's policy, but for its price, that the run's policy has not."""
+    base = {} if run is None else policy_values(run)
+    return {
+        name: value
+        for name, value in policy_values(policy).items()
+        if name not in ("policy", "price", *TARGET)
+        and value is not None
+        and base.get(name) != value
+    }
