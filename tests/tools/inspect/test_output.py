@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_mtraining.tools.common.settings_bytes import settings_bytes
 from megatron_mtraining.tools.inspect import collect
 from megatron_mtraining.tools.inspect.options import FILES
-from megatron_mtraining.tools.inspect.output import settings_bytes
 from tests.support.inspect_cases import inspect, quick, refused
 
 
