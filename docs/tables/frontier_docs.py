@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from benchmarks.model import ablations, frontier_tables
+from benchmarks.model.frontier_rows import mean
 
 from . import step_tables
 from .common import Row, measured_on, percent, rows, source, table, tokens
@@ -36,6 +37,36 @@ def chosen(model: str = "smol.gguf") -> Row:
     ]
     return min(
         (row for row in found if row["steps"]), key=lambda row: (-row["seeds"], row["steps"])
+    )
+
+
+TEXTS = {"code": "code", "book": "the book", "speech": "speeches"}
+
+
+def dense_loss_by_text(model: str) -> str:
+    """The dense-attention loss of a model's chosen setting over the dense run of the same seed, by text:
+    means over seeds."""
+    setting = chosen(model)
+    same = {name: setting[name] for name in ("model", "seq", "steps", "lr", "data")}
+    found = [
+        row
+        for row in rows("frontier_runs")
+        if row["stage"] == "train" and all(row[name] == value for name, value in same.items())
+    ]
+    dense = {row["seed"]: row["dense_by_text"] for row in found if row["policy"] == "dense"}
+    sparse = [
+        row
+        for row in found
+        if (row["policy"], row["wanted"]) == (setting["policy"], setting["wanted"])
+        and row["seed"] in dense
+    ]
+    over = {
+        text: mean(row["dense_by_text"][text] / dense[row["seed"]][text] - 1 for row in sparse)
+        for text in TEXTS
+    }
+    # Without a sign where nothing is left of it.
+    return ", ".join(f"{name} {100 * over[text]:+.1f}%" for text, name in TEXTS.items()).replace(
+        "-0.0%", "0.0%"
     )
 
 
