@@ -323,11 +323,18 @@ PICTURES: dict[str, tuple[Callable, Callable]] = {
     "frontier_time.png": (frontier_data, draw_frontier_time),
 }
 """By file name: what is shown, and how it is drawn."""
+NAMES = {
+    f"frontier_{kind}.png": [frontier_tables.PANELS[kind], frontier_tables.LABELS]
+    for kind in ("density", "time")
+}
+"""What axes and lines are called, where that is not from the rows."""
 
 
 def digest(name: str) -> str:
     """The hash of what a picture shows."""
     shown = PICTURES[name][0]()
+    if name in NAMES:
+        shown = [shown, NAMES[name]]
     return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
 
 

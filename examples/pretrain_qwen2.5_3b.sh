@@ -58,13 +58,14 @@ if [ -n "${CHECKPOINT:-}" ]; then
   )
 fi
 
-# Attention of random weights is even: a price would select nearly all of it. So without a checkpoint, and
-# unless a setting is given, budgets are fixed.
+# Attention of random weights is even: a price would select nearly all of it. So without a checkpoint to load,
+# and unless a setting is given, budgets are fixed.
 ATTENTION_ARGUMENTS=(--attention-backend "$ATTENTION")
 SELECTS=' --mtraining-(price|target-recall|settings|policy|coverage|vertical|slash)[ =]'
-if [ "$ATTENTION" != mtraining ] || [[ " $* " =~ $SELECTS ]]; then
+LOADED=${CHECKPOINT:+$CHECKPOINT/latest_checkpointed_iteration.txt}
+if [ "$ATTENTION" != mtraining ] || { [ -z "${PRICE:-}${VERTICAL:-}${SLASH:-}" ] && [[ " $* " =~ $SELECTS ]]; }; then
   :
-elif [ -n "${VERTICAL:-}${SLASH:-}" ] || [ -z "${PRICE:-}${CHECKPOINT:-}" ]; then
+elif [ -n "${VERTICAL:-}${SLASH:-}" ] || { [ -z "${PRICE:-}" ] && [ ! -f "$LOADED" ]; }; then
   ATTENTION_ARGUMENTS+=(--mtraining-vertical "${VERTICAL:-1000}" --mtraining-slash "${SLASH:-100}")
 else
   ATTENTION_ARGUMENTS+=(--mtraining-price "${PRICE:-0.25}")

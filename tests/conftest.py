@@ -143,7 +143,8 @@ def _part_of(variable: str, default: str) -> tuple[int, int]:
 @pytest.hookimpl(tryfirst=True)  # before -m leaves tests out
 def pytest_collection_modifyitems(config, items):
     cases, thinned = Counter(), Counter()
-    # "2/3": of all tests the second third, by their names; of kernels' cases each third, from the second.
+    # "2/3": of all tests, or of tests/megatron, the second third, by their names; of kernels' cases each
+    # third, from the second.
     part = _part_of("MTRAINING_TEST_PART", "1/1")
     of_megatron = _part_of("MTRAINING_TEST_MEGATRON", "{}/{}".format(*part))
     with_gpu = torch.cuda.is_available()

@@ -12,8 +12,8 @@ losses are compared with. Stages:
 - ``time``: a layer of Qwen2.5-3B's shape under recomputation of activations, with the first pass's attention
   kept, its pattern kept, and nothing kept.
 - ``recorded``: rows from measurements that are there: other policies at the base's density (``--frontier``),
-  contiguous and zigzag layout (``balance.jsonl``: busiest rank over the mean), rings with and without inner
-  groups (``rings.jsonl``).
+  contiguous and zigzag layout (``balance.jsonl``: busiest rank over the mean), rings: all gathered, plain
+  and 2 x 2 (``rings.jsonl``).
 - ``table``: prints all.
 
 ``loss_over_dense`` is the dense-attention loss of the trained model, ``own_over_dense`` its own-attention

@@ -259,7 +259,7 @@ def draw_panels(figure, rows: list[Row], kind: str) -> None:
     panels[0].set_yscale("symlog", linthresh=0.5)
     panels[0].set_ylim(-0.1, 14)
     panels[0].set_yticks(LOSS_TICKS, [f"{tick:g}%" for tick in LOSS_TICKS])
-    panels[0].set_ylabel("loss over that of dense (dotted: 0.5%)")
+    panels[0].set_ylabel("loss over dense (dotted: 0.5%)")
     named = {
         label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels())
     }

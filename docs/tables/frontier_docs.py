@@ -64,9 +64,10 @@ def dense_loss_by_text(model: str) -> str:
         text: mean(row["dense_by_text"][text] / dense[row["seed"]][text] - 1 for row in sparse)
         for text in TEXTS
     }
-    # Without a sign where nothing is left of it.
-    return ", ".join(f"{name} {100 * over[text]:+.1f}%" for text, name in TEXTS.items()).replace(
-        "-0.0%", "0.0%"
+    shown = {name: f"{100 * over[text]:+.1f}%" for text, name in TEXTS.items()}
+    zero = ("+0.0%", "-0.0%")
+    return ", ".join(
+        f"{name} {'0.0%' if value in zero else value}" for name, value in shown.items()
     )
 
 

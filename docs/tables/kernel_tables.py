@@ -259,7 +259,9 @@ def layers_before() -> str:
     body = []
     for before, now in pairs:
         inner = now["inner"]
-        keys = f"{inner} x {4 // inner}" if inner else DENSE_RINGS[now["impl"]]
+        keys = {0: DENSE_RINGS.get(now["impl"]), 1: "plain ring", 2: "2 x 2", 4: "all gathered"}[
+            inner
+        ]
         times = [f"{row['fwd_ms']:.3g} / {row['fwdbwd_ms']:.4g}" for row in (before, now)]
         change = now["fwdbwd_ms"] / before["fwdbwd_ms"] - 1
         body.append([now["case"], keys, *times, f"{100 * change:+.1f}%"])

@@ -223,9 +223,10 @@ OPTIONS = (
     Option(
         "gathered_ranks", int,
         "Size of the inner groups, whose ranks gather one another's keys: at most the context-parallel ranks "
-        "of a host, which are its GPUs / --tensor-model-parallel-size. Larger groups take less time; they "
-        "take more memory only in models with few query heads per KV head. 1 is a plain ring. 0 uses the "
-        "inner size of --hierarchical-context-parallel-sizes or, without it, the largest divisor of "
+        "of a host, which are its GPUs / --tensor-model-parallel-size. Larger groups usually take less time. "
+        "One group of all ranks takes the least memory if the model has 8 or more query heads per KV head; "
+        "several groups of more than one rank take more than a plain ring, which is 1. 0 uses the inner size "
+        "of --hierarchical-context-parallel-sizes or, without it, the largest divisor of "
         "--context-parallel-size up to 8.",
         common=True, default_help="0",
     ),

@@ -292,8 +292,8 @@ def _numbered(entries: dict, count: int | None, place: str, what: str):
 
 
 def _read(path: str, name: str):
-    """What a file says. Not to be changed: a run asks in every micro-batch, and it is read when it has
-    changed."""
+    """The parsed content, cached until the file changes, because a run asks in every micro-batch. Callers
+    must not modify it."""
     check_type("settings", path, str)
     try:
         about = os.stat(path)

@@ -178,7 +178,7 @@ def build_block_index(
             nothing is read on the host then. None to count them first, which waits for the device once and
             takes no more memory than there are entries.
         cp: the ranks, which then all refuse lists that are too long on one of them; None to look at this
-            rank alone. Without a capacity it is a collective.
+            rank alone. With ``cp`` and without ``capacity`` this call is a collective.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or there is too much for lists, on some rank of ``cp``.

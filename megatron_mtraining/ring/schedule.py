@@ -136,13 +136,13 @@ class RingStep:
         world = self.inner * self.outer
         groups = self.rank // self.inner - self.source // self.inner
 
-        def meeting(apart: int) -> tuple[int, int, int]:
+        def block_distance(apart: int) -> tuple[int, int, int]:
             query_place = place(self.rank, parity ^ apart)
             least = apart * self.inner + query_place - place(self.source, parity)
             least = least * self.outer + groups
             return least % (2 * world), apart, int(least < 0)
 
-        return meeting(0), meeting(1)
+        return block_distance(0), block_distance(1)
 
 
 @dataclass(frozen=True)

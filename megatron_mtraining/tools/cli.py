@@ -57,7 +57,7 @@ COMMANDS = (
     Command(
         "convert",
         "megatron_mtraining.tools.convert.command",
-        "convert checkpoints between Hugging Face and Megatron, and compare their logits",
+        "convert checkpoints between Hugging Face and Megatron, compare their logits, write their prices",
         "convert",
     ),
     Command(

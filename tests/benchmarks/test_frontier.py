@@ -351,7 +351,7 @@ def test_dense_steps():
     assert [step for step in range(20) if ablations.IsDense("every", 10)(step, 20)] == [9, 19]
 
 
-def test_recorded_rows_are_compared_with_striped_and_flat():
+def test_recorded_rows_are_compared_with_striped_and_one_group():
     rows = ablations.layouts(ablations.record.RESULTS)
     assert all(row["over_base"] == 1 for row in rows if row["setting"].startswith("striped"))
     assert all(row["over_base"] > 1 for row in rows if row["setting"].startswith("contiguous"))

@@ -15,6 +15,12 @@ CASES = {
     # what is given: environment, words, the arguments that select the pattern
     "random weights": ({}, [], FIXED),
     "a checkpoint": ({"CHECKPOINT": "run"}, [], ["--mtraining-price", "0.25"]),
+    "a folder for checkpoints": ({"CHECKPOINT": "new"}, [], FIXED),
+    "both": (
+        {"VERTICAL": "7"},
+        ["--mtraining-slash", "5"],
+        ["--mtraining-vertical", "7", *FIXED[2:], "--mtraining-slash", "5"],
+    ),
     "a price": ({"PRICE": "0.5"}, [], ["--mtraining-price", "0.5"]),
     "columns": ({"VERTICAL": "7"}, [], ["--mtraining-vertical", "7", *FIXED[2:]]),
     "another option": ({}, ["--mtraining-sink", "0"], [*FIXED, "--mtraining-sink", "0"]),
@@ -28,6 +34,10 @@ def test_what_selects_the_pattern(case, tmp_path):
     environment, words, expected = CASES[case]
     checkout = stand_in(tmp_path / "Megatron-LM")
     command(tmp_path / "commands", "torchrun", TORCHRUN)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("5")
+    if "CHECKPOINT" in environment:
+        environment = {"CHECKPOINT": str(tmp_path / environment["CHECKPOINT"])}
     script = EXAMPLES / "pretrain_qwen2.5_3b.sh"
     run = start(script, checkout, *words, commands=tmp_path / "commands", **environment)
     assert run.returncode == 0, run.stderr

@@ -184,8 +184,8 @@ def _prices(source: Path, target: Path, *, settings: Path | None, overwrite: boo
 
     if not source.is_dir():
         raise ConfigError(f"SRC is {source}, which is not a folder")
-    refuse_to_replace_input("DST", target, [source, *([settings] if settings else [])])
-    content, prices = prices_of(source, settings)
+    content, prices, read = prices_of(source, settings)
+    refuse_to_replace_input("DST", target, [source, *([read] if read else [])])
     with atomic_file(target, option="DST", overwrite=overwrite) as file:
         file.write(settings_bytes(target, content))
     heads = sum(map(len, prices))

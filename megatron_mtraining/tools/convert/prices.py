@@ -29,7 +29,9 @@ DIGITS = 6
 """Significant digits of a price: float32 has no more."""
 
 
-def prices_of(source: Path, settings: Path | None = None) -> tuple[dict, list[list[float]]]:
+def prices_of(
+    source: Path, settings: Path | None = None
+) -> tuple[dict, list[list[float]], Path | None]:
     """The settings that a run trains with at its last checkpoint, with fixed prices in place of its target.
 
     Args:
@@ -37,7 +39,8 @@ def prices_of(source: Path, settings: Path | None = None) -> tuple[dict, list[li
         settings: the settings file of the run, if it had one and that is elsewhere now.
 
     Returns:
-        The content of a settings file; and the prices of each layer's heads, of those that have one.
+        The content of a settings file; the prices of each layer's heads, of those that have one; and the
+        settings file that was read, if any.
 
     Raises:
         ConfigError: the checkpoint cannot be read or has no prices.
@@ -53,6 +56,7 @@ def prices_of(source: Path, settings: Path | None = None) -> tuple[dict, list[li
     check_prices(reached)
     config = _config(args, settings)
     layers, heads = args.num_layers, args.num_attention_heads
+    length = getattr(args, "seq_length", None)
     if config.settings is not None:
         check_settings_file(config, layers, heads)
     if isinstance(reached, list) and (len(reached), len(reached[0])) != (layers, heads):
@@ -71,17 +75,23 @@ def prices_of(source: Path, settings: Path | None = None) -> tuple[dict, list[li
         for head, (policy, price) in enumerate(zip(policies, row)):
             if isinstance(policy, PricePolicy) and policy.price > 0:
                 own.append(_rounded(price * policy.price / of_run))
-                of_heads[str(head)] = {"price": own[-1], **_changed(policy, config.policy)}
+                of_heads[str(head)] = {
+                    "price": own[-1],
+                    **_changed(policy, config.policy, length),
+                }
             elif isinstance(policy, PricePolicy):
                 of_heads[str(head)] = {"dense": True}
             else:
-                of_heads[str(head)] = {"policy": policy.name, **_changed(policy, None)}
+                of_heads[str(head)] = {
+                    "policy": policy.name,
+                    **_changed(policy, None, length),
+                }
         prices.append(own)
         of_layers[str(layer)] = {"heads": of_heads}
     found["price"] = _rounded(statistics.median(price for own in prices for price in own))
     if isinstance(reached, list) or config.settings is not None:
         found["layers"] = of_layers
-    return found, prices
+    return found, prices, config.settings and Path(config.settings)
 
 
 def _rounded(price: float) -> float:
@@ -105,7 +115,7 @@ def _config(args: Namespace, settings: Path | None) -> MTrainingConfig:
 
 
 def _of_all_layers(args: Namespace, config: MTrainingConfig) -> dict:
-    """What was given of the pattern, but for the price and its target."""
+    """The run's settings of the pattern, but for the price and its target: Megatron saves all of them."""
     flat = config.options()
     return {
         name: flat[name]
@@ -117,13 +127,13 @@ def _of_all_layers(args: Namespace, config: MTrainingConfig) -> dict:
     }
 
 
-def _changed(policy: Policy, run: Policy | None) -> dict:
-    """The settings of a head's policy, but for its price, that the run's policy has not."""
+def _changed(policy: Policy, run: Policy | None, length: int | None) -> dict:
+    """The settings of a head's policy, but for its price, that the run's policy has not. No cap on slashes is
+    written as one that does not bind: the sequence's length."""
     base = {} if run is None else policy_values(run)
-    return {
-        name: value
+    changed = {
+        name: length if value is None else value
         for name, value in policy_values(policy).items()
-        if name not in ("policy", "price", *TARGET)
-        and value is not None
-        and base.get(name) != value
+        if name not in ("policy", "price", *TARGET) and base.get(name) != value
     }
+    return {name: value for name, value in changed.items() if value is not None}

@@ -253,7 +253,7 @@ def _settings(values: argparse.Namespace, sparse: bool) -> dict:
         if each.name in ("target_recall", "target_scope"):
             raise ConfigError(
                 f"{each.flag} moves prices in training alone: give --mtraining-price, or a file of "
-                "--settings with the prices that training has reached"
+                "--settings with the prices that training has reached (mtraining convert prices)"
             )
     config = config_from_args(values)
     shown = {name: value for name, value in config.options().items() if value is not None}

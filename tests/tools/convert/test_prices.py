@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.config import FixedPolicy, PricePolicy, head_policies, settings_of_run
+from megatron_mtraining.megatron.options import attribute
 from tests.support.convert_cases import change_args, convert, refused
 
 TARGET = dict(mtraining_target_recall=0.95)
@@ -55,6 +56,24 @@ def test_each_head_has_its_price(run, tmp_path, capsys):
     assert convert("prices", run, out, "--overwrite") == 0
 
 
+def test_arguments_as_megatron_saves_them(run, tmp_path):
+    """All options are filled in before a checkpoint is saved."""
+    config = MTrainingConfig.from_options(target_recall=0.95, sink=7, slash_cap=5, block_size=64)
+    layers, heads = sizes(run)
+    filled = {attribute(name): value for name, value in config.options().items()}
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps({"layers": {"1": {"heads": {"0": {"slash_cap": 3}}}}}))
+    change_args(
+        run,
+        **filled | {"mtraining_settings": str(own)},
+        mtraining_price_reached=[[0.5] * heads] * layers,
+    )
+    assert convert("prices", run, tmp_path / "s.json") == 0
+    later, found = policies_in(tmp_path / "s.json", layers, heads)
+    assert (later.sink, later.block_size, later.sampling) == (7, 64, config.sampling)
+    assert [policy.slash_cap for policy in found[1]] == [3] + [5] * (heads - 1)
+
+
 def test_one_price_of_the_model(run, tmp_path):
     change_args(run, **TARGET, mtraining_target_scope="model", mtraining_price_reached=0.37)
     assert convert("prices", run, tmp_path / "s.yaml") == 0
@@ -79,6 +98,7 @@ def test_settings_of_heads_that_the_run_had(run, tmp_path, capsys):
     assert (found[0][0].price, found[0][0].slash_cap) == (0.8, 7)
     assert found[0][1].price == 0 and found[0][2] == PricePolicy(price=0.4)
     assert set(found[-1]) == {FixedPolicy(9, 3)}
+    refused(capsys, own, ("prices", run, own, "--overwrite"), [own])
     moved = own.rename(tmp_path / "moved.json")
     refused(
         capsys,
