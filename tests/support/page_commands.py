@@ -2,7 +2,7 @@
 """The commands that README, docs and examples show, and a folder in which they run as printed.
 
 A page's commands run in one shell, in order, with a tiny model under every name that pages use. No training
-starts: a stand-in of torchrun copies the checkpoint that would be trained.
+starts: a stand-in of torchrun copies the checkpoint that would be trained, and gives it prices.
 """
 
 from __future__ import annotations
@@ -53,6 +53,14 @@ def value(flag):
 source, target = value("--pretrained-checkpoint") or value("--load"), value("--save")
 if source and target and not os.path.exists(target):
     shutil.copytree(source, target)
+    common = os.path.join(target, "release", "common.pt")
+    if os.path.exists(common):  # as of a run with a target recall
+        import torch
+        content = torch.load(common, weights_only=False)
+        content["args"].mtraining_target_recall = 0.95
+        content["args"].mtraining_price_reached = 0.3
+        torch.save(content, common)
+        os.remove(os.path.join(target, "release", "integrity.json"))
 print("started:", *sys.argv[1:])
 """
 
