@@ -61,11 +61,11 @@ def test_programs_begin_commands():
 
 
 def _pages():
-    """Pages with commands to run. Of recipes one is enough, and docs/serving.md has those of checkpoints."""
+    """Pages with commands to run. Recipes have those of examples/README.md, serving those of checkpoints."""
     recipes = [page for page in RUN if page.name == "README.md" and len(page.parts) == 3]
     for page, found in RUN.items():
         if found:
-            repeats = (*recipes[1:], Path("docs/serving.md"))
+            repeats = (*recipes, Path("docs/serving.md"))
             marks = [pytest.mark.repeated] if page in repeats else []
             yield pytest.param(page, marks=marks, id=str(page))
 

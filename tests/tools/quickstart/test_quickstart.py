@@ -156,6 +156,7 @@ if "multiprocessing.spawn" in str(sys.orig_argv):
 
 
 @pytest.mark.slow
+@pytest.mark.repeated  # as the one above
 def test_ranks_that_are_all_stopped_are_named_and_ended(tmp_path):
     """There is nobody then whose exchange could time out."""
     code = """
