@@ -138,6 +138,11 @@ def over_unpruned(row: Row) -> float:
     return row["layer_ms"] / whole[tuple(row[name] for name in names)]["layer_ms"]
 
 
+def over_dense_layer(row: Row) -> float:
+    """A layer's time over that of cuDNN's dense forward and backward."""
+    return row["layer_ms"] / (row["dense_forward_ms"] + row["dense_backward_ms"])
+
+
 def times() -> str:
     """One layer's forward and backward, and what it takes of the unpruned one's."""
     every = found("time")
@@ -154,13 +159,12 @@ def times() -> str:
     header += ["layer / unpruned", "layer / cuDNN dense"]
     body = []
     for row in every:
-        dense = row["dense_forward_ms"] + row["dense_backward_ms"]
         body.append(
             [
                 gpu_name(row["gpu"]), tokens(row["seq"]), forward_of(row), percent(row["forward_density"]),
                 threshold_of(row),
                 percent(row["backward_density"]), f"{row['forward_ms']:.1f}", f"{row['backward_ms']:.1f}",
-                f"{over_unpruned(row):.2f}", f"{row['layer_ms'] / dense:.2f}",
+                f"{over_unpruned(row):.2f}", f"{over_dense_layer(row):.2f}",
             ]
         )  # fmt: skip
     return table(header, body) + source(every, "backward")

@@ -29,12 +29,10 @@ def after_training() -> str:
     return frontier_tables.trained_table(found) + source(apart(found), "frontier")
 
 
-def chosen(model: str = "smol.gguf") -> Row:
-    """The row of policy price at 15% of a model, with most seeds, of the shortest training."""
-    wanted = (model, "price", 0.15)
-    found = [
-        row for row in frontier_rows() if (row["model"], row["policy"], row["wanted"]) == wanted
-    ]
+def chosen(model: str = "smol.gguf", policy: str = "price", wanted: float = 0.15) -> Row:
+    """The row of a setting of a model, with most seeds, of the shortest training."""
+    kind = (model, policy, wanted)
+    found = [row for row in frontier_rows() if (row["model"], row["policy"], row["wanted"]) == kind]
     return min(
         (row for row in found if row["steps"]), key=lambda row: (-row["seeds"], row["steps"])
     )

@@ -13,17 +13,6 @@ LENGTHS = (131072, 524288)
 THRESHOLD = 3
 
 
-def _trained(model: str, policy: str, wanted: float) -> Row:
-    """The joined row of a setting after the shortest training, with most seeds."""
-    kind = (model, policy, wanted)
-    found = [
-        row
-        for row in frontier_docs.frontier_rows()
-        if row["steps"] and (row["model"], row["policy"], row["wanted"]) == kind
-    ]
-    return min(found, key=lambda row: (row["steps"], row["lr"], -row["seeds"]))
-
-
 def _line(why: str, options: str, row: Row) -> list:
     name = f"{frontier_tables.MODELS[row['model']]}, {tokens(row['seq'])}"
     loss = f"{frontier_tables.losses(row, 'trained_dense')} ({row['seeds']})"
@@ -48,7 +37,7 @@ def _exact() -> tuple[list, list[Row]]:
     times = []
     for seq in LENGTHS:
         row = by_length[(seq,)]
-        over = row["layer_ms"] / (row["dense_forward_ms"] + row["dense_backward_ms"])
+        over = backward_tables.over_dense_layer(row)
         times.append(f"{over:.3f}, backward {percent(row['backward_density'])}")
     line = [
         "an exact forward", f"`--mtraining-price 0 --mtraining-backward-threshold {THRESHOLD}`",
@@ -60,8 +49,14 @@ def _exact() -> tuple[list, list[Row]]:
 
 def settings() -> str:
     """The settings to start from."""
-    start, second = _trained(SMALL, "target", 0.95), _trained(SECOND, "target", 0.95)
-    denser, sparser = _trained(SMALL, "price", 0.3), _trained(SMALL, "price", 0.08)
+    start, second = (
+        frontier_docs.chosen(SMALL, "target", 0.95),
+        frontier_docs.chosen(SECOND, "target", 0.95),
+    )
+    denser, sparser = (
+        frontier_docs.chosen(SMALL, "price", 0.3),
+        frontier_docs.chosen(SMALL, "price", 0.08),
+    )
     exact, used = _exact()
     target = "`--mtraining-target-recall 0.95`"
 

@@ -19,8 +19,9 @@ from ...config import (
 )
 from ...config.options import policy_values
 from ...megatron.options import attribute, config_from_args
-from ...models.megatron_folder import args_in, find_iteration, read_common
+from ...models.megatron_folder import find_iteration
 from ...pattern.steering import check_prices
+from .to_hf import read_args
 
 OF_ALL_LAYERS = ("window", "sink", "block_size", "estimator")
 """Settings of the pattern that are not a policy's."""
@@ -46,7 +47,7 @@ def prices_of(
         ConfigError: the checkpoint cannot be read or has no prices.
     """
     folder = find_iteration(source, "SRC")
-    args = args_in(read_common(folder, str(folder)), str(folder))
+    args = read_args(folder)
     reached = getattr(args, "mtraining_price_reached", None)
     if reached is None:
         raise ConfigError(
