@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import tables
-from tables import kernel_tables, pattern_tables, sparsebalance_tables, step_tables
+from tables import kernel_tables, pattern_tables, ring_tables, sparsebalance_tables, step_tables
 from tables.common import tokens
 
 from benchmarks.model import frontier_tables
@@ -91,8 +91,8 @@ def balance_data() -> list[dict]:
     """Max / mean over ranks of all rounds' pairs, by layout and ranks, for a real layer's pattern."""
     found = []
     for layout in ("striped", "zigzag", "contiguous"):
-        for world in (4, *kernel_tables.WORLDS):
-            row = kernel_tables.balance_row("real layer08, stretched", world, layout)
+        for world in (4, *ring_tables.WORLDS):
+            row = ring_tables.balance_row("real layer08, stretched", world, layout)
             found.append(
                 dict(layout=layout, world=world, ratio=row["exposed"], commit=row["commit"])
             )

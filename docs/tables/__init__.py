@@ -23,20 +23,7 @@ from .frontier_docs import (
     predicted_steps,
     untrained,
 )
-from .kernel_tables import (
-    backward_paths,
-    balance,
-    balance_short,
-    kernels,
-    layers,
-    layers_before,
-    layers_two,
-    rounds,
-    selection,
-    short_layers,
-    slow_link,
-    worst_error,
-)
+from .kernel_tables import backward_paths, kernels, selection, short_layers, worst_error
 from .pattern_tables import patterns, patterns_long, patterns_smol
 from .peer_tables import peers, refused
 from .profile_tables import (
@@ -44,6 +31,16 @@ from .profile_tables import (
     profile_command,
     profile_errors,
     profile_seconds,
+)
+from .ring_tables import (
+    balance,
+    balance_short,
+    layers,
+    layers_before,
+    layers_shorter,
+    layers_two,
+    rounds,
+    slow_link,
 )
 from .settings_tables import settings
 from .sparsebalance_tables import (
@@ -107,7 +104,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "step_512k_recall": lambda: percent(step(524288)["recall"]),
     "step_512k_price": lambda: seconds_of(step_at_price(524288)),
     "step_512k_price_ratio": lambda: f"{over_dense(step_at_price(524288)):.1f}x",
-    "predicted_over_measured": predicted_over_measured,
+    "predicted_over_measured_128k": lambda: predicted_over_measured(131072),
+    "predicted_over_measured_512k": lambda: predicted_over_measured(524288),
     "step_512k_predicted": lambda: f"{predicted_seconds(524288):.1f} s",
     "step_128k_predicted": lambda: f"{predicted_seconds(131072):.1f} s",
     "step_512k_price_density": lambda: percent(step_at_price(524288)["density"]),
@@ -151,6 +149,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers": peers,
     "peers_refused": refused,
     "layers": layers,
+    "layers_shorter": layers_shorter,
     "layers_two": layers_two,
     "layers_before": layers_before,
     "rounds": rounds,

@@ -74,11 +74,12 @@ LAYERS = 36
 
 
 def _parts(seq: int, label: str) -> tuple[Row, float, float]:
-    """The profiled step of a length, its seconds beside attention, and attention's at the chosen setting."""
+    """The profiled step of a length with fixed budgets, its seconds beside attention, and attention's at the
+    chosen setting."""
     [row] = [
         row
         for row in step_tables.profiled()
-        if (row["world"], row["attention"], row["seq"]) == (4, "mtraining", seq)
+        if (row["world"], row["attention"], row["seq"]) == (4, "mtraining", seq) and row["vertical"]
     ]
     setting = chosen()
     layer = setting[f"layer_ms_{label}"] + setting[f"search_ms_{label}"]
@@ -86,10 +87,10 @@ def _parts(seq: int, label: str) -> tuple[Row, float, float]:
     return row, rest, LAYERS * layer / row["world"] / 1000
 
 
-def predicted_over_measured() -> str:
-    """How far the prediction at 512K tokens is from the step that was measured, for that step's density."""
-    row = step_tables.step_at_price(524288)
-    _, rest, attention = _parts(524288, "512k")
+def predicted_over_measured(seq: int) -> str:
+    """How far the prediction is from the step of a length that was measured, for that step's density."""
+    row = step_tables.step_at_price(seq)
+    _, rest, attention = _parts(seq, LABELS[seq])
     at_density = rest + attention * row["density"] / chosen()["density_trained"]
     return f"{100 * (at_density / (row['iter_ms'] / 1000) - 1):+.1f}%"
 

@@ -52,11 +52,12 @@ def step(seq: int, world: int = 4, vertical: int = 1000) -> Row:
 
 
 def step_at_price(seq: int, world: int = 4) -> Row:
-    """The last step of random weights whose slashes are capped at about the density of a trained model."""
+    """The last step of random weights with a dense one beside it, capped at about the density of a trained
+    model."""
     found = [
         row for row in steps_rows()
         if (row["seq"], row["world"], row["weights"]) == (seq, world, "random")
-        and row["price"] and row["density"] > 0.1
+        and row["price"] and row["density"] > 0.1 and dense_of(row)
     ]  # fmt: skip
     return found[-1]
 
@@ -74,6 +75,8 @@ def attention_of(row: Row) -> str:
     if row.get("backward_threshold"):
         said += f", backward threshold {row['backward_threshold']:g}"
         said += ", sampling" if row["backward_sampling"] else ""
+    if "--mtraining-recompute-attention" in row["command"]:
+        said += ", recomputed"
     return said
 
 

@@ -151,16 +151,18 @@ def packed_bytes(layer: Layer) -> int:
 
 
 def pruning_bytes(layer: Layer) -> int:
-    """Of :class:`megatron_mtraining.ring.pruning.PrunedPattern`: the codes of blocks, a byte each, their
-    lists at the length they can have, prefix counts, and the attention that stays. The forward's marks take
-    as much as the codes, and are gone by then."""
+    """Of :class:`megatron_mtraining.ring.pruning.PrunedPattern`: the lists of blocks at the length they can
+    have, prefix counts, and the attention that stays. With sampling, or for the density of packed documents,
+    also the codes of blocks, a byte each. The forward's marks are gone by then."""
     setting = layer.setting
     if not setting.mtraining.backward_threshold:
         return 0
     heads, blocks, own = _blocks(layer)
     counts = 4 * own * (setting.outer + setting.cp)
     causal = own * (blocks + 1) // 2  # about as many for every rank
-    return heads * (own * blocks + 4 * causal + counts) + layer.bytes_of(layer.heads, 4)
+    holds_codes = setting.mtraining.backward_sampling or setting.args.reset_attention_mask
+    codes = own * blocks if holds_codes else 0
+    return heads * (codes + 4 * causal + counts) + layer.bytes_of(layer.heads, 4)
 
 
 def _blocks(layer: Layer) -> tuple[int, int, int]:

@@ -173,8 +173,17 @@ def ring_of_row(row: dict) -> int:
         + f"--mtraining-gathered-ranks {row['inner']} {pattern}"
     )
     layer = Layer(setting)
-    kept = layer.saved["attention output"] + layer.saved["log-sum-exp"] + layer.index
-    return ring_bytes(layer) + kept
+    results = ("attention output", "log-sum-exp", "blocks of the pruned backward")
+    held = ring_bytes(layer) + layer.index + sum(layer.saved[name] for name in results)
+    if row["commit"] == "4072a84" and row["backward_threshold"] and not row["backward_sampling"]:
+        held += heads_and_blocks(layer)  # that commit held the codes of blocks, a byte each
+    return held
+
+
+def heads_and_blocks(layer: Layer) -> int:
+    args, config = layer.setting.args, layer.setting.mtraining
+    blocks = args.seq_length // config.block_size
+    return layer.heads * blocks * blocks // layer.setting.cp
 
 
 @pytest.mark.parametrize(
