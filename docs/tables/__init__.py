@@ -14,6 +14,7 @@ from .common import Row, percent, rows
 from .eval_tables import ruler_agreement, ruler_agreement_samples
 from .frontier_docs import (
     ablations_by_loss,
+    ablations_by_ring,
     ablations_by_time,
     after_training,
     chosen,
@@ -182,6 +183,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "frontier_steps": predicted_steps,
     "ablations_by_loss": ablations_by_loss,
     "ablations_by_time": ablations_by_time,
+    "ablations_by_ring": ablations_by_ring,
     "ruler_agreement": ruler_agreement,
 }
 """Tables, by name."""

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from benchmarks.model import ablations, frontier_tables
 from benchmarks.model.frontier_rows import mean
 
 from . import step_tables
-from .common import Row, measured_on, percent, rows, source, table, tokens
+from .common import Row, all_of, measured_on, percent, rows, source, table, tokens
 
 
 def frontier_rows() -> list[Row]:
@@ -138,8 +139,36 @@ def ablations_by_loss() -> str:
 
 
 def ablations_by_time() -> str:
-    """What each part costs in time."""
-    return _ablations(lambda row: row["loss_over_dense"] is None)
+    """What each part costs in time, but for rings."""
+    return _ablations(lambda row: row["loss_over_dense"] is None and row["what"] != "ring")
+
+
+RING = re.compile("(.+?): ([0-9.]+[KM]) (.+?), ([0-9]+ ranks on .+)")
+"""The setting of an ablation of rings: keys, tokens, pattern, and where it ran."""
+
+
+def ablations_by_ring() -> str:
+    """Inner groups of two ranks over one group, by pattern and length."""
+    found = [row for row in rows("ablations") if row["what"] == "ring"]
+    cells: dict[tuple[str, str], dict[int, dict[str, Row]]] = {}
+    for row in found:
+        keys, _, pattern, where = RING.fullmatch(row["setting"]).groups()
+        cells.setdefault((where, pattern), {}).setdefault(row["seq"], {})[keys] = row
+    lengths = sorted({row["seq"] for row in found})
+    body, used = [], []
+    for (where, pattern), by_length in sorted(cells.items()):
+        line = []
+        for seq in lengths:
+            pair = by_length.get(seq, {})
+            used += [{**row, "commit": row["source_commit"]} for row in pair.values()]
+            times = [f"{row['step_ms']:.4g}" for row in pair.values()]
+            line.append(f"{pair['2 x 2']['over_base']:.2f} ({' to '.join(times)})" if pair else "")
+        body.append([where, pattern, *line])
+    where = f"{all_of(used, 'source_gpu')}; commit {all_of(used, 'commit')}"
+    return (
+        table(["where", "pattern", *map(tokens, lengths)], body)
+        + f"\n\nRows: `ablations.jsonl`; from `rings.jsonl`; {where}."
+    )
 
 
 def _ablations(wanted: Callable[[Row], bool]) -> str:
