@@ -135,9 +135,11 @@ OF_KERNELS = ("benchmarks", "kernels", "pattern", "ring", "test_documents.py")
 def _part_of(variable: str, default: str) -> tuple[int, int]:
     """``2/3`` of a variable as numbers."""
     given = os.environ.get(variable, default)
-    if not re.fullmatch(r"[1-9]/[1-9]", given) or given[0] > given[2]:
+    found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", given)
+    own, parts = map(int, found.groups()) if found else (1, 0)
+    if own > parts:
         raise pytest.UsageError(f"{variable} is {given!r}: give such as 2/3")
-    return int(given[0]), int(given[2])
+    return own, parts
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m leaves tests out

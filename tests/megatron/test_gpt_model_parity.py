@@ -24,7 +24,7 @@ def reference(tmp_path_factory):
         1,
         2,
         pytest.param(3, marks=[pytest.mark.slow, pytest.mark.repeated]),
-        pytest.param(4, marks=pytest.mark.slow),
+        pytest.param(4, marks=[pytest.mark.slow, pytest.mark.repeated]),
     ],
 )
 def test_losses_and_gradients_are_those_of_dense_attention(size, reference):
