@@ -94,8 +94,18 @@ class Planner:
         """The number of a step's first sample in Megatron's order."""
         return self.first_sample + (step - self.first_step) * self.sizes.samples
 
+    def begun(self, step: int) -> StepPlan | None:
+        """The plan of a step whose making has begun, once it is made; None else. Begins nothing, so that the
+        first rank, which asks before the others, cannot begin it from other estimates than theirs.
+
+        Raises:
+            ConfigError: the samples cannot be read or placed.
+        """
+        return self._plans[step].result() if step in self._plans else None
+
     def plan_of(self, step: int) -> StepPlan | None:
-        """The plan of a step; waits until it is made. None if no whole global batch is left.
+        """The plan of a step, for its data loader; waits until it is made. None if no whole global batch is
+        left. All ranks must ask for the same steps between the same observations.
 
         Raises:
             ConfigError: the step is over, or the samples cannot be read or placed.
@@ -109,7 +119,8 @@ class Planner:
         if step not in self._plans:
             if step < self.first_step or (self._plans and step < min(self._plans)):
                 raise ConfigError(f"the plan of step {step} is not kept any more")
-            # Nothing has been observed for long. All ranks are at the same place of the same program.
+            # The step whose observations it needs was left out (--iterations-to-skip), or nothing has been
+            # observed for long. All ranks are at the same place of the same program.
             self._start(step)
         found = self._plans[step].result()
         self._forget(step - self.lag - KEPT)
@@ -117,13 +128,14 @@ class Planner:
 
     def observe(self, step: int, density, recall, multipliers=None) -> None:
         """Update the estimates with the observations of a step, and start the plan that needs them. All ranks
-        must call it for the same steps, in order.
+        must call it for the same steps, in order. A step without a plan is left out: one at the end of the
+        data, and one whose plan was forgotten because many steps were skipped after it.
 
         Args:
             density, recall, multipliers: of each micro-batch and rank, ``[M, dp]``: see
                 :meth:`.estimates.DensityEstimates.observe`.
         """
-        plan = self.plan_of(step)
+        plan = self.begun(step)
         if plan is None:
             return
         left_out = self.estimates.observe(plan.kinds, density, recall, multipliers, plan.pairs)

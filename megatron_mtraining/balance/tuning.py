@@ -183,6 +183,10 @@ def tune(
     moves = groups.spread(works) & (before > 0) & (density > 0) & can_move
     start = np.where(moves, density, 1.0)
     low, high = _limits(start, recall, elasticity if can_move else 1.0, bounds, price, moves)
+    if (
+        bounds.anchor == "min"
+    ):  # nobody becomes denser, also where the slowest cannot reach the anchor
+        low = np.zeros_like(low)
 
     def density_at(logs: Floats) -> Floats:
         return np.where(moves, start * np.exp(-elasticity * logs), density)

@@ -150,7 +150,7 @@ def _checked(args) -> tuple[MTrainingConfig, str | None]:
     inner = inner_group_size(args, size, config.gathered_ranks, command_line=True)
     if seq_length is not None:
         config.check_sequence(seq_length, size, inner)
-        check_balance(args, config)
+        check_balance(args, config, seq_length)
     return config, warning
 
 

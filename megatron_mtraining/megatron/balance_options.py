@@ -33,8 +33,11 @@ def balancing_option(config: MTrainingConfig) -> str:
     return f"{option(name)} {getattr(config, name)}"
 
 
-def check_balance(args, config: MTrainingConfig) -> None:
+def check_balance(args, config: MTrainingConfig, seq_length: int) -> None:
     """Refuse runs whose ranks cannot be balanced.
+
+    Args:
+        seq_length: of the run, which Megatron's validation may not have filled in yet.
 
     Raises:
         ConfigError: names the option, its value and what to do.
@@ -62,7 +65,7 @@ def check_balance(args, config: MTrainingConfig) -> None:
             raise ConfigError(f"{asked} does not work with {given}: {why}")
     _check_kinds_of_samples(args, config, asked)
     _check_normalization(args, config)
-    predictor(args, config)
+    predictor(args, config, seq_length)
 
 
 def _check_kinds_of_samples(args, config: MTrainingConfig, asked: str) -> None:
@@ -145,23 +148,47 @@ def balance_of_rank(config: MTrainingConfig) -> dict[str, Any]:
     return found
 
 
+DATA = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
+"""Megatron's options that say which datasets are in the blend, and in which order."""
+
+
+def origin_of_estimates(args, config: MTrainingConfig) -> list[str]:
+    """What estimates of density by kind of data belong to: the pattern, the length of a sample, the blend.
+    Another pattern has other densities, and another blend other datasets under the same numbers."""
+    found = [repr(config.policy), f"blocks of {config.block_size}", f"window {config.window}"]
+    if config.settings is not None:
+        content = read_bytes(Path(config.settings), f"{option('settings')} {config.settings}")
+        found.append(f"settings {hashlib.sha256(content).hexdigest()[:16]}")
+    data = [str(getattr(args, name, None)) for name in DATA]
+    return [*found, f"{args.seq_length} tokens", *data]
+
+
 def sizes_of(args, dp_size: int) -> PlanSizes:
     """The sizes of a run's steps."""
-    experts = getattr(args, "expert_model_parallel_size", 1) or 1
     micro_batch = args.micro_batch_size
     return PlanSizes(
         dp_size,
         args.global_batch_size // (dp_size * micro_batch),
         micro_batch,
-        # Data-parallel replicas exchange tokens of experts in each micro-batch. Stages of a pipeline wait for
-        # their own replica alone.
-        per_microbatch=experts > 1,
+        # Stages of a pipeline wait for their own replica alone.
+        per_microbatch=experts_span_replicas(args),
     )
 
 
-def predictor(args, config: MTrainingConfig) -> Predict:
+def experts_span_replicas(args) -> bool:
+    """Whether data-parallel replicas exchange tokens of experts, and so wait for each other, in each
+    micro-batch. Ranks of an expert group are consecutive, as those of a replica's layer are: a group that is
+    not larger lies within a replica. Where a group spans some of the replicas, all are taken to wait."""
+    tensor = getattr(args, "tensor_model_parallel_size", 1) or 1
+    context = getattr(args, "context_parallel_size", 1) or 1
+    experts = getattr(args, "expert_model_parallel_size", 1) or 1
+    expert_tensor = getattr(args, "expert_tensor_parallel_size", None) or tensor
+    return experts > 1 and experts * expert_tensor > tensor * context
+
+
+def predictor(args, config: MTrainingConfig, seq_length: int) -> Predict:
     """Milliseconds of attention of all layers, also those of other pipeline stages, on one rank, by visible
-    pairs and density of a sample."""
+    pairs and density of a sample of ``seq_length`` tokens."""
     model = latency_model(config.profile)
     heads = args.num_attention_heads
     groups = heads
@@ -171,7 +198,7 @@ def predictor(args, config: MTrainingConfig) -> Predict:
     head_dim = args.kv_channels or args.hidden_size // heads
     shape = AttentionShape(heads // tensor, max(groups // tensor, 1), head_dim)
     kind = "block_lists" if config.policy.name in BLOCK_POLICY_NAMES else "vertical_slash"
-    if config.keeps_all(args.seq_length):
+    if config.keeps_all(seq_length):
         kind = "dense"
     model.entry(kind, head_dim)  # refused now, if it is not there
     packed = masks_documents(args)  # samples of one document have document masks, too
@@ -179,7 +206,7 @@ def predictor(args, config: MTrainingConfig) -> Predict:
 
     def predict(pairs: np.ndarray, density: np.ndarray) -> np.ndarray:
         found = model.predict(
-            args.seq_length, pairs, density, shape, kind=kind,
+            seq_length, pairs, density, shape, kind=kind,
             cp_size=args.context_parallel_size, packed=packed,
         )  # fmt: skip
         again = found.forward_ms if twice else 0.0

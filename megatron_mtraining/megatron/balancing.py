@@ -9,6 +9,7 @@ waiting. All ranks of a replica read the same column of the table, so they selec
 
 from __future__ import annotations
 
+import statistics
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from ..balance.tuning import Groups, TuningBounds, tune
 from ..config import MTrainingConfig, PricePolicy, head_policies, option
 from ..cp_group import RankGroup
 from .balance_log import Interval, StepRecord
+from .balance_options import experts_span_replicas
 from .balance_table import StepTable
 from .observation import LayerCalls
 from .wrapping import log
@@ -31,8 +33,9 @@ from .wrapping import log
 class PlanSource(Protocol):
     """A source of plans, on ranks with a data loader: :class:`~..balance.planner.Planner`."""
 
-    def plan_of(self, step: int) -> StepPlan | None:
-        """The plan of a step; None if there is none (past the last one)."""
+    def begun(self, step: int) -> StepPlan | None:
+        """The plan of a step, if its making has begun; None else (past the last one, or after skipped
+        steps)."""
 
     def knows(self, step: int) -> bool:
         """Whether a step's plan is made from observations. Without observations there is no tuning, because
@@ -81,7 +84,7 @@ class Balancer:
         num_microbatches: returns the number of micro-batches of a step.
         planner: returns the source of plans, or None on ranks without a data loader.
         bounds: bounds of tuning; None to observe only.
-        price: the run's price at the start, untuned.
+        price: the run's price at the start, untuned: the median of heads that have one.
         step: returns the number of the step under way, from 0.
 
     Attributes:
@@ -109,6 +112,10 @@ class Balancer:
         self._unread: tuple[int, StepTable, StepTable | None] | None = None
         self._warned = False
         self.interval = Interval()
+
+    def goes_on_at(self, price: float) -> None:
+        """Take the price that a target recall had reached at a checkpoint."""
+        self._price = price
 
     def layer(self) -> LayerCalls:
         """The calls of a new layer on this rank."""
@@ -174,7 +181,7 @@ class Balancer:
     def _plan(self, step: int, count: int) -> dict[str, np.ndarray] | None:
         """The plan that the first rank makes for a step: rows by name, ``[M, dp]``."""
         planner = self._planner()
-        plan = None if planner is None else planner.plan_of(step)
+        plan = None if planner is None else planner.begun(step)
         if plan is None or np.shape(plan.density) != (count, self.layout.dp_size):
             return None
         ones = np.ones_like(plan.density)
@@ -240,13 +247,12 @@ def balancer_of_arguments(
     # data-parallel group is a part of it.
     dp_size = parallel_state.get_data_parallel_world_size(with_context_parallel=False)
     pipeline = getattr(args, "pipeline_model_parallel_size", 1) > 1
-    expert = (getattr(args, "expert_model_parallel_size", 1) or 1) > 1
     layout = Layout(
         dp_size,
         parallel_state.get_data_parallel_rank(with_context_parallel=False),
         parallel_state.get_tensor_model_parallel_world_size()
         * parallel_state.get_context_parallel_world_size(),
-        pipeline or expert,
+        pipeline or experts_span_replicas(args),
         pipeline,
     )
     bounds = None
@@ -264,8 +270,19 @@ def balancer_of_arguments(
             log(
                 f"{option('tuning')}: {left} have no price to tune, and keep their patterns' settings"
             )
-    price = config.policy.price if isinstance(config.policy, PricePolicy) else 0.0
-    return Balancer(layout, get_num_microbatches, planner, bounds, float(price), step)
+    price = (
+        0.0 if bounds is None else _typical_price(config, args.num_layers, args.num_attention_heads)
+    )
+    return Balancer(layout, get_num_microbatches, planner, bounds, price, step)
+
+
+def _typical_price(config: MTrainingConfig, layers: int, heads: int) -> float:
+    """The median price of the heads that have one, which tuning multiplies; 0 if none has."""
+    found: list[float] = []
+    for layer in range(layers):
+        policies = head_policies(config, layer, layers, heads) or [config.policy] * heads
+        found += [policy.price for policy in policies if isinstance(policy, PricePolicy)]
+    return statistics.median([price for price in found if price > 0] or [0.0])
 
 
 def _without_price(config: MTrainingConfig, layers: int, heads: int) -> str:

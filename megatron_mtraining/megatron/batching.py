@@ -100,7 +100,7 @@ def _planner(args, config, dataset, sampler, loader: DataLoader, before: Planner
         sizes,
         config.batching,
         SampleDocuments(dataset, args),
-        predictor(args, config),
+        predictor(args, config, args.seq_length),
         estimates,
         lag_of(loader.num_workers, loader.prefetch_factor or 0, sizes.num_microbatches),
         lambda text: log(f"warning: {text}"),

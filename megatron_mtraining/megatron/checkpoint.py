@@ -11,7 +11,9 @@ from ..balance.estimates import DensityEstimates
 from ..config import ConfigError
 from .arguments import settings
 from .backend import is_active, training_arguments
+from .balance_options import origin_of_estimates
 from .run_state import RUN
+from .wrapping import log
 
 
 def wrap_generate_state_dict(original):
@@ -27,7 +29,10 @@ def wrap_generate_state_dict(original):
                 (price for price in (each.state() for each in RUN.steerings) if price is not None),
                 None,
             )
-            saved.mtraining_balance_reached = None if RUN.balance is None else RUN.balance.state()
+            saved.mtraining_balance_reached = None
+            if RUN.balance is not None:
+                origin = origin_of_estimates(saved, settings())
+                saved.mtraining_balance_reached = {**RUN.balance.state(), "origin": origin}
             state["args"] = saved
         return state
 
@@ -53,7 +58,13 @@ def wrap_check_checkpoint_args(original):
                     DensityEstimates().restore(estimates)
                 except ConfigError as error:
                     raise ConfigError(f"{error}; --finetune leaves them out") from None
-                RUN.restored_balance = estimates
+                if estimates.get("origin") == origin_of_estimates(training_arguments(), settings()):
+                    RUN.restored_balance = estimates
+                else:
+                    log(
+                        "the checkpoint's estimates of density are of another pattern, sequence length or "
+                        "blend of data: this run makes its own, and tunes when it has them"
+                    )
         return result
 
     return check_checkpoint_args

@@ -164,6 +164,12 @@ REFUSALS = (
     ),
     Refusal("flash_attention_version", unset, "it would be ignored", LEAVE_OUT),
     Refusal(
+        "inprocess_restart",
+        unset,
+        "prices, plans and process groups of the run before would stay",
+        "leave it out, and restart the process",
+    ),
+    Refusal(
         "fp8_dot_product_attention",
         unset,
         "attention runs in bf16, fp16 or fp32",

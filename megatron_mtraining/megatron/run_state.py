@@ -90,6 +90,9 @@ class RunState:
         self.step = step
         for steering in self.steerings:
             steering.step = step
+            price = steering.now() if steering.moves else None
+            if self.balancer is not None and price is not None:
+                self.balancer.goes_on_at(price)
 
     def advance(self, step: int) -> None:
         """End a training step on all ranks: ``step`` steps are done. A collective where there are targets,

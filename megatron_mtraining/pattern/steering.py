@@ -54,6 +54,8 @@ class Steering:
         self._aim: Tensor | None = (
             None  # the target, or the targets of heads: float32 [layers, heads]
         )
+        self._moved: Tensor | None = None  # which heads' prices move: bool, as the prices
+        self._moved_at: Tensor | None = None  # their places in the flattened table: int64
         self._log_prices: Tensor | None = None  # float32 [layers, heads], or [1, 1]
         self._start = policy and policy.price  # or a table of prices
         self._seen: Tensor | None = None  # float32 [2, layers, heads]: sums, and of how many
@@ -116,6 +118,19 @@ class Steering:
             self._move(ranks.all_reduce(seen))
         self._seen, self.step = None, step
 
+    def _priced(self) -> Tensor:
+        """Which heads have a price: bool, as the prices, on the CPU. The recall of the others (dense ones,
+        those of other policies) says nothing of a price."""
+        return _priced_heads(self.config, *self._shape) if self._heads else torch.ones(1, 1) > 0
+
+    def _moves_of(self, device) -> tuple[Tensor, Tensor]:
+        """:meth:`_priced` on the device, and as places in the flattened table."""
+        if self._moved is None:
+            priced = self._priced()
+            self._moved = priced.to(device)
+            self._moved_at = priced.flatten().nonzero().flatten().to(device)
+        return self._moved, self._moved_at
+
     def _aims(self, device) -> Tensor:
         if self._aim is None:
             layers, heads = self._shape
@@ -136,7 +151,8 @@ class Steering:
         over = lost / (1 - self._aims(seen.device)).clamp(min=1e-5) - 1
         by = (-GAIN * over / SLOPE).clamp(-MAX_LOG_STEP, MAX_LOG_STEP)
         # No attention has run, or it was not a number: the price would be none in all steps after.
-        by = torch.where((seen[1] > 0) & by.isfinite(), by, 0.0)
+        moved, _ = self._moves_of(seen.device)
+        by = torch.where((seen[1] > 0) & by.isfinite() & moved, by, 0.0)
         low, high = map(math.log, RANGE)
         self._log_prices = (self._logarithms(seen.device) + by).clamp(low, high)
 
@@ -151,7 +167,8 @@ class Steering:
         return prices if self._heads else prices[0][0]
 
     def restore(self, price: float | list[list[float]]) -> None:
-        """Go on from a checkpoint's price, or prices; one stands for all, and all for one by their median.
+        """Go on from a checkpoint's price, or prices; one stands for all, and all for one by the median of
+        heads that have a price.
 
         Raises:
             ConfigError: the checkpoint is of another number of layers or heads, or has no prices.
@@ -159,7 +176,7 @@ class Steering:
         check_prices(price)
         if isinstance(price, list):
             if not self._heads:
-                price = _median(price)
+                price = _median(price, _priced_heads(self.config, len(price), len(price[0])))
             elif self._shape != (len(price), len(price[0])):
                 raise ConfigError(
                     f"the checkpoint has prices of {len(price)} layers and {len(price[0])} heads, but the "
@@ -169,12 +186,15 @@ class Steering:
         self._start, self._log_prices = price, None
 
     def typical(self) -> Tensor | None:
-        """This step's price, the median where each head has one: float32 ``[]``, on the device. None if
+        """This step's price, the median of heads that have one: float32 ``[]``, on the device. None if
         nothing moves it, or no attention has run here."""
-        return None if self._log_prices is None else self._log_prices.median().exp()
+        if self._log_prices is None:
+            return None
+        _, places = self._moves_of(self._log_prices.device)
+        return self._log_prices.flatten()[places].median().exp()
 
     def now(self) -> float | None:
-        """This step's price, the median where each head has one, read from the device; None without one."""
+        """This step's price, the median of heads that have one, read from the device; None without one."""
         config = self.config
         if not isinstance(config.policy, PricePolicy):
             return None
@@ -183,11 +203,22 @@ class Steering:
         if self._target is None:
             return config.policy.price
         state = self.state()
-        return _median(state) if isinstance(state, list) else state
+        return _median(state, self._priced()) if isinstance(state, list) else state
 
 
-def _median(table: list[list[float]]) -> float:
-    return statistics.median(price for row in table for price in row)
+def _median(table: list[list[float]], priced: Tensor) -> float:
+    """The median of the prices of heads that have one: settings leave at least one with a target."""
+    return statistics.median(torch.tensor(table, dtype=torch.float64)[priced].tolist())
+
+
+def _priced_heads(config: MTrainingConfig, layers: int, heads: int) -> Tensor:
+    """Which heads of a model have a price: bool ``[layers, heads]``."""
+    found = torch.ones(layers, heads, dtype=torch.bool)
+    for layer in range(layers):
+        policies = head_policies(config, layer, layers, heads) or ()
+        for head, policy in enumerate(policies):
+            found[layer, head] = isinstance(policy, PricePolicy) and policy.price > 0
+    return found
 
 
 def check_prices(price: float | list[list[float]]) -> None:

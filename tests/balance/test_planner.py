@@ -134,6 +134,38 @@ def test_steps_without_observations_are_planned_by_the_latest():
         planner.plan_of(3)
 
 
+@pytest.mark.parametrize("lag, ahead", [(3, 0), (4, 1)], ids=["no workers", "workers"])
+@pytest.mark.parametrize("skipped", [1, 2, 3, 10, 11, 40])
+def test_all_ranks_have_one_plan_after_skipped_steps(lag, ahead, skipped):
+    """Megatron reads the samples of skipped steps, and ends none of them. The first rank asks for the plan of
+    the next step at the end of a step, before it reads what a logged step has observed."""
+
+    def observe(planner, step, plan):
+        by_kind = np.random.default_rng(step).uniform(0.05, 0.9, (2, 20))
+        density = by_kind[plan.kinds[..., 0], plan.kinds[..., 1]].mean(-1)
+        planner.observe(step, density, np.full(density.shape, 0.9))
+
+    of_ranks = []
+    for is_first in (True, False):
+        planner = Planner(0, 0, 8 * 80, SIZES, "cost", look_up, predict, lag=lag)
+        plans = {step: planner.plan_of(step) for step in range(ahead)}
+        unread = None
+        for step in range(70):
+            plans[step + ahead] = planner.plan_of(step + ahead)
+            if 20 <= step < 20 + skipped:
+                continue
+            if unread is not None:
+                observe(planner, unread, plans[unread])
+            if is_first:
+                planner.begun(step + 1)
+            unread = step
+            if step == 20 + skipped:  # logged
+                observe(planner, step, plans[step])
+                unread = None
+        of_ranks.append([plans[step].order.tolist() for step in range(70)])
+    assert of_ranks[0] == of_ranks[1]
+
+
 def test_no_number_is_told_once():
     said = []
     planner = make(warn=said.append)

@@ -1,6 +1,7 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Multipliers of the price: nobody waits longer than before, and no bound is crossed."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -110,6 +111,14 @@ def test_a_small_difference_moves_nothing():
     assert (tuned([[0.1, 0.1]], [[10, 10.25]]).multipliers != 1).all()
 
 
+def test_with_anchor_min_nobody_becomes_denser():
+    """Also where the bound on mass keeps the slowest above the time of the others."""
+    density, cost = [[0.2, 0.2, 0.2]], [[10, 20, 80]]
+    found = tuned(density, cost, TuningBounds("min", max_mass=0.01))
+    assert found.multipliers.min() == 1 and found.multipliers[0, 2] > 1
+    assert tuned(density, cost, TuningBounds("mean", max_mass=0.01)).multipliers.min() < 1
+
+
 @pytest.mark.parametrize("anchor, at", [("mean", 2.0), ("min", 1.0), ("max", 3.0)])
 def test_times_meet_at_the_anchor(anchor, at):
     found = tuned([[0.1, 0.1, 0.1]], [[10, 20, 30]], TuningBounds(anchor, max_mass=1))
@@ -145,13 +154,16 @@ def test_microbatches_meet_one_by_one():
 
 
 def test_nobody_gives_up_mass_to_be_faster_than_the_slowest():
-    """The slowest is held by its recall: the others rise to it instead of going down to the anchor."""
+    """The slowest is held by its recall: the others rise to it, or stay with anchor min, instead of going
+    down to the anchor."""
     recall = [[0.9, 0.99, 0.99]]
-    bounds = TuningBounds("min", max_mass=1, min_recall=0.9)
-    found = tuned([[0.1, 0.1, 0.1]], [[30, 20, 10]], bounds, recall)
+    bounds = TuningBounds("mean", max_mass=1, min_recall=0.9)
+    found = tuned([[0.1, 0.1, 0.1]], [[30, 20, 9]], bounds, recall)
     assert not found.met and found.level_ms == pytest.approx(3) and found.target_ms < 2
     assert found.multipliers[0, 0] == 1 and (found.multipliers[0, 1:] < 1).all()
     np.testing.assert_allclose(found.predicted_ms, 3, rtol=1e-4)
+    found = tuned([[0.1, 0.1, 0.1]], [[30, 20, 9]], replace(bounds, anchor="min"), recall)
+    assert not found.met and (found.multipliers == 1).all()
 
 
 @pytest.mark.parametrize("cell", [np.nan, np.inf])

@@ -12,8 +12,12 @@ from megatron_mtraining.balance.latency import LatencyModel
 from megatron_mtraining.balance.plan import PlanSizes
 from megatron_mtraining.cp_group import RankGroup
 from megatron_mtraining.megatron import balance_options
-from megatron_mtraining.megatron.arguments import ArgumentsError
-from megatron_mtraining.megatron.balance_options import balance_of_rank, sizes_of
+from megatron_mtraining.megatron.arguments import ArgumentsError, refuse
+from megatron_mtraining.megatron.balance_options import (
+    balance_of_rank,
+    experts_span_replicas,
+    sizes_of,
+)
 from tests.support.balance_cases import profile
 from tests.support.megatron_cases import check, parse
 from tests.support.ranks import run_ranks
@@ -178,3 +182,39 @@ def test_sizes_of_steps():
     assert sizes_of(parse(**usual), 4) == PlanSizes(4, 6, 2)
     assert sizes_of(parse(**usual, pipeline_model_parallel_size=2), 4) == PlanSizes(4, 6, 2)
     assert sizes_of(parse(**usual, expert_model_parallel_size=4), 4) == PlanSizes(4, 6, 2, True)
+
+
+@pytest.mark.parametrize(
+    "tp, cp, ep, etp, spans",
+    [
+        (1, 1, 2, None, True),
+        (1, 8, 8, None, False),
+        (1, 4, 8, None, True),
+        (2, 1, 2, None, True),
+        (2, 1, 2, 1, False),
+        (2, 2, 4, 2, True),
+    ],
+)
+def test_replicas_that_share_experts(tp, cp, ep, etp, spans):
+    """As Megatron lays expert groups out over ranks."""
+    from megatron.core.parallel_state import RankGenerator
+
+    args = parse(
+        tensor_model_parallel_size=tp, context_parallel_size=cp, expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )  # fmt: skip
+    of_expert = (etp or tp) * ep
+    world = 2 * of_expert * tp * cp
+    ranks = RankGenerator(
+        tp=etp or tp, ep=ep, dp=world // of_expert, pp=1, cp=1, order="tp-cp-ep-dp-pp"
+    )
+    shared = any(
+        len({rank // (tp * cp) for rank in group}) > 1 for group in ranks.get_ranks("tp-ep")
+    )
+    assert experts_span_replicas(args) == spans == shared
+
+
+def test_length_by_megatrons_other_option(tmp_path):
+    """Which fills in the usual one in Megatron's validation, after ours."""
+    words = ["--mtraining-batching", "cost", "--mtraining-profile", profile(tmp_path)]
+    refuse(parse(*words, **APART, seq_length=None, encoder_seq_length=4096))

@@ -197,11 +197,11 @@ def test_loaders_and_datasets_of_others_are_named(run):
 def test_predicted_times_are_of_all_layers_on_one_rank(tmp_path):
     config = MTrainingConfig.from_options(batching="cost", profile=profile(tmp_path))
     usual = dict(
-        seq_length=4096, num_attention_heads=8, kv_channels=64, hidden_size=512, num_layers=3,
+        num_attention_heads=8, kv_channels=64, hidden_size=512, num_layers=3,
         context_parallel_size=2, tensor_model_parallel_size=2, group_query_attention=True, num_query_groups=4,
     )  # fmt: skip
     pairs, density = np.array([1e6, 8e6]), np.array([0.2, 0.1])
-    found = balance_options.predictor(SimpleNamespace(**usual), config)(pairs, density)
+    found = balance_options.predictor(SimpleNamespace(**usual), config, 4096)(pairs, density)
     model = LatencyModel.load(profile(tmp_path))
     one = model.predict(4096, pairs, density, AttentionShape(4, 2, 64), cp_size=2)
     assert found == pytest.approx(3 * one.total_ms)
@@ -209,6 +209,6 @@ def test_predicted_times_are_of_all_layers_on_one_rank(tmp_path):
         batching="cost", profile=profile(tmp_path), recompute_attention=True
     )
     found = balance_options.predictor(
-        SimpleNamespace(**usual, recompute_granularity="full"), again
+        SimpleNamespace(**usual, recompute_granularity="full"), again, 4096
     )(pairs, density)
     assert found == pytest.approx(3 * (one.total_ms + one.forward_ms))

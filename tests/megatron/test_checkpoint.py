@@ -50,14 +50,19 @@ def test_other_runs_save_what_they_have():
     assert state_of(args)["args"] is args
 
 
-def test_estimates_of_density_go_on_from_a_checkpoint(monkeypatch):
-    """If the run balances its ranks; a damaged state is refused with a way out."""
+def test_estimates_of_density_go_on_from_a_checkpoint(monkeypatch, capsys):
+    """If the run balances its ranks, and has the pattern and data that they are of. A damaged state is
+    refused with a way out."""
     known = DensityEstimates()
     known.observe(np.array([[[0, 6]]]), [0.6], [0.5])
     monkeypatch.setattr(RUN, "balance", SimpleNamespace(state=known.state))
-    args = Namespace(attention_backend=AttnBackend["mtraining"])
+    monkeypatch.setattr(checkpoint, "settings", MTrainingConfig)
+    args = Namespace(
+        attention_backend=AttnBackend["mtraining"], seq_length=512, data_path=["a", "b"]
+    )
     saved = pickle.loads(pickle.dumps(state_of(args)["args"]))
-    assert saved.mtraining_balance_reached == known.state()
+    reached = saved.mtraining_balance_reached
+    assert known.state().items() <= reached.items()
 
     monkeypatch.setattr(RUN, "restored_balance", None)
     monkeypatch.setattr(checkpoint, "training_arguments", lambda: args)
@@ -66,7 +71,26 @@ def test_estimates_of_density_go_on_from_a_checkpoint(monkeypatch):
         config = MTrainingConfig.from_options(batching="cost" if balances else "off")
         monkeypatch.setattr(checkpoint, "settings", lambda config=config: config)
         restore(saved)
-        assert RUN.restored_balance == (known.state() if balances else None)
+        assert RUN.restored_balance == (reached if balances else None)
+    assert "estimates of density" not in capsys.readouterr().out
+    for change in (
+        dict(price=0.1),
+        dict(policy="fixed"),
+        dict(block_size=64),
+        dict(seq_length=1024),
+        dict(data_path=["b", "a"]),
+    ):
+        ours = {name: value for name, value in change.items() if not hasattr(args, name)}
+        other = MTrainingConfig.from_options(batching="cost", **ours)
+        monkeypatch.setattr(checkpoint, "settings", lambda config=other: config)
+        now = Namespace(**{**vars(args), **{k: v for k, v in change.items() if k not in ours}})
+        monkeypatch.setattr(checkpoint, "training_arguments", lambda now=now: now)
+        RUN.restored_balance = None
+        restore(saved)
+        assert RUN.restored_balance is None, change
+        assert "another pattern, sequence length or blend" in capsys.readouterr().out
+    monkeypatch.setattr(checkpoint, "settings", lambda: config)
+    monkeypatch.setattr(checkpoint, "training_arguments", lambda: args)
     saved.mtraining_balance_reached = {"version": 99}
     with pytest.raises(ConfigError, match="--finetune leaves them out"):
         restore(saved)

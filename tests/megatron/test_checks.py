@@ -43,6 +43,7 @@ REFUSED = {
     "qk_clip": True,
     "log_max_attention_logit": True,
     "flash_attention_version": 3,
+    "inprocess_restart": True,
     "fp8_dot_product_attention": True,
     "fp8_multi_head_attention": True,
 }

@@ -138,6 +138,29 @@ def test_targets_of_layers_and_heads(tmp_path):
             head_policies(replace(run, settings=str(file)), 1, 2, 3)
 
 
+def test_heads_without_a_price_do_not_move_and_do_not_count(tmp_path):
+    """Dense heads hold all attention, whatever the price."""
+    file = tmp_path / "settings.json"
+    file.write_text('{"layers": {"0": {"dense": true}, "1": {"heads": {"0": {"dense": true}}}}}')
+    config = MTrainingConfig.from_options(target_recall=0.95, price=0.5, settings=str(file))
+    steering = Steering(config, shape=(2, 3))
+    for step in range(40):
+        steering.observe(torch.ones(1, 3), layer=0)
+        steering.observe(torch.tensor([[1.0, 0.95, 0.9]]), layer=1)
+        steering.advance(step + 1, ALONE)
+    prices = torch.tensor(steering.state())
+    assert prices[0].tolist() == pytest.approx([0.5] * 3) and prices[1, 0] == pytest.approx(0.5)
+    assert prices[1, 1] == pytest.approx(0.5) and prices[1, 2] < 0.01
+    middle = pytest.approx(prices[1, 1:].mean().item(), rel=1e-5)
+    assert steering.now() == middle
+    assert steering.typical().item() == pytest.approx(prices[1, 2].item())  # torch's lower median
+    one = Steering(
+        replace(config, policy=replace(config.policy, target_scope="model")), shape=(2, 3)
+    )
+    one.restore(steering.state())
+    assert one.state() == middle
+
+
 def _steer_heads(rank, world):
     """Rank 0 and 1: data-parallel copies of layer 0's first head; 2: its second; 3: layer 1."""
     steering = Steering(MTrainingConfig.from_options(price=1.0, target_recall=0.9), shape=(2, 2))

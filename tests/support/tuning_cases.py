@@ -22,7 +22,7 @@ class Plans:
         self.recall = np.full_like(self.density, recall)
         self.observed: list[tuple] = []
 
-    def plan_of(self, step):
+    def begun(self, step):
         pairs = self.pairs[..., None]
         return SimpleNamespace(
             step=step, pairs=pairs, density=self.density, recall=self.recall,
