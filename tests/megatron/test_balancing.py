@@ -15,8 +15,14 @@ from megatron_mtraining.balance.tuning import Groups, TuningBounds
 from megatron_mtraining.cp_group import RankGroup
 from megatron_mtraining.megatron import balance_log, core_attention, observation, register
 from megatron_mtraining.megatron.balance_table import OBSERVED, StepTable
-from megatron_mtraining.megatron.balancing import Balancer, Layout, balancer_of_arguments
+from megatron_mtraining.megatron.balancing import (
+    Balancer,
+    Layout,
+    _typical_price,
+    balancer_of_arguments,
+)
 from megatron_mtraining.megatron.observation import LayerCalls, Observed
+from megatron_mtraining.megatron.run_state import RunState
 from megatron_mtraining.pattern import Steering
 from tests.support.megatron_cases import DIM, GROUPS, HEADS, make, make_config
 from tests.support.ranks import run_ranks
@@ -421,6 +427,28 @@ def test_layers_without_a_price_are_named_once(tmp_path, monkeypatch, capsys):
     balancer = balancer_of_arguments(args, config, lambda: 0, lambda: None)
     assert "layer 0; heads 2 of layer 1 have no price to tune" in capsys.readouterr().out
     assert balancer.layout.per_microbatch and not balancer.layout.pipeline
+
+
+def test_tuning_starts_from_the_prices_of_heads(tmp_path):
+    """Which a settings file may give, and which multipliers multiply: its bound on mass is of them."""
+    path = tmp_path / "settings.json"
+    path.write_text('{"layers": {"0": {"dense": true}, "1": {"price": 0.8}, "2": {"price": 0.8}}}')
+    config = MTrainingConfig.from_options(tuning="on", price=0.1, settings=str(path))
+    assert _typical_price(config, 3, 4) == 0.8
+    assert _typical_price(MTrainingConfig.from_options(price=0.1), 3, 4) == 0.1
+
+
+def test_tuning_goes_on_from_the_price_of_a_checkpoint():
+    """Before the first table of the run has been read."""
+    run, prices = RunState(), []
+    run.balancer = SimpleNamespace(goes_on_at=prices.append)
+    run.steering_of(MTrainingConfig.from_options(price=0.3), 2, 2)
+    run.resume(4)
+    assert prices == [] and run.step == 4
+    config = MTrainingConfig.from_options(target_recall=0.95, price=0.3)
+    run.steering_of(config, 2, 2).restore([[0.5, 0.7], [0.6, 0.9]])
+    run.resume(5)
+    assert prices == [pytest.approx(0.65)]
 
 
 def test_times_of_cuda_are_pairs_of_events(monkeypatch):
