@@ -24,7 +24,8 @@ from .policies import (
     XAttentionPolicy,
 )
 from .settings import BLOCK_SIZES, DENSE, MTrainingConfig
-from .settings_file import check_settings_file, head_policies, sets_every_head, settings_of_run
+from .settings_content import sets_every_head, settings_of_run
+from .settings_file import check_settings_file, head_policies
 from .validation import option
 
 __all__ = [

@@ -7,7 +7,17 @@ from dataclasses import dataclass, field, fields, replace
 from typing import get_args
 
 from ..errors import ConfigError, check_whole
-from .options import ANCHORS, BALANCE, BATCHING, OPTIONS, SIZES, TUNING, Values, config_fields
+from .options import (
+    ANCHORS,
+    BALANCE,
+    BATCHING,
+    OPTIONS,
+    RENAMED,
+    SIZES,
+    TUNING,
+    Values,
+    config_fields,
+)
 from .policies import (
     Policy,
     PricePolicy,
@@ -15,6 +25,7 @@ from .policies import (
     StratifiedSampling,
     XAttentionPolicy,
 )
+from .settings_content import settings_of_run
 from .validation import check_at_least, check_choice, check_share, check_type, option
 
 BLOCK_SIZES = (64, 128)
@@ -164,21 +175,26 @@ class MTrainingConfig:
     @classmethod
     def from_options(cls, **options) -> MTrainingConfig:
         """Settings from flat option names, as on the command line: ``from_options(policy="fixed",
-        vertical=500)``. An option that is left out, or None, has its default.
+        vertical=500)``. An option that is left out, or None, has the value that a file (``settings``) has for
+        all layers, or its default.
 
         Raises:
-            ConfigError: an unknown option, one of another policy, or a value that cannot work.
+            ConfigError: an unknown option, one of another policy, a value that cannot work, or a file that
+                cannot be read. A file that has another value than is given is refused where it is applied to
+                a model.
         """
-        return cls(**config_fields(options))
+        return cls(**config_fields(_with_file(options)))
 
     @classmethod
     def for_sequence(cls, seq_length: int, **options) -> MTrainingConfig:
-        """:meth:`from_options`, with defaults cut to the sequence length. Options given must fit it.
+        """:meth:`from_options`, with defaults cut to the sequence length. Options that are given, or that a
+        file has, must fit it.
 
         Raises:
             ConfigError: as :meth:`from_options`, or ``seq_length`` is not a number of 1 or more.
         """
         _check_length(seq_length)
+        options = _with_file(options)
         config = cls.from_options(**options)
         flat = config.options()
         cut = {
@@ -269,6 +285,16 @@ class MTrainingConfig:
         """Whether every pair of a sequence of ``seq_length`` tokens is kept, whatever the data."""
         _check_length(seq_length)
         return self.window >= seq_length or self.policy.keeps_all(seq_length, self.block_size)
+
+
+def _with_file(options: Values) -> Values:
+    """Flat options, and those not given that a settings file among them has for all layers."""
+    names = ("settings", *(old for old, new in RENAMED.items() if new == "settings"))
+    path = next((options[name] for name in names if options.get(name) is not None), None)
+    if path is None:
+        return options
+    given = {name: value for name, value in options.items() if value is not None}
+    return {**settings_of_run(path), **given}
 
 
 def _check_length(seq_length: int) -> None:

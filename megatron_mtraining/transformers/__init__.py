@@ -14,7 +14,7 @@ process without context parallelism, on a GPU or a CPU:
     trainer.train()
 
 - :mod:`.interface`: the attention and the mask function that transformers calls.
-- :mod:`.masking`: padding and packed ``position_ids`` as packed documents.
+- :mod:`.masking`: padding, which is left out, and packed ``position_ids`` as packed documents.
 - :mod:`.state`: settings, prices and means of a model.
 - :mod:`.callback`: after each step of ``Trainer``, moves prices and logs density and recall.
 """

@@ -6,6 +6,7 @@ from __future__ import annotations
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
+from ..config import ConfigError
 from .state import advance, state_of
 
 
@@ -45,6 +46,14 @@ def watch(trainer: Trainer) -> None:
     The callback comes before the trainer's own callbacks, so TensorBoard and W&B get its values too.
 
     Raises:
-        ConfigError: the trainer's model has no settings.
+        ConfigError: the trainer's model has no settings, or the trainer would use several GPUs in one
+            process.
     """
+    count = trainer.args.n_gpu
+    if count > 1:
+        raise ConfigError(
+            f"the trainer would divide batches over {count} GPUs in one process (nn.DataParallel), which "
+            "attention mtraining does not support: start one process for each GPU with torchrun, or show "
+            "this process one GPU (CUDA_VISIBLE_DEVICES=0)"
+        )
     trainer.callback_handler.callbacks.insert(0, PatternCallback(trainer.model))

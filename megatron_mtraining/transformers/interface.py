@@ -2,13 +2,13 @@
 """The attention function and the mask function that transformers calls under the name ``mtraining``.
 
 Training and prefill use the pattern. Steps that read a KV cache (decoding, a prompt that continues) attend to
-the whole cache, through transformers' own ``sdpa``.
+the whole cache, through transformers' own ``sdpa``; with several queries in training mode they are refused.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +18,25 @@ from ..config import DENSE, ConfigError, MTrainingConfig
 from ..documents import Documents
 from ..kernels.limits import HEAD_DIMS
 from ..requirements import require
-from .masking import CacheMask, PatternMask, check_padding
+from .masking import CacheMask, Part, PatternMask, token_spans
 from .state import ATTRIBUTE, PatternState
 
 NAME = "mtraining"
 """Name of the attention implementation."""
 TAIL_ROWS = 256
 """Rows of a dense tail that are computed at a time."""
-UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
-"""Arguments of attention functions that change what attention computes."""
+UNSUPPORTED = (
+    "sliding_window",
+    "softcap",
+    "s_aux",
+    "sinks",
+    "position_bias",
+    "head_mask",
+    "indices",
+    "block_indices",
+)
+"""Arguments of attention functions that change what attention computes. The arguments that do not cannot be
+listed instead: models pass on to attention whatever a trainer gives to their forward."""
 
 
 def register() -> None:
@@ -47,6 +57,35 @@ def register() -> None:
         ) from None
     ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)
+    _refuse_assisted_decoding()
+
+
+def _refuse_assisted_decoding() -> None:
+    """Have ``generate`` refuse assisted decoding for models with this attention.
+
+    Its first forward is of the prompt and of tokens that an assistant proposes, so the pattern would depend
+    on them. The mask function and the attention function cannot tell it from a prompt. So the method that
+    makes the assistant refuses.
+    """
+    from transformers.generation import GenerationMixin
+
+    # No public method is called with assisted decoding alone. Without this one nothing can be refused.
+    original = getattr(GenerationMixin, "_get_candidate_generator", None)
+    if original is None or getattr(original, "refuses", None) == NAME:
+        return
+
+    @wraps(original)
+    def candidates(self, *args, **kwargs):
+        if self.config._attn_implementation == NAME:
+            raise ConfigError(
+                "generate is asked for assisted decoding (assistant_model, prompt_lookup_num_tokens or "
+                "another way to propose tokens), where a prompt's pattern would depend on the proposed "
+                "tokens: attention mtraining supports generation without it"
+            )
+        return original(self, *args, **kwargs)
+
+    candidates.refuses = NAME  # type: ignore[attr-defined]
+    GenerationMixin._get_candidate_generator = candidates
 
 
 def configure(
@@ -64,8 +103,8 @@ def configure(
             refused.
         dense_tail: in evaluation mode, this many last tokens of a prompt attend to all keys. A pattern is
             selected by what many queries attend to; the few queries of a question at the end of a prompt
-            have little say in it. Of packed sequences, those of the last one. Density does not count it. In
-            training mode there is no such tail.
+            have little say in it. Of packed sequences, tokens of the last one alone, all of it if it is
+            shorter. Density does not count it. In training mode there is no such tail.
 
     Returns:
         The state of the model: its prices, and means of density and recall.
@@ -82,6 +121,7 @@ def configure(
     if of_model is None or not hasattr(model, "set_attn_implementation"):
         raise ConfigError(f"model is a {type(model).__name__}: give a model of transformers")
     _check_model(of_model, type(model).__name__)
+    _check_devices(model)
     layers = [module for module in model.modules() if _is_attention(module)]
     numbers = sorted(module.layer_idx for module in layers)
     count = of_model.num_hidden_layers
@@ -120,6 +160,16 @@ def check_config(config: MTrainingConfig) -> None:
             )
 
 
+def _check_devices(model: nn.Module) -> None:
+    devices = sorted({str(each.device) for each in model.parameters()})
+    if len(devices) > 1:
+        raise ConfigError(
+            f"{type(model).__name__} has parameters on {', '.join(devices)}: attention mtraining supports "
+            "one device in each process; leave out device_map, and start one process for each GPU with "
+            "torchrun"
+        )
+
+
 def _check_model(config, name: str) -> None:
     if config.get_text_config() is not config:
         raise ConfigError(f"{name} has several parts: call configure on its language model")
@@ -150,8 +200,7 @@ def mask(
     """transformers' mask function: called once per forward, before the layers.
 
     Returns:
-        None for causal attention over the whole sequence; a :class:`~.masking.PatternMask` for padded or
-        packed sequences; a :class:`~.masking.CacheMask` for steps that read a KV cache.
+        A :class:`~.masking.PatternMask`, or a :class:`~.masking.CacheMask` for steps that read a KV cache.
 
     Raises:
         ConfigError: a mask beyond padding and packing.
@@ -177,12 +226,8 @@ def mask(
             )
         )  # fmt: skip
     packed = mask_function is not None and mask_function is not causal_mask_function
-    tokens = attention_mask
-    if tokens is not None:
-        tokens = None if bool(tokens.all()) else tokens.bool()
-    if tokens is not None:
-        check_padding(tokens)
-    return None if tokens is None and not packed else PatternMask(tokens, packed)
+    spans = None if attention_mask is None else token_spans(attention_mask.bool())
+    return PatternMask(spans, packed)
 
 
 def attention(
@@ -200,21 +245,26 @@ def attention(
     Args:
         module: the layer's attention module.
         query: ``[b, h, s, d]``; key, value ``[b, hk, skv, d]``, with the keys of a cache.
-        attention_mask: the result of :func:`mask`.
+        attention_mask: the result of :func:`mask`; None, from models without it, for causal attention.
         scaling: scale of the scores; ``d ** -0.5`` if None.
 
     Returns:
-        ``[b, s, h, d]`` in the value's dtype, and None: there are no attention weights.
+        ``[b, s, h, d]`` in the value's dtype, 0 for padding, and None: there are no attention weights.
 
     Raises:
         ConfigError: something that attention mtraining does not support; names it and the layer.
     """
     batch, _, length, _ = query.shape
-    if isinstance(attention_mask, CacheMask):
-        return _over_cache(module, query, key, value, attention_mask.mask, scaling, dropout, more)
     state: PatternState | None = getattr(module, ATTRIBUTE, None)
     layer = getattr(module, "layer_idx", None)
     place = f"attention of layer {layer}"
+    if isinstance(attention_mask, CacheMask):
+        _check_continuation(module, place, length, key.shape[2])
+        if state is not None and layer is not None and length > 1:
+            # A few tokens, such as those of an answer, are decoding, which does not count.
+            if _searches(state.config, length):
+                state.observe_dense(layer, batch, module.training, query.device)
+        return _over_cache(module, query, key, value, attention_mask.mask, scaling, dropout, more)
     if state is None or layer is None:
         raise ConfigError(
             f"the {place} has attention implementation {NAME}, but no settings: call "
@@ -226,39 +276,63 @@ def attention(
             f"the {place} is given a mask of shape {list(attention_mask.shape)}: attention mtraining takes "
             "a two-dimensional attention_mask, or none"
         )
-    tail = 0 if module.training else state.dense_tail
-    documents = None
+    parts = [Part(slice(None), 0, length)]
     if attention_mask is not None:
-        if tail and attention_mask.ends_in_padding():
-            raise ConfigError(
-                f"dense_tail is {tail}, and the batch has padding after its tokens: pad on the left "
-                '(tokenizer.padding_side = "left"), or leave dense_tail out'
-            )
-        documents = attention_mask.documents(more.get("position_ids"), batch, length)
+        parts = attention_mask.parts(more.get("position_ids"), batch, length)
     # RoPE leaves float32 under autocast.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    config, policies, price = state.config, state.policies(layer), state.price(layer, query.device)
-    if not module.training:
-        config = _without_pruning(config)
-    if not _fits(config, length):
-        config, policies, price = _dense(config), None, None
-    try:
-        result = attend(
-            *(t.permute(2, 0, 1, 3) for t in (query, key, value)),
-            config=config,
-            softmax_scale=scaling,
-            documents=documents,
-            head_policies=policies,
-            price=price,
-            observe_backward=partial(state.observe_backward, layer),
-        )
-    except ValueError as error:
-        raise ConfigError(f"the {place} cannot run: {error}") from error
-    state.observe(layer, result.index, module.training)
-    out = result.out.transpose(0, 1)
-    if tail:
-        out = with_dense_tail(out, query, key, value, documents, scaling, tail)
+
+    def attend_to(part: Part) -> Tensor:
+        own = (t[part.entries, :, part.first : part.end] for t in (query, key, value))
+        try:
+            return _by_pattern(state, layer, module.training, *own, part.documents, scaling)
+        except ValueError as error:
+            raise ConfigError(f"the {place} cannot run: {error}") from error
+
+    if attention_mask is None or attention_mask.spans is None:
+        return attend_to(parts[0]), None
+    out = value.new_zeros(batch, length, *query.shape[1::2])
+    for part in parts:
+        out[part.entries, part.first : part.end] = attend_to(part)
     return out, None
+
+
+def _by_pattern(
+    state: PatternState,
+    layer: int,
+    training: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents | None,
+    scaling: float | None,
+) -> Tensor:
+    """Attention by a layer's settings, which is counted: ``[b, s, h, d]``.
+
+    Args:
+        query: ``[b, h, s, d]``; key, value ``[b, hk, s, d]``, without padding.
+    """
+    length = query.shape[2]
+    config, policies, price = state.config, state.policies(layer), state.price(layer, query.device)
+    if not training:
+        config = _without_pruning(config)
+    searched = _searches(config, length)
+    if not searched:
+        config, policies, price = _dense(config), None, None
+    result = attend(
+        *(t.permute(2, 0, 1, 3) for t in (query, key, value)),
+        config=config,
+        softmax_scale=scaling,
+        documents=documents,
+        head_policies=policies,
+        price=price,
+        observe_backward=partial(state.observe_backward, layer),
+    )
+    state.observe(layer, result.index, training, searched)
+    out = result.out.transpose(0, 1)
+    if state.dense_tail and not training:
+        out = with_dense_tail(out, query, key, value, documents, scaling, state.dense_tail)
+    return out
 
 
 def with_dense_tail(
@@ -270,7 +344,8 @@ def with_dense_tail(
     scaling: float | None,
     count: int,
 ) -> Tensor:
-    """``out``, ``[b, s, h, d]``, whose last ``count`` tokens attend to all keys of their documents.
+    """``out``, ``[b, s, h, d]``, whose last ``count`` tokens attend to all keys. Of packed documents, those
+    tokens of them that are in the last one attend to all of it; the others stay as they are.
 
     Args:
         query: ``[b, h, s, d]``; key, value ``[b, hk, s, d]``.
@@ -292,18 +367,24 @@ def with_dense_tail(
         tail = torch.nn.functional.scaled_dot_product_attention(
             rows.reshape(batch, groups, -1, dim), key, value, attn_mask=sees, scale=scaling
         )
-        parts.append(tail.reshape(batch, heads, number, dim).transpose(1, 2))
+        tail = tail.reshape(batch, heads, number, dim).transpose(1, 2)
+        if documents is not None:
+            last = (own >= documents.starts[:, None, -1:])[..., None]  # [b, n, 1, 1]
+            tail = torch.where(last, tail, out[:, first : first + number])
+        parts.append(tail)
     return torch.cat(parts, 1)
 
 
-@lru_cache(maxsize=64)
-def _fits(config: MTrainingConfig, length: int) -> bool:
-    """Whether a sequence of ``length`` tokens is long enough for the search; others run dense attention."""
+@lru_cache(maxsize=256)
+def _searches(config: MTrainingConfig, length: int) -> bool:
+    """Whether a sequence of ``length`` tokens is long enough for a pattern. Others run dense attention: the
+    settings sample or select more tokens than they have, or the local window has all of their blocks."""
     try:
         config.check_sizes(length)
     except ConfigError:
         return False
-    return True
+    blocks, window = (-(-tokens // config.block_size) for tokens in (length, config.window))
+    return blocks > window + 1  # the window of a query reaches into one block more
 
 
 def _dense(config: MTrainingConfig) -> MTrainingConfig:
@@ -317,7 +398,23 @@ def _without_pruning(config: MTrainingConfig) -> MTrainingConfig:
     return replace(config, backward_threshold=0.0, backward_sampling=False)
 
 
+def _check_continuation(module: nn.Module, place: str, length: int, keys: int) -> None:
+    """Several queries that continue a cache are dense. In training that would be all of the training."""
+    if module.training and length > 1:
+        raise ConfigError(
+            f"the {place} continues a KV cache of {keys - length} tokens by {length} in training mode, and "
+            "attention to a cache is dense: attention mtraining does not support training with a prefix in "
+            "the cache, such as PEFT's prefix tuning (use LoRA or prompt tuning); to continue a prompt, call "
+            "model.eval()"
+        )
+
+
 def _check_call(module: nn.Module, place: str, dropout: float, more: dict) -> None:
+    if getattr(module, "_is_replica", False):
+        raise ConfigError(
+            f"the {place} is in a replica of nn.DataParallel, which attention mtraining does not support: "
+            "start one process for each GPU with torchrun"
+        )
     given = [name for name in UNSUPPORTED if more.get(name) is not None]
     if given:
         raise ConfigError(

@@ -17,13 +17,17 @@ ATTRIBUTE = "mtraining_state"
 
 
 class PatternMeans(NamedTuple):
-    """Means over the calls of each layer since the last :func:`take_means`."""
+    """Means over the calls of each layer since the last :func:`take_means`, and over their batch entries.
+    Padding does not count."""
 
     density: Tensor
     """Fraction of the visible query-key pairs that is attended to: float32 ``[layers, heads]``, on
-    the CPU; NaN for a layer that has not run."""
+    the CPU; NaN for a layer that has not run. 1 of sequences that are too short for a pattern, and of long
+    parts of a prompt that continue a KV cache."""
     recall: Tensor
-    """Share of the attention mass that the pattern holds, on held-out rows: shape and NaN as ``density``."""
+    """Share of the attention mass that the pattern holds, on held-out rows: shape and NaN as ``density``.
+    Calls that are dense whatever the settings say, as above, do not count; 1 for a layer that has had no
+    others."""
 
 
 class BackwardMeans(NamedTuple):
@@ -58,9 +62,11 @@ class PatternState:
         self._policies = [
             head_policies(config, i, num_layers, num_heads) for i in range(num_layers)
         ]
-        # By whether the model trains, and by layer: float32 [3, heads] of density, recall, calls.
+        # By whether the model trains, and by layer: float32 [4, heads] of density, calls, and of those with a
+        # pattern, recall, calls.
         self._sums: dict[bool, dict[int, Tensor]] = {True: {}, False: {}}
-        self._backward: dict[int, Tensor] = {}  # the same of backwards: density, dropped, calls
+        # Of backwards: float32 [3, heads] of density, dropped, calls.
+        self._backward: dict[int, Tensor] = {}
 
     def policies(self, layer: int) -> tuple[Policy, ...] | None:
         """The policy of each head of a layer; None if all heads have the policy of the run."""
@@ -71,42 +77,56 @@ class PatternState:
         settings."""
         return self.steering.price(device, layer, 0, self.shape[1])
 
-    def observe(self, layer: int, index: PatternIndex, training: bool) -> None:
+    def observe(
+        self, layer: int, index: PatternIndex, training: bool, searched: bool = True
+    ) -> None:
         """Add the pattern of one call to the means, and in training to the target recall. Does not wait for
-        the device."""
+        the device.
+
+        Args:
+            searched: False if the call was dense because its sequence is too short for a pattern. No price
+                changes its recall of 1, so it does not count for the recall and for the target.
+        """
         density = index.density().detach()
         # Without recall everything is kept.
         recall = torch.ones_like(density) if index.recall is None else index.recall.detach()
-        _add(self._sums[training], layer, density, recall)
-        if training:
+        there = torch.full_like(density, searched)
+        _add(self._sums[training], layer, density, torch.ones_like(density), recall * there, there)
+        if training and searched:
             self.steering.observe(recall, layer)
+
+    def observe_dense(self, layer: int, batch: int, training: bool, device: torch.device) -> None:
+        """Add a call that attended to everything, without a pattern, to the means."""
+        ones = torch.ones(batch, self.shape[1], device=device)
+        _add(self._sums[training], layer, ones, ones, 0 * ones, 0 * ones)
 
     def observe_backward(self, layer: int, density: Tensor, dropped: Tensor) -> None:
         """Add what one pruned backward kept and left out, float32 ``[b, h]`` each, to the means."""
-        _add(self._backward, layer, density, dropped)
+        _add(self._backward, layer, density, dropped, torch.ones_like(density))
 
     def take(self, training: bool = True) -> PatternMeans:
         """The means since the last call of this method, over forwards in training mode or over other
         forwards. Waits for the device."""
-        means = self._means(self._sums[training])
+        means = torch.full((2, *self.shape), torch.nan)
+        for layer, sums in self._sums[training].items():
+            density, calls, recall, searched = sums.cpu()
+            means[0, layer] = density / calls
+            means[1, layer] = torch.where(searched > 0, recall / searched, 1.0)
         self._sums[training] = {}
         return PatternMeans(*means)
 
     def take_backward(self) -> BackwardMeans:
         """The means of pruned backwards since the last call of this method. Waits for the device."""
-        means, self._backward = self._means(self._backward), {}
-        return BackwardMeans(*means)
-
-    def _means(self, sums_of: dict[int, Tensor]) -> Tensor:
         means = torch.full((2, *self.shape), torch.nan)
-        for layer, sums in sums_of.items():
+        for layer, sums in self._backward.items():
             means[:, layer] = (sums[:2] / sums[2]).cpu()
-        return means
+        self._backward = {}
+        return BackwardMeans(*means)
 
 
 def _add(sums: dict[int, Tensor], layer: int, *values: Tensor) -> None:
-    """Add values, float32 ``[b, h]`` each, and a count to a layer's sums over ``b``."""
-    own = torch.stack((*values, torch.ones_like(values[0]))).sum(1)
+    """Add values, float32 ``[b, h]`` each, to a layer's sums over ``b``."""
+    own = torch.stack(values).sum(1)
     sums[layer] = sums[layer] + own if layer in sums else own
 
 
@@ -131,7 +151,7 @@ def take_means(model: nn.Module, training: bool = True) -> PatternMeans:
 
     Args:
         training: whether to return the means of forwards in training mode, or of other forwards (prefill;
-            decoding is dense and does not count).
+            decoding is dense and does not count). :class:`PatternMeans` says what counts.
     """
     return state_of(model).take(training)
 

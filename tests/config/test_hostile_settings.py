@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("yaml")
 
 from megatron_mtraining import ConfigError, MTrainingConfig
-from megatron_mtraining.config.settings_file import LARGEST, check_settings_file, settings_of_run
+from megatron_mtraining.config import check_settings_file, settings_of_run
+from megatron_mtraining.config.settings_content import LARGEST
 
 
 def times_ten(line: str, count: int) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -65,7 +66,9 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.policy.name)
-def test_options_and_from_options_are_inverse(config):
+def test_options_and_from_options_are_inverse(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file.json").write_text('{"layers": {}}')
     flat = config.options()
     assert set(flat) == {option.name for option in OPTIONS}
     assert MTrainingConfig.from_options(**flat) == config
@@ -77,7 +80,10 @@ def test_the_policy_follows_from_what_is_given():
 
 
 @pytest.mark.parametrize("name", ["overrides", "budgets"])
-def test_renamed_options_are_accepted_with_a_warning(name):
+def test_renamed_options_are_accepted_with_a_warning(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for each in ("file.json", "other.json"):
+        Path(each).write_text('{"layers": {}}')
     renamed = f"--mtraining-{name} is now called --mtraining-settings"
     with pytest.warns(FutureWarning, match=renamed):
         config = MTrainingConfig.from_options(**{name: "file.json"})

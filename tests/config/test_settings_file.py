@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from megatron_mtraining import ConfigError, MTrainingConfig
@@ -17,9 +18,10 @@ from megatron_mtraining.config import (
     check_settings_file,
     head_policies,
     sets_every_head,
-    settings_file,
+    settings_content,
     settings_of_run,
 )
+from megatron_mtraining.tools.inspect import results, sweep
 
 LAYERS, HEADS = 3, 4
 
@@ -166,22 +168,53 @@ def test_options_that_are_gone_say_what_to_use(place, tmp_path):
         "layer": {"layers": {"0": {"slash_floor": 3}}},
         "head": {"layers": {"0": {"heads": {"1": {"slash_floor": 3}}}}},
     }[place]
-    config = with_file(tmp_path, content)
     gone = "has 'slash_floor', which is not an option any more; .*--mtraining-price"
     with pytest.raises(ConfigError, match=gone):
-        check_settings_file(config, LAYERS, HEADS)
+        check_settings_file(with_file(tmp_path, content), LAYERS, HEADS)
 
 
 @pytest.mark.parametrize("layers", [{"layers": {}}, {}])
 def test_settings_of_the_run_must_be_the_runs(layers, tmp_path):
-    """In Megatron-LM they are taken for options that are not given."""
+    """They are taken for options that are not given."""
     content = {"policy": "price", "price": 0.31, **layers}
-    config = with_file(tmp_path, content, price=0.31)
-    check_settings_file(config, LAYERS, HEADS)
-    assert head_policies(config, 0, LAYERS, HEADS) is None
+    for given in (dict(price=0.31), {}, dict(price=None)):
+        config = with_file(tmp_path, content, **given)
+        check_settings_file(config, LAYERS, HEADS)
+        assert head_policies(config, 0, LAYERS, HEADS) is None
+        assert config.policy == PricePolicy(price=0.31)
     assert settings_of_run(config.settings) == {"policy": "price", "price": 0.31}
     with pytest.raises(ConfigError, match="has price 0.31, but the run 0.25"):
-        check_settings_file(with_file(tmp_path, content), LAYERS, HEADS)
+        check_settings_file(with_file(tmp_path, content, price=0.25), LAYERS, HEADS)
+    with pytest.raises(ConfigError, match="has price 0.31, but the run 0.25"):
+        check_settings_file(MTrainingConfig(settings=config.settings), LAYERS, HEADS)
+    with pytest.raises(
+        ConfigError, match="--mtraining-price is 0.31, but --mtraining-policy is fixed"
+    ):
+        with_file(tmp_path, content, policy="fixed")
+
+
+def test_options_take_what_inspect_has_written(tmp_path):
+    one = results.Measured(
+        sweep.Series("price", None, ("price",), tuple({"price": 0.5**i} for i in range(2))),
+        np.array([[[0.7, 0.5]], [[1.0, 0.6]]]),
+        np.array([[[0.1, 0.1]], [[0.3, 0.9]]]),
+        0.9,
+    )
+    content = results.Recommendation([one]).settings_file()
+    assert content["price"] < 1 and content["layers"] == {"0": {"heads": {"1": {"dense": True}}}}
+    config = with_file(tmp_path, content)
+    assert config.policy == PricePolicy(price=content["price"])
+    assert head_policies(config, 0, 1, 2) == (config.policy, DENSE)
+    assert MTrainingConfig.from_options(**config.options()) == config
+
+
+def test_what_a_file_has_for_all_layers_must_fit_the_sequence(tmp_path):
+    path = written(tmp_path, {"window": 4096, "vertical_cap": 99})
+    with pytest.raises(ConfigError, match="--mtraining-window is 4096, more than"):
+        MTrainingConfig.for_sequence(1024, settings=path).check_sizes(1024)
+    config = MTrainingConfig.for_sequence(8192, settings=path, sink=2)
+    check_settings_file(config, LAYERS, HEADS)
+    assert (config.window, config.policy.vertical_cap, config.sink) == (4096, 99, 2)
 
 
 def test_published_budgets(tmp_path):
@@ -242,9 +275,8 @@ def test_published_budgets(tmp_path):
     ],
 )
 def test_mistakes_in_overrides(tmp_path, content, named):
-    config = with_file(tmp_path, content)
     with pytest.raises(ConfigError) as raised:
-        check_settings_file(config, LAYERS, HEADS)
+        check_settings_file(with_file(tmp_path, content), LAYERS, HEADS)
     assert "--mtraining-settings" in str(raised.value) and "file.json" in str(raised.value)
     assert named in str(raised.value)
 
@@ -308,9 +340,8 @@ def test_budgets_in_yaml_may_have_numbers_as_keys(tmp_path):
 
 def test_a_file_that_is_no_text(tmp_path):
     (tmp_path / "file.json").write_bytes(b"\xff\xfe")
-    config = MTrainingConfig.from_options(settings=str(tmp_path / "file.json"))
     with pytest.raises(ConfigError, match="--mtraining-settings .*file.json is not UTF-8 text"):
-        check_settings_file(config, LAYERS, HEADS)
+        MTrainingConfig.from_options(settings=str(tmp_path / "file.json"))
 
 
 def test_what_coverage_1_keeps_is_up_to_the_caps():
@@ -340,9 +371,11 @@ def test_a_file_is_read_again_when_it_has_changed(tmp_path, monkeypatch):
     path = tmp_path / "settings.json"
     path.write_text('{"price": 0.5}')
     reads = []
-    original = settings_file.read_text
+    original = settings_content.read_text
     monkeypatch.setattr(
-        settings_file, "read_text", lambda *args, **more: reads.append(1) or original(*args, **more)
+        settings_content,
+        "read_text",
+        lambda *args, **more: reads.append(1) or original(*args, **more),
     )
     for _ in range(3):
         assert settings_of_run(str(path)) == {"price": 0.5}

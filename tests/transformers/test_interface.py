@@ -119,6 +119,88 @@ def test_a_mask_without_padding_changes_nothing(tokens):
     )
 
 
+@pytest.mark.parametrize("side", ("left", "right"))
+def test_a_padded_entry_is_attended_to_as_alone(side, tokens):
+    """Pattern, density and recall are of the tokens."""
+    tail = dict(dense_tail=40)
+    for training, options in ((True, {}), (False, {}), (False, tail)):
+        ours = small_model().train(training)
+        configure(ours, SPARSE, **options)
+        padding = torch.zeros(1, 212, dtype=torch.long)
+        order = slice(None, None, -1 if side == "left" else 1)
+        padded = torch.cat([tokens[:1, :300], padding][order], 1)
+        mask = torch.cat([torch.ones_like(tokens[:1, :300]), padding][order], 1)
+        batch = torch.cat([padded, tokens[1:]]), torch.cat([mask, torch.ones_like(tokens[1:])])
+        with torch.no_grad():
+            found = ours(batch[0], attention_mask=batch[1], use_cache=False).logits
+            both = take_means(ours, training)
+            first = ours(tokens[:1, :300], use_cache=False).logits
+            second = ours(tokens[1:], use_cache=False).logits
+        alone = take_means(ours, training)
+        torch.testing.assert_close(found[:1][mask > 0], first[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[1:], second, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(both, alone, rtol=1e-4, atol=1e-4)
+        assert both.density.max() < 1 and both.recall.max() < 1
+
+
+def test_entries_with_the_same_padding_are_computed_together(tokens, monkeypatch):
+    from megatron_mtraining.transformers import interface
+
+    shapes, original = [], interface.attend
+
+    def spy(query, *args, **kwargs):
+        shapes.append(tuple(query.shape[:2]))
+        return original(query, *args, **kwargs)
+
+    monkeypatch.setattr(interface, "attend", spy)
+    mask = torch.ones(4, SEQ, dtype=torch.long)
+    mask[0, :100] = mask[2, :100] = mask[1, -50:] = mask[3] = 0
+    ours = with_pattern(small_model(num_hidden_layers=1), SPARSE)
+    logits = ours(tokens.repeat(2, 1), attention_mask=mask, use_cache=False).logits
+    assert shapes == [(SEQ - 100, 2), (SEQ - 50, 1)] and logits.isfinite().all()
+
+
+@pytest.mark.parametrize("how", ("cache", "mask", "padding"))
+def test_packed_sequences_are_found_beside_a_cache_or_a_mask(how, tokens, monkeypatch):
+    """There transformers itself does not look. It costs one look per forward, not one per layer."""
+    from megatron_mtraining.transformers.masking import PatternMask
+
+    looks, original = [], PatternMask._make_parts
+    monkeypatch.setattr(
+        PatternMask, "_make_parts", lambda *given: looks.append(1) or original(*given)
+    )
+    tokens = tokens[:1]
+    positions = torch.cat([torch.arange(200), torch.arange(SEQ - 200)])[None]
+    model = small_model()
+    ours = with_pattern(model, DENSE)
+    given = {
+        "cache": dict(use_cache=True),
+        "mask": dict(use_cache=False, attention_mask=torch.ones_like(tokens)),
+        "padding": dict(use_cache=False, attention_mask=torch.ones(1, SEQ + 60, dtype=torch.long)),
+    }[how]
+    batch, kept = dict(input_ids=tokens, position_ids=positions), slice(None)
+    if how == "padding":
+        kept = slice(60, None)
+        given["attention_mask"][:, :60] = 0
+        batch = {name: torch.nn.functional.pad(each, (60, 0)) for name, each in batch.items()}
+    with torch.no_grad():
+        expected = model(tokens, position_ids=positions, use_cache=False).logits
+        found = ours(**batch, **given).logits[:, kept]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert len(looks) == 1
+
+
+def test_positions_that_skip_some_are_one_sequence_beside_a_mask(tokens):
+    """As in transformers, which cuts there only without a mask."""
+    positions = torch.cat([torch.arange(200), torch.arange(300, SEQ + 100)])[None]
+    batch = dict(
+        input_ids=tokens[:1], position_ids=positions, attention_mask=torch.ones_like(tokens[:1]),
+        labels=tokens[:1],
+    )  # fmt: skip
+    model = small_model()
+    assert_same(model, with_pattern(model, DENSE), **batch)
+
+
 def test_packed_sequences_attend_within_themselves(tokens):
     lengths = (130, 7, 200, SEQ - 337)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -189,7 +271,9 @@ def test_the_last_tokens_of_a_prompt_attend_to_all(packed, tokens):
         plain, found, whole = (
             with_tail(model, SPARSE, count)(**batch).logits for count in (0, tail, SEQ + 1)
         )
-    torch.testing.assert_close(whole, dense, rtol=1e-3, atol=1e-3)
+    last = slice(200 if packed else 0, None)  # the tail is of the last sequence
+    torch.testing.assert_close(whole[:, last], dense[:, last], rtol=1e-3, atol=1e-3)
+    assert packed == whole[:, :200].equal(plain[:, :200])
     errors = [(each - dense)[:, -tail:].norm() for each in (plain, found)]
     assert errors[1] < errors[0]  # what remains is of keys and values that the pattern has made
 
@@ -229,10 +313,76 @@ def test_a_prompt_can_continue(tokens):
     torch.testing.assert_close(rest, whole[:, 300:], rtol=1e-3, atol=1e-3)
 
 
+def test_long_parts_of_a_prompt_after_a_cache_count_as_dense(tokens):
+    """As generate(prefill_chunk_size=...) makes them: only the first part has a pattern."""
+    ours = with_pattern(small_model().eval(), SPARSE)
+    with torch.no_grad():
+        cache = ours(tokens[:1, :300], use_cache=True).past_key_values
+        first = take_means(ours, training=False)
+        cache = ours(tokens[1:, :300], past_key_values=cache).past_key_values
+        dense = take_means(ours, training=False)
+        ours(tokens[:1, 500:], past_key_values=cache)  # as many as an answer has
+    assert (first.density < 1).any() and (first.recall < 1).any()
+    assert (dense.density == 1).all() and (dense.recall == 1).all()
+    assert take_means(ours, training=False).density.isnan().all()
+
+
+def test_training_with_a_prefix_in_the_cache_is_refused(tokens):
+    from transformers import DynamicCache
+
+    ours = with_pattern(small_model(), SPARSE)
+    cache = DynamicCache()
+    for layer in range(2):
+        cache.update(torch.randn(2, 2, 8, 64), torch.randn(2, 2, 8, 64), layer)
+    with pytest.raises(ConfigError, match="a KV cache of 8 tokens by 512 in training .* LoRA"):
+        ours(tokens, past_key_values=copy.deepcopy(cache))
+    assert ours.eval()(tokens, past_key_values=cache).logits.isfinite().all()
+
+
+def test_assisted_decoding_is_refused(tokens):
+    """Its first forward has proposed tokens beside the prompt, which would change the prompt's pattern."""
+    ours = with_pattern(small_model().eval(), SPARSE)
+    given = dict(max_new_tokens=3, do_sample=False, attention_mask=torch.ones_like(tokens[:1]))
+    for more in (dict(prompt_lookup_num_tokens=5), dict(assistant_model=small_model().eval())):
+        with pytest.raises(ConfigError, match="assisted decoding"):
+            ours.generate(tokens[:1], **given, **more)
+    ours.set_attn_implementation("sdpa")
+    assert ours.generate(tokens[:1], **given, prompt_lookup_num_tokens=5).shape[1] > SEQ
+
+
 def test_short_sequences_are_dense(tokens):
     model = small_model()
     config = MTrainingConfig.from_options(vertical=200, slash=10)
     assert_same(model, with_pattern(model, config), input_ids=tokens[:, :90], labels=tokens[:, :90])
+
+
+@pytest.mark.parametrize("window", (64, 128))
+def test_short_sequences_do_not_move_the_prices(window, tokens):
+    """They are too short for the sampled rows, or the local window has all of their blocks."""
+    options = dict(block_size=64, window=window, sample_strata=4, sample_rows=40)
+    config = MTrainingConfig.from_options(target_recall=0.9, **options)
+    short = tokens[:1, : 159 if window == 64 else 192]
+    with torch.no_grad():
+        found = []
+        for count in (0, 3):
+            ours = with_pattern(small_model(), config)
+            for _ in range(count):
+                ours(short, use_cache=False)
+            advance(ours)
+            assert state_of(ours).steering.now() == pytest.approx(0.25)
+            if count:
+                means = take_means(ours)
+                assert (means.density == 1).all() and (means.recall == 1).all()
+            for _ in range(count):
+                ours(short, use_cache=False)
+            ours(tokens[:1], use_cache=False)
+            advance(ours)
+            found.append((take_means(ours), torch.tensor(state_of(ours).steering.state())))
+    (long, price), (mixed, other) = found
+    assert other.equal(price) and not price.eq(0.25).all()
+    torch.testing.assert_close(mixed.recall, long.recall)  # the short ones do not count
+    torch.testing.assert_close(mixed.density, (3 + long.density) / 4)
+    assert (long.recall < 1).any()
 
 
 def test_gradient_checkpointing_changes_nothing(tokens):
@@ -330,13 +480,18 @@ def test_without_settings_it_says_what_to_do(tokens):
         model(tokens, use_cache=False)
 
 
-def test_a_dense_tail_needs_padding_on_the_left(tokens):
-    mask = torch.ones(2, SEQ, dtype=torch.long)
-    mask[1, -9:] = 0
-    ours = with_tail(small_model(), SPARSE, 8)
-    ours(tokens, attention_mask=mask)  # training has no tail
-    with pytest.raises(ConfigError, match="pad on the left"):
-        ours.eval()(tokens, attention_mask=mask)
+def test_one_process_has_one_device(tokens):
+    model = small_model()
+    model.lm_head.to("meta")
+    with pytest.raises(ConfigError, match="parameters on cpu, meta: .*torchrun"):
+        configure(model, SPARSE)
+    replica = with_pattern(small_model(num_hidden_layers=1), SPARSE)
+    attention = replica.model.layers[0].self_attn
+    replica.model.layers[0].self_attn = attention._replicate_for_data_parallel()
+    with pytest.raises(ConfigError, match="nn.DataParallel.*torchrun"):
+        replica.model.layers[0].self_attn(
+            torch.zeros(1, SEQ, 256), (torch.zeros(1, SEQ, 64),) * 2, None
+        )
 
 
 def test_evaluation_draws_nothing_for_the_backward(tokens):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_mtraining import MTrainingConfig
+from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.transformers import configure, state_of, watch
 from tests.support.transformers_cases import small_model
 
@@ -47,10 +47,21 @@ def test_trainer_moves_prices_and_logs_the_pattern(tmp_path):
         assert 0 < entry["mtraining_density"] <= 1 and 0 < entry["mtraining_recall"] <= 1
 
 
+def test_a_trainer_over_several_gpus_of_one_process_is_refused(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    model = small_model()
+    configure(model, SETTINGS)
+    trainer = Trainer(model, arguments(TrainingArguments, tmp_path), train_dataset=[])
+    trainer.args._n_gpu = 2
+    with pytest.raises(ConfigError, match="2 GPUs in one process .*torchrun"):
+        watch(trainer)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", (False, True), ids=("padded", "packed"))
 def test_sft_trainer_pads_or_packs(packing, tmp_path, monkeypatch):
-    """Padded batches and packed ones both reach attention as documents."""
+    """Padded batches reach attention without their padding, packed ones as documents."""
     pytest.importorskip("trl", reason="SFTTrainer is TRL's")
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
@@ -60,9 +71,9 @@ def test_sft_trainer_pads_or_packs(packing, tmp_path, monkeypatch):
     found = []
     original = interface.attend
 
-    def spy(*args, documents, **kwargs):
-        found.append(documents)
-        return original(*args, documents=documents, **kwargs)
+    def spy(query, *args, documents, **kwargs):
+        found.append((len(query), documents))
+        return original(query, *args, documents=documents, **kwargs)
 
     monkeypatch.setattr(interface, "attend", spy)
     generator = torch.Generator().manual_seed(3)
@@ -80,7 +91,11 @@ def test_sft_trainer_pads_or_packs(packing, tmp_path, monkeypatch):
     watch(trainer)
     trainer.train()
     assert all(entry["mtraining_density"] > 0 for entry in logged(trainer))
-    assert found and all(documents is not None for documents in found)
+    if packing:
+        assert found and all(documents is not None for _, documents in found)
+    else:
+        assert {length for length, _ in found} <= set(lengths)
+        assert len({length for length, _ in found}) > 2
 
 
 def tokenizer():

@@ -1,0 +1,188 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Reading the file of ``--mtraining-settings``, JSON or YAML, and its settings of all layers.
+
+:mod:`.settings_file` says what the file has for layers and heads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from functools import lru_cache
+from pathlib import Path
+
+from ..errors import ConfigError
+from ..files import read_text
+from ..requirements import first_line
+from .options import current_name
+from .validation import check_type, option
+
+LARGEST = 4 << 20
+"""Bytes of a file; one with settings of its own for each of 128 x 128 heads has about a million."""
+MOST_NODES = 1 << 18
+"""Values in a YAML file, with those that aliases repeat."""
+DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9]*|(?=\.[0-9]))(\.[0-9]*)?([eE][-+]?[0-9]+)?")
+
+
+def settings_of_run(path: str) -> dict[str, object]:
+    """What a settings file says of all layers: flat options by name.
+
+    Raises:
+        ConfigError: the file cannot be read, or has an option that is gone or that there never was.
+    """
+    name = shown(path)
+    content = read(path, name)
+    found = {}
+    for key, value in content.items() if isinstance(content, dict) else ():
+        if not isinstance(key, str):  # YAML has other keys, too
+            raise ConfigError(f"{name} has {key!r}, which is not a setting: leave it out")
+        if key != "layers":
+            found[current_name(key, name)] = value
+    return found
+
+
+def sets_every_head(path: str) -> bool:
+    """Whether a settings file is a best-pattern file, which has a policy for every head.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    return isinstance(read(path, shown(path)), list)
+
+
+def shown(path: str) -> str:
+    return f"{option('settings')} {path}"
+
+
+def read(path: str, name: str):
+    """The parsed content, cached until the file changes, because a run asks in every micro-batch. Callers
+    must not modify it."""
+    check_type("settings", path, str)
+    try:
+        about = os.stat(path)
+    except (OSError, ValueError):
+        return _read_again(path, name)  # which says what is wrong
+    stamp = about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
+    return _read_as_of(path, name, stamp)
+
+
+@lru_cache(maxsize=8)
+def _read_as_of(path: str, name: str, stamp: tuple[int, ...]):
+    return _read_again(path, name)
+
+
+def _read_again(path: str, name: str):
+    # Not from a pipe: every rank reads the file.
+    text = read_text(Path(path), name, limit=LARGEST)
+    yaml = Path(path).suffix in (".yaml", ".yml")
+    try:
+        return _from_yaml(text, name) if yaml else json.loads(text, object_pairs_hook=_each_once)
+    except ConfigError:
+        raise
+    except _Twice as error:
+        raise ConfigError(
+            f"{name} has {error.args[0]!r} twice in one object: leave one out"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{name} is not valid {'YAML' if yaml else 'JSON'}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{name} is nested too deeply: settings take four levels") from None
+
+
+class _Twice(ValueError):
+    """A key that one object has twice; parsers silently drop the first."""
+
+
+def _each_once(pairs: list[tuple]) -> dict:
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
+            raise _Twice(key)
+    return dict(pairs)
+
+
+def _from_yaml(text: str, name: str):
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(
+            f"{name} is YAML, for which pyyaml is missing: pip install pyyaml, or use JSON"
+        ) from None
+    loader = None
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        _check_expanded(node, name)
+        # In the nodes, as they are written: what "<<" merges in may be there again.
+        open_nodes, seen = [node], set()
+        while open_nodes:
+            each = open_nodes.pop()
+            if each is None or id(each) in seen:
+                continue
+            seen.add(id(each))
+            if isinstance(each, yaml.ScalarNode):
+                _check_scalar(each, name)
+                continue
+            if isinstance(each, yaml.MappingNode):
+                keys = [key for key, _ in each.value if isinstance(key, yaml.ScalarNode)]
+                own = [key for key in keys if not key.tag.endswith((":merge", ":value"))]
+                _each_once([(loader.construct_object(key), None) for key in own])
+                open_nodes += [part for pair in each.value for part in pair]
+            else:
+                open_nodes += each.value
+        return None if node is None else loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name} is not valid YAML: {_yaml_problem(error)}") from None
+    except (AttributeError, KeyError, TypeError) as error:
+        # PyYAML's constructors, of a value that does not fit its explicit tag
+        raise ConfigError(
+            f"{name} is not valid YAML: a value does not fit its tag ({first_line(error)})"
+        ) from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _yaml_problem(error) -> str:
+    """What is wrong, and where, in one line; PyYAML quotes the lines themselves below."""
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    problem = getattr(error, "problem", None) or str(error).split("\n")[0]
+    return (
+        problem if mark is None else f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
+    )
+
+
+def _check_expanded(root, name: str) -> None:
+    """Refuse aliases that repeat each other without end: a few lines would be millions of values."""
+    import yaml
+
+    sizes: dict[int, int] = {}
+
+    def size(node, above: frozenset) -> int:
+        if not isinstance(node, yaml.CollectionNode):
+            return 1
+        if id(node) in above:
+            raise ConfigError(f"{name} has an alias that contains itself: write the values out")
+        if id(node) not in sizes:
+            mapping = isinstance(node, yaml.MappingNode)
+            children = [part for pair in node.value for part in pair] if mapping else node.value
+            inside = above | {id(node)}
+            sizes[id(node)] = 1 + sum(size(child, inside) for child in children)
+        return sizes[id(node)]
+
+    if size(root, frozenset()) > MOST_NODES:
+        raise ConfigError(
+            f"{name} has more than {MOST_NODES} values, counting each use of an alias: use fewer"
+        )
+
+
+def _check_scalar(node, name: str) -> None:
+    """Refuse numbers that YAML reads otherwise than they look: 010 is 8, and 1:30 is 90."""
+    is_number = node.tag.endswith((":int", ":float")) and node.style is None
+    text = node.value.replace("_", "")
+    if is_number and not DECIMAL.fullmatch(text) and not re.search(r"\.(inf|nan)$", text, re.I):
+        raise ConfigError(
+            f"{name} has {node.value[:80]} in line {node.start_mark.line + 1}, which YAML does not read "
+            "as a decimal number: write it in decimal digits"
+        )
