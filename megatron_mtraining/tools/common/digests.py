@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +15,24 @@ LENGTH = 16
 """Characters of a digest."""
 
 
-def digest_of_files(path: Path) -> str:
-    """Of names, sizes and times of a model's files."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+def digest_of_files(path: Path, without: Iterable[Path] = ()) -> str:
+    """Of names, sizes and times of a file, or of all files in a folder.
+
+    Args:
+        without: files and folders inside the folder that are left out, such as a run's own output. One that
+            is the folder itself, or has it inside, leaves nothing out.
+    """
+    files = [path]
+    if path.is_dir():
+        real = Path(os.path.realpath(path))
+        left_out = {Path(os.path.realpath(each)) for each in without} - {real, *real.parents}
+
+        def is_in(file: Path) -> bool:
+            place = real / file.relative_to(path)
+            return left_out.isdisjoint((place, *place.parents))
+
+        # Files alone: the time of a folder changes with what is left out.
+        files = [each for each in sorted(path.rglob("*")) if is_in(each) and each.is_file()]
     about = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(repr(about).encode("utf-8", "surrogateescape")).hexdigest()[:LENGTH]
 

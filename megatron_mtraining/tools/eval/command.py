@@ -14,9 +14,9 @@ from ... import __version__
 from ...errors import ConfigError
 from ..common.atomic_output import atomic_files, locked_folder
 from ..common.digests import digest_of_files
-from .kept_samples import FOLDER, KeptSamples, number_kept
+from .kept_samples import FOLDER, KeptSamples, number_kept, remove_if_unused
 from .offline import no_network
-from .options import DENSE, SPARSE, Options, add_arguments, options_from
+from .options import BENCHMARKS, CONVERTED, DENSE, SPARSE, Options, add_arguments, options_from
 
 if TYPE_CHECKING:  # --help needs none of it
     from ...models.hugging_face import HuggingFaceModel
@@ -96,21 +96,33 @@ def evaluate(options: Options) -> None:
 
 @contextmanager
 def _output(folder: Path) -> Iterator[None]:
-    """The output folder, with the locked folder of samples in it; removed if nothing is written there."""
-    made = not folder.exists()
+    """The output folder, with the locked folder of samples in it; those that are made here are removed again
+    if the context fails before anything is written there."""
+    samples = folder / FOLDER
+    made = [path for path in (samples, folder) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with locked_folder(folder / FOLDER, "--output"):
-            yield
+        with locked_folder(samples, "--output"):
+            try:
+                yield
+            except BaseException:
+                # Under the lock alone: without it the files are another run's, or the user's own.
+                with suppress(OSError):
+                    remove_if_unused(samples)
+                raise
     except BaseException:
-        if not number_kept(folder):
-            with suppress(OSError):
-                for path in (folder / FOLDER).iterdir():
-                    path.unlink()
-                (folder / FOLDER).rmdir()
-                if made:
-                    folder.rmdir()
+        for path in made:
+            with suppress(OSError):  # not empty
+                path.rmdir()
         raise
+
+
+def _written(output: Path) -> list[Path]:
+    """What runs write into an output folder, and the folder: it may be in the model's or be the same, and is
+    no part of the model."""
+    names = [f"{name}.{kind}" for name in BENCHMARKS for kind in ("json", "png")]
+    own = [output / name for name in (FOLDER, ".partial", *names)]
+    return [output, *own, *output.glob(f"{CONVERTED}*")]
 
 
 def _versions() -> dict[str, str]:
@@ -129,36 +141,47 @@ class _Benchmark:
 
     def kept(self, label: str, attention: str, data: dict) -> KeptSamples:
         """The samples of a task with an attention."""
+        from ...models.environment import DTYPES
+
         options, versions = self.options, _versions()
         run = {
-            "model": [str(options.model.resolve()), digest_of_files(options.model)],
-            "--tokenizer": _digest(options.tokenizer),
-            "--like": _digest(options.like),
+            "MODEL": str(options.model.resolve()),
+            "the files of MODEL": self._digest(options.model),
+            "the files of --tokenizer": self._digest(options.tokenizer),
+            "the files of --like": self._digest(options.like),
             "--yarn": options.yarn,
-            "--dtype or --device": [str(options.dtype), options.device.type],
+            "--dtype": next(name for name, each in DTYPES.items() if each == options.dtype),
+            "--device": options.device.type,
             "--chat": options.chat,
-            "settings": self._settings() if attention == SPARSE else None,
-            "--dense-tail": options.dense_tail if attention == SPARSE else 0,
-            "data": data,
+            **(self._settings() if attention == SPARSE else {}),
+            **data,
             **{f"version of {name}": value for name, value in versions.items()},
         }
         file = options.output / FOLDER / f"{label}-{attention}.jsonl"
         return KeptSamples(file, run, overwrite=options.overwrite)
 
-    def _settings(self) -> list:
-        config = self.options.config
-        content = None if config.settings is None else digest_of_files(Path(config.settings))
-        return [self.options.settings, content]
+    def _digest(self, path: Path | None) -> str | None:
+        """Of a model's or a tokenizer's files, without those that runs with this output write."""
+        return None if path is None else digest_of_files(path, _written(self.options.output))
+
+    def _settings(self) -> dict:
+        """What sparse attention depends on, by the names of options."""
+        from ...config import OPTIONS
+
+        options = self.options
+        flags = {each.name: each.flag for each in OPTIONS}
+        file = options.config.settings
+        return {
+            **{flags.get(name, name): value for name, value in options.settings.items()},
+            "the file of --settings": None if file is None else digest_of_files(Path(file)),
+            "--dense-tail": options.dense_tail,
+        }
 
     def loaded(self):
         """The model, whose attention can be changed."""
         from .model import AttendingModel
 
         return AttendingModel(self.source.causal_model(), self.options)
-
-
-def _digest(path: Path | None) -> str | None:
-    return None if path is None else digest_of_files(path)
 
 
 class _Harness(_Benchmark):
@@ -214,17 +237,19 @@ class _Perplexity(_Benchmark):
 
     def __init__(self, options: Options, source: HuggingFaceModel, tokenizer):
         from ...models.hugging_face import check_logits
-        from .perplexity import windows_of
+        from .perplexity import check_offsets, windows_of
 
         super().__init__(options, source, tokenizer)
         check_logits(source.config, f"MODEL ({options.model})", "mtraining eval perplexity")
+        check_offsets(tokenizer, str(options.tokenizer or options.model))
         self.windows = {
             length: windows_of(options, tokenizer, length) for length in options.lengths
         }
+        self.evaluator = None if options.evaluator is None else self._evaluator()
         data = {
-            "--text": [digest_of_files(path) for path in options.text],
+            "the files of --text": [digest_of_files(path) for path in options.text],
             "--longppl": options.longppl,
-            "--evaluator": _digest(options.evaluator),
+            "the files of --evaluator": self._digest(options.evaluator),
         }
         self.keys = {}
         if options.longppl is not None:
@@ -241,12 +266,13 @@ class _Perplexity(_Benchmark):
         """Run all windows."""
         from .perplexity import measured
 
-        if self.options.evaluator is not None:
-            self._find_keys(*self._evaluator())
+        if self.evaluator is not None:
+            source, tokenizer = self.evaluator
+            self._find_keys(source.causal_model(), tokenizer)
         model, found = self.loaded(), []
-        if self.keys and self.options.evaluator is None:
+        if self.keys and self.evaluator is None:
             model.use(DENSE)
-            self._find_keys(model.model, self.tokenizer)
+            self._find_keys(model.model, None)
         for attention in self.options.attentions:
             model.use(attention)
             for length, windows in self.windows.items():
@@ -259,10 +285,11 @@ class _Perplexity(_Benchmark):
         return sorted(found, key=lambda each: each["length"])
 
     def _evaluator(self):
-        """The model that finds key tokens, and its tokenizer."""
+        """The model that finds key tokens, opened and not loaded, and its tokenizer."""
         from ...models.hugging_face import check_logits
         from ...models.open import open_model
         from ...models.types import ModelOptions
+        from .perplexity import check_offsets
 
         options = self.options
         asked = ModelOptions(options.evaluator, options.device, options.dtype, name="--evaluator")
@@ -277,9 +304,12 @@ class _Perplexity(_Benchmark):
                 f"{source.shape.positions} positions: use at most that"
             )
         check_logits(source.config, f"--evaluator ({options.evaluator})", "--longppl")
-        return source.causal_model(), source.transformers_tokenizer()
+        tokenizer = source.transformers_tokenizer()
+        check_offsets(tokenizer, f"--evaluator ({options.evaluator})")
+        return source, tokenizer
 
     def _find_keys(self, model, tokenizer) -> None:
+        """Find key tokens with a loaded model and its tokenizer; None for the tokens of the windows."""
         from .perplexity import find_keys
 
         for length, windows in self.windows.items():

@@ -26,7 +26,7 @@ from ...errors import ConfigError
 from ...requirements import first_line
 from ..common.digests import digest_of_value
 from .kept_samples import KeptSamples
-from .model import AttendingModel, Density
+from .model import AttendingModel, Density, check_finite
 from .planned import Planned
 
 TAIL = 200
@@ -138,6 +138,8 @@ class KeptLM(HFLM):
         self.attending.measure(density)
         cache, first, used = self._last
         self._last = None
+        where, dtype = f"sample {request.doc_id} ({self.title})", self.attending.options.dtype
+        check_finite(first.float().logsumexp(-1), f"the logits of {where}", dtype)
         tokens = len(self.tok_encode(prompt))
         row = {
             "id": request.doc_id,
@@ -150,7 +152,8 @@ class KeptLM(HFLM):
         target = self._target(request)
         if target is not None:
             loss, count = self._loss(prompt, target, cache, first, used)
-            row |= {"loss": loss, "answer_tokens": count}
+            check_finite(loss, f"the losses of {where}", dtype)
+            row |= {"loss": round(loss.item(), 6), "answer_tokens": count}
         return {**row, "seconds": round(time.perf_counter() - started, 3)}
 
     def _model_generate(self, context, max_length, stop, **how):
@@ -161,9 +164,9 @@ class KeptLM(HFLM):
         return out.sequences
 
     @torch.no_grad()
-    def _loss(self, prompt: str, target: str, cache, first, used: int) -> tuple[float, int]:
-        """Mean cross entropy of the right answer's tokens, in nats, and their number: what follows the prompt
-        attends to the whole cache, as generated tokens do.
+    def _loss(self, prompt: str, target: str, cache, first, used: int) -> tuple[torch.Tensor, int]:
+        """Mean cross entropy of the right answer's tokens, in nats (float32 ``[]``), and their number: what
+        follows the prompt attends to the whole cache, as generated tokens do.
 
         Args:
             cache: keys and values of the prompt and the tokens generated.
@@ -179,8 +182,7 @@ class KeptLM(HFLM):
         if len(ids) > 1:
             rest = self.model(input_ids=answer[:, :-1], past_key_values=cache, use_cache=True)
             logits = torch.cat((logits, rest.logits.float()), 1)
-        loss = torch.nn.functional.cross_entropy(logits[0], answer[0])
-        return round(loss.item(), 6), len(ids)
+        return torch.nn.functional.cross_entropy(logits[0], answer[0]), len(ids)
 
 
 def evaluated(

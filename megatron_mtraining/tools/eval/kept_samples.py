@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 from ...errors import ConfigError
+from ..common.atomic_output import LOCK
 
 FOLDER = "samples"
 """In the output folder."""
@@ -18,7 +19,8 @@ class KeptSamples:
 
     Args:
         file: the file; its folder exists and is locked.
-        run: all that a sample's result depends on, by the name that the command gives it.
+        run: all that a sample's result depends on, by the names of options where there is one: messages have
+            names and values.
         overwrite: begin again if the file is of another run.
 
     Raises:
@@ -39,7 +41,7 @@ class KeptSamples:
         # A process that was killed may have left a part of the last line.
         whole = content[: content.rfind(b"\n") + 1]
         try:
-            lines = [json.loads(line) for line in whole.splitlines()]
+            lines = [json.loads(line, parse_constant=_refused) for line in whole.splitlines()]
             before = lines[0]["run"] if lines else None
             rows = {row["id"]: row for row in lines[1:]}
         except (ValueError, LookupError, TypeError):
@@ -53,13 +55,10 @@ class KeptSamples:
         if before != self.run:
             if overwrite:
                 return False
-            other = [
-                name for name in {**before, **self.run} if before.get(name) != self.run.get(name)
-            ]
             raise ConfigError(
-                f"--output is {self.file.parents[1]}, where {self.file.name} has {len(rows)} samples of "
-                f"another {other[0]}: give the same options to go on, name another folder, or "
-                "--overwrite them"
+                f"--output is {self.file.parents[1]}, where {self.file.name} has {len(rows)} samples of a "
+                f"run that differs in {_differences(before, self.run)}: give the same options to go on, name "
+                "another folder, or --overwrite them"
             )
         self.rows = rows
         if len(whole) < len(content):
@@ -90,8 +89,46 @@ class KeptSamples:
             self.file.write_text(json.dumps({"run": self.run}) + "\n", encoding="utf-8")
             self.begun = True
         with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(row, allow_nan=False) + "\n")
         self.rows[row["id"]] = row
+
+
+def _refused(constant: str) -> None:
+    """Python's parser takes NaN and infinities for JSON; no sample has them."""
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _differences(before: dict, now: dict) -> str:
+    """The names whose values differ, with both values."""
+
+    def shown(value) -> str:
+        if value is None:
+            return "none"
+        return value if isinstance(value, str) else json.dumps(value)
+
+    pairs = ((name, before.get(name), now.get(name)) for name in {**before, **now})
+    return ", ".join(
+        f"{name} ({shown(one)} there, {shown(other)} now)"
+        for name, one, other in pairs
+        if one != other
+    )
+
+
+def remove_if_unused(samples: Path) -> None:
+    """Remove files of samples that have none, and the lock if nothing else is left.
+
+    Args:
+        samples: the folder, locked by this process. What others have put there stays.
+    """
+    for file in samples.glob("*.jsonl"):
+        if file.is_symlink() or not file.is_file():
+            continue
+        with file.open("rb") as lines:
+            header = lines.readline()
+            if header.startswith(b'{"run": ') and header.endswith(b"\n") and not lines.read(1):
+                file.unlink()
+    if [path.name for path in samples.iterdir()] == [LOCK]:
+        (samples / LOCK).unlink()
 
 
 def number_kept(output: Path) -> int:

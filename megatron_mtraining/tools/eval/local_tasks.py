@@ -39,7 +39,7 @@ def planned(options: Options) -> list[Planned]:
             task.dataset = {task.config.test_split: datasets.Dataset.from_list(rows)}
 
         task = made_task(benchmark, f"{benchmark}_{name}", {}, download)
-        data = {"data": digest_of_files(file)}
+        data = {"the file of --data": digest_of_files(file)}
         found.append(Planned(name, None, task, "score", data=data))
     return found
 

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
-from .options import DENSE, Options
+from .options import CONVERTED, DENSE, TEMPLATE_TOKENS, Options
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from ...models.hugging_face import HuggingFaceModel
 
 LENGTHS = "--lengths"
@@ -53,7 +56,7 @@ def opened(options: Options, longest: int | None) -> Iterator[HuggingFaceModel]:
     positions = getattr(read_args(folder), "max_position_embeddings", None)
     if isinstance(positions, int):
         check_length(longest, int(positions * (options.yarn or 1)), options)
-    with tempfile.TemporaryDirectory(prefix=".model-", dir=options.output) as made:
+    with tempfile.TemporaryDirectory(prefix=CONVERTED, dir=options.output) as made:
         target = Path(made) / "hf"
         try:
             convert(options.model, target, like=options.like)
@@ -66,11 +69,15 @@ def opened(options: Options, longest: int | None) -> Iterator[HuggingFaceModel]:
 
 
 def check_length(longest: int | None, positions: int, options: Options) -> None:
-    """Raise :class:`ConfigError` if the model has too few positions."""
-    if longest is not None and longest > positions:
+    """Raise :class:`ConfigError` if the model has too few positions. RULER's lengths are without the chat
+    template: it comes beside them."""
+    template = TEMPLATE_TOKENS if options.chat and options.benchmark == "ruler" else 0
+    if longest is not None and longest + template > positions:
         extend = "--yarn FACTOR to extend them" if options.yarn is None else "a larger --yarn"
+        kept = f", of which --chat keeps {template} for its template" if template else ""
         raise ConfigError(
-            f"{LENGTHS} has {longest}, and MODEL has {positions} positions: use at most that, or {extend}"
+            f"{LENGTHS} has {longest}, and MODEL has {positions} positions{kept}: use at most "
+            f"{positions - template}, or {extend}"
         )
 
 
@@ -94,6 +101,21 @@ def tokenizer_of(source: HuggingFaceModel, options: Options):
             f"--chat is given, but the tokenizer of {place} has no chat template: leave --chat out"
         )
     return tokenizer
+
+
+def check_finite(values: Tensor, what: str, dtype: torch.dtype) -> None:
+    """Raise :class:`ConfigError` if a value is infinite or NaN, as values too large for fp16 become.
+
+    Args:
+        values: losses, logits or hidden states, of any shape.
+        what: they are, in the plural.
+        dtype: of the model.
+    """
+    if not values.isfinite().all():
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"{what} are not finite in {name}: is the model complete? If so, try --dtype float32"
+        )
 
 
 class Density:

@@ -14,7 +14,7 @@ from typing import Any
 from ...errors import ConfigError
 from ...models.text import read_text
 from ..common.digests import digest_of_files
-from .options import Options
+from .options import TEMPLATE_TOKENS, Options
 from .planned import Planned
 
 ANSWER_TOKENS = 24
@@ -27,8 +27,6 @@ QUESTION = (
     "provided text?"
 )
 PREFIX = "The special magic number for {key} mentioned in the provided text is"
-TEMPLATE_TOKENS = 64
-"""Left free for a chat template with --chat."""
 CHARACTERS = 12
 """The most characters of a haystack's token, on average, up to which text is looked at."""
 
@@ -39,15 +37,15 @@ def planned(options: Options, tokenizer) -> list[Planned]:
     Raises:
         ConfigError: the haystack is too short, or a length too small.
     """
-    sentences = [NOISE]
-    data: dict[str, Any] = {"--seed": options.seed, "--depths": list(options.depths)}
+    data: dict[str, Any] = {"--seed": options.seed, "--depths": len(options.depths)}
+    text = None
     if options.text:
-        text = read_text(options.text)[: max(options.lengths) * CHARACTERS * 4]
-        sentences = [each for each in re.split(r"(?<=[.!?])\s+|\n+", text) if each.strip()]
-        data["--text"] = [digest_of_files(path) for path in options.text]
-    counts = [len(ids) + 1 for ids in tokenizer(sentences, verbose=False)["input_ids"]]
+        text = read_text(options.text)
+        data["the files of --text"] = [digest_of_files(path) for path in options.text]
     found = []
     for length in options.lengths:
+        sentences = [NOISE] if text is None else _sentences(text, length)
+        counts = [len(ids) + 1 for ids in tokenizer(sentences, verbose=False)["input_ids"]]
         if options.text and sum(counts) < length:
             raise ConfigError(
                 f"--text has {sum(counts)} tokens by this model's tokenizer, and --lengths has {length}: "
@@ -66,6 +64,13 @@ def planned(options: Options, tokenizer) -> list[Planned]:
             )
         )
     return found
+
+
+def _sentences(text: str, length: int) -> list[str]:
+    """Those of the beginning of a text. How much is looked at depends on this length alone: the samples of a
+    length are the same whatever other lengths are asked for."""
+    text = text[: length * CHARACTERS * 4]
+    return [each for each in re.split(r"(?<=[.!?])\s+|\n+", text) if each.strip()]
 
 
 def _task(make):

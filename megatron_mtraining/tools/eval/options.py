@@ -34,6 +34,10 @@ SHORTEST = {"ruler": 1024, "needle": 256, "perplexity": 128}
 """Tokens of the smallest length."""
 LONGPPL_CONTEXT = 4096
 """Tokens of the short context, by default, as in the package longppl."""
+TEMPLATE_TOKENS = 64
+"""Left free for a chat template with --chat: of a length (needle), or beside it (ruler)."""
+CONVERTED = ".model-"
+"""What the name of a converted Megatron checkpoint begins with, in the output folder."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ...errors import ConfigError
 from ...models.text import read_text
 from ..common.digests import digest_of_value
 from .kept_samples import KeptSamples
-from .model import AttendingModel, Density
+from .model import AttendingModel, Density, check_finite
 from .options import Options
 
 BINS = 16
@@ -47,17 +47,24 @@ class Window:
         return digest_of_value(self.ids.tolist())
 
 
+def check_offsets(tokenizer, place: str) -> None:
+    """Raise :class:`ConfigError` if a tokenizer does not say where its tokens are in a text."""
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"the tokenizer of {place} is one in Python, which does not say where its tokens are in a text: "
+            "perplexity needs one with a tokenizer.json"
+        )
+
+
 def windows_of(options: Options, tokenizer, length: int) -> list[Window]:
     """The first windows of the text, one after another.
 
+    Args:
+        tokenizer: one that says where its tokens are, see :func:`check_offsets`.
+
     Raises:
-        ConfigError: the text has not one, or the tokenizer does not say where its tokens are.
+        ConfigError: the text has not one.
     """
-    if not tokenizer.is_fast:
-        raise ConfigError(
-            "the tokenizer is one in Python, which does not say where its tokens are in a text: perplexity "
-            "needs one with a tokenizer.json"
-        )
     text, found = read_text(list(options.text)), []
     begin = 0
     while len(found) < options.samples:
@@ -89,7 +96,7 @@ class Losses:
 
     def __init__(self, model):
         self.body, self.head = model.base_model, model.get_output_embeddings()
-        self.device = model.device
+        self.device, self.dtype = model.device, model.dtype
 
     @torch.no_grad()
     def hidden(self, ids: Tensor) -> Tensor:
@@ -126,7 +133,11 @@ class _Evaluator:
         self._losses, self.device = losses, losses.device
 
     def __call__(self, input_ids: Tensor):
-        return SimpleNamespace(logits=_Logits(self._losses.hidden(input_ids[0]), self._losses.head))
+        hidden = self._losses.hidden(input_ids[0])
+        # Without this there would be no key tokens: NaN is not greater than anything.
+        what = "the hidden states of the model that finds LongPPL's key tokens"
+        check_finite(hidden, what, self._losses.dtype)
+        return SimpleNamespace(logits=_Logits(hidden, self._losses.head))
 
 
 def key_intervals(model, tokenizer, window: Window, context: int) -> list[list[int]]:
@@ -135,12 +146,37 @@ def key_intervals(model, tokenizer, window: Window, context: int) -> list[list[i
 
     Args:
         model: it finds them; dense.
-        tokenizer: its own.
+        tokenizer: its own; None for the tokens of the window.
+
+    Raises:
+        ConfigError: the model's hidden states are not finite.
     """
     from longppl.longppl import find_key_token
 
-    found = find_key_token(window.text, _Evaluator(Losses(model)), tokenizer, context, context // 4)
+    encoded, step = _encoded(tokenizer, window), context // 4
+    # The last step has what is left, and longppl fails on a single token: then the last is no candidate.
+    if (encoded["input_ids"].shape[1] - context) % step == 1:
+        encoded = {name: each[:, :-1] for name, each in encoded.items()}
+
+    def as_encoded(text: str, **how) -> dict[str, Tensor]:
+        return encoded
+
+    found = find_key_token(window.text, _Evaluator(Losses(model)), as_encoded, context, step)
     return [[int(begin), int(end)] for begin, end in found]
+
+
+def _encoded(tokenizer, window: Window) -> dict[str, Tensor]:
+    """What longppl asks a tokenizer for: int64 ``input_ids`` ``[1, s]`` and ``offset_mapping`` ``[1, s, 2]``.
+
+    A window that ends inside a character has the whole character in its text, whose tokens are more than the
+    window's: those of the window are taken as they are, not from its text.
+    """
+    if tokenizer is None:
+        ids, offsets = window.ids.tolist(), window.offsets
+    else:
+        found = tokenizer(window.text, return_offsets_mapping=True, verbose=False)
+        ids, offsets = found["input_ids"], found["offset_mapping"]
+    return {"input_ids": torch.tensor([ids]), "offset_mapping": torch.tensor([offsets])}
 
 
 def find_keys(
@@ -168,6 +204,7 @@ def measured(
         started, density = time.perf_counter(), Density()
         model.measure(Density())
         found = losses(window.ids)
+        check_finite(found, f"the losses of window {window.number} ({title})", losses.dtype)
         model.measure(density)
         row = {
             "id": window.number,

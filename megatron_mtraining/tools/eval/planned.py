@@ -20,7 +20,7 @@ class Planned:
         target: the right answer of a document, as it would follow the prompt, for the loss of its tokens;
             None for no loss.
         about: further values of a document that a sample's results have.
-        data: digests of what the samples are made from, for the fingerprint.
+        data: what the samples are made from: values and digests, by the names of options where there is one.
     """
 
     name: str

@@ -28,11 +28,10 @@ def rows_of(samples: list[Sample]) -> list[dict]:
 def _means(samples: list[Sample]) -> dict:
     found: dict = {"samples": len(samples)}
     for name in ("tokens", "score", "loss", "density", "recall"):
-        values = [each[name] for each in samples if each.get(name) is not None]
-        if values:
-            weights = [each["answer_tokens"] for each in samples if "answer_tokens" in each]
-            by_tokens = weights if name == "loss" and len(weights) == len(values) else None
-            found[name] = mean_of(values, by_tokens).numbers()
+        measured = [each for each in samples if each.get(name) is not None]
+        if measured:
+            values = [each[name] for each in measured]
+            found[name] = mean_of(values, _weights(measured, name)).numbers()
     if "loss_by_position" in samples[0]:
         found["perplexity"] = math.exp(found["loss"]["mean"])
         parts = zip(*(each["loss_by_position"] for each in samples))
@@ -41,8 +40,7 @@ def _means(samples: list[Sample]) -> dict:
     if any("key_tokens" in each for each in samples):
         found["key_tokens"] = sum(each["key_tokens"] for each in keys)
     if keys:
-        weights = [each["key_tokens"] for each in keys]
-        mean = mean_of([each["key_loss"] for each in keys], weights)
+        mean = mean_of([each["key_loss"] for each in keys], _weights(keys, "key_loss"))
         found["key_loss"], found["longppl"] = mean.numbers(), math.exp(mean.value)
     truncated = sum(each.get("truncated", 0) > 0 for each in samples)
     if truncated:
@@ -51,8 +49,17 @@ def _means(samples: list[Sample]) -> dict:
     return found
 
 
+def _weights(samples: list[Sample], name: str) -> list[int] | None:
+    """The tokens that each sample's value is a mean of; None where all samples count the same."""
+    tokens = {"loss": "answer_tokens", "key_loss": "key_tokens"}.get(name)
+    if tokens is None or not all(tokens in each for each in samples):
+        return None
+    return [each[tokens] for each in samples]
+
+
 def differences_of(samples: list[Sample]) -> list[dict]:
-    """Sparse less dense for the same samples, of each task and length; and of each length over all tasks."""
+    """Sparse less dense for the same samples, of each task and length; and of each length over all tasks:
+    means with the weights of :func:`rows_of`, so that both have the same sign."""
     found = []
     for names in (("task", "length"), ("length",)):
         for where, of_both in _grouped(samples, names):
@@ -60,24 +67,28 @@ def differences_of(samples: list[Sample]) -> list[dict]:
                 continue
             row = {"task": "all", **where}
             for name in ("score", "loss", "key_loss"):
-                apart = _apart(of_both, name)
-                if apart:
-                    row[name] = mean_of(apart).numbers()
+                pairs = _pairs(of_both, name)
+                if pairs:
+                    apart = [sparse[name] - dense[name] for dense, sparse in pairs]
+                    weights = _weights([dense for dense, _ in pairs], name)
+                    row[name] = mean_of(apart, weights).numbers()
             if len(row) > 2:
                 found.append(row)
     return found
 
 
-def _apart(samples: list[Sample], name: str) -> list[float]:
+def _pairs(samples: list[Sample], name: str) -> list[tuple[Sample, Sample]]:
+    """The same samples with dense and with sparse attention, where both have this value."""
+
     def by_id(attention):
         return {
-            (each["task"], each["id"]): each[name]
+            (each["task"], each["id"]): each
             for each in samples
             if each["attention"] == attention and each.get(name) is not None
         }
 
     dense, sparse = by_id(DENSE), by_id(SPARSE)
-    return [sparse[each] - dense[each] for each in dense if each in sparse]
+    return [(dense[each], sparse[each]) for each in dense if each in sparse]
 
 
 def grid_of(samples: list[Sample]) -> dict[str, dict]:
@@ -89,11 +100,11 @@ def grid_of(samples: list[Sample]) -> dict[str, dict]:
         depths = sorted({sample["depth"] for sample in each})
 
         def means(name, each=each, lengths=lengths, depths=depths):
-            cells = {(w["depth"], w["length"]): c for w, c in _grouped(each, ("depth", "length"))}
-            return [
-                [mean_of([s[name] for s in cells[depth, length]]).value for length in lengths]
-                for depth in depths
-            ]
+            cells = {
+                (w["depth"], w["length"]): mean_of([s[name] for s in c], _weights(c, name)).value
+                for w, c in _grouped(each, ("depth", "length"))
+            }
+            return [[cells[depth, length] for length in lengths] for depth in depths]
 
         found[where["attention"]] = {
             "lengths": lengths, "depths": depths, "scores": means("score"), "losses": means("loss")

@@ -82,7 +82,7 @@ class _Data:
         self.file = None
         if name in RULER_FILES:
             self.file = options.data / RULER_FILES[name]
-        self.digests = {"data": digest_of_files(self.file)} if self.file else {}
+        self.digests = {"the file of --data": digest_of_files(self.file)} if self.file else {}
 
     def __call__(self, task) -> None:
         function = task.config.custom_dataset

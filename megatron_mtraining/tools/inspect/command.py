@@ -15,6 +15,8 @@ from ..common.atomic_output import atomic_file, atomic_files
 from .options import SETTINGS, Options, add_arguments, options_from, settings_path
 
 if TYPE_CHECKING:  # --help needs none of it
+    from pathlib import Path
+
     import torch
     from torch import Tensor
 
@@ -111,7 +113,10 @@ def inspect(options: Options) -> None:
             file = atomic_file(options.settings, option="--settings", overwrite=replace)
             written = stack.enter_context(file)
         run_of = {
-            "model": [str(options.model.resolve()), digest_of_files(options.model)],
+            "model": [
+                str(options.model.resolve()),
+                digest_of_files(options.model, _written(options)),
+            ],
             "text, tokenizer or --seq": digest_of_array(tokens.numpy()),
             "--yarn": options.yarn,
             "--rows or --seed": digest_of_array(rows.numpy()),
@@ -184,6 +189,15 @@ def inspect(options: Options) -> None:
         f"{memory / 2**30:.1f} GiB. Pictures and numbers: {options.output.resolve()}; settings: "
         f"{options.settings.resolve()}"
     )
+
+
+def _written(options: Options) -> list[Path]:
+    """Files and folders that a run writes: they may be in the model's folder, and are no part of it."""
+    from .kept_layers import FOLDER
+
+    output, settings = options.output, options.settings
+    own = [output / name for name in (*options.files, FOLDER, ".partial")]
+    return [output, *own, settings, settings.with_name(f".{settings.name}.partial")]
 
 
 def read_tokens(options: Options, source: Source) -> Tensor:

@@ -57,6 +57,6 @@ def test_a_settings_file(llama, tmp_path, capsys):
     assert one["density"] > samples(plain)["needle-384-mtraining"][0]["density"]
     file.write_text(json.dumps({"price": 4, "layers": {"0": {"dense": True}, "1": {"price": 1}}}))
     more = ("needle", llama, "--output", out, *words, "--settings", file)
-    refused(capsys, ["another settings"], *more)
+    refused(capsys, ["differs in the file of --settings ("], *more)
     file.write_text(json.dumps({"layers": {"9": {"dense": True}}}))
     refused(capsys, [file, "9"], *more, "--overwrite")

@@ -144,16 +144,46 @@ def test_another_run(llama, tmp_path, lm, capsys):
     out = tmp_path / "out"
     words = ("needle", llama, "--output", out, "--samples", 1, *NEEDLE)
     assert run(*words, "--mtraining-price", 1) == 0
-    refused(
-        capsys, ["--output is", "2 samples of another settings"], *words, "--mtraining-price", 2
-    )
-    refused(capsys, ["another data"], *words, "--mtraining-price", 1, "--seed", 5)
+    named = [
+        "--output is",
+        "2 samples of a run that differs in --mtraining-price (1.0 there, 2.0 now): ",
+    ]
+    refused(capsys, named, *words, "--mtraining-price", 2)
+    named = ["--seed (0 there, 5 now)", "--depths (2 there, 3 now)"]
+    refused(capsys, named, *words, "--mtraining-price", 1, "--seed", 5, "--depths", 3)
     assert run(*words, "--mtraining-price", 2, "--overwrite") == 0
     assert results(out, "needle")["settings"]["price"] == 2
     file = out / "samples" / "needle-384-dense.jsonl"
     file.write_text(file.read_text().replace('"id": 1', '"id": nothing'))
     refused(capsys, [file.name, "damaged"], *words, "--mtraining-price", 2)
     assert run(*words, "--mtraining-price", 2, "--overwrite") == 0
+
+
+def test_a_length_is_added(llama, tmp_path, lm):
+    """The prompts of a length in a text do not depend on the other lengths."""
+    asked = []
+    lm(lambda request: asked.append(request.args[0]) or "1")
+    text, out = tmp_path / "book.txt", tmp_path / "out"
+    text.write_text(
+        " ".join(f"Sentence {n} tells of day {7 * n} by the river." for n in range(2000))
+    )
+    words = (
+        "needle",
+        llama,
+        "--output",
+        out,
+        "--text",
+        text,
+        "--samples",
+        1,
+        "--depths",
+        1,
+        *QUIET,
+    )
+    words += ("--attention", "dense")
+    assert run(*words, "--lengths", 384) == 0
+    assert run(*words, "--lengths", 384, 512) == 0
+    assert len(asked) == 2 and len(asked[0]) < len(asked[1])
 
 
 def test_changed_prompts_are_refused(llama, tmp_path, lm, capsys):

@@ -42,5 +42,26 @@ def test_differences_are_of_the_same_samples():
     dense, sparse = rows_of(samples)
     assert dense["loss"]["mean"] == pytest.approx((1 + 2 * 5 + 3 * 2 + 4 * 9) / 10)
     assert sparse["loss"]["high"] - sparse["loss"]["low"] > 2 and dense["seconds"] == 4
+    # Sparse is better by 4 for one token, and worse by 0.5 for 198.
+    uneven = [
+        {"task": "one", "length": 8, "attention": attention, "id": number, "loss": loss, "key_loss": loss,
+         "score": score, "seconds": 1.0, "tokens": 9, "answer_tokens": tokens, "key_tokens": tokens}
+        for number, tokens, losses, scores in (
+            (0, 1, (5.0, 1.0), (0, 1)), (1, 99, (1.0, 1.5), (1, 1)), (2, 99, (1.0, 1.5), (1, 1)),
+        )
+        for attention, loss, score in zip(("dense", "mtraining"), losses, scores)
+    ]  # fmt: skip
+    # No key token was found in this one.
+    uneven += [
+        {**each, "id": 3, "key_loss": None, "key_tokens": 0, "loss": 1.0} for each in uneven[2:4]
+    ]
+    [row], (dense, sparse) = differences_of(uneven), rows_of(uneven)
+    for name, tokens, number in (("loss", 298, 4), ("key_loss", 199, 3)):
+        apart = row[name]
+        assert apart["mean"] == pytest.approx((-4 + 198 * 0.5) / tokens)
+        assert apart["mean"] == pytest.approx(sparse[name]["mean"] - dense[name]["mean"])
+        assert apart["low"] <= apart["mean"] <= apart["high"] and apart["samples"] == number
+        assert apart == mean_of([-4, 0.5, 0.5, 0][:number], [1, 99, 99, 99][:number]).numbers()
+    assert row["score"]["mean"] == 0.25
     alone = [each for each in samples if each["attention"] == "dense"]
     assert differences_of(alone) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+from argparse import Namespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from tests.support.eval_cases import (
     QUIET,
     SPARSE,
+    refused,
     results,
     run,
     samples,
@@ -98,6 +100,66 @@ def test_longppl_is_the_package_s(evaluator, tmp_path, capsys):
     assert row["key_loss"] == pytest.approx(math.log(theirs["longppl"]), rel=1e-4)
     assert row["loss"] == pytest.approx(math.log(theirs["ppl"]), rel=1e-4)
     assert "longppl" in capsys.readouterr().out
+
+
+@pytest.fixture
+def looked_at(monkeypatch):
+    """The tokens that longppl has the model run over."""
+    from megatron_mtraining.tools.eval import perplexity
+
+    found, hidden = [], perplexity.Losses.hidden
+
+    def recorded(self, ids):
+        found.append(ids.tolist())
+        return hidden(self, ids)
+
+    monkeypatch.setattr(perplexity.Losses, "hidden", recorded)
+    return found
+
+
+def test_longppl_of_a_window_that_ends_inside_a_character(llama, tmp_path, looked_at):
+    """Its tokens are the window's; its text, which has the whole character, has more."""
+    from megatron_mtraining.tools.eval.perplexity import key_intervals, windows_of
+
+    own, file = tokenizer(), tmp_path / "text.txt"
+    file.write_text("天地玄黄宇宙洪荒日月盈昃辰宿列张。" * 60, encoding="utf-8")
+    [window] = windows_of(Namespace(text=(file,), samples=1), own, 128)
+    encoded = own(window.text)["input_ids"]
+    assert len(encoded) == 129  # of which longppl would look at the last alone
+    key_intervals(model_of(llama), None, window, 64)
+    assert looked_at[0] == window.ids.tolist() == encoded[:-1]
+    assert [len(ids) for ids in looked_at] == [128, 80, 80, 80, 80]
+
+
+@pytest.mark.parametrize("evaluator", [False, True])
+def test_longppl_of_lengths_that_leave_a_single_token(evaluator, llama, words, looked_at):
+    """The last token is left out: longppl would fail."""
+    from megatron_mtraining.tools.eval.perplexity import key_intervals, windows_of
+
+    own, model = tokenizer(), model_of(llama)
+    for length, last in ((129, 80), (130, 66), (65, None)):
+        [window] = windows_of(Namespace(text=(words,), samples=1), own, length)
+        looked_at.clear()
+        key_intervals(model, own if evaluator else None, window, 64)
+        left = length if length == 130 else length - 1
+        assert looked_at[0] == window.ids.tolist()[:left]
+        assert (len(looked_at[-1]) if len(looked_at) > 1 else None) == last
+
+
+def test_losses_that_are_not_finite_are_refused(tmp_path, words, capsys):
+    """Such as those of fp16: nothing is kept of them, and no key tokens are looked for in them."""
+    folder = save_model(tmp_path / "model")
+    model = model_of(folder)
+    model.model.norm.weight.data.fill_(math.inf)
+    model.save_pretrained(folder)
+    more = ("--attention", "dense", "--samples", 1, "--output", tmp_path / "out", *QUIET)
+    text = ("perplexity", folder, "--text", words, "--lengths", 256, *more)
+    advice = ["not finite in float32", "--dtype float32"]
+    refused(capsys, ["the losses of window 0 (perplexity 256 dense)", *advice], *text)
+    refused(capsys, ["the hidden states of the model", *advice], *text, "--longppl", 64)
+    needle = ("needle", folder, "--lengths", 384, "--depths", 1, *more)
+    refused(capsys, ["the logits of sample 0 (needle-384 dense)", *advice], *needle)
+    assert not (tmp_path / "out").exists()
 
 
 def test_goes_on(llama, words, tmp_path, monkeypatch):

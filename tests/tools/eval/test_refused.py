@@ -45,6 +45,10 @@ CASES = {
     "settings that cannot work": ("needle --mtraining-price -1", ["--mtraining-price"]),
     "no settings file": ("needle --settings NOWHERE", ["NOWHERE"]),
     "a chat template": ("needle --lengths 512 --chat", ["--chat", "no chat template"]),
+    "no positions for a chat template": (
+        "ruler --lengths 1985 --chat", ["--lengths has 1985", "--chat keeps 64", "at most 1984", "--yarn"],
+    ),
+    "positions for a chat template": ("ruler --lengths 1984 --chat", ["no chat template"]),
     "like": ("needle --lengths 512 --like EMPTY", ["--like is EMPTY", "not a Megatron checkpoint"]),
     "yarn": ("needle --yarn 0.5", ["--yarn is 0.5"]),
     "tail": ("needle --dense-tail -1", ["--dense-tail is -1"]),
@@ -92,6 +96,23 @@ def test_a_tokenizer_of_another_model(tmp_path, capsys):
         capsys, ["token id 10", "MODEL has 600 tokens", "--tokenizer"],
         "needle", folder, "--lengths", 512, "--output", tmp_path / "out", *QUIET,
     )  # fmt: skip
+
+
+def test_an_evaluator_s_tokenizer_in_python(llama, tmp_path, capsys):
+    """It does not say where its tokens are: said before anything runs."""
+    from transformers import ByT5Tokenizer
+
+    evaluator = save_model(tmp_path / "evaluator")
+    for file in evaluator.glob("tokenizer*"):
+        file.unlink()
+    ByT5Tokenizer().save_pretrained(evaluator)
+    (tmp_path / "text.txt").write_text("A sentence. " * 100)
+    words = ("--text", tmp_path / "text.txt", "--lengths", 128, "--longppl", 64, *QUIET)
+    refused(
+        capsys, [f"tokenizer of --evaluator ({evaluator})", "tokenizer.json"],
+        "perplexity", llama, *words, "--evaluator", evaluator, "--output", tmp_path / "out",
+    )  # fmt: skip
+    assert not (tmp_path / "out").exists()
 
 
 def test_no_model(tmp_path, capsys):

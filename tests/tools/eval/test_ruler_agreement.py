@@ -109,7 +109,7 @@ def of_lm_eval(folder: Path, name: str, case: Namespace, data: Path) -> list[dic
 
 
 @pytest.mark.slow
-@pytest.mark.thinned(7)
+@pytest.mark.thinned(13)
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_lm_eval_sample_by_sample(name, data, tmp_path):
     """Prompts, arguments of generation, answers and scores; and the likelihood of the right answer."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -81,6 +82,19 @@ def test_an_error_after_all_layers_keeps_them(llama, words, tmp_path, capsys, mo
         begun = end_at(patch, None)
         assert inspect(llama, *quick(words, out, *SMALL)) == 0
         assert begun == []
+
+
+@pytest.mark.parametrize("output", ["inspect-out", "."])
+def test_an_output_in_the_model_s_folder(output, llama, words, tmp_path, capsys, monkeypatch):
+    """What the run writes there is not a change of the model: it goes on."""
+    shutil.copytree(llama, tmp_path / "model")
+    monkeypatch.chdir(tmp_path / "model")
+    arguments = quick(words, output, *SMALL, "--settings", "mine.json")
+    begun = end_at(monkeypatch, 1)
+    for _ in range(2):
+        assert inspect(".", *arguments) == 130
+    assert begun == [0]
+    assert "1 layers were measured before: going on" in capsys.readouterr().err
 
 
 def test_half_written_files_are_not_read(tmp_path):
