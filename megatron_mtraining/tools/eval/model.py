@@ -74,9 +74,9 @@ def check_length(longest: int | None, positions: int, options: Options) -> None:
     template = TEMPLATE_TOKENS if options.chat and options.benchmark == "ruler" else 0
     if longest is not None and longest + template > positions:
         extend = "--yarn FACTOR to extend them" if options.yarn is None else "a larger --yarn"
-        kept = f", of which --chat keeps {template} for its template" if template else ""
+        reserved = f", of which --chat reserves {template} for its template" if template else ""
         raise ConfigError(
-            f"{LENGTHS} has {longest}, and MODEL has {positions} positions{kept}: use at most "
+            f"{LENGTHS} has {longest}, and MODEL has {positions} positions{reserved}: use at most "
             f"{positions - template}, or {extend}"
         )
 

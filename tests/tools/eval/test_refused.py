@@ -46,7 +46,7 @@ CASES = {
     "no settings file": ("needle --settings NOWHERE", ["NOWHERE"]),
     "a chat template": ("needle --lengths 512 --chat", ["--chat", "no chat template"]),
     "no positions for a chat template": (
-        "ruler --lengths 1985 --chat", ["--lengths has 1985", "--chat keeps 64", "at most 1984", "--yarn"],
+        "ruler --lengths 1985 --chat", ["--lengths has 1985", "--chat reserves 64", "at most 1984", "--yarn"],
     ),
     "positions for a chat template": ("ruler --lengths 1984 --chat", ["no chat template"]),
     "like": ("needle --lengths 512 --like EMPTY", ["--like is EMPTY", "not a Megatron checkpoint"]),
