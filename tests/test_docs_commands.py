@@ -61,7 +61,7 @@ def test_programs_begin_commands():
 
 
 def _pages():
-    """Pages with commands to run. Recipes have those of examples/README.md, serving those of checkpoints."""
+    """Pages with commands to run. Recipes repeat examples/README.md, docs/serving.md docs/checkpoints.md."""
     recipes = [page for page in RUN if page.name == "README.md" and len(page.parts) == 3]
     for page, found in RUN.items():
         if found:

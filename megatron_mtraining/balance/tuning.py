@@ -183,10 +183,6 @@ def tune(
     moves = groups.spread(works) & (before > 0) & (density > 0) & can_move
     start = np.where(moves, density, 1.0)
     low, high = _limits(start, recall, elasticity if can_move else 1.0, bounds, price, moves)
-    if (
-        bounds.anchor == "min"
-    ):  # nobody becomes denser, also where the slowest cannot reach the anchor
-        low = np.zeros_like(low)
 
     def density_at(logs: Floats) -> Floats:
         return np.where(moves, start * np.exp(-elasticity * logs), density)
@@ -237,7 +233,8 @@ def _limits(
     if bounds.min_recall == 0:
         spare = np.where(np.isfinite(recall), spare, 1.0)
     given = np.clip(spare, 0.0, bounds.max_mass)
-    taken = np.full_like(density, bounds.max_mass)
+    # With anchor min nobody becomes denser, also where the slowest cannot reach the anchor.
+    taken = np.full_like(density, 0.0 if bounds.anchor == "min" else bounds.max_mass)
     room = np.log(np.maximum(bounds.max_density / density, 1.0)) / elasticity
     farthest = np.log(FARTHEST)
     ends = []

@@ -22,6 +22,7 @@ from .policies import (
     Sampling,
     StratifiedSampling,
     XAttentionPolicy,
+    has_price,
 )
 from .settings import BLOCK_SIZES, DENSE, MTrainingConfig
 from .settings_content import sets_every_head, settings_of_run
@@ -52,6 +53,7 @@ __all__ = [
     "XAttentionPolicy",
     "check_settings_file",
     "current_name",
+    "has_price",
     "head_policies",
     "option",
     "sets_every_head",

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeGuard
 
 from ..errors import ConfigError
 from .validation import check_at_least, check_choice, check_share, option
@@ -166,6 +166,12 @@ class MobaPolicy:
 BlockListPolicy = XAttentionPolicy | MobaPolicy
 """Policies that select key blocks for each query block."""
 Policy = PricePolicy | CoveragePolicy | FixedPolicy | BlockListPolicy
+
+
+def has_price(policy: Policy) -> TypeGuard[PricePolicy]:
+    """Whether a price above 0 selects: one that a target recall or tuning can move."""
+    return isinstance(policy, PricePolicy) and policy.price > 0
+
 
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy

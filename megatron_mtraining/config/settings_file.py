@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from ..errors import ConfigError
 from .options import BY_NAME, RENAMED, current_name, policy_from, policy_values
-from .policies import Policy, PricePolicy
+from .policies import Policy, has_price
 from .settings import DENSE, MTrainingConfig
 from .settings_content import read, shown
 from .validation import option
@@ -140,7 +140,7 @@ def _check_target(config: MTrainingConfig, found: dict[int, tuple], name: str) -
     """Raise :class:`ConfigError` if the run has a target, and no head a price that follows it."""
     target = getattr(config.policy, "target_recall", None)
     every = (policy for policies in found.values() for policy in policies)
-    if target is not None and not any(isinstance(p, PricePolicy) and p.price > 0 for p in every):
+    if target is not None and not any(map(has_price, every)):
         raise ConfigError(
             f"{option('target_recall')} is {target}, but {name} leaves no head with policy price and a price "
             "above 0, and only such heads follow a target: leave one of them out"

@@ -142,10 +142,14 @@ def balance_of_rank(config: MTrainingConfig) -> dict[str, Any]:
     have the same values."""
     found: dict[str, Any] = {"the GPU of the latency profile": latency_model(config.profile).gpu}
     if config.profile is not None:
-        name = f"the content (SHA-256) of {option('profile')}"
-        content = read_bytes(Path(config.profile), f"{option('profile')} {config.profile}")
-        found[name] = hashlib.sha256(content).hexdigest()[:16]
+        found[f"the content (SHA-256) of {option('profile')}"] = _digest("profile", config.profile)
     return found
+
+
+def _digest(name: str, path: str) -> str:
+    """Of the content of an option's file."""
+    content = read_bytes(Path(path), f"{option(name)} {path}")
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 DATA = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
@@ -157,8 +161,7 @@ def origin_of_estimates(args, config: MTrainingConfig) -> list[str]:
     Another pattern has other densities, and another blend other datasets under the same numbers."""
     found = [repr(config.policy), f"blocks of {config.block_size}", f"window {config.window}"]
     if config.settings is not None:
-        content = read_bytes(Path(config.settings), f"{option('settings')} {config.settings}")
-        found.append(f"settings {hashlib.sha256(content).hexdigest()[:16]}")
+        found.append(f"settings {_digest('settings', config.settings)}")
     data = [str(getattr(args, name, None)) for name in DATA]
     return [*found, f"{args.seq_length} tokens", *data]
 
@@ -177,8 +180,8 @@ def sizes_of(args, dp_size: int) -> PlanSizes:
 
 def experts_span_replicas(args) -> bool:
     """Whether data-parallel replicas exchange tokens of experts, and so wait for each other, in each
-    micro-batch. Ranks of an expert group are consecutive, as those of a replica's layer are: a group that is
-    not larger lies within a replica. Where a group spans some of the replicas, all are taken to wait."""
+    micro-batch. An expert group has consecutive ranks, and so has a layer of a replica: a group that is not
+    larger lies within a replica. Where a group spans some of the replicas, all are taken to wait."""
     tensor = getattr(args, "tensor_model_parallel_size", 1) or 1
     context = getattr(args, "context_parallel_size", 1) or 1
     experts = getattr(args, "expert_model_parallel_size", 1) or 1

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..balance.plan import StepPlan
 from ..balance.tuning import Groups, TuningBounds, tune
-from ..config import MTrainingConfig, PricePolicy, head_policies, option
+from ..config import MTrainingConfig, has_price, head_policies, option
 from ..cp_group import RankGroup
 from .balance_log import Interval, StepRecord
 from .balance_options import experts_span_replicas
@@ -270,9 +270,9 @@ def balancer_of_arguments(
             log(
                 f"{option('tuning')}: {left} have no price to tune, and keep their patterns' settings"
             )
-    price = (
-        0.0 if bounds is None else _typical_price(config, args.num_layers, args.num_attention_heads)
-    )
+    price = 0.0  # untuned, nothing reads it
+    if bounds is not None:
+        price = _typical_price(config, args.num_layers, args.num_attention_heads)
     return Balancer(layout, get_num_microbatches, planner, bounds, price, step)
 
 
@@ -281,8 +281,8 @@ def _typical_price(config: MTrainingConfig, layers: int, heads: int) -> float:
     found: list[float] = []
     for layer in range(layers):
         policies = head_policies(config, layer, layers, heads) or [config.policy] * heads
-        found += [policy.price for policy in policies if isinstance(policy, PricePolicy)]
-    return statistics.median([price for price in found if price > 0] or [0.0])
+        found += [policy.price for policy in policies if has_price(policy)]
+    return statistics.median(found or [0.0])
 
 
 def _without_price(config: MTrainingConfig, layers: int, heads: int) -> str:
@@ -290,11 +290,7 @@ def _without_price(config: MTrainingConfig, layers: int, heads: int) -> str:
     found = []
     for layer in range(layers):
         policies = head_policies(config, layer, layers, heads) or ()
-        fixed = [
-            head
-            for head, policy in enumerate(policies)
-            if not isinstance(policy, PricePolicy) or policy.price == 0
-        ]
+        fixed = [head for head, policy in enumerate(policies) if not has_price(policy)]
         if len(fixed) == heads:
             found.append(f"layer {layer}")
         elif fixed:

@@ -14,7 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from ..attention import attend
-from ..config import ConfigError, Policy, PricePolicy, head_policies, option
+from ..config import ConfigError, Policy, has_price, head_policies, option
 from ..cp_group import CPGroup, cp_group_of
 from ..pattern import Steering
 from . import recompute
@@ -220,10 +220,10 @@ class MTrainingAttention(MegatronModule):
     def _tunable_heads(self) -> list[bool]:
         """Which heads of this rank have a price that tuning can move."""
         own = self.mtraining.policy
-        if self.balancer is None or not isinstance(own, PricePolicy) or own.price == 0:
+        if self.balancer is None or not has_price(own):
             return [False]
         policies = [own] if self.head_policies is None else self.head_policies
-        return [isinstance(policy, PricePolicy) and policy.price > 0 for policy in policies]
+        return [has_price(policy) for policy in policies]
 
     def _steering(self, place: str) -> Steering:
         """The run's, which all layers on all ranks share."""

@@ -17,6 +17,7 @@ from ..config import (
     ConfigError,
     MTrainingConfig,
     PricePolicy,
+    has_price,
     head_policies,
     option,
     sets_every_head,
@@ -51,11 +52,8 @@ class Steering:
         self._target = policy and policy.target_recall
         self._heads = policy is not None and policy.target_scope == "head"
         self._shape = shape if self._heads else (1, 1)
-        self._aim: Tensor | None = (
-            None  # the target, or the targets of heads: float32 [layers, heads]
-        )
-        self._moved: Tensor | None = None  # which heads' prices move: bool, as the prices
-        self._moved_at: Tensor | None = None  # their places in the flattened table: int64
+        # The target, or the targets of heads, NaN where a head has no price: float32 [layers, heads].
+        self._aim: Tensor | None = None
         self._log_prices: Tensor | None = None  # float32 [layers, heads], or [1, 1]
         self._start = policy and policy.price  # or a table of prices
         self._seen: Tensor | None = None  # float32 [2, layers, heads]: sums, and of how many
@@ -118,19 +116,6 @@ class Steering:
             self._move(ranks.all_reduce(seen))
         self._seen, self.step = None, step
 
-    def _priced(self) -> Tensor:
-        """Which heads have a price: bool, as the prices, on the CPU. The recall of the others (dense ones,
-        those of other policies) says nothing of a price."""
-        return _priced_heads(self.config, *self._shape) if self._heads else torch.ones(1, 1) > 0
-
-    def _moves_of(self, device) -> tuple[Tensor, Tensor]:
-        """:meth:`_priced` on the device, and as places in the flattened table."""
-        if self._moved is None:
-            priced = self._priced()
-            self._moved = priced.to(device)
-            self._moved_at = priced.flatten().nonzero().flatten().to(device)
-        return self._moved, self._moved_at
-
     def _aims(self, device) -> Tensor:
         if self._aim is None:
             layers, heads = self._shape
@@ -138,9 +123,10 @@ class Steering:
             for layer in range(layers) if self._heads else ():
                 policies = head_policies(self.config, layer, layers, heads) or ()
                 for head, policy in enumerate(policies):
-                    target = getattr(policy, "target_recall", None)
-                    if target is not None:
-                        aims[layer, head] = target
+                    if not has_price(policy):
+                        aims[layer, head] = math.nan
+                    elif policy.target_recall is not None:
+                        aims[layer, head] = policy.target_recall
             self._aim = aims.to(device)
         return self._aim
 
@@ -150,9 +136,9 @@ class Steering:
         # logarithm, noise leaves the mean where it is.
         over = lost / (1 - self._aims(seen.device)).clamp(min=1e-5) - 1
         by = (-GAIN * over / SLOPE).clamp(-MAX_LOG_STEP, MAX_LOG_STEP)
-        # No attention has run, or it was not a number: the price would be none in all steps after.
-        moved, _ = self._moves_of(seen.device)
-        by = torch.where((seen[1] > 0) & by.isfinite() & moved, by, 0.0)
+        # No attention has run, or it was not a number: the price would be none in all steps after. Or there
+        # is no price to move: the recall of a dense head depends on none.
+        by = torch.where((seen[1] > 0) & by.isfinite(), by, 0.0)
         low, high = map(math.log, RANGE)
         self._log_prices = (self._logarithms(seen.device) + by).clamp(low, high)
 
@@ -176,7 +162,7 @@ class Steering:
         check_prices(price)
         if isinstance(price, list):
             if not self._heads:
-                price = _median(price, _priced_heads(self.config, len(price), len(price[0])))
+                price = _median(price, self.config)
             elif self._shape != (len(price), len(price[0])):
                 raise ConfigError(
                     f"the checkpoint has prices of {len(price)} layers and {len(price[0])} heads, but the "
@@ -190,8 +176,8 @@ class Steering:
         nothing moves it, or no attention has run here."""
         if self._log_prices is None:
             return None
-        _, places = self._moves_of(self._log_prices.device)
-        return self._log_prices.flatten()[places].median().exp()
+        aims = self._aims(self._log_prices.device)
+        return torch.where(aims.isnan(), aims, self._log_prices).nanmedian().exp()
 
     def now(self) -> float | None:
         """This step's price, the median of heads that have one, read from the device; None without one."""
@@ -203,22 +189,16 @@ class Steering:
         if self._target is None:
             return config.policy.price
         state = self.state()
-        return _median(state, self._priced()) if isinstance(state, list) else state
+        return _median(state, config) if isinstance(state, list) else state
 
 
-def _median(table: list[list[float]], priced: Tensor) -> float:
-    """The median of the prices of heads that have one: settings leave at least one with a target."""
-    return statistics.median(torch.tensor(table, dtype=torch.float64)[priced].tolist())
-
-
-def _priced_heads(config: MTrainingConfig, layers: int, heads: int) -> Tensor:
-    """Which heads of a model have a price: bool ``[layers, heads]``."""
-    found = torch.ones(layers, heads, dtype=torch.bool)
-    for layer in range(layers):
-        policies = head_policies(config, layer, layers, heads) or ()
-        for head, policy in enumerate(policies):
-            found[layer, head] = isinstance(policy, PricePolicy) and policy.price > 0
-    return found
+def _median(table: list[list[float]], config: MTrainingConfig) -> float:
+    """The median of the prices of heads that have one; of all if none has, and so none moves."""
+    found: list[float] = []
+    for layer, row in enumerate(table):
+        policies = head_policies(config, layer, len(table), len(row)) or [config.policy] * len(row)
+        found += [price for policy, price in zip(policies, row) if has_price(policy)]
+    return statistics.median(found or [price for row in table for price in row])
 
 
 def check_prices(price: float | list[list[float]]) -> None:

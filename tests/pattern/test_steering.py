@@ -159,6 +159,9 @@ def test_heads_without_a_price_do_not_move_and_do_not_count(tmp_path):
     )
     one.restore(steering.state())
     assert one.state() == middle
+    fixed = Steering(MTrainingConfig.from_options(policy="fixed"), shape=(2, 3))
+    fixed.restore(steering.state())
+    assert fixed.state() is None and fixed.now() is None, "no head has a price"
 
 
 def _steer_heads(rank, world):

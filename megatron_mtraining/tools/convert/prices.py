@@ -14,6 +14,7 @@ from ...config import (
     Policy,
     PricePolicy,
     check_settings_file,
+    has_price,
     head_policies,
     option,
 )
@@ -74,7 +75,7 @@ def prices_of(
         row = reached[layer] if isinstance(reached, list) else [reached] * heads
         own, of_heads = [], {}
         for head, (policy, price) in enumerate(zip(policies, row)):
-            if isinstance(policy, PricePolicy) and policy.price > 0:
+            if has_price(policy):
                 own.append(_rounded(price * policy.price / of_run))
                 of_heads[str(head)] = {
                     "price": own[-1],

@@ -67,8 +67,8 @@ def planned(options: Options, tokenizer) -> list[Planned]:
 
 
 def _sentences(text: str, length: int) -> list[str]:
-    """Those of the beginning of a text. How much is looked at depends on this length alone: the samples of a
-    length are the same whatever other lengths are asked for."""
+    """The sentences at the beginning of a text. How many depends on this length alone, so that the samples of
+    a length are the same whatever other lengths are asked for."""
     text = text[: length * CHARACTERS * 4]
     return [each for each in re.split(r"(?<=[.!?])\s+|\n+", text) if each.strip()]
 

@@ -168,8 +168,8 @@ def key_intervals(model, tokenizer, window: Window, context: int) -> list[list[i
 def _encoded(tokenizer, window: Window) -> dict[str, Tensor]:
     """What longppl asks a tokenizer for: int64 ``input_ids`` ``[1, s]`` and ``offset_mapping`` ``[1, s, 2]``.
 
-    A window that ends inside a character has the whole character in its text, whose tokens are more than the
-    window's: those of the window are taken as they are, not from its text.
+    A window that ends inside a character has the whole character in its text, and the text has more tokens
+    than the window: so the window's own are used.
     """
     if tokenizer is None:
         ids, offsets = window.ids.tolist(), window.offsets

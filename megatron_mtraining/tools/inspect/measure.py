@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...config import BlockListPolicy, ConfigError, MTrainingConfig, PricePolicy
+from ...config import BlockListPolicy, ConfigError, MTrainingConfig, has_price
 from ...cp_group import CPGroup
 from ...models.types import LayerInput
 from ...pattern import (
@@ -189,7 +189,7 @@ def patterns_of(
 def _without_price(config: MTrainingConfig) -> MTrainingConfig | None:
     """What configurations of a price series have in common; None for other policies."""
     policy = config.policy
-    if not isinstance(policy, PricePolicy) or not policy.price:
+    if not has_price(policy):
         return None
     return replace(config, policy=replace(policy, price=1.0))
 
