@@ -175,6 +175,25 @@ def measured() -> str:
     return table(header, body) + source(some.values(), "sparsebalance")
 
 
+def over_ranks() -> str:
+    """Whole steps of Megatron over data-parallel ranks, the modes of each layout and weights."""
+    layout = ("gpus", "dp", "cp", "set", "weights", "texts")
+    every = [row for row in rows("sparsebalance") if row["source"] == "ranks"]
+    some, body = last(every, *layout, "mode"), []
+    for own in sorted({key[:-1] for key in some}):
+        off, length = (some[(*own, mode)] for mode in ("off", "length"))
+        for mode, label in MODES.items():
+            row = some[(*own, mode)]
+            low, high = row["multipliers"] or (1, 1)
+            shape = f"{row['gpus']} = {row['dp']} x {row['cp']}"
+            cells = [shape, label, *row_of(row, off, length)]
+            cells.append(f"{statistics.mean(row['losses'][-row['steps'] :]):.4f}")
+            cells.append(f"{low:.2f} to {high:.2f}" if low < high else "1")
+            body.append([*cells, f"{row['predicted_over_measured']:.2f}"])
+    header = ["GPUs = DP x CP", "mode", *HEAD, "loss", "multipliers of the price"]
+    return table([*header, "predicted / measured"], body) + source(some.values(), "sparsebalance")
+
+
 def spread(values: list[float]) -> str:
     """Mean, and half of the distance between the lowest and the highest."""
     mean = f"{statistics.mean(values):.4f}"

@@ -17,16 +17,27 @@ def _measured() -> list[Row]:
         return (
             row["model"] == "qwen2.5-3b"
             and "loss_chunk" in row
+            # At a price, rows of random weights that name no cap had one below a trained model's density.
+            and not (row.get("price") and row["weights"] == "random" and not row.get("slash_cap"))
             and "--overlap" not in row["command"]
         )
 
     # Rows from before there were trained weights do not name their weights.
-    return [{"weights": "random", **row} for row in rows("pretrain") if counts(row)]
+    named = [{"weights": "random", **row} for row in rows("pretrain")]
+    return [row for row in named if counts(row)]
 
 
 def steps_rows() -> list[Row]:
     """A row for each setting."""
     return list(last(_measured(), *SETTING).values())
+
+
+def density_of(row: Row) -> str:
+    """Density, and that of a pruned backward if something was pruned."""
+    said, backward = percent(row["density"]), row.get("backward_density")
+    if backward and backward < row["density"]:
+        said += f", backward {percent(backward)}"
+    return said
 
 
 def dense_of(row: Row) -> Row | None:
@@ -69,7 +80,7 @@ def attention_of(row: Row) -> str:
     if row["vertical"]:
         said = f"{row['vertical']} columns, {row['slash']} diagonals"
     elif row.get("weights", "random") == "random":
-        said += f", at most 1000 columns and {row.get('slash_cap') or 110} slashes"
+        said += f", at most 1000 columns and {row['slash_cap']} slashes"
     if row.get("weights", "random") != "random":
         said += f", weights {row['weights']}"
     if row.get("backward_threshold"):
@@ -94,7 +105,7 @@ def steps() -> str:
                 row["world"],
                 tokens(row["seq"]),
                 attention_of(row),
-                percent(row["density"]),
+                density_of(row),
                 recall,
                 f"{seconds:.2f}" if seconds < 50 else f"{seconds:.1f}",
                 ratio,
