@@ -123,8 +123,16 @@ def test_what_bf16_gradients_cost(tmp_path):
     for row in rows:
         assert row["error_float32"] < 1e-5 < 1e-4 < row["error_bf16"] < 1e-2
         assert row["commit"] == "a commit" and row["dtype"] == "float32"
-    done = torchrun("--device", "cpu", "--seq", "100", name="wire")
-    assert done.returncode != 0 and "--seq 100" in done.stderr
+
+
+def test_a_length_that_ranks_cannot_share_ends_wire(monkeypatch, capsys):
+    from benchmarks.layer import wire
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["wire", "--device", "cpu", "--seq", "100"])
+    with pytest.raises(SystemExit):
+        wire.parse()
+    assert "--seq 100" in capsys.readouterr().err
 
 
 def test_cases_at_their_own_and_other_lengths(rings, monkeypatch, capsys):

@@ -20,7 +20,7 @@ RUNS = {
 }
 
 
-SLOW = ("CP 2", "1F1B", "CP 2, interleaved")
+SLOW = ("CP 2", "1F1B", "interleaved", "CP 2, interleaved")
 
 
 @pytest.mark.parametrize(
@@ -28,8 +28,8 @@ SLOW = ("CP 2", "1F1B", "CP 2, interleaved")
     [
         pytest.param(
             name,
-            # "CP 2, interleaved" has what these two have.
-            marks=[pytest.mark.slow, *[pytest.mark.repeated] * (name in SLOW[:2])]
+            # "CP 2, interleaved" has what these three have.
+            marks=[pytest.mark.slow, *[pytest.mark.repeated] * (name in SLOW[:3])]
             if name in SLOW
             else (),
         )
