@@ -9,9 +9,10 @@ import struct
 def fixed_point_one(num_rows: int) -> int:
     """The int32 that represents a probability of 1.
 
-    It is exact in float32 (its low 8 bits are 0), and the sum of ``num_rows`` of them fits an int32.
+    It is exact in float32 (its low 8 bits are 0), and the sum of ``num_rows`` of them fits an int32, with
+    room for probabilities that sum to more than 1: the LSE in them is rounded to float32.
     """
-    return (2**31 - 1) // num_rows & ~255
+    return (2**31 - 2**24) // num_rows & ~255
 
 
 def float_bits(number: float) -> int:

@@ -9,7 +9,9 @@ import torch
 
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.attention import attend
+from megatron_mtraining.config import LastRowsSampling
 from megatron_mtraining.cp_group import CPGroup, cp_group_of
+from megatron_mtraining.documents import Documents
 from megatron_mtraining.layout import stripe
 from megatron_mtraining.pattern import search_pattern
 from megatron_mtraining.pattern.sampled_rows import last_rows, stratified_rows
@@ -308,3 +310,15 @@ def test_settings_that_cannot_be(changes, named):
     with pytest.raises(ConfigError) as raised:
         MTrainingConfig.from_options(**changes)
     assert named in str(raised.value)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 8])
+def test_recall_of_few_rows_whose_mass_is_at_one_distance(rows):
+    """Their probabilities sum to a little more than 1, by the rounding of the LSE."""
+    documents = Documents.from_lengths([924, 100], 1024)  # the last of one block
+    config = MTrainingConfig(sampling=LastRowsSampling(rows))
+    for seed in range(8):
+        torch.manual_seed(seed)
+        query, key = torch.randn(1024, 1, 8, 64) * 4, torch.randn(1024, 1, 8, 64)
+        found = search_pattern(query, key, config, CPGroup(None), 64**-0.5, documents=documents)
+        assert found.recall.min() >= 0 and found.recall.max() <= 1 + 1e-5

@@ -16,13 +16,13 @@ LENGTH = 16
 
 
 def digest_of_files(path: Path, without: Iterable[Path] = ()) -> str:
-    """Of names, sizes and times of a file, or of all files in a folder.
+    """Of names, sizes and times of a file, or of all files in a folder; not of where they are.
 
     Args:
         without: files and folders inside the folder that are left out, such as a run's own output. One that
             is the folder itself, or has it inside, leaves nothing out.
     """
-    files = [path]
+    files, folder = [path], path.parent
     if path.is_dir():
         real = Path(os.path.realpath(path))
         left_out = {Path(os.path.realpath(each)) for each in without} - {real, *real.parents}
@@ -33,7 +33,11 @@ def digest_of_files(path: Path, without: Iterable[Path] = ()) -> str:
 
         # Files alone: the time of a folder changes with what is left out.
         files = [each for each in sorted(path.rglob("*")) if is_in(each) and each.is_file()]
-    about = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        folder = path
+    about = [
+        (str(file.relative_to(folder)), file.stat().st_size, file.stat().st_mtime_ns)
+        for file in files
+    ]
     return hashlib.sha256(repr(about).encode("utf-8", "surrogateescape")).hexdigest()[:LENGTH]
 
 

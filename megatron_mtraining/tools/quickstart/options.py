@@ -15,6 +15,8 @@ WINDOW, BLOCK_SIZE = 64, 64
 MOST_SECONDS = 86400
 MOST_SEED = 2**31 - 1
 AT_LEAST = dict(steps=2, processes=1, layers=1, heads=1)
+SHORTEST, FEWEST_COLUMNS = 4 * BLOCK_SIZE, 4
+"""Tokens that the sampled rows, and columns that the attention sink, do not come up to."""
 AT_MOST = dict(steps=100_000, processes=64, layers=128, heads=128, seq_length=2**20)
 """Far more than a demonstration needs; what is larger fills the machine before it fails."""
 
@@ -69,6 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--overwrite", action="store_true", help="replace the results in the output folder")
 
 
+def _rounded_up(seq_length: int, multiple: int) -> int:
+    """To a length that all processes can share."""
+    return -(-seq_length // multiple) * multiple
+
+
 def options_from(values: argparse.Namespace) -> Options:
     """The run that parsed arguments ask for.
 
@@ -91,6 +98,8 @@ def options_from(values: argparse.Namespace) -> Options:
     for name, least in AT_LEAST.items():
         if getattr(values, name) < least:
             raise ConfigError(f"--{name} is {getattr(values, name)}: use {least} or more")
+    if 0 < values.vertical < FEWEST_COLUMNS:
+        raise ConfigError(f"--vertical is {values.vertical}: use {FEWEST_COLUMNS} or more")
     for name, most in AT_MOST.items():
         value = getattr(values, name)
         if value is not None and value > most:
@@ -101,10 +110,14 @@ def options_from(values: argparse.Namespace) -> Options:
         raise ConfigError(f"--seed is {values.seed}: use 0 to {MOST_SEED}")
     if not values.output.strip() or "\0" in values.output:
         raise ConfigError(f"--output is {values.output!r}: name a folder")
-    seq_length = values.seq_length
-    if seq_length is None:  # rounded up to a multiple that any number of processes can share
-        multiple = BLOCK_SIZE * values.processes
-        seq_length = -(-(8192 if on_gpu else 2048) // multiple) * multiple
+    seq_length, multiple = values.seq_length, BLOCK_SIZE * values.processes
+    if seq_length is None:
+        seq_length = _rounded_up(8192 if on_gpu else 2048, multiple)
+    elif seq_length < SHORTEST or seq_length % multiple:
+        raise ConfigError(
+            f"--seq-length is {seq_length}: with --processes {values.processes} use a multiple of "
+            f"{multiple}, {_rounded_up(max(seq_length, SHORTEST), multiple)} for example"
+        )
     try:
         sparse = MTrainingConfig.from_options(
             vertical=values.vertical, slash=values.slash, window=WINDOW, block_size=BLOCK_SIZE

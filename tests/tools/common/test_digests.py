@@ -51,3 +51,13 @@ def test_an_output_around_the_folder_leaves_nothing_out(model):
         assert before == digest_of_files(model)
         (model / "config.json").write_text((model / "config.json").read_text() + " ")
         assert digest_of_files(model, [around]) != before
+
+
+def test_where_the_files_are_does_not_count(model, monkeypatch):
+    file = model / "config.json"
+    before = digest_of_files(model), digest_of_files(file)
+    monkeypatch.chdir(model.parent)
+    assert (digest_of_files(Path("model")), digest_of_files(Path("model/config.json"))) == before
+    file.rename(model / "other.json")
+    assert digest_of_files(model) != before[0]
+    assert digest_of_files(model / "other.json") != before[1]

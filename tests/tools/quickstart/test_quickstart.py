@@ -251,6 +251,9 @@ def test_results_appear_whole_or_not_at_all(tmp_path, capsys, monkeypatch):
     [
         (["--seq-length", "1000"], ["--seq-length", "1000", "128"]),
         (["--seq-length", "0"], ["--seq-length", "0"]),
+        (["--seq-length", "128"], ["--seq-length", "a multiple of 128, 256 for example"]),
+        (["--seq-length", "256", "--processes", "3"], ["a multiple of 192, 384 for example"]),
+        (["--vertical", "2"], ["--vertical is 2: use 4 or more"]),
         (["--steps", "0"], ["--steps", "0"]),
         (["--processes", "0"], ["--processes", "0"]),
         (["--heads", "0"], ["--heads", "0"]),
