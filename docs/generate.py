@@ -86,9 +86,9 @@ def options() -> str:
         "",
         "With `--attention-backend mtraining`. `--help` shows the common ones (first table), "
         "`--mtraining-help-all` all of them. `--mtraining-settings FILE` (JSON or YAML) takes all of them "
-        "under the names here without `--mtraining-` and with underscores; an option on the command line "
-        "takes precedence over the file. In Python, `MTrainingConfig.from_options(price=0.3, ...)` takes the "
-        "same names.",
+        "under the names here without `--mtraining-` and with underscores; an option that is on the "
+        "command line, too, must have the same value there. In Python, "
+        "`MTrainingConfig.from_options(price=0.3, ...)` takes the same names.",
     ]
     for title, common in (("Common", True), ("All others", False)):
         lines += ["", f"## {title}", "", "| option | default | what |", "|---|---|---|"]

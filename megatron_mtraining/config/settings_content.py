@@ -73,7 +73,16 @@ def _read_as_of(path: str, name: str, stamp: tuple[int, ...]):
     return _read_again(path, name)
 
 
+def times_read(path: str) -> int:
+    """How often the file was read: what was made of it is out of date if it was read since."""
+    return _times_read[path]
+
+
+_times_read: Counter[str] = Counter()
+
+
 def _read_again(path: str, name: str):
+    _times_read[path] += 1
     # Not from a pipe: every rank reads the file.
     text = read_text(Path(path), name, limit=LARGEST)
     yaml = Path(path).suffix in (".yaml", ".yml")

@@ -9,13 +9,14 @@ list of a pattern's name, its numbers, and a score that is not read.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import lru_cache
 
 from ..errors import ConfigError
 from .options import BY_NAME, RENAMED, current_name, policy_from, policy_values
 from .policies import Policy, has_price
 from .settings import DENSE, MTrainingConfig
-from .settings_content import read, shown
+from .settings_content import read, shown, times_read
 from .validation import option
 
 PUBLISHED = ("vertical_and_slash", "flex_vertical_and_slash")
@@ -40,13 +41,13 @@ def head_policies(
     """
     if config.settings is None:
         return None
-    return _policies_by_layer(config, num_layers, num_heads).get(layer)
+    return _policies(config, num_layers, num_heads).get(layer)
 
 
 def check_settings_file(config: MTrainingConfig, num_layers: int | None, num_heads: int) -> None:
     """Raise :class:`ConfigError` if the settings file of a run does not fit the model."""
     if config.settings is not None:
-        _policies_by_layer(config, num_layers, num_heads)
+        _policies(config, num_layers, num_heads)
 
 
 def changed_policy(policy: Policy, changes: dict[str, object]) -> Policy:
@@ -71,11 +72,19 @@ def changed_policy(policy: Policy, changes: dict[str, object]) -> Policy:
     return policy_from({**base, **changes, "policy": name})
 
 
-@lru_cache(maxsize=8)
-def _policies_by_layer(
+def _policies(
     config: MTrainingConfig, num_layers: int | None, num_heads: int
 ) -> dict[int, tuple[Policy, ...]]:
+    """By layer, as the file was when it was last read: a run does not read it again, but settings that a
+    notebook makes of a changed file do."""
     assert config.settings is not None
+    return _policies_by_layer(config, num_layers, num_heads, times_read(config.settings))
+
+
+@lru_cache(maxsize=8)
+def _policies_by_layer(
+    config: MTrainingConfig, num_layers: int | None, num_heads: int, _: int
+) -> dict[int, tuple[Policy, ...]]:
     name = shown(config.settings)
     content = read(config.settings, name)
     if isinstance(content, list):
@@ -116,7 +125,7 @@ def _of_object(config, content, num_layers, num_heads, name) -> dict[int, tuple[
                 policies[head] = _changed(config, start, changes, where)
         found[layer] = tuple(policies)
     if num_layers is not None and len(found) == num_layers:
-        _check_target(config, found, name)
+        _check_is_followed(config, content, found, name)
     return found
 
 
@@ -129,33 +138,61 @@ def _check_settings_of_run(config: MTrainingConfig, content: dict, name: str) ->
         setting = current_name(key, name) if isinstance(key, str) and key not in RENAMED else key
         if setting not in known:
             raise ConfigError(f"{name} has {key!r}, which is not a setting: leave it out")
-        if content[key] != flat[setting]:
+        if not _is_of_run(config, setting, content[key]):
             raise ConfigError(
                 f"{name} has {setting} {content[key]!r}, but the run {flat[setting]!r}: make them the same, "
                 "or leave one out"
             )
 
 
-def _check_target(config: MTrainingConfig, found: dict[int, tuple], name: str) -> None:
-    """Raise :class:`ConfigError` if the run has a target, and no head a price that follows it."""
+def _is_of_run(config: MTrainingConfig, setting: str, value: object) -> bool:
+    """Whether a run with this value is the same run."""
+    flat = {name: each for name, each in config.options().items() if each is not None}
+    if flat.get(setting) == value:
+        return True
+    try:
+        changed = MTrainingConfig.from_options(**{**flat, "settings": None, setting: value})
+    except ConfigError:
+        return False
+    return replace(changed, settings=config.settings) == config
+
+
+def _check_is_followed(config: MTrainingConfig, content: dict, found: dict, name: str) -> None:
+    """Raise :class:`ConfigError` if the run has a target, and no head a price that follows it; or if it has
+    an option of a policy that no head has."""
     target = getattr(config.policy, "target_recall", None)
-    every = (policy for policies in found.values() for policy in policies)
+    every = [policy for policies in found.values() for policy in policies]
     if target is not None and not any(map(has_price, every)):
         raise ConfigError(
             f"{option('target_recall')} is {target}, but {name} leaves no head with policy price and a price "
             "above 0, and only such heads follow a target: leave one of them out"
         )
+    if any(isinstance(policy, type(config.policy)) for policy in every):
+        return
+    for setting, value in _not_default(config.policy).items():
+        if setting not in content:  # where the file has both, it says what its heads have instead
+            raise ConfigError(
+                f"{option(setting)} is {value}, but {name} gives every head another policy than "
+                f"{config.policy.name}: leave one of them out"
+            )
+
+
+def _not_default(policy: Policy) -> dict[str, object]:
+    """The options of a run's policy that differ from the defaults, the one that selects the policy last."""
+    values, default = policy_values(policy), policy_values(type(policy)())
+    chosen = values.pop("policy")
+    found = {name: value for name, value in values.items() if value != default[name]}
+    # A short sequence lowers the default.
+    if found.get("vertical_cap", 0) <= default.get("vertical_cap", 0):
+        found.pop("vertical_cap", None)
+    return found if chosen == MTrainingConfig().policy.name else {**found, "policy": chosen}
 
 
 def _of_published(config, content, num_layers, num_heads, name) -> list[tuple[Policy, ...]]:
-    default = type(config.policy)()
-    for setting in ("slash_cap", "target_recall"):
-        value = getattr(config.policy, setting, None)
-        if value != getattr(default, setting, None):
-            raise ConfigError(
-                f"{option(setting)} is {value}, but {name} has the policies of all heads: leave one of "
-                "them out"
-            )
+    for setting, value in _not_default(config.policy).items():
+        raise ConfigError(
+            f"{option(setting)} is {value}, but {name} has the policies of all heads: leave one of them out"
+        )
     if not all(isinstance(layer, dict) for layer in content):
         raise ConfigError(f"{name} must be a list of layers, each an object by head number")
     if num_layers is not None and len(content) != num_layers:

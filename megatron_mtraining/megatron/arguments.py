@@ -17,10 +17,11 @@ from ..config import (
     option,
     sets_every_head,
 )
+from ..ring.pruning import check_entries
 from .backend import is_active, training_arguments
 from .balance_options import check_balance, lines_of_balance
 from .checks import check_settings, inner_group_size
-from .options import add_arguments, attribute, config_from_args
+from .options import FILLED_IN, add_arguments, attribute, config_from_args
 from .output_layer import check_loss, why_not
 from .packed_documents import check_documents, fill_in_documents
 from .rotary_options import check_rotary_options
@@ -115,6 +116,7 @@ def fill_in(args) -> list[str]:
         values = {name: value for name, value in values.items() if name not in PER_POLICY}
     for name, value in values.items():
         setattr(args, attribute(name), value)
+    setattr(args, FILLED_IN, True)
     given = " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
     lines = [f"settings: {given}"]
     if warning:
@@ -150,6 +152,12 @@ def _checked(args) -> tuple[MTrainingConfig, str | None]:
     inner = inner_group_size(args, size, config.gathered_ranks, command_line=True)
     if seq_length is not None:
         config.check_sequence(seq_length, size, inner)
+        if config.backward_threshold and heads:
+            # Megatron's validation, which is yet to come, refuses sizes that do not divide.
+            tensor = getattr(args, "tensor_model_parallel_size", None) or 1
+            batch = getattr(args, "micro_batch_size", None) or 1
+            own = max(heads // tensor, 1)
+            check_entries(own, batch, seq_length // size, config.block_size, size, inner)
         check_balance(args, config, seq_length)
     return config, warning
 

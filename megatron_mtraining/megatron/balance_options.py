@@ -13,7 +13,14 @@ import torch
 
 from ..balance.latency import AttentionShape, LatencyModel
 from ..balance.plan import PlanSizes, Predict
-from ..config import BLOCK_POLICY_NAMES, ConfigError, MTrainingConfig, option, sets_every_head
+from ..config import (
+    BLOCK_POLICY_NAMES,
+    ConfigError,
+    MTrainingConfig,
+    has_price,
+    head_policies,
+    option,
+)
 from ..files import read_bytes
 from .checks import show
 from .packed_documents import masks_documents
@@ -33,6 +40,16 @@ def balancing_option(config: MTrainingConfig) -> str:
     return f"{option(name)} {getattr(config, name)}"
 
 
+def _has_price_to_tune(args, config: MTrainingConfig) -> bool:
+    """Whether the settings file, if there is one, leaves a head of the model a price."""
+    layers = getattr(args, "num_layers", None)
+    if config.settings is None or layers is None:
+        return True
+    heads = args.num_attention_heads
+    own = (head_policies(config, layer, layers, heads) for layer in range(layers))
+    return any(policies is None or any(map(has_price, policies)) for policies in own)
+
+
 def check_balance(args, config: MTrainingConfig, seq_length: int) -> None:
     """Refuse runs whose ranks cannot be balanced.
 
@@ -46,10 +63,10 @@ def check_balance(args, config: MTrainingConfig, seq_length: int) -> None:
     if not config.balances:
         return
     asked = balancing_option(config)
-    if config.tuning == "on" and config.settings is not None and sets_every_head(config.settings):
+    if config.tuning == "on" and not _has_price_to_tune(args, config):
         raise ConfigError(
-            f"{option('tuning')} is on, but {option('settings')} {config.settings} sets the policies of "
-            "all heads, so they have no price to tune: leave one of them out"
+            f"{option('tuning')} is on, but {option('settings')} {config.settings} leaves no head with a "
+            "price to tune: leave one of them out"
         )
     kind = getattr(args, "dataloader_type", None)
     if kind not in (None, "single"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from dataclasses import replace
 
 from ..config import (
     OPTIONS,
@@ -19,7 +20,6 @@ from ..config import (
     Option,
     current_name,
     option,
-    settings_of_run,
 )
 from .wrapping import is_first_rank
 
@@ -27,6 +27,8 @@ ALL = "all"
 TITLE = "mtraining"
 DESCRIPTION = "Dynamic sparse ring attention, with --attention-backend mtraining."
 METAVARS = {int: "N", float: "X", str: "FILE"}
+FILLED_IN = "mtraining_filled_in"
+"""The argument that says that the others have all values, those of a settings file too."""
 
 
 def attribute(name: str) -> str:
@@ -108,7 +110,11 @@ class _OldOption(argparse.Action):
 
 
 def config_from_args(args) -> MTrainingConfig:
-    """The settings in Megatron's arguments, whether filled in yet or not."""
+    """The settings in Megatron's arguments, whether filled in yet or not.
+
+    A settings file is read for arguments that are not filled in: those of a run have what it said when the
+    run began.
+    """
     seq_length = getattr(args, "seq_length", None) or getattr(args, "encoder_seq_length", None)
     values = {}
     for each in OPTIONS:
@@ -119,8 +125,9 @@ def config_from_args(args) -> MTrainingConfig:
             value = seq_length
         if value is not None:
             values[each.name] = value
-    if "settings" in values:
-        values = {**settings_of_run(values["settings"]), **values}
+    file = values.pop("settings", None) if getattr(args, FILLED_IN, False) else None
     if seq_length is None:
-        return MTrainingConfig.from_options(**values)
-    return MTrainingConfig.for_sequence(seq_length, **values)
+        config = MTrainingConfig.from_options(**values)
+    else:
+        config = MTrainingConfig.for_sequence(seq_length, **values)
+    return config if file is None else replace(config, settings=file)

@@ -161,13 +161,22 @@ def _most_causal_blocks(local_blocks: int, world: int, inner: int) -> int:
 
 
 def check_size(query: Tensor, block_size: int, world: int, inner: int) -> None:
+    """:func:`check_entries` for a query ``[s, b, h, d]``."""
+    length, batch, heads, _ = query.shape
+    check_entries(heads, batch, length, block_size, world, inner)
+
+
+def check_entries(
+    heads: int, batch: int, length: int, block_size: int, world: int, inner: int
+) -> None:
     """Raise :class:`~..errors.ConfigError` if the lists of a pruned backward could be too long on some rank:
     on every rank, as one that went on would wait for the others.
 
     Args:
-        query: ``[s, b, h, d]``.
+        heads, length: of a rank: its heads, and its tokens of a sequence.
+        batch: sequences of a micro-batch.
+        world, inner: context-parallel ranks, and those of an inner group.
     """
-    length, batch, heads, _ = query.shape
     blocks = -(-length // block_size)
     entries = batch * heads * _most_causal_blocks(blocks, world, inner)
     if entries > MAX_LIST_ENTRIES:

@@ -396,3 +396,50 @@ def test_many_sinks_beside_dense_layers(tmp_path):
     )
     assert head_policies(config, 0, 2, 2)[0].price == 0
     assert config.dense().sink == 5000
+
+
+def test_settings_that_are_made_again_have_the_layers_of_the_changed_file(tmp_path):
+    for price in (0.2, 0.4):
+        config = with_file(tmp_path, {"layers": {"0": {"price": price}}})
+        assert head_policies(config, 0, LAYERS, HEADS)[0].price == price
+
+
+@pytest.mark.parametrize(
+    "given, named",
+    [
+        (dict(price=0.9), "--mtraining-price is 0.9"),
+        (dict(vertical=500, slash=20), "--mtraining-vertical is 500"),
+        (dict(policy="moba", block_top_k=3), "--mtraining-block-top-k is 3"),
+        (dict(policy="xattention"), "--mtraining-policy is xattention"),
+        (dict(target_recall=0.9), "--mtraining-target-recall is 0.9"),
+    ],
+)
+def test_options_that_a_best_pattern_file_leaves_without_a_head(given, named, tmp_path):
+    config = with_file(tmp_path, [layer_of()] * LAYERS, **given)
+    with pytest.raises(
+        ConfigError, match=f"{named}, but .*file.json has the policies of all heads"
+    ):
+        check_settings_file(config, LAYERS, HEADS)
+    check_settings_file(with_file(tmp_path, [layer_of()] * LAYERS), LAYERS, HEADS)
+
+
+def test_options_of_a_policy_that_no_head_has(tmp_path):
+    every = {str(layer): {"policy": "moba", "block_top_k": 3} for layer in range(LAYERS)}
+    for layers, refused in ((every, True), ({"0": every["0"]}, False)):
+        for given in (dict(price=0.9), dict(slash_cap=9)):
+            config = with_file(tmp_path, {"layers": layers}, **given)
+            if not refused:
+                check_settings_file(config, LAYERS, HEADS)
+                continue
+            with pytest.raises(ConfigError, match="gives every head another policy than price"):
+                check_settings_file(config, LAYERS, HEADS)
+        check_settings_file(with_file(tmp_path, {"layers": layers}), LAYERS, HEADS)
+    # The file's own word on the price of the heads that it leaves.
+    check_settings_file(with_file(tmp_path, {"price": 0.9, "layers": every}), LAYERS, HEADS)
+
+
+def test_a_value_that_makes_the_same_run_is_the_run_s(tmp_path):
+    content = {"estimator": "last", "held_out_rows": 0, "layers": {}}
+    check_settings_file(with_file(tmp_path, content), LAYERS, HEADS)
+    with pytest.raises(ConfigError, match="has price 0.3, but the run 0.5"):
+        check_settings_file(with_file(tmp_path, {"price": 0.3}, price=0.5), LAYERS, HEADS)

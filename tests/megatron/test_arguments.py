@@ -13,7 +13,7 @@ import pytest
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_mtraining import ConfigError, MTrainingConfig
-from megatron_mtraining.config import BY_NAME, OPTIONS, REMOVED, RENAMED, option
+from megatron_mtraining.config import BY_NAME, OPTIONS, REMOVED, RENAMED, head_policies, option
 from megatron_mtraining.megatron import arguments as module
 from megatron_mtraining.megatron import register, settings
 from megatron_mtraining.megatron.arguments import ArgumentsError, refuse
@@ -105,6 +105,17 @@ def test_files_are_checked_before_training(tmp_path):
         check(parse(*words, "--mtraining-price", "0.5", num_layers=3))
     with pytest.raises(ArgumentsError, match="--mtraining-settings nowhere.json cannot be read"):
         check(parse("--mtraining-settings", "nowhere.json", num_layers=3))
+
+
+@pytest.mark.parametrize("change", ["gone", '{"price": 0.9}', "half of a fi"])
+def test_a_settings_file_that_changes_does_not_change_a_run(change, tmp_path):
+    path = tmp_path / "settings.json"
+    path.write_text('{"price": 0.2, "layers": {"1": {"dense": true}}}')
+    check(args := parse("--mtraining-settings", str(path), num_layers=3))
+    config, layers = config_from_args(args), head_policies(config_from_args(args), 1, 3, 8)
+    path.unlink() if change == "gone" else path.write_text(change)
+    assert config_from_args(args) == config and config.policy.price == 0.2
+    assert head_policies(config_from_args(args), 1, 3, 8) == layers
 
 
 def test_old_names_of_options(tmp_path, capsys):

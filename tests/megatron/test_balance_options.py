@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch.distributed as dist
 
@@ -94,16 +96,15 @@ def test_runs_that_are_balanced(case, own):
     assert (args.mtraining_batching, args.mtraining_tuning) != ("off", "off")
 
 
-def test_a_settings_file_with_every_head_has_no_price(own, tmp_path):
+BEST = {str(head): ["vertical_and_slash", 10, 10, 1] for head in range(2)}
+FIXED = {"policy": "fixed", "vertical": 10, "slash": 10}
+
+
+@pytest.mark.parametrize("content", [[BEST] * 2, {"layers": {"0": FIXED, "1": {"dense": True}}}])
+def test_a_settings_file_with_every_head_has_no_price(content, own, tmp_path):
     path = tmp_path / "best.json"
-    path.write_text(
-        "["
-        + ", ".join(
-            ['{"0": ["vertical_and_slash", 10, 10, 1], "1": ["vertical_and_slash", 10, 10, 1]}'] * 2
-        )
-        + "]"
-    )
-    with pytest.raises(ArgumentsError, match="sets the policies of all heads"):
+    path.write_text(json.dumps(content))
+    with pytest.raises(ArgumentsError, match="leaves no head with a price to tune"):
         check(
             parse(
                 *TUNING,

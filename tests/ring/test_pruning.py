@@ -19,7 +19,7 @@ from megatron_mtraining.layout import stripe, unstripe
 from megatron_mtraining.pattern.block_list_index import pruned_index
 from megatron_mtraining.ring import Ring
 from megatron_mtraining.ring.attention import ring_attention
-from megatron_mtraining.ring.pruning import BackwardPruning, check_size, least_share
+from megatron_mtraining.ring.pruning import BackwardPruning, check_entries, check_size, least_share
 from tests.support.attention_cases import block_lists_of, random_index, relative_error
 from tests.support.ids import parametrize
 from tests.support.pruning_cases import (
@@ -325,3 +325,9 @@ def test_too_many_blocks_are_refused():
     # One of two ranks has room: none goes on.
     with pytest.raises(ConfigError, match=f"{2**28 + 2**16} blocks"):
         check_size(query[: 2**19, :, :16], 128, 2, 1)
+    # Known before there are operands.
+    with pytest.raises(ConfigError, match=f"{2**28 + 2**16} blocks"):
+        check_entries(16, 1, 2**19, 128, 2, 1)
+    check_entries(8, 1, 2**19, 128, 2, 1)
+    with pytest.raises(ConfigError, match="for 8 heads and 524288 tokens on each of 2 ranks"):
+        check_entries(8, 2, 2**19, 128, 2, 1)
