@@ -41,6 +41,9 @@ OTHER_NAMES = {
 }
 """Arguments that have had another name than their field."""
 
+ROUTING = {"sinkhorn", "quantile_balancing"}
+"""Values of moe_router_load_balancing_type that do not route to the experts of the highest score."""
+
 UNFUSED = dict(
     use_cpu_initialization=True,
     bias_activation_fusion=False,

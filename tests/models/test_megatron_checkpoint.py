@@ -277,6 +277,13 @@ def test_text_takes_a_tokenizer_that_fits(saved, tmp_path, capsys):
         (dict(spec=["a", "b"]), ["specification"]),
         (dict(position_embedding_type="mrope"), ["mrope", "rope, yarn"]),
         (dict(softmax_type="learnable"), ["learnable"]),
+        (dict(use_mup=True), ["MuP (use_mup True)", "Megatron-LM"]),
+        (dict(activation_func_clamp_value=7.0), ["activation_func_clamp_value 7.0"]),
+        (dict(glu_linear_offset=1.0), ["glu_linear_offset 1.0"]),
+        (dict(num_experts=4, moe_mlp_glu_interleave_size=8), ["moe_mlp_glu_interleave_size 8"]),
+        (dict(num_experts=4, moe_apply_probs_on_input=True), ["moe_apply_probs_on_input True"]),
+        (dict(num_experts=4, moe_router_load_balancing_type="sinkhorn"), ["sinkhorn"]),
+        (dict(num_experts=4, moe_router_load_balancing_type=["sinkhorn"]), ["sinkhorn"]),
         (dict(kv_channels=32), ["dimension 32"]),
         (dict(padded_vocab_size=None), ["padded_vocab_size"]),
     ],
@@ -287,6 +294,15 @@ def test_runs_that_are_not_supported(changes, named, saved, tmp_path, monkeypatc
     with pytest.raises(ConfigError) as refusal:
         MegatronCheckpoint(options(saved[0]))
     assert all(word in str(refusal.value) for word in named), refusal.value
+
+
+def test_arguments_without_effect_are_allowed(saved, monkeypatch):
+    """Defaults, and arguments of experts in a model that has none."""
+    args = arguments(case())
+    args.use_mup, args.glu_linear_offset, args.activation_func_clamp_value = False, 0.0, None
+    args.moe_mlp_glu_interleave_size, args.moe_router_load_balancing_type = 8, "sinkhorn"
+    monkeypatch.setattr(megatron_checkpoint, "read_common", lambda folder, place: {"args": args})
+    assert MegatronCheckpoint(options(saved[0])).shape.layers == 2
 
 
 def test_weights_of_another_model_are_named(saved):

@@ -154,10 +154,16 @@ def when_ended(args: argparse.Namespace) -> str:
 
 
 def _to_megatron(source: Path, target: Path, **options) -> int:
-    from .hf_folder import has_tokenizer
+    from .hf_folder import INDEX, SINGLE, has_tokenizer, index_is_unused
     from .to_megatron import convert
 
     convert(source, target, **options)
+    if index_is_unused(source):
+        print(
+            f"mtraining convert: {source} has {SINGLE} and {INDEX} of other files: {SINGLE} was converted, "
+            "which transformers loads",
+            file=sys.stderr,
+        )
     if not has_tokenizer(source):
         print(
             f"mtraining convert: {source} has no tokenizer, so megatron_args.sh has no flags for one: "

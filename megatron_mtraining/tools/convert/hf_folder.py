@@ -78,9 +78,9 @@ class Shards:
                     f"{self.folder} has neither {SINGLE} nor {INDEX}: no safetensors weights"
                 )
             return {}
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ConfigError(f"{index} has no weight_map")
+        if index_is_unused(self.folder):
+            return {}
+        weight_map = _weight_map_of(index)
         for key, name in weight_map.items():
             if not isinstance(name, str) or Path(name).name != name:
                 raise ConfigError(
@@ -185,6 +185,21 @@ def write_shards(
     if len(shards) > 1:
         total = sum(planned.bytes for planned in plan)
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _weight_map_of(index: Path) -> dict:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"{index} has no weight_map")
+    return weight_map
+
+
+def index_is_unused(folder: Path) -> bool:
+    """Whether there is a single file of weights beside an index of other files: transformers loads the single
+    file, which is the newer one if a small model was saved into the folder of a large one."""
+    index = folder / INDEX
+    both = index.is_file() and (folder / SINGLE).is_file()
+    return both and SINGLE not in _weight_map_of(index).values()
 
 
 def write_json(file: Path, value: dict) -> None:

@@ -6,8 +6,13 @@ from __future__ import annotations
 import math
 import shlex
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from ...errors import ConfigError
+from ...models.megatron_gpt import ROUTING
+from ...requirements import first_line
 from .families import Model
 
 
@@ -116,7 +121,8 @@ def script(args: Namespace, source: str, tokenizer: bool) -> str:
         f"# Megatron-LM's arguments for {source}: source this file, and run\n"
         '#   pretrain_gpt.py "${MEGATRON_ARGS[@]}"\n'
         f"{''.join(notes)}"
-        'CONVERTED=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)\n'
+        # With CDPATH, cd may print where it goes, or go elsewhere.
+        'CONVERTED=$(CDPATH= cd -- "$(dirname -- "${BASH_SOURCE[0]:-$0}")" && pwd)\n'
         f"MEGATRON_ARGS=(\n{lines}\n{tokenizer_flags}"
         '  --load "$CONVERTED" --ckpt-format torch_dist\n)\n'
     )
@@ -130,6 +136,7 @@ EXPRESSIBLE = {
     "experimental_attention_variant": (), "heterogeneous_layers_config_path": (),
     "heterogeneous_layers_config_encoded_json": ("",), "is_hybrid_model": (False,),
     "hybrid_layer_pattern": (), "hybrid_override_pattern": (), "use_mup": (False,), "mtp_num_layers": (0,),
+    "spec": (),
 }  # fmt: skip
 """Arguments of Megatron-LM (0.16 to 0.19) that change what a model computes, and the values beside None that
 the families can express. Arguments of training alone (dropout, capacities, losses) are not listed."""
@@ -139,10 +146,9 @@ EXPRESSIBLE_MOE = {
     "moe_router_topk_limited_devices": (), "moe_router_force_load_balancing": (False,),
     "moe_router_force_biased": (), "moe_shared_expert_intermediate_size": (0,),
     "moe_shared_expert_gate": (False,), "moe_apply_probs_on_input": (False,), "moe_latent_size": (),
+    "moe_mlp_glu_interleave_size": (),
 }  # fmt: skip
 """The same for models with experts."""
-ROUTING = {"sinkhorn", "quantile_balancing"}
-"""Kinds of load balancing that do not route to the experts of the highest score."""
 COMPARED = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "normalization",
     "norm_epsilon", "layernorm_epsilon", "swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
@@ -152,19 +158,36 @@ COMPARED_MOE = ("moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softma
 """Arguments that must agree with config.json."""
 
 
+@contextmanager
+def wrong_types_refused(place: Path | str) -> Iterator[None]:
+    """An error in one line for arguments of types that Megatron-LM never saves.
+
+    Args:
+        place: the checkpoint, for messages.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, ArithmeticError, LookupError) as error:
+        raise ConfigError(
+            f"the arguments in {place} have a value that Megatron-LM does not save: {first_line(error)}"
+        ) from None
+
+
 def check_expressible(model: Model, args: Namespace, folder: str) -> None:
     """Raise :class:`ConfigError` for an argument that changes what the model computes and that its family
     cannot express.
 
     Args:
         args: the arguments in a checkpoint.
-        folder: the checkpoint's path, for messages.
+        folder: the checkpoint's path or name, for messages.
     """
 
     def refuse(name: str, value) -> None:
         raise ConfigError(
-            f"{folder}: {name} is {value}, which a {model.family.architecture} cannot express; the result "
-            "would be another model"
+            f"{folder}: {name} is {value}, which a {model.family.architecture} cannot express: it would "
+            "be another model"
         )
 
     for name, values in (EXPRESSIBLE | (EXPRESSIBLE_MOE if model.experts else {})).items():

@@ -93,7 +93,8 @@ def arguments_of(config: dict, file: Path) -> dict:
             truncate=bool(rope.pop("truncate", True)),
         )
         scales = [rope.pop(name, None) for name in ("mscale", "mscale_all_dim")]
-        if all(scales):  # transformers ignores them unless both are given and not 0
+        # transformers ignores them unless both are given and not 0, and beside attention_factor.
+        if all(scales) and attention is None:
             found |= dict(zip(("mscale", "mscale_all_dim"), scales))
     elif kind == "default":  # transformers keeps some fields that have no meaning here
         rope.pop("original_max_position_embeddings", None)

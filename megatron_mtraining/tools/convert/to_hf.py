@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +13,6 @@ import torch
 from ...errors import ConfigError
 from ...models.integrity import verify_checksums
 from ...models.megatron_folder import args_in, find_iteration, read_common
-from ...requirements import first_line
 from . import megatron_args, rope
 from .families import Model, model_of
 from .hf_folder import Planned, check_lossless, copy_files, read_json, write_json, write_shards
@@ -56,7 +53,7 @@ def convert(
         config["vocab_size"] = vocab_size
     args = read_args(folder)
     model = model_of(config, file)
-    with _wrong_types_refused(folder):
+    with megatron_args.wrong_types_refused(folder):
         megatron_args.check_same(model, args, str(folder), str(file))
     reader = Reader(folder)
     model = replace(model, padded_vocab=_embedding_rows(reader, model, folder, file))
@@ -64,7 +61,7 @@ def convert(
     verify_checksums(folder)
     if model.tied:
         _check_tied(reader, model, folder, file)
-    with _wrong_types_refused(folder):
+    with megatron_args.wrong_types_refused(folder):
         config = rope.into_config(config, args, file)
     plan = []
     for tensor, region in tensors:
@@ -89,19 +86,6 @@ def convert(
             write_shards(made, plan, converted(), shard_size, bar.update)
         copy_files(like, made)
         write_json(made / "config.json", config)
-
-
-@contextmanager
-def _wrong_types_refused(folder: Path) -> Iterator[None]:
-    """An error in one line for arguments of types that Megatron-LM never saves."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (TypeError, ValueError, ArithmeticError, LookupError) as error:
-        raise ConfigError(
-            f"the arguments in {folder} have a value that Megatron-LM does not save: {first_line(error)}"
-        ) from None
 
 
 def read_args(folder: Path) -> Namespace:

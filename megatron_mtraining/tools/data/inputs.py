@@ -153,6 +153,7 @@ def find(options: Options, output: Output) -> Inputs:
         found = [given] if named else _in_folder(given, output, options, left_out)
         if not found:
             raise ConfigError(f"INPUT is {given}, a folder without files{_but(left_out)}")
+        first = len(files)
         for path in found:
             real = os.path.realpath(path)
             if real in seen:
@@ -170,6 +171,7 @@ def find(options: Options, output: Output) -> Inputs:
             if not state.size and (kind != "text" or named):
                 raise ConfigError(f"INPUT has {path}, which is empty: leave it out")
             files.append(_File(str(path), kind, named, joined, state))
+        files[first:] = _together(files[first:])
     if not files:
         raise ConfigError(f"INPUT has no file that can be read{_but(left_out)}")
     _check_options(options, files)
@@ -180,6 +182,14 @@ def find(options: Options, output: Output) -> Inputs:
         for part in (_texts(list(some), options.part_bytes) if text else _records(some, options))
     ]
     return Inputs(parts, {file.path: file.state for file in files}, left_out)
+
+
+def _together(files: list[_File]) -> list[_File]:
+    """The files of an INPUT; those that --join makes a document in order of path, where the first was."""
+    joined = sorted((file for file in files if file.joined), key=lambda file: Path(file.path).parts)
+    others = [file for file in files if not file.joined]
+    place = next((n for n, file in enumerate(files) if file.joined), 0)
+    return others[:place] + joined + others[place:]
 
 
 def state_of(path: Path | str) -> State:
@@ -216,7 +226,8 @@ def _but(left_out: LeftOut) -> str:
 
 
 def _in_folder(folder: Path, output: Output, options: Options, left_out: LeftOut) -> list[Path]:
-    """Its files, in order of path. Others go into ``left_out``; on request those that cannot be read, too."""
+    """Its files, those of each folder before its folders. Others go into ``left_out``; on request those that
+    cannot be read, too."""
 
     def failed(error: OSError):
         if not options.skip_unreadable:

@@ -198,6 +198,7 @@ INEXPRESSIBLE = [
     ("moe_router_score_function", "sigmoid"), ("moe_router_topk_scaling_factor", 2.5),
     ("moe_router_enable_expert_bias", True), ("moe_router_group_topk", 2), ("moe_layer_freq", [0, 1]),
     ("moe_router_load_balancing_type", "sinkhorn"), ("moe_shared_expert_intermediate_size", 64),
+    ("moe_mlp_glu_interleave_size", 8), ("moe_apply_probs_on_input", True), ("spec", ["module", "name"]),
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from pathlib import Path
 
@@ -64,6 +65,30 @@ def test_both_forms_of_config(name, old):
         plain = {"max_position_embeddings": 512, "rope_parameters": {"rope_theta": 5.0}}
     again = rope.into_config(plain, Namespace(**found), file)
     assert rope.arguments_of(again, file) == found
+
+
+@pytest.mark.parametrize("factor", [None, 0.1 * math.log(8) + 1], ids=["absent", "given"])
+def test_scales_beside_attention_factor(factor):
+    """transformers ignores mscale and mscale_all_dim if there is an attention_factor."""
+    from transformers import Qwen2Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    yarn = dict(rope_type="yarn", rope_theta=1e4, factor=8.0, mscale=1.0, mscale_all_dim=1.0)
+    yarn |= dict(original_max_position_embeddings=32)
+    yarn |= {} if factor is None else {"attention_factor": factor}
+    config = {"max_position_embeddings": 256, "rope_parameters": yarn}
+    found = rope.arguments_of(config, Path("config.json"))
+    assert rope.into_config(config, Namespace(**found), Path("config.json")) is config
+    scales = found["mscale"], found["mscale_all_dim"]
+    assert scales == ((1.0, 1.0) if factor is None else (1.0, 0.0))
+    theirs = Qwen2Config(
+        hidden_size=64, num_attention_heads=1, max_position_embeddings=256, rope_theta=1e4,
+        rope_scaling=dict(yarn),
+    )  # fmt: skip
+    theirs = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")[1]
+    # Megatron's concentration factor.
+    numerator, denominator = (0.1 * scale * math.log(8) + 1 for scale in scales)
+    assert theirs == pytest.approx(numerator / denominator)
 
 
 def test_yarn_of_scaled_positions():

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 from argparse import Namespace
 from pathlib import Path
 
@@ -73,6 +75,43 @@ def test_files_that_are_written(plain, tmp_path):
     assert [file.name for file in (tmp_path / "back").glob("*.safetensors")] == [
         "model.safetensors"
     ]
+
+
+def test_script_finds_its_folder(plain):
+    """Also sourced by a relative path where CDPATH is set, with which cd prints where it goes."""
+    checkpoint = plain[1]
+    environment = {**os.environ, "CDPATH": "."}
+    script = f'source {checkpoint.name}/megatron_args.sh && echo "${{MEGATRON_ARGS[*]}}"'
+    words = ["bash", "-c", script]
+    done = subprocess.run(
+        words, cwd=checkpoint.parent, env=environment, capture_output=True, text=True, check=True
+    )
+    assert f"--load {checkpoint} --ckpt-format torch_dist" in done.stdout
+
+
+def test_single_file_beside_an_index(plain, tmp_path, capsys):
+    """The single file is converted, as transformers loads it, also if files of the index are missing."""
+    from transformers import AutoModelForCausalLM
+
+    folder = shutil.copytree(plain[0], tmp_path / "hf")
+    others = sorted(folder.glob("*.safetensors"))
+    newer = {name: tensor + 1 for name, tensor in weights(folder).items()}
+    save_file(newer, folder / "model.safetensors", metadata={"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert torch.equal(theirs["model.norm.weight"], newer["model.norm.weight"])
+    for number in range(2):
+        capsys.readouterr()
+        assert to_megatron(folder, tmp_path / f"meg{number}") == 0
+        assert f"{folder} has model.safetensors and {INDEX}" in capsys.readouterr().err
+        assert convert("megatron-to-hf", tmp_path / f"meg{number}", tmp_path / f"back{number}") == 0
+        same(newer, weights(tmp_path / f"back{number}"))
+        others[number].unlink()
+    # An index that names the file itself is read.
+    (folder / INDEX).write_text(
+        json.dumps({"weight_map": dict.fromkeys(newer, "model.safetensors")})
+    )
+    assert to_megatron(folder, tmp_path / "meg") == 0
+    assert INDEX not in capsys.readouterr().err
 
 
 def test_interleave(plain):

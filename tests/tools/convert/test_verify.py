@@ -143,6 +143,8 @@ def test_messages_name_src_and_dst(plain, ids, tmp_path, capsys):
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").unlink()
     refused(capsys, (checkpoint, folder, *cpu), [f"DST is {folder}", "no tokenizer", ".npy"])
+    change_args(checkpoint, mtp_num_layers=1)  # a model without these layers is run in verify
+    refused(capsys, words, [f"SRC ({checkpoint}/release): mtp_num_layers is 1", "Qwen2ForCausalLM"])
     change_args(checkpoint, window_size=(64, 0))
     refused(capsys, words, [f"SRC ({checkpoint}/release)", "sliding windows"])
     (checkpoint / "release" / ".metadata").unlink()
@@ -162,6 +164,23 @@ def test_extended_positions_are_compared_as_the_checkpoint_has_them(plain, tmp_p
     assert convert("verify", plain[0], extended, *words) == 0
     printed = capsys.readouterr().out
     assert "Positions: both models ran with the checkpoint's (rope_type yarn" in printed
+    verdict = printed.splitlines()[-1]
+    assert verdict.startswith("PASS of the weights: the top-1 token is the same at 100.00%")
+    assert verdict.endswith("config.json has other rotary positions")
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["positions"]["factor"] == 4 and found["tokens"] == 768
     assert found["all"]["max"] < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("use_mup", True), ("activation_func_clamp_value", 0.05), ("glu_linear_offset", 1.0)],
+)
+def test_arguments_that_the_model_would_be_run_without(name, value, plain, ids, tmp_path, capsys):
+    """verify refuses what megatron-to-hf refuses, and does not compare a model without it."""
+    pytest.importorskip("megatron.core")
+    checkpoint = shutil.copytree(plain[1], tmp_path / "meg")
+    change_args(checkpoint, **{name: value})
+    words = (plain[0], checkpoint, *ids, "--device", "cpu")
+    refused(capsys, words, [f"DST ({checkpoint}/release)", f"{name} {value}"])
+    assert convert("megatron-to-hf", checkpoint, tmp_path / "back") == 2

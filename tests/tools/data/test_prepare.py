@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -204,6 +205,37 @@ def test_joined_folder_is_one_document(prepare, tmp_path):
     joined = [ids_of("def f():\nb = 2\n"), ids_of("x\n" * 600 + "y\n")]
     assert ids(tmp_path / "out") == in_order(joined, SEQ)
     assert report(tmp_path / "out")["documents"]["read"] == 2
+
+
+def test_joined_folder_with_records_and_folders(prepare, tmp_path):
+    """Text files are one document, in the order of their paths, wherever records are between them."""
+    folder = tmp_path / "in"
+    (folder / "a").mkdir(parents=True)
+    (folder / "a" / "x.py").write_text("first")
+    (folder / "b.py").write_text("second")
+    write_jsonl(folder / "c.jsonl", ["a record"])
+    (folder / "d.py").write_text("third")
+    write_jsonl(folder / "a" / "y.jsonl", ["another record"])
+    options = dict(join=True, part_bytes=1024, pack="in-order", no_shuffle=True, seq_length=8)
+    assert prepare(folder, **options) == 0
+    expected = ["first\nsecond\nthird\n", "a record", "another record"]
+    found = ids(tmp_path / "out", 8)
+    assert found == in_order([ids_of(text) for text in expected], 8)
+    assert report(tmp_path / "out")["documents"]["read"] == 3
+
+
+@pytest.mark.parametrize("how", [{}, IN_ORDER], ids=["shuffled best fit", "in order"])
+def test_splits_share_documents_that_are_cut(how, prepare, tmp_path):
+    """As docs/data.md says of --split; the full samples of a long document stay together."""
+    documents = [[number] * (40 + 13 * number % 150) for number in range(99)]
+    given = write_jsonl(tmp_path / "a.jsonl", [*documents, [99] * 5 * SEQ], "input_ids")
+    assert prepare(given, **how) == 0
+    samples = ids(tmp_path / "out")
+    middle = int(0.8 * len(samples))
+    parts = ({*chain.from_iterable(part)} for part in (samples[:middle], samples[middle:]))
+    assert len(set.intersection(*parts) - {EOD}) >= 1
+    long = [number for number, sample in enumerate(samples) if {*sample} == {99}]
+    assert long == [*range(long[0], long[0] + 5)]
 
 
 def test_samples_that_are_packed_already(prepare, tmp_path, capsys):
