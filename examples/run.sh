@@ -160,6 +160,8 @@ GIVEN=()
 [ -z "${RECALL:-}" ] || GIVEN+=(RECALL)
 [ -z "${PRICE:-}" ] || GIVEN+=(PRICE)
 [ "${#GIVEN[@]}" -le 1 ] || fail "${GIVEN[0]} and ${GIVEN[1]} are both set: each selects the pattern, so give one"
+# Options after the checkout that select the pattern replace the price.
+SELECTS=' --mtraining-(settings|policy|price|target-recall|coverage|vertical|slash|block-top-k|block-threshold)[ =]'
 [[ " $*" == *" --mtraining-"* ]] || [ "${#GIVEN[@]}" -eq 1 ] || [ -n "${DATA_PATH:-}" ] || VERTICAL=1000
 ATTENTION=(--attention-backend mtraining)
 if [ -n "${SETTINGS:-}" ]; then
@@ -169,7 +171,7 @@ elif [ -n "${VERTICAL:-}${SLASH:-}" ]; then
   ATTENTION+=(--mtraining-vertical "${VERTICAL:-1000}" --mtraining-slash "${SLASH:-100}")
 elif [ -n "${RECALL:-}" ]; then
   ATTENTION+=(--mtraining-target-recall "$RECALL")
-else
+elif [ -n "${PRICE:-}" ] || ! [[ " $* " =~ $SELECTS ]]; then
   ATTENTION+=(--mtraining-price "${PRICE:-0.25}")
 fi
 

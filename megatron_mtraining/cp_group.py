@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -167,12 +168,13 @@ class CPGroup(RankGroup):
             if backend is None:
                 self._communicators[key] = self.group
             else:
-                made = dist.new_group(
-                    [self._ranks[rank] for rank in ranks],
-                    backend=backend,
-                    timeout=_timeout_of(self.group),
-                    use_local_synchronization=True,
-                )
+                with _not_split_off():
+                    made = dist.new_group(
+                        [self._ranks[rank] for rank in ranks],
+                        backend=backend,
+                        timeout=_timeout_of(self.group),
+                        use_local_synchronization=True,
+                    )
                 assert isinstance(made, ProcessGroup), "this rank is one of them"
                 self._communicators[key] = made
         return self._communicators[key]
@@ -236,6 +238,22 @@ def shut_down() -> None:
         time.sleep(0.2)
     dist.destroy_process_group()
     _CP_GROUPS.clear()
+
+
+@contextmanager
+def _not_split_off():
+    """Has groups made of their members alone, where the default group is bound to a device: NCCL would split
+    their communicators off its own, which needs all of its ranks at once."""
+    default = dist.group.WORLD
+    device = getattr(default, "bound_device_id", None)
+    if default is None or device is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta | None:

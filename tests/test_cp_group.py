@@ -55,3 +55,24 @@ def out_of_order(rank, world):
 def test_ranks_that_do_not_ascend_are_refused():
     message = "the ranks of the context-parallel group are [1, 0]: give them in ascending order"
     assert run_ranks(2, out_of_order) == [message] * 2
+
+
+def bound_to_a_device(rank, world):
+    """The device that the default group is bound to while a communicator is made, and after it."""
+    default, seen, new_group = dist.group.WORLD, [], dist.new_group
+    default.bound_device_id = device = torch.device("cuda", 0)
+    torch.cuda.is_available = lambda: True
+    dist.get_backend = lambda group=None: "nccl"
+    dist.get_backend_config = lambda group=None: "cuda:nccl"
+    dist.new_group = lambda ranks, **given: seen.append(default.bound_device_id) or default
+    CPGroup.communicator.__globals__["_timeout_of"] = lambda group: None
+    CPGroup(default, 1).communicator("keys", [0, 1])
+    dist.new_group = new_group
+    found = [*seen, default.bound_device_id == device]
+    default.bound_device_id = None
+    return found
+
+
+def test_communicators_are_not_split_off_a_default_group_bound_to_a_device():
+    """NCCL's split needs all ranks of the default group, and only members come."""
+    assert run_ranks(2, bound_to_a_device) == [[None, True]] * 2

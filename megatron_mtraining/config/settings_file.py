@@ -77,14 +77,14 @@ def _policies(
 ) -> dict[int, tuple[Policy, ...]]:
     """By layer, as the file was when it was last read: a run does not read it again, but settings that a
     notebook makes of a changed file do."""
-    assert config.settings is not None
-    return _policies_by_layer(config, num_layers, num_heads, times_read(config.settings))
+    return _policies_by_layer(config, num_layers, num_heads, times_read(config.settings or ""))
 
 
 @lru_cache(maxsize=8)
 def _policies_by_layer(
     config: MTrainingConfig, num_layers: int | None, num_heads: int, _: int
 ) -> dict[int, tuple[Policy, ...]]:
+    assert config.settings is not None
     name = shown(config.settings)
     content = read(config.settings, name)
     if isinstance(content, list):

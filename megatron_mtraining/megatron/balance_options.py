@@ -63,6 +63,8 @@ def check_balance(args, config: MTrainingConfig, seq_length: int) -> None:
     if not config.balances:
         return
     asked = balancing_option(config)
+    if config.settings is not None:
+        _digest("settings", config.settings)
     if config.tuning == "on" and not _has_price_to_tune(args, config):
         raise ConfigError(
             f"{option('tuning')} is on, but {option('settings')} {config.settings} leaves no head with a "
@@ -163,8 +165,9 @@ def balance_of_rank(config: MTrainingConfig) -> dict[str, Any]:
     return found
 
 
+@lru_cache(maxsize=8)
 def _digest(name: str, path: str) -> str:
-    """Of the content of an option's file."""
+    """Of the content of an option's file, as it was when the run read it."""
     content = read_bytes(Path(path), f"{option(name)} {path}")
     return hashlib.sha256(content).hexdigest()[:16]
 

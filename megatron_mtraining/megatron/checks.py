@@ -56,6 +56,8 @@ def _is_two_sizes(value) -> bool:
 LEAVE_OUT = "leave it out"
 NOT_SOFTMAX = "only causal softmax attention is supported"
 
+OF_CHECKPOINTS = ("attention_dropout",)
+"""Of :data:`REFUSALS`, arguments that --use-checkpoint-args takes from the checkpoint, whatever is given."""
 REFUSALS = (
     Refusal(
         "attention_dropout",
@@ -200,9 +202,15 @@ def check_settings(settings, command_line: bool) -> None:
         value = getattr(settings, refusal.name, None)
         if refusal.works(value):
             continue
+        advice = refusal.advice
+        if refusal.name in OF_CHECKPOINTS and getattr(settings, "use_checkpoint_args", False):
+            advice = (
+                "the checkpoint has it, and --use-checkpoint-args prefers its arguments: leave that out, and "
+                "give the model's options"
+            )
         raise ConfigError(
             f"{refusal.given(command_line)} is {show(value)}, which does not work with attention backend "
-            f"mtraining: {refusal.why}; {refusal.advice}"
+            f"mtraining: {refusal.why}; {advice}"
         )
     check_head_dim(settings, command_line)
     _check_groups(settings, command_line)

@@ -168,9 +168,10 @@ def wrap_training_log(original):
         if not is_active(training_arguments()):
             return result
         iteration = signature.bind(*args, **kwargs).arguments["iteration"]
+        price = RUN.price_of_step() if RUN.is_logged(iteration) else None
         end_step(iteration)
         if RUN.is_logged(iteration):
-            log_density(iteration)
+            log_density(iteration, price)
             RUN.logged = True
             if RUN.balancer is not None:
                 RUN.balancer.read()
@@ -204,16 +205,18 @@ def figures(density: Density) -> dict[str, float]:
     return values
 
 
-def log_density(iteration: int) -> None:
-    """Print and record density and recall since the last call; called by all ranks alike."""
+def log_density(iteration: int, price: float | None) -> None:
+    """Print and record density and recall since the last call; called by all ranks alike.
+
+    Args:
+        price: of the step that has ended.
+    """
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
     from megatron.training.utils import print_rank_last
 
     density = take_density()
     if density is None:
         return
-    prices = (steering.now() for steering in RUN.steerings)
-    price = next((price for price in prices if price is not None), None)
     print_rank_last(density.line(iteration, price))
     if not RUN.warned_of_density and price and density.density.mean >= NEARLY_DENSE:
         RUN.warned_of_density = True

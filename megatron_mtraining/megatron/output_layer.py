@@ -32,6 +32,13 @@ NEED_LOGITS = (
         "it saves what the output layer gives",
         ADVICE,
     ),
+    Refusal(
+        "save_dgrads_interval",
+        lambda value: value is None,
+        "it saves the gradients of what the output layer gives",
+        ADVICE,
+    ),
+    Refusal("export_kd_teacher_load", unset, "distillation compares logits", ADVICE),
     Refusal("fp8_output_proj", unset, DTYPE, ADVICE),
     Refusal("logit_dtype", unset, DTYPE, ADVICE, "--output-logit-dtype"),
     Refusal(
@@ -161,7 +168,9 @@ def wrap_postprocess(original):
 
     def _postprocess(self, *args, **kwargs):
         layer = getattr(self, "output_layer", None)
-        if not isinstance(layer, ChunkedOutputLayer):
+        # Distillation, for one, gives a model a loss of its own when it is built.
+        has_own = "compute_language_model_loss" in vars(self)
+        if has_own or not isinstance(layer, ChunkedOutputLayer):
             return original(self, *args, **kwargs)
         given = signature.bind(self, *args, **kwargs).arguments
         others = ("inference_context", "inference_params", "output_processor")

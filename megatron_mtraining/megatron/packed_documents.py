@@ -82,14 +82,16 @@ def check_documents(args) -> None:
             f"{asked} does not work with --overlap-moe-expert-parallel-comm, which does not tell "
             "layers what is packed: leave one of them out"
         )
-    if asked != "--reset-attention-mask":
-        return
     stages = getattr(args, "pipeline_model_parallel_size", None) or 1
+    if asked != "--reset-attention-mask":
+        _check_stages(args, asked, stages)
+        _check_expert_loss(args, asked)
+        return
     if stages > 1:
         raise ConfigError(
             f"--reset-attention-mask does not work with --pipeline-model-parallel-size {stages}: "
-            "stages without tokens do not know where documents end; use 1, or, where Megatron has it, "
-            "--dataloader-inter-document-masking"
+            "stages without tokens do not know where documents end; use 1, or, where Megatron has it, two "
+            "stages and --dataloader-inter-document-masking, which finds documents in their indexed dataset"
         )
     if getattr(args, "reset_position_ids", False):
         return
@@ -99,6 +101,41 @@ def check_documents(args) -> None:
             f"--reset-attention-mask needs --reset-position-ids with --position-embedding-type "
             f"{kind}: documents are recognized by position ids that restart, which change what such a model "
             "learns; give both"
+        )
+
+
+def _check_stages(args, asked: str, stages: int) -> None:
+    """Refuse pipelines in which Megatron does not tell all stages where documents begin."""
+    if stages == 1:
+        return
+    pipeline = f"--pipeline-model-parallel-size {stages}"
+    virtual = ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank")
+    if stages > 2 or any((getattr(args, name, None) or 1) > 1 for name in virtual):
+        raise ConfigError(
+            f"{asked} does not work with {pipeline}"
+            f"{' and virtual stages' if stages == 2 else ''}: only the first and the last stage read data, "
+            "and the others do not know where documents end; use at most 2 stages, none of them virtual"
+        )
+    size = getattr(args, "micro_batch_size", None) or 1
+    if size > 1:
+        raise ConfigError(
+            f"{asked} does not work with {pipeline} and --micro-batch-size {size}: a stage sends one "
+            "sequence of all samples, and the next expects them apart; use --micro-batch-size 1"
+        )
+
+
+def _check_expert_loss(args, asked: str) -> None:
+    """Refuse a balancing loss of each sample where samples cannot be told apart."""
+    kinds = getattr(args, "moe_router_load_balancing_type", None) or ()
+    kinds = (kinds,) if isinstance(kinds, str) else kinds
+    size, ranks = (
+        getattr(args, name, None) or 1 for name in ("micro_batch_size", "context_parallel_size")
+    )
+    if getattr(args, "num_experts", None) and "seq_aux_loss" in kinds and size > 1 and ranks > 1:
+        raise ConfigError(
+            f"--moe-router-load-balancing-type seq_aux_loss does not work with {asked}, --micro-batch-size "
+            f"{size} and --context-parallel-size {ranks}: it is a loss of each sample, and a rank's tokens "
+            "are of all of them; use --micro-batch-size 1"
         )
 
 
@@ -135,9 +172,15 @@ def wrap_forward(original):
             documents = params.documents
         else:
             documents = documents_from_packed_seq_params(params)
+        given["packed_seq_params"] = None
         if documents is not None:
             _check_length(documents, given.get("input_ids"), getattr(self, "pg_collection", None))
-        given["packed_seq_params"] = None if documents is None else packed_seq_params_of(documents)
+            given["packed_seq_params"] = made = packed_seq_params_of(documents)
+            if getattr(self.config, "context_parallel_size", 1) == 1 and hasattr(
+                params, "tokens_per_sample"
+            ):
+                # By which layers of experts tell samples apart; striped tokens are of all samples.
+                made.tokens_per_sample = params.tokens_per_sample
         return original(*bound.args, **bound.kwargs)
 
     return forward

@@ -60,6 +60,11 @@ class RunState:
         """All that there are."""
         return list(self._steerings.values())
 
+    def price_of_step(self) -> float | None:
+        """The price of the step under way, the median of the heads; None without one."""
+        prices = (steering.now() for steering in self.steerings)
+        return next((price for price in prices if price is not None), None)
+
     def balancer_of_run(self) -> Balancer | None:
         """The balancer of a run, also on a rank without attention; None if it needs none."""
         args = training_arguments()

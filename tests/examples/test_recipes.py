@@ -281,6 +281,9 @@ def test_a_dry_run_prints_what_would_start(recorder, tmp_path):
             "torchrun",
             *line,
         ]
+    for given in (["--mtraining-settings", "mine.json"], ["--mtraining-policy=coverage"]):
+        run, _ = recorder.start(script, "--dry-run", recorder.checkout, *given)
+        assert not re.search("--mtraining-(price|vertical)", run.stdout) and given[0] in run.stdout
     run, _ = recorder.start(script, "--dry-run", recorder.checkout)
     assert "--master-addr FIRST_NODE" in run.stdout and run.returncode == 0
     run, _ = recorder.start(script, "--dry-run", recorder.checkout, MODEL="nowhere")

@@ -67,6 +67,13 @@ def test_refusals_name_option_value_and_what_to_do(name):
     check(parse(backend="auto", **{name: value}))
 
 
+def test_dropout_of_a_checkpoint_s_arguments_is_named():
+    with pytest.raises(
+        ArgumentsError, match="is 0.1, .*--use-checkpoint-args prefers its arguments"
+    ):
+        check(parse(attention_dropout=0.1, use_checkpoint_args=True))
+
+
 OTHERS = {
     "sequence not a multiple": ({"seq_length": 1000}, "--seq-length is 1000", "1024"),
     "sequence from the old option": (

@@ -81,7 +81,7 @@ def test_attention_that_is_nan_does_not_end_the_log(monkeypatch):
     monkeypatch.setattr(global_vars, "get_wandb_writer", lambda: None)
     meter = DensityMeter()
     meter.add(torch.tensor([[0.25, 0.5]]), torch.full((1, 2), float("nan")))
-    module.log_density(7)
+    module.log_density(7, None)
     names = [name for name, *_ in written]
     assert ("mtraining-density/heads", [0.25, 0.5]) in written
     assert "mtraining-recall/heads" not in names and "mtraining-recall-layers/00" in names
@@ -96,13 +96,11 @@ def test_a_price_that_leaves_nothing_out_is_warned_of_once(
     global_vars = pytest.importorskip("megatron.training.global_vars")
     for name in ("get_tensorboard_writer", "get_wandb_writer"):
         monkeypatch.setattr(global_vars, name, lambda: None)
-    run = module.RUN.__class__()
-    run._steerings = {0: SimpleNamespace(now=lambda: price)}
-    monkeypatch.setattr(module, "RUN", run)
+    monkeypatch.setattr(module, "RUN", module.RUN.__class__())
     meter = DensityMeter()
     for _ in range(2):
         meter.add(torch.full((1, 2), density))
-        module.log_density(1)
+        module.log_density(1, price)
     printed = capsys.readouterr().out
     assert printed.count("warning: density is 0.9900") == expected, printed
     assert printed.count("--mtraining-price") == expected
@@ -173,7 +171,7 @@ def run_of_arguments(monkeypatch, backend: str) -> tuple[RunState, SimpleNamespa
 def test_log_on_megatron_s_interval_and_only_in_our_runs(backend, monkeypatch):
     run_of_arguments(monkeypatch, backend)
     logged, called = [], []
-    monkeypatch.setattr(module, "log_density", logged.append)
+    monkeypatch.setattr(module, "log_density", lambda iteration, _: logged.append(iteration))
     ended = []
     monkeypatch.setattr(module, "end_step", ended.append)
 
@@ -190,12 +188,23 @@ def test_log_on_megatron_s_interval_and_only_in_our_runs(backend, monkeypatch):
     assert logged == ([1, 5, 10] if backend == "mtraining" else [])
 
 
+def test_the_price_in_the_log_is_that_of_the_step(monkeypatch):
+    run, _ = run_of_arguments(monkeypatch, "mtraining")
+    prices = [0.2]
+    run._steerings = {0: SimpleNamespace(now=lambda: prices[-1])}
+    monkeypatch.setattr(module, "end_step", lambda iteration: prices.append(0.3))
+    logged = []
+    monkeypatch.setattr(module, "log_density", lambda *given: logged.append(given))
+    module.wrap_training_log(lambda iteration: None)(1)
+    assert logged == [(1, 0.2)]
+
+
 @pytest.mark.parametrize("backend, resumed", [("mtraining", 0), ("mtraining", 7), ("flash", 0)])
 def test_steps_that_are_logged(backend, resumed, monkeypatch):
     """Known before a step as after it; in other training loops, any may be."""
     run, args = run_of_arguments(monkeypatch, backend)
     monkeypatch.setattr(module, "end_step", lambda iteration: None)
-    monkeypatch.setattr(module, "log_density", lambda iteration: logged.append(iteration))
+    monkeypatch.setattr(module, "log_density", lambda iteration, _: logged.append(iteration))
     training_log = module.wrap_training_log(lambda iteration, is_first_iteration: None)
     logged, expected = [], []
     for step in range(resumed, resumed + 12):

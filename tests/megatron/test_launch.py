@@ -128,6 +128,12 @@ def test_missing_pybind11_is_named_before_megatron_compiles(tmp_path):
     stopped(run, "pip install pybind11")
 
 
+def test_cpu_has_streams_that_have_finished():
+    """Megatron's dispatcher of experts' tokens waits for an event that its stream records."""
+    cpu.Stream().record_event().synchronize()
+    assert cpu.Stream().record_event(event := cpu.Stream()) is event
+
+
 def test_cpu_refuses_arguments_that_need_a_gpu(tmp_path):
     fake_core(tmp_path, "__version__ = '0.19.0'\n")
     script = tmp_path / "script.py"

@@ -113,7 +113,9 @@ def test_a_loss_that_no_other_backend_has(monkeypatch):
     output_layer.chunk_loss(ours, None)
     assert wrapped(ours, 1, None) == wrapped(ours, 1, 2, inference_context=3) == "Megatron's"
     assert wrapped(ours, 1, 2, True) == "Megatron's"
-    assert seen == [2, None, 2, 2]
+    ours.compute_language_model_loss = lambda *given: "distillation's"
+    assert wrapped(ours, 1, 2) == "Megatron's"
+    assert seen == [2, None, 2, 2, 2]
 
 
 def test_loss_chunk_on_the_command_line():
@@ -132,16 +134,25 @@ def test_loss_chunk_on_the_command_line():
         "config_logger_dir": "--config-logger-dir is logs",
         "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute is True",
         "logit_dtype": "--output-logit-dtype is fp32",
+        "save_dgrads_interval": "--save-dgrads-interval is 10",
+        "export_kd_teacher_load": "--export-kd-teacher-load is teacher",
         "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards is 2",
     }.items():
-        value = {"logs": "logs", "True": True, "fp32": "fp32", "2": 2}[given.split()[-1]]
+        value = {"True": True, "2": 2, "10": 10}.get(given.split()[-1], given.split()[-1])
         with pytest.raises(ArgumentsError, match=f"chunk is 100, but {given}.*-chunk 0"):
             check(parse(*words, **{name: value}))
         check(parse("--mtraining-loss-chunk", "0", **{name: value}))
 
 
 @pytest.mark.parametrize(
-    "name", ["logits_save_dir", "logits_load_dir", "save_activations_interval"]
+    "name",
+    [
+        "logits_save_dir",
+        "logits_load_dir",
+        "save_activations_interval",
+        "save_dgrads_interval",
+        "export_kd_teacher_load",
+    ],
 )
 def test_hooks_of_the_output_layer_get_logits(name, monkeypatch):
     """Megatron's distillation takes what the output layer returns, which in chunks are losses."""

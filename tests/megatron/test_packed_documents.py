@@ -91,6 +91,18 @@ def test_the_model_gives_layers_what_the_batch_carries(monkeypatch, group):
     assert Model().wrapped(torch.zeros(1), None, None) is None
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_layers_of_experts_can_tell_samples_apart(ranks):
+    """Where a rank has whole samples; Megatron-LM 0.19 says how long they are."""
+    ends = torch.tensor([0, 100, 768], dtype=torch.int32)
+    given = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    given.tokens_per_sample = 384
+    model = Model()
+    model.config.context_parallel_size = ranks
+    made = model.wrapped(None, None, None, packed_seq_params=given)
+    assert getattr(made, "tokens_per_sample", None) == (384 if ranks == 1 else None)
+
+
 def test_megatrons_packed_sequences_become_documents():
     ends = torch.tensor([0, 100, 101, 768, 768], dtype=torch.int32)
     packed = dict(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=667)
@@ -166,7 +178,21 @@ def test_where_documents_cannot_be_had_is_said_early():
             position_embedding_type="learned_absolute",
         )
     )
-    check(parse(dataloader_inter_document_masking=True, pipeline_model_parallel_size=2))
+    two = dict(dataloader_inter_document_masking=True, pipeline_model_parallel_size=2)
+    check(parse(**two))
+    for given, message in (
+        (dict(pipeline_model_parallel_size=4), "--pipeline-model-parallel-size 4: only the first"),
+        (dict(virtual_pipeline_model_parallel_size=2), "2 and virtual stages"),
+        (dict(num_virtual_stages_per_pipeline_rank=2), "2 and virtual stages"),
+        (dict(micro_batch_size=2), "--pipeline-model-parallel-size 2 and --micro-batch-size 2"),
+    ):
+        with pytest.raises(ArgumentsError, match=message):
+            check(parse(**{**two, **given}))
+    own = dict(dataloader_inter_document_masking=True, micro_batch_size=2, num_experts=2)
+    own |= dict(moe_router_load_balancing_type=["seq_aux_loss"], context_parallel_size=2)
+    with pytest.raises(ArgumentsError, match="seq_aux_loss does not work with"):
+        check(parse(**own))
+    check(parse(**{**own, "context_parallel_size": 1}))
     for given, message in (
         (dict(pipeline_model_parallel_size=2), "--pipeline-model-parallel-size 2"),
         (dict(position_embedding_type="learned_absolute"), "needs --reset-position-ids"),
