@@ -7,12 +7,20 @@ whole, unless sequence parallelism cuts it by tokens.
 
 from __future__ import annotations
 
+from ...megatron.packed_documents import masks_documents
 from .setting import Setting
 from .weights import vocabulary_parameters
 
 SUMMED_BLOCKS = 128
 """Query blocks, of all heads of a group, that a key block sums in registers: ``CHAIN`` halves of blocks in
 :mod:`megatron_mtraining.kernels.attention.hopper.backward_key`."""
+
+
+OF_ATTENTION = (
+    "queries, keys, values", "rotated queries, keys", "attention output", "log-sum-exp",
+    "blocks of the pruned backward", "rotary cosines, sines",
+)  # fmt: skip
+"""Of what a layer saves, what is let go before the gradient of its queries, keys and values is whole."""
 
 
 class Layer:
@@ -31,7 +39,9 @@ class Layer:
         self.tokens, self.element, tp = setting.tokens, setting.element, setting.tp
         self.h = args.hidden_size
         self.own_h = self.h // tp if args.sequence_parallel else self.h
-        self.q, self.kv = setting.q_width // tp, setting.kv_width // tp
+        self.q, self.kv = setting.q_width // tp, setting.kv_heads * setting.head_dim
+        # Ranks that share a query group gather the columns of all ranks, and cut theirs out.
+        self.gathered_qkv = setting.q_width + 2 * setting.kv_width if setting.groups < tp else 0
         self.ffn, self.heads = setting.ffn // tp, args.num_attention_heads // tp
         ours = setting.mtraining
         self.index = index_bytes(setting) if ours else 0
@@ -57,7 +67,7 @@ class Layer:
             "layer input": size(self.own_h),
             "attention norm": size(self.own_h),
             # Values are a view of it, which keeps all of it.
-            "queries, keys, values": size(self.q + 2 * self.kv),
+            "queries, keys, values": size(self.gathered_qkv or self.q + 2 * self.kv),
             "rotated queries, keys": size(self.q + self.kv) if rotary or args.qk_layernorm else 0,
             "attention output": size(self.q),
             "log-sum-exp": size(self.heads, 4),
@@ -85,7 +95,8 @@ class Layer:
 
     def _working(self) -> int:
         """The most of four moments: at the gradients of the MLP's second product, of its activation function,
-        of its first product, and in attention. What a moment comes after is let go."""
+        of its first product, and in attention. Of five where queries, keys and values were gathered: their
+        gradient, a copy of it and this rank's part. What a moment comes after is let go."""
         saved, size, gated = self.saved, self.bytes_of, self.setting.gated
         fusion = self.setting.args.gradient_accumulation_fusion
         weight = 0 if fusion else self.h * self.ffn * self.element
@@ -93,12 +104,16 @@ class Layer:
         own, after = size(self.own_h), saved["MLP after activation"]
         mlp = sum(bytes_ for name, bytes_ in saved.items() if name.startswith("MLP"))
         inputs = saved["MLP input"] + saved["MLP norm"]
-        moments = (
+        moments = [
             own + size(gathered + self.ffn) + weight,
             own + size(self.ffn + gated * self.ffn) - after,
             own + size(gated * self.ffn + self.h + gathered) + inputs - mlp + gated * weight,
             own + size(self.q) + ring_bytes(self) - mlp,
-        )
+        ]
+        if self.gathered_qkv:
+            width = 2 * self.gathered_qkv + self.gathered_qkv // self.setting.tp
+            attention = sum(saved.get(name, 0) for name in OF_ATTENTION)
+            moments.append(own + size(width) - mlp - attention)
         return max(moments)
 
 
@@ -160,7 +175,7 @@ def pruning_bytes(layer: Layer) -> int:
     heads, blocks, own = _blocks(layer)
     counts = 4 * own * (setting.outer + setting.cp)
     causal = own * (blocks + 1) // 2  # about as many for every rank
-    holds_codes = setting.mtraining.backward_sampling or setting.args.reset_attention_mask
+    holds_codes = setting.mtraining.backward_sampling or masks_documents(setting.args)
     codes = own * blocks if holds_codes else 0
     return heads * (codes + 4 * causal + counts) + layer.bytes_of(layer.heads, 4)
 

@@ -10,11 +10,12 @@ from ...config import ConfigError
 from .activations import Layer, loss_bytes
 from .assumptions import GIB, OVERHEAD_GIB, SLACK
 from .options import changed
-from .setting import Setting, gradient_bytes, optimizer_bytes, setting_of
+from .setting import LARGEST_NUMBER, Setting, gradient_bytes, optimizer_bytes, setting_of
 from .weights import stage_parameters, vocabulary_parameters
 
 SHORTEST = 2048
-"""Tokens of the shortest sequence that is tried: a shorter one may lack room for windows and samples."""
+"""Tokens of the shortest sequence that is tried: a shorter one may lack room for windows and samples. Where
+this one does, too, a longer one."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def find_seq_length(
         except ConfigError:  # more blocks than an index takes, or too long for packed documents
             return None
 
-    low = max(1, SHORTEST // multiple)
+    low = _fewest(attempt, max(1, SHORTEST // multiple), multiple)
     setting = attempt(low)
     if setting is None:
         return None
@@ -167,6 +168,34 @@ def find_seq_length(
         else:
             setting, low = between, middle
     return setting
+
+
+def _fewest(attempt: Callable[[int], Setting | None], start: int, multiple: int) -> int:
+    """The smallest count, from ``start`` on, that the settings allow: the sequence must hold the windows,
+    budgets and samples that are given."""
+
+    def problem(count: int) -> ConfigError | None:
+        try:
+            attempt(count)
+        except ConfigError as error:
+            return error
+        return None
+
+    first = last = problem(start)
+    low = high = start
+    while last is not None:
+        low, high = high, 2 * high
+        if high * multiple > LARGEST_NUMBER:
+            if str(first) == str(last):
+                raise first
+            raise ConfigError(
+                f"no --seq-length of {start * multiple} or more goes with the other flags: {first}"
+            )
+        last = problem(high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if problem(middle) is None else (middle, high)
+    return high
 
 
 MOST_RANKS = 4096

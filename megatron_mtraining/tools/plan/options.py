@@ -17,8 +17,11 @@ from unittest import mock
 
 from ...config import ConfigError
 from ...megatron.backend import add_member
-from ...megatron.checks import REFUSALS
+from ...megatron.balance_options import REFUSED
+from ...megatron.checks import REFUSALS, check_settings
 from ...megatron.options import add_arguments
+from ...megatron.output_layer import NEED_LOGITS
+from ...megatron.rotary_options import OF_BOTH, SCALING
 from ...models.model_sizes import short
 
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
@@ -91,9 +94,16 @@ NOT_MODELLED = (
     "--yaml-cfg", "--use-nccl-ub", "--apply-residual-connection-post-layernorm",
     "--output-logit-dtype", "--label-smoothing", "--fp16-lm-cross-entropy",
     "--encoder-num-layers", "--decoder-num-layers", "--encoder-seq-length",
-    "--use-rotary-position-embeddings", "--config-logger-dir", "--fp8-output-proj",
+    "--use-rotary-position-embeddings", "--config-logger-dir", "--fp8-output-proj", "--logits-load-dir",
+    "--export-kd-teacher-load",
 )  # fmt: skip
 """Flags that change memory in a way that is not modelled."""
+CHECKED = (
+    *(refusal.name for refusal in (*REFUSALS, *NEED_LOGITS)), *REFUSED, *OF_BOTH, *SCALING,
+    "dataloader_type", "mock_data", "object_storage_cache_path", "calculate_per_token_loss",
+)  # fmt: skip
+"""What a run with attention backend mtraining checks beside the flags in the tables above. No Megatron-LM has
+all of them."""
 
 
 MOST_PROCESSES = 10**4
@@ -173,14 +183,19 @@ def read(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         if "$" in word:
             raise ConfigError(f"{word} is a variable of a shell: give its value")
     args, rest = parser_of_megatron().parse_known_args(words)
-    ignored = [word.split("=")[0] for word in rest if word.startswith("--")]
-    refusals = {refusal.option or option(refusal.name): refusal.why for refusal in REFUSALS}
-    for flag in ignored:
-        if args.attention_backend == "mtraining" and flag in refusals:
-            raise ConfigError(
-                f"{flag} does not work with attention backend mtraining: {refusals[flag]}; leave it out"
-            )
-        if flag in NOT_MODELLED or flag in refusals:
+    given = _given(rest)
+    for name in CHECKED:
+        if option(name) in given:
+            setattr(args, name, _value(given[option(name)]))
+    refusals = {refusal.given(command_line=True): refusal for refusal in REFUSALS}
+    ours = args.attention_backend == "mtraining"
+    for flag in given:
+        refusal = refusals.get(flag)
+        if refusal and (ours or refusal.works(getattr(args, refusal.name))):
+            # As a run does it, and before the plan asks for what the flag may stand for.
+            check_settings(argparse.Namespace(**{refusal.name: getattr(args, refusal.name)}), True)
+            continue
+        if flag in NOT_MODELLED or refusal:
             raise ConfigError(
                 f"mtraining plan does not model {flag}, which changes memory: leave it out"
             )
@@ -190,7 +205,39 @@ def read(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if stray:
         raise ConfigError(f"{stray} is the value of no flag")
     args.world_size = _world_size(before)
-    return args, ignored
+    # With the backend they choose Megatron's own loss.
+    loss = {refusal.given(command_line=True) for refusal in NEED_LOGITS} if ours else ()
+    return args, [flag for flag in given if flag not in loss]
+
+
+def _given(rest: list[str]) -> dict[str, list[str]]:
+    """The words behind each flag."""
+    found: dict[str, list[str]] = {}
+    values: list[str] = []
+    for word in rest:
+        if word.startswith("--"):
+            flag, assigned, value = word.partition("=")
+            values = found[flag] = [value] if assigned else []
+        else:
+            values.append(word)
+    return found
+
+
+def _value(words: list[str]) -> bool | int | float | str | list:
+    """What Megatron's parser makes of the words behind a flag."""
+    values = [_number(word) for word in words]
+    if not values:
+        return True
+    return values[0] if len(values) == 1 else values
+
+
+def _number(word: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            pass
+    return word
 
 
 def _values_of_nothing(rest: list[str]) -> str | None:

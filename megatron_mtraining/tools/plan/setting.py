@@ -12,7 +12,7 @@ from ...config import option as mtraining_option
 from ...megatron.arguments import fill_in, refuse
 from ...megatron.checks import inner_group_size
 from ...megatron.options import config_from_args
-from ...megatron.output_layer import DEFAULT_CHUNK
+from ...megatron.output_layer import DEFAULT_CHUNK, why_not
 from ...models.model_sizes import short
 from .options import DTYPE_BYTES, FLOATS, WHOLE_NUMBERS, changed, option
 
@@ -37,6 +37,7 @@ class Setting:
         element: bytes of a parameter and of an activation.
         mtraining: settings of the backend, or None with another.
         inner: context-parallel ranks whose keys are gathered at once.
+        kv_heads: of a rank. A query group that several ranks share is on each of them.
         loss_chunk: tokens whose logits are held at once; 0 with Megatron's own loss.
         recompute: None, or "uniform" or "block": how all of a layer is recomputed, ``recompute_layers`` at
             once or in all. Recomputing attention alone (selective) keeps what no recomputation keeps.
@@ -68,6 +69,10 @@ class Setting:
     @property
     def kv_width(self) -> int:
         return self.groups * self.head_dim
+
+    @property
+    def kv_heads(self) -> int:
+        return max(self.groups // self.tp, 1)
 
     @property
     def gated(self) -> int:
@@ -207,7 +212,7 @@ def _check_divides(args) -> None:
         _divided(args, "ffn_hidden_size", tp, why)
     if args.group_query_attention:
         _divided(args, "num_attention_heads", args.num_query_groups, "--num-query-groups")
-        _divided(args, "num_query_groups", tp, why)
+        _check_groups(args)
     cp = args.context_parallel_size
     if args.attention_backend != "mtraining" and cp > 1 and args.seq_length % (2 * cp):
         raise ConfigError(
@@ -218,6 +223,23 @@ def _check_divides(args) -> None:
         raise ConfigError(
             f"--seq-length / --context-parallel-size is {args.seq_length // cp}, which is not a multiple of "
             f"{why} ({tp}), as --sequence-parallel needs"
+        )
+
+
+def _check_groups(args) -> None:
+    """Raise :class:`ConfigError` unless tensor-parallel ranks can share query groups, as Megatron has it."""
+    groups, tp = args.num_query_groups, args.tensor_model_parallel_size
+    if groups % tp and tp % groups:
+        raise ConfigError(
+            f"--num-query-groups is {groups}, which is neither a multiple nor a divisor of "
+            f"--tensor-model-parallel-size ({tp})"
+        )
+    heads = args.num_attention_heads
+    width = (heads + 2 * groups) * (args.kv_channels or args.hidden_size // heads)
+    if width % tp:
+        raise ConfigError(
+            f"--tensor-model-parallel-size is {tp}, which does not divide the {width} columns of queries, "
+            f"keys and values of {heads} heads and {groups} query groups"
         )
 
 
@@ -276,7 +298,9 @@ def _backend(args) -> tuple[MTrainingConfig | None, int, int]:
             "the data, which mtraining plan does not see; use price, fixed or coverage"
         )
     inner = inner_group_size(args, args.context_parallel_size, config.gathered_ranks, True)
-    chunk = DEFAULT_CHUNK if config.loss_chunk is None else config.loss_chunk
+    chunk = config.loss_chunk
+    if chunk is None:  # a chunk that is given has been refused with what needs all logits
+        chunk = 0 if why_not(args, command_line=True) else DEFAULT_CHUNK
     if not chunk:
         _check_own_loss(args)
     return config, inner, chunk

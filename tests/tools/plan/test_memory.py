@@ -30,6 +30,9 @@ COUNTED = {
     "query norms": SMALL + "--qk-layernorm --disable-bias-linear --position-embedding-type none",
     "groups, tensor parallel": SMALL
     + "--group-query-attention --num-query-groups 2 --tensor-model-parallel-size 2 --swiglu",
+    "groups that ranks share": SMALL
+    + "--num-attention-heads 8 --group-query-attention --num-query-groups 2 --add-qkv-bias "
+    + "--tensor-model-parallel-size 4 --qk-layernorm",
     "tied, tensor and pipeline parallel": SMALL
     + "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
     "untied, pipeline parallel": SMALL
@@ -50,6 +53,15 @@ SAVED = {
     + "--no-rope-fusion --position-embedding-type rope --swiglu --qk-layernorm --micro-batch-size 2 "
     + "--ffn-hidden-size 192 --mtraining-vertical 70 --mtraining-slash 60 --seq-length 640 "
     + "--max-position-embeddings 640",
+    "groups on one rank each": SMALL
+    + "--no-rope-fusion --position-embedding-type rope --num-attention-heads 8 --group-query-attention "
+    + "--num-query-groups 2 --tensor-model-parallel-size 2",
+    "groups that ranks share": SMALL
+    + "--no-rope-fusion --position-embedding-type rope --num-attention-heads 8 --group-query-attention "
+    + "--num-query-groups 2 --tensor-model-parallel-size 4",
+    "groups that ranks share, query norms": SMALL
+    + "--qk-layernorm --position-embedding-type none --num-attention-heads 8 --group-query-attention "
+    + "--num-query-groups 2 --tensor-model-parallel-size 8",
     "pruned backward": SMALL + "--no-rope-fusion --mtraining-backward-threshold 3",
     "pruned backward, sampling": SMALL
     + "--no-rope-fusion --mtraining-backward-threshold 3 --mtraining-backward-sampling",
@@ -69,8 +81,11 @@ PEAKS = {
     "attention too": BROAD
     + FULL
     + "uniform --recompute-num-layers 1 --mtraining-recompute-attention",
+    "groups that ranks share": BROAD
+    + "--num-attention-heads 64 --group-query-attention --num-query-groups 1 --ffn-hidden-size 512 "
+    + "--tensor-model-parallel-size 64 --mtraining-loss-chunk 8",
 }
-"""Wide MLPs without a gate: at their peak CPU and GPU hold the same tensors."""
+"""Wide MLPs without a gate, or queries of many ranks: at their peak CPU and GPU hold the same tensors."""
 
 
 @pytest.fixture(scope="module")

@@ -44,13 +44,19 @@ def test_defaults_and_choices_are_those_of_the_megatron_that_is_there(monkeypatc
         ("--num-experts 8", "does not model --num-experts"),
         ("--moe-router-topk 2", "only dense GPT models"),
         ("--fp8-format hybrid", "does not model --fp8-format"),
-        ("--multi-latent-attention", "--multi-latent-attention does not work .*: only causal softmax"),
+        ("--multi-latent-attention", "--multi-latent-attention is True, which does not work .*: only causal"),
         ("--num-layers-per-virtual-pipeline-stage 2", "--num-layers-per-virtual-pipeline-stage"),
         ("--tensor-model-parallel-size 3", "--num-attention-heads is 4, which is not a multiple"),
         ("--pipeline-model-parallel-size 3", "--num-layers is 4, which is not a multiple"),
         ("--context-parallel-size 3", "--seq-length is 512, which is not a multiple of 384"),
         ("--seq-length 500", "--seq-length is 500, which is not a multiple of 128"),
         ("--group-query-attention --num-query-groups 3", "which is not a multiple of --num-query-groups"),
+        ("--group-query-attention --num-attention-heads 12 --num-query-groups 4 "
+         "--tensor-model-parallel-size 6",
+         "--num-query-groups is 4, which is neither a multiple nor a divisor"),
+        ("--group-query-attention --num-attention-heads 6 --num-query-groups 2 "
+         "--tensor-model-parallel-size 6",
+         "does not divide the 640 columns"),
         ("--global-batch-size 3 --micro-batch-size 2", "--global-batch-size is 3"),
         ("--kv-channels 96", "head dimension"),
         ("--attention-dropout 0.1", "--attention-dropout is 0.1"),
@@ -92,6 +98,11 @@ def test_what_is_wrong_or_not_modelled_is_named(flags, message):
 def test_what_is_missing_is_named(left_out):
     with pytest.raises(ConfigError, match=left_out.split()[0] + " is not given"):
         made(SMALL.replace(left_out, ""))
+
+
+def test_a_file_of_settings_is_refused_before_what_it_may_hold():
+    with pytest.raises(ConfigError, match="--yaml-cfg is settings.yaml, which does not work"):
+        made("--attention-backend mtraining --yaml-cfg settings.yaml")
 
 
 def test_the_world_size_is_the_launchers():

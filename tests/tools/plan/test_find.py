@@ -1,0 +1,57 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``mtraining plan memory --find seq-length``: where the search begins, and where it ends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_mtraining.config import ConfigError
+from megatron_mtraining.ring.pruning import check_size
+from megatron_mtraining.tools.plan.memory import GIB, find_seq_length, needed, plan
+from megatron_mtraining.tools.plan.options import read
+from megatron_mtraining.tools.plan.setting import Setting
+from tests.support.plan_cases import EXAMPLE, OURS
+
+
+def found(flags: str, fits) -> Setting | None:
+    return find_seq_length(read((EXAMPLE + OURS + flags).split())[0], fits)
+
+
+def up_to(length: int):
+    return lambda setting: setting.args.seq_length <= length
+
+
+LONG = [
+    "--mtraining-vertical 4200 --mtraining-slash 100",
+    "--mtraining-policy fixed --mtraining-slash 4200",
+    "--mtraining-window 4200",
+    "--mtraining-sample-strata 140 --mtraining-sample-rows 30",
+]
+"""These need at least 4200 tokens."""
+
+
+@pytest.mark.parametrize("flags", LONG)
+def test_the_search_begins_where_the_settings_have_room(flags):
+    assert found(flags, up_to(100_000)).args.seq_length == 99_840
+    assert found(flags, up_to(5000)).args.seq_length == 4608  # 9 blocks on each of 4 ranks
+    assert found(flags, up_to(4500)) is None
+
+
+def test_flags_that_go_with_no_length_are_refused():
+    with pytest.raises(ConfigError, match="no --seq-length of 2048 or more .*vertical is 1000000"):
+        found("--mtraining-vertical 1000000000", up_to(10**9))
+    with pytest.raises(ConfigError, match="^mtraining plan models only Adam"):
+        found("--optimizer sgd", up_to(10**9))
+
+
+def test_the_search_ends_where_a_pruned_backward_is_refused():
+    flags = "--mtraining-backward-threshold 3 --mtraining-recompute-attention"
+    setting = found(flags, lambda setting: needed(plan(setting)) <= 139 * GIB)
+    length, size = setting.args.seq_length, setting.cp
+    shape = (1, setting.args.num_attention_heads, setting.head_dim)
+    query = torch.empty(length // size, *shape, device="meta")
+    check_size(query, 128, size, setting.inner)
+    longer = torch.empty((length + 128 * size) // size, *shape, device="meta")
+    with pytest.raises(ConfigError, match="more than 268435456"):
+        check_size(longer, 128, size, setting.inner)

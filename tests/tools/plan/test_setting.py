@@ -1,0 +1,156 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Settings of ``mtraining plan``: it refuses what a run refuses, and plans what a run does."""
+
+from __future__ import annotations
+
+import argparse
+from functools import cache
+
+import pytest
+
+from megatron_mtraining.config import ConfigError
+from megatron_mtraining.megatron.arguments import refuse
+from megatron_mtraining.megatron.backend import add_member
+from megatron_mtraining.megatron.options import add_arguments
+from megatron_mtraining.megatron.output_layer import DEFAULT_CHUNK, NEED_LOGITS
+from megatron_mtraining.tools.plan import activations
+from megatron_mtraining.tools.plan.activations import Layer, loss_bytes
+from megatron_mtraining.tools.plan.options import NOT_MODELLED, read
+from megatron_mtraining.tools.plan.setting import setting_of
+from tests.support.plan_cases import EXAMPLE, OURS, SMALL, made
+
+ROPE = "--position-embedding-type rope "
+COST = "--mtraining-batching cost "
+PACKED = "--reset-attention-mask --reset-position-ids "
+INTER = "--dataloader-inter-document-masking "
+ACCEPTED = [
+    "",
+    COST + PACKED + "--micro-batch-size 2 --calculate-per-token-loss",
+    COST + INTER + "--micro-batch-size 2 --calculate-per-token-loss",
+    COST + PACKED + "--dataloader-type single",
+    "--softmax-type vanilla",
+    "--softmax-type=vanilla",
+    "--cuda-graph-impl none",
+    "--mtp-num-layers 0",
+    "--rampup-batch-size 8 8 100",
+    "--mock-data --dataloader-type cyclic",
+    "--save-activations-interval 10",
+    "--logits-save-dir /x",
+    ROPE + "--rotary-base 1000000 --use-rope-scaling --rope-scaling-factor 4",
+]
+REFUSED = {
+    COST + PACKED + "--micro-batch-size 2": "use --calculate-per-token-loss",
+    COST + PACKED + "--rampup-batch-size 8 8 100": "--rampup-batch-size 8 8 100",
+    COST + PACKED + "--decrease-batch-size-if-needed": "--decrease-batch-size-if-needed",
+    COST + PACKED + "--object-storage-cache-path /x": "--object-storage-cache-path /x",
+    COST + PACKED + "--dataloader-type cyclic": "--dataloader-type cyclic",
+    COST + "--mock-data": "nothing to balance with --mock-data",
+    "--softmax-type learnable": "--softmax-type is learnable",
+    "--cuda-graph-impl local": "--cuda-graph-impl is local",
+    "--mtp-num-layers 1": "--mtp-num-layers is 1",
+    "--window-size 128,0": "--window-size is",
+    "--context-parallel-size 4 --logits-save-dir /x": "--logits-save-dir is /x",
+    "--context-parallel-size 4 --logits-load-dir /x": "--logits-load-dir",
+    "--save-activations-interval 10 --mtraining-loss-chunk 64": "--save-activations-interval is 10",
+    ROPE + "--rope-scaling-factor 4": "--rope-scaling-factor 4.* without --use-rope-scaling",
+    "--position-embedding-type none --rotary-base 5000": "--rotary-base 5000 is given",
+    "--mtraining-backward-threshold 3 --seq-length 1536000 --max-position-embeddings 1536000": (
+        "--mtraining-backward-threshold needs lists of up to 288024000 blocks"
+    ),
+}
+
+
+@cache
+def parser_of_a_run() -> argparse.ArgumentParser:
+    training = pytest.importorskip("megatron.training.arguments")
+    add_member()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    return add_arguments(training.add_megatron_arguments(parser))
+
+
+def arguments_of_a_run(flags: str) -> argparse.Namespace:
+    """As Megatron's parser makes them."""
+    words = (SMALL + flags).split()
+    known = parser_of_a_run()._option_string_actions
+    missing = [word for word in words if word[:2] == "--" and word.split("=")[0] not in known]
+    if missing:
+        pytest.skip(f"this Megatron-LM has no {' '.join(missing)}")
+    return parser_of_a_run().parse_args(words)
+
+
+@pytest.mark.parametrize("flags", ACCEPTED)
+def test_what_a_run_accepts_is_planned(flags):
+    assert made(SMALL + flags).mtraining
+
+
+@pytest.mark.parametrize("flags, message", REFUSED.items())
+def test_what_a_run_refuses_is_refused(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        made(SMALL + flags)
+
+
+@pytest.mark.parametrize("flags", ACCEPTED)
+def test_a_run_accepts_what_is_planned(flags):
+    refuse(arguments_of_a_run(flags))
+
+
+@pytest.mark.parametrize("flags, message", REFUSED.items())
+def test_a_run_refuses_it_too(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        refuse(arguments_of_a_run(flags))
+
+
+@pytest.mark.parametrize("flag", ["--softmax-type", "--cuda-graph-impl"])
+def test_other_backends_need_the_value_too(flag):
+    fused = SMALL + "--attention-backend fused --no-create-attention-mask-in-dataloader "
+    off = {"--softmax-type": "vanilla", "--cuda-graph-impl": "none"}[flag]
+    assert made(f"{fused} {flag} {off}").mtraining is None
+    with pytest.raises(ConfigError, match=f"does not model {flag}, which changes memory"):
+        made(f"{fused} {flag} other")
+
+
+@pytest.mark.parametrize("refusal", NEED_LOGITS, ids=lambda refusal: refusal.name)
+def test_what_needs_all_logits_is_planned_without_chunks(refusal):
+    flag = refusal.given(command_line=True)
+    flags = f"{SMALL} {flag} 8"
+    if flag in NOT_MODELLED:
+        with pytest.raises(ConfigError, match=f"does not model {flag}"):
+            made(flags)
+        return
+    args, ignored = read(flags.split())
+    setting, without = setting_of(args), made(SMALL + "--mtraining-loss-chunk 0")
+    assert (setting.loss_chunk, made(SMALL).loss_chunk, ignored) == (0, DEFAULT_CHUNK, [])
+    assert loss_bytes(Layer(setting)) == loss_bytes(Layer(without))
+    with pytest.raises(ConfigError, match=f"--mtraining-loss-chunk is 64, but {flag} is 8"):
+        made(flags + " --mtraining-loss-chunk 64")
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_pruned_backward_that_is_too_long_is_refused(batch):
+    length = 1545728 if batch == 1 else 1073152
+    flags = EXAMPLE + OURS + "--mtraining-backward-threshold 3 --global-batch-size 2 "
+    flags += f"--micro-batch-size {batch} --max-position-embeddings {length} --seq-length {length} "
+    for check in (refuse, setting_of):
+        args, _ = read(flags.split())
+        with pytest.raises(ConfigError, match="--mtraining-backward-threshold needs lists of up"):
+            check(args)
+        args, _ = read((flags + "--tensor-model-parallel-size 2").split())
+        check(args)
+    made(flags + "--mtraining-backward-threshold 0")
+
+
+def test_query_groups_that_ranks_share():
+    flags = SMALL + "--num-attention-heads 8 --group-query-attention --num-query-groups 2 "
+    setting = made(flags + "--tensor-model-parallel-size 4")
+    layer, split = Layer(setting), Layer(made(flags + "--tensor-model-parallel-size 2"))
+    assert layer.kv == split.kv == setting.head_dim
+    assert layer.q == split.q // 2
+    # Values are a view of what is gathered from all ranks.
+    assert layer.saved["queries, keys, values"] == layer.bytes_of((8 + 2 * 2) * setting.head_dim)
+    assert split.saved["queries, keys, values"] == layer.bytes_of((4 + 2 * 1) * setting.head_dim)
+
+
+def test_packed_documents_are_the_same_by_either_flag():
+    flags = SMALL + ROPE + "--mtraining-backward-threshold 3 "
+    found = [activations.pruning_bytes(Layer(made(flags + more))) for more in (PACKED, INTER, "")]
+    assert found[0] == found[1] > found[2]
