@@ -57,8 +57,8 @@ def shown(path: str) -> str:
 
 
 def read(path: str, name: str):
-    """The parsed content, cached until the file changes, because a run asks in every micro-batch. Callers
-    must not modify it."""
+    """The parsed content, cached until the file changes, because the checks of a run ask several times.
+    Callers must not modify it."""
     check_type("settings", path, str)
     try:
         about = os.stat(path)

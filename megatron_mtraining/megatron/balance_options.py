@@ -63,7 +63,7 @@ def check_balance(args, config: MTrainingConfig, seq_length: int) -> None:
     if not config.balances:
         return
     asked = balancing_option(config)
-    if config.settings is not None:
+    if config.settings is not None:  # now: checkpoints name the file as it is when the run starts
         _digest("settings", config.settings)
     if config.tuning == "on" and not _has_price_to_tune(args, config):
         raise ConfigError(

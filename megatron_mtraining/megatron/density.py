@@ -168,9 +168,10 @@ def wrap_training_log(original):
         if not is_active(training_arguments()):
             return result
         iteration = signature.bind(*args, **kwargs).arguments["iteration"]
-        price = RUN.price_of_step() if RUN.is_logged(iteration) else None
+        is_logged = RUN.is_logged(iteration)
+        price = RUN.price_of_step() if is_logged else None  # the next step's may be another
         end_step(iteration)
-        if RUN.is_logged(iteration):
+        if is_logged:
             log_density(iteration, price)
             RUN.logged = True
             if RUN.balancer is not None:

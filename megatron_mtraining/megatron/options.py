@@ -28,7 +28,7 @@ TITLE = "mtraining"
 DESCRIPTION = "Dynamic sparse ring attention, with --attention-backend mtraining."
 METAVARS = {int: "N", float: "X", str: "FILE"}
 FILLED_IN = "mtraining_filled_in"
-"""The argument that says that the others have all values, those of a settings file too."""
+"""The argument that says that all options have values, with what a settings file has."""
 
 
 def attribute(name: str) -> str:
@@ -112,8 +112,8 @@ class _OldOption(argparse.Action):
 def config_from_args(args) -> MTrainingConfig:
     """The settings in Megatron's arguments, whether filled in yet or not.
 
-    A settings file is read for arguments that are not filled in: those of a run have what it said when the
-    run began.
+    Filled-in arguments hold the content of the settings file, which is not read again: it may change during a
+    run.
     """
     seq_length = getattr(args, "seq_length", None) or getattr(args, "encoder_seq_length", None)
     values = {}

@@ -175,7 +175,7 @@ def check_entries(
     Args:
         heads, length: of a rank: its heads, and its tokens of a sequence.
         batch: sequences of a micro-batch.
-        world, inner: context-parallel ranks, and those of an inner group.
+        world, inner: context-parallel ranks, and ranks of an inner group.
     """
     blocks = -(-length // block_size)
     entries = batch * heads * _most_causal_blocks(blocks, world, inner)

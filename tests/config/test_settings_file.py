@@ -367,7 +367,7 @@ def test_no_file():
 
 
 def test_a_file_is_read_again_when_it_has_changed(tmp_path, monkeypatch):
-    """A run asks in every micro-batch."""
+    """The checks of a run ask several times."""
     path = tmp_path / "settings.json"
     path.write_text('{"price": 0.5}')
     reads = []

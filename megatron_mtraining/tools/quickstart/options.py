@@ -125,8 +125,7 @@ def options_from(values: argparse.Namespace) -> Options:
         sparse.check_sequence(seq_length, values.processes)
     except ConfigError as error:
         # The backend's options have a prefix that this command's do not have.
-        text = str(error).replace("--mtraining-", "--")
-        raise ConfigError(text.replace("--context-parallel-size", "--processes")) from None
+        raise ConfigError(str(error).replace("--mtraining-", "--")) from None
     same = {name: getattr(values, name) for name in (*AT_LEAST, "seed", "timeout", "overwrite")}
     output = Path(values.output)
     return Options(device=device, seq_length=seq_length, sparse=sparse, output=output, **same)
