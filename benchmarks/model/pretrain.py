@@ -74,12 +74,24 @@ def make_data(folder: Path, tokens: int) -> None:
 def read_log(log: str) -> dict:
     """What a Megatron log says: times (ms) and losses by iteration, density, peak memory (MB)."""
     return dict(
-        ms={int(i): float(ms) for i, ms, _ in ITERATION.findall(log)},
+        ms=step_times({int(i): float(ms) for i, ms, _ in ITERATION.findall(log)}),
         loss={int(i): float(loss) for i, _, loss in ITERATION.findall(log)},
         density=[float(d) for _, d in DENSITY.findall(log)],
         recall=[float(r) for r in RECALL.findall(log)],
         memory=[float(m) for m in MEMORY.findall(log)],
     )
+
+
+def step_times(logged: dict[int, float]) -> dict[int, float]:
+    """The time of each step (ms), of what a log with ``--log-interval 1`` says.
+
+    Megatron's timer goes on after the first line (``training_log``: ``should_reset``), so that the second
+    line is the mean of the first two steps.
+    """
+    first, second = [*logged, None, None][:2]
+    if second is None:
+        return logged
+    return {**logged, second: round(2 * logged[second] - logged[first], 1)}
 
 
 def argument(log: str, name: str) -> int | None:
@@ -231,6 +243,7 @@ def row_of(options, log: str) -> dict:
         attention=options.attention,
         loss_chunk=loss_chunk(options, log),
         iter_ms=round(ms, 1),
+        step_ms=list(found["ms"].values()),
         tokens_per_s=round(seq * batch / ms * 1000),
         max_alloc_gb=round(max(found["memory"], default=float("nan")) / 1024, 2),
         loss=found["loss"][last],

@@ -8,6 +8,7 @@ is taken between rows of one commit alone, which were measured in one session.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from . import backward_tables
 from .common import Row, percent, rows
@@ -87,12 +88,24 @@ def wire_errors() -> str:
     return f"{' and '.join(sent)} (bfloat16), {percent(found[-1]['error_float32'], 2)} (float32)"
 
 
-def layer_of_dense(label: str) -> str:
+def layer_of_dense(label: str, row: Row) -> str:
     """How many times as fast as cuDNN's dense attention: search, forward and backward of one layer."""
-    row = chosen()
     return (
         f"{row[f'dense_ms_{label}'] / (row[f'layer_ms_{label}'] + row[f'search_ms_{label}']):.1f}x"
     )
+
+
+def target(model: str) -> Row:
+    """The row of a model that was trained with a target recall of 0.95."""
+    return chosen(model, "target", 0.95)
+
+
+def of_target(model: str, figure: str) -> str:
+    """A figure of that row."""
+    row = target(model)
+    if figure in ("own", "dense"):
+        return signed(row[f"trained_{figure}_over_dense"])
+    return percent(row[f"{figure}_trained"])
 
 
 FIGURES: dict[str, Callable[[], str]] = {
@@ -132,8 +145,16 @@ FIGURES: dict[str, Callable[[], str]] = {
     "second_model_own": lambda: signed(chosen("qwen.gguf")["trained_own_over_dense"]),
     "second_model_by_text": lambda: dense_loss_by_text("qwen.gguf"),
     "second_model_dense": lambda: signed(chosen("qwen.gguf")["trained_dense_over_dense"]),
-    "frontier_layer_128k": lambda: layer_of_dense("128k"),
-    "frontier_layer_512k": lambda: layer_of_dense("512k"),
+    **{
+        f"{name}_target_{figure}": partial(of_target, model, figure)
+        for name, model in (("frontier", "smol.gguf"), ("second_model", "qwen.gguf"))
+        for figure in ("density", "recall", "own", "dense")
+    },
+    "frontier_target_layer_128k": lambda: layer_of_dense("128k", target("smol.gguf")),
+    "frontier_target_layer_512k": lambda: layer_of_dense("512k", target("smol.gguf")),
+    "second_model_target_layer": lambda: layer_of_dense("128k", target("qwen.gguf")),
+    "frontier_layer_128k": lambda: layer_of_dense("128k", chosen()),
+    "frontier_layer_512k": lambda: layer_of_dense("512k", chosen()),
     "worst_error": lambda: f"{worst_error():.2f}",
     "wire_errors": wire_errors,
     "ruler_agreement_samples": ruler_agreement_samples,

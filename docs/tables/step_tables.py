@@ -10,6 +10,12 @@ SETTING += ("backward_threshold", "backward_sampling")
 """What the rows of one setting have in common."""
 
 
+def timed() -> list[Row]:
+    """Rows whose time is one of steps. Those that counted the second line of Megatron's log, the mean of the
+    first two steps, have one step of warm-up, and do not list the times of their steps."""
+    return [row for row in rows("pretrain") if row.get("warm_up") != 1 or "step_ms" in row]
+
+
 def _measured() -> list[Row]:
     """Steps, without the variants that only compare flags of Megatron's."""
 
@@ -23,7 +29,7 @@ def _measured() -> list[Row]:
         )
 
     # Rows from before there were trained weights do not name their weights.
-    named = [{"weights": "random", **row} for row in rows("pretrain")]
+    named = [{"weights": "random", **row} for row in timed()]
     return [row for row in named if counts(row)]
 
 
@@ -43,7 +49,7 @@ def density_of(row: Row) -> str:
 def dense_of(row: Row) -> Row | None:
     """The dense step that was measured beside a step: the same commit, model, length and GPUs."""
     same = ("commit", "model", "seq", "world")
-    for other in rows("pretrain"):
+    for other in reversed(timed()):
         if other["attention"] == "fused" and all(other[name] == row[name] for name in same):
             return other
     return None

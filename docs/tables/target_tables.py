@@ -143,10 +143,7 @@ def _steps():
         ratio = over_dense(step(seq))
         what = f"step of Qwen2.5-3B's shape over dense, {seq // 1024}K, 4 H200 (random weights)"
         yield what, f"{target}x", f"{ratio:.1f}x", ratio >= target
-    share = trained()["overrides"]["loss_last_50_over_dense"]
-    yield (
-        "training loss over dense at recall 0.95, 16K, 300 steps",
-        "0.5%",
-        f"{share:.2%}",
-        share <= 0.005,
-    )
+    what = "training loss over dense, 16K, 300 steps, one seed, trained weights (SmolLM2-135M): recall 0.95"
+    for run, how in (("overrides", "a target for each head"), ("price", "one target")):
+        share = trained()[run]["loss_last_50_over_dense"]
+        yield f"{what}, {how}", "0.5%", f"{share:.2%}", share <= 0.005

@@ -151,6 +151,7 @@ RECIPE = str(FOLDER.parent / "examples/qwen2.5-0.5b-128k/run.sh")
         ("mtraining", dict(model="qwen2.5-3b", loss_chunk=2048, price=0.25, iter_ms=6500)),
         ("fused --loss-chunk 512", dict(loss_chunk=512, price=None)),
         ("fused --warm-up 2", dict(loss_chunk=0, iter_ms=6000, warm_up=2)),
+        ("fused --warm-up 1", dict(iter_ms=6250, warm_up=1)),  # of eight, the second 40000
         (f"mtraining --script {RECIPE} --breakdown", dict(model="qwen2.5-0.5b", iter_ms=5500)),
     ],
 )
@@ -159,14 +160,26 @@ def test_a_log_s_row(scripts, monkeypatch, tmp_path, words, expected):
     times = [90000, 40000, 3000, 4000, 5000, 6000, 6500, 7000, 8000]
     if options.breakdown:
         times[-3:] = [20000, 30000, 40000]  # under the profiler
-    lines = [ITERATION.format(i=i + 1, ms=ms) for i, ms in enumerate(times)]
+    logged = [times[0], sum(times[:2]) / 2, *times[2:]]  # Megatron's second line is a mean
+    lines = [ITERATION.format(i=i + 1, ms=ms) for i, ms in enumerate(logged)]
     row = scripts.pretrain.row_of(options, LOG.format(iterations="".join(lines)))
     assert {name: row[name] for name in expected} == expected
+    assert row["step_ms"] == times
     assert (row["seq"], row["world"], row["batch"], row["layers"]) == (524288, 4, 3, 36)
     assert row["max_alloc_gb"] == 80
     assert row["tokens_per_s"] == round(3 * 524288 / row["iter_ms"] * 1000)
     assert row["iterations"] == len(row["losses"]) == 9 and row["loss"] == 11.9
     assert row["versions"]["megatron"] == "0.19.1"
+
+
+@pytest.mark.parametrize("logged", [{}, {4: 9.5}])
+def test_a_log_of_less_than_two_steps_has_no_mean(scripts, logged):
+    assert scripts.pretrain.step_times(logged) == logged
+
+
+def test_a_log_that_begins_later_has_a_mean_all_the_same(scripts):
+    """A run that is resumed: its timer starts with it."""
+    assert scripts.pretrain.step_times({7: 50.0, 8: 30.0, 9: 12.0}) == {7: 50.0, 8: 10.0, 9: 12.0}
 
 
 def test_a_row_says_what_the_backward_left_out(scripts, monkeypatch, tmp_path):

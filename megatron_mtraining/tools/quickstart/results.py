@@ -26,8 +26,8 @@ FILES = (
 """What is written."""
 ON_GPUS = (
     "On GPUs (benchmarks/results/pretrain.jsonl): a training step of Qwen2.5-3B's shape, random "
-    "weights, 512K tokens on 4 H200, takes 7.42 s at a density of 1.8% (recall 6.4%), dense 89.8 s "
-    "(12.1x). What a density costs in loss: docs/settings.md."
+    "weights, 512K tokens on 4 H200, takes 7.42 s at a density of 1.8% (recall 6.4%), dense 88.6 s "
+    "(11.9x). What a density costs in loss: docs/settings.md."
 )
 """Figures of docs/tables; tests/test_docs_tables.py compares them."""
 
