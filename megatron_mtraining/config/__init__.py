@@ -9,7 +9,16 @@
 """
 
 from ..errors import ConfigError
-from .options import BALANCE, BY_NAME, OPTIONS, REMOVED, RENAMED, Option, current_name
+from .options import (
+    BALANCE,
+    BY_NAME,
+    MEGATRON_ONLY,
+    OPTIONS,
+    REMOVED,
+    RENAMED,
+    Option,
+    current_name,
+)
 from .policies import (
     BLOCK_POLICY_NAMES,
     BlockListPolicy,
@@ -35,6 +44,7 @@ __all__ = [
     "BLOCK_SIZES",
     "BY_NAME",
     "DENSE",
+    "MEGATRON_ONLY",
     "OPTIONS",
     "REMOVED",
     "RENAMED",

@@ -323,6 +323,10 @@ BALANCE = (
 SIZES = ("vertical", "slash", "vertical_cap", "slash_cap", "window", "sink")
 """Options that cannot be more than the sequence is long."""
 
+MEGATRON_ONLY = (
+    "gathered_ranks", "bf16_gradients", "recompute_attention", "loss_chunk", "batching", "tuning",
+)  # fmt: skip
+"""Options that have an effect in Megatron's runs alone. Those of ``BALANCE`` need the last two."""
 RENAMED = {"overrides": "settings", "budgets": "settings"}
 """Options of the last version under another name, and the name they have now."""
 REMOVED = {

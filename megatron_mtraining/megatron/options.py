@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from collections.abc import Collection
 from dataclasses import replace
 
 from ..config import (
@@ -36,14 +37,22 @@ def attribute(name: str) -> str:
     return "mtraining_" + name
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the group "mtraining" to a parser and return the parser."""
-    group = parser.add_argument_group(title=TITLE, description=DESCRIPTION)
+def add_arguments(
+    parser: argparse.ArgumentParser, description: str = DESCRIPTION, without: Collection[str] = ()
+) -> argparse.ArgumentParser:
+    """Add the group "mtraining" to a parser and return the parser.
+
+    Args:
+        without: options that are parsed, but that no help names; the caller refuses them.
+    """
+    group = parser.add_argument_group(title=TITLE, description=description)
     for each in OPTIONS:
-        _add_option(group, each, each.summary if each.common else argparse.SUPPRESS)
+        shown = each.common and each.name not in without
+        _add_option(group, each, each.summary if shown else argparse.SUPPRESS)
     group.add_argument(
         "--mtraining-help-all",
         action=_HelpAll,
+        const=[each for each in OPTIONS if each.name not in without],
         nargs=0,
         default=argparse.SUPPRESS,
         help="Show all options of mtraining, in full, and exit.",
@@ -81,12 +90,12 @@ _size_or_all.__name__ = f"whole number (or '{ALL}')"
 
 
 class _HelpAll(argparse.Action):
-    """Prints every option with its whole help text."""
+    """Prints the options in ``const`` with their whole help texts."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         only = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
         group = only.add_argument_group(title=TITLE, description=DESCRIPTION)
-        for each in OPTIONS:
+        for each in self.const:
             _add_option(group, each, each.full_help.replace("%", "%%"))
         only.print_help()
         parser.exit()

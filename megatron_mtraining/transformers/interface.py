@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import attend
-from ..config import DENSE, ConfigError, MTrainingConfig
+from ..config import DENSE, MEGATRON_ONLY, ConfigError, MTrainingConfig
 from ..documents import Documents
 from ..kernels.limits import HEAD_DIMS
 from ..requirements import require
@@ -151,8 +151,7 @@ def _is_attention(module: nn.Module) -> bool:
 def check_config(config: MTrainingConfig) -> None:
     """Raise :class:`ConfigError` for options that only Megatron's runs read."""
     defaults = MTrainingConfig()
-    names = "gathered_ranks", "bf16_gradients", "recompute_attention", "loss_chunk"
-    for name in (*names, "batching", "tuning"):
+    for name in MEGATRON_ONLY:
         value = getattr(config, name)
         if value != getattr(defaults, name):
             raise ConfigError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...config import BALANCE, MEGATRON_ONLY
 from ...errors import ConfigError
 from ...files import size_of
 from ...megatron.options import add_arguments as add_settings
@@ -36,6 +37,9 @@ LONGPPL_CONTEXT = 4096
 """Tokens of the short context, by default, as in the package longppl."""
 TEMPLATE_TOKENS = 64
 """Left free for a chat template with --chat: of a length (needle), or beside it (ruler)."""
+MOVING = ("target_recall", "target_scope")
+"""Options that move prices, which only training does."""
+NO_EFFECT = (*MEGATRON_ONLY, *BALANCE, "backward_threshold", "backward_sampling")
 CONVERTED = ".model-"
 """What the name of a converted Megatron checkpoint begins with, in the output folder."""
 
@@ -191,7 +195,7 @@ def _add_common(command: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=what,
     )
-    add_settings(command)
+    add_settings(command, "Settings of sparse attention.", (*MOVING, *NO_EFFECT))
 
 
 def options_from(values: argparse.Namespace) -> Options:
@@ -254,7 +258,9 @@ def _settings(values: argparse.Namespace, sparse: bool) -> dict:
             )
         return {"config": None, "settings": None}
     for each in given:
-        if each.name in ("target_recall", "target_scope"):
+        if each.name in NO_EFFECT:
+            raise ConfigError(f"{each.flag} has no effect in an evaluation: leave it out")
+        if each.name in MOVING:
             raise ConfigError(
                 f"{each.flag} moves prices in training alone: give --mtraining-price, or a file of "
                 "--settings with the prices that training has reached (mtraining convert prices)"

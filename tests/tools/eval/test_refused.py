@@ -40,7 +40,11 @@ CASES = {
     ),
     "a target": ("needle --mtraining-target-recall 0.9", ["--mtraining-target-recall", "training alone"]),
     "settings of Megatron": (
-        "needle --lengths 512 --mtraining-gathered-ranks 2", ["gathered_ranks is 2", "no effect"],
+        "needle --mtraining-gathered-ranks 2", ["--mtraining-gathered-ranks has no effect"],
+    ),
+    "settings of balance": ("needle --mtraining-tuning-mass 0.01", ["--mtraining-tuning-mass has no effect"]),
+    "a backward": (
+        "needle --mtraining-backward-threshold 3", ["--mtraining-backward-threshold has no effect"],
     ),
     "settings that cannot work": ("needle --mtraining-price -1", ["--mtraining-price"]),
     "no settings file": ("needle --settings NOWHERE", ["NOWHERE"]),
