@@ -62,7 +62,7 @@ def _diagonal_kernel(
     """One program a block of keys of a KV head."""
     kv_heads: tl.constexpr = HEADS // GROUP
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
-    kv_head = tl.program_id(1) % kv_heads
+    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)  # heads can be 2^30 elements apart
     # The keys backwards: distances to a row then ascend along with the addresses of their sums, which the
     # compiler must see to give a warp's atomics adjacent addresses.
     first_key = tl.program_id(0) * BLOCK

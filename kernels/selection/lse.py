@@ -53,7 +53,7 @@ def _lse_kernel(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     split = tl.program_id(1)
     batch = (tl.program_id(2) // kv_heads).to(tl.int64)
-    kv_head = tl.program_id(2) % kv_heads
+    kv_head = (tl.program_id(2) % kv_heads).to(tl.int64)  # heads can be 2^30 elements apart
     # The query heads of a KV head side by side: the rows of a tile are near each other and end together.
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     r = m // GROUP  # [BLOCK_M]

@@ -88,7 +88,7 @@ def _mass_kernel(
     # in a tile, few of them come before the keys.
     BLOCK_M: tl.constexpr = TILE_HEADS * TILE_STRATA
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
-    kv_head = tl.program_id(1) % kv_heads
+    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)  # heads can be 2^30 elements apart
     first_key = tl.program_id(0) * BLOCK_N
     keys = tl.arange(0, BLOCK_N)
     k_ptr = k_ptr + batch * stride_kb + kv_head * stride_kh
