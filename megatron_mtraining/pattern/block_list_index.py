@@ -30,7 +30,7 @@ from ..layout import block_at, inner_size, positions_at
 from . import packed_density
 from .vertical_slash_index import PatternIndex
 
-MAX_LIST_ENTRIES = 2**28
+MAX_LIST_ENTRIES = 2**29 - 1
 """Entries of a rank's lists: the kernels count tiles, up to 4 an entry, in 32 bits."""
 
 

@@ -16,7 +16,7 @@ from megatron_mtraining.config import ConfigError
 from megatron_mtraining.cp_group import cp_group_of
 from megatron_mtraining.documents import Documents
 from megatron_mtraining.layout import stripe, unstripe
-from megatron_mtraining.pattern.block_list_index import pruned_index
+from megatron_mtraining.pattern.block_list_index import MAX_LIST_ENTRIES, pruned_index
 from megatron_mtraining.ring import Ring
 from megatron_mtraining.ring.attention import ring_attention
 from megatron_mtraining.ring.pruning import BackwardPruning, check_entries, check_size, least_share
@@ -323,11 +323,18 @@ def test_too_many_blocks_are_refused():
         check_size(query, 128, 1, 1)
     check_size(query[: 2**17], 128, 8, 8)
     # One of two ranks has room: none goes on.
-    with pytest.raises(ConfigError, match=f"{2**28 + 2**16} blocks"):
-        check_size(query[: 2**19, :, :16], 128, 2, 1)
+    with pytest.raises(ConfigError, match=f"{2**29 + 2**17} blocks"):
+        check_size(query[: 2**19], 128, 2, 1)
     # Known before there are operands.
-    with pytest.raises(ConfigError, match=f"{2**28 + 2**16} blocks"):
-        check_entries(16, 1, 2**19, 128, 2, 1)
-    check_entries(8, 1, 2**19, 128, 2, 1)
-    with pytest.raises(ConfigError, match="for 8 heads and 524288 tokens on each of 2 ranks"):
-        check_entries(8, 2, 2**19, 128, 2, 1)
+    with pytest.raises(ConfigError, match=f"{2**29 + 2**17} blocks"):
+        check_entries(32, 1, 2**19, 128, 2, 1)
+    check_entries(16, 1, 2**19, 128, 2, 1)
+    with pytest.raises(ConfigError, match="for 16 heads and 524288 tokens on each of 2 ranks"):
+        check_entries(16, 2, 2**19, 128, 2, 1)
+
+
+@pytest.mark.parametrize(("length", "world"), [(2**19, 1), (2**18, 4)])
+def test_32_heads_have_room(length, world):
+    """At 512K tokens on one rank, and 1M on four: four tiles of each entry are counted in 32 bits."""
+    check_entries(32, 1, length, 128, world, 1)
+    assert 4 * MAX_LIST_ENTRIES < 2**31
