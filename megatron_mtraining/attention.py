@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import lru_cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -22,7 +23,7 @@ from .pattern.vertical_slash_index import PatternIndex
 from .ring.attention import KeysAndValues, RingResult, ring_attention
 from .ring.pruning import BackwardPruning, check_size, packed_shape
 from .ring.transport import ring_of
-from .tensors import check_values
+from .tensors import check_values, is_elsewhere
 
 Pattern = VerticalSlashIndex | BlockListIndex
 
@@ -42,6 +43,8 @@ class AttentionResult(NamedTuple):
     packed: Tensor | None = None
     """With a pruned backward, the codes of the pattern's blocks: uint8, a bit for each pair of an own query
     block and a key block, 4 with sampling. None without."""
+    softmax_scale: float | None = None
+    """What the scores were multiplied by; None if it is not known, and then not compared in a replay."""
 
 
 def attend(
@@ -92,8 +95,14 @@ def attend(
             or operands of other shapes. They compare what they are given at the first call of each kind.
     """
     _check_kinds(query, key, value, config, softmax_scale, documents, head_policies)
-    if torch.is_autocast_enabled(query.device.type):  # which would round scores that are in float32
-        with torch.autocast(query.device.type, enabled=False):
+    # Autocast would round scores that are in float32.
+    autocast = torch.is_autocast_enabled(query.device.type)
+    if autocast or is_elsewhere(query.device):
+        with ExitStack() as within:
+            if autocast:
+                within.enter_context(torch.autocast(query.device.type, enabled=False))
+            if query.is_cuda:
+                within.enter_context(torch.cuda.device(query.device))
             return attend(
                 query, key, value, config=config, cp_group=cp_group, cp_inner=cp_inner,
                 softmax_scale=softmax_scale, documents=documents, head_policies=head_policies,
@@ -136,7 +145,7 @@ def attend(
         computed = None
     else:
         keys = None
-        index, computed = _of_first_pass(first_pass, query)
+        index, computed = _of_first_pass(first_pass, query, softmax_scale)
         check_index(index, query, cp)
         _check_replay(index, config, documents)
         if computed is not None:
@@ -153,7 +162,7 @@ def attend(
         keys,
         pruning,
     )
-    return AttentionResult(found.out, found.lse, index, found.packed)
+    return AttentionResult(found.out, found.lse, index, found.packed, softmax_scale)
 
 
 _COMPARED: WeakKeyDictionary[CPGroup, set[tuple]] = WeakKeyDictionary()
@@ -317,16 +326,21 @@ def _check_price(price: Tensor | None, query: Tensor, config: MTrainingConfig) -
 
 
 def _of_first_pass(
-    first_pass: AttentionResult | Pattern, query: Tensor
+    first_pass: AttentionResult | Pattern, query: Tensor, softmax_scale: float
 ) -> tuple[Pattern, RingResult | None]:
     """The pattern of a first pass, and what it computed if that is to be used. Raises ValueError unless it
-    was for such queries."""
+    was for such queries and this scale."""
     if isinstance(first_pass, Pattern):
         return first_pass, None
     if not isinstance(first_pass, AttentionResult) or not isinstance(first_pass.index, Pattern):
         raise ValueError(
             f"first_pass is a {type(first_pass).__name__}: give the AttentionResult of the first pass, or "
             "its index"
+        )
+    scale = first_pass.softmax_scale
+    if scale is not None and scale != softmax_scale:
+        raise ValueError(
+            f"softmax_scale is {softmax_scale}, but in the first pass it was {scale}: give the same"
         )
     out, lse = first_pass.out, first_pass.lse
     check_values(query=query, **{"first_pass.out": out, "first_pass.lse": lse})

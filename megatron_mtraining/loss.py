@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .cp_group import ProcessGroup, RankGroup
 from .kernels.loss import cross_entropy_gradient, cross_entropy_rows
-from .tensors import check_values
+from .tensors import check_values, is_elsewhere
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 LABELS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -65,6 +65,11 @@ def linear_cross_entropy(
         ValueError: operands that do not fit each other.
     """
     check_values(hidden=hidden, weight=weight, labels=labels)
+    if is_elsewhere(hidden.device):
+        with torch.cuda.device(hidden.device):
+            return linear_cross_entropy(
+                hidden, weight, labels, chunk, tp_group, scale, gradient_buffer
+            )
     if hidden.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise ValueError(f"hidden is of {hidden.dtype}: give numbers of {names}")
@@ -94,7 +99,9 @@ def linear_cross_entropy(
         raise ValueError(f"weight {tuple(weight.shape)} is empty: give 1 or more in each dimension")
     rows = hidden.reshape(-1, hidden.shape[-1])
     flat = labels.reshape(-1).long()
-    losses = _LinearCrossEntropy.apply(rows, weight, flat, chunk, tp_group, scale, gradient_buffer)
+    losses = _LinearCrossEntropy.apply(
+        rows, weight, flat, chunk, tp_group, float(scale), gradient_buffer
+    )
     return losses.view(labels.shape)
 
 

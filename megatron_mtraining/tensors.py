@@ -9,6 +9,11 @@ from torch import Tensor
 from .errors import ConfigError
 
 
+def is_elsewhere(device: torch.device) -> bool:
+    """Whether it is a GPU, and not the current one, on which kernels are launched."""
+    return device.type == "cuda" and device.index != torch.cuda.current_device()
+
+
 def check_dense(name: str, value: object) -> None:
     """Raise :class:`ConfigError` unless ``value`` is a dense tensor: sparse, nested and quantized ones have
     no elements that can be sliced or indexed."""

@@ -76,6 +76,9 @@ NO_FIRST_PASS = {
     "no lse": (lambda first: first._replace(lse=None), "first_pass.lse is a NoneType"),
     "another out": (lambda first: first._replace(out=first.out[:128]), r"first_pass.out is \[128, 1, 4, 64"),
     "another lse": (lambda first: first._replace(lse=first.lse.half()), "first_pass.lse is .*float16"),
+    "another scale": (
+        lambda first: first._replace(softmax_scale=0.3), "in the first pass it was 0.3: give the same",
+    ),
     "swapped": (lambda first: AttentionResult(first.lse, first.out, first.index), "first_pass.out is"),
     "out elsewhere": (lambda first: first._replace(out=first.out.to("meta")), "first_pass.out is on device"),
 }  # fmt: skip

@@ -44,7 +44,7 @@ def test_sparse_attention_against_its_own_mask():
     print("torch seed", torch.seed())
     operands = random_operands(2048, 1, 8, 2, 128, torch.bfloat16, "cuda")
     leaves = [t.clone().requires_grad_() for t in operands[:3]]
-    out, _, index, _ = attend(*leaves, config=CONFIG)
+    out, _, index, *_ = attend(*leaves, config=CONFIG)
     out.backward(operands[3])
     expected = dense_attention(*operands, written_out_mask(index, 1, 8), 128**-0.5)
     for actual, truth in zip((out, *(leaf.grad for leaf in leaves)), expected):
@@ -106,7 +106,7 @@ def _nccl_rank(rank, world, inner, port, operands, lengths, results):
     parts = [stripe(t, rank, world, CONFIG.block_size, inner=inner).cuda() for t in operands]
     leaves = [t.requires_grad_() for t in parts[:3]]
     documents = lengths and Documents.from_lengths(lengths, len(operands[0]), "cuda")
-    out, _, index, _ = attend(
+    out, _, index, *_ = attend(
         *leaves, config=CONFIG, cp_group=dist.group.WORLD, cp_inner=inner, documents=documents
     )
     out.backward(parts[3])
@@ -136,3 +136,20 @@ def test_nccl_ring(world, inner, packed):
     for i, truth in enumerate(expected):
         whole = unstripe([p[i] for p in parts], CONFIG.block_size, inner=inner)
         assert relative_error(whole, truth) < 1e-2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("threshold", [0, 3.0])
+def test_operands_on_another_than_the_current_gpu(threshold):
+    """As without torch.cuda.set_device: kernels are launched where the operands are."""
+    config = MTrainingConfig.from_options(price=0.25, block_size=64, backward_threshold=threshold)
+    given = random_operands(1024, 1, 4, 2, 128, torch.bfloat16, "cpu")
+    found = []
+    for device in ("cuda:0", "cuda:1"):
+        leaves = [each.to(device).requires_grad_() for each in given[:3]]
+        out = attend(*leaves, config=config).out
+        out.backward(given[3].to(device))
+        found.append([out, *(each.grad for each in leaves)])
+    assert torch.cuda.current_device() == 0
+    for one, other in zip(*found):
+        assert torch.equal(one.cpu(), other.cpu())

@@ -28,7 +28,7 @@ from .price_policy import (
     select_by_price,
 )
 from .sampled_rows import SampledRows
-from .vertical_slash_index import VerticalSlashIndex, build_index, index_of_diagonals
+from .vertical_slash_index import VerticalSlashIndex, index_of_diagonals, index_of_selection
 
 BUDGET_POLICIES = (CoveragePolicy, FixedPolicy)
 
@@ -72,7 +72,9 @@ def search_vertical_slash(
         index, recall = _search_by_budget(given, policies, gather_keys)
         return replace(index, recall=recall)
     selection = select_vertical_slash(given, policies)
-    index = build_index(selection.distances.view(torch.bool), selection.columns, *given.layout)
+    index = index_of_selection(
+        selection.distances.view(torch.bool), selection.columns, *given.layout
+    )
     return replace(index, recall=selection.recall)
 
 
@@ -87,7 +89,7 @@ def search_at_prices(
     for policy in policies:
         prices = constant((policy.price,) * heads, device)
         found = select_at_price(given.rows, candidates, given.lse, first, given.sink, prices)
-        index = build_index(found.distances.view(torch.bool), found.columns, *given.layout)
+        index = index_of_selection(found.distances.view(torch.bool), found.columns, *given.layout)
         yield replace(index, recall=found.recall)
 
 

@@ -124,7 +124,7 @@ def run_packed(rank, world, operands, lengths):
         documents = Documents.from_lengths(lengths, operands[0].shape[0])
         parts = [stripe(t, rank, world, BLOCK, inner=cp.inner) for t in operands]
         leaves = [t.clone().requires_grad_() for t in parts[:3]]
-        out, _, index, _ = attend(
+        out, _, index, *_ = attend(
             *leaves, config=config, cp_group=group, cp_inner=inner, documents=documents
         )
         out.backward(parts[3])

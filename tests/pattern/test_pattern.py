@@ -120,10 +120,10 @@ def test_the_future_can_change_the_choice_but_nothing_else():
     cut = 300
     later = [torch.cat((t[:cut], torch.randn_like(t[cut:]))) for t in (query, key, value)]
     for config in (settings(slash=0, vertical=0), settings(slash=SEQ)):
-        before, _, _, _ = attend(query, key, value, config=config)
-        after, _, _, _ = attend(*later, config=config)
+        before, *_ = attend(query, key, value, config=config)
+        after, *_ = attend(*later, config=config)
         assert torch.equal(before[:cut], after[:cut])
-    before, _, index, _ = attend(query, key, value, config=settings())
+    before, _, index, *_ = attend(query, key, value, config=settings())
     after, *_ = ring_attention(*later, index, Ring(CPGroup(None)), 64**-0.5)
     assert torch.equal(before[:cut], after[:cut])
 
@@ -211,8 +211,8 @@ def test_index_is_small():
 
 def test_the_same_inputs_choose_the_same_pattern():
     query, key, value, _ = random_operands(SEQ, 1, 4, 2, 64, torch.float32, "cpu")
-    first, _, one, _ = attend(query, key, value, config=settings())
-    again, _, two, _ = attend(query, key, value, config=settings())
+    first, _, one, *_ = attend(query, key, value, config=settings())
+    again, _, two, *_ = attend(query, key, value, config=settings())
     assert torch.equal(first, again)
     assert torch.equal(one.round_list, two.round_list) and torch.equal(one.columns, two.columns)
 
@@ -313,3 +313,16 @@ def test_a_head_without_columns_has_its_diagonals_beside_heads_with_columns():
     mixed = search_pattern(query, key, config, CPGroup(None), 0.125, head_policies=policies)
     assert torch.equal(mixed.member[:, 0], alone.member[:, 0])
     assert int(mixed.column_ptr[0, 0, -1]) == 0 < int(mixed.column_ptr[0, 1, -1])
+
+
+@pytest.mark.parametrize("columns", [[3, 3], [5, 9, 5], [-1]])
+def test_columns_given_twice_or_before_the_first_token_are_refused(columns):
+    distances = torch.zeros(1, 1, 4, dtype=torch.bool)
+    with pytest.raises(RuntimeError, match="give positions of 0 or more, each once"):
+        build_index(distances, torch.tensor([[columns]]), 256, 64, 1)
+
+
+def test_padding_may_come_more_than_once():
+    distances = torch.zeros(1, 1, 4, dtype=torch.bool)
+    index = build_index(distances, torch.tensor([[[256, 3, 256, 300]]]), 256, 64, 1)
+    assert index.column_ptr[0, 0, -1] == 1

@@ -205,7 +205,7 @@ def test_heads_with_lists_of_blocks_beside_others():
         query, key, heads[0], CPGroup(None), 0.125, head_policies=policies_of(heads)
     )
     value = torch.randn_like(key)
-    out, _, pattern, _ = attend(
+    out, _, pattern, *_ = attend(
         query, key, value, config=settings(price=0.6), head_policies=policies_of(heads)
     )
     for h, config in enumerate(heads):

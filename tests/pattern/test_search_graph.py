@@ -144,9 +144,8 @@ def test_replays_of_whole_searches(cuda, monkeypatch, group):
 
 
 def test_copies_of_an_index(cuda):
-    index = build_index(
-        torch.rand(1, 3, 5) < 0.5, torch.randint(0, 640, (1, 3, 7)).sort(-1).values, 640, 128, 1
-    )
+    columns = torch.rand(1, 3, 640).topk(7).indices.sort(-1).values
+    index = build_index(torch.rand(1, 3, 5) < 0.5, columns, 640, 128, 1)
     copied = CopiedIndex(index)
     first = copied.copy()
     assert_same(first, index)

@@ -207,7 +207,7 @@ def run_sparse(rank, world, operands):
         config = MTrainingConfig.from_options(block_size=BLOCK, sample_strata=16, **budget)
         parts = [stripe(t, rank, world, BLOCK) for t in operands]
         leaves = [t.clone().requires_grad_() for t in parts[:3]]
-        out, _, index, _ = attend(*leaves, config=config, cp_group=dist.group.WORLD)
+        out, _, index, *_ = attend(*leaves, config=config, cp_group=dist.group.WORLD)
         out.backward(parts[3])
         masks = written_out_mask(index, 2, 4)
         results.append([out.detach(), *(leaf.grad for leaf in leaves), masks])
@@ -241,7 +241,7 @@ def run_with_columns_told(rank, world, operands, config):
     try:
         alone = search_pattern(query, key, config, cp_group_of(group), 64**-0.5)
         in_choice = len(asked)
-        _, _, index, _ = attend(query, key, value, config=config, cp_group=group)
+        _, _, index, *_ = attend(query, key, value, config=config, cp_group=group)
     finally:
         attention.kernels.gather_columns = vertical_slash_search.gather_columns = gather
     assert torch.equal(index.member, alone.member) and torch.equal(index.columns, alone.columns)
@@ -289,7 +289,7 @@ def run_turned(rank, world, operands):
     found = []
     for tensors in (parts[:3], turned):
         leaves = [t.detach().requires_grad_() for t in tensors]
-        out, _, _, _ = attend(*leaves, config=config, cp_group=group)
+        out, *_ = attend(*leaves, config=config, cp_group=group)
         found.append([out.detach(), *torch.autograd.grad(out, leaves, parts[3])])
     return [torch.equal(one, other) for one, other in zip(*found)]
 
