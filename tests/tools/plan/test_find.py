@@ -47,11 +47,11 @@ def test_flags_that_go_with_no_length_are_refused():
 
 def test_the_search_ends_where_a_pruned_backward_is_refused():
     flags = "--mtraining-backward-threshold 3 --mtraining-recompute-attention"
-    setting = found(flags, lambda setting: needed(plan(setting)) <= 139 * GIB)
+    setting = found(flags, lambda setting: needed(plan(setting)) <= 400 * GIB)
     length, size = setting.args.seq_length, setting.cp
     shape = (1, setting.args.num_attention_heads, setting.head_dim)
     query = torch.empty(length // size, *shape, device="meta")
     check_size(query, 128, size, setting.inner)
     longer = torch.empty((length + 128 * size) // size, *shape, device="meta")
-    with pytest.raises(ConfigError, match="more than 268435456"):
+    with pytest.raises(ConfigError, match=f"more than {2**29 - 1}"):
         check_size(longer, 128, size, setting.inner)
