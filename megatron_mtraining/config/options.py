@@ -326,7 +326,7 @@ SIZES = ("vertical", "slash", "vertical_cap", "slash_cap", "window", "sink")
 MEGATRON_ONLY = (
     "gathered_ranks", "bf16_gradients", "recompute_attention", "loss_chunk", "batching", "tuning",
 )  # fmt: skip
-"""Options that have an effect in Megatron's runs alone. Those of ``BALANCE`` need the last two."""
+"""Options that only Megatron's runs read. Options of ``BALANCE`` have an effect with the last two."""
 RENAMED = {"overrides": "settings", "budgets": "settings"}
 """Options of the last version under another name, and the name they have now."""
 REMOVED = {

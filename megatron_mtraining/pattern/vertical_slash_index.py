@@ -240,6 +240,8 @@ def build_index(
     block_size: int,
     world: int,
     inner: int | None = None,
+    *,
+    check_columns: bool = True,
 ) -> VerticalSlashIndex:
     """Put selected distances and columns into the coordinates of the ring; reads nothing on the host.
 
@@ -249,28 +251,18 @@ def build_index(
             of N or more stand for no column.
         seq_length, block_size, world: N, B and the number of context-parallel ranks W.
         inner: I, how many ranks' keys are attended to in one round; None for the default for ``world`` ranks.
+        check_columns: False for columns that are known to be positions, each once, as the search's are.
 
     Raises:
         ValueError: distances for another number of blocks.
         RuntimeError: a column twice, or before the first token; on a GPU by an assertion of the device.
     """
-    ordered = columns.sort(dim=-1).values
-    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] < seq_length)
-    torch._assert_async(
-        ~(twice.any() | (columns < 0).any()), "columns: give positions of 0 or more, each once"
-    )
-    return index_of_selection(distances, columns, seq_length, block_size, world, inner)
-
-
-def index_of_selection(
-    distances: Tensor,
-    columns: Tensor,
-    seq_length: int,
-    block_size: int,
-    world: int,
-    inner: int | None = None,
-) -> VerticalSlashIndex:
-    """:func:`build_index` of columns that are known to be positions, each once."""
+    if check_columns:
+        ordered = columns.sort(dim=-1).values
+        twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] < seq_length)
+        torch._assert_async(
+            ~(twice.any() | (columns < 0).any()), "columns: give positions of 0 or more, each once"
+        )
     inner = inner_size(world, inner)
     num_blocks = -(-seq_length // block_size)
     if distances.shape[-1] != num_blocks or num_blocks % world:
@@ -320,4 +312,6 @@ def full_index(
     num_blocks = -(-seq_length // block_size)
     distances = torch.ones(batch, heads, num_blocks, dtype=torch.bool, device=device)
     columns = torch.zeros(batch, heads, 0, dtype=torch.int64, device=device)
-    return index_of_selection(distances, columns, seq_length, block_size, world, inner)
+    return build_index(
+        distances, columns, seq_length, block_size, world, inner, check_columns=False
+    )

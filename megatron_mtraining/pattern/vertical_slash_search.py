@@ -28,7 +28,7 @@ from .price_policy import (
     select_by_price,
 )
 from .sampled_rows import SampledRows
-from .vertical_slash_index import VerticalSlashIndex, index_of_diagonals, index_of_selection
+from .vertical_slash_index import VerticalSlashIndex, build_index, index_of_diagonals
 
 BUDGET_POLICIES = (CoveragePolicy, FixedPolicy)
 
@@ -72,10 +72,7 @@ def search_vertical_slash(
         index, recall = _search_by_budget(given, policies, gather_keys)
         return replace(index, recall=recall)
     selection = select_vertical_slash(given, policies)
-    index = index_of_selection(
-        selection.distances.view(torch.bool), selection.columns, *given.layout
-    )
-    return replace(index, recall=selection.recall)
+    return _index_of(selection, given)
 
 
 def search_at_prices(
@@ -89,8 +86,13 @@ def search_at_prices(
     for policy in policies:
         prices = constant((policy.price,) * heads, device)
         found = select_at_price(given.rows, candidates, given.lse, first, given.sink, prices)
-        index = index_of_selection(found.distances.view(torch.bool), found.columns, *given.layout)
-        yield replace(index, recall=found.recall)
+        yield _index_of(found, given)
+
+
+def _index_of(found: Selection, given: SearchInput) -> VerticalSlashIndex:
+    distances = found.distances.view(torch.bool)
+    index = build_index(distances, found.columns, *given.layout, check_columns=False)
+    return replace(index, recall=found.recall)
 
 
 def select_vertical_slash(given: SearchInput, policies: Sequence[Policy]) -> Selection:

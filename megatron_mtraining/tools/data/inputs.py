@@ -226,8 +226,8 @@ def _but(left_out: LeftOut) -> str:
 
 
 def _in_folder(folder: Path, output: Output, options: Options, left_out: LeftOut) -> list[Path]:
-    """Its files, in each folder before those of subfolders. What is no input goes into ``left_out``; on
-    request files that cannot be read, too."""
+    """Its files, in each folder before its subfolders. Files of other types are added to ``left_out``;
+    with ``--skip-unreadable`` so are files that cannot be read."""
 
     def failed(error: OSError):
         if not options.skip_unreadable:

@@ -40,6 +40,7 @@ TEMPLATE_TOKENS = 64
 MOVING = ("target_recall", "target_scope")
 """Options that move prices, which only training does."""
 NO_EFFECT = (*MEGATRON_ONLY, *BALANCE, "backward_threshold", "backward_sampling")
+"""Options that an evaluation does not read."""
 CONVERTED = ".model-"
 """What the name of a converted Megatron checkpoint begins with, in the output folder."""
 
