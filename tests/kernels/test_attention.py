@@ -82,6 +82,23 @@ def test_kernels_interpreted(interpreter, seq_length, world, inner, heads, dim, 
     check(seq_length, world, inner, heads, dim, budget, torch.float32, block, 1e-5, batch=1)
 
 
+@parametrize(
+    "seq_length, world, heads, budget, block",
+    [
+        (512, 1, (2, 1), "few", 64),
+        (500, 1, (1, 1), "all", 64),
+        (384, 1, (2, 1), "columns", 128),
+        (512, 2, (2, 1), "few", 64),
+    ],
+)
+def test_long_sums_interpreted(monkeypatch, interpreter, seq_length, world, heads, budget, block):
+    """Sums are put aside after every CHAIN query tiles: here often."""
+    if torch.cuda.is_available():
+        pytest.skip("the kernels run compiled here: see test_long_sums")
+    monkeypatch.setattr("megatron_mtraining.kernels.attention.launch_args.CHAIN", 2)
+    check(seq_length, world, 1, heads, 64, budget, torch.float32, block, 1e-5, batch=1)
+
+
 # A gradient's operands are rounded to 16 bits: 3 mantissa digits in bf16.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-6}
 
@@ -111,14 +128,12 @@ def test_kernels_compiled(seq_length, world, inner, heads, dim, budget, block, d
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("backward_path")
-@parametrize("budget", ["few", "all"])
+@parametrize("budget", ["columns", "few", "all"])
 @parametrize("dim", [64, 128])
 @parametrize("seq_length, world", [(2996, 1), (3072, 2)])
 def test_long_sums(monkeypatch, seq_length, world, dim, budget):
-    """Hopper kernels put a key block's sums aside after every CHAIN query tiles: here often."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip(f"no Hopper GPU: {torch.cuda.get_device_name()}")
-    monkeypatch.setattr("megatron_mtraining.kernels.attention.hopper.backward_key.CHAIN", 32)
+    """Sums are put aside after every CHAIN query tiles: here often."""
+    monkeypatch.setattr("megatron_mtraining.kernels.attention.launch_args.CHAIN", 32)
     check(seq_length, world, 1, (8, 2), dim, budget, torch.bfloat16, 128, 1e-2, "cuda", batch=1)
 
 

@@ -8,15 +8,17 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init
 
 from ...common.launch import cdiv, launch
 from ...common.tiles import LOG2E, block_at, blocks_before
 from ...types import PatternIndex
-from ..launch_args import column_splits
+from ..launch_args import chain_tiles, column_splits
 from .compat import Pointer, Scalar, Value, aggregate
 from .descriptors import descriptor_heads_first
 from .key_common import (
     BLOCK_M,
+    KeyGradients,
     QueryDescriptors,
     TileLoader,
     allocate_tiles,
@@ -26,6 +28,7 @@ from .key_common import (
     key_step,
     line_descriptors,
     make_layouts,
+    put_aside,
     query_descriptors,
 )
 from .masks import DOCUMENT, PER_KEY
@@ -98,6 +101,7 @@ def _attend(
     # Where in the results, in the head's columns, and in the queries; rows in the results
     line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
     HALF: gl.constexpr, BLOCK: gl.constexpr, SPLITS: gl.constexpr, PACKED: gl.constexpr,
+    CHAIN: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: the gradients of half of the columns."""
     HALF_N: gl.constexpr = BLOCK // 2
@@ -121,7 +125,8 @@ def _attend(
         False,
     )  # fmt: skip
     mask = tile.mask(inside, first_q_block + 1 // block_tiles * SPLITS)
-    for n in range(1, num_tiles):
+    chain_end = gl.minimum(num_tiles, CHAIN) if CHAIN > 0 else num_tiles
+    for n in range(1, chain_end):
         # The next tile's mask is loaded while this tile is computed.
         next_mask = tile.mask(
             inside & (n + 1 < num_tiles), first_q_block + (n + 1) // block_tiles * SPLITS
@@ -131,14 +136,45 @@ def _attend(
         )  # fmt: skip
         mask = next_mask
     gradients = gradients.wait(0)
-    if sums is not None:
-        sums.finish(num_tiles - 1)
     rows = HALF * HALF_N + gl.arange(0, HALF_N, layout=gl.SliceLayout(1, layouts.gradients))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, layouts.gradients))
     offsets = (line + rows)[:, None] * D + d[None, :]  # [HALF_N, D]
     stored = (first + rows < end)[:, None]
-    gl.store(dk_ptr + offsets, gradients.dk, mask=stored)
-    gl.store(dv_ptr + offsets, gradients.dv, mask=stored)
+    if CHAIN > 0:
+        zero = gl.zeros([HALF_N, D], gl.float32, layouts.gradients)
+        none = gl.zeros([HALF_N, BLOCK_M], k.dtype, layouts.operand)
+        for start in range(CHAIN, num_tiles, CHAIN):
+            put_aside(dk_ptr + offsets, gradients.dk, stored, start == CHAIN, False)
+            put_aside(dv_ptr + offsets, gradients.dv, stored, start == CHAIN, False)
+            next_mask = tile.mask(
+                inside & (start + 1 < num_tiles),
+                first_q_block + (start + 1) // block_tiles * SPLITS,
+            )
+            chain = key_step(
+                start, start - 1, start + 1 < num_tiles,
+                KeyGradients(warpgroup_mma_init(zero), warpgroup_mma_init(zero), none, none),
+                k, v, tiles, scale, mask, mask, layouts, sums, MASK,
+            )  # fmt: skip
+            mask = next_mask
+            for n in range(start + 1, gl.minimum(start + CHAIN, num_tiles)):
+                next_mask = tile.mask(
+                    inside & (n + 1 < num_tiles), first_q_block + (n + 1) // block_tiles * SPLITS
+                )
+                chain = key_step(
+                    n, n - 1, n + 1 < num_tiles, chain, k, v, tiles, scale, mask, mask, layouts, sums, MASK
+                )  # fmt: skip
+                mask = next_mask
+            gradients = chain.wait(0)
+    if sums is not None:
+        sums.finish(num_tiles - 1)
+    dk = gradients.dk
+    dv = gradients.dv
+    if CHAIN > 0:
+        aside = stored & (num_tiles > CHAIN)
+        dk += gl.load(dk_ptr + offsets, mask=aside, other=0.0, cache_modifier=".cg")
+        dv += gl.load(dv_ptr + offsets, mask=aside, other=0.0, cache_modifier=".cg")
+    gl.store(dk_ptr + offsets, dk, mask=stored)
+    gl.store(dv_ptr + offsets, dv, mask=stored)
 
 
 @gluon.jit(do_not_specialize=["rank"])
@@ -151,7 +187,7 @@ def _column_kernel(
     member, columns, column_ptr, starts_desc, q_block_bounds,
     ptr_len, column_len, local_blocks, softmax_scale, rank, world, inner,
     HEADS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    SPLITS: gl.constexpr, PACKED: gl.constexpr, BY_HEAD: gl.constexpr,
+    SPLITS: gl.constexpr, PACKED: gl.constexpr, BY_HEAD: gl.constexpr, CHAIN: gl.constexpr,
 ):  # fmt: skip
     # The first columns are seen by the most queries: start them first, of all heads. In one pass, of each
     # head: programs at work at one time then add to the same rows of the queries' gradient.
@@ -198,12 +234,12 @@ def _column_kernel(
             (_attend, (
                 dk_ptr, dv_ptr, columns, member, shared,
                 line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
-                0, BLOCK, SPLITS, PACKED,
+                0, BLOCK, SPLITS, PACKED, CHAIN,
             )),
             (_attend, (
                 dk_ptr, dv_ptr, columns, member, shared,
                 line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
-                1, BLOCK, SPLITS, PACKED,
+                1, BLOCK, SPLITS, PACKED, CHAIN,
             )),
             (_load, (
                 descs, k_desc, v_desc, shared, batch, head, line_of_head,
@@ -268,6 +304,7 @@ def backward_columns(
         SPLITS=splits,
         PACKED=index.documents is not None,
         BY_HEAD=by_head,
+        CHAIN=chain_tiles(cdiv(index.local_blocks, splits) * (block // BLOCK_M)),
         num_warps=4,
         maxnreg=168,
     )

@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from ...common.launch import launch, next_power_of_2
 from ...common.tiles import block_at, blocks_before
 from ...types import PatternIndex, RingStep
-from ..launch_args import BLOCK_DISTANCES, block_distances
+from ..launch_args import BLOCK_DISTANCES, block_distances, chain_tiles, partial_sums
 from ..portable.columns import invert_columns
 from .key_common import (
     QueryDescriptors,
@@ -31,9 +31,6 @@ from .key_common import (
 )
 from .key_gradients import KeyResults, attend
 from .key_walk import RankIndex, add_sums, load_queries
-
-CHAIN = 256
-"""Query tiles that are summed in registers, at least; see ``_partial_sums``."""
 
 CHUNK: int | None = None
 """Query blocks of a chunk of the one-pass backward; 0 for all at once, None for :func:`chunk_blocks` of
@@ -239,25 +236,6 @@ def _launches(local_blocks: int, chunk: int, own: bool, one_launch: bool) -> lis
     return [*(Launch(first, 1, ahead, False) for first in firsts), last]
 
 
-def _partial_sums(
-    grad_kv: Tensor, accumulator: Tensor | None, local_blocks: int, group: int
-) -> tuple[int, Tensor]:
-    """After how many query tiles sums are put aside, 0 for never; and where to, float32 ``[2, s, b, hk, d]``.
-
-    Tensor cores round towards zero as they add: after 500 thousand rows, all that a key block sees of 8 heads
-    of 64K tokens, 0.1% of the sum is gone.
-    """
-    chain = max(CHAIN, 4 * group)  # past the diagonal tiles
-    if 2 * local_blocks * group <= chain:
-        chain = 0
-    if accumulator is not None:
-        return chain, accumulator
-    if chain == 0 or grad_kv.dtype == torch.float32:
-        return chain, grad_kv
-    # Not touched unless a key block has more tiles to add.
-    return chain, torch.empty_like(grad_kv, dtype=torch.float32)
-
-
 def backward_key(
     *,
     query: Tensor,
@@ -308,11 +286,12 @@ def backward_key(
             turns = torch.zeros(shape, dtype=torch.int32, device=query.device)
     packed, weighted = index.documents is not None, index.weights is not None
     locates = packed or weighted
+    # A chain ends past the diagonal tiles.
+    chain = chain_tiles(2 * index.local_blocks * group, 4 * group)
     for each in launches:
         is_last = each is launches[-1]
         shared = turns is not None and not is_last
         result = grad_kv if is_last or accumulator is None else accumulator
-        chain, partial = _partial_sums(result, accumulator, index.local_blocks, group)
         launch(
             _key_kernel,
             (each.kv_blocks(index.local_blocks, chunk), batch * kv_heads, each.chunks),
@@ -321,7 +300,7 @@ def backward_key(
             **line_descriptors(lse, delta),
             dk_ptr=result[0],
             dv_ptr=result[1],
-            partial_ptr=partial,
+            partial_ptr=partial_sums(result, accumulator, chain),
             column_dk=column_dk,
             column_dv=column_dv,
             column_entries=column_entries,

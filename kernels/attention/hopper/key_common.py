@@ -338,3 +338,15 @@ def key_step(
             )
     tiles.q_full.wait(n + 1, pred=more)
     return KeyGradients(dk, dv, p_operand, ds_operand)
+
+
+@gluon.jit
+def put_aside(ptr, total, mask, first, ACCUMULATE: gl.constexpr):
+    """Add a sum to what is there, or store it if it is the first. No other program writes there."""
+    # Decided here, not by the caller: with a condition that is false at compile time Triton 3.6 fails.
+    if ACCUMULATE:
+        gl.atomic_add(ptr, total, mask=mask, sem="relaxed")
+    elif first:
+        gl.store(ptr, total, mask=mask)
+    else:
+        gl.atomic_add(ptr, total, mask=mask, sem="relaxed")

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init
 
 from ...common.tiles import LOG2E
 from .compat import Pointer, Scalar, aggregate, thread_barrier
-from .key_common import BLOCK_M, KeyGradients, key_start, key_step, make_layouts
+from .key_common import BLOCK_M, KeyGradients, key_start, key_step, make_layouts, put_aside
 from .masks import CAUSAL, CAUSAL_DOCUMENT, DOCUMENT, UNMASKED
 
 
@@ -37,18 +37,6 @@ def _wait_for(ptr, turn):
     """Wait until so many programs have added to the same gradients. They were started earlier."""
     while gl.atomic_add(ptr, 0, sem="acquire") < turn:
         pass
-
-
-@gluon.jit
-def _put_aside(ptr, total, mask, first, ACCUMULATE: gl.constexpr):
-    """Add a sum to what is there, or store it if it is the first. No other program writes there."""
-    # Decided here, not by the caller: with a condition that is false at compile time Triton 3.6 fails.
-    if ACCUMULATE:
-        gl.atomic_add(ptr, total, mask=mask, sem="relaxed")
-    elif first:
-        gl.store(ptr, total, mask=mask)
-    else:
-        gl.atomic_add(ptr, total, mask=mask, sem="relaxed")
 
 
 @gluon.jit
@@ -143,8 +131,8 @@ def attend(
         none = gl.zeros([HALF_N, BLOCK_M], k.dtype, layouts.operand)
         for start in range(CHAIN, num_tiles, CHAIN):
             mask = inside[:, None]
-            _put_aside(partial_dk, gradients.dk * softmax_scale, mask, start == CHAIN, ACCUMULATE)
-            _put_aside(partial_dv, gradients.dv, mask, start == CHAIN, ACCUMULATE)
+            put_aside(partial_dk, gradients.dk * softmax_scale, mask, start == CHAIN, ACCUMULATE)
+            put_aside(partial_dv, gradients.dv, mask, start == CHAIN, ACCUMULATE)
             chain = key_step(
                 start, start - 1, start + 1 < num_tiles,
                 KeyGradients(warpgroup_mma_init(zero), warpgroup_mma_init(zero), none, none),

@@ -24,12 +24,12 @@ from ...common.tiles import (
     gather_rows,
     load_line,
     precision_for,
-    store_rows,
     tile_for,
 )
 from ...types import PatternIndex
+from .. import launch_args
 from ..launch_args import column_splits, key_documents
-from .query_tiles import add_tile, query_tile
+from .query_tiles import add_tile, put_aside, query_tile
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -75,6 +75,7 @@ def _column_kernel(
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):
     tiles: tl.constexpr = BLOCK // BLOCK_M
     split = tl.program_id(1)
@@ -99,8 +100,6 @@ def _column_kernel(
     entry = tl.where(listed, entry, first)
     k = gather_rows(column_k_ptr + bh * column_len * D, entry, D)  # [BLOCK_N, D]
     v = gather_rows(column_v_ptr + bh * column_len * D, entry, D)  # [BLOCK_N, D]
-    dk = tl.zeros([BLOCK_N, D], tl.float32)
-    dv = tl.zeros([BLOCK_N, D], tl.float32)
     scale = softmax_scale * LOG2E
     offs_m = tl.arange(0, BLOCK_M)
     # Columns are ascending: no query block before the first column's attends to any of this tile.
@@ -114,34 +113,38 @@ def _column_kernel(
             tl.load(q_block_bounds + tl.max(k_block, 0)), rank, world, inner
         )
     # Splits take turns, so that each has as many near and far query blocks.
-    for j in range(0, tl.cdiv(tl.maximum(end_q_block - first_q_block, 0), SPLITS) * tiles):
-        q_block = first_q_block + j // tiles * SPLITS
-        distance = block_at(q_block, rank, world, inner) - k_block
-        seen = listed & (distance > 0)
-        covered = tl.load(member + distance, mask=seen, other=1)
-        mask = (seen & (covered == 0))[:, None]
-        start = q_block * BLOCK + j % tiles * BLOCK_M
-        q, do, lse, delta = query_tile(
-            start,
-            offs_m,
-            q_ptr,
-            do_ptr,
-            lse_ptr,
-            delta_ptr,
-            stride_qm,
-            stride_dom,
-            query_len,
-            D,
-            EVEN,
-        )
-        if PACKED:
-            starts = load_line(document_starts, start, offs_m, query_len, 0, EVEN)
-            mask &= position[:, None] >= starts[None, :]
-        dk, dv = add_tile(q, k, v, do, mask, dk, dv, lse, delta, scale, True, PREC)
+    num_tiles = tl.cdiv(tl.maximum(end_q_block - first_q_block, 0), SPLITS) * tiles
     row = (bh * SPLITS + split) * column_len + first
     offs_n = tl.arange(0, BLOCK_N)
-    store_rows(dk_ptr, row, D, offs_n, row + end - first, dk, D, False)
-    store_rows(dv_ptr, row, D, offs_n, row + end - first, dv, D, False)
+    for start_tile in range(0, tl.maximum(num_tiles, 1), CHAIN):
+        dk = tl.zeros([BLOCK_N, D], tl.float32)
+        dv = tl.zeros([BLOCK_N, D], tl.float32)
+        for j in range(start_tile, tl.minimum(start_tile + CHAIN, num_tiles)):
+            q_block = first_q_block + j // tiles * SPLITS
+            distance = block_at(q_block, rank, world, inner) - k_block
+            seen = listed & (distance > 0)
+            covered = tl.load(member + distance, mask=seen, other=1)
+            mask = (seen & (covered == 0))[:, None]
+            start = q_block * BLOCK + j % tiles * BLOCK_M
+            q, do, lse, delta = query_tile(
+                start,
+                offs_m,
+                q_ptr,
+                do_ptr,
+                lse_ptr,
+                delta_ptr,
+                stride_qm,
+                stride_dom,
+                query_len,
+                D,
+                EVEN,
+            )
+            if PACKED:
+                starts = load_line(document_starts, start, offs_m, query_len, 0, EVEN)
+                mask &= position[:, None] >= starts[None, :]
+            dk, dv = add_tile(q, k, v, do, mask, dk, dv, lse, delta, scale, True, PREC)
+        put_aside(dk_ptr, row, D, offs_n, row + end - first, dk, start_tile == 0, D, False)
+        put_aside(dv_ptr, row, D, offs_n, row + end - first, dv, start_tile == 0, D, False)
 
 
 def backward_columns(
@@ -205,6 +208,7 @@ def backward_columns(
         SPLITS=splits,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
+        CHAIN=launch_args.CHAIN,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -29,8 +29,14 @@ from ...common.tiles import (
     tile_for,
 )
 from ...types import PatternIndex, RingStep
-from ..launch_args import BLOCK_DISTANCES, block_distances, key_documents
-from .query_tiles import add_tile, query_tile
+from ..launch_args import (
+    BLOCK_DISTANCES,
+    block_distances,
+    chain_tiles,
+    key_documents,
+    partial_sums,
+)
+from .query_tiles import add_tile, put_aside, query_tile
 from .sampling import log2_weight_at
 
 
@@ -45,8 +51,8 @@ def _key_kernel(
     delta_ptr,  # [b, h, s]
     dk_ptr,  # [s, b, hk, d]
     dv_ptr,  # [s, b, hk, d]
-    accumulator_dk_ptr,  # [s, b, hk, d] float32, read if ACCUMULATE
-    accumulator_dv_ptr,
+    partial_dk_ptr,  # [s, b, hk, d] float32, added if ACCUMULATE; sums are put aside there
+    partial_dv_ptr,
     column_dk_ptr,  # [b, h, SPLITS, C, d] float32, read if COLUMNS
     column_dv_ptr,
     # The pattern by key rank (types.PatternIndex); packed documents and the queries' rank, or None
@@ -58,7 +64,7 @@ def _key_kernel(
     document_starts,
     q_block_bounds,
     query_rank,
-    # Strides (m: query row, n: key row, b: batch entry, h: head; d: of dk, dv and the accumulator)
+    # Strides (m: query row, n: key row, b: batch entry, h: head; d: of dk, dv and the partial sums)
     stride_qm,
     stride_qb,
     stride_qh,
@@ -109,6 +115,7 @@ def _key_kernel(
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):
     parts: tl.constexpr = BLOCK // BLOCK_N
     tiles: tl.constexpr = BLOCK // BLOCK_M
@@ -127,6 +134,11 @@ def _key_kernel(
     dk = tl.zeros([BLOCK_N, D], tl.float32)
     dv = tl.zeros([BLOCK_N, D], tl.float32)
     scale = softmax_scale * LOG2E
+    head_offset = batch * stride_db + kv_head * stride_dh
+    partial_dk_ptr += head_offset
+    partial_dv_ptr += head_offset
+    in_chain = 0
+    asides = 1 if ACCUMULATE else 0
     # How this key block meets query blocks: see RingStep.block_distances.
     parity = (k_block & 1) == 1
     same_residue = tl.where(parity, residue_10, residue_00)
@@ -151,6 +163,7 @@ def _key_kernel(
         lse_head = lse_ptr + bh * query_len
         delta_head = delta_ptr + bh * query_len
         if DIAGONAL:
+            in_chain += tiles - part * BLOCK_N // BLOCK_M
             for tile in range(part * BLOCK_N // BLOCK_M, tiles):
                 start_m = k_block * BLOCK + tile * BLOCK_M
                 q, do, lse, delta = query_tile(
@@ -188,23 +201,44 @@ def _key_kernel(
             for MASKED in tl.static_range(2 if PACKED else 1):
                 begin = tl.maximum(low, unmasked_end) if MASKED else low
                 end = high if MASKED else unmasked_end
-                for j in range(begin * tiles, end * tiles):
-                    e = tl.load(slash_list + bh * list_len + j // tiles).to(tl.int32)
-                    start_m = (first + (1 if LISTS else 2) * e) * BLOCK + j % tiles * BLOCK_M
-                    q, do, lse, delta = query_tile(
-                        start_m, offs_m, q_head, do_head, lse_head, delta_head, stride_qm, stride_dom,
-                        query_len, D, EVEN,
-                    )  # fmt: skip
-                    mask = 0
-                    if MASKED:
-                        starts = load_line(document_starts, start_m, offs_m, query_len, 0, EVEN)
-                        mask = position[:, None] >= starts[None, :]
-                    if weights is not None:  # entries are query blocks
-                        own = block_at(k_block, rank, world, inner)
-                        lse -= log2_weight_at(
-                            weights, bh, e, own, local_blocks, local_blocks * world
+                num_tiles = tl.maximum(end - begin, 0) * tiles
+                step = CHAIN if CHAIN > 0 else tl.maximum(num_tiles, 1)
+                for start_tile in range(0, num_tiles, step):
+                    end_tile = tl.minimum(start_tile + step, num_tiles)
+                    for j in range(begin * tiles + start_tile, begin * tiles + end_tile):
+                        e = tl.load(slash_list + bh * list_len + j // tiles).to(tl.int32)
+                        start_m = (first + (1 if LISTS else 2) * e) * BLOCK + j % tiles * BLOCK_M
+                        q, do, lse, delta = query_tile(
+                            start_m, offs_m, q_head, do_head, lse_head, delta_head, stride_qm,
+                            stride_dom, query_len, D, EVEN,
+                        )  # fmt: skip
+                        mask = 0
+                        if MASKED:
+                            starts = load_line(document_starts, start_m, offs_m, query_len, 0, EVEN)
+                            mask = position[:, None] >= starts[None, :]
+                        if weights is not None:  # entries are query blocks
+                            own = block_at(k_block, rank, world, inner)
+                            lse -= log2_weight_at(
+                                weights, bh, e, own, local_blocks, local_blocks * world
+                            )
+                        dk, dv = add_tile(
+                            q, k, v, do, mask, dk, dv, lse, delta, scale, MASKED, PREC
                         )
-                    dk, dv = add_tile(q, k, v, do, mask, dk, dv, lse, delta, scale, MASKED, PREC)
+                    if CHAIN > 0:
+                        in_chain += end_tile - start_tile
+                        if in_chain >= CHAIN:
+                            put_aside(
+                                partial_dk_ptr, start_n, stride_dn, offs_n, key_len,
+                                dk * softmax_scale, asides == 0, D, EVEN,
+                            )  # fmt: skip
+                            put_aside(
+                                partial_dv_ptr, start_n, stride_dn, offs_n, key_len, dv, asides == 0,
+                                D, EVEN,
+                            )  # fmt: skip
+                            dk = tl.zeros([BLOCK_N, D], tl.float32)
+                            dv = tl.zeros([BLOCK_N, D], tl.float32)
+                            in_chain = 0
+                            asides += 1
         if COLUMNS:
             column_ptr_block = (
                 column_ptr + bh * column_ptr_len + block_at(k_block, rank, world, inner)
@@ -218,12 +252,13 @@ def _key_kernel(
                     dk += tl.where(here, tl.load(column_dk_ptr + line + offs_d)[None, :], 0.0)
                     dv += tl.where(here, tl.load(column_dv_ptr + line + offs_d)[None, :], 0.0)
     dk = dk * softmax_scale
-    head_offset = batch * stride_db + kv_head * stride_dh
     if ACCUMULATE:
-        accumulator_dk_ptr += head_offset
-        accumulator_dv_ptr += head_offset
-        dk += load_rows(accumulator_dk_ptr, start_n, stride_dn, offs_n, key_len, D, EVEN)
-        dv += load_rows(accumulator_dv_ptr, start_n, stride_dn, offs_n, key_len, D, EVEN)
+        dk += load_rows(partial_dk_ptr, start_n, stride_dn, offs_n, key_len, D, EVEN)
+        dv += load_rows(partial_dv_ptr, start_n, stride_dn, offs_n, key_len, D, EVEN)
+    elif CHAIN > 0:
+        read = tl.where(asides > 0, key_len, 0)
+        dk += load_rows(partial_dk_ptr, start_n, stride_dn, offs_n, read, D, False)
+        dv += load_rows(partial_dv_ptr, start_n, stride_dn, offs_n, read, D, False)
     store_rows(dk_ptr + head_offset, start_n, stride_dn, offs_n, key_len, dk, D, EVEN)
     store_rows(dv_ptr + head_offset, start_n, stride_dn, offs_n, key_len, dv, D, EVEN)
 
@@ -250,7 +285,10 @@ def backward_key(
     kv_heads = key.shape[2]
     tile = tile_for("key", dim, index.block_size, query)
     dk, dv = grad_kv
-    acc_dk, acc_dv = grad_kv if accumulator is None else accumulator
+    chain = chain_tiles(
+        index.local_blocks * (heads // kv_heads) * (index.block_size // tile.block_m)
+    )
+    partial_dk, partial_dv = partial_sums(grad_kv, accumulator, chain)
     column_dk, column_dv, splits, num_columns = lse, lse, 1, 0  # not read
     if column_gradients is not None:
         column_dk, column_dv = column_gradients
@@ -274,8 +312,8 @@ def backward_key(
         v_ptr=value,
         dk_ptr=dk,
         dv_ptr=dv,
-        accumulator_dk_ptr=acc_dk,
-        accumulator_dv_ptr=acc_dv,
+        partial_dk_ptr=partial_dk,
+        partial_dv_ptr=partial_dv,
         stride_kn=key.stride(0),
         stride_kb=key.stride(1),
         stride_kh=key.stride(2),
@@ -318,6 +356,7 @@ def backward_key(
         SPLITS=splits,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
+        CHAIN=chain,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...common.tiles import LOG2E, load_line, load_rows
+from ...common.tiles import LOG2E, load_line, load_rows, store_rows
 
 
 @triton.jit
@@ -64,3 +64,14 @@ def add_tile(
     ds = p * (dp - delta[None, :])
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PREC)
     return dk, dv
+
+
+@triton.jit
+def put_aside(
+    base, start, stride, offs, limit, total, is_first, D: tl.constexpr, EVEN: tl.constexpr
+):
+    """Add a chain's sum (``launch_args.CHAIN``) to rows of float32, or store it if it is the first. No other
+    program writes there."""
+    total += load_rows(base, start, stride, offs, tl.where(is_first, 0, limit), D, False)
+    store_rows(base, start, stride, offs, limit, total, D, EVEN)
+    tl.debug_barrier()  # other threads may read it
