@@ -149,7 +149,8 @@ def test_ablation_table(made_up):
     ]
     joined = frontier_rows.joined(made_up)
     lines = ablations.ablation_table(rows, joined).splitlines()
-    assert "| dense steps | last 10% | 2 | 10.0% | +2.00% | +3.00% |" in lines[2]
+    assert "| m | 16K | dense steps | last 10% | 2 | 10.0% | +2.00% | +3.00% |" in lines[2]
+    assert lines[3].startswith("|  |  | layout |")
     assert f"| {0.1 + 0.9 * 0.203:.3f} |" in lines[2] and "| 1.50 |" in lines[3]
 
 
