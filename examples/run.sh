@@ -14,6 +14,11 @@ fail() {
   exit 2
 }
 
+# By how much YaRN extends TRAINED_LENGTH: a whole number, so that SEQ_LENGTH fits; 1 extends nothing.
+yarn_factor() {
+  echo $(((SEQ_LENGTH + TRAINED_LENGTH - 1) / TRAINED_LENGTH))
+}
+
 # The value of flag $1 among the words that follow it; nothing if it is not there.
 value_of() {
   local flag=$1
@@ -62,14 +67,14 @@ if [ -n "${MODEL:-}" ]; then
   if [ -n "${TRAINED_LENGTH:-}" ] && [ "$ORIGINAL" != "$TRAINED_LENGTH" ]; then
     fail "the model in $MODEL has YaRN from ${ORIGINAL:-no} positions, this recipe's from $TRAINED_LENGTH: \
 write $TRAINED_LENGTH as max_position_embeddings into config.json, and convert it with \
---yarn $((SEQ_LENGTH / TRAINED_LENGTH))"
+--yarn $(yarn_factor)"
   fi
 elif [ -n "${SHAPE+set}" ]; then
   MODEL_ARGS=(
     "${SHAPE[@]}" --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear --add-qkv-bias
     --attention-dropout 0 --hidden-dropout 0
     --position-embedding-type yarn --rotary-base 1000000 --max-position-embeddings "$SEQ_LENGTH"
-    --rotary-scaling-factor "$((SEQ_LENGTH / TRAINED_LENGTH))"
+    --rotary-scaling-factor "$(yarn_factor)"
     --yarn-original-max-position-embeddings "$TRAINED_LENGTH" --yarn-beta-fast 32.0 --yarn-beta-slow 1.0
     # Transformer Engine's fused rotation cannot scale attention's logits, as YaRN does.
     --no-rope-fusion

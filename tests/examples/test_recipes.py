@@ -148,6 +148,14 @@ def test_one_gpu(recorder, megatron):
     assert many.data_parallel_size == 8 and many.global_batch_size == 16
 
 
+@pytest.mark.parametrize("tokens, factor", [(16384, 1), (32768, 1), (40960, 2), (65536, 2)])
+def test_yarn_of_a_length_that_is_not_a_multiple(tokens, factor, recorder):
+    run, _ = recorder.start(
+        EXAMPLES / SMALL / "run.sh", "--dry-run", recorder.checkout, SEQ_LENGTH=str(tokens)
+    )
+    assert f"--rotary-scaling-factor {factor} " in run.stdout.replace("\\\n", " ")
+
+
 @pytest.mark.parametrize("recipe", EVERY_RECIPE)
 def test_data_a_checkpoint_and_other_settings(recipe, recorder, megatron, tmp_path):
     dataset(tmp_path / "text", 50)
