@@ -85,7 +85,7 @@ def attention_of(row: Row) -> str:
     said = f"price {row['price']}"
     if row["vertical"]:
         said = f"{row['vertical']} columns, {row['slash']} diagonals"
-    elif row.get("weights", "random") == "random":
+    elif row.get("weights", "random") == "random" and row["slash_cap"] is not None:
         said += f", at most 1000 columns and {row['slash_cap']} slashes"
     if row.get("weights", "random") != "random":
         said += f", weights {row['weights']}"
@@ -148,12 +148,18 @@ def profiled() -> list[Row]:
 
 def breakdown() -> str:
     body = [
-        [f"{row['model'].title()}, {tokens(row['seq'])}", attention_of(row)]
+        [
+            f"{row['model'].title()}, {tokens(row['seq'])}",
+            row["world"],
+            attention_of(row),
+            percent(row["density"]),
+        ]
         + [f"{row['breakdown'][part] / 1000:.2f}" for part in PARTS]
         + [row["commit"]]
         for row in profiled()
     ]
-    return table(["setting", "attention", *PARTS, "commit"], body) + source(profiled(), "pretrain")
+    header = ["setting", "GPUs", "attention", "density", *PARTS, "commit"]
+    return table(header, body) + source(profiled(), "pretrain")
 
 
 # Losses over layouts of ranks
