@@ -176,11 +176,12 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def fits_tma(tensor: Tensor) -> bool:
-    """Whether the tensor memory accelerator can address it: 16-byte aligned, rows of unit stride."""
+    """Whether the tensor memory accelerator can address it: 16-byte aligned, rows of unit stride, nothing
+    expanded."""
     return tensor.data_ptr() % 16 == 0 and _strides_fit(tensor.stride(), tensor.element_size())
 
 
 @functools.lru_cache(maxsize=1024)
 def _strides_fit(strides: tuple[int, ...], size: int) -> bool:
-    aligned = all(stride * size % 16 == 0 for stride in strides[:-1])
+    aligned = all(stride > 0 and stride * size % 16 == 0 for stride in strides[:-1])
     return aligned and strides[-1] == 1
