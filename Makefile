@@ -55,6 +55,7 @@ clean:
 
 # An interpreter counts only if it runs and can make environments: version managers leave commands
 # such as python3.12 on the PATH that fail, and some systems ship Python without venv.
+# Most modules of the packages are never imported: to compile all takes two minutes of a core.
 $(READY): setup.py pyproject.toml
 	@usable() { "$$1" -c 'import ensurepip, sys, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' >/dev/null 2>&1; }; \
 	set -e; \
@@ -73,5 +74,5 @@ $(READY): setup.py pyproject.toml
 	  echo "Creating $(VENV) with $$($$python --version)"; "$$python" -m venv "$(VENV)"; \
 	fi; \
 	echo "Installing into $(VENV) (torch is large: this takes a minute or more)"; \
-	"$(BIN)/python" -m pip install -qq --disable-pip-version-check --editable ".[quickstart,test,lint]" $(if $(MCORE),"megatron-core==$(MCORE)") $(if $(TORCH),"torch==$(TORCH)"); \
+	"$(BIN)/python" -m pip install -qq --no-compile --disable-pip-version-check --editable ".[quickstart,test,lint]" $(if $(MCORE),"megatron-core==$(MCORE)") $(if $(TORCH),"torch==$(TORCH)"); \
 	rm -f "$(VENV)"/.ready*; touch $@
