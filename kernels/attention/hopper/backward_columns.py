@@ -95,6 +95,21 @@ def _add(
 
 
 @gluon.jit
+def _step(
+    n, num_tiles, gradients, mask, k, v, tile, tiles, scale, layouts, sums, inside, first_q_block,
+    MASK: gl.constexpr, BLOCK_TILES: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """Add query tile n to the gradients. Returns them, and the mask of the next tile, loaded meanwhile."""
+    next_mask = tile.mask(
+        inside & (n + 1 < num_tiles), first_q_block + (n + 1) // BLOCK_TILES * SPLITS
+    )
+    gradients = key_step(
+        n, n - 1, n + 1 < num_tiles, gradients, k, v, tiles, scale, mask, mask, layouts, sums, MASK
+    )  # fmt: skip
+    return gradients, next_mask
+
+
+@gluon.jit
 def _attend(
     # Operands and results of a head
     dk_ptr, dv_ptr, columns, member, shared,
@@ -127,14 +142,10 @@ def _attend(
     mask = tile.mask(inside, first_q_block + 1 // block_tiles * SPLITS)
     chain_end = gl.minimum(num_tiles, CHAIN) if CHAIN > 0 else num_tiles
     for n in range(1, chain_end):
-        # The next tile's mask is loaded while this tile is computed.
-        next_mask = tile.mask(
-            inside & (n + 1 < num_tiles), first_q_block + (n + 1) // block_tiles * SPLITS
-        )
-        gradients = key_step(
-            n, n - 1, n + 1 < num_tiles, gradients, k, v, tiles, scale, mask, mask, layouts, sums, MASK
+        gradients, mask = _step(
+            n, num_tiles, gradients, mask, k, v, tile, tiles, scale, layouts, sums, inside,
+            first_q_block, MASK, block_tiles, SPLITS,
         )  # fmt: skip
-        mask = next_mask
     gradients = gradients.wait(0)
     rows = HALF * HALF_N + gl.arange(0, HALF_N, layout=gl.SliceLayout(1, layouts.gradients))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, layouts.gradients))
@@ -146,24 +157,16 @@ def _attend(
         for start in range(CHAIN, num_tiles, CHAIN):
             put_aside(dk_ptr + offsets, gradients.dk, stored, start == CHAIN, False)
             put_aside(dv_ptr + offsets, gradients.dv, stored, start == CHAIN, False)
-            next_mask = tile.mask(
-                inside & (start + 1 < num_tiles),
-                first_q_block + (start + 1) // block_tiles * SPLITS,
-            )
-            chain = key_step(
-                start, start - 1, start + 1 < num_tiles,
-                KeyGradients(warpgroup_mma_init(zero), warpgroup_mma_init(zero), none, none),
-                k, v, tiles, scale, mask, mask, layouts, sums, MASK,
+            chain = KeyGradients(warpgroup_mma_init(zero), warpgroup_mma_init(zero), none, none)
+            chain, mask = _step(
+                start, num_tiles, chain, mask, k, v, tile, tiles, scale, layouts, sums, inside,
+                first_q_block, MASK, block_tiles, SPLITS,
             )  # fmt: skip
-            mask = next_mask
             for n in range(start + 1, gl.minimum(start + CHAIN, num_tiles)):
-                next_mask = tile.mask(
-                    inside & (n + 1 < num_tiles), first_q_block + (n + 1) // block_tiles * SPLITS
-                )
-                chain = key_step(
-                    n, n - 1, n + 1 < num_tiles, chain, k, v, tiles, scale, mask, mask, layouts, sums, MASK
+                chain, mask = _step(
+                    n, num_tiles, chain, mask, k, v, tile, tiles, scale, layouts, sums, inside,
+                    first_q_block, MASK, block_tiles, SPLITS,
                 )  # fmt: skip
-                mask = next_mask
             gradients = chain.wait(0)
     if sums is not None:
         sums.finish(num_tiles - 1)
