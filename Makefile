@@ -55,7 +55,8 @@ clean:
 
 # An interpreter counts only if it runs and can make environments: version managers leave commands
 # such as python3.12 on the PATH that fail, and some systems ship Python without venv.
-# Most modules of the packages are never imported: to compile all takes two minutes of a core.
+# pip compiles the packages' modules on one core, which takes two minutes: here it takes all. Some packages have
+# files of other Python versions, which do not compile.
 $(READY): setup.py pyproject.toml
 	@usable() { "$$1" -c 'import ensurepip, sys, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' >/dev/null 2>&1; }; \
 	set -e; \
@@ -75,4 +76,5 @@ $(READY): setup.py pyproject.toml
 	fi; \
 	echo "Installing into $(VENV) (torch is large: this takes a minute or more)"; \
 	"$(BIN)/python" -m pip install -qq --no-compile --disable-pip-version-check --editable ".[quickstart,test,lint]" $(if $(MCORE),"megatron-core==$(MCORE)") $(if $(TORCH),"torch==$(TORCH)"); \
+	"$(BIN)/python" -m compileall -qq -j 0 "$(VENV)"/lib >/dev/null 2>&1 || true; \
 	rm -f "$(VENV)"/.ready*; touch $@
