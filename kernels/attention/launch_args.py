@@ -24,8 +24,7 @@ CHAIN = 256
 """Query tiles of a chain, at least: what tensor cores sum for a tile of keys or columns before the sum is put
 aside, in float32.
 
-Tensor cores round towards zero as they add: of 524288 rows in one chain 0.3% of the sum
-of a column is gone."""
+Tensor cores round towards zero as they add: a column's sum over 524288 rows, in one chain, is 0.3% short."""
 
 
 def chain_tiles(most: int, least: int = 1) -> int:

@@ -20,7 +20,7 @@ ROWS = 65536  # of a float64 product
 
 
 def sink_gradients(seq_length, heads, kv_heads, columns, dtype, device):
-    """Gradients of the first key and value: by name, those of ``attend`` and their float64 sums."""
+    """Gradient pairs of the first key and value: that of ``attend``, and its float64 sum."""
     dim = 128
     query = torch.randn(seq_length, 1, heads, dim, device=device) + 0.25
     key, value = torch.randn(2, seq_length, 1, kv_heads, dim, device=device)
@@ -64,7 +64,7 @@ def test_sums_of_the_references():
 @pytest.mark.parametrize("portable", [False, True])
 def test_sums_of_half_a_million_rows(monkeypatch, portable):
     monkeypatch.setenv("MTRAINING_PORTABLE_KERNELS", str(int(portable)))
-    # So many heads and columns that a column's queries are not split among programs.
+    # With fewer heads or columns, several programs would share a column's queries.
     gradients = sink_gradients(524288, 16, 2, 4096, torch.bfloat16, "cuda")
     for name, (found, expected) in gradients.items():
         rounding = error(expected.to(found.dtype), expected)

@@ -67,10 +67,8 @@ class OfflineDriver:
 
 
 def hopper(folder: str, case: dict) -> None:
-    from megatron_mtraining.kernels.attention import launch_args
     from megatron_mtraining.kernels.attention.hopper import backend, backward_key
 
-    launch_args.CHAIN = 8  # as if the sequences were long
     if case.pop("chunks", False):
         backward_key.CHUNK = 2
     only, rounds = case.pop("only", None), case.pop("rounds", None)
@@ -83,11 +81,8 @@ def hopper(folder: str, case: dict) -> None:
 
 
 def portable(capability: str, case: dict) -> None:
-    from megatron_mtraining.kernels.attention import launch_args
     from megatron_mtraining.kernels.attention.portable import backend
     from megatron_mtraining.kernels.common import tiles
-
-    launch_args.CHAIN = 8  # as if the sequences were long
 
     if capability == "90":
         tiles._SMALL = tiles._HOPPER  # tensors on the CPU take the small tiles
@@ -110,8 +105,10 @@ def compile_all(
 ) -> dict:
     """``describe(kernel)`` of the kernels, or of one of them, of one round of two ranks, and of two rounds of
     one rank, or of those of these rounds with ``labels``."""
+    from megatron_mtraining.kernels.attention import launch_args
     from megatron_mtraining.ring import rounds
 
+    launch_args.CHAIN = 8  # as if the sequences were long
     compiled = {}
     driver.set_active(OfflineDriver(capability))
     launch = JITFunction.run

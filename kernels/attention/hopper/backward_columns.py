@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init
 
 from ...common.launch import cdiv, launch
 from ...common.tiles import LOG2E, block_at, blocks_before
@@ -18,7 +17,6 @@ from .compat import Pointer, Scalar, Value, aggregate
 from .descriptors import descriptor_heads_first
 from .key_common import (
     BLOCK_M,
-    KeyGradients,
     QueryDescriptors,
     TileLoader,
     allocate_tiles,
@@ -28,6 +26,7 @@ from .key_common import (
     key_step,
     line_descriptors,
     make_layouts,
+    no_gradients,
     put_aside,
     query_descriptors,
 )
@@ -152,15 +151,12 @@ def _attend(
     offsets = (line + rows)[:, None] * D + d[None, :]  # [HALF_N, D]
     stored = (first + rows < end)[:, None]
     if CHAIN > 0:
-        zero = gl.zeros([HALF_N, D], gl.float32, layouts.gradients)
-        none = gl.zeros([HALF_N, BLOCK_M], k.dtype, layouts.operand)
         for start in range(CHAIN, num_tiles, CHAIN):
             put_aside(dk_ptr + offsets, gradients.dk, stored, start == CHAIN, False)
             put_aside(dv_ptr + offsets, gradients.dv, stored, start == CHAIN, False)
-            chain = KeyGradients(warpgroup_mma_init(zero), warpgroup_mma_init(zero), none, none)
             chain, mask = _step(
-                start, num_tiles, chain, mask, k, v, tile, tiles, scale, layouts, sums, inside,
-                first_q_block, MASK, block_tiles, SPLITS,
+                start, num_tiles, no_gradients(HALF_N, D, k.dtype, layouts), mask, k, v, tile, tiles,
+                scale, layouts, sums, inside, first_q_block, MASK, block_tiles, SPLITS,
             )  # fmt: skip
             for n in range(start + 1, gl.minimum(start + CHAIN, num_tiles)):
                 chain, mask = _step(

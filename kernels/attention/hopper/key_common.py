@@ -254,19 +254,23 @@ class KeyGradients:
 
 
 @gluon.jit
+def no_gradients(HALF_N: gl.constexpr, D: gl.constexpr, dtype: gl.constexpr, layouts):
+    """Zero, to add query tiles to."""
+    zero = gl.zeros([HALF_N, D], gl.float32, layouts.gradients)
+    none = gl.zeros([HALF_N, BLOCK_M], dtype, layouts.operand)
+    return KeyGradients(warpgroup_mma_init(zero), warpgroup_mma_init(zero), none, none)
+
+
+@gluon.jit
 def key_start(resident, tiles, layouts, HALF: gl.constexpr):
     """Wait for the keys and the first query tile. Returns a warpgroup's keys and values, and zero
     gradients."""
-    zero = gl.zeros([resident.HALF_N, resident.D], gl.float32, layouts.gradients)
-    dk = warpgroup_mma_init(zero)
-    dv = warpgroup_mma_init(zero)
-    p = gl.zeros([resident.HALF_N, BLOCK_M], resident.k.dtype, layouts.operand)
-    ds = gl.zeros([resident.HALF_N, BLOCK_M], resident.k.dtype, layouts.operand)
+    gradients = no_gradients(resident.HALF_N, resident.D, resident.k.dtype, layouts)
     mbarrier.wait(resident.full, 0)
     k = resident.k.index(HALF).reshape([resident.HALF_N, resident.D])
     v = resident.v.index(HALF).reshape([resident.HALF_N, resident.D])
     tiles.q_full.wait(0)
-    return k, v, KeyGradients(dk, dv, p, ds)
+    return k, v, gradients
 
 
 @gluon.jit

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init
 
 from ...common.tiles import LOG2E
 from .compat import Pointer, Scalar, aggregate, thread_barrier
-from .key_common import BLOCK_M, KeyGradients, key_start, key_step, make_layouts, put_aside
+from .key_common import BLOCK_M, key_start, key_step, make_layouts, no_gradients, put_aside
 from .masks import CAUSAL, CAUSAL_DOCUMENT, DOCUMENT, UNMASKED
 
 
@@ -127,15 +126,12 @@ def attend(
     partial_dk = results.partial + head + row * results.stride_n + d[None, :]  # [HALF_N, D]
     partial_dv = partial_dk + key_len.to(gl.int64) * results.stride_n
     if CHAIN > 0:
-        zero = gl.zeros([HALF_N, D], gl.float32, layouts.gradients)
-        none = gl.zeros([HALF_N, BLOCK_M], k.dtype, layouts.operand)
         for start in range(CHAIN, num_tiles, CHAIN):
             mask = inside[:, None]
             put_aside(partial_dk, gradients.dk * softmax_scale, mask, start == CHAIN, ACCUMULATE)
             put_aside(partial_dv, gradients.dv, mask, start == CHAIN, ACCUMULATE)
             chain = key_step(
-                start, start - 1, start + 1 < num_tiles,
-                KeyGradients(warpgroup_mma_init(zero), warpgroup_mma_init(zero), none, none),
+                start, start - 1, start + 1 < num_tiles, no_gradients(HALF_N, D, k.dtype, layouts),
                 k, v, tiles, scale, 0.0, position, layouts, sums, MASK,
             )  # fmt: skip
             for n in range(start + 1, gl.minimum(start + CHAIN, num_tiles)):
