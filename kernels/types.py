@@ -165,6 +165,10 @@ class PatternIndex(StripedLayout, Protocol):
         only. None if all factors are 1."""
 
     @property
+    def is_dense(self) -> bool:
+        """Whether every query attends to all keys up to its own (of its document), known on the host."""
+
+    @property
     def list_strides(self) -> tuple[int, int]:
         """Entries from one head to the next in ``round_list`` and in ``rank_list``; 0 with block lists."""
 

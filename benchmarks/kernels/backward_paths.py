@@ -58,6 +58,10 @@ def _cases() -> list[Case]:
     for density in (0.05, 0.25, 1.0):
         share = share_for(density, 65536)
         cases.append(Case(f"64K 14/2 d64 {density:.0%}", 65536, 14, 2, 64, share, 0))
+    for seq in (8192, 16384, 32768):  # from where on one pass pays with dense attention
+        for heads, kv_heads, dim in ((16, 2, 128), (28, 4, 128), (14, 2, 64)):
+            name = f"{seq // 1024}K {heads}/{kv_heads} d{dim} 100%"
+            cases.append(Case(name, seq, heads, kv_heads, dim, 1.0, 0))
     return cases
 
 

@@ -21,6 +21,7 @@ from megatron_mtraining.ring import Ring
 from megatron_mtraining.ring.attention import ring_attention
 
 from ..lib import record
+from ..lib.environment import variable
 from ..lib.workloads import BLOCK, draw_operands, heads_first
 from .attention import DENSE, Case, dense_with, flex_for, passes
 from .peer_blocks import key_blocks, key_intervals, query_blocks
@@ -84,13 +85,24 @@ def _heads_first(operands) -> list[Tensor]:
     return [heads_first(t) for t in operands]
 
 
-def mtraining(problem: Problem) -> Call:
+def mtraining(problem: Problem, path: str = "two_kernels") -> Call:
     ring, scale = Ring(CPGroup(None)), problem.case.dim**-0.5
 
     def run(*tensors):
         return ring_attention(*tensors, problem.index, ring, scale)[0]
 
-    return Call(*passes(run, problem.operands), problem.pairs, "sbhd")
+    forward, two_ways = passes(run, problem.operands)
+
+    def backward():
+        with variable("MTRAINING_BACKWARD", path):
+            return two_ways()
+
+    return Call(forward, backward, problem.pairs, "sbhd")
+
+
+def mtraining_one_pass(problem: Problem) -> Call:
+    """The one-pass backward, which is not deterministic; its forward is that of :func:`mtraining`."""
+    return mtraining(problem, "one_pass")
 
 
 def cudnn_dense(problem: Problem) -> Call:
@@ -260,6 +272,7 @@ class Peer(NamedTuple):
 
 PEERS = {
     "mtraining": Peer(mtraining),
+    "mtraining_one_pass": Peer(mtraining_one_pass),
     "cudnn": Peer(cudnn_dense, dense=True),
     "flex": Peer(flex),
     "cudnn_blocks": Peer(cudnn_blocks, ("nvidia-cudnn-frontend",)),

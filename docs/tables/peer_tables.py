@@ -7,6 +7,7 @@ from .common import Row, percent, rows, source, table, tokens
 
 NAMES = {
     "mtraining": "this package",
+    "mtraining_one_pass": "this package, one pass",
     "cudnn": "cuDNN dense",
     "flex": "FlexAttention",
     "cudnn_blocks": "cuDNN frontend, block-sparse",

@@ -23,6 +23,9 @@ GLUON_VERSIONS = ((3, 6), (3, 9))
 BACKWARDS = ("auto", "one_pass", "two_kernels")
 """Values of ``MTRAINING_BACKWARD`` in the environment: see :func:`one_pass`."""
 
+ONE_PASS_TOKENS = 65536
+"""Query tokens on a rank from which ``auto`` takes one pass over dense attention."""
+
 
 class Backend(Protocol):
     """A module with the operations of ``__init__.py``, which documents the arguments. Results are written to
@@ -131,8 +134,8 @@ def one_pass(index: PatternIndex, query: Tensor, *operands: Tensor) -> bool:
     their last bits from run to run, and takes ``4 h s d`` bytes more.
 
     ``MTRAINING_BACKWARD`` in the environment chooses: ``two_kernels``; ``one_pass`` where the backend has it
-    (the Hopper kernels and the references do); ``auto``, the default, is ``two_kernels``. Never under
-    ``torch.use_deterministic_algorithms(True)``.
+    (the Hopper kernels and the references do); ``auto``, the default, where it has been measured to be faster
+    (:func:`is_faster_in_one_pass`). Never under ``torch.use_deterministic_algorithms(True)``.
 
     Raises:
         ValueError: another value of ``MTRAINING_BACKWARD``.
@@ -142,11 +145,21 @@ def one_pass(index: PatternIndex, query: Tensor, *operands: Tensor) -> bool:
         raise ValueError(
             f"MTRAINING_BACKWARD is {wanted!r} in the environment: set it to one of {', '.join(BACKWARDS)}"
         )
+    is_dense = index.is_dense and index.documents is None
+    if wanted == "auto" and not is_faster_in_one_pass(is_dense, query.shape[0]):
+        return False
     return (
-        wanted == "one_pass"
+        wanted != "two_kernels"
         and not torch.are_deterministic_algorithms_enabled()
         and hasattr(backend_for(index, query, *operands), "new_query_sums")
     )
+
+
+def is_faster_in_one_pass(is_dense: bool, length: int) -> bool:
+    """Whether the backward of ``length`` query tokens on a rank is faster in one pass, on an H100 and on an
+    H200, whatever the heads: with dense attention of long sequences. How much faster it is with a pattern
+    depends on its density, which the host does not know; with columns or few pairs it can be slower."""
+    return is_dense and length >= ONE_PASS_TOKENS
 
 
 def uses_hopper(index: PatternIndex, query: Tensor, *operands: Tensor) -> bool:

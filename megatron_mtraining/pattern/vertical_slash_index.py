@@ -20,7 +20,7 @@ the first ``column_ptr[i]`` of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -51,6 +51,7 @@ class PatternIndex(ABC):
             attended to. None for one document.
         weights: factors of the gradients through listed blocks, as in ``kernels.types.PatternIndex``; block
             lists of a pruned backward alone have them.
+        is_dense: whether every query attends to all keys up to its own (of its document), known on the host.
     """
 
     has_block_lists: ClassVar[bool]
@@ -69,6 +70,7 @@ class PatternIndex(ABC):
     recall: Tensor | None = None
     documents: Documents | None = None
     weights: Tensor | None = None
+    is_dense: bool = False
 
     @property
     @abstractmethod
@@ -312,6 +314,7 @@ def full_index(
     num_blocks = -(-seq_length // block_size)
     distances = torch.ones(batch, heads, num_blocks, dtype=torch.bool, device=device)
     columns = torch.zeros(batch, heads, 0, dtype=torch.int64, device=device)
-    return build_index(
+    index = build_index(
         distances, columns, seq_length, block_size, world, inner, check_columns=False
     )
+    return replace(index, is_dense=True)
