@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import attend
 from megatron_mtraining.cp_group import cp_group_of
+from megatron_mtraining.kernels.attention import one_pass
 from megatron_mtraining.layout import token_positions
 from megatron_mtraining.pattern import build_index, search_pattern
 from megatron_mtraining.ring import Ring, ring_of
@@ -160,7 +161,8 @@ class Sparse(NamedTuple):
     config: MTrainingConfig | None
     """The settings; None if the pattern is drawn."""
     backward: dict[str, float]
-    """With a pruned backward, the density that it keeps and the share of attention that it leaves out."""
+    """Whether it is in one pass; with a pruned backward, the density that it keeps and the share of attention
+    that it leaves out."""
 
 
 def settings_of(case: Case, setting: Setting, operands, ring: Ring) -> MTrainingConfig | None:
@@ -238,8 +240,11 @@ def sparse_runs(case: Case, setting: Setting, operands, ring: Ring, inner: int) 
     }
     if config and not config.keeps_all(case.seq):
         runs["index"] = chosen
-    backward = pruned_backward(layer, operands, setting) if pruning else {}
-    return Sparse(runs, over(ring), given or chosen(), config, backward)
+    index = given or chosen()
+    backward: dict[str, float] = dict(one_pass=not pruning and one_pass(index, *operands))
+    if pruning:
+        backward |= pruned_backward(layer, operands, setting)
+    return Sparse(runs, over(ring), index, config, backward)
 
 
 # Others' rings, dense.

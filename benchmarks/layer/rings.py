@@ -206,7 +206,7 @@ def row_of(case, setting, impl, index, ms, spans, peak, ahead=None) -> dict:
 
 
 def settings_row(case: Case, ours: Sparse) -> dict:
-    """What else a row says of our settings: the price, and what the backward leaves out."""
+    """What else a row says of our settings: the price, the backward's path and what it leaves out."""
     price = ours.config.policy.price if case.price else None
     pruned = dict(backward_threshold=case.threshold or None, backward_sampling=case.sampling)
     if case.price:

@@ -100,8 +100,9 @@ def layers_before() -> str:
         ]
         times = [f"{row['fwd_ms']:.3g} / {row['fwdbwd_ms']:.4g}" for row in (before, now)]
         changes = [_change(row["fwdbwd_ms"] for row in (before, now))]
-        ahead = [row.get("queued") for row in (before, now)]
-        changes += [_change(each["fwdbwd_ms"] for each in ahead) if all(ahead) else ""]
+        # Calls of more than 50 ms are not queued.
+        ahead = [(row.get("queued") or {}).get("fwdbwd_ms") for row in (before, now)]
+        changes += [_change(ahead) if all(ahead) else ""]
         body.append([now["case"], keys, *times, *changes])
     header = ["tokens, pattern", "keys", "before, ms", "now, ms", "both", "both, GPU time"]
     return table(header, body) + source([row for pair in pairs for row in pair], "rings")

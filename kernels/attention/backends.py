@@ -14,17 +14,11 @@ from ..common.dispatch import uses_triton
 from ..common.triton_version import is_tested_triton
 from ..types import PatternIndex, RingStep, Round
 from . import reference
+from .backward_path import BACKWARDS, gpu_of, is_dense, is_faster_in_one_pass
 from .sampling import BlockMarks
 
 GLUON_VERSIONS = ((3, 6), (3, 9))
 """First and last version of Triton for the Hopper kernels: Gluon still changes."""
-
-
-BACKWARDS = ("auto", "one_pass", "two_kernels")
-"""Values of ``MTRAINING_BACKWARD`` in the environment: see :func:`one_pass`."""
-
-ONE_PASS_TOKENS = 65536
-"""Query tokens on a rank from which ``auto`` takes one pass over dense attention."""
 
 
 class Backend(Protocol):
@@ -135,7 +129,7 @@ def one_pass(index: PatternIndex, query: Tensor, *operands: Tensor) -> bool:
 
     ``MTRAINING_BACKWARD`` in the environment chooses: ``two_kernels``; ``one_pass`` where the backend has it
     (the Hopper kernels and the references do); ``auto``, the default, where it has been measured to be faster
-    (:func:`is_faster_in_one_pass`). Never under ``torch.use_deterministic_algorithms(True)``.
+    (:func:`.backward_path.is_faster_in_one_pass`). Never under ``torch.use_deterministic_algorithms(True)``.
 
     Raises:
         ValueError: another value of ``MTRAINING_BACKWARD``.
@@ -145,21 +139,15 @@ def one_pass(index: PatternIndex, query: Tensor, *operands: Tensor) -> bool:
         raise ValueError(
             f"MTRAINING_BACKWARD is {wanted!r} in the environment: set it to one of {', '.join(BACKWARDS)}"
         )
-    is_dense = index.is_dense and index.documents is None
-    if wanted == "auto" and not is_faster_in_one_pass(is_dense, query.shape[0]):
+    if wanted == "auto" and not is_faster_in_one_pass(
+        is_dense(index), query.shape[0], gpu_of(query.device)
+    ):
         return False
     return (
         wanted != "two_kernels"
         and not torch.are_deterministic_algorithms_enabled()
         and hasattr(backend_for(index, query, *operands), "new_query_sums")
     )
-
-
-def is_faster_in_one_pass(is_dense: bool, length: int) -> bool:
-    """Whether the backward of ``length`` query tokens on a rank is faster in one pass, on an H100 and on an
-    H200, whatever the heads: with dense attention of long sequences. How much faster it is with a pattern
-    depends on its density, which the host does not know; with columns or few pairs it can be slower."""
-    return is_dense and length >= ONE_PASS_TOKENS
 
 
 def uses_hopper(index: PatternIndex, query: Tensor, *operands: Tensor) -> bool:

@@ -4,13 +4,19 @@ kernels run both ways (``backward_path``)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
+from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.cp_group import CPGroup
+from megatron_mtraining.documents import Documents
 from megatron_mtraining.kernels import attention as kernels
+from megatron_mtraining.kernels.attention import backward_path as paths
+from megatron_mtraining.pattern import full_index, search_pattern
+from megatron_mtraining.pattern.block_list_index import pruned_index
 from megatron_mtraining.ring import Ring
 from megatron_mtraining.ring.attention import ring_attention
 from tests.support.attention_cases import (
@@ -161,9 +167,8 @@ def test_chunks_of_a_long_sequence(monkeypatch, one_launch):
 
     exact = gradients("two_kernels")
     monkeypatch.setattr(key, "_launches", spy)
-    monkeypatch.setattr(key, "_is_chunked", lambda blocks, device: True)
-    monkeypatch.setattr(key, "CHUNK_BYTES", 8 * 4 * 128 * 128 * 4)
-    monkeypatch.setattr(key, "ONE_LAUNCH", one_launch)
+    monkeypatch.setattr(key, "chunks", lambda *given: (True, one_launch))
+    monkeypatch.setattr(paths, "CHUNK_BYTES", 8 * 4 * 128 * 128 * 4)
     found = gradients("one_pass")
     assert launched == [(32, 8, True, one_launch)]
     for one, other in zip(found, exact, strict=True):
@@ -203,22 +208,79 @@ def test_chunks_meet_every_query_block_once(blocks, chunk, own, one_launch):
 
 
 @pytest.mark.parametrize(
-    ("name", "blocks", "chunked"),
+    ("gpu", "dense", "dim", "blocks", "chunked", "one_launch"),
     [
-        ("NVIDIA H100 80GB HBM3", 511, False),
-        ("NVIDIA H100 80GB HBM3", 512, True),
-        ("NVIDIA H200", 1023, False),
-        ("NVIDIA H200", 1024, True),
+        ("H100", False, 128, 511, False, True),
+        ("H100", False, 128, 512, True, True),
+        ("H200", False, 128, 1023, False, True),
+        ("H200", False, 128, 1024, True, True),
+        ("H200", True, 128, 255, False, True),
+        ("H200", True, 128, 256, True, True),
+        ("H200", True, 128, 1023, True, True),
+        ("H200", True, 128, 1024, True, False),
+        ("H200", True, 64, 1023, False, True),
+        ("H200", True, 64, 1024, True, True),
+        ("H100", True, 128, 511, False, True),
+        ("H100", True, 128, 512, True, False),
     ],
 )
-def test_when_there_are_chunks(monkeypatch, name, blocks, chunked):
-    key = pytest.importorskip("megatron_mtraining.kernels.attention.hopper.backward_key")
-    monkeypatch.setattr(key, "_name", lambda device: name)
-    assert key._is_chunked(blocks, torch.device("cuda")) == chunked
+def test_when_there_are_chunks(gpu, dense, dim, blocks, chunked, one_launch):
+    assert paths.chunks(blocks, dense, dim, gpu) == (chunked, one_launch)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200"), ("NVIDIA GH200 480GB", "H100")],
+)
+def test_tables_by_gpu(monkeypatch, name, gpu):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert paths.gpu_of.__wrapped__(torch.device("cuda")) == gpu
+    assert paths.gpu_of(torch.device("cpu")) == "H100"
+
+
+def test_auto_takes_it_for_long_dense_attention(monkeypatch):
+    monkeypatch.setenv("MTRAINING_BACKWARD", "auto")
+    monkeypatch.setitem(paths.ONE_PASS_TOKENS, "H100", 256)
+
+    def taken(length, **more):
+        index = replace(full_index(1, 4, length, 64, 1, 1, "cpu"), **more)
+        operands = random_operands(length, 1, 4, 2, 64, torch.float32, "cpu")
+        return kernels.one_pass(index, *operands)
+
+    assert taken(256) and not taken(192)
+    assert not taken(256, documents=Documents.from_lengths([100, 156], 256, "cpu"))
+    operands = random_operands(256, 1, 4, 2, 64, torch.float32, "cpu")
+    # Also over all pairs, if the host does not know that they are all.
+    assert not kernels.one_pass(random_index(256, 1, 4, 64, 1, "all", "cpu"), *operands)
+    monkeypatch.setenv("MTRAINING_BACKWARD", "two_kernels")
+    assert not taken(256)
+
+
+def test_only_an_index_of_everything_is_dense():
+    """Also after its backward is pruned, or its pattern is searched for."""
+    operands = random_operands(256, 1, 4, 2, 64, torch.float32, "cpu")
+    query, key, *_ = operands
+    for options, dense in (
+        (dict(policy="fixed", vertical=0, slash=256), True),
+        (dict(policy="price", price=0), True),
+        (dict(policy="fixed", vertical=8, slash=8), False),
+        (dict(policy="price", price=0.5), False),
+        (dict(policy="moba", block_top_k=2), False),
+    ):
+        config = MTrainingConfig.from_options(block_size=64, window=64, sample_strata=16, **options)
+        index = search_pattern(query, key, config, CPGroup(None), 0.1)
+        assert index.is_dense == dense, options
+    pruned = pruned_index(
+        full_index(1, 4, 256, 64, 1, 1, "cpu"),
+        torch.ones(1, 4, 4, 4, dtype=torch.uint8),
+        0,
+        40,
+        False,
+    )
+    assert not pruned.is_dense
 
 
 def test_chunks_have_rows_for_the_cache():
-    key = pytest.importorskip("megatron_mtraining.kernels.attention.hopper.backward_key")
     for group, dim, blocks in (
         (8, 128, 64),
         (7, 128, 64),
@@ -226,4 +288,4 @@ def test_chunks_have_rows_for_the_cache():
         (7, 64, 128),
         (512, 128, 8),
     ):
-        assert key.chunk_blocks(group, dim, 128) == blocks
+        assert paths.chunk_blocks(group, dim, 128) == blocks

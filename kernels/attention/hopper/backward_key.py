@@ -8,7 +8,6 @@ compute (:mod:`.key_gradients`). The gathered columns have a kernel of their own
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from ...common.launch import launch, next_power_of_2
 from ...common.tiles import block_at, blocks_before
 from ...types import PatternIndex, RingStep
+from ..backward_path import chunk_blocks, chunks, gpu_of, is_dense
 from ..launch_args import BLOCK_DISTANCES, block_distances, chain_tiles, partial_sums
 from ..portable.columns import invert_columns
 from .key_common import (
@@ -33,31 +33,11 @@ from .key_gradients import KeyResults, attend
 from .key_walk import RankIndex, add_sums, load_queries
 
 CHUNK: int | None = None
-"""Query blocks of a chunk of the one-pass backward; 0 for all at once, None for :func:`chunk_blocks` of
-sequences that are long enough (:func:`_is_chunked`). Graphs that were captured before
-(``ring.attention_graph``) keep what they had."""
-CHUNK_BYTES = 2**25
-"""Of the queries' gradient that the programs of a chunk add to: it stays in the cache, of 50 MB."""
-ONE_LAUNCH = True
-"""Whether chunks share a launch: no end of a chunk is waited for, and programs of a key block take turns.
-On an H200 1.00 to 1.11 times as fast as a launch each with heads of 128, and 1% slower at full density."""
-
-
-def chunk_blocks(group: int, dim: int, block: int) -> int:
-    """Query blocks of a chunk: a power of two, 64 for groups of 7 or 8 heads of 128."""
-    blocks = CHUNK_BYTES // (group * block * dim * 4)
-    return 1 << max(blocks.bit_length() - 1, 3)
-
-
-def _is_chunked(local_blocks: int, device: torch.device) -> bool:
-    """Whether chunks are faster: from 64K tokens on, as measured on an H100, on an H200, whose memory is
-    faster, from 128K."""
-    return local_blocks >= (1024 if "H200" in _name(device).split() else 512)
-
-
-@functools.cache
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+"""Query blocks of a chunk of the one-pass backward, for tests and benchmarks; 0 for all at once, None for
+what :mod:`..backward_path` chooses. Graphs that were captured before (``ring.attention_graph``) have what was
+set then."""
+ONE_LAUNCH: bool | None = None
+"""Whether chunks share a launch; None likewise."""
 
 
 @gluon.jit
@@ -236,6 +216,16 @@ def _launches(local_blocks: int, chunk: int, own: bool, one_launch: bool) -> lis
     return [*(Launch(first, 1, ahead, False) for first in firsts), last]
 
 
+def _chunks(index: PatternIndex, group: int, dim: int, device: torch.device) -> tuple[int, bool]:
+    """Query blocks of a chunk, 0 for all at once, and whether the chunks share a launch."""
+    chunked, one_launch = chunks(index.local_blocks, is_dense(index), dim, gpu_of(device))
+    chunk = chunk_blocks(group, dim, index.block_size) if chunked else 0
+    return (
+        chunk if CHUNK is None else CHUNK,
+        one_launch if ONE_LAUNCH is None else ONE_LAUNCH,
+    )
+
+
 def backward_key(
     *,
     query: Tensor,
@@ -270,18 +260,18 @@ def backward_key(
         column_entries = invert_columns(index, ring_step.source, key.shape[0])
     own = ring_step.source == ring_step.rank
     launches, turns = [Launch(None, 1, 0, own)], None
-    chunk = 0 if query_sums is None or CHUNK is None else CHUNK
-    if query_sums is not None and CHUNK is None and _is_chunked(index.local_blocks, query.device):
-        chunk = chunk_blocks(group, dim, block)
+    chunk, one_launch = 0, False
+    if query_sums is not None:
+        chunk, one_launch = _chunks(index, group, dim, query.device)
     if 0 < chunk < index.local_blocks:
-        launches = _launches(index.local_blocks, chunk, own, ONE_LAUNCH)
+        launches = _launches(index.local_blocks, chunk, own, one_launch)
         if accumulator is None:
             accumulator = (
                 grad_kv.zero_()
                 if grad_kv.dtype == torch.float32
                 else torch.zeros_like(grad_kv, dtype=torch.float32)
             )
-        if ONE_LAUNCH:
+        if one_launch:
             shape = (batch * kv_heads, index.local_blocks, 2)
             turns = torch.zeros(shape, dtype=torch.int32, device=query.device)
     packed, weighted = index.documents is not None, index.weights is not None

@@ -7,6 +7,7 @@ whole, unless sequence parallelism cuts it by tokens.
 
 from __future__ import annotations
 
+from ...kernels.attention.backward_path import ONE_PASS_TOKENS
 from ...megatron.packed_documents import masks_documents
 from .setting import Setting
 from .weights import vocabulary_parameters
@@ -131,28 +132,49 @@ def ring_bytes(layer: Layer) -> int:
     """What attention's backward holds beside its saved operands, gradient of its output and index.
 
     As :mod:`megatron_mtraining.ring.attention` does it: the queries' gradient, and its float32 sum if there
-    are several rounds; gathered keys and values; the moving gradients of keys and values in float32; columns
-    and their gradients. On one rank the Hopper kernels put float32 sums of the gradients of keys and values
-    aside, if :data:`SUMMED_BLOCKS` are not enough. Other backends (Transformer Engine's ring) are taken to
-    hold as much as a ring of single ranks in the model's dtype, which is not checked.
+    are several rounds or if it is computed in one pass (:func:`takes_one_pass`); gathered keys and values;
+    the moving gradients of keys and values in float32; columns and their gradients. On one rank the Hopper
+    kernels put float32 sums of the gradients of keys and values aside, if :data:`SUMMED_BLOCKS` are not
+    enough. Other backends (Transformer Engine's ring) are taken to hold as much as a ring of single ranks in
+    the model's dtype, which is not checked.
     """
     setting, size = layer.setting, layer.bytes_of
     if setting.mtraining is None:
         held = size(layer.q) + size(2 * layer.kv)
         return held + (size(4 * 2 * layer.kv) + size(layer.q, 4) if setting.cp > 1 else 0)
     several = setting.outer > 1
-    held = size(layer.q) + (size(layer.q, 4) if several else 0)
-    held += size(layer.heads, 4)  # row sums of output and its gradient
+    gradient, sums = size(layer.q), size(layer.q, 4)
+    gathered, own = 0, size(2 * layer.kv)
     if setting.cp > 1:
-        held += setting.inner * size(2 * layer.kv)
+        gathered = setting.inner * own
         both = several and setting.inner > 1  # hops in nodes and between them
-        held += size(2 * layer.kv, 4) * (3 if both else 2)
+        moving = size(2 * layer.kv, 4) * (3 if both else 2)
     else:
-        held += size(2 * layer.kv)
         blocks = setting.args.seq_length // setting.mtraining.block_size
-        if blocks * (layer.q // layer.kv) > SUMMED_BLOCKS and layer.element < 4:
-            held += size(2 * layer.kv, 4)
+        aside = blocks * (layer.q // layer.kv) > SUMMED_BLOCKS and layer.element < 4
+        moving = own + (size(2 * layer.kv, 4) if aside else 0)
+    if takes_one_pass(
+        layer
+    ):  # keys of the next round arrive meanwhile; the gradient is made at the end
+        held = sums + gathered
+        held += max(moving + (gathered if several else 0), gradient + own)
+    else:
+        held = gradient + (sums if several else 0) + gathered + moving
+    held += size(layer.heads, 4)  # row sums of output and its gradient
     return held + column_bytes(layer) + pruning_bytes(layer)
+
+
+def takes_one_pass(layer: Layer) -> bool:
+    """Whether the backward is in one pass on some Hopper GPU:
+    :func:`megatron_mtraining.kernels.attention.backends.one_pass`, with ``MTRAINING_BACKWARD`` unset."""
+    config, args = layer.setting.mtraining, layer.setting.args
+    return (
+        config.keeps_all(args.seq_length)
+        and not config.backward_threshold
+        and not masks_documents(args)
+        and layer.element < 4
+        and args.seq_length // layer.setting.cp >= min(ONE_PASS_TOKENS.values())
+    )
 
 
 def packed_bytes(layer: Layer) -> int:

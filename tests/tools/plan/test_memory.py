@@ -176,6 +176,8 @@ def test_measured_peaks_of_training_are_met(row):
 def ring_of_row(row: dict) -> int:
     if row["vertical"] is None:
         pattern = f"--mtraining-price {row['price']}"
+    elif row.get("one_pass"):
+        pattern = "--mtraining-slash all"
     else:
         pattern = f"--mtraining-vertical {row['vertical']} --mtraining-slash 30"
     if row.get("backward_threshold"):
@@ -225,6 +227,30 @@ def test_sums_that_one_rank_puts_aside(monkeypatch, flags, aside):
     found = ring_bytes(layer)
     monkeypatch.setattr(activations, "SUMMED_BLOCKS", 10**9)
     assert found - ring_bytes(layer) == aside
+
+
+@pytest.mark.parametrize(
+    "flags, sums",
+    [
+        ("--bf16", 4),
+        ("--bf16 --context-parallel-size 2", 4),
+        ("--bf16 --context-parallel-size 2 --mtraining-gathered-ranks 1", 0),  # as two kernels have
+        ("--bf16 --context-parallel-size 4", 0),  # 8K tokens on a rank
+        ("--bf16 --mtraining-backward-threshold 3", 0),
+        ("--bf16 --mtraining-slash 30", 0),
+        ("", 0),
+    ],
+)
+def test_one_pass_holds_sums_of_the_queries_gradient(monkeypatch, flags, sums):
+    """In float32, until the gradient is made of them."""
+    length = "--seq-length 32768 --max-position-embeddings 32768 "
+    layer = Layer(made(QWEN_HALF_B + OURS + length + "--mtraining-slash all " + flags))
+    found = ring_bytes(layer)
+    monkeypatch.setattr(activations, "takes_one_pass", lambda layer: False)
+    lets_go = 0 if not sums else found - ring_bytes(layer) - layer.tokens * sums * layer.q
+    # The gradients of keys and values are whole by then.
+    assert -layer.tokens * 8 * 2 * layer.kv <= lets_go <= 0
+    assert sums or found == ring_bytes(layer)
 
 
 def test_blocks_that_are_summed_are_the_kernels_own():
