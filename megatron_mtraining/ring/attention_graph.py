@@ -44,7 +44,7 @@ class AttentionKind(NamedTuple):
     name: str
     operands: tuple[tuple[torch.Size, torch.dtype], ...]
     places: tuple[Place, ...]
-    pattern: tuple[type, int, int]
+    pattern: tuple[type, int, int, bool]
     softmax_scale: float
     switches: tuple[str | None, ...]
     deterministic: bool
@@ -96,7 +96,7 @@ def replayed(
         name,
         tuple((each.shape, each.dtype) for each in operands),
         _places_of(index),
-        (type(index), index.seq_length, index.block_size),
+        (type(index), index.seq_length, index.block_size, index.is_dense),
         softmax_scale,
         tuple(map(os.environ.get, SWITCHES)),
         torch.are_deterministic_algorithms_enabled(),

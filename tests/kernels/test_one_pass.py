@@ -144,6 +144,28 @@ def test_deterministic_algorithms_on_a_gpu(monkeypatch, deterministic):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_long_dense_attention_on_a_gpu(monkeypatch, dim):
+    """At the length from which ``auto`` takes one pass, and there in chunks if they are faster."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("only the Hopper kernels have a choice")
+    length = paths.ONE_PASS_TOKENS[paths.gpu_of(torch.device("cuda", 0))]
+    operands = random_operands(length, 1, 2, 1, dim, torch.bfloat16, "cuda")
+    index = full_index(1, 2, length, 128, 1, 1, "cuda")
+
+    def gradients(way):
+        monkeypatch.setenv("MTRAINING_BACKWARD", way)
+        leaves = [t.clone().requires_grad_() for t in operands[:3]]
+        out = ring_attention(*leaves, index, Ring(CPGroup(None)), dim**-0.5).out
+        return torch.autograd.grad(out, leaves, operands[3])
+
+    exact = gradients("two_kernels")
+    monkeypatch.delattr(kernels, "backward_query")  # not called
+    for one, other in zip(gradients("auto"), exact, strict=True):
+        assert relative_error(one, other) < 5e-3
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("one_launch", [True, False])
 def test_chunks_of_a_long_sequence(monkeypatch, one_launch):
     """Chunks of the size that is chosen by default, as if less fitted the cache."""
