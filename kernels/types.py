@@ -166,7 +166,7 @@ class PatternIndex(StripedLayout, Protocol):
 
     @property
     def is_dense(self) -> bool:
-        """Whether every query attends to all keys up to its own (of its document), known on the host."""
+        """Whether the host knows that every query attends to all keys up to its own, in one document."""
 
     @property
     def list_strides(self) -> tuple[int, int]:

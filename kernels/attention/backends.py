@@ -14,7 +14,7 @@ from ..common.dispatch import uses_triton
 from ..common.triton_version import is_tested_triton
 from ..types import PatternIndex, RingStep, Round
 from . import reference
-from .backward_path import BACKWARDS, gpu_of, is_dense, is_faster_in_one_pass
+from .backward_path import BACKWARDS, gpu_of, is_faster_in_one_pass
 from .sampling import BlockMarks
 
 GLUON_VERSIONS = ((3, 6), (3, 9))
@@ -140,7 +140,7 @@ def one_pass(index: PatternIndex, query: Tensor, *operands: Tensor) -> bool:
             f"MTRAINING_BACKWARD is {wanted!r} in the environment: set it to one of {', '.join(BACKWARDS)}"
         )
     if wanted == "auto" and not is_faster_in_one_pass(
-        is_dense(index), query.shape[0], gpu_of(query.device)
+        index.is_dense, query.shape[0], gpu_of(query.device)
     ):
         return False
     return (

@@ -8,8 +8,6 @@ import functools
 
 import torch
 
-from ..types import PatternIndex
-
 BACKWARDS = ("auto", "one_pass", "two_kernels")
 """Values of ``MTRAINING_BACKWARD`` in the environment: see :func:`.backends.one_pass`."""
 
@@ -26,11 +24,6 @@ CHUNKED_BLOCKS = {"H200": 1024, "H100": 512}
 DENSE_CHUNKED_BLOCKS = {"H200": 256, "H100": 512}
 """The same with dense attention and heads of 128. From :data:`CHUNKED_BLOCKS` on a launch for each chunk is
 then faster than one launch, by 7% on an H200, although the end of each is waited for."""
-
-
-def is_dense(index: PatternIndex) -> bool:
-    """Whether every query attends to all keys up to its own, and the host knows it."""
-    return index.is_dense and index.documents is None
 
 
 @functools.cache

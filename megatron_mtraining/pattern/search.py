@@ -84,7 +84,7 @@ def search_pattern(
         index = full_index(
             batch, num_heads, seq_length, config.block_size, cp.world, cp.inner, query.device
         )
-        return replace(index, documents=documents)
+        return replace(index, documents=documents, is_dense=documents is None)
     rows = _sampled_rows(query, config, cp, softmax_scale, documents)
     if any(isinstance(policy, BlockListPolicy) for policy in policies):
         given = _search_input(rows, key, config, cp, price)

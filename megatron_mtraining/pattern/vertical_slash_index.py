@@ -51,7 +51,7 @@ class PatternIndex(ABC):
             attended to. None for one document.
         weights: factors of the gradients through listed blocks, as in ``kernels.types.PatternIndex``; block
             lists of a pruned backward alone have them.
-        is_dense: whether every query attends to all keys up to its own (of its document), known on the host.
+        is_dense: whether the host knows that every query attends to all keys up to its own, in one document.
     """
 
     has_block_lists: ClassVar[bool]
@@ -310,7 +310,7 @@ def index_of_diagonals(
 def full_index(
     batch: int, heads: int, seq_length: int, block_size: int, world: int, inner: int, device
 ) -> VerticalSlashIndex:
-    """The index that keeps every pair: dense causal attention."""
+    """The index that keeps every pair: dense causal attention, to one document."""
     num_blocks = -(-seq_length // block_size)
     distances = torch.ones(batch, heads, num_blocks, dtype=torch.bool, device=device)
     columns = torch.zeros(batch, heads, 0, dtype=torch.int64, device=device)

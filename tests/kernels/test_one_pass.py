@@ -4,7 +4,6 @@ kernels run both ways (``backward_path``)."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -264,13 +263,12 @@ def test_auto_takes_it_for_long_dense_attention(monkeypatch):
     monkeypatch.setenv("MTRAINING_BACKWARD", "auto")
     monkeypatch.setitem(paths.ONE_PASS_TOKENS, "H100", 256)
 
-    def taken(length, **more):
-        index = replace(full_index(1, 4, length, 64, 1, 1, "cpu"), **more)
+    def taken(length):
+        index = full_index(1, 4, length, 64, 1, 1, "cpu")
         operands = random_operands(length, 1, 4, 2, 64, torch.float32, "cpu")
         return kernels.one_pass(index, *operands)
 
     assert taken(256) and not taken(192)
-    assert not taken(256, documents=Documents.from_lengths([100, 156], 256, "cpu"))
     operands = random_operands(256, 1, 4, 2, 64, torch.float32, "cpu")
     # Also over all pairs, if the host does not know that they are all.
     assert not kernels.one_pass(random_index(256, 1, 4, 64, 1, "all", "cpu"), *operands)
@@ -279,9 +277,10 @@ def test_auto_takes_it_for_long_dense_attention(monkeypatch):
 
 
 def test_only_an_index_of_everything_is_dense():
-    """Also after its backward is pruned, or its pattern is searched for."""
+    """Not one of packed documents, and not what a pruned backward makes of it."""
     operands = random_operands(256, 1, 4, 2, 64, torch.float32, "cpu")
     query, key, *_ = operands
+    documents = Documents.from_lengths([100, 156], 256, "cpu")
     for options, dense in (
         (dict(policy="fixed", vertical=0, slash=256), True),
         (dict(policy="price", price=0), True),
@@ -292,6 +291,8 @@ def test_only_an_index_of_everything_is_dense():
         config = MTrainingConfig.from_options(block_size=64, window=64, sample_strata=16, **options)
         index = search_pattern(query, key, config, CPGroup(None), 0.1)
         assert index.is_dense == dense, options
+        index = search_pattern(query, key, config, CPGroup(None), 0.1, documents=documents)
+        assert not index.is_dense
     pruned = pruned_index(
         full_index(1, 4, 256, 64, 1, 1, "cpu"),
         torch.ones(1, 4, 4, 4, dtype=torch.uint8),

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from ...common.launch import launch, next_power_of_2
 from ...common.tiles import block_at, blocks_before
 from ...types import PatternIndex, RingStep
-from ..backward_path import chunk_blocks, chunks, gpu_of, is_dense
+from ..backward_path import chunk_blocks, chunks, gpu_of
 from ..launch_args import BLOCK_DISTANCES, block_distances, chain_tiles, partial_sums
 from ..portable.columns import invert_columns
 from .key_common import (
@@ -218,7 +218,7 @@ def _launches(local_blocks: int, chunk: int, own: bool, one_launch: bool) -> lis
 
 def _chunks(index: PatternIndex, group: int, dim: int, device: torch.device) -> tuple[int, bool]:
     """Query blocks of a chunk, 0 for all at once, and whether the chunks share a launch."""
-    chunked, one_launch = chunks(index.local_blocks, is_dense(index), dim, gpu_of(device))
+    chunked, one_launch = chunks(index.local_blocks, index.is_dense, dim, gpu_of(device))
     chunk = chunk_blocks(group, dim, index.block_size) if chunked else 0
     return (
         chunk if CHUNK is None else CHUNK,
