@@ -5,7 +5,9 @@ in one run on one GPU. Appends rows to ``results/peers.jsonl``.
 Peers: cuDNN's dense attention through torch; FlexAttention of torch; block-sparse and flex attention of the
 cuDNN frontend; FlashAttention-4 with lists of blocks and dense; FlashAttention-3 dense; flash-msa;
 flash-sparse-attn. Install those that are wanted: ``nvidia-cudnn-frontend``, ``flash-attn-4``, ``fa3-fwd``,
-``flash-msa``, ``flash-sparse-attn``. A peer that is not installed, or refuses a case, has a row that says so.
+``flash-msa``, ``flash-sparse-attn``. Where wheels are copied to a machine without network, most need all
+parts of ``nvidia-cutlass-dsl`` too (``-libs-base``, ``-libs-core``, ``-libs-cu13``). A peer that is not
+installed, or refuses a case, has a row that says so.
 
 Patterns are block distances that each head draws by itself. A peer's rate counts the pairs that its own mask
 lets through: pairs x 4 x dim forward, x 2.5 backward. ``share_of_cudnn`` divides it by the rate of cuDNN's
