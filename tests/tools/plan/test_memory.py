@@ -230,27 +230,35 @@ def test_sums_that_one_rank_puts_aside(monkeypatch, flags, aside):
 
 
 @pytest.mark.parametrize(
-    "flags, sums",
+    "flags, more",
     [
-        ("--bf16", 4),
-        ("--bf16 --context-parallel-size 2", 4),
-        ("--bf16 --context-parallel-size 2 --mtraining-gathered-ranks 1", 0),  # as two kernels have
-        ("--bf16 --context-parallel-size 4", 0),  # 8K tokens on a rank
-        ("--bf16 --mtraining-backward-threshold 3", 0),
-        ("--bf16 --mtraining-slash 30", 0),
-        ("", 0),
+        # Beside the sums, 2 q, the gradients of keys and values, or what is left of them at the end.
+        ("--bf16", lambda q, kv: 2 * q + max(3 * kv, q + kv) - (q + 3 * kv)),
+        (
+            "--bf16 --context-parallel-size 2",
+            lambda q, kv: 2 * q + max(4 * kv, q + kv) - (q + 4 * kv),
+        ),
+        # Two kernels have sums of rounds, too, and the gradient beside them all the time.
+        (
+            "--bf16 --context-parallel-size 2 --mtraining-gathered-ranks 1",
+            lambda q, kv: max(5 * kv, q + kv) - (q + 4 * kv),
+        ),
+        ("--bf16 --context-parallel-size 4", None),  # 8K tokens on a rank
+        ("--bf16 --mtraining-backward-threshold 3", None),
+        ("--bf16 --mtraining-slash 30", None),
+        ("", None),
     ],
 )
-def test_one_pass_holds_sums_of_the_queries_gradient(monkeypatch, flags, sums):
-    """In float32, until the gradient is made of them."""
+def test_what_one_pass_needs_more(monkeypatch, flags, more):
+    """Of q, the queries' gradient, and kv, keys and values, in bytes of 16-bit numbers."""
     length = "--seq-length 32768 --max-position-embeddings 32768 "
     layer = Layer(made(QWEN_HALF_B + OURS + length + "--mtraining-slash all " + flags))
     found = ring_bytes(layer)
+    assert activations.takes_one_pass(layer) == (more is not None)
     monkeypatch.setattr(activations, "takes_one_pass", lambda layer: False)
-    lets_go = 0 if not sums else found - ring_bytes(layer) - layer.tokens * sums * layer.q
-    # The gradients of keys and values are whole by then.
-    assert -layer.tokens * 8 * 2 * layer.kv <= lets_go <= 0
-    assert sums or found == ring_bytes(layer)
+    width = 2 * layer.tokens
+    expected = 0 if more is None else more(width * layer.q, width * 2 * layer.kv)
+    assert found - ring_bytes(layer) == expected
 
 
 def test_blocks_that_are_summed_are_the_kernels_own():
