@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
@@ -18,6 +19,7 @@ from .config import ConfigError, MTrainingConfig, Policy, option
 from .cp_group import CPGroup, ProcessGroup, cp_group_of
 from .documents import Documents
 from .kernels.attention.operands import check_operands, unit_stride
+from .kernels.common.switches import SWITCHES
 from .pattern import BlockListIndex, VerticalSlashIndex, check_search, search_pattern
 from .pattern.vertical_slash_index import PatternIndex
 from .ring.attention import KeysAndValues, RingResult, ring_attention
@@ -198,6 +200,8 @@ def _compare_with_ranks(
         given[f"the dtype of the {name}"] = str(tensor.dtype)
     given["the number of ranks in an inner group"] = cp.inner
     given["softmax_scale"] = softmax_scale
+    # Some change which collectives there are.
+    given.update({f"{name} in the environment": os.environ.get(name, "unset") for name in SWITCHES})
     given["documents"] = "none" if documents is None else _shown(documents)
     given["the shape of the documents"] = _shape_of_documents(documents)
     given["the shape of the price"] = _shape_of(price)

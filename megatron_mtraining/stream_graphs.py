@@ -9,7 +9,6 @@ share this memory, and run one after the other.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError
+from .kernels.common.switches import switch
 
 MAX_GRAPHS = 128
 """Graphs of a stream at most. Calls of further kinds are launched kernel by kernel."""
@@ -104,11 +104,10 @@ class StreamGraphs(Generic[Kind, Graph]):
         Raises:
             ConfigError: it has another value.
         """
-        value = os.environ.get(cls.SWITCH)
-        if value not in (None, "0", "1"):
-            raise ConfigError(
-                f"{cls.SWITCH} is {value!r} in the environment: set it to 0 or 1, or unset it"
-            )
+        try:
+            value = switch(cls.SWITCH)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         return None if value is None else value == "1"
 
     def get(self, kind: Kind) -> Graph | None:

@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 import functools
-import os
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..common.dispatch import uses_triton
+from ..common.switches import switch
 from ..common.triton_version import is_tested_triton
 from ..types import PatternIndex, RingStep, Round
 from . import reference
-from .backward_path import BACKWARDS, gpu_of, is_faster_in_one_pass
+from .backward_path import gpu_of, is_faster_in_one_pass
 from .sampling import BlockMarks
 
 GLUON_VERSIONS = ((3, 6), (3, 9))
@@ -134,11 +134,7 @@ def one_pass(index: PatternIndex, query: Tensor, *operands: Tensor) -> bool:
     Raises:
         ValueError: another value of ``MTRAINING_BACKWARD``.
     """
-    wanted = os.environ.get("MTRAINING_BACKWARD", "auto")
-    if wanted not in BACKWARDS:
-        raise ValueError(
-            f"MTRAINING_BACKWARD is {wanted!r} in the environment: set it to one of {', '.join(BACKWARDS)}"
-        )
+    wanted = switch("MTRAINING_BACKWARD") or "auto"
     if wanted == "auto" and not is_faster_in_one_pass(
         index.is_dense, query.shape[0], gpu_of(query.device)
     ):
@@ -163,7 +159,7 @@ def uses_hopper(index: PatternIndex, query: Tensor, *operands: Tensor) -> bool:
         and index.block_size == 128
         and query.shape[0] % 4 == 0
         and _is_hopper(query.device)
-        and os.environ.get("MTRAINING_PORTABLE_KERNELS", "0") != "1"
+        and switch("MTRAINING_PORTABLE_KERNELS") != "1"
         and all(fits_tma(operand) for operand in (query, *operands))
         and is_tested_triton(
             GLUON_VERSIONS, "attention takes the portable kernels, which are slower"

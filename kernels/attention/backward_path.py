@@ -8,9 +8,6 @@ import functools
 
 import torch
 
-BACKWARDS = ("auto", "one_pass", "two_kernels")
-"""Values of ``MTRAINING_BACKWARD`` in the environment: see :func:`.backends.one_pass`."""
-
 ONE_PASS_TOKENS = {"H200": 16384, "H100": 65536}
 """Query tokens on a rank from which one pass over dense attention is faster, or has been measured to be, by
 GPU. The dQ that programs at work at one time add to fits no cache; an H200 has the faster memory."""

@@ -13,7 +13,6 @@ which is read once.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from .switches import switch
 from .triton_version import is_tested_triton
 
 LAUNCH_VERSIONS = ((3, 6), (3, 9))
@@ -128,7 +128,7 @@ def _call(compiled: Any, grid: tuple[int, ...], device: int, arguments: list) ->
 @functools.cache
 def launches_directly() -> bool:
     """Whether compiled kernels are remembered and called directly."""
-    if os.environ.get("MTRAINING_TRITON_LAUNCH", "0") == "1":
+    if switch("MTRAINING_TRITON_LAUNCH") == "1":
         return False
     return is_tested_triton(LAUNCH_VERSIONS, "launches take more time on the host")
 

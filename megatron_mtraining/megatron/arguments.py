@@ -17,6 +17,7 @@ from ..config import (
     option,
     sets_every_head,
 )
+from ..kernels.common.switches import check_switches
 from ..ring.pruning import check_entries
 from .backend import is_active, training_arguments
 from .balance_options import check_balance, lines_of_balance
@@ -81,6 +82,7 @@ def refuse(args) -> None:
         ArgumentsError: names the option, its value and what to do.
     """
     if is_active(args):
+        _check_environment()
         _check_settings_alone(args)
         _checked(args)
         return
@@ -94,6 +96,14 @@ def refuse(args) -> None:
             f"{given} is given, but the attention backend is {backend or 'not chosen'}: add "
             f"--attention-backend mtraining or leave {each.flag} out"
         )
+
+
+def _check_environment() -> None:
+    """Raise ConfigError if a variable that chooses kernels has a value that it cannot have."""
+    try:
+        check_switches()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 @_ending_the_run()

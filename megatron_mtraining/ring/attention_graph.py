@@ -34,7 +34,7 @@ from ..stream_graphs import Memory, StreamGraphs, of_current_stream
 Run = Callable[[Sequence[Tensor], PatternIndex], Sequence[Tensor]]
 """What is captured: a function of operands and a pattern, which reads nothing back to the host."""
 
-SWITCHES = ("MTRAINING_BACKWARD", "MTRAINING_PORTABLE_KERNELS")
+KERNEL_SWITCHES = ("MTRAINING_BACKWARD", "MTRAINING_PORTABLE_KERNELS")
 """Environment variables that choose kernels."""
 
 
@@ -98,7 +98,7 @@ def replayed(
         _places_of(index),
         (type(index), index.seq_length, index.block_size, index.is_dense),
         softmax_scale,
-        tuple(map(os.environ.get, SWITCHES)),
+        tuple(map(os.environ.get, KERNEL_SWITCHES)),
         torch.are_deterministic_algorithms_enabled(),
     )
     given = [*operands, bytes_of_index]

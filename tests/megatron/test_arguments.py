@@ -196,6 +196,13 @@ def test_runs_with_other_backends_are_unchanged():
     assert not [name for name in before if name.startswith("mtraining")]
 
 
+def test_environment_is_checked_before_training(monkeypatch):
+    monkeypatch.setenv("MTRAINING_BACKWARD", "fast")
+    with pytest.raises(ArgumentsError, match="MTRAINING_BACKWARD is 'fast'.*auto, one_pass or two"):
+        check(parse())
+    check(parse(backend="auto"))
+
+
 def test_checking_twice_changes_nothing_more():
     args = parse("--mtraining-slash", "all")
     check(args)

@@ -163,7 +163,7 @@ def test_kinds(graphs, monkeypatch):
     same_size = replace(first, block_size=first.block_size // 2)
     assert call(index=same_size) and call(index=replace(first, seq_length=511))
     assert call("backward") and call(scale=0.1) and call(given=(query, key, value.bfloat16()))
-    for name in attention_graph.SWITCHES:
+    for name in attention_graph.KERNEL_SWITCHES:
         monkeypatch.setenv(name, "1")
         assert call()
     torch.use_deterministic_algorithms(True)

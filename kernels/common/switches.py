@@ -1,0 +1,39 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Environment variables that choose kernels and how they are launched. They are read at each call, but
+``MTRAINING_TRITON_LAUNCH``, which is read once."""
+
+from __future__ import annotations
+
+import os
+
+_OFF_OR_ON = ("0", "1")
+
+SWITCHES = {
+    "MTRAINING_BACKWARD": ("auto", "one_pass", "two_kernels"),
+    "MTRAINING_PORTABLE_KERNELS": _OFF_OR_ON,
+    "MTRAINING_TRITON_LAUNCH": _OFF_OR_ON,
+    "MTRAINING_SEARCH_GRAPH": _OFF_OR_ON,
+    "MTRAINING_ATTENTION_GRAPH": _OFF_OR_ON,
+}
+"""The values that each can have."""
+
+
+def switch(name: str) -> str | None:
+    """The value of a variable; None if it is unset.
+
+    Raises:
+        ValueError: it has another value than :data:`SWITCHES` has.
+    """
+    value = os.environ.get(name)
+    if value is not None and value not in SWITCHES[name]:
+        *others, last = SWITCHES[name]
+        raise ValueError(
+            f"{name} is {value!r} in the environment: set it to {', '.join(others)} or {last}, or unset it"
+        )
+    return value
+
+
+def check_switches() -> None:
+    """Raise ValueError if one of the variables has another value than :data:`SWITCHES` has."""
+    for name in SWITCHES:
+        switch(name)
