@@ -19,12 +19,12 @@ from .config import ConfigError, MTrainingConfig, Policy, option
 from .cp_group import CPGroup, ProcessGroup, cp_group_of
 from .documents import Documents
 from .kernels.attention.operands import check_operands, unit_stride
-from .kernels.common.switches import SWITCHES
 from .pattern import BlockListIndex, VerticalSlashIndex, check_search, search_pattern
 from .pattern.vertical_slash_index import PatternIndex
 from .ring.attention import KeysAndValues, RingResult, ring_attention
 from .ring.pruning import BackwardPruning, check_size, packed_shape
 from .ring.transport import ring_of
+from .switches import SWITCHES
 from .tensors import check_values, is_elsewhere
 
 Pattern = VerticalSlashIndex | BlockListIndex

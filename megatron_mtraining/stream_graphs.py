@@ -18,8 +18,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from .errors import ConfigError
-from .kernels.common.switches import switch
+from .switches import switch
 
 MAX_GRAPHS = 128
 """Graphs of a stream at most. Calls of further kinds are launched kernel by kernel."""
@@ -104,10 +103,7 @@ class StreamGraphs(Generic[Kind, Graph]):
         Raises:
             ConfigError: it has another value.
         """
-        try:
-            value = switch(cls.SWITCH)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        value = switch(cls.SWITCH)
         return None if value is None else value == "1"
 
     def get(self, kind: Kind) -> Graph | None:

@@ -13,7 +13,7 @@ from tests.support.imports import circles, graph, sources
 PACKAGE = "megatron_mtraining"
 FLOORS = [
     ["errors"],
-    ["requirements", "tensors", "files"],
+    ["requirements", "tensors", "files", "switches"],
     ["layout"],
     ["checkout", "cp_group", "documents", "stream_graphs"],
     ["agreement"],

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...switches import switch
 from ..common.dispatch import uses_triton
-from ..common.switches import switch
 from ..common.triton_version import is_tested_triton
 from ..types import PatternIndex, RingStep, Round
 from . import reference
@@ -132,7 +132,7 @@ def one_pass(index: PatternIndex, query: Tensor, *operands: Tensor) -> bool:
     (:func:`.backward_path.is_faster_in_one_pass`). Never under ``torch.use_deterministic_algorithms(True)``.
 
     Raises:
-        ValueError: another value of ``MTRAINING_BACKWARD``.
+        ConfigError: another value of ``MTRAINING_BACKWARD``.
     """
     wanted = switch("MTRAINING_BACKWARD") or "auto"
     if wanted == "auto" and not is_faster_in_one_pass(

@@ -23,7 +23,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from .switches import switch
+from ...switches import switch
 from .triton_version import is_tested_triton
 
 LAUNCH_VERSIONS = ((3, 6), (3, 9))

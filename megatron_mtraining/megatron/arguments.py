@@ -17,8 +17,8 @@ from ..config import (
     option,
     sets_every_head,
 )
-from ..kernels.common.switches import check_switches
 from ..ring.pruning import check_entries
+from ..switches import check_switches
 from .backend import is_active, training_arguments
 from .balance_options import check_balance, lines_of_balance
 from .checks import check_settings, inner_group_size
@@ -82,7 +82,7 @@ def refuse(args) -> None:
         ArgumentsError: names the option, its value and what to do.
     """
     if is_active(args):
-        _check_environment()
+        check_switches()
         _check_settings_alone(args)
         _checked(args)
         return
@@ -96,14 +96,6 @@ def refuse(args) -> None:
             f"{given} is given, but the attention backend is {backend or 'not chosen'}: add "
             f"--attention-backend mtraining or leave {each.flag} out"
         )
-
-
-def _check_environment() -> None:
-    """Raise ConfigError if a variable that chooses kernels has a value that it cannot have."""
-    try:
-        check_switches()
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 @_ending_the_run()

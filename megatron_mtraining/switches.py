@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import os
 
+from .errors import ConfigError
+
 _OFF_OR_ON = ("0", "1")
 
 SWITCHES = {
@@ -22,18 +24,18 @@ def switch(name: str) -> str | None:
     """The value of a variable; None if it is unset.
 
     Raises:
-        ValueError: it has another value than :data:`SWITCHES` has.
+        ConfigError: it has another value than :data:`SWITCHES` has.
     """
     value = os.environ.get(name)
     if value is not None and value not in SWITCHES[name]:
         *others, last = SWITCHES[name]
-        raise ValueError(
+        raise ConfigError(
             f"{name} is {value!r} in the environment: set it to {', '.join(others)} or {last}, or unset it"
         )
     return value
 
 
 def check_switches() -> None:
-    """Raise ValueError if one of the variables has another value than :data:`SWITCHES` has."""
+    """Raise :class:`~.errors.ConfigError` if a variable has another value than :data:`SWITCHES` has."""
     for name in SWITCHES:
         switch(name)

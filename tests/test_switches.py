@@ -8,7 +8,7 @@ import torch
 
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.attention import attend
-from megatron_mtraining.kernels.common.switches import SWITCHES, check_switches, switch
+from megatron_mtraining.switches import SWITCHES, check_switches, switch
 from tests.support.ranks import run_ranks
 
 
@@ -22,7 +22,7 @@ def test_values(monkeypatch, name):
         check_switches()
     for value in ("", "on", "-1"):
         monkeypatch.setenv(name, value)
-        with pytest.raises(ValueError, match=f"{name} is '{value}' in the environment: set it to"):
+        with pytest.raises(ConfigError, match=f"{name} is '{value}' in the environment: set it to"):
             check_switches()
 
 
