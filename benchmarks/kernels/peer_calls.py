@@ -91,17 +91,17 @@ def mtraining(problem: Problem, path: str = "two_kernels") -> Call:
     def run(*tensors):
         return ring_attention(*tensors, problem.index, ring, scale)[0]
 
-    forward, two_ways = passes(run, problem.operands)
+    forward, backward = passes(run, problem.operands)
 
-    def backward():
+    def backward_along_path():
         with variable("MTRAINING_BACKWARD", path):
-            return two_ways()
+            return backward()
 
-    return Call(forward, backward, problem.pairs, "sbhd")
+    return Call(forward, backward_along_path, problem.pairs, "sbhd")
 
 
 def mtraining_one_pass(problem: Problem) -> Call:
-    """The one-pass backward, which is not deterministic; its forward is that of :func:`mtraining`."""
+    """:func:`mtraining` with the one-pass backward, which is not deterministic."""
     return mtraining(problem, "one_pass")
 
 

@@ -20,7 +20,7 @@ ROWS = 65536  # of a float64 product
 
 
 def sink_gradients(seq_length, heads, kv_heads, columns, dtype, device):
-    """Gradient pairs of the first key and value: that of ``attend``, and its float64 sum."""
+    """Gradients of the first key and value, by name: what ``attend`` computes, and a float64 sum."""
     dim = 128
     query = torch.randn(seq_length, 1, heads, dim, device=device) + 0.25
     key, value = torch.randn(2, seq_length, 1, kv_heads, dim, device=device)

@@ -42,6 +42,13 @@ def operands_of(dtype=torch.float32):
     return random_index(128, 1, 2, 64, 1, "all", "cpu"), query, query, query, query
 
 
+def gradients(operands, index, scale):
+    """Gradients of query, key and value; the last of the operands is the gradient of the output."""
+    leaves = [t.clone().requires_grad_() for t in operands[:3]]
+    out = ring_attention(*leaves, index, Ring(CPGroup(None)), scale).out
+    return torch.autograd.grad(out, leaves, operands[3])
+
+
 def taken(dtype=torch.float32):
     return kernels.one_pass(*operands_of(dtype))
 
@@ -132,11 +139,7 @@ def test_deterministic_algorithms_on_a_gpu(monkeypatch, deterministic):
         return backward_query(*args, **options)
 
     monkeypatch.setattr(kernels, "backward_query", spy)
-    runs = []
-    for _ in range(3):
-        leaves = [t.clone().requires_grad_() for t in operands[:3]]
-        out = ring_attention(*leaves, index, Ring(CPGroup(None)), 0.1).out
-        runs.append(torch.autograd.grad(out, leaves, operands[3]))
+    runs = [gradients(operands, index, 0.1) for _ in range(3)]
     assert len(calls) == 3
     for again in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], again))
@@ -151,16 +154,11 @@ def test_long_dense_attention_on_a_gpu(monkeypatch, dim):
     length = paths.ONE_PASS_TOKENS[paths.gpu_of(torch.device("cuda", 0))]
     operands = random_operands(length, 1, 2, 1, dim, torch.bfloat16, "cuda")
     index = full_index(1, 2, length, 128, 1, 1, "cuda")
-
-    def gradients(way):
-        monkeypatch.setenv("MTRAINING_BACKWARD", way)
-        leaves = [t.clone().requires_grad_() for t in operands[:3]]
-        out = ring_attention(*leaves, index, Ring(CPGroup(None)), dim**-0.5).out
-        return torch.autograd.grad(out, leaves, operands[3])
-
-    exact = gradients("two_kernels")
+    monkeypatch.setenv("MTRAINING_BACKWARD", "two_kernels")
+    exact = gradients(operands, index, dim**-0.5)
+    monkeypatch.setenv("MTRAINING_BACKWARD", "auto")
     monkeypatch.delattr(kernels, "backward_query")  # not called
-    for one, other in zip(gradients("auto"), exact, strict=True):
+    for one, other in zip(gradients(operands, index, dim**-0.5), exact, strict=True):
         assert relative_error(one, other) < 5e-3
 
 
@@ -180,17 +178,13 @@ def test_chunks_of_a_long_sequence(monkeypatch, one_launch):
         launched.append(given)
         return original(*given)
 
-    def gradients(way):
-        monkeypatch.setenv("MTRAINING_BACKWARD", way)
-        leaves = [t.clone().requires_grad_() for t in operands[:3]]
-        out = ring_attention(*leaves, index, Ring(CPGroup(None)), 0.1).out
-        return torch.autograd.grad(out, leaves, operands[3])
-
-    exact = gradients("two_kernels")
+    monkeypatch.setenv("MTRAINING_BACKWARD", "two_kernels")
+    exact = gradients(operands, index, 0.1)
+    monkeypatch.setenv("MTRAINING_BACKWARD", "one_pass")
     monkeypatch.setattr(key, "_launches", spy)
     monkeypatch.setattr(key, "chunks", lambda *given: (True, one_launch))
     monkeypatch.setattr(paths, "CHUNK_BYTES", 8 * 4 * 128 * 128 * 4)
-    found = gradients("one_pass")
+    found = gradients(operands, index, 0.1)
     assert launched == [(32, 8, True, one_launch)]
     for one, other in zip(found, exact, strict=True):
         assert relative_error(one, other) < 5e-3

@@ -7,7 +7,7 @@ whole, unless sequence parallelism cuts it by tokens.
 
 from __future__ import annotations
 
-from ...kernels.attention.backward_path import ONE_PASS_TOKENS
+from ...kernels.attention.backward_path import ONE_PASS_TOKENS, is_faster_in_one_pass
 from ...megatron.packed_documents import masks_documents
 from .setting import Setting
 from .weights import vocabulary_parameters
@@ -168,13 +168,11 @@ def takes_one_pass(layer: Layer) -> bool:
     """Whether the backward is in one pass on some Hopper GPU:
     :func:`megatron_mtraining.kernels.attention.backends.one_pass`, with ``MTRAINING_BACKWARD`` unset."""
     config, args = layer.setting.mtraining, layer.setting.args
-    return (
-        config.keeps_all(args.seq_length)
-        and not config.backward_threshold
-        and not masks_documents(args)
-        and layer.element < 4
-        and args.seq_length // layer.setting.cp >= min(ONE_PASS_TOKENS.values())
-    )
+    if config.backward_threshold or layer.element == 4:
+        return False
+    dense = config.keeps_all(args.seq_length) and not masks_documents(args)
+    length = args.seq_length // layer.setting.cp
+    return any(is_faster_in_one_pass(dense, length, gpu) for gpu in ONE_PASS_TOKENS)
 
 
 def packed_bytes(layer: Layer) -> int:
