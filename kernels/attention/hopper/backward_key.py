@@ -45,8 +45,8 @@ def _count_tiles(
     index, kv_block, batch, kv_head, end_q_block,
     HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Query tiles that attend to a key block through slashes, of all heads of a group at once: one head after
-    the other waits for memory each time."""
+    """Query tiles that attend to a key block, of all heads of a group at once: one head after the other waits
+    for memory each time."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     g = gl.arange(0, SIZE, layout=layout)
     batch_head = batch * HEADS + kv_head * GROUP + gl.minimum(g, GROUP - 1)
@@ -136,20 +136,18 @@ def _key_kernel(
         if DIAGONAL:
             end_of_chunk = (kv_block // chunk_blocks + 1) * chunk_blocks
         end_q_block = gl.minimum(end_q_block, end_of_chunk)
-    if ONE_LAUNCH and not LISTS:
+    if not LISTS or not (PACKED or CHUNKS):
         num_tiles = _count_tiles(
             index, kv_block, batch, kv_head, end_q_block, HEADS, GROUP, GROUP_SIZE
         )
     else:
+        # Where a list ends is searched.
         for g in range(GROUP):
             batch_head = batch * HEADS + kv_head * GROUP + g
-            head_ptr = index.head_ptr(batch_head)
-            for apart in gl.static_range(index.LISTS_PER_BLOCK):
-                head_list = index.head_list(batch_head)
-                low, high, first = index.block_distances(
-                    head_ptr, head_list, apart, kv_block, end_q_block
-                )
-                num_tiles += 2 * (high - low)
+            low, high, first = index.block_distances(
+                index.head_ptr(batch_head), index.head_list(batch_head), 0, kv_block, end_q_block
+            )
+            num_tiles += 2 * (high - low)
     num_tiles = gl.maximum(num_tiles, 1)
 
     shared = allocate_tiles(
