@@ -8,19 +8,23 @@ import functools
 
 import torch
 
-ONE_PASS_TOKENS = {"H200": 16384, "H100": 65536}
-"""Query tokens on a rank from which one pass over dense attention is faster, or has been measured to be, by
-GPU. The dQ that programs at work at one time add to fits no cache; an H200 has the faster memory."""
+ONE_PASS_TOKENS = {"H200": 16384, "H100": 32768}
+"""Query tokens on a rank from which one pass over dense attention is faster, by GPU. The dQ that programs at
+work at one time add to fits no cache; an H200 has the faster memory."""
 
 CHUNK_BYTES = 2**25
 """Of the queries' gradient that the programs of a chunk add to: it stays in the cache, of 50 MB."""
 
 CHUNKED_BLOCKS = {"H200": 1024, "H100": 512}
-"""Query blocks on a rank from which chunks are faster than all at once, at any density."""
+"""Query blocks on a rank from which chunks are faster than all at once, with a pattern and heads of 128."""
 
-DENSE_CHUNKED_BLOCKS = {"H200": 256, "H100": 512}
-"""The same with dense attention and heads of 128. From :data:`CHUNKED_BLOCKS` on a launch for each chunk is
-then faster than one launch, by 7% on an H200, although the end of each is waited for."""
+DENSE_CHUNKED_BLOCKS = {"H200": 256, "H100": 128}
+"""The same with dense attention and heads of 128."""
+
+LONG_BLOCKS = 1024
+"""Query blocks on a rank from which there are chunks with heads of 64, too; at half of that all at once is as
+fast or faster. With dense attention and heads of 128 a launch for each chunk is then faster than one launch,
+by 5 to 9%, although the end of each is waited for."""
 
 
 @functools.cache
@@ -46,7 +50,9 @@ def chunk_blocks(group: int, dim: int, block: int) -> int:
 def chunks(local_blocks: int, dense: bool, dim: int, gpu: str) -> tuple[bool, bool]:
     """Whether one pass is in chunks, and whether these share a launch. In one launch programs of a key block
     take turns, and no end of a chunk is waited for: on an H200 1.00 to 1.11 times as fast with a pattern."""
-    is_long = local_blocks >= CHUNKED_BLOCKS[gpu]
-    if not dense or dim < 128:
+    is_long = local_blocks >= LONG_BLOCKS
+    if dim < 128:
         return is_long, True
+    if not dense:
+        return local_blocks >= CHUNKED_BLOCKS[gpu], True
     return local_blocks >= DENSE_CHUNKED_BLOCKS[gpu], not is_long

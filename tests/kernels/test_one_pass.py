@@ -235,8 +235,12 @@ def test_chunks_meet_every_query_block_once(blocks, chunk, own, one_launch):
         ("H200", True, 128, 1024, True, False),
         ("H200", True, 64, 1023, False, True),
         ("H200", True, 64, 1024, True, True),
-        ("H100", True, 128, 511, False, True),
-        ("H100", True, 128, 512, True, False),
+        ("H100", True, 128, 127, False, True),
+        ("H100", True, 128, 128, True, True),
+        ("H100", True, 128, 1023, True, True),
+        ("H100", True, 128, 1024, True, False),
+        ("H100", False, 64, 1023, False, True),
+        ("H100", False, 64, 1024, True, True),
     ],
 )
 def test_when_there_are_chunks(gpu, dense, dim, blocks, chunked, one_launch):
