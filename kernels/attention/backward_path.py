@@ -49,7 +49,7 @@ def chunk_blocks(group: int, dim: int, block: int) -> int:
 
 def chunks(local_blocks: int, dense: bool, dim: int, gpu: str) -> tuple[bool, bool]:
     """Whether one pass is in chunks, and whether these share a launch. In one launch programs of a key block
-    take turns, and no end of a chunk is waited for: on an H200 1.00 to 1.11 times as fast with a pattern."""
+    take turns, and no end of a chunk is waited for: 1.00 to 1.11 times as fast with 5 to 12% of the pairs."""
     is_long = local_blocks >= LONG_BLOCKS
     if dim < 128:
         return is_long, True

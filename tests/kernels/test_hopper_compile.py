@@ -98,9 +98,8 @@ def test_products_stay_in_flight(tmp_path, case):
         # A product of 64 x 128 x 128 is 8 instructions; serialised, each has a wait of its own.
         assert kernel["products"] > 0, (name, kernel)
         assert kernel["waits"] * 2 < kernel["products"], (name, kernel)
-        # Some addresses, in the loop over the heads' diagonal tiles; operands would be dozens. What is needed
-        # once an item may be, outside.
-        assert kernel["spills"] < 12, (name, kernel)
+        # An address or two; operands would be dozens. What is needed once an item may be, outside.
+        assert kernel["spills"] < 8, (name, kernel)
         assert kernel["shared"] <= SHARED_MEMORY, (name, kernel)
 
 

@@ -31,6 +31,7 @@ from .key_common import (
 )
 from .key_gradients import KeyResults, attend
 from .key_walk import RankIndex, add_sums, load_queries
+from .query_sums import new_zero
 
 CHUNK: int | None = None
 """Query blocks of a chunk of the one-pass backward, for tests and benchmarks; 0 for all at once, None for
@@ -47,6 +48,9 @@ def _count_tiles(
 ):  # fmt: skip
     """Query tiles that attend to a key block, of all heads of a group at once: one head after the other waits
     for memory each time."""
+    zero = new_zero(kv_block)
+    kv_block += zero
+    kv_head += zero
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     g = gl.arange(0, SIZE, layout=layout)
     batch_head = batch * HEADS + kv_head * GROUP + gl.minimum(g, GROUP - 1)
@@ -136,18 +140,17 @@ def _key_kernel(
         if DIAGONAL:
             end_of_chunk = (kv_block // chunk_blocks + 1) * chunk_blocks
         end_q_block = gl.minimum(end_q_block, end_of_chunk)
-    if not LISTS or not (PACKED or CHUNKS):
-        num_tiles = _count_tiles(
-            index, kv_block, batch, kv_head, end_q_block, HEADS, GROUP, GROUP_SIZE
-        )
-    else:
-        # Where a list ends is searched.
+    if LISTS and (PACKED or CHUNKS):  # where a list ends is searched
         for g in range(GROUP):
             batch_head = batch * HEADS + kv_head * GROUP + g
             low, high, first = index.block_distances(
                 index.head_ptr(batch_head), index.head_list(batch_head), 0, kv_block, end_q_block
             )
             num_tiles += 2 * (high - low)
+    else:
+        num_tiles = _count_tiles(
+            index, kv_block, batch, kv_head, end_q_block, HEADS, GROUP, GROUP_SIZE
+        )
     num_tiles = gl.maximum(num_tiles, 1)
 
     shared = allocate_tiles(

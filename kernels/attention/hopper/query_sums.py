@@ -28,9 +28,9 @@ BLOCK_M = gl.constexpr(64)
 
 
 @gluon.jit
-def _zero(n):
-    """0, which LLVM takes for a new number in each step. Addresses that depend on it are not computed before
-    the loop, where they would take registers."""
+def new_zero(n):
+    """0, which LLVM takes for a new number at each call. Addresses that depend on it are neither computed
+    before a loop nor shared with code far away, where they would take registers."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, 0;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -90,7 +90,7 @@ class QuerySums:
     def put_ds(self, n, ds):
         """Store the gradients of tile n's scores, [HALF_N, BLOCK_M]."""
         self.ds_empty.wait_previous(n)
-        self.ds.index(2 * (n % 2) + self.HALF + _zero(n)).store(ds)
+        self.ds.index(2 * (n % 2) + self.HALF + new_zero(n)).store(ds)
         fence_async_shared()
         thread_barrier()
         self.ds_full.arrive(n)
@@ -102,7 +102,7 @@ class QuerySums:
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_D, 16])
         self.ds_full.wait(n)
         slot = 2 * (n % 2)
-        half = self.HALF + _zero(n)
+        half = self.HALF + new_zero(n)
         zero = gl.zeros([BLOCK_M, HALF_D], gl.float32, layout)
         ds = self.ds.index(slot).permute((1, 0))
         dq = warpgroup_mma(ds, self.keys.index(half), zero, use_acc=False, is_async=True)
@@ -112,7 +112,7 @@ class QuerySums:
     @gluon.jit
     def resident(self, n):
         """The warpgroup's keys and values, [HALF_N, D] each."""
-        half = self.HALF + _zero(n)
+        half = self.HALF + new_zero(n)
         k = self.k.index(half).reshape([self.HALF_N, self.D])
         return k, self.v.index(half).reshape([self.HALF_N, self.D])
 
@@ -121,7 +121,7 @@ class QuerySums:
         """Hand tile n's product, which is complete, to the adding warp."""
         self.ds_empty.arrive(n)
         mbarrier.wait(self.sums_empty.index(self.HALF), (n & 1) ^ 1)
-        self.sums.index(self.HALF + _zero(n)).reshape([self.D, 32]).store(_to_rows(dq, self.D))
+        self.sums.index(self.HALF + new_zero(n)).reshape([self.D, 32]).store(_to_rows(dq, self.D))
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(self.sums_full.index(self.HALF), count=1)
