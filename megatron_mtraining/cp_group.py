@@ -106,6 +106,18 @@ class RankGroup:
         dist.reduce_scatter_tensor(own, parts, group=self.group)
         return own
 
+    def all_to_all(self, tensor: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        """The first dimension, cut into a part for each rank: what the ranks have sent here, in their order.
+
+        Args:
+            sends, receives: lengths of the parts that go to each rank, and that come from each.
+        """
+        if self.world == 1:
+            return tensor
+        parts = tensor.new_empty(sum(receives), *tensor.shape[1:])
+        dist.all_to_all_single(parts, tensor.contiguous(), receives, sends, group=self.group)
+        return parts
+
     def gather_objects(self, value: Any) -> list:
         """Every rank's value, which must be picklable, in rank order."""
         if self.world == 1:

@@ -67,6 +67,11 @@ def _window(place: float, seq: int, block: int) -> Setting:
     return dict(policy="fixed", vertical=0, slash=0, window=window)
 
 
+def _own(setting: Callable) -> Callable:
+    """The same, selected by a query block's own queries, as published."""
+    return lambda *given: dict(setting(*given), block_lookahead=True)
+
+
 def _last(setting: Callable) -> Callable:
     """The same, from the last 64 rows, as published."""
     return lambda *given: dict(setting(*given), estimator="last")
@@ -79,11 +84,15 @@ FAMILIES = {
     "coverage_last": Family(_last(_coverage), 1e-4, 1e4, "coverage, from the last 64 rows, as published"),
     "fixed_last": Family(_last(_fixed), 1e-3, 1e3, "fixed, from the last 64 rows, as published"),
     "price_last": Family(_last(_price), 1 / 100, 1e4, "policy price from the last 64 rows"),
-    "xattention": Family(_xattention, 1e-4, 1e4, "key blocks by antidiagonal scores"),
-    "moba": Family(_moba, 0.4, 1e5, "key blocks by mean keys"),
+    "xattention": Family(_own(_xattention), 1e-4, 1e4, "key blocks by antidiagonal scores, as published"),
+    "moba": Family(_own(_moba), 0.4, 1e5, "key blocks by mean keys, as published"),
+    "xattention_previous": Family(_xattention, 1e-4, 1e4, "those of the block before"),
+    "moba_previous": Family(_moba, 0.4, 1e5, "those of the block before"),
     "window": Family(_window, 1, 1e5, "a sliding window and the first 4 tokens"),
 }  # fmt: skip
 """All policies but dense, by name."""
+AS_PUBLISHED_BY_BLOCK = ("xattention", "moba")
+"""Those in which a query block's own queries select, and so look ahead within the block."""
 AS_PUBLISHED = dict(policy="fixed", vertical=1000, slash=100, estimator="last")
 
 

@@ -13,7 +13,7 @@ from megatron_mtraining.config import settings_of_run
 from megatron_mtraining.transformers import configure, state_of, take_means
 
 from ..lib import jobs, record
-from ..lib.policies_at_density import FAMILIES, Found, at_density, config_of
+from ..lib.policies_at_density import AS_PUBLISHED_BY_BLOCK, FAMILIES, Found, at_density, config_of
 from ..sparsebalance import texts
 from . import continuing
 from .material import Material
@@ -156,6 +156,8 @@ def setting_of(policy: str, wanted: float | str | None, options, given) -> dict 
     rows = rows_like(options, "zero", policy=policy, wanted=wanted)
     if rows:
         setting, density, reached = rows[-1]["setting"], rows[-1]["density"], rows[-1]["reached"]
+        if policy in AS_PUBLISHED_BY_BLOCK:  # rows from before there was another way
+            setting = {**setting, "block_lookahead": True}
     else:
         found = Judge(options, given).find(policy, wanted)
         setting, density, reached = found.setting, found.density, found.is_near(wanted)

@@ -103,9 +103,10 @@ OPTIONS = (
         "policy", str,
         "How the pattern of each head is selected. price: columns and slashes by attention mass per unit of "
         "cost, with one threshold for all heads; fixed: fixed numbers of columns and diagonals per head; "
-        "coverage: the fewest columns and diagonals that hold a share of the head's attention; xattention, "
-        "moba: key blocks for each query block, by antidiagonal scores (arXiv 2503.16428) or by mean keys "
-        "(arXiv 2502.13189).",
+        "coverage: the fewest columns and diagonals that hold a share of the head's attention. These "
+        "select by queries of the whole sequence: later tokens can change which earlier keys a query attends "
+        "to. xattention, moba: key blocks for each query block, by antidiagonal scores (arXiv 2503.16428) or "
+        "by mean keys (arXiv 2502.13189) of the block before: later tokens change nothing.",
         choices=tuple(POLICIES), common=True,
         default_help="price; fixed if --mtraining-vertical or --mtraining-slash is given",
     ),
@@ -160,6 +161,14 @@ OPTIONS = (
         "block_top_k", int,
         "Key blocks per query block, in addition to the local window and the sink.",
         (MobaPolicy,), "top_k",
+    ),
+    Option(
+        "block_lookahead", bool,
+        "LOOKS AHEAD: a query block's own queries select its key blocks, as published, in place of the "
+        "queries of the block before it. Each query then sees what later queries of its block ask for, so "
+        "outputs, losses and training depend on up to a block of later tokens. To compare with published "
+        "methods.",
+        (XAttentionPolicy, MobaPolicy), "lookahead", default_help="off",
     ),
     Option(
         "window", int,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeGuard
 
 from ..errors import ConfigError
-from .validation import check_at_least, check_choice, check_share, option
+from .validation import check_at_least, check_choice, check_share, check_type, option
 
 TARGET_SCOPES = ("head", "model")
 
@@ -127,14 +127,17 @@ class XAttentionPolicy:
     Attributes:
         stride: tokens along an antidiagonal that share one score; divides the block size.
         threshold: the share of each query block's attention, as scored.
+        lookahead: a query block's own queries select, in place of those of the block before it.
     """
 
     name: ClassVar[str] = "xattention"
 
     stride: int = 16
     threshold: float = 0.9
+    lookahead: bool = False
 
     def __post_init__(self):
+        check_type("block_lookahead", self.lookahead, bool)
         check_at_least("block_stride", self.stride, 1)
         check_share("block_threshold", self.threshold)
 
@@ -149,13 +152,16 @@ class MobaPolicy:
 
     Attributes:
         top_k: key blocks per query block, beside the local window and the sink.
+        lookahead: a query block's own queries select, in place of those of the block before it.
     """
 
     name: ClassVar[str] = "moba"
 
     top_k: int = 16
+    lookahead: bool = False
 
     def __post_init__(self):
+        check_type("block_lookahead", self.lookahead, bool)
         check_at_least("block_top_k", self.top_k, 0)
 
     def keeps_all(self, seq_length: int, block_size: int) -> bool:

@@ -50,6 +50,13 @@ def check_settings_file(config: MTrainingConfig, num_layers: int | None, num_hea
         _policies(config, num_layers, num_heads)
 
 
+def looks_ahead(config: MTrainingConfig, num_layers: int | None, num_heads: int) -> bool:
+    """Whether some head has a policy whose patterns later tokens of a block change (``block_lookahead``)."""
+    by_layer = {} if config.settings is None else _policies(config, num_layers, num_heads)
+    policies = {config.policy}.union(*by_layer.values())
+    return any(getattr(policy, "lookahead", False) for policy in policies)
+
+
 def changed_policy(policy: Policy, changes: dict[str, object]) -> Policy:
     """``policy`` with flat options changed, which may select another policy; ``dense`` keeps everything.
 

@@ -14,6 +14,7 @@ from ..config import (
     ConfigError,
     MTrainingConfig,
     check_settings_file,
+    looks_ahead,
     option,
     sets_every_head,
 )
@@ -123,6 +124,11 @@ def fill_in(args) -> list[str]:
     lines = [f"settings: {given}"]
     if warning:
         lines.append(f"warning: {warning}")
+    if looks_ahead(config, getattr(args, "num_layers", None), args.num_attention_heads):
+        lines.append(
+            f"warning: {option('block_lookahead')}: outputs and the loss depend on up to a block of later "
+            "tokens, so the loss is lower than that of a model that writes"
+        )
     lines += fill_in_documents(args)
     lines += lines_of_balance(args, config)
     chunked = config.loss_chunk != 0 and why_not(args, command_line=True) is None

@@ -68,7 +68,8 @@ def _most_entries(
     for policy in policies:
         if not isinstance(policy, MobaPolicy):
             return None
-        entries += batch * local * min(num_blocks, policy.top_k + always + 1)
+        # What the block before keeps of its own window, too, unless a block selects for itself.
+        entries += batch * local * min(num_blocks, policy.top_k + always + 2 - policy.lookahead)
     return entries if entries <= MAX_LIST_ENTRIES else None
 
 

@@ -7,13 +7,18 @@
 - :class:`~megatron_mtraining.config.XAttentionPolicy`: the fewest blocks that hold ``threshold`` of the
   softmax of antidiagonal scores (arXiv 2503.16428, section 3), summed to blocks.
 
-Each rank selects for its own query blocks. Nothing is sampled. Candidates are ordered by an integer that
+A query block attends to the blocks that the queries of the block before it select, and so no token changes
+what an earlier query attends to. As published (``lookahead``), its own queries select, and each query sees
+what later queries of its block ask for.
+
+Each rank scores its own query blocks. Nothing is sampled. Candidates are ordered by an integer that
 does not depend on the number of ranks, ties going to the earlier block; nothing is read back to the host.
 """
 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,7 +28,7 @@ from ..cp_group import CPGroup
 from ..documents import Documents
 from ..kernels.attention.operands import unit_stride
 from ..kernels.selection import antidiagonal_lse, top_blocks
-from ..layout import block_at
+from ..layout import block_at, owner_of
 
 CHUNK = 2**26
 """Numbers that exist at once, about: pairs of a query row and a key block. Enough rows for all of a GPU at
@@ -82,15 +87,52 @@ def select_key_blocks(
         blocks = _top_antidiagonals(
             query, key, length, cp, hidden, policy, softmax_scale, block_size, always
         )
+    if not policy.lookahead:
+        blocks = _of_previous_block(blocks, cp, *always)
     return blocks if hidden is None else blocks.masked_fill_(hidden, 0)
 
 
-def _to_integers(tensor: Tensor, dims: int | tuple[int, ...], bits: int) -> Tensor:
-    """The tensor rounded to whole numbers below ``2 ** bits``, as float64: times one power of 2 for all
-    entries along ``dims``, which depends on the largest one alone. What is not finite is 0."""
+def _of_previous_block(blocks: Tensor, cp: CPGroup, window_blocks: int, sink_blocks: int) -> Tensor:
+    """The selection of the query block before each of this rank's, with the blocks that are always kept.
+    Over several ranks a collective, as the block before is another rank's.
+
+    Args:
+        blocks: uint8 ``[b, h, nb, NB]``, by the query block that selected.
+    """
+    count, num_blocks = blocks.shape[-2:]
+    block = torch.arange(num_blocks, device=blocks.device)
+    own = block_at(block[:count], cp.rank, cp.world, cp.inner)[:, None]
+    kept = (block <= own) & ((block >= own - window_blocks) | (block < sink_blocks))
+    sent, sends = _neighbours(1, count, cp.rank, cp.world, cp.inner, blocks.device)
+    arriving, receives = _neighbours(-1, count, cp.rank, cp.world, cp.inner, blocks.device)
+    rows = cp.all_to_all(blocks.permute(2, 0, 1, 3).index_select(0, sent), sends, receives)
+    previous = kept.to(torch.uint8).expand_as(blocks).clone()
+    previous[:, :, arriving] |= rows.permute(1, 2, 0, 3)
+    return previous
+
+
+@lru_cache(maxsize=64)
+def _neighbours(
+    step: int, count: int, rank: int, world: int, inner: int, device
+) -> tuple[Tensor, list[int]]:
+    """A rank's local blocks whose next (``step`` 1) or previous (-1) block exists, int64, by the rank that
+    has it, in the order of the earlier block of each pair; and how many each rank has."""
+    with torch.inference_mode(False):
+        local = torch.arange(count)
+        block = block_at(local, rank, world, inner) + step
+        local, block = (each[(block >= 0) & (block < count * world)] for each in (local, block))
+        owner, theirs = owner_of(block, world, inner)
+        order = (owner * count + (local if step == 1 else theirs)).argsort()
+        return local[order].to(device), owner.bincount(minlength=world).tolist()
+
+
+def _to_integers(tensor: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """The tensor as whole numbers below ``2 ** bits``, float64, times a power of 2 for each last dimension,
+    which depends on its largest entry alone. What is not finite is 0."""
     tensor = tensor.nan_to_num(0.0, 0.0, 0.0)
-    _, exponent = torch.frexp(tensor.abs().amax(dims, keepdim=True))
-    return (tensor * (bits - exponent.clamp(min=-900)).double().exp2()).round()
+    _, exponent = torch.frexp(tensor.abs().amax(-1, keepdim=True))
+    shift = (bits - exponent.clamp(min=-900)).double()
+    return (tensor * shift.exp2()).round(), (-shift).exp2()
 
 
 def _top_means(
@@ -106,7 +148,8 @@ def _top_means(
     """The ``top_k`` blocks by mean query times mean key.
 
     Means are in float64, rounded to integers whose products add up exactly: so the scores, rounded to
-    float32, are the same bits in whatever order they are summed.
+    float32, are the same bits in whatever order they are summed. The rounding of a block depends on that
+    block alone: no later key changes how earlier ones compare.
     """
     nb, (_, batch, heads, dim) = query.shape[0] // block_size, query.shape
     num_blocks, world = nb * cp.world, cp.world
@@ -121,12 +164,12 @@ def _top_means(
     for rank, part in enumerate(cp.all_gather(means(key))):
         keys[:, :, block_at(own, rank, world, cp.inner)] = part
     bits = (52 - dim.bit_length()) // 2
-    keys = _to_integers(keys, (-1, -2), bits).transpose(-1, -2)
-    queries = _to_integers(means(query), -1, bits).unflatten(1, (key.shape[2], -1))
+    keys, unit = (each.transpose(-1, -2) for each in _to_integers(keys, bits))
+    queries = _to_integers(means(query), bits)[0].unflatten(1, (key.shape[2], -1))
     blocks = torch.empty(batch, heads, nb, num_blocks, dtype=torch.uint8, device=query.device)
     for first, count in _chunks(nb, 4 * batch * heads * num_blocks):
         rows = queries[:, :, :, first : first + count]
-        scores = (rows.flatten(2, 3) @ keys).unflatten(2, rows.shape[2:4]).flatten(1, 2)
+        scores = (rows.flatten(2, 3) @ keys * unit).unflatten(2, rows.shape[2:4]).flatten(1, 2)
         # Floats as integers of the same order: all but the last bit, and all positive.
         order = scores.float().view(torch.int32) >> 1
         order = torch.where(order < 0, -(order & 0x3FFFFFFF), order) + 2**30

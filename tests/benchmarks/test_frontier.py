@@ -58,7 +58,9 @@ def test_a_greater_knob_is_denser_and_fits(name):
         assert not config.keeps_all(16384)
     key = {"price": "price", "fixed": "vertical", "coverage": "coverage", "window": "window"}.get(
         name.removesuffix("_last"),
-        {"xattention": "block_threshold", "moba": "block_top_k"}.get(name),
+        {"xattention": "block_threshold", "moba": "block_top_k"}.get(
+            name.removesuffix("_previous")
+        ),
     )
     values = [config.options()[key] if key != "window" else config.window for config in configs]
     assert sorted(values, reverse=key == "price") == values and len(set(values)) >= 3

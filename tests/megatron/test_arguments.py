@@ -219,6 +219,19 @@ def test_the_data_loader_makes_no_mask_and_says_so():
     assert settings.startswith("settings: policy=price price=0.25") and "no [sequence" in mask
 
 
+def test_a_policy_that_looks_ahead_is_said_to(tmp_path):
+    path = tmp_path / "settings.json"
+    policy = {"policy": "moba", "block_lookahead": True}
+    path.write_text(json.dumps({"layers": {"0": {"heads": {"0": policy}}}}))
+    words = "--mtraining-policy xattention --mtraining-block-lookahead"
+    for asked in (words.split(), ["--mtraining-settings", str(path)]):
+        assert any(
+            "depend on up to a block of later tokens" in line for line in check(parse(*asked))
+        )
+    quiet = check(parse("--mtraining-policy", "xattention"))
+    assert not any("later tokens" in line for line in quiet)
+
+
 def test_refusing_changes_nothing():
     args = parse(
         "--mtraining-slash",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,13 +23,18 @@ from tests.support.selection_cases import planted_operands
 pytestmark = pytest.mark.usefixtures("fresh_inputs")
 
 BLOCK, SEQ = 64, 64 * 12
+LOOKAHEAD = [
+    dict(policy=MobaPolicy(top_k=3, lookahead=True)),
+    dict(policy=MobaPolicy(top_k=0, lookahead=True), window_blocks=2, sink_blocks=0),
+    dict(policy=MobaPolicy(top_k=50, lookahead=True), window_blocks=0, sink_blocks=2),
+    dict(policy=XAttentionPolicy(stride=16, threshold=0.7, lookahead=True)),
+    dict(policy=XAttentionPolicy(8, 0.3, lookahead=True), window_blocks=0, sink_blocks=0),
+    dict(policy=XAttentionPolicy(stride=4, threshold=1.0, lookahead=True)),
+]
+"""A block's own queries select for it: what they ask for can be looked at."""
 OPTIONS = [
-    dict(policy=MobaPolicy(top_k=3)),
-    dict(policy=MobaPolicy(top_k=0), window_blocks=2, sink_blocks=0),
-    dict(policy=MobaPolicy(top_k=50), window_blocks=0, sink_blocks=2),
-    dict(policy=XAttentionPolicy(stride=16, threshold=0.7)),
-    dict(policy=XAttentionPolicy(stride=8, threshold=0.3), window_blocks=0, sink_blocks=0),
-    dict(policy=XAttentionPolicy(stride=4, threshold=1.0)),
+    *LOOKAHEAD,
+    *(dict(each, policy=replace(each["policy"], lookahead=False)) for each in LOOKAHEAD),
 ]
 
 
@@ -102,7 +108,7 @@ def check_share(blocks, mass, threshold, options, slack):
 
 
 @pytest.mark.parametrize("seq_length", [SEQ, 450])  # the last block has rows past the end
-@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
+@pytest.mark.parametrize("options", LOOKAHEAD, ids=name_of)
 def test_what_is_taken(options, seq_length):
     query, key = planted_operands(torch.float64, seq_length)
     blocks = select(query, key, 0.5, **options)
@@ -115,9 +121,19 @@ def test_what_is_taken(options, seq_length):
         check_share(blocks.bool(), mass, policy.threshold, options, 1e-6)
 
 
+@pytest.mark.parametrize("options", LOOKAHEAD, ids=name_of)
+def test_the_block_before_selects(options):
+    query, key = planted_operands(torch.float64, 450)
+    own = select(query, key, 0.5, **options).bool()
+    causal = dict(options, policy=replace(options["policy"], lookahead=False))
+    always, _ = always_of(own.shape[-1], **options)
+    expected = always | torch.nn.functional.pad(own[:, :, :-1], (0, 0, 1, 0))
+    assert torch.equal(select(query, key, 0.5, **causal).bool(), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
+@pytest.mark.parametrize("options", LOOKAHEAD, ids=name_of)
 def test_what_is_taken_on_a_gpu(options, dtype):
     query, key = planted_operands(dtype, 4096, "cuda")
     options = dict(options, block_size=128)
@@ -147,7 +163,8 @@ def test_nothing_is_read_back_to_the_host(options):
 
 def test_ties_go_to_the_earlier_block():
     query, key = torch.ones(SEQ, 1, 1, 64), torch.ones(SEQ, 1, 1, 64)
-    for policy, count in ((MobaPolicy(top_k=3), 3), (XAttentionPolicy(threshold=0.4), None)):
+    policies = MobaPolicy(top_k=3, lookahead=True), XAttentionPolicy(threshold=0.4, lookahead=True)
+    for policy, count in zip(policies, (3, None)):
         blocks = select(query, key, 1.0, policy=policy, window_blocks=0, sink_blocks=0)[0, 0]
         for i, row in enumerate(blocks.tolist()):
             taken = [j for j in range(i) if row[j]]
@@ -158,7 +175,8 @@ def test_ties_go_to_the_earlier_block():
 def test_what_holds_nothing_is_not_taken():
     query, key = torch.ones(SEQ, 1, 1, 64), torch.ones(SEQ, 1, 1, 64)
     key[3 * BLOCK : 5 * BLOCK] = -10
-    blocks = select(query, key, 1.0, policy=XAttentionPolicy(threshold=1.0))[0, 0]
+    policy = XAttentionPolicy(threshold=1.0, lookahead=True)
+    blocks = select(query, key, 1.0, policy=policy)[0, 0]
     at = torch.arange(SEQ // BLOCK)
     # But as the window, of blocks 4 and 5, and by the query blocks themselves.
     expected = (at[:, None] >= at) & ((at < 3) | (at > 4) | (at[:, None] - at < 2))
