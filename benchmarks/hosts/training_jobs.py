@@ -45,8 +45,14 @@ PRICE = f"price at {PRICED:.1%}"
 PRUNED = f"{PRICE}, backward threshold {THRESHOLD:g}"
 SAMPLED = f"{PRUNED}, sampling"
 FIXED, DENSE = "1000 columns, 100 diagonals", "dense"
+KEPT = "output kept"
+"""Dense, and recomputation does not run attention's forward again, as it does not with the plug-in."""
+OWN = "all pairs"
+"""Dense attention through the plug-in."""
 STEPS = (
     Step(128 * K, DENSE, 6.7, 11, 3, 2),
+    Step(128 * K, KEPT, 5.7, 7, 3),
+    Step(128 * K, OWN, 5.7, 7, 3),
     Step(128 * K, FIXED, 1.9, 13, 4, 2),
     Step(128 * K, PRICE, 2.2, 13, 4, 2),
     Step(128 * K, PRUNED, 2.2, 13, 4),
@@ -55,6 +61,8 @@ STEPS = (
     Step(512 * K, PRICE, 15.4, 7, 2, 2),
     Step(512 * K, PRUNED, 15.4, 6, 2),
     Step(512 * K, DENSE, 94, 3, 1),
+    Step(512 * K, KEPT, 75, 3, 1),
+    Step(512 * K, OWN, 70, 3, 1),
     Step(256 * K, DENSE, 25, 6, 2),
     Step(256 * K, FIXED, 3.7, 10, 3),
     Step(256 * K, PRICE, 6, 9, 3),
@@ -88,19 +96,20 @@ def step_jobs(host: Host) -> Iterator[Job]:
         wanted = [step for step in wanted if not step.setting.startswith(PRUNED)]
     for step in wanted:
         each, most = step.seq // host.gpus, 128 * K
-        dense = step.setting == DENSE
+        dense = step.setting in (DENSE, KEPT)
         if (dense and (not host.has_te or each > most)) or each > 2 * most:
             continue
         yield _step_job(host, step, text)
 
 
 def _step_job(host: Host, step: Step, text: Path) -> Job:
-    tokens, dense = host.sizes.steps[step.seq], step.setting == DENSE
+    tokens, dense = host.sizes.steps[step.seq], step.setting in (DENSE, KEPT)
     row: dict[str, Any] = dict(
         seq=tokens, world=host.gpus, vertical=None, slash=None, slash_cap=None,
         backward_threshold=None, attention="fused" if dense else "mtraining",
         weights=host.weights.name if host.weights else "random",
         model="tiny" if host.sizes is TINY else "qwen2.5-3b",
+        dense_recompute={DENSE: "twice", KEPT: "output kept"}.get(step.setting),
     )  # fmt: skip
     words = ["-m", "benchmarks.model.pretrain", "run", host.megatron, "--model", row["model"]]
     words += ["--gpus", host.gpus, "--seq-length", tokens, "--attention", row["attention"]]
@@ -113,7 +122,11 @@ def _step_job(host: Host, step: Step, text: Path) -> Job:
         words += ["--script", TINY_RECIPE]
     if host.weights:
         words += ["--script", EXAMPLES / "run.sh", "--weights", host.weights]
-    if dense and step.seq > 128 * K:
+    words += ["--dense-recompute", "kept"] if step.setting == KEPT else []
+    if step.setting == OWN:
+        row |= dict(price=0.0)
+        words += ["--price", 0]
+    if dense and (step.seq > 128 * K or step.setting == KEPT):
         words += ["--loss-chunk", 4096]
     elif step.setting == FIXED:
         row |= dict(vertical=min(1000, tokens // 16), slash=min(100, tokens // 16))
@@ -125,7 +138,8 @@ def _step_job(host: Host, step: Step, text: Path) -> Job:
     if not dense and not host.has_te and host.device == "cuda":
         words += LOCAL
     if step.setting.startswith(PRICE):
-        words += ["--price", FRONTIER_PRICE if host.weights else EVEN_PRICE]
+        row |= dict(price=FRONTIER_PRICE if host.weights else EVEN_PRICE)
+        words += ["--price", row["price"]]
         if not host.weights:
             row["slash_cap"] = slash_cap(tokens)
             words += ["--mtraining-slash-cap", row["slash_cap"]]

@@ -22,7 +22,7 @@ from megatron_mtraining.ring.attention import ring_attention
 
 from ..lib import record
 from ..lib.environment import variable
-from ..lib.workloads import BLOCK, draw_operands, heads_first
+from ..lib.workloads import BLOCK, draw_operands, fa4, heads_first, tokens_first
 from .attention import DENSE, Case, dense_with, flex_for, passes
 from .peer_blocks import key_blocks, key_intervals, query_blocks
 
@@ -78,7 +78,7 @@ def draw(case: Case, index: Any, dense_seq: int, device: str) -> Problem:
 
 
 def _tokens_first(operands) -> list[Tensor]:
-    return [t.detach().transpose(0, 1).contiguous() for t in operands]
+    return [tokens_first(t) for t in operands]
 
 
 def _heads_first(operands) -> list[Tensor]:
@@ -193,12 +193,7 @@ def fa4_blocks(problem: Problem) -> Call:
 
 
 def fa4_dense(problem: Problem) -> Call:
-    cute = import_module("flash_attn.cute")
-
-    def run(query, key, value):
-        return cute.flash_attn_func(query, key, value, causal=True)[0]
-
-    calls = passes(run, _tokens_first(problem.dense))
+    calls = passes(fa4, _tokens_first(problem.dense))
     return Call(*calls, problem.dense_pairs, block=None, note=ATOMIC)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -139,6 +140,16 @@ def draw_structured(
 def heads_first(tensor: Tensor) -> Tensor:
     """``[s, b, h, d]`` as the contiguous ``[b, h, s, d]`` that dense attention takes."""
     return tensor.detach().permute(1, 2, 0, 3).contiguous()
+
+
+def tokens_first(tensor: Tensor) -> Tensor:
+    """``[s, b, h, d]`` as the contiguous ``[b, s, h, d]`` that FlashAttention takes."""
+    return tensor.detach().transpose(0, 1).contiguous()
+
+
+def fa4(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """FlashAttention-4's dense causal attention (package ``flash-attn-4``), ``[b, s, h, d]``."""
+    return import_module("flash_attn.cute").flash_attn_func(query, key, value, causal=True)[0]
 
 
 def mask_rows(distances: Tensor, columns: Tensor, rows: Tensor, keys: int) -> Tensor:

@@ -49,6 +49,7 @@ def run(
     traces: str | None = None,
     steps: int = 2,
     loss_chunk: int = 0,
+    keep_output: bool = False,
     drop: Sequence[str] = (),
 ) -> None:
     """Run ``script`` as ``__main__``.
@@ -56,11 +57,16 @@ def run(
     Args:
         traces: a folder for traces and breakdowns of the last ``steps`` steps, one a rank.
         loss_chunk: tokens in a chunk of our loss, where attention is not ours; 0 for Megatron's own.
+        keep_output: recomputation does not run Transformer Engine's attention again.
         drop: options to leave out with their values, by how they begin.
     """
     sys.argv = [script, *without(sys.argv[1:], drop)]
     if loss_chunk:
         chunk_loss(loss_chunk)
+    if keep_output:
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        TEDotProductAttention.forward = kept(TEDotProductAttention.forward)
     if traces:
         from megatron.training import get_args, training
 
@@ -99,6 +105,61 @@ def chunk_loss(chunk: int) -> None:
         output_layer.chunk_loss(self, chunk)
 
     GPTModel.__init__ = __init__
+
+
+def kept(forward):
+    """An attention's ``forward`` whose result full recomputation keeps, as it does the plug-in's: the first
+    pass records the graph of attention alone, and the backward of the replay goes through that.
+
+    Each attention has one call in flight at a time. Beside the output, all that its backward needs is kept:
+    query, key and value.
+    """
+
+    @functools.wraps(forward)
+    def call(self, query, key, value, *args, **kwargs):
+        given = (query, key, value)
+        if not self.training:
+            return forward(self, *given, *args, **kwargs)
+        if torch.is_grad_enabled():
+            return _Kept.apply(self.__dict__.pop("kept"), *given)
+        grads: list[torch.Tensor] = []
+        with torch.enable_grad():
+            leaf = torch.zeros((), requires_grad=True)
+            out = forward(self, *_Collect.apply(leaf, grads, *given), *args, **kwargs)
+        self.kept = out, grads
+        return out.detach()
+
+    return call
+
+
+class _Collect(torch.autograd.Function):
+    """Operands as they are; puts their gradients into a list. No leaf holds their memory."""
+
+    @staticmethod
+    def forward(ctx, leaf, grads, *operands):
+        ctx.grads = grads
+        return tuple(each.detach() for each in operands)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        ctx.grads.extend(grads)
+        return (None,) * (2 + len(grads))
+
+
+class _Kept(torch.autograd.Function):
+    """The output that the first pass kept."""
+
+    @staticmethod
+    def forward(ctx, kept, *operands):
+        ctx.kept = kept
+        return kept[0].detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        out, grads = ctx.kept
+        del ctx.kept
+        torch.autograd.backward(out, grad)
+        return None, *grads
 
 
 class Profiling:

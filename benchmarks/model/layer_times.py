@@ -15,8 +15,9 @@ from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.pattern import search_pattern
 from megatron_mtraining.tools.profile.timing import Clock
 
+from ..lib import record
 from ..lib.policies_at_density import Setting, config_of
-from ..lib.workloads import draw_structured, heads_first
+from ..lib.workloads import draw_structured, fa4, heads_first, tokens_first
 
 HEADS, KV_HEADS, DIM = 16, 2, 128
 """Of a layer of Qwen2.5-3B."""
@@ -33,20 +34,29 @@ class Shape(NamedTuple):
 
 
 class Layer:
-    """Operands of one layer, whose attention looks like a usual head's, and how long attention takes.
+    """Operands of one layer, and how long attention takes.
 
     Args:
         seq: tokens.
         shape: of the layer.
         device: a GPU, or the CPU to try it.
+        operands: query, key, value and gradient of out, ``[s, 1, h, d]``, of a model; None for random ones,
+            whose attention looks like a usual head's.
     """
 
-    def __init__(self, seq: int, shape: Shape, device: torch.device, block: int = 128):
+    def __init__(
+        self,
+        seq: int,
+        shape: Shape,
+        device: torch.device,
+        block: int = 128,
+        operands: tuple[torch.Tensor, ...] | None = None,
+    ):
         torch.manual_seed(0)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         positions = torch.arange(seq, device=device)
         columns = min(COLUMNS, seq // 16)
-        self.operands = draw_structured(seq, positions, *shape, columns, dtype)
+        self.operands = operands or draw_structured(seq, positions, *shape, columns, dtype)
         self.seq, self.shape, self.block, self.device = seq, shape, block, device
         self.clock = Clock(device)
 
@@ -99,6 +109,14 @@ class Layer:
         with sdpa_kernel(backend):
             forward, backward = self._both(attention, [heads_first(each) for each in self.operands])
         return dict(dense_forward_ms=round(forward, 5), dense_backward_ms=round(backward, 5))
+
+    def fa4_times(self) -> dict[str, float | None]:
+        """Milliseconds of FlashAttention-4's dense attention; None where it is not installed."""
+        times: tuple[float | None, float | None] = (None, None)
+        if self.device.type == "cuda" and record.installed("flash-attn-4") != "none":
+            forward, backward = self._both(fa4, [tokens_first(each) for each in self.operands])
+            times = round(forward, 5), round(backward, 5)
+        return dict(zip(("fa4_forward_ms", "fa4_backward_ms"), times))
 
     def replay_times(self, setting: Setting) -> dict[str, dict[str, float]]:
         """Milliseconds of a layer's attention under recomputation of activations: with the first pass's

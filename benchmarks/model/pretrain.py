@@ -4,11 +4,14 @@
     python -m benchmarks.model.pretrain data FOLDER                  # Python's sources, tokenised
     python -m benchmarks.model.pretrain run MEGATRON_LM --attention fused --data FOLDER/text
     python -m benchmarks.model.pretrain run MEGATRON_LM --attention mtraining --data FOLDER/text
-    python -m benchmarks.model.pretrain picture                      # of the rows with a breakdown
 
 Runs ``examples/pretrain_qwen2.5_3b.sh``, or another recipe (``--script``), reads Megatron's log, and appends
 a row to ``results/pretrain.jsonl``. Figures are of iterations after the first four (``--warm-up``), which
 compile.
+Under full recomputation the forward of Transformer Engine's attention runs twice, the plug-in's once.
+``--dense-recompute kept`` makes that equal; rows say which it was. ``--attention mtraining --price 0`` is
+dense attention through the plug-in.
+
 With ``--breakdown`` the last iterations run under a profiler; the row says what their time went to
 (``breakdown.py``), in milliseconds as measured: they sum to ``profiled_ms``, not to ``iter_ms``, which is of
 the iterations before.
@@ -32,6 +35,9 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "pretrain_qwen2.5_3b.sh"
 DEFAULT_CHUNK = 4096  # of the plug-in, without --mtraining-loss-chunk
 WARM_UP = 4
+DENSE_RECOMPUTE = {"twice": "twice", "kept": "output kept", "selective": "selective: MLP"}
+"""What a dense step recomputes: whole layers, as full recomputation does; all but attention's forward
+(:func:`~.instrument.kept`); or MLPs alone (``--recompute-modules mlp``), for five times the memory."""
 ITERATION = re.compile(
     r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: ([-+\d.Ena]+)"
 )
@@ -155,6 +161,11 @@ def command(options, folder: Path) -> tuple[list[str], dict[str, str]]:
         words += ["--mtraining-loss-chunk", str(options.loss_chunk)]
     elif options.loss_chunk:
         changes["loss_chunk"] = options.loss_chunk
+    if options.dense_recompute == "kept":
+        changes["keep_output"] = True
+    elif options.dense_recompute == "selective":
+        drop += ["--recompute-method", "--recompute-num-layers"]
+        words += ["--recompute-granularity", "selective", "--recompute-modules", "mlp"]
     if options.breakdown:
         traces = (options.traces or folder / "traces").resolve()
         changes.update(traces=str(traces), steps=options.breakdown)
@@ -242,6 +253,7 @@ def row_of(options, log: str) -> dict:
         world=argument(log, "world_size") or options.gpus,
         attention=options.attention,
         loss_chunk=loss_chunk(options, log),
+        dense_recompute=None if ours else DENSE_RECOMPUTE[options.dense_recompute],
         iter_ms=round(ms, 1),
         step_ms=list(found["ms"].values()),
         tokens_per_s=round(seq * batch / ms * 1000),
@@ -294,6 +306,11 @@ def check(options, refuse) -> None:
         refuse("--data has several datasets: use them with --script, a recipe")
     if options.loss_chunk is not None and options.loss_chunk < 0:
         refuse(f"--loss-chunk {options.loss_chunk}: use tokens, or 0 for Megatron's own loss")
+    if options.dense_recompute != "twice" and options.attention == "mtraining":
+        refuse(
+            "--dense-recompute is of Transformer Engine's attention: with --attention mtraining, give "
+            "--mtraining-recompute-attention or leave both out"
+        )
     if options.traces and options.breakdown is None:
         refuse("--traces is given without --breakdown")
     if options.traces and options.traces.exists() and any(options.traces.iterdir()):
@@ -311,16 +328,6 @@ def check(options, refuse) -> None:
 
 def data(options) -> None:
     make_data(options.folder, options.tokens)
-
-
-def picture(options) -> None:
-    from ..lib import plots
-
-    rows = [json.loads(line) for line in options.rows.read_text(encoding="utf-8").splitlines()]
-    rows = [row for row in rows if row.get("breakdown")]
-    if not rows:
-        sys.exit(f"no row in {options.rows} has a breakdown: run with --breakdown")
-    print(plots.steps(options.output or options.rows.with_suffix(".png"), rows))
 
 
 def megatron_version(checkout: Path) -> str:
@@ -366,6 +373,10 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         help="tokens in a chunk of our loss, with fused attention too; 0 for Megatron's own",
     )  # fmt: skip
     runs.add_argument(
+        "--dense-recompute", choices=DENSE_RECOMPUTE, default="twice",
+        help="how full recomputation treats Transformer Engine's attention (default: %(default)s)",
+    )  # fmt: skip
+    runs.add_argument(
         "--breakdown", type=int, nargs="?", const=2, metavar="ITERATIONS",
         help="what the time of the last iterations (2) goes to",
     )  # fmt: skip
@@ -373,9 +384,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     runs.add_argument("--memory-interval", action="store_true", help="log memory each iteration")
     runs.add_argument("--log", type=Path, help="keep Megatron's log here")
     runs.add_argument("--output", type=Path, default=record.RESULTS / "pretrain.jsonl")
-    draws = commands.add_parser("picture")
-    draws.add_argument("--rows", type=Path, default=record.RESULTS / "pretrain.jsonl")
-    draws.add_argument("--output", type=Path)
     # What this does not know goes to Megatron.
     options, options.more = parser.parse_known_args(words)
     if options.command == "run":
@@ -385,7 +393,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 def main(words: list[str] | None = None) -> None:
     options = parse(words)
-    {"data": data, "picture": picture, "run": run}[options.command](options)
+    {"data": data, "run": run}[options.command](options)
 
 
 if __name__ == "__main__":

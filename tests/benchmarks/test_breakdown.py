@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""``benchmarks/pretrain.py`` without a run: traces into parts, what is started, Megatron's log, a picture."""
+"""``benchmarks/pretrain.py`` without a run: traces into parts, what is started, Megatron's log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.lib import plots, record
+from benchmarks.lib import record
 from benchmarks.model import breakdown, instrument, pretrain
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 @pytest.fixture(scope="module")
 def scripts():
     return SimpleNamespace(
-        pretrain=pretrain, breakdown=breakdown, instrument=instrument, plots=plots, record=record
+        pretrain=pretrain, breakdown=breakdown, instrument=instrument, record=record
     )
 
 
@@ -149,7 +149,9 @@ RECIPE = str(FOLDER.parent / "examples/qwen2.5-0.5b-128k/run.sh")
     ("words", "expected"),
     [
         ("mtraining", dict(model="qwen2.5-3b", loss_chunk=2048, price=0.25, iter_ms=6500)),
-        ("fused --loss-chunk 512", dict(loss_chunk=512, price=None)),
+        ("mtraining --price 0", dict(price=0, dense_recompute=None)),
+        ("fused --loss-chunk 512", dict(loss_chunk=512, price=None, dense_recompute="twice")),
+        ("fused --dense-recompute kept", dict(dense_recompute="output kept")),
         ("fused --warm-up 2", dict(loss_chunk=0, iter_ms=6000, warm_up=2)),
         ("fused --warm-up 1", dict(iter_ms=6250, warm_up=1)),  # of eight, the second 40000
         (f"mtraining --script {RECIPE} --breakdown", dict(model="qwen2.5-0.5b", iter_ms=5500)),
@@ -236,6 +238,13 @@ def test_what_is_started(scripts, monkeypatch, tmp_path):
     # A recipe takes one or the other.
     assert "PRICE" not in environment and "MODEL" not in environment
 
+    _, words, _ = command("--attention fused --dense-recompute kept")
+    assert "'keep_output': True" in (Path(words[1]) / "pretrain_gpt.py").read_text()
+    _, words, _ = command("--attention fused --dense-recompute selective")
+    assert words[-4:] == ["--recompute-granularity", "selective", "--recompute-modules", "mlp"]
+    text = (Path(words[1]) / "pretrain_gpt.py").read_text()
+    assert "'drop': ['--recompute-method', '--recompute-num-layers']" in text
+
     weights = tmp_path / "weights"
     weights.mkdir()
     (weights / "megatron_args.sh").touch()
@@ -292,6 +301,7 @@ def test_options_that_are_left_out(scripts):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ("--attention mtraining --dense-recompute kept", "is of Transformer Engine's attention"),
         ("--breakdown 0", "--breakdown 0: use 1 or more"),
         ("--breakdown 3 --iterations 8", "--iterations 8 leave none .* use 9 or more"),
         ("--breakdown --warm-up 7 --iterations 10", "use 11 or more"),
@@ -322,30 +332,3 @@ def test_ranks_side_by_side(scripts, tmp_path):
     assert found["breakdown"] == {"attention": 5, "waiting": 1} and found["profiled_ms"] == 6
     assert found["breakdown_longest"] == {"attention": 5, "waiting": 2}
     assert scripts.pretrain.breakdowns(tmp_path / "none") == {}
-
-
-def test_the_picture(scripts, monkeypatch, tmp_path):
-    parts = dict(zip(scripts.breakdown.PARTS, (80e3, 5e3, 1e3, 500, 400, 100)))
-    dense = dict(
-        model="m", layers=36, seq=524288, world=4, gpu="a GPU", attention="fused", loss_chunk=4096,
-        iter_ms=86e3, profiled_ms=87e3, breakdown=parts, density=1.0,
-    )  # fmt: skip
-    ours = dict(dense, attention="mtraining", iter_ms=8e3, density=0.031, profiled_ms=8100)
-    ours["breakdown"] = dict(parts, attention=1100)
-    rows = [dict(ours, iter_ms=1), dense, ours, dict(dense, seq=131072), {"no": "breakdown"}]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    drawn = []
-    monkeypatch.setattr(scripts.plots.pyplot, "close", drawn.append)
-    scripts.pretrain.main(["picture", "--rows", str(file)])
-    assert (tmp_path / "rows.png").stat().st_size > 10_000
-    right, left = drawn[0].axes
-    labels = [label.get_text() for label in left.get_xticklabels()]
-    assert labels == ["dense,\nour loss", "mtraining,\n3.1% kept"] and "128K" in right.get_title()
-    tops = [bar.get_y() + bar.get_height() for bar in left.patches]
-    assert max(tops) == pytest.approx(87) and min(b.get_height() for b in left.patches) > 0
-    monkeypatch.undo()
-    scripts.plots.pyplot.close("all")
-    file.write_text(json.dumps({"seq": 1}) + "\n")
-    with pytest.raises(SystemExit, match="no row in .* has a breakdown"):
-        scripts.pretrain.main(["picture", "--rows", str(file)])

@@ -27,6 +27,7 @@ CASES = {
     "dense, not traced": dict(traced=False),
     "dense, our loss": dict(chunk=CHUNK),
     "dense, recomputed": dict(config=RECOMPUTE),
+    "dense, recomputed, output kept": dict(kept=True, config=RECOMPUTE),
     "ours, recomputed": dict(ours=True, chunk=CHUNK, config=RECOMPUTE),
 }
 
@@ -102,10 +103,15 @@ def forward_step(data_iterator, model):
     return losses, lambda losses: (losses.mean(), {"loss": losses.mean().item()})
 
 
-def run(folder: Path, ours: bool = False, chunk: int = 0, config=None, traced: bool = True) -> None:
+def run(
+    folder: Path, ours: bool = False, chunk: int = 0, config=None, traced: bool = True, kept: bool = False
+) -> None:  # fmt: skip
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    before = GPTModel.__init__
+    before, attention = GPTModel.__init__, DotProductAttention.forward
+    if kept:
+        DotProductAttention.forward = instrument.kept(attention)
     if chunk and not ours:
         instrument.chunk_loss(chunk)
     model = build(ours, chunk, config or {})
@@ -118,6 +124,7 @@ def run(folder: Path, ours: bool = False, chunk: int = 0, config=None, traced: b
     losses = [step(forward_step, data, [model], optimizer) for _ in range(STEPS)]
     folder.mkdir(exist_ok=True)
     torch.save(losses, folder / "losses.pt")
+    DotProductAttention.forward = attention
 
 
 def main(folder: Path) -> None:
