@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The pictures of docs/performance.md and docs/balance.md, from the rows of ``benchmarks/results/*.jsonl``.
+"""The pictures of README.md and of pages of docs/, from the rows of ``benchmarks/results/*.jsonl``.
 
 ``docs/generate.py`` draws them. Each file carries a hash of the figures that it shows, by which a stale one
 is found: pixels differ between versions of matplotlib.
@@ -12,20 +12,29 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import overview
 import tables
-from tables import kernel_tables, pattern_tables, ring_tables, sparsebalance_tables, step_tables
-from tables.common import tokens
+from colours import BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY
+from tables import (
+    kernel_tables,
+    pattern_tables,
+    peer_tables,
+    ring_tables,
+    sparsebalance_tables,
+    step_tables,
+)
+from tables.common import gpu_name, tokens
 
 from benchmarks.model import frontier_tables
 
 IMAGES = Path(__file__).parent / "images"
 KEY = "Rows"
 """Name of the PNG text that has the hash."""
-BLUE, ORANGE, GREEN, PINK, SKY, RED, GREY = (
-    "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999",
-)  # fmt: skip
-"""Okabe and Ito's colours."""
-PART_COLOURS = dict(zip(step_tables.PARTS, (BLUE, GREEN, ORANGE, PINK, RED, GREY)))
+PART_COLOURS = {
+    "attention": BLUE, "layers": GREEN, "loss": ORANGE, "communication, optimizer, waiting": RED,
+}  # fmt: skip
+OTHERS = ("communication", "optimizer", "waiting")
+"""Parts that are too small to be seen by themselves."""
 
 
 # What each picture shows, as plain lists and dicts; is_stale() compares their hash
@@ -35,22 +44,38 @@ def step_data() -> list[dict]:
     """Bars of Qwen2.5-3B: seconds of each part; ``None`` for a step that was not profiled."""
     bars = []
     profiled = {
-        (row["seq"], row["attention"]): row for row in step_tables.profiled() if row["world"] == 4
-    }
+        (row["seq"], row["attention"], step_tables.recompute_of(row)): row
+        for row in step_tables.profiled() if row["world"] == 4
+    }  # fmt: skip
     for seq in (131072, 524288):
-        sparse, dense = profiled[seq, "mtraining"], profiled.get((seq, "fused"))
-        for row in (dense or step_tables.dense_of(tables.step(seq)), sparse):
-            kind = (
-                "dense"
-                if row["attention"] == "fused"
-                else f"sparse, {tables.percent(row['density'])}"
+        sparse = tables.step(seq)
+        shown = [
+            step_tables.dense_of(sparse, each) for each in (step_tables.TWICE, step_tables.KEPT)
+        ]
+        for row in filter(None, (*shown, sparse, step_tables.step_at_price(seq))):
+            recompute = step_tables.recompute_of(row)
+            kind = f"sparse,\n{tables.percent(row['density'])}"
+            if row["attention"] == "fused":
+                kind = "dense,\n" + ("run twice" if recompute == step_tables.TWICE else recompute)
+            same = profiled.get((seq, row["attention"], recompute), row)
+            parts = (
+                same.get("breakdown") if same["density"] == row["density"] else row.get("breakdown")
             )
-            whole = row["iter_ms"] / 1000
-            parts = row.get("breakdown")
-            parts = parts and {name: parts[name] / 1000 for name in step_tables.PARTS}
+            if parts:
+                small = sum(parts[name] for name in OTHERS)
+                parts = {name: parts.get(name, small) / 1000 for name in PART_COLOURS}
             bars.append(
-                dict(seq=tokens(seq), kind=kind, seconds=whole, parts=parts, commit=row["commit"])
+                dict(
+                    seq=tokens(seq), kind=kind, seconds=row["iter_ms"] / 1000, parts=parts,
+                    commit=row["commit"], gpu=f"{row['world']} {gpu_name(row['gpu'])}",
+                )
+            )  # fmt: skip
+        if step_tables.dense_of(sparse, step_tables.KEPT) is None:
+            seconds, _ = step_tables.kept_seconds(sparse)
+            more = dict(
+                bars[-1], kind="dense,\noutput kept,\nestimated", seconds=seconds, parts=None
             )
+            bars.insert(-2, more)
     return bars
 
 
@@ -65,26 +90,19 @@ def kernel_data() -> list[dict]:
             }
             point |= dict(share=row["share_of_cudnn"], flex=flex and flex["share_of_cudnn"])
             points.append(point | dict(commit=row["commit"], gpu=row["gpu"]))
-    return [point for point in points if not point["documents"]]
+    return [point for point in points if not point["documents"]] + peer_data()
 
 
-def layer_data() -> list[dict]:
-    """Forward, and forward and backward, of one layer, by ranks: the newest row of each number of ranks."""
-    found = []
-    cases = ("512K 1000 columns, 100 diagonals", "512K 3500 columns, 30 diagonals")
-    for case in cases:
-        for world in (2, 4):
-            rows = [
-                row for row in tables.rows("rings")
-                if row["case"] == case and row["world"] == world and row["inner"] == world
-                and row["hosts"] == 1 and row.get("ranks_per_gpu", 1) == 1
-            ]  # fmt: skip
-            row = rows[-1]
-            figures = {
-                name: row[name] for name in ("fwd_ms", "fwdbwd_ms", "density", "commit", "gpu")
-            }
-            found.append(dict(case=case, world=world, **figures))
-    return found
+def peer_data() -> list[dict]:
+    """Block-sparse kernels of other packages at 128K tokens, of the runs with all of them."""
+    names = ("cudnn_blocks", "cudnn_flex", "fa4_blocks")
+    return [
+        dict(peer=peer_tables.NAMES[peer], op=op, density=row["density"], share=row["share_of_cudnn"],
+             commit=row["commit"])
+        for case in peer_tables.peer_rows().values()
+        for (peer, op), row in case.items()
+        if peer in names and row["share_of_cudnn"] and (row["seq"], row["heads"]) == (131072, 16)
+    ]  # fmt: skip
 
 
 def balance_data() -> list[dict]:
@@ -119,58 +137,41 @@ def sparsebalance_data() -> list[dict]:
     return found
 
 
-def frontier_data() -> list[dict]:
-    """The joined rows, of which the places are."""
-    names = {
-        name
-        for panels in frontier_tables.PANELS.values()
-        for up, right, _ in panels
-        for name in (up, right)
-    }
-    times = [
-        f"{kind}_ms_{label}"
-        for kind in ("layer", "search", "dense")
-        for label in frontier_tables.TIMED
-    ]
-    names = [
-        *sorted(names - set(frontier_tables.TIMED)),
-        *times,
-        "model",
-        "policy",
-        "steps",
-        "commit",
-    ]
-    return [{name: row[name] for name in names} for row in tables.rows("frontier")]
-
-
 # How they are drawn
 
 
 def draw_steps(figure, bars: list[dict]) -> None:
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1))
-    for axes, seq in zip((left, right), dict.fromkeys(bar["seq"] for bar in bars)):
+    panels = figure.subplots(1, 2)
+    for axes, seq in zip(panels, dict.fromkeys(bar["seq"] for bar in bars)):
         own = [bar for bar in bars if bar["seq"] == seq]
         for at, bar in enumerate(own):
             bottom = 0.0
             if bar["parts"] is None:
-                axes.bar(at, bar["seconds"], 0.6, color="white", edgecolor=GREY, hatch="//")
-                axes.text(
-                    at, bar["seconds"] / 2, "not\nprofiled", ha="center", va="center", fontsize=8
-                )
+                axes.bar(at, bar["seconds"], 0.6, color="white", edgecolor="black", hatch="//")
             for part, seconds in (bar["parts"] or {}).items():
                 axes.bar(at, seconds, 0.6, bottom, color=PART_COLOURS[part])
                 bottom += seconds
             axes.text(
-                at, max(bottom, bar["seconds"]), f"{bar['seconds']:.3g} s", ha="center", va="bottom"
+                at,
+                max(bottom, bar["seconds"]),
+                tables.seconds_of(bar["seconds"]),
+                ha="center",
+                va="bottom",
             )
-        axes.set_xticks(range(len(own)), [bar["kind"] for bar in own])
+        axes.set_xticks(range(len(own)), [bar["kind"] for bar in own], fontsize=7.5)
         axes.set_xlim(-0.6, len(own) - 0.4)
-        axes.set_title(f"{seq} tokens")
+        axes.set_title(f"{seq} tokens, {own[0]['gpu']} (own scale)", fontsize=9)
         axes.set_ylabel("seconds per step")
         axes.margins(y=0.1)
+    right = panels[-1]
     handles = [right.bar(0, 0, color=colour, label=part) for part, colour in PART_COLOURS.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
-    figure.suptitle("Qwen2.5-3B's shape, 4 H200, random weights: one training step")
+    handles.append(
+        right.bar(0, 0, color="white", edgecolor="black", hatch="//", label="not profiled")
+    )
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    figure.suptitle(
+        "One training step of Qwen2.5-3B's shape, random weights, Megatron-LM with Transformer Engine"
+    )
 
 
 def draw_kernels(figure, points: list[dict]) -> None:
@@ -184,53 +185,29 @@ def draw_kernels(figure, points: list[dict]) -> None:
     for axes, op in zip(panels, ("forward", "backward")):
         own = [point for point in points if point["op"] == op]
         for label, (colour, marker, fits) in kinds.items():
-            xy = [(p["density"], p["share"]) for p in own if fits(p)]
-            axes.plot(*zip(*xy), marker, color=colour, label=label)
-        xy = [(p["density"], p["flex"]) for p in own if p["flex"]]
-        axes.plot(*zip(*xy), "x", color=GREY, label="FlexAttention, the same blocks")
+            xy = [(p["density"], p["share"]) for p in own if "peer" not in p and fits(p)]
+            axes.plot(*zip(*xy), marker, color=colour, label=f"this package, {label}")
+        for dim, marker in ((128, "x"), (64, "+")):
+            xy = [(p["density"], p["flex"]) for p in own if p.get("flex") and p["dim"] == dim]
+            axes.plot(*zip(*xy), marker, color="black", label=f"FlexAttention, slashes, dim {dim}")
+        for peer, colour, marker in zip(
+            sorted({p["peer"] for p in points if "peer" in p}), (SKY, RED, GREY), "v<>"
+        ):
+            xy = [(p["density"], p["share"]) for p in own if p.get("peer") == peer]
+            axes.plot(*zip(*sorted(xy)), marker + ":", color=colour, label=f"{peer}, slashes, 128K")
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_xscale("log")
         ticks = (0.01, 0.03, 0.1, 0.3, 1)
         axes.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks])
         axes.minorticks_off()
-        axes.set_ylim(0, 1.2)
-        axes.set_xlabel("density")
+        axes.set_ylim(0, 1.3)
+        axes.set_xlabel("density (logarithmic)")
         axes.set_title(op)
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("TFLOP/s of selected pairs,\nover cuDNN dense")
+    panels[0].set_ylabel("TFLOP/s of selected pairs\nover cuDNN dense (line at 1)")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     figure.suptitle("Attention kernels, 64K to 512K tokens, bf16, one H200")
-
-
-def draw_layers(figure, found: list[dict]) -> None:
-    panels = figure.subplots(1, 2)
-    for axes, case in zip(panels, dict.fromkeys(row["case"] for row in found)):
-        own = [row for row in found if row["case"] == case]
-        for name, colour, label in (
-            ("fwdbwd_ms", ORANGE, "forward and backward"),
-            ("fwd_ms", BLUE, "forward"),
-        ):
-            worlds, values = [row["world"] for row in own], [row[name] for row in own]
-            axes.plot(worlds, values, "o-", color=colour, label=label)
-            half = [values[0] * worlds[0] / world for world in worlds]
-            axes.plot(worlds, half, ":", color=colour, linewidth=1)
-            for x, y in zip(worlds, values):
-                axes.annotate(
-                    f"{y:.3g}", (x, y), textcoords="offset points", xytext=(0, 6), ha="center"
-                )
-        axes.set_xticks([2, 4])
-        axes.set_xlim(1.5, 4.5)
-        axes.set_ylim(0, 1.15 * max(row["fwdbwd_ms"] for row in own))
-        axes.set_xlabel("GPUs")
-        axes.set_title(f"{case}\ndensity {tables.percent(own[-1]['density'], 2)}", fontsize=9)
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("ms per layer, with host time")
-    handles, labels = panels[0].get_legend_handles_labels()
-    labels.append("half the time on twice the GPUs")
-    handles.append(panels[0].plot([], [], ":", color="black")[0])
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    figure.suptitle("One layer over H200s of one host, 16/2 heads, dim 128")
 
 
 def draw_balance(figure, found: list[dict]) -> None:
@@ -273,7 +250,9 @@ def draw_recall(figure, found: list[dict]) -> None:
     panels[0].set_ylabel("recall (attention mass held)")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    figure.suptitle("What patterns hold: Qwen2.5-Coder-0.5B, mean over 24 layers x 14 heads")
+    figure.suptitle(
+        "What patterns hold: Qwen2.5-Coder-0.5B-Instruct, mean over 24 layers x 14 heads, untrained"
+    )
 
 
 def draw_sparsebalance(figure, found: list[dict]) -> None:
@@ -301,32 +280,23 @@ def draw_sparsebalance(figure, found: list[dict]) -> None:
     right.set_ylabel("attention of the slowest rank / mean")
     right.grid(alpha=0.3)
     right.legend(frameon=False)
-    figure.suptitle("Set bimodal, samples of 64K tokens, Qwen2.5-3B's shape (simulated)")
-
-
-def draw_frontier_density(figure, found: list[dict]) -> None:
-    frontier_tables.draw_panels(figure, found, "density")
-
-
-def draw_frontier_time(figure, found: list[dict]) -> None:
-    frontier_tables.draw_panels(figure, found, "time")
+    figure.suptitle(
+        "Computed, not measured: 64K-token samples, half of the tokens in documents under 4K, half over 16K\n"
+        "(set bimodal); Qwen2.5-3B's shape; modes of --mtraining-batching and --mtraining-tuning", fontsize=9,
+    )  # fmt: skip
 
 
 PICTURES: dict[str, tuple[Callable, Callable]] = {
+    "overview.png": (overview.overview_data, overview.draw_overview),
     "steps.png": (step_data, draw_steps),
     "kernels.png": (kernel_data, draw_kernels),
-    "layers.png": (layer_data, draw_layers),
     "balance.png": (balance_data, draw_balance),
     "recall.png": (recall_data, draw_recall),
     "sparsebalance.png": (sparsebalance_data, draw_sparsebalance),
-    "frontier_density.png": (frontier_data, draw_frontier_density),
-    "frontier_time.png": (frontier_data, draw_frontier_time),
+    "frontier.png": (overview.frontier_data, frontier_tables.draw_panels),
 }
 """By file name: what is shown, and how it is drawn."""
-NAMES = {
-    f"frontier_{kind}.png": [frontier_tables.PANELS[kind], frontier_tables.LABELS]
-    for kind in ("density", "time")
-}
+NAMES = {"frontier.png": [frontier_tables.ACROSS, frontier_tables.LABELS, frontier_tables.MODELS]}
 """What axes and lines are called, where that is not from the rows."""
 
 
@@ -358,7 +328,8 @@ def draw(name: str, folder: Path = IMAGES) -> Path:
 
     data, make = PICTURES[name]
     with pyplot.rc_context({"font.size": 9}):
-        figure = pyplot.figure(figsize=(8, 4.2), layout="constrained")
+        size = frontier_tables.SIZE if name == "frontier.png" else (8.5, 4.4)
+        figure = pyplot.figure(figsize=size, layout="constrained")
         make(figure, data())
         folder.mkdir(parents=True, exist_ok=True)
         figure.savefig(folder / name, dpi=150, metadata={KEY: digest(name)})

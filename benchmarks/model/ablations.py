@@ -355,19 +355,17 @@ def _setting(row: dict) -> str:
     return row["setting"] + length
 
 
-def _model(row: dict) -> tuple[str, str]:
+def _model(row: dict) -> str:
     """The name and the length of a model that was trained."""
     trained = row.get("model") is not None
-    return (frontier_tables.model_of(row), f"{row['seq'] // 1024}K") if trained else ("", "")
+    return f"{frontier_tables.model_of(row)}, {row['seq'] // 1024}K" if trained else ""
 
 
 def ablation_table(rows: list[dict], joined_rows: list[dict]) -> str:
     """Markdown of rows; rows of several seeds become their mean."""
     header = [
-        "model",
-        "tokens",
+        "model, tokens",
         "what",
-        "setting",
         "runs",
         "density",
         "dense-attention loss over dense",
@@ -403,7 +401,7 @@ def ablation_table(rows: list[dict], joined_rows: list[dict]) -> str:
         percent = frontier_tables.percent
         body.append(
             [
-                *_model(one), one["what"], _setting(one), seeds, percent(means["density"]),
+                _model(one), f"{one['what']}: {_setting(one)}", seeds, percent(means["density"]),
                 percent(means["loss_over_dense"], 2, True), percent(means["own_over_dense"], 2, True),
                 *("" if means[n] is None else f"{means[n]:.2f}" for n in ("ms", "over_base")),
                 *(f"{times[label]:.3f}" if label in times else "" for label in ("128k", "512k")),

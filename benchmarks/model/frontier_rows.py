@@ -89,6 +89,7 @@ def _row(
     for name, values in more.items():
         row[f"trained_{name}_over_dense"] = mean(values)
         row[f"trained_{name}_spread"] = spread(values)
+        row[f"trained_{name}_by_text"] = _by_text(pairs, f"{name}_by_text")
     # Own attention: of the trained model where there is one.
     source, name = (own, "needle_own") if own else ([zero] if zero else [], "needle")
     row["needle"] = mean(each[name] for each in source)
@@ -116,6 +117,16 @@ def _row(
         for name in ("gpu", "torch", "triton", "commit")
     }
     return {**row, "versions": one["versions"], "command": one["command"]}
+
+
+def _by_text(pairs: list[tuple[Row, Row]], name: str) -> dict[str, float] | None:
+    """Losses over the dense runs' by kind of text, means over seeds; None without."""
+    pairs = [(each, base) for each, base in pairs if name in each]
+    kinds = [kind for kind in pairs[0][0][name] if kind != "all"] if pairs else []
+    return {
+        kind: mean(each[name][kind] / base["dense_by_text"][kind] - 1 for each, base in pairs)
+        for kind in kinds
+    } or None
 
 
 def _ruler(own: list[Row], pairs: list[tuple[Row, Row]]) -> dict:

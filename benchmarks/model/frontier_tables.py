@@ -8,9 +8,10 @@ import math
 import statistics
 from pathlib import Path
 
-from .frontier_rows import SELECTING, TIMED, Row, joined
+from ..lib.policies_at_density import AS_PUBLISHED_BY_BLOCK
+from .frontier_rows import SELECTING, Row, joined
 
-MODELS = {"smol.gguf": "SmolLM2-135M", "qwen.gguf": "Qwen2.5-Coder-0.5B"}
+MODELS = {"smol.gguf": "SmolLM2-135M-Instruct", "qwen.gguf": "Qwen2.5-Coder-0.5B-Instruct"}
 """By file name, as rows have it."""
 LABELS = {
     "dense": "dense",
@@ -23,12 +24,15 @@ LABELS = {
     "coverage": "coverage",
     "coverage_last": "coverage, last 64 rows",
     "price_last": "price, last 64 rows",
-    "xattention": "xattention",
-    "moba": "moba",
+    "xattention": "xattention, as published",
+    "moba": "moba, as published",
     "window": "sliding window",
+    "xattention_previous": "xattention",
+    "moba_previous": "moba",
 }
-EARLIER = "earlier"
-"""Texts of rows that have no fingerprint of theirs."""
+MARK = " †"
+"""Of own-attention losses of policies that look ahead."""
+TEXTS = ("code", "book", "speech")
 
 # Tables.
 
@@ -101,11 +105,23 @@ def markdown(header: list[str], body: list[list]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
+def times_of(row: Row) -> str:
+    """Of a layer over dense: at 128K tokens, then at 512K."""
+    found = [times(row, label) for label in ("128k", "512k")]
+    return ", ".join(each or "–" for each in found) if any(found) else ""
+
+
+def by_text(row: Row, name: str) -> str:
+    """A loss over dense by text."""
+    found = row[f"{name}_by_text"]
+    return ", ".join(percent(found[kind], 2, True) for kind in TEXTS) if found else ""
+
+
 def untrained_table(rows: list[Row]) -> str:
     """Markdown of joined rows: the model as it is."""
     header = [
-        "model", "tokens", "policy", "density", "recall", "loss over dense", "needle", "with a dense tail",
-        "answer loss", "layer 128K / dense", "512K / dense", "search 128K, ms",
+        "model, tokens", "policy", "density", "recall", "loss over dense", "needle; with a dense tail",
+        "answer loss", "layer 128K, 512K / cuDNN",
     ]  # fmt: skip
     rows = [row for row in rows if row["zero_over_dense"] is not None]
     rows = list(
@@ -113,55 +129,80 @@ def untrained_table(rows: list[Row]) -> str:
     )
     body = [
         [
-            model_of(row), f"{row['seq'] // 1024}K", name_of(row), percent(row["density"]), recall_of(row),
-            percent(row["zero_over_dense"], 2, True), number(row["zero_needle"]),
-            number(row["zero_needle_tail"]),
-            number(row["zero_answer_loss"]), times(row, "128k"), times(row, "512k"),
-            number(row["search_ms_128k"]),
+            f"{model_of(row)}, {row['seq'] // 1024}K", name_of(row), percent(row["density"]), recall_of(row),
+            percent(row["zero_over_dense"], 2, True),
+            "; ".join(filter(None, (number(row["zero_needle"]), number(row["zero_needle_tail"])))),
+            number(row["zero_answer_loss"]), times_of(row),
         ]
         for row in sorted(rows, key=lambda row: (*order(row)[:2], *order(row)[3:]))
     ]  # fmt: skip
     return markdown(header, body)
 
 
+def trained(rows: list[Row]) -> list[Row]:
+    """Rows of training in their order, at the last learning rate of each model; dense runs left out."""
+    rates = {row["model"]: row["lr"] for row in rows if row["steps"]}
+    rows = [
+        row for row in rows
+        if row["steps"] and row["policy"] != "dense" and row["lr"] == rates[row["model"]]
+    ]  # fmt: skip
+    return sorted(rows, key=lambda row: (row["model"], row["seq"], row["steps"], *order(row)[3:]))
+
+
+def run_of(row: Row) -> str:
+    """Model, length and steps."""
+    return f"{model_of(row)}, {row['seq'] // 1024}K, {row['steps']}"
+
+
 def trained_table(rows: list[Row]) -> str:
-    """Markdown of joined rows: after training."""
+    """Markdown of joined rows: losses after training."""
     header = [
-        "model", "tokens", "steps", "learning rate", "policy", "texts", "runs", "density", "recall",
-        "own-attention loss over dense", "dense-attention loss over dense",
+        "model, tokens, steps", "policy", "seeds", "density, recall", "dense-attention loss over dense",
+        "code, book, speeches", "own-attention loss; code, book, speeches", "layer 128K, 512K / cuDNN",
+    ]  # fmt: skip
+    body = []
+    for row in trained(rows):
+        own = losses(row, "trained_own") + (MARK if row["policy"] in AS_PUBLISHED_BY_BLOCK else "")
+        body.append(
+            [
+                run_of(row), name_of(row), row["seeds"],
+                f"{percent(row['density_trained'])}, {number(row['recall_trained'], 3)}",
+                losses(row, "trained_dense"), by_text(row, "trained_dense"),
+                "; ".join(filter(None, (own, by_text(row, "trained_own")))), times_of(row),
+            ]
+        )  # fmt: skip
+    return markdown(header, body)
+
+
+def retrieval_table(rows: list[Row]) -> str:
+    """Markdown of joined rows: needle and RULER after training, of the rows that were judged by RULER."""
+    header = [
+        "model, tokens, steps", "policy", "density",
         "needle: own attention, with a dense tail, dense attention, dense run",
         "RULER's answers, likewise", "loss of the answers, likewise", "dense attention − dense run, 95%",
-        "layer 128K / dense", "512K / dense",
     ]  # fmt: skip
-    rows = [row for row in rows if row["steps"]]
     body = []
-    for row in sorted(
-        rows,
-        key=lambda row: (row["model"], row["seq"], row["steps"], row["lr"], *order(row)[3:]),
-    ):
+    for row in trained(rows):
+        if row["ruler"] is None:
+            continue
         three = [
             ", ".join(
                 number(row[f"{name}{kind}"]) or "–" for kind in ("", "_tail", "_dense", "_of_dense")
             )
-            if row[name] is not None
-            else ""
             for name in ("needle", "ruler", "ruler_loss")
         ]
         body.append(
             [
-                model_of(row), f"{row['seq'] // 1024}K", row["steps"], f"{row['lr']:.0e}", name_of(row),
-                row["data"] or EARLIER, row["seeds"],
-                percent(row["density_trained"]), number(row["recall_trained"], 3),
-                losses(row, "trained_own"), losses(row, "trained_dense"), *three,
-                interval(row["ruler_loss_more"]), times(row, "128k"), times(row, "512k"),
+                run_of(row), name_of(row), percent(row["density_trained"]), *three,
+                interval(row["ruler_loss_more"]),
             ]
         )  # fmt: skip
     return markdown(header, body)
 
 
 def frontier_table(rows: list[Row]) -> str:
-    """Both tables."""
-    return f"{untrained_table(rows)}\n\n{trained_table(rows)}"
+    """All tables."""
+    return "\n\n".join((untrained_table(rows), trained_table(rows), retrieval_table(rows)))
 
 
 def needle_noise(share: float, samples: int) -> float:
@@ -174,107 +215,111 @@ def needle_noise(share: float, samples: int) -> float:
 
 
 def write(rows: list[Row], path: Path) -> list[Row]:
-    """Write joined rows to a file, and the pictures beside it; returns them."""
+    """Write joined rows to a file, and the picture beside it; returns them."""
     found = joined(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
-    for kind in ("density", "time"):
-        draw(path.with_name(f"frontier_{kind}.png"), found, kind)
+    draw(path.with_suffix(".png"), found)
     return found
 
 
-PANELS = {
-    "density": (
-        ("zero_over_dense", "density", "density\nuntrained"),
-        ("trained_own_over_dense", "density_trained", "density\ntrained, own-attention loss"),
-        ("trained_dense_over_dense", "density_trained", "density\ntrained, dense-attention loss"),
-    ),
-    "time": (
-        ("zero_over_dense", "512k", "layer's time over cuDNN, 512K\nuntrained"),
-        (
-            "trained_dense_over_dense",
-            "128k",
-            "layer's time over cuDNN, 128K\ntrained, dense-attention loss",
-        ),
-        (
-            "trained_dense_over_dense",
-            "512k",
-            "layer's time over cuDNN, 512K\ntrained, dense-attention loss",
-        ),
-    ),
+SIZE = (8.5, 7.6)
+ACROSS = {
+    "density": "density (share of causal pairs, logarithmic)",
+    "128k": "layer, 128K tokens / cuDNN dense (random operands, log)",
 }
-"""By picture: what is upward, what is to the right, and the name of the latter."""
+"""What is to the right, from the upper line of panels on."""
+TICKS = {"density": (0.04, 0.08, 0.15, 0.3), "128k": (0.05, 0.1, 0.2, 0.4)}
+LOSS_TICKS = (0, 0.1, 0.25, 0.5, 1, 2, 4)
+COLOURS = (
+    "#0072b2", "#56b4e9", "#1b3b6f", "#d55e00", "#a0522d", "#009e73", "#66c2a5", "#cc79a7", "#e69f00",
+    "#7b5ea7", "#b8860b", "#7f7f7f", "#e41a1c", "#4daf4a",
+)  # fmt: skip
+MARKERS = "osD^v<>pX*Ph"
 
 
-def points(rows: list[Row], upward: str, right: str) -> dict[str, list[tuple[float, float]]]:
-    """By policy: places, in order."""
-    found: dict[str, list[tuple[float, float]]] = {}
+def shown(rows: list[Row]) -> dict[str, list[Row]]:
+    """The rows to plot, by model: trained for the steps and at the length of most of its rows."""
+    found = {}
+    for model in sorted({row["model"] for row in trained(rows)}, reverse=True):
+        own = [row for row in trained(rows) if row["model"] == model]
+        usual = statistics.mode((row["seq"], row["steps"]) for row in own)
+        found[model] = [row for row in own if (row["seq"], row["steps"]) == usual]
+    return found
+
+
+Place = tuple[float, float, float]
+"""Right, upward in percent, and half of the range over seeds (0 of one)."""
+
+
+def points(rows: list[Row], right: str) -> dict[str, list[Place]]:
+    """By policy: places, in order. Upward is the dense-attention loss."""
+    found: dict[str, list[Place]] = {}
     for row in rows:
-        if row["policy"] == "dense" or row[upward] is None:
-            continue
-        place = row.get(right)
-        if right in TIMED:
-            word = times(row, right)
-            place = float(word) if word else None
-        if place is not None:
-            found.setdefault(row["policy"], []).append((place, 100 * row[upward]))
-    return {policy: sorted(set(places)) for policy, places in found.items()}
+        word = "" if right == "density" else times(row, right)
+        place = row["density_trained"] if right == "density" else float(word) if word else None
+        loss = row["trained_dense_over_dense"]
+        if place is not None and loss is not None:
+            spread = row["trained_dense_spread"] or 0.0
+            found.setdefault(row["policy"], []).append((place, 100 * loss, 100 * spread))
+    return {policy: sorted(places) for policy, places in found.items()}
 
 
-def shown(rows: list[Row]) -> list[Row]:
-    """The rows to plot: of the model with the most rows, untrained or trained for the most common number of
-    steps."""
-    model = statistics.mode(row["model"] for row in rows) if rows else None
-    rows = [row for row in rows if row["model"] == model]
-    steps = [row["steps"] for row in rows if row["steps"]]
-    usual = statistics.mode(steps) if steps else None
-    return [row for row in rows if row["steps"] in (None, usual)]
-
-
-COLOURS = dict(zip(LABELS, (
-    "black", "#555555", "#0072b2", "#56b4e9", "#1b3b6f", "#d55e00", "#a0522d", "#009e73", "#66c2a5",
-    "#377eb8", "#cc79a7", "#e69f00", "#999999",
-)))  # fmt: skip
-"""By policy; what is from the last rows is lighter."""
-TICKS = {"density": (0.02, 0.04, 0.08, 0.15, 0.3, 0.5), "time": (0.03, 0.06, 0.1, 0.2, 0.4)}
-LOSS_TICKS = (0, 0.1, 0.25, 0.5, 1, 2, 5, 10)
-
-
-def draw_panels(figure, rows: list[Row], kind: str) -> None:
-    """Loss over dense against density, or against time; a line a policy."""
-    panels = figure.subplots(1, 3, sharey=True)
-    markers = "os^DdvH<>pX*hP"
-    for axes, (upward, right, label) in zip(panels, PANELS[kind]):
-        for policy, places in points(shown(rows), upward, right).items():
-            axes.plot(
-                *zip(*places), marker=markers[list(LABELS).index(policy)], color=COLOURS[policy],
-                linewidth=2.2 if policy == "price" else 1.0, label=LABELS[policy],
-            )  # fmt: skip
-        axes.axhline(0, color="black", linewidth=0.8)
-        axes.axhline(0.5, color="black", linewidth=0.8, linestyle=":")
-        axes.set(xlabel=label, xscale="log", xlim=(0.8 * TICKS[kind][0], 1.3 * TICKS[kind][-1]))
-        axes.set_xticks(TICKS[kind], [f"{tick:.0%}" for tick in TICKS[kind]])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    panels[0].set_yscale("symlog", linthresh=0.5)
-    panels[0].set_ylim(-0.1, 14)
-    panels[0].set_yticks(LOSS_TICKS, [f"{tick:g}%" for tick in LOSS_TICKS])
-    panels[0].set_ylabel("loss over dense (dotted: 0.5%)")
+def draw_panels(figure, rows: list[Row]) -> None:
+    """Loss over dense against density and against time: a column a model, a line a policy."""
+    models = shown(rows)
+    panels = figure.subplots(len(ACROSS), len(models), sharey=True, squeeze=False)
+    policies = [name for name in LABELS if name != "dense"]
+    for line, right in zip(panels, ACROSS):
+        line[0].set_ylabel("dense-attention loss over dense\n(linear to 0.5%, then logarithmic)")
+        for axes, own in zip(line, models.values()):
+            for policy, places in points(own, right).items():
+                at = policies.index(policy)
+                x, y, error = zip(*places)
+                axes.errorbar(
+                    x, y, error, marker=MARKERS[at % len(MARKERS)], color=COLOURS[at % len(COLOURS)],
+                    linewidth=2.2 if policy == "price" else 1.0, capsize=3, label=LABELS[policy],
+                )  # fmt: skip
+            axes.axhline(0, color="black", linewidth=0.8)
+            axes.axhline(0.5, color="black", linewidth=0.8, linestyle=":")
+            ticks = TICKS[right]
+            axes.set(xlabel=ACROSS[right], xscale="log", xlim=(0.75 * ticks[0], 1.3 * ticks[-1]))
+            axes.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks])
+            axes.minorticks_off()
+            axes.grid(alpha=0.3)
+            if right == next(iter(ACROSS)):
+                axes.set_title(title_of(own), fontsize=9)
+    first = panels[0, 0]
+    first.set_yscale("symlog", linthresh=0.5)
+    first.set_ylim(-0.1, 6)
+    first.set_yticks(LOSS_TICKS, [f"{tick:g}%" for tick in LOSS_TICKS])
+    first.text(
+        0.02, 0, "dense training: 0", transform=first.get_yaxis_transform(), va="bottom", fontsize=7
+    )
     named = {
-        label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels())
+        label: handle
+        for axes in panels.flat
+        for handle, label in zip(*axes.get_legend_handles_labels())
     }
-    if named:
-        figure.legend(
-            named.values(), named.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=8
-        )  # fmt: skip
+    figure.legend(
+        named.values(), named.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=8
+    )  # fmt: skip
 
 
-def draw(path: Path, rows: list[Row], kind: str) -> Path:
-    """Draw a picture to a file."""
+def title_of(own: list[Row]) -> str:
+    """Model, tokens, steps and seeds."""
+    row, seeds = own[0], sorted({row["seeds"] for row in own})
+    said = f"{seeds[0]} to {seeds[-1]} seeds" if len(seeds) > 1 else f"{seeds[0]} seeds"
+    first = f"{model_of(row)}, {row['seq'] // 1024}K tokens, {row['steps']} steps"
+    return f"{first}\n{said}; bars: range over seeds"
+
+
+def draw(path: Path, rows: list[Row]) -> Path:
+    """Draw the picture to a file."""
     from megatron_mtraining.tools.report.pictures import pyplot
 
-    figure = pyplot.figure(figsize=(15, 4.8), layout="constrained")
-    draw_panels(figure, rows, kind)
+    figure = pyplot.figure(figsize=SIZE, layout="constrained")
+    draw_panels(figure, rows)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return path

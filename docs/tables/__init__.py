@@ -1,17 +1,17 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Tables and single figures of the docs, from the rows of ``benchmarks/results/*.jsonl``.
 
-``docs/generate.py`` puts them between markers. Of rows of one case the last in its file counts, and a ratio
-is taken between rows of one commit alone, which were measured in one session.
+``docs/generate.py`` puts them between markers. Of rows of one case the last in its file counts. A ratio is
+taken between rows of one commit alone, which were measured in one session; but the dense step beside a step,
+which this package does not run, may be of another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
-from . import backward_tables
-from .common import Row, percent, rows
+from . import backward_tables, step_tables, target_tables
+from .common import Row, gpu_name, percent, rows
 from .eval_tables import ruler_agreement, ruler_agreement_samples
 from .frontier_docs import (
     ablations_by_loss,
@@ -19,21 +19,22 @@ from .frontier_docs import (
     ablations_by_time,
     after_training,
     chosen,
-    dense_loss_by_text,
     predicted_over_measured,
     predicted_seconds,
     predicted_steps,
+    retrieval,
     untrained,
 )
 from .kernel_tables import backward_paths, kernels, selection, short_layers, worst_error
 from .pattern_tables import patterns, patterns_long, patterns_smol
-from .peer_tables import peers, refused
+from .peer_tables import fa4_over_cudnn, peers, refused
 from .profile_tables import (
     between_profiles,
     profile_command,
     profile_errors,
     profile_seconds,
 )
+from .real_tables import later_tokens, real_operands, real_times
 from .ring_tables import (
     balance,
     balance_short,
@@ -57,29 +58,48 @@ from .sparsebalance_tables import (
 )
 from .step_tables import (
     breakdown,
-    dense_of,
     layouts,
     loss,
-    over_dense,
     signed,
     step,
     step_at_price,
     steps,
-    steps_before,
-    trained,
+    steps_two,
     training,
-    training_earlier,
 )
-from .target_tables import targets
+
+STEPS: dict[str, Callable[[], Row]] = {
+    "step_512k": lambda: step(524288),
+    "step_128k": lambda: step(131072),
+    "step_512k_price": lambda: step_at_price(524288),
+    "step_128k_price": lambda: step_at_price(131072),
+}
+"""Steps that sentences quote."""
 
 
-def ratio_of_step(seq: int) -> str:
-    return f"{over_dense(step(seq)):.1f}x"
-
-
-def seconds_of(row: Row) -> str:
-    seconds = row["iter_ms"] / 1000
+def seconds_of(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds < 50 else f"{seconds:.1f} s"
+
+
+def dense_kept(row: Row) -> str:
+    """The dense step beside a step, of which attention's output is kept."""
+    found = step_tables.kept_seconds(row)
+    return "" if found is None else ("" if found[1] else "about ") + seconds_of(found[0])
+
+
+OF_STEP: dict[str, Callable[[Row], str]] = {
+    "": lambda row: seconds_of(row["iter_ms"] / 1000),
+    "_density": lambda row: percent(row["density"]),
+    "_recall": lambda row: percent(row["recall"]),
+    "_rate": lambda row: f"{step_tables.tokens_a_second(row):,.0f}",
+    "_mfu": lambda row: f"{100 * step_tables.mfu(row):.0f}%",
+    "_gpus": lambda row: f"{row['world']} {gpu_name(row['gpu'])}",
+    "_dense": dense_kept,
+    "_ratio": lambda row: step_tables.ratio(row, step_tables.KEPT).replace("~", "about "),
+    "_dense_twice": lambda row: seconds_of(step_tables.dense_of(row, step_tables.TWICE)["iter_ms"] / 1000),
+    "_ratio_twice": lambda row: step_tables.ratio(row, step_tables.TWICE),
+}  # fmt: skip
+"""Figures of a step, by the end of their names."""
 
 
 def wire_errors() -> str:
@@ -88,73 +108,54 @@ def wire_errors() -> str:
     return f"{' and '.join(sent)} (bfloat16), {percent(found[-1]['error_float32'], 2)} (float32)"
 
 
-def layer_of_dense(label: str, row: Row) -> str:
-    """How many times as fast as cuDNN's dense attention: search, forward and backward of one layer."""
-    return (
-        f"{row[f'dense_ms_{label}'] / (row[f'layer_ms_{label}'] + row[f'search_ms_{label}']):.1f}x"
-    )
-
-
 def target(model: str) -> Row:
     """The row of a model that was trained with a target recall of 0.95."""
     return chosen(model, "target", 0.95)
 
 
-def of_target(model: str, figure: str) -> str:
-    """A figure of that row."""
-    row = target(model)
-    if figure in ("own", "dense"):
-        return signed(row[f"trained_{figure}_over_dense"])
-    return percent(row[f"{figure}_trained"])
+OF_RUN: dict[str, Callable[[Row], str]] = {
+    "density": lambda row: percent(row["density_trained"]),
+    "recall": lambda row: percent(row["recall_trained"]),
+    "own": lambda row: signed(row["trained_own_over_dense"]),
+    "dense": lambda row: signed(row["trained_dense_over_dense"]),
+    "own_by_text": lambda row: texts_of(row["trained_own_by_text"]),
+    "dense_by_text": lambda row: texts_of(row["trained_dense_by_text"]),
+}
+"""Figures of a trained setting, by the end of their names."""
+
+
+def texts_of(losses: dict[str, float]) -> str:
+    names = {"code": "code", "book": "book", "speech": "speeches"}
+    return ", ".join(f"{name} {signed(losses[text])}" for text, name in names.items())
 
 
 FIGURES: dict[str, Callable[[], str]] = {
     "profile_seconds": profile_seconds,
     "profile_moba": lambda: between_profiles("block_lists"),
     "profile_slashes": lambda: between_profiles("vertical_slash"),
-    "step_512k": lambda: seconds_of(step(524288)),
-    "step_512k_dense": lambda: seconds_of(dense_of(step(524288))),
-    "step_512k_ratio": lambda: ratio_of_step(524288),
-    "step_512k_density": lambda: percent(step(524288)["density"]),
-    "step_512k_recall": lambda: percent(step(524288)["recall"]),
-    "step_512k_price": lambda: seconds_of(step_at_price(524288)),
-    "step_512k_price_ratio": lambda: f"{over_dense(step_at_price(524288)):.1f}x",
+    **{
+        f"{name}{end}": lambda row=row, figure=figure: figure(row())
+        for name, row in STEPS.items()
+        for end, figure in OF_STEP.items()
+    },
     "predicted_over_measured_128k": lambda: predicted_over_measured(131072),
     "predicted_over_measured_512k": lambda: predicted_over_measured(524288),
     "step_512k_predicted": lambda: f"{predicted_seconds(524288):.1f} s",
     "step_128k_predicted": lambda: f"{predicted_seconds(131072):.1f} s",
-    "step_512k_price_density": lambda: percent(step_at_price(524288)["density"]),
-    "step_512k_price_recall": lambda: percent(step_at_price(524288)["recall"]),
-    "step_128k": lambda: seconds_of(step(131072)),
-    "step_128k_dense": lambda: seconds_of(dense_of(step(131072))),
-    "step_128k_ratio": lambda: ratio_of_step(131072),
-    "step_128k_density": lambda: percent(step(131072)["density"]),
-    "step_128k_recall": lambda: percent(step(131072)["recall"]),
-    "trained_density": lambda: percent(trained()["overrides"]["density"]),
-    "trained_recall": lambda: percent(trained()["overrides"]["recall"]),
-    "trained_own": lambda: signed(trained()["overrides"]["held_out_after_over_dense"]),
-    "trained_dense": lambda: signed(
-        trained()["overrides"]["held_out_after_dense"] / trained()["dense"]["held_out_after"] - 1
-    ),
-    "frontier_density": lambda: percent(chosen()["density_trained"]),
-    "frontier_recall": lambda: percent(chosen()["recall_trained"]),
-    "frontier_own": lambda: signed(chosen()["trained_own_over_dense"]),
-    "frontier_dense": lambda: signed(chosen()["trained_dense_over_dense"]),
-    "second_model_density": lambda: percent(chosen("qwen.gguf")["density_trained"]),
-    "second_model_recall": lambda: percent(chosen("qwen.gguf")["recall_trained"]),
-    "second_model_own": lambda: signed(chosen("qwen.gguf")["trained_own_over_dense"]),
-    "second_model_by_text": lambda: dense_loss_by_text("qwen.gguf"),
-    "second_model_dense": lambda: signed(chosen("qwen.gguf")["trained_dense_over_dense"]),
     **{
-        f"{name}_target_{figure}": partial(of_target, model, figure)
-        for name, model in (("frontier", "smol.gguf"), ("second_model", "qwen.gguf"))
-        for figure in ("density", "recall", "own", "dense")
+        f"{name}_{figure}": lambda row=row, model=model, make=make: make(row(model))
+        for name, model, row in (
+            ("frontier", "smol.gguf", chosen),
+            ("second_model", "qwen.gguf", chosen),
+            ("frontier_target", "smol.gguf", target),
+            ("second_model_target", "qwen.gguf", target),
+        )
+        for figure, make in OF_RUN.items()
     },
-    "frontier_target_layer_128k": lambda: layer_of_dense("128k", target("smol.gguf")),
-    "frontier_target_layer_512k": lambda: layer_of_dense("512k", target("smol.gguf")),
-    "second_model_target_layer": lambda: layer_of_dense("128k", target("qwen.gguf")),
-    "frontier_layer_128k": lambda: layer_of_dense("128k", chosen()),
-    "frontier_layer_512k": lambda: layer_of_dense("512k", chosen()),
+    "fa4_over_cudnn": lambda: f"{fa4_over_cudnn():.2f}",
+    "real_price": lambda: real_times(131072, 0.31),
+    "real_sparser": lambda: real_times(131072, 0.65),
+    "real_exact": lambda: real_times(131072, 0.0, 3.0),
     "worst_error": lambda: f"{worst_error():.2f}",
     "wire_errors": wire_errors,
     "ruler_agreement_samples": ruler_agreement_samples,
@@ -163,8 +164,8 @@ FIGURES: dict[str, Callable[[], str]] = {
 
 TABLES: dict[str, Callable[[], str]] = {
     "steps": steps,
+    "steps_two": steps_two,
     "breakdown": breakdown,
-    "steps_before": steps_before,
     "kernels": kernels,
     "selection": selection,
     "short_layers": short_layers,
@@ -184,9 +185,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "patterns_long": patterns_long,
     "patterns_smol": patterns_smol,
     "training": training,
-    "training_earlier": training_earlier,
     "loss": loss,
-    "targets": targets,
+    "targets_loss": target_tables.losses,
+    "targets_steps": target_tables.steps,
+    "targets_layers": target_tables.layers,
+    "targets_kernels": target_tables.kernels,
+    "targets_backward": target_tables.backward,
+    "targets_search": target_tables.search,
     "sparsebalance_patterns": recorded,
     "sparsebalance_sets": simulated,
     "sparsebalance_gpus": by_gpus,
@@ -203,6 +208,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "frontier_untrained": untrained,
     "frontier_trained": after_training,
+    "frontier_retrieval": retrieval,
+    "later_tokens": later_tokens,
+    "real_operands": real_operands,
     "frontier_steps": predicted_steps,
     "ablations_by_loss": ablations_by_loss,
     "ablations_by_time": ablations_by_time,

@@ -75,14 +75,31 @@ def gradient() -> str:
 def over(some: list[Row], judged: str, forward: str) -> str:
     """A loss (``dense`` or ``own``) of runs over unpruned runs with a forward, of the same seeds and texts:
     the mean over seeds, with half of their range."""
+    ratios = [row[judged] / base[judged] - 1 for row, base in _pairs(some, forward)]
+    return frontier_tables.with_spread(mean(ratios), spread(ratios))
+
+
+def over_by_text(some: list[Row], forward: str) -> str:
+    """The dense-attention loss over those runs by text; nothing where it was not recorded."""
+    pairs = _pairs(some, forward)
+    if not all("dense_by_text" in row for pair in pairs for row in pair):
+        return ""
+    means = (
+        mean(row["dense_by_text"][text] / base["dense_by_text"][text] - 1 for row, base in pairs)
+        for text in TEXTS
+    )
+    return ", ".join(frontier_tables.percent(value, 2, True) for value in means)
+
+
+def _pairs(some: list[Row], forward: str) -> list[tuple[Row, Row]]:
+    """Each run with the unpruned one of a forward, of the same seed and text."""
     names = ("model", "seq", "seed", "steps", "lr", "data")
     bases = {
-        (row["forward"], *(row[name] for name in names)): row[judged]
+        (row["forward"], *(row[name] for name in names)): row
         for row in found("train")
         if not row["threshold"]
     }
-    ratios = [row[judged] / bases[(forward, *(row[name] for name in names))] - 1 for row in some]
-    return frontier_tables.with_spread(mean(ratios), spread(ratios))
+    return [(row, bases[(forward, *(row[name] for name in names))]) for row in some]
 
 
 def trained() -> str:

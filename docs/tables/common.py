@@ -19,6 +19,15 @@ def rows(name: str) -> tuple[Row, ...]:
     return tuple(json.loads(line) for line in text.splitlines() if line)
 
 
+NOT_MEASURED = "Not measured yet."
+"""In place of a table whose file of rows is not there yet."""
+
+
+def is_measured(name: str) -> bool:
+    """Whether there is a file ``results/NAME.jsonl``."""
+    return (RESULTS / f"{name}.jsonl").is_file()
+
+
 def last(found: Iterable[Row], *fields: str) -> dict[tuple, Row]:
     """By the values of ``fields``, the last row that has them."""
     return {tuple(row.get(field) for field in fields): row for row in found}

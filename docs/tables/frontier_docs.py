@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 
 from benchmarks.model import ablations, frontier_tables
-from benchmarks.model.frontier_rows import mean
 
 from . import step_tables
 from .common import Row, all_of, measured_on, percent, rows, source, table, tokens
@@ -25,9 +24,15 @@ def untrained() -> str:
 
 
 def after_training() -> str:
-    """The model after training."""
-    found = [row for row in frontier_rows() if row["steps"]]
+    """The models after training."""
+    found = frontier_tables.trained(frontier_rows())
     return frontier_tables.trained_table(found) + source(apart(found), "frontier")
+
+
+def retrieval() -> str:
+    """Needle and RULER after training."""
+    found = [row for row in frontier_rows() if row["ruler"] is not None]
+    return frontier_tables.retrieval_table(found) + source(apart(found), "frontier")
 
 
 def chosen(model: str = "smol.gguf", policy: str = "price", wanted: float = 0.15) -> Row:
@@ -37,41 +42,6 @@ def chosen(model: str = "smol.gguf", policy: str = "price", wanted: float = 0.15
     return min(
         (row for row in found if row["steps"]), key=lambda row: (-row["seeds"], row["steps"])
     )
-
-
-TEXTS = {"code": "code", "book": "the book", "speech": "speeches"}
-
-
-def dense_loss_by_text(model: str) -> str:
-    """The dense-attention loss of a model's chosen setting over the dense run of the same seed, by text:
-    means over seeds."""
-    setting = chosen(model)
-    same = {name: setting[name] for name in ("model", "seq", "steps", "lr", "data")}
-    found = [
-        row
-        for row in rows("frontier_runs")
-        if row["stage"] == "train" and all(row[name] == value for name, value in same.items())
-    ]
-    dense = {row["seed"]: row["dense_by_text"] for row in found if row["policy"] == "dense"}
-    sparse = [
-        row
-        for row in found
-        if (row["policy"], row["wanted"]) == (setting["policy"], setting["wanted"])
-        and row["seed"] in dense
-    ]
-    over = {
-        text: mean(row["dense_by_text"][text] / dense[row["seed"]][text] - 1 for row in sparse)
-        for text in TEXTS
-    }
-    shown = {name: f"{100 * over[text]:+.1f}%" for text, name in TEXTS.items()}
-    zero = ("+0.0%", "-0.0%")
-    return ", ".join(
-        f"{name} {'0.0%' if value in zero else value}" for name, value in shown.items()
-    )
-
-
-LAYERS = 36
-"""Of Qwen2.5-3B."""
 
 
 def _parts(seq: int, label: str) -> tuple[Row, float, float]:
@@ -85,7 +55,7 @@ def _parts(seq: int, label: str) -> tuple[Row, float, float]:
     setting = chosen()
     layer = setting[f"layer_ms_{label}"] + setting[f"search_ms_{label}"]
     rest = (row["iter_ms"] - row["breakdown"]["attention"]) / 1000
-    return row, rest, LAYERS * layer / row["world"] / 1000
+    return row, rest, step_tables.LAYERS * layer / row["world"] / 1000
 
 
 def predicted_over_measured(seq: int) -> str:
@@ -112,15 +82,20 @@ def predicted_steps() -> str:
     setting, body, used = chosen(), [], []
     for seq, label in LABELS.items():
         row, rest, attention = _parts(seq, label)
-        dense = step_tables.dense_of(step_tables.step(seq))
+        step = step_tables.step(seq)
+        kept, measured = step_tables.kept_seconds(step)
         body.append(
             [
                 row["world"], tokens(seq), percent(setting["density_trained"]), f"{attention:.2f}",
-                f"{rest:.2f}", f"{attention + rest:.2f}", f"{dense['iter_ms'] / 1000:.2f}",
-                f"{dense['iter_ms'] / 1000 / (attention + rest):.1f}x",
+                f"{rest:.2f}", f"{attention + rest:.2f}", ("" if measured else "~") + f"{kept:.2f}",
+                f"{kept / (attention + rest):.1f}x",
             ]
         )  # fmt: skip
-        used += [row, dense]
+        used += [
+            row,
+            step_tables.dense_of(step, step_tables.KEPT)
+            or step_tables.dense_of(step, step_tables.TWICE),
+        ]
     header = [
         "GPUs",
         "tokens",
@@ -129,13 +104,13 @@ def predicted_steps() -> str:
         "rest, measured",
         "step, predicted",
     ]
-    header += ["dense step, measured", "over dense, predicted"]
+    header += ["dense step, output kept", "over dense, predicted"]
     return table(header, body) + source([*apart([setting]), *used], "frontier")
 
 
 def ablations_by_loss() -> str:
-    """What each part costs in loss, after training."""
-    return _ablations(lambda row: row["loss_over_dense"] is not None)
+    """What each part costs in loss, after training; policies are in the table after training."""
+    return _ablations(lambda row: row["loss_over_dense"] is not None and row["what"] != "policy")
 
 
 def ablations_by_time() -> str:

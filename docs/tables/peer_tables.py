@@ -32,6 +32,18 @@ def peer_rows() -> dict[str, dict[tuple[str, str], Row]]:
     return cases
 
 
+def fa4_over_cudnn() -> float:
+    """How many times as fast FlashAttention-4's dense attention is as cuDNN's, forward and backward: 128K
+    tokens, 16 query and 2 KV heads, dimension 128, in one run."""
+    cases = [
+        case for case in peer_rows().values()
+        if ("fa4", "forward") in case
+        and {(row["seq"], row["heads"], row["dim"]) for row in case.values()} == {(131072, 16, 128)}
+    ]  # fmt: skip
+    whole = {peer: sum(cases[-1][peer, op]["ms"] for op in OPS) for peer in ("cudnn", "fa4")}
+    return whole["cudnn"] / whole["fa4"]
+
+
 def _both(pair: list[Row], field: str, digits: str) -> str:
     """A figure of forward and backward. Where a time is missing, it is "none"."""
     cells = ["none" if row[field] is None else format(row[field], digits) for row in pair]

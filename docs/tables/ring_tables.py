@@ -30,17 +30,18 @@ def _of_four(row: Row) -> bool:
 
 def layers() -> str:
     """Layers of 512K tokens."""
-    return _layers_of(lambda seq: seq == 512 * 1024)
+    return _layers_of(lambda row: row["seq"] == 512 * 1024 and not row.get("backward_density"))
 
 
 def layers_shorter() -> str:
-    """Layers of fewer tokens."""
-    return _layers_of(lambda seq: seq < 512 * 1024)
+    """Layers of fewer tokens, and those with a pruned backward."""
+    return _layers_of(lambda row: row["seq"] < 512 * 1024 or row.get("backward_density"))
 
 
-def _layers_of(wanted: Callable[[int], bool]) -> str:
-    found = [row for row in _four_gpus() if wanted(row["seq"]) and _of_four(row)]
-    four = last((row for row in found if row["inner"] != 1), "case", "impl", "inner")
+def _layers_of(wanted: Callable[[Row], object]) -> str:
+    found = [row for row in _four_gpus() if _of_four(row)]
+    shown = [row for row in found if row["inner"] != 1 and wanted(row)]
+    four = last(shown, "case", "impl", "inner")
     body, used = [], []
     names = {**DENSE_RINGS, "mtraining_hier": "2 x 2"}
     for row in sorted(four.values(), key=lambda row: (-row["seq"], row["density"])):

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from benchmarks.model import frontier_tables
 
-from . import backward_tables, frontier_docs, step_tables
-from .common import Row, last, percent, source, table, tokens
+from . import backward_tables, frontier_docs, real_tables, step_tables
+from .common import Row, percent, source, table, tokens
 
 SMALL, SECOND = "smol.gguf", "qwen.gguf"
 LENGTHS = (131072, 524288)
@@ -16,35 +16,36 @@ THRESHOLD = 3
 def _line(why: str, options: str, row: Row) -> list:
     name = f"{frontier_tables.MODELS[row['model']]}, {tokens(row['seq'])}"
     loss = f"{frontier_tables.losses(row, 'trained_dense')} ({row['seeds']})"
-    times = [frontier_tables.times(row, label) for label in ("128k", "512k")]
-    return [why, options, name, percent(row["density_trained"]), loss, *times]
+    texts = frontier_tables.by_text(row, "trained_dense")
+    return [
+        why,
+        options,
+        name,
+        percent(row["density_trained"]),
+        loss,
+        texts,
+        frontier_tables.times(row, "128k"),
+    ]
 
 
 def _exact() -> tuple[list, list[Row]]:
-    """The line of a dense forward with a pruned backward, and the rows that it is from."""
-    kind = ("dense", THRESHOLD, False)
-    trained, timed = (
-        [
-            row
-            for row in backward_tables.found(stage)
-            if (row["forward"], row["threshold"], row["sampling"]) == kind
-        ]
-        for stage in ("train", "time")
-    )
-    by_length = last(timed, "seq")
+    """The line of a dense forward with a pruned backward, and the rows that it is from; its time is of real
+    operands, as random ones leave the backward far less than a model does."""
+    trained = [
+        row for row in backward_tables.found("train")
+        if (row["forward"], row["threshold"], row["sampling"]) == ("dense", THRESHOLD, False)
+    ]  # fmt: skip
+    timed = real_tables.real_share(131072, 0.0, THRESHOLD)
     density = percent(backward_tables.mean(row["backward_density"] for row in trained))
-    model = frontier_tables.MODELS[trained[0]["model"]]
-    times = []
-    for seq in LENGTHS:
-        row = by_length[(seq,)]
-        over = backward_tables.over_dense_layer(row)
-        times.append(f"{over:.3f}, backward {percent(row['backward_density'])}")
     line = [
         "an exact forward", f"`--mtraining-price 0 --mtraining-backward-threshold {THRESHOLD}`",
-        f"{model}, {tokens(trained[0]['seq'])}", f"100%; backward {density}",
-        f"{backward_tables.over(trained, 'dense', 'dense')} ({len(trained)})", *times,
+        f"{frontier_tables.MODELS[trained[0]['model']]}, {tokens(trained[0]['seq'])}",
+        f"100%; backward {density}",
+        f"{backward_tables.over(trained, 'dense', 'dense')} ({len(trained)})",
+        backward_tables.over_by_text(trained, "dense"),
+        f"{real_tables.share(timed, 'dense'):.3f} (real operands)" if timed else "not measured yet",
     ]  # fmt: skip
-    return line, [*trained, *by_length.values()]
+    return line, [*trained, *timed]
 
 
 def settings() -> str:
@@ -81,10 +82,9 @@ def settings() -> str:
         "options",
         "model, tokens",
         "density",
-        "dense-attention loss over dense (runs)",
+        "dense-attention loss over dense (seeds)",
     ]
-    header += ["layer 128K / dense", "512K / dense"]
+    header += ["code, book, speeches", "layer 128K / cuDNN dense"]
     joined = frontier_docs.apart([start, second, denser, sparser])
-    return table(header, body) + source(
-        [*joined, *used, *steps], "frontier", "backward", "pretrain"
-    )
+    files = ("frontier", "backward", "pretrain", *(["real_operands"] if len(used) > 3 else []))
+    return table(header, body) + source([*joined, *used, *steps], *files)

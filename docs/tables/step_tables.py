@@ -3,17 +3,32 @@
 
 from __future__ import annotations
 
-from .common import Row, last, last_two, percent, rows, source, table, tokens
+from .common import Row, gpu_name, last, percent, rows, source, table, tokens
 
-SETTING = ("model", "world", "seq", "attention", "vertical", "price", "slash_cap", "weights")
-SETTING += ("backward_threshold", "backward_sampling")
+SETTING = ("model", "world", "seq", "gpu", "attention", "vertical", "price", "slash_cap", "weights")
+SETTING += ("backward_threshold", "backward_sampling", "recompute")
 """What the rows of one setting have in common."""
+TWICE, KEPT = "twice", "output kept"
+"""How recomputation treats attention: its forward runs again, or its output is kept."""
+PEAK = 989e12
+"""Products of an H100 or H200 in bf16: FLOP/s, dense."""
+LAYERS, HEADS, DIM = 36, 16, 128
+"""Of Qwen2.5-3B."""
+WEIGHTS = 36 * 2048 * (2 * 2048 + 2 * 256 + 3 * 11008) + 2048 * 151936
+"""Of its matrices, with the output layer and without the embedding."""
 
 
 def timed() -> list[Row]:
     """Rows whose time is one of steps. Those that counted the second line of Megatron's log, the mean of the
     first two steps, have one step of warm-up, and do not list the times of their steps."""
     return [row for row in rows("pretrain") if row.get("warm_up") != 1 or "step_ms" in row]
+
+
+def recompute_of(row: Row) -> str:
+    """How recomputation treated attention. Dense rows from before it was recorded ran it twice."""
+    if row["attention"] == "fused":
+        return row.get("dense_recompute") or TWICE
+    return TWICE if "--mtraining-recompute-attention" in row["command"] else KEPT
 
 
 def _measured() -> list[Row]:
@@ -30,7 +45,7 @@ def _measured() -> list[Row]:
 
     # Rows from before there were trained weights do not name their weights.
     named = [{"weights": "random", **row} for row in timed()]
-    return [row for row in named if counts(row)]
+    return [{**row, "recompute": recompute_of(row)} for row in named if counts(row)]
 
 
 def steps_rows() -> list[Row]:
@@ -46,45 +61,104 @@ def density_of(row: Row) -> str:
     return said
 
 
-def dense_of(row: Row) -> Row | None:
-    """The dense step that was measured beside a step: the same commit, model, length and GPUs."""
-    same = ("commit", "model", "seq", "world")
-    for other in reversed(timed()):
-        if other["attention"] == "fused" and all(other[name] == row[name] for name in same):
-            return other
-    return None
+def dense_of(row: Row, recompute: str) -> Row | None:
+    """Transformer Engine's dense step of the same model, length, GPUs and versions, with a policy of
+    recomputation. Of the same commit, if there is one; other commits change nothing in it."""
+    same = ("model", "seq", "world", "gpu", "torch", "versions")
+    found = [
+        other for other in timed()
+        if other["attention"] == "fused" and recompute_of(other) == recompute
+        and all(other.get(name) == row.get(name) for name in same)
+    ]  # fmt: skip
+    own = [other for other in found if other["commit"] == row["commit"]]
+    return (own or found or [None])[-1]
+
+
+def kept_estimate(row: Row) -> float | None:
+    """Seconds of the dense step that keeps attention's output, from the one that runs it twice: without one
+    forward of Transformer Engine's ring in each layer."""
+    dense = dense_of(row, TWICE)
+    ring = [
+        other for other in rows("rings")
+        if (other["impl"], other["seq"], other["world"], other["gpu"], other["hosts"])
+        == ("te_p2p", row["seq"], row["world"], row["gpu"], 1) and "all distances" in other["case"]
+        and "NVTE_BATCH" not in other["command"]
+    ]  # fmt: skip
+    if dense is None or not ring:
+        return None
+    return (dense["iter_ms"] - LAYERS * ring[-1]["fwd_ms"]) / 1000
+
+
+def kept_seconds(row: Row) -> tuple[float, bool] | None:
+    """Seconds of the dense step that keeps attention's output, and whether they are measured or estimated."""
+    if dense := dense_of(row, KEPT):
+        return dense["iter_ms"] / 1000, True
+    estimate = kept_estimate(row)
+    return None if estimate is None else (estimate, False)
 
 
 def over_dense(row: Row) -> float:
-    """The time of the dense step measured beside a step, over the step's."""
-    return dense_of(row)["iter_ms"] / row["iter_ms"]
+    """The dense step with the same policy of recomputation over a step."""
+    if recompute_of(row) == TWICE:
+        return dense_of(row, TWICE)["iter_ms"] / row["iter_ms"]
+    return kept_seconds(row)[0] * 1000 / row["iter_ms"]
+
+
+def ratio(row: Row, recompute: str) -> str:
+    """The dense step with a policy of recomputation over a step; "~" before it if it is estimated."""
+    if recompute == TWICE:
+        dense = dense_of(row, TWICE)
+        return f"{dense['iter_ms'] / row['iter_ms']:.1f}x" if dense else ""
+    found = kept_seconds(row)
+    if found is None:
+        return ""
+    return f"{'' if found[1] else '~'}{found[0] * 1000 / row['iter_ms']:.1f}x"
+
+
+def _best(found: list[Row]) -> Row:
+    """Of rows that keep the output, the last with a measured dense step that does; else the last."""
+    found = [row for row in found if recompute_of(row) == KEPT]
+    return max(enumerate(found), key=lambda each: (dense_of(each[1], KEPT) is not None, each[0]))[1]
 
 
 def step(seq: int, world: int = 4, vertical: int = 1000) -> Row:
     """The sparse step of a length, number of GPUs and columns, of random weights."""
     wanted = (seq, world, "mtraining", vertical, "random", None)
     fields = ("seq", "world", "attention", "vertical", "weights", "backward_threshold")
-    [row] = [row for row in steps_rows() if tuple(map(row.get, fields)) == wanted]
-    return row
+    return _best([row for row in steps_rows() if tuple(map(row.get, fields)) == wanted])
 
 
 def step_at_price(seq: int, world: int = 4) -> Row:
-    """The last step of random weights with a dense one beside it, capped at about the density of a trained
-    model."""
-    found = [
+    """The step of random weights, capped at about the density of a trained model."""
+    return _best([
         row for row in steps_rows()
         if (row["seq"], row["world"], row["weights"]) == (seq, world, "random")
-        and row["price"] and row["density"] > 0.1 and dense_of(row)
-    ]  # fmt: skip
-    return found[-1]
+        and row["price"] and row["density"] > 0.1 and dense_of(row, TWICE)
+    ])  # fmt: skip
+
+
+def tokens_a_second(row: Row) -> float:
+    """Of one GPU."""
+    return row["seq"] * row["batch"] / row["world"] / row["iter_ms"] * 1000
+
+
+def mfu(row: Row) -> float:
+    """Model FLOPs of a step of Qwen2.5-3B's shape over what its GPUs could compute: products with weights,
+    and attention of the selected pairs; nothing that is computed again."""
+    pairs = row["density"] * row["seq"] * (row["seq"] + 1) / 2
+    flops = 6 * WEIGHTS * row["seq"] + 12 * DIM * HEADS * LAYERS * pairs
+    return flops * row["batch"] / (row["iter_ms"] / 1000 * row["world"] * PEAK)
 
 
 def attention_of(row: Row) -> str:
     if row["attention"] == "fused":
-        return "dense, Transformer Engine" + (", loss in chunks" if row["loss_chunk"] else "")
+        said = "dense, Transformer Engine" + (", loss in chunks" if row["loss_chunk"] else "")
+        return f"{said}; {'run twice' if recompute_of(row) == TWICE else recompute_of(row)}"
     said = f"price {row['price']}"
     if row["vertical"]:
         said = f"{row['vertical']} columns, {row['slash']} diagonals"
+    elif row["price"] == 0:
+        said = "dense, this package"
     elif row.get("weights", "random") == "random" and row["slash_cap"] is not None:
         said += f", at most 1000 columns and {row['slash_cap']} slashes"
     if row.get("weights", "random") != "random":
@@ -92,47 +166,51 @@ def attention_of(row: Row) -> str:
     if row.get("backward_threshold"):
         said += f", backward threshold {row['backward_threshold']:g}"
         said += ", sampling" if row["backward_sampling"] else ""
-    if "--mtraining-recompute-attention" in row["command"]:
-        said += ", recomputed"
-    return said
+    return said + ("; run twice" if recompute_of(row) == TWICE else "")
 
 
 def steps() -> str:
+    """Over four GPUs or more."""
+    return _steps([row for row in steps_rows() if row["world"] > 2])
+
+
+def steps_two() -> str:
+    """Over two GPUs."""
+    return _steps([row for row in steps_rows() if row["world"] == 2])
+
+
+def _steps(found: list[Row]) -> str:
     body, used = [], []
-    order = sorted(steps_rows(), key=lambda row: (-row["seq"], row["iter_ms"]))
+    order = sorted(found, key=lambda row: (-row["seq"], row["gpu"], row["iter_ms"]))
     for row in order:
-        dense = dense_of(row) if row["attention"] == "mtraining" else None
         used.append(row)
         seconds = row["iter_ms"] / 1000
-        ratio = f"**{over_dense(row):.1f}x**" if dense else ""
-        recall = "1" if row["attention"] == "fused" else f"{row['recall']:.2f}"
+        is_sparse = row["attention"] == "mtraining" and row["price"] != 0
+        kept = ratio(row, KEPT) if is_sparse and row["recompute"] == KEPT else ""
         body.append(
             [
-                row["world"],
-                tokens(row["seq"]),
+                f"{tokens(row['seq'])}, {row['world']} {gpu_name(row['gpu'])}",
                 attention_of(row),
                 density_of(row),
-                recall,
+                "1" if row["recall"] is None else f"{row['recall']:.2f}",
                 f"{seconds:.2f}" if seconds < 50 else f"{seconds:.1f}",
-                ratio,
+                kept and f"**{kept}**",
+                ratio(row, TWICE) if is_sparse else "",
+                f"{tokens_a_second(row):,.0f}",
+                f"{100 * mfu(row):.0f}%",
                 f"{row['max_alloc_gb']:.1f}",
-                row["commit"],
             ]
         )
-    header = ["GPUs", "tokens", "attention", "density", "recall", "s / step", "over dense"]
-    return table([*header, "peak GiB", "commit"], body) + source(used, "pretrain")
-
-
-def steps_before() -> str:
-    """Steps over four GPUs that several sessions have measured: the last two of each."""
-    pairs = last_two((row for row in _measured() if row["world"] == 4), *SETTING)
-    body = []
-    for before, now in pairs:
-        seconds = [f"{row['iter_ms'] / 1000:.2f} ({row['commit']})" for row in (before, now)]
-        change = now["iter_ms"] / before["iter_ms"] - 1
-        body.append([tokens(now["seq"]), attention_of(now), *seconds, f"{100 * change:+.1f}%"])
-    header = ["tokens", "attention", "before, s / step", "last, s / step", "change"]
-    return table(header, body) + source([row for pair in pairs for row in pair], "pretrain")
+    header = [
+        "tokens, GPUs",
+        "attention",
+        "density",
+        "recall",
+        "s / step",
+        "over dense, output kept",
+    ]
+    header += ["over dense, run twice", "tokens/s/GPU", "MFU", "peak GiB"]
+    return table(header, body) + source(used, "pretrain")
 
 
 PARTS = ("attention", "layers", "loss", "optimizer", "communication", "waiting")
@@ -235,48 +313,6 @@ def training() -> str:
         )
     header = ["run", "density", "recall", "training loss, last 50 steps", "held-out, own attention"]
     return table([*header, "held-out, dense attention"], body) + source(found.values(), "parity")
-
-
-def training_earlier() -> str:
-    """Runs of other commits, each over the dense run of its own."""
-    body, used = [], []
-    for row in rows("parity"):
-        if row["run"] == "dense" or row["commit"] == TRAINED:
-            continue
-        used.append(row)
-        what = row["run"]
-        if row.get("overrides"):
-            what += ", a target for each layer"
-        elif row.get("target_recall"):
-            what += f", target recall {row['target_recall']} for each {row['target_scope']}"
-        elif row["coverage"]:
-            what += f" {row['coverage']:.2f}, last 64 rows"
-        elif row["price"]:
-            what += ", target recall 0.95 for the model"
-        if row.get("dense_steps"):
-            what += f", the first {row['dense_steps']} steps dense"
-        positions = "YaRN 2" if row.get("yarn") else "8K, as they are"
-        body.append(
-            [
-                what,
-                positions,
-                percent(row["density"]),
-                f"{row['recall']:.3f}",
-                signed(row["loss_last_50_over_dense"]),
-                signed(row["held_out_after_over_dense"]),
-                row["commit"],
-            ]
-        )
-    header = [
-        "run",
-        "positions",
-        "density",
-        "recall",
-        "training loss",
-        "held-out, own attention",
-        "commit",
-    ]
-    return table(header, body) + source(used, "parity")
 
 
 # Output layer and loss

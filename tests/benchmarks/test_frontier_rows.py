@@ -67,7 +67,6 @@ def test_runs_on_the_newest_text_are_compared_with_its_dense_run(made_up):
     assert rows["price"]["trained_own_over_dense"] == pytest.approx(0.1)
     assert rows["price"]["trained_dense_over_dense"] == pytest.approx(0.02)
     assert (rows["target"]["seeds"], rows["target"]["data"]) == (1, None), "it has no other run"
-    assert "| abc |" in frontier_tables.trained_table(list(rows.values()))
 
 
 def test_table_and_pictures(made_up, tmp_path):
@@ -75,19 +74,34 @@ def test_table_and_pictures(made_up, tmp_path):
     rows = frontier_tables.write(made_up, tmp_path / "frontier.jsonl")
     written = (tmp_path / "frontier.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in written] == rows
-    untrained, trained = frontier_tables.frontier_table(rows).split("\n\n")
-    for table, count in ((untrained, 3), (trained, 3)):
+    untrained, trained, _ = frontier_tables.frontier_table(rows).split("\n\n")
+    for table, count in ((untrained, 3), (trained, 2)):
         lines = table.splitlines()
         assert len({line.count("|") for line in lines}) == 1 and len(lines) == 2 + count
         price = next(line for line in lines if "| price |" in line)
-        assert "| 0.203 |" in price
-    assert "+1.50% ± 0.50 | +0.75% ± 0.25 | 0.40, –, 0.50, 0.50 |" in price
-    for kind in ("density", "time"):
-        assert (tmp_path / f"frontier_{kind}.png").stat().st_size > 10000
-    points = frontier_tables.points(rows, "zero_over_dense", "density")
-    assert points == {"price": [(0.15, 2.0)], "window": [(0.15, 20.0)]}
-    few, longer = rows[0] | dict(model="other"), rows[1] | dict(steps=1000)
-    assert frontier_tables.shown([few, *rows, longer]) == rows
+        assert "| 0.203, – |" in price
+    assert "| +0.75% ± 0.25 | +1.50% ± 0.50 | 0.203, – |" in price
+    assert (tmp_path / "frontier.png").stat().st_size > 10000
+    kept = frontier_tables.trained(rows)
+    assert [row["policy"] for row in kept] == ["price", "target"], (
+        "a row that is not trained, or dense"
+    )
+    longer, other = kept[0] | dict(steps=1000), kept[1] | dict(model="other")
+    shown = frontier_tables.shown([*rows, longer, other])
+    assert shown == {"other": [other], kept[0]["model"]: kept}
+    assert frontier_tables.points(kept, "density")["price"] == [
+        (kept[0]["density_trained"], pytest.approx(0.75), pytest.approx(0.25))
+    ]
+
+
+def test_losses_by_text():
+    def runs(code, book):
+        return dict(dense_by_text=dict(all=9.0, code=code, book=book))
+
+    pairs = [(runs(1.01, 2.0), runs(1.0, 2.0)), (runs(3.09, 4.0), runs(3.0, 4.0))]
+    found = frontier_rows._by_text(pairs, "dense_by_text")
+    assert found == dict(code=pytest.approx(0.02), book=0.0)
+    assert frontier_rows._by_text(pairs, "own_by_text") is None
 
 
 def test_ruler_of_the_runs_that_have_it(made_up):
@@ -114,7 +128,7 @@ def test_ruler_of_the_runs_that_have_it(made_up):
     assert row["ruler_loss_more"] == [0.5, 0.5, 0.5]  # each sample has half a nat more
     more, low, high = row["ruler_more"]
     assert low <= more <= high and more == pytest.approx(-1 / 3, abs=1e-4)
-    table = frontier_tables.trained_table([row])
+    table = frontier_tables.retrieval_table([row])
     assert "| 0.00, –, 0.33, 0.67 | 3.00, –, 2.50, 2.00 | +0.50 [0.50, 0.50] |" in table
 
 
@@ -149,8 +163,8 @@ def test_ablation_table(made_up):
     ]
     joined = frontier_rows.joined(made_up)
     lines = ablations.ablation_table(rows, joined).splitlines()
-    assert "| m | 16K | dense steps | last 10% | 2 | 10.0% | +2.00% | +3.00% |" in lines[2]
-    assert lines[3].startswith("|  |  | layout |")
+    assert "| m, 16K | dense steps: last 10% | 2 | 10.0% | +2.00% | +3.00% |" in lines[2]
+    assert lines[3].startswith("|  | layout: zigzag")
     assert f"| {0.1 + 0.9 * 0.203:.3f} |" in lines[2] and "| 1.50 |" in lines[3]
 
 

@@ -24,12 +24,7 @@ FILES = (
     "work.png",
 )
 """What is written."""
-ON_GPUS = (
-    "On GPUs (benchmarks/results/pretrain.jsonl): a training step of Qwen2.5-3B's shape, random "
-    "weights, 512K tokens on 4 H200, takes 7.42 s at a density of 1.8% (recall 6.4%), dense 88.6 s "
-    "(11.9x). What a density costs in loss: docs/settings.md."
-)
-"""Figures of docs/tables; tests/test_docs_tables.py compares them."""
+ON_GPUS = "What a density costs on GPUs: docs/performance.md (time), docs/settings.md (loss)."
 
 
 def write_results(options: Options, folder: Path, output: Path) -> str:
