@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import lru_cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -25,7 +24,7 @@ from .ring.attention import KeysAndValues, RingResult, ring_attention
 from .ring.pruning import BackwardPruning, check_size, packed_shape
 from .ring.transport import ring_of
 from .switches import SWITCHES
-from .tensors import check_values, is_elsewhere
+from .tensors import check_values, own_context
 
 Pattern = VerticalSlashIndex | BlockListIndex
 
@@ -97,14 +96,8 @@ def attend(
             or operands of other shapes. They compare what they are given at the first call of each kind.
     """
     _check_kinds(query, key, value, config, softmax_scale, documents, head_policies)
-    # Autocast would round scores that are in float32.
-    autocast = torch.is_autocast_enabled(query.device.type)
-    if autocast or is_elsewhere(query.device):
-        with ExitStack() as within:
-            if autocast:
-                within.enter_context(torch.autocast(query.device.type, enabled=False))
-            if query.is_cuda:
-                within.enter_context(torch.cuda.device(query.device))
+    if (within := own_context(query.device)) is not None:
+        with within:
             return attend(
                 query, key, value, config=config, cp_group=cp_group, cp_inner=cp_inner,
                 softmax_scale=softmax_scale, documents=documents, head_policies=head_policies,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .cp_group import ProcessGroup, RankGroup
 from .kernels.loss import cross_entropy_gradient, cross_entropy_rows
-from .tensors import check_values, is_elsewhere
+from .tensors import check_values, own_context
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 LABELS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -65,8 +65,8 @@ def linear_cross_entropy(
         ValueError: operands that do not fit each other.
     """
     check_values(hidden=hidden, weight=weight, labels=labels)
-    if is_elsewhere(hidden.device):
-        with torch.cuda.device(hidden.device):
+    if (within := own_context(hidden.device)) is not None:
+        with within:
             return linear_cross_entropy(
                 hidden, weight, labels, chunk, tp_group, scale, gradient_buffer
             )
@@ -132,6 +132,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
+        if (within := own_context(grad.device)) is not None:
+            with within:
+                return _LinearCrossEntropy.backward(ctx, grad)
         hidden, weight, labels, lse = ctx.saved_tensors
         chunk, first_token, scale, gradient_buffer = ctx.settings
         grad = grad.to(lse.dtype).contiguous()

@@ -3,15 +3,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
 import torch
 from torch import Tensor
 
 from .errors import ConfigError
 
 
-def is_elsewhere(device: torch.device) -> bool:
-    """Whether it is a GPU, and not the current one, on which kernels are launched."""
-    return device.type == "cuda" and device.index != torch.cuda.current_device()
+def own_context(device: torch.device) -> AbstractContextManager | None:
+    """A context in which kernels are launched on ``device``, and autocast changes no dtype there; None where
+    that is so already. Autocast would round scores that are in float32. A backward is under it if it is
+    called in its region, whatever the forward was under."""
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    if elsewhere or torch.is_autocast_enabled(device.type):
+        return _own_context(device)
+    return None
+
+
+@contextmanager
+def _own_context(device: torch.device) -> Iterator[None]:
+    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with current, torch.autocast(device.type, enabled=False):
+        yield
 
 
 def check_dense(name: str, value: object) -> None:

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import AttentionResult, attend
@@ -144,16 +146,44 @@ def test_a_price_in_place_of_none_is_refused(config):
         attend(*operands(), config=config, price=torch.tensor(0.5))
 
 
-def test_autocast_rounds_no_scores():
+@contextmanager
+def autocast(*dtypes):
+    """Regions of autocast one within the other; None is one without."""
+    with ExitStack() as within:
+        for dtype in dtypes:
+            within.enter_context(torch.autocast("cpu", dtype, enabled=dtype is not None))
+        yield
+
+
+BF16, FP16 = torch.bfloat16, torch.float16
+REGIONS = {  # of the forward, and of the backward
+    "forward": ([BF16], []),
+    "backward": ([], [BF16]),
+    "both": ([BF16], [BF16]),
+    "float16": ([FP16], [FP16]),
+    "nested": ([BF16, None, FP16], [FP16, BF16]),
+}
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("threshold", [0.0, 3.0])
+def test_autocast_rounds_no_scores(threshold, region, checkpointed):
     """Whoever trains under autocast gets what these operands have without it."""
     given = [each.requires_grad_() for each in operands()]
-    expected = attend(*given, config=PRICED)
-    gradients = torch.autograd.grad(expected.out.sum(), given)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = attend(*given, config=PRICED)
-    assert torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse)
-    assert torch.equal(found.index.member, expected.index.member)
-    for mine, theirs in zip(torch.autograd.grad(found.out.sum(), given), gradients):
+    config = replace(PRICED, backward_threshold=threshold)
+
+    def run(*tensors):
+        return attend(*tensors, config=config)[:2]
+
+    expected = run(*given)
+    gradients = torch.autograd.grad(expected[0].sum(), given)
+    forward, backward = REGIONS[region]
+    with autocast(*forward):
+        found = checkpoint(run, *given, use_reentrant=False) if checkpointed else run(*given)
+    with autocast(*backward):
+        found_gradients = torch.autograd.grad(found[0].sum(), given)
+    for mine, theirs in zip((*found, *found_gradients), (*expected, *gradients), strict=True):
         assert torch.equal(mine, theirs)
 
 

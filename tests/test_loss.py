@@ -39,6 +39,18 @@ def actual_of(hidden, weight, labels, grad, chunk, **more):
     return losses, *torch.autograd.grad(losses, (hidden, weight), grad.to(losses.dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+def test_autocast_rounds_nothing(dtype, autocast):
+    """Losses and gradients, also of a backward that is called in its region, are those without it."""
+    operands = draw(30, 37, 16, dtype)
+    expected = actual_of(*operands, 7)
+    with torch.autocast("cpu", autocast):
+        found = actual_of(*operands, 7)
+    for mine, theirs in zip(found, expected):
+        assert torch.equal(mine, theirs)
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 30, 1000])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 8e-3)]

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from ..kernels import attention as kernels
 from ..kernels.attention.operands import unit_stride
 from ..pattern.vertical_slash_index import PatternIndex
+from ..tensors import own_context
 from .attention_graph import replayed
 from .pruning import BackwardPruning, Marking, PrunedPattern
 from .schedule import Action, Link, Op, backward_ops, forward_ops
@@ -367,6 +368,9 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out, *_):
+        if (within := own_context(grad_out.device)) is not None:
+            with within:
+                return _RingAttention.backward(ctx, grad_out)
         query, key, value, out, lse, packed = ctx.saved_tensors
         (grad_out,) = unit_stride(grad_out)
         given = query, key, value, grad_out, out, lse
