@@ -92,8 +92,12 @@ def attend(
 
     Raises:
         ValueError: on operands, a sequence length or a pattern that do not fit.
-        ConfigError: on documents or settings that do not; on every rank, if ranks are given other settings
-            or operands of other shapes. They compare what they are given at the first call of each kind.
+        ConfigError: on documents or settings that do not; on every rank, if ranks are given other settings,
+            shapes, documents or prices, or a first pass on some alone. They compare these in each call on the
+            CPU. On GPUs, where it would wait for the device, they compare settings and shapes at the first
+            call with them. Ranks that part later are not refused there: with other shapes they wait for each
+            other until the process group's timeout, and its error names a collective, not the difference;
+            with other settings, documents or prices of the same shapes, results can be wrong.
     """
     _check_kinds(query, key, value, config, softmax_scale, documents, head_policies)
     if (within := own_context(query.device)) is not None:
@@ -110,7 +114,7 @@ def attend(
     cp = cp_group_of(cp_group, cp_inner)
     # Before what one rank alone may find wrong: it would leave the others waiting.
     _compare_with_ranks(
-        cp, query, key, value, config, softmax_scale, documents, head_policies, price
+        cp, query, key, value, config, softmax_scale, documents, head_policies, price, first_pass
     )
     _check(query, key, value, cp, softmax_scale, documents)
     _check_policies(head_policies, query.shape[2], config)
@@ -161,7 +165,7 @@ def attend(
 
 
 _COMPARED: WeakKeyDictionary[CPGroup, set[tuple]] = WeakKeyDictionary()
-"""What the ranks of a group have found to be the same on all of them."""
+"""What the ranks of a group have found to be the same on all of them, of operands on GPUs."""
 
 
 def _compare_with_ranks(
@@ -174,17 +178,18 @@ def _compare_with_ranks(
     documents: Documents | None,
     head_policies: Sequence[Policy] | None,
     price: Tensor | None,
+    first_pass: AttentionResult | Pattern | None,
 ) -> None:
     """Raise :class:`~.errors.ConfigError`, on every rank, unless all ranks of the group are given the same.
-    A collective at the first call with these settings, shapes and dtypes. Of documents and prices, those on
-    the CPU are compared then, too: to read them from a GPU would wait for it."""
+    A collective in each call on the CPU; on GPUs, as it would wait for them, in the first with these
+    settings, shapes and dtypes. Documents and prices are compared, too, if they are on the CPU."""
     if cp.world == 1:
         return
     kind = (
         config, None if head_policies is None else tuple(head_policies), query.shape, key.shape, value.shape,
         query.dtype, key.dtype, value.dtype, softmax_scale, _shape_of_documents(documents), _shape_of(price),
     )  # fmt: skip
-    compared = _COMPARED.setdefault(cp, set())
+    compared = _COMPARED.setdefault(cp, set()) if query.is_cuda else set()
     if kind in compared:
         return
     given = {option(name): value for name, value in config.options().items() if value is not None}
@@ -200,6 +205,7 @@ def _compare_with_ranks(
     given["the shape of the price"] = _shape_of(price)
     if isinstance(price, Tensor) and price.device.type == "cpu" and price.layout is torch.strided:
         given["price"] = price.tolist()
+    given["first_pass"] = "none" if first_pass is None else "given"
     for head, policy in enumerate(head_policies or ()):
         given[f"the policy of head {head}"] = policy
     check_agreement(cp, given, "the ranks of a context-parallel group")

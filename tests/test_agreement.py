@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining import ConfigError, MTrainingConfig, attention
 from megatron_mtraining.agreement import check_agreement
 from megatron_mtraining.attention import attend
-from megatron_mtraining.cp_group import RankGroup
+from megatron_mtraining.cp_group import RankGroup, cp_group_of
 from megatron_mtraining.documents import Documents
 from tests.support.ranks import run_ranks
 
@@ -71,7 +73,46 @@ def test_attend_names_what_differs_on_every_rank(case):
     assert messages[0] is not None and DIFFERENT[case][1] in messages[0]
 
 
-def attend_alike(rank, world):
+LATER = {
+    # what rank 1 is given after calls alike, and what the error names
+    "length of before": (dict(tokens=128), "the shape of the query is (256, 1, 4, 64) on rank 0, (128, 1, 4"),
+    "new length": (dict(tokens=384), "the shape of the query is (256, 1, 4, 64) on rank 0, (384, 1, 4"),
+    "price of before": (dict(price=3.0), "--mtraining-price is 0.25 on rank 0, 3.0 on rank 1"),
+    "documents": (dict(first=101), "documents is 'packed (SHA-256 of their starts"),
+    "price of a call": (dict(call_price=2.0), "price is [1.0] on rank 0, [2.0] on rank 1"),
+    "replay": (dict(replay=True), "first_pass is 'none' on rank 0, 'given' on rank 1"),
+}  # fmt: skip
+
+
+def part_later(rank, world, case):
+    def call(tokens=TOKENS, price=0.25, first=100, call_price=1.0, replay=False):
+        query = torch.randn(tokens, 1, HEADS, DIM)
+        key, value = torch.randn(2, tokens, 1, KV_HEADS, DIM)
+        documents = Documents.from_lengths([first, 2 * tokens - first], 2 * tokens)
+        given = dict(
+            config=MTrainingConfig.from_options(**SETTINGS, price=price),
+            cp_group=dist.group.WORLD, documents=documents, price=torch.tensor([call_price]),
+        )  # fmt: skip
+        return attend(query, key, value, **given, first_pass=earlier if replay else None)
+
+    earlier = call()
+    for again in (dict(tokens=128), dict(price=3.0)):
+        call(**again)
+    try:
+        call(**(LATER[case][0] if rank else {}))
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_ranks_that_part_later_are_told_apart(case):
+    messages = run_ranks(2, part_later, case)
+    assert messages[0] == messages[1]
+    assert messages[0] is not None and LATER[case][1] in messages[0]
+
+
+def compare_alike(rank, world, on_gpus):
     """How many collectives compare settings, over calls of two lengths."""
     compared = []
     gather = RankGroup.gather_objects
@@ -83,14 +124,17 @@ def attend_alike(rank, world):
     RankGroup.gather_objects = counted
     config = MTrainingConfig.from_options(**SETTINGS)
     for tokens in (256, 256, 128, 256, 128):
-        query = torch.randn(tokens, 1, HEADS, DIM)
-        key, value = torch.randn(2, tokens, 1, KV_HEADS, DIM)
-        attend(query, key, value, config=config, cp_group=dist.group.WORLD)
+        shape = torch.Size((tokens, 1, HEADS, DIM))
+        each = SimpleNamespace(shape=shape, dtype=torch.float32, is_cuda=on_gpus)
+        cp = cp_group_of(dist.group.WORLD)
+        attention._compare_with_ranks(cp, each, each, each, config, 0.1, None, None, None, None)
     return len(compared)
 
 
-def test_ranks_that_agree_compare_once_a_kind():
-    assert run_ranks(2, attend_alike) == [2, 2]
+@pytest.mark.parametrize(("on_gpus", "times"), [(False, 5), (True, 2)])
+def test_how_often_ranks_that_agree_compare(on_gpus, times):
+    """On GPUs once a kind: it waits for them."""
+    assert run_ranks(2, compare_alike, on_gpus) == [times] * 2
 
 
 def disagree(rank, world):
