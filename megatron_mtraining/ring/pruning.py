@@ -4,8 +4,10 @@
 The forward computes the same function, and marks the blocks that hold a share of some query's attention to
 the keys up to them (:func:`..kernels.attention.forward`). After its last round the marks become a code for
 each block, which is kept until the backward, packed. Block lists of the blocks with a code replace the
-pattern there. So nothing of later tokens is used, and small terms of the gradient are left out. Without
-sampling, the codes depend on query and key alone.
+pattern there, and small terms of the gradient are left out. Without sampling, the codes depend on query and
+key alone, up to the end of the query block: a block stays for all of its queries if one asks for it, so the
+gradient of a query depends on later queries of its block. With packed documents the codes depend on the
+lengths of all documents, later ones too (:func:`least_share`). Other later tokens change nothing here.
 
 With sampling, a block below the threshold is kept with a probability in proportion to its share, and its
 terms are divided by that probability (:mod:`..kernels.attention.sampling`): the gradient is then unbiased.
@@ -132,7 +134,8 @@ class PrunedPattern:
 
 
 def least_share(index: PatternIndex, threshold: float) -> Tensor:
-    """The share from which a block is kept: float32 ``[b]``. It reads nothing on the host."""
+    """The share from which a block is kept: float32 ``[b]``, from the mean of all documents of a batch entry.
+    It reads nothing on the host."""
     batch, device = index.member.shape[0], index.member.device
     even = threshold * index.block_size
     if index.documents is None:

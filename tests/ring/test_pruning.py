@@ -239,6 +239,41 @@ def test_packed_documents_have_their_own_mean():
     assert torch.allclose(found[0], least_share(index, 3.0)[0])
 
 
+@parametrize("sampling, threshold", [(False, 1.5), (True, 3.0)])
+def test_what_later_tokens_reach(sampling, threshold):
+    """With a dense forward, those of the query block, and the lengths of documents, change which terms of a
+    query's gradient are left out. No others do, and none of them changes an output."""
+    length, begin, end = BLOCK * 12, BLOCK * 4, BLOCK * 5  # of all tokens, and of the query block
+    config = MTrainingConfig.from_options(
+        price=0.0, block_size=BLOCK, backward_threshold=threshold, backward_sampling=sampling
+    )
+    query, *others = [torch.randn(length, 1, 1, 64, dtype=torch.float64) for _ in range(4)]
+
+    def found(query, key, value, grad_out, lengths=(end, length - end)):
+        """Outputs before the query block and in it, but for its last query; and queries' gradients."""
+        torch.manual_seed(3)
+        leaf = query.clone().requires_grad_()
+        documents = Documents.from_lengths(lengths, length)
+        out = attend(leaf, key, value, config=config, documents=documents).out
+        (grad,) = torch.autograd.grad(out, leaf, grad_out)
+        return [each.detach()[part] for each in (out, grad) for part in parts]
+
+    parts = slice(begin), slice(begin, end - 1)
+    truth = found(query, *others)
+    asks = query.clone()
+    asks[end - 1] = 10 * others[0][BLOCK + 3]  # for the second block, as the others do not
+    after = [torch.cat((t[:end], torch.randn_like(t[end:]))) for t in (query, *others)]
+    for name, changed, moves in (
+        ("tokens after the query block", found(*after), (False, False)),
+        ("queries of the block", found(asks, *others), (False, True)),
+        ("documents", found(query, *others, [end] + [1] * (length - end)), (True, True)),
+    ):
+        errors = [relative_error(mine, theirs) for mine, theirs in zip(changed, truth)]
+        assert max(errors[:2]) < 1e-12, f"{name} change outputs"
+        for error, moved_ in zip(errors[2:], moves):
+            assert error > 0.01 if moved_ else error < 1e-12, f"{name}: {error}"
+
+
 @parametrize("budget, lists", [("few", False), ("all", False), ("all", True)])
 def test_density_of_packed_documents(budget, lists):
     """Of one rank it is what the pruned lists themselves have."""
