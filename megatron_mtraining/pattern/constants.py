@@ -3,19 +3,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
-_CONSTANTS: dict[tuple, Tensor] = {}
+_readers: list[list[Tensor]] = []
 
 
 def constant(
     numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """A vector on the device, ``[len(numbers)]``. Made once, since the host waits for the copy, and kept
-    for good: captured searches (:mod:`.search_graph`) read it where it is."""
-    at = (numbers, device, dtype)
-    if at not in _CONSTANTS:
-        with torch.inference_mode(False):
-            _CONSTANTS[at] = torch.tensor(numbers, dtype=dtype, device=device)
-    return _CONSTANTS[at]
+    """A vector on the device, ``[len(numbers)]``. Made once, since the host waits for the copy; of many, such
+    as the prices of a sweep, those that were used last are kept."""
+    found = _made(numbers, device, dtype)
+    for kept in _readers:
+        kept.append(found)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _made(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=dtype, device=device)
+
+
+@contextmanager
+def constants_read() -> Iterator[list[Tensor]]:
+    """The constants that are read within: for captured searches (:mod:`.search_graph`), which read them where
+    they are, later too."""
+    kept: list[Tensor] = []
+    _readers.append(kept)
+    try:
+        yield kept
+    finally:
+        _readers[:] = [each for each in _readers if each is not kept]

@@ -33,6 +33,7 @@ from ..config import MTrainingConfig, Policy
 from ..cp_group import CPGroup
 from ..stream_graphs import Memory, StreamGraphs, of_current_stream
 from .captured_search import CapturedGroup, CopiedIndex
+from .constants import constants_read
 from .sampled_rows import SampledRows, gather_rows
 from .vertical_slash_index import VerticalSlashIndex
 
@@ -164,7 +165,7 @@ class SearchGraph:
         # Compiles kernels and makes constants, which cannot be done in a capture.
         search(self._rows, self._key, self._price, group)
         memory.side.wait_stream(torch.cuda.current_stream(memory.device))
-        with torch.cuda.stream(memory.side):
+        with torch.cuda.stream(memory.side), constants_read() as self._constants:
             group.begin()
             try:
                 found = CopiedIndex(search(self._rows, self._key, self._price, group))

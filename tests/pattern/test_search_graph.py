@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,7 @@ from megatron_mtraining.documents import Documents
 from megatron_mtraining.kernels.selection import reference_threshold
 from megatron_mtraining.pattern import build_index, search_graph, search_pattern
 from megatron_mtraining.pattern.captured_search import CopiedIndex
+from megatron_mtraining.pattern.constants import constant, constants_read
 from megatron_mtraining.pattern.sampled_rows import _local_rows, gather_rows, gather_sampled_rows
 from megatron_mtraining.pattern.search_graph import SearchGraph, SearchGraphs, SearchKind
 from megatron_mtraining.stream_graphs import MAX_GRAPHS, Memory, padded
@@ -141,6 +143,21 @@ def test_replays_of_whole_searches(cuda, monkeypatch, group):
         assert len(graphs._graphs) == (number > 0)
     (graph,) = graphs._graphs.values()
     assert len(graph._steps) == (1 if group().world == 1 else 5 + 4)
+    prices = constant((CONFIG.policy.price,) * 4, query.device)
+    assert any(each is prices for each in graph._constants), "as long as the graph reads them"
+
+
+def test_constants_are_not_kept_for_good():
+    """A sweep, or a schedule of prices, has others in each search."""
+    device = torch.device("cpu")
+    first = weakref.ref(constant((0.3, 0.7), device))
+    with constants_read() as kept:
+        constant((0.4, 0.6), device)
+    held = weakref.ref(kept[0])
+    assert constant((0.3, 0.7), device) is first()
+    for number in range(2000):
+        constant((float(number), 0.7), device)
+    assert first() is None and held() is kept[0]
 
 
 def test_copies_of_an_index(cuda):
