@@ -21,6 +21,8 @@ Pure index arithmetic over tensors: nothing here knows of process groups.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,28 @@ GATHERED = 8
 """Default limit of the size of an inner group."""
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 """Dtypes of positions."""
+ATTRIBUTE = "mtraining_part"
+"""The attribute of what :func:`stripe` returns that has its :class:`Part`. Copies of a tensor lose it."""
+
+
+class Part(NamedTuple):
+    """Which part of the sequence a tensor is, as :func:`stripe` was asked for it."""
+
+    cp_rank: int
+    cp_size: int
+    block_size: int
+    inner: int
+
+    def __str__(self) -> str:
+        return (
+            f"the part of rank {self.cp_rank} of {self.cp_size}, in blocks of {self.block_size} tokens and "
+            f"inner groups of {self.inner} ranks"
+        )
+
+
+def part_of(tensor) -> Part | None:
+    """What :func:`stripe` says of a tensor that it has returned; None of any other."""
+    return getattr(tensor, ATTRIBUTE, None)
 
 
 def check_rank(cp_rank: int, cp_size: int) -> None:
@@ -117,7 +141,8 @@ def stripe(
         inner: ranks of an inner group, as for :func:`inner_size`.
 
     Returns:
-        A contiguous tensor, ``seq_length // cp_size`` long in ``dim`` (the tensor itself at size 1).
+        A contiguous tensor, ``seq_length // cp_size`` long in ``dim``, of which :func:`part_of` tells the
+        layout (the tensor itself at size 1).
 
     Raises:
         ConfigError: the length is not a multiple of ``block_size * cp_size``, there is no such rank or
@@ -133,7 +158,9 @@ def stripe(
     local = torch.arange(seq_length // (block_size * cp_size), device=tensor.device)
     blocks = tensor.unflatten(dim, (-1, block_size))
     blocks = blocks.index_select(dim, block_at(local, cp_rank, cp_size, inner))
-    return blocks.flatten(dim, dim + 1).contiguous()
+    part = blocks.flatten(dim, dim + 1).contiguous()
+    setattr(part, ATTRIBUTE, Part(cp_rank, cp_size, block_size, inner))
+    return part
 
 
 def unstripe(

@@ -56,7 +56,7 @@ def slice_batch(
     cp_size: int,
     block_size: int,
     inner: int | None = None,
-    documents: bool = False,
+    documents: bool | None = None,
 ) -> dict:
     """This rank's part of a Megatron batch.
 
@@ -67,15 +67,16 @@ def slice_batch(
         cp_rank, cp_size: position in the context-parallel group, and its size.
         block_size: tokens in a block.
         inner: ranks of the inner group, as for :func:`~megatron_mtraining.layout.inner_size`.
-        documents: attach packed documents, which begin where position ids are 0, to the result's tensors
-            (:mod:`.packed_documents`).
+        documents: True attaches packed documents, which begin where position ids are 0, to the result's
+            tensors (:mod:`.packed_documents`). False does not look at position ids. None takes position ids
+            that go on from token to token, and no others: waits for the GPU that they are on.
 
     Returns:
-        The same dict.
+        The same dict. A model at this size takes these tensors only, and none of their copies.
 
     Raises:
-        ConfigError: packed sequences, an entry with another length, or documents that position ids do not
-            tell.
+        ConfigError: packed sequences, an entry with another length, documents that position ids do not tell,
+            or, with ``documents`` None, position ids that restart or skip.
     """
     if not isinstance(batch, dict):
         raise ConfigError(f"the batch is a {type(batch).__name__}: give a dict of tensors")
@@ -85,17 +86,16 @@ def slice_batch(
             f"the batch has {', '.join(packed)}: attention backend mtraining does not support "
             "packed sequences or hybrid context parallelism"
         )
-    given = {name: batch[name] for name in SEQUENCES if batch.get(name) is not None}
-    for name, value in given.items():
+    for name in SEQUENCES:
+        value = batch.get(name)
+        if value is None:
+            continue
         check_dense(f"the batch's {name}", value)
         if value.dim() < 2:
             raise ConfigError(
                 f"the batch's {name} are of shape {list(value.shape)}: give [batch, sequence]"
             )
-    lengths = {value.shape[1] for value in given.values()}
-    if not lengths:
-        return batch
-    ours = {}
+    ours, lengths = {}, set()
     for name, value in batch.items():
         if not isinstance(value, Tensor) or value.dim() < 2:
             continue
@@ -112,6 +112,8 @@ def slice_batch(
             f"the entries of the batch are not of one sequence length: {shapes}; attention backend "
             "mtraining does not know how to slice them"
         )
+    if documents is None:
+        _check_positions(batch.get("position_ids"))
     found = _documents(batch) if documents else None
     batch.update(stripe_batch(ours, cp_rank, cp_size, block_size, inner))
     if found is not None:
@@ -127,3 +129,18 @@ def _documents(batch: dict) -> Documents:
             "give position_ids"
         )
     return Documents.from_position_ids(ids, check=False)
+
+
+def _check_positions(ids: Tensor | None) -> None:
+    """Refuse position ids of several documents where nothing says whether they are kept apart."""
+    if ids is None:
+        return
+    breaks = (ids.diff(dim=1) != 1).nonzero()
+    if len(breaks):
+        entry, token = breaks[0, :2].tolist()
+        before, after = ids[entry, token : token + 2].tolist()
+        raise ConfigError(
+            f"position_ids go from {before} to {after} at token {token + 1} of batch entry {entry}: give "
+            "documents=True if documents begin where they are 0 and are to be kept apart, or documents=False "
+            "if not, or if the model is given packed_seq_params_of(documents)"
+        )

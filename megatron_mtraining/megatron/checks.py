@@ -54,7 +54,12 @@ def _is_two_sizes(value) -> bool:
 
 
 LEAVE_OUT = "leave it out"
-NOT_SOFTMAX = "only causal softmax attention is supported"
+ONE_KIND = (
+    "layers of another attention do not take the block-striped layout of tokens over context-parallel ranks, "
+    "so all layers must be softmax attention"
+)
+THD = "packed (THD) sequences are not supported"
+OWN_LAYOUT = "the backend has a layout of its own, blocks of tokens in turn, and would ignore it"
 
 OF_CHECKPOINTS = ("attention_dropout",)
 """Of :data:`REFUSALS`, arguments that --use-checkpoint-args takes from the checkpoint, whatever is given."""
@@ -65,15 +70,20 @@ REFUSALS = (
         "attention dropout is not supported, as the attention matrix is never materialized",
         "use --attention-dropout 0",
     ),
-    Refusal("multi_latent_attention", unset, NOT_SOFTMAX, LEAVE_OUT),
-    Refusal("experimental_attention_variant", unset, NOT_SOFTMAX, LEAVE_OUT),
-    Refusal("linear_attention_freq", unset, NOT_SOFTMAX, LEAVE_OUT),
-    Refusal("use_kitchen_attention", unset, NOT_SOFTMAX, LEAVE_OUT),
+    Refusal(
+        "multi_latent_attention",
+        unset,
+        "its keys and values have two head dimensions, and there are kernels for one",
+        LEAVE_OUT,
+    ),
+    Refusal("experimental_attention_variant", unset, ONE_KIND, LEAVE_OUT),
+    Refusal("linear_attention_freq", unset, ONE_KIND, LEAVE_OUT),
+    Refusal("use_kitchen_attention", unset, "it is an attention backend of its own", LEAVE_OUT),
     Refusal(
         "window_size",
         lambda value: value is None,
         "sliding windows are not supported",
-        "leave it out; --mtraining-window sets the tokens before each query that are always kept",
+        LEAVE_OUT,
     ),
     Refusal(
         "softmax_type",
@@ -87,9 +97,21 @@ REFUSALS = (
         "only position embeddings that can be striped over ranks are supported",
         "use rope, yarn, learned_absolute or none",
     ),
-    Refusal("sft", unset, "packed (THD) sequences are not supported", LEAVE_OUT),
+    Refusal("sft", unset, THD, LEAVE_OUT),
+    Refusal("rl_use_sequence_packing", unset, THD, LEAVE_OUT),
+    Refusal("sequence_packing_scheduler", unset, THD, LEAVE_OUT),
+    Refusal("use_varlen_dataset", unset, THD, LEAVE_OUT),
     Refusal(
-        "rl_use_sequence_packing", unset, "packed (THD) sequences are not supported", LEAVE_OUT
+        "cp_partition_mode",
+        lambda value: value in (None, "zigzag"),
+        OWN_LAYOUT,
+        "leave it out",
+    ),
+    Refusal(
+        "rotary_base_per_layer",
+        unset,
+        "layers then make rotary tables of their own, in Megatron's context-parallel layout",
+        LEAVE_OUT,
     ),
     Refusal(
         "hybrid_context_parallel",

@@ -23,6 +23,7 @@ from .backend import is_active, training_arguments
 from .checks import check_settings, inner_group_size, is_p2p, show
 from .density import DensityMeter
 from .hosts import advise_on_hosts, check_hosts
+from .inputs import check_mask
 from .observation import in_backward
 from .packed_documents import documents_for_layer
 from .run_state import RUN
@@ -136,7 +137,8 @@ class MTrainingAttention(MegatronModule):
         Args:
             query: ``[s/cp, b, heads, d]``, bf16, fp16 or fp32, in the striped layout.
             key, value: ``[s/cp, b, query groups, d]``, any strides.
-            attention_mask: not looked at; attention is causal, as for TEDotProductAttention.
+            attention_mask: None, or bool ``[b or 1, 1, s/cp, s]``, True where a key is hidden: must hide what
+                causal attention within documents does not see.
             attn_mask_type: causal, or None for the one given at construction.
             attention_bias: must be None.
             packed_seq_params: None, or packed documents (:func:`~.packed_documents.packed_seq_params_of`).
@@ -155,6 +157,9 @@ class MTrainingAttention(MegatronModule):
         documents = documents_for_layer(packed_seq_params, place)
         if attn_mask_type is not None:
             _check_mask_type(attn_mask_type, place)
+        if attention_mask is not None:
+            cp = cp_group_of(self.cp_group, self.cp_inner)
+            check_mask(attention_mask, query, documents, cp, self.mtraining.block_size, place)
         replay = recompute.saved_call(self, query)
         first_pass = None if replay is None else replay.result
         microbatch = self._begin_call(place) if replay is None else replay.microbatch

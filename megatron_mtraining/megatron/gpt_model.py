@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 
 from ..config import ConfigError, option
+from ..layout import Part
 from .arguments import settings
 from .backend import is_active, training_arguments
 from .checks import inner_group_size
@@ -43,11 +44,12 @@ def wrap_gpt_model(original):
             original(*bound.args, **bound.kwargs)
         ours = settings(config)
         output_layer.chunk_loss(self, ours.loss_chunk)
+        group = self.pg_collection.cp
+        size = 1 if group is None else group.size()
+        inner = inner_group_size(config, size, ours.gathered_ranks, command_line=False)
+        self.mtraining_part = Part(group.rank(), size, ours.block_size, inner) if size > 1 else None
         embedding = getattr(self, "rotary_pos_emb", None)
         if embedding is not None:
-            group = self.pg_collection.cp
-            size = 1 if group is None else group.size()
-            inner = inner_group_size(config, size, ours.gathered_ranks, command_line=False)
             rotary_embedding.stripe_embedding(embedding, group, ours.block_size, inner)
 
     return __init__
@@ -88,5 +90,19 @@ def wrap_any_model(original):
                 f"{type(self).__name__}: choose another --attention-backend"
             )
         return original(self, *args, **kwargs)
+
+    return __init__
+
+
+def wrap_inference(original):
+    """``AbstractModelInferenceWrapper.__init__`` that refuses models with the backend."""
+
+    def __init__(self, model, *args, **kwargs):
+        if is_active(getattr(model, "config", None)):
+            raise ConfigError(
+                "attention backend mtraining does not support inference: build the model with "
+                "--attention-backend auto (checkpoints of either load into the other)"
+            )
+        return original(self, model, *args, **kwargs)
 
     return __init__

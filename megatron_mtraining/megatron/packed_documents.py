@@ -19,6 +19,7 @@ from ..config import ConfigError
 from ..documents import MOST_TOKENS, Documents
 from ..tensors import check_values
 from .backend import is_active, training_arguments
+from .inputs import check_parts
 
 ATTRIBUTE = "mtraining_documents"
 """The attribute of a batch's tensors that has their documents."""
@@ -157,7 +158,8 @@ def fill_in_documents(args) -> list[str]:
 
 
 def wrap_forward(original):
-    """``GPTModel.forward`` that hands documents to the layers as :class:`DocumentParams`."""
+    """``GPTModel.forward`` or ``build_schedule_plan`` that takes tensors of the model's own layout only, and
+    hands documents to the layers as :class:`DocumentParams`."""
     signature = inspect.signature(original)
 
     def forward(self, *args, **kwargs):
@@ -165,13 +167,11 @@ def wrap_forward(original):
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         given = bound.arguments
+        check_parts(self, given)
         params = given.get("packed_seq_params")
-        if params is None:
-            documents = attached_documents(given.get("input_ids"), given.get("position_ids"))
-        elif isinstance(params, DocumentParams):
-            documents = params.documents
-        else:
-            documents = documents_from_packed_seq_params(params)
+        documents = attached_documents(given.get("input_ids"), given.get("position_ids"))
+        if params is not None:
+            documents = _agreed(documents, _documents_of(params))
         given["packed_seq_params"] = None
         if documents is not None:
             _check_length(documents, given.get("input_ids"), getattr(self, "pg_collection", None))
@@ -184,6 +184,23 @@ def wrap_forward(original):
         return original(*bound.args, **bound.kwargs)
 
     return forward
+
+
+def _documents_of(params) -> Documents:
+    is_ours = isinstance(params, DocumentParams)
+    return params.documents if is_ours else documents_from_packed_seq_params(params)
+
+
+def _agreed(attached: Documents | None, given: Documents) -> Documents:
+    """The documents of ``packed_seq_params``, which must be those that the batch carries, if it does."""
+    if attached is None or attached is given:
+        return given
+    if not attached.starts.equal(given.starts.to(attached.starts)):
+        raise ConfigError(
+            "packed_seq_params have other documents than the position ids of the batch: give one of them, or "
+            "slice the batch with documents=False"
+        )
+    return given
 
 
 def _check_length(documents: Documents, tokens: Tensor | None, pg_collection) -> None:
@@ -213,7 +230,6 @@ def documents_from_packed_seq_params(params: PackedSeqParams) -> Documents:
             "result of megatron_mtraining.megatron.packed_documents.packed_seq_params_of(documents)"
         )
     ends = params.cu_seqlens_q
-    padded = params.cu_seqlens_q_padded
     if ends is None or getattr(params, "qkv_format", None) != "thd":
         raise ConfigError(
             "packed_seq_params are given without cu_seqlens_q: attention backend mtraining takes packed "
@@ -224,21 +240,36 @@ def documents_from_packed_seq_params(params: PackedSeqParams) -> Documents:
             "packed_seq_params are given with a cp_group: attention backend mtraining does not "
             "support hybrid context parallelism"
         )
-    if padded is not None and padded is not ends and not padded.equal(ends):
-        raise ConfigError(
-            "cu_seqlens_q_padded of packed_seq_params differs from cu_seqlens_q: attention backend mtraining "
-            "does not support padding between documents"
-        )
     check_values(cu_seqlens_q=ends)
     length = int(ends.flatten()[-1]) if ends.numel() else 0
     documents = Documents.from_cu_seqlens(ends, length)
-    of_keys = getattr(params, "cu_seqlens_kv", None)
-    if of_keys is not None and of_keys is not ends and not of_keys.equal(ends):
-        raise ConfigError(
-            "cu_seqlens_kv of packed_seq_params differs from cu_seqlens_q: attention backend mtraining "
-            "supports self-attention only"
-        )
+    for name, why in (
+        ("cu_seqlens_q_padded", "does not support padding between documents"),
+        ("cu_seqlens_kv", "supports self-attention only"),
+        ("cu_seqlens_kv_padded", "does not support padding between documents"),
+    ):
+        others = getattr(params, name, None)
+        if others is None or others is ends:
+            continue
+        check_values(**{name: others})
+        if others.tolist() != ends.tolist():
+            raise ConfigError(
+                f"{name} of packed_seq_params differs from cu_seqlens_q: attention backend mtraining {why}"
+            )
+    _check_seq_idx(getattr(params, "seq_idx", None), documents)
     return documents
+
+
+def _check_seq_idx(index: Tensor | None, documents: Documents) -> None:
+    """Megatron's number of each token's document, where it is given, tells the same bounds."""
+    if index is None:
+        return
+    index = index.flatten()
+    bounds = documents.starts[0].diff() != 0
+    if len(index) != documents.seq_length or not (index.diff() != 0).equal(bounds):
+        raise ConfigError(
+            "seq_idx of packed_seq_params tells other documents than cu_seqlens_q: give one of them"
+        )
 
 
 def documents_for_layer(params, place: str) -> Documents | None:

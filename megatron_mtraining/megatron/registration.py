@@ -82,6 +82,14 @@ def live_changes() -> tuple[LiveChange, ...]:
             "As for `LanguageModule`: refuses vision encoders.",
         ),
         LiveChange(
+            "megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper:"
+            "AbstractModelInferenceWrapper",
+            "__init__",
+            gpt_model.wrap_inference,
+            "Refuses inference by name: Megatron raises `Unknown attention backend` at the first prompt, or, "
+            "with dynamic batching, never calls core attention.",
+        ),
+        LiveChange(
             gpt,
             "__init__",
             gpt_model.wrap_gpt_model,
@@ -118,7 +126,14 @@ def live_changes() -> tuple[LiveChange, ...]:
             packed_documents.wrap_forward,
             "Hands the documents of a batch to all layers as `packed_seq_params`, which every version "
             "passes on. Sequences stay in the striped layout; Megatron would slice them document by "
-            "document.",
+            "document. With context parallelism, refuses tensors that were not sliced in this layout.",
+        ),
+        LiveChange(
+            gpt,
+            "build_schedule_plan",
+            packed_documents.wrap_forward,
+            "As for `forward`, in place of which Megatron calls it with "
+            "`--overlap-moe-expert-parallel-comm`.",
         ),
         LiveChange(
             "megatron.core.tensor_parallel.random",
@@ -224,6 +239,17 @@ LIVE_STATE = (
         "`mtraining_documents` on `tokens` and `position_ids`",
         "`packed_documents.py`, in `get_batch_on_this_cp_rank`",
         "The documents of a microbatch, from the place where the whole batch is known to `GPTModel.forward`.",
+    ),
+    LiveState(
+        "`mtraining_part` on the batch's tensors and on the model",
+        "`layout.py`, in `get_batch_on_this_cp_rank`; `gpt_model.py`, in `GPTModel.__init__`",
+        "The layout that they were sliced in, which `GPTModel.forward` compares with the model's: tokens that "
+        "other code has sliced would give wrong results.",
+    ),
+    LiveState(
+        "`mtraining_checked` on an `attention_mask`",
+        "`inputs.py`, in core attention",
+        "That it hides what attention does not see by itself; compared once for all layers.",
     ),
     LiveState(
         "a context variable during a checkpointed call",

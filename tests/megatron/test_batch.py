@@ -60,6 +60,24 @@ def test_another_length_is_refused():
         slice_batch(whole_batch(), 0, 5, BLOCK)
 
 
+def test_every_entry_is_sliced_without_tokens_too():
+    """A multimodal model's batch, for one."""
+    embeddings = torch.arange(2 * BATCH_SEQUENCE * 3).view(2, BATCH_SEQUENCE, 3)
+    ours = slice_batch({"combined_embeddings": embeddings}, 1, 2, BLOCK)["combined_embeddings"]
+    assert torch.equal(ours, embeddings[:, token_positions(BATCH_SEQUENCE, 1, 2, BLOCK)])
+
+
+@pytest.mark.parametrize(("at", "to"), [(130, 0), (130, 300)], ids=["restart", "skip"])
+def test_position_ids_of_several_documents_ask_whether_they_are_kept_apart(at, to):
+    ids = torch.arange(BATCH_SEQUENCE).repeat(2, 1)
+    ids[1, at:] += to - at
+    with pytest.raises(ConfigError, match=f"from 129 to {to} at token 130 of batch entry 1.*=True"):
+        slice_batch(whole_batch(position_ids=ids), 0, 2, BLOCK)
+    found = slice_batch(whole_batch(position_ids=ids.clone()), 0, 2, BLOCK, documents=False)
+    assert found["tokens"].shape == (2, BATCH_SEQUENCE // 2)
+    slice_batch(whole_batch(position_ids=ids[:1].repeat(2, 1) + 5), 0, 2, BLOCK)
+
+
 def test_wrapper_stripes_in_a_run_of_ours(monkeypatch, group):
     run_with(monkeypatch, AttnBackend.mtraining)
     ours = slice_by_megatron(whole_batch(), group(1, 3))

@@ -84,3 +84,16 @@ def test_yarn_without_its_settings_is_refused():
 
 def test_other_backends_are_left_alone():
     assert Encoder(config=config(AttnBackend.auto)).config.attention_backend is AttnBackend.auto
+
+
+def test_inference_is_refused_by_name():
+    """Megatron's own words are `Unknown attention backend`, at the first prompt."""
+    from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
+        GPTInferenceWrapper,
+    )
+
+    with pytest.raises(ConfigError, match="does not support inference.*--attention-backend auto"):
+        GPTInferenceWrapper(Namespace(config=config(AttnBackend["mtraining"])), None)
+    with pytest.raises(Exception) as other:  # no process groups
+        GPTInferenceWrapper(Namespace(config=config(AttnBackend.auto)), None)
+    assert not isinstance(other.value, ConfigError)

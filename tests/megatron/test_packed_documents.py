@@ -115,6 +115,7 @@ def test_megatrons_packed_sequences_become_documents():
         (dict(cu_seqlens_q=None), "cu_seqlens_q"),
         (dict(cu_seqlens_q=ends + 1), "ascend from 0"),
         (dict(cu_seqlens_kv=ends[1:]), "cu_seqlens_kv of packed_seq_params differs"),
+        (dict(cu_seqlens_kv_padded=ends.long() + 1), "cu_seqlens_kv_padded of packed_seq_params"),
         (dict(cu_seqlens_q=ends[:0]), "ascend from 0"),
         (dict(cu_seqlens_q=[0, 768]), "cu_seqlens_q is a list"),
     ):
@@ -123,6 +124,31 @@ def test_megatrons_packed_sequences_become_documents():
             Model().wrapped(None, None, None, packed_seq_params=params)
     with pytest.raises(ConfigError, match="documents are a list"):
         packed_documents.packed_seq_params_of([100, 668])
+
+
+def test_two_carriers_of_documents_must_agree(monkeypatch, group):
+    run_with(monkeypatch, AttnBackend.mtraining, reset_attention_mask=True)
+    tokens = slice_by_megatron(whole_batch(position_ids=restarting_ids()), group(0, 2))["tokens"]
+    for lengths in (LENGTHS, [[1, 767], [768]]):
+        params = packed_documents.packed_seq_params_of(Documents.from_lengths(lengths, 768))
+        if lengths is LENGTHS:
+            assert Model().wrapped(tokens, None, None, packed_seq_params=params).documents
+            continue
+        with pytest.raises(ConfigError, match="other documents than the position ids of the batch"):
+            Model().wrapped(tokens, None, None, packed_seq_params=params)
+
+
+def test_a_document_s_number_of_each_token_must_agree():
+    ends = torch.tensor([0, 100, 101, 768, 768], dtype=torch.int32)
+    given = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends)
+    right = torch.tensor([0, 1, 2]).repeat_interleave(torch.tensor([100, 1, 667]))[None]
+    for index, agrees in ((right, True), (right.roll(1), False), (right[:, :384], False)):
+        given.seq_idx = index
+        if agrees:
+            assert Model().wrapped(None, None, None, packed_seq_params=given).documents
+            continue
+        with pytest.raises(ConfigError, match="seq_idx of packed_seq_params tells other documents"):
+            Model().wrapped(None, None, None, packed_seq_params=given)
 
 
 def test_documents_of_another_length_are_named_by_the_model(group):
