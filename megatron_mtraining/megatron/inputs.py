@@ -38,13 +38,13 @@ def check_parts(model, given: dict) -> None:
             continue
         if found is None:
             raise ConfigError(
-                f"attention backend mtraining has not sliced the {name} that the model is given: its "
-                f"{expected.cp_size} context-parallel ranks have blocks of tokens in turn, and tokens in "
-                "Megatron's zigzag order, by document or not (verl, slime, Megatron-Bridge, Megatron's RL and "
-                "sequence packing), would give wrong results. Slice whole batches by Megatron's "
-                "get_batch_on_this_cp_rank, or by slice_batch of megatron_mtraining.megatron.batch, after all "
-                "other changes (a copy, .clone() or .cuda() for example, does not count as sliced), or use "
-                "context-parallel size 1"
+                f"attention backend mtraining has not sliced the {name} that the model is given: each of the "
+                f"{expected.cp_size} context-parallel ranks computes one of every {expected.cp_size} blocks, "
+                "and tokens in Megatron's zigzag order, by sequence or by document (as of verl, slime, "
+                "Megatron-Bridge or Megatron's RL), would give wrong results. Slice whole batches by "
+                "Megatron's get_batch_on_this_cp_rank or by megatron_mtraining.megatron.batch.slice_batch, "
+                "after any other change (a copy, by .clone() or .cuda() for example, is not known to be "
+                "sliced), or use context-parallel size 1"
             )
         own = "the whole sequence" if expected is None else expected
         raise ConfigError(

@@ -243,8 +243,8 @@ LIVE_STATE = (
     LiveState(
         "`mtraining_part` on the batch's tensors and on the model",
         "`layout.py`, in `get_batch_on_this_cp_rank`; `gpt_model.py`, in `GPTModel.__init__`",
-        "The layout that they were sliced in, which `GPTModel.forward` compares with the model's: tokens that "
-        "other code has sliced would give wrong results.",
+        "The layout that they were sliced in, which `GPTModel.forward` compares with the model's: tokens "
+        "that other code has sliced would give wrong results.",
     ),
     LiveState(
         "`mtraining_checked` on an `attention_mask`",
