@@ -72,7 +72,7 @@ def slice_batch(
             that go on from token to token, and no others: waits for the GPU that they are on.
 
     Returns:
-        The same dict. A model at this size takes these tensors only, and none of their copies.
+        The same dict. Models on several context-parallel ranks take these tensors, and no copies of them.
 
     Raises:
         ConfigError: packed sequences, an entry with another length, documents that position ids do not tell,

@@ -54,12 +54,8 @@ def _is_two_sizes(value) -> bool:
 
 
 LEAVE_OUT = "leave it out"
-ONE_KIND = (
-    "layers of another attention do not take the block-striped layout of tokens over context-parallel ranks, "
-    "so all layers must be softmax attention"
-)
+ONE_KIND = "every layer must be causal softmax attention, with none of another kind between them"
 THD = "packed (THD) sequences are not supported"
-OWN_LAYOUT = "the backend has a layout of its own, blocks of tokens in turn, and would ignore it"
 
 OF_CHECKPOINTS = ("attention_dropout",)
 """Of :data:`REFUSALS`, arguments that --use-checkpoint-args takes from the checkpoint, whatever is given."""
@@ -73,7 +69,7 @@ REFUSALS = (
     Refusal(
         "multi_latent_attention",
         unset,
-        "its keys and values have two head dimensions, and there are kernels for one",
+        "its keys and values have head dimensions of their own, and the kernels need one",
         LEAVE_OUT,
     ),
     Refusal("experimental_attention_variant", unset, ONE_KIND, LEAVE_OUT),
@@ -104,8 +100,8 @@ REFUSALS = (
     Refusal(
         "cp_partition_mode",
         lambda value: value in (None, "zigzag"),
-        OWN_LAYOUT,
-        "leave it out",
+        "the backend has a layout of its own and would ignore it",
+        LEAVE_OUT,
     ),
     Refusal(
         "rotary_base_per_layer",

@@ -101,7 +101,7 @@ def wrap_inference(original):
         if is_active(getattr(model, "config", None)):
             raise ConfigError(
                 "attention backend mtraining does not support inference: build the model with "
-                "--attention-backend auto (checkpoints of either load into the other)"
+                "--attention-backend auto, into which checkpoints of this one load"
             )
         return original(self, model, *args, **kwargs)
 

@@ -15,8 +15,7 @@ from megatron_mtraining.layout import Part, part_of, stripe
 from megatron_mtraining.megatron.batch import slice_batch
 from megatron_mtraining.megatron.inputs import check_mask, check_parts
 from megatron_mtraining.megatron.packed_documents import packed_seq_params_of
-from tests.megatron.test_tuning_model import start
-from tests.support.gpt_worker import CASES, build, draw_batch
+from tests.support.gpt_worker import CASES, build, draw_batch, start
 from tests.support.megatron_cases import BATCH_SEQUENCE, BLOCK, make, operands, whole_batch
 from tests.support.ranks import run_ranks
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_mtraining.balance.tuning import TuningBounds
+from tests.support.gpt_worker import start
 from tests.support.ranks import run_ranks
 from tests.support.tuning_cases import Plans
 
@@ -89,19 +90,6 @@ def balancer_of(dp_size, dp_rank, cp_size, plans, microbatches):
         0.8,
         lambda: RUN.step,
     )
-
-
-def start(cp_size: int):
-    import megatron_mtraining
-    from tests.support import cpu_shim
-
-    cpu_shim.install_torch()
-    cpu_shim.install_core()
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(context_parallel_size=cp_size)
-    megatron_mtraining.register()
-    return parallel_state
 
 
 def tuned_steps(rank, world, cp_size):

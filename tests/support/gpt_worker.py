@@ -48,6 +48,19 @@ for _name in ("rope, everything recomputed", "yarn", "learned positions"):
     CASES[f"documents, {_name}"] = {**CASES[_name], "documents": True}
 
 
+def start(cp_size: int):
+    """This process as a rank of Megatron's with the plug-in, on the CPU; Megatron's ``parallel_state``."""
+    import megatron_mtraining
+
+    cpu_shim.install_torch()
+    cpu_shim.install_core()
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(context_parallel_size=cp_size)
+    megatron_mtraining.register()
+    return parallel_state
+
+
 def build(case: dict, ours: bool, cp_size: int):
     """The same weights each time, on every rank."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
