@@ -5,21 +5,23 @@ For models that go through transformers' attention interface (Llama, Mistral, Qw
 process without context parallelism, on a GPU or a CPU:
 
     from megatron_mtraining import MTrainingConfig
-    from megatron_mtraining.transformers import configure, watch
+    from megatron_mtraining.transformers import configure
 
-    model = AutoModelForCausalLM.from_pretrained("Qwen2.5-0.5B")
-    configure(model, MTrainingConfig.from_options(target_recall=0.95))
-    trainer = Trainer(model, ...)
-    watch(trainer)
-    trainer.train()
+    model = AutoModelForCausalLM.from_pretrained("Qwen2.5-0.5B", attn_implementation="mtraining")
+    configure(model, MTrainingConfig.from_options(target_recall=0.95))  # without it, default settings
+    Trainer(model, ...).train()
 
+- :mod:`.switch`: makes the name known to transformers, which importing this package does; gives models their
+  settings.
 - :mod:`.interface`: the attention and the mask function that transformers calls.
-- :mod:`.masking`: padding, which is left out, and packed ``position_ids`` as packed documents.
+- :mod:`.masking`: padding, which is left out, and packed sequences as packed documents.
 - :mod:`.state`: settings, prices and means of a model.
-- :mod:`.callback`: after each step of ``Trainer``, moves prices and logs density and recall.
+- :mod:`.callback`: in ``Trainer``, moves prices, keeps them in checkpoints, and logs density and recall.
 """
 
-from .interface import NAME, configure, register
+from importlib.util import find_spec
+
+from .interface import NAME
 from .state import (
     BackwardMeans,
     PatternMeans,
@@ -28,6 +30,7 @@ from .state import (
     take_backward_means,
     take_means,
 )
+from .switch import configure, register
 
 __all__ = [
     "NAME",
@@ -39,14 +42,8 @@ __all__ = [
     "state_of",
     "take_backward_means",
     "take_means",
-    "watch",
 ]
 
-
-def __getattr__(name: str):
-    # .callback imports transformers' Trainer, which takes seconds and needs accelerate.
-    if name == "watch":
-        from .callback import watch
-
-        return watch
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Without transformers there is nothing to register with; configure says what to install.
+if find_spec("transformers") is not None:
+    register()

@@ -3,35 +3,68 @@
 
 from __future__ import annotations
 
-from torch import nn
-from transformers import Trainer, TrainerCallback
+import warnings
+from functools import wraps
+
+from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerCallback
 
 from ..config import ConfigError
-from .state import advance, state_of
+from .state import PatternState, find_state
 
 
-class PatternCallback(TrainerCallback):
-    """After each optimizer step, lets a target recall move the prices. Adds ``mtraining_density`` and
-    ``mtraining_recall`` to the trainer's log: means over layers and heads since the last log. :func:`watch`
-    makes it.
+class PatternCallback(TrainerCallback, ExportableState):
+    """After each optimizer step, lets a target recall move the prices, which become part of the trainer's
+    checkpoints. Adds ``mtraining_density`` and ``mtraining_recall`` to the trainer's log: means over layers
+    and heads since the last log. Does nothing for models without settings.
 
-    Args:
-        model: the model that :func:`~.interface.configure` was called with.
+    Every trainer has one, once :mod:`megatron_mtraining.transformers` has been imported. It comes before the
+    trainer's own callbacks, so TensorBoard and W&B get its values too.
     """
 
-    def __init__(self, model: nn.Module):
-        self.model = model
-        state_of(model)
+    def __init__(self):
+        self._pattern: PatternState | None = None
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_init_end(self, args, state, control, model=None, **kwargs):
+        """At the end of the trainer's construction.
+
+        Raises:
+            ConfigError: the trainer would use several GPUs in one process.
+        """
+        if find_state(model) is not None and args.n_gpu > 1:
+            raise ConfigError(
+                f"the trainer would divide batches over {args.n_gpu} GPUs in one process (nn.DataParallel), "
+                "which attention mtraining does not support: start one process for each GPU with torchrun, "
+                "or show this process one GPU (CUDA_VISIBLE_DEVICES=0)"
+            )
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """After the trainer has read a checkpoint to resume from, if any."""
+        self._pattern = find_state(model)
+        kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        steering = self._pattern and self._pattern.steering
+        if not state.global_step or not steering or not steering.moves:
+            return
+        steering.step = state.global_step
+        prices = kept["attributes"].get("prices")
+        if prices is not None:
+            steering.restore(prices)
+        else:
+            warnings.warn(
+                "the checkpoint has no prices, which a target recall moves: they start from "
+                f"{steering.now():.4g}"
+            )
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
         """After each optimizer step."""
-        advance(self.model)
+        self._pattern = find_state(model)
+        if self._pattern is not None:
+            self._pattern.advance()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Before the trainer's reporters."""
-        if logs is None or "loss" not in logs:
+        if logs is None or "loss" not in logs or self._pattern is None:
             return
-        means = state_of(self.model).take()
+        means = self._pattern.take()
         for name, value in (("density", means.density), ("recall", means.recall)):
             found = value[~value.isnan()]
             if found.numel():
@@ -39,21 +72,18 @@ class PatternCallback(TrainerCallback):
                     found.mean().item(), 6
                 )
 
+    def state(self) -> dict:
+        """What goes into a checkpoint's ``trainer_state.json``."""
+        prices = self._pattern and self._pattern.steering.state()
+        return {"args": {}, "attributes": {} if prices is None else {"prices": prices}}
 
-def watch(trainer: Trainer) -> None:
-    """Add a :class:`PatternCallback` to a trainer. Call it before ``trainer.train()``.
 
-    The callback comes before the trainer's own callbacks, so TensorBoard and W&B get its values too.
+def add_to_trainers() -> None:
+    """Give every trainer that is made from now on a :class:`PatternCallback`."""
+    original = CallbackHandler.__init__
 
-    Raises:
-        ConfigError: the trainer's model has no settings, or the trainer would use several GPUs in one
-            process.
-    """
-    count = trainer.args.n_gpu
-    if count > 1:
-        raise ConfigError(
-            f"the trainer would divide batches over {count} GPUs in one process (nn.DataParallel), which "
-            "attention mtraining does not support: start one process for each GPU with torchrun, or show "
-            "this process one GPU (CUDA_VISIBLE_DEVICES=0)"
-        )
-    trainer.callback_handler.callbacks.insert(0, PatternCallback(trainer.model))
+    @wraps(original)
+    def with_pattern(self, callbacks, *args, **kwargs):
+        original(self, [PatternCallback(), *callbacks], *args, **kwargs)
+
+    CallbackHandler.__init__ = with_pattern  # type: ignore[method-assign]

@@ -8,182 +8,27 @@ the whole cache, through transformers' own ``sdpa``; with several queries in tra
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
 
 from ..attention import attend
-from ..config import DENSE, MEGATRON_ONLY, ConfigError, MTrainingConfig
+from ..config import DENSE, ConfigError, MTrainingConfig
 from ..documents import Documents
-from ..kernels.limits import HEAD_DIMS
-from ..requirements import require
-from .masking import CacheMask, Part, PatternMask, token_spans
+from .masking import CacheMask, Part, PatternMask, under_way
 from .state import ATTRIBUTE, PatternState
 
 NAME = "mtraining"
 """Name of the attention implementation."""
 TAIL_ROWS = 256
 """Rows of a dense tail that are computed at a time."""
-UNSUPPORTED = (
-    "sliding_window",
-    "softcap",
-    "s_aux",
-    "sinks",
-    "position_bias",
-    "head_mask",
-    "indices",
-    "block_indices",
-)
-"""Arguments of attention functions that change what attention computes. The arguments that do not cannot be
-listed instead: models pass on to attention whatever a trainer gives to their forward."""
-
-
-def register() -> None:
-    """Add ``attn_implementation="mtraining"`` to transformers. Idempotent; :func:`configure` calls it.
-
-    Raises:
-        ConfigError: transformers is not installed, or too old to have attention and mask interfaces.
-    """
-    require("transformers", extra="hf")
-    try:
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-    except ImportError:
-        import transformers
-
-        raise ConfigError(
-            f"transformers {transformers.__version__} has no attention interface: install transformers>=5.10"
-        ) from None
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)
-    _refuse_assisted_decoding()
-
-
-def _refuse_assisted_decoding() -> None:
-    """Have ``generate`` refuse assisted decoding for models with this attention.
-
-    Its first forward is of the prompt and of tokens that an assistant proposes, so the pattern would depend
-    on them. The mask function and the attention function cannot tell it from a prompt. So the method that
-    makes the assistant refuses.
-    """
-    from transformers.generation import GenerationMixin
-
-    # No public method is called with assisted decoding alone. Without this one nothing can be refused.
-    original = getattr(GenerationMixin, "_get_candidate_generator", None)
-    if original is None or getattr(original, "refuses", None) == NAME:
-        return
-
-    @wraps(original)
-    def candidates(self, *args, **kwargs):
-        if self.config._attn_implementation == NAME:
-            raise ConfigError(
-                "generate is asked for assisted decoding (assistant_model, prompt_lookup_num_tokens or "
-                "another way to propose tokens), where a prompt's pattern would depend on the proposed "
-                "tokens: attention mtraining supports generation without it"
-            )
-        return original(self, *args, **kwargs)
-
-    candidates.refuses = NAME  # type: ignore[attr-defined]
-    GenerationMixin._get_candidate_generator = candidates
-
-
-def configure(
-    model: nn.Module, config: MTrainingConfig | None = None, *, dense_tail: int = 0
-) -> PatternState:
-    """Switch a transformers model to dynamic sparse attention.
-
-    Sets its attention implementation to ``mtraining`` and gives its attention layers the settings. Weights do
-    not change; ``model.set_attn_implementation("sdpa")`` switches back.
-
-    Args:
-        model: a causal language model, or its body.
-        config: the settings, also by layer and head (``settings``); None for the defaults. Options of
-            context parallelism, recomputation, Megatron's loss and balance have no effect here and are
-            refused.
-        dense_tail: in evaluation mode, this many last tokens of a prompt attend to all keys. A pattern is
-            selected by what many queries attend to; the few queries of a question at the end of a prompt
-            have little say in it. Of packed sequences, tokens of the last one alone, all of it if it is
-            shorter. Density does not count it. In training mode there is no such tail.
-
-    Returns:
-        The state of the model: its prices, and means of density and recall.
-
-    Raises:
-        ConfigError: the model or the settings are not supported; the message names the reason.
-    """
-    register()
-    config = MTrainingConfig() if config is None else config
-    if not isinstance(config, MTrainingConfig):
-        raise ConfigError(f"config is a {type(config).__name__}: give an MTrainingConfig")
-    check_config(config)
-    of_model = getattr(model, "config", None)
-    if of_model is None or not hasattr(model, "set_attn_implementation"):
-        raise ConfigError(f"model is a {type(model).__name__}: give a model of transformers")
-    _check_model(of_model, type(model).__name__)
-    _check_devices(model)
-    layers = [module for module in model.modules() if _is_attention(module)]
-    numbers = sorted(module.layer_idx for module in layers)
-    count = of_model.num_hidden_layers
-    if numbers != list(range(count)):
-        raise ConfigError(
-            f"{type(model).__name__} has {count} layers, but causal attention in layers {numbers}: attention "
-            "mtraining supports models with one causal self-attention in each layer"
-        )
-    if type(dense_tail) is not int or dense_tail < 0:
-        raise ConfigError(f"dense_tail is {dense_tail!r}: give a number of tokens, 0 or more")
-    state = PatternState(config, count, of_model.num_attention_heads, dense_tail)
-    model.set_attn_implementation(NAME)
-    if of_model._attn_implementation != NAME:
-        raise ConfigError(
-            f"{type(model).__name__} does not go through transformers' attention interface: models such as "
-            "Llama, Mistral, Qwen2 and Qwen3 do"
-        )
-    for module in layers:
-        setattr(module, ATTRIBUTE, state)
-    return state
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "is_causal")
-
-
-def check_config(config: MTrainingConfig) -> None:
-    """Raise :class:`ConfigError` for options that only Megatron's runs read."""
-    defaults = MTrainingConfig()
-    for name in MEGATRON_ONLY:
-        value = getattr(config, name)
-        if value != getattr(defaults, name):
-            raise ConfigError(
-                f"{name} is {value}, which has no effect in transformers: leave it out"
-            )
-
-
-def _check_devices(model: nn.Module) -> None:
-    devices = sorted({str(each.device) for each in model.parameters()})
-    if len(devices) > 1:
-        raise ConfigError(
-            f"{type(model).__name__} has parameters on {', '.join(devices)}: attention mtraining supports "
-            "one device in each process; leave out device_map, and start one process for each GPU with "
-            "torchrun"
-        )
-
-
-def _check_model(config, name: str) -> None:
-    if config.get_text_config() is not config:
-        raise ConfigError(f"{name} has several parts: call configure on its language model")
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if head_dim not in HEAD_DIMS:
-        raise ConfigError(
-            f"{name} has attention heads of dimension {head_dim}: attention mtraining supports {HEAD_DIMS}"
-        )
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise ConfigError(
-            f"{name} has layers of type {', '.join(sorted(kinds - {'full_attention'}))}: attention mtraining "
-            "supports full causal attention in every layer"
-        )
+HARMLESS = frozenset(
+    ("cache", "cache_position", "is_causal", "max_length_k", "max_length_q", "num_items_in_batch",
+     "output_attentions", "output_hidden_states", "output_router_logits", "past_key_values",
+     "position_embeddings", "return_dict", "shift_labels", "use_cache")
+)  # fmt: skip
+"""Keyword arguments of attention functions that do not change what attention computes, or are looked at."""
 
 
 def mask(
@@ -206,27 +51,44 @@ def mask(
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    if more.get("use_vmap"):
+    if kv_length != q_length + int(q_offset):
+        raise ConfigError(
+            f"there is a KV cache or an attention_mask of {kv_length} tokens, {q_length + int(q_offset)} in "
+            "use: attention mtraining supports dynamic caches; leave cache_implementation out"
+        )
+    given = under_way.get()
+    if given is None:
+        raise ConfigError(
+            f"attention {NAME} is asked for a mask by a model without settings, or outside of the model's "
+            "own call: call megatron_mtraining.transformers.configure(model, config), and then model(...)"
+        )
+    if more.get("use_vmap") or _sees_later(mask_function, batch_size, q_length, more.get("device")):
         raise ConfigError(
             "the model overlays a mask of its own on causal attention: attention mtraining supports padding "
             "and packed sequences"
         )
-    if kv_length != q_length + int(q_offset):
-        raise ConfigError(
-            f"the KV cache has room for {kv_length} tokens, {q_length + int(q_offset)} in use: attention "
-            "mtraining supports dynamic caches; leave cache_implementation out"
+    if q_length > 1 and int(q_offset) == 0:
+        return given
+    given.check_continuation()
+    return CacheMask(
+        sdpa_mask(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
+            kv_offset=kv_offset, mask_function=mask_function or causal_mask_function,
+            attention_mask=attention_mask, **{**more, "allow_is_causal_skip": q_length == 1},
         )
-    if q_length == 1 or int(q_offset) > 0:
-        return CacheMask(
-            sdpa_mask(
-                batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
-                kv_offset=kv_offset, mask_function=mask_function or causal_mask_function,
-                attention_mask=attention_mask, **{**more, "allow_is_causal_skip": q_length == 1},
-            )
-        )  # fmt: skip
-    packed = mask_function is not None and mask_function is not causal_mask_function
-    spans = None if attention_mask is None else token_spans(attention_mask.bool())
-    return PatternMask(spans, packed)
+    )  # fmt: skip
+
+
+def _sees_later(mask_function, batch: int, length: int, device) -> bool:
+    """Whether a mask function lets tokens see the next one. For a packed batch, transformers has one that is
+    not its causal one either. Waits for the device then."""
+    from transformers.masking_utils import causal_mask_function
+
+    if mask_function in (None, causal_mask_function):
+        return False
+    place = torch.arange(length - 1, device=device)
+    entry = torch.arange(batch, device=device)[:, None]
+    return bool(mask_function(entry, 0, place, place + 1).any())
 
 
 def attention(
@@ -244,7 +106,7 @@ def attention(
     Args:
         module: the layer's attention module.
         query: ``[b, h, s, d]``; key, value ``[b, hk, skv, d]``, with the keys of a cache.
-        attention_mask: the result of :func:`mask`; None, from models without it, for causal attention.
+        attention_mask: the result of :func:`mask`.
         scaling: scale of the scores; ``d ** -0.5`` if None.
 
     Returns:
@@ -257,27 +119,26 @@ def attention(
     state: PatternState | None = getattr(module, ATTRIBUTE, None)
     layer = getattr(module, "layer_idx", None)
     place = f"attention of layer {layer}"
-    if isinstance(attention_mask, CacheMask):
-        _check_continuation(module, place, length, key.shape[2])
-        if state is not None and layer is not None and length > 1:
-            # A few tokens, such as those of an answer, are decoding, which does not count.
-            if _searches(state.config, length):
-                state.observe_dense(layer, batch, module.training, query.device)
-        return _over_cache(module, query, key, value, attention_mask.mask, scaling, dropout, more)
     if state is None or layer is None:
         raise ConfigError(
             f"the {place} has attention implementation {NAME}, but no settings: call "
             "megatron_mtraining.transformers.configure(model, config)"
         )
     _check_call(module, place, dropout, more)
-    if attention_mask is not None and not isinstance(attention_mask, PatternMask):
+    if isinstance(attention_mask, CacheMask):
+        _check_continuation(module, place, length, key.shape[2])
+        # A few tokens, such as those of an answer, are decoding, which does not count.
+        if length > 1 and _searches(state.config, length):
+            state.observe_dense(layer, batch, module.training, query.device)
+        return _over_cache(module, query, key, value, attention_mask.mask, scaling, dropout, more)
+    if not isinstance(attention_mask, PatternMask):
+        shape = getattr(attention_mask, "shape", None)
         raise ConfigError(
-            f"the {place} is given a mask of shape {list(attention_mask.shape)}: attention mtraining takes "
-            "a two-dimensional attention_mask, or none"
+            f"the {place} is given {f'a mask of shape {list(shape)}' if shape else 'no mask'} by its model: "
+            "attention mtraining takes a two-dimensional attention_mask, or none, through transformers' "
+            "function for causal masks"
         )
-    parts = [Part(slice(None), 0, length)]
-    if attention_mask is not None:
-        parts = attention_mask.parts(more.get("position_ids"), batch, length)
+    parts = attention_mask.parts(batch, length, query.device)
     # RoPE leaves float32 under autocast.
     query, key = query.to(value.dtype), key.to(value.dtype)
 
@@ -288,7 +149,7 @@ def attention(
         except ValueError as error:
             raise ConfigError(f"the {place} cannot run: {error}") from error
 
-    if attention_mask is None or attention_mask.spans is None:
+    if parts[0].entries == slice(None):
         return attend_to(parts[0]), None
     out = value.new_zeros(batch, length, *query.shape[1::2])
     for part in parts:
@@ -414,10 +275,13 @@ def _check_call(module: nn.Module, place: str, dropout: float, more: dict) -> No
             f"the {place} is in a replica of nn.DataParallel, which attention mtraining does not support: "
             "start one process for each GPU with torchrun"
         )
-    given = [name for name in UNSUPPORTED if more.get(name) is not None]
-    if given:
+    # Models pass on to attention what their forward is given.
+    known = HARMLESS.union(PatternMask.CARRIERS)
+    unknown = [name for name, value in more.items() if value is not None and name not in known]
+    if unknown:
         raise ConfigError(
-            f"the {place} has {given[0]}: attention mtraining supports full causal softmax attention"
+            f"the {place} is given {unknown[0]}, which attention mtraining does not know: it supports full "
+            "causal softmax attention over padded or packed batches; leave the argument out"
         )
     if dropout:
         raise ConfigError(

@@ -1,12 +1,15 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Padding and packed sequences of transformers.
 
-Padding is left out: the tokens of a padded batch entry are attended to as they would be alone. The
-``position_ids`` of packed sequences restart at each sequence; each sequence becomes a document.
+Padding is left out: the tokens of a padded batch entry are attended to as they would be alone. Each packed
+sequence becomes a document. Where sequences start is said by ``position_ids``, which do not increase there
+(positions may skip some), by ``cu_seq_lens_q`` and ``cu_seq_lens_k``, by ``seq_idx``, or by an
+``attention_mask`` that numbers them; what a batch has of these must agree.
 """
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -34,37 +37,49 @@ class PatternMask:
     is one per forward, so that what waits for the device does so once, and not in each layer.
 
     Args:
-        spans: place of the first token and place after the last, of each batch entry; None without padding.
-        packed: whether transformers has found packed sequences (``position_ids`` that restart). It looks only
-            if there is neither a KV cache nor an attention_mask.
+        given: keyword arguments of the model's forward. Those of :data:`CARRIERS` are read.
     """
 
-    def __init__(self, spans: list[tuple[int, int]] | None, packed: bool):
-        self.spans, self.packed = spans, packed
+    CARRIERS = ("attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+
+    def __init__(self, given: dict):
+        self.given = {name: given[name] for name in self.CARRIERS if given.get(name) is not None}
         self._parts: list[Part] | None = None
 
-    def parts(self, position_ids: Tensor | None, batch: int, length: int) -> list[Part]:
-        """What to attend to, made at the first call. Unless transformers has found packed sequences, that
-        call waits for the device, to see whether ``position_ids`` restart.
+    def parts(self, batch: int, length: int, device: torch.device) -> list[Part]:
+        """What to attend to, made at the first call, which waits for the device.
 
         Args:
-            position_ids: int ``[b, s]`` or ``[1, s]``; None if the model does not pass them on.
-            batch, length: b and s.
+            batch, length: size of the model's input.
 
         Raises:
-            ConfigError: packed sequences without ``position_ids``.
+            ConfigError: something given that cannot be, or that differs from what else is given.
         """
         if self._parts is None:
-            self._parts = self._make_parts(position_ids, batch, length)
+            self._parts = self._make_parts(batch, length, device)
         return self._parts
 
-    def _make_parts(self, position_ids: Tensor | None, batch: int, length: int) -> list[Part]:
-        starts = self._starts(position_ids, batch, length)
-        if self.spans is None:
+    def check_continuation(self) -> None:
+        """Raise :class:`ConfigError` if a batch that reads a KV cache says where its sequences start."""
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
+            if name in self.given:
+                raise ConfigError(
+                    f"{name} is given beside a KV cache, or of one token: attention to a cache is to all of "
+                    "it; leave it out"
+                )
+
+    def _make_parts(self, batch: int, length: int, device: torch.device) -> list[Part]:
+        spans, numbers = None, None
+        if "attention_mask" in self.given:
+            mask = self._of_tokens("attention_mask", batch, length)
+            spans, is_numbered = token_spans(mask)
+            numbers = mask if is_numbered else None
+        starts = self._starts(spans, numbers, batch, length, device)
+        if spans is None:
             documents = None if starts is None else Documents(starts, check=False)
             return [Part(slice(None), 0, length, documents)]
         entries_of: dict[tuple[int, int], list[int]] = {}
-        for entry, (first, end) in enumerate(self.spans):
+        for entry, (first, end) in enumerate(spans):
             if first < end:
                 entries_of.setdefault((first, end), []).append(entry)
         parts = []
@@ -78,30 +93,111 @@ class PatternMask:
             parts.append(Part(chosen, first, end, documents))
         return parts
 
-    def _starts(self, position_ids: Tensor | None, batch: int, length: int) -> Tensor | None:
+    def _of_tokens(self, name: str, batch: int, length: int) -> Tensor:
+        """What is given of each token."""
+        value = self.given[name]
+        shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        if shape != [batch, length]:
+            raise ConfigError(
+                f"{name} is of shape {shape}: attention mtraining takes the two-dimensional {name} of the "
+                f"batch, {[batch, length]}"
+            )
+        return value
+
+    def _starts(
+        self,
+        spans: list[tuple[int, int]] | None,
+        numbers: Tensor | None,
+        batch: int,
+        length: int,
+        device: torch.device,
+    ) -> Tensor | None:
         """The place of the first token of each token's sequence: int64 ``[b, s]``. None if no sequences are
         packed."""
-        if position_ids is None:
-            if self.packed:
+        place = torch.arange(1, length, device=device)
+        inside = torch.ones(batch, length - 1, dtype=torch.bool, device=device)
+        if spans is not None:  # what is said of padding says nothing
+            span = torch.tensor(spans, device=device)
+            inside = (place > span[:, :1]) & (place < span[:, 1:])
+        # By name: whether a sequence starts at a token, of all tokens but the first, bool [b, s - 1].
+        found = {}
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+            if name in self.given:
+                found[name] = _after_ends(name, self.given[name], batch, length)
+        if "seq_idx" in self.given:
+            seq_idx = self._of_tokens("seq_idx", batch, length)
+            found["seq_idx"] = _new_numbers("seq_idx", seq_idx, inside)
+        if numbers is not None:
+            found["attention_mask"] = _new_numbers("attention_mask", numbers, inside)
+        if "position_ids" in self.given:
+            found["position_ids"] = _restarts(self.given["position_ids"])
+        found = {name: each.to(device) & inside for name, each in found.items()}
+        if "position_ids" in found and not bool(found["position_ids"].any()):
+            # Those that a model or a collator counts for all of a batch entry: they say nothing.
+            del found["position_ids"]
+        if not found:
+            return None
+        first, *others = found
+        for name in others:
+            differs = found[name] != found[first]
+            if bool(differs.any()):
+                entry, at = differs.nonzero()[0].tolist()
                 raise ConfigError(
-                    "the batch has packed sequences (position_ids that restart), but the model does not pass "
-                    "position_ids on to its attention: leave packing out"
+                    f"{first} and {name} differ on whether a packed sequence starts at token {at + 1} of "
+                    f"batch entry {entry}: leave out the one that is wrong"
                 )
-            return None
-        device = position_ids.device
-        step = position_ids.diff(dim=-1)
-        # As in transformers, where it looks: a sequence starts where a position is not the previous position
-        # plus 1. Where it does not, positions may skip some.
-        restarts = (step != 1 if self.packed else step < 1).expand(batch, -1)
-        position = torch.arange(length, device=device)
-        if self.spans is not None:  # the positions of padding say nothing
-            spans = torch.tensor(self.spans, device=device)
-            restarts = restarts & (position[1:] > spans[:, :1]) & (position[1:] < spans[:, 1:])
-        if not self.packed and not bool(restarts.any()):
-            return None
         starts = torch.zeros(batch, length, dtype=torch.long, device=device)
-        starts[:, 1:] = torch.where(restarts, position[1:], 0)
+        starts[:, 1:] = torch.where(found[first], place, 0)
         return starts.cummax(-1).values
+
+
+def _restarts(position_ids: Tensor) -> Tensor:
+    """Where positions do not increase, of all tokens but the first: bool ``[b or 1, s - 1]``."""
+    least = 1
+    if position_ids.dim() == 3:  # [3, b, s], of time, height and width, or [4, b, s], of text first
+        least = 0 if len(position_ids) == 3 else 1  # tokens of a picture share a time
+        position_ids = position_ids[0]
+    return position_ids.diff(dim=-1) < least
+
+
+def _new_numbers(name: str, numbers: Tensor, inside: Tensor) -> Tensor:
+    """Where the numbers of sequences, int ``[b, s]``, change, of all tokens but the first: bool
+    ``[b, s - 1]``.
+
+    Args:
+        inside: where to look, of the same shape.
+    """
+    step = numbers.to(inside.device).diff(dim=-1)
+    falls = (step < 0) & inside
+    if bool(falls.any()):
+        entry, at = falls.nonzero()[0].tolist()
+        raise ConfigError(
+            f"{name} numbers the packed sequences of batch entry {entry} so that "
+            f"{int(numbers[entry, at])} is followed by {int(numbers[entry, at + 1])}, at token {at + 1}: "
+            "number them in order"
+        )
+    return step != 0
+
+
+def _after_ends(name: str, ends, batch: int, length: int) -> Tensor:
+    """Where sequences start that end at ``ends``, counted over all batch entries, of all tokens but the first
+    of each: bool ``[b, s - 1]``."""
+    try:
+        starts = Documents.from_cu_seqlens(ends, batch * length, device="cpu").starts[0].long()
+    except ConfigError as error:
+        raise ConfigError(f"{name} of the batch: {error}") from error
+    begins = (starts == torch.arange(batch * length)).view(batch, length)
+    if not bool(begins[:, 0].all()):
+        entry = int((~begins[:, 0]).nonzero()[0])
+        raise ConfigError(
+            f"{name} has a sequence that goes on from batch entry {entry - 1} to {entry}: it counts tokens "
+            f"over all entries, {length} in each"
+        )
+    return begins[:, 1:]
+
+
+under_way: ContextVar[PatternMask | None] = ContextVar("under_way", default=None)
+"""The mask of the forward under way: what transformers gives to mask functions has lost some of it."""
 
 
 class CacheMask(NamedTuple):
@@ -111,21 +207,30 @@ class CacheMask(NamedTuple):
     """The mask for transformers' ``sdpa``: bool ``[b, 1, s, skv]``, or None."""
 
 
-def token_spans(tokens: Tensor) -> list[tuple[int, int]] | None:
+def token_spans(mask: Tensor) -> tuple[list[tuple[int, int]] | None, bool]:
     """Place of the first token and place after the last, of each batch entry; None if there is no padding.
-    Waits for the device, once.
+    And whether the mask numbers packed sequences. Waits for the device, once.
 
     Args:
-        tokens: bool ``[b, s]``: False for padding.
+        mask: ``[b, s]``: 0 for padding; 1, or the number of the token's sequence, for others.
 
     Raises:
-        ConfigError: the tokens of a batch entry are not contiguous.
+        ConfigError: the tokens of a batch entry are not contiguous, there is none in any, or the mask has
+            values of another kind, such as those to be added to scores.
     """
+    tokens = mask.bool()
+    odd = (mask != tokens).any(-1)  # beyond 0 and 1
+    wrong = odd if mask.is_floating_point() else (mask < 0).any(-1)
     stretches = tokens[:, 0].int() + (tokens[:, 1:] & ~tokens[:, :-1]).sum(-1)
     first = tokens.int().argmax(-1)  # 0 of an entry without tokens
-    found = torch.stack((stretches, first, tokens.sum(-1))).T.tolist()
+    found = torch.stack((stretches, first, tokens.sum(-1), odd, wrong)).T.tolist()
     spans = []
-    for entry, (count, begin, number) in enumerate(found):
+    for entry, (count, begin, number, _, is_wrong) in enumerate(found):
+        if is_wrong:
+            raise ConfigError(
+                f"the attention_mask of batch entry {entry} is {mask.dtype} with values other than 0 and 1: "
+                "give 1 for tokens and 0 for padding, or whole numbers that count packed sequences from 1"
+            )
         if count > 1:
             raise ConfigError(
                 f"the attention_mask of batch entry {entry} has {count} separate stretches of tokens: "
@@ -133,4 +238,7 @@ def token_spans(tokens: Tensor) -> list[tuple[int, int]] | None:
                 "position_ids that restart, and no attention_mask"
             )
         spans.append((begin, begin + number))
-    return None if all(span == (0, tokens.shape[1]) for span in spans) else spans
+    if all(begin == end for begin, end in spans):
+        raise ConfigError("the attention_mask is 0 everywhere: give 1 for tokens")
+    whole = all(span == (0, mask.shape[1]) for span in spans)
+    return None if whole else spans, any(odd for *_, odd, _ in found)

@@ -3,17 +3,31 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..config import ConfigError, MTrainingConfig, Policy, head_policies
 from ..cp_group import RankGroup
 from ..pattern import PatternIndex, Steering
 
 ATTRIBUTE = "mtraining_state"
-"""The attribute of attention modules that holds their model's state."""
+"""The attribute of a model's body and of its attention modules that holds the model's state."""
+MANY_FORWARDS = 1024
+"""Training forwards without a step of an optimizer after which a target recall says that it waits for one."""
+
+_optimizer_steps = 0
+
+
+def _count_step(optimizer, args, kwargs) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)
 
 
 class PatternMeans(NamedTuple):
@@ -49,6 +63,9 @@ class PatternState:
         num_layers, num_heads: layers of the model, and query heads of each layer.
         dense_tail: last tokens of a prompt that attend to all keys, in evaluation mode.
 
+    Attributes:
+        is_placed: whether the devices of the model's parameters have been looked at.
+
     Raises:
         ConfigError: a settings file that does not fit the model.
     """
@@ -59,6 +76,9 @@ class PatternState:
         self.config, self.dense_tail = config, dense_tail
         self.shape = num_layers, num_heads
         self.steering = Steering(config, shape=self.shape)
+        self.is_placed = False
+        # Training forwards of the step under way, and steps of optimizers before the first of them.
+        self._forwards = self._steps_before = 0
         self._policies = [
             head_policies(config, i, num_layers, num_heads) for i in range(num_layers)
         ]
@@ -76,6 +96,26 @@ class PatternState:
         """The layer's prices in this step, float32 ``[]`` or ``[heads]``; None: the prices of the
         settings."""
         return self.steering.price(device, layer, 0, self.shape[1])
+
+    def begin_forward(self) -> None:
+        """Before a forward that trains. If an optimizer, any of this process, has stepped since the last one,
+        a step has ended: :meth:`advance`."""
+        if self._forwards and _optimizer_steps != self._steps_before:
+            self.advance()
+        if not self._forwards:
+            self._steps_before = _optimizer_steps
+        self._forwards += 1
+        if self._forwards == MANY_FORWARDS and self.steering.moves:
+            warnings.warn(
+                f"in {MANY_FORWARDS} training forwards no optimizer of torch.optim has stepped, after which "
+                "a target recall moves the prices: with another optimizer, call "
+                "megatron_mtraining.transformers.advance(model) after each of its steps"
+            )
+
+    def advance(self) -> None:
+        """End a training step: a target recall moves the prices. Then a collective over all processes."""
+        self._forwards = 0
+        self.steering.advance(self.steering.step + 1, RankGroup.everyone())
 
     def observe(
         self, layer: int, index: PatternIndex, training: bool, searched: bool = True
@@ -130,20 +170,27 @@ def _add(sums: dict[int, Tensor], layer: int, *values: Tensor) -> None:
     sums[layer] = sums[layer] + own if layer in sums else own
 
 
+def find_state(model: nn.Module) -> PatternState | None:
+    """The state of a model with settings; None of another."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    states = (getattr(module, ATTRIBUTE, None) for module in modules)
+    return next((state for state in states if state is not None), None)
+
+
 def state_of(model: nn.Module) -> PatternState:
-    """The state that :func:`~.interface.configure` has given a model.
+    """The state of a model that :func:`~.switch.configure` or ``attn_implementation="mtraining"`` has given
+    settings.
 
     Raises:
         ConfigError: it has none.
     """
-    for module in model.modules():
-        state = getattr(module, ATTRIBUTE, None)
-        if state is not None:
-            return state
-    raise ConfigError(
-        f"{type(model).__name__} has no settings of attention mtraining: call "
-        "megatron_mtraining.transformers.configure(model, config) first"
-    )
+    state = find_state(model)
+    if state is None:
+        raise ConfigError(
+            f"{type(model).__name__} has no settings of attention mtraining: call "
+            "megatron_mtraining.transformers.configure(model, config) first"
+        )
+    return state
 
 
 def take_means(model: nn.Module, training: bool = True) -> PatternMeans:
@@ -163,7 +210,7 @@ def take_backward_means(model: nn.Module) -> BackwardMeans:
 
 
 def advance(model: nn.Module) -> None:
-    """End a training step: a target recall moves the prices. With a target and several processes, this is a
-    collective over all processes. :class:`~.callback.PatternCallback` calls it."""
-    steering = state_of(model).steering
-    steering.advance(steering.step + 1, RankGroup.everyone())
+    """End a training step now: a target recall moves the prices. With a target and several processes, this is
+    a collective over all processes. Without this call, the next training forward after a step of an optimizer
+    of ``torch.optim`` ends the step, and ``Trainer`` does so itself."""
+    state_of(model).advance()

@@ -257,6 +257,41 @@ def test_a_target_recall_moves_the_prices(tokens):
     assert state_of(ours).price(0, torch.device("cpu")).equal(after)  # evaluation does not count
 
 
+def test_steps_of_an_optimizer_move_the_prices(tokens):
+    """Without a call: at the next training forward. Micro-batches of a step move nothing."""
+    config = MTrainingConfig.from_options(target_recall=0.5, block_size=64, window=64)
+    tokens, found = tokens[:, :256], []
+    for calls in (False, True):
+        ours = with_pattern(small_model(num_hidden_layers=1), config)
+        optimizers = [torch.optim.SGD([each], lr=1e-3) for each in list(ours.parameters())[:2]]
+        for step in range(2):
+            for batch in (tokens[:1], tokens[1:]):
+                ours(batch, labels=batch, use_cache=False).loss.backward()
+                assert state_of(ours).steering.step == step
+            for optimizer in optimizers:
+                optimizer.step()
+            if calls:
+                advance(ours)
+        with torch.no_grad():  # trains nothing
+            ours(tokens[:1], use_cache=False)
+        assert state_of(ours).steering.step == 1 + calls
+        ours(tokens[:1], use_cache=False)
+        assert state_of(ours).steering.step == 2
+        found.append(torch.tensor(state_of(ours).steering.state()))
+    assert (found[0] > 0.25).all()
+
+
+def test_a_target_recall_that_no_step_moves_says_so(tokens, monkeypatch):
+    from megatron_mtraining.transformers import state
+
+    monkeypatch.setattr(state, "MANY_FORWARDS", 2)
+    config = MTrainingConfig.from_options(target_recall=0.5)
+    ours = with_pattern(small_model(num_hidden_layers=1), config)
+    ours(tokens[:1, :70])
+    with pytest.warns(UserWarning, match="in 2 training forwards .*advance"):
+        ours(tokens[:1, :70])
+
+
 @pytest.mark.parametrize("sampling", [False, True])
 def test_a_pruned_backward_leaves_the_loss(tokens, sampling):
     """The forward is dense; gradients differ, and what they leave out is counted."""
@@ -318,14 +353,62 @@ def test_what_is_refused_names_itself(tokens):
     refused("two-dimensional attention_mask", small_model(), input_ids=tokens, attention_mask=four)
 
 
-def test_without_settings_it_says_what_to_do(tokens):
-    from megatron_mtraining.transformers import register
+def loaded(model, folder, **how):
+    from transformers import AutoModelForCausalLM
 
-    register()
-    model = small_model()
+    model.save_pretrained(folder)
+    how = dict(attn_implementation="mtraining") | how
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how).train()
+
+
+def test_the_name_gives_default_settings(tokens, tmp_path):
+    """Where a model is loaded, and where it is set; configure may change them after."""
+    model = small_model(num_hidden_layers=1)
+    ours = loaded(model, tmp_path)
+    assert state_of(ours).config == MTrainingConfig()
+    found = ours(tokens[:1], use_cache=False).logits
+    assert found.equal(with_pattern(model, None)(tokens[:1], use_cache=False).logits)
+    take_means(ours)
+    configure(ours, SPARSE)
+    assert state_of(ours).config == SPARSE
+    ours(tokens[:1], use_cache=False)
+    assert take_means(ours).density.mean() < 0.9
+
     model.set_attn_implementation("mtraining")
-    with pytest.raises(ConfigError, match="configure"):
-        model(tokens, use_cache=False)
+    assert model(tokens[:1], use_cache=False).logits.equal(found)
+    model.save_pretrained(tmp_path)
+    again = loaded(model, tmp_path, attn_implementation=None)
+    assert again.config._attn_implementation == "sdpa", "a saved model is dense"
+
+
+def test_the_name_is_refused_as_configure_refuses(tmp_path):
+    for match, changes in (
+        ("dimension 32", dict(head_dim=32)),
+        ("sliding_attention", dict(sliding_window=64, layer_types=["sliding_attention"] * 2)),
+    ):
+        model = small_model("mistral", **changes)
+        with pytest.raises(ConfigError, match=match):
+            loaded(model, tmp_path)
+        with pytest.raises(ConfigError, match=match):
+            model.set_attn_implementation("mtraining")
+        assert model.config._attn_implementation == "eager"
+
+
+def test_a_model_without_the_interface_is_refused(monkeypatch):
+    model = small_model()
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda cls: False))
+    for how in (configure, lambda model: model.set_attn_implementation("mtraining")):
+        with pytest.raises(ConfigError, match="not go through transformers' attention interface"):
+            how(model)
+
+
+def test_layers_without_settings_say_what_to_do(tokens):
+    ours = with_pattern(small_model(), SPARSE)
+    del ours.model.layers[1].self_attn.mtraining_state
+    with pytest.raises(ConfigError, match="layer 1 .* no settings: call .*configure"):
+        ours(tokens, use_cache=False)
+    with pytest.raises(ConfigError, match="outside of the model's own call"):
+        ours.model.forward(tokens, use_cache=False)
 
 
 def test_one_process_has_one_device(tokens):
@@ -333,6 +416,11 @@ def test_one_process_has_one_device(tokens):
     model.lm_head.to("meta")
     with pytest.raises(ConfigError, match="parameters on cpu, meta: .*torchrun"):
         configure(model, SPARSE)
+    by_name = small_model()
+    by_name.set_attn_implementation("mtraining")
+    by_name.model.norm.to("meta")
+    with pytest.raises(ConfigError, match="parameters on cpu, meta: .*torchrun"):
+        by_name(tokens)
     replica = with_pattern(small_model(num_hidden_layers=1), SPARSE)
     attention = replica.model.layers[0].self_attn
     replica.model.layers[0].self_attn = attention._replicate_for_data_parallel()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_mtraining import ConfigError
 from megatron_mtraining.transformers import configure, take_means
 from tests.support.transformers_cases import (
     DENSE,
@@ -114,15 +115,138 @@ def test_packed_sequences_are_found_beside_a_cache_or_a_mask(how, tokens, monkey
     assert len(looks) == 1
 
 
-def test_positions_that_skip_some_are_one_sequence_beside_a_mask(tokens):
-    """As in transformers, which cuts there only without a mask."""
-    positions = torch.cat([torch.arange(200), torch.arange(300, SEQ + 100)])[None]
-    batch = dict(
-        input_ids=tokens[:1], position_ids=positions, attention_mask=torch.ones_like(tokens[:1]),
-        labels=tokens[:1],
-    )  # fmt: skip
-    model = small_model()
-    assert_same(model, with_pattern(model, DENSE), **batch)
+@pytest.mark.parametrize("given", ("nothing", "cache", "mask"))
+def test_positions_that_skip_some_are_one_sequence(given, tokens):
+    """Where they do not increase, the next begins. transformers itself cuts where they skip, and looks only
+    where there is neither a cache nor a mask."""
+    stretches = (5, 205), (300, 350), (7, SEQ - 243)
+    positions = torch.cat([torch.arange(*each) for each in stretches])[None]
+    more = {
+        "nothing": dict(use_cache=False),
+        "cache": dict(use_cache=True),
+        "mask": dict(use_cache=False, attention_mask=torch.ones_like(tokens[:1])),
+    }[given]
+    model = small_model(num_hidden_layers=1)
+    hidden = torch.full((1, 1, SEQ, SEQ), -torch.inf).triu(1)
+    hidden[..., 250:, :250] = -torch.inf
+    with torch.no_grad():
+        expected = model(tokens[:1], position_ids=positions, attention_mask=hidden).logits
+        found = with_pattern(model, DENSE)(tokens[:1], position_ids=positions, **more).logits
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+LENGTHS = (130, 64, 106)
+NUMBERS = torch.arange(3).repeat_interleave(torch.tensor(LENGTHS))[None]
+ENDS = torch.tensor([0, 130, 194, 300], dtype=torch.int32)
+RESTARTS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+CARRIERS = {
+    "cu_seq_lens": dict(cu_seq_lens_q=ENDS, cu_seq_lens_k=ENDS, max_length_q=130, max_length_k=130),
+    "seq_idx": dict(seq_idx=NUMBERS),
+    "numbers": dict(attention_mask=NUMBERS + 1),
+    "numbers and a cache": dict(attention_mask=NUMBERS + 1, use_cache=True),
+    "all": dict(
+        seq_idx=NUMBERS, cu_seq_lens_q=ENDS, position_ids=RESTARTS, attention_mask=NUMBERS + 1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CARRIERS)
+def test_packed_sequences_need_no_position_ids(name, tokens):
+    """Each attends to itself alone, however the batch says where it starts."""
+    model = small_model(num_hidden_layers=1)
+    batch = dict(use_cache=False, input_ids=tokens[:1, :300]) | CARRIERS[name]
+    with torch.no_grad():
+        expected = torch.cat([model(part).logits for part in tokens[:1, :300].split(LENGTHS, 1)], 1)
+        found = with_pattern(model, DENSE)(**batch).logits
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ("position_ids", "attention_mask", "cu_seq_lens_q", "seq_idx"))
+def test_several_entries_with_padding_and_packed_sequences(name, tokens):
+    """Padding on the left of one and on the right of the other."""
+    width = 320
+    mask = torch.zeros(2, width, dtype=torch.long)
+    mask[0, 20:] = NUMBERS + 1
+    mask[1, :300] = (NUMBERS > 1) + 1
+    ids = tokens[:, :width] * (mask > 0)
+    given = {
+        "position_ids": dict(position_ids=torch.zeros(2, width, dtype=torch.long)),
+        "cu_seq_lens_q": dict(cu_seq_lens_q=torch.tensor([0, 20, 150, 214, 320, 514, 620, 640])),
+        "seq_idx": dict(seq_idx=mask),
+        "attention_mask": {},
+    }[name]
+    if name == "position_ids":
+        given[name][0, 20:] = RESTARTS
+        given[name][1, :300] = torch.cat([torch.arange(194), torch.arange(106)])
+    sent = mask if name == "attention_mask" else (mask > 0).long()
+    model = small_model(num_hidden_layers=1)
+    with torch.no_grad():
+        found = with_pattern(model, DENSE)(ids, attention_mask=sent, **given).logits
+        for entry, lengths in enumerate((LENGTHS, (194, 106))):
+            parts = ids[entry : entry + 1, mask[entry] > 0].split(lengths, 1)
+            expected = torch.cat([model(part).logits for part in parts], 1)[0]
+            torch.testing.assert_close(
+                found[entry][mask[entry] > 0], expected, rtol=1e-3, atol=1e-4
+            )
+
+
+REFUSED = {
+    "cu_seq_lens_q and position_ids differ .* token 100 of batch entry 0": dict(
+        cu_seq_lens_q=torch.tensor([0, 100, 300]), position_ids=RESTARTS
+    ),
+    "cu_seq_lens_q and cu_seq_lens_k differ .* token 130": dict(
+        cu_seq_lens_q=torch.tensor([0, 130, 300]), cu_seq_lens_k=torch.tensor([0, 300])
+    ),
+    "seq_idx and position_ids differ .* token 130": dict(
+        seq_idx=0 * NUMBERS, position_ids=RESTARTS
+    ),
+    "cu_seq_lens_q of the batch: .* up to 194: .* 300 tokens": dict(cu_seq_lens_q=ENDS[:3]),
+    "seq_idx numbers .* 2 is followed by 0, at token 250": dict(
+        seq_idx=torch.cat([NUMBERS[:, :250], NUMBERS[:, :50]], 1)
+    ),
+    r"seq_idx is of shape \[1, 299\]": dict(seq_idx=NUMBERS[:, 1:]),
+    "values other than 0 and 1": dict(attention_mask=-NUMBERS),
+    "is torch.float32 with values other": dict(attention_mask=NUMBERS.log()),
+    "attention_mask is 0 everywhere": dict(attention_mask=torch.zeros(1, 300)),
+    r"attention_mask is of shape \[1, 310\]": dict(
+        attention_mask=torch.ones(1, 310, dtype=torch.long), use_cache=True
+    ),
+    r"mask of shape \[1, 1, 300, 300\]": dict(attention_mask=torch.ones(1, 1, 300, 300).bool()),
+    "token_type_ids, which attention mtraining does not know": dict(token_type_ids=NUMBERS),
+    "softcap, which": dict(softcap=30.0),
+}
+
+
+@pytest.mark.parametrize("match", REFUSED)
+def test_what_says_where_tokens_are_is_read_or_refused(match, tokens):
+    ours = with_pattern(small_model(num_hidden_layers=1), DENSE)
+    with pytest.raises(ConfigError, match=match):
+        ours(tokens[:1, :300], **REFUSED[match])
+
+
+def test_masks_of_the_models_own_are_refused(tokens, monkeypatch):
+    """One that sees pictures, or everything, both ways."""
+    from transformers.masking_utils import create_causal_mask
+    from transformers.models.llama import modeling_llama
+
+    def overlaid(**given):
+        return create_causal_mask(**given, block_sequence_ids=(NUMBERS == 1).int() - 1)
+
+    ours = with_pattern(small_model(num_hidden_layers=1), DENSE)
+    with pytest.raises(ConfigError, match="overlays a mask of its own|is not causal"):
+        ours(tokens[:1, :300], is_causal=False)
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", overlaid)
+    with pytest.raises(ConfigError, match="overlays a mask of its own"):
+        ours(tokens[:1, :300], use_cache=False)
+
+
+def test_bounds_over_several_entries_do_not_cross_them(tokens):
+    ours = with_pattern(small_model(num_hidden_layers=1), DENSE)
+    with pytest.raises(ConfigError, match="goes on from batch entry 0 to 1"):
+        ours(tokens[:, :300], cu_seq_lens_q=torch.tensor([0, 200, 600]))
+    with pytest.raises(ConfigError, match="seq_idx is given beside a KV cache"):
+        cache = ours.eval()(tokens[:, :300], use_cache=True).past_key_values
+        ours(tokens[:, 300:302], past_key_values=cache, seq_idx=torch.zeros(2, 2))
 
 
 def test_packed_sequences_attend_within_themselves(tokens):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_mtraining import ConfigError, MTrainingConfig
-from megatron_mtraining.transformers import configure, state_of, watch
+from megatron_mtraining.transformers import configure, state_of
 from tests.support.transformers_cases import small_model
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
@@ -17,45 +17,74 @@ SETTINGS = MTrainingConfig.from_options(target_recall=0.6, block_size=64, window
 
 
 def arguments(kind, folder, **more):
+    options = dict(max_steps=2, save_strategy="no", per_device_train_batch_size=2) | more
     return kind(
-        output_dir=str(folder), max_steps=2, per_device_train_batch_size=2, logging_steps=1, report_to=[],
-        save_strategy="no", use_cpu=True, seed=1, **more,
-    )  # fmt: skip
+        output_dir=str(folder), logging_steps=1, report_to=[], use_cpu=True, seed=1, **options
+    )
+
+
+def trainer_of(model, folder, **more):
+    from transformers import Trainer, TrainingArguments
+
+    rows = torch.randint(1, 97, (8, SEQ), generator=torch.Generator().manual_seed(2))
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    return Trainer(model, arguments(TrainingArguments, folder, **more), train_dataset=data)
 
 
 def logged(trainer):
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.slow
-def test_trainer_moves_prices_and_logs_the_pattern(tmp_path):
-    from transformers import Trainer, TrainingArguments
+def prices(trainer):
+    return torch.tensor(state_of(trainer.model).steering.state())
 
-    rows = torch.randint(1, 97, (8, SEQ), generator=torch.Generator().manual_seed(2))
-    data = [{"input_ids": row, "labels": row} for row in rows]
-    model = small_model()
-    configure(model, SETTINGS)
-    start = state_of(model).steering.now()
-    trainer = Trainer(model, arguments(TrainingArguments, tmp_path), train_dataset=data)
-    watch(trainer)
-    trainer.train()
-    assert state_of(model).steering.step == 2
-    assert state_of(model).steering.now() != start
-    entries = logged(trainer)
+
+def test_trainer_moves_prices_keeps_them_and_logs_the_pattern(tmp_path):
+    """No call beside configure; a run that was interrupted goes on from the checkpoint's prices."""
+
+    def run(folder, steps, resume=None, target=SETTINGS):
+        model = small_model(num_hidden_layers=1)
+        # A trainer may come before the settings.
+        options = dict(save_strategy="steps", save_steps=1, per_device_train_batch_size=1)
+        trainer = trainer_of(model, folder, max_steps=steps, learning_rate=0.0, **options)
+        configure(model, target)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    whole = run(tmp_path / "whole", 2)
+    assert state_of(whole.model).steering.step == 2
+    entries = logged(whole)
     assert len(entries) == 2
     for entry in entries:
         assert 0 < entry["mtraining_density"] <= 1 and 0 < entry["mtraining_recall"] <= 1
+    assert prices(whole).ne(0.25).all()
+    checkpoint = str(tmp_path / "whole" / "checkpoint-1")
+    resumed = run(tmp_path / "resumed", 2, checkpoint)
+    torch.testing.assert_close(prices(resumed), prices(whole))
+    assert state_of(resumed.model).steering.step == 2
+
+    run(tmp_path / "fixed", 1, target=MTrainingConfig.from_options(price=0.0))
+    with pytest.warns(UserWarning, match="checkpoint has no prices.* start from 0.25"):
+        run(tmp_path / "moved", 2, str(tmp_path / "fixed" / "checkpoint-1"))
 
 
-def test_a_trainer_over_several_gpus_of_one_process_is_refused(tmp_path):
-    from transformers import Trainer, TrainingArguments
+def test_a_trainer_without_settings_is_left_alone(tmp_path):
+    from megatron_mtraining.transformers.callback import PatternCallback
+
+    trainer = trainer_of(small_model(num_hidden_layers=1), tmp_path, max_steps=1)
+    assert isinstance(trainer.callback_handler.callbacks[0], PatternCallback)
+    trainer.train()
+    assert not any("mtraining" in name for entry in logged(trainer) for name in entry)
+
+
+def test_a_trainer_over_several_gpus_of_one_process_is_refused(tmp_path, monkeypatch):
+    from transformers import TrainingArguments
 
     model = small_model()
     configure(model, SETTINGS)
-    trainer = Trainer(model, arguments(TrainingArguments, tmp_path), train_dataset=[])
-    trainer.args._n_gpu = 2
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
     with pytest.raises(ConfigError, match="2 GPUs in one process .*torchrun"):
-        watch(trainer)
+        trainer_of(model, tmp_path)
 
 
 @pytest.mark.slow
@@ -79,17 +108,18 @@ def test_sft_trainer_pads_or_packs(packing, tmp_path, monkeypatch):
     generator = torch.Generator().manual_seed(3)
     lengths = [300, 150, 90, 260, 310, 40, 120, 280]
     rows = [torch.randint(1, 97, (n,), generator=generator).tolist() for n in lengths]
-    model = small_model()
-    configure(model, SETTINGS)
-    options = dict(max_length=SEQ, packing=packing, bf16=False)
+    small_model(num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    by_name = dict(attn_implementation="mtraining", dtype="float32")
+    options = dict(max_length=SEQ, packing=packing, bf16=False, model_init_kwargs=by_name)
     trainer = SFTTrainer(
-        model,
-        arguments(SFTConfig, tmp_path, **options),
+        str(tmp_path / "model"),
+        arguments(SFTConfig, tmp_path / "out", **options),
         train_dataset=Dataset.from_dict({"input_ids": rows}),
         processing_class=tokenizer(),
     )
-    watch(trainer)
+    configure(trainer.model, SETTINGS)
     trainer.train()
+    assert state_of(trainer.model).steering.step == 2
     assert all(entry["mtraining_density"] > 0 for entry in logged(trainer))
     if packing:
         assert found and all(documents is not None for _, documents in found)

@@ -168,7 +168,7 @@ def check_settings(options: Options, source: HuggingFaceModel) -> None:
     if options.config is None:
         return
     from ...config import check_settings_file
-    from ...transformers.interface import check_config
+    from ...transformers.switch import check_config
 
     check_config(options.config)
     check_settings_file(options.config, source.shape.layers, source.shape.heads)

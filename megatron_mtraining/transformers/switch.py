@@ -1,0 +1,230 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""What makes ``attn_implementation="mtraining"`` known to transformers, and gives models their settings."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache, wraps
+
+import torch
+from torch import nn
+
+from ..config import MEGATRON_ONLY, ConfigError, MTrainingConfig
+from ..kernels.limits import HEAD_DIMS
+from ..requirements import require
+from .interface import NAME, attention, mask
+from .masking import PatternMask, under_way
+from .state import ATTRIBUTE, PatternState, find_state
+
+
+@cache
+def register() -> None:
+    """Add ``attn_implementation="mtraining"`` to transformers, and :class:`~.callback.PatternCallback` to its
+    trainers. Importing :mod:`megatron_mtraining.transformers` calls it, once.
+
+    Raises:
+        ConfigError: transformers is not installed, or too old to have attention and mask interfaces.
+    """
+    require("transformers", extra="hf")
+    try:
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+    except ImportError:
+        import transformers
+
+        raise ConfigError(
+            f"transformers {transformers.__version__} has no attention interface: install transformers>=5.10"
+        ) from None
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)
+    _give_defaults(PreTrainedModel)
+    _refuse_assisted_decoding()
+    from .callback import add_to_trainers
+
+    add_to_trainers()
+
+
+def _give_defaults(kind: type) -> None:
+    """Have models of transformers take the default settings with this attention, where they are made
+    (``from_pretrained(..., attn_implementation="mtraining")``) and where it is set."""
+    post_init, set_implementation = kind.post_init, kind.set_attn_implementation
+
+    @wraps(post_init)
+    def after_init(self):
+        post_init(self)
+        if self.config._attn_implementation == NAME and find_state(self) is None:
+            _attach(self, MTrainingConfig())
+            _check_interface(self)
+
+    @wraps(set_implementation)
+    def set_attn_implementation(self, attn_implementation, *args, **kwargs):
+        if attn_implementation == NAME and find_state(self) is None:
+            _attach(self, MTrainingConfig())
+        set_implementation(self, attn_implementation, *args, **kwargs)
+        if attn_implementation == NAME:
+            _check_interface(self)
+
+    kind.post_init, kind.set_attn_implementation = after_init, set_attn_implementation
+
+
+def _refuse_assisted_decoding() -> None:
+    """Have ``generate`` refuse assisted decoding for models with this attention.
+
+    Its first forward is of the prompt and of tokens that an assistant proposes, so the pattern would depend
+    on them. The mask function and the attention function cannot tell it from a prompt. So the method that
+    makes the assistant refuses.
+    """
+    from transformers.generation import GenerationMixin
+
+    # No public method is called with assisted decoding alone. Without this one nothing can be refused.
+    original = getattr(GenerationMixin, "_get_candidate_generator", None)
+    if original is None:
+        return
+
+    @wraps(original)
+    def candidates(self, *args, **kwargs):
+        if self.config._attn_implementation == NAME:
+            raise ConfigError(
+                "generate is asked for assisted decoding (assistant_model, prompt_lookup_num_tokens or "
+                "another way to propose tokens), where a prompt's pattern would depend on the proposed "
+                "tokens: attention mtraining supports generation without it"
+            )
+        return original(self, *args, **kwargs)
+
+    GenerationMixin._get_candidate_generator = candidates
+
+
+def configure(
+    model: nn.Module, config: MTrainingConfig | None = None, *, dense_tail: int = 0
+) -> PatternState:
+    """Switch a transformers model to dynamic sparse attention.
+
+    Sets its attention implementation to ``mtraining`` and gives its attention layers the settings. Weights do
+    not change; ``model.set_attn_implementation("sdpa")`` switches back.
+
+    Args:
+        model: a causal language model, or its body.
+        config: the settings, also by layer and head (``settings``); None for the defaults. Options of
+            context parallelism, recomputation, Megatron's loss and balance have no effect here and are
+            refused.
+        dense_tail: in evaluation mode, this many last tokens of a prompt attend to all keys. A pattern is
+            selected by what many queries attend to; the few queries of a question at the end of a prompt
+            have little say in it. Of packed sequences, tokens of the last one alone, all of it if it is
+            shorter. Density does not count it. In training mode there is no such tail.
+
+    Returns:
+        The state of the model: its prices, and means of density and recall.
+
+    Raises:
+        ConfigError: the model or the settings are not supported; the message names the reason.
+    """
+    register()
+    config = MTrainingConfig() if config is None else config
+    if not isinstance(config, MTrainingConfig):
+        raise ConfigError(f"config is a {type(config).__name__}: give an MTrainingConfig")
+    check_config(config)
+    of_model = getattr(model, "config", None)
+    if of_model is None or not hasattr(model, "set_attn_implementation"):
+        raise ConfigError(f"model is a {type(model).__name__}: give a model of transformers")
+    _check_devices(model)
+    state = _attach(model, config, dense_tail)
+    model.set_attn_implementation(NAME)
+    return state
+
+
+def _attach(model: nn.Module, config: MTrainingConfig, dense_tail: int = 0) -> PatternState:
+    """Give a model's attention layers their settings, and see what its forwards are given."""
+    from transformers import PreTrainedModel
+
+    of_model, name = model.config, type(model).__name__
+    _check_model(of_model, name)
+    layers = [module for module in model.modules() if _is_attention(module)]
+    numbers = sorted(module.layer_idx for module in layers)
+    count = of_model.num_hidden_layers
+    if numbers != list(range(count)):
+        raise ConfigError(
+            f"{name} has {count} layers, but causal attention in layers {numbers}: attention mtraining "
+            "supports models with one causal self-attention in each layer"
+        )
+    if type(dense_tail) is not int or dense_tail < 0:
+        raise ConfigError(f"dense_tail is {dense_tail!r}: give a number of tokens, 0 or more")
+    state = PatternState(config, count, of_model.num_attention_heads, dense_tail)
+    # The innermost model: heads and adapters around it may come and go.
+    body = [module for module in model.modules() if isinstance(module, PreTrainedModel)][-1]
+    if not hasattr(body, ATTRIBUTE):
+        body.register_forward_pre_hook(_before_forward, with_kwargs=True)
+        body.register_forward_hook(_after_forward, always_call=True)
+    for module in (body, *layers):
+        setattr(module, ATTRIBUTE, state)
+    return state
+
+
+def _before_forward(body: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Before the forward of a model's body: keep what says where tokens and sequences are, of which
+    transformers tells a mask function only a part."""
+    state: PatternState = getattr(body, ATTRIBUTE)
+    is_ours = body.config._attn_implementation == NAME
+    if is_ours and not state.is_placed:  # from_pretrained places a model only after it has made it
+        _check_devices(body)
+        state.is_placed = True
+    if is_ours and body.training and torch.is_grad_enabled():
+        state.begin_forward()
+    names = inspect.signature(body.forward).parameters
+    under_way.set(PatternMask({**dict(zip(names, args)), **kwargs}))
+
+
+def _after_forward(body: nn.Module, args: tuple, output) -> None:
+    under_way.set(None)
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "is_causal")
+
+
+def check_config(config: MTrainingConfig) -> None:
+    """Raise :class:`ConfigError` for options that only Megatron's runs read."""
+    defaults = MTrainingConfig()
+    for name in MEGATRON_ONLY:
+        value = getattr(config, name)
+        if value != getattr(defaults, name):
+            raise ConfigError(
+                f"{name} is {value}, which has no effect in transformers: leave it out"
+            )
+
+
+def _check_devices(model: nn.Module) -> None:
+    devices = sorted({str(each.device) for each in model.parameters()})
+    if len(devices) > 1:
+        raise ConfigError(
+            f"{type(model).__name__} has parameters on {', '.join(devices)}: attention mtraining supports "
+            "one device in each process; leave out device_map, and start one process for each GPU with "
+            "torchrun"
+        )
+
+
+def _check_interface(model: nn.Module) -> None:
+    can_set = getattr(model, "_can_set_attn_implementation", lambda: True)
+    if model.config._attn_implementation != NAME or not can_set():
+        raise ConfigError(
+            f"{type(model).__name__} does not go through transformers' attention interface: models such as "
+            "Llama, Mistral, Qwen2 and Qwen3 do"
+        )
+
+
+def _check_model(config, name: str) -> None:
+    if config.get_text_config() is not config:
+        raise ConfigError(f"{name} has several parts: call configure on its language model")
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        raise ConfigError(f"{name} has no attention heads: give a model with attention")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if head_dim not in HEAD_DIMS:
+        raise ConfigError(
+            f"{name} has attention heads of dimension {head_dim}: attention mtraining supports {HEAD_DIMS}"
+        )
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise ConfigError(
+            f"{name} has layers of type {', '.join(sorted(kinds - {'full_attention'}))}: attention mtraining "
+            "supports full causal attention in every layer"
+        )
