@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from ..errors import ConfigError
@@ -373,7 +374,12 @@ def current_name(name: str, where: str = "") -> str:
     if name in REMOVED:
         raise ConfigError(f"{shown} is not an option any more; {REMOVED[name]}")
     if name not in BY_NAME:
-        raise ConfigError(f"{shown} is not a setting: leave it out")
+        near = [
+            option(each) if not where else each for each in get_close_matches(str(name), BY_NAME, 1)
+        ]
+        raise ConfigError(
+            f"{shown} is not a setting: {f'did you mean {near[0]}?' if near else 'leave it out'}"
+        )
     return name
 
 

@@ -138,6 +138,8 @@ def test_tuning_needs_a_price(options, named):
 def test_unknown_options_are_refused():
     with pytest.raises(ConfigError, match="--mtraining-cost is not a setting"):
         MTrainingConfig.from_options(cost=1)
+    with pytest.raises(ConfigError, match="did you mean --mtraining-target-recall"):
+        MTrainingConfig.from_options(targetrecall=0.9)
 
 
 def test_defaults_are_cut_to_the_sequence_and_given_options_are_not():
