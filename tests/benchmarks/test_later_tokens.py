@@ -49,7 +49,7 @@ def test_rows(words, tmp_path, monkeypatch):
     monkeypatch.setattr(later_tokens, "CUTS", 2)
     monkeypatch.setattr(later_tokens, "COPIES", 2)
     output = tmp_path / "rows.jsonl"
-    runs = ["--run", "dense", "moba@0.4", "moba_previous@0.4"]
+    runs = ["--run", "dense", "moba@0.5", "moba_previous@0.5"]
     for _ in range(2):  # the second time there is nothing left
         later_tokens.main([*words, *runs, "--output", str(output), "--frontier", str(output)])
     rows = [json.loads(line) for line in output.read_text().splitlines()]
