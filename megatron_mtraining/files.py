@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -104,6 +105,15 @@ def read_bytes(path: Path, name: str, limit: int = LIMIT, pipes: bool = False) -
             "right one?"
         )
     return bytes(content)
+
+
+def lone_surrogate(text: str) -> str | None:
+    """What is wrong with a text from JSON that has half of a surrogate pair; None if it has none.
+
+    JSON can escape such a half, but it is no character, and UTF-8 and tokenizers do not have it.
+    """
+    found = re.search("[\ud800-\udfff]", text)
+    return found and f"\\u{ord(found[0]):04x} in it is half of a surrogate pair, and no character"
 
 
 def decoded(content: bytes) -> str:

@@ -203,7 +203,9 @@ def index_is_unused(folder: Path) -> bool:
 
 
 def write_json(file: Path, value: dict) -> None:
-    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    # Half of a surrogate pair, which UTF-8 does not have, stays the escape that it was read from.
+    file.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def check_lossless(

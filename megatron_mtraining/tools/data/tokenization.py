@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ...errors import ConfigError
+from ...files import lone_surrogate
 from ...models.tokenizer import Tokenizer, open_tokenizer
 from ...requirements import first_line
 from .inputs import Part
@@ -46,10 +47,11 @@ class Encoder:
                 raise ConfigError(
                     f"{place} takes more memory to tokenize than there is: lower --document-bytes"
                 ) from None
-            except ConfigError as error:
-                raise ConfigError(f"{place} cannot be tokenized: {error}") from None
             except Exception as error:
-                raise ConfigError(f"{place} cannot be tokenized: {first_line(error)}") from None
+                why = str(error) if isinstance(error, ConfigError) else first_line(error)
+                if half := lone_surrogate(content):
+                    why = f"{half}: correct it or leave it out"
+                raise ConfigError(f"{place} cannot be tokenized: {why}") from None
         size = self.tokenizer.vocab_size
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < size:
             wrong = int(ids.min()) if ids.min() < 0 else int(ids.max())

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from ...errors import ConfigError
-from ...files import size_of
+from ...files import lone_surrogate, size_of
 from ...requirements import require
 from ..common.digests import digest_of_files
 from .harness import made_task
@@ -70,10 +70,13 @@ def read_rows(file: Path, most: int, fields: dict[str, str]) -> list[dict]:
                 continue
             try:
                 row = json.loads(line)
+                half = lone_surrogate(json.dumps(row, ensure_ascii=False))
             except (ValueError, RecursionError):
-                row = None
+                row = half = None
             if not isinstance(row, dict):
                 raise ConfigError(f"{file}: line {number} is no JSON object")
+            if half:
+                raise ConfigError(f"{file}: line {number} is no text: {half}")
             for field, other in fields.items():
                 if field not in row and other in row:
                     row[field] = row[other]

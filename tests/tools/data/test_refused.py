@@ -32,7 +32,7 @@ BROKEN = {
         (b'{"input_ids": [1, 2], "indices": [[0, 1], [1]]}', ["line 1", "indices", "2 tokens"]),
         (b'{"input_ids": [1, 2], "indices": 5}', ["line 1", "indices", "2 tokens"]),
         (b'{"input_ids": [1, 99999999999999999999]}', ["line 1", "input_ids", "list"]),
-        (b'{"text": "\\ud800"}', ["line 1", "cannot be tokenized"]),
+        (b'{"text": "\\ud800"}', ["line 1", "\\ud800", "surrogate pair"]),
         (b"[" * 200000, ["line 1", "not JSON", "recursion"]),
         (b'{"text": {}}', ["line 1", "text", "dict"]),
         (b'{"text": false}', ["line 1", "text", "bool"]),

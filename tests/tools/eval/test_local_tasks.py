@@ -69,6 +69,7 @@ def test_infinitebench(llama, tmp_path, capsys):
     for line, named in (
         ("[1]", "line 3 is no JSON object"),
         ('{"id": 5}', "line 3 has no 'context'"),
+        (json.dumps({**rows[0], "input": "\ud800"}), "line 3 is no text: \\ud800"),
     ):
         write(tmp_path / "data", "passkey", rows)
         with (tmp_path / "data" / "passkey.jsonl").open("a") as file:
