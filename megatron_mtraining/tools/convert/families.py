@@ -124,6 +124,7 @@ def model_of(config: dict, file: Path, padded_vocab: int | None = None) -> Model
             topk=size("num_experts_per_tok"),
             norm_topk=bool(config.get("norm_topk_prob", False)),
         )
+        _check_routing(experts, file)
     return Model(
         family=family,
         layers=size("num_hidden_layers"),
@@ -138,6 +139,21 @@ def model_of(config: dict, file: Path, padded_vocab: int | None = None) -> Model
         norm_eps=size("rms_norm_eps"),
         **experts,
     )
+
+
+def _check_routing(experts: dict, file: Path) -> None:
+    """Refuse numbers of experts a token that Megatron-Core cannot route."""
+    count, topk = experts["experts"], experts["topk"]
+    if topk > count:
+        raise ConfigError(
+            f"{file}: num_experts_per_tok is {topk}, but there are {count} experts: a token has at most all"
+        )
+    if topk == 1 and experts["norm_topk"]:
+        raise ConfigError(
+            f"{file}: norm_topk_prob is true and num_experts_per_tok 1: every expert's weight is 1, and "
+            "Megatron-Core builds a router to one expert only with the router's own weight "
+            "(--moe-router-pre-softmax, norm_topk_prob false), which would be another model"
+        )
 
 
 def _check_full_attention(family: Family, config: dict, file: Path) -> None:

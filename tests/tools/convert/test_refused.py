@@ -121,6 +121,29 @@ def test_inexpressible_configs(case, plain, tmp_path, capsys):
     refused(capsys, tmp_path / "out", ("hf-to-megatron", tmp_path / "hf", tmp_path / "out"), named)
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (
+            dict(num_experts_per_tok=1, norm_topk_prob=True),
+            ["norm_topk_prob", "num_experts_per_tok 1"],
+        ),
+        (dict(num_experts_per_tok=5), ["num_experts_per_tok is 5", "4 experts"]),
+    ],
+)
+def test_routers_that_megatron_core_cannot_build(changes, named, plain, tmp_path, capsys):
+    """Both ways; one expert with its own weight can be converted."""
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**MOE_CONFIG, **changes}))
+    out = tmp_path / "out"
+    refused(capsys, out, ("hf-to-megatron", tmp_path / "hf", out), named)
+    words = ("megatron-to-hf", plain[1], out, "--like", tmp_path / "hf")
+    refused(capsys, out, words, named)
+    one = dict(num_experts_per_tok=1, norm_topk_prob=False)
+    model = model_of({**MOE_CONFIG, **one}, Path("config.json"))
+    assert megatron_args.namespace(model, {}).moe_router_pre_softmax
+
+
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 WRONG_TYPES = [
     ("architectures", "Qwen2ForCausalLM"), ("architectures", 5), ("architectures", [{"a": 1}]),
