@@ -67,7 +67,7 @@ def live_changes() -> str:
         "",
         "## Objects and attributes",
         "",
-        "Only in runs with the backend, except the first row, which is always there.",
+        "Only in runs with the backend, except the first two rows, which are always there.",
         "",
         "| what | where | why |",
         "|---|---|---|",

@@ -7,6 +7,7 @@ The files, in the order a run meets them:
 - ``backend``: the enum member ``AttnBackend.mtraining``
 - ``options``: the options ``--mtraining-*``; ``arguments``: refused before Megatron's validation, filled in
   after it; with ``checks`` (the table of what is unsupported) and ``rotary_options`` (context extension)
+- ``missing_names``: a name that Megatron-Core 0.16 uses without having defined it
 - ``gpt_model``: construction of ``GPTModel``; with ``layer_spec`` (where core attention is put),
   ``rotary_embedding`` (in the striped layout), ``output_layer`` (output layer and loss in chunks) and
   ``main_grad`` (where the weight's gradient goes)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..config import ConfigError
+from .missing_names import define_missing_names
 from .wrapping import wrap
 
 OLDEST = (0, 16)
@@ -201,6 +202,12 @@ LIVE_STATE = (
         "A member of the enum, so that `--attention-backend mtraining` parses. Always there.",
     ),
     LiveState(
+        "`te_general_gemm` in `moe_utils`",
+        "`missing_names.py`, on registration",
+        "None, in Megatron-Core 0.16 without Transformer Engine: its routers of experts ask for this name, "
+        "which only Transformer Engine defines there. Later versions define it so.",
+    ),
+    LiveState(
         "`args.mtraining_*`",
         "`arguments.py`, in `validate_args`",
         "The settings, defaults filled in, as plain values: arguments are pickled into checkpoints, which "
@@ -281,6 +288,7 @@ def register() -> None:
             raise
         raise _moved(f"what the plug-in imports ({error})", version) from None
     add_member()
+    define_missing_names()
     if not _has_training():
         changes = [row for row in changes if not row.owner.startswith("megatron.training.")]
     # Find all of them first: nothing is replaced if one is missing.

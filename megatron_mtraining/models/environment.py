@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
+from ..megatron.missing_names import define_missing_names
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
 """By their names on command lines."""
@@ -72,6 +73,7 @@ def single_process(device: torch.device) -> Iterator[None]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    define_missing_names()
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)

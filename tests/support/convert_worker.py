@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_mtraining.megatron.missing_names import define_missing_names
 from tests.support import cpu_shim
 
 YARN = {"rotary_scaling_factor", "mscale", "mscale_all_dim"}
@@ -120,6 +121,7 @@ def main(tp: int, pp: int, folders: list[Path]) -> None:
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    define_missing_names()
     parallel_state.initialize_model_parallel(tp, pp)
     cpu_shim.install_zigzag()
     for folder in folders:

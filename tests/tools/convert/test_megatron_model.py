@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import shutil
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,6 @@ from tests.support.convert_cases import CASES, case_id, save
 from tests.support.ranks import run_script
 
 NORM = "model.norm.weight"
-MCORE = tuple(int(part) for part in version("megatron-core").split(".")[:2])
 SUPPORT = Path(__file__).parents[2] / "support"
 
 
@@ -39,8 +36,6 @@ def converted(tmp_path_factory):
     tokens = torch.randint(300, (2, 96), generator=torch.manual_seed(2))
     folders = []
     for number, name in enumerate(CASES):
-        if "moe" in name and MCORE < (0, 17) and find_spec("transformer_engine") is None:
-            continue  # routers of these versions need Transformer Engine
         folder = root / f"{number}-{case_id(name)}"
         save(name, folder / "hf")
         padding = ["--padded-vocab-size", "384"] if name == "qwen2" else []
