@@ -12,6 +12,7 @@ from .backend import is_active, training_arguments
 from .checks import inner_group_size
 from .options import config_from_args
 from .ranks import check_ranks
+from .rotary_options import pass_on, warn_of_dropped
 from .wrapping import log_replaced
 
 
@@ -21,15 +22,16 @@ def wrap_gpt_model(original):
 
     def __init__(self, *args, **kwargs):
         bound = signature.bind(self, *args, **kwargs)
-        config = bound.arguments["config"]
+        given = bound.arguments
+        config = given["config"]
         if not is_active(config):
+            warn_of_dropped(given, training_arguments())
             return original(self, *args, **kwargs)
         log_replaced()
         check_ranks(config)
         from . import output_layer, rotary_embedding
         from .layer_spec import replace_core_attention
 
-        given = bound.arguments
         if given.get("mtp_block_spec") is not None:
             raise ConfigError(
                 "mtp_block_spec is given (--mtp-num-layers): multi-token prediction shifts tokens "
@@ -39,6 +41,7 @@ def wrap_gpt_model(original):
         _check_one_layout(config)
         if given.get("position_embedding_type") == "yarn":
             rotary_embedding.check_yarn_fields(config)
+        pass_on(given, training_arguments())
         given["transformer_layer_spec"] = replace_core_attention(given["transformer_layer_spec"])
         with rotary_embedding.building():
             original(*bound.args, **bound.kwargs)

@@ -94,8 +94,10 @@ def live_changes() -> tuple[LiveChange, ...]:
             gpt,
             "__init__",
             gpt_model.wrap_gpt_model,
-            "Puts `MTrainingAttention` into a copy of the layer spec, then changes the rotary embedding and "
-            "the output layer of the built model (see below). Megatron has no registry of core attentions; "
+            "Puts `MTrainingAttention` into a copy of the layer spec, and gives the model "
+            "`--rope-scaling-factor` and `--rotary-seq-len-interpolation-factor` where Megatron-LM drops "
+            "them (with other backends a warning says so); then changes the rotary embedding and the output "
+            "layer of the built model (see below). Megatron has no registry of core attentions; "
             "all versions build their GPT models here.",
         ),
         LiveChange(
@@ -212,7 +214,9 @@ LIVE_STATE = (
         "`arguments.py`, in `validate_args`",
         "The settings, defaults filled in, as plain values: arguments are pickled into checkpoints, which "
         "must load without this package. `mtraining_price_reached` in a checkpoint is the state of a "
-        "target recall, and `mtraining_balance_reached` that of the estimates of density.",
+        "target recall, and `mtraining_balance_reached` that of the estimates of density. "
+        "`mtraining_rope_scaling_factor` and `mtraining_rotary_seq_len_interpolation_factor`, set when a "
+        "model is built, say that it has the value of the option of that name.",
     ),
     LiveState(
         "`args.create_attention_mask_in_dataloader`, `args.reset_position_ids`",

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Context extension by Megatron's own options: those that it would ignore are refused.
+"""Context extension by Megatron's own options: those that it would ignore are refused, or passed on.
 
 A forgotten ``--position-embedding-type yarn`` trains without error, on positions that the model has
 never seen. RoPE's table for either kind is :mod:`.rotary_embedding`'s.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from ..config import ConfigError
 from .checks import show
+from .wrapping import log
 
 OF_YARN = {
     "rotary_scaling_factor": 1.0,
@@ -30,6 +31,72 @@ OF_BOTH = {"rotary_base": 10000}
 """Options that it reads with RoPE and YaRN, and their defaults."""
 SCALING = {"rope_scaling_factor": 8.0}
 """Options that it reads with ``--use-rope-scaling`` only, and their defaults."""
+DROPPED = {
+    "rope_scaling_factor": ("rope_scaling_factor", 8.0),
+    "seq_len_interpolation_factor": ("rotary_seq_len_interpolation_factor", None),
+}
+"""Parameters of ``GPTModel``, with the names and defaults of their options, which Megatron-LM parses and does
+not pass on: the first in no version from 0.16 to main, the second not before 0.19."""
+
+
+def passed_on(name: str) -> str:
+    """The argument, also in checkpoints, with the value of an option of :data:`DROPPED` that a model has."""
+    return "mtraining_" + name
+
+
+def dropped(given: dict, args) -> dict[str, object]:
+    """The options of :data:`DROPPED` that a model would compute with and that Megatron-LM has not passed on,
+    by parameter.
+
+    Args:
+        given: the arguments of a ``GPTModel``, by name.
+        args: Megatron-LM's arguments, or None.
+    """
+    found = {}
+    for parameter, (name, default) in DROPPED.items():
+        value = getattr(args, name, None)
+        is_read = given.get("position_embedding_type") == "rope"
+        if name == "rope_scaling_factor":
+            is_read = is_read and given.get("rope_scaling", False)
+        lost = value not in (None, default) and given.get(parameter) in (None, default)
+        if is_read and lost:
+            found[parameter] = value
+    return found
+
+
+def pass_on(given: dict, args) -> None:
+    """Give a ``GPTModel`` what Megatron-LM has dropped, and say so in the arguments, which checkpoints have.
+
+    Args:
+        given, args: as for :func:`dropped`; changed.
+    """
+    found = dropped(given, args)
+    given |= found
+    for parameter, (name, _) in DROPPED.items():
+        value, mark = getattr(args, name, None), passed_on(name)
+        if value is None or given.get(parameter) != value:
+            continue
+        if parameter in found and not hasattr(args, mark):  # a rank may have several models
+            log(
+                f"{_option(name)} {show(value)}: passed on to the model, which Megatron-LM does not do"
+            )
+        setattr(args, mark, value)
+
+
+def warn_of_dropped(given: dict, args) -> None:
+    """Say in the log of a run with another backend what Megatron-LM drops; arguments as for
+    :func:`dropped`."""
+    for parameter, value in dropped(given, args).items():
+        name, default = DROPPED[parameter]
+        log(
+            f"warning: {_option(name)} is {show(value)}, which this Megatron-LM drops: the model computes "
+            f"{'without it' if default is None else f'with {default:g}'}; --attention-backend mtraining "
+            "passes it on"
+        )
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def check_rotary_options(args) -> str | None:
@@ -59,7 +126,7 @@ def check_rotary_options(args) -> str | None:
         if value in (None, default):
             continue
         advice = f"leave it out, or use --position-embedding-type {reader}"
-        option = "--" + name.replace("_", "-")
+        option = _option(name)
         if name == "yarn_correction_range_round_to_int" and not value:
             option = "--no-yarn-correction-range-round-to-int"
         given = option if isinstance(value, bool) else f"{option} {show(value)}"
@@ -87,7 +154,7 @@ def _check_scaling(args, yarn: bool) -> None:
     for name, default in SCALING.items():
         value = getattr(args, name, default)
         if value not in (None, default):
-            option = "--" + name.replace("_", "-")
+            option = _option(name)
             other = "use --rotary-scaling-factor" if yarn else "add --use-rope-scaling"
             raise ConfigError(
                 f"{option} {show(value)} is given without --use-rope-scaling, and ignored: leave it out, or "

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ..errors import ConfigError
+from ..megatron.rotary_options import DROPPED, passed_on
 from ..requirements import first_line
 from .megatron_folder import reason
 from .types import ModelOptions, Shape
@@ -61,6 +62,40 @@ def arg(args: Namespace, name: str, default=None):
     """An argument of the training run; the default if it is missing or None."""
     value = getattr(args, name, None)
     return default if value is None else value
+
+
+def rope_scaling_factor(args: Namespace, label: str, known: float | None = None) -> float:
+    """The factor of ``--use-rope-scaling`` in the model that a run trained.
+
+    Args:
+        label: what messages call the arguments' checkpoint.
+        known: the factor of the model's config.json, if it has one.
+
+    Raises:
+        ConfigError: it is unknown whether the model had the factor of the arguments.
+    """
+    name, default = DROPPED["rope_scaling_factor"]
+    value = arg(args, name, default)
+    if not arg(args, "use_rope_scaling", False) or value in (default, arg(args, passed_on(name))):
+        return value
+    if known == default:
+        return known
+    raise ConfigError(
+        f"{label} has {name} {value:g}, but was not trained with attention backend mtraining, and "
+        f"Megatron-LM drops --rope-scaling-factor: it was trained with {default:g}. megatron-to-hf converts "
+        f"it if --like has a config.json with factor {default:g}; if it was only converted, convert it again"
+    )
+
+
+def interpolation_factor(args: Namespace) -> int | None:
+    """``--rotary-seq-len-interpolation-factor`` of the model that a run trained.
+
+    Megatron-LM before 0.19, whose arguments have none of YaRN's, drops the option.
+    """
+    name, _ = DROPPED["seq_len_interpolation_factor"]
+    value = arg(args, name)
+    passed = hasattr(args, "yarn_beta_fast") or arg(args, passed_on(name)) == value
+    return value if passed else None
 
 
 def build_model(
@@ -112,8 +147,8 @@ def build_model(
             rotary_percent=arg(args, "rotary_percent", 1.0),
             rotary_base=arg(args, "rotary_base", 10000),
             rope_scaling=arg(args, "use_rope_scaling", False),
-            rope_scaling_factor=arg(args, "rope_scaling_factor", 8.0),
-            seq_len_interpolation_factor=arg(args, "rotary_seq_len_interpolation_factor"),
+            rope_scaling_factor=rope_scaling_factor(args, options.label),
+            seq_len_interpolation_factor=interpolation_factor(args),
         )
     except (ConfigError, torch.OutOfMemoryError):
         raise

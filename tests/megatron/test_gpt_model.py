@@ -4,6 +4,8 @@
 from argparse import Namespace
 
 import pytest
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.common.vision_module.vision_module import VisionModule
 from megatron.core.models.gpt import GPTModel
@@ -14,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.megatron import gpt_model as model_module
 from megatron_mtraining.megatron import register
+from megatron_mtraining.models.environment import quietly, single_process
 
 
 class Encoder(VisionModule):
@@ -80,6 +83,40 @@ def test_yarn_without_its_settings_is_refused():
             max_sequence_length=128,
             position_embedding_type="yarn",
         )
+
+
+@pytest.mark.parametrize("backend", ["mtraining", "auto"])
+def test_rotary_options_that_megatron_drops(backend, monkeypatch, capsys):
+    """They reach the model; with another backend a line in the log says that they do not."""
+    arguments = Namespace(rope_scaling_factor=32.0, rotary_seq_len_interpolation_factor=4)
+    monkeypatch.setattr(model_module, "training_arguments", lambda: arguments)
+    made = config(AttnBackend[backend])
+    made.use_cpu_initialization, made.attention_dropout = True, 0.0
+
+    def build():
+        return GPTModel(
+            config=made,
+            transformer_layer_spec=get_gpt_layer_local_spec(),
+            vocab_size=64,
+            max_sequence_length=128,
+            position_embedding_type="rope",
+            rope_scaling=True,
+        ).rotary_pos_emb  # as Megatron-LM before 0.19 builds it
+
+    scalings = dict(rope_scaling=True, use_cpu_initialization=True)
+    with single_process(torch.device("cpu")):
+        found = quietly(build)
+        if backend == "mtraining":
+            scalings |= dict(rope_scaling_factor=32.0, seq_len_interpolation_factor=4)
+        expected = RotaryEmbedding(64, 1.0, **scalings)
+        assert torch.equal(found.get_emb(128), expected.get_emb(128))
+    said = capsys.readouterr().out
+    for option in ("--rope-scaling-factor", "--rotary-seq-len-interpolation-factor"):
+        name = "mtraining_" + option[2:].replace("-", "_")
+        if backend == "mtraining":
+            assert f"{option} {getattr(arguments, name)}: passed on to the model" in said
+        else:
+            assert f"warning: {option} is " in said and not hasattr(arguments, name)
 
 
 def test_other_backends_are_left_alone():

@@ -155,9 +155,12 @@ def when_ended(args: argparse.Namespace) -> str:
 
 def _to_megatron(source: Path, target: Path, **options) -> int:
     from .hf_folder import INDEX, SINGLE, has_tokenizer, index_is_unused
+    from .megatron_args import what_megatron_drops
     from .to_megatron import convert
 
-    convert(source, target, **options)
+    args = convert(source, target, **options)
+    if dropped := what_megatron_drops(args):
+        print(f"mtraining convert: warning: {dropped}", file=sys.stderr)
     if index_is_unused(source):
         print(
             f"mtraining convert: {source} has {SINGLE} and {INDEX} of other files: {SINGLE} was converted, "

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ...errors import ConfigError
+from ...megatron.rotary_options import DROPPED, passed_on
 from ...models.megatron_gpt import ROUTING
 from ...requirements import first_line
 from .families import Model
@@ -22,6 +23,9 @@ def namespace(model: Model, positions: dict) -> Namespace:
     Args:
         positions: the arguments about positions, from :mod:`.rope`.
     """
+    factor, _ = DROPPED["rope_scaling_factor"]
+    if positions.get("use_rope_scaling"):
+        positions = positions | {passed_on(factor): positions[factor]}
     return Namespace(
         num_layers=model.layers,
         hidden_size=model.hidden,
@@ -62,12 +66,16 @@ def namespace(model: Model, positions: dict) -> Namespace:
 
 
 def flags(args: Namespace) -> list[list[str]]:
-    """Megatron-LM's command-line flags, in lines."""
+    """Megatron-LM's command-line flags for a model's arguments, converted or of a run, in lines."""
 
     def line(names: str) -> list[str]:
         words = []
         for name in names.split():
-            value = getattr(args, name)
+            value = getattr(args, name, None)
+            if name == "norm_epsilon" and value is None:
+                value = args.layernorm_epsilon  # where the option --norm-epsilon puts it
+            if value is None:  # an option that a run has not given
+                continue
             if value is not False:
                 words.append("--" + name.replace("_", "-"))
             if not isinstance(value, bool):
@@ -94,11 +102,24 @@ def flags(args: Namespace) -> list[list[str]]:
     if args.position_embedding_type == "yarn":
         lines.append(line("rotary_scaling_factor yarn_original_max_position_embeddings"))
         lines.append(line("yarn_beta_fast yarn_beta_slow mscale mscale_all_dim"))
-        if not args.yarn_correction_range_round_to_int:
+        if args.yarn_correction_range_round_to_int is False:
             lines[-1].append("--no-yarn-correction-range-round-to-int")
         # Transformer Engine's fused RoPE cannot scale; Megatron would warn and fall back.
         lines.append(["--no-rope-fusion"])
     return lines
+
+
+def what_megatron_drops(args: Namespace) -> str:
+    """A warning of a flag that Megatron-LM parses and drops where attention backend mtraining passes it on;
+    empty if there is none."""
+    name, default = DROPPED["rope_scaling_factor"]
+    factor = getattr(args, name, default)
+    if not args.use_rope_scaling or factor == default:
+        return ""
+    return (
+        f"--rope-scaling-factor {factor:g} has an effect with --attention-backend mtraining alone: without "
+        f"it, Megatron-LM (0.16 to main) drops the flag and trains the model with {default:g}, which is wrong"
+    )
 
 
 def script(args: Namespace, source: str, tokenizer: bool) -> str:
@@ -111,6 +132,9 @@ def script(args: Namespace, source: str, tokenizer: bool) -> str:
     notes = []
     if args.position_embedding_type == "yarn":
         notes.append("# Flags for YaRN are in Megatron-LM 0.19 and later.\n")
+    if dropped := what_megatron_drops(args):
+        # Not only a comment: a run without the plug-in reads nothing else.
+        notes.append(f"echo {shlex.quote(f'megatron_args.sh: {dropped}')} >&2\n")
     lines = "\n".join("  " + shlex.join(line) for line in flags(args))
     source = " ".join(source.split())  # without line breaks: it is in a comment
     tokenizer_flags = '  --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$CONVERTED/hf"\n'

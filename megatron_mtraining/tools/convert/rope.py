@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 from ...errors import ConfigError
+from ...models.megatron_gpt import interpolation_factor, rope_scaling_factor
 from .config_schema import ROPE, check_types, required
 
 LLAMA3 = {
@@ -178,11 +179,12 @@ def into_config(config: dict, args, file: Path) -> dict:
     before = arguments_of(config, file)
     now = {name: getattr(args, name, None) for name in ARGUMENTS}
     kind, scaled = now["position_embedding_type"], now["use_rope_scaling"]
-    interpolation = getattr(args, "rotary_seq_len_interpolation_factor", None)
+    factor = rope_scaling_factor(args, "the checkpoint", before.get("rope_scaling_factor"))
+    now["rope_scaling_factor"] = factor
     for name, value, valid in (
         ("position_embedding_type", kind, ("rope", "yarn")),
         ("rotary_percent", now["rotary_percent"], (None, 1.0)),
-        ("rotary_seq_len_interpolation_factor", interpolation, (None, 1)),
+        ("rotary_seq_len_interpolation_factor", interpolation_factor(args), (None, 1)),
     ):
         if value not in valid:
             supported = " and ".join(str(each) for each in valid if each is not None)
@@ -217,7 +219,7 @@ def into_config(config: dict, args, file: Path) -> dict:
                 "transformers ignores them unless both are given"
             )
     elif scaled:
-        rope |= dict(rope_type="llama3", factor=now["rope_scaling_factor"] or 8.0, **LLAMA3)
+        rope |= dict(rope_type="llama3", factor=factor, **LLAMA3)
     config = dict(config)
     if "rope_parameters" in config:
         config["rope_parameters"] = rope

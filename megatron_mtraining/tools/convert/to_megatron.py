@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import re
 import shutil
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -39,10 +40,13 @@ def convert(
     yarn: float | None = None,
     max_position_embeddings: int | None = None,
     overwrite: bool = False,
-) -> None:
+) -> Namespace:
     """Write a Hugging Face folder's model as a checkpoint that pretrain_gpt.py loads.
 
     The arguments are the command line's; see ``mtraining convert hf-to-megatron --help``.
+
+    Returns:
+        Megatron's arguments for the model.
 
     Raises:
         ConfigError: the model or the target cannot be used; nothing has changed then.
@@ -83,6 +87,7 @@ def convert(
         copy_files(source, kept)
         shutil.copyfile(file, kept / "config.json")
         (folder / "latest_checkpointed_iteration.txt").write_text("release", encoding="utf-8")
+    return args
 
 
 def check_tensors(shards: Shards, tensors: list[Mapped], model: Model) -> None:

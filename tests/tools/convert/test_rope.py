@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import subprocess
 from argparse import Namespace
 from pathlib import Path
 
@@ -13,7 +14,16 @@ pytest.importorskip("transformers")
 
 from megatron_mtraining import ConfigError
 from megatron_mtraining.tools.convert import megatron_args, rope, to_hf
-from tests.support.convert_cases import config_of, convert, to_megatron
+from tests.support.convert_cases import (
+    LLAMA3,
+    change_args,
+    config_of,
+    convert,
+    flags_of,
+    refused,
+    save,
+    to_megatron,
+)
 
 
 def test_yarn_round_trip(plain, tmp_path):
@@ -128,3 +138,41 @@ def test_two_scalings():
     found |= dict(position_embedding_type="rope", rotary_base=5)
     again = rope.into_config(both, Namespace(**found), Path("config.json"))
     assert rope.arguments_of(again, Path("config.json"))["position_embedding_type"] == "rope"
+
+
+def test_a_factor_that_megatron_drops(tmp_path, capsys):
+    """Llama 3.2's: a warning, in megatron_args.sh too. Whether a run's model had it is in its arguments."""
+    folder = save("llama 3", tmp_path / "hf", rope_parameters={**LLAMA3, "factor": 32.0})
+    checkpoint, back = tmp_path / "meg", tmp_path / "back"
+    assert to_megatron(folder, checkpoint) == 0
+    assert "--rope-scaling-factor 32 has an effect with" in capsys.readouterr().err
+    script = subprocess.run(
+        ["bash", checkpoint / "megatron_args.sh"], capture_output=True, text=True, check=True
+    )
+    assert "--rope-scaling-factor 32 has an effect with" in script.stderr
+    assert "--rope-scaling-factor" in flags_of(checkpoint)
+    assert convert("megatron-to-hf", checkpoint, back) == 0
+    assert config_of(back)["rope_parameters"]["factor"] == 32.0
+    # As a run with another backend saves it: its model had 8.
+    change_args(checkpoint, mtraining_rope_scaling_factor=None)
+    words = ("megatron-to-hf", checkpoint, tmp_path / "other")
+    refused(capsys, tmp_path / "other", words, ["rope_scaling_factor 32", "trained with 8"])
+    like = save("llama 3", tmp_path / "like")
+    assert convert(*words, "--like", like) == 0
+    assert config_of(tmp_path / "other") == config_of(like)
+
+
+def test_interpolation_that_megatron_dropped(plain):
+    """Before 0.19, whose arguments have YaRN's; attention backend mtraining passes it on."""
+    folder, checkpoint = plain
+    args = to_hf.read_args(checkpoint / "release")
+    args.rotary_seq_len_interpolation_factor = 4
+    config, file = config_of(folder), folder / "config.json"
+    assert rope.into_config(config, args, file) == config
+    for name, value in {
+        "yarn_beta_fast": None,
+        "mtraining_rotary_seq_len_interpolation_factor": 4,
+    }.items():
+        passed = Namespace(**{**vars(args), name: value})
+        with pytest.raises(ConfigError, match="interpolation_factor of the checkpoint is 4"):
+            rope.into_config(config, passed, file)
