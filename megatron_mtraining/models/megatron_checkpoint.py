@@ -18,8 +18,9 @@ from ..requirements import require
 from .dense_attention import dense_attention
 from .environment import quietly, single_process
 from .integrity import verify_checksums
+from .megatron_flags import build_from_flags
 from .megatron_folder import args_in, find_iteration, read_common, read_keys
-from .megatron_gpt import ROUTING, arg, build_model, load_weights
+from .megatron_gpt import ROUTING, arg, build_model, load_weights, rope_scaling_factor
 from .tokenizer import Tokenizer, open_tokenizer
 from .types import LayerInput, ModelOptions, Shape, Visitor
 
@@ -96,6 +97,7 @@ class MegatronCheckpoint:
                 f"{self._label} was trained with position_embedding_type {kind}: rope, yarn, "
                 "learned_absolute and none are supported"
             )
+        rope_scaling_factor(self.args, self._label)
         factor = self.options.yarn_factor
         if factor is not None and (kind != "rope" or arg(self.args, "use_rope_scaling")):
             found = "--use-rope-scaling" if kind == "rope" else f"positions of type {kind}"
@@ -177,7 +179,10 @@ class MegatronCheckpoint:
         quietly(lambda: model(tokens, positions, None))
 
     def model(
-        self, output_layer: bool = False, prepare: Callable[[object], None] | None = None
+        self,
+        output_layer: bool = False,
+        prepare: Callable[[object], None] | None = None,
+        flags: list[str] | None = None,
     ) -> torch.nn.Module:
         """A GPTModel with the checkpoint's weights; within
         :func:`~megatron_mtraining.models.environment.single_process`.
@@ -185,8 +190,13 @@ class MegatronCheckpoint:
         Args:
             output_layer: build it with an output layer.
             prepare: called with its TransformerConfig before it is built.
+            flags: build it from these, as Megatron-LM does, and with an output layer; else from the
+                checkpoint's arguments, as this package reads them.
         """
-        model = build_model(self.args, self.shape, self.options, output_layer, prepare)
+        if flags is None:
+            model = build_model(self.args, self.shape, self.options, output_layer, prepare)
+        else:
+            model = build_from_flags(flags, self.options, prepare)
         load_weights(model, self.options.path, self.keys, self.content, self._label)
         return model
 

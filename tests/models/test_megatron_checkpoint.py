@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import shutil
 from argparse import Namespace
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
@@ -33,7 +31,6 @@ from megatron_mtraining.tools import cli
 from tests.support.inspect_cases import byte_tokenizer
 
 SEQ, VOCABULARY = 512, 384
-MCORE = tuple(int(part) for part in version("megatron-core").split(".")[:2])
 BASE = dict(
     num_layers=2, hidden_size=128, ffn_hidden_size=192, num_attention_heads=4, kv_channels=64,
     num_query_groups=2, normalization="RMSNorm", layernorm_epsilon=1e-5, add_bias_linear=False,
@@ -149,8 +146,6 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_queries_and_keys_are_those_of_the_model(name, tmp_path):
-    if name == "experts" and MCORE < (0, 17) and find_spec("transformer_engine") is None:
-        pytest.skip("routers of Megatron-Core 0.16 need Transformer Engine, which is not installed")
     expected = run_and_save(CASES[name], tmp_path)
     source = MegatronCheckpoint(options(tmp_path))
     shape = source.shape
@@ -284,6 +279,7 @@ def test_text_takes_a_tokenizer_that_fits(saved, tmp_path, capsys):
         (dict(num_experts=4, moe_apply_probs_on_input=True), ["moe_apply_probs_on_input True"]),
         (dict(num_experts=4, moe_router_load_balancing_type="sinkhorn"), ["sinkhorn"]),
         (dict(num_experts=4, moe_router_load_balancing_type=["sinkhorn"]), ["sinkhorn"]),
+        (dict(use_rope_scaling=True, rope_scaling_factor=32.0), ["drops --rope-scaling-factor"]),
         (dict(kv_channels=32), ["dimension 32"]),
         (dict(padded_vocab_size=None), ["padded_vocab_size"]),
     ],

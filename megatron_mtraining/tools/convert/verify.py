@@ -7,6 +7,7 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +17,22 @@ from ...errors import ConfigError
 from ...models.environment import quietly, single_process
 from ...models.hugging_face import open_folder
 from ...models.megatron_checkpoint import MegatronCheckpoint
+from ...models.megatron_flags import megatron_training
 from ...models.pretrained import LOCAL, REPORTED, check_whole_model, reason
 from ...models.text import tokens_for
 from ...models.types import ModelOptions
 from ...requirements import first_line, require
 from ..report.table import table
-from .families import FAMILIES, model_of
+from .families import FAMILIES, Model, model_of
 from .hf_folder import Shards, has_tokenizer, read_json
 from .mapping import mapped
-from .megatron_args import check_expressible, wrong_types_refused
+from .megatron_args import (
+    check_expressible,
+    check_same,
+    flags,
+    what_megatron_drops,
+    wrong_types_refused,
+)
 from .rope import into_config, rope_of
 from .to_megatron import check_tensors
 
@@ -37,8 +45,37 @@ MIN_AGREEMENT, MIN_AGREEMENT_16 = 0.99, 0.9
 position in twenty of tiny random models."""
 DENSE = MTrainingConfig(policy=PricePolicy(price=0.0))
 """Attention backend mtraining without sparsity."""
-Logits = Callable[[int, int], Tensor]
-"""Returns a model's logits ``[n, vocab]`` from one position to another."""
+MOST_ROTATED = 1e-4
+"""Largest relative difference of rotary frequencies or scales of one model; rounding makes 1e-6."""
+
+
+class Run(NamedTuple):
+    """A model that has run.
+
+    Attributes:
+        logits: returns its logits ``[n, vocab]`` from one position to another.
+        rotation: ``[2, dim]`` float64, the angles of its rotary positions from one token to the next, and the
+            scales; None without rotary positions. On a short text a wrong one hardly shows in the logits.
+    """
+
+    logits: Callable[[int, int], Tensor]
+    rotation: Tensor | None
+
+
+class Opened(NamedTuple):
+    """What :func:`verify` compares.
+
+    Attributes:
+        tokens: int64 ``[s]``.
+        positions: config.json with the checkpoint's positions, if they are others (``convert hf-to-megatron
+            --yarn``), else None.
+        flags: Megatron-LM's flags of the checkpoint's model; None if they do not describe it.
+    """
+
+    tokens: Tensor
+    checkpoint: MegatronCheckpoint
+    positions: dict | None
+    flags: list[str] | None
 
 
 def verify(
@@ -58,8 +95,10 @@ def verify(
         the fraction of positions with the same top-1 token; under ``all`` the same over all positions, with
         the perplexities; ``min_agreement``;
         ``checksums``, whether the checkpoint has any; ``positions``, the rotary positions of the checkpoint
-        that both ran with, if config.json's are others, else None; and under ``differs`` why the models
-        differ, or None.
+        that both ran with, if config.json's are others, else None; ``rotation``, the largest relative
+        difference of the angles and scales of these, or None; ``flags``, whose parser and model builder
+        have read Megatron-LM's flags, or None; ``warning``, of a flag that Megatron-LM drops; and under
+        ``differs`` why the models differ, or None.
 
     Raises:
         ConfigError: a model cannot be loaded, or the text is too short.
@@ -68,10 +107,12 @@ def verify(
         exact = hugging_face.dtype == torch.float32
         min_agreement = MIN_AGREEMENT if exact else MIN_AGREEMENT_16
     try:
-        tokens, checkpoint, positions = _open(hugging_face, megatron, list(text), seq)
-        theirs = _hugging_face(hugging_face, tokens, positions)
-        ours = _megatron(megatron, checkpoint, tokens)
-        found = _compare(tokens, theirs, ours)
+        opened = _open(hugging_face, megatron, list(text), seq)
+        checkpoint, positions = opened.checkpoint, opened.positions
+        version = quietly(megatron_training) if opened.flags else None
+        theirs = _hugging_face(hugging_face, opened.tokens, positions)
+        ours = _megatron(megatron, checkpoint, opened.tokens, opened.flags if version else None)
+        found = _compare(opened.tokens, theirs.logits, ours.logits)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"{hugging_face.device} has too little memory for two models: use fewer tokens (--seq), or "
@@ -80,15 +121,17 @@ def verify(
     found["min_agreement"] = min_agreement
     found["checksums"] = checkpoint.checksums
     found["positions"] = positions and rope_of(positions)
+    found["rotation"] = _rotation_difference(theirs.rotation, ours.rotation)
+    found["flags"] = opened.flags and (f"Megatron-LM {version}" if version else "mtraining")
+    found["warning"] = what_megatron_drops(checkpoint.args) if opened.flags else ""
     found["differs"] = _differs(found, (hugging_face.name, megatron.name), min_agreement)
     return found
 
 
 def _open(
     hugging_face: ModelOptions, megatron: ModelOptions, text: list[Path], seq: int | None
-) -> tuple[Tensor, MegatronCheckpoint, dict | None]:
-    """The tokens, int64 ``[s]``, the Megatron checkpoint, and config.json with the checkpoint's positions if
-    they are others (``convert hf-to-megatron --yarn``), after all checks that need no weights."""
+) -> Opened:
+    """Both models, after all checks that need no weights."""
     require("transformers", extra="convert")
     folder, name = hugging_face.path, hugging_face.name
     file = folder / "config.json"
@@ -106,12 +149,13 @@ def _open(
         model = model_of(config, file)
         check_tensors(shards, list(mapped(model)), model)
     ours, theirs = MegatronCheckpoint(megatron), open_folder(hugging_face)
-    positions = None
+    positions = words = None
     if model is not None:
         label = ours.options.label
         with wrong_types_refused(label):
             check_expressible(model, ours.args, label)
             converted = into_config(config, ours.args, file)
+            words = _flags(model, ours, file)
         positions = None if rope_of(converted) == rope_of(config) else converted
     vocabulary = theirs.shape.vocabulary
     if vocabulary > ours.shape.vocabulary:
@@ -133,12 +177,21 @@ def _open(
             raise ConfigError(
                 f"--text has the token id {token}, but {name} has {vocabulary} vocabulary entries"
             )
-    return tokens, ours, positions
+    return Opened(tokens, ours, positions, words)
+
+
+def _flags(model: Model, checkpoint: MegatronCheckpoint, file: Path) -> list[str] | None:
+    """Megatron-LM's flags of a checkpoint's model; None if they would describe another one."""
+    try:
+        check_same(model, checkpoint.args, checkpoint.options.label, str(file))
+        return [word for line in flags(checkpoint.args) for word in line]
+    except (ConfigError, AttributeError):
+        return None  # another model, as its logits show, or arguments that are not whole
 
 
 @torch.no_grad()
-def _hugging_face(options: ModelOptions, tokens: Tensor, config: dict | None) -> Logits:
-    """The logits of a Hugging Face model; ``config`` replaces its config.json."""
+def _hugging_face(options: ModelOptions, tokens: Tensor, config: dict | None) -> Run:
+    """A Hugging Face model; ``config`` replaces its config.json."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     given = {}
@@ -165,11 +218,20 @@ def _hugging_face(options: ModelOptions, tokens: Tensor, config: dict | None) ->
     ids = tokens[None].to(options.device)
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
     head = model.get_output_embeddings().weight
-    return lambda begin, end: hidden[begin:end] @ head.T
+    rotation, embedding = None, getattr(model.base_model, "rotary_emb", None)
+    if embedding is not None:
+        like = torch.zeros(1, device=options.device)
+        cos, sin = embedding(like, torch.ones(1, 1, dtype=torch.int64, device=options.device))
+        cos, sin = cos[0, 0].double().cpu(), sin[0, 0].double().cpu()
+        rotation = torch.stack([torch.atan2(sin, cos), torch.hypot(sin, cos)])
+    return Run(lambda begin, end: hidden[begin:end] @ head.T, rotation)
 
 
 @torch.no_grad()
-def _megatron(options: ModelOptions, checkpoint: MegatronCheckpoint, tokens: Tensor) -> Logits:
+def _megatron(
+    options: ModelOptions, checkpoint: MegatronCheckpoint, tokens: Tensor, flags: list[str] | None
+) -> Run:
+    """A Megatron checkpoint, built of ``flags`` by Megatron-LM, or without them by this package."""
     from megatron.core.transformer.enums import AttnBackend
 
     from ... import register
@@ -181,18 +243,32 @@ def _megatron(options: ModelOptions, checkpoint: MegatronCheckpoint, tokens: Ten
         config.mtraining = DENSE
 
     with single_process(options.device):
-        model = quietly(lambda: checkpoint.model(output_layer=True, prepare=use_mtraining))
+        model = quietly(
+            lambda: checkpoint.model(output_layer=True, prepare=use_mtraining, flags=flags)
+        )
         tied = model.share_embeddings_and_output_weights
         head = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
         model.post_process = False  # returns the output layer's input, for logits in chunks
         ids = tokens[None].to(options.device)
         positions = torch.arange(len(tokens), device=options.device)[None]
         hidden = quietly(lambda: model(ids, positions, None))[:, 0]
-    return lambda begin, end: hidden[begin:end] @ head.T
+        rotation, embedding = None, getattr(model, "rotary_pos_emb", None)
+        if embedding is not None:
+            table = embedding.get_emb(2)
+            table, scale = table if isinstance(table, tuple) else (table, 1.0)
+            angles = table[1, 0, 0].double().cpu()
+            rotation = torch.stack([angles, torch.full_like(angles, scale)])
+    return Run(lambda begin, end: hidden[begin:end] @ head.T, rotation)
+
+
+def _rotation_difference(first: Tensor | None, second: Tensor | None) -> float | None:
+    if first is None or second is None or first.shape != second.shape:
+        return None
+    return float(((first - second).abs() / torch.maximum(first.abs(), second.abs())).max())
 
 
 @torch.no_grad()
-def _compare(tokens: Tensor, theirs: Logits, ours: Logits) -> dict:
+def _compare(tokens: Tensor, theirs: Callable, ours: Callable) -> dict:
     length = len(tokens)
     edges = [length * part // RANGES for part in range(RANGES + 1)]
     losses = torch.zeros(2, dtype=torch.float64)
@@ -252,6 +328,11 @@ def _differs(found: dict, names: tuple[str, str], minimum: float) -> str | None:
             f"the top-1 token is the same at {whole['top1']:.2%} of positions, below --min-agreement "
             f"{minimum:.2%}: they are not the same model"
         )
+    if found["rotation"] is not None and not found["rotation"] <= MOST_ROTATED:
+        return (
+            f"their rotary positions differ (frequencies or scale by up to {found['rotation']:.0%}), which "
+            "shows on longer texts"
+        )
     return None
 
 
@@ -283,8 +364,18 @@ def as_text(found: dict) -> str:
         positions = (
             f"Positions: both models ran with the checkpoint's ({told}); config.json has others\n"
         )
+    flags = ""
+    if found.get("flags") == "mtraining":
+        flags = (
+            "Flags: as mtraining reads them; whether a Megatron-LM does was not checked: put its checkout on "
+            "PYTHONPATH\n"
+        )
+    elif found.get("flags"):
+        flags = f"Flags: as the parser and model builder of {found['flags']} read them\n"
+    if found.get("warning"):
+        flags += f"Warning: {found['warning']}\n"
     return (
-        f"{table(header, rows)}\n\nChecksums: {checksums}\n{positions}"
+        f"{table(header, rows)}\n\nChecksums: {checksums}\n{flags}{positions}"
         f"Perplexity: {whole['perplexity_hugging_face']:.5f} (Hugging Face), "
         f"{whole['perplexity_megatron']:.5f} (Megatron)\n{verdict}"
     )

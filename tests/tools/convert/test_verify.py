@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,10 +18,11 @@ pytest.importorskip("transformers")
 
 import numpy as np
 
+from megatron_mtraining.models import megatron_gpt
 from megatron_mtraining.models.types import ModelOptions
 from megatron_mtraining.tools.convert import verify as module
 from megatron_mtraining.tools.convert.verify import as_text, verify
-from tests.support.convert_cases import change_args, config_of, convert
+from tests.support.convert_cases import LLAMA3, change_args, config_of, convert, save
 
 NAN = float("nan")
 
@@ -31,13 +35,12 @@ def ids(tmp_path):
 
 def compared(monkeypatch, first, second, tokens=64, dtype=torch.float32, **options) -> dict:
     """The result of ``verify`` for given logits."""
-    monkeypatch.setattr(
-        module,
-        "_open",
-        lambda *args: (torch.arange(tokens) % 7, SimpleNamespace(checksums=True), None),
-    )
-    monkeypatch.setattr(module, "_hugging_face", lambda *args: lambda a, b: first[a:b])
-    monkeypatch.setattr(module, "_megatron", lambda *args: lambda a, b: second[a:b])
+    checkpoint = SimpleNamespace(checksums=True)
+    opened = module.Opened(torch.arange(tokens) % 7, checkpoint, None, None)
+    monkeypatch.setattr(module, "_open", lambda *args: opened)
+    for name, logits in (("_hugging_face", first), ("_megatron", second)):
+        run = module.Run(lambda begin, end, logits=logits: logits[begin:end], None)
+        monkeypatch.setattr(module, name, lambda *args, run=run: run)
     cpu = torch.device("cpu")
     models = [ModelOptions(Path(name), cpu, dtype, name=name) for name in ("DST", "SRC")]
     return verify(*models, **options)
@@ -184,3 +187,51 @@ def test_arguments_that_the_model_would_be_run_without(name, value, plain, ids, 
     words = (plain[0], checkpoint, *ids, "--device", "cpu")
     refused(capsys, words, [f"DST ({checkpoint}/release)", f"{name} {value}"])
     assert convert("megatron-to-hf", checkpoint, tmp_path / "back") == 2
+
+
+@pytest.mark.parametrize("experts", ["qwen3 moe", "qwen3 moe, not normed"])
+def test_models_with_experts(experts, ids, tmp_path, capsys):
+    """On every version: routers of Megatron-Core 0.16 used to need Transformer Engine."""
+    folder = save(experts, tmp_path / "hf")
+    assert convert("hf-to-megatron", folder, tmp_path / "meg") == 0
+    assert convert("verify", folder, tmp_path / "meg", *ids, "--device", "cpu") == 0
+    assert "whether a Megatron-LM does was not checked" in capsys.readouterr().out
+
+
+def test_rotary_positions_that_a_short_text_does_not_show(ids, tmp_path, monkeypatch, capsys):
+    """A factor of Llama 3.2's that is lost on the way to the model."""
+    folder = save("llama 3", tmp_path / "hf", rope_parameters={**LLAMA3, "factor": 32.0})
+    assert convert("hf-to-megatron", folder, tmp_path / "meg") == 0
+    words = ("verify", folder, tmp_path / "meg", *ids, "--device", "cpu")
+    assert convert(*words) == 0
+    assert "Warning: --rope-scaling-factor 32" in capsys.readouterr().out
+    monkeypatch.setattr(megatron_gpt, "rope_scaling_factor", lambda args, label: 8.0)
+    assert convert(*words) == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("all ") and line.endswith("100.00%") for line in printed)
+    assert printed[-1].startswith("FAIL: their rotary positions differ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama 3", "qwen3 moe"])
+def test_the_model_is_built_by_megatron_lm(checkout, model, ids, tmp_path):
+    """By its parser and builder, where it can be imported; flags that it does not take are refused."""
+    more = {"rope_parameters": {**LLAMA3, "factor": 32.0}} if "llama" in model else {}
+    folder = save(model, tmp_path / "hf", **more)
+    assert convert("hf-to-megatron", folder, tmp_path / "meg") == 0
+
+    def verified():
+        words = (folder, tmp_path / "meg", *ids, "--device", "cpu")
+        path = os.pathsep.join([str(Path(__file__).parents[3]), str(checkout)])
+        return subprocess.run(
+            [sys.executable, "-m", "megatron_mtraining", "convert", "verify", *map(str, words)],
+            env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+        )  # fmt: skip
+
+    run = verified()
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert "Flags: as the parser and model builder of Megatron-LM 0." in run.stdout
+    change_args(tmp_path / "meg", rotary_base=1000000.5)
+    run = verified()
+    assert run.returncode == 2, run.stderr[-4000:]
+    assert "--rotary-base: invalid int value: '1000000.5'" in run.stderr.splitlines()[-1]
