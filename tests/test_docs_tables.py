@@ -151,20 +151,28 @@ def test_real_operands_are_summed_over_layers(monkeypatch):
 
 
 def test_later_tokens(monkeypatch):
-    near = dict(
-        text="code", tokens="32 before the cut", own=2.0, difference=-0.001, stderr=0.002, n=8
-    )
-    copies = dict(
-        text="code", tokens="copies", own=0.5, dense=0.4, difference=0.9, stderr=0.3, n=16
-    )
-    row = dict(
-        policy="moba", wanted=0.15, model="smol.gguf", seq=16384, steps=300, seed=1, density=0.15
-    )
-    row |= dict(measured=[near, copies], gpu="none", torch="1", triton="1", commit="abc")
-    monkeypatch.setattr(real_tables, "rows", lambda name: (row,))
+    def of_text(text, tokens, difference):
+        return dict(text=text, tokens=tokens, difference=difference, stderr=0.003)
+
+    same = dict(model="smol.gguf", seq=16384, steps=300, seed=1, lr=3e-5, data="a")
+    same |= dict(gpu="none", torch="1", triton="1", commit="abc")
+    dense = dict(same, stage="train", policy="dense", own=2.0, dense=2.0)
+    row = dict(same, policy="moba", wanted=0.15, density=0.15, own=2.02, dense=2.01)
+    row["measured"] = [
+        of_text(text, tokens, value)
+        for tokens, values in {
+            "32 before the cut": (0.03, -0.01), "all before the cut": (0.0, 0.0), "copies": (0.5, 0.7)
+        }.items()
+        for text, value in zip(("code", "book"), values)
+    ]  # fmt: skip
+    found = {"later_tokens": (row,), "frontier_runs": (dict(dense, seed=2, dense=9.0), dense)}
+    monkeypatch.setattr(real_tables, "rows", found.__getitem__)
     monkeypatch.setattr(real_tables, "is_measured", lambda name: True)
-    expected = "moba, as published | 15.0% | code | 2.000 | −0.0010 ± 0.0020 (8) | 0.500, 0.400 | "
-    assert f"{expected}+0.9000 ± 0.3000 (16) |" in tables.TABLES["later_tokens"]()
+    expected = (
+        "| moba, as published, 15.0% | its block | +1.00%; +1.50% | +0.50% | +0.0100 ± 0.0021 | "
+        "+0.0000 ± 0.0021 | +0.6000 ± 0.0021 |"
+    )
+    assert expected in tables.TABLES["later_tokens"]()
 
 
 def test_losses_are_compared_with_the_run_of_the_same_seed():

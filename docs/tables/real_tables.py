@@ -77,37 +77,69 @@ def real_times(seq: int, price: float, threshold: float = 0.0) -> str:
     return said + (f", {1 / fa4:.1f}x FlashAttention-4's" if fa4 else "")
 
 
+REACH = {"xattention": "its block", "moba": "its block"}
+"""How far later tokens reach by construction, where it is not the whole sequence."""
+
+
 def later_tokens() -> str:
-    """How much the loss of tokens moves as what follows them is replaced: a line a run and text."""
+    """How much losses with the pattern move as what follows is replaced: a line a run."""
     if not is_measured("later_tokens"):
         return NOT_MEASURED
     found = list(
         last(rows("later_tokens"), "model", "seq", "steps", "policy", "wanted", "seed").values()
     )
     body = []
-    for row in sorted(found, key=lambda row: (row["model"], row["policy"], row["seed"])):
-        for text in dict.fromkeys(each["text"] for each in row["measured"]):
-            by_tokens = {each["tokens"]: each for each in row["measured"] if each["text"] == text}
-            near, copies = by_tokens["32 before the cut"], by_tokens["copies"]
-            body.append(
-                [
-                    frontier_tables.run_of(row), frontier_tables.name_of(row), percent(row["density"]), text,
-                    f"{near['own']:.3f}", _difference(near),
-                    f"{copies['own']:.3f}, {copies['dense']:.3f}", _difference(copies),
-                ]
-            )  # fmt: skip
-    header = [
-        "model, tokens, steps",
-        "policy",
-        "density",
-        "text",
-        "before a cut: loss",
-        "difference",
+    for row in sorted(
+        found, key=lambda row: (row["model"], row["policy"], row["wanted"], row["seed"])
+    ):
+        dense = _dense_run(row)
+        near, before, copies = (
+            _pooled(row, each) for each in ("32 before the cut", "all before the cut", "copies")
+        )
+        losses = [row["own"], row["own"] + near[0], row["dense"]]
+        own, replaced, judged = (
+            "–" if dense is None else frontier_tables.percent(loss / dense["dense"] - 1, 2, True)
+            for loss in losses
+        )
+        reach = (
+            "none"
+            if row["policy"].endswith("_previous")
+            else REACH.get(row["policy"], "the sequence")
+        )
+        body.append(
+            [
+                frontier_tables.run_of(row), f"{frontier_tables.name_of(row)}, {percent(row['density'])}",
+                reach, f"{own}; {replaced}", judged, _difference(*near), _difference(*before),
+                _difference(*copies),
+            ]
+        )  # fmt: skip
+    header = ["model, tokens, steps", "policy, density", "later tokens that reach a query"]
+    header += [
+        "own-attention loss over dense; with another future",
+        "dense-attention loss over dense",
     ]
-    header += ["copies: loss, with dense attention", "difference"]
+    header += ["last 32 tokens before a cut, nats", "all before it", "8 tokens of a copied block"]
     return table(header, body) + source(found, "later_tokens")
 
 
-def _difference(measured: Row) -> str:
-    said = f"{measured['difference']:+.4f} ± {measured['stderr']:.4f} ({measured['n']})"
-    return said.replace("-", "−")
+def _dense_run(row: Row) -> Row | None:
+    """The dense run with the seed and data of a run; None without one."""
+    same = ("model", "seq", "steps", "lr", "seed", "data")
+    found = [
+        each
+        for each in rows("frontier_runs")
+        if each["stage"] == "train" and each["policy"] == "dense"
+        if all(each.get(name) == row[name] for name in same)
+    ]
+    return found[-1] if found else None
+
+
+def _pooled(row: Row, what: str) -> tuple[float, float]:
+    """The mean difference over texts, which have equally many cuts or copies, and its standard error."""
+    found = [each for each in row["measured"] if each["tokens"] == what]
+    error = sum(each["stderr"] ** 2 for each in found) ** 0.5 / len(found)
+    return mean(found, "difference"), error
+
+
+def _difference(value: float, error: float) -> str:
+    return f"{value:+.4f} ± {error:.4f}".replace("-", "−")
