@@ -26,7 +26,7 @@ PAGES = sorted(
 )
 BLOCK = re.compile(r"(?:^    .*\n(?:\n(?=    ))?)+", re.MULTILINE)
 PROGRAMS = re.compile(
-    r"((export )?[A-Z_]+=\S|mtraining|torchrun|make|pip|git|hf|vllm|sbatch|source|sed|examples/)"
+    r"((export )?[A-Z_]+=\S|mtraining|torchrun|make|pip|git|hf|vllm|sbatch|source|sed|cp|examples/)"
 )
 NOT_RUN = {
     r"pip install|pip download|git clone|hf download": "downloads",
@@ -92,6 +92,9 @@ def stage(folder: Path) -> dict[str, str]:
 
     programs = folder / ".programs"
     write_command(programs, "torchrun", TORCHRUN.format(python=sys.executable))
+    write_command(
+        programs, "python", "#!/bin/sh\n"
+    )  # tests/examples/test_dry_run.py has the launcher's check
     start = f'#!/usr/bin/env bash\nexec {shlex.quote(sys.executable)} -m megatron_mtraining "$@"\n'
     write_command(programs, "mtraining", start)
     first = save("qwen2 tied", folder / MODELS[0], vocab_size=512, max_position_embeddings=1024)
@@ -101,10 +104,12 @@ def stage(folder: Path) -> dict[str, str]:
     source = Path(shlex.__file__).read_text(encoding="utf-8")
     (folder / "FILE").write_text(source, encoding="utf-8")
     long = source * (300_000 // len(source))
-    # Two samples of 524288 tokens, in documents of more than 32768.
-    for place in ("books/a.txt", "books/b.txt", "repos/c/d.py", "repos/e/f.py", "INPUT.../g.txt"):
+    # Two samples of 524288 tokens, in books and repositories of more than 32768, whose files have fewer.
+    texts = dict.fromkeys(("books/a.txt", "books/b.txt", "INPUT.../g.txt"), long)
+    texts |= {f"repos/{name}/{number}.py": source for name in "cd" for number in range(20)}
+    for place, text in texts.items():
         (folder / place).parent.mkdir(parents=True, exist_ok=True)
-        (folder / place).write_text(f"{place}\n" + long, encoding="utf-8")
+        (folder / place).write_text(f"{place}\n" + text, encoding="utf-8")
     write_short(folder / "web.jsonl.zst", source)
     stand_in(folder / "Megatron-LM")
     (folder / "examples").symlink_to(ROOT / "examples")

@@ -136,6 +136,7 @@ def find(options: Options, output: Output) -> Inputs:
         ConfigError: one is missing, unreadable, empty, given twice or of a kind that is not supported.
     """
     files, seen, left_out = [], set(), LeftOut()
+    to_join = set(options.join)
     for given in options.inputs:
         named = not os.path.isdir(given)  # not Path's, which raises for a name that is too long
         try:
@@ -160,7 +161,7 @@ def find(options: Options, output: Output) -> Inputs:
                 raise ConfigError(f"INPUT has {path} twice: name it, or a folder it is in, once")
             seen.add(real)
             kind = _kind(path, options.format, named)
-            joined = str(given) if options.join and kind == "text" and not named else ""
+            joined = str(given) if given in to_join and kind == "text" and not named else ""
             try:
                 state = state_of(path)
             except OSError as error:
@@ -326,7 +327,9 @@ def compression(name: str | Path) -> str:
 
 def _check_options(options: Options, files: list[_File]) -> None:
     if options.join and not any(file.joined for file in files):
-        raise ConfigError("--join is given, but no INPUT is a folder with text files: leave it out")
+        raise ConfigError(
+            "--join is given, but no INPUT that it joins is a folder with text files: leave it out"
+        )
     kinds = {file.kind for file in files}
     if options.text_field is not None and kinds == {"text"}:
         raise ConfigError(

@@ -33,8 +33,8 @@ class Options:
     format: str
     text_field: str | None
     """None for ``text``, or ``input_ids`` where there is no text."""
-    join: bool
-    """Text files of a folder are one document."""
+    join: list[Path]
+    """Those of the inputs, folders, whose text files are one document each."""
     eod: str | None
     pack: str
     longer: str
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to ``parser``."""
     add = parser.add_argument
     what = "jsonl (.gz, .bz2, .xz, .zst), parquet, text or MDS files, and folders of these or of source files"
-    add("inputs", type=_path, nargs="+", metavar="INPUT", help=what)
+    add("inputs", type=_path, nargs="*", metavar="INPUT", help=what)
     what = "a Hugging Face folder, a .gguf file or a sentencepiece .model"
     add("--tokenizer", type=_path, required=True, metavar="PATH", help=what)
     what = "tokens in a sample: the --seq-length of the training run"
@@ -73,8 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "field of a record that has the text or a list of token ids (text; without it, input_ids)"
     )
     add("--text-field", metavar="NAME", help=what)
-    what = "join the text files of each INPUT folder, such as a repository, into one document"
-    add("--join", action="store_true", help=what)
+    what = "more INPUT folders, such as repositories, each of whose text files are joined into one document; "
+    what += "without FOLDER, all INPUT folders"
+    add("--join", type=_path, nargs="*", metavar="FOLDER", help=what)
     what = "end-of-document token (the tokenizer's eos_token)"
     add("--eod", metavar="TOKEN", help=what)
     what = (
@@ -143,7 +144,16 @@ def options_from(values: argparse.Namespace) -> Options:
         output = prefix_of(os.fspath(values.output))
     except ConfigError as error:
         problems.append(str(error))
-    for option, paths in {"INPUT": values.inputs, "--tokenizer": [values.tokenizer]}.items():
+    join = values.join or []
+    inputs = values.inputs + join
+    if not inputs:
+        problems.append("INPUT is not given: name files or folders")
+    problems += [
+        f"--join is {path}, which is not a folder: name it before --join"
+        for path in join
+        if os.path.exists(path) and not os.path.isdir(path)
+    ]
+    for option, paths in {"INPUT": inputs, "--tokenizer": [values.tokenizer]}.items():
         problems += [
             f"{option} is {path}, which does not exist" for path in paths if _is_absent(path)
         ]
@@ -151,6 +161,7 @@ def options_from(values: argparse.Namespace) -> Options:
         raise ConfigError("; ".join(problems))
     fields = dict(vars(values))
     fields = {name: fields[name] for name in Options.__dataclass_fields__}
+    fields |= {"inputs": inputs, "join": inputs if values.join == [] else join}
     fields["workers"] = values.workers or min(_cores(), MOST_WORKERS)
     fields["seed"] = SEED if values.seed is None else values.seed
     fields["buffer"] = values.buffer or BUFFER

@@ -28,8 +28,12 @@ from .tokenization import Encoder, Job, fingerprint, open_encoder, tokenize_all
 
 VERSION = 3
 """Of what is kept of parts: that of another one is not used."""
+KEEP = {
+    "short": "lower it, or make one document of all files of a folder (a repository) with --join FOLDER",
+    "longer_dropped": "use --longer cut, or a larger --seq-length",
+}
+"""What to do where documents are left out, by the tally's name of the reason."""
 REPORTED = (
-    "join",
     "pack",
     "longer",
     "long_only",
@@ -77,7 +81,7 @@ def prepare(options: Options) -> None:
             if not tally.samples and tally.documents["short"] == tally.documents["read"]:
                 raise ConfigError(
                     f"--long-only is {options.long_only}, and all {tally.documents['read']} documents have "
-                    "fewer tokens: lower it"
+                    f"fewer tokens: {KEEP['short']}"
                 )
             if not tally.samples:
                 raise ConfigError(
@@ -90,6 +94,7 @@ def prepare(options: Options) -> None:
             indexed.write(output, samples, encoder.dtype, report)
         output.remove_parts(but=parts.keys if options.keep_parts else None)
     print(f"\n{tally.text()}\n")
+    _warn(options, tally)
     origin = "the tokenizer's eos_token" if options.eod is None else f"--eod {options.eod}"
     print(f"End-of-document token: id {encoder.eod}, {origin}")
     print(
@@ -97,6 +102,19 @@ def prepare(options: Options) -> None:
         f"in {time.perf_counter() - started:.0f} s. Train with --data-path "
         f"{shlex.quote(str(options.output))} --seq-length {options.seq_length}"
     )
+
+
+def _warn(options: Options, tally: Tally) -> None:
+    """Say so if an option leaves out most of the documents, or of their tokens."""
+    given = {"short": f"--long-only {options.long_only}", "longer_dropped": "--longer drop"}
+    for why, option in given.items():
+        counts = [(each[why], each["read"]) for each in (tally.documents, tally.tokens)]
+        if any(2 * part > whole for part, whole in counts):
+            documents, tokens = (f"{part:,} of {whole:,}" for part, whole in counts)
+            print(
+                f"warning: {option} leaves out {documents} documents, with {tokens} tokens: {KEEP[why]}",
+                file=sys.stderr,
+            )
 
 
 def _keys(options: Options, found: inputs.Inputs, encoder: Encoder) -> list[str]:
@@ -274,6 +292,7 @@ def _report(
         "inputs": [str(path) for path in options.inputs],
         "files": len(found.files),
         "bytes": sum(state.size for state in found.files.values()),
+        "join": [str(path) for path in options.join],
         **{name: getattr(options, name) for name in REPORTED},
         "seconds": round(seconds, 1),
         WRITER: __version__,

@@ -45,7 +45,8 @@ def prepare(tokenizer, tmp_path):
         defaults = {"tokenizer": tokenizer, "seq_length": SEQ, "workers": 1}
         words = ["data", "prepare", *map(str, inputs), "--output", str(tmp_path / output)]
         for name, value in {**defaults, **options}.items():
-            words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
         return cli.main(words)
 
     return run

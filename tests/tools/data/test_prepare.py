@@ -207,6 +207,36 @@ def test_joined_folder_is_one_document(prepare, tmp_path):
     assert report(tmp_path / "out")["documents"]["read"] == 2
 
 
+def test_repositories_are_joined_and_books_are_not(prepare, tmp_path, capsys):
+    """No file of a repository is as long as --long-only, and each book is."""
+    books = {f"books/{name}.txt": name * 300 for name in "abc"}
+    files = {f"repos/{n % 2}/{n}.py": f"f{n}()\n" * 20 for n in range(8)}
+    for name, text in {**books, **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    repos = [tmp_path / "repos" / name for name in "01"]
+    kept = dict(IN_ORDER, long_only=200, seq_length=64)
+    assert prepare(tmp_path / "books", **kept, join=repos) == 0
+    joined = ["".join(f"f{n}()\n" * 20 for n in range(first, 8, 2)) for first in (0, 1)]
+    expected = [ids_of(text) for text in [*books.values(), *joined]]
+    assert ids(tmp_path / "out", 64) == in_order(expected, 64)
+    about = report(tmp_path / "out")
+    assert about["documents"]["read"] == 5 and about["join"] == [*map(str, repos)]
+    assert "warning" not in capsys.readouterr().err
+    assert prepare(tmp_path / "books", *repos, **kept, output="apart") == 0
+    said = "--long-only 200 leaves out 8 of 11 documents, with 800 of 1,700 tokens"
+    error = capsys.readouterr().err
+    assert f"warning: {said}: " in error and "--join FOLDER" in error
+
+
+@pytest.mark.parametrize("longer, most", [(700, True), (300, False)])
+def test_a_warning_of_long_documents_that_hold_most_tokens(longer, most, prepare, tmp_path, capsys):
+    given = write_jsonl(tmp_path / "a.jsonl", ["b" * longer, "a" * 250, "a" * 250])
+    assert prepare(given, longer="drop") == 0
+    said = "warning: --longer drop leaves out 1 of 3 documents, with 700 of 1,200 tokens: use --longer cut"
+    assert (said in capsys.readouterr().err) is most
+
+
 def test_joined_folder_with_records_and_folders(prepare, tmp_path):
     """Text files are one document, in the order of their paths, wherever records are between them."""
     folder = tmp_path / "in"

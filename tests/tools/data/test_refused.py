@@ -187,6 +187,8 @@ OPTIONS = [
     ({"eod": "<none>"}, ["--eod is <none>"]),
     ({"pack": "as-is", "long_only": 5}, ["--long-only", "as-is"]),
     ({"join": True}, ["--join"]),
+    ({"join": [__file__]}, ["--join is", "not a folder: name it before --join"]),
+    ({"join": ["nowhere/none"]}, ["INPUT is", "none, which does not exist"]),
     ({"no_shuffle": True, "seed": 1234}, ["--seed is 1234", "--no-shuffle"]),
     ({"no_shuffle": True, "buffer": 5}, ["--buffer is 5", "--no-shuffle"]),
     ({"format": "text", "text_field": "body"}, ["--text-field is body", "leave it out"]),
