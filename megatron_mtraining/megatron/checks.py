@@ -48,7 +48,8 @@ def is_p2p(value) -> bool:
     return all(kind in (None, "p2p") for kind in kinds)
 
 
-def _is_two_sizes(value) -> bool:
+def is_two_sizes(value) -> bool:
+    """Whether ``value`` is an inner and an outer size."""
     listed = isinstance(value, list | tuple) and len(value) == 2
     return listed and all(type(size) is int and size > 0 for size in value)
 
@@ -123,7 +124,7 @@ REFUSALS = (
     ),
     Refusal(
         "hierarchical_context_parallel_sizes",
-        lambda value: unset(value) or _is_two_sizes(value),
+        lambda value: unset(value) or is_two_sizes(value),
         "ring attention has two levels, within inner groups and between them",
         "give two whole numbers: the sizes of the inner and of the outer group",
     ),

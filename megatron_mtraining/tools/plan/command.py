@@ -149,6 +149,9 @@ def _words_of(path: Path) -> list[str]:
     name = f"--flags-file {path}"
     text = read_text(path, name, limit=LARGEST_FLAGS, pipes=True)
     try:
-        return shlex.split(text.replace("\\\n", " "), comments=True)
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise ConfigError(f"{name} cannot be read: {error}") from None
+    if not words:
+        raise ConfigError(f"{name} has no flags: the command that wrote it may have failed")
+    return words

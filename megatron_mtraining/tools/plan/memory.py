@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...config import ConfigError
+from ...megatron.checks import is_two_sizes
 from .activations import Layer, loss_bytes
 from .assumptions import GIB, OVERHEAD_GIB, SLACK
 from .options import changed
@@ -202,20 +204,46 @@ MOST_RANKS = 4096
 
 
 def find_context_parallel_size(args, fits: Callable[[Setting], bool]) -> Setting | None:
-    """The setting with the fewest GPUs that fits: context-parallel sizes 1, 2, 4, ... with tensor and
-    pipeline parallelism as given and no further data parallelism; None if none does up to 4096."""
+    """The setting with the fewest GPUs that fits, with tensor and pipeline parallelism as given and no
+    further data parallelism; None if none does up to 4096.
+
+    Context-parallel sizes are 1, 2, 4, ..., and these times the size of the inner groups that is given. Inner
+    groups stay as large, or hold all ranks where there are fewer.
+    """
     error, tried = None, False
-    size = 1
-    while size <= MOST_RANKS:
+    inner = _inner_given(args)
+    powers = [1 << power for power in range(MOST_RANKS.bit_length())]
+    sizes = {size for power in powers for size in (power, power * inner) if size <= MOST_RANKS}
+    for size in sorted(sizes):
+        if inner % size and size % inner:
+            continue  # an inner group would cross hosts
         try:
-            setting = setting_of(changed(args, context_parallel_size=size, world_size=None))
+            setting = setting_of(_in_groups(args, size, inner))
         except ConfigError as problem:  # a length that does not divide, or too many blocks a rank
             error = error or problem
         else:
             tried = True
             if fits(setting):
                 return setting
-        size *= 2
     if not tried:
         raise error
     return None
+
+
+def _inner_given(args) -> int:
+    """Ranks of an inner group that the flags ask for; 1 if they leave it open."""
+    sizes = args.hierarchical_context_parallel_sizes
+    gathered = getattr(args, "mtraining_gathered_ranks", None) or 1
+    return max(1, sizes[0] if is_two_sizes(sizes) else gathered)
+
+
+def _in_groups(args, size: int, inner: int) -> argparse.Namespace:
+    """``args`` with ``size`` context-parallel ranks, and as many groups as these make."""
+    values = dict(context_parallel_size=size, world_size=None)
+    if is_two_sizes(args.hierarchical_context_parallel_sizes):  # others are refused
+        sizes = [inner, size // inner] if size > inner else None
+        values["hierarchical_context_parallel_sizes"] = sizes
+    gathered = getattr(args, "mtraining_gathered_ranks", None)
+    if gathered is not None:
+        values["mtraining_gathered_ranks"] = min(gathered, size)
+    return changed(args, **values)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from ..report.table import table
 from .assumptions import GIB
 from .memory import Stage, needed, plan
-from .options import flags_of_megatron
+from .options import flags_of_megatron, option
 from .setting import Setting
 
 NAMES = {
@@ -35,6 +35,7 @@ def report_of(setting: Setting, options, passed_over: list[str]) -> dict:
         context_parallel=setting.cp,
         data_parallel=setting.dp,
         attention_backend=setting.args.attention_backend,
+        found_with=_found_with(setting.args) if options.find == "context-parallel-size" else None,
         stages=[_stage(stage) for stage in stages],
         allocated=max(stage.allocated for stage in stages),
         overhead_gib=options.overhead_gib,
@@ -45,6 +46,17 @@ def report_of(setting: Setting, options, passed_over: list[str]) -> dict:
         passed_over=sorted(ignored - unknown),
         unknown=sorted(unknown),
     )
+
+
+def _found_with(args) -> str:
+    """The flags that a search for a context-parallel size has set."""
+    groups, gathered = "--hierarchical-context-parallel-sizes", "mtraining_gathered_ranks"
+    sizes = args.hierarchical_context_parallel_sizes
+    words = [f"--context-parallel-size {args.context_parallel_size}"]
+    words.append(f"{groups} {' '.join(map(str, sizes))}" if sizes else f"no {groups}")
+    if getattr(args, gathered, None):
+        words.append(f"{option(gathered)} {getattr(args, gathered)}")
+    return ", ".join(words)
 
 
 def _stage(stage: Stage) -> dict:
@@ -82,8 +94,10 @@ def as_text(report: dict) -> str:
         f"{report['pipeline_parallel']} x context {report['context_parallel']} x data "
         f"{report['data_parallel']}, --attention-backend {report['attention_backend']}"
     )
-    lines = [
-        sizes,
+    lines = [sizes]
+    if report["found_with"]:
+        lines.append(f"Found with {report['found_with']}")
+    lines += [
         "",
         table(header, rows),
         "",

@@ -53,6 +53,11 @@ def test_the_fewest_gpus(capsys):
     search = ("--gpu-memory-gib", "79", "--find", "context-parallel-size")
     found = plan_json(capsys, *search, *flags)
     assert found["world_size"] == 8 and found["fits"]
+    sizes = ("--hierarchical-context-parallel-sizes", "4", "4")
+    pinned = plan_json(capsys, *search, *flags, *sizes)
+    assert pinned.pop("found_with") == f"--context-parallel-size 8, {sizes[0]} 4 2"
+    found.pop("found_with")
+    assert pinned["world_size"] == 8
     half = plan_json(capsys, *flags)
     assert half["world_size"] == 4 and half["fits"] is None
     assert half["needed"] > 79 * memory.GIB >= found["needed"]
@@ -64,7 +69,9 @@ def test_a_table_and_errors_of_the_command(capsys, tmp_path):
     assert main(["plan", "memory", "--flags-file", str(file), "--bf16", "--lr", "1"]) == 0
     text = capsys.readouterr().out
     assert "attention saved for recomputation" in text and "to change memory: --lr" in text
+    (tmp_path / "empty").write_text("# a run.sh --dry-run that failed\n")
     for words, message in (
+        (["--flags-file", str(tmp_path / "empty")], "empty has no flags: the command that wrote it may"),
         (["--find", "seq-length"], "--find needs --gpu-memory-gib"),
         (["--gpu-memory-gib", "-1"], "must be positive"),
         (["--flags-file", str(tmp_path / "none")], "cannot be read"),
