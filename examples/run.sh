@@ -5,8 +5,9 @@
 #   MODEL=CONVERTED examples/run.sh [--dry-run] /path/to/Megatron-LM [MORE MEGATRON ARGUMENTS]
 #
 # MODEL is a folder that "mtraining convert hf-to-megatron" wrote: its megatron_args.sh describes the model.
-# --dry-run prints the command and starts nothing. Arguments after the checkout override those here. The recipes
-# (*/run.sh) set defaults, and source this file. README.md beside this file has all variables.
+# --dry-run prints the command and starts nothing, and refuses what a start would. Arguments after the checkout
+# override those here. The recipes (*/run.sh) set defaults, and source this file. README.md beside this file has all
+# variables.
 set -euo pipefail
 
 fail() {
@@ -84,7 +85,7 @@ else
 fi
 if [ "$(value_of --position-embedding-type "${MODEL_ARGS[@]}")" = yarn ]; then
   grep -qs -e --yarn-original-max-position-embeddings "$MEGATRON_LM/megatron/training/arguments.py" ||
-    fail "$MEGATRON_LM has no options for YaRN: use Megatron-LM 0.19 or later"
+    fail "$MEGATRON_LM has no options for YaRN: use Megatron-LM 0.19 or later, which needs Python 3.12"
 fi
 
 # ---- ranks. Megatron numbers tensor-parallel ranks first, then context-parallel ones, then data-parallel ones.
@@ -236,11 +237,15 @@ elif [ -n "${MODEL:-}" ]; then
   CHECKPOINTING+=(--load "$MODEL")
 fi
 
-COMMAND=(
-  torchrun "${LAUNCH[@]}" -m megatron_mtraining.launch "$MEGATRON_LM/pretrain_gpt.py"
+SCRIPT=(
+  "$MEGATRON_LM/pretrain_gpt.py"
   "${MODEL_ARGS[@]}" "${TRAINING[@]}" "${PARALLEL[@]}" "${ATTENTION[@]}" "${DATA[@]}" "${CHECKPOINTING[@]}" "$@"
 )
+COMMAND=(torchrun "${LAUNCH[@]}" -m megatron_mtraining.launch "${SCRIPT[@]}")
+export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron asks for it with context and tensor parallelism
 if [ -n "$DRY_RUN" ]; then
+  PROBLEM=$(RANK=0 WORLD_SIZE=$WORLD python -m megatron_mtraining.launch --check "${SCRIPT[@]}" 2>&1) || fail "$PROBLEM"
+  [ -z "$PROBLEM" ] || echo "$0: $PROBLEM" >&2
   # A flag a line, quoted for a shell: "mtraining plan memory --flags-file" reads it, too.
   printf 'CUDA_DEVICE_MAX_CONNECTIONS=1'
   for word in "${COMMAND[@]}"; do
@@ -250,5 +255,4 @@ if [ -n "$DRY_RUN" ]; then
   echo
   exit
 fi
-export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron asks for it with context and tensor parallelism
 exec "${COMMAND[@]}"

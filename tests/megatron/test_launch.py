@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from megatron_mtraining import launch as launch_module
 from megatron_mtraining.checkout import python_mismatch, read_version
 from megatron_mtraining.megatron import cpu
 
@@ -48,6 +49,30 @@ def test_script_runs_as_main_with_its_folder_first(tmp_path):
     expected = ["__main__", [str(script), "--lr", "1e-3"], str(tmp_path), True, True, True]
     assert json.loads(run.stdout.splitlines()[-1]) == expected
     assert launch(script, "--fail").returncode == 7
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("print(1)", None),
+        ("raise AssertionError('4 ranks\\nof 3')", "AssertionError: 4 ranks"),
+        ("raise SystemExit('error: a\\nb')", "error: a\nb"),
+        (
+            "import argparse; argparse.ArgumentParser('a').parse_args(['--b'])",
+            "a: error: unrecognized arguments: --b",
+        ),
+    ],
+)
+def test_a_check_says_what_is_wrong_alone(text, said, monkeypatch, capsys):
+    """Nothing of what the script prints; of argparse's usage, the error."""
+    monkeypatch.setattr(launch_module, "_run", lambda argv, check: exec(f"print(argv); {text}"))
+    if said is None:
+        launch_module.main(["--check", "script.py"])
+    else:
+        with pytest.raises(SystemExit) as error:
+            launch_module.main(["--check", "script.py"])
+        assert error.value.code == said
+    assert capsys.readouterr() == ("", "")
 
 
 def test_missing_script(tmp_path):

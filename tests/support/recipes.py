@@ -40,7 +40,12 @@ def command(folder: Path, name: str, text: str) -> None:
 
 
 def start(script: Path, *words, commands: Path, timeout: float = 60, **environment):
-    """Run ``script`` with ``commands`` first on the PATH, and nothing from outside that it reads."""
+    """Run ``script`` with ``commands`` first on the PATH, and nothing from outside that it reads.
+
+    Without a ``python`` there, a dry run checks nothing: that takes Megatron-LM, and many seconds.
+    """
+    if not (commands / "python").exists():
+        command(commands, "python", "#!/bin/sh\n")
     env = {k: v for k, v in os.environ.items() if k not in CLEAN and not k.startswith("SLURM_")}
     env["PATH"] = f"{commands}{os.pathsep}{env['PATH']}"
     return subprocess.run(
