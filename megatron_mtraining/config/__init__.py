@@ -35,7 +35,7 @@ from .policies import (
 )
 from .settings import BLOCK_SIZES, DENSE, MTrainingConfig
 from .settings_content import sets_every_head, settings_of_run
-from .settings_file import check_settings_file, head_policies, looks_ahead
+from .settings_file import check_settings_file, head_policies, lookahead_warning
 from .validation import option
 
 __all__ = [
@@ -65,7 +65,7 @@ __all__ = [
     "current_name",
     "has_price",
     "head_policies",
-    "looks_ahead",
+    "lookahead_warning",
     "option",
     "sets_every_head",
     "settings_of_run",

@@ -50,11 +50,18 @@ def check_settings_file(config: MTrainingConfig, num_layers: int | None, num_hea
         _policies(config, num_layers, num_heads)
 
 
-def looks_ahead(config: MTrainingConfig, num_layers: int | None, num_heads: int) -> bool:
-    """Whether some head has a policy whose patterns later tokens of a block change (``block_lookahead``)."""
+def lookahead_warning(
+    config: MTrainingConfig, num_layers: int | None, num_heads: int
+) -> str | None:
+    """What to say if later tokens of a block change the pattern of some head (``block_lookahead``)."""
     by_layer = {} if config.settings is None else _policies(config, num_layers, num_heads)
     policies = {config.policy}.union(*by_layer.values())
-    return any(getattr(policy, "lookahead", False) for policy in policies)
+    if not any(getattr(policy, "lookahead", False) for policy in policies):
+        return None
+    return (
+        f"{option('block_lookahead')}: outputs and the loss depend on up to a block of later tokens, so the "
+        "loss is lower than that of a model that writes"
+    )
 
 
 def changed_policy(policy: Policy, changes: dict[str, object]) -> Policy:

@@ -14,7 +14,7 @@ from ..config import (
     ConfigError,
     MTrainingConfig,
     check_settings_file,
-    looks_ahead,
+    lookahead_warning,
     option,
     sets_every_head,
 )
@@ -122,13 +122,8 @@ def fill_in(args) -> list[str]:
     setattr(args, FILLED_IN, True)
     given = " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
     lines = [f"settings: {given}"]
-    if warning:
-        lines.append(f"warning: {warning}")
-    if looks_ahead(config, getattr(args, "num_layers", None), args.num_attention_heads):
-        lines.append(
-            f"warning: {option('block_lookahead')}: outputs and the loss depend on up to a block of later "
-            "tokens, so the loss is lower than that of a model that writes"
-        )
+    ahead = lookahead_warning(config, getattr(args, "num_layers", None), args.num_attention_heads)
+    lines += [f"warning: {each}" for each in (warning, ahead) if each]
     lines += fill_in_documents(args)
     lines += lines_of_balance(args, config)
     chunked = config.loss_chunk != 0 and why_not(args, command_line=True) is None

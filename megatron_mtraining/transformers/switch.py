@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from functools import cache, wraps
 
 import torch
 from torch import nn
 
-from ..config import MEGATRON_ONLY, ConfigError, MTrainingConfig
+from ..config import MEGATRON_ONLY, ConfigError, MTrainingConfig, lookahead_warning
 from ..kernels.limits import HEAD_DIMS
 from ..requirements import require
 from .interface import NAME, attention, mask
@@ -149,6 +150,8 @@ def _attach(model: nn.Module, config: MTrainingConfig, dense_tail: int = 0) -> P
     if type(dense_tail) is not int or dense_tail < 0:
         raise ConfigError(f"dense_tail is {dense_tail!r}: give a number of tokens, 0 or more")
     state = PatternState(config, count, of_model.num_attention_heads, dense_tail)
+    if ahead := lookahead_warning(config, *state.shape):
+        warnings.warn(ahead, stacklevel=3)
     # The innermost model: heads and adapters around it may come and go.
     body = [module for module in model.modules() if isinstance(module, PreTrainedModel)][-1]
     if not hasattr(body, ATTRIBUTE):

@@ -321,6 +321,12 @@ def test_settings_differ_by_layer(tokens, tmp_path):
     assert density[1] == 1 and density[0] < 0.9
 
 
+def test_settings_that_look_ahead_warn():
+    config = MTrainingConfig.from_options(policy="moba", block_lookahead=True, block_size=64)
+    with pytest.warns(UserWarning, match="--mtraining-block-lookahead: .* later tokens"):
+        configure(small_model(num_hidden_layers=1), config)
+
+
 def test_the_way_back(tokens):
     model = small_model()
     ours = with_pattern(model, SPARSE)
