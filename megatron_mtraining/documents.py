@@ -9,7 +9,7 @@ between the two it needs a mask of tokens. Documents are made once per batch and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -105,6 +105,7 @@ class Documents:
         self._local: dict[tuple, LocalDocuments] = {}
         self._pairs: dict[int, Tensor] = {}
         self._costs: dict[int, Costs] = {}
+        self._once: dict[Hashable, Tensor] = {}
         position = torch.arange(starts.shape[1], dtype=torch.int32, device=starts.device)
         # Of the numbers as they are given: 2^32 would be 0 in int32.
         given = starts.detach()
@@ -309,6 +310,12 @@ class Documents:
             pairs[:, 0] = own.sum(1).double()
             self._pairs[block] = pairs[:, :num_blocks].contiguous()
         return self._pairs[block]
+
+    def once(self, what: Hashable, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """What ``make`` returns for the starts; kept by the name ``what``."""
+        if what not in self._once:
+            self._once[what] = make(self.starts)
+        return self._once[what]
 
     def costs(self, block: int) -> Costs:
         """See :class:`Costs`; kept."""

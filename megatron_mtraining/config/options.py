@@ -212,8 +212,8 @@ OPTIONS = (
     Option(
         "target_recall", float,
         "Recall to keep by moving the price from step to step. Recall is the share of the attention that the "
-        "pattern holds, measured on held-out rows: of each head, or the mean over layers and heads "
-        "(--mtraining-target-scope).",
+        "pattern holds, measured on held-out rows that see keys beyond window and sinks: of each head, or "
+        "the mean over layers and heads (--mtraining-target-scope).",
         (PricePolicy,), common=True, default_help="off: the price is fixed",
     ),
     Option(

@@ -279,13 +279,18 @@ class MTrainingAttention(MegatronModule):
         return dict(head_policies=self.head_policies, price=price)
 
     def _count(self, index, microbatch: int | None, tuned: tuple[Tensor, Tensor] | None) -> None:
-        self.density.add(density := index.density(), index.recall)
-        # Without recall, everything is kept.
-        recall = torch.ones_like(density) if index.recall is None else index.recall
-        given_up = None if tuned is None else tuned[1]
-        self.steering.observe(recall, self.layer_number - 1, self.first_head, given_up)
+        density, recall, exposed = index.density(), index.recall, index.exposed
+        self.density.add(density, recall, exposed)
+        if recall is not None:
+            layer, given_up = self.layer_number - 1, None if tuned is None else tuned[1]
+            self.steering.observe(
+                recall, layer, self.first_head, given_up, exposed, self.head_policies
+            )
         if self.calls is not None and microbatch is not None:
-            self.calls.observe(microbatch, density, recall)
+            # Without recall, everything is kept.
+            self.calls.observe(
+                microbatch, density, torch.ones_like(density) if recall is None else recall
+            )
 
 
 def _check_hosts(cp: CPGroup, sizes, place: str) -> None:

@@ -37,18 +37,25 @@ class DensityMeter:
 
     def __init__(self, layer: int = 0, first_head: int = 0):
         self.layer, self.first_head = layer, first_head
-        self.total: Tensor | None = None
+        self.total: Tensor | None = None  # of density and lost attention
+        self.exposed: float | Tensor = 0.0
         self.count = 0
         self.backward_total: Tensor | None = None
         self.backward_count = 0
         _meters.add(self)
 
-    def add(self, density: Tensor, recall: Tensor | None = None) -> None:
-        """Count one call's ``density`` and ``recall``, float32 ``[b, h]``; without recall it is 1."""
-        recall = torch.ones_like(density) if recall is None else recall
-        total = torch.stack((density.detach(), recall.detach())).sum(1)
+    def add(
+        self, density: Tensor, recall: Tensor | None = None, exposed: float | Tensor = 1.0
+    ) -> None:
+        """Count one call's ``density`` and ``recall``, float32 ``[b, h]``; ``exposed`` is
+        ``PatternIndex.exposed``. Without recall everything is kept, whatever the price."""
+        if recall is None:
+            recall, exposed = torch.ones_like(density), 0.0
+        total = torch.stack((density.detach(), 1 - recall.detach())).sum(1)
         self.total = total if self.total is None else self.total + total
-        self.count += density.shape[0]
+        batch = density.shape[0]
+        self.exposed += exposed.sum() if isinstance(exposed, Tensor) else exposed * batch
+        self.count += batch
 
     def add_backward(self, density: Tensor, dropped: Tensor) -> None:
         """Count one backward that was pruned: the density that it kept, and the share of attention that it
@@ -58,9 +65,13 @@ class DensityMeter:
         self.backward_count += density.shape[0]
 
     def take(self) -> Tensor | None:
-        """The means of each head, ``[2, h]``, since the last call; None if there was none."""
-        mean = None if self.total is None else self.total / self.count
-        self.total, self.count = None, 0
+        """The means of each head since the last call: density, lost attention, and the share of rows that
+        could lose some, ``[3, h]``; None if there was none."""
+        if self.total is None:
+            return None
+        exposed = torch.zeros_like(self.total[:1]) + self.exposed
+        mean = torch.cat((self.total, exposed)) / self.count
+        self.total, self.exposed, self.count = None, 0.0, 0
         return mean
 
     def take_backward(self) -> Tensor | None:
@@ -84,7 +95,8 @@ class Share:
 
 @dataclass(frozen=True)
 class Density:
-    """Density (fraction of the causal query-key pairs) and recall (share of attention mass, on sampled rows).
+    """Density (fraction of the causal query-key pairs) and recall (share of attention mass, on sampled rows
+    that could have lost some).
 
     Attributes:
         heads: both, of each layer and head of the model, means over ranks: float32 ``[2, layers, h]``, on
@@ -132,17 +144,20 @@ def take_density() -> Density | None:
     layers, heads = ranks.all_reduce(
         shape, "max"
     ).tolist()  # a pipeline stage has some layers, or none
-    table = torch.zeros(2, 3, layers, heads, device=device)  # of the forward and the backward
+    table = torch.zeros(2, 4, layers, heads, device=device)  # of the forward and the backward
     for meter, *both in found:
         for part, mean in zip(table, both):
             if mean is not None:
                 own = part[:, meter.layer, meter.first_head :][:, : mean.shape[1]]
-                own[:2] += mean
-                own[2] += 1
+                own[: len(mean)] += mean
+                own[3] += 1
     ranks.all_reduce(table)
-    (means, ran), (backward, pruned) = (_means(part) for part in table.cpu())
+    (sums, ran), (backward, pruned) = (_means(part) for part in table.cpu())
     if not ran.any():
         return None
+    density, lost, exposed = sums
+    means = torch.stack((density, 1 - torch.where(exposed > 0, lost / exposed, 0.0)))
+    backward = backward[:2]
     shares = [_share(some) for some in means[:, ran]]
     if pruned.any():
         return Density(*shares, means, ran, *(_share(some) for some in backward[:, pruned]))
@@ -150,7 +165,7 @@ def take_density() -> Density | None:
 
 
 def _means(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Means ``[2, layers, h]`` of two sums and a count, ``[3, layers, h]``, and where there are any."""
+    """Means ``[3, layers, h]`` of three sums and a count, ``[4, layers, h]``, and where there are any."""
     *totals, count = table
     return torch.stack(totals) / count.clamp(min=1), count > 0
 

@@ -50,7 +50,7 @@ def search_block_lists(
         blocks, distances.bool(), columns, *given.layout, rank=cp.rank, cp=cp,
         capacity=_most_entries(policies, tuple(blocks.shape), sum(always)),
     )  # fmt: skip
-    return replace(index, recall=recall)
+    return replace(index, recall=recall, exposed=given.exposed)
 
 
 def _most_entries(

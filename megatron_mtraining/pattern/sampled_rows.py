@@ -170,6 +170,36 @@ def gather_sampled_rows(
     )  # fmt: skip
 
 
+def _exposed(
+    starts: Tensor | None, n: int, sampling: Sampling, block: int, window_blocks: int, sink: int
+) -> Tensor:
+    """:func:`exposed_rows` of rows whose documents start at ``starts``, ``[b, N]``."""
+    rows = rows_of(sampling, n, "cpu" if starts is None else starts.device)
+    if not isinstance(sampling, LastRowsSampling):
+        rows = rows.view(-1, sampling.rows)[:, -sampling.held_out_rows :].flatten()
+    first_key = rows.new_zeros(1, len(rows)) if starts is None else starts[:, rows]
+    window = (rows // block - window_blocks + 1) * block
+    return (first_key.clamp(min=sink) < window).float().mean(-1)
+
+
+@lru_cache(maxsize=256)
+def _exposed_alone(n: int, *of_pattern) -> float:
+    return _exposed(None, n, *of_pattern).item()
+
+
+def exposed_rows(sample: SampledRows, config: MTrainingConfig) -> float | Tensor:
+    """The share of the rows that measure recall from which a pattern can take attention: those that see keys
+    beyond the local window and the sinks, which are always kept. A number, or with documents float32 ``[b]``,
+    computed once for all layers."""
+    of_pattern = config.sampling, config.block_size, sample.window_blocks, config.sink
+    documents = sample.documents
+    if documents is None:
+        return _exposed_alone(sample.seq_length, *of_pattern)
+    return documents.once(
+        of_pattern, lambda starts: _exposed(starts, sample.seq_length, *of_pattern)
+    )
+
+
 def sampled_lse(rows: SampledRows, key: Tensor, cp: CPGroup) -> Tensor:
     """Log-sum-exp of the rows' scores over the keys of all ranks: float32 ``[b, h, R]``, in one small
     collective. ``key`` ``[s, b, hk, d]`` is this rank's part."""

@@ -1,14 +1,15 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """What changes from step to step: the price.
 
-A target recall is met by feedback: each step's recall moves the price of the next step, of each head or one
-for all. All of it stays on the device.
+A target recall is met by feedback (:mod:`.price_feedback`): each step's recall moves the price of the next
+step, of each head or one for all. All of it stays on the device.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from ..config import (
     ConfigError,
     MTrainingConfig,
+    Policy,
     PricePolicy,
     has_price,
     head_policies,
@@ -23,15 +25,15 @@ from ..config import (
     sets_every_head,
 )
 from ..cp_group import RankGroup
+from .constants import constant
+from .price_feedback import RANGE, SLOPE, PriceFeedback
 
-GAIN = 0.3
-"""How much of what is missing to the target a step makes up for: less follows slower, more is noisier."""
-SLOPE = 0.75
-"""About how the logarithm of the attention that is lost goes with the price's in trained models. Feedback
-makes up for the rest."""
-MAX_LOG_STEP = 0.5
-"""The farthest that a step moves the price's logarithm."""
-RANGE = (1e-4, 1e4)
+__all__ = ["SLOPE", "Steering", "check_prices"]
+
+ROUNDING = 1e-4
+"""A smaller loss may be none: recall is a sum of rounded probabilities."""
+UNTOLD = 1e-3
+"""The weight of a call that has lost nothing, where nothing is known of what it could have lost."""
 
 
 class Steering:
@@ -54,9 +56,10 @@ class Steering:
         self._shape = shape if self._heads else (1, 1)
         # The target, or the targets of heads, NaN where a head has no price: float32 [layers, heads].
         self._aim: Tensor | None = None
-        self._log_prices: Tensor | None = None  # float32 [layers, heads], or [1, 1]
+        self._feedback: PriceFeedback | None = None  # of [layers, heads], or [1, 1]
         self._start = policy and policy.price  # or a table of prices
-        self._seen: Tensor | None = None  # float32 [2, layers, heads]: sums, and of how many
+        # Float32 [2, layers, heads]: sums of lost attention, and of the rows that could lose some.
+        self._seen: Tensor | None = None
 
     @property
     def moves(self) -> bool:
@@ -68,17 +71,23 @@ class Steering:
         ``first`` on (both from 0, over the whole model); None for the settings'."""
         if self._target is None:
             return None
-        prices = self._logarithms(device).exp()
+        prices = self._prices(device).log_prices.exp()
         return prices[layer, first : first + count] if self._heads else prices[0, 0]
 
-    def _logarithms(self, device) -> Tensor:
-        if self._log_prices is None:
+    def _prices(self, device) -> PriceFeedback:
+        if self._feedback is None:
             start = torch.tensor(self._start, dtype=torch.float32).clamp(*RANGE).log()
-            self._log_prices = start.expand(self._shape).clone().to(device)
-        return self._log_prices
+            self._feedback = PriceFeedback(start.expand(self._shape).clone().to(device))
+        return self._feedback
 
     def observe(
-        self, recall: Tensor, layer: int = 0, first: int = 0, given_up: Tensor | None = None
+        self,
+        recall: Tensor,
+        layer: int = 0,
+        first: int = 0,
+        given_up: Tensor | None = None,
+        exposed: float | Tensor | None = None,
+        policies: Sequence[Policy] | None = None,
     ) -> None:
         """Count the recall of one call, float32 ``[b, h]``, for the target: of the heads from ``first`` on of
         a layer, both from 0.
@@ -87,19 +96,33 @@ class Steering:
             given_up: the share of attention mass that this call has given up (negative: taken) because its
                 price was multiplied, float32 ``[]`` or ``[h]``. The target is of the recall without that:
                 prices that follow the target would undo it else.
+            exposed: how many of the rows could lose attention, by which the call weighs:
+                ``PatternIndex.exposed``. None if that is not known: a call that has lost nothing weighs next
+                to nothing then.
+            policies: of these heads; None if all have the run's. Heads without a price say nothing on a price
+                for all.
         """
         if self._target is None:
             return
-        value = recall if given_up is None else (recall + given_up).clamp(max=1.0)
-        if self._seen is None:
-            self._seen = torch.zeros(2, *self._shape, device=value.device)
-        if self._heads:
-            heads = slice(first, first + value.shape[1])
-            self._seen[0, layer, heads] += value.sum(0)
-            self._seen[1, layer, heads] += len(value)
+        lost = 1 - recall
+        if given_up is not None:
+            lost = (lost - given_up).clamp(min=0)
+        if exposed is None:
+            none = lost <= ROUNDING
+            lost, weight = lost.masked_fill(none, 0), torch.where(none, UNTOLD, 1.0).sum(0)
         else:
-            self._seen[0] += value.sum()
-            self._seen[1] += value.numel()
+            weight = exposed.sum() if isinstance(exposed, Tensor) else exposed * len(lost)
+        if self._seen is None:
+            self._seen = torch.zeros(2, *self._shape, device=lost.device)
+        if self._heads:
+            heads = slice(first, first + lost.shape[1])
+            self._seen[0, layer, heads] += lost.sum(0)
+            self._seen[1, layer, heads] += weight
+            return
+        priced = [1.0] * lost.shape[1] if policies is None else map(has_price, policies)
+        counts = constant(tuple(map(float, priced)), lost.device)
+        self._seen[0] += (lost * counts).sum()
+        self._seen[1] += (weight * counts).sum()
 
     def advance(self, step: int, ranks: RankGroup) -> None:
         """End a step: ``step`` is the next one. A collective if there is a target.
@@ -110,10 +133,12 @@ class Steering:
         if self._target is not None:
             seen = self._seen
             if seen is None:  # no attention has run here
-                prices = self._log_prices
-                device = ranks.device if prices is None else prices.device
+                prices = self._feedback
+                device = ranks.device if prices is None else prices.log_prices.device
                 seen = torch.zeros(2, *self._shape, device=device)
-            self._move(ranks.all_reduce(seen))
+            lost, exposed = ranks.all_reduce(seen)
+            allowed = (1 - self._aims(seen.device)).clamp(min=1e-5)
+            self._prices(seen.device).move(lost, exposed, allowed)
         self._seen, self.step = None, step
 
     def _aims(self, device) -> Tensor:
@@ -130,26 +155,15 @@ class Steering:
             self._aim = aims.to(device)
         return self._aim
 
-    def _move(self, seen: Tensor) -> None:
-        lost = 1 - seen[0] / seen[1].clamp(min=1)
-        # The loss is too much by this share; the price makes up for a part of it. Of a share, not of a
-        # logarithm, noise leaves the mean where it is.
-        over = lost / (1 - self._aims(seen.device)).clamp(min=1e-5) - 1
-        by = (-GAIN * over / SLOPE).clamp(-MAX_LOG_STEP, MAX_LOG_STEP)
-        # No attention has run, or it was not a number: the price would be none in all steps after. Or there
-        # is no price to move: the recall of a dense head depends on none.
-        by = torch.where((seen[1] > 0) & by.isfinite(), by, 0.0)
-        low, high = map(math.log, RANGE)
-        self._log_prices = (self._logarithms(seen.device) + by).clamp(low, high)
-
     def state(self) -> float | list[list[float]] | None:
         """The price to continue from after a checkpoint, or the prices of each layer's heads; None if nothing
-        moves it. Reads from the device."""
-        if self._target is None:
-            return None
-        if self._log_prices is None:
-            return self._start
-        prices = self._log_prices.exp().tolist()
+        moves it. Those of this step, but for :meth:`.PriceFeedback.settled`. Reads from the device."""
+        return self._table(None if self._feedback is None else self._feedback.settled())
+
+    def _table(self, log_prices: Tensor | None) -> float | list[list[float]] | None:
+        if self._target is None or log_prices is None:
+            return self._start if self._target is not None else None
+        prices = log_prices.exp().tolist()
         return prices if self._heads else prices[0][0]
 
     def restore(self, price: float | list[list[float]]) -> None:
@@ -169,15 +183,16 @@ class Steering:
                     f"model has {self._shape[0]} and {self._shape[1]}: leave the prices out, or use "
                     f"{option('target_scope')} model"
                 )
-        self._start, self._log_prices = price, None
+        self._start, self._feedback = price, None
 
     def typical(self) -> Tensor | None:
         """This step's price, the median of heads that have one: float32 ``[]``, on the device. None if
         nothing moves it, or no attention has run here."""
-        if self._log_prices is None:
+        if self._feedback is None:
             return None
-        aims = self._aims(self._log_prices.device)
-        return torch.where(aims.isnan(), aims, self._log_prices).nanmedian().exp()
+        prices = self._feedback.log_prices
+        aims = self._aims(prices.device)
+        return torch.where(aims.isnan(), aims, prices).nanmedian().exp()
 
     def now(self) -> float | None:
         """This step's price, the median of heads that have one, read from the device; None without one."""
@@ -188,7 +203,7 @@ class Steering:
             return None
         if self._target is None:
             return config.policy.price
-        state = self.state()
+        state = self._table(None if self._feedback is None else self._feedback.log_prices)
         return _median(state, config) if isinstance(state, list) else state
 
 

@@ -47,6 +47,8 @@ class PatternIndex(ABC):
         seq_length, block_size, world, inner: N tokens in all, B, W, I.
         recall: float32 ``[b, h]``: the share of sampled rows' attention that is kept, measured as the pattern
             was selected; None if it was not.
+        exposed: the share of those rows that could have lost attention (:func:`.sampled_rows.exposed_rows`),
+            a number or float32 ``[b]``: what the recall weighs. The others have recall 1 with any pattern.
         documents: packed ones, to which attention keeps as well: what the index has beside that is not
             attended to. None for one document.
         weights: factors of the gradients through listed blocks, as in ``kernels.types.PatternIndex``; block
@@ -68,6 +70,7 @@ class PatternIndex(ABC):
     world: int
     inner: int
     recall: Tensor | None = None
+    exposed: float | Tensor = 1.0
     documents: Documents | None = None
     weights: Tensor | None = None
     is_dense: bool = False
@@ -109,11 +112,11 @@ class PatternIndex(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes the index holds on the device, ``recall`` not counted."""
+        """Bytes the index holds on the device, those of recall not counted."""
         tensors = [
             value
             for name, value in vars(self).items()
-            if isinstance(value, Tensor) and name != "recall"
+            if isinstance(value, Tensor) and name not in ("recall", "exposed")
         ]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

@@ -27,7 +27,7 @@ from .price_policy import (
     select_at_price,
     select_by_price,
 )
-from .sampled_rows import SampledRows
+from .sampled_rows import SampledRows, exposed_rows
 from .vertical_slash_index import VerticalSlashIndex, build_index, index_of_diagonals
 
 BUDGET_POLICIES = (CoveragePolicy, FixedPolicy)
@@ -55,6 +55,11 @@ class SearchInput(NamedTuple):
         rows = self.rows
         return rows.seq_length, rows.block_size, rows.world, rows.inner
 
+    @property
+    def exposed(self) -> float | Tensor:
+        """See :class:`.PatternIndex`."""
+        return exposed_rows(self.rows, self.config)
+
 
 def search_vertical_slash(
     given: SearchInput,
@@ -70,7 +75,7 @@ def search_vertical_slash(
     kinds = {type(policy) for policy in policies}
     if len(kinds) == 1 and kinds <= set(BUDGET_POLICIES):
         index, recall = _search_by_budget(given, policies, gather_keys)
-        return replace(index, recall=recall)
+        return replace(index, recall=recall, exposed=given.exposed)
     selection = select_vertical_slash(given, policies)
     return _index_of(selection, given)
 
@@ -92,7 +97,7 @@ def search_at_prices(
 def _index_of(found: Selection, given: SearchInput) -> VerticalSlashIndex:
     distances = found.distances.view(torch.bool)
     index = build_index(distances, found.columns, *given.layout, check_columns=False)
-    return replace(index, recall=found.recall)
+    return replace(index, recall=found.recall, exposed=given.exposed)
 
 
 def select_vertical_slash(given: SearchInput, policies: Sequence[Policy]) -> Selection:

@@ -176,8 +176,7 @@ def _by_pattern(
     config, policies, price = state.config, state.policies(layer), state.price(layer, query.device)
     if not training:
         config = _without_pruning(config)
-    searched = _searches(config, length)
-    if not searched:
+    if not _searches(config, length):
         config, policies, price = _dense(config), None, None
     result = attend(
         *(t.permute(2, 0, 1, 3) for t in (query, key, value)),
@@ -188,7 +187,7 @@ def _by_pattern(
         price=price,
         observe_backward=partial(state.observe_backward, layer),
     )
-    state.observe(layer, result.index, training, searched)
+    state.observe(layer, result.index, training)
     out = result.out.transpose(0, 1)
     if state.dense_tail and not training:
         out = with_dense_tail(out, query, key, value, documents, scaling, state.dense_tail)

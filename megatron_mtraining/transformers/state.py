@@ -39,9 +39,9 @@ class PatternMeans(NamedTuple):
     the CPU; NaN for a layer that has not run. 1 of sequences that are too short for a pattern, and of long
     parts of a prompt that continue a KV cache."""
     recall: Tensor
-    """Share of the attention mass that the pattern holds, on held-out rows: shape and NaN as ``density``.
-    Calls that are dense whatever the settings say, as above, do not count; 1 for a layer that has had no
-    others."""
+    """Share of the attention mass that the pattern holds, on held-out rows that could have lost some: shape
+    and NaN as ``density``. Calls that are dense whatever the settings say, as above, have no such rows; 1
+    for a layer that has had no others."""
 
 
 class BackwardMeans(NamedTuple):
@@ -82,8 +82,8 @@ class PatternState:
         self._policies = [
             head_policies(config, i, num_layers, num_heads) for i in range(num_layers)
         ]
-        # By whether the model trains, and by layer: float32 [4, heads] of density, calls, and of those with a
-        # pattern, recall, calls.
+        # By whether the model trains, and by layer: float32 [4, heads] of density, calls, lost attention, and
+        # the share of rows that could lose some.
         self._sums: dict[bool, dict[int, Tensor]] = {True: {}, False: {}}
         # Of backwards: float32 [3, heads] of density, dropped, calls.
         self._backward: dict[int, Tensor] = {}
@@ -117,23 +117,17 @@ class PatternState:
         self._forwards = 0
         self.steering.advance(self.steering.step + 1, RankGroup.everyone())
 
-    def observe(
-        self, layer: int, index: PatternIndex, training: bool, searched: bool = True
-    ) -> None:
+    def observe(self, layer: int, index: PatternIndex, training: bool) -> None:
         """Add the pattern of one call to the means, and in training to the target recall. Does not wait for
-        the device.
-
-        Args:
-            searched: False if the call was dense because its sequence is too short for a pattern. No price
-                changes its recall of 1, so it does not count for the recall and for the target.
-        """
-        density = index.density().detach()
-        # Without recall everything is kept.
-        recall = torch.ones_like(density) if index.recall is None else index.recall.detach()
-        there = torch.full_like(density, searched)
-        _add(self._sums[training], layer, density, torch.ones_like(density), recall * there, there)
-        if training and searched:
-            self.steering.observe(recall, layer)
+        the device."""
+        density, recall, exposed = index.density().detach(), index.recall, index.exposed
+        if recall is None:  # everything is kept, whatever the price
+            recall, exposed = torch.ones_like(density), 0.0
+        elif training:
+            self.steering.observe(recall, layer, exposed=exposed, policies=self.policies(layer))
+        ones = torch.ones_like(density)
+        weight = ones * (exposed[:, None] if isinstance(exposed, Tensor) else exposed)
+        _add(self._sums[training], layer, density, ones, 1 - recall, weight)
 
     def observe_dense(self, layer: int, batch: int, training: bool, device: torch.device) -> None:
         """Add a call that attended to everything, without a pattern, to the means."""
@@ -149,9 +143,9 @@ class PatternState:
         forwards. Waits for the device."""
         means = torch.full((2, *self.shape), torch.nan)
         for layer, sums in self._sums[training].items():
-            density, calls, recall, searched = sums.cpu()
+            density, calls, lost, exposed = sums.cpu()
             means[0, layer] = density / calls
-            means[1, layer] = torch.where(searched > 0, recall / searched, 1.0)
+            means[1, layer] = 1 - torch.where(exposed > 0, lost / exposed, 0.0)
         self._sums[training] = {}
         return PatternMeans(*means)
 

@@ -81,7 +81,7 @@ def end(balancer, step=1):
 def density_at(price):
     attention = attention_of(price=price)
     found = []
-    attention.density.add = lambda density, recall: found.append((density, recall))
+    attention.density.add = lambda density, recall, exposed: found.append((density, recall))
     attention(*operands())
     return found[0]
 
@@ -236,8 +236,10 @@ def test_the_target_sees_recall_before_tuning(balanced):
         seen.append(attention.steering._seen.clone())
     now = torch.stack(attention.calls._recall)
     first, both = (float(each[0]) for each in seen)
-    assert first == pytest.approx(float((now[0] + 0.125).clamp(max=1).sum()))
-    assert both - first == pytest.approx(float((now[1] - 0.25).sum()), rel=1e-5)
+    assert first == pytest.approx(float((1 - now[0] - 0.125).clamp(min=0).sum()))
+    assert both - first == pytest.approx(float((1.25 - now[1]).sum()), rel=1e-5)
+    # Three quarters of the rows see keys beyond window and sinks, in each of four heads.
+    assert [float(each[1]) for each in seen] == pytest.approx([3, 6])
 
 
 def test_what_is_no_number_stays_in_its_cell(balanced):

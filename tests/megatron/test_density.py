@@ -38,6 +38,17 @@ def test_means_over_calls_layers_and_heads():
     assert take_density() is None, "taken"
 
 
+def test_recall_is_of_rows_that_could_lose_some():
+    """Samples of short documents, here and on other ranks, do not make that of long ones look better."""
+    meter, other = DensityMeter(0), DensityMeter(0)
+    meter.add(torch.full((2, 1), 0.5), torch.tensor([[1.0], [0.95]]), torch.tensor([0.0, 0.5]))
+    meter.add(torch.full((1, 1), 0.2), torch.tensor([[0.9]]), 1.0)
+    other.add(torch.ones(1, 1), torch.ones(1, 1), torch.zeros(1))
+    density = take_density()
+    assert density.recall.mean == pytest.approx(0.9)
+    assert density.density.mean == pytest.approx((0.4 + 1) / 2)
+
+
 def ranks_of_two_stages(rank, world):
     """Ranks 0 and 1 have half the heads each of layer 0, rank 2 has layer 1, rank 3 none."""
     meters = [DensityMeter(0, 0), DensityMeter(0, 2), DensityMeter(1, 0)][rank : rank + 1]

@@ -62,6 +62,23 @@ def test_recall_is_of_attention_within_documents(policy):
     truth = (p * masks).sum(-1).mean(-1)
     torch.testing.assert_close(index.recall, truth, atol=2e-5, rtol=1e-5, check_dtype=False)
     assert (index.density() < 1).any() and (index.recall < 1).any()
+    # Rows that see nothing beyond window and sinks lose nothing, whatever is selected.
+    row, key = held[:, None], torch.arange(SEQ)
+    seen = (key <= row) & (key >= documents.starts[0, held, None])
+    free = seen & (row // BLOCK - key // BLOCK >= 2) & (key >= config.sink)
+    assert index.exposed.tolist() == pytest.approx([free.any(1).float().mean().item()])
+    assert 0 < index.exposed <= 1
+    lost = p * ~masks
+    assert (lost.sum(-1)[:, :, ~free.any(1)] == 0).all()
+
+
+def test_short_documents_expose_no_rows():
+    query, key = operands()
+    config = MTrainingConfig.from_options(price=1e4, window=64, block_size=BLOCK, sample_strata=32)
+    documents = Documents.from_lengths([[BLOCK] * (SEQ // BLOCK)], SEQ)
+    index = search_pattern(query, key, config, CPGroup(None), 0.125, documents=documents)
+    assert index.exposed.tolist() == [0]
+    torch.testing.assert_close(index.recall, torch.ones_like(index.recall))
 
 
 @pytest.mark.parametrize("policy", [each for each in POLICIES if "estimator" not in each])

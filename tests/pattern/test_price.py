@@ -67,6 +67,8 @@ def test_recall_is_of_the_rows_that_did_not_choose(policy):
     truth = dense_recall(index, query, key, held, 0.125)
     torch.testing.assert_close(index.recall, truth, atol=2e-5, rtol=1e-5, check_dtype=False)
     assert (index.density() < 1).any() and (index.recall < 1).any()
+    # From the third block on, a row sees keys that are neither in its window nor sinks.
+    assert index.exposed == pytest.approx((held >= 2 * 64).float().mean().item())
 
 
 def test_what_rows_say_that_are_held_out_changes_nothing():

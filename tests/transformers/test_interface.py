@@ -233,6 +233,27 @@ def test_short_sequences_do_not_move_the_prices(window, tokens):
     assert (long.recall < 1).any()
 
 
+def test_packed_documents_within_the_window_do_not_move_the_prices(tokens):
+    """As part of a batch entry they do not pay for the others either: the recall is of their rows."""
+    config = MTrainingConfig.from_options(
+        target_recall=0.9, block_size=64, window=64, sample_strata=16
+    )
+    positions = torch.arange(64).repeat(tokens.shape[1] // 64 + 1)[None, : tokens.shape[1]]
+    found = []
+    with torch.no_grad():
+        for count in (0, 3):
+            ours = with_pattern(small_model(), config)
+            for _ in range(count):
+                ours(tokens[:1], position_ids=positions, use_cache=False)
+            ours(tokens[:1], use_cache=False)
+            advance(ours)
+            found.append((take_means(ours).recall, torch.tensor(state_of(ours).steering.state())))
+    (long, price), (mixed, other) = found
+    torch.testing.assert_close(mixed, long)
+    torch.testing.assert_close(other, price)
+    assert not price.eq(0.25).all() and (long < 1).any()
+
+
 def test_gradient_checkpointing_changes_nothing(tokens):
     ours = with_pattern(small_model(), SPARSE)
     plain = loss_and_gradients(ours, input_ids=tokens, labels=tokens)[1]
