@@ -25,10 +25,10 @@ def wrap_generate_state_dict(original):
         if is_active(saved):
             saved = copy.copy(saved)
             saved.attention_backend = AttnBackend.auto
-            saved.mtraining_price_reached = next(
-                (price for price in (each.state() for each in RUN.steerings) if price is not None),
-                None,
-            )
+            # The first is the command line's, unless layers have settings and targets of their own.
+            reached = [each.state() for each in RUN.steerings if each.moves]
+            saved.mtraining_price_reached = reached[0] if reached else None
+            saved.mtraining_further_prices_reached = reached[1:]
             saved.mtraining_balance_reached = None
             if RUN.balance is not None:
                 origin = origin_of_estimates(saved, settings())
@@ -48,8 +48,9 @@ def wrap_check_checkpoint_args(original):
         if is_active(training_arguments()):
             price = getattr(checkpoint_args, "mtraining_price_reached", None)
             if price is not None:
+                further = getattr(checkpoint_args, "mtraining_further_prices_reached", [])
                 try:
-                    RUN.steering_of_run().restore(price)
+                    RUN.restore_prices([price, *further])
                 except ConfigError as error:
                     raise ConfigError(f"{error}; --finetune leaves the prices out") from None
             estimates = getattr(checkpoint_args, "mtraining_balance_reached", None)

@@ -214,7 +214,8 @@ LIVE_STATE = (
         "`arguments.py`, in `validate_args`",
         "The settings, defaults filled in, as plain values: arguments are pickled into checkpoints, which "
         "must load without this package. `mtraining_price_reached` in a checkpoint is the state of a "
-        "target recall, and `mtraining_balance_reached` that of the estimates of density. "
+        "target recall (`mtraining_further_prices_reached`: of those of layers with settings of their own), "
+        "and `mtraining_balance_reached` that of the estimates of density. "
         "`mtraining_rope_scaling_factor` and `mtraining_rotary_seq_len_interpolation_factor`, set when a "
         "model is built, say that it has the value of the option of that name.",
     ),

@@ -5,7 +5,7 @@ training step."""
 from __future__ import annotations
 
 from ..balance.planner import Planner
-from ..config import MTrainingConfig
+from ..config import ConfigError, MTrainingConfig
 from ..cp_group import RankGroup
 from ..pattern import Steering
 from .arguments import settings
@@ -17,7 +17,8 @@ class RunState:
     """Steering objects by settings and model shape, and the training step that all of them are at.
 
     Layers with the same settings share one: the model chunks of a pipeline stage have configs of their own,
-    and ranks of a stage without attention take part in the sums too.
+    and ranks of a stage without attention take part in the sums too. So do two models of one shape in a
+    process; another setting, such as a start price that differs a little, gives them prices of their own.
 
     Attributes:
         step: the training step under way, from 0.
@@ -59,6 +60,25 @@ class RunState:
     def steerings(self) -> list[Steering]:
         """All that there are."""
         return list(self._steerings.values())
+
+    def restore_prices(self, prices: list) -> None:
+        """Go on from a checkpoint's prices, which were of all steerings with a target, in the order of the
+        layers.
+
+        Raises:
+            ConfigError: there are others now, or it has no prices.
+        """
+        of_run = self.steering_of_run()
+        steerings = [each for each in self.steerings if each.moves]
+        if not steerings:  # they are looked at, and not needed
+            steerings, prices = [of_run], prices[:1]
+        if len(prices) != len(steerings):
+            raise ConfigError(
+                f"the checkpoint has prices of {len(prices)} target recalls, of layers with settings of "
+                f"their own, but this model has {len(steerings)}"
+            )
+        for steering, price in zip(steerings, prices):
+            steering.restore(price)
 
     def price_of_step(self) -> float | None:
         """The price of the step under way, the median of the heads; None without one."""

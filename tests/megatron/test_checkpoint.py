@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.balance.estimates import DensityEstimates
-from megatron_mtraining.megatron import checkpoint, register
+from megatron_mtraining.megatron import checkpoint, register, run_state
 from megatron_mtraining.megatron.checkpoint import (
     wrap_check_checkpoint_args,
     wrap_generate_state_dict,
@@ -96,6 +96,35 @@ def test_estimates_of_density_go_on_from_a_checkpoint(monkeypatch, capsys):
         restore(saved)
     saved.mtraining_balance_reached = None
     restore(saved)
+
+
+def test_layers_with_settings_of_their_own_go_on_at_their_prices(monkeypatch):
+    args = Namespace(
+        attention_backend=AttnBackend["mtraining"], num_layers=2, num_attention_heads=2
+    )
+    of_run, own = (MTrainingConfig.from_options(target_recall=at) for at in (0.9, 0.8))
+
+    def run(*configs):
+        monkeypatch.setattr(RUN, "_steerings", {})
+        return [RUN.steering_of(config, 2, 2) for config in configs]
+
+    for module in (checkpoint, run_state):
+        monkeypatch.setattr(module, "training_arguments", lambda: args)
+        monkeypatch.setattr(module, "settings", lambda: of_run)
+    first, second = run(own, of_run)  # the first layer has its own
+    first.restore([[0.5] * 2] * 2)
+    second.restore([[0.7] * 2] * 2)
+    saved = state_of(args)["args"]
+    restore = wrap_check_checkpoint_args(lambda checkpoint_args: None)
+    first, second = run(own, of_run)
+    restore(saved)
+    assert (first.now(), second.now()) == (0.5, 0.7)
+    run(of_run)
+    with pytest.raises(ConfigError, match="prices of 2 target recalls.*has 1; --finetune"):
+        restore(saved)
+    monkeypatch.setattr(run_state, "settings", lambda: MTrainingConfig.from_options(price=0.3))
+    run()
+    restore(saved)  # with a fixed price, none is needed
 
 
 def test_runs_that_balance_nothing_save_no_estimates(monkeypatch):
