@@ -188,8 +188,9 @@ def install_torch() -> None:
 
 
 def install_core() -> None:
-    """megatron-core's random states, from the one generator that there is."""
+    """megatron-core's random states, from the one generator that there is, and sizes of all-to-alls."""
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def get_state(device="cuda", clone=False, graph_safe=False):
         return torch.get_rng_state()
@@ -197,8 +198,14 @@ def install_core() -> None:
     def set_state(state, device=-1, graph_safe=False):
         torch.set_rng_state(state)
 
+    def on_host(tensor, as_numpy=False, record_stream=False):
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
     random._get_cuda_rng_state = get_state
     random._set_cuda_rng_state = set_state
+    # Megatron's own leaves CPU tensors as they are, and the all-to-all of experts takes no tensors as sizes.
+    for module in (moe_utils, token_dispatcher):
+        module.maybe_move_tensor_to_cpu = on_host
 
 
 def install_training() -> None:

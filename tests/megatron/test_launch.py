@@ -7,10 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from megatron_mtraining import launch as launch_module
 from megatron_mtraining.checkout import python_mismatch, read_version
 from megatron_mtraining.megatron import cpu
+from tests.support.ranks import run_ranks
 
 SCRIPT = """
 import json, sys
@@ -157,6 +159,25 @@ def test_cpu_has_streams_that_have_finished():
     """Megatron's dispatcher of experts' tokens waits for an event that its stream records."""
     cpu.Stream().record_event().synchronize()
     assert cpu.Stream().record_event(event := cpu.Stream()) is event
+
+
+def exchange(rank, world):
+    """Rank r sends r + 1 rows of its number to each rank, as experts' tokens are sent."""
+    cpu.install_torch()
+    cpu.install_core()
+    from megatron.core.tensor_parallel.mappings import all_to_all
+    from megatron.core.transformer.moe.token_dispatcher import maybe_move_tensor_to_cpu
+
+    sent, received = torch.full((world,), rank + 1), torch.arange(1, world + 1)
+    sizes = (maybe_move_tensor_to_cpu(each, as_numpy=True) for each in (received, sent))
+    rows = torch.full((int(sent.sum()), 1), float(rank))
+    return all_to_all(torch.distributed.group.WORLD, rows, *sizes).flatten().tolist()
+
+
+@pytest.mark.slow  # imports Megatron
+def test_cpu_sends_tokens_to_experts_on_other_ranks():
+    """Sizes that Megatron leaves as tensors are a TypeError in the all-to-all."""
+    assert run_ranks(2, exchange) == [[0.0, 1.0, 1.0]] * 2
 
 
 def test_cpu_refuses_arguments_that_need_a_gpu(tmp_path):

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from megatron_mtraining.megatron.cpu import install, install_core, install_torch
+from megatron_mtraining.megatron.missing_names import define_missing_names
 
 __all__ = ["install_core", "install_torch", "install_zigzag"]
 
@@ -37,6 +38,7 @@ def install_zigzag() -> None:
 
 def main(argv: list[str]) -> None:
     install()
+    define_missing_names()
     if argv[0] == "-m":
         sys.argv = argv[1:]
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
