@@ -8,6 +8,7 @@ Also the end of a step, which moves the price.
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
 from dataclasses import dataclass, field
 
@@ -113,6 +114,13 @@ class Density:
     backward: Share | None = None
     dropped: Share | None = None
 
+    @property
+    def computed(self) -> float:
+        """The share of dense attention's operations that were computed; its backward has twice as many as its
+        forward."""
+        backward = self.density if self.backward is None else self.backward
+        return (self.density.mean + 2 * backward.mean) / 3
+
     def line(self, iteration: int, price: float | None = None) -> str:
         """The line of the training log."""
         density, recall = self.density, self.recall
@@ -179,15 +187,18 @@ def wrap_training_log(original):
     signature = inspect.signature(original)
 
     def training_log(*args, **kwargs):
-        result = original(*args, **kwargs)
         if not is_active(training_arguments()):
-            return result
+            return original(*args, **kwargs)
         iteration = signature.bind(*args, **kwargs).arguments["iteration"]
         is_logged = RUN.is_logged(iteration)
+        density = take_density() if is_logged else None
+        if density is not None and math.isfinite(density.computed):
+            RUN.computed = density.computed  # for the throughput that Megatron is about to log
+        result = original(*args, **kwargs)
         price = RUN.price_of_step() if is_logged else None  # the next step's may be another
         end_step(iteration)
         if is_logged:
-            log_density(iteration, price)
+            log_density(iteration, price, density)
             RUN.logged = True
             if RUN.balancer is not None:
                 RUN.balancer.read()
@@ -195,6 +206,26 @@ def wrap_training_log(original):
         return result
 
     return training_log
+
+
+def wrap_floating_point_operations(original):
+    """``num_floating_point_operations`` of the pairs that attention computed, not of all causal ones."""
+    signature = inspect.signature(original)
+
+    def num_floating_point_operations(*args, **kwargs):
+        operations = original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        run = given["args"]
+        if not is_active(run):
+            return operations
+        squares = given.get("seqlen_squared_sum_in_batch")
+        if squares is None:
+            squares = given["batch_size"] * run.seq_length**2
+        # Two products forward and four backward; an addition and a multiplication for each causal pair.
+        hidden = run.kv_channels * run.num_attention_heads * run.num_layers
+        return operations - (1 - RUN.computed) * 6 * hidden * squares
+
+    return num_floating_point_operations
 
 
 def end_step(iteration: int) -> None:
@@ -221,16 +252,16 @@ def figures(density: Density) -> dict[str, float]:
     return values
 
 
-def log_density(iteration: int, price: float | None) -> None:
-    """Print and record density and recall since the last call; called by all ranks alike.
+def log_density(iteration: int, price: float | None, density: Density | None) -> None:
+    """Print and record density and recall.
 
     Args:
         price: of the step that has ended.
+        density: of the steps since the last call; None prints nothing.
     """
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
     from megatron.training.utils import print_rank_last
 
-    density = take_density()
     if density is None:
         return
     print_rank_last(density.line(iteration, price))

@@ -167,6 +167,13 @@ def live_changes() -> tuple[LiveChange, ...]:
             "no hook for figures of a layer.",
         ),
         LiveChange(
+            "megatron.training.training",
+            "num_floating_point_operations",
+            density.wrap_floating_point_operations,
+            "Counts the query-key pairs that attention computed (`--log-throughput`): Megatron counts all "
+            "causal ones, which gives sparse runs more TFLOP/s than a GPU has.",
+        ),
+        LiveChange(
             "megatron.training.checkpointing",
             "generate_state_dict",
             checkpoint.wrap_generate_state_dict,

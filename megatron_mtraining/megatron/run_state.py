@@ -25,6 +25,7 @@ class RunState:
         balance: the plans of steps, on ranks with a data loader; None elsewhere, and in other runs.
         restored_balance: the state of their estimates in the checkpoint that training goes on from.
         logged: whether a step of this process has been logged.
+        computed: the share of attention's dense operations that logged steps computed; 1 before the first.
         warned_of_density: whether this run was told that its price leaves nothing out.
         balancer: tuning and accounting; None where neither batching nor tuning is on. :meth:`balancer_of_run`
             makes it in a run of Megatron-LM; other training loops set it.
@@ -35,6 +36,7 @@ class RunState:
         self.balance: Planner | None = None
         self.restored_balance: dict | None = None
         self.logged = False
+        self.computed = 1.0
         self.warned_of_density = False
         self.balancer: Balancer | None = None
         self._balancer_made = False

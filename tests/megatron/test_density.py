@@ -92,7 +92,7 @@ def test_attention_that_is_nan_does_not_end_the_log(monkeypatch):
     monkeypatch.setattr(global_vars, "get_wandb_writer", lambda: None)
     meter = DensityMeter()
     meter.add(torch.tensor([[0.25, 0.5]]), torch.full((1, 2), float("nan")))
-    module.log_density(7, None)
+    module.log_density(7, None, take_density())
     names = [name for name, *_ in written]
     assert ("mtraining-density/heads", [0.25, 0.5]) in written
     assert "mtraining-recall/heads" not in names and "mtraining-recall-layers/00" in names
@@ -111,7 +111,7 @@ def test_a_price_that_leaves_nothing_out_is_warned_of_once(
     meter = DensityMeter()
     for _ in range(2):
         meter.add(torch.full((1, 2), density))
-        module.log_density(1, price)
+        module.log_density(1, price, take_density())
     printed = capsys.readouterr().out
     assert printed.count("warning: density is 0.9900") == expected, printed
     assert printed.count("--mtraining-price") == expected
@@ -141,6 +141,7 @@ def test_backwards_that_are_pruned():
     first.add_backward(torch.tensor([[0.3, 0.3]]), torch.tensor([[0.04, 0.04]]))
     density = take_density()
     assert density.backward.mean == pytest.approx(0.25)  # of the first layer alone
+    assert density.computed == pytest.approx((0.5 + 2 * 0.25) / 3)
     assert density.dropped.mean == pytest.approx(0.035)
     assert density.dropped.highest == pytest.approx(0.04)
     assert density.density.mean == pytest.approx(0.5)
@@ -182,7 +183,7 @@ def run_of_arguments(monkeypatch, backend: str) -> tuple[RunState, SimpleNamespa
 def test_log_on_megatron_s_interval_and_only_in_our_runs(backend, monkeypatch):
     run_of_arguments(monkeypatch, backend)
     logged, called = [], []
-    monkeypatch.setattr(module, "log_density", lambda iteration, _: logged.append(iteration))
+    monkeypatch.setattr(module, "log_density", lambda iteration, *_: logged.append(iteration))
     ended = []
     monkeypatch.setattr(module, "end_step", ended.append)
 
@@ -207,7 +208,43 @@ def test_the_price_in_the_log_is_that_of_the_step(monkeypatch):
     logged = []
     monkeypatch.setattr(module, "log_density", lambda *given: logged.append(given))
     module.wrap_training_log(lambda iteration: None)(1)
-    assert logged == [(1, 0.2)]
+    assert logged == [(1, 0.2, None)]
+
+
+def dense_operations(args, batch_size):
+    """As Megatron 0.16 counts them, of which attention's are 6 d h s^2 in each layer."""
+    attention = args.kv_channels * args.num_attention_heads * args.seq_length**2 * args.num_layers
+    return batch_size * (1000 + 6 * attention)
+
+
+def packed_operations(args, batch_size, seqlen_squared_sum_in_batch=None, total=None):
+    """As 0.18 and later do with packed documents."""
+    squares = seqlen_squared_sum_in_batch or batch_size * args.seq_length**2
+    attention = args.kv_channels * args.num_attention_heads * squares * args.num_layers
+    return batch_size * 1000 + 6 * attention
+
+
+@pytest.mark.parametrize("given", [(3,), (3, None, None), (3, 77, 99)])
+@pytest.mark.parametrize("backend", ["mtraining", "auto"])
+def test_throughput_counts_the_pairs_that_attention_computed(backend, given, monkeypatch):
+    """In the first line of the log, too, which is that of the density it counts by."""
+    run, args = run_of_arguments(monkeypatch, backend)
+    vars(args).update(kv_channels=64, num_attention_heads=2, num_layers=3, seq_length=8)
+    original = dense_operations if len(given) == 1 else packed_operations
+    operations = module.wrap_floating_point_operations(original)
+    for name in ("end_step", "log_density"):
+        monkeypatch.setattr(module, name, lambda *given: None)
+    found = []
+    training_log = module.wrap_training_log(
+        lambda iteration: found.append(operations(args, *given))
+    )
+    meter = DensityMeter()
+    for step, density in (1, 0.25), (2, 0.5), (5, 0.75), (10, float("nan")):
+        meter.add(torch.full((1, 2), density))
+        training_log(step)
+    attention = original(args, *given) - 3000
+    shares = [0.25, 0.25, 0.625, 0.625] if backend == "mtraining" else [1.0] * 4
+    assert found == pytest.approx([3000 + share * attention for share in shares])
 
 
 @pytest.mark.parametrize("backend, resumed", [("mtraining", 0), ("mtraining", 7), ("flash", 0)])
@@ -215,7 +252,7 @@ def test_steps_that_are_logged(backend, resumed, monkeypatch):
     """Known before a step as after it; in other training loops, any may be."""
     run, args = run_of_arguments(monkeypatch, backend)
     monkeypatch.setattr(module, "end_step", lambda iteration: None)
-    monkeypatch.setattr(module, "log_density", lambda iteration, _: logged.append(iteration))
+    monkeypatch.setattr(module, "log_density", lambda iteration, *_: logged.append(iteration))
     training_log = module.wrap_training_log(lambda iteration, is_first_iteration: None)
     logged, expected = [], []
     for step in range(resumed, resumed + 12):
