@@ -36,7 +36,7 @@ PARALLEL=(
 )
 TRAIN=(
   --bf16 --micro-batch-size 1 --global-batch-size 1 --train-iters "$ITERATIONS"
-  --lr 1e-5 --lr-decay-style constant
+  --lr 1e-5 --lr-decay-style constant --calculate-per-token-loss
   --no-gradient-accumulation-fusion --cross-entropy-loss-fusion
   --no-create-attention-mask-in-dataloader
   --log-interval 1 --eval-interval 1000 --eval-iters 0

@@ -152,6 +152,9 @@ TRAINING=(
   --no-create-attention-mask-in-dataloader
   # The fused one needs NVIDIA apex.
   --no-gradient-accumulation-fusion
+  # Else each context-parallel rank divides by its own loss tokens, of which masked ends of documents leave
+  # unequal numbers.
+  --calculate-per-token-loss
   --train-iters "${ITERATIONS:=1000}"
   # ProLong's (train_64K.sh): for weights that are trained already.
   --lr "${LR:=1e-5}" --min-lr "${MIN_LR:-1e-6}" --lr-decay-style cosine --lr-warmup-fraction 0.1

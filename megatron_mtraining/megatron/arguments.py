@@ -22,7 +22,7 @@ from ..ring.pruning import check_entries
 from ..switches import check_switches
 from .backend import is_active, training_arguments
 from .balance_options import check_balance, lines_of_balance
-from .checks import check_settings, inner_group_size
+from .checks import check_settings, inner_group_size, warning_of_loss
 from .options import FILLED_IN, add_arguments, attribute, config_from_args
 from .output_layer import check_loss, why_not
 from .packed_documents import check_documents, fill_in_documents
@@ -123,7 +123,7 @@ def fill_in(args) -> list[str]:
     given = " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
     lines = [f"settings: {given}"]
     ahead = lookahead_warning(config, getattr(args, "num_layers", None), args.num_attention_heads)
-    lines += [f"warning: {each}" for each in (warning, ahead) if each]
+    lines += [f"warning: {each}" for each in (warning, ahead, warning_of_loss(args)) if each]
     lines += fill_in_documents(args)
     lines += lines_of_balance(args, config)
     chunked = config.loss_chunk != 0 and why_not(args, command_line=True) is None

@@ -205,6 +205,8 @@ REFUSALS = (
 )
 
 
+PER_TOKEN_EXPERTS = (0, 19)
+"""The first Megatron whose auxiliary losses of experts are right with ``--calculate-per-token-loss``."""
 OF_LAYOUT = ("logits_save_dir", "logits_load_dir")
 """Options of Megatron-LM's whose files have each context-parallel rank's tokens in Megatron's own layout."""
 
@@ -258,6 +260,44 @@ def _check_groups(settings, command_line: bool) -> None:
         raise ConfigError(
             f"{name} is {groups}, which does not divide the {heads} attention heads: use a divisor"
         )
+
+
+def warning_of_loss(args) -> str | None:
+    """What Megatron's own normalization of losses gets wrong on several ranks, with any attention.
+
+    Without ``--calculate-per-token-loss``, ``forward_step_calc_loss`` divides a context-parallel rank's loss
+    by its own loss tokens, and gradients are means over ranks. With it, ``TopKRouter`` before 0.19 scales
+    auxiliary losses by the tokens of one tensor- and context-parallel rank.
+    """
+    size = args.context_parallel_size or 1
+    if not getattr(args, "calculate_per_token_loss", False):
+        # Of real data Megatron masks the tokenizer's padding, which often is the end of documents, too.
+        masked = getattr(args, "eod_mask_loss", False) or not getattr(args, "mock_data", True)
+        if size == 1 or not masked:
+            return None
+        return (
+            f"--context-parallel-size is {size}, and Megatron divides the loss of each context-parallel "
+            "rank by that rank's own loss tokens: where their numbers differ (--eod-mask-loss, labels that "
+            f"are the tokenizer's padding), gradients are up to {size} times too small, though the logged "
+            "loss is right; add --calculate-per-token-loss"
+        )
+    size *= getattr(args, "tensor_model_parallel_size", None) or 1
+    given = []
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        value = getattr(args, name, None)
+        if any(value if isinstance(value, list | tuple) else [value]):
+            given.append("--" + name.replace("_", "-"))
+    if size == 1 or not getattr(args, "num_experts", None) or not given:
+        return None
+    from megatron.core import __version__
+
+    if tuple(int(part) for part in __version__.split(".")[:2]) >= PER_TOKEN_EXPERTS:
+        return None
+    return (
+        f"with --calculate-per-token-loss, Megatron-Core {__version__} makes gradients of auxiliary losses "
+        f"of experts {size} times too small (tensor- times context-parallel ranks): give "
+        f"{' and '.join(given)} {size} times as large, or use Megatron 0.19 or later"
+    )
 
 
 def inner_group_size(settings, cp_size: int, gathered: int, command_line: bool) -> int:

@@ -143,3 +143,49 @@ def test_cached_logits_are_of_another_layout(name):
         ArgumentsError, match=f"--{name.replace('_', '-')} is logits.*parallel-size 2"
     ):
         check(parse(context_parallel_size=2, **{name: "logits"}))
+
+
+UNEVEN = {
+    "ends masked": (dict(eod_mask_loss=True, mock_data=True), True),
+    "padding masked": (dict(mock_data=False), True),
+    "no loss mask": (dict(mock_data=True), False),
+    "one rank": (dict(eod_mask_loss=True, context_parallel_size=1), False),
+    "mean over tokens": (dict(eod_mask_loss=True, calculate_per_token_loss=True), False),
+}
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_ranks_that_divide_by_their_own_loss_tokens_are_warned_of(name):
+    given, warned = UNEVEN[name]
+    said = [line for line in check(parse(**given)) if "add --calculate-per-token-loss" in line]
+    assert len(said) == warned
+    assert not warned or said[0].startswith("warning: --context-parallel-size is 2")
+    assert check(parse(backend="auto", **given)) == []
+
+
+EXPERTS = dict(num_experts=4, moe_aux_loss_coeff=[0.01, 0.0], calculate_per_token_loss=True)
+SCALED = {
+    "aux": ({}, "give --moe-aux-loss-coeff 2 times"),
+    "both, TP 2": (
+        dict(moe_z_loss_coeff=1e-3, tensor_model_parallel_size=2),
+        "give --moe-aux-loss-coeff and --moe-z-loss-coeff 4 times",
+    ),
+    "one rank": (dict(context_parallel_size=1), ""),
+    "no auxiliary loss": (dict(moe_aux_loss_coeff=0.0), ""),
+    "no experts": (dict(num_experts=None), ""),
+    "mean over ranks": (dict(calculate_per_token_loss=False), ""),
+}
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.18.2", "0.19.0", "1.0"])
+@pytest.mark.parametrize("name", SCALED)
+def test_losses_of_experts_that_megatron_scales_down_are_warned_of(name, version, monkeypatch):
+    monkeypatch.setattr("megatron.core.__version__", version)
+    given, expected = SCALED[name]
+    said = [
+        line
+        for line in check(parse(**{**EXPERTS, **given}))
+        if "auxiliary losses of experts" in line
+    ]
+    assert len(said) == (bool(expected) and version.startswith("0.1") and version < "0.19")
+    assert all(expected in line and line.startswith("warning: ") for line in said)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.balance_cases import EOD, long_tailed, profile, write_documents
-from tests.support.pretrain_tree import SEQUENCE, losses
+from tests.support.pretrain_tree import SEQUENCE, check_same, losses
 
 STEPS, BATCH = 5, 8
 BALANCE = f"""
@@ -25,7 +25,7 @@ APART = ["--reset-attention-mask"]
 
 @pytest.fixture(scope="module")
 def packed(tree, tmp_path_factory):
-    """Runs over a dataset of packed documents: ``run(processes, *words)``, and losses of one process."""
+    """Runs over a dataset of packed documents: ``run(processes, *words)``, and the run of one process."""
     folder = tmp_path_factory.mktemp("packed")
     lengths = long_tailed(900, 700)
     samples = sum(lengths) // SEQUENCE
@@ -44,10 +44,10 @@ def packed(tree, tmp_path_factory):
             given += ["--mtraining-profile", profile(folder)]
         return tree.run("launcher", processes, *given, data=data)
 
-    def alone(*words, name: str = "packed") -> list[float]:
+    def alone(*words, name: str = "packed"):
         at = (name, *words)
         if at not in found:
-            found[at] = losses(run(1, *words, name=name), STEPS)
+            found[at] = run(1, *words, name=name)
         return found[at]
 
     return SimpleNamespace(run=run, alone=alone, folder=folder)
@@ -70,28 +70,27 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_losses_are_those_of_one_process(name, packed):
+def test_steps_are_those_of_one_process(name, packed):
     """With the mean over tokens of the global batch, whatever micro-batch has how many of them."""
     processes, words = LAYOUTS[name]
     common = [*DENSE, *APART, "--calculate-per-token-loss"]
     run = packed.run(processes, *common, *words.split())
-    assert losses(run, STEPS) == pytest.approx(packed.alone(*common), abs=2e-5, rel=0)
+    check_same(run, packed.alone(*common), 2e-5, STEPS)
 
 
 def test_megatrons_mean_over_micro_batches_is_the_same_where_each_has_one_sample(packed):
     expected = packed.alone(*DENSE, *APART)
     run = packed.run(4, *DENSE, *APART, "--mtraining-batching", "cost")
-    assert losses(run, STEPS) == pytest.approx(expected, abs=2e-5, rel=0)
-    assert expected != pytest.approx(
-        packed.alone(*DENSE, *APART, "--calculate-per-token-loss"), abs=1e-6
-    )
+    check_same(run, expected, 2e-5, STEPS)
+    per_token = losses(packed.alone(*DENSE, *APART, "--calculate-per-token-loss"), STEPS)
+    assert losses(expected, STEPS) != pytest.approx(per_token, abs=1e-6)
 
 
 def test_micro_batches_of_several_samples(packed):
     per_token = [*DENSE, *APART, "--calculate-per-token-loss"]
     words = ["--micro-batch-size", "2", "--mtraining-batching", "cost"]
     run = packed.run(2, *per_token, *words)
-    assert losses(run, STEPS) == pytest.approx(packed.alone(*per_token), abs=2e-5, rel=0)
+    check_same(run, packed.alone(*per_token), 2e-5, STEPS)
     run = packed.run(2, *DENSE, *APART, *words)
     assert run.returncode != 0 and "use --calculate-per-token-loss" in run.stderr
 
@@ -107,7 +106,7 @@ def test_sparse_patterns_go_with_the_samples(packed):
         "--calculate-per-token-loss",
     ]
     run = packed.run(2, *price, "--mtraining-batching", "cost")
-    assert losses(run, STEPS) == pytest.approx(packed.alone(*price), abs=2e-5, rel=0)
+    check_same(run, packed.alone(*price), 2e-5, STEPS)
 
 
 def test_pipeline_stages_by_lengths_of_documents(packed, checkout):
@@ -116,9 +115,9 @@ def test_pipeline_stages_by_lengths_of_documents(packed, checkout):
         pytest.skip("this Megatron-LM has no --dataloader-inter-document-masking")
     stages = ["--pipeline-model-parallel-size", "2", "--dataloader-inter-document-masking", *DENSE]
     stages += ["--calculate-per-token-loss"]
-    whole = losses(packed.run(2, *stages, name="documents"), STEPS)
+    whole = packed.run(2, *stages, name="documents")
     run = packed.run(4, *stages, "--mtraining-batching", "cost", name="documents")
-    assert losses(run, STEPS) == pytest.approx(whole, abs=2e-5, rel=0)
+    check_same(run, whole, 2e-5, STEPS)
 
 
 def test_a_run_goes_on_at_another_data_parallel_size(packed, tmp_path):

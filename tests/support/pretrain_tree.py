@@ -11,6 +11,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pytest
+
 from megatron_mtraining.tools.cli import main
 from tests.support import cpu_shim
 from tests.support.running import torchrun
@@ -34,7 +36,7 @@ TRAINING = f"""
 """
 MOCK = "--mock-data --tokenizer-type NullTokenizer --vocab-size 500"
 # With a larger vocabulary no token of the mock data but the last of a document is its end.
-PACKING = ["--eod-mask-loss", "--vocab-size", "4200"]
+PACKING = ["--eod-mask-loss", "--calculate-per-token-loss", "--vocab-size", "4200"]
 DOCUMENTS = ["--reset-attention-mask", "--reset-position-ids", *PACKING]
 
 
@@ -77,17 +79,31 @@ class Tree:
         script = root / "pretrain_gpt.py"
         return [SHIM, *how, script, *MODEL.split(), *TRAINING.split(), *data.split(), *words], root
 
-    def dense(self) -> list[float]:
-        """The losses of Megatron's own attention in one process, without the plug-in."""
+    def dense(self):
+        """The run of Megatron's own attention in one process, without the plug-in."""
         if self._dense is None:
-            self._dense = losses(self.run("plain", 1))
+            self._dense = self.run("plain", 1)
         return self._dense
 
-    def apart(self) -> list[float]:
+    def apart(self):
         """The same with packed documents, by Megatron's own mask of documents."""
         if self._apart is None:
-            self._apart = losses(self.run("plain", 1, *DOCUMENTS))
+            self._apart = self.run("plain", 1, *DOCUMENTS)
         return self._apart
+
+
+def check_same(run, expected, within: float = 1e-5, steps: int = STEPS) -> None:
+    """Check that losses of all steps are equal ``within`` that, and gradient norms to the digits of the log:
+    losses alone do not show how gradients are scaled, on which Adam's steps do not depend."""
+    assert losses(run, steps) == pytest.approx(losses(expected, steps), abs=within, rel=0)
+    assert norms(run, steps) == pytest.approx(norms(expected, steps), abs=2e-3, rel=1e-3)
+
+
+def norms(run, steps: int = STEPS) -> list[float]:
+    """Gradient norms of all steps."""
+    found = [float(norm) for norm in re.findall(r"grad norm: (\S+)", run.stdout)]
+    assert len(found) == steps, run.stdout[-4000:]
+    return found
 
 
 def losses(run, steps: int = STEPS) -> list[float]:
