@@ -133,7 +133,7 @@ def step_at_price(seq: int, world: int = 4) -> Row:
     return _best([
         row for row in steps_rows()
         if (row["seq"], row["world"], row["weights"]) == (seq, world, "random")
-        and row["price"] and row["density"] > 0.1 and dense_of(row, TWICE)
+        and row["price"] and row["density"] > 0.1 and (dense_of(row, KEPT) or dense_of(row, TWICE))
     ])  # fmt: skip
 
 
