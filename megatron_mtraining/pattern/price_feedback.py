@@ -22,6 +22,8 @@ GAIN = 0.3
 SLOPE = 0.75
 """About how the logarithm of the attention that is lost goes with the price's in trained models. Feedback
 makes up for the rest."""
+STEEP = 4 * SLOPE
+"""The slope of the steepest loss that is followed as it is measured."""
 MAX_LOG_STEP = 0.5
 """The farthest that a step moves the price's logarithm down; twice that if the step before went as far, and
 so on, for prices that are far too high."""
@@ -98,9 +100,10 @@ class PriceFeedback:
         """How far the logarithms of prices move, by the loss as a share of what is allowed."""
         # The price makes up for a part of what is too much. Of a share, not of a logarithm, noise leaves the
         # mean where it is. But it does not fall beyond where the target should be.
-        by = GAIN * (1 - loss) / SLOPE
+        slope = (self._products / self._squares).clamp(SLOPE, STEEP)  # steps too long would swing
+        by = GAIN * (1 - loss) / slope
         limited = enough & (by <= -self._limit)
-        by = torch.maximum(by, -loss.clamp(min=1).log() / SLOPE).maximum(-self._limit)
+        by = torch.maximum(by, -loss.clamp(min=1).log() / slope).maximum(-self._limit)
         limit = torch.where(limited, 2 * self._limit, MAX_LOG_STEP)
         self._limit = torch.where(enough, limit, self._limit)
         return by

@@ -54,6 +54,16 @@ def test_a_price_without_effect_does_not_run_away(lost, stops):
     assert stops or feedback.log_prices < math.log(4.1 * FREE)
 
 
+@pytest.mark.parametrize("slope", [1.0, 3.0, 6.0])
+def test_a_steep_head_does_not_swing(slope):
+    feedback = feedback_at(0.2)
+    for step in range(120):
+        lost = answer(feedback.log_prices, slope=slope)
+        if step > 80:
+            assert 0.8 * ALLOWED < lost < 1.2 * ALLOWED, step
+        feedback.move(lost, ONE, ALLOWED)
+
+
 def test_noise_is_no_answer():
     torch.manual_seed(0)
     feedback = feedback_at(FREE, (200,))
