@@ -88,6 +88,9 @@ class PriceFeedback:
 
         prices, anchor = self.log_prices, self._anchor
         risen = enough & (prices - anchor >= REACH)
+        # Noise or a restart may have raised the anchor: it comes down again as long as there is no slope.
+        lower = (anchor - REACH).clamp(min=math.log(FREE)).minimum(anchor)
+        anchor = torch.where(risen & ~has_slope, lower, anchor)
         moved = torch.where(risen & ~has_slope, anchor, prices + by)
         highest = torch.where(enough & has_slope, math.inf, anchor + REACH + GAIN / SLOPE)
         moved = torch.where(known, moved.minimum(highest), prices).clamp(*map(math.log, RANGE))

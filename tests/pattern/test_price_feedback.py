@@ -64,13 +64,25 @@ def test_a_steep_head_does_not_swing(slope):
         feedback.move(lost, ONE, ALLOWED)
 
 
-def test_noise_is_no_answer():
+@pytest.mark.parametrize("noise", [0.1, 0.3, 0.5])
+def test_noise_is_no_answer(noise):
     torch.manual_seed(0)
-    feedback = feedback_at(FREE, (200,))
-    for _ in range(300):
-        lost = 1e-3 * torch.exp(0.1 * torch.randn(200))
-        feedback.move(lost, torch.ones(200), ALLOWED)
-    assert (feedback.log_prices - math.log(FREE)).quantile(0.95) < 3
+    feedback = feedback_at(FREE, (100,))
+    for _ in range(1500):
+        lost = 0.1 * ALLOWED * torch.exp(noise * torch.randn(100))
+        feedback.move(lost, torch.ones(100), ALLOWED)
+    for prices in (feedback.log_prices, feedback.settled()):
+        assert (prices - math.log(FREE)).quantile(0.75) < math.log(5)
+
+
+def test_jobs_of_many_steps_do_not_wind_up():
+    """Each goes on from the checkpoint of the one before, wherever in its cycle the price is."""
+    feedback = feedback_at(FREE)
+    for job in range(20):
+        feedback = PriceFeedback(feedback.settled())
+        for _ in range(100 + job):
+            feedback.move(torch.tensor(0.0), ONE, ALLOWED)
+    assert feedback.settled() < math.log(4.1 * FREE)
 
 
 @pytest.mark.parametrize("price", (*RANGE[1:], 10.0))
