@@ -24,9 +24,9 @@ NAME = "mtraining"
 TAIL_ROWS = 256
 """Rows of a dense tail that are computed at a time."""
 HARMLESS = frozenset(
-    ("cache", "cache_position", "is_causal", "max_length_k", "max_length_q", "num_items_in_batch",
-     "output_attentions", "output_hidden_states", "output_router_logits", "past_key_values",
-     "position_embeddings", "return_dict", "shift_labels", "use_cache")
+    ("cache", "cache_position", "ignore_index", "is_causal", "max_length_k", "max_length_q",
+     "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits",
+     "past_key_values", "position_embeddings", "return_dict", "shift_labels", "use_cache")
 )  # fmt: skip
 """Keyword arguments of attention functions that do not change what attention computes, or are looked at."""
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import warnings
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..config import ConfigError, MTrainingConfig, Policy, head_policies
 from ..cp_group import RankGroup
@@ -19,12 +20,12 @@ ATTRIBUTE = "mtraining_state"
 MANY_FORWARDS = 1024
 """Training forwards without a step of an optimizer after which a target recall says that it waits for one."""
 
-_optimizer_steps = 0
+_STEPS: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+"""How often each optimizer of this process has stepped."""
 
 
 def _count_step(optimizer, args, kwargs) -> None:
-    global _optimizer_steps
-    _optimizer_steps += 1
+    _STEPS[optimizer] = _STEPS.get(optimizer, 0) + 1
 
 
 register_optimizer_step_post_hook(_count_step)
@@ -78,7 +79,8 @@ class PatternState:
         self.steering = Steering(config, shape=self.shape)
         self.is_placed = False
         # Training forwards of the step under way, and steps of optimizers before the first of them.
-        self._forwards = self._steps_before = 0
+        self._forwards = 0
+        self._steps_before: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._policies = [
             head_policies(config, i, num_layers, num_heads) for i in range(num_layers)
         ]
@@ -97,13 +99,16 @@ class PatternState:
         settings."""
         return self.steering.price(device, layer, 0, self.shape[1])
 
-    def begin_forward(self) -> None:
-        """Before a forward that trains. If an optimizer, any of this process, has stepped since the last one,
-        a step has ended: :meth:`advance`."""
-        if self._forwards and _optimizer_steps != self._steps_before:
-            self.advance()
+    def begin_forward(self, body: nn.Module) -> None:
+        """Before a forward of the model's body that trains. If an optimizer of its parameters has stepped
+        since the last one, a step has ended: :meth:`advance`."""
+        steps = _STEPS.copy()  # does not keep optimizers alive
+        if self._forwards and steps != self._steps_before:
+            stepped = [each for each in steps if steps[each] != self._steps_before.get(each, 0)]
+            if _have_parameters(stepped, body) or not _have_parameters(list(steps), body):
+                self.advance()
         if not self._forwards:
-            self._steps_before = _optimizer_steps
+            self._steps_before = steps
         self._forwards += 1
         if self._forwards == MANY_FORWARDS and self.steering.moves:
             warnings.warn(
@@ -156,6 +161,14 @@ class PatternState:
             means[:, layer] = (sums[:2] / sums[2]).cpu()
         self._backward = {}
         return BackwardMeans(*means)
+
+
+def _have_parameters(optimizers: list[Optimizer], body: nn.Module) -> bool:
+    """Whether one of the optimizers has a parameter of a model. Of a model whose optimizer has flat or
+    sharded copies, none has; nor before its optimizer's first step, when another's counts."""
+    own = {id(parameter) for parameter in body.parameters()}
+    groups = [group for each in optimizers for group in each.param_groups]
+    return any(id(parameter) in own for group in groups for parameter in group["params"])
 
 
 def _add(sums: dict[int, Tensor], layer: int, *values: Tensor) -> None:

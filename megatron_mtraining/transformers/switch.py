@@ -54,18 +54,34 @@ def _give_defaults(kind: type) -> None:
     def after_init(self):
         post_init(self)
         if self.config._attn_implementation == NAME and find_state(self) is None:
-            _attach(self, MTrainingConfig())
+            _attach_defaults(self)
             _check_interface(self)
 
     @wraps(set_implementation)
     def set_attn_implementation(self, attn_implementation, *args, **kwargs):
-        if attn_implementation == NAME and find_state(self) is None:
-            _attach(self, MTrainingConfig())
+        if isinstance(attn_implementation, dict):  # by part of a model
+            named = attn_implementation.get("") == NAME
+        else:
+            named = attn_implementation == NAME
+        if named and find_state(self) is None:
+            _attach_defaults(self)
         set_implementation(self, attn_implementation, *args, **kwargs)
-        if attn_implementation == NAME:
+        if named:
             _check_interface(self)
 
     kind.post_init, kind.set_attn_implementation = after_init, set_attn_implementation
+
+
+def _attach_defaults(model: nn.Module) -> None:
+    """Default settings, with a line in the log: trainers make models of their own, such as reference models,
+    which do not have the settings that :func:`configure` gives to another."""
+    from transformers.utils import logging
+
+    _attach(model, MTrainingConfig())
+    logging.get_logger(__name__).warning(
+        f"{type(model).__name__} attends with the default settings of attention mtraining (policy price, "
+        f"{MTrainingConfig().policy.price:g}) until megatron_mtraining.transformers.configure gives it others"
+    )
 
 
 def _refuse_assisted_decoding() -> None:
@@ -171,7 +187,7 @@ def _before_forward(body: nn.Module, args: tuple, kwargs: dict) -> None:
         _check_devices(body)
         state.is_placed = True
     if is_ours and body.training and torch.is_grad_enabled():
-        state.begin_forward()
+        state.begin_forward(body)
     names = inspect.signature(body.forward).parameters
     under_way.set(PatternMask({**dict(zip(names, args)), **kwargs}))
 

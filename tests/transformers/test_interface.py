@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -300,6 +301,24 @@ def test_steps_of_an_optimizer_move_the_prices(tokens):
         assert state_of(ours).steering.step == 2
         found.append(torch.tensor(state_of(ours).steering.state()))
     assert (found[0] > 0.25).all()
+
+
+def test_optimizers_of_other_models_move_no_prices(tokens):
+    config = MTrainingConfig.from_options(target_recall=0.5, block_size=64, window=64)
+    ours, other = (with_pattern(small_model(num_hidden_layers=1), config) for _ in range(2))
+    mine, its = (torch.optim.SGD(each.parameters(), lr=1e-3) for each in (ours, other))
+    for optimizer, steps in ((mine, 1), (its, 1), (mine, 2)):
+        ours(tokens[:1, :256], labels=tokens[:1, :256], use_cache=False).loss.backward()
+        optimizer.step()
+        ours(tokens[:1, :256], use_cache=False)
+        assert state_of(ours).steering.step == steps
+    # The optimizer of a model whose parameters are copied, as in sharding, is not known by them.
+    flat = torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=1e-3)
+    del mine, its, optimizer
+    gc.collect()
+    flat.step()
+    ours(tokens[:1, :256], use_cache=False)
+    assert state_of(ours).steering.step == 3
 
 
 def test_a_target_recall_that_no_step_moves_says_so(tokens, monkeypatch):
