@@ -20,6 +20,7 @@ import sysconfig
 from contextlib import redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
+from traceback import extract_tb
 
 from .checkout import python_mismatch, read_version
 from .config import ConfigError
@@ -80,6 +81,8 @@ def _check(argv: list[str]) -> None:
             problem = said.getvalue().strip().rpartition("\n")[2]
     except Exception as error:  # Megatron refuses by many types
         problem = first_line(error)
+        if not str(error):  # an assertion without words: what it asserts
+            problem += f": {extract_tb(error.__traceback__)[-1].line}"
     raise SystemExit(problem)
 
 
@@ -93,6 +96,11 @@ def _stop_when_valid(original):
     def set_global_variables(args, *others, **named):
         from megatron.training.arguments import core_transformer_config_from_args
 
+        if (
+            find_spec("transformer_engine") is None
+            and args.transformer_impl == "transformer_engine"
+        ):
+            args.apply_rope_fusion = False  # of Transformer Engine, whose absence is said below
         # It refuses sizes that do not divide, as a start does when it builds the model.
         core_transformer_config_from_args(args)
         raise _Valid(args)

@@ -169,7 +169,7 @@ def test_later_tokens(monkeypatch):
     monkeypatch.setattr(real_tables, "rows", found.__getitem__)
     monkeypatch.setattr(real_tables, "is_measured", lambda name: True)
     expected = (
-        "| moba, as published, 15.0% | its block | +1.00%; +1.50% | +0.50% | +0.0100 ± 0.0021 | "
+        "| moba, as published, 15.0% | its block | +1.00%; +1.50% ± 0.11 | +0.50% | +0.0100 ± 0.0021 | "
         "+0.0000 ± 0.0021 | +0.6000 ± 0.0021 |"
     )
     assert expected in tables.TABLES["later_tokens"]()

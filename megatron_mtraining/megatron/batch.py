@@ -112,6 +112,8 @@ def slice_batch(
             f"the entries of the batch are not of one sequence length: {shapes}; attention backend "
             "mtraining does not know how to slice them"
         )
+    if not ours:  # a pipeline stage without data
+        return batch
     if documents is None:
         _check_positions(batch.get("position_ids"))
     found = _documents(batch) if documents else None

@@ -12,6 +12,7 @@ from ..config import ConfigError
 from .arguments import settings
 from .backend import is_active, training_arguments
 from .balance_options import origin_of_estimates
+from .rotary_options import warn_of_other_positions
 from .run_state import RUN
 from .wrapping import log
 
@@ -46,6 +47,7 @@ def wrap_check_checkpoint_args(original):
     def check_checkpoint_args(checkpoint_args, *others, **named):
         result = original(checkpoint_args, *others, **named)
         if is_active(training_arguments()):
+            warn_of_other_positions(training_arguments(), checkpoint_args)
             price = getattr(checkpoint_args, "mtraining_price_reached", None)
             if price is not None:
                 further = getattr(checkpoint_args, "mtraining_further_prices_reached", [])

@@ -170,8 +170,8 @@ def live_changes() -> tuple[LiveChange, ...]:
             "megatron.training.training",
             "num_floating_point_operations",
             density.wrap_floating_point_operations,
-            "Counts the query-key pairs that attention computed (`--log-throughput`): Megatron counts all "
-            "causal ones, which gives sparse runs more TFLOP/s than a GPU has.",
+            "Counts the query-key pairs that attention computed (`--log-throughput`), documents of a sample "
+            "as one: Megatron counts all causal ones, which gives sparse runs more TFLOP/s than a GPU has.",
         ),
         LiveChange(
             "megatron.training.checkpointing",

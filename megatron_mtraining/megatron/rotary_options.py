@@ -83,6 +83,18 @@ def pass_on(given: dict, args) -> None:
         setattr(args, mark, value)
 
 
+def warn_of_other_positions(args, checkpoint_args) -> None:
+    """Say in the log where a run passes on what the checkpoint's run had dropped: its weights were trained
+    with other positions."""
+    for name, default in DROPPED.values():
+        if hasattr(args, passed_on(name)) and not hasattr(checkpoint_args, passed_on(name)):
+            log(
+                f"warning: {_option(name)} is passed on to the model, but was not in the checkpoint's run: "
+                f"unless the weights were converted, they were trained "
+                f"{'without it' if default is None else f'with {default:g}'}; give that to go on as before"
+            )
+
+
 def warn_of_dropped(given: dict, args) -> None:
     """Say in the log of a run with another backend what Megatron-LM drops; arguments as for
     :func:`dropped`."""

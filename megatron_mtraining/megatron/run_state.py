@@ -74,6 +74,8 @@ class RunState:
         steerings = [each for each in self.steerings if each.moves]
         if not steerings:  # they are looked at, and not needed
             steerings, prices = [of_run], prices[:1]
+        if len(prices) == 1:  # checkpoints used to have the first one's alone
+            steerings = steerings[:1]
         if len(prices) != len(steerings):
             raise ConfigError(
                 f"the checkpoint has prices of {len(prices)} target recalls, of layers with settings of "

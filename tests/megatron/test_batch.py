@@ -44,7 +44,8 @@ def test_entries_without_a_sequence_stay():
 
 def test_a_stage_without_tokens():
     empty = dict.fromkeys(["tokens", "labels", "loss_mask", "position_ids"])
-    assert slice_batch(empty, 0, 2, BLOCK) is empty
+    for documents in (None, True, False):
+        assert slice_batch(empty, 0, 2, BLOCK, documents=documents) is empty
 
 
 @pytest.mark.parametrize("name", batch_module.PACKED)

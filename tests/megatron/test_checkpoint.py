@@ -119,6 +119,11 @@ def test_layers_with_settings_of_their_own_go_on_at_their_prices(monkeypatch):
     first, second = run(own, of_run)
     restore(saved)
     assert (first.now(), second.now()) == (0.5, 0.7)
+    del saved.mtraining_further_prices_reached  # as checkpoints used to be
+    first, second = run(own, of_run)
+    restore(saved)
+    assert first.now() == 0.5
+    saved.mtraining_further_prices_reached = [0.7]
     run(of_run)
     with pytest.raises(ConfigError, match="prices of 2 target recalls.*has 1; --finetune"):
         restore(saved)

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.megatron import gpt_model as model_module
-from megatron_mtraining.megatron import register
+from megatron_mtraining.megatron import register, rotary_options
 from megatron_mtraining.models.environment import quietly, single_process
 
 
@@ -134,3 +134,13 @@ def test_inference_is_refused_by_name():
     with pytest.raises(Exception) as other:  # no process groups
         GPTInferenceWrapper(Namespace(config=config(AttnBackend.auto)), None)
     assert not isinstance(other.value, ConfigError)
+
+
+def test_a_checkpoint_that_was_trained_with_other_positions_is_named(capsys):
+    name = rotary_options.passed_on("rope_scaling_factor")
+    ours, before = Namespace(**{name: 32.0}), Namespace(rope_scaling_factor=32.0)
+    rotary_options.warn_of_other_positions(ours, ours)
+    assert "trained" not in capsys.readouterr().out
+    rotary_options.warn_of_other_positions(ours, before)
+    assert "--rope-scaling-factor is passed on" in (said := capsys.readouterr().out)
+    assert "trained with 8" in said

@@ -77,6 +77,15 @@ def test_a_check_says_what_is_wrong_alone(text, said, monkeypatch, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_check_quotes_an_assertion_without_words(monkeypatch):
+    def refuses(argv, check):
+        raise AssertionError
+
+    monkeypatch.setattr(launch_module, "_run", refuses)
+    with pytest.raises(SystemExit, match="^AssertionError: raise AssertionError$"):
+        launch_module.main(["--check", "script.py"])
+
+
 def test_missing_script(tmp_path):
     stopped(launch(), "name the training script")
     stopped(launch(tmp_path / "none.py"), str(tmp_path / "none.py"), "no training script")

@@ -44,7 +44,7 @@ def test_defaults_and_choices_are_those_of_the_megatron_that_is_there(monkeypatc
         ("--num-experts 8", "does not model --num-experts"),
         ("--moe-router-topk 2", "only dense GPT models"),
         ("--fp8-format hybrid", "does not model --fp8-format"),
-        ("--multi-latent-attention", "--multi-latent-attention is True, which does not work .*: only causal"),
+        ("--multi-latent-attention", "--multi-latent-attention is True, which does not work .*: its keys"),
         ("--num-layers-per-virtual-pipeline-stage 2", "--num-layers-per-virtual-pipeline-stage"),
         ("--tensor-model-parallel-size 3", "--num-attention-heads is 4, which is not a multiple"),
         ("--pipeline-model-parallel-size 3", "--num-layers is 4, which is not a multiple"),
