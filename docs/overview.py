@@ -105,7 +105,8 @@ def draw_overview(figure, data: dict[str, list[dict]]) -> None:
     right.set_yscale("log")
     right.set_yticks((0.03, 0.1, 0.3, 1), ("0.03", "0.1", "0.3", "1"))
     right.set_ylabel("time / dense time (logarithmic)")
-    how = "" if all(row["measured"] for row in data["steps"]) else " (estimated)"
+    estimated = sorted({row["tokens"] for row in data["steps"] if not row["measured"]})
+    how = f" ({', '.join(estimated)}: estimated)" if estimated else ""
     right.set_title(f"Time; dense steps keep attention's output{how}", fontsize=9)
     right.set_ylim(0.02, 1.4)
     for axes in (left, right):

@@ -34,7 +34,7 @@ from .profile_tables import (
     profile_errors,
     profile_seconds,
 )
-from .real_tables import later_tokens, real_operands, real_times
+from .real_tables import later_tokens, mean, real_operands, real_share, real_times
 from .ring_tables import (
     balance,
     balance_short,
@@ -154,6 +154,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     },
     "fa4_over_cudnn": lambda: f"{fa4_over_cudnn():.2f}",
     "real_price": lambda: real_times(131072, 0.31),
+    "real_price_speech": lambda: real_times(131072, 0.31, text="speech"),
+    "real_gpu": lambda: gpu_name(real_share(131072, 0.31, 0.0)[0]["gpu"]),
+    "real_density": lambda: percent(mean(real_share(131072, 0.31, 0.0), "density")),
     "real_sparser": lambda: real_times(131072, 0.65),
     "real_exact": lambda: real_times(131072, 0.0, 3.0),
     "worst_error": lambda: f"{worst_error():.2f}",

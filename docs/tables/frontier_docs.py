@@ -60,8 +60,8 @@ def _parts(seq: int, label: str) -> tuple[Row, float, float]:
 
 def predicted_over_measured(seq: int) -> str:
     """How far the prediction is from the step of a length that was measured, for that step's density."""
-    row = step_tables.step_at_price(seq)
-    _, rest, attention = _parts(seq, LABELS[seq])
+    profiled, rest, attention = _parts(seq, LABELS[seq])
+    row = step_tables.step_at_price(seq, gpu=profiled["gpu"])
     at_density = rest + attention * row["density"] / chosen()["density_trained"]
     return f"{100 * (at_density / (row['iter_ms'] / 1000) - 1):+.1f}%"
 
@@ -82,7 +82,7 @@ def predicted_steps() -> str:
     setting, body, used = chosen(), [], []
     for seq, label in LABELS.items():
         row, rest, attention = _parts(seq, label)
-        step = step_tables.step(seq)
+        step = step_tables.step(seq, gpu=row["gpu"])
         kept, measured = step_tables.kept_seconds(step)
         body.append(
             [

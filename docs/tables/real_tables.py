@@ -67,9 +67,9 @@ def real_share(seq: int, price: float, threshold: float, text: str = "code") -> 
     return found[-1] if found else []
 
 
-def real_times(seq: int, price: float, threshold: float = 0.0) -> str:
-    """How many times as fast as dense attention on code: over cuDNN's, and FlashAttention-4's."""
-    found = real_share(seq, price, threshold)
+def real_times(seq: int, price: float, threshold: float = 0.0, text: str = "code") -> str:
+    """How many times as fast as dense attention on a text: over cuDNN's, and FlashAttention-4's."""
+    found = real_share(seq, price, threshold, text)
     if not found:
         return "not measured yet"
     said = f"{1 / share(found, 'dense'):.1f}x cuDNN's dense attention"
@@ -101,6 +101,8 @@ def later_tokens() -> str:
             "–" if dense is None else frontier_tables.percent(loss / dense["dense"] - 1, 2, True)
             for loss in losses
         )
+        if dense is not None:
+            replaced += f" ± {100 * near[1] / dense['dense']:.2f}"
         reach = (
             "none"
             if row["policy"].endswith("_previous")
@@ -115,7 +117,7 @@ def later_tokens() -> str:
         )  # fmt: skip
     header = ["model, tokens, steps", "policy, density", "later tokens that reach a query"]
     header += [
-        "own-attention loss over dense; with another future",
+        "own-attention loss over dense; with another future, by the last 32 tokens before a cut",
         "dense-attention loss over dense",
     ]
     header += ["last 32 tokens before a cut, nats", "all before it", "8 tokens of a copied block"]

@@ -121,19 +121,23 @@ def _best(found: list[Row]) -> Row:
     return max(enumerate(found), key=lambda each: (dense_of(each[1], KEPT) is not None, each[0]))[1]
 
 
-def step(seq: int, world: int = 4, vertical: int = 1000) -> Row:
-    """The sparse step of a length, number of GPUs and columns, of random weights."""
+def step(seq: int, world: int = 4, vertical: int = 1000, gpu: str | None = None) -> Row:
+    """The sparse step of a length, number of GPUs and columns, of random weights; of a GPU, or of any."""
     wanted = (seq, world, "mtraining", vertical, "random", None)
     fields = ("seq", "world", "attention", "vertical", "weights", "backward_threshold")
-    return _best([row for row in steps_rows() if tuple(map(row.get, fields)) == wanted])
+    return _best([
+        row for row in steps_rows()
+        if tuple(map(row.get, fields)) == wanted and gpu in (None, row["gpu"])
+    ])  # fmt: skip
 
 
-def step_at_price(seq: int, world: int = 4) -> Row:
-    """The step of random weights, capped at about the density of a trained model."""
+def step_at_price(seq: int, world: int = 4, gpu: str | None = None) -> Row:
+    """The step of random weights, capped at about the density of a trained model; of a GPU, or of any."""
     return _best([
         row for row in steps_rows()
         if (row["seq"], row["world"], row["weights"]) == (seq, world, "random")
-        and row["price"] and row["density"] > 0.1 and (dense_of(row, KEPT) or dense_of(row, TWICE))
+        and gpu in (None, row["gpu"]) and row["price"] and row["density"] > 0.1
+        and (dense_of(row, KEPT) or dense_of(row, TWICE))
     ])  # fmt: skip
 
 
