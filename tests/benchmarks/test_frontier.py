@@ -337,7 +337,7 @@ def test_ablation_rows(words, trained, capsys):
     ablations.main(["recorded", *words, *more, "--results", str(results)])
     ablations.main(["table", *words, *more])
     table = capsys.readouterr().out
-    assert "selected once" in table and "| policy | price, 3 steps | 1 |" in table
+    assert "selected once" in table and "| policy: price, 3 steps | 1 |" in table
     assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) == 1
 
 
