@@ -305,7 +305,9 @@ def digest(name: str) -> str:
     shown = PICTURES[name][0]()
     if name in NAMES:
         shown = [shown, NAMES[name]]
-    return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
+    # Sums differ in their last digits: Python 3.12 and later add floats more exactly.
+    rounded = json.loads(json.dumps(shown), parse_float=lambda digits: f"{float(digits):.9g}")
+    return hashlib.sha256(json.dumps(rounded, sort_keys=True).encode()).hexdigest()
 
 
 def is_stale(name: str) -> bool:
