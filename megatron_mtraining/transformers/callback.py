@@ -40,12 +40,10 @@ class PatternCallback(TrainerCallback, ExportableState):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """After the trainer has read a checkpoint to resume from, if any."""
         self._pattern = find_state(model)
-        if self._pattern is None:
-            state.stateful_callbacks.pop(type(self).__name__, None)
-            return
+        # Trainer needs the key of every callback with a state when it saves, also without settings.
         kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
-        steering = self._pattern.steering
-        if not state.global_step or not steering.moves:
+        steering = self._pattern and self._pattern.steering
+        if not state.global_step or not steering or not steering.moves:
             return
         steering.step = state.global_step
         prices = kept["attributes"].get("prices")
