@@ -75,6 +75,9 @@ def test_a_trainer_without_settings_is_left_alone(tmp_path):
     assert isinstance(trainer.callback_handler.callbacks[0], PatternCallback)
     trainer.train()
     assert not any("mtraining" in name for entry in logged(trainer) for name in entry)
+    trainer._save_checkpoint(
+        trainer.model, trial=None
+    )  # of Trainer: needs what callbacks have stored
 
 
 def test_a_trainer_over_several_gpus_of_one_process_is_refused(tmp_path, monkeypatch):
