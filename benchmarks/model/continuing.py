@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,9 @@ KEPT_TOKENS = 16384
 """Of longer sequences activations of the MLPs are recomputed, so that a 0.5B model trains in 80 GB."""
 CURVE = (50, 100, 200, 300, 600, 1000, 1500, 2000, 3000)
 """Steps after which a run is judged, beside its last, if ``--curve`` does not say otherwise."""
+
+LAST_RATE = 0.1
+"""The learning rate at the end of a decay, as a part of its peak."""
 
 _loaded: dict = {}
 
@@ -217,9 +221,14 @@ def train(run: Run, given: Material, options) -> tuple[dict, object]:
     torch.manual_seed(run.seed)
     model, _ = load(options)
     if run.config is not None:
-        configure(model, run.config)
+        configure(model, run.config, num_steps=run.steps)
     tokens = training(given.tokens, run.steps, run.seed, options).to(options.device)
-    rates = [options.lr * min(1.0, (step + 1) / options.warm_up) for step in range(run.steps)]
+    rates = [
+        options.lr
+        * min(1.0, (step + 1) / options.warm_up)
+        * decayed(options.decay, step / run.steps)
+        for step in range(run.steps)
+    ]
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=options.lr, weight_decay=0.0, fused=options.device == "cuda"
     )
@@ -258,7 +267,7 @@ def train(run: Run, given: Material, options) -> tuple[dict, object]:
     if not all(map(np.isfinite, losses)):
         raise ConfigError(f"a loss of run {run.name}, seed {run.seed} is not finite")
     row = dict(
-        seed=run.seed, steps=run.steps, lr=options.lr, **means.row(),
+        seed=run.seed, steps=run.steps, lr=options.lr, decay=options.decay, **means.row(),
         before_own=before[0].means()["all"], before_dense=before[1].means()["all"],
         before_dense_by_text=before[1].means(),
         own=curve[-1][1]["all"], dense=curve[-1][2]["all"],
@@ -285,6 +294,17 @@ def train(run: Run, given: Material, options) -> tuple[dict, object]:
         prices = np.array(state_of(model).steering.state())
         row["price_median"] = round(float(np.median(prices)), 5)
     return row, model
+
+
+def decayed(decay: str, share: float) -> float:
+    """The learning rate as a part of its peak, when this share of the steps is done: ``constant``; ``cosine``
+    over the whole run; ``BEGIN-END``, linear between these shares. Decays end at :data:`LAST_RATE`."""
+    if decay == "constant":
+        return 1.0
+    if decay == "cosine":
+        return LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * share)) / 2
+    begin, end = map(float, decay.split("-"))
+    return 1 - (1 - LAST_RATE) * min(1.0, max(0.0, (share - begin) / (end - begin)))
 
 
 def judge(model, run: Run, given: Material) -> tuple[Judged, Judged]:
@@ -365,6 +385,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="RULER's samples (benchmarks.model.ruler_samples), to judge trained models by")  # fmt: skip
     add("--lr", type=float, default=3e-5)
     add("--warm-up", type=int, default=20)
+    add("--decay", default="constant", metavar="HOW",
+        help="of the learning rate: constant, cosine, or linear between two shares of the steps, such as "
+        "0.9-1 (%(default)s)")  # fmt: skip
     add("--curve", type=int, nargs="*", default=list(CURVE), metavar="STEP",
         help="steps after which a run is judged, beside its last; none: less time (%(default)s)")  # fmt: skip
     add("--token-losses", type=Path, metavar="FOLDER",
@@ -376,6 +399,10 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     """End in an error of the parser if a count is not 1 or more; ``options.steps`` is the script's own."""
     if options.ruler is not None and not options.ruler.is_file():
         parser.error(f"--ruler {options.ruler} is no file")
+    try:
+        decayed(options.decay, 0.5)
+    except (ValueError, ZeroDivisionError):
+        parser.error(f"--decay {options.decay}: use constant, cosine, or two shares such as 0.9-1")
     for name in ("seq", "steps", "held_out", "jobs", "warm_up"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: use 1 or more")

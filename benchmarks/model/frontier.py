@@ -72,7 +72,7 @@ OTHERS = (
     "moba@0.15", "target@0.95", "price@0.04", "price@0.3", "window@0.08", "fixed@0.08", "target@0.9",
     "coverage_last@0.08", "coverage@0.15",
 )  # fmt: skip
-MOVING = ("target", "settings")
+MOVING = ("target", "settings", "schedule")
 """Runs whose prices move: they have no setting at a density."""
 LONG = ("dense", "price@0.15", "price@0.08", "window@0.15")
 
@@ -224,6 +224,7 @@ def train(options) -> int:
     there = {
         (row["policy"], row["wanted"], row["seed"])
         for row in rows_like(options, "train", steps=options.steps, lr=options.lr)
+        if row.get("decay", "constant") == options.decay
     }
     runs = [each for each in wanted_runs(options) if (*key_of(each[0]), each[1]) not in there]
     print(f"{options.stage}: {len(runs)} runs of {options.steps} steps are to be made", flush=True)
@@ -251,7 +252,7 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
         "--run",
         nargs="+",
         metavar="NAME",
-        help="dense, target@RECALL, settings@FILE, POLICY@DENSITY",
+        help="dense, target@RECALL, settings@FILE, schedule@POINTS[/THRESHOLD], POLICY@DENSITY",
     )
     add("--lengths", type=int, nargs="+", default=list(LENGTHS), help="time: tokens")
     add("--shape", type=int, nargs=3, default=list(Shape()), metavar=("HEADS", "KV_HEADS", "DIM"),

@@ -20,10 +20,10 @@ from .material import Material
 
 
 def split(name: str) -> tuple[str, float | str | None]:
-    """``price@0.15`` as the policy and the wanted density (of target: recall; of settings: their file); dense
-    has none."""
+    """``price@0.15`` as the policy and the wanted density (of target: recall; of settings: their file; of
+    schedule: ``--mtraining-schedule``, and after a ``/`` the threshold of the backward); dense has none."""
     policy, at, number = name.partition("@")
-    if policy == "settings" and number:
+    if policy in ("settings", "schedule") and number:
         return policy, number
     try:
         wanted = float(number) if at else None
@@ -35,7 +35,8 @@ def split(name: str) -> tuple[str, float | str | None]:
     )
     if not fits:
         raise argparse.ArgumentTypeError(
-            f"{name!r} is not dense, target@RECALL, settings@FILE, or POLICY@DENSITY of {', '.join(FAMILIES)}"
+            f"{name!r} is not dense, target@RECALL, settings@FILE, schedule@POINTS[/THRESHOLD], or "
+            f"POLICY@DENSITY of {', '.join(FAMILIES)}"
         )
     return policy, wanted
 
@@ -43,7 +44,7 @@ def split(name: str) -> tuple[str, float | str | None]:
 def key_of(name: str) -> tuple[str, float | str | None]:
     """What rows have as policy and wanted density; of settings, the name of their file."""
     policy, wanted = split(name)
-    return policy, Path(wanted).name if isinstance(wanted, str) else wanted
+    return policy, Path(wanted).name if policy == "settings" else wanted
 
 
 def about(options) -> dict:
@@ -151,6 +152,9 @@ def setting_of(policy: str, wanted: float | str | None, options, given) -> dict 
         return None
     if policy == "target":
         return dict(policy="price", target_recall=wanted)
+    if policy == "schedule":
+        steps, _, threshold = wanted.partition("/")
+        return dict(policy="price", schedule=steps, backward_threshold=float(threshold or 0))
     if policy == "settings":
         return {**settings_of_run(wanted), "settings": wanted}
     rows = rows_like(options, "zero", policy=policy, wanted=wanted)

@@ -3,6 +3,7 @@
 
 - :mod:`.policies`: one dataclass for each way to select a pattern, and to sample rows.
 - :mod:`.settings`: :class:`MTrainingConfig`, which has one of each.
+- :mod:`.schedule`: prices, or target recalls, over a run.
 - :mod:`.options`: flat names, types and help texts; old names.
 - :mod:`.settings_file`: policies that differ for layers and heads, from JSON or YAML.
 - :mod:`.validation`: checks of single values.
@@ -33,6 +34,7 @@ from .policies import (
     XAttentionPolicy,
     has_price,
 )
+from .schedule import Schedule, Span
 from .settings import BLOCK_SIZES, DENSE, MTrainingConfig
 from .settings_content import sets_every_head, settings_of_run
 from .settings_file import check_settings_file, head_policies, lookahead_warning
@@ -59,6 +61,8 @@ __all__ = [
     "Policy",
     "PricePolicy",
     "Sampling",
+    "Schedule",
+    "Span",
     "StratifiedSampling",
     "XAttentionPolicy",
     "check_settings_file",

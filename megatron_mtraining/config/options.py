@@ -27,6 +27,7 @@ from .policies import (
     StratifiedSampling,
     XAttentionPolicy,
 )
+from .schedule import EXTENSIONS
 from .validation import check_choice, check_type, option
 
 BATCHING = ("off", "length", "cost")
@@ -221,6 +222,29 @@ OPTIONS = (
         "With --mtraining-target-recall: head moves the price of each head, model moves one price for all "
         "heads.",
         (PricePolicy,), choices=TARGET_SCOPES, default_help="head",
+    ),
+    Option(
+        "schedule", str,
+        "Prices over the run, in place of --mtraining-price: anneal, or points SHARE:PRICE such as "
+        "0:1.2,0.9:0.3,0.9:0. From each share of the run on the price is that of the point, and between "
+        "points it changes geometrically; 0 at the last point is dense attention from there to the end. The "
+        "share is of --train-samples, or of --train-iters.",
+        (PricePolicy,), common=True, default_help="off: one price for the whole run",
+    ),
+    Option(
+        "target_schedule", str,
+        "Target recalls over the run, in place of --mtraining-target-recall: points SHARE:RECALL as in "
+        "--mtraining-schedule, such as 0:0.8,0.9:0.95,0.9:1. What may be lost changes geometrically; 1 at "
+        "the last point is dense attention.",
+        (PricePolicy,), default_help="off: one target for the whole run",
+    ),
+    Option(
+        "schedule_extension", str,
+        "What a schedule does if a run goes on from a checkpoint with another length (--train-iters or "
+        "--train-samples) than it was saved with. continue: shares are of the whole new length, so that a "
+        "finished run that is made longer becomes sparse again; restart: the schedule begins again at the "
+        "checkpoint. Without it such a run is refused.",
+        (PricePolicy,), choices=EXTENSIONS, default_help="none",
     ),
     Option(
         "settings", str,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeGuard
 
 from ..errors import ConfigError
+from .schedule import EXTENSIONS, Schedule, parse
 from .validation import check_at_least, check_choice, check_share, check_type, option
 
 TARGET_SCOPES = ("head", "model")
@@ -23,6 +24,11 @@ class PricePolicy:
         slash_cap: most slashes (block distances) per head beside the local window; None for no limit.
         target_recall: recall to which feedback moves the price from step to step; None for a fixed price.
         target_scope: with a target, "head" for a price for each head (default), "model" for one price.
+        schedule: prices over the run (:mod:`.schedule`), in place of one. Heads with another price of their
+            own keep its ratio to ``price``.
+        target_schedule: target recalls over the run; ``target_recall`` is the first of them.
+        schedule_extension: what a schedule does if a run goes on from a checkpoint with another length:
+            "continue" or "restart"; None where lengths do not change.
     """
 
     name: ClassVar[str] = "price"
@@ -32,9 +38,13 @@ class PricePolicy:
     slash_cap: int | None = None
     target_recall: float | None = None
     target_scope: str | None = None
+    schedule: str | None = None
+    target_schedule: str | None = None
+    schedule_extension: str | None = None
 
     def __post_init__(self):
         check_at_least("price", self.price, 0, float)
+        self._check_schedule()
         check_at_least("vertical_cap", self.vertical_cap, 1)
         if self.slash_cap is not None:
             check_at_least("slash_cap", self.slash_cap, 0)
@@ -51,6 +61,50 @@ class PricePolicy:
                 )
         if self.price == 0:
             self._check_dense()
+
+    @property
+    def steps(self) -> Schedule | None:
+        """What the price, or with a target the recall, is over the run; None if it stays."""
+        if self.schedule is not None:
+            return parse("schedule", self.schedule)
+        return (
+            None if self.target_schedule is None else parse("target_schedule", self.target_schedule)
+        )
+
+    def _check_schedule(self) -> None:
+        names = ("schedule", "target_schedule", "schedule_extension")
+        given = [name for name in names if getattr(self, name) is not None]
+        for name in given:
+            check_type(name, getattr(self, name), str)
+        if self.schedule_extension is not None:
+            check_choice("schedule_extension", self.schedule_extension, EXTENSIONS)
+            if given == ["schedule_extension"]:
+                raise ConfigError(
+                    f"{option('schedule_extension')} is {self.schedule_extension}, but there is no "
+                    f"{option('schedule')}: give one, or leave it out"
+                )
+        steps = self.steps
+        target = self.target_schedule if self.target_recall is None else self.target_recall
+        if self.schedule is not None and target is not None:
+            other = "target_schedule" if self.target_recall is None else "target_recall"
+            raise ConfigError(
+                f"{option('schedule')} is {self.schedule}, but {option(other)} is {target}, which moves the "
+                "price: leave one of them out"
+            )
+        if self.schedule is not None and self.price == 0:
+            raise ConfigError(
+                f"{option('schedule')} is {self.schedule}, but {option('price')} is 0, which is dense "
+                "attention: leave one of them out"
+            )
+        if self.target_schedule is not None:
+            assert steps is not None
+            first = round(1 - steps.points[0][1], 12)
+            if self.target_recall not in (None, first):
+                raise ConfigError(
+                    f"{option('target_schedule')} is {self.target_schedule}, but {option('target_recall')} "
+                    f"is {self.target_recall}: leave one of them out"
+                )
+            object.__setattr__(self, "target_recall", first)
 
     def _check_dense(self) -> None:
         if self.target_recall is not None:

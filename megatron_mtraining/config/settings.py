@@ -183,7 +183,15 @@ class MTrainingConfig:
                 cannot be read. A file that has another value than is given is refused where it is applied to
                 a model.
         """
-        return cls(**config_fields(_with_file(options)))
+        merged = _with_file(options)
+        for schedule, name in (("schedule", "price"), ("target_schedule", "target_recall")):
+            # A file's price is what its heads' own prices are relative to.
+            if merged.get(schedule) is not None and options.get(name) is not None:
+                raise ConfigError(
+                    f"{option(schedule)} is {merged[schedule]}, but {option(name)} is {options[name]}: leave "
+                    "one of them out"
+                )
+        return cls(**config_fields(merged))
 
     @classmethod
     def for_sequence(cls, seq_length: int, **options) -> MTrainingConfig:
@@ -208,12 +216,15 @@ class MTrainingConfig:
 
     def options(self) -> Values:
         """The inverse of :meth:`from_options`: the value of every option, None where the policy or the
-        sampling has no such setting."""
+        sampling has no such setting, and of a price or target recall that a schedule replaces."""
         values: Values = {}
         for each in OPTIONS:
             parts = [p for p in (self.policy, self.sampling) if isinstance(p, each.sections)]
             part = parts[0] if parts else None if each.sections else self
             values[each.name] = getattr(part, each.field_name, None)
+        for schedule, name in (("schedule", "price"), ("target_schedule", "target_recall")):
+            if values[schedule] is not None:
+                values[name] = None
         return {**values, "policy": self.policy.name, "estimator": self.sampling.name}
 
     def with_policy(self, policy: Policy) -> MTrainingConfig:

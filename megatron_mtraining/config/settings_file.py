@@ -20,8 +20,10 @@ from .settings_content import read, shown, times_read
 from .validation import option
 
 PUBLISHED = ("vertical_and_slash", "flex_vertical_and_slash")
+OF_RUN = ("target_scope", "schedule", "target_schedule", "schedule_extension")
+"""Options of a policy that all of its heads share."""
 PER_HEAD = {"policy", "dense"} | {
-    each.name for each in BY_NAME.values() if each.policies and each.name != "target_scope"
+    each.name for each in BY_NAME.values() if each.policies and each.name not in OF_RUN
 }
 """Settings that can differ from head to head."""
 
@@ -162,7 +164,8 @@ def _check_settings_of_run(config: MTrainingConfig, content: dict, name: str) ->
 def _is_of_run(config: MTrainingConfig, setting: str, value: object) -> bool:
     """Whether a run with this value is the same run."""
     flat = {name: each for name, each in config.options().items() if each is not None}
-    if flat.get(setting) == value:
+    # A schedule replaces a price, but heads' own prices are relative to it.
+    if value == {**flat, **policy_values(config.policy)}.get(setting):
         return True
     try:
         changed = MTrainingConfig.from_options(**{**flat, "settings": None, setting: value})
@@ -172,15 +175,16 @@ def _is_of_run(config: MTrainingConfig, setting: str, value: object) -> bool:
 
 
 def _check_is_followed(config: MTrainingConfig, content: dict, found: dict, name: str) -> None:
-    """Raise :class:`ConfigError` if the run has a target, and no head a price that follows it; or if it has
-    an option of a policy that no head has."""
-    target = getattr(config.policy, "target_recall", None)
+    """Raise :class:`ConfigError` if the run has a target or a schedule, and no head a price that follows it;
+    or if it has an option of a policy that no head has."""
     every = [policy for policies in found.values() for policy in policies]
-    if target is not None and not any(map(has_price, every)):
-        raise ConfigError(
-            f"{option('target_recall')} is {target}, but {name} leaves no head with policy price and a price "
-            "above 0, and only such heads follow a target: leave one of them out"
-        )
+    for mover in ("schedule", "target_schedule", "target_recall"):
+        value = getattr(config.policy, mover, None)
+        if value is not None and not any(map(has_price, every)):
+            raise ConfigError(
+                f"{option(mover)} is {value}, but {name} leaves no head with policy price and a price above "
+                "0, and only such heads follow it: leave one of them out"
+            )
     if any(isinstance(policy, type(config.policy)) for policy in every):
         return
     for setting, value in _not_default(config.policy).items():
@@ -195,6 +199,8 @@ def _not_default(policy: Policy) -> dict[str, object]:
     """The options of a run's policy that differ from the defaults, the one that selects the policy last."""
     values, default = policy_values(policy), policy_values(type(policy)())
     chosen = values.pop("policy")
+    if values.get("target_schedule") is not None:
+        values["target_recall"] = None  # follows from it
     found = {name: value for name, value in values.items() if value != default[name]}
     # A short sequence lowers the default.
     if found.get("vertical_cap", 0) <= default.get("vertical_cap", 0):

@@ -2,14 +2,15 @@
 """What changes from step to step: the price.
 
 A target recall is met by feedback (:mod:`.price_feedback`): each step's recall moves the price of the next
-step, of each head or one for all. All of it stays on the device.
+step, of each head or one for all. All of it stays on the device. A schedule says what the price, or the
+target, is at each share of a run; which steps are dense is known on the host.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -41,17 +42,27 @@ class Steering:
 
     Args:
         shape: layers and heads of the whole model, each of which may have a price (``target_scope`` head).
+        share: returns which share of the run is done, of 0 to 1, for a schedule: the same in all calls of a
+            step, and on all ranks.
 
     Attributes:
         step: the training step under way, from 0.
         config: the run's settings.
     """
 
-    def __init__(self, config: MTrainingConfig, step: int = 0, shape: tuple[int, int] = (1, 1)):
+    def __init__(
+        self,
+        config: MTrainingConfig,
+        step: int = 0,
+        shape: tuple[int, int] = (1, 1),
+        share: Callable[[], float] | None = None,
+    ):
         self.config = config
         self.step = step
+        self._share = share
         policy = config.policy if isinstance(config.policy, PricePolicy) else None
         self._target = policy and policy.target_recall
+        self._schedule = policy and policy.steps
         self._heads = policy is not None and policy.target_scope == "head"
         self._shape = shape if self._heads else (1, 1)
         # The target, or the targets of heads, NaN where a head has no price: float32 [layers, heads].
@@ -63,16 +74,59 @@ class Steering:
 
     @property
     def moves(self) -> bool:
-        """Whether the price moves from step to step."""
+        """Whether feedback moves the price from step to step."""
         return self._target is not None
+
+    @property
+    def changes(self) -> bool:
+        """Whether steps differ at all: by feedback or by a schedule."""
+        return self.moves or self._schedule is not None
+
+    def scheduled(self) -> float | None:
+        """What a schedule has for this step: the price, or with a target 1 - recall; 0 for dense attention.
+        None without one.
+
+        Raises:
+            ConfigError: nothing says how long the run is.
+        """
+        if self._schedule is None:
+            return None
+        if self._share is None:
+            raise ConfigError(
+                f"{option('schedule')} is given, but nothing says how long the run is: train by Megatron-LM "
+                "or by a Trainer of transformers, or say it (num_steps)"
+            )
+        return self._schedule.at(self._share())
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether a schedule makes this step dense, whatever the policies of heads are."""
+        return self.scheduled() == 0
 
     def price(self, device, layer: int = 0, first: int = 0, count: int = 1) -> Tensor | None:
         """This step's price, float32: ``[]`` for all heads, or ``[count]``, of the layer's heads from
-        ``first`` on (both from 0, over the whole model); None for the settings'."""
+        ``first`` on (both from 0, over the whole model); None for the settings'. Not for a dense step."""
         if self._target is None:
-            return None
+            price = self.scheduled()
+            return None if price is None else torch.full((), price, device=device)
         prices = self._prices(device).log_prices.exp()
         return prices[layer, first : first + count] if self._heads else prices[0, 0]
+
+    def unfinished(self) -> str | None:
+        """What to say where training ends now, if the schedule is not at its end; None if it is."""
+        if (
+            self._schedule is None
+            or self._share is None
+            or self._share() >= self._schedule.last_share
+        ):
+            return None
+        share, price = self._share(), self.now()
+        to_come = "dense steps" if self._schedule.ends_dense else "denser steps"
+        return (
+            f"training ends after {share:.1%} of its schedule, at a price of {price:.4g}, before the "
+            f"{to_come} from {self._schedule.last_share:.0%} on: the model is as trained sparse as that. Going on from "
+            "its checkpoint goes on with the schedule"
+        )
 
     def _prices(self, device) -> PriceFeedback:
         if self._feedback is None:
@@ -102,7 +156,7 @@ class Steering:
             policies: of these heads; None if all have the run's. Heads without a price say nothing on a price
                 for all.
         """
-        if self._target is None:
+        if self._target is None or self.is_dense:
             return
         lost = 1 - recall
         if given_up is not None:
@@ -125,20 +179,24 @@ class Steering:
         self._seen[1] += (weight * counts).sum()
 
     def advance(self, step: int, ranks: RankGroup) -> None:
-        """End a step: ``step`` is the next one. A collective if there is a target.
+        """End a step: ``step`` is the next one. A collective if there is a target, unless the step was dense.
 
         Args:
             ranks: all ranks of the run, over whose calls the recall is averaged.
         """
-        if self._target is not None:
+        if self._target is not None and not self.is_dense:
             seen = self._seen
             if seen is None:  # no attention has run here
                 prices = self._feedback
                 device = ranks.device if prices is None else prices.log_prices.device
                 seen = torch.zeros(2, *self._shape, device=device)
             lost, exposed = ranks.all_reduce(seen)
-            allowed = (1 - self._aims(seen.device)).clamp(min=1e-5)
-            self._prices(seen.device).move(lost, exposed, allowed)
+            allowed = 1 - self._aims(seen.device)
+            if (
+                now := self.scheduled()
+            ) is not None:  # heads with targets of their own keep the ratio
+                allowed = allowed * (now / (1 - self._target))
+            self._prices(seen.device).move(lost, exposed, allowed.clamp(min=1e-5))
         self._seen, self.step = None, step
 
     def _aims(self, device) -> Tensor:
@@ -201,6 +259,8 @@ class Steering:
             return None
         if config.settings is not None and sets_every_head(config.settings):
             return None
+        if (scheduled := self.scheduled()) is not None and (not scheduled or self._target is None):
+            return scheduled
         if self._target is None:
             return config.policy.price
         state = self._table(None if self._feedback is None else self._feedback.log_prices)

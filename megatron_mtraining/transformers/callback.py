@@ -8,14 +8,15 @@ from functools import wraps
 
 from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerCallback
 
-from ..config import ConfigError
+from ..config import ConfigError, Span
 from .state import PatternState, find_state
 
 
 class PatternCallback(TrainerCallback, ExportableState):
-    """After each optimizer step, lets a target recall move the prices, which become part of the trainer's
-    checkpoints. Adds ``mtraining_density`` and ``mtraining_recall`` to the trainer's log: means over layers
-    and heads since the last log. Does nothing for models without settings.
+    """After each optimizer step, lets a schedule go on and a target recall move the prices, which become part
+    of the trainer's checkpoints. Adds ``mtraining_density`` and ``mtraining_recall`` to the trainer's log,
+    means over layers and heads since the last log, and ``mtraining_price`` where it changes. Does nothing
+    for models without settings.
 
     Every trainer has one, once :mod:`megatron_mtraining.transformers` has been imported. It comes before the
     trainer's own callbacks, so TensorBoard and W&B get its values too.
@@ -23,6 +24,7 @@ class PatternCallback(TrainerCallback, ExportableState):
 
     def __init__(self):
         self._pattern: PatternState | None = None
+        self._scheduled: float | None = None  # of the last step
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
         """At the end of the trainer's construction.
@@ -41,12 +43,21 @@ class PatternCallback(TrainerCallback, ExportableState):
         """After the trainer has read a checkpoint to resume from, if any."""
         self._pattern = find_state(model)
         # Trainer needs the key of every callback with a state when it saves, also without settings.
-        kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
-        steering = self._pattern and self._pattern.steering
-        if not state.global_step or not steering or not steering.moves:
+        kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())["attributes"]
+        pattern = self._pattern
+        if pattern is None or not pattern.steering.changes:
             return
+        steering = pattern.steering
         steering.step = state.global_step
-        prices = kept["attributes"].get("prices")
+        extension = getattr(pattern.config.policy, "schedule_extension", None)
+        saved = kept.get("span") if state.global_step else None
+        pattern.span = Span.of_run(
+            state.global_step, state.max_steps, saved and Span(*saved), extension,
+            f"max_steps is {state.max_steps}",
+        )  # fmt: skip
+        if not state.global_step or not steering.moves:
+            return
+        prices = kept.get("prices")
         if prices is not None:
             steering.restore(prices)
         else:
@@ -59,7 +70,13 @@ class PatternCallback(TrainerCallback, ExportableState):
         """After each optimizer step."""
         self._pattern = find_state(model)
         if self._pattern is not None:
+            self._scheduled = self._pattern.steering.scheduled()
             self._pattern.advance()
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        """After the last step, or where the training is stopped before it."""
+        if self._pattern is not None and (unfinished := self._pattern.steering.unfinished()):
+            warnings.warn(unfinished)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Before the trainer's reporters."""
@@ -69,14 +86,23 @@ class PatternCallback(TrainerCallback, ExportableState):
         for name, value in (("density", means.density), ("recall", means.recall)):
             found = value[~value.isnan()]
             if found.numel():
-                logs[f"mtraining_{name}"] = state.log_history[-1][f"mtraining_{name}"] = round(
-                    found.mean().item(), 6
-                )
+                self._log(logs, state, name, found.mean().item())
+        steering = self._pattern.steering
+        price = steering.now() if steering.moves else self._scheduled
+        if price is not None:
+            self._log(logs, state, "price", price)
+
+    @staticmethod
+    def _log(logs, state, name: str, value: float) -> None:
+        logs[f"mtraining_{name}"] = state.log_history[-1][f"mtraining_{name}"] = round(value, 6)
 
     def state(self) -> dict:
         """What goes into a checkpoint's ``trainer_state.json``."""
-        prices = self._pattern and self._pattern.steering.state()
-        return {"args": {}, "attributes": {} if prices is None else {"prices": prices}}
+        if self._pattern is None:
+            return {"args": {}, "attributes": {}}
+        span, prices = self._pattern.span, self._pattern.steering.state()
+        found = {"prices": prices, "span": span and [span.begin, span.end]}
+        return {"args": {}, "attributes": {k: v for k, v in found.items() if v is not None}}
 
 
 def add_to_trainers() -> None:

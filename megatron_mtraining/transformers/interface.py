@@ -172,12 +172,13 @@ def _by_pattern(
     Args:
         query: ``[b, h, s, d]``; key, value ``[b, hk, s, d]``, without padding.
     """
-    length = query.shape[2]
-    config, policies, price = state.config, state.policies(layer), state.price(layer, query.device)
+    config, policies, price = state.config, state.policies(layer), None
     if not training:
         config = _without_pruning(config)
-    if not _searches(config, length):
-        config, policies, price = _dense(config), None, None
+    if state.steering.is_dense or not _searches(config, query.shape[2]):
+        config, policies = _dense(config), None
+    else:
+        price = state.price(layer, query.device)
     result = attend(
         *(t.permute(2, 0, 1, 3) for t in (query, key, value)),
         config=config,
@@ -246,6 +247,7 @@ def _searches(config: MTrainingConfig, length: int) -> bool:
     return blocks > window + 1  # the window of a query reaches into one block more
 
 
+@lru_cache(maxsize=64)
 def _dense(config: MTrainingConfig) -> MTrainingConfig:
     """The settings of dense attention, for sequences of any length."""
     return replace(config, policy=DENSE, window=0, sink=0)

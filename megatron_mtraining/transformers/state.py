@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from ..config import ConfigError, MTrainingConfig, Policy, head_policies
+from ..config import ConfigError, MTrainingConfig, Policy, Span, head_policies, option
 from ..cp_group import RankGroup
 from ..pattern import PatternIndex, Steering
 
@@ -63,8 +63,10 @@ class PatternState:
         config: the settings.
         num_layers, num_heads: layers of the model, and query heads of each layer.
         dense_tail: last tokens of a prompt that attend to all keys, in evaluation mode.
+        num_steps: steps of the run that a schedule is over; None if a trainer will say it.
 
     Attributes:
+        span: what a schedule is over; None if it is not known yet.
         is_placed: whether the devices of the model's parameters have been looked at.
 
     Raises:
@@ -72,11 +74,17 @@ class PatternState:
     """
 
     def __init__(
-        self, config: MTrainingConfig, num_layers: int, num_heads: int, dense_tail: int = 0
+        self,
+        config: MTrainingConfig,
+        num_layers: int,
+        num_heads: int,
+        dense_tail: int = 0,
+        num_steps: int | None = None,
     ):
         self.config, self.dense_tail = config, dense_tail
         self.shape = num_layers, num_heads
-        self.steering = Steering(config, shape=self.shape)
+        self.span = None if num_steps is None else Span(0, num_steps)
+        self.steering = Steering(config, shape=self.shape, share=self._share)
         self.is_placed = False
         # Training forwards of the step under way, and steps of optimizers before the first of them.
         self._forwards = 0
@@ -89,6 +97,14 @@ class PatternState:
         self._sums: dict[bool, dict[int, Tensor]] = {True: {}, False: {}}
         # Of backwards: float32 [3, heads] of density, dropped, calls.
         self._backward: dict[int, Tensor] = {}
+
+    def _share(self) -> float:
+        if self.span is None:
+            raise ConfigError(
+                f"{option('schedule')} is given, but nothing says how many steps it is over: train by "
+                "Trainer, or call configure(model, config, num_steps=...)"
+            )
+        return self.span.share(self.steering.step)
 
     def policies(self, layer: int) -> tuple[Policy, ...] | None:
         """The policy of each head of a layer; None if all heads have the policy of the run."""
@@ -110,15 +126,16 @@ class PatternState:
         if not self._forwards:
             self._steps_before = steps
         self._forwards += 1
-        if self._forwards == MANY_FORWARDS and self.steering.moves:
+        if self._forwards == MANY_FORWARDS and self.steering.changes:
             warnings.warn(
                 f"in {MANY_FORWARDS} training forwards no optimizer of torch.optim has stepped, after which "
-                "a target recall moves the prices: with another optimizer, call "
+                "a target recall or a schedule moves the prices: with another optimizer, call "
                 "megatron_mtraining.transformers.advance(model) after each of its steps"
             )
 
     def advance(self) -> None:
-        """End a training step: a target recall moves the prices. Then a collective over all processes."""
+        """End a training step: a schedule goes on, and a target recall moves the prices. Then a collective
+        over all processes."""
         self._forwards = 0
         self.steering.advance(self.steering.step + 1, RankGroup.everyone())
 

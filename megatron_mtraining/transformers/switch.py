@@ -112,7 +112,11 @@ def _refuse_assisted_decoding() -> None:
 
 
 def configure(
-    model: nn.Module, config: MTrainingConfig | None = None, *, dense_tail: int = 0
+    model: nn.Module,
+    config: MTrainingConfig | None = None,
+    *,
+    dense_tail: int = 0,
+    num_steps: int | None = None,
 ) -> PatternState:
     """Switch a transformers model to dynamic sparse attention.
 
@@ -128,6 +132,8 @@ def configure(
             selected by what many queries attend to; the few queries of a question at the end of a prompt
             have little say in it. Of packed sequences, tokens of the last one alone, all of it if it is
             shorter. Density does not count it. In training mode there is no such tail.
+        num_steps: optimizer steps of the run, for a schedule in a training loop of your own; ``Trainer``
+            says it itself (``max_steps``).
 
     Returns:
         The state of the model: its prices, and means of density and recall.
@@ -144,12 +150,14 @@ def configure(
     if of_model is None or not hasattr(model, "set_attn_implementation"):
         raise ConfigError(f"model is a {type(model).__name__}: give a model of transformers")
     _check_devices(model)
-    state = _attach(model, config, dense_tail)
+    state = _attach(model, config, dense_tail, num_steps)
     model.set_attn_implementation(NAME)
     return state
 
 
-def _attach(model: nn.Module, config: MTrainingConfig, dense_tail: int = 0) -> PatternState:
+def _attach(
+    model: nn.Module, config: MTrainingConfig, dense_tail: int = 0, num_steps: int | None = None
+) -> PatternState:
     """Give a model's attention layers their settings, and see what its forwards are given."""
     from transformers import PreTrainedModel
 
@@ -165,7 +173,11 @@ def _attach(model: nn.Module, config: MTrainingConfig, dense_tail: int = 0) -> P
         )
     if type(dense_tail) is not int or dense_tail < 0:
         raise ConfigError(f"dense_tail is {dense_tail!r}: give a number of tokens, 0 or more")
-    state = PatternState(config, count, of_model.num_attention_heads, dense_tail)
+    if num_steps is not None and (type(num_steps) is not int or num_steps < 1):
+        raise ConfigError(
+            f"num_steps is {num_steps!r}: give a number of optimizer steps, 1 or more"
+        )
+    state = PatternState(config, count, of_model.num_attention_heads, dense_tail, num_steps)
     if ahead := lookahead_warning(config, *state.shape):
         warnings.warn(ahead, stacklevel=3)
     # The innermost model: heads and adapters around it may come and go.
