@@ -283,13 +283,19 @@ def train(run: Run, given: Material, options) -> tuple[dict, object]:
         name = f"{Path(run.name).name}_seed{run.seed}_steps{run.steps}.npz"
         write_token_losses(options.token_losses / name, own=now[0], dense=now[1], before=before[1])
     samples = options.ruler and ruler_samples.read(options.ruler, options.device)
+    dense = run.config is None or ends_dense(model, run)
+    found: dict = {}
     for kind in ("own", "dense") if run.config is None else ("own", "tail", "dense"):
-        if run.config is not None:
-            attend_by(model, None if kind == "dense" else run.attention)
-            state_of(model).dense_tail = 0 if kind != "tail" else DENSE_TAIL + longest_answer(given)
-        row |= {f"{name}_{kind}": value for name, value in answered(model, given).items()}
-        if samples is not None:
-            row[f"ruler_{kind}"] = answered_ruler(model, samples, kind == "tail")
+        if not found or not dense:  # else the same again
+            if run.config is not None:
+                attend_by(model, None if dense or kind == "dense" else run.attention)
+                state_of(model).dense_tail = (
+                    0 if kind != "tail" else DENSE_TAIL + longest_answer(given)
+                )
+            found = answered(model, given)
+            if samples is not None:
+                found["ruler"] = answered_ruler(model, samples, kind == "tail")
+        row |= {f"{name}_{kind}": value for name, value in found.items()}
     if run.config is not None and state_of(model).steering.moves:
         prices = np.array(state_of(model).steering.state())
         row["price_median"] = round(float(np.median(prices)), 5)
@@ -307,10 +313,16 @@ def decayed(decay: str, share: float) -> float:
     return 1 - (1 - LAST_RATE) * min(1.0, max(0.0, (share - begin) / (end - begin)))
 
 
+def ends_dense(model, run: Run) -> bool:
+    """Whether a schedule has made the model's own attention dense by now."""
+    return run.config is not None and state_of(model).steering.is_dense
+
+
 def judge(model, run: Run, given: Material) -> tuple[Judged, Judged]:
     """Held-out losses with the run's own attention, and with dense attention."""
-    found = []
-    for name in (run.attention, None):
+    found: list[Judged] = []
+    names = [None] if ends_dense(model, run) else [run.attention, None]
+    for name in names:
         if run.config is not None:
             attend_by(model, name)
         if run.config is not None or not found:
