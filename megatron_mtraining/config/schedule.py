@@ -11,7 +11,7 @@ from ..errors import ConfigError
 from .validation import option
 
 NAMED = {
-    "schedule": {"anneal": "0:1.2,0.4:1.2,0.4:0.65,0.7:0.65,0.7:0.31,0.9:0.31,0.9:0"},
+    "schedule": {"anneal": "0:0.65,0.9:0.15"},
     "target_schedule": {},
 }
 """By option, the points that a name stands for."""
@@ -116,9 +116,9 @@ def parse(name: str, text: str) -> Schedule:
     names = "".join(f"{each}, or " for each in NAMED[name])
     points: list[tuple[float, float]] = []
     for point in NAMED[name].get(text, text).split(","):
-        share, _, value = point.partition(":")
+        start, _, number = point.partition(":")
         try:
-            points.append((float(share), float(value)))
+            points.append((float(start), float(number)))
         except ValueError:
             raise ConfigError(
                 f"{shown}, where {point!r} is not SHARE:{what.upper()}: give {names}points such as "
