@@ -293,6 +293,12 @@ OPTIONS = (
         default_help="off",
     ),
     Option(
+        "dense_evaluation", bool,
+        "Evaluate with dense attention, as a trained model is usually served. Without it, evaluations use "
+        "the pattern of the last training step.",
+        default_help="off",
+    ),
+    Option(
         "loss_chunk", int,
         "Tokens per chunk of the output layer and the loss: the logits of one chunk exist at a time. 0 uses "
         "Megatron's own output layer and loss, with the logits of all tokens.",
@@ -358,7 +364,8 @@ SIZES = ("vertical", "slash", "vertical_cap", "slash_cap", "window", "sink")
 """Options that cannot be more than the sequence is long."""
 
 MEGATRON_ONLY = (
-    "gathered_ranks", "bf16_gradients", "recompute_attention", "loss_chunk", "batching", "tuning",
+    "gathered_ranks", "bf16_gradients", "recompute_attention", "dense_evaluation", "loss_chunk", "batching",
+    "tuning",
 )  # fmt: skip
 """Options that only Megatron's runs read. Options of ``BALANCE`` have an effect with the last two."""
 RENAMED = {"overrides": "settings", "budgets": "settings"}

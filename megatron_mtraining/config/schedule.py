@@ -73,7 +73,13 @@ class Span:
 
     @classmethod
     def of_run(
-        cls, done: int, end: int, saved: Span | None, extension: str | None, shown: str
+        cls,
+        done: int,
+        end: int,
+        saved: Span | None,
+        extension: str | None,
+        shown: str,
+        counted: str | None = None,
     ) -> Span:
         """The span of a run to ``end`` of which ``done`` is done.
 
@@ -81,6 +87,7 @@ class Span:
             saved: that of the checkpoint that it goes on from; None if there is none.
             extension: one of :data:`EXTENSIONS`, or None.
             shown: how the run's length is given, for the error.
+            counted: what the saved span counts, if it is something else.
 
         Raises:
             ConfigError: the length is another than it was, and no extension says what that means; or there is
@@ -88,14 +95,16 @@ class Span:
         """
         if saved is None:
             return cls(0, end)
-        if saved.end == end:
+        if saved.end == end and counted is None:
             return saved
         if extension is None:
+            of_before = f"{saved.end}" if counted is None else f"{counted} {saved.end}"
             raise ConfigError(
-                f"{shown}, but the schedule of the checkpoint was over {saved.end}: give {option(EXTENSION)} "
+                f"{shown}, but the schedule of the checkpoint is to {of_before}: give {option(EXTENSION)} "
                 "continue for one schedule over the whole new length, or restart for a schedule from here on"
             )
-        found = cls(saved.begin if extension == "continue" else done, end)
+        begin = saved.begin if counted is None else 0
+        found = cls(begin if extension == "continue" else done, end)
         if found.end <= found.begin:
             raise ConfigError(f"{shown}, and {done} are done: there is nothing left for a schedule")
         return found

@@ -48,6 +48,7 @@ class MTrainingConfig:
         backward_threshold: leave blocks without attention out of the backward (:mod:`..ring.pruning`); 0 for
             the gradient of all.
         backward_sampling: draw the blocks below that threshold, so that the gradient is unbiased.
+        dense_evaluation: evaluate with dense attention, whatever training attends by.
         loss_chunk: tokens whose logits exist at once; 0 for Megatron's own loss; None for a default.
         batching, tuning: whether samples are placed, and prices moved, so that data-parallel ranks have equal
             attention time; these and the following are options of the run, which layers do not read.
@@ -69,6 +70,7 @@ class MTrainingConfig:
     bf16_gradients: bool = False
     backward_threshold: float = 0.0
     backward_sampling: bool = False
+    dense_evaluation: bool = False
     loss_chunk: int | None = None
     batching: str = "off"
     tuning: str = "off"
@@ -91,7 +93,9 @@ class MTrainingConfig:
             raise ConfigError(
                 f"{option('block_size')} is {self.block_size}: use one of {BLOCK_SIZES}"
             )
-        for name in ("recompute_attention", "bf16_gradients", "backward_sampling"):
+        for name in (
+            "recompute_attention", "bf16_gradients", "backward_sampling", "dense_evaluation",
+        ):  # fmt: skip
             check_type(name, getattr(self, name), bool)
         check_at_least("backward_threshold", self.backward_threshold, 0, float)
         if self.backward_sampling and not self.backward_threshold:
@@ -165,6 +169,11 @@ class MTrainingConfig:
             raise ConfigError(
                 f"{option('tuning')} is on, but {option('policy')} is {self.policy.name}, which has no price "
                 f"to tune: use {option('policy')} price, or {option('tuning')} off"
+            )
+        if self.policy.steps is not None:
+            raise ConfigError(
+                f"{option('tuning')} is on, but the price follows a schedule, which tuning does not support: "
+                f"leave the schedule out, or use {option('tuning')} off"
             )
         if self.policy.price == 0:
             raise ConfigError(

@@ -64,6 +64,22 @@ def settings(config=None) -> MTrainingConfig:
     return MTrainingConfig() if args is None else config_from_args(args)
 
 
+def length_of(args) -> tuple[str, int]:
+    """The option that gives a run's length, and the length: what a schedule's shares are of.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for name in ("train_samples", "train_iters"):
+        if getattr(args, name, None):
+            # Megatron-LM derives the iterations from the samples.
+            return "--" + name.replace("_", "-"), getattr(args, name)
+    raise ConfigError(
+        f"{option('schedule')} is given, but neither --train-iters nor --train-samples, so that the run has "
+        "no known end: give one of them"
+    )
+
+
 @contextmanager
 def _ending_the_run():
     """Turns a :class:`ConfigError` into one that argparse's callers expect."""
@@ -148,6 +164,8 @@ def _checked(args) -> tuple[MTrainingConfig, str | None]:
     warning = check_rotary_options(args)
     config = config_from_args(args)
     check_loss(args, config.loss_chunk, command_line=True)
+    if getattr(config.policy, "steps", None) is not None:
+        length_of(args)
     seq_length = args.seq_length or getattr(args, "encoder_seq_length", None)
     layers, heads = getattr(args, "num_layers", None), args.num_attention_heads
     check_settings_file(config, layers, heads)

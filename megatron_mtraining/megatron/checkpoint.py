@@ -13,7 +13,7 @@ from .arguments import settings
 from .backend import is_active, training_arguments
 from .balance_options import origin_of_estimates
 from .rotary_options import warn_of_other_positions
-from .run_state import RUN
+from .run_state import RUN, has_schedule
 from .wrapping import log
 
 
@@ -30,6 +30,7 @@ def wrap_generate_state_dict(original):
             reached = [each.state() for each in RUN.steerings if each.moves]
             saved.mtraining_price_reached = reached[0] if reached else None
             saved.mtraining_further_prices_reached = reached[1:]
+            saved.mtraining_schedule_span = RUN.span_state()
             saved.mtraining_balance_reached = None
             if RUN.balance is not None:
                 origin = origin_of_estimates(saved, settings())
@@ -55,6 +56,9 @@ def wrap_check_checkpoint_args(original):
                     RUN.restore_prices([price, *further])
                 except ConfigError as error:
                     raise ConfigError(f"{error}; --finetune leaves the prices out") from None
+            if has_schedule(training_arguments()):
+                RUN.restored_span = getattr(checkpoint_args, "mtraining_schedule_span", None)
+                RUN.resume_span(RUN.restored_span)  # refuses; before the model's weights are read
             estimates = getattr(checkpoint_args, "mtraining_balance_reached", None)
             if estimates is not None and settings().balances:
                 try:
@@ -74,7 +78,7 @@ def wrap_check_checkpoint_args(original):
 
 
 def wrap_load_checkpoint(original):
-    """``load_checkpoint`` that continues the count of steps."""
+    """``load_checkpoint`` that continues the count of steps, and a schedule."""
 
     def load_checkpoint(*args, **kwargs):
         result = original(*args, **kwargs)

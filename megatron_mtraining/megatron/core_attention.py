@@ -16,6 +16,7 @@ from torch import Tensor
 from ..attention import attend
 from ..config import ConfigError, Policy, has_price, head_policies, option
 from ..cp_group import CPGroup, cp_group_of
+from ..documents import Documents
 from ..pattern import Steering
 from . import recompute
 from .arguments import settings
@@ -91,9 +92,12 @@ class MTrainingAttention(MegatronModule):
         self.softmax_scale = softmax_scale
         self.mtraining = settings(config)
         # An evaluation prepares nothing for a pruned backward, and draws nothing for its sampling.
-        self.of_evaluation = replace(
-            self.mtraining, backward_threshold=0.0, backward_sampling=False
-        )
+        of_evaluation = replace(self.mtraining, backward_threshold=0.0, backward_sampling=False)
+        self._settings = {
+            (training, dense): each.dense() if dense else each
+            for training, each in ((True, self.mtraining), (False, of_evaluation))
+            for dense in (False, True)
+        }
         group = (
             parallel_state.get_context_parallel_group(check_initialized=False)
             if pg_collection is None
@@ -164,6 +168,9 @@ class MTrainingAttention(MegatronModule):
         first_pass = None if replay is None else replay.result
         microbatch = self._begin_call(place) if replay is None else replay.microbatch
         tuned = self._tuning(microbatch) if replay is None else None
+        dense = self.steering.is_dense or (not self.training and self.mtraining.dense_evaluation)
+        if self.training and not RUN.has_run_dense:
+            self._run_dense_ahead(query, key, value, documents)
         counted = self.calls is not None and microbatch is not None
         try:
             with self.calls.timed(microbatch, query.is_cuda) if counted else nullcontext():
@@ -171,14 +178,14 @@ class MTrainingAttention(MegatronModule):
                     query,
                     key,
                     value,
-                    config=self.mtraining if self.training else self.of_evaluation,
+                    config=self._settings[self.training, dense],
                     cp_group=self.cp_group,
                     cp_inner=self.cp_inner,
                     softmax_scale=self.softmax_scale,
                     documents=documents,
                     first_pass=first_pass,
                     observe_backward=self._observe_backward(),
-                    **({} if first_pass is not None else self._of_this_step(query, tuned)),
+                    **({} if dense or first_pass is not None else self._of_this_step(query, tuned)),
                 )
         except ValueError as error:  # a ConfigError too
             raise ConfigError(f"the {place} cannot run: {error}{_hint(query, key)}") from error
@@ -188,6 +195,23 @@ class MTrainingAttention(MegatronModule):
         if self.training and first_pass is None:
             self._count(result.index, microbatch, tuned)
         return result.out.flatten(2)
+
+    def _run_dense_ahead(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None
+    ) -> None:
+        """In the first step of a schedule that ends dense, run dense attention once, forward and backward:
+        its kernels are compiled and its buffers allocated now, not after most of the run."""
+        RUN.has_run_dense = True
+        steps = getattr(self.mtraining.policy, "steps", None)
+        if steps is None or not steps.ends_dense or not query.is_cuda or self.steering.is_dense:
+            return
+        with torch.enable_grad():
+            operands = [each.detach().requires_grad_() for each in (query, key, value)]
+            result = attend(
+                *operands, config=self._settings[True, True], cp_group=self.cp_group,
+                cp_inner=self.cp_inner, softmax_scale=self.softmax_scale, documents=documents,
+            )  # fmt: skip
+            torch.autograd.grad(result.out, operands, torch.zeros_like(result.out))
 
     def _observe_backward(self) -> Callable[[Tensor, Tensor], None] | None:
         """Who is told what a pruned backward leaves out, in the steps that are logged: it costs a sum in the

@@ -18,7 +18,8 @@ from torch import Tensor
 from ..cp_group import RankGroup
 from .backend import is_active, training_arguments
 from .balance_log import log_balance
-from .run_state import RUN
+from .run_state import RUN, has_schedule
+from .wrapping import log
 
 NEARLY_DENSE = 0.95
 """Mean density from which on a run whose price should leave something out is told that it does not."""
@@ -121,8 +122,8 @@ class Density:
         backward = self.density if self.backward is None else self.backward
         return (self.density.mean + 2 * backward.mean) / 3
 
-    def line(self, iteration: int, price: float | None = None) -> str:
-        """The line of the training log."""
+    def line(self, iteration: int, price: float | None = None, share: float | None = None) -> str:
+        """The line of the training log; ``share`` of a schedule."""
         density, recall = self.density, self.recall
         line = (
             f" [mtraining] iteration {iteration} | density {density.mean:.4f} "
@@ -134,7 +135,9 @@ class Density:
                 f" | backward density {self.backward.mean:.4f} without {self.dropped.mean:.4f} of attention "
                 f"(highest head {self.dropped.highest:.4f})"
             )
-        return line if price is None else f"{line} | price {price:.4g}"
+        if price is not None:
+            line += f" | price {price:.4g}"
+        return line if share is None else f"{line} | schedule {share:.1%}"
 
 
 def take_density() -> Density | None:
@@ -196,9 +199,10 @@ def wrap_training_log(original):
             RUN.computed = density.computed  # for the throughput that Megatron is about to log
         result = original(*args, **kwargs)
         price = RUN.price_of_step() if is_logged else None  # the next step's may be another
+        share = RUN.share() if is_logged and has_schedule(training_arguments()) else None
         end_step(iteration)
         if is_logged:
-            log_density(iteration, price, density)
+            log_density(iteration, price, density, share)
             RUN.logged = True
             if RUN.balancer is not None:
                 RUN.balancer.read()
@@ -206,6 +210,26 @@ def wrap_training_log(original):
         return result
 
     return training_log
+
+
+def wrap_train(original):
+    """``train`` that says where a run ends before the end of its schedule."""
+
+    def train(*args, **kwargs):
+        try:
+            result = original(*args, **kwargs)
+        except SystemExit:  # --exit-interval, --exit-duration-in-mins, --exit-signal-handler
+            _log_unfinished()
+            raise
+        _log_unfinished()
+        return result
+
+    return train
+
+
+def _log_unfinished() -> None:
+    if unfinished := RUN.unfinished():
+        log(f"warning: {unfinished}")
 
 
 def wrap_floating_point_operations(original):
@@ -252,19 +276,22 @@ def figures(density: Density) -> dict[str, float]:
     return values
 
 
-def log_density(iteration: int, price: float | None, density: Density | None) -> None:
+def log_density(
+    iteration: int, price: float | None, density: Density | None, share: float | None = None
+) -> None:
     """Print and record density and recall.
 
     Args:
         price: of the step that has ended.
         density: of the steps since the last call; None prints nothing.
+        share: of a schedule, where the step has begun.
     """
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
     from megatron.training.utils import print_rank_last
 
     if density is None:
         return
-    print_rank_last(density.line(iteration, price))
+    print_rank_last(density.line(iteration, price, share))
     if not RUN.warned_of_density and price and density.density.mean >= NEARLY_DENSE:
         RUN.warned_of_density = True
         print_rank_last(
@@ -276,6 +303,8 @@ def log_density(iteration: int, price: float | None, density: Density | None) ->
     values = figures(density)
     if price is not None:
         values["mtraining-price"] = price
+    if share is not None:
+        values["mtraining-schedule"] = share
     writer = get_tensorboard_writer()
     if writer:
         for name, value in values.items():

@@ -20,6 +20,7 @@ from ..documents import MOST_TOKENS, Documents
 from ..tensors import check_values
 from .backend import is_active, training_arguments
 from .inputs import check_parts
+from .run_state import RUN
 
 ATTRIBUTE = "mtraining_documents"
 """The attribute of a batch's tensors that has their documents."""
@@ -165,6 +166,7 @@ def wrap_forward(original):
     def forward(self, *args, **kwargs):
         if not is_active(self.config):
             return original(self, *args, **kwargs)
+        RUN.begin_forward()
         bound = signature.bind(self, *args, **kwargs)
         given = bound.arguments
         check_parts(self, given)

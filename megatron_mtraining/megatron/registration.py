@@ -168,6 +168,13 @@ def live_changes() -> tuple[LiveChange, ...]:
         ),
         LiveChange(
             "megatron.training.training",
+            "train",
+            density.wrap_train,
+            "Says where a run ends before the end of its schedule (`--mtraining-schedule`): at "
+            "`--exit-interval`, for example, Megatron ends the process here.",
+        ),
+        LiveChange(
+            "megatron.training.training",
             "num_floating_point_operations",
             density.wrap_floating_point_operations,
             "Counts the query-key pairs that attention computed (`--log-throughput`), documents of a sample "
@@ -222,7 +229,8 @@ LIVE_STATE = (
         "The settings, defaults filled in, as plain values: arguments are pickled into checkpoints, which "
         "must load without this package. `mtraining_price_reached` in a checkpoint is the state of a "
         "target recall (`mtraining_further_prices_reached`: of those of layers with settings of their own), "
-        "and `mtraining_balance_reached` that of the estimates of density. "
+        "`mtraining_schedule_span` what a schedule is over, and `mtraining_balance_reached` that of the "
+        "estimates of density. "
         "`mtraining_rope_scaling_factor` and `mtraining_rotary_seq_len_interpolation_factor`, set when a "
         "model is built, say that it has the value of the option of that name.",
     ),

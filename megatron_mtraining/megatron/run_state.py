@@ -5,12 +5,19 @@ training step."""
 from __future__ import annotations
 
 from ..balance.planner import Planner
-from ..config import ConfigError, MTrainingConfig
+from ..config import ConfigError, MTrainingConfig, Span, option
 from ..cp_group import RankGroup
 from ..pattern import Steering
-from .arguments import settings
+from .arguments import length_of, settings
 from .backend import is_active, training_arguments
 from .balancing import Balancer, balancer_of_arguments
+from .options import attribute
+
+
+def has_schedule(args) -> bool:
+    """Whether prices, or target recalls, change over a run of Megatron-LM with this backend."""
+    names = ("schedule", "target_schedule")
+    return is_active(args) and any(getattr(args, attribute(name), None) for name in names)
 
 
 class RunState:
@@ -22,10 +29,13 @@ class RunState:
 
     Attributes:
         step: the training step under way, from 0.
+        span: what a schedule is over, in samples or iterations; None if it is not known yet.
+        restored_span: :meth:`span_state` of the checkpoint that training goes on from.
         balance: the plans of steps, on ranks with a data loader; None elsewhere, and in other runs.
         restored_balance: the state of their estimates in the checkpoint that training goes on from.
         logged: whether a step of this process has been logged.
         computed: the share of attention's dense operations that logged steps computed; 1 before the first.
+        has_run_dense: whether dense attention has run, so that its kernels are compiled.
         warned_of_density: whether this run was told that its price leaves nothing out.
         balancer: tuning and accounting; None where neither batching nor tuning is on. :meth:`balancer_of_run`
             makes it in a run of Megatron-LM; other training loops set it.
@@ -33,10 +43,14 @@ class RunState:
 
     def __init__(self):
         self.step = 0
+        self.span: Span | None = None
+        self.restored_span: list | None = None
+        self._share: tuple[int, float] | None = None
         self.balance: Planner | None = None
         self.restored_balance: dict | None = None
         self.logged = False
         self.computed = 1.0
+        self.has_run_dense = False
         self.warned_of_density = False
         self.balancer: Balancer | None = None
         self._balancer_made = False
@@ -46,8 +60,77 @@ class RunState:
         """The steering of these settings, for a model with these numbers of layers and heads."""
         at = config, (num_layers, num_heads)
         if at not in self._steerings:
-            self._steerings[at] = Steering(config, self.step, (num_layers, num_heads))
+            shape = num_layers, num_heads
+            self._steerings[at] = Steering(config, self.step, shape, self.share)
         return self._steerings[at]
+
+    def share(self) -> float:
+        """The share of a schedule's run that is done where the step under way begins. The same in evaluations
+        after the step, when Megatron-LM has counted its samples already.
+
+        Raises:
+            ConfigError: nothing says how long the run is.
+        """
+        step = self.step_now()
+        if self._share is None or self._share[0] != step:
+            if self.span is None:
+                self.resume_span(None)
+            self._share = step, self.span.share(self._done(step))
+        return self._share[1]
+
+    def begin_forward(self) -> None:
+        """Before a forward of a model: a schedule's share becomes that of the step's begin on all ranks, also
+        on those without attention."""
+        if has_schedule(training_arguments()):
+            self.share()
+
+    def unfinished(self) -> str | None:
+        """What to say where training ends now, before the end of its schedule."""
+        if self.span is None or not has_schedule(training_arguments()):
+            return None
+        return self.steering_of_run().unfinished(self.span.share(self._done(self.step)))
+
+    def _done(self, step: int) -> int:
+        """Samples, or iterations, that are done after ``step`` steps, which is now."""
+        args = training_arguments()
+        by_samples = is_active(args) and length_of(args)[0] == "--train-samples"
+        return args.consumed_train_samples if by_samples else step
+
+    def resume_span(self, saved: list | None) -> None:
+        """Say what a schedule is over, in a run that goes on from a checkpoint.
+
+        Args:
+            saved: :meth:`span_state` of the checkpoint; None if it has none, or there is no checkpoint.
+
+        Raises:
+            ConfigError: the run has another length than the checkpoint's, and no option says what that means;
+                or it is not known.
+        """
+        args = training_arguments()
+        if not is_active(args):
+            raise ConfigError(
+                f"{option('schedule')} is given, but nothing says how long the run is: call "
+                "megatron_mtraining.megatron.advance(0, num_steps) before the first step"
+            )
+        name, end = length_of(args)
+        extension = getattr(settings().policy, "schedule_extension", None)
+        span = None if saved is None else Span(*saved[1:])
+        same = saved is None or saved[0] == name
+        self.span = Span.of_run(
+            self._done(self.step_now()),
+            end,
+            span,
+            extension,
+            f"{name} is {end}",
+            None if same else saved[0],
+        )
+        self._share = None
+
+    def span_state(self) -> list | None:
+        """What a checkpoint has of a schedule: the option that gives the run's length, and the span."""
+        if self.span is None or not is_active(training_arguments()):
+            return None
+        return [length_of(training_arguments())[0], self.span.begin, self.span.end]
 
     def steering_of_run(self, config: MTrainingConfig | None = None) -> Steering:
         """The steering of a run of Megatron-LM, also on a rank without attention.
@@ -117,6 +200,8 @@ class RunState:
     def resume(self, step: int) -> None:
         """Training goes on after ``step`` steps, from a checkpoint."""
         self.step = step
+        if has_schedule(training_arguments()):
+            self.resume_span(self.restored_span)
         for steering in self.steerings:
             steering.step = step
             price = steering.now() if steering.moves else None
@@ -140,7 +225,14 @@ RUN = RunState()
 """The run of this process. Steps of Megatron-LM end themselves; other training loops call :func:`advance`."""
 
 
-def advance(step: int) -> None:
-    """End a training step on all ranks: ``step`` steps are done; targets count by it. For
-    training loops other than Megatron-LM's."""
+def advance(step: int, num_steps: int | None = None) -> None:
+    """End a training step on all ranks: ``step`` steps are done; targets and schedules count by it. For
+    training loops other than Megatron-LM's.
+
+    Args:
+        num_steps: steps of the run, which a schedule is over: given once, before the first step, with the
+            number of steps that are done.
+    """
+    if num_steps is not None:
+        RUN.span = Span(0, num_steps)
     RUN.advance(step)

@@ -112,20 +112,18 @@ class Steering:
         prices = self._prices(device).log_prices.exp()
         return prices[layer, first : first + count] if self._heads else prices[0, 0]
 
-    def unfinished(self) -> str | None:
-        """What to say where training ends now, if the schedule is not at its end; None if it is."""
-        if (
-            self._schedule is None
-            or self._share is None
-            or self._share() >= self._schedule.last_share
-        ):
+    def unfinished(self, share: float) -> str | None:
+        """What to say if training ends after this share of the schedule; None if nothing is left of it."""
+        if self._schedule is None or share >= self._schedule.last_share:
             return None
-        share, price = self._share(), self.now()
-        to_come = "dense steps" if self._schedule.ends_dense else "denser steps"
+        value, end = self._schedule.at(share), self._schedule.points[-1][1]
+        reached = (
+            f"a price of {value:.4g}" if self._target is None else f"a recall of {1 - value:.4g}"
+        )
         return (
-            f"training ends after {share:.1%} of its schedule, at a price of {price:.4g}, before the "
-            f"{to_come} from {self._schedule.last_share:.0%} on: the model is as trained sparse as that. Going on from "
-            "its checkpoint goes on with the schedule"
+            f"training ends after {share:.1%} of its schedule, at {reached}, before the "
+            f"{'denser' if end else 'dense'} steps from {self._schedule.last_share:.0%} on, which bring the "
+            "model back to dense attention: to end the schedule, go on from its checkpoint"
         )
 
     def _prices(self, device) -> PriceFeedback:

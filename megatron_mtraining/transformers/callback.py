@@ -75,8 +75,10 @@ class PatternCallback(TrainerCallback, ExportableState):
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
         """After the last step, or where the training is stopped before it."""
-        if self._pattern is not None and (unfinished := self._pattern.steering.unfinished()):
-            warnings.warn(unfinished)
+        pattern = self._pattern
+        if pattern is not None and pattern.span is not None:
+            if unfinished := pattern.steering.unfinished(pattern.span.share(state.global_step)):
+                warnings.warn(unfinished)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Before the trainer's reporters."""
