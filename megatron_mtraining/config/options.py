@@ -27,7 +27,7 @@ from .policies import (
     StratifiedSampling,
     XAttentionPolicy,
 )
-from .schedule import EXTENSIONS
+from .schedule import EXTENSIONS, NAMED
 from .validation import check_choice, check_type, option
 
 BATCHING = ("off", "length", "cost")
@@ -51,6 +51,7 @@ class Option:
         field: its name there.
         choices: values it can have; empty for any of the type.
         common: whether the short help shows it.
+        metavar: its value in help texts, if the type does not say it.
         default_help: the default in words, if it is not the default of the first section's field.
     """
 
@@ -62,6 +63,7 @@ class Option:
     choices: tuple[str, ...] = ()
     common: bool = False
     default_help: str = ""
+    metavar: str = ""
 
     @property
     def flag(self) -> str:
@@ -225,18 +227,18 @@ OPTIONS = (
     ),
     Option(
         "schedule", str,
-        "Prices over the run, in place of --mtraining-price: anneal, or points SHARE:PRICE such as "
-        "0:1.2,0.9:0.3,0.9:0. From each share of the run on the price is that of the point, and between "
+        "Prices over the run, such as anneal or 0:1.2,0.9:0. anneal is " + NAMED["schedule"]["anneal"] + ". "
+        "Points are SHARE:PRICE: from each share of the run on the price is that of the point, and between "
         "points it changes geometrically; 0 at the last point is dense attention from there to the end. The "
         "share is of --train-samples, or of --train-iters.",
-        (PricePolicy,), common=True, default_help="off: one price for the whole run",
+        (PricePolicy,), common=True, default_help="off: one price for the whole run", metavar="POINTS",
     ),
     Option(
         "target_schedule", str,
         "Target recalls over the run, in place of --mtraining-target-recall: points SHARE:RECALL as in "
         "--mtraining-schedule, such as 0:0.8,0.9:0.95,0.9:1. What may be lost changes geometrically; 1 at "
         "the last point is dense attention.",
-        (PricePolicy,), default_help="off: one target for the whole run",
+        (PricePolicy,), default_help="off: one target for the whole run", metavar="POINTS",
     ),
     Option(
         "schedule_extension", str,
@@ -256,7 +258,7 @@ OPTIONS = (
     ),
     Option(
         "gathered_ranks", int,
-        "Size of the inner groups, whose ranks gather one another's keys: at most the context-parallel ranks "
+        "Size of the inner groups, whose ranks gather one another's keys. At most the context-parallel ranks "
         "of a host, which are its GPUs / --tensor-model-parallel-size. Larger groups usually take less time. "
         "One group of all ranks takes the least memory if the model has 8 or more query heads per KV head; "
         "several groups of more than one rank take more than a plain ring, which is 1. 0 uses the inner size "

@@ -70,7 +70,7 @@ def add_arguments(
 
 
 def _add_option(group, each: Option, text: str) -> None:
-    how = {"type": each.type, "metavar": METAVARS.get(each.type)}
+    how = {"type": each.type, "metavar": each.metavar or METAVARS.get(each.type)}
     if each.type is bool:
         how = {"action": "store_true"}
     elif each.name == "slash":

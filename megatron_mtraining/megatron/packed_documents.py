@@ -20,7 +20,6 @@ from ..documents import MOST_TOKENS, Documents
 from ..tensors import check_values
 from .backend import is_active, training_arguments
 from .inputs import check_parts
-from .run_state import RUN
 
 ATTRIBUTE = "mtraining_documents"
 """The attribute of a batch's tensors that has their documents."""
@@ -161,6 +160,8 @@ def fill_in_documents(args) -> list[str]:
 def wrap_forward(original):
     """``GPTModel.forward`` or ``build_schedule_plan`` that takes tensors of the model's own layout only, and
     hands documents to the layers as :class:`DocumentParams`."""
+    from .run_state import RUN  # which imports this module
+
     signature = inspect.signature(original)
 
     def forward(self, *args, **kwargs):

@@ -132,6 +132,8 @@ def test_tuning_needs_a_price(options, named):
     with pytest.raises(ConfigError, match=named):
         config.check_tuning()
     MTrainingConfig.from_options(tuning="on").check_tuning()
+    with pytest.raises(ConfigError, match="tuning is on, but the price follows a schedule"):
+        MTrainingConfig.from_options(tuning="on", schedule="anneal").check_tuning()
     MTrainingConfig.from_options(batching="cost", **options).check_tuning()
 
 

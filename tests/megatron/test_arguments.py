@@ -4,6 +4,7 @@
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -253,6 +254,34 @@ def test_budgets_out_of_range(words):
     with pytest.raises(ArgumentsError) as raised:
         check(parse(*words.split()))
     assert all(word in str(raised.value) for word in words.split())
+
+
+SCHEDULES = {
+    "--mtraining-schedule anneal": (
+        dict(train_iters=None, train_samples=None), "neither --train-iters nor --train-samples"
+    ),
+    "--mtraining-schedule 0:1,0.9:0.5,0.3:0": ({}, "0.3 after 0.9"),
+    "--mtraining-schedule anneal --mtraining-price 0.3": ({}, "--mtraining-price is 0.3"),
+    "--mtraining-schedule anneal --mtraining-vertical 8": ({}, "--mtraining-policy is fixed"),
+    "--mtraining-schedule anneal --mtraining-target-recall 0.9": ({}, "--mtraining-target-recall is 0.9"),
+    "--mtraining-schedule-extension restart": ({}, "there is no --mtraining-schedule"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", SCHEDULES)
+def test_schedules_that_cannot_work(words):
+    others, message = SCHEDULES[words]
+    with pytest.raises(ArgumentsError, match=re.escape(message)):
+        check(parse(*words.split(), **{"train_iters": 10, **others}))
+
+
+def test_a_schedule_reaches_the_config_and_replaces_the_price():
+    args = parse("--mtraining-schedule", "anneal", train_iters=10)
+    check(args)
+    assert args.mtraining_schedule == "anneal" and args.mtraining_price is None
+    check(args)
+    assert config_from_args(args).policy.steps.at(0) > config_from_args(args).policy.steps.at(1)
+    assert config_from_args(args) == MTrainingConfig.from_options(schedule="anneal")
 
 
 @pytest.mark.slow

@@ -4,13 +4,14 @@
 import json
 import math
 from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
 from megatron_mtraining import ConfigError, MTrainingConfig
-from megatron_mtraining.config import DENSE
+from megatron_mtraining.config import DENSE, Span
 from megatron_mtraining.megatron import arguments, core_attention, run_state
 from megatron_mtraining.megatron.density import take_density
 from megatron_mtraining.megatron.run_state import RUN
@@ -149,7 +150,7 @@ def watched(config, seq=512):
     attention = make(make_config(mtraining=config))
     found = []
     add = attention.density.add
-    attention.density.add = lambda density, recall: (found.append(density), add(density, recall))
+    attention.density.add = lambda density, *more: (found.append(density), add(density, *more))
     torch.manual_seed(2)
     query = torch.randn(seq, 1, HEADS, DIM)
     key, value = torch.randn(2, seq, 1, GROUPS, DIM)
@@ -160,6 +161,93 @@ def sparse(**changes):
     return MTrainingConfig.from_options(
         block_size=64, window=64, sample_strata=16, **{"price": 1.3, **changes}
     )  # fmt: skip
+
+
+@pytest.fixture
+def at(monkeypatch):
+    """Sets the share of the schedule that is done."""
+    monkeypatch.setattr(RUN, "_steerings", {})
+    monkeypatch.setattr(RUN, "span", Span(0, 100))
+
+    def set_share(done):
+        RUN.step, RUN._share = done, None
+
+    yield set_share
+    set_share(0)
+
+
+def outputs(attention, given):
+    """Output and gradients of a call."""
+    given = [each.clone().requires_grad_() for each in given]
+    out = attention(*given)
+    return out, *torch.autograd.grad(out.square().sum(), given)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 3.0])
+def test_a_dense_step_of_a_schedule_is_dense_attention(at, tmp_path, threshold):
+    """Also of heads with policies of their own; steps before are those at their price."""
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({"layers": {"0": {"heads": {"1": {"vertical": 8, "slash": 0}}}}}))
+    more = dict(settings=str(path), backward_threshold=threshold)
+    config = sparse(price=None, schedule="0:3,0.5:1.3,0.8:0", **more)
+    attention, found, given = watched(config)
+    given = [3 * given[0], *given[1:]]
+    at(50)
+    same, sparse_found, _ = watched(sparse(price=1.3, **more))
+    for mine, other in zip(outputs(attention, given), outputs(same, given), strict=True):
+        torch.testing.assert_close(mine, other)
+    assert found[0].equal(sparse_found[0]) and found[0].mean() < 0.9
+    at(80)
+    dense, _, _ = watched(sparse(price=0, backward_threshold=threshold))
+    for mine, other in zip(outputs(attention, given), outputs(dense, given), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+    assert found[1].eq(1).all()
+    assert RUN.steerings[0].unfinished(0.5) and RUN.steerings[0].unfinished(0.8) is None
+
+
+def test_evaluation_by_the_step_s_pattern_or_dense(at):
+    config = sparse(price=None, schedule="0:3,0.8:0")
+    attention, _, given = watched(config)
+    own, _, _ = watched(sparse(price=3.0))
+    all_keys, _, _ = watched(sparse(price=0))
+    with torch.no_grad():
+        expected, dense_out = own.eval()(*given), all_keys.eval()(*given)
+        assert not expected.equal(dense_out)
+        assert attention.eval()(*given).equal(expected)
+        asked, _, _ = watched(replace(config, dense_evaluation=True))
+        assert asked.eval()(*given).equal(dense_out)
+        assert asked.train()(*given).equal(expected)
+
+
+def test_a_schedule_without_an_end_is_refused(monkeypatch):
+    monkeypatch.setattr(RUN, "span", None)
+    attention, _, given = watched(sparse(price=None, schedule="0:3,0.8:0"))
+    with pytest.raises(ConfigError, match=r"nothing says how long the run is: call .*advance"):
+        attention(*given)
+    run_state.advance(0, num_steps=10)
+    attention(*given)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("points, ahead", [("0:3,0.8:0", 1), ("0:3,0.8:0.5", 0)])
+def test_dense_attention_runs_ahead_where_it_will_be_needed(device, points, ahead, at, monkeypatch):
+    """In the first step, on GPUs, so that no kernel is left to compile; it changes nothing else."""
+    monkeypatch.setattr(RUN, "has_run_dense", False)
+    policies, plain = [], core_attention.attend
+
+    def attend(*given, config, **more):
+        policies.append(config.policy)
+        return plain(*given, config=config, **more)
+
+    monkeypatch.setattr(core_attention, "attend", attend)
+    attention, found, given = watched(sparse(price=None, schedule=points))
+    given = [each.to(device).requires_grad_() for each in given]
+    for _ in range(2):
+        attention(*given).sum().backward()
+    assert policies.count(DENSE) == (ahead if device == "cuda" else 0)
+    assert len(found) == 2 and found[0].equal(found[1]) and found[0].mean() < 0.9
+    (gradient,) = torch.autograd.grad(attention(*given).sum(), given[0])
+    torch.testing.assert_close(given[0].grad, 2 * gradient)
 
 
 def test_heads_by_a_file_and_by_tensor_parallel_rank(tmp_path, group):

@@ -167,6 +167,7 @@ def test_line():
     )
     assert kept.line(10) == line
     assert kept.line(10, 0.25) == line + " | price 0.25"
+    assert kept.line(10, 0.0, 0.905) == line + " | price 0 | schedule 90.5%"
 
 
 def run_of_arguments(monkeypatch, backend: str) -> tuple[RunState, SimpleNamespace]:
@@ -208,7 +209,7 @@ def test_the_price_in_the_log_is_that_of_the_step(monkeypatch):
     logged = []
     monkeypatch.setattr(module, "log_density", lambda *given: logged.append(given))
     module.wrap_training_log(lambda iteration: None)(1)
-    assert logged == [(1, 0.2, None)]
+    assert logged == [(1, 0.2, None, None)]
 
 
 def dense_operations(args, batch_size):

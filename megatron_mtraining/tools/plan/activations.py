@@ -7,6 +7,8 @@ whole, unless sequence parallelism cuts it by tokens.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...kernels.attention.backward_path import ONE_PASS_TOKENS, is_faster_in_one_pass
 from ...megatron.packed_documents import masks_documents
 from .setting import Setting
@@ -153,27 +155,29 @@ def ring_bytes(layer: Layer) -> int:
         blocks = setting.args.seq_length // setting.mtraining.block_size
         aside = blocks * (layer.q // layer.kv) > SUMMED_BLOCKS and layer.element < 4
         moving = own + (size(2 * layer.kv, 4) if aside else 0)
-    config, one_pass, two_kernels = setting.mtraining, 0, 0
-    dense, steps = config.keeps_all(setting.args.seq_length), getattr(config.policy, "steps", None)
-    ways = {takes_one_pass(layer, dense)}
-    if steps is not None and steps.ends_dense:  # the more of both kinds of steps
-        ways.add(takes_one_pass(layer, True))
-    if True in ways:  # keys of the next round arrive meanwhile; the gradient is made at the end
-        one_pass = sums + gathered + max(moving + (gathered if several else 0), gradient + own)
-    if False in ways:
-        two_kernels = gradient + (sums if several else 0) + gathered + moving
-    held = max(one_pass, two_kernels)
+    if takes_one_pass(
+        layer
+    ):  # keys of the next round arrive meanwhile; the gradient is made at the end
+        held = sums + gathered
+        held += max(moving + (gathered if several else 0), gradient + own)
+    else:
+        held = gradient + (sums if several else 0) + gathered + moving
     held += size(layer.heads, 4)  # row sums of output and its gradient
-    return held + column_bytes(layer) + pruning_bytes(layer)
+    held += column_bytes(layer) + pruning_bytes(layer)
+    steps = getattr(setting.mtraining.policy, "steps", None)
+    if steps is None or not steps.ends_dense:
+        return held
+    dense = replace(setting, mtraining=setting.mtraining.dense())
+    return max(held, ring_bytes(Layer(dense)))  # of both kinds of steps
 
 
-def takes_one_pass(layer: Layer, dense: bool) -> bool:
-    """Whether the backward of a step, dense or not, is in one pass on some Hopper GPU:
+def takes_one_pass(layer: Layer) -> bool:
+    """Whether the backward is in one pass on some Hopper GPU:
     :func:`megatron_mtraining.kernels.attention.backends.one_pass`, with ``MTRAINING_BACKWARD`` unset."""
     config, args = layer.setting.mtraining, layer.setting.args
     if config.backward_threshold or layer.element == 4:
         return False
-    dense = dense and not masks_documents(args)
+    dense = config.keeps_all(args.seq_length) and not masks_documents(args)
     length = args.seq_length // layer.setting.cp
     return any(is_faster_in_one_pass(dense, length, gpu) for gpu in ONE_PASS_TOKENS)
 

@@ -261,6 +261,18 @@ def test_what_one_pass_needs_more(monkeypatch, flags, more):
     assert found - ring_bytes(layer) == expected
 
 
+@pytest.mark.parametrize("points", ["0:0.6,0.9:0.1", "0:0.6,0.9:0"])
+def test_a_schedule_is_planned_by_its_densest_steps(points):
+    length = "--seq-length 32768 --max-position-embeddings 32768 --bf16 --train-iters 10 "
+
+    def held(more):
+        return ring_bytes(Layer(made(QWEN_HALF_B + OURS + length + more)))
+
+    sparse, dense = held("--mtraining-price 0.6"), held("--mtraining-price 0")
+    assert dense > sparse
+    assert held(f"--mtraining-schedule {points}") == (dense if points.endswith(":0") else sparse)
+
+
 def test_blocks_that_are_summed_are_the_kernels_own():
     pytest.importorskip("triton")
     from megatron_mtraining.kernels.attention import launch_args
