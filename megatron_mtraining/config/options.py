@@ -362,6 +362,10 @@ BALANCE = (
     "profile",
 )
 """Options that balance data-parallel ranks. They are options of a run; layers do not read them."""
+MOVING = (
+    "target_recall", "target_scope", "schedule", "target_schedule", "schedule_extension",
+)  # fmt: skip
+"""Options that change prices from step to step, which only training does."""
 SIZES = ("vertical", "slash", "vertical_cap", "slash_cap", "window", "sink")
 """Options that cannot be more than the sequence is long."""
 

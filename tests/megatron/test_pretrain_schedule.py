@@ -34,6 +34,12 @@ def check_prices(run, first: int = 1, last: int = STEPS, end: int = STEPS, begin
         assert density == 1 if wanted >= 0.8 else density < 0.9
 
 
+def of_steps(logged_losses: list[float]) -> list[float]:
+    """Losses of single steps: the second that a process logs is the mean with the first."""
+    first, second, *others = logged_losses
+    return [first, 2 * second - first, *others]
+
+
 @pytest.fixture(scope="module")
 def whole(tree):
     """A run that is not interrupted."""
@@ -59,11 +65,11 @@ def test_a_run_resumed_in_each_phase_in_another_layout_is_the_same(whole, tree, 
     ):
         words = [*kept, *layout.split(), *f"--exit-interval {last} --save-interval {last}".split()]
         run = tree.run("launcher", 2 if layout else 1, *words)
-        found += losses(run, last - first + 1)
+        found += of_steps(losses(run, last - first + 1))
         check_prices(run, first, last)
         ended = re.findall(r"warning: training ends after (\S+)% of its schedule", run.stdout)
         assert ended == ([] if last / STEPS >= 0.8 else [f"{100 * last / STEPS:.1f}"])
-    assert found == pytest.approx(losses(whole), abs=2e-5, rel=0)
+    assert found == pytest.approx(of_steps(losses(whole)), abs=3e-5, rel=0)
 
 
 def test_a_run_by_samples_with_growing_batches(tree):

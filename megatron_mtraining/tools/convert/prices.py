@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ...config import (
     BY_NAME,
+    MOVING,
     ConfigError,
     MTrainingConfig,
     Policy,
@@ -26,7 +27,6 @@ from .to_hf import read_args
 
 OF_ALL_LAYERS = ("window", "sink", "block_size", "estimator")
 """Settings of the pattern that are not a policy's."""
-TARGET = ("target_recall", "target_scope")
 DIGITS = 6
 """Significant digits of a price: float32 has no more."""
 
@@ -123,7 +123,7 @@ def _of_all_layers(args: Namespace, config: MTrainingConfig) -> dict:
         name: flat[name]
         for name, each in BY_NAME.items()
         if (each.sections or name in OF_ALL_LAYERS)
-        and name not in (*TARGET, "price")
+        and name not in (*MOVING, "price")
         and flat[name] is not None
         and getattr(args, attribute(name), None) is not None
     }
@@ -136,6 +136,6 @@ def _changed(policy: Policy, run: Policy | None, length: int | None) -> dict:
     changed = {
         name: length if value is None else value
         for name, value in policy_values(policy).items()
-        if name not in ("policy", "price", *TARGET) and base.get(name) != value
+        if name not in ("policy", "price", *MOVING) and base.get(name) != value
     }
     return {name: value for name, value in changed.items() if value is not None}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...config import BALANCE, MEGATRON_ONLY
+from ...config import BALANCE, MEGATRON_ONLY, MOVING
 from ...errors import ConfigError
 from ...files import size_of
 from ...megatron.options import add_arguments as add_settings
@@ -37,8 +37,6 @@ LONGPPL_CONTEXT = 4096
 """Tokens of the short context, by default, as in the package longppl."""
 TEMPLATE_TOKENS = 64
 """Left free for a chat template with --chat: of a length (needle), or beside it (ruler)."""
-MOVING = ("target_recall", "target_scope")
-"""Options that move prices, which only training does."""
 NO_EFFECT = (*MEGATRON_ONLY, *BALANCE, "backward_threshold", "backward_sampling")
 """Options that an evaluation does not read."""
 CONVERTED = ".model-"
@@ -267,6 +265,11 @@ def _settings(values: argparse.Namespace, sparse: bool) -> dict:
                 "--settings with the prices that training has reached (mtraining convert prices)"
             )
     config = config_from_args(values)
+    if getattr(config.policy, "steps", None) is not None:
+        raise ConfigError(
+            f"--settings {config.settings} has a schedule of prices, which only training follows: give a "
+            "file with the price of one step"
+        )
     shown = {name: value for name, value in config.options().items() if value is not None}
     return {"config": config, "settings": shown}
 
