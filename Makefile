@@ -3,6 +3,7 @@
 #   make quickstart   train a small model, dense and sparse, and compare
 #   make test         the test suite without its slow tests (GPU tests too where there is a GPU)
 #   make test-all     the whole test suite
+#   make smoke        a few minutes of it: what another Python, torch or Megatron-Core could break
 #   make fuzz         property tests with random input, for MTRAINING_FUZZ_MINUTES (5) minutes in all
 #   make lint         ruff, mypy and shellcheck
 #   make clean        remove the environment and what the commands wrote
@@ -22,7 +23,7 @@ MTRAINING_FUZZ_MINUTES ?= 5
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready$(if $(MCORE),-mcore-$(MCORE))$(if $(TORCH),-torch-$(TORCH))
 
-.PHONY: quickstart test test-all fuzz lint clean env
+.PHONY: quickstart test test-all smoke fuzz lint clean env
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -37,6 +38,11 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+SMOKE := tests/megatron tests/transformers tests/config tests/test_attention.py tests/test_package.py tests/test_cp_group.py
+
+smoke: $(READY)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(SMOKE) $(ARGS)
 
 # One process: with several, each would get a part of the minutes at the same time.
 fuzz: $(READY)

@@ -8,9 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import importlib
 import pkgutil
-import re
 import shutil
-import zlib
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -126,47 +124,27 @@ def backward_path(request, monkeypatch):
     return request.param
 
 
-OF_MEGATRON = "megatron"
-"""Where tests run Megatron-Core's models and training, which another release may change."""
 OF_KERNELS = ("benchmarks", "kernels", "pattern", "ring", "test_documents.py")
-"""Where tests have many cases that do not depend on Python's version or Megatron-Core's."""
-
-
-def _part_of(variable: str, default: str) -> tuple[int, int]:
-    """``2/3`` of a variable as numbers."""
-    given = os.environ.get(variable, default)
-    found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", given)
-    own, parts = map(int, found.groups()) if found else (1, 0)
-    if own > parts:
-        raise pytest.UsageError(f"{variable} is {given!r}: give such as 2/3")
-    return own, parts
+"""Where tests have many cases that differ in little."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m leaves tests out
 def pytest_collection_modifyitems(config, items):
     cases, thinned = Counter(), Counter()
-    # "2/3": of all tests, or of tests/megatron, the second third, by their names; of kernels' cases each
-    # third, from the second.
-    part = _part_of("MTRAINING_TEST_PART", "1/1")
-    of_megatron = _part_of("MTRAINING_TEST_MEGATRON", "{}/{}".format(*part))
     with_gpu = torch.cuda.is_available()
-    first, of_kernels = _part_of("MTRAINING_TEST_KERNELS", "1/1" if with_gpu else "1/8")
+    every_kernel_case = 1 if with_gpu else 8
     for item in items:
         test = item.nodeid.partition("[")[0]
         every = max([1, *(mark.args[0] for mark in item.iter_markers("thinned"))])
         is_thin = cases[test] % every == 0
         cases[test] += 1
         folder = item.path.relative_to(TESTS).parts[0]
-        own, parts = of_megatron if folder == OF_MEGATRON else part
-        if zlib.crc32(test.encode()) % parts != own - 1:
-            item.add_marker(pytest.mark.slow)
         is_repeated = not is_thin
         is_fast = item.get_closest_marker("slow") is None
         if is_thin and is_fast and folder in OF_KERNELS:
-            # The first case of a test is in each share. Those for a GPU count apart: others must not be left
-            # to them where there is none.
+            # Cases for a GPU count apart: others must not be left to them where there is none.
             kind = test, "gpu" in item.keywords
-            is_repeated = thinned[kind] > 0 and thinned[kind] % of_kernels != first - 1
+            is_repeated = thinned[kind] % every_kernel_case != 0
             thinned[kind] += 1
         if is_repeated:
             item.add_marker(pytest.mark.slow)
