@@ -198,9 +198,12 @@ def train(options) -> int:
             f"frontier.py train --run dense {options.base} --seeds {' '.join(map(str, missing))} first"
         )
     names = ("variant", "seed", "steps", "base", "model", "seq", "data")
-    there = {tuple(row.get(name) for name in names) for row in jobs.read(options.output)}
+    there = {
+        (*map(row.get, names), frontier_rows.decay_of(row)) for row in jobs.read(options.output)
+    }
     about = (
-        options.steps, options.base, options.model.name, options.seq, texts.fingerprint(options)
+        options.steps, options.base, options.model.name, options.seq, texts.fingerprint(options),
+        options.decay,
     )  # fmt: skip
     wanted_runs = [
         (name, seed)
@@ -315,7 +318,8 @@ def policies(options) -> list[dict]:
     _, wanted = split(options.base)
     found = []
     for row in frontier_rows.joined(jobs.read(options.frontier)):
-        if row["wanted"] != wanted or row["policy"] == "target" or not row["seeds"]:
+        is_base = row["wanted"] == wanted and row["decay"] == frontier_rows.CONSTANT
+        if not is_base or row["policy"] == "target" or not row["seeds"]:
             continue
         found.append(
             dict(
@@ -375,7 +379,7 @@ def ablation_table(rows: list[dict], joined_rows: list[dict]) -> str:
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
         names = ("what", "setting", "seq", "base", "model", "steps")
-        groups.setdefault(tuple(row.get(name) for name in names), []).append(row)
+        groups.setdefault((*map(row.get, names), frontier_rows.decay_of(row)), []).append(row)
     body = []
     for some in groups.values():
         if some[0].get("seed") is not None:
@@ -436,6 +440,7 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
         parser.error(str(error))
     if policy in ("dense", "target"):
         parser.error(f"--base {options.base}: use POLICY@DENSITY, such as price@0.15")
+    continuing.check_options(parser, options)
     return options
 
 

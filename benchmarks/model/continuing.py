@@ -280,7 +280,7 @@ def train(run: Run, given: Material, options) -> tuple[dict, object]:
         losses=[round(loss, 4) for loss in losses],
     )  # fmt: skip
     if options.token_losses is not None:
-        name = f"{Path(run.name).name}_seed{run.seed}_steps{run.steps}.npz"
+        name = f"{run.name}_seed{run.seed}_steps{run.steps}.npz"
         write_token_losses(options.token_losses / name, own=now[0], dense=now[1], before=before[1])
     samples = options.ruler and ruler_samples.read(options.ruler, options.device)
     dense = run.config is None or ends_dense(model, run)
@@ -304,12 +304,18 @@ def train(run: Run, given: Material, options) -> tuple[dict, object]:
 
 def decayed(decay: str, share: float) -> float:
     """The learning rate as a part of its peak, when this share of the steps is done: ``constant``; ``cosine``
-    over the whole run; ``BEGIN-END``, linear between these shares. Decays end at :data:`LAST_RATE`."""
+    over the whole run; ``BEGIN-END``, linear between these shares. Decays end at :data:`LAST_RATE`.
+
+    Raises:
+        ValueError: it is none of these.
+    """
     if decay == "constant":
         return 1.0
     if decay == "cosine":
         return LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * share)) / 2
     begin, end = map(float, decay.split("-"))
+    if not 0 <= begin < end <= 1:
+        raise ValueError(f"{begin} and {end} are no shares of a run in order")
     return 1 - (1 - LAST_RATE) * min(1.0, max(0.0, (share - begin) / (end - begin)))
 
 
@@ -413,7 +419,7 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         parser.error(f"--ruler {options.ruler} is no file")
     try:
         decayed(options.decay, 0.5)
-    except (ValueError, ZeroDivisionError):
+    except ValueError:
         parser.error(f"--decay {options.decay}: use constant, cosine, or two shares such as 0.9-1")
     for name in ("seq", "steps", "held_out", "jobs", "warm_up"):
         if getattr(options, name) < 1:

@@ -56,9 +56,10 @@ from ..lib import jobs, record
 from ..lib.policies_at_density import AS_PUBLISHED, FAMILIES, at_density, config_of
 from ..sparsebalance import texts
 from . import continuing, frontier_tables
-from .frontier_settings import Judge, about, key_of, rows_like, setting_of, split
+from .frontier_settings import Judge, about, key_of, label_of, rows_like, setting_of, split
 from .layer_times import Layer, Shape
 from .material import material
+from .schedule_tables import schedule_table
 
 STAGES = ("zero", "time", "train", "long", "table")
 DENSITIES = (0.15, 0.08, 0.04, 0.3, 0.02)
@@ -204,10 +205,10 @@ def work(job: tuple[str, int, argparse.Namespace]) -> dict:
     config: MTrainingConfig | None = (
         None if setting is None else config_of(setting, options.block_size)
     )
-    run = continuing.Run(name, seed, options.steps, config)
+    run = continuing.Run(label_of(name), seed, options.steps, config)
     row, model = continuing.train(run, given, options)
     if options.save is not None:
-        model.save_pretrained(options.save / f"{name}_seed{seed}_steps{options.steps}")
+        model.save_pretrained(options.save / f"{run.name}_seed{seed}_steps{options.steps}")
     if policy == "settings":
         setting |= dict(settings=json.loads(Path(wanted).read_text(encoding="utf-8")))
     return dict(
@@ -224,7 +225,6 @@ def train(options) -> int:
     there = {
         (row["policy"], row["wanted"], row["seed"])
         for row in rows_like(options, "train", steps=options.steps, lr=options.lr)
-        if row.get("decay", "constant") == options.decay
     }
     runs = [each for each in wanted_runs(options) if (*key_of(each[0]), each[1]) not in there]
     print(f"{options.stage}: {len(runs)} runs of {options.steps} steps are to be made", flush=True)
@@ -284,7 +284,9 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
 
 def show_table(options) -> int:
     rows, path = jobs.read(options.output), options.output.with_name("frontier.jsonl")
-    print(frontier_tables.frontier_table(frontier_tables.write(rows, path)))
+    measured = jobs.read(record.RESULTS / "real_operands.jsonl")
+    found = frontier_tables.write(rows, path, measured)
+    print(frontier_tables.frontier_table(found), schedule_table(found), sep="\n\n")
     return 0
 
 

@@ -10,10 +10,15 @@ from math import fsum  # sum rounds otherwise before Python 3.12
 
 from megatron_mtraining.tools.eval.noise import mean_of
 
+from .mean_cost import Costs, costs_of, mean_cost
+
 Row = dict
 KEY = ("model", "seq", "policy", "wanted")
-DATA = ("data", "seed", "steps", "lr")
+LENGTH = ("steps", "lr", "decay")
+DATA = ("data", "seed", *LENGTH)
 """What a run of training has in common with the dense run that it is compared with."""
+CONSTANT = "constant"
+"""The decay of the learning rate in rows that do not say it."""
 TIMED = {"128k": 131072, "512k": 524288, "32k": 32768}
 LAST = "_last"
 SELECTING = "the rows that select"
@@ -36,14 +41,24 @@ def newest(rows: Iterable[Row], *names: str) -> list[Row]:
     return list({json.dumps([row.get(name) for name in names]): row for row in rows}.values())
 
 
-def joined(rows: list[Row]) -> list[Row]:
+def decay_of(row: Row) -> str:
+    """How the learning rate of a run of training decays."""
+    return row.get("decay", CONSTANT)
+
+
+def joined(rows: Iterable[Row], measured: Iterable[Row] = ()) -> list[Row]:
     """A row for each model, length, policy, wanted density, and number of training steps with a learning rate
-    (None: not trained).
+    and its decay (None: not trained).
 
     Losses are ratios to dense attention's, less 1: of training, of the dense run on the same text with the
-    same seed, steps and learning rate; means over seeds, with half of their range (``_spread``). Runs on
-    several texts (``data``): those on the text of the last run are a row, the others are left out.
+    same seed, steps, learning rate and decay; means over seeds, with half of their range (``_spread``). Runs
+    on several texts (``data``): those on the text of the last run are a row, the others are left out.
+
+    Args:
+        measured: rows of real operands, for the mean cost of a run.
     """
+    rows = [{**row, "decay": decay_of(row)} if row["stage"] == "train" else row for row in rows]
+    costs = costs_of(measured)
     judged = newest((row for row in rows if row["stage"] == "zero"), *KEY)
     trained = newest((row for row in rows if row["stage"] == "train"), *KEY, *DATA)
     timed = newest((row for row in rows if row["stage"] == "time"), "policy", "wanted", "seq")
@@ -53,12 +68,16 @@ def joined(rows: list[Row]) -> list[Row]:
     for key in keys:
         zero = next((row for row in judged if tuple(row[name] for name in KEY) == key), None)
         own = [row for row in trained if tuple(row[name] for name in KEY) == key]
-        lengths = sorted({(row["steps"], row["lr"]) for row in own})
+        lengths = sorted({_length(row) for row in own})
         for length in lengths or [None]:
-            some = [row for row in own if (row["steps"], row["lr"]) == length]
+            some = [row for row in own if _length(row) == length]
             some = [row for row in some if row.get("data") == some[-1].get("data")]
-            found.append(_row(key, zero, some, dense, timed))
+            found.append(_row(key, zero, some, dense, timed, costs))
     return found
+
+
+def _length(row: Row) -> tuple:
+    return tuple(row[name] for name in LENGTH)
 
 
 def _of_run(row: Row) -> tuple:
@@ -66,8 +85,8 @@ def _of_run(row: Row) -> tuple:
 
 
 def _row(
-    key: tuple, zero: Row | None, own: list[Row], dense: dict[tuple, Row], timed: list[Row]
-) -> Row:
+    key: tuple, zero: Row | None, own: list[Row], dense: dict[tuple, Row], timed: list[Row], costs: Costs
+) -> Row:  # fmt: skip
     row = dict(zip(KEY, key))
     policy, wanted = row["policy"], row["wanted"]
     pairs = [(each, dense[_of_run(each)]) for each in own if _of_run(each) in dense]
@@ -75,6 +94,7 @@ def _row(
         name: [each[name] / base["dense"] - 1 for each, base in pairs] for name in ("own", "dense")
     }
     one = zero or own[-1]
+    setting, length = one["setting"] or {}, _length(own[0]) if own else [None] * len(LENGTH)
     row |= dict(
         setting=one["setting"],
         density=zero["density"] if zero else mean(each["density"] for each in own),
@@ -83,8 +103,9 @@ def _row(
         recall_trained=mean(each["recall"] for each in own),
         recall_by=SELECTING if policy.endswith(LAST) or policy == "published" else "held-out rows",
         zero_over_dense=zero and zero["zero_over_dense"],
-        steps=own[0]["steps"] if own else None, lr=own[0]["lr"] if own else None, seeds=len(pairs),
-        data=own[0].get("data") if own else None,
+        **dict(zip(LENGTH, length)), seeds=len(pairs), data=own[0].get("data") if own else None,
+        schedule=setting.get("schedule"), backward_threshold=setting.get("backward_threshold", 0.0),
+        mean_cost=mean_cost(one["setting"], length[0], costs),
     )  # fmt: skip
     for name, values in more.items():
         row[f"trained_{name}_over_dense"] = mean(values)

@@ -8,23 +8,27 @@ from pathlib import Path
 
 import torch
 
-from megatron_mtraining import ConfigError
+from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.config import settings_of_run
+from megatron_mtraining.config.schedule import NAMED
 from megatron_mtraining.transformers import configure, state_of, take_means
 
 from ..lib import jobs, record
 from ..lib.policies_at_density import AS_PUBLISHED_BY_BLOCK, FAMILIES, Found, at_density, config_of
 from ..sparsebalance import texts
 from . import continuing
+from .frontier_rows import decay_of
 from .material import Material
 
 
 def split(name: str) -> tuple[str, float | str | None]:
     """``price@0.15`` as the policy and the wanted density (of target: recall; of settings: their file; of
-    schedule: ``--mtraining-schedule``, and after a ``/`` the threshold of the backward); dense has none."""
+    schedule: its points, and after a ``/`` the threshold of the backward); dense has none."""
     policy, at, number = name.partition("@")
-    if policy in ("settings", "schedule") and number:
+    if policy == "settings" and number:
         return policy, number
+    if policy == "schedule" and number:
+        return policy, _scheduled(name, *number.split("/", 1))
     try:
         wanted = float(number) if at else None
     except ValueError:
@@ -41,10 +45,27 @@ def split(name: str) -> tuple[str, float | str | None]:
     return policy, wanted
 
 
+def _scheduled(name: str, points: str, threshold: str = "0") -> str:
+    """Points and threshold of a schedule as rows have them: names may mean other points one day."""
+    points = NAMED["schedule"].get(points, points)
+    try:
+        pruned = float(threshold)
+        MTrainingConfig.from_options(schedule=points, backward_threshold=pruned)
+    except (ValueError, ConfigError) as error:
+        raise argparse.ArgumentTypeError(f"{name!r}: {error}") from None
+    return f"{points}/{pruned:g}" if pruned else points
+
+
 def key_of(name: str) -> tuple[str, float | str | None]:
     """What rows have as policy and wanted density; of settings, the name of their file."""
     policy, wanted = split(name)
     return policy, Path(wanted).name if policy == "settings" else wanted
+
+
+def label_of(name: str) -> str:
+    """A run in the names of files."""
+    policy, wanted = key_of(name)
+    return wanted if policy == "settings" else name.replace("/", "_")
 
 
 def about(options) -> dict:
@@ -57,14 +78,16 @@ def about(options) -> dict:
 
 
 def rows_like(options, stage: str, **values) -> list[dict]:
-    """Rows of the output of a stage, model and length, with these values. On the same text, but for the
-    settings that ``zero`` finds: they hardly differ, and its rows compare within themselves."""
+    """Rows of the output of a stage, model and length, with these values; of training, with the decay
+    of the learning rate. On the same text, but for the settings that ``zero`` finds: they hardly differ, and its rows compare within themselves."""
     values |= dict(
         stage=stage, model=options.model.name, seq=options.seq, block_size=options.block_size
     )
     if stage != "zero":
         values["data"] = texts.fingerprint(options)
     rows = jobs.read(options.output)
+    if stage == "train":
+        rows = [row for row in rows if decay_of(row) == options.decay]
     return [row for row in rows if all(row.get(name) == value for name, value in values.items())]
 
 

@@ -6,10 +6,13 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 
+from megatron_mtraining.config.schedule import NAMED, parse
+
 from ..lib.policies_at_density import AS_PUBLISHED_BY_BLOCK
-from .frontier_rows import SELECTING, Row, joined
+from .frontier_rows import CONSTANT, SELECTING, Row, joined
 
 MODELS = {"smol.gguf": "SmolLM2-135M-Instruct", "qwen.gguf": "Qwen2.5-Coder-0.5B-Instruct"}
 """By file name, as rows have it."""
@@ -29,6 +32,7 @@ LABELS = {
     "window": "sliding window",
     "xattention_previous": "xattention",
     "moba_previous": "moba",
+    "schedule": "price",
 }
 MARK = " †"
 """Of own-attention losses of policies that look ahead."""
@@ -64,7 +68,28 @@ def times(row: Row, label: str) -> str:
 
 def name_of(row: Row) -> str:
     label = LABELS.get(row["policy"], row["policy"])
-    return f"{label} {row['wanted']:g}" if row["policy"] == "target" else label
+    if row["policy"] == "target":
+        label = f"{label} {row['wanted']:g}"
+    if row["policy"] == "schedule":
+        label = f"{label} {prices_of(row)}"
+    return f"{label}, {decay_name(row)}" if row.get("decay") not in (None, CONSTANT) else label
+
+
+def prices_of(row: Row) -> str:
+    """The prices of a run with a schedule: its name or its points, or the one price."""
+    text = row["setting"]["schedule"]
+    schedule = parse("schedule", text)
+    if len(schedule.points) == 1:
+        return f"{schedule.lowest:g}"
+    named = (
+        name for name, other in NAMED["schedule"].items() if parse("schedule", other) == schedule
+    )
+    return f"`{next(named, text)}`"
+
+
+def decay_name(row: Row) -> str:
+    """How the learning rate decays."""
+    return f"linear over {row['decay']}" if "-" in row["decay"] else row["decay"]
 
 
 def order(row: Row) -> tuple:
@@ -140,13 +165,24 @@ def untrained_table(rows: list[Row]) -> str:
 
 
 def trained(rows: list[Row]) -> list[Row]:
-    """Rows of training in their order, at the last learning rate of each model; dense runs left out."""
-    rates = {row["model"]: row["lr"] for row in rows if row["steps"]}
-    rows = [
-        row for row in rows
-        if row["steps"] and row["policy"] != "dense" and row["lr"] == rates[row["model"]]
-    ]  # fmt: skip
+    """Rows of training in their order, at the last learning rate of each model, which is constant; dense
+    runs and schedules left out."""
+    rows = [row for row in rows if row["steps"] and not is_scheduled(row)]
+    rates = {row["model"]: row["lr"] for row in rows}
+    rows = [row for row in rows if row["policy"] != "dense" and row["lr"] == rates[row["model"]]]
     return sorted(rows, key=lambda row: (row["model"], row["seq"], row["steps"], *order(row)[3:]))
+
+
+def is_scheduled(row: Row) -> bool:
+    """Whether prices or learning rates of a run have a schedule."""
+    return row["policy"] == "schedule" or row["decay"] not in (None, CONSTANT)
+
+
+def scheduled(rows: list[Row]) -> list[Row]:
+    """Rows of training with a schedule in their order; dense runs left out."""
+    rows = [row for row in rows if is_scheduled(row) and row["policy"] != "dense"]
+    names = ("model", "seq", "steps", "decay")
+    return sorted(rows, key=lambda row: (*map(row.get, names), -row["density_trained"]))
 
 
 def run_of(row: Row) -> str:
@@ -182,7 +218,7 @@ def retrieval_table(rows: list[Row]) -> str:
         "RULER's answers, likewise", "loss of the answers, likewise", "dense attention − dense run, 95%",
     ]  # fmt: skip
     body = []
-    for row in trained(rows):
+    for row in [*trained(rows), *scheduled(rows)]:
         if row["ruler"] is None:
             continue
         three = [
@@ -214,9 +250,13 @@ def needle_noise(share: float, samples: int) -> float:
 # Files.
 
 
-def write(rows: list[Row], path: Path) -> list[Row]:
-    """Write joined rows to a file, and the picture beside it; returns them."""
-    found = joined(rows)
+def write(rows: list[Row], path: Path, measured: Iterable[Row] = ()) -> list[Row]:
+    """Write joined rows to a file, and the picture beside it; returns them.
+
+    Args:
+        measured: rows of real operands, for mean costs.
+    """
+    found = joined(rows, measured)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
     draw(path.with_suffix(".png"), found)

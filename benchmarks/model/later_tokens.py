@@ -33,7 +33,8 @@ from ..lib import jobs, record
 from ..lib.policies_at_density import config_of
 from . import continuing
 from .continuing import attend_by, token_losses
-from .frontier_settings import about, key_of, on_frontier, setting_of, split
+from .frontier_rows import decay_of
+from .frontier_settings import about, key_of, label_of, on_frontier, setting_of, split
 from .material import material
 
 NEAR = 32
@@ -149,11 +150,12 @@ def work(job: tuple[str, int, argparse.Namespace]) -> dict:
     given = material(options)
     setting = setting_of(policy, wanted, on_frontier(options), given)
     config = None if setting is None else config_of(setting, options.block_size)
-    run = continuing.Run(name, seed, options.steps, config)
+    run = continuing.Run(label_of(name), seed, options.steps, config)
     row, model = continuing.train(run, given, options)
     kept = (
         "steps",
         "lr",
+        "decay",
         "density",
         "recall",
         "own",
@@ -175,8 +177,8 @@ def stage(options) -> int:
     there = {
         (row["policy"], row["wanted"], row["seed"])
         for row in jobs.read(options.output)
-        if (row["model"], row["seq"], row["steps"])
-        == (options.model.name, options.seq, options.steps)
+        if (row["model"], row["seq"], row["steps"], decay_of(row))
+        == (options.model.name, options.seq, options.steps, options.decay)
     }
     runs = [
         (n, s, options) for s in options.seeds for n in options.run if (*key_of(n), s) not in there

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from benchmarks.model import frontier_tables
-from benchmarks.model.frontier_rows import mean, spread
+from benchmarks.model.frontier_rows import decay_of, mean, spread
 
 from .common import Row, gpu_name, last, percent, rows, source, table, tokens
 
@@ -92,14 +92,16 @@ def over_by_text(some: list[Row], forward: str) -> str:
 
 
 def _pairs(some: list[Row], forward: str) -> list[tuple[Row, Row]]:
-    """Each run with the unpruned one of a forward, of the same seed and text."""
-    names = ("model", "seq", "seed", "steps", "lr", "data")
-    bases = {
-        (row["forward"], *(row[name] for name in names)): row
-        for row in found("train")
-        if not row["threshold"]
-    }
-    return [(row, bases[(forward, *(row[name] for name in names))]) for row in some]
+    """Each run with the unpruned one of a forward, of the same seed, text and learning rates."""
+
+    def kind(row: Row) -> tuple:
+        return (
+            *(row[name] for name in ("model", "seq", "seed", "steps", "lr", "data")),
+            decay_of(row),
+        )
+
+    bases = {(row["forward"], *kind(row)): row for row in found("train") if not row["threshold"]}
+    return [(row, bases[(forward, *kind(row))]) for row in some]
 
 
 def trained() -> str:
@@ -114,6 +116,7 @@ def trained() -> str:
             row["forward"],
             row["threshold"],
             row["sampling"],
+            decay_of(row),
         )
         groups.setdefault(kind, []).append(row)
     header = [

@@ -4,31 +4,15 @@
 from __future__ import annotations
 
 from benchmarks.model import frontier_tables
+from benchmarks.model.frontier_rows import decay_of
+from benchmarks.model.mean_cost import cases, share
 
 from .common import NOT_MEASURED, Row, is_measured, last, percent, rows, source, table, tokens
 
-SETTING = ("gpu", "model", "text", "seq", "price", "backward_threshold")
-
 
 def real_cases() -> dict[tuple, list[Row]]:
-    """By model, text, length and setting: the newest row of each layer."""
-    cases: dict[tuple, list[Row]] = {}
-    if is_measured("real_operands"):
-        for row in last(rows("real_operands"), *SETTING, "layer").values():
-            cases.setdefault(tuple(row[name] for name in SETTING), []).append(row)
-    return cases
-
-
-def share(
-    found: list[Row], dense: str, parts: tuple[str, ...] = ("forward", "backward")
-) -> float | None:
-    """Time of the layers, with the search, over that of dense attention: ``dense`` is cuDNN's, ``fa4``
-    FlashAttention-4's. None where that was not measured."""
-    names = [f"{dense}_{part}_ms" for part in parts]
-    if any(row[name] is None for row in found for name in names):
-        return None
-    own = sum(row[f"{part}_ms"] for row in found for part in ("search", *parts))
-    return own / sum(row[name] for row in found for name in names)
+    """By GPU, model, text, length and setting: the newest row of each layer."""
+    return cases(rows("real_operands")) if is_measured("real_operands") else {}
 
 
 def mean(found: list[Row], name: str) -> float:
@@ -85,9 +69,9 @@ def later_tokens() -> str:
     """How much losses with the pattern move as what follows is replaced: a line a run."""
     if not is_measured("later_tokens"):
         return NOT_MEASURED
-    found = list(
-        last(rows("later_tokens"), "model", "seq", "steps", "policy", "wanted", "seed").values()
-    )
+    names = ("model", "seq", "steps", "decay", "policy", "wanted", "seed")
+    every = ({**row, "decay": decay_of(row)} for row in rows("later_tokens"))
+    found = list(last(every, *names).values())
     body = []
     for row in sorted(
         found, key=lambda row: (row["model"], row["policy"], row["wanted"], row["seed"])
@@ -125,13 +109,13 @@ def later_tokens() -> str:
 
 
 def _dense_run(row: Row) -> Row | None:
-    """The dense run with the seed and data of a run; None without one."""
+    """The dense run with the seed, data and learning rates of a run; None without one."""
     same = ("model", "seq", "steps", "lr", "seed", "data")
     found = [
         each
         for each in rows("frontier_runs")
         if each["stage"] == "train" and each["policy"] == "dense"
-        if all(each.get(name) == row[name] for name in same)
+        if all(each.get(name) == row[name] for name in same) and decay_of(each) == decay_of(row)
     ]
     return found[-1] if found else None
 
