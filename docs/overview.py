@@ -20,6 +20,7 @@ def frontier_data() -> list[dict]:
         "steps",
         "seeds",
         "lr",
+        "decay",
         "density",
         "density_trained",
         "commit",

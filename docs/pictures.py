@@ -25,7 +25,7 @@ from tables import (
 )
 from tables.common import gpu_name, tokens
 
-from benchmarks.model import frontier_tables
+from benchmarks.model import frontier_tables, schedule_tables
 
 IMAGES = Path(__file__).parent / "images"
 KEY = "Rows"
@@ -294,6 +294,10 @@ PICTURES: dict[str, tuple[Callable, Callable]] = {
     "recall.png": (recall_data, draw_recall),
     "sparsebalance.png": (sparsebalance_data, draw_sparsebalance),
     "frontier.png": (overview.frontier_data, frontier_tables.draw_panels),
+    "schedules.png": (
+        lambda: schedule_tables.places(tables.rows("frontier")),
+        schedule_tables.draw_schedules,
+    ),
 }
 """By file name: what is shown, and how it is drawn."""
 NAMES = {"frontier.png": [frontier_tables.ACROSS, frontier_tables.LABELS, frontier_tables.MODELS]}

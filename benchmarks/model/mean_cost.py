@@ -18,8 +18,13 @@ Row = dict
 Costs = dict[float, dict[float, float]]
 """By threshold of the backward and by price: time over dense attention. Price 0 is a dense step."""
 SETTING = ("gpu", "model", "text", "seq", "price", "backward_threshold")
-MODEL, TEXT, SEQ = "coder.gguf", "code", 131072
-"""Whose layers count."""
+COUNTED = ("coder.gguf", "code", 131072)
+"""Model, text and length whose layers count."""
+
+
+def counted(rows: Iterable[Row]) -> list[Row]:
+    """The rows of real operands that costs are from."""
+    return [row for row in rows if (row["model"], row["text"], row["seq"]) == COUNTED]
 
 
 def cases(rows: Iterable[Row]) -> dict[tuple, list[Row]]:
@@ -45,9 +50,8 @@ def share(
 def costs_of(measured: Iterable[Row]) -> Costs:
     """What rows of real operands say; of several GPUs, the last that measured a price."""
     found: Costs = {0.0: {0.0: 1.0}}
-    for (_, *of, price, threshold), layers in cases(measured).items():
-        if of == [MODEL, TEXT, SEQ]:
-            found.setdefault(threshold, {})[price] = share(layers, "dense")
+    for (*_, price, threshold), layers in cases(counted(measured)).items():
+        found.setdefault(threshold, {})[price] = share(layers, "dense")
     return found
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from .frontier_rows import Row
 from .frontier_tables import (
     COLOURS,
+    LOSS_TICKS,
     by_text,
     decay_name,
     losses,
@@ -44,8 +45,8 @@ def cost_of(row: Row) -> str:
 
 
 def places(rows: list[Row]) -> list[dict]:
-    """What the picture shows: the rows with a mean cost and a dense run."""
-    return [
+    """What the picture shows: of the models that have a schedule with a mean cost, all runs with one."""
+    found = [
         dict(
             run=run_of(row), decay=decay_name(row), cost=row["mean_cost"],
             prices=prices_of(row).strip("`") if row["schedule"] else "",
@@ -54,36 +55,41 @@ def places(rows: list[Row]) -> list[dict]:
         for row in [*trained(rows), *scheduled(rows)]
         if None not in (row["mean_cost"], row["trained_dense_over_dense"])
     ]  # fmt: skip
+    runs = {place["run"] for place in found if ":" in place["prices"]}
+    return [place for place in found if place["run"] in runs]
 
 
 def draw_schedules(figure, shown: list[dict]) -> None:
-    """Loss over dense against the mean cost of the run: a panel a model; schedules have their prices."""
+    """Loss over dense against the mean cost of the run: a panel a model. Schedules that no other run beats in
+    both have their points."""
     runs = sorted({place["run"] for place in shown})
-    decays = dict(zip(sorted({place["decay"] for place in shown}), COLOURS))
-    panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
+    decays = dict(zip(sorted({place["decay"] for place in shown}), COLOURS[::3]))
+    panels = figure.subplots(1, len(runs), sharex=True, sharey=True, squeeze=False)[0]
     for axes, run in zip(panels, runs):
-        for place in (place for place in shown if place["run"] == run):
-            label = (
-                f"{'schedule' if ':' in place['prices'] else 'fixed price'}, rate: {place['decay']}"
-            )
+        own = [place for place in shown if place["run"] == run]
+        for place in own:
+            what, marker = ("schedule", "*") if ":" in place["prices"] else ("fixed price", "o")
             axes.errorbar(
-                place["cost"], place["loss"], place["spread"], fmt="*" if ":" in place["prices"] else "o",
-                color=decays[place["decay"]], capsize=3, label=label,
+                place["cost"], place["loss"], place["spread"], fmt=marker, color=decays[place["decay"]],
+                capsize=3, markersize=9, label=f"{what}, learning rate {place['decay']}",
             )  # fmt: skip
-            axes.annotate(place["prices"], (place["cost"], place["loss"]), fontsize=6, rotation=30)
+            beaten = any(o["cost"] <= place["cost"] and o["loss"] < place["loss"] for o in own)
+            if what == "schedule" and not beaten:
+                axes.annotate(
+                    place["prices"], (place["cost"], place["loss"]), xytext=(5, 5),
+                    textcoords="offset points", fontsize=7,
+                )  # fmt: skip
         axes.axhline(0, color="black", linewidth=0.8)
-        axes.axhline(0.1, color="black", linewidth=0.8, linestyle=":")
-        axes.set_title(run, fontsize=9)
-        axes.set_xlabel(
-            "mean cost of the run: attention / cuDNN dense,\nreal operands, 128K tokens of code"
-        )
-        axes.margins(0.25)
+        axes.set_title(f"{run} steps", fontsize=9)
+        axes.set_xlabel("mean cost of the run (attention / dense)")
+        axes.margins(x=0.3, y=0.15)
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("dense-attention loss over dense")
-    panels[0].yaxis.set_major_formatter("{x:g}%")
+    panels[0].set_ylabel("dense-attention loss over dense\n(linear to 0.5%, then logarithmic)")
+    panels[0].set_yscale("symlog", linthresh=0.5)
+    panels[0].set_yticks(LOSS_TICKS, [f"{tick:g}%" for tick in LOSS_TICKS])
     named = {
         label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels())
     }
     figure.legend(
-        named.values(), named, loc="outside lower center", ncols=3, frameon=False, fontsize=8
+        named.values(), named.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=8
     )

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from benchmarks.model import schedule_tables
+
 from . import backward_tables, step_tables, target_tables
 from .common import Row, gpu_name, percent, rows
 from .eval_tables import ruler_agreement, ruler_agreement_samples
@@ -23,7 +25,9 @@ from .frontier_docs import (
     predicted_seconds,
     predicted_steps,
     retrieval,
+    schedules,
     untrained,
+    with_schedule,
 )
 from .kernel_tables import backward_paths, kernels, selection, short_layers, worst_error
 from .pattern_tables import patterns, patterns_long, patterns_smol
@@ -118,6 +122,7 @@ OF_RUN: dict[str, Callable[[Row], str]] = {
     "recall": lambda row: percent(row["recall_trained"]),
     "own": lambda row: signed(row["trained_own_over_dense"]),
     "dense": lambda row: signed(row["trained_dense_over_dense"]),
+    "cost": schedule_tables.cost_of,
     "own_by_text": lambda row: texts_of(row["trained_own_by_text"]),
     "dense_by_text": lambda row: texts_of(row["trained_dense_by_text"]),
 }
@@ -128,6 +133,21 @@ def texts_of(losses: dict[str, float]) -> str:
     names = {"code": "code", "book": "book", "speech": "speeches"}
     return ", ".join(f"{name} {signed(losses[text])}" for text, name in names.items())
 
+
+SCHEDULES = {
+    "second_falls": ("qwen.gguf", "0:0.31,0.9:0.1/3"),
+    "second_dense": ("qwen.gguf", "0:0.31,0.9:0/3"),
+    "second_fixed": ("qwen.gguf", "0:0.31/3"),
+    "second_middle": ("qwen.gguf", "0:0.31,0.7:0.31,0.7:0.01,0.8:0.01,0.8:0.65/3"),
+    "second_sparser": ("qwen.gguf", "0:0.65,0.9:0/3"),
+    "falls": ("smol.gguf", "0:0.62,0.9:0.15"),
+    "dense": ("smol.gguf", "0:0.29,0.9:0/3"),
+    "fixed": ("smol.gguf", "0:0.29"),
+    "middle": ("smol.gguf", "0:0.29,0.7:0.29,0.7:0.01,0.8:0.01,0.8:0.65"),
+    "high": ("smol.gguf", "0:1.2,0.9:0"),
+    "high_constant": ("smol.gguf", "0:1.2,0.9:0", "constant"),
+}
+"""Schedules that sentences quote: model, points and threshold, and the decay where it is not cosine."""
 
 FIGURES: dict[str, Callable[[], str]] = {
     "profile_seconds": profile_seconds,
@@ -150,6 +170,11 @@ FIGURES: dict[str, Callable[[], str]] = {
             ("frontier_target", "smol.gguf", target),
             ("second_model_target", "qwen.gguf", target),
         )
+        for figure, make in OF_RUN.items()
+    },
+    **{
+        f"schedule_{name}_{figure}": lambda kind=kind, make=make: make(with_schedule(*kind))
+        for name, kind in SCHEDULES.items()
         for figure, make in OF_RUN.items()
     },
     "fa4_over_cudnn": lambda: f"{fa4_over_cudnn():.2f}",
@@ -211,6 +236,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "frontier_untrained": untrained,
     "frontier_trained": after_training,
+    "frontier_schedules": schedules,
     "frontier_retrieval": retrieval,
     "later_tokens": later_tokens,
     "real_operands": real_operands,

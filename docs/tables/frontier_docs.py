@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from benchmarks.model import ablations, frontier_tables
+from benchmarks.model import ablations, frontier_tables, mean_cost, schedule_tables
 
 from . import step_tables
 from .common import Row, all_of, measured_on, percent, rows, source, table, tokens
@@ -29,6 +29,13 @@ def after_training() -> str:
     return frontier_tables.trained_table(found) + source(apart(found), "frontier")
 
 
+def schedules() -> str:
+    """The models after training with prices or learning rates that change."""
+    found = frontier_tables.scheduled(frontier_rows())
+    used = [*apart(found), *mean_cost.counted(rows("real_operands"))]
+    return schedule_tables.schedule_table(found) + source(used, "frontier", "real_operands")
+
+
 def retrieval() -> str:
     """Needle and RULER after training."""
     found = [row for row in frontier_rows() if row["ruler"] is not None]
@@ -36,12 +43,19 @@ def retrieval() -> str:
 
 
 def chosen(model: str = "smol.gguf", policy: str = "price", wanted: float = 0.15) -> Row:
-    """The row of a setting of a model, with most seeds, of the shortest training."""
-    kind = (model, policy, wanted)
-    found = [row for row in frontier_rows() if (row["model"], row["policy"], row["wanted"]) == kind]
-    return min(
-        (row for row in found if row["steps"]), key=lambda row: (-row["seeds"], row["steps"])
-    )
+    """The row of a setting of a model, with most seeds, of the shortest training at a constant rate."""
+    return _chosen(frontier_tables.trained(frontier_rows()), model, policy, wanted)
+
+
+def with_schedule(model: str, wanted: str, decay: str = "cosine") -> Row:
+    """The row of a schedule of a model with a decay, with most seeds, of the shortest training."""
+    found = [row for row in frontier_rows() if row["decay"] == decay]
+    return _chosen(found, model, "schedule", wanted)
+
+
+def _chosen(found: list[Row], *kind: str | float) -> Row:
+    found = [row for row in found if (row["model"], row["policy"], row["wanted"]) == kind]
+    return min(found, key=lambda row: (-row["seeds"], row["steps"]))
 
 
 def _parts(seq: int, label: str) -> tuple[Row, float, float]:
