@@ -17,7 +17,7 @@ pytest.importorskip("matplotlib")
 import generate  # noqa: E402
 import pictures  # noqa: E402
 import tables  # noqa: E402
-from tables import common, real_tables, step_tables  # noqa: E402
+from tables import backward_tables, common, real_tables, step_tables  # noqa: E402
 
 RESULTS = sorted((ROOT / "benchmarks/results").glob("*.jsonl"))
 SCRIPT = re.compile(r"(?:(\w+)\.py|-m benchmarks\.(?:\w+\.)*(\w+)|mtraining (convert))\b")
@@ -173,6 +173,24 @@ def test_later_tokens(monkeypatch):
         "+0.0000 ± 0.0021 | +0.6000 ± 0.0021 |"
     )
     assert expected in tables.TABLES["later_tokens"]()
+    decayed = dict(row, decay="cosine"), dict(dense, decay="cosine", dense=1.0)
+    found = {name: (*rows, more) for (name, rows), more in zip(found.items(), decayed)}
+    monkeypatch.setattr(real_tables, "rows", found.__getitem__)
+    made = tables.TABLES["later_tokens"]()
+    assert expected in made and made.count("| moba, as published") == 2 and "+102.00%" in made
+
+
+def test_a_pruned_backward_is_compared_with_runs_of_its_decay(monkeypatch):
+    def run(threshold, loss, **more):
+        same = dict(
+            model="smol.gguf", seq=16384, seed=1, steps=300, lr=3e-5, data="a", stage="train"
+        )
+        return dict(same, forward="dense", threshold=threshold, dense=loss, **more)
+
+    pruned, *others = run(3, 1.01), run(0, 1.0), run(0, 9.0, decay="cosine")
+    monkeypatch.setattr(backward_tables, "rows", lambda name: others)
+    assert backward_tables.over([pruned], "dense", "dense") == "+1.00%"
+    assert backward_tables.over([run(3, 9.18, decay="cosine")], "dense", "dense") == "+2.00%"
 
 
 def test_losses_are_compared_with_the_run_of_the_same_seed():

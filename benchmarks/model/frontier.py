@@ -12,16 +12,17 @@ job is begun that is not expected to end in time. Stages:
   setting that has the density on operands that look like a usual head's, beside cuDNN in the same process.
 - ``train``: training from the same weights on the same data, 300 steps of one sequence, for each seed: loss
   with the run's own attention and with dense attention, during training and after. ``target`` moves the
-  prices to a recall. Settings are those of ``zero``; without its row they are found again.
+  prices to a recall, ``schedule`` over the run. Settings are those of ``zero``; without its row they are
+  found again.
 - ``long``: the main runs for 1,000 steps.
-- ``table``: joins rows to ``frontier.jsonl`` (a row a policy, density and length of training), prints the
-  table and draws loss against density and loss against time.
+- ``table``: joins rows to ``frontier.jsonl`` (a row a policy, density and length of training, with the mean
+  cost of its attention: ``mean_cost``), prints the tables and draws loss against density and against time.
 
 The order is by what a row says. zero and time: densities 15, 8, 4, 30, 2%, at each price, window, fixed,
 coverage from the last rows, xattention, moba, coverage. train: the main runs with the first seed, dense,
 price at 15% and at 8% with the other seeds, the other runs, the other main runs with the other seeds.
-``--run price@0.15 dense target@0.95 settings@FILE`` says which instead; FILE is such as ``mtraining inspect
---sensitivity`` writes.
+``--run price@0.15 dense target@0.95 schedule@anneal/3 settings@FILE`` says which instead; FILE is such as
+``mtraining inspect --sensitivity`` writes.
 
 Recall is measured on held-out query rows, but for policies from the last rows (``_last``), which have none:
 theirs is that of the rows that select, and too high. A step's density moves as the model is trained: rows of

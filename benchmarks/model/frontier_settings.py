@@ -78,8 +78,9 @@ def about(options) -> dict:
 
 
 def rows_like(options, stage: str, **values) -> list[dict]:
-    """Rows of the output of a stage, model and length, with these values; of training, with the decay
-    of the learning rate. On the same text, but for the settings that ``zero`` finds: they hardly differ, and its rows compare within themselves."""
+    """Rows of the output of a stage, model and length, with these values; of training, with the decay of the
+    learning rate. On the same text, but for the settings that ``zero`` finds: they hardly differ, and its
+    rows compare within themselves."""
     values |= dict(
         stage=stage, model=options.model.name, seq=options.seq, block_size=options.block_size
     )

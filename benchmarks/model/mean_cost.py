@@ -2,7 +2,7 @@
 """The attention time of a run over that of a dense run, from its prices and layers on real operands.
 
 A layer's time on real operands (``benchmarks.model.real_operands``) is search, forward and backward over
-cuDNN's dense forward and backward. What one model takes at 128K tokens of code is what all runs are counted by,
+cuDNN's dense forward and backward. All runs are counted by what one model takes at 128K tokens of code,
 whatever their own model and length.
 """
 
@@ -68,8 +68,8 @@ def at(price: float, costs: dict[float, float]) -> float | None:
 
 
 def prices_of(setting: dict | None, steps: int | None) -> list[float]:
-    """The price of each step of a run, or one if it is fixed; none if prices move by themselves, or the search
-    is another than the measured one.
+    """The price of each step of a run, or one if it is fixed; none if prices move by themselves, or the
+    search is another than the measured one.
 
     Args:
         setting: the options that a run attends with; None for dense.

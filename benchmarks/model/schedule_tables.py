@@ -50,12 +50,13 @@ def places(rows: list[Row]) -> list[dict]:
         dict(
             run=run_of(row), decay=decay_name(row), cost=row["mean_cost"],
             prices=prices_of(row).strip("`") if row["schedule"] else "",
+            changes="," in (row["schedule"] or ""),
             loss=100 * row["trained_dense_over_dense"], spread=100 * (row["trained_dense_spread"] or 0),
         )
         for row in [*trained(rows), *scheduled(rows)]
         if None not in (row["mean_cost"], row["trained_dense_over_dense"])
     ]  # fmt: skip
-    runs = {place["run"] for place in found if ":" in place["prices"]}
+    runs = {place["run"] for place in found if place["changes"]}
     return [place for place in found if place["run"] in runs]
 
 
@@ -68,13 +69,13 @@ def draw_schedules(figure, shown: list[dict]) -> None:
     for axes, run in zip(panels, runs):
         own = [place for place in shown if place["run"] == run]
         for place in own:
-            what, marker = ("schedule", "*") if ":" in place["prices"] else ("fixed price", "o")
+            what, marker = ("schedule", "*") if place["changes"] else ("fixed price", "o")
             axes.errorbar(
                 place["cost"], place["loss"], place["spread"], fmt=marker, color=decays[place["decay"]],
                 capsize=3, markersize=9, label=f"{what}, learning rate {place['decay']}",
             )  # fmt: skip
             beaten = any(o["cost"] <= place["cost"] and o["loss"] < place["loss"] for o in own)
-            if what == "schedule" and not beaten:
+            if place["changes"] and not beaten:
                 axes.annotate(
                     place["prices"], (place["cost"], place["loss"]), xytext=(5, 5),
                     textcoords="offset points", fontsize=7,

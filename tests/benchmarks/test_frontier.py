@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 from benchmarks.lib.policies_at_density import FAMILIES, at_density, config_of
 from benchmarks.model import (
     ablations,
+    backward,
     continuing,
     frontier,
     frontier_rows,
@@ -23,8 +24,9 @@ from benchmarks.model import (
 )
 from benchmarks.model.material import material, training
 from megatron_mtraining import ConfigError
+from megatron_mtraining.config.schedule import NAMED
 from megatron_mtraining.models.tokenizer import transformers_tokenizer
-from tests.support.frontier_cases import zero_row
+from tests.support.frontier_cases import train_row, zero_row
 from tests.support.inspect_cases import save_model
 
 SEQ = 512
@@ -97,6 +99,75 @@ def test_runs_are_named():
             frontier_settings.split(word)
     for name in (*frontier.MAIN, *frontier.OTHERS, *frontier.LONG):
         frontier_settings.split(name)
+
+
+def test_schedules_are_named():
+    assert frontier_settings.split("schedule@0:1.2,0.9:0") == ("schedule", "0:1.2,0.9:0")
+    assert frontier_settings.key_of("schedule@0:0.31/3") == ("schedule", "0:0.31/3")
+    # Rows have points and not names, and one form of a threshold.
+    points = NAMED["schedule"]["anneal"]
+    assert frontier_settings.split("schedule@anneal/3.0") == ("schedule", f"{points}/3")
+    assert frontier_settings.split("schedule@0:0.31/0") == ("schedule", "0:0.31")
+    setting = frontier_settings.setting_of("schedule", f"{points}/3", None, None)
+    assert setting == dict(policy="price", schedule=points, backward_threshold=3.0)
+    for word in ("x", "0.5:1", "0:1,0.5:0,0.9:1", "0:0.31/x", "0:0.31/-1", "0:0.31/3/3"):
+        with pytest.raises(frontier.argparse.ArgumentTypeError, match=f"schedule@{word}"):
+            frontier_settings.split(f"schedule@{word}")
+    # In names of files nothing is a folder, and no two runs are one.
+    labels = [frontier_settings.label_of(f"schedule@{each}/3") for each in ("0:0.31", "0:0.65")]
+    assert labels == ["schedule@0:0.31_3", "schedule@0:0.65_3"]
+    assert frontier_settings.label_of("settings@/a/own.json") == "own.json"
+
+
+def test_learning_rates_decay_to_a_tenth():
+    for decay, rates in {
+        "constant": {0: 1, 0.5: 1, 1: 1},
+        "cosine": {0: 1, 0.5: 0.55, 1: 0.1},
+        "0.8-1": {0: 1, 0.8: 1, 0.9: 0.55, 1: 0.1},
+        "0-0.5": {0: 1, 0.25: 0.55, 0.5: 0.1, 1: 0.1},
+    }.items():
+        found = {share: continuing.decayed(decay, share) for share in rates}
+        assert found == pytest.approx(rates), decay
+
+
+def test_another_decay_is_refused(words, capsys):
+    for decay in ("linear", "0.9", "1-0.9", "0.9-0.9", "0.5-2", "nan-1", "0-0.5-1"):
+        for script in (frontier, ablations, backward):
+            with pytest.raises(SystemExit):
+                script.options_from(["train", *words, "--decay", decay])
+            shown = f"--decay {decay}: use constant, cosine, or two shares"
+            assert shown in capsys.readouterr().err
+
+
+def test_rows_of_training_are_those_of_the_decay(words, tmp_path):
+    output = tmp_path / "runs.jsonl"
+    more = ["--decay", "cosine", "--output", str(output)]
+    options = frontier.options_from(["train", *words, *more])
+    row = train_row("dense", None, 1, 2.0, 2.0) | frontier_settings.about(options)
+    row |= dict(lr=options.lr)
+    output.write_text(json.dumps(row) + "\n")
+    options.frontier = output
+    assert frontier_settings.run_of_frontier(options, "dense", None, 1) is None
+    assert frontier_settings.rows_like(options, "train", policy="dense") == []
+    options.decay = "constant"
+    assert frontier_settings.run_of_frontier(options, "dense", None, 1) == row
+    options.decay = "cosine"
+    output.write_text("".join(json.dumps(row | more) + "\n" for more in ({"decay": "cosine"}, {})))
+    assert frontier_settings.run_of_frontier(options, "dense", None, 1)["decay"] == "cosine"
+
+
+def test_a_run_that_ends_dense_is_judged_dense(words, monkeypatch):
+    options = frontier.options_from(["train", *words, "--steps", "2", "--curve", "1"])
+    given, config = material(options), config_of(dict(policy="price", schedule="0:0.7,0.5:0"), 64)
+    asked = []
+    monkeypatch.setattr(continuing, "answered", lambda *of: asked.append(of) or dict(needle=1.0))
+    judged, times = continuing.judged, []
+    monkeypatch.setattr(continuing, "judged", lambda *of: times.append(of) or judged(*of))
+    row, _ = continuing.train(continuing.Run("anneal", 1, 2, config), given, options)
+    assert row["decay"] == "constant" and row["own_by_text"] == row["dense_by_text"]
+    assert row["own"] == row["dense"] and row["before_own"] != row["before_dense"]
+    assert len(times) == 2 + 1 + 1, "before, and dense from the first step's end on"
+    assert len(asked) == 1 and row["needle_own"] == row["needle_tail"] == row["needle_dense"] == 1
 
 
 def test_order_of_runs(words):

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 pytest.importorskip("transformers")
-from benchmarks.model import ablations, frontier_rows, frontier_tables
-from tests.support.frontier_cases import time_row, train_row, zero_row
+from benchmarks.model import ablations, frontier_rows, frontier_tables, schedule_tables
+from megatron_mtraining.config.schedule import NAMED
+from tests.support.frontier_cases import layer_row, time_row, train_row, zero_row
+
+ANNEAL = NAMED["schedule"]["anneal"]
 
 
 @pytest.fixture
@@ -57,6 +60,77 @@ def test_runs_of_two_learning_rates_are_two_rows(made_up):
     rows = {row["lr"]: row for row in rows if row["policy"] == "price"}
     assert rows[3e-5]["trained_own_over_dense"] == pytest.approx(0.015) and rows[3e-5]["seeds"] == 2
     assert rows[1e-4]["trained_own_over_dense"] == pytest.approx(0.1) and rows[1e-4]["seeds"] == 1
+
+
+def scheduled_rows():
+    """A dense run with a cosine decay, and schedules with and without one."""
+    cosine = [
+        train_row("dense", None, 1, 4.0, 4.0),
+        schedule_row(ANNEAL, 4.08, 4.04),
+        schedule_row("0:0.31/3", 4.4, 4.2),
+    ]
+    return [*({**row, "decay": "cosine"} for row in cosine), schedule_row("0:1.2,0.9:0", 2.2, 2.1)]
+
+
+def schedule_row(wanted, own, dense):
+    points, _, threshold = wanted.partition("/")
+    setting = dict(policy="price", schedule=points, backward_threshold=float(threshold or 0))
+    row = train_row("schedule", None, 1, own, dense)
+    return row | dict(wanted=wanted, setting=setting, density=0.2)
+
+
+def test_a_run_is_compared_with_the_dense_one_of_its_decay(made_up):
+    rows = frontier_rows.joined(
+        [*made_up, *scheduled_rows()], [layer_row(0.31, 10.0, threshold=3.0)]
+    )
+    found = {row["wanted"]: row for row in rows if row["policy"] == "schedule"}
+    falls, fixed, constant = (found[key] for key in (ANNEAL, "0:0.31/3", "0:1.2,0.9:0"))
+    assert falls["trained_dense_over_dense"] == pytest.approx(0.01) and falls["decay"] == "cosine"
+    # Rows that say no decay are of a constant rate.
+    assert constant["trained_dense_over_dense"] == pytest.approx(0.05)
+    assert constant["decay"] == "constant" and constant["seeds"] == 1
+    assert (fixed["schedule"], fixed["backward_threshold"]) == ("0:0.31", 3.0)
+    assert fixed["mean_cost"] == pytest.approx(0.1) and falls["mean_cost"] is None
+    dense = {row["decay"]: row for row in rows if row["policy"] == "dense"}
+    assert dense["cosine"]["seeds"] == 1 and dense["constant"]["seeds"] == 2
+    price = next(row for row in rows if row["policy"] == "price")
+    assert price["trained_dense_over_dense"] == pytest.approx(0.0075), "as without the others"
+    alone = frontier_rows.joined(
+        [*made_up, *(row for row in scheduled_rows() if row["policy"] != "dense")]
+    )
+    assert next(row for row in alone if row["wanted"] == "0:0.31/3")["seeds"] == 0
+
+
+def test_schedules_have_a_table_of_their_own(made_up):
+    cosine = [train_row("price", 0.15, 1, 4.4, 4.4) | dict(decay="cosine", lr=1e-4)]
+    rows = frontier_rows.joined(
+        [*made_up, *scheduled_rows(), *cosine], [layer_row(0.31, 10.0, threshold=3.0)]
+    )
+    before = frontier_rows.joined(made_up)
+    assert frontier_tables.trained_table(rows) == frontier_tables.trained_table(before)
+    lines = schedule_tables.schedule_table(rows).splitlines()
+    assert len({line.count("|") for line in lines}) == 1
+    constant, anneal, fixed, price = lines[2:]
+    assert "| 3e-05, cosine | `anneal` | off | 1 | 20.0% | – | +1.00% | +2.00% |" in anneal
+    assert "| 3e-05, cosine | 0.31 | 3 | 1 | 20.0% | 0.100 | +5.00% | +10.00% |" in fixed
+    assert "| 3e-05, constant | `0:1.2,0.9:0` | off | 1 |" in constant
+    assert "| 0.0001, cosine | price, cosine | off | 0 |" in price
+
+
+def test_the_picture_has_runs_with_a_mean_cost(made_up):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    measured = [layer_row(price, ours) for price, ours in ((0.01, 40.0), (4.0, 5.0))]
+    shown = schedule_tables.places(frontier_rows.joined([*made_up, *scheduled_rows()], measured))
+    assert {(place["prices"], place["decay"]) for place in shown} == {
+        ("anneal", "cosine"), ("0:1.2,0.9:0", "constant")
+    }  # fmt: skip
+    assert all(0.05 < place["cost"] < 0.4 for place in shown)
+    figure = pyplot.figure()
+    schedule_tables.draw_schedules(figure, shown)
+    assert [text.get_text() for axes in figure.axes for text in axes.texts] == ["anneal"]
+    pyplot.close(figure)
+    only_fixed = frontier_rows.joined(made_up, measured)
+    assert schedule_tables.places(only_fixed) == []
 
 
 def test_runs_on_the_newest_text_are_compared_with_its_dense_run(made_up):

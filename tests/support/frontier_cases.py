@@ -29,3 +29,12 @@ def time_row(policy, wanted, seq, forward):
         backward_ms=2 * forward, search_ms=1.0, dense_forward_ms=100.0, dense_backward_ms=200.0,
         setting={"policy": policy}, **{**COMMON, "commit": "def"},
     )  # fmt: skip
+
+
+def layer_row(price, ours, number=0, threshold=0.0, text="code", gpu="H100"):
+    """Of ``benchmarks/model/real_operands.py``; dense attention takes 100 ms."""
+    return dict(
+        model="coder.gguf", text=text, seq=131072, gpu=gpu, layer=number, price=price,
+        backward_threshold=threshold, search_ms=0.1 * ours, forward_ms=0.3 * ours, backward_ms=0.6 * ours,
+        dense_forward_ms=40.0, dense_backward_ms=60.0,
+    )  # fmt: skip
