@@ -7,13 +7,28 @@ import inspect
 
 from ..config import ConfigError, option
 from ..layout import Part
+from . import packed_documents
 from .arguments import settings
 from .backend import is_active, training_arguments
 from .checks import inner_group_size
 from .options import config_from_args
 from .ranks import check_ranks
 from .rotary_options import pass_on, warn_of_dropped
+from .run_state import RUN
 from .wrapping import log_replaced
+
+
+def wrap_forward(original):
+    """``GPTModel.forward`` or ``build_schedule_plan`` in a step of a schedule, with packed documents
+    (:func:`.packed_documents.wrap_forward`)."""
+    with_documents = packed_documents.wrap_forward(original)
+
+    def forward(self, *args, **kwargs):
+        if is_active(self.config):
+            RUN.begin_forward()
+        return with_documents(self, *args, **kwargs)
+
+    return forward
 
 
 def wrap_gpt_model(original):

@@ -160,14 +160,11 @@ def fill_in_documents(args) -> list[str]:
 def wrap_forward(original):
     """``GPTModel.forward`` or ``build_schedule_plan`` that takes tensors of the model's own layout only, and
     hands documents to the layers as :class:`DocumentParams`."""
-    from .run_state import RUN  # which imports this module
-
     signature = inspect.signature(original)
 
     def forward(self, *args, **kwargs):
         if not is_active(self.config):
             return original(self, *args, **kwargs)
-        RUN.begin_forward()
         bound = signature.bind(self, *args, **kwargs)
         given = bound.arguments
         check_parts(self, given)

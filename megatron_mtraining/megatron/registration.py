@@ -41,7 +41,6 @@ def live_changes() -> tuple[LiveChange, ...]:
         density,
         gpt_model,
         output_layer,
-        packed_documents,
         recompute,
         rotary_embedding,
     )
@@ -126,7 +125,7 @@ def live_changes() -> tuple[LiveChange, ...]:
         LiveChange(
             gpt,
             "forward",
-            packed_documents.wrap_forward,
+            gpt_model.wrap_forward,
             "Hands the documents of a batch to all layers as `packed_seq_params`, which every version "
             "passes on. Sequences stay in the striped layout; Megatron would slice them document by "
             "document. With context parallelism, refuses tensors that were not sliced in this layout.",
@@ -134,7 +133,7 @@ def live_changes() -> tuple[LiveChange, ...]:
         LiveChange(
             gpt,
             "build_schedule_plan",
-            packed_documents.wrap_forward,
+            gpt_model.wrap_forward,
             "As for `forward`, in place of which Megatron calls it with "
             "`--overlap-moe-expert-parallel-comm`.",
         ),
