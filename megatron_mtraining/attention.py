@@ -79,7 +79,8 @@ def attend(
             document alone, in the pattern search too. None for one document.
         head_policies: the policy of each of the ``h`` heads, a list, as
             :func:`~megatron_mtraining.config.head_policies` reads them; None for ``config.policy`` in all.
-        price: float32 ``[]`` or ``[h]``, in place of the price of ``config``; of heads that have one.
+        price: float32 ``[]`` or ``[h]``, in place of the price of ``config``; of heads that have one. It
+            must be given if ``config`` has a schedule.
         first_pass: the result for the same operands in the first pass, in a replay under activation
             recomputation, on all ranks or on none: no forward is run and nothing is sent, but the result has
             a backward. Its pattern alone (``index``) is used again, and attention computed again.
@@ -128,6 +129,11 @@ def attend(
             config.backward_threshold, observe_backward, config.backward_sampling
         )
     if first_pass is None:
+        if price is None and getattr(config.policy, "steps", None) is not None:
+            raise ConfigError(
+                "the settings have a schedule, but price is None: give the price of this step, or settings "
+                "with a price of 0 for dense attention"
+            )
         check_search(query.shape[0] * cp.world, config, cp.world)
         keys = KeysAndValues(key, value, ring)  # in flight during the pattern search
         index = search_pattern(

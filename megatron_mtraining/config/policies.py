@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeGuard
 
 from ..errors import ConfigError
-from .schedule import EXTENSIONS, Schedule, parse
+from .schedule import EXTENSIONS, SCHEDULES, Schedule, parse
 from .validation import check_at_least, check_choice, check_share, check_type, option
 
 TARGET_SCOPES = ("head", "model")
@@ -72,8 +72,7 @@ class PricePolicy:
         )
 
     def _check_schedule(self) -> None:
-        names = ("schedule", "target_schedule", "schedule_extension")
-        given = [name for name in names if getattr(self, name) is not None]
+        given = [name for name in SCHEDULES if getattr(self, name) is not None]
         for name in given:
             check_type(name, getattr(self, name), str)
         if self.schedule_extension is not None:
@@ -91,9 +90,10 @@ class PricePolicy:
                 f"{option('schedule')} is {self.schedule}, but {option(other)} is {target}, which moves the "
                 "price: leave one of them out"
             )
-        if self.schedule is not None and self.price == 0:
+        if steps is not None and self.price == 0:
+            name = "target_schedule" if self.schedule is None else "schedule"
             raise ConfigError(
-                f"{option('schedule')} is {self.schedule}, but {option('price')} is 0, which is dense "
+                f"{option(name)} is {getattr(self, name)}, but {option('price')} is 0, which is dense "
                 "attention: leave one of them out"
             )
         if self.target_schedule is not None:

@@ -10,6 +10,8 @@ from functools import lru_cache
 from ..errors import ConfigError
 from .validation import option
 
+SCHEDULES = ("schedule", "target_schedule", "schedule_extension")
+"""Options of a policy, which hold for all of its heads."""
 NAMED = {
     "schedule": {"anneal": "0:0.65,0.9:0.15"},
     "target_schedule": {},
@@ -84,7 +86,7 @@ class Span:
         """The span of a run to ``end`` of which ``done`` is done.
 
         Args:
-            saved: that of the checkpoint that it goes on from; None if there is none.
+            saved: that of the checkpoint that it goes on from; None if there is none, or it had no schedule.
             extension: one of :data:`EXTENSIONS`, or None.
             shown: how the run's length is given, for the error.
             counted: what the saved span counts, if it is something else.
@@ -93,18 +95,16 @@ class Span:
             ConfigError: the length is another than it was, and no extension says what that means; or there is
                 nothing left to train.
         """
-        if saved is None:
-            return cls(0, end)
-        if saved.end == end and counted is None:
+        if saved is not None and saved.end == end and counted is None:
             return saved
-        if extension is None:
+        if saved is not None and extension is None:
             of_before = f"{saved.end}" if counted is None else f"{counted} {saved.end}"
             raise ConfigError(
                 f"{shown}, but the schedule of the checkpoint is to {of_before}: give {option(EXTENSION)} "
                 "continue for one schedule over the whole new length, or restart for a schedule from here on"
             )
-        begin = saved.begin if counted is None else 0
-        found = cls(begin if extension == "continue" else done, end)
+        begin = 0 if saved is None or counted is not None else saved.begin
+        found = cls(done if extension == "restart" else begin, end)
         if found.end <= found.begin:
             raise ConfigError(f"{shown}, and {done} are done: there is nothing left for a schedule")
         return found
@@ -154,6 +154,13 @@ def parse(name: str, text: str) -> Schedule:
         if after < before:
             raise ConfigError(
                 f"{shown}, with {after:g} after {before:g}: give points in the order of their shares"
+            )
+    shares = [-1.0, 0.0, *(share for share, _ in points[1:])]
+    for before, at, after in zip(shares, shares[1:], shares[2:]):
+        if at == after and at in (before, 0):
+            raise ConfigError(
+                f"{shown}, with {'two points at 0' if not at else f'three points at {at:g}'}, of which one "
+                "never holds: leave it out"
             )
     # From 1 - recall, small steps near 1 are as large as others.
     values = [round(1 - value, 12) if of_recall else value for _, value in points]

@@ -109,7 +109,10 @@ class MTrainingConfig:
         if self.loss_chunk is not None:
             check_at_least("loss_chunk", self.loss_chunk, 0)
         self._check_balance()
-        dense = getattr(self.policy, "price", None) == 0  # whose caps are not read
+        schedule, price = (getattr(self.policy, name, None) for name in ("schedule", "price"))
+        if schedule is not None and self.settings is None and price != PricePolicy.price:
+            raise _beside("schedule", schedule, "price", price)
+        dense = price == 0  # whose caps are not read
         for name in ("vertical", "vertical_cap"):
             columns = getattr(self.policy, name, None)
             if columns and not dense and self.sink > columns:
@@ -194,12 +197,11 @@ class MTrainingConfig:
         """
         merged = _with_file(options)
         for schedule, name in (("schedule", "price"), ("target_schedule", "target_recall")):
+            if merged.get(schedule) is None or options.get(name) is None:
+                continue
             # A file's price is what its heads' own prices are relative to.
-            if merged.get(schedule) is not None and options.get(name) is not None:
-                raise ConfigError(
-                    f"{option(schedule)} is {merged[schedule]}, but {option(name)} is {options[name]}: leave "
-                    "one of them out"
-                )
+            if options[name] != _with_file({**options, name: None}).get(name):
+                raise _beside(schedule, merged[schedule], name, options[name])
         return cls(**config_fields(merged))
 
     @classmethod
@@ -211,13 +213,12 @@ class MTrainingConfig:
             ConfigError: as :meth:`from_options`, or ``seq_length`` is not a number of 1 or more.
         """
         _check_length(seq_length)
-        options = _with_file(options)
-        config = cls.from_options(**options)
+        config, given = cls.from_options(**options), _with_file(options)
         flat = config.options()
         cut = {
             name: seq_length
             for name in SIZES
-            if options.get(name) is None and (flat[name] or 0) > seq_length
+            if given.get(name) is None and (flat[name] or 0) > seq_length
         }
         if flat["price"] == 0:  # takes no cap, and needs none
             cut.pop("vertical_cap", None)
@@ -225,15 +226,17 @@ class MTrainingConfig:
 
     def options(self) -> Values:
         """The inverse of :meth:`from_options`: the value of every option, None where the policy or the
-        sampling has no such setting, and of a price or target recall that a schedule replaces."""
+        sampling has no such setting. A schedule replaces a target recall, and a price but for a file's
+        own, to which the file's heads are relative."""
         values: Values = {}
         for each in OPTIONS:
             parts = [p for p in (self.policy, self.sampling) if isinstance(p, each.sections)]
             part = parts[0] if parts else None if each.sections else self
             values[each.name] = getattr(part, each.field_name, None)
-        for schedule, name in (("schedule", "price"), ("target_schedule", "target_recall")):
-            if values[schedule] is not None:
-                values[name] = None
+        if values["schedule"] is not None and values["price"] == PricePolicy.price:
+            values["price"] = None
+        if values["target_schedule"] is not None:
+            values["target_recall"] = None
         return {**values, "policy": self.policy.name, "estimator": self.sampling.name}
 
     def with_policy(self, policy: Policy) -> MTrainingConfig:
@@ -315,6 +318,12 @@ def _with_file(options: Values) -> Values:
         return options
     given = {name: value for name, value in options.items() if value is not None}
     return {**settings_of_run(path), **given}
+
+
+def _beside(schedule: str, points: str, name: str, value: float) -> ConfigError:
+    return ConfigError(
+        f"{option(schedule)} is {points}, but {option(name)} is {value}: leave one of them out"
+    )
 
 
 def _check_length(seq_length: int) -> None:

@@ -9,18 +9,18 @@ list of a pattern's name, its numbers, and a score that is not read.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from functools import lru_cache
 
 from ..errors import ConfigError
 from .options import BY_NAME, RENAMED, current_name, policy_from, policy_values
 from .policies import Policy, has_price
+from .schedule import SCHEDULES
 from .settings import DENSE, MTrainingConfig
 from .settings_content import read, shown, times_read
 from .validation import option
 
 PUBLISHED = ("vertical_and_slash", "flex_vertical_and_slash")
-OF_RUN = ("target_scope", "schedule", "target_schedule", "schedule_extension")
+OF_RUN = ("target_scope", *SCHEDULES)
 """Options of a policy that all of its heads share."""
 PER_HEAD = {"policy", "dense"} | {
     each.name for each in BY_NAME.values() if each.policies and each.name not in OF_RUN
@@ -84,7 +84,12 @@ def changed_policy(policy: Policy, changes: dict[str, object]) -> Policy:
     base = {}
     # A price of 0 keeps everything: caps and target of the run do not hold, those beside it are refused.
     if name == policy.name and not (name == "price" and changes.get("price") == 0):
-        base = {key: value for key, value in policy_values(policy).items() if value is not None}
+        values = policy_values(policy)
+        base = {
+            key: value
+            for key, value in values.items()
+            if value is not None and key not in SCHEDULES
+        }
     return policy_from({**base, **changes, "policy": name})
 
 
@@ -168,10 +173,9 @@ def _is_of_run(config: MTrainingConfig, setting: str, value: object) -> bool:
     if value == {**flat, **policy_values(config.policy)}.get(setting):
         return True
     try:
-        changed = MTrainingConfig.from_options(**{**flat, "settings": None, setting: value})
+        return MTrainingConfig.from_options(**{**flat, setting: value}) == config
     except ConfigError:
         return False
-    return replace(changed, settings=config.settings) == config
 
 
 def _check_is_followed(config: MTrainingConfig, content: dict, found: dict, name: str) -> None:
@@ -200,7 +204,7 @@ def _not_default(policy: Policy) -> dict[str, object]:
     values, default = policy_values(policy), policy_values(type(policy)())
     chosen = values.pop("policy")
     if values.get("target_schedule") is not None:
-        values["target_recall"] = None  # follows from it
+        values |= {"target_recall": None, "target_scope": None}  # follow from it
     found = {name: value for name, value in values.items() if value != default[name]}
     # A short sequence lowers the default.
     if found.get("vertical_cap", 0) <= default.get("vertical_cap", 0):

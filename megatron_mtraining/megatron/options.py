@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Collection
-from dataclasses import replace
 
 from ..config import (
     OPTIONS,
@@ -22,6 +21,7 @@ from ..config import (
     current_name,
     option,
 )
+from ..config.options import config_fields
 from .wrapping import is_first_rank
 
 ALL = "all"
@@ -134,9 +134,8 @@ def config_from_args(args) -> MTrainingConfig:
             value = seq_length
         if value is not None:
             values[each.name] = value
-    file = values.pop("settings", None) if getattr(args, FILLED_IN, False) else None
+    if getattr(args, FILLED_IN, False):
+        return MTrainingConfig(**config_fields(values))
     if seq_length is None:
-        config = MTrainingConfig.from_options(**values)
-    else:
-        config = MTrainingConfig.for_sequence(seq_length, **values)
-    return config if file is None else replace(config, settings=file)
+        return MTrainingConfig.from_options(**values)
+    return MTrainingConfig.for_sequence(seq_length, **values)

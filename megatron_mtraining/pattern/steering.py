@@ -78,9 +78,14 @@ class Steering:
         return self._target is not None
 
     @property
+    def has_schedule(self) -> bool:
+        """Whether the price, or the target, is another from step to step by a schedule."""
+        return self._schedule is not None
+
+    @property
     def changes(self) -> bool:
         """Whether steps differ at all: by feedback or by a schedule."""
-        return self.moves or self._schedule is not None
+        return self.moves or self.has_schedule
 
     def scheduled(self) -> float | None:
         """What a schedule has for this step: the price, or with a target 1 - recall; 0 for dense attention.
@@ -108,15 +113,20 @@ class Steering:
         ``first`` on (both from 0, over the whole model); None for the settings'. Not for a dense step."""
         if self._target is None:
             price = self.scheduled()
-            return None if price is None else torch.full((), price, device=device)
+            if price is None:
+                return None
+            return torch.full((), price, dtype=torch.float32, device=device)
         prices = self._prices(device).log_prices.exp()
         return prices[layer, first : first + count] if self._heads else prices[0, 0]
 
     def unfinished(self, share: float) -> str | None:
         """What to say if training ends after this share of the schedule; None if nothing is left of it."""
-        if self._schedule is None or share >= self._schedule.last_share:
+        last = 0.0 if self._schedule is None else self._schedule.last_share
+        if self._schedule is None or not last or share > last:
             return None
-        value, end = self._schedule.at(share), self._schedule.points[-1][1]
+        # Where the last point begins, no step of it has been trained.
+        value = self._schedule.at(min(share, math.nextafter(last, 0)))
+        end = self._schedule.points[-1][1]
         reached = (
             f"a price of {value:.4g}" if self._target is None else f"a recall of {1 - value:.4g}"
         )

@@ -49,12 +49,12 @@ class PatternCallback(TrainerCallback, ExportableState):
             return
         steering = pattern.steering
         steering.step = state.global_step
-        extension = getattr(pattern.config.policy, "schedule_extension", None)
-        saved = kept.get("span") if state.global_step else None
-        pattern.span = Span.of_run(
-            state.global_step, state.max_steps, saved and Span(*saved), extension,
-            f"max_steps is {state.max_steps}",
-        )  # fmt: skip
+        if steering.has_schedule:
+            saved = kept.get("span") if state.global_step else None
+            pattern.span = Span.of_run(
+                state.global_step, state.max_steps, saved and Span(*saved),
+                pattern.config.policy.schedule_extension, f"max_steps is {state.max_steps}",
+            )  # fmt: skip
         if not state.global_step or not steering.moves:
             return
         prices = kept.get("prices")
@@ -90,9 +90,11 @@ class PatternCallback(TrainerCallback, ExportableState):
             if found.numel():
                 self._log(logs, state, name, found.mean().item())
         steering = self._pattern.steering
-        price = steering.now() if steering.moves else self._scheduled
+        price = self._scheduled
+        if steering.moves and price != 0:  # the last step was not dense
+            price = steering.typical()
         if price is not None:
-            self._log(logs, state, "price", price)
+            self._log(logs, state, "price", float(price))
 
     @staticmethod
     def _log(logs, state, name: str, value: float) -> None:

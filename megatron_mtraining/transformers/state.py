@@ -99,12 +99,13 @@ class PatternState:
         self._backward: dict[int, Tensor] = {}
 
     def _share(self) -> float:
-        if self.span is None:
-            raise ConfigError(
-                f"{option('schedule')} is given, but nothing says how many steps it is over: train by "
-                "Trainer, or call configure(model, config, num_steps=...)"
-            )
-        return self.span.share(self.steering.step)
+        if self.span is not None:
+            return self.span.share(self.steering.step)
+        warnings.warn(
+            f"{option('schedule')} is given, and no training has begun: evaluation is that of its first step. "
+            "For another, such as that of a trained model, call configure with a price"
+        )
+        return 0.0
 
     def policies(self, layer: int) -> tuple[Policy, ...] | None:
         """The policy of each head of a layer; None if all heads have the policy of the run."""
@@ -117,7 +118,16 @@ class PatternState:
 
     def begin_forward(self, body: nn.Module) -> None:
         """Before a forward of the model's body that trains. If an optimizer of its parameters has stepped
-        since the last one, a step has ended: :meth:`advance`."""
+        since the last one, a step has ended: :meth:`advance`.
+
+        Raises:
+            ConfigError: there is a schedule, and nothing says how many steps it is over.
+        """
+        if self.steering.has_schedule and self.span is None:
+            raise ConfigError(
+                f"{option('schedule')} is given, but nothing says how many steps it is over: train by "
+                "Trainer, or call configure(model, config, num_steps=...)"
+            )
         steps = _STEPS.copy()  # does not keep optimizers alive
         if self._forwards and steps != self._steps_before:
             stepped = [each for each in steps if steps[each] != self._steps_before.get(each, 0)]
