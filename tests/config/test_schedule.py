@@ -62,7 +62,9 @@ def test_names_and_many_points():
     for name, points in NAMED["schedule"].items():
         assert parse("schedule", name) == parse("schedule", points)
         assert options(schedule=name).policy.steps == parse("schedule", points)
-    assert parse("schedule", " 0 : 1.2, 0.9: 0.3 ,0.9:0") == parse("schedule", "0:1.2,0.9:0.3,0.9:0")
+    assert parse("schedule", " 0 : 1.2, 0.9: 0.3 ,0.9:0") == parse(
+        "schedule", "0:1.2,0.9:0.3,0.9:0"
+    )
     many = ",".join(f"{i / 500}:{1 - i / 500}" for i in range(500))
     assert parse("schedule", many).at(0.123) == pytest.approx(0.877)
 
@@ -160,7 +162,9 @@ FILES = {
 def test_options_are_the_inverse_also_with_a_file(given, tmp_path):
     content, more = FILES[given]
     config = options(settings=written(tmp_path, content), **more)
-    assert options(**config.options()) == config and hash(config) == hash(options(**config.options()))
+    assert options(**config.options()) == config and hash(config) == hash(
+        options(**config.options())
+    )
     assert config.options()["target_recall"] is None
     check_settings_file(config, 2, 4)
     again = MTrainingConfig.for_sequence(1 << 20, **config.options())
@@ -217,7 +221,9 @@ def test_files_that_contradict_a_schedule(tmp_path):
         check_settings_file(options(settings=own, schedule="0:1"), 2, 4)
     with pytest.raises(ConfigError, match="schedule is anneal, but --mtraining-price is 0.3"):
         options(settings=own, price=0.3)
-    with pytest.raises(ConfigError, match="schedule is anneal, but --mtraining-target-recall is 0.9"):
+    with pytest.raises(
+        ConfigError, match="schedule is anneal, but --mtraining-target-recall is 0.9"
+    ):
         options(settings=own, target_recall=0.9)
     target = written(tmp_path, {"target_recall": 0.9}, "target.json")
     for name, value in (("schedule", "anneal"), ("target_schedule", RECALLS)):
@@ -226,7 +232,9 @@ def test_files_that_contradict_a_schedule(tmp_path):
     dense = {str(layer): {"dense": True} for layer in range(2)}
     for name, value in (("schedule", "anneal"), ("target_schedule", RECALLS)):
         flag = f"--mtraining-{name.replace('_', '-')} is {re.escape(value)}"
-        config = options(settings=written(tmp_path, {"layers": dense}, "dense.json"), **{name: value})
+        config = options(
+            settings=written(tmp_path, {"layers": dense}, "dense.json"), **{name: value}
+        )
         with pytest.raises(ConfigError, match=f"{flag}, but .* leaves no head with policy price"):
             check_settings_file(config, 2, 4)
         fixed = ["vertical_and_slash", 1000, 6096, 0.98]
@@ -266,7 +274,9 @@ def test_what_a_run_s_schedule_is_over():
         (150, 80, after, "continue"),
         (150, 150, None, "restart"),
     ):
-        with pytest.raises(ConfigError, match=f"is {end}, and {done} are done: there is nothing left"):
+        with pytest.raises(
+            ConfigError, match=f"is {end}, and {done} are done: there is nothing left"
+        ):
             span(done, end, saved, extension)
 
 
