@@ -102,8 +102,8 @@ class PatternState:
         if self.span is not None:
             return self.span.share(self.steering.step)
         warnings.warn(
-            f"{option('schedule')} is given, and no training has begun: evaluation is that of its first step. "
-            "For another, such as that of a trained model, call configure with a price"
+            f"{option('schedule')} is given, and no training has begun: this evaluates with the price of its "
+            "first step. For another, such as that of a trained model, call configure with a price"
         )
         return 0.0
 
