@@ -27,7 +27,7 @@ from .policies import (
     StratifiedSampling,
     XAttentionPolicy,
 )
-from .schedule import EXTENSIONS, NAMED
+from .schedule import EXTENSIONS, NAMED, SCHEDULES
 from .validation import check_choice, check_type, option
 
 BATCHING = ("off", "length", "cost")
@@ -362,9 +362,7 @@ BALANCE = (
     "profile",
 )
 """Options that balance data-parallel ranks. They are options of a run; layers do not read them."""
-MOVING = (
-    "target_recall", "target_scope", "schedule", "target_schedule", "schedule_extension",
-)  # fmt: skip
+MOVING = ("target_recall", "target_scope", *SCHEDULES)
 """Options that change prices from step to step, which only training does."""
 SIZES = ("vertical", "slash", "vertical_cap", "slash_cap", "window", "sink")
 """Options that cannot be more than the sequence is long."""

@@ -119,6 +119,19 @@ def test_a_settings_file_that_changes_does_not_change_a_run(change, tmp_path):
     assert head_policies(config_from_args(args), 1, 3, 8) == layers
 
 
+def test_a_file_s_price_stays_what_its_heads_are_relative_to(tmp_path):
+    """Also under a schedule, in what is filled in."""
+    path = tmp_path / "settings.json"
+    path.write_text('{"price": 0.4, "layers": {"1": {"heads": {"0": {"price": 0.1}}}}}')
+    words = "--mtraining-settings", str(path), "--mtraining-schedule", "anneal"
+    check(args := parse(*words, num_layers=3))
+    config = config_from_args(args)
+    assert config == config_from_args(parse(*words, num_layers=3))
+    assert config.policy.price == 0.4 and head_policies(config, 1, 3, 8)[0].price == 0.1
+    with pytest.raises(ArgumentsError, match="schedule is anneal, but --mtraining-price is 0.3"):
+        check(parse(*words, "--mtraining-price", "0.3", num_layers=3))
+
+
 def test_old_names_of_options(tmp_path, capsys):
     path = tmp_path / "settings.json"
     path.write_text('{"price": 0.2}')

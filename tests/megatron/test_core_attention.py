@@ -202,7 +202,7 @@ def test_a_dense_step_of_a_schedule_is_dense_attention(at, tmp_path, threshold):
     for mine, other in zip(outputs(attention, given), outputs(dense, given), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=0)
     assert found[1].eq(1).all()
-    assert RUN.steerings[0].unfinished(0.5) and RUN.steerings[0].unfinished(0.8) is None
+    assert RUN.steerings[0].unfinished(0.5) and RUN.steerings[0].unfinished(0.9) is None
 
 
 def test_evaluation_by_the_step_s_pattern_or_dense(at):

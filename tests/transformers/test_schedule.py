@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining.config.schedule import parse
 from megatron_mtraining.transformers import advance, configure, state_of, take_means
 from tests.support.transformers_cases import small_model
 from tests.transformers.test_trainers import arguments, logged, tokenizer, trainer_of
@@ -242,6 +245,22 @@ def test_a_loop_of_one_s_own(tmp_path):
     for wrong in (0, -3, 2.0, True, "8"):
         with pytest.raises(ConfigError, match="num_steps is .*: give a number of optimizer steps"):
             configure(model, settings(), num_steps=wrong)
+
+
+def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
+    from transformers import Trainer, TrainingArguments
+
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text(encoding="utf-8")
+    [code] = [each for each in re.findall("```python\n(.*?)```", page, re.S) if "schedule=" in each]
+    model = small_model(num_hidden_layers=1)
+    given = dict(MTrainingConfig=MTrainingConfig, configure=configure, Trainer=Trainer, model=model)
+    dataset = trainer_of(small_model(num_hidden_layers=1), tmp_path).train_dataset
+    given |= dict(TrainingArguments=TrainingArguments, dataset=dataset)
+    exec(code.replace("max_steps=1000", "max_steps=2, use_cpu=True"), given)
+    assert state_of(model).steering.scheduled() == parse("schedule", "anneal").at(1)
+    for points in re.findall('schedule="([0-9].*?)"', page):
+        assert MTrainingConfig.from_options(schedule=points).policy.steps.ends_dense
 
 
 @pytest.mark.slow
