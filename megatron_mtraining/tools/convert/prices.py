@@ -51,9 +51,14 @@ def prices_of(
     args = read_args(folder)
     reached = getattr(args, "mtraining_price_reached", None)
     if reached is None:
+        points = getattr(args, attribute("schedule"), None)
         raise ConfigError(
-            f"SRC is {source}, whose run had no {option('target_recall')}: its prices did not move, and are "
-            "those that it was started with"
+            f"SRC is {source}, whose run had no {option('target_recall')}: its prices "
+            + (
+                "did not move, and are those that it was started with"
+                if points is None
+                else f"are those of {option('schedule')} {points}"
+            )
         )
     check_prices(reached)
     config = _config(args, settings)

@@ -113,7 +113,11 @@ def test_settings_of_heads_that_the_run_had(run, tmp_path, capsys):
 @pytest.mark.parametrize(
     "changes,named",
     [
-        (dict(TARGET), ["had no --mtraining-target-recall"]),
+        (dict(TARGET), ["had no --mtraining-target-recall", "did not move"]),
+        (
+            dict(mtraining_schedule="0:1,0.9:0"),
+            ["prices are those of --mtraining-schedule 0:1,0.9:0"],
+        ),
         (dict(TARGET, mtraining_price_reached=[[0.1]]), ["prices of 1 layers and 1 heads"]),
         (dict(TARGET, mtraining_price_reached="0.3"), ["not a number above 0"]),
         (dict(TARGET, mtraining_price_reached=[[0.1], 3]), ["not a table"]),
