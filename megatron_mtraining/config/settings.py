@@ -320,7 +320,7 @@ def _with_file(options: Values) -> Values:
     return {**settings_of_run(path), **given}
 
 
-def _beside(schedule: str, points: str, name: str, value: float) -> ConfigError:
+def _beside(schedule: str, points: str, name: str, value: float | None) -> ConfigError:
     return ConfigError(
         f"{option(schedule)} is {points}, but {option(name)} is {value}: leave one of them out"
     )

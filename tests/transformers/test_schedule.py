@@ -14,8 +14,8 @@ import torch
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.config.schedule import parse
 from megatron_mtraining.transformers import advance, configure, state_of, take_means
+from tests.support.trainer_cases import arguments, logged, tokenizer, trainer_of
 from tests.support.transformers_cases import small_model
-from tests.transformers.test_trainers import arguments, logged, tokenizer, trainer_of
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
 

@@ -8,31 +8,12 @@ import torch
 
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.transformers import configure, state_of
+from tests.support.trainer_cases import SEQ, arguments, logged, tokenizer, trainer_of
 from tests.support.transformers_cases import small_model
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
 
-SEQ = 320
 SETTINGS = MTrainingConfig.from_options(target_recall=0.6, block_size=64, window=64)
-
-
-def arguments(kind, folder, **more):
-    options = dict(max_steps=2, save_strategy="no", per_device_train_batch_size=2) | more
-    return kind(
-        output_dir=str(folder), logging_steps=1, report_to=[], use_cpu=True, seed=1, **options
-    )
-
-
-def trainer_of(model, folder, **more):
-    from transformers import Trainer, TrainingArguments
-
-    rows = torch.randint(1, 97, (8, SEQ), generator=torch.Generator().manual_seed(2))
-    data = [{"input_ids": row, "labels": row} for row in rows]
-    return Trainer(model, arguments(TrainingArguments, folder, **more), train_dataset=data)
-
-
-def logged(trainer):
-    return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
 def prices(trainer):
@@ -129,11 +110,3 @@ def test_sft_trainer_pads_or_packs(packing, tmp_path, monkeypatch):
     else:
         assert {length for length, _ in found} <= set(lengths)
         assert len({length for length, _ in found}) > 2
-
-
-def tokenizer():
-    from tests.support.inspect_cases import byte_tokenizer
-
-    made = byte_tokenizer()
-    made.pad_token = made.eos_token = made.convert_ids_to_tokens(0)
-    return made
