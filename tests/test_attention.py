@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import AttentionResult, attend
-from megatron_mtraining.config import FixedPolicy, XAttentionPolicy
+from megatron_mtraining.config import ConfigError, FixedPolicy, XAttentionPolicy
 from megatron_mtraining.documents import Documents
 
 TOKENS, HEADS = 256, 4
@@ -144,6 +144,16 @@ def test_a_replay_is_of_the_same_blocks_and_documents():
 def test_a_price_in_place_of_none_is_refused(config):
     with pytest.raises(ValueError, match="price is given, but the policy of config is"):
         attend(*operands(), config=config, price=torch.tensor(0.5))
+
+
+def test_a_schedule_needs_the_price_of_the_step():
+    config = MTrainingConfig.from_options(schedule="0:0.5,0.9:0", block_size=64, sample_strata=8)
+    with pytest.raises(ConfigError, match="settings have a schedule, but price is None"):
+        attend(*operands(), config=config)
+    found = attend(*operands(), config=config, price=torch.tensor(0.3)).index
+    same = replace(config, policy=replace(config.policy, schedule=None, price=0.3))
+    assert found.density().equal(attend(*operands(), config=same).index.density())
+    attend(*operands(), config=config, first_pass=found)  # a replay searches nothing
 
 
 @contextmanager

@@ -72,6 +72,7 @@ def settings_yaml(data: bytes, place: Path) -> None:
 
 SETTINGS = (
     {"price": 0.31, "layers": {"0": {"dense": True}, "3": {"price": 0.2, "heads": {"3": {"dense": True}}}}},
+    {"price": 0.4, "schedule": "0:1.2,0.9:0.3,0.9:0", "layers": {"1": {"heads": {"0": {"price": 0.1}}}}},
     {"target_recall": 0.9, "layers": {"1": {"target_recall": 0.99, "heads": {"0": {"price": 0.5}}}}},
     {"policy": "xattention", "layers": {"0": {"policy": "fixed", "vertical": 100, "slash": 10}}},
     {"vertical": 100, "slash": 10, "window": 64, "sink": 0, "layers": {"2": {"coverage": 0.5}}},
