@@ -13,7 +13,7 @@ from .validation import option
 SCHEDULES = ("schedule", "target_schedule", "schedule_extension")
 """Options of a policy, which hold for all of its heads."""
 NAMED = {
-    "schedule": {"anneal": "0:0.65,0.9:0.15"},
+    "schedule": {"anneal": "0:0.62,0.9:0.15"},
     "target_schedule": {},
 }
 """By option, the points that a name stands for."""
