@@ -4,7 +4,6 @@
 #   make test         the test suite without its slow tests (GPU tests too where there is a GPU)
 #   make test-all     the whole test suite
 #   make smoke        a few minutes of it: what another Python, torch or Megatron-Core could break
-#   make fuzz         property tests with random input, for MTRAINING_FUZZ_MINUTES (5) minutes in all
 #   make lint         ruff, mypy and shellcheck
 #   make clean        remove the environment and what the commands wrote
 #
@@ -19,11 +18,10 @@ MCORE ?=
 TORCH ?=
 ARGS ?=
 JOBS ?= logical
-MTRAINING_FUZZ_MINUTES ?= 5
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready$(if $(MCORE),-mcore-$(MCORE))$(if $(TORCH),-torch-$(TORCH))
 
-.PHONY: quickstart test test-all smoke fuzz lint clean env
+.PHONY: quickstart test test-all smoke lint clean env
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -43,10 +41,6 @@ SMOKE := tests/megatron tests/transformers tests/config tests/test_attention.py 
 
 smoke: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(SMOKE) $(ARGS)
-
-# One process: with several, each would get a part of the minutes at the same time.
-fuzz: $(READY)
-	MTRAINING_FUZZ_MINUTES=$(MTRAINING_FUZZ_MINUTES) $(BIN)/python -m pytest -m fuzz -rP tests/fuzz $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

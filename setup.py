@@ -50,7 +50,6 @@ TEST = [
     "trl",
     "pytest>=8",
     "pytest-xdist>=3.2",  # --dist worksteal
-    "hypothesis>=6.100",
     "pybind11",
     "build",
     "setuptools>=68",
