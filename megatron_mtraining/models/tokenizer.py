@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError
 from ..requirements import require
-from .bounded import BoundedEncode
 from .pretrained import LOCAL, reason
 
 KINDS = "a Hugging Face folder, a .gguf file or a sentencepiece .model"
@@ -43,7 +41,7 @@ def open_tokenizer(path: Path, extra: str = "inspect") -> Tokenizer:
     Raises:
         ConfigError: it does not exist or cannot be read, or a package is missing.
     """
-    if not os.path.exists(path):  # unlike Path's, False for a name that is too long
+    if not path.exists():
         raise ConfigError(f"--tokenizer is {path}, which does not exist: give {KINDS}")
     if path.suffix == ".model":
         require("sentencepiece", extra=extra)
@@ -70,7 +68,7 @@ def open_transformers_tokenizer(path: Path):
     Raises:
         ConfigError: it does not exist, cannot be read, or is of another kind.
     """
-    if not os.path.exists(path):
+    if not path.exists():
         raise ConfigError(f"--tokenizer is {path}, which does not exist: give {TRANSFORMERS_KINDS}")
     gguf = path.suffix == ".gguf"
     if not (gguf or path.is_dir()):
@@ -103,11 +101,8 @@ def hugging_face_tokenizer(folder: Path, **more) -> Tokenizer:
     """
     tokenizer = transformers_tokenizer(folder, **more)
     # If verbose, it warns about texts longer than the model's positions.
-    encode = BoundedEncode(
-        lambda text: tokenizer(text, verbose=False)["input_ids"], f"the tokenizer of {folder}"
-    )
     return Tokenizer(
-        encode=encode,
+        encode=lambda text: tokenizer(text, verbose=False)["input_ids"],
         vocab_size=len(tokenizer),
         eos=tokenizer.eos_token_id,
         id_of=lambda token: tokenizer.get_vocab().get(token),
