@@ -3,7 +3,6 @@
 what the patch does to training scripts with and without the package."""
 
 import errno
-import os
 import shutil
 import subprocess
 import sys
@@ -163,78 +162,6 @@ def test_a_checkout_inside_of_another_repository(tmp_path, capsys):
     assert patch("check", root) == 1
     (root / TRAINING).write_text("# mine\n" + (root / TRAINING).read_text())
     refused(root, capsys, TRAINING, "not committed")
-
-
-def test_programs_that_a_repository_names_are_not_run(tmp_path):
-    root = make_tree(tmp_path)
-    commit(root)
-    program = f"touch {tmp_path}/ran; cat"
-    for name in ("core.fsmonitor", "filter.evil.clean", "filter.evil.smudge", "core.sshCommand"):
-        subprocess.run([GIT, "-C", str(root), "config", name, program], check=True)
-    (root / ".gitattributes").write_text("* filter=evil\n")
-    hook = root / ".git" / "hooks" / "post-index-change"
-    hook.write_text(f"#!/bin/sh\n{program}\n")
-    hook.chmod(0o755)
-    for file in root.rglob("*.py"):
-        os.utime(file, (1, 1))
-    for action in ("apply", "check", "revert"):
-        assert patch(action, root) == 0
-    assert not (tmp_path / "ran").exists()
-
-
-PROGRAMS = (
-    "core.fsmonitor", "core.editor", "core.pager", "core.askPass", "core.gitProxy", "credential.helper",
-    "diff.external", "diff.evil.command", "diff.evil.textconv", "merge.evil.driver", "filter.evil.process",
-    "gpg.program", "pager.apply", "pager.cat-file", "sequence.editor", "core.alternateRefsCommand",
-)  # fmt: skip
-
-
-def test_other_programs_that_a_repository_names_are_not_run(tmp_path):
-    root = make_tree(tmp_path / "tree")
-    commit(root)
-    program = tmp_path / "program"
-    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
-    program.chmod(0o755)
-    (tmp_path / "hooks").mkdir()
-    for hook in ("post-index-change", "pre-commit", "post-checkout", "reference-transaction"):
-        shutil.copy(program, tmp_path / "hooks" / hook)
-    settings = {name: str(program) for name in PROGRAMS}
-    settings |= {"alias.apply": f"!{program}", "alias.cat-file": f"!{program}"}
-    settings |= {"core.hooksPath": str(tmp_path / "hooks"), "core.fsmonitor": str(program)}
-    # A blob that is missing is fetched from the remote of a partial clone.
-    settings |= {"remote.o.url": f"ext::{program}", "remote.o.promisor": "true"}
-    settings |= {"extensions.partialClone": "o", "core.repositoryFormatVersion": "1"}
-    settings |= {"protocol.ext.allow": "always", "filter.evil.required": "true"}
-    for name, value in settings.items():
-        subprocess.run([GIT, "-C", str(root), "config", name, value], check=True)
-    (root / ".git/info").mkdir(exist_ok=True)
-    (root / ".git/info/attributes").write_text("* filter=evil diff=evil merge=evil\n")
-    shutil.rmtree(root / ".git/objects")
-    for folder in ("pack", "info"):
-        (root / ".git/objects" / folder).mkdir(parents=True)
-    for action in ("check", "apply", "check", "revert"):
-        assert patch(action, root) in (0, 1)
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("name", [".git/config", ".gitattributes", ".git/HEAD"])
-def test_a_pipe_in_a_repository_does_not_hang(name, tmp_path, capsys, monkeypatch):
-    root = make_tree(tmp_path)
-    commit(root)
-    (root / name).unlink(missing_ok=True)
-    os.mkfifo(root / name)
-    monkeypatch.setattr(patching, "LONGEST", 0.5)
-    before = contents(root)
-    if patch("apply", root) == 2:
-        assert "did not end within" in capsys.readouterr().err.splitlines()[-1]
-        assert contents(root) == before
-
-
-def test_a_version_of_thousands_of_digits(tmp_path, capsys):
-    root = make_tree(tmp_path)
-    (root / patching.PACKAGE_INFO).write_text(f"MAJOR = {'9' * 9999}\nMINOR = 1\n")
-    assert patch("check", root) == 2
-    assert len(capsys.readouterr().err) < 500
 
 
 @pytest.mark.parametrize("path", FILES)
