@@ -15,14 +15,9 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from ..files import read_text
-from ..requirements import first_line
 from .options import current_name
 from .validation import check_type, option
 
-LARGEST = 4 << 20
-"""Bytes of a file; one with settings of its own for each of 128 x 128 heads has about a million."""
-MOST_NODES = 1 << 18
-"""Values in a YAML file, with those that aliases repeat."""
 DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9]*|(?=\.[0-9]))(\.[0-9]*)?([eE][-+]?[0-9]+)?")
 
 
@@ -62,7 +57,7 @@ def read(path: str, name: str):
     check_type("settings", path, str)
     try:
         about = os.stat(path)
-    except (OSError, ValueError):
+    except OSError:
         return _read_again(path, name)  # which says what is wrong
     stamp = about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
     return _read_as_of(path, name, stamp)
@@ -83,8 +78,7 @@ _times_read: Counter[str] = Counter()
 
 def _read_again(path: str, name: str):
     _times_read[path] += 1
-    # Not from a pipe: every rank reads the file.
-    text = read_text(Path(path), name, limit=LARGEST)
+    text = read_text(Path(path), name)
     yaml = Path(path).suffix in (".yaml", ".yml")
     try:
         return _from_yaml(text, name) if yaml else json.loads(text, object_pairs_hook=_each_once)
@@ -96,8 +90,6 @@ def _read_again(path: str, name: str):
         ) from None
     except ValueError as error:
         raise ConfigError(f"{name} is not valid {'YAML' if yaml else 'JSON'}: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{name} is nested too deeply: settings take four levels") from None
 
 
 class _Twice(ValueError):
@@ -118,39 +110,26 @@ def _from_yaml(text: str, name: str):
         raise ConfigError(
             f"{name} is YAML, for which pyyaml is missing: pip install pyyaml, or use JSON"
         ) from None
-    loader = None
+
+    class Loader(yaml.SafeLoader):
+        """Checks nodes as they are written: what "<<" merges in later may be there twice."""
+
+        def compose_mapping_node(self, anchor):
+            node = super().compose_mapping_node(anchor)
+            keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            own = [key for key in keys if not key.tag.endswith(":merge")]
+            _each_once([(self.construct_object(key), None) for key in own])
+            return node
+
+        def compose_scalar_node(self, anchor):
+            node = super().compose_scalar_node(anchor)
+            _check_scalar(node, name)
+            return node
+
     try:
-        loader = yaml.SafeLoader(text)
-        node = loader.get_single_node()
-        _check_expanded(node, name)
-        # In the nodes, as they are written: what "<<" merges in may be there again.
-        open_nodes, seen = [node], set()
-        while open_nodes:
-            each = open_nodes.pop()
-            if each is None or id(each) in seen:
-                continue
-            seen.add(id(each))
-            if isinstance(each, yaml.ScalarNode):
-                _check_scalar(each, name)
-                continue
-            if isinstance(each, yaml.MappingNode):
-                keys = [key for key, _ in each.value if isinstance(key, yaml.ScalarNode)]
-                own = [key for key in keys if not key.tag.endswith((":merge", ":value"))]
-                _each_once([(loader.construct_object(key), None) for key in own])
-                open_nodes += [part for pair in each.value for part in pair]
-            else:
-                open_nodes += each.value
-        return None if node is None else loader.construct_document(node)
+        return yaml.load(text, Loader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
         raise ConfigError(f"{name} is not valid YAML: {_yaml_problem(error)}") from None
-    except (AttributeError, KeyError, TypeError) as error:
-        # PyYAML's constructors, of a value that does not fit its explicit tag
-        raise ConfigError(
-            f"{name} is not valid YAML: a value does not fit its tag ({first_line(error)})"
-        ) from None
-    finally:
-        if loader is not None:
-            loader.dispose()
 
 
 def _yaml_problem(error) -> str:
@@ -160,30 +139,6 @@ def _yaml_problem(error) -> str:
     return (
         problem if mark is None else f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
     )
-
-
-def _check_expanded(root, name: str) -> None:
-    """Refuse aliases that repeat each other without end: a few lines would be millions of values."""
-    import yaml
-
-    sizes: dict[int, int] = {}
-
-    def size(node, above: frozenset) -> int:
-        if not isinstance(node, yaml.CollectionNode):
-            return 1
-        if id(node) in above:
-            raise ConfigError(f"{name} has an alias that contains itself: write the values out")
-        if id(node) not in sizes:
-            mapping = isinstance(node, yaml.MappingNode)
-            children = [part for pair in node.value for part in pair] if mapping else node.value
-            inside = above | {id(node)}
-            sizes[id(node)] = 1 + sum(size(child, inside) for child in children)
-        return sizes[id(node)]
-
-    if size(root, frozenset()) > MOST_NODES:
-        raise ConfigError(
-            f"{name} has more than {MOST_NODES} values, counting each use of an alias: use fewer"
-        )
 
 
 def _check_scalar(node, name: str) -> None:
