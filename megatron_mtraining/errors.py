@@ -23,6 +23,12 @@ class ConfigError(ValueError):
         super().__init__(text)
 
 
+def short(value: object) -> str:
+    """A value for a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def check_whole(**values: object) -> None:
     """Raise :class:`ConfigError` unless all are whole numbers; ``seq_length`` is shown under that name."""
     for name, value in values.items():

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -150,7 +149,7 @@ class MegatronCheckpoint:
         if (
             kind in ("HuggingFaceTokenizer", "SentencePieceTokenizer")
             and isinstance(named, str)
-            and os.path.exists(named)  # unlike Path's, False for a name that is too long
+            and Path(named).exists()
         ):
             return open_tokenizer(Path(named))
         which = f"{kind} {named}" if named else kind

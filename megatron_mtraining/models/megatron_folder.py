@@ -3,51 +3,24 @@
 
 from __future__ import annotations
 
-import os
 import re
 from argparse import Namespace
-from enum import Enum
 from pathlib import Path
 
-import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ..errors import ConfigError
-from ..files import read_json, read_text, size_of
+from ..files import read_json, read_text
 from ..requirements import first_line
 from .environment import quietly
-from .model_sizes import EXPERTS, check_size, short
 from .untrusted import nothing_runs, read_metadata
 
 TRACKER = "latest_checkpointed_iteration.txt"
 ITERATION = re.compile(r"release|[0-9]{1,18}", re.ASCII)
 """What Megatron-LM writes into its tracker."""
 FIX = "save it with --ckpt-format torch_dist"
-
-
-SIZES = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_key_value_heads",
-    "kv_channels": "head_dim",
-    "max_position_embeddings": "max_position_embeddings",
-    "padded_vocab_size": "vocab_size",
-    "num_experts": "num_experts",
-    "moe_ffn_hidden_size": "moe_intermediate_size",
-    "moe_router_topk": "num_experts_per_tok",
-    "yarn_original_max_position_embeddings": "original_max_position_embeddings",
-}
-"""Arguments that are sizes, with config.json's names of these."""
 COMMON_IS_SHARDED = (0, 19)
 """The first version of Megatron-Core that saves a run's arguments among the sharded entries."""
-NUMBERS = (
-    "rotary_base", "rotary_percent", "rotary_scaling_factor", "rope_scaling_factor", "yarn_beta_fast",
-    "yarn_beta_slow", "mscale", "mscale_all_dim", "norm_epsilon", "layernorm_epsilon", "softmax_scale",
-    "rotary_seq_len_interpolation_factor", "moe_router_topk_scaling_factor",
-)  # fmt: skip
-"""Arguments that are numbers."""
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -68,8 +41,8 @@ def find_iteration(folder: Path, name: str = "MODEL") -> Path:
         ConfigError: there is no checkpoint, or it is in another format.
     """
     tracker = folder / TRACKER
-    if os.path.lexists(tracker):
-        word = read_text(tracker, f"{name} is {folder}, whose {TRACKER}", limit=1 << 16).strip()
+    if tracker.exists():
+        word = read_text(tracker, f"{name} is {folder}, whose {TRACKER}").strip()
         if not ITERATION.fullmatch(word):
             raise ConfigError(
                 f"{name} is {folder}, whose {TRACKER} says {word[:80]!r}, which is neither an iteration's "
@@ -114,9 +87,7 @@ def read_common(folder: Path, label: str) -> dict:
     Raises:
         ConfigError: it cannot be read.
     """
-    if os.path.lexists(folder / "common.pt"):
-        size_of(folder / "common.pt", "")
-    else:
+    if not (folder / "common.pt").exists():
         _check_that_megatron_is_new_enough(label)
 
     def load():
@@ -160,48 +131,7 @@ def args_in(common: dict, label: str) -> Namespace:
             f"{label} has no arguments of a training run (it has {', '.join(sorted(common))}): "
             "checkpoints of Megatron-LM's pretrain_gpt.py are supported"
         )
-    for name, size in SIZES.items():
-        value = getattr(args, name, None)
-        if value is not None and not (size in EXPERTS and type(value) is int and value == 0):
-            check_size(size, value, f"{name} among the arguments in {label}")
-    for name in NUMBERS:
-        value = getattr(args, name, None)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not (is_number and abs(value) < 1 << 62):
-            raise ConfigError(
-                f"{name} among the arguments in {label} is {short(value)}: a finite number is needed"
-            )
-    return _Arguments(args, label)
-
-
-class _Arguments(Namespace):
-    """A run's arguments. One that is no plain value is refused where it is read, and else passed over."""
-
-    def __init__(self, args: Namespace, label: str):
-        plain = {name: value for name, value in vars(args).items() if _is_plain(value)}
-        super().__init__(**plain)
-        self._strange = {
-            name: (type(value).__name__, label)
-            for name, value in vars(args).items()
-            if name not in plain
-        }
-
-    def __getattr__(self, name: str):
-        if name in self.__dict__.get("_strange", {}):
-            kind, label = self._strange[name]
-            raise ConfigError(
-                f"{name} among the arguments in {label} is a {kind}, and no value that Megatron-LM saves"
-            )
-        raise AttributeError(name)
-
-
-def _is_plain(value, depth: int = 0) -> bool:
-    """Whether a value compares and prints as the options of a command line do."""
-    if isinstance(value, (list, tuple)):
-        return (
-            depth < 4 and len(value) < 1 << 20 and all(_is_plain(each, depth + 1) for each in value)
-        )
-    return value is None or isinstance(value, (bool, int, float, str, Enum, torch.dtype))
+    return args
 
 
 def read_keys(folder: Path) -> set[str]:

@@ -152,7 +152,7 @@ def build_model(
         )
     except (ConfigError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # whatever values in a stranger's arguments lead to
+    except Exception as error:
         raise ConfigError(
             f"{options.label} cannot be built of Megatron-Core's local layers: {first_line(error)}"
         ) from error

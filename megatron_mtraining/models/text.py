@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..files import decoded, read_bytes, size_of
+from ..files import decoded, read_bytes
 from ..requirements import first_line, require
 from .tokenizer import Tokenizer
 
-LARGEST = 16 << 30
-"""Bytes of a text."""
 CHARACTERS_PER_TOKEN = 8
 """Text that is encoded at first for each token; more is encoded where this does not give enough."""
 
@@ -30,7 +28,7 @@ def read_text(paths: list[Path]) -> str:
     parts = []
     for path in paths:
         try:
-            content = read_bytes(path, f"--text is {path}, which", limit=LARGEST)
+            content = read_bytes(path, f"--text is {path}, which")
             parts.append(decoded(content))
         except UnicodeDecodeError as error:
             raise ConfigError(
@@ -45,7 +43,6 @@ def read_text(paths: list[Path]) -> str:
 
 def read_tokens(path: Path) -> np.ndarray:
     """Token ids from a .npy file of whole numbers, whatever its shape: int64 ``[n]``."""
-    size_of(path, "--text names it")
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # whatever Python's own parser says of a header, too

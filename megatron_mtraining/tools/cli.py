@@ -9,11 +9,9 @@ import signal
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from .. import __version__
 from ..errors import ConfigError, one_line
-from ..files import check_name
 from ..requirements import absent, installed
 from .common import streams
 from .common.signals import Ended, ends_as_exceptions
@@ -84,14 +82,6 @@ COMMANDS = (
 )
 
 
-def check_names(args: argparse.Namespace) -> None:
-    """Raise :class:`ConfigError` for a path that no file can have, at which Python's functions differ."""
-    for value in vars(args).values():
-        for path in value if isinstance(value, list) else [value]:
-            if isinstance(path, Path):
-                check_name(path)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run ``mtraining`` with ``argv`` (by default the process's) and return the exit status.
 
@@ -117,7 +107,6 @@ class _Run:
 
     def __call__(self) -> int:
         self.args = self._parsed()
-        check_names(self.args)
         with ends_as_exceptions():
             status = self.module.run(self.args)
         if sys.stdout is not None:

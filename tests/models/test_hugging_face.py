@@ -10,11 +10,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_mtraining import ConfigError
-from megatron_mtraining.models.hugging_face import open_folder
+from megatron_mtraining.models.hugging_face import open_folder, open_gguf
 from megatron_mtraining.models.types import ModelOptions, Shape
 from tests.support.inspect_cases import LAYERS, SEQ
 
@@ -113,3 +114,21 @@ def test_a_model_without_its_head_is_inspected_and_not_scored(llama, tmp_path):
     with pytest.raises(ConfigError, match=r"has no lm_head\.weight"):
         with open_folder(options).loaded(scored=True):
             pass
+
+
+def test_a_gguf_file_that_is_cut_off(tmp_path):
+    """In its header or in its tensors: one error, before a model is built of the rest."""
+    gguf = pytest.importorskip("gguf")
+    file = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_string("general.description", "a" * 99)
+    writer.add_tensor("token_embd.weight", np.ones((64, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    whole = file.read_bytes()
+    for length in (0, 4, 60, len(whole) // 2):
+        file.write_bytes(whole[:length])
+        with pytest.raises(ConfigError, match=rf"{file}, which gguf cannot read \("):
+            open_gguf(ModelOptions(file, torch.device("cpu"), torch.float32))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_mtraining import ConfigError
-from megatron_mtraining.models.text import read_text, read_tokens, tokens_for
+from megatron_mtraining.models.text import read_text, tokens_for
 from megatron_mtraining.models.tokenizer import Tokenizer
 
 
@@ -73,13 +73,3 @@ def test_texts_that_do_not_fit(tmp_path):
     (tmp_path / "bad.npy").write_text("no array")
     with pytest.raises(ConfigError, match="numpy cannot read"):
         tokens(tmp_path / "bad.npy")
-
-
-@pytest.mark.parametrize("shape", ["(9**9,", "(9,), }}", "(", "(-5,)", f"({'9' * 30},)"])
-def test_headers_of_arrays_that_are_no_headers(shape, tmp_path):
-    """numpy parses them as Python's literals, with whatever error that has."""
-    header = f"{{'descr': '<i8', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
-    file = tmp_path / "ids.npy"
-    file.write_bytes(b"\x93NUMPY\x01\0" + len(header).to_bytes(2, "little") + header + bytes(72))
-    with pytest.raises(ConfigError, match="numpy cannot read"):
-        read_tokens(file)

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...errors import ConfigError
-from ...models.model_sizes import largest, short
+from ...errors import ConfigError, short
 
 
 def _is_integer(value) -> bool:
@@ -86,10 +85,6 @@ def check_types(config: dict, file: Path, schema: dict = CONFIG, parent: str = "
         field = f"{name} in {parent}" if parent else name
         if not is_valid(config[name]):
             raise ConfigError(f"{file}: {field} is {short(config[name])}, which is not {expected}")
-        if kind == "count" and config[name] > largest(name):
-            raise ConfigError(
-                f"{file}: {field} is {short(config[name])}: no model has more than {largest(name)}"
-            )
 
 
 def required(config: dict, name: str, file: Path):

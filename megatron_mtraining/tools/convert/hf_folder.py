@@ -204,8 +204,7 @@ def index_is_unused(folder: Path) -> bool:
 
 def write_json(file: Path, value: dict) -> None:
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    # Half of a surrogate pair, which UTF-8 does not have, stays the escape that it was read from.
-    file.write_text(text, encoding="utf-8", errors="backslashreplace")
+    file.write_text(text, encoding="utf-8")
 
 
 def check_lossless(
@@ -229,7 +228,7 @@ def copy_files(source: Path, target: Path) -> None:
     """Copy generation config, tokenizer files and chat templates.
 
     Raises:
-        ConfigError: one is a pipe, a folder or a link that leads nowhere: it would be left out in silence.
+        ConfigError: one is a link that leads nowhere: it would be left out in silence.
     """
     templates = sorted((source / TEMPLATES).glob("*.jinja"))
     for file in (*(source / name for name in COPIED), *templates):

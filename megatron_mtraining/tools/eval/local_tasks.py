@@ -14,9 +14,6 @@ from .harness import made_task
 from .options import Options
 from .planned import Planned
 
-LIMIT = 1 << 30
-"""Characters of one sample."""
-
 
 def planned(options: Options) -> list[Planned]:
     """The tasks of LongBench or InfiniteBench that are asked for, with their data.
@@ -63,7 +60,7 @@ def read_rows(file: Path, most: int, fields: dict[str, str]) -> list[dict]:
     """
     rows = []
     with file.open("rb") as lines:
-        for number, line in enumerate(iter(lambda: lines.readline(LIMIT), b""), 1):
+        for number, line in enumerate(lines, 1):
             if len(rows) == most:
                 break
             if not line.strip():
@@ -71,7 +68,7 @@ def read_rows(file: Path, most: int, fields: dict[str, str]) -> list[dict]:
             try:
                 row = json.loads(line)
                 half = lone_surrogate(json.dumps(row, ensure_ascii=False))
-            except (ValueError, RecursionError):
+            except ValueError:
                 row = half = None
             if not isinstance(row, dict):
                 raise ConfigError(f"{file}: line {number} is no JSON object")

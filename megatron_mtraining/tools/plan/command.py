@@ -9,17 +9,14 @@ import shlex
 import warnings
 from pathlib import Path
 
-from ...errors import ConfigError
+from ...errors import ConfigError, short
 from ...files import read_text
-from ...models.model_sizes import short
 from ..common.streams import Parser
 from .assumptions import GIB, OVERHEAD_GIB, SLACK
 
 # What plans is imported as it runs: it imports torch and Megatron, and --help needs neither.
 
 FIND = ("seq-length", "context-parallel-size")
-LARGEST_FLAGS = 1 << 20
-"""Bytes of a file of flags."""
 LARGEST = dict(world_size=10**9, gpu_memory_gib=1e9, overhead_gib=1e9, slack=1e3)
 """Of the plan's own numbers: larger ones are mistakes, and overflow."""
 EPILOG = """\
@@ -147,7 +144,7 @@ def _check(options) -> None:
 
 def _words_of(path: Path) -> list[str]:
     name = f"--flags-file {path}"
-    text = read_text(path, name, limit=LARGEST_FLAGS, pipes=True)
+    text = read_text(path, name)
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:

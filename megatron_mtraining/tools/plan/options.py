@@ -16,13 +16,13 @@ from functools import cache
 from unittest import mock
 
 from ...config import ConfigError
+from ...errors import short
 from ...megatron.backend import add_member
 from ...megatron.balance_options import REFUSED
 from ...megatron.checks import REFUSALS, check_settings
 from ...megatron.options import add_arguments
 from ...megatron.output_layer import NEED_LOGITS
 from ...megatron.rotary_options import OF_BOTH, SCALING
-from ...models.model_sizes import short
 
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 

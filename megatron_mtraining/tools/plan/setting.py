@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from ...config import BlockListPolicy, ConfigError, FixedPolicy, MTrainingConfig
 from ...config import option as mtraining_option
+from ...errors import short
 from ...megatron.arguments import fill_in, refuse
 from ...megatron.checks import inner_group_size
 from ...megatron.options import config_from_args
 from ...megatron.output_layer import DEFAULT_CHUNK, why_not
-from ...models.model_sizes import short
 from .options import DTYPE_BYTES, FLOATS, WHOLE_NUMBERS, changed, option
 
 LARGEST_NUMBER = 10**12

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...config import ConfigError, MTrainingConfig
-from ...models.model_sizes import short
+from ...errors import short
 
 HEAD_DIM = 64
 WINDOW, BLOCK_SIZE = 64, 64

@@ -64,25 +64,14 @@ def test_a_checkpoint_without_checksums(copied):
         ('{"algorithm": "md5", "files": {}}', "sha256"),
         ('{"files": []}', "sha256"),
         ('{"files": {}}', "no checksum"),
-        ('{"files": {"../../outside": "0"}}', "not the name of a file"),
-        ('{"files": {"/etc/passwd": "0"}}', "not the name of a file"),
-        ('{"files": {"\\ud800": null}}', "not the name of a file"),
         ('{"files": {"gone.distcp": "0"}}', "missing"),
         ('{"files": {".metadata": 7}}', "differs"),
-        ("[" * 100_000, "nested"),
         ("\0", "not JSON"),
     ],
 )
-def test_manifests_of_strangers(content, named, copied):
+def test_manifests_that_do_not_fit(content, named, copied):
     (copied / "release" / MANIFEST).write_text(content)
     with pytest.raises(ConfigError, match=named):
-        verify_checksums(copied / "release")
-
-
-def test_a_pipe_as_manifest(copied):
-    (copied / "release" / MANIFEST).unlink()
-    os.mkfifo(copied / "release" / MANIFEST)
-    with pytest.raises(ConfigError, match="named pipe"):
         verify_checksums(copied / "release")
 
 

@@ -282,6 +282,17 @@ def test_missing_and_truncated_files(plain, tmp_path, capsys):
     refused(capsys, tmp_path / "out", words, [folder, "--like"])
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "additional_chat_templates/a.jinja"])
+def test_links_that_lead_nowhere(name, plain, tmp_path, capsys):
+    """As in a cache that is not whole: files beside the weights would be left out in silence."""
+    folder = shutil.copytree(plain[0], tmp_path / "hf")
+    file = folder / name
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    file.symlink_to("nowhere")
+    refused(capsys, tmp_path / "out", ("hf-to-megatron", folder, tmp_path / "out"), [file])
+
+
 def test_config_of_another_model(plain, tmp_path, capsys):
     config = {**config_of(plain[0]), "num_hidden_layers": 3, "layer_types": None}
     (tmp_path / "like").mkdir()

@@ -248,16 +248,6 @@ def test_flags_have_all_digits():
         assert float(words[words.index("--" + name.replace("_", "-")) + 1]) == value
 
 
-def test_half_of_a_surrogate_pair_in_config(plain, tmp_path):
-    """JSON can escape it, and UTF-8 does not have it: it stays as it was."""
-    folder = shutil.copytree(plain[0], tmp_path / "hf")
-    config = {**config_of(folder), "note": "half \ud83d, whole \U0001f600"}
-    (folder / "config.json").write_text(json.dumps(config))
-    assert to_megatron(folder, tmp_path / "meg") == 0
-    assert convert("megatron-to-hf", tmp_path / "meg", tmp_path / "back") == 0
-    assert config_of(tmp_path / "back") == config
-
-
 def test_model_without_tokenizer(plain, tmp_path, capsys):
     """A warning, and no flags for a tokenizer; chat templates are copied."""
     folder = tmp_path / "hf"

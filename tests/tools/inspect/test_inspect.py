@@ -257,8 +257,8 @@ def test_models_that_are_none(tmp_path, words, capsys):
     rest = quick(words, tmp_path / "out")
     refused(capsys, ["MODEL", "/nowhere", ".gguf"], "/nowhere", *rest)
     refused(capsys, ["MODEL", str(empty), "config.json", "metadata.json"], empty, *rest)
-    refused(capsys, ["MODEL", str(other), "not a GGUF file"], other, *rest)
-    refused(capsys, ["MODEL", str(broken), "cut off in its header"], broken, *rest)
+    refused(capsys, ["MODEL", str(other), "gguf cannot read", "Hugging Face folder"], other, *rest)
+    refused(capsys, ["MODEL", str(broken), "gguf cannot read"], broken, *rest)
     (empty / "a.gguf").write_bytes(b"GGUF")
     refused(capsys, ["MODEL", str(empty), "a.gguf"], empty, *rest)
 
@@ -298,7 +298,7 @@ def test_models_that_are_not_supported(tmp_path, words, capsys):
         refused(capsys, named, write(name, **config), *rest)
     (tmp_path / "junk").mkdir()
     (tmp_path / "junk" / "config.json").write_text("{")
-    refused(capsys, ["config.json is not JSON"], tmp_path / "junk", *rest)
+    refused(capsys, ["config.json", "not a valid JSON"], tmp_path / "junk", *rest)
     # Supported, but there is neither a tokenizer nor weights.
     bare = write("bare", **llama)
     refused(capsys, ["tokenizer"], bare, *rest)

