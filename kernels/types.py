@@ -159,12 +159,6 @@ class PatternIndex(StripedLayout, Protocol):
         """Packed documents, or None for one document."""
 
     @property
-    def weights(self) -> Tensor | None:
-        """uint8 ``[b, h, nb, NB]``, by local query block and key block of the sequence: 1 plus log2 of the
-        factor that the gradients through a listed block have; 1 for a query block's own. With block lists
-        only. None if all factors are 1."""
-
-    @property
     def is_dense(self) -> bool:
         """Whether the host knows that every query attends to all keys up to its own, in one document."""
 

@@ -42,8 +42,8 @@ class AttentionResult(NamedTuple):
     index: Pattern  # type: ignore[assignment]
     """The pattern that was attended to."""
     packed: Tensor | None = None
-    """With a pruned backward, the codes of the pattern's blocks: uint8, a bit for each pair of an own query
-    block and a key block, 4 with sampling. None without."""
+    """With a pruned backward, which of the pattern's blocks it keeps: uint8, a bit for each pair of an own
+    query block and a key block. None without."""
     softmax_scale: float | None = None
     """What the scores were multiplied by; None if it is not known, and then not compared in a replay."""
 
@@ -125,9 +125,7 @@ def attend(
     pruning = None
     if config.backward_threshold:
         check_size(query, config.block_size, cp.world, cp.inner)
-        pruning = BackwardPruning(
-            config.backward_threshold, observe_backward, config.backward_sampling
-        )
+        pruning = BackwardPruning(config.backward_threshold, observe_backward)
     if first_pass is None:
         if price is None and getattr(config.policy, "steps", None) is not None:
             raise ConfigError(
@@ -394,7 +392,7 @@ def _check_packed(
             "give the config of the first pass"
         )
     check_values(query=query, **{"first_pass.packed": packed})
-    wanted = packed_shape(index, config.backward_sampling)
+    wanted = packed_shape(index)
     if packed.shape != wanted or packed.dtype != torch.uint8:
         raise ValueError(
             f"first_pass.packed is {list(packed.shape)} {packed.dtype}, but with this config it would be "

@@ -96,18 +96,17 @@ def test_what_is_no_first_pass_is_refused(case):
         attend(*given, config=PRICED, first_pass=make(first))
 
 
-@pytest.mark.parametrize("sampling", [False, True])
-def test_a_pruned_replay_needs_the_blocks_of_its_first_pass(sampling):
+def test_a_pruned_replay_needs_the_blocks_of_its_first_pass():
     given = operands()
-    pruned = replace(PRICED, backward_threshold=2.0, backward_sampling=sampling)
+    pruned = replace(PRICED, backward_threshold=2.0)
     first = attend(*given, config=pruned)
-    assert first.packed.shape == (1, HEADS, TOKENS // 64, 2 if sampling else 1)
+    assert first.packed.shape == (1, HEADS, TOKENS // 64, 1)
     with pytest.raises(ValueError, match="--mtraining-backward-threshold is 2, but the first pass"):
         attend(*given, config=pruned, first_pass=first._replace(packed=None))
     wrong = (
         first.packed[:, :1],
         first.packed.int(),
-        torch.zeros(1, HEADS, TOKENS // 64, 1 if sampling else 2, dtype=torch.uint8),
+        torch.zeros(1, HEADS, TOKENS // 64, 2, dtype=torch.uint8),
     )
     for packed in wrong:
         with pytest.raises(ValueError, match="first_pass.packed is .* but with this config"):

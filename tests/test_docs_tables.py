@@ -80,14 +80,12 @@ def with_steps(monkeypatch, *more):
 def test_steps_that_differ_in_what_the_backward_keeps_have_rows_of_their_own(monkeypatch):
     step = tables.step(524288)
     price = dict(step, vertical=None, slash=None, price=0.25, slash_cap=308, weights="random")
-    pruned = dict(price, backward_threshold=3.0, backward_sampling=False)
-    new = [price, pruned, dict(pruned, backward_sampling=True), dict(step, weights="qwen2.5-3b")]
+    new = [price, dict(price, backward_threshold=3.0), dict(step, weights="qwen2.5-3b")]
     with_steps(monkeypatch, *new)
     found = tables.TABLES["steps"]()
     capped = "| price 0.25, at most 1000 columns and 308 slashes"
-    assert found.count(capped) == 3 and "and 110 slashes" not in found
+    assert found.count(capped) == 2 and "and 110 slashes" not in found
     assert found.count(f"{capped}, backward threshold 3 |") == 1
-    assert found.count(f"{capped}, backward threshold 3, sampling |") == 1
     assert "| 1000 columns, 100 diagonals, weights qwen2.5-3b |" in found
     assert step_tables.step(524288)["weights"] == "random"
 

@@ -90,10 +90,10 @@ def _groups(seq: int) -> dict[str, list[Case]]:
     """The settings of the layer table by the job that runs them. What is compared with dense rings is in one
     run with them."""
     cases = host_cases(seq)
-    later = [case for case in cases if case.sampling or (case.slash == seq and case.threshold)]
+    later = [case for case in cases if case.slash == seq and case.threshold]
     return {
         "side by side": [case for case in cases if case not in later],
-        "sampling, all pairs pruned": later,
+        "all pairs pruned": later,
     }
 
 

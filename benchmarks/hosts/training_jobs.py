@@ -43,7 +43,6 @@ class Step:
 
 PRICE = f"price at {PRICED:.1%}"
 PRUNED = f"{PRICE}, backward threshold {THRESHOLD:g}"
-SAMPLED = f"{PRUNED}, sampling"
 FIXED, DENSE = "1000 columns, 100 diagonals", "dense"
 KEPT = "output kept"
 """Dense, and recomputation does not run attention's forward again, as it does not with the plug-in."""
@@ -56,7 +55,6 @@ STEPS = (
     Step(128 * K, FIXED, 1.9, 13, 4, 2),
     Step(128 * K, PRICE, 2.2, 13, 4, 2),
     Step(128 * K, PRUNED, 2.2, 13, 4),
-    Step(128 * K, SAMPLED, 2.2, 13, 4),
     Step(512 * K, FIXED, 7.5, 8, 2, 2),
     Step(512 * K, PRICE, 15.4, 7, 2, 2),
     Step(512 * K, PRUNED, 15.4, 6, 2),
@@ -144,10 +142,9 @@ def _step_job(host: Host, step: Step, text: Path) -> Job:
             row["slash_cap"] = slash_cap(tokens)
             words += ["--mtraining-slash-cap", row["slash_cap"]]
             words += ["--mtraining-vertical-cap", min(1000, tokens // 16)]
-    if step.setting in (PRUNED, SAMPLED):
+    if step.setting == PRUNED:
         words += ["--mtraining-backward-threshold", f"{THRESHOLD:g}"]
-        words += ["--mtraining-backward-sampling"] * (step.setting == SAMPLED)
-        row |= dict(backward_threshold=THRESHOLD, backward_sampling=step.setting == SAMPLED)
+        row |= dict(backward_threshold=THRESHOLD)
     return Job(
         "steps", f"{tokens // K}K, {step.setting}",
         host.seconds(step.seconds * step.iterations + COMPILES * (not dense)),

@@ -21,8 +21,8 @@ class Case:
 
     Attributes:
         price: policy price selects the pattern, at the price that gives ``density``.
-        threshold, sampling: of the pruned backward, as ``--mtraining-backward-threshold`` and
-            ``--mtraining-backward-sampling``; 0 for the gradient of every pair.
+        threshold: of the pruned backward, as ``--mtraining-backward-threshold``; 0 for the gradient of every
+            pair.
     """
 
     name: str
@@ -33,7 +33,6 @@ class Case:
     slow_link: bool = False
     price: bool = False
     threshold: float = 0.0
-    sampling: bool = False
     by_name: bool = False
 
     def at(self, seq: int) -> Case:
@@ -45,13 +44,6 @@ class Case:
         vertical = min(self.vertical, seq // 16)
         return dataclasses.replace(self, name=name, seq=seq, vertical=vertical, slash=slash)
 
-    @property
-    def pruning(self) -> dict:
-        """The options of the pruned backward; empty without one."""
-        if not self.threshold:
-            return {}
-        return dict(backward_threshold=self.threshold, backward_sampling=self.sampling)
-
     def config(self, price: float | None = None) -> MTrainingConfig | None:
         """The settings; None if the pattern is drawn.
 
@@ -59,13 +51,15 @@ class Case:
             price: for policy price: the price that gives the case's density.
         """
         if self.price:
-            return MTrainingConfig.from_options(price=price, block_size=BLOCK, **self.pruning)
+            return MTrainingConfig.from_options(
+                price=price, block_size=BLOCK, backward_threshold=self.threshold
+            )
         if self.slash is None:
             return None
-        rows = dict(sample_strata=64, sample_rows=1)
         return MTrainingConfig.from_options(
-            vertical=self.vertical, slash=self.slash, block_size=BLOCK, **rows, **self.pruning
-        )
+            vertical=self.vertical, slash=self.slash, block_size=BLOCK, sample_strata=64, sample_rows=1,
+            backward_threshold=self.threshold,
+        )  # fmt: skip
 
 
 CASES = [
@@ -99,7 +93,6 @@ def host_cases(seq: int) -> list[Case]:
         "3500 columns, 30 diagonals": dict(vertical=3500, slash=30),
         priced: price,
         f"{priced}, {pruned}": dict(price, threshold=THRESHOLD),
-        f"{priced}, {pruned}, sampling": dict(price, threshold=THRESHOLD, sampling=True),
         "all distances": dict(vertical=0, slash=seq),
         f"all distances, {pruned}": dict(vertical=0, slash=seq, threshold=THRESHOLD),
     }

@@ -205,7 +205,7 @@ def sparse_runs(case: Case, setting: Setting, operands, ring: Ring, inner: int) 
     query, key, value, _ = operands
     config = settings_of(case, setting, operands, ring)
     given = None if config else draw_given(case, setting, ring.cp.inner)
-    pruning = BackwardPruning(case.threshold, None, case.sampling) if case.threshold else None
+    pruning = BackwardPruning(case.threshold) if case.threshold else None
 
     def chosen():
         return search_pattern(query, key, config, ring.cp, setting.scale)

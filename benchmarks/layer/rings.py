@@ -208,7 +208,7 @@ def row_of(case, setting, impl, index, ms, spans, peak, ahead=None) -> dict:
 def settings_row(case: Case, ours: Sparse) -> dict:
     """What else a row says of our settings: the price, the backward's path and what it leaves out."""
     price = ours.config.policy.price if case.price else None
-    pruned = dict(backward_threshold=case.threshold or None, backward_sampling=case.sampling)
+    pruned = dict(backward_threshold=case.threshold or None)
     if case.price:
         pruned |= dict(vertical=None)
     return dict(price=price, **pruned, **ours.backward)

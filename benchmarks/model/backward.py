@@ -17,8 +17,7 @@ what has a row there, and begins no job that is not expected to end within ``--m
 - ``table``: prints all.
 
 ``--forward`` has the forward's patterns: ``dense``, or ``POLICY@DENSITY`` as in ``frontier.py``; of a density
-the setting is found once. A threshold of 0 is the backward without pruning. ``--sampling off on`` has each
-threshold without and with ``--mtraining-backward-sampling``.
+the setting is found once. A threshold of 0 is the backward without pruning.
 
     M="--model smol.gguf --cache tokens.npz --output $OUT/backward.jsonl"
     python -m benchmarks.model.backward gradient $M --minutes 4
@@ -65,21 +64,10 @@ def split_forward(name: str) -> tuple[str, float | None]:
     return policy, density
 
 
-def pruned(setting: dict | None, threshold: float, sampling: bool) -> dict:
+def pruned(setting: dict | None, threshold: float) -> dict:
     """A setting with a pruned backward; a dense forward for None."""
     setting = dict(policy="price", price=0.0) if setting is None else setting
-    return dict(setting, backward_threshold=threshold, backward_sampling=sampling)
-
-
-def prunings(options) -> list[tuple[float, bool]]:
-    """Thresholds, without and with sampling, as asked for."""
-    return [
-        (threshold, each == "on") for each in options.sampling for threshold in options.thresholds
-    ]
-
-
-def shown(threshold: float, sampling: bool) -> str:
-    return f"threshold {threshold:g}{', sampling' if sampling else ''}"
+    return dict(setting, backward_threshold=threshold)
 
 
 # Gradients.
@@ -140,15 +128,14 @@ def gradient(options) -> int:
     if not kinds:
         raise ConfigError("no text has two held-out windows: give more text, or a shorter --seq")
     there = {
-        (row["forward"], row["text"], row["what"], row["threshold"], row["sampling"])
+        (row["forward"], row["text"], row["what"], row["threshold"])
         for row in rows_like(options, "gradient")
     }
-    wanted = [("pruned", *each) for each in prunings(options)]
     cases = [
         (name, kind)
         for name in options.forward
         for kind in kinds
-        if not all((name, kind, *each) in there for each in wanted)
+        if not all((name, kind, "pruned", each) in there for each in options.thresholds)
     ]
     print(f"gradient: {len(cases)} sets of rows are to be made", flush=True)
     gradients = Gradients(options) if cases else None
@@ -158,13 +145,13 @@ def gradient(options) -> int:
         windows = given.held_out[kind]
         setting = setting_of(*split_forward(name), options, given)
 
-        def config(threshold=0.0, sampling=False, setting=setting):
-            return config_of(pruned(setting, threshold, sampling), options.block_size)
+        def config(threshold=0.0, setting=setting):
+            return config_of(pruned(setting, threshold), options.block_size)
 
         exact, said = gradients(windows[0], config())
         rows = []
 
-        def add(what: str, threshold: float, sampling: bool, found, said: dict) -> None:
+        def add(what: str, threshold: float, found, said: dict) -> None:
             rows.append(
                 dict(
                     stage="gradient",
@@ -173,7 +160,6 @@ def gradient(options) -> int:
                     text=kind,
                     what=what,
                     threshold=threshold,
-                    sampling=sampling,
                     **said,
                     **compared(found, exact),
                     yarn=gradients.yarn,
@@ -181,17 +167,16 @@ def gradient(options) -> int:
                 )
             )
 
-        for each in prunings(options):
-            torch.manual_seed(0)  # of the draw
-            add("pruned", *each, *gradients(windows[0], config(*each)))
-        add("another window", 0.0, False, *gradients(windows[1], config()))
+        for each in options.thresholds:
+            add("pruned", each, *gradients(windows[0], config(each)))
+        add("another window", 0.0, *gradients(windows[1], config()))
         if setting is not None:
             pattern, exact = exact, gradients(windows[0], config(setting=None))[0]
-            add("forward", 0.0, False, pattern, said)
+            add("forward", 0.0, pattern, said)
         for row in rows:
             row["seconds"] = round(time.perf_counter() - began, 1)
             print(
-                f"  {name}, {kind}, {row['what']}, {shown(row['threshold'], row['sampling'])}: density "
+                f"  {name}, {kind}, {row['what']}, threshold {row['threshold']:g}: density "
                 f"{row['backward_density']:.4f}, error {row['err_grad']:.4f}, cosine {row['cos_grad']:.4f}",
                 flush=True,
             )
@@ -203,15 +188,15 @@ def gradient(options) -> int:
 # Training.
 
 
-def work(job: tuple[str, float, bool, int, argparse.Namespace]) -> dict:
+def work(job: tuple[str, float, int, argparse.Namespace]) -> dict:
     """A run of training; in a process of its own."""
-    name, threshold, sampling, seed, options = job
+    name, threshold, seed, options = job
     given: Material = material(options)
     setting = setting_of(*split_forward(name), options, given)
-    config = config_of(pruned(setting, threshold, sampling), options.block_size)
+    config = config_of(pruned(setting, threshold), options.block_size)
     if name == "dense" and not threshold:
         config = None  # PyTorch's own attention: what all runs are compared with
-    run = continuing.Run(f"{name} {shown(threshold, sampling)}", seed, options.steps, config)
+    run = continuing.Run(f"{name} threshold {threshold:g}", seed, options.steps, config)
     row, model = continuing.train(run, given, options)
     kept = None
     if config is not None and threshold:
@@ -222,8 +207,7 @@ def work(job: tuple[str, float, bool, int, argparse.Namespace]) -> dict:
         )
     kept = kept or dict(backward_density=row["density"], dropped_mass=0.0)
     return dict(
-        stage="train", forward=name, threshold=threshold, sampling=sampling, setting=setting, **kept, **row,
-        **about(options),
+        stage="train", forward=name, threshold=threshold, setting=setting, **kept, **row, **about(options)
     )  # fmt: skip
 
 
@@ -233,27 +217,27 @@ def dense_run(options, seed: int) -> dict | None:
     if found is None:
         return None
     row = {name: value for name, value in found.items() if name not in ("policy", "wanted")}
-    pruning = dict(threshold=0.0, sampling=False, backward_density=1.0, dropped_mass=0.0)
+    pruning = dict(threshold=0.0, backward_density=1.0, dropped_mass=0.0)
     return dict(stage="train", forward="dense") | pruning | row
 
 
 def train(options) -> int:
     """Rows of training, those without pruning first; of dense training, the frontier's if it has them."""
     there = {
-        (row["forward"], row["threshold"], row["sampling"], row["seed"])
+        (row["forward"], row["threshold"], row["seed"])
         for row in rows_like(options, "train", steps=options.steps, lr=options.lr)
     }
     for seed in options.seeds if "dense" in options.forward else ():
-        run = ("dense", 0.0, False, seed)
+        run = ("dense", 0.0, seed)
         if run not in there and (row := dense_run(options, seed)):
             record.copy(options.output, [row])
             there.add(run)
     runs = [
-        (name, *each, seed)
+        (name, each, seed)
         for seed in options.seeds
-        for each in [(0.0, False), *prunings(options)]
+        for each in [0.0, *options.thresholds]
         for name in options.forward
-        if (name, *each, seed) not in there
+        if (name, each, seed) not in there
     ]
     print(f"train: {len(runs)} runs of {options.steps} steps are to be made", flush=True)
     if runs:
@@ -273,18 +257,18 @@ def time_layers(options) -> int:
     device = torch.device(options.device)
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else "none"
     there = {
-        (row["forward"], row["threshold"], row["sampling"], row["seq"])
+        (row["forward"], row["threshold"], row["seq"])
         for row in jobs.read(options.output)
         if row["stage"] == "time"
         and (row["gpu"], row["shape"], row["block_size"])
         == (gpu, list(options.shape), options.block_size)
     }
     cases = [
-        (name, *each, seq)
+        (name, each, seq)
         for seq in options.lengths
         for name in options.forward
-        for each in [(0.0, False), *prunings(options)]
-        if (name, *each, seq) not in there
+        for each in [0.0, *options.thresholds]
+        if (name, each, seq) not in there
     ]
     print(f"time: {len(cases)} rows are to be made", flush=True)
     layers: dict[int, Layer] = {}
@@ -292,7 +276,7 @@ def time_layers(options) -> int:
     found: dict[tuple, dict | None] = {}
 
     def work(case) -> dict:
-        (name, threshold, sampling, seq), began = case, time.perf_counter()
+        (name, threshold, seq), began = case, time.perf_counter()
         if seq not in layers:
             layers.clear()  # memory for one length
             made = Layer(seq, options.shape, device, options.block_size)
@@ -308,15 +292,15 @@ def time_layers(options) -> int:
                 setting = at.setting
             found[name, seq] = setting
         setting = found[name, seq] or dict(policy="price", price=0.0)
-        times = layer.times(pruned(setting, threshold, sampling))
+        times = layer.times(pruned(setting, threshold))
         row = dict(
-            stage="time", forward=name, setting=setting, threshold=threshold, sampling=sampling, seq=seq,
+            stage="time", forward=name, setting=setting, threshold=threshold, seq=seq,
             shape=list(options.shape), block_size=options.block_size, forward_density=times.pop("density"),
             **times, layer_ms=round(times["forward_ms"] + times["backward_ms"], 5), **dense[seq],
             seconds=round(time.perf_counter() - began, 1), versions=about(options)["versions"],
         )  # fmt: skip
         print(
-            f"  {name}, {shown(threshold, sampling)}, {seq // 1024}K: backward density "
+            f"  {name}, threshold {threshold:g}, {seq // 1024}K: backward density "
             f"{row['backward_density']}, forward {row['forward_ms']:.2f} ms, backward "
             f"{row['backward_ms']:.2f} ms (cuDNN dense {row['dense_backward_ms']:.2f} ms)",
             flush=True,
@@ -330,12 +314,11 @@ def show_table(options) -> int:
     """Print the rows."""
     rows = jobs.read(options.output)
     names = {
-        "gradient": ("seq", "forward", "text", "what", "threshold", "sampling", "forward_density",
-                     "backward_density", "dropped_mass", "cos_grad", "err_grad", "err_qkv", "norm_qkv"),
-        "train": ("seq", "forward", "threshold", "sampling", "seed", "density", "backward_density", "dense",
-                  "own"),
-        "time": ("seq", "forward", "threshold", "sampling", "forward_density", "backward_density",
-                 "forward_ms", "backward_ms", "dense_forward_ms", "dense_backward_ms"),
+        "gradient": ("seq", "forward", "text", "what", "threshold", "forward_density", "backward_density",
+                     "dropped_mass", "cos_grad", "err_grad", "err_qkv", "norm_qkv"),
+        "train": ("seq", "forward", "threshold", "seed", "density", "backward_density", "dense", "own"),
+        "time": ("seq", "forward", "threshold", "forward_density", "backward_density", "forward_ms",
+                 "backward_ms", "dense_forward_ms", "dense_backward_ms"),
     }  # fmt: skip
     for stage, columns in names.items():
         some = [row for row in rows if row["stage"] == stage]
@@ -359,8 +342,6 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
         "--forward", nargs="+", default=list(FORWARDS), metavar="NAME", help="dense, POLICY@DENSITY"
     )
     add("--thresholds", type=float, nargs="+", default=list(THRESHOLDS))
-    add("--sampling", choices=("off", "on"), nargs="+", default=["off"],
-        help="--mtraining-backward-sampling (%(default)s)")  # fmt: skip
     add("--lengths", type=int, nargs="+", default=list(LENGTHS), help="time: tokens")
     add("--shape", type=int, nargs=3, default=list(Shape()), metavar=("HEADS", "KV_HEADS", "DIM"),
         help="time: of the layer (%(default)s)")  # fmt: skip

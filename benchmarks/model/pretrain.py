@@ -113,11 +113,9 @@ def pruned_backward(log: str) -> dict:
     if not threshold or not found:
         return {}
     density, dropped = (round(statistics.mean(each), 4) for each in zip(*found))
-    sampling = re.search(r"^ *mtraining_backward_sampling \.+ True$", log, re.MULTILINE)
     return dict(
-        backward_threshold=float(threshold[1]), backward_sampling=sampling is not None,
-        backward_density=density, dropped_mass=dropped,
-    )  # fmt: skip
+        backward_threshold=float(threshold[1]), backward_density=density, dropped_mass=dropped
+    )
 
 
 def command(options, folder: Path) -> tuple[list[str], dict[str, str]]:

@@ -22,9 +22,7 @@ def forward_of(row: Row) -> str:
 
 
 def threshold_of(row: Row) -> str:
-    if not row["threshold"]:
-        return "off"
-    return f"{row['threshold']:g}" + (", sampled" if row["sampling"] else "")
+    return f"{row['threshold']:g}" if row["threshold"] else "off"
 
 
 def what_of(row: Row) -> str:
@@ -37,7 +35,7 @@ def what_of(row: Row) -> str:
 
 def gradient() -> str:
     """The gradient of all parameters beside the unpruned one's, and beside two yardsticks."""
-    names = ("forward", "text", "what", "threshold", "sampling", "seq", "data")
+    names = ("forward", "text", "what", "threshold", "seq", "data")
     every = [*last(found("gradient"), *names).values()]
     order = {name: number for number, name in enumerate(("pruned", "forward", "another window"))}
     every.sort(
@@ -46,7 +44,6 @@ def gradient() -> str:
             row.get("data") or "",
             row["text"],
             order[row["what"]],
-            row["sampling"],
             row["threshold"],
         )
     )
@@ -115,7 +112,6 @@ def trained() -> str:
             row["steps"],
             row["forward"],
             row["threshold"],
-            row["sampling"],
             decay_of(row),
         )
         groups.setdefault(kind, []).append(row)

@@ -33,7 +33,7 @@ def _exact() -> tuple[list, list[Row]]:
     operands, as random ones leave the backward far less than a model does."""
     trained = [
         row for row in backward_tables.found("train")
-        if (row["forward"], row["threshold"], row["sampling"]) == ("dense", THRESHOLD, False)
+        if (row["forward"], row["threshold"]) == ("dense", THRESHOLD)
     ]  # fmt: skip
     timed = real_tables.real_share(131072, 0.0, THRESHOLD)
     density = percent(backward_tables.mean(row["backward_density"] for row in trained))

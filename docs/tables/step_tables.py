@@ -6,7 +6,7 @@ from __future__ import annotations
 from .common import Row, gpu_name, last, percent, rows, source, table, tokens
 
 SETTING = ("model", "world", "seq", "gpu", "attention", "vertical", "price", "slash_cap", "weights")
-SETTING += ("backward_threshold", "backward_sampling", "recompute")
+SETTING += ("backward_threshold", "recompute")
 """What the rows of one setting have in common."""
 TWICE, KEPT = "twice", "output kept"
 """How recomputation treats attention: its forward runs again, or its output is kept."""
@@ -169,7 +169,6 @@ def attention_of(row: Row) -> str:
         said += f", weights {row['weights']}"
     if row.get("backward_threshold"):
         said += f", backward threshold {row['backward_threshold']:g}"
-        said += ", sampling" if row["backward_sampling"] else ""
     return said + ("; run twice" if recompute_of(row) == TWICE else "")
 
 

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from ..common.dispatch import dispatch
 from ..types import PatternIndex, RingStep, Round
-from . import reference, sampling
+from . import marks as block_marks
+from . import reference
 from .backends import OnePassBackend, backend_for, one_pass
-from .sampling import BlockMarks, new_marks
+from .marks import BlockMarks, new_marks
 
 __all__ = [
     "backward_columns",
@@ -38,16 +39,16 @@ __all__ = [
     "new_marks",
     "new_query_sums",
     "one_pass",
-    "pack_codes",
     "pack_kv",
-    "unpack_codes",
+    "pack_marks",
+    "unpack_marks",
 ]
 
 delta = dispatch(reference.delta, "portable.delta")
 gather_columns = dispatch(reference.gather_columns, "portable.columns")
 pack_kv = dispatch(reference.pack_kv, "portable.pack_kv")
-pack_codes = dispatch(sampling.pack_codes, "portable.pruning")
-unpack_codes = dispatch(sampling.unpack_codes, "portable.pruning")
+pack_marks = dispatch(block_marks.pack_marks, "portable.pruning")
+unpack_marks = dispatch(block_marks.unpack_marks, "portable.pruning")
 
 
 def forward(
@@ -76,11 +77,11 @@ def forward(
         accumulator: the result of the rounds before, float32 ``[s, b, h, d]``; None in the first round.
         lse: log-sum-exp of the scores of the rounds before (natural logarithm), ``[b, h, s]``. Updated in
             place; not read in the first round.
-        marks: the marks of the blocks of this round are added to these (:mod:`.sampling`), from the share of
+        marks: the marks of the blocks of this round are added to these (:mod:`.marks`), from the share of
             each block in the attention to all keys up to it; None for no marks. The keys of a round come in
             this order: the query block itself; columns; with packed documents, blocks that need a mask, the
             nearest first; the first block that the query block may attend to; all others, the nearest
-            first. A key block that is the query block itself or the block before has the largest mark.
+            first. A key block that is the query block itself or the block before is always marked.
 
     Returns:
         out ``[s, b, h, d]``: in the query's dtype after the last round, else float32. It may be the
@@ -129,8 +130,8 @@ def backward_query(
         accumulator: the gradient of the rounds before, float32 ``[s, b, h, d]``; None in the first round.
         grad_query: what this function returned for the parts before; None for the first part.
         head_part: (p, P): compute part p of P of the ``b * h`` heads of all batch entries.
-        attended: float32 ``[b, h, s]``: the share of each row's attention to the keys of this round is added,
-            without weights; it is not read in the first round. None if it is not wanted.
+        attended: float32 ``[b, h, s]``: the share of each row's attention to the keys of this round is added;
+            it is not read in the first round. None if it is not wanted.
 
     Returns:
         ``[s, b, h, d]``: in the query's dtype after the last round, else float32. It may be the

@@ -15,7 +15,7 @@ from ..common.triton_version import is_tested_triton
 from ..types import PatternIndex, RingStep, Round
 from . import reference
 from .backward_path import gpu_of, is_faster_in_one_pass
-from .sampling import BlockMarks
+from .marks import BlockMarks
 
 GLUON_VERSIONS = ((3, 6), (3, 9))
 """First and last version of Triton for the Hopper kernels: Gluon still changes."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..common.launch import cdiv
 from ..types import PatternIndex, RingStep, Round
-from .sampling import BlockMarks
+from .marks import BlockMarks
 
 BLOCK_DISTANCES = [
     f"{what}_{parity}{apart}" for parity in "01" for apart in "01" for what in ("residue", "wrap")
@@ -113,10 +113,5 @@ def key_documents(index: PatternIndex, rank: int) -> dict[str, Tensor | None]:
 def mark_arguments(marks: BlockMarks | None) -> dict[str, Any]:
     """Arguments of the forward kernels, for the marks of blocks."""
     if marks is None:
-        return dict(words=None, least_share_ptr=None, MARKS=False, SAMPLING=False)
-    return dict(
-        words=marks.words,
-        least_share_ptr=marks.least_share,
-        MARKS=True,
-        SAMPLING=marks.sampling,
-    )
+        return dict(words=None, least_share_ptr=None, MARKS=False)
+    return dict(words=marks.words, least_share_ptr=marks.least_share, MARKS=True)

@@ -13,8 +13,6 @@ of the final lse and ``delta_i = sum(out_i * dout_i)``,
     ds_ik = p_ik (dout_i.v_k - delta_i)
     dq_i = scale sum_k ds_ik k        dk = scale sum_i ds_ik q_i        dv_k = sum_i p_ik dout_i
 
-Where blocks have weights (``PatternIndex.weights``), the gradients have ``w p_ik`` in place of ``p_ik``.
-
 The scores of a round are written out under a dense mask. This takes time of the order of queries x keys of a
 rank, and as much memory except in the forward, which computes some rows at a time: for tests and small runs.
 """
@@ -28,7 +26,7 @@ from torch import Tensor
 
 from ...layout import block_at, located, positions_at
 from ..types import Columns, PatternIndex, RingStep, Round
-from .sampling import BlockMarks, largest_mark, mark_of
+from .marks import BlockMarks
 
 FORWARD_SCORES = 1 << 22
 """Scores that the forward computes at a time: few enough that their memory is reused."""
@@ -62,20 +60,6 @@ def slash_mask(
     if index.documents is not None:
         mask &= (index.documents.starts[:, q_position, None] <= k_position)[:, None]
     return mask
-
-
-def slash_weights(
-    index: PatternIndex, rank: int, sources: Sequence[int], queries: range, key_length: int
-) -> Tensor:
-    """Weights of the blocks that :func:`slash_mask` has, of an index that has weights: float32 ``[b, h,
-    len(queries), len(sources) * key_length]``; 1 elsewhere."""
-    device, block = index.member.device, index.block_size
-    rows = torch.arange(queries.start, queries.stop, device=device)
-    local = torch.arange(key_length, device=device) // block
-    k_block = torch.cat([block_at(local, r, index.world, index.inner) for r in sources])
-    assert index.weights is not None, "the caller has asked"
-    log2_weight = (index.weights.float() - 1).clamp(min=0)
-    return torch.exp2(log2_weight)[:, :, rows // block][..., k_block]
 
 
 def column_mask(index: PatternIndex, rank: int, queries: range) -> Tensor:
@@ -156,13 +140,7 @@ def backward_query(
     k, v = _keys_and_columns(query, key, value, column_kv)
     rows = range(len(query))
     scores = _round_scores(q, k, column_kv, index, round_, rows, key.shape[1], softmax_scale)
-    weights = None
-    if index.weights is not None:
-        weights = slash_weights(index, round_.rank, round_.sources, rows, key.shape[1])
-        weights = torch.nn.functional.pad(
-            weights, (0, k.shape[2] - weights.shape[-1]), value=1
-        )  # columns
-    p, ds = _score_gradients(scores, v, grad, lse, delta, weights)
+    p, ds = _score_gradients(scores, v, grad, lse, delta)
     dq = (ds @ k * softmax_scale).permute(2, 0, 1, 3)
     if accumulator is not None:
         dq = dq + accumulator.to(dq.dtype)
@@ -170,9 +148,8 @@ def backward_query(
         batch, head = divmod(batch_head, query.shape[2])
         grad_query[:, batch, head] = dq[:, batch, head].to(grad_query.dtype)
         if attended is not None:
-            kept = p[batch, head] if weights is None else p[batch, head] / weights[batch, head]
             before = 0 if round_.first else attended[batch, head]
-            attended[batch, head] = kept.sum(-1) + before
+            attended[batch, head] = p[batch, head].sum(-1) + before
 
 
 def backward_columns(
@@ -219,10 +196,7 @@ def backward_key(
     q, k, v, grad = (_heads_first(t, heads) for t in (query, key, value, grad_out))
     mask = slash_mask(index, ring_step.rank, [ring_step.source], range(length), length)
     scores = _scores(q, k, mask, softmax_scale)
-    weights = None
-    if index.weights is not None:
-        weights = slash_weights(index, ring_step.rank, [ring_step.source], range(length), length)
-    p, ds = _score_gradients(scores, v, grad, lse, delta, weights)
+    p, ds = _score_gradients(scores, v, grad, lse, delta)
     dk, dv = ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
     if query_sums is not None:
         query_sums += (ds @ k).permute(2, 0, 1, 3)
@@ -390,7 +364,6 @@ def _mark_blocks(
     if index.documents is not None:
         documents = index.documents.on(round_.rank, index.world, index.inner, block)
         bounds = documents.kv_block_bounds
-    largest = largest_mark(block_marks.sampling)
     for local_block in range(rows.start // block, (rows.stop - 1) // block + 1):
         begin = max(local_block * block - rows.start, 0)
         part = slice(begin, (local_block + 1) * block - rows.start)
@@ -403,12 +376,11 @@ def _mark_blocks(
             number, mass = k_block[order], of_blocks[batch, :, part][..., order]
             so_far = torch.logaddexp(mass.logcumsumexp(-1), earlier[batch, :, part])
             shares = torch.exp(mass - so_far)  # [h, rows, blocks]
-            mark = mark_of(shares, block_marks.least_share[batch], block_marks.sampling)
-            bits = mark[..., None] >> torch.arange(largest.bit_length(), device=device) & 1
-            mark = (bits.amax(1) << torch.arange(bits.shape[-1], device=device)).sum(-1)
-            mark[:, q_block - number <= 1] = largest
-            seen = listed[batch, :, local_block, number] & (number >= first_block)
-            marks[batch, :, local_block, number] |= torch.where(seen, mark, 0).to(torch.uint8)
+            # A share that is not a number counts as large.
+            mark = (~(shares < block_marks.least_share[batch])).any(1)
+            mark[:, q_block - number <= 1] = True
+            mark &= listed[batch, :, local_block, number] & (number >= first_block)
+            marks[batch, :, local_block, number] |= mark.to(torch.uint8)
 
 
 def block_order(k_block: Tensor, q_block: int, first_block: int, first_unmasked: int) -> Tensor:
@@ -435,10 +407,7 @@ def _score_gradients(
     grad_out: Tensor,
     lse: Tensor,
     delta: Tensor,
-    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Probabilities p, multiplied by weights if there are any, and the gradients ds of the scaled scores."""
+    """Probabilities p, and the gradients ds of the scaled scores."""
     p = torch.exp(scores - lse[..., None].to(scores.dtype))
-    if weights is not None:
-        p = p * weights
     return p, p * (grad_out @ v.transpose(-1, -2) - delta[..., None].to(p.dtype))

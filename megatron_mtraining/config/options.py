@@ -287,14 +287,6 @@ OPTIONS = (
         default_help="0.0",
     ),
     Option(
-        "backward_sampling", bool,
-        "With --mtraining-backward-threshold: each block below the threshold is kept with a probability in "
-        "proportion to its attention, at least 1/32, and its part of the gradient is divided by that "
-        "probability. The gradient is then unbiased, but noisier, and more blocks are kept at the same "
-        "threshold.",
-        default_help="off",
-    ),
-    Option(
         "dense_evaluation", bool,
         "Evaluate with dense attention, as a trained model is usually served. Without it, evaluations use "
         "the pattern of the last training step.",

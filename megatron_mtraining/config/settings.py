@@ -47,7 +47,6 @@ class MTrainingConfig:
         bf16_gradients: send gradients of keys and values in bfloat16.
         backward_threshold: leave blocks without attention out of the backward (:mod:`..ring.pruning`); 0 for
             the gradient of all.
-        backward_sampling: draw the blocks below that threshold, so that the gradient is unbiased.
         dense_evaluation: evaluate with dense attention, whatever training attends by.
         loss_chunk: tokens whose logits exist at once; 0 for Megatron's own loss; None for a default.
         batching, tuning: whether samples are placed, and prices moved, so that data-parallel ranks have equal
@@ -69,7 +68,6 @@ class MTrainingConfig:
     recompute_attention: bool = False
     bf16_gradients: bool = False
     backward_threshold: float = 0.0
-    backward_sampling: bool = False
     dense_evaluation: bool = False
     loss_chunk: int | None = None
     batching: str = "off"
@@ -93,17 +91,9 @@ class MTrainingConfig:
             raise ConfigError(
                 f"{option('block_size')} is {self.block_size}: use one of {BLOCK_SIZES}"
             )
-        for name in (
-            "recompute_attention", "bf16_gradients", "backward_sampling", "dense_evaluation",
-        ):  # fmt: skip
+        for name in ("recompute_attention", "bf16_gradients", "dense_evaluation"):
             check_type(name, getattr(self, name), bool)
         check_at_least("backward_threshold", self.backward_threshold, 0, float)
-        if self.backward_sampling and not self.backward_threshold:
-            raise ConfigError(
-                f"{option('backward_sampling')} is given, but {option('backward_threshold')} is 0, so that "
-                f"the backward leaves nothing out: give {option('backward_threshold')} above 0, or leave out "
-                f"{option('backward_sampling')}"
-            )
         if self.settings is not None:
             check_type("settings", self.settings, str)
         if self.loss_chunk is not None:

@@ -91,8 +91,8 @@ class MTrainingAttention(MegatronModule):
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
         self.mtraining = settings(config)
-        # An evaluation prepares nothing for a pruned backward, and draws nothing for its sampling.
-        of_evaluation = replace(self.mtraining, backward_threshold=0.0, backward_sampling=False)
+        # An evaluation prepares nothing for a pruned backward.
+        of_evaluation = replace(self.mtraining, backward_threshold=0.0)
         self._settings = {
             (training, dense): each.dense() if dense else each
             for training, each in ((True, self.mtraining), (False, of_evaluation))

@@ -235,9 +235,7 @@ def build_block_index(
     )
 
 
-def pruned_index(
-    index: PatternIndex, kept: Tensor, rank: int, capacity: int, weighted: bool = False
-) -> BlockListIndex:
+def pruned_index(index: PatternIndex, kept: Tensor, rank: int, capacity: int) -> BlockListIndex:
     """A pattern with fewer blocks, for the same columns: each is attended to as a column wherever it was.
 
     Args:
@@ -246,8 +244,6 @@ def pruned_index(
             of the pattern stay. Each query block's own is among them.
         rank: whose query blocks these are.
         capacity: number of entries to allocate, not fewer than are kept; nothing is read on the host.
-        weighted: whether ``kept`` has weights (``weights`` of ``kernels.types.PatternIndex``), of which the
-            index then takes hold.
     """
     # Lists come from ``kept`` alone; ``member`` only says where columns are attended to in a block.
     operands = (kept, torch.zeros_like(index.member), index.world, index.inner, rank)
@@ -266,6 +262,5 @@ def pruned_index(
         world=index.world,
         inner=index.inner,
         documents=index.documents,
-        weights=kept if weighted else None,
         rank=rank,
     )

@@ -51,8 +51,6 @@ class PatternIndex(ABC):
             a number or float32 ``[b]``: what the recall weighs. The others have recall 1 with any pattern.
         documents: packed ones, to which attention keeps as well: what the index has beside that is not
             attended to. None for one document.
-        weights: factors of the gradients through listed blocks, as in ``kernels.types.PatternIndex``; block
-            lists of a pruned backward alone have them.
         is_dense: whether the host knows that every query attends to all keys up to its own, in one document.
     """
 
@@ -72,7 +70,6 @@ class PatternIndex(ABC):
     recall: Tensor | None = None
     exposed: float | Tensor = 1.0
     documents: Documents | None = None
-    weights: Tensor | None = None
     is_dense: bool = False
 
     @property

@@ -203,7 +203,7 @@ def _backward(
     """The gradients of queries, ``[s, b, h, d]``, and of keys and values, ``[2, s, b, hk, d]``.
 
     Args:
-        packed: the codes of blocks, if pruned.
+        packed: the marks of blocks, if pruned.
     """
     keys, dkv = KeysAndValues(key, value, ring, index), _DkvAccumulator(ring, wire_dtype)
     columns = keys.columns(index)
@@ -314,7 +314,7 @@ class RingResult(NamedTuple):
     lse: Tensor
     """Log-sum-exp of the rows' scores, ``[b, h, s]``, float32 (float64 for float64); no gradient."""
     packed: Tensor | None
-    """The codes of the blocks of a pruned backward (:class:`.pruning.Marking`); None if it is not pruned."""
+    """The marks of the blocks of a pruned backward (:class:`.pruning.Marking`); None if it is not pruned."""
 
 
 def _replayed(
@@ -341,13 +341,11 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx, query, key, value, index, ring, softmax_scale, first_pass, wire_dtype, keys, pruning
     ):
-        # In a replay too: later random numbers must be those of the first pass.
-        seed = None if pruning is None else pruning.seed(query.device)
         packed: Tensor | None = None
         if first_pass is None:
             marking, found = None, None
             if pruning is not None:
-                marking = Marking(index, ring.cp.rank, pruning, seed)
+                marking = Marking(index, pruning)
             else:
                 given = query, key, value
                 found = _replayed("forward", _forward, given, index, ring, softmax_scale)

@@ -2,17 +2,12 @@
 """Block pruning of the backward: blocks that hold next to none of any query's attention get no gradient.
 
 The forward computes the same function, and marks the blocks that hold a share of some query's attention to
-the keys up to them (:func:`..kernels.attention.forward`). After its last round the marks become a code for
-each block, which is kept until the backward, packed. Block lists of the blocks with a code replace the
-pattern there, and small terms of the gradient are left out. Without sampling, the codes depend on query and
-key alone, up to the end of the query block: a block stays for all of its queries if one asks for it, so the
-gradient of a query depends on later queries of its block. With packed documents the codes depend on the
-lengths of all documents, later ones too (:func:`least_share`). Other later tokens change nothing here.
-
-With sampling, a block below the threshold is kept with a probability in proportion to its share, and its
-terms are divided by that probability (:mod:`..kernels.attention.sampling`): the gradient is then unbiased.
-The draw is a hash of a seed and of the block's place. The forward draws the seed from torch's generator,
-which checkpoints restore for a replay.
+the keys up to them (:func:`..kernels.attention.forward`). After its last round the marks are packed, and kept
+until the backward. Block lists of the blocks with a mark replace the pattern there, and small terms of the
+gradient are left out. The marks depend on query and key alone, up to the end of the query block: a block
+stays for all of its queries if one asks for it, so the gradient of a query depends on later queries of its
+block. With packed documents the marks depend on the lengths of all documents, later ones too
+(:func:`least_share`). Other later tokens change nothing here.
 
 Published relatives: SUS backprop (arXiv 2505.15080) drops single weights and samples them.
 """
@@ -28,7 +23,6 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..kernels import attention as kernels
-from ..kernels.attention.sampling import code_bits
 from ..layout import block_at
 from ..pattern import packed_density
 from ..pattern.block_list_index import MAX_LIST_ENTRIES, BlockListIndex, pruned_index
@@ -45,32 +39,18 @@ class BackwardPruning:
             2`` for one document. Positive.
         observe: called once a backward with the density of what is kept, float32 ``[b, h]``, and the share of
             attention in what is not, the mean over this rank's queries, float32 ``[b, h]``.
-        sampling: draw blocks below the threshold, with weights, instead of leaving all of them out.
 
     The attention that counts is to the keys that the forward has come to, this block included.
     """
 
     threshold: float
     observe: Callable[[Tensor, Tensor], None] | None = None
-    sampling: bool = False
-
-    def seed(self, device: torch.device) -> Tensor | None:
-        """A new seed of a draw, int64 ``[1]``, from torch's generator of the device; None without sampling.
-
-        To be called in each forward, without gradients too: a checkpoint's first pass has none, and its
-        replay must find later random numbers, such as dropout's, where the first pass found them. Ranks whose
-        generators are in one state draw what a single process draws; if the states differ, the draws do, and
-        the gradient is as unbiased.
-        """
-        if not self.sampling:
-            return None
-        return torch.randint(2**62, (1,), dtype=torch.int64, device=device)
 
 
-def packed_shape(index: PatternIndex, sampling: bool) -> tuple[int, int, int, int]:
-    """The shape of the packed codes (:func:`..kernels.attention.pack_codes`) of a rank's blocks."""
+def packed_shape(index: PatternIndex) -> tuple[int, int, int, int]:
+    """The shape of the packed marks (:func:`..kernels.attention.pack_marks`) of a rank's blocks."""
     batch, heads, num_blocks = index.member.shape
-    return batch, heads, index.local_blocks, -(-num_blocks * code_bits(sampling) // 8)
+    return batch, heads, index.local_blocks, -(-num_blocks // 8)
 
 
 class Marking:
@@ -78,24 +58,17 @@ class Marking:
 
     Args:
         index: the pattern.
-        rank: whose queries these are.
         pruning: its settings.
-        seed: what :meth:`BackwardPruning.seed` gave.
     """
 
-    def __init__(
-        self, index: PatternIndex, rank: int, pruning: BackwardPruning, seed: Tensor | None
-    ):
+    def __init__(self, index: PatternIndex, pruning: BackwardPruning):
         batch, heads, num_blocks = index.member.shape
         self._shape = batch, heads, index.local_blocks, num_blocks
-        self._layout = rank, index.world, index.inner
-        self._seed = seed
-        least = least_share(index, pruning.threshold)
-        self.marks = kernels.new_marks(self._shape, least, pruning.sampling)
+        self.marks = kernels.new_marks(self._shape, least_share(index, pruning.threshold))
 
     def packed(self) -> Tensor:
-        """The codes, to be called after the last round."""
-        return kernels.pack_codes(self.marks.marks(self._shape), self._seed, *self._layout)
+        """The marks as they are kept, to be called after the last round."""
+        return kernels.pack_marks(self.marks.marks(self._shape))
 
 
 class PrunedPattern:
@@ -103,7 +76,7 @@ class PrunedPattern:
 
     Args:
         index: the pattern of the forward.
-        packed: the codes of its blocks (:class:`Marking`).
+        packed: the marks of its blocks (:class:`Marking`).
         rank: whose queries these are.
         pruning: its settings.
     """
@@ -111,11 +84,10 @@ class PrunedPattern:
     def __init__(self, index: PatternIndex, packed: Tensor, rank: int, pruning: BackwardPruning):
         self._full, self._rank, self._observe = index, rank, pruning.observe
         num_blocks = index.member.shape[-1]
-        codes = kernels.unpack_codes(packed, num_blocks, pruning.sampling)
-        capacity = most_entries(index, rank)
-        self.index = pruned_index(index, codes, rank, capacity, pruning.sampling)
+        kept = kernels.unpack_marks(packed, num_blocks)
+        self.index = pruned_index(index, kept, rank, most_entries(index, rank))
         # A byte a pair of blocks, which nothing else needs longer.
-        self._codes = codes if self._observe is not None and index.documents is not None else None
+        self._kept = kept if self._observe is not None and index.documents is not None else None
 
     def new_attended(self, lse: Tensor) -> Tensor | None:
         """Memory for the share of attention that the gradient of queries sums; None if nobody asks."""
@@ -125,10 +97,10 @@ class PrunedPattern:
         """Report, after the last round, what ``attended`` has found."""
         if self._observe is None or attended is None:
             return
-        if self._codes is None:
+        if self._kept is None:
             density = self.index.density()
         else:  # the lists' own takes a kernel for each head and round
-            density = packed_density.pruned_density(self._full, self._codes, self._rank)
+            density = packed_density.pruned_density(self._full, self._kept, self._rank)
         # Rounding may leave a sum above 1.
         self._observe(density, (1 - attended.mean(-1)).clamp(min=0))
 

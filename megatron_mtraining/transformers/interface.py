@@ -256,7 +256,7 @@ def _dense(config: MTrainingConfig) -> MTrainingConfig:
 @lru_cache(maxsize=64)
 def _without_pruning(config: MTrainingConfig) -> MTrainingConfig:
     """The settings of evaluation, which prepares nothing for a pruned backward."""
-    return replace(config, backward_threshold=0.0, backward_sampling=False)
+    return replace(config, backward_threshold=0.0)
 
 
 def _check_continuation(module: nn.Module, place: str, length: int, keys: int) -> None:

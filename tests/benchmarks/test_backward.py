@@ -47,38 +47,20 @@ def test_gradients_of_a_tiny_model(words, tmp_path):
     assert len(jobs.read(output)) == 3, "what is there is not made again"
 
 
-def test_gradients_with_sampling(words, tmp_path):
-    output = tmp_path / "rows.jsonl"
-    given = [*words, "--output", str(output), "--thresholds", "12", "--forward", "dense"]
-    backward.main(["gradient", *given, "--sampling", "off", "on"])
-    rows = {row["sampling"]: row for row in jobs.read(output) if row["what"] == "pruned"}
-    assert rows[False]["backward_density"] < rows[True]["backward_density"] < 1
-    assert 0 < rows[True]["dropped_mass"] < rows[False]["dropped_mass"]
-    assert rows[True]["norm_qkv"] > rows[False]["norm_qkv"], (
-        "a plain threshold shrinks the gradient"
-    )
-    backward.main(["gradient", *given, "--sampling", "on"])
-    assert len(jobs.read(output)) == 3, "what is there is not made again"
-
-
 def test_training_and_times(words, tmp_path, capsys):
     output = tmp_path / "rows.jsonl"
     given = [*words, "--output", str(output), "--thresholds", "4", "--forward", "dense"]
-    given += ["--sampling", "off", "on"]
     backward.main(["train", *given, "--steps", "2", "--seeds", "1"])
-    plain, pruned, sampled = jobs.read(output)
+    plain, pruned = jobs.read(output)
     assert (plain["threshold"], pruned["threshold"]) == (0.0, 4.0)
-    assert [row["sampling"] for row in (plain, pruned, sampled)] == [False, False, True]
-    assert pruned["backward_density"] < sampled["backward_density"] <= 1
     assert plain["before_dense"] == pytest.approx(pruned["before_dense"], rel=1e-5)
     assert pruned["density"] == 1 and pruned["backward_density"] < 1
     backward.main(["time", *given, "--lengths", "512", "--shape", "2", "1", "64"])
     rows = [row for row in jobs.read(output) if row["stage"] == "time"]
-    assert [row["sampling"] for row in rows] == [False, False, True]
-    assert [row["backward_density"] < 1 for row in rows[:2]] == [False, True]
+    assert [row["backward_density"] < 1 for row in rows] == [False, True]
     assert all(row["backward_ms"] > 0 and row["dense_backward_ms"] > 0 for row in rows)
     backward.main(["table", "--output", str(output), *words])
-    assert "| 512 | dense | 4.0 | True | 1 |" in capsys.readouterr().out
+    assert "| 512 | dense | 4.0 | 1 |" in capsys.readouterr().out
 
 
 def test_dense_training_is_the_frontiers(words, tmp_path):
@@ -87,7 +69,7 @@ def test_dense_training_is_the_frontiers(words, tmp_path):
     first = ["--forward", "dense", "--seeds", "1", "--thresholds", "4"]
     backward.main([*training, "--output", str(frontier), *first])
     row = next(row for row in jobs.read(frontier) if not row["threshold"])
-    for name in ("forward", "threshold", "sampling", "backward_density", "dropped_mass"):
+    for name in ("forward", "threshold", "backward_density", "dropped_mass"):
         del row[name]
     row |= dict(policy="dense", wanted=None, commit="of the frontier")
     frontier.write_text(json.dumps(row) + "\n")

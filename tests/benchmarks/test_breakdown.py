@@ -189,7 +189,6 @@ def test_a_row_says_what_the_backward_left_out(scripts, monkeypatch, tmp_path):
     line = ITERATION.replace("recall 0.9", "recall 0.9 (lowest head 0.8){pruned}")
     arguments = (
         "  mtraining_backward_threshold .................... 3.0\n"
-        "  mtraining_backward_sampling ..................... True\n"
         "  mtraining_slash_cap ............................. 308\n  num_layers ."
     )
     log = LOG.replace("  num_layers .", arguments)
@@ -200,7 +199,7 @@ def test_a_row_says_what_the_backward_left_out(scripts, monkeypatch, tmp_path):
 
     said = " | backward density {} without {} of attention (highest head 0.2)"
     found = row(said.format(0.2, 0.05), said.format(0.4, 0.15))
-    assert (found["backward_threshold"], found["backward_sampling"]) == (3, True)
+    assert found["backward_threshold"] == 3
     assert (found["backward_density"], found["dropped_mass"]) == (0.3, 0.1)
     assert (found["recall"], found["slash_cap"], found["weights"]) == (0.9, 308, "random")
     assert "backward_threshold" not in row("", "")

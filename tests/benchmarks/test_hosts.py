@@ -43,7 +43,7 @@ def test_stages_of_four_gpus(host):
     todo = jobs_of(list(STAGES), host)
     assert {job.stage for job in todo} == set(STAGES)
     assert len({(job.stage, job.name) for job in todo}) == len(todo)
-    groups = ("side by side", "sampling, all pairs pruned")
+    groups = ("side by side", "all pairs pruned")
     assert names(host, "layer") == [
         f"{length}, {group}" for length in ("128K", "256K", "512K") for group in groups
     ]
@@ -322,8 +322,6 @@ def test_all_stages_on_cpu_processes(tree, checkout, tmp_path, monkeypatch, caps
     assert all(0 < row["backward_density"] <= 1.05 * row["density"] for row in pruned)
     every = [row for row in pruned if row["slash"]]
     assert every and all(row["backward_density"] < 0.7 < row["density"] for row in every)
-    sampled = [row["backward_sampling"] for row in pruned]
-    assert {True, False} == set(sampled)
     plain = [row for row in rows("rings.jsonl") if row["inner"] == 1]
     # Two ranks, and as many rounds.
     assert all([len(rank) for rank in row["rounds_ms"]["forward"]] == [2, 2] for row in plain)

@@ -57,7 +57,7 @@ CONFIGS = [
     MTrainingConfig(XAttentionPolicy(8, 0.5), StratifiedSampling(4, 3, 0), settings="file.json"),
     MTrainingConfig(MobaPolicy(3), recompute_attention=True, bf16_gradients=True, loss_chunk=0),
     MTrainingConfig(backward_threshold=0.5),
-    MTrainingConfig(backward_threshold=3.0, backward_sampling=True),
+    MTrainingConfig(backward_threshold=3.0),
     MTrainingConfig(
         PricePolicy(price=0.2), batching="cost", tuning="on", tuning_anchor="min", tuning_mass=0.02,
         tuning_min_recall=0.5, tuning_max_density=0.4, profile="gpu.json",

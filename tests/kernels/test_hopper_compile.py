@@ -27,24 +27,22 @@ GATHERED, FIRST, LAST = ROUNDS
 SHARED_MEMORY = 227 * 1024  # bytes of a Hopper multiprocessor that a program can have
 # Packed documents take more registers and memory: what is compiled with them is not repeated without.
 CASES = {
-    "D128-C64-sampling-packed": dict(
-        rounds=[LAST], head_dim=128, columns=64, block_lists=True, packed=True, pruned=True,
-        sampling=True,
+    "D128-C64-lists-pruned-packed": dict(
+        rounds=[LAST], head_dim=128, columns=64, block_lists=True, packed=True, pruned=True
     ),
     "D64-C0-slashes": dict(rounds=[LAST], head_dim=64, columns=0),
     "D128-C64-lists-packed": dict(
         rounds=[GATHERED], head_dim=128, columns=64, block_lists=True, packed=True
     ),
     "D128-C64-slashes": dict(rounds=[FIRST], head_dim=128, columns=64),
-    "D64-C0-sampling": dict(
-        rounds=[GATHERED], head_dim=64, columns=0, block_lists=True, pruned=True, sampling=True
+    "D64-C0-lists-pruned": dict(
+        rounds=[GATHERED], head_dim=64, columns=0, block_lists=True, pruned=True
     ),
     "D128-C64-pruned-packed": dict(
         rounds=[LAST], head_dim=128, columns=64, packed=True, pruned=True
     ),
-    "D128-C64-one_pass-sampling-packed": dict(
-        rounds=[GATHERED], head_dim=128, columns=64, block_lists=True, packed=True, sampling=True,
-        one_pass=True,
+    "D128-C64-one_pass-lists-packed": dict(
+        rounds=[GATHERED], head_dim=128, columns=64, block_lists=True, packed=True, one_pass=True
     ),
     "D128-C64-one_pass-chunks": dict(
         rounds=ROUNDS, head_dim=128, columns=64, one_pass=True, chunks=True, only="key"

@@ -296,7 +296,6 @@ def test_only_an_index_of_everything_is_dense():
         torch.ones(1, 4, 4, 4, dtype=torch.uint8),
         0,
         40,
-        False,
     )
     assert not pruned.is_dense
 

@@ -22,10 +22,8 @@ def test_shared_memory_fits(tmp_path, head_dim, capability):
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
-    # Lists, documents, marks and weights take most.
-    case = dict(
-        head_dim=head_dim, columns=64, block_lists=True, packed=True, pruned=True, sampling=True
-    )
+    # Lists, documents and marks take most.
+    case = dict(head_dim=head_dim, columns=64, block_lists=True, packed=True, pruned=True)
     arguments = ["portable", str(capability), json.dumps(case)]
     run = subprocess.run(
         [sys.executable, "-m", "tests.support.offline_compile", *arguments],

@@ -295,12 +295,9 @@ def test_recomputing_attention_changes_no_loss_and_no_density(name, tree):
     assert densities(carried) == densities(again) and len(densities(again)) == STEPS
 
 
-@pytest.mark.parametrize("sampling", [False, True])
-def test_a_pruned_backward(tree, sampling):
-    """The forward is dense: the first loss equals dense attention's. Recomputation prunes and draws the same
-    blocks."""
+def test_a_pruned_backward(tree):
+    """The forward is dense: the first loss equals dense attention's. Recomputation prunes the same blocks."""
     words = ["--context-parallel-size", "2", *EVERYTHING, "--mtraining-backward-threshold", "3"]
-    words += ["--mtraining-backward-sampling"] * sampling
     run = tree.run("launcher", 2, *words)
     found, dense = losses(run), losses(tree.dense())
     assert found[0] == pytest.approx(dense[0], abs=1e-5, rel=0)

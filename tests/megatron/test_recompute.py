@@ -120,13 +120,12 @@ def test_a_replay_runs_no_attention_and_changes_no_bit(number, count):
     assert same(again, expected) and same(carried, expected)
 
 
-@pytest.mark.parametrize("sampling", [False, True])
-def test_a_replay_of_a_pruned_backward_changes_no_bit(sampling, count):
+def test_a_replay_of_a_pruned_backward_changes_no_bit(count):
     length = 6 * SPARSE["block_size"]
     torch.manual_seed(11)
     tensors = [torch.randn(length, BATCH, heads, DIM) for heads in (HEADS, GROUPS, GROUPS)]
     dense = dict(SPARSE, slash=length)
-    pruned = dict(dense, backward_threshold=4.0, backward_sampling=sampling)
+    pruned = dict(dense, backward_threshold=4.0)
 
     def run(checkpoint, settings, again=False):
         torch.manual_seed(11)
@@ -155,10 +154,8 @@ def test_the_memory_it_takes_is_as_documented(monkeypatch):
     index_bytes = 17 * SEQUENCE / SPARSE["block_size"] + 4 * SPARSE["vertical"] + 12
     assert 0 < index.nbytes <= heads * index_bytes
     blocks = SEQUENCE // SPARSE["block_size"]
-    for sampling, bits in ((False, 1), (True, 4)):
-        pruned = dict(SPARSE, backward_threshold=1.0, backward_sampling=sampling)
-        Layers(1, settings=pruned)(*leaves(), checkpoint=megatron)
-        assert kept[-1].packed.nbytes == heads * blocks * -(-blocks * bits // 8)
+    Layers(1, settings=dict(SPARSE, backward_threshold=1.0))(*leaves(), checkpoint=megatron)
+    assert kept[-1].packed.nbytes == heads * blocks * -(-blocks // 8)
 
 
 @pytest.mark.gpu

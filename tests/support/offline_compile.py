@@ -141,12 +141,11 @@ def launch_all(
     block_lists,
     packed,
     pruned=False,
-    sampling=False,
     one_pass=False,
     dtype="bfloat16",
 ) -> None:
     """Launch the four kernels as rank 1 of 2 does in a round: with a pruned backward, the forward marks
-    blocks, and the gradient of queries sums what it attends to; with sampling, blocks have weights."""
+    blocks, and the gradient of queries sums what it attends to."""
     from megatron_mtraining.documents import Documents
     from megatron_mtraining.kernels.attention import new_marks
     from megatron_mtraining.pattern import build_block_index, build_index
@@ -163,9 +162,7 @@ def launch_all(
     if packed:
         index = replace(index, documents=Documents.from_lengths([300, LENGTH - 300], LENGTH))
 
-    kept = torch.ones(1, HEADS, blocks // 2, blocks, dtype=torch.uint8)
-    in_backward = replace(index, weights=kept) if sampling else index
-    marks = new_marks(kept.shape, torch.ones(1), sampling) if pruned else None
+    marks = new_marks((1, HEADS, blocks // 2, blocks), torch.ones(1)) if pruned else None
     local = LENGTH // 2
     query = torch.zeros(local, 1, HEADS, head_dim, dtype=getattr(torch, dtype))
     kv = torch.zeros(inner, 2, local, 1, KV_HEADS, head_dim, dtype=query.dtype)
@@ -175,7 +172,7 @@ def launch_all(
     result = query.clone() if round_.last else accumulator
     column_kv = torch.zeros(2, 1, HEADS, columns, head_dim, dtype=query.dtype) if columns else None
     shared = dict(query=query, lse=lse, index=index, softmax_scale=0.1)
-    gradients = dict(**{**shared, "index": in_backward}, grad_out=query, delta=lse)
+    gradients = dict(**shared, grad_out=query, delta=lse)
     round_keys = dict(
         key=keys,
         value=values,

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from megatron_mtraining.cp_group import cp_group_of
 from megatron_mtraining.documents import Documents
 from megatron_mtraining.kernels import attention as kernels
-from megatron_mtraining.kernels.attention.sampling import random_bits
 from megatron_mtraining.layout import block_at, stripe
 from megatron_mtraining.pattern import build_index
 from megatron_mtraining.ring import Ring, Round
@@ -29,33 +28,11 @@ INNER = {1: [None], 2: [None, 1], 4: [None, 1, 2], 6: [2]}
 class Expected:
     """What the pruned backward gives, from attention written out over the whole sequence."""
 
-    codes: (
-        torch.Tensor
-    )  # uint8 [b, h, NB, NB]: 1 + log2 of the weight of a block that stays, else 0
-    close: torch.Tensor  # bool [b, h, NB, NB]: too near a threshold to compare
+    kept: torch.Tensor  # bool [b, h, NB, NB]: blocks that stay
+    close: torch.Tensor  # bool [b, h, NB, NB]: too near the threshold to compare
     dropped: torch.Tensor  # [b, h, N]
     density: torch.Tensor  # [b, h], without documents
     results: list[torch.Tensor]
-
-    @property
-    def kept(self) -> torch.Tensor:
-        return self.codes > 0
-
-
-def seed_of(torch_seed: int, device: str = "cpu") -> torch.Tensor:
-    """What a forward draws after ``torch.manual_seed``; on the CPU."""
-    generator = torch.Generator(device).manual_seed(torch_seed)
-    return torch.randint(2**62, (1,), generator=generator, device=device).cpu()
-
-
-def drawn_codes(most, least, seed):
-    """Codes of blocks ``[b, h, NB, NB]`` whose largest shares are ``most``, by logarithms."""
-    batch, heads, blocks, _ = most.shape
-    line = torch.arange(batch * heads).view(batch, heads, 1, 1)
-    number = torch.arange(blocks)
-    bits = random_bits(seed, line, number[:, None], number)
-    log2 = (least / most).log2().floor().clamp(0, 5).nan_to_num(0)
-    return torch.where(bits.double() / 2**32 < 2.0**-log2, 1 + log2, 0)
 
 
 def order_of(index, batch, q_block, head, heads):
@@ -109,10 +86,9 @@ def shares_so_far(scores, index):
     return shares
 
 
-def expected(operands, index, threshold, margin=1e-4, seed=None, codes=None):
-    """The definition: probabilities of the whole pattern, and gradients of the kept ones alone, with their
-    weights. ``close``: shares that differ from a threshold by no more than ``margin`` of it. ``codes``, if
-    given, are those of the result in place of the definition's."""
+def expected(operands, index, threshold, margin=1e-4):
+    """The definition: probabilities of the whole pattern, and gradients of the kept ones alone. ``close``:
+    shares that differ from the threshold by no more than ``margin`` of it."""
     block = index.block_size
     query, key, value, grad_out = (t.detach().double() for t in operands)
     length, batch, heads, _ = query.shape
@@ -134,16 +110,10 @@ def expected(operands, index, threshold, margin=1e-4, seed=None, codes=None):
     apart = torch.arange(blocks)[:, None] - torch.arange(blocks)
     listed = torch.stack([distances[:, :, number == i].any(2) for i in range(blocks)], 2).double()
     listed = (listed @ one_hot) > 0  # [b, h, NB, NB]
-    bounds = [least]
-    if seed is not None:
-        bounds = [least / 2**k for k in range(1, 6)]
-    if codes is None:
-        drawn = (most >= least).double() if seed is None else drawn_codes(most, least, seed)
-        codes = torch.where(apart <= 1, 1, drawn) * listed
-    codes = codes.double()
-    weights = torch.where(codes > 0, 2 ** (codes - 1), 0)[:, :, number][..., number]
-    dropped = (p * distances * (weights == 0)).sum(-1)
-    pruned = p * torch.where(distances, weights, 1)
+    kept = ((most >= least) | (apart <= 1)) & listed
+    of_tokens = kept[:, :, number][..., number]
+    dropped = (p * (distances & ~of_tokens)).sum(-1)
+    pruned = p * (~distances | of_tokens)
     ds = pruned * (do @ v.mT - (out * do).sum(-1, keepdim=True)) * SCALE
 
     def of_groups(grad):
@@ -153,8 +123,8 @@ def expected(operands, index, threshold, margin=1e-4, seed=None, codes=None):
     results += [of_groups(ds.mT @ q), of_groups(pruned.mT @ do)]
     causal = length * (length + 1) / 2
     density = ((pruned > 0).sum((-1, -2)) / causal).float()
-    close = torch.stack([(most - each).abs() < margin * each for each in bounds]).any(0)
-    return Expected(codes.to(torch.uint8), close & (apart > 1), dropped, density, results)
+    close = (most - least).abs() < margin * least
+    return Expected(kept, close & (apart > 1), dropped, density, results)
 
 
 def peaked(seq_length, batch, heads, dim, dtype, device="cpu", block=BLOCK):
@@ -164,12 +134,12 @@ def peaked(seq_length, batch, heads, dim, dtype, device="cpu", block=BLOCK):
     return (query, torch.where(faint[:, None, None, None], 0.1 * key, key), *rest)
 
 
-def mark_all_rounds(operands, index, threshold, seed=None, indices=None, device="cpu"):
-    """What the forward and the packing give over all ranks: codes, uint8, in the order of the sequence.
+def mark_all_rounds(operands, index, threshold, indices=None, device="cpu"):
+    """What the forward and the packing give over all ranks: marks, uint8, in the order of the sequence.
     ``indices``: each rank's own, of the same layout; ``index`` for all if None."""
     query, key, value, _ = (t.to(device) for t in operands)
     length, batch, heads, _ = query.shape
-    world, blocks, sampling = index.world, index.member.shape[-1], seed is not None
+    world, blocks = index.world, index.member.shape[-1]
 
     def parts(tensor):
         if world == 1:
@@ -181,13 +151,13 @@ def mark_all_rounds(operands, index, threshold, seed=None, indices=None, device=
     columns = None
     if index.columns.shape[-1]:
         columns = sum(kernels.gather_columns(keys[r], values[r], index, r) for r in range(world))
-    codes = torch.zeros(batch, heads, blocks, blocks, dtype=torch.uint8)
+    found = torch.zeros(batch, heads, blocks, blocks, dtype=torch.uint8)
     for rank in range(world):
         lse = torch.empty(batch, heads, length // world, dtype=torch.float64, device=device)
         lse = lse.to(torch.promote_types(query.dtype, torch.float32))
         index = index if indices is None else indices[rank]
         shape = batch, heads, index.local_blocks, blocks
-        marks = kernels.new_marks(shape, least_share(index, threshold), sampling)
+        marks = kernels.new_marks(shape, least_share(index, threshold))
         out = None
         for number in range(index.outer):
             round_ = Round(rank, number, index.inner, index.outer)
@@ -196,15 +166,13 @@ def mark_all_rounds(operands, index, threshold, seed=None, indices=None, device=
                 queries[rank], *gathered, column_kv=columns, index=index, round_=round_, softmax_scale=SCALE,
                 accumulator=out, lse=lse, marks=marks,
             )  # fmt: skip
-        seed = seed if seed is None else seed.to(device)
-        layout = rank, world, index.inner
-        packed = kernels.pack_codes(marks.marks(shape), seed, *layout)
-        assert packed.shape == packed_shape(index, sampling)
-        own = kernels.unpack_codes(packed, blocks, sampling)
-        codes[:, :, block_at(torch.arange(index.local_blocks), rank, world, index.inner)] = (
-            own.cpu()
-        )
-    return codes
+        packed = kernels.pack_marks(marks.marks(shape))
+        assert packed.shape == packed_shape(index)
+        local = torch.arange(index.local_blocks)
+        found[:, :, block_at(local, rank, world, index.inner)] = kernels.unpack_marks(
+            packed, blocks
+        ).cpu()
+    return found
 
 
 def moved(index):
@@ -249,7 +217,6 @@ class PruningCase:
     inner: int | None
     lists: bool
     threshold: float
-    torch_seed: int | None = None  # of the draw; None without sampling
     packed: bool = False
 
 
@@ -269,12 +236,7 @@ def run_pruned(rank, world, cases):
             parts = [stripe(t, rank, world, BLOCK, inner=cp.inner) for t in case.operands]
         leaves = [t.clone().requires_grad_() for t in parts[:3]]
         told: list = []
-        sampling = case.torch_seed is not None
-        pruning = BackwardPruning(
-            case.threshold, lambda *both, told=told: told.append(both), sampling
-        )
-        if case.torch_seed is not None:
-            torch.manual_seed(case.torch_seed)
+        pruning = BackwardPruning(case.threshold, lambda *both, told=told: told.append(both))
         out, *_ = ring_attention(*leaves, index, Ring(cp), SCALE, pruning=pruning)
         assert not told
         out.backward(parts[3])

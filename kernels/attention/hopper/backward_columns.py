@@ -69,7 +69,7 @@ def _walk(
     block_tiles: gl.constexpr = BLOCK // BLOCK_M
     for n in range(num_tiles):
         row = (first_q_block + n // block_tiles * SPLITS) * BLOCK + n % block_tiles * BLOCK_M
-        visitor.visit(n, batch, head, batch_head, row, 0.0)
+        visitor.visit(n, batch, head, batch_head, row)
 
 
 @gluon.jit
@@ -222,9 +222,8 @@ def _column_kernel(
     line = (batch_head * SPLITS + split) * column_len + first
 
     shared = allocate_tiles(
-        q_desc, grad_out_desc, k_desc, v_desc, lse_desc, dq_desc,
-        BLOCK // 2, D, STAGES, PACKED, False,
-    )  # fmt: skip
+        q_desc, grad_out_desc, k_desc, v_desc, lse_desc, dq_desc, BLOCK // 2, D, STAGES, PACKED
+    )
     descs = QueryDescriptors(q_desc, grad_out_desc, lse_desc, delta_desc, starts_desc)
     # Without the queries' gradient there are no warps that add to it.
     WORKERS: gl.constexpr = 2 if dq_desc is None else 4

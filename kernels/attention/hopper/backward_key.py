@@ -76,7 +76,7 @@ def _key_kernel(
     # Results, and the columns' gradients: see KeyResults
     dk_ptr, dv_ptr, partial_ptr, column_dk, column_dv, column_entries, turns_ptr,
     # The index, and packed documents: the ranks of the keys and of the queries
-    slash_ptr, slash_list, weights, starts_desc, q_block_bounds, kv_rank, query_rank, world, inner,
+    slash_ptr, slash_list, starts_desc, q_block_bounds, kv_rank, query_rank, world, inner,
     stride_n, stride_b, stride_h,
     ptr_len, list_len, column_len, key_len, local_blocks, softmax_scale,
     # The chunk of query blocks, with CHUNKS: of the diagonal blocks, up to the end of each one's own chunk.
@@ -86,7 +86,7 @@ def _key_kernel(
     HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
     STAGES: gl.constexpr, SPLITS: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr,
     ACCUMULATE: gl.constexpr, CHAIN: gl.constexpr, LISTS: gl.constexpr, PACKED: gl.constexpr,
-    WEIGHTED: gl.constexpr, CHUNKS: gl.constexpr, ONE_LAUNCH: gl.constexpr, GROUP_SIZE: gl.constexpr,
+    CHUNKS: gl.constexpr, ONE_LAUNCH: gl.constexpr, GROUP_SIZE: gl.constexpr,
 ):  # fmt: skip
     # The first key blocks are seen by the most queries: start them first.
     kv_block = gl.program_id(0)
@@ -113,22 +113,16 @@ def _key_kernel(
         stride_b,
         stride_h,
     )
-    if PACKED or WEIGHTED:
-        block = block_at(kv_block, kv_rank, world, inner)
-    num_blocks = 0
-    if WEIGHTED:
-        weights += block
-        num_blocks = local_blocks * world
     index = RankIndex(
         slash_ptr, slash_list, ptr_len, list_len,
         residue_00, wrap_00, residue_01, wrap_01, residue_10, wrap_10, residue_11, wrap_11,
-        local_blocks, weights, num_blocks, first_q_block if CHUNKS else 0, LISTS, PACKED, WEIGHTED, CHUNKS,
-        1 if LISTS else 2,
+        local_blocks, first_q_block if CHUNKS else 0, LISTS, PACKED, CHUNKS, 1 if LISTS else 2,
     )  # fmt: skip
     num_tiles = 0
     end_q_block = local_blocks
     first_position = 0
     if PACKED:
+        block = block_at(kv_block, kv_rank, world, inner)
         first_position = block * BLOCK
         # From this block of the sequence on, queries see nothing of it.
         end_block = gl.load(
@@ -154,9 +148,8 @@ def _key_kernel(
     num_tiles = gl.maximum(num_tiles, 1)
 
     shared = allocate_tiles(
-        q_desc, grad_out_desc, k_desc, v_desc, lse_desc, dq_desc,
-        BLOCK // 2, D, STAGES, PACKED, WEIGHTED,
-    )  # fmt: skip
+        q_desc, grad_out_desc, k_desc, v_desc, lse_desc, dq_desc, BLOCK // 2, D, STAGES, PACKED
+    )
     descs = QueryDescriptors(q_desc, grad_out_desc, lse_desc, delta_desc, starts_desc)
     # Without the queries' gradient there are no warps that add to it.
     WORKERS: gl.constexpr = 2 if dq_desc is None else 4
@@ -275,8 +268,7 @@ def backward_key(
         if one_launch:
             shape = (batch * kv_heads, index.local_blocks, 2)
             turns = torch.zeros(shape, dtype=torch.int32, device=query.device)
-    packed, weighted = index.documents is not None, index.weights is not None
-    locates = packed or weighted
+    packed = index.documents is not None
     # A chain ends past the diagonal tiles.
     chain = chain_tiles(2 * index.local_blocks * group, 4 * group)
     for each in launches:
@@ -298,12 +290,11 @@ def backward_key(
             turns_ptr=turns if shared else None,
             slash_ptr=index.rank_ptr,
             slash_list=index.rank_list,
-            weights=index.weights,
             **document_arguments(index, ring_step.rank),
-            kv_rank=ring_step.source if locates else None,
+            kv_rank=ring_step.source if packed else None,
             query_rank=ring_step.rank if packed else None,
-            world=index.world if locates else None,
-            inner=index.inner if locates else None,
+            world=index.world if packed else None,
+            inner=index.inner if packed else None,
             stride_n=grad_kv.stride(1),
             stride_b=grad_kv.stride(2),
             stride_h=grad_kv.stride(3),
@@ -329,7 +320,6 @@ def backward_key(
             CHAIN=chain,
             LISTS=index.has_block_lists,
             PACKED=packed,
-            WEIGHTED=weighted,
             CHUNKS=each.first_q_block is not None,
             ONE_LAUNCH=shared,
             GROUP_SIZE=max(32, next_power_of_2(group)),

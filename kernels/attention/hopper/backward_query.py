@@ -63,8 +63,6 @@ def _step(
         keys.release(n + keys.full.STAGES - 1)  # tile n - 1
     dp = warpgroup_mma(grad_out, v.permute((1, 0)), zero, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    if tiles.masks.WEIGHTED and MASK != CAUSAL:
-        lse = lse - tiles.masks.log2_weight(n).load(lse.type.layout)
     if MASK == CAUSAL:
         p = gl.exp2(scores * scale + mask - lse[:, None])
     elif MASK == DOCUMENT:
@@ -78,10 +76,7 @@ def _step(
     else:
         p = gl.exp2(scores * scale - lse[:, None])
     if ATTENDED:
-        tile_sum = gl.sum(p, 1)
-        if tiles.masks.WEIGHTED and MASK != CAUSAL:
-            tile_sum *= gl.exp2(-tiles.masks.log2_weight(n).load(lse.type.layout))
-        attended += tile_sum
+        attended += gl.sum(p, 1)
     # As in the forward, a branch keeps the exponentials before the wait that follows.
     keys.wait_full(n + 1, pred=more)
     dp, p = warpgroup_mma_wait(0, deps=[dp, p])
@@ -224,7 +219,7 @@ def _query_kernel(
     grad_q_desc, accumulator_ptr, grad_q_ptr,
     lse_ptr, delta_ptr, attended_ptr,
     # Which keys each query block attends to: see RoundIndex
-    slash_ptr, slash_list, member, columns, column_ptr, document_starts, kv_block_bounds, weights,
+    slash_ptr, slash_list, member, columns, column_ptr, document_starts, kv_block_bounds,
     # Strides of the accumulator and of the gradient
     stride_am, stride_ab, stride_ah,
     stride_dqm, stride_dqb, stride_dqh,
@@ -232,17 +227,15 @@ def _query_kernel(
     round_start, wrap, chunk_rows, rank, world, round_index, outer,
     INNER: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
     STAGES: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
-    COLUMNS: gl.constexpr, LISTS: gl.constexpr, PACKED: gl.constexpr, WEIGHTED: gl.constexpr,
+    COLUMNS: gl.constexpr, LISTS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     index = RoundIndex(
-        slash_ptr, slash_list, column_ptr, columns, member, kv_block_bounds, weights, None, ptr_len,
+        slash_ptr, slash_list, column_ptr, columns, member, kv_block_bounds, None, ptr_len,
         list_len, column_len, local_blocks, num_items, round_start, wrap, chunk_rows, rank, world,
         round_index, outer,
-        INNER, HEADS, GROUP, BLOCK, COLUMNS, LISTS, PACKED, WEIGHTED, FIRST, False, False,
+        INNER, HEADS, GROUP, BLOCK, COLUMNS, LISTS, PACKED, FIRST, False,
     )  # fmt: skip
-    tiles = allocate_tiles(
-        q_desc, grad_out_desc, k_desc, v_desc, BLOCK, D, STAGES, PACKED, WEIGHTED, False
-    )
+    tiles = allocate_tiles(q_desc, grad_out_desc, k_desc, v_desc, BLOCK, D, STAGES, PACKED, False)
     grad_q_buffers = tiles.queries.q
     if LAST:
         grad_q_buffers = gl.allocate_shared_memory(
@@ -310,6 +303,4 @@ def backward_query(
         stride_dqb=grad_query.stride(1),
         stride_dqh=grad_query.stride(2),
         **item_arguments(index, round_, key, column_kv is not None, length, end, softmax_scale),
-        weights=index.weights,
-        WEIGHTED=index.weights is not None,
     )

@@ -24,8 +24,7 @@ from ...common.launch import launch
 from ...common.tiles import LN2, LOG2E
 from ...types import PatternIndex, Round
 from ..launch_args import mark_arguments
-from ..portable.sampling import MAX_LOG2_WEIGHT
-from ..sampling import BlockMarks
+from ..marks import BlockMarks
 from .compat import Pointer, Scalar, Value, aggregate, store_tile, thread_barrier
 from .descriptors import descriptor
 from .global_rows import GlobalRows
@@ -78,7 +77,7 @@ class RowMarks:
     least: Value  # [HALF_M]: the least share; infinite for rows past the end
 
     @gluon.jit
-    def add(self, tile_sum, l, kv_block, SAMPLING: gl.constexpr):
+    def add(self, tile_sum, l, kv_block):
         """Add the marks of one tile. Each warp adds those of its rows: nothing waits for another warp.
 
         Args:
@@ -90,16 +89,8 @@ class RowMarks:
         number = gl.sum(kv_block.load(layout), 0)
         least = self.least * l
         rows: gl.constexpr = tile_sum.shape[0] // 4  # of a warp
-        if SAMPLING:
-            # What is not a number is above everything.
-            ratio = gl.minimum(tile_sum / least, 3e38)
-            most = gl.max(gl.reshape(ratio, [4, rows]), 1)
-            mark = gl.full([4], 0, gl.int32, most.type.layout)
-            for i in gl.static_range(MAX_LOG2_WEIGHT):
-                mark |= (most * (2 << i) > 1.0).to(gl.int32) << i
-        else:
-            above = gl.where(tile_sum < least, 0, 1)
-            mark = gl.max(gl.reshape(above, [4, rows]), 1)
+        above = gl.where(tile_sum < least, 0, 1)
+        mark = gl.max(gl.reshape(above, [4, rows]), 1)
         byte = gl.full([4], self.row + number, gl.int64, mark.type.layout)
         add_marks(self.words, byte, mark, number >= 0)
 
@@ -107,7 +98,7 @@ class RowMarks:
 @gluon.jit
 def _step(
     n, more, p, acc, m, l, tile_sum, mask, starts, q, tiles, scale, marks,
-    MASK: gl.constexpr, MARKS: gl.constexpr, SAMPLING: gl.constexpr,
+    MASK: gl.constexpr, MARKS: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile n and the values product of tile n - 1, with tile n's exponentials between.
 
@@ -132,7 +123,7 @@ def _step(
     acc = warpgroup_mma(p, v, acc, is_async=True)
     if MARKS:
         # Both products are in flight, and there is nothing else to do.
-        marks.add(tile_sum, l, tiles.masks.kv_block(n - 1), SAMPLING)
+        marks.add(tile_sum, l, tiles.masks.kv_block(n - 1))
     scores = warpgroup_mma_wait(1, deps=[scores])
     keys.release(n)
     tiles.queries.release(more == 0)
@@ -184,7 +175,6 @@ def _attend(
     dtype: gl.constexpr = queries.q.dtype
     MASK: gl.constexpr = DOCUMENT if index.PACKED else PER_KEY
     MARKS: gl.constexpr = index.MARKS
-    SAMPLING: gl.constexpr = index.SAMPLING
     scale = softmax_scale * LOG2E
     q = queries.q.index(HALF).reshape([HALF_M, D])
     n = 0  # tiles, and
@@ -263,23 +253,23 @@ def _attend(
             for j in range(1, first_unmasked):
                 p, acc, m, l, tile_sum = _step(
                     n + j, j + 1 < num_tiles, p, acc, m, l, tile_sum, tiles.masks.tile(n + j), starts,
-                    q, tiles, scale, marks, MASK, True, SAMPLING,
+                    q, tiles, scale, marks, MASK, True,
                 )  # fmt: skip
         for j in range(first_unmasked, end_unmasked):
             p, acc, m, l, tile_sum = _step(
                 n + j, j + 1 < num_tiles, p, acc, m, l, tile_sum, 0.0, starts, q, tiles, scale, marks,
-                UNMASKED, MARKS, SAMPLING,
+                UNMASKED, MARKS,
             )  # fmt: skip
         if (index.COLUMNS or index.PACKED) and not MARKS:
             for j in range(gl.maximum(item_keys.unmasked_tiles, 1), num_tiles):
                 p, acc, m, l, tile_sum = _step(
                     n + j, j + 1 < num_tiles, p, acc, m, l, tile_sum, tiles.masks.tile(n + j), starts,
-                    q, tiles, scale, marks, MASK, False, SAMPLING,
+                    q, tiles, scale, marks, MASK, False,
                 )  # fmt: skip
         n += num_tiles
         turn += 1
         if MARKS:
-            marks.add(tile_sum, l, tiles.masks.kv_block(n - 1), SAMPLING)
+            marks.add(tile_sum, l, tiles.masks.kv_block(n - 1))
         values.wait_full(n - 1)
         acc = warpgroup_mma(p, values.tile(values.slot(n - 1)), acc, is_async=True)
         gl.store(lse, (m + gl.log2(l)) * LN2, mask=rows < query_len)
@@ -315,7 +305,7 @@ def _forward_kernel(
     out_desc, accumulator_ptr, out_ptr, lse_ptr,
     # Which keys each query block attends to: see RoundIndex
     slash_ptr, slash_list, member, columns, column_ptr, document_starts, kv_block_bounds,
-    # The marks of blocks (sampling.BlockMarks), or None
+    # The marks of blocks (BlockMarks), or None
     words, least_share_ptr,
     # Strides of the accumulator and of out
     stride_am, stride_ab, stride_ah,
@@ -325,15 +315,15 @@ def _forward_kernel(
     INNER: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
     STAGES: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
     COLUMNS: gl.constexpr, LISTS: gl.constexpr, PACKED: gl.constexpr,
-    MARKS: gl.constexpr, SAMPLING: gl.constexpr,
+    MARKS: gl.constexpr,
 ):  # fmt: skip
     index = RoundIndex(
-        slash_ptr, slash_list, column_ptr, columns, member, kv_block_bounds, None, words, ptr_len,
+        slash_ptr, slash_list, column_ptr, columns, member, kv_block_bounds, words, ptr_len,
         list_len, column_len, local_blocks, num_items, round_start, wrap, chunk_rows, rank, world,
         round_index, outer,
-        INNER, HEADS, GROUP, BLOCK, COLUMNS, LISTS, PACKED, False, FIRST, MARKS, SAMPLING,
+        INNER, HEADS, GROUP, BLOCK, COLUMNS, LISTS, PACKED, FIRST, MARKS,
     )  # fmt: skip
-    tiles = allocate_tiles(q_desc, None, k_desc, v_desc, BLOCK, D, STAGES, PACKED, False, MARKS)
+    tiles = allocate_tiles(q_desc, None, k_desc, v_desc, BLOCK, D, STAGES, PACKED, MARKS)
     out_buffers = tiles.queries.q
     if LAST:
         out_buffers = gl.allocate_shared_memory(

@@ -39,7 +39,6 @@ def load_keys(work_counter, tiles, q_desc, grad_out_desc, k_desc, column_k_desc,
     keys = tiles.keys
     HALF_M: gl.constexpr = index.BLOCK // 2
     operands: gl.constexpr = 1 if grad_out_desc is None else 2
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     n = 0  # tiles, and
     turn = 0  # items, that this program has had
     item = gl.atomic_add(work_counter, 1)
@@ -61,10 +60,6 @@ def load_keys(work_counter, tiles, q_desc, grad_out_desc, k_desc, column_k_desc,
         for j in range(num_tiles):
             row = index.tile_row(item, start, item_keys, j)
             mask = item_index.tile_mask(index, start, item_keys, j)
-            if index.WEIGHTED:
-                log2_weight = item_index.log2_weight(index, start, item_keys, j)
-                tiles.masks.log2_weight(n).store(gl.full([1], log2_weight, gl.float32, one))
-                thread_barrier()
             is_masked = (j == 0) | (j >= item_keys.unmasked_tiles)
             if index.MARKS:
                 tiles.masks.kv_block(n).store(item_index.to_mark(index, start, item_keys, j))

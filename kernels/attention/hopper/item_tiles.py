@@ -110,9 +110,7 @@ class KeyMasks:
     bounds of documents cut."""
 
     buffers: SharedMemory  # float32 [2 * STAGES, BLOCK_N]
-    log2_weights: SharedMemory | gl.constexpr  # float32 [2 * STAGES, 1], of every tile, or None
     kv_blocks: SharedMemory | gl.constexpr  # int32 [2 * STAGES, 1], of every tile, or None
-    WEIGHTED: gl.constexpr
     STAGES: gl.constexpr
 
     @gluon.jit
@@ -120,11 +118,6 @@ class KeyMasks:
         """The mask of tile n. Its buffer is written again when the keys of tile ``n + 2 STAGES`` are loaded,
         after those of ``n + STAGES`` were released, and so after the scores of tile n were masked."""
         return self.buffers.index(n % (2 * self.STAGES))
-
-    @gluon.jit
-    def log2_weight(self, n):
-        """log2 of the weight of tile n, [1], in a buffer that lives as long as its mask."""
-        return self.log2_weights.index(n % (2 * self.STAGES))
 
     @gluon.jit
     def kv_block(self, n):
@@ -154,7 +147,6 @@ def allocate_tiles(
     D: gl.constexpr,
     STAGES: gl.constexpr,
     PACKED: gl.constexpr,
-    WEIGHTED: gl.constexpr,
     MARKS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
@@ -181,9 +173,6 @@ def allocate_tiles(
         mbarrier.init(v_empty.of(i), count=2)
     mask_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     masks = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BLOCK], mask_layout)
-    log2_weights = None
-    if WEIGHTED:
-        log2_weights = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1], mask_layout)
     kv_blocks = None
     if MARKS:
         kv_blocks = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1], mask_layout)
@@ -192,5 +181,5 @@ def allocate_tiles(
         QueryTiles(q, grad_out, q_full, q_empty),
         TilePipeline(k, k_full, k_empty, BLOCK, D),
         TilePipeline(v, v_full, v_empty, BLOCK, D),
-        KeyMasks(masks, log2_weights, kv_blocks, WEIGHTED, STAGES),
+        KeyMasks(masks, kv_blocks, STAGES),
     )

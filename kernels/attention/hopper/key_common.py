@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...common.tiles import LOG2E
 from ...types import PatternIndex
-from .compat import Descriptor, SharedMemory, Value, aggregate, load_tile, thread_barrier
+from .compat import Descriptor, SharedMemory, Value, aggregate, load_tile
 from .descriptors import descriptor, line_descriptor, sums_descriptor
 from .masks import CAUSAL, CAUSAL_DOCUMENT, DOCUMENT, PER_KEY
 from .pipeline import Barriers, allocate_barriers
@@ -115,21 +115,15 @@ class QueryTiles:
     grad_out_full: Barriers  # grad_out and delta have landed
     empty: Barriers  # both warpgroups have released the tile
     starts: SharedMemory  # float32 [STAGES, 1, BLOCK_M]: starts of the rows' documents
-    log2_weights: SharedMemory | gl.constexpr  # float32 [STAGES, 1, 1] of the tiles, or None
     D: gl.constexpr
     STAGES: gl.constexpr
     PACKED: gl.constexpr
-    WEIGHTED: gl.constexpr
 
     @gluon.jit
-    def load(self, n, descs, batch, head, batch_head, row, log2_weight):
-        """Load tile n, from row ``row`` of a head on; ``log2_weight`` is read if WEIGHTED."""
+    def load(self, n, descs, batch, head, batch_head, row):
+        """Load tile n, from row ``row`` of a head on."""
         self.empty.wait_previous(n)
         slot = n % self.STAGES
-        if self.WEIGHTED:
-            layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 1], [1, 0])
-            self.log2_weights.index(slot).store(gl.full([1, 1], log2_weight, gl.float32, layout))
-            thread_barrier()
         full = self.q_full.of(n)
         mbarrier.expect(full, BLOCK_M * self.D * 2 + BLOCK_M * (8 if self.PACKED else 4))
         load_tile(descs.q, [batch, head, row, 0], full, self.q.index(slot))
@@ -150,8 +144,8 @@ class TileLoader:
     descs: QueryDescriptors
 
     @gluon.jit
-    def visit(self, n, batch, head, batch_head, row, log2_weight):
-        self.tiles.load(n, self.descs, batch, head, batch_head, row, log2_weight)
+    def visit(self, n, batch, head, batch_head, row):
+        self.tiles.load(n, self.descs, batch, head, batch_head, row)
 
 
 @aggregate
@@ -183,7 +177,6 @@ def allocate_tiles(
     D: gl.constexpr,
     STAGES: gl.constexpr,
     PACKED: gl.constexpr,
-    WEIGHTED: gl.constexpr,
 ):
     """Shared memory and barriers of a program."""
     dtype: gl.constexpr = q_desc.dtype
@@ -196,10 +189,6 @@ def allocate_tiles(
     starts = delta
     if PACKED:
         starts = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse_desc.layout)
-    log2_weights = None
-    if WEIGHTED:
-        layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        log2_weights = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1], layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = allocate_barriers(STAGES)
     grad_out_full = allocate_barriers(STAGES)
@@ -211,8 +200,7 @@ def allocate_tiles(
         mbarrier.init(grad_out_full.of(i), count=1)
         mbarrier.init(empty.of(i), count=2)
     queries = QueryTiles(
-        q, grad_out, lse, delta, q_full, grad_out_full, empty, starts, log2_weights, D, STAGES, PACKED,
-        WEIGHTED,
+        q, grad_out, lse, delta, q_full, grad_out_full, empty, starts, D, STAGES, PACKED
     )  # fmt: skip
     resident = ResidentKeys(k, v, kv_full, HALF_N, D)
     sums = None
@@ -304,8 +292,6 @@ def key_step(
     dp = warpgroup_mma(v, grad_out.permute((1, 0)), zero, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
     lse = tiles.lse.index(slot).load(layouts.scores) * LOG2E  # [1, BLOCK_M]
-    if tiles.WEIGHTED:
-        lse = lse - tiles.log2_weights.index(slot).load(layouts.scores)
     scores = scores * scale - lse
     if MASK == CAUSAL or MASK == CAUSAL_DOCUMENT:
         scores = scores + mask

@@ -38,12 +38,9 @@ class RankIndex:
     residue_11: Scalar
     wrap_11: Scalar
     local_blocks: Scalar
-    weights: Pointer  # PatternIndex.weights, at the key block; or None
-    num_blocks: Scalar  # of the sequence, read if WEIGHTED
     begin: Scalar  # the first query block that counts, read if CHUNKS
     LISTS: gl.constexpr
     PACKED: gl.constexpr
-    WEIGHTED: gl.constexpr
     CHUNKS: gl.constexpr
     LISTS_PER_BLOCK: gl.constexpr  # 1 of block lists, 2 of slashes: one for each apart
 
@@ -60,16 +57,6 @@ class RankIndex:
     def head_list(self, batch_head):
         """The list of a head."""
         return self.slash_list + batch_head.to(gl.int64) * self.list_len
-
-    @gluon.jit
-    def log2_weight(self, batch_head, q_block):
-        """log2 of the weight of the key block for a query block of a head; 0.0 unless WEIGHTED."""
-        if self.WEIGHTED:
-            line = batch_head.to(gl.int64) * self.local_blocks + q_block
-            log2_weight = gl.load(self.weights + line * self.num_blocks).to(gl.float32) - 1
-        else:
-            log2_weight = 0.0
-        return log2_weight
 
     @gluon.jit
     def block_distances(self, head_ptr, head_list, apart: gl.constexpr, kv_block, end_q_block):
@@ -121,7 +108,7 @@ def _walk(
             batch_head = batch * HEADS + head
             for i in gl.static_range(BLOCK // BLOCK_M):
                 row = kv_block * BLOCK + i * BLOCK_M
-                visitor.visit(n, batch, head, batch_head, row, 0.0)
+                visitor.visit(n, batch, head, batch_head, row)
                 n += 1
     for g in range(GROUP):
         head = kv_head * GROUP + g
@@ -137,13 +124,12 @@ def _walk(
             for j in range(low, high):
                 quotient = gl.load(head_list + j).to(gl.int32)
                 row = (first + index.LISTS_PER_BLOCK * quotient) * BLOCK
-                log2_weight = index.log2_weight(batch_head, quotient)
                 for i in gl.static_range(BLOCK // BLOCK_M):
-                    visitor.visit(n, batch, head, batch_head, row + i * BLOCK_M, log2_weight)
+                    visitor.visit(n, batch, head, batch_head, row + i * BLOCK_M)
                     n += 1
     if n == 0:
         # No query sees this block: a tile of zeros past the end.
-        visitor.visit(0, batch, kv_head * GROUP, batch * HEADS, index.local_blocks * BLOCK, 0.0)
+        visitor.visit(0, batch, kv_head * GROUP, batch * HEADS, index.local_blocks * BLOCK)
 
 
 @gluon.jit

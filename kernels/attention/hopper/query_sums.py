@@ -140,7 +140,7 @@ class QueryAdder:
     desc: Descriptor  # of the queries' gradient
 
     @gluon.jit
-    def visit(self, n, batch, head, batch_head, row, log2_weight):
+    def visit(self, n, batch, head, batch_head, row):
         """Add the sum of tile n, which starts at row ``row`` of a head."""
         half = self.half
         mbarrier.wait(half.sums_full.index(half.HALF), n & 1)

@@ -12,7 +12,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...common.tiles import block_at, list_start, owner_of, seen_from
-from ..portable.sampling import LISTED
 from .compat import Pointer, Scalar, aggregate
 
 
@@ -75,7 +74,6 @@ class RoundIndex:
     columns: Pointer  # [b * h, column_len]: positions, ascending
     member: Pointer  # [b * h, ptr_len - 1]: whether a block distance is among the head's slashes
     kv_block_bounds: Pointer  # [b, 2, local_blocks]: LocalDocuments.kv_block_bounds
-    weights: Pointer  # [b * h, local_blocks, ptr_len - 1]: PatternIndex.weights, or None
     marks: Pointer  # BlockMarks.words, or None
     ptr_len: Scalar
     list_len: Scalar
@@ -96,10 +94,8 @@ class RoundIndex:
     COLUMNS: gl.constexpr
     LISTS: gl.constexpr
     PACKED: gl.constexpr
-    WEIGHTED: gl.constexpr
     FIRST: gl.constexpr
     MARKS: gl.constexpr
-    SAMPLING: gl.constexpr
 
     @gluon.jit
     def q_block(self, item):
@@ -223,10 +219,6 @@ class RoundIndex:
     def of_item(self, item):
         block = block_at(self.q_block(item), self.rank, self.world, self.INNER)
         batch_head = (item // self.local_blocks).to(gl.int64)
-        weights = self.weights
-        if self.WEIGHTED:
-            line = batch_head * self.local_blocks + self.q_block(item)
-            weights += line * (self.ptr_len - 1)
         mark_row = 0
         if self.MARKS:
             line = batch_head * self.local_blocks + self.q_block(item)
@@ -236,7 +228,6 @@ class RoundIndex:
             self.columns + batch_head * self.column_len,
             self.member + batch_head * (self.ptr_len - 1),
             self.slash_list + batch_head * self.list_len,
-            weights,
             mark_row,
         )
 
@@ -257,7 +248,6 @@ class ItemIndex:
     columns: Pointer  # of its head
     member: Pointer
     slash_list: Pointer
-    weights: Pointer  # of its query block
     mark_row: Scalar  # offset of its marks, read with marks
 
     @gluon.jit
@@ -268,24 +258,16 @@ class ItemIndex:
 
     @gluon.jit
     def to_mark(self, index, start, item_keys, j):
-        """Mark tile j as far as it needs no scores: as one of the pattern if blocks are drawn, and a block
-        that is always kept. Returns the key block if its scores decide, else -1; as a tensor [1]."""
+        """Mark tile j if it is a block that is always kept. Returns the key block if its scores decide, else
+        -1; as a tensor [1]."""
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        LARGEST: gl.constexpr = 2 * LISTED - 1 if index.SAMPLING else 1
         is_slash, entry, _ = index.place(item_keys, j)
         kv_block = self.kv_block(index, start, is_slash, entry)
         near = self.block - kv_block <= 1
-        mark = gl.where(near, LARGEST, LISTED if index.SAMPLING else 0)
+        mark = gl.where(near, 1, 0)
         byte = gl.full([1], self.mark_row + kv_block, gl.int64, layout)
         add_marks(index.marks, byte, gl.full([1], mark, gl.int32, layout), is_slash)
         return gl.full([1], gl.where(is_slash & (near == 0), kv_block, -1), gl.int32, layout)
-
-    @gluon.jit
-    def log2_weight(self, index, start, item_keys, j):
-        """log2 of the weight of the item's tile j; 0 of columns."""
-        is_slash = j < item_keys.slash_tiles
-        kv_block = self.kv_block(index, start, is_slash, j)
-        return gl.load(self.weights + kv_block, mask=is_slash, other=1).to(gl.float32) - 1
 
     @gluon.jit
     def tile_mask(self, index, start, item_keys, j):

@@ -4,10 +4,9 @@
     dv_k = sum_i p_ik dout_i        dk = scale sum_i ds_ik q_i
 
 A program holds BLOCK_N keys of one block and loops over the query blocks that attend to them, for every query
-head of the group: the slash list the other way round (``RingStep.block_distances``). A block's weight
-multiplies ``p_ik``: its log2 is subtracted from the log-sum-exp. Where it is given the columns' gradients, it
-adds the rows that lie in its block. All sums are in a fixed order, without atomics, so the result is
-deterministic.
+head of the group: the slash list the other way round (``RingStep.block_distances``). Where it is given the
+columns' gradients, it adds the rows that lie in its block. All sums are in a fixed order, without atomics, so
+the result is deterministic.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from ..launch_args import (
     partial_sums,
 )
 from .query_tiles import add_tile, put_aside, query_tile
-from .sampling import log2_weight_at
 
 
 @triton.jit(do_not_specialize=["rank", "query_rank", *BLOCK_DISTANCES])
@@ -58,7 +56,6 @@ def _key_kernel(
     # The pattern by key rank (types.PatternIndex); packed documents and the queries' rank, or None
     slash_ptr,
     slash_list,
-    weights,
     columns,
     column_ptr,
     document_starts,
@@ -216,11 +213,6 @@ def _key_kernel(
                         if MASKED:
                             starts = load_line(document_starts, start_m, offs_m, query_len, 0, EVEN)
                             mask = position[:, None] >= starts[None, :]
-                        if weights is not None:  # entries are query blocks
-                            own = block_at(k_block, rank, world, inner)
-                            lse -= log2_weight_at(
-                                weights, bh, e, own, local_blocks, local_blocks * world
-                            )
                         dk, dv = add_tile(
                             q, k, v, do, mask, dk, dv, lse, delta, scale, MASKED, PREC
                         )
@@ -332,7 +324,6 @@ def backward_key(
         column_len=num_columns,
         slash_ptr=index.rank_ptr,
         slash_list=index.rank_list,
-        weights=index.weights,
         ptr_len=index.rank_ptr.shape[-1],
         list_len=index.list_strides[1],
         **key_documents(index, ring_step.rank),

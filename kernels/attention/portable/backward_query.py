@@ -5,9 +5,8 @@ With ``p_ik = exp(scale q_i.k - lse_i)`` and ``delta_i = sum(out_i * dout_i)``,
 
     ds_ik = p_ik (dout_i.v_k - delta_i)        dq_i = dq_i' + scale sum_k ds_ik k
 
-where ``'`` marks the gradient of the rounds before (the accumulator). A block's weight multiplies ``p_ik``:
-its log2 is subtracted from the log-sum-exp. Each program computes BLOCK_M rows of one query block of one
-head.
+where ``'`` marks the gradient of the rounds before (the accumulator). Each program computes BLOCK_M
+rows of one query block of one head.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...common.launch import launch
-from ...common.tiles import LOG2E, block_at, load_rows, store_rows, tile_for
+from ...common.tiles import LOG2E, load_rows, store_rows, tile_for
 from ...types import PatternIndex, Round
 from .kv_tiles import (
     column_range,
@@ -29,7 +28,6 @@ from .kv_tiles import (
     slash_range,
     slash_tile,
 )
-from .sampling import log2_weight_at
 
 
 @triton.jit
@@ -71,7 +69,6 @@ def _query_kernel(
     # The pattern (types.PatternIndex), the gathered columns [b, h, C, d], and packed documents or None
     slash_ptr,
     slash_list,
-    weights,
     member,
     columns,
     column_ptr,
@@ -188,20 +185,9 @@ def _query_kernel(
                 stride_kr, stride_kn, stride_vr, stride_vn, key_len, outer,
                 INNER, BLOCK, BLOCK_N, D, MASKED,
             )  # fmt: skip
-            tile_lse = lse
-            if weights is not None:
-                distance = tl.load(slash_list + j // tiles).to(tl.int32) * outer + round_index
-                k_block = block_at(q_block, rank, world, INNER) - distance
-                log2_weight = log2_weight_at(
-                    weights, bh, q_block, k_block, local_blocks, ptr_len - 1
-                )
-                tile_lse -= log2_weight
-            dq, p = _add_tile(q, k, v, do, mask, dq, tile_lse, delta, scale, MASKED, PREC)
+            dq, p = _add_tile(q, k, v, do, mask, dq, lse, delta, scale, MASKED, PREC)
             if attended_ptr is not None:
-                tile_sum = tl.sum(p, 1)
-                if weights is not None:
-                    tile_sum *= tl.math.exp2(-log2_weight)
-                attended += tile_sum
+                attended += tl.sum(p, 1)
     if COLUMNS:
         low, high, block = column_range(
             column_ptr, q_block, head, first_block, rank, world, round_index, outer, INNER, HEADS, PACKED
@@ -276,7 +262,6 @@ def backward_query(
         softmax_scale=softmax_scale,
         first_head=head_range.start,
         **kv_arguments(query, key, value, column_kv, index, round_),
-        weights=index.weights,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         num_warps=tile.num_warps,

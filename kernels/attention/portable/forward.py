@@ -9,7 +9,7 @@ For a query row ``i`` over the keys ``k`` of the round that its head attends to,
 with the sums in float32, where ``'`` marks the result of the rounds before (the accumulator). Each program
 computes BLOCK_M rows of one query block of one head.
 
-With marks (:mod:`..sampling`), blocks come in another order, those first that have much attention in many
+With marks (:mod:`..marks`), blocks come in another order, those first that have much attention in many
 heads: the query block itself, columns, blocks with a mask of documents, the first block that the query block
 may attend to, and all others, the nearest first. After each block, its share in the sums so far is known.
 """
@@ -24,7 +24,7 @@ from ...common.launch import launch
 from ...common.tiles import LN2, LOG2E, block_at, load_rows, store_rows, tile_for
 from ...types import PatternIndex, Round
 from ..launch_args import mark_arguments
-from ..sampling import BlockMarks
+from ..marks import BlockMarks
 from .kv_tiles import (
     column_range,
     column_tile,
@@ -35,7 +35,6 @@ from .kv_tiles import (
     slash_range,
     slash_tile,
 )
-from .sampling import LISTED, add_mark, block_mark
 
 
 @triton.jit
@@ -69,6 +68,18 @@ def _online_softmax(
     acc = acc * alpha[:, None]
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PREC)
     return acc, m_new, l, tile_sum, alpha
+
+
+@triton.jit
+def _add_mark(words, row, k_block, mark):
+    """Or a mark, int32, to the byte of a key block.
+
+    Args:
+        row: offset of the query block's marks, in bytes.
+    """
+    byte = row + k_block
+    mark_at = mark << ((byte.to(tl.int32) & 3) * 8)
+    tl.atomic_or(words + (byte >> 2), mark_at, mask=mark > 0, sem="relaxed")
 
 
 @triton.jit
@@ -132,7 +143,7 @@ def _forward_kernel(
     column_v_ptr,
     document_starts,
     kv_block_bounds,
-    # The marks of blocks (sampling.BlockMarks), or None
+    # The marks of blocks (BlockMarks), or None
     words,
     least_share_ptr,  # [b]
     # Strides (r: rank, m: query row, n: key row, b: batch entry, h: head)
@@ -181,12 +192,10 @@ def _forward_kernel(
     PREC: tl.constexpr,
     LAST: tl.constexpr,
     MARKS: tl.constexpr,
-    SAMPLING: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     tiles: tl.constexpr = BLOCK // BLOCK_N
-    LARGEST: tl.constexpr = 2 * LISTED - 1 if SAMPLING else 1
     # Blocks with a mask of documents come last, or first.
     FROM_MASKED: tl.constexpr = 1 if PACKED and MARKS else 0
     TO_MASKED: tl.constexpr = -1 if PACKED and MARKS else 2 if PACKED else 1
@@ -251,7 +260,7 @@ def _forward_kernel(
                 q, k, v, mask, acc, m, l, scale, True, PREC
             )
         if MARKS:
-            add_mark(words, mark_row, block, tl.full([], LARGEST, tl.int32))
+            _add_mark(words, mark_row, block, tl.full([], 1, tl.int32))
     if COLUMNS and MARKS:
         acc, m, l = _attend_columns(
             q, acc, m, l, scale, offs_n, starts, columns, column_ptr, member, column_k_ptr, column_v_ptr,
@@ -282,9 +291,10 @@ def _forward_kernel(
                     )
                     share = share * alpha + tile_sum
                 k_block = (last_block - tl.load(slash_list + entry).to(tl.int32)) * outer + of_round
-                mark = block_mark(share, least * l, SAMPLING)
-                mark = tl.where(block - k_block <= 1, LARGEST, mark)
-                add_mark(words, mark_row, k_block, mark)
+                below = (share < least * l).to(tl.int32)
+                mark = (tl.sum(below, 0) < BLOCK_M).to(tl.int32)
+                mark = tl.where(block - k_block <= 1, 1, mark)
+                _add_mark(words, mark_row, k_block, mark)
         else:
             for j in range(begin * tiles, end * tiles):
                 k, v, mask = slash_tile(

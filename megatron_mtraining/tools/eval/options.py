@@ -37,7 +37,7 @@ LONGPPL_CONTEXT = 4096
 """Tokens of the short context, by default, as in the package longppl."""
 TEMPLATE_TOKENS = 64
 """Left free for a chat template with --chat: of a length (needle), or beside it (ruler)."""
-NO_EFFECT = (*MEGATRON_ONLY, *BALANCE, "backward_threshold", "backward_sampling")
+NO_EFFECT = (*MEGATRON_ONLY, *BALANCE, "backward_threshold")
 """Options that an evaluation does not read."""
 CONVERTED = ".model-"
 """What the name of a converted Megatron checkpoint begins with, in the output folder."""

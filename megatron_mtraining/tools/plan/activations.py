@@ -183,28 +183,27 @@ def takes_one_pass(layer: Layer) -> bool:
 
 
 def packed_bytes(layer: Layer) -> int:
-    """Of the codes of blocks (:class:`megatron_mtraining.ring.pruning.Marking`), which a pruned backward
+    """Of the marks of blocks (:class:`megatron_mtraining.ring.pruning.Marking`), which a pruned backward
     needs of its forward."""
     config = layer.setting.mtraining
     if not config or not config.backward_threshold:
         return 0
     heads, blocks, own = _blocks(layer)
-    return heads * own * -(-blocks * (4 if config.backward_sampling else 1) // 8)
+    return heads * own * -(-blocks // 8)
 
 
 def pruning_bytes(layer: Layer) -> int:
     """Of :class:`megatron_mtraining.ring.pruning.PrunedPattern`: the lists of blocks at the length they can
-    have, prefix counts, and the attention that stays. With sampling, or for the density of packed documents,
-    also the codes of blocks, a byte each. The forward's marks are gone by then."""
+    have, prefix counts, and the attention that stays. For the density of packed documents also which blocks
+    are kept, a byte each. The forward's marks are gone by then."""
     setting = layer.setting
     if not setting.mtraining.backward_threshold:
         return 0
     heads, blocks, own = _blocks(layer)
     counts = 4 * own * (setting.outer + setting.cp)
     causal = own * (blocks + 1) // 2  # about as many for every rank
-    holds_codes = setting.mtraining.backward_sampling or masks_documents(setting.args)
-    codes = own * blocks if holds_codes else 0
-    return heads * (codes + 4 * causal + counts) + layer.bytes_of(layer.heads, 4)
+    kept = own * blocks if masks_documents(setting.args) else 0
+    return heads * (kept + 4 * causal + counts) + layer.bytes_of(layer.heads, 4)
 
 
 def _blocks(layer: Layer) -> tuple[int, int, int]:

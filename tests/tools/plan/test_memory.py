@@ -63,8 +63,6 @@ SAVED = {
     + "--qk-layernorm --position-embedding-type none --num-attention-heads 8 --group-query-attention "
     + "--num-query-groups 2 --tensor-model-parallel-size 8",
     "pruned backward": SMALL + "--no-rope-fusion --mtraining-backward-threshold 3",
-    "pruned backward, sampling": SMALL
-    + "--no-rope-fusion --mtraining-backward-threshold 3 --mtraining-backward-sampling",
 }
 BROAD = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --kv-channels 64 --ffn-hidden-size 4096 "
@@ -152,7 +150,6 @@ def flags_of(row: dict) -> str:
         flags += f"--mtraining-vertical {row['vertical']} --mtraining-slash {row['slash']} "
     if row.get("backward_threshold"):
         flags += f"--mtraining-backward-threshold {row['backward_threshold']} "
-        flags += "--mtraining-backward-sampling" * row["backward_sampling"]
     return flags
 
 
@@ -182,7 +179,6 @@ def ring_of_row(row: dict) -> int:
         pattern = f"--mtraining-vertical {row['vertical']} --mtraining-slash 30"
     if row.get("backward_threshold"):
         pattern += f" --mtraining-backward-threshold {row['backward_threshold']}"
-        pattern += " --mtraining-backward-sampling" * row["backward_sampling"]
     setting = made(
         QWEN_3B
         + f"--bf16 --seq-length {row['seq']} --max-position-embeddings {row['seq']} "
@@ -192,8 +188,8 @@ def ring_of_row(row: dict) -> int:
     layer = Layer(setting)
     results = ("attention output", "log-sum-exp", "blocks of the pruned backward")
     held = ring_bytes(layer) + layer.index + sum(layer.saved[name] for name in results)
-    if row["commit"] == "4072a84" and row["backward_threshold"] and not row["backward_sampling"]:
-        held += heads_and_blocks(layer)  # that commit held the codes of blocks, a byte each
+    if row["commit"] == "4072a84" and row["backward_threshold"]:
+        held += heads_and_blocks(layer)  # that commit held the marks of blocks, a byte each
     return held
 
 
