@@ -83,9 +83,6 @@ class StreamGraphs(Generic[Kind, Graph]):
     SWITCH = ""
     """The environment variable that says whether it is captured: 0 or 1."""
 
-    LIMIT: int | None = None
-    """Graphs at most; None for :data:`MAX_GRAPHS`. The results of each keep memory of their own."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._renew()
@@ -148,7 +145,7 @@ class StreamGraphs(Generic[Kind, Graph]):
                 self._seen.clear()
             self._seen.add(kind)
             return False
-        if len(self._graphs) >= (self.LIMIT or MAX_GRAPHS):
+        if len(self._graphs) >= MAX_GRAPHS:
             if self._calls < RENEWAL:
                 return False
             self._drop()

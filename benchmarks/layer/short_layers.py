@@ -1,10 +1,9 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Launches and host time of a short layer's attention on one GPU: pattern search, forward and backward.
 
-For each length and policy there are three rows, measured in turns: all launched kernel by kernel (``search``
-is "kernels"), with the search captured as a CUDA graph ("graph"; see
-:mod:`megatron_mtraining.pattern.search_graph`), and with attention captured as well ("attention";
-:mod:`megatron_mtraining.ring.attention_graph`). Of the search alone, of the forward with its search, and of
+For each length and policy there are two rows, measured in turns: all launched kernel by kernel (``search``
+is "kernels"), and with the search captured as a CUDA graph ("graph"; see
+:mod:`megatron_mtraining.pattern.search_graph`). Of the search alone, of the forward with its search, and of
 the backward, a row has
 
 - ``_host_us``: microseconds until the host has launched all, beginning with an idle GPU: a median;
@@ -20,8 +19,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -42,27 +41,21 @@ SHAPE = dict(heads=16, kv_heads=2, dim=128)
 COLUMNS = 1000
 """Twice as many keys stand out for each KV head."""
 POLICIES = {"price": dict(policy="price"), "fixed": dict(vertical=1000, slash=100)}
-WARM_UP = 6
-"""Calls until all is compiled and captured: the second search is, and then the second attention after it."""
+WARM_UP = 4
+"""Calls until all is compiled and captured: the second search is."""
 ROUNDS = 5
 """Turns of a median."""
 RUNS = 12
 """Of a turn."""
 
 
-CAPTURED = {"kernels": ("0", "0"), "graph": ("1", "0"), "attention": ("1", "1")}
-"""Whether searches and attention are captured, by what rows have as ``search``."""
+CAPTURED = {"kernels": "0", "graph": "1"}
+"""``MTRAINING_SEARCH_GRAPH``, by what rows have as ``search``."""
 
 
-@contextmanager
-def captured(what: str) -> Iterator[None]:
+def captured(what: str) -> AbstractContextManager[None]:
     """Capture what :data:`CAPTURED` says."""
-    searches, attention = CAPTURED[what]
-    with (
-        variable("MTRAINING_SEARCH_GRAPH", searches),
-        variable("MTRAINING_ATTENTION_GRAPH", attention),
-    ):
-        yield
+    return variable("MTRAINING_SEARCH_GRAPH", CAPTURED[what])
 
 
 def operands(seq: int, shape: dict[str, int], device: torch.device) -> tuple[Tensor, ...]:
@@ -79,8 +72,7 @@ def parts(tensors: tuple[Tensor, ...], config: MTrainingConfig) -> dict[str, Cal
     leaves = [each.detach().requires_grad_() for each in inputs]
     query, key = inputs[:2]
     scale = query.shape[-1] ** -0.5
-    for _ in range(WARM_UP):  # the backward is of a pattern that a captured search has found
-        out = attend(*leaves, config=config).out
+    out = attend(*leaves, config=config).out
     return {
         "search": partial(search_pattern, query, key, config, CPGroup(None), scale),
         "forward": lambda: attend(*leaves, config=config).out,

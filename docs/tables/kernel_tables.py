@@ -101,11 +101,7 @@ def short_layers() -> str:
         for row in rows("short_layers")
     ]
     found = last(all_rows, "gpu", "seq", "policy", "search", "launch")
-    names = {
-        "kernels": "kernel by kernel",
-        "graph": "captured",
-        "attention": "captured, attention too",
-    }
+    names = {"kernels": "kernel by kernel", "graph": "captured"}
     parts = ("search", "forward", "backward")
 
     def all_parts(row: Row, what: str, form: str) -> str:

@@ -4,39 +4,16 @@ index."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..cp_group import CPGroup
 from ..stream_graphs import ALIGNMENT, Memory, padded
-from .vertical_slash_index import PatternIndex, VerticalSlashIndex
-
-Index = TypeVar("Index", bound=PatternIndex)
-Place = tuple[str, torch.dtype, torch.Size, tuple[int, ...], int]
-"""Of a tensor of an index: its name, dtype, shape, strides, and offset in the memory that all have."""
-
-
-def tensors_of(index: PatternIndex) -> dict[str, Tensor]:
-    """The tensors of an index, by name."""
-    return {
-        each.name: value
-        for each in fields(index)
-        if isinstance(value := getattr(index, each.name), Tensor)
-    }
-
-
-def placed(index: Index, places: Sequence[Place], memory: Tensor) -> Index:
-    """The index with its tensors at places of one memory, uint8 and aligned."""
-    typed = {dtype: memory.view(dtype) for dtype in {dtype for _, dtype, *_ in places}}
-    found: dict[str, Any] = {
-        name: typed[dtype].as_strided(shape, stride, typed[dtype].storage_offset() + offset)
-        for name, dtype, shape, stride, offset in places
-    }
-    return replace(index, **found)
+from .vertical_slash_index import VerticalSlashIndex
 
 
 class CopiedIndex:
@@ -47,11 +24,15 @@ class CopiedIndex:
     """
 
     def __init__(self, index: VerticalSlashIndex):
-        tensors = {name: tensor.contiguous() for name, tensor in tensors_of(index).items()}
+        tensors = {
+            each.name: value.contiguous()
+            for each in fields(index)
+            if isinstance(value := getattr(index, each.name), Tensor)
+        }
         self.index = replace(index, **tensors)
         spare = torch.empty(ALIGNMENT, dtype=torch.uint8, device=index.columns.device)
         self._parts: list[Tensor] = []
-        self._places: list[Place] = []
+        self._places: list[tuple[str, torch.dtype, torch.Size, tuple[int, ...], int]] = []
         offset = 0
         for name, tensor in tensors.items():
             place = offset // tensor.element_size()
@@ -63,7 +44,13 @@ class CopiedIndex:
 
     def copy(self) -> VerticalSlashIndex:
         """The index as it is now, in memory of its own."""
-        return placed(self.index, self._places, torch.cat(self._parts))
+        memory = torch.cat(self._parts)
+        typed = {dtype: memory.view(dtype) for dtype in {dtype for _, dtype, *_ in self._places}}
+        found: dict[str, Any] = {
+            name: typed[dtype].as_strided(shape, stride, typed[dtype].storage_offset() + offset)
+            for name, dtype, shape, stride, offset in self._places
+        }
+        return replace(self.index, **found)
 
 
 class CapturedGroup(CPGroup):

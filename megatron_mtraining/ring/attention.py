@@ -14,7 +14,6 @@ ranks of an inner group, ``C`` columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypedDict
 
 import torch
@@ -25,7 +24,6 @@ from ..kernels import attention as kernels
 from ..kernels.attention.operands import unit_stride
 from ..pattern.vertical_slash_index import PatternIndex
 from ..tensors import own_context
-from .attention_graph import replayed
 from .pruning import BackwardPruning, Marking, PrunedPattern
 from .schedule import Action, Link, Op, backward_ops, forward_ops
 from .transport import Ring, Transfer
@@ -317,25 +315,6 @@ class RingResult(NamedTuple):
     """The marks of the blocks of a pruned backward (:class:`.pruning.Marking`); None if it is not pruned."""
 
 
-def _replayed(
-    name: str,
-    function: Callable[..., tuple[Tensor, Tensor]],
-    operands: Sequence[Tensor],
-    index: PatternIndex,
-    ring: Ring,
-    softmax_scale: float,
-) -> Sequence[Tensor] | None:
-    """:func:`_forward` or :func:`_backward` without pruning, by its graph (:mod:`.attention_graph`); None if
-    there is none: over ranks there are transfers, and somebody who follows a ring would see nothing."""
-    if ring.cp.world > 1 or ring.trace is not None:
-        return None
-
-    def run(given: Sequence[Tensor], own: PatternIndex) -> Sequence[Tensor]:
-        return function(*given, own, ring, softmax_scale)
-
-    return replayed(name, run, operands, index, softmax_scale)
-
-
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -343,15 +322,8 @@ class _RingAttention(torch.autograd.Function):
     ):
         packed: Tensor | None = None
         if first_pass is None:
-            marking, found = None, None
-            if pruning is not None:
-                marking = Marking(index, pruning)
-            else:
-                given = query, key, value
-                found = _replayed("forward", _forward, given, index, ring, softmax_scale)
-            out, lse = found or _forward(
-                query, key, value, index, ring, softmax_scale, keys, marking
-            )
+            marking = None if pruning is None else Marking(index, pruning)
+            out, lse = _forward(query, key, value, index, ring, softmax_scale, keys, marking)
             if marking is not None:
                 packed = marking.packed()
         else:
@@ -371,12 +343,7 @@ class _RingAttention(torch.autograd.Function):
                 return _RingAttention.backward(ctx, grad_out)
         query, key, value, out, lse, packed = ctx.saved_tensors
         (grad_out,) = unit_stride(grad_out)
-        given = query, key, value, grad_out, out, lse
-        index, ring, softmax_scale, _, pruning = ctx.rest
-        found = None
-        if pruning is None:
-            found = _replayed("backward", _backward, given, index, ring, softmax_scale)
-        dq, dkv = found or _backward(*given, *ctx.rest, packed=packed)
+        dq, dkv = _backward(query, key, value, grad_out, out, lse, *ctx.rest, packed=packed)
         return dq, dkv[0], dkv[1], *[None] * 7
 
 

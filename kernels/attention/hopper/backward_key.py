@@ -35,8 +35,7 @@ from .query_sums import new_zero
 
 CHUNK: int | None = None
 """Query blocks of a chunk of the one-pass backward, for tests and benchmarks; 0 for all at once, None for
-what :mod:`..backward_path` chooses. Graphs that were captured before (``ring.attention_graph``) have what was
-set then."""
+what :mod:`..backward_path` chooses."""
 ONE_LAUNCH: bool | None = None
 """Whether chunks share a launch; None likewise."""
 
