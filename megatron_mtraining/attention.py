@@ -153,18 +153,7 @@ def attend(
         _check_replay(index, config, documents)
         if computed is not None:
             _check_packed(computed.packed, query, index, config)
-    found = ring_attention(
-        query,
-        key,
-        value,
-        index,
-        ring,
-        softmax_scale,
-        computed,
-        config.bf16_gradients,
-        keys,
-        pruning,
-    )
+    found = ring_attention(query, key, value, index, ring, softmax_scale, computed, keys, pruning)
     return AttentionResult(found.out, found.lse, index, found.packed, softmax_scale)
 
 

@@ -24,7 +24,6 @@ DIFFERENT = {
     "policy": (dict(vertical=20, slash=4), "--mtraining-policy is 'price' on rank 0, 'fixed' on rank 1"),
     "block size": (dict(block_size=128), "--mtraining-block-size is 64 on rank 0, 128 on rank 1"),
     "cap": (dict(vertical_cap=64), "--mtraining-vertical-cap is 4096 on rank 0, 64 on rank 1"),
-    "wire": (dict(bf16_gradients=True), "--mtraining-bf16-gradients is False on rank 0, True on rank 1"),
     "dtype": (torch.float64, "dtype of the query is 'torch.float32' on rank 0, 'torch.float64' on rank 1"),
     "length": (128, "shape of the query is (256, 1, 4, 64) on rank 0, (128, 1, 4, 64) on rank 1"),
     "odd length": (200, "shape of the query is (256, 1, 4, 64) on rank 0, (200, 1, 4, 64) on rank 1"),

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from benchmarks.model import schedule_tables
 
 from . import backward_tables, step_tables, target_tables
-from .common import Row, gpu_name, percent, rows
+from .common import Row, gpu_name, percent
+from .common import rows as rows
 from .eval_tables import ruler_agreement, ruler_agreement_samples
 from .frontier_docs import (
     ablations_by_loss,
@@ -106,12 +107,6 @@ OF_STEP: dict[str, Callable[[Row], str]] = {
 """Figures of a step, by the end of their names."""
 
 
-def wire_errors() -> str:
-    found = [row for row in rows("wire") if row["gpu"] != "none"]
-    sent = [percent(row["error_bf16"], 2) for row in found]
-    return f"{' and '.join(sent)} (bfloat16), {percent(found[-1]['error_float32'], 2)} (float32)"
-
-
 def target(model: str) -> Row:
     """The row of a model that was trained with a target recall of 0.95."""
     return chosen(model, "target", 0.95)
@@ -185,7 +180,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "real_sparser": lambda: real_times(131072, 0.65),
     "real_exact": lambda: real_times(131072, 0.0, 3.0),
     "worst_error": lambda: f"{worst_error():.2f}",
-    "wire_errors": wire_errors,
     "ruler_agreement_samples": ruler_agreement_samples,
 }  # fmt: skip
 """Figures in sentences, by name."""

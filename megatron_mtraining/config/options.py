@@ -273,12 +273,6 @@ OPTIONS = (
         common=True, default_help="off",
     ),
     Option(
-        "bf16_gradients", bool,
-        "Send the gradients of keys and values between context-parallel ranks in bfloat16 instead of "
-        "float32. Half the bytes; over 4 ranks their error becomes 0.29 percent, from 0.24.",
-        default_help="off",
-    ),
-    Option(
         "backward_threshold", float,
         "Leaves blocks with little attention out of the backward; the forward stays as it is. A block of "
         "keys is kept if some query of a query block gives it at least this many times the attention of a "
@@ -360,8 +354,7 @@ SIZES = ("vertical", "slash", "vertical_cap", "slash_cap", "window", "sink")
 """Options that cannot be more than the sequence is long."""
 
 MEGATRON_ONLY = (
-    "gathered_ranks", "bf16_gradients", "recompute_attention", "dense_evaluation", "loss_chunk", "batching",
-    "tuning",
+    "gathered_ranks", "recompute_attention", "dense_evaluation", "loss_chunk", "batching", "tuning",
 )  # fmt: skip
 """Options that only Megatron's runs read. Options of ``BALANCE`` have an effect with the last two."""
 RENAMED = {"overrides": "settings", "budgets": "settings"}

@@ -44,7 +44,6 @@ class MTrainingConfig:
         settings: a file of settings that differ for layers and heads (:mod:`.settings_file`).
         gathered_ranks: context-parallel ranks whose keys are gathered, the inner group; 0 for a default.
         recompute_attention: compute attention again under activation recomputation.
-        bf16_gradients: send gradients of keys and values in bfloat16.
         backward_threshold: leave blocks without attention out of the backward (:mod:`..ring.pruning`); 0 for
             the gradient of all.
         dense_evaluation: evaluate with dense attention, whatever training attends by.
@@ -66,7 +65,6 @@ class MTrainingConfig:
     settings: str | None = None
     gathered_ranks: int = 0
     recompute_attention: bool = False
-    bf16_gradients: bool = False
     backward_threshold: float = 0.0
     dense_evaluation: bool = False
     loss_chunk: int | None = None
@@ -91,7 +89,7 @@ class MTrainingConfig:
             raise ConfigError(
                 f"{option('block_size')} is {self.block_size}: use one of {BLOCK_SIZES}"
             )
-        for name in ("recompute_attention", "bf16_gradients", "dense_evaluation"):
+        for name in ("recompute_attention", "dense_evaluation"):
             check_type(name, getattr(self, name), bool)
         check_at_least("backward_threshold", self.backward_threshold, 0, float)
         if self.settings is not None:

@@ -99,24 +99,19 @@ class KeysAndValues:
 
 
 class _DkvAccumulator:
-    """The dKV accumulator in flight, ``[2, s, b, hk, d]``, the one put aside, and transfers by link.
+    """The dKV accumulator in flight, ``[2, s, b, hk, d]``, the one put aside, and transfers by link."""
 
-    Args:
-        wire_dtype: what it is sent in; None for its own dtype.
-    """
-
-    def __init__(self, ring: Ring, wire_dtype: torch.dtype | None):
+    def __init__(self, ring: Ring):
         self.value: Tensor | None = None
         self._stashed: Tensor | None = None
-        self._ring, self._wire_dtype = ring, wire_dtype
+        self._ring = ring
         self._receiving: dict[Link, Transfer] = {}
 
     def transfer(self, op: Op) -> None:
         """Do what an operation of the schedule says of the accumulator."""
         if op.action is Action.SEND_DKV:
             assert self.value is not None and op.link is not None
-            sent = self.value if self._wire_dtype is None else self.value.to(self._wire_dtype)
-            self._receiving[op.link] = self._ring.post(sent, Ring.GRADIENTS, op.link)
+            self._receiving[op.link] = self._ring.post(self.value, Ring.GRADIENTS, op.link)
             self.value = None
         elif op.action is Action.RECEIVE_DKV:
             self.value = self._receive(op.link)
@@ -131,8 +126,7 @@ class _DkvAccumulator:
     def _receive(self, link: Link | None) -> Tensor:
         assert link is not None, "transfers have one"
         with self._ring.span("wait"):
-            received = self._receiving.pop(link).wait()
-        return received if self._wire_dtype is None else received.float()
+            return self._receiving.pop(link).wait()
 
 
 class _Operands(TypedDict):
@@ -193,7 +187,6 @@ def _backward(
     index: PatternIndex,
     ring: Ring,
     softmax_scale: float,
-    wire_dtype: torch.dtype | None = None,
     pruning: BackwardPruning | None = None,
     *,
     packed: Tensor | None = None,
@@ -203,7 +196,7 @@ def _backward(
     Args:
         packed: the marks of blocks, if pruned.
     """
-    keys, dkv = KeysAndValues(key, value, ring, index), _DkvAccumulator(ring, wire_dtype)
+    keys, dkv = KeysAndValues(key, value, ring, index), _DkvAccumulator(ring)
     columns = keys.columns(index)
     delta = kernels.delta(out, grad_out)
     rest = _Operands(
@@ -317,9 +310,7 @@ class RingResult(NamedTuple):
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, query, key, value, index, ring, softmax_scale, first_pass, wire_dtype, keys, pruning
-    ):
+    def forward(ctx, query, key, value, index, ring, softmax_scale, first_pass, keys, pruning):
         packed: Tensor | None = None
         if first_pass is None:
             marking = None if pruning is None else Marking(index, pruning)
@@ -331,7 +322,7 @@ class _RingAttention(torch.autograd.Function):
             if first_pass.packed is not None:
                 packed = first_pass.packed.detach()
         ctx.save_for_backward(query, key, value, out, lse, packed)
-        ctx.rest = index, ring, softmax_scale, wire_dtype, pruning
+        ctx.rest = index, ring, softmax_scale, pruning
         ctx.mark_non_differentiable(*[each for each in (lse, packed) if each is not None])
         return out, lse, packed
 
@@ -344,7 +335,7 @@ class _RingAttention(torch.autograd.Function):
         query, key, value, out, lse, packed = ctx.saved_tensors
         (grad_out,) = unit_stride(grad_out)
         dq, dkv = _backward(query, key, value, grad_out, out, lse, *ctx.rest, packed=packed)
-        return dq, dkv[0], dkv[1], *[None] * 7
+        return dq, dkv[0], dkv[1], *[None] * 6
 
 
 def ring_attention(
@@ -355,7 +346,6 @@ def ring_attention(
     ring: Ring,
     softmax_scale: float,
     first_pass: RingResult | None = None,
-    bf16_gradients: bool = False,
     keys: KeysAndValues | None = None,
     pruning: BackwardPruning | None = None,
 ) -> RingResult:
@@ -369,13 +359,10 @@ def ring_attention(
         ring: transfers over the context-parallel group.
         first_pass: the result of the first pass, in a replay under activation recomputation: no forward is
             run then, and nothing is sent.
-        bf16_gradients: send the gradients of keys and values in bfloat16: half the bytes, and a rounding to 8
-            bits at each of ``W - 1`` hops.
         keys: the same key and value, if they are in flight already. Used up.
         pruning: of the backward's blocks (:mod:`.pruning`); None for the gradient of all.
     """
-    wire_dtype = torch.bfloat16 if bf16_gradients else None
     found = _RingAttention.apply(
-        query, key, value, index, ring, softmax_scale, first_pass, wire_dtype, keys, pruning
+        query, key, value, index, ring, softmax_scale, first_pass, keys, pruning
     )
     return RingResult(*found)

@@ -55,7 +55,7 @@ CONFIGS = [
     MTrainingConfig(FixedPolicy(vertical=5, slash=0), window=0, sink=2, block_size=64),
     MTrainingConfig(CoveragePolicy(0.5, 100, 200), LastRowsSampling(rows=9), sink=3),
     MTrainingConfig(XAttentionPolicy(8, 0.5), StratifiedSampling(4, 3, 0), settings="file.json"),
-    MTrainingConfig(MobaPolicy(3), recompute_attention=True, bf16_gradients=True, loss_chunk=0),
+    MTrainingConfig(MobaPolicy(3), recompute_attention=True, loss_chunk=0),
     MTrainingConfig(backward_threshold=0.5),
     MTrainingConfig(backward_threshold=3.0),
     MTrainingConfig(

@@ -141,35 +141,6 @@ def test_no_kernel_waits_in_line_behind_another_node():
         assert home > following and backward[home + 1 :] == ["query", "key"]
 
 
-def run_with_bf16_gradients(rank, world, operands, distances, columns):
-    results = []
-    for inner in (1, 2):
-        index = build_index(distances, columns, operands[0].shape[0], BLOCK, world, inner)
-        ring = ring_of(cp_group_of(dist.group.WORLD, inner))
-        parts = [stripe(t, rank, world, BLOCK, inner=ring.cp.inner) for t in operands]
-        for bf16 in (False, True):
-            leaves = [t.clone().requires_grad_() for t in parts[:3]]
-            out, *_ = ring_attention(*leaves, index, ring, 0.1, bf16_gradients=bf16)
-            out.backward(parts[3])
-            results.append([out.detach(), *(leaf.grad for leaf in leaves)])
-    return results
-
-
-def test_gradients_may_travel_in_bf16():
-    operands = random_operands(BLOCK * 8, 1, 4, 2, 64, torch.float32, "cpu")
-    index = random_index(BLOCK * 8, 1, 4, BLOCK, 1, "few", "cpu")
-    results = run_ranks(4, run_with_bf16_gradients, operands, *distances_and_columns(index))
-    for exact, rounded in ((0, 1), (2, 3)):
-        for rank in results:
-            assert torch.equal(rank[exact][0], rank[rounded][0])
-            assert torch.equal(rank[exact][1], rank[rounded][1])
-        for i in (2, 3):
-            one, other = (
-                torch.cat([rank[case][i] for rank in results]) for case in (exact, rounded)
-            )
-            assert 1e-4 < relative_error(other, one) < 1e-2
-
-
 def run_in_halves(rank, world, operands, distances, columns, scale):
     """Two rings of half the ranks each: context parallelism beside data parallelism."""
     half = world // 2
