@@ -78,7 +78,7 @@ def live_changes() -> str:
 
 def options() -> str:
     """The page on the options of a run."""
-    from megatron_mtraining.config import OPTIONS, REMOVED, RENAMED, option
+    from megatron_mtraining.config import OPTIONS
 
     lines = [
         MADE.format(source="megatron_mtraining/config/options.py"),
@@ -96,12 +96,6 @@ def options() -> str:
             if each.common is common:
                 text = each.full_help.rpartition(" (default: ")[0]
                 lines.append(f"| `{each.flag}` | {each.default} | {text} |")
-    lines += ["", "## Options of the last version", ""]
-    lines += [
-        f"- `{option(old)}` is now `{option(new)}`; the old name is accepted with a warning."
-        for old, new in RENAMED.items()
-    ]
-    lines += [f"- `{option(old)}` is gone: {advice}." for old, advice in REMOVED.items()]
     return "\n".join(lines) + "\n"
 
 

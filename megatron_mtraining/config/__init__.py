@@ -4,7 +4,7 @@
 - :mod:`.policies`: one dataclass for each way to select a pattern, and to sample rows.
 - :mod:`.settings`: :class:`MTrainingConfig`, which has one of each.
 - :mod:`.schedule`: prices, or target recalls, over a run.
-- :mod:`.options`: flat names, types and help texts; old names.
+- :mod:`.options`: flat names, types and help texts.
 - :mod:`.settings_file`: policies that differ for layers and heads, from JSON or YAML.
 - :mod:`.validation`: checks of single values.
 """
@@ -16,10 +16,7 @@ from .options import (
     MEGATRON_ONLY,
     MOVING,
     OPTIONS,
-    REMOVED,
-    RENAMED,
     Option,
-    current_name,
 )
 from .policies import (
     BLOCK_POLICY_NAMES,
@@ -50,8 +47,6 @@ __all__ = [
     "MEGATRON_ONLY",
     "MOVING",
     "OPTIONS",
-    "REMOVED",
-    "RENAMED",
     "BlockListPolicy",
     "ConfigError",
     "CoveragePolicy",
@@ -68,7 +63,6 @@ __all__ = [
     "StratifiedSampling",
     "XAttentionPolicy",
     "check_settings_file",
-    "current_name",
     "has_price",
     "head_policies",
     "lookahead_warning",

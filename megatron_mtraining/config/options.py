@@ -7,7 +7,6 @@ made from :data:`OPTIONS`. Needs no torch.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -357,50 +356,21 @@ MEGATRON_ONLY = (
     "gathered_ranks", "recompute_attention", "dense_evaluation", "loss_chunk", "batching", "tuning",
 )  # fmt: skip
 """Options that only Megatron's runs read. Options of ``BALANCE`` have an effect with the last two."""
-RENAMED = {"overrides": "settings", "budgets": "settings"}
-"""Options of the last version under another name, and the name they have now."""
-REMOVED = {
-    "slash_refresh": "slashes are selected in every step: leave it out",
-    "price_start": "use --mtraining-target-recall, which moves the price from step to step",
-    "price_steps": "use --mtraining-target-recall, which moves the price from step to step",
-    "dense_steps": "dense steps at the start do not change the loss: leave it out, or train those steps "
-    "with another --attention-backend and continue from the checkpoint",
-    "target_density": "use --mtraining-target-recall, or --mtraining-price for a fixed price",
-    "vertical_floor": "heads keep what pays for its cost: use a lower --mtraining-price",
-    "slash_floor": "heads keep what pays for its cost: use a lower --mtraining-price",
-}
-"""Options of the last version that are gone, and what to do instead."""
 
 
-def current_name(name: str, where: str = "") -> str:
-    """The name of an option today.
+def check_known(name: str, where: str = "") -> None:
+    """Raise :class:`ConfigError` if there is no such option; the message names a near one.
 
     Args:
-        name: a flat name, perhaps an old one, for which a warning is given.
-        where: where it was read, for the warning and the errors; empty for the command line.
-
-    Raises:
-        ConfigError: the option is gone, or there is none.
+        name: a flat name.
+        where: where it was read; empty for the command line.
     """
+    if name in BY_NAME:
+        return
+    near = get_close_matches(str(name), BY_NAME, 1)
+    advice = f"did you mean {near[0] if where else option(near[0])}?" if near else "leave it out"
     shown = f"{where} has {name!r}, which" if where else option(name)
-    if name in RENAMED:
-        new = RENAMED[name] if where else option(RENAMED[name])
-        warnings.warn(
-            f"{shown} is now called {new}; the old name will go in the next version",
-            FutureWarning,
-            stacklevel=3,
-        )
-        return RENAMED[name]
-    if name in REMOVED:
-        raise ConfigError(f"{shown} is not an option any more; {REMOVED[name]}")
-    if name not in BY_NAME:
-        near = [
-            option(each) if not where else each for each in get_close_matches(str(name), BY_NAME, 1)
-        ]
-        raise ConfigError(
-            f"{shown} is not a setting: {f'did you mean {near[0]}?' if near else 'leave it out'}"
-        )
-    return name
+    raise ConfigError(f"{shown} is not a setting: {advice}")
 
 
 def config_fields(options: Values) -> Values:
@@ -413,11 +383,9 @@ def config_fields(options: Values) -> Values:
     for name, value in options.items():
         if value is None:
             continue
-        new = current_name(name)
-        if new in given:
-            raise ConfigError(f"{option(name)} and {option(new)} are both given: leave one out")
-        check_type(name, value, BY_NAME[new].type)
-        given[new] = value
+        check_known(name)
+        check_type(name, value, BY_NAME[name].type)
+        given[name] = value
     general = {
         name: value
         for name, value in given.items()

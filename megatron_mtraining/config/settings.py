@@ -12,7 +12,6 @@ from .options import (
     BALANCE,
     BATCHING,
     OPTIONS,
-    RENAMED,
     SIZES,
     TUNING,
     Values,
@@ -300,8 +299,7 @@ class MTrainingConfig:
 
 def _with_file(options: Values) -> Values:
     """Flat options, and those not given that a settings file among them has for all layers."""
-    names = ("settings", *(old for old, new in RENAMED.items() if new == "settings"))
-    path = next((options[name] for name in names if options.get(name) is not None), None)
+    path = options.get("settings")
     if path is None:
         return options
     given = {name: value for name, value in options.items() if value is not None}

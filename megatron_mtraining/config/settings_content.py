@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from ..files import read_text
-from .options import current_name
+from .options import check_known
 from .validation import check_type, option
 
 DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9]*|(?=\.[0-9]))(\.[0-9]*)?([eE][-+]?[0-9]+)?")
@@ -25,7 +25,7 @@ def settings_of_run(path: str) -> dict[str, object]:
     """What a settings file says of all layers: flat options by name.
 
     Raises:
-        ConfigError: the file cannot be read, or has an option that is gone or that there never was.
+        ConfigError: the file cannot be read, or has an unknown option.
     """
     name = shown(path)
     content = read(path, name)
@@ -34,7 +34,8 @@ def settings_of_run(path: str) -> dict[str, object]:
         if not isinstance(key, str):  # YAML has other keys, too
             raise ConfigError(f"{name} has {key!r}, which is not a setting: leave it out")
         if key != "layers":
-            found[current_name(key, name)] = value
+            check_known(key, name)
+            found[key] = value
     return found
 
 

@@ -12,7 +12,7 @@ import re
 from functools import lru_cache
 
 from ..errors import ConfigError
-from .options import BY_NAME, RENAMED, current_name, policy_from, policy_values
+from .options import BY_NAME, check_known, policy_from, policy_values
 from .policies import Policy, has_price
 from .schedule import SCHEDULES
 from .settings import DENSE, MTrainingConfig
@@ -153,16 +153,15 @@ def _of_object(config, content, num_layers, num_heads, name) -> dict[int, tuple[
 def _check_settings_of_run(config: MTrainingConfig, content: dict, name: str) -> None:
     """Raise :class:`ConfigError` unless a file's settings of all layers equal the run's: the command
     line and :meth:`MTrainingConfig.from_options` take them for options that are not given."""
-    known = BY_NAME.keys() - {"settings"}
     flat = config.options()
-    for key in sorted(content.keys() - {"layers"}, key=str):
-        setting = current_name(key, name) if isinstance(key, str) and key not in RENAMED else key
-        if setting not in known:
-            raise ConfigError(f"{name} has {key!r}, which is not a setting: leave it out")
-        if not _is_of_run(config, setting, content[key]):
+    for setting in sorted(content.keys() - {"layers"}, key=str):
+        check_known(setting, name)
+        if setting == "settings":
+            raise ConfigError(f"{name} has {setting!r}, which is not a setting: leave it out")
+        if not _is_of_run(config, setting, content[setting]):
             raise ConfigError(
-                f"{name} has {setting} {content[key]!r}, but the run {flat[setting]!r}: make them the same, "
-                "or leave one out"
+                f"{name} has {setting} {content[setting]!r}, but the run {flat[setting]!r}: make them the "
+                "same, or leave one out"
             )
 
 
@@ -265,7 +264,7 @@ def _changed(config: MTrainingConfig, policy: Policy, changes: dict, place: str)
     """``policy`` with ``changes`` of a file, which must go with the settings of the run."""
     for setting in changes:
         if setting not in PER_HEAD:
-            current_name(setting, place) if isinstance(setting, str) else None
+            check_known(setting, place)
             known = ", ".join(sorted(PER_HEAD))
             raise ConfigError(
                 f"{place} has {setting!r}, which layers and heads cannot set: use {known}"

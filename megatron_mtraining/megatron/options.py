@@ -8,21 +8,10 @@ the arguments: it must be told from one that is given without the backend.
 from __future__ import annotations
 
 import argparse
-import warnings
 from collections.abc import Collection
 
-from ..config import (
-    OPTIONS,
-    REMOVED,
-    RENAMED,
-    ConfigError,
-    MTrainingConfig,
-    Option,
-    current_name,
-    option,
-)
+from ..config import OPTIONS, ConfigError, MTrainingConfig, Option
 from ..config.options import config_fields
-from .wrapping import is_first_rank
 
 ALL = "all"
 TITLE = "mtraining"
@@ -57,15 +46,6 @@ def add_arguments(
         default=argparse.SUPPRESS,
         help="Show all options of mtraining, in full, and exit.",
     )
-    for name in (*RENAMED, *REMOVED):
-        group.add_argument(
-            option(name),
-            dest=attribute(RENAMED.get(name, name)),
-            default=argparse.SUPPRESS,
-            action=_OldOption,
-            nargs=None if name in RENAMED else "?",
-            help=argparse.SUPPRESS,
-        )
     return parser
 
 
@@ -99,23 +79,6 @@ class _HelpAll(argparse.Action):
             _add_option(group, each, each.full_help.replace("%", "%%"))
         only.print_help()
         parser.exit()
-
-
-class _OldOption(argparse.Action):
-    """An option of the last version: stored under its new name with a warning, or refused."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        old = option_string.removeprefix("--mtraining-").replace("-", "_")
-        with warnings.catch_warnings():
-            if not is_first_rank():
-                warnings.simplefilter("ignore")
-            try:
-                name = current_name(old)
-            except ConfigError as error:
-                parser.error(str(error))
-        if hasattr(namespace, attribute(name)):
-            parser.error(f"{option_string} and {option(name)} are both given: leave one out")
-        setattr(namespace, attribute(name), values)
 
 
 def config_from_args(args) -> MTrainingConfig:

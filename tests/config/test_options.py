@@ -1,6 +1,6 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """The table of options: it fits the dataclasses, flat options and nested settings are one another's inverse,
-and old names are accepted or refused."""
+and unknown options are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.config import (
     OPTIONS,
-    REMOVED,
     CoveragePolicy,
     FixedPolicy,
     LastRowsSampling,
@@ -77,26 +76,6 @@ def test_options_and_from_options_are_inverse(config, tmp_path, monkeypatch):
 def test_the_policy_follows_from_what_is_given():
     assert MTrainingConfig.from_options() == MTrainingConfig(PricePolicy(price=0.25))
     assert MTrainingConfig.from_options(slash=7).policy == FixedPolicy(vertical=1000, slash=7)
-
-
-@pytest.mark.parametrize("name", ["overrides", "budgets"])
-def test_renamed_options_are_accepted_with_a_warning(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for each in ("file.json", "other.json"):
-        Path(each).write_text('{"layers": {}}')
-    renamed = f"--mtraining-{name} is now called --mtraining-settings"
-    with pytest.warns(FutureWarning, match=renamed):
-        config = MTrainingConfig.from_options(**{name: "file.json"})
-    assert config == MTrainingConfig(settings="file.json")
-    with pytest.warns(FutureWarning), pytest.raises(ConfigError, match="are both given"):
-        MTrainingConfig.from_options(settings="other.json", **{name: "file.json"})
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_removed_options_say_what_to_use(name):
-    flag = "--mtraining-" + name.replace("_", "-")
-    with pytest.raises(ConfigError, match=f"{flag} is not an option any more; "):
-        MTrainingConfig.from_options(**{name: 1})
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_mtraining import ConfigError, MTrainingConfig
-from megatron_mtraining.config import BY_NAME, OPTIONS, REMOVED, RENAMED, head_policies, option
+from megatron_mtraining.config import BY_NAME, OPTIONS, head_policies, option
 from megatron_mtraining.megatron import arguments as module
 from megatron_mtraining.megatron import register, settings
 from megatron_mtraining.megatron.arguments import ArgumentsError, refuse
@@ -35,7 +35,6 @@ def test_help_shows_the_common_options_on_one_screen(monkeypatch):
         assert (each.flag in text) is each.common
         assert not each.common or shown(each.summary) in shown(text)
     assert "--mtraining-help-all" in text
-    assert not [old for old in (*RENAMED, *REMOVED) if option(old) in text]
 
 
 def test_help_all_shows_every_option_in_full(capsys):
@@ -130,20 +129,6 @@ def test_a_file_s_price_stays_what_its_heads_are_relative_to(tmp_path):
     assert config.policy.price == 0.4 and head_policies(config, 1, 3, 8)[0].price == 0.1
     with pytest.raises(ArgumentsError, match="schedule is anneal, but --mtraining-price is 0.3"):
         check(parse(*words, "--mtraining-price", "0.3", num_layers=3))
-
-
-def test_old_names_of_options(tmp_path, capsys):
-    path = tmp_path / "settings.json"
-    path.write_text('{"price": 0.2}')
-    renamed = "--mtraining-overrides is now called --mtraining-settings"
-    with pytest.warns(FutureWarning, match=renamed):
-        args = parse("--mtraining-overrides", str(path))
-    check(args)
-    assert args.mtraining_settings == str(path) and args.mtraining_price == 0.2
-    for name in REMOVED:
-        with pytest.raises(SystemExit):
-            parse(option(name), "3")
-        assert f"{option(name)} is not an option any more; " in capsys.readouterr().err
 
 
 def test_files_fit_the_run_s_steering_and_sequence(tmp_path):
@@ -367,8 +352,7 @@ def real_parser():
 def test_megatron_s_own_parser_has_the_group_and_the_choice(real_parser):
     (group,) = [g for g in real_parser._action_groups if g.title == "mtraining"]
     names = {name for action in group._group_actions for name in action.option_strings}
-    options = {option(name) for name in (*BY_NAME, *RENAMED, *REMOVED)}
-    assert names == {"--mtraining-help-all", *options}
+    assert names == {"--mtraining-help-all", *map(option, BY_NAME)}
     args = real_parser.parse_args(
         [*REAL.split(), "--attention-backend", "mtraining", "--mtraining-slash", "7"]
     )
