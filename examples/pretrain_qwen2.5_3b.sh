@@ -61,7 +61,7 @@ fi
 # Attention of random weights is even: a price would select nearly all of it. So without a checkpoint to load,
 # and unless a setting is given, budgets are fixed.
 ATTENTION_ARGUMENTS=(--attention-backend "$ATTENTION")
-SELECTS=' --mtraining-(price|schedule|target-recall|target-schedule|settings|policy|coverage|vertical|slash)[ =]'
+SELECTS=' --mtraining-(price|schedule|target-recall|target-schedule|settings|policy|vertical|slash)[ =]'
 LOADED=${CHECKPOINT:+$CHECKPOINT/latest_checkpointed_iteration.txt}
 if [ "$ATTENTION" != mtraining ] || { [ -z "${PRICE:-}${VERTICAL:-}${SLASH:-}" ] && [[ " $* " =~ $SELECTS ]]; }; then
   :

@@ -170,7 +170,7 @@ GIVEN=()
 [ -z "${PRICE:-}" ] || GIVEN+=(PRICE)
 [ "${#GIVEN[@]}" -le 1 ] || fail "${GIVEN[0]} and ${GIVEN[1]} are both set: each selects the pattern, so give one"
 # Options after the checkout that select the pattern replace the price.
-SELECTS=' --mtraining-(settings|policy|price|schedule|target-recall|target-schedule|coverage|vertical|slash)[ =]'
+SELECTS=' --mtraining-(settings|policy|price|schedule|target-recall|target-schedule|vertical|slash)[ =]'
 [[ " $*" == *" --mtraining-"* ]] || [ "${#GIVEN[@]}" -eq 1 ] || [ -n "${DATA_PATH:-}" ] || VERTICAL=1000
 ATTENTION=(--attention-backend mtraining)
 if [ -n "${SETTINGS:-}" ]; then

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 from megatron_mtraining import ConfigError, MTrainingConfig
 
+from .coverage import from_options
+
 Setting = dict[str, Any]
-"""Flat options of :meth:`MTrainingConfig.from_options`."""
+"""Flat options of :func:`.coverage.from_options`."""
 DENSE = "dense"
 TOLERANCE = 0.04
 """A density is as wanted if it is off by no more than this share of it."""
@@ -98,7 +100,7 @@ AS_PUBLISHED = dict(policy="fixed", vertical=1000, slash=100, estimator="last")
 
 def config_of(setting: Setting, block: int) -> MTrainingConfig:
     """A setting with blocks of ``block`` tokens."""
-    return MTrainingConfig.from_options(**setting, block_size=block)
+    return from_options(**setting, block_size=block)
 
 
 class Found(NamedTuple):

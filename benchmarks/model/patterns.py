@@ -8,8 +8,9 @@ as ``mtraining inspect`` does. One setting holds for all heads: ``recall`` and `
 heads of the layers that were looked at, ``recall_p10`` is the tenth percentile of heads, ``heads_below_0.9``
 the share of them that keep less than 0.9.
 
-- ``price``, ``coverage``, ``fixed``: this package's policies. Estimator ``strata`` is the default, ``last``
-  the published one, the last 64 rows. Budgets of ``fixed`` are cut to the length.
+- ``price``, ``fixed``: this package's policies; ``coverage``: a baseline (``lib/coverage.py``). Estimator
+  ``strata`` is the default, ``last`` the published one, the last 64 rows. Budgets of ``fixed`` are cut to the
+  length.
 - ``--samples 64x4 ...``: policy price with the default's rows beside so many stretches x rows, half of which
   choose, and nothing else.
 - ``price`` with estimator ``oracle``: all rows choose, those that judge among them; at most
@@ -63,6 +64,7 @@ from megatron_mtraining.tools.inspect.measure import (
 )
 
 from ..lib import record
+from ..lib.coverage import from_options
 from .pattern_rows import Case, Measured, rows_of, summary
 
 BLOCK = 128
@@ -94,9 +96,7 @@ def cases_for(seq: int, oracle_rows: int, samples: Sequence[tuple[int, int]] = (
             how = MTrainingConfig.from_options(policy="price", estimator=estimator, price=price)
             cases.append(Case("price", estimator, f"price {price:g}", how))
         for coverage in COVERAGES:
-            how = MTrainingConfig.from_options(
-                policy="coverage", estimator=estimator, coverage=coverage
-            )
+            how = from_options(policy="coverage", estimator=estimator, coverage=coverage)
             cases.append(Case("coverage", estimator, f"coverage {coverage:g}", how))
         for vertical, slash in FIXED:
             vertical, slash = min(vertical, seq), min(slash, seq)

@@ -21,7 +21,6 @@ from .options import (
 from .policies import (
     BLOCK_POLICY_NAMES,
     BlockListPolicy,
-    CoveragePolicy,
     FixedPolicy,
     LastRowsSampling,
     MobaPolicy,
@@ -49,7 +48,6 @@ __all__ = [
     "OPTIONS",
     "BlockListPolicy",
     "ConfigError",
-    "CoveragePolicy",
     "FixedPolicy",
     "LastRowsSampling",
     "MTrainingConfig",

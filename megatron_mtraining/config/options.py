@@ -16,7 +16,6 @@ from .policies import (
     POLICIES,
     SAMPLINGS,
     TARGET_SCOPES,
-    CoveragePolicy,
     FixedPolicy,
     LastRowsSampling,
     MobaPolicy,
@@ -105,11 +104,10 @@ OPTIONS = (
     Option(
         "policy", str,
         "How the pattern of each head is selected. price: columns and slashes by attention mass per unit of "
-        "cost, with one threshold for all heads; fixed: fixed numbers of columns and diagonals per head; "
-        "coverage: the fewest columns and diagonals that hold a share of the head's attention. These "
-        "select by queries of the whole sequence: later tokens can change which earlier keys a query attends "
-        "to. xattention, moba: key blocks for each query block, by antidiagonal scores (arXiv 2503.16428) or "
-        "by mean keys (arXiv 2502.13189) of the block before: later tokens change nothing.",
+        "cost, with one threshold for all heads; fixed: fixed numbers of columns and diagonals per head. "
+        "These select by queries of the whole sequence: later tokens can change which earlier keys a query "
+        "attends to. xattention, moba: key blocks for each query block, by antidiagonal scores (arXiv "
+        "2503.16428) or by mean keys (arXiv 2502.13189) of the block before: later tokens change nothing.",
         choices=tuple(POLICIES), common=True,
         default_help="price; fixed if --mtraining-vertical or --mtraining-slash is given",
     ),
@@ -119,13 +117,6 @@ OPTIONS = (
         "attention (mass) over its share of the causal query-key pairs (cost) is at least this. Higher is "
         "sparser; 0 is dense attention, and takes no caps.",
         (PricePolicy,), common=True,
-    ),
-    Option(
-        "coverage", float,
-        "Share of the head's attention that the columns, and independently the diagonals, must hold. 1 is "
-        "dense attention only if --mtraining-slash-cap is the sequence length or more. The published method "
-        "uses 0.9 or more with estimator last; with estimator strata, lower values suffice.",
-        (CoveragePolicy,),
     ),
     Option(
         "vertical", int,
@@ -141,14 +132,12 @@ OPTIONS = (
     Option(
         "vertical_cap", int,
         "Maximum number of columns per head, including sink columns.",
-        (PricePolicy, CoveragePolicy),
+        (PricePolicy,),
     ),
     Option(
         "slash_cap", int,
-        "Maximum number of diagonals per head, in addition to the local window. Policy price counts block "
-        "distances, policy coverage counts token diagonals.",
-        (PricePolicy, CoveragePolicy),
-        default_help="no limit with policy price, 4096 with policy coverage",
+        "Maximum number of slashes (block distances) per head, in addition to the local window.",
+        (PricePolicy,), default_help="no limit",
     ),
     Option(
         "block_stride", int,
@@ -252,7 +241,7 @@ OPTIONS = (
         "JSON or YAML file of settings, also by layer and head. Either "
         '{"price": 0.3, "layers": {"0": {"dense": true}, "7": {"heads": {"3": {"dense": true}}}}}'
         ", with the names of these options, or a best-pattern file in MInference's format (entries "
-        "vertical_and_slash and flex_vertical_and_slash).",
+        "vertical_and_slash).",
         common=True, default_help="none",
     ),
     Option(

@@ -148,32 +148,6 @@ class FixedPolicy:
 
 
 @dataclass(frozen=True)
-class CoveragePolicy:
-    """Vertical-slash: the fewest columns, and the fewest token diagonals, that hold a share of each head's
-    attention.
-
-    Attributes:
-        coverage: that share.
-        vertical_cap, slash_cap: most columns, and token diagonals beside the local window, per head.
-    """
-
-    name: ClassVar[str] = "coverage"
-
-    coverage: float = 0.9
-    vertical_cap: int = 4096
-    slash_cap: int = 4096
-
-    def __post_init__(self):
-        check_share("coverage", self.coverage)
-        check_at_least("vertical_cap", self.vertical_cap, 1)
-        check_at_least("slash_cap", self.slash_cap, 0)
-
-    def keeps_all(self, seq_length: int, block_size: int) -> bool:
-        """Whether every pair of a sequence is kept, whatever the data."""
-        return self.coverage == 1 and self.slash_cap >= seq_length
-
-
-@dataclass(frozen=True)
 class XAttentionPolicy:
     """Block-sparse: the fewest key blocks of each query block that hold a share of its antidiagonal scores
     (arXiv 2503.16428).
@@ -225,7 +199,7 @@ class MobaPolicy:
 
 BlockListPolicy = XAttentionPolicy | MobaPolicy
 """Policies that select key blocks for each query block."""
-Policy = PricePolicy | CoveragePolicy | FixedPolicy | BlockListPolicy
+Policy = PricePolicy | FixedPolicy | BlockListPolicy
 
 
 def has_price(policy: Policy) -> TypeGuard[PricePolicy]:
@@ -234,8 +208,7 @@ def has_price(policy: Policy) -> TypeGuard[PricePolicy]:
 
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy
-    for policy in (PricePolicy, CoveragePolicy, FixedPolicy, XAttentionPolicy, MobaPolicy)
+    policy.name: policy for policy in (PricePolicy, FixedPolicy, XAttentionPolicy, MobaPolicy)
 }
 BLOCK_POLICY_NAMES = tuple(
     n for n, policy in POLICIES.items() if issubclass(policy, BlockListPolicy)

@@ -19,7 +19,6 @@ from .settings import DENSE, MTrainingConfig
 from .settings_content import read, shown, times_read
 from .validation import option
 
-PUBLISHED = ("vertical_and_slash", "flex_vertical_and_slash")
 OF_RUN = ("target_scope", *SCHEDULES)
 """Options of a policy that all of its heads share."""
 PER_HEAD = {"policy", "dense"} | {
@@ -78,8 +77,6 @@ def changed_policy(policy: Policy, changes: dict[str, object]) -> Policy:
     name = changes.get("policy")
     if name is None and {"vertical", "slash"} & changes.keys():
         name = "fixed"
-    elif name is None and "coverage" in changes:
-        name = "coverage"
     name = name or policy.name
     base = {}
     # A price of 0 keeps everything: caps and target of the run do not hold, those beside it are refused.
@@ -242,21 +239,12 @@ def _published(config: MTrainingConfig, entry, place: str) -> Policy:
     if not isinstance(entry, list) or len(entry) < 3:
         raise ConfigError(f"{place} is {entry!r}: expected a pattern's name and two numbers")
     kind, vertical, slash = entry[:3]
-    if kind not in PUBLISHED:
-        raise ConfigError(f"{place} is {kind!r}: only {' and '.join(PUBLISHED)} are supported")
-    if kind == "vertical_and_slash":
-        changes = dict(policy="fixed", vertical=vertical, slash=slash)
-        return _changed(config, config.policy, changes, place)
-    for each in (vertical, slash):
-        if not isinstance(each, list) or len(each) != 2:
-            raise ConfigError(f"{place} is {entry!r}: expected pairs of a coverage and a cap")
-    if vertical[0] != slash[0]:
+    if kind != "vertical_and_slash":
         raise ConfigError(
-            f"{place} has coverage {vertical[0]} of columns and {slash[0]} of diagonals: give both the same"
+            f"{place} is {kind!r}, which is not supported: use vertical_and_slash with numbers of columns "
+            "and diagonals, or policy price without the file"
         )
-    changes = dict(
-        policy="coverage", coverage=vertical[0], vertical_cap=vertical[1], slash_cap=slash[1]
-    )
+    changes = dict(policy="fixed", vertical=vertical, slash=slash)
     return _changed(config, config.policy, changes, place)
 
 

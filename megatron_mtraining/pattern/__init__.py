@@ -3,7 +3,7 @@
 
 - :mod:`.search`: the entry, :func:`search_pattern`, which decides who searches.
 - :mod:`.sampled_rows`: the query rows that a pattern is estimated from.
-- :mod:`.vertical_slash_search`: columns and slashes, by :mod:`.price_policy` or :mod:`.budget_policies`.
+- :mod:`.vertical_slash_search`: columns and slashes, by :mod:`.price_policy` or :mod:`.fixed_policy`.
 - :mod:`.block_list_search`: key blocks of each query block, by :mod:`.key_block_selection`.
 - :mod:`.vertical_slash_index`, :mod:`.block_list_index`: the results, as the kernels read them;
   :mod:`.packed_density`: their density where documents are packed.

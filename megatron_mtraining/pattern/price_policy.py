@@ -31,8 +31,8 @@ from ..kernels.selection import (
     select_slashes_by_price,
     slash_mass_in_columns,
 )
-from .budget_policies import top_columns
 from .constants import constant
+from .fixed_policy import top_columns
 from .sampled_rows import SampledRows
 
 REFERENCE_PRICE = 0.4

@@ -11,8 +11,8 @@ graph reads, a few MB, and copies the index to new memory, in one launch. The gr
 memory, and run one after the other. Collectives are not captured: a collective ends a graph and begins the
 next one. So ranks that replay and ranks that launch kernel by kernel run the same collectives.
 
-These searches are not captured: with packed documents; with policies that choose key blocks; with budget
-policies over several ranks; on a stream that is being captured. ``MTRAINING_SEARCH_GRAPH`` in the environment
+These searches are not captured: with packed documents; with policies that choose key blocks; with policy
+fixed over several ranks; on a stream that is being captured. ``MTRAINING_SEARCH_GRAPH`` in the environment
 chooses: ``0`` captures none, ``1`` all others; without it those of one rank are captured, as replays between
 collectives of several GPUs are not measured yet, and none with ``CUDA_LAUNCH_BLOCKING=1``.
 """

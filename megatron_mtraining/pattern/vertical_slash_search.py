@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..config import CoveragePolicy, FixedPolicy, MTrainingConfig, Policy, PricePolicy
+from ..config import FixedPolicy, MTrainingConfig, Policy, PricePolicy
 from ..cp_group import CPGroup
 from ..kernels.attention import gather_columns
 from ..kernels.selection import column_masses
-from .budget_policies import BudgetPolicy, select_by_budget
 from .constants import constant
+from .fixed_policy import select_fixed
 from .price_policy import (
     Selection,
     price_candidates,
@@ -30,7 +30,8 @@ from .price_policy import (
 from .sampled_rows import SampledRows, exposed_rows
 from .vertical_slash_index import VerticalSlashIndex, build_index, index_of_diagonals
 
-BUDGET_POLICIES = (CoveragePolicy, FixedPolicy)
+SELECTIONS = {FixedPolicy: select_fixed}
+"""Selections by a budget, by kind of policy. ``benchmarks/lib/coverage.py`` adds a baseline."""
 
 
 class SearchInput(NamedTuple):
@@ -73,7 +74,7 @@ def search_vertical_slash(
         gather_keys: see :func:`.search.search_pattern`.
     """
     kinds = {type(policy) for policy in policies}
-    if len(kinds) == 1 and kinds <= set(BUDGET_POLICIES):
+    if len(kinds) == 1 and kinds <= SELECTIONS.keys():
         index, recall = _search_by_budget(given, policies, gather_keys)
         return replace(index, recall=recall, exposed=given.exposed)
     selection = select_vertical_slash(given, policies)
@@ -110,7 +111,7 @@ def select_vertical_slash(given: SearchInput, policies: Sequence[Policy]) -> Sel
             selections[kind] = select_by_price(
                 given.rows, given.key, given.lse, alike, given.sink, given.cp, prices
             )
-        elif kind in BUDGET_POLICIES:
+        elif kind in SELECTIONS:
             index, recall = _search_by_budget(given, _alike(policies, kind), None)
             selections[kind] = Selection(index.member, index.columns, recall)
     if len(selections) == 1 and all(type(policy) in selections for policy in policies):
@@ -119,13 +120,12 @@ def select_vertical_slash(given: SearchInput, policies: Sequence[Policy]) -> Sel
 
 
 def _search_by_budget(
-    given: SearchInput, policies: Sequence[BudgetPolicy], gather_keys
+    given: SearchInput, policies: Sequence[FixedPolicy], gather_keys
 ) -> tuple[VerticalSlashIndex, Tensor]:
     """The index of heads whose policies are all of one budget kind, and their recall."""
     rows, cp = given.rows, given.cp
-    columns, diagonals, masses = select_by_budget(
-        rows, given.key, given.lse, policies, given.sink, cp
-    )
+    select = SELECTIONS[type(policies[0])]
+    columns, diagonals, masses = select(rows, given.key, given.lse, policies, given.sink, cp)
     index = index_of_diagonals(rows.window_blocks, diagonals, columns, *given.layout)
     if gather_keys is not None and columns.shape[-1]:
         keys = gather_keys(index)
@@ -137,8 +137,8 @@ def _search_by_budget(
 
 def _alike(policies: Sequence[Policy], kind: type) -> list[Policy]:
     """The heads' policies; the first one of this kind for heads with another kind."""
-    first = next(policy for policy in policies if isinstance(policy, kind))
-    return [policy if isinstance(policy, kind) else first for policy in policies]
+    first = next(policy for policy in policies if type(policy) is kind)
+    return [policy if type(policy) is kind else first for policy in policies]
 
 
 def _prices(given: SearchInput, policies: list[PricePolicy]) -> Tensor:

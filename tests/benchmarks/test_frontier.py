@@ -64,7 +64,7 @@ def test_a_greater_knob_is_denser_and_fits(name):
             name.removesuffix("_previous")
         ),
     )
-    values = [config.options()[key] if key != "window" else config.window for config in configs]
+    values = [setting[key] for setting in settings]
     assert sorted(values, reverse=key == "price") == values and len(set(values)) >= 3
 
 

@@ -14,7 +14,6 @@ import pytest
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.config import (
     OPTIONS,
-    CoveragePolicy,
     FixedPolicy,
     LastRowsSampling,
     MobaPolicy,
@@ -52,7 +51,7 @@ CONFIGS = [
     MTrainingConfig(),
     MTrainingConfig(PricePolicy(price=0.1, slash_cap=9, target_recall=0.9, target_scope="model")),
     MTrainingConfig(FixedPolicy(vertical=5, slash=0), window=0, sink=2, block_size=64),
-    MTrainingConfig(CoveragePolicy(0.5, 100, 200), LastRowsSampling(rows=9), sink=3),
+    MTrainingConfig(FixedPolicy(100, 200), LastRowsSampling(rows=9), sink=3),
     MTrainingConfig(XAttentionPolicy(8, 0.5), StratifiedSampling(4, 3, 0), settings="file.json"),
     MTrainingConfig(MobaPolicy(3), recompute_attention=True, loss_chunk=0),
     MTrainingConfig(backward_threshold=0.5),

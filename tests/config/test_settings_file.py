@@ -10,10 +10,9 @@ import pytest
 
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.config import (
-    BY_NAME,
     DENSE,
-    CoveragePolicy,
     FixedPolicy,
+    MobaPolicy,
     PricePolicy,
     check_settings_file,
     head_policies,
@@ -54,7 +53,7 @@ def test_layers_and_heads_differ(tmp_path):
                 "2": {
                     "price": 0.2,
                     "vertical_cap": 99,
-                    "heads": {"1": {"dense": True}, "3": {"vertical": 50}, "0": {"coverage": 0.7}},
+                    "heads": {"1": {"dense": True}, "3": {"vertical": 50}, "0": {"policy": "moba"}},
                 },
             }
         },
@@ -63,11 +62,11 @@ def test_layers_and_heads_differ(tmp_path):
     )
     assert head_policies(config, 1, LAYERS, HEADS) is None
     assert head_policies(config, 0, LAYERS, HEADS) == (DENSE,) * HEADS
-    coverage, dense, usual, fixed = head_policies(config, 2, LAYERS, HEADS)
+    moba, dense, usual, fixed = head_policies(config, 2, LAYERS, HEADS)
     assert usual == PricePolicy(price=0.2, vertical_cap=99)
     assert dense == DENSE
     assert fixed == FixedPolicy(vertical=50, slash=100)
-    assert coverage == CoveragePolicy(coverage=0.7)
+    assert moba == MobaPolicy()
 
 
 def test_yaml(tmp_path):
@@ -155,7 +154,7 @@ def test_a_target_that_no_head_follows_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=f"{refused} has the policies of all heads"):
         check_settings_file(config, LAYERS, HEADS)
     every = {str(head): {"vertical": 9} for head in range(HEADS)}
-    layers = {"0": {"dense": True}, "1": {"coverage": 0.8}, "2": {"heads": every}}
+    layers = {"0": {"dense": True}, "1": {"policy": "moba"}, "2": {"heads": every}}
     config = with_file(tmp_path, {"layers": layers}, **target)
     with pytest.raises(ConfigError, match=f"{refused} leaves no head with policy price"):
         check_settings_file(config, LAYERS, HEADS)
@@ -233,13 +232,11 @@ def test_what_a_file_has_for_all_layers_must_fit_the_sequence(tmp_path):
 
 def test_published_budgets(tmp_path):
     fixed = ["vertical_and_slash", 1000, 6096, 0.98]
-    flexible = ["flex_vertical_and_slash", [0.95, 4096], [0.95, 2048], 0.0]
-    layer = {"0": fixed, "1": flexible, "2": fixed, "3": ["vertical_and_slash", 30, 800, 1.0]}
+    layer = {"0": fixed, "1": fixed, "2": fixed, "3": ["vertical_and_slash", 30, 800, 1.0]}
     config = with_file(tmp_path, [layer] * LAYERS)
     for number in range(LAYERS):
         heads = head_policies(config, number, LAYERS, HEADS)
-        assert heads[0] == heads[2] == FixedPolicy(vertical=1000, slash=6096)
-        assert heads[1] == CoveragePolicy(coverage=0.95, vertical_cap=4096, slash_cap=2048)
+        assert heads[:3] == (FixedPolicy(vertical=1000, slash=6096),) * 3
         assert heads[3] == FixedPolicy(vertical=30, slash=800)
     assert sets_every_head(config.settings) and settings_of_run(config.settings) == {}
 
@@ -262,7 +259,7 @@ def test_published_budgets(tmp_path):
         ({"layers": {"1": {"price": "low"}}}, "--mtraining-price must be a number"),
         ({"layers": {"1": {"dense": "yes"}}}, "layer 1 has dense 'yes'"),
         ({"layers": {"1": {"policy": "best"}}}, "layer 1: --mtraining-policy is best"),
-        ({"layers": {"1": {"vertical": 9, "coverage": 0.5}}}, "--mtraining-coverage is 0.5, but"),
+        ({"layers": {"1": {"vertical": 9, "block_top_k": 5}}}, "--mtraining-block-top-k is 5, but"),
         ({"layers": {"1": {"price": None}}}, "layer 1 has price null: give a value"),
         (
             {"layers": {"1": {"dense": True, "price": -5}}},
@@ -303,12 +300,11 @@ def test_mistakes_in_overrides(tmp_path, content, named):
             [layer_of(), layer_of(3), layer_of()],
             "layer 1 has 3 heads (0, 1, 2, ...), but the model 4",
         ),
-        ([layer_of(h2=["block_sparse", 100, 9])] * 3, "layer 0, head 2 is 'block_sparse': only"),
+        ([layer_of(h2=["block_sparse", 100, 9])] * 3, "layer 0, head 2 is 'block_sparse', which"),
         ([layer_of(h2="all")] * 3, "layer 0, head 2 is 'all': expected a pattern's name"),
-        ([layer_of(h1=["flex_vertical_and_slash", 0.9, 0.9])] * 3, "expected pairs of a coverage"),
         (
-            [layer_of(h1=["flex_vertical_and_slash", [0.9, 9], [0.8, 9]])] * 3,
-            "has coverage 0.9 of columns and 0.8 of diagonals",
+            [layer_of(h1=["flex_vertical_and_slash", [0.9, 9], [0.9, 9]])] * 3,
+            "head 1 is 'flex_vertical_and_slash', which is not supported: use vertical_and_slash",
         ),
         (
             [layer_of(h1=["vertical_and_slash", -5, 9])] * 3,
@@ -319,14 +315,6 @@ def test_mistakes_in_overrides(tmp_path, content, named):
             "--mtraining-vertical must be a whole number",
         ),
         ([layer_of(h1=["vertical_and_slash", None, 4])] * 3, "layer 0, head 1 has vertical null"),
-        (
-            [layer_of(h1=["flex_vertical_and_slash", [None, 4], [None, 4]])] * 3,
-            "layer 0, head 1 has coverage null",
-        ),
-        (
-            [layer_of(h1=["flex_vertical_and_slash", [0.9, 4], [0.9, None]])] * 3,
-            "layer 0, head 1 has slash_cap null",
-        ),
         ([layer_of(3, h9=FIXED)] * 3, "layer 0, head 9: the model has 4 query heads"),
         ([layer_of(3, h01=FIXED)] * 3, "layer 0, head 01: '01' is not a number"),
     ],
@@ -355,14 +343,6 @@ def test_a_file_that_is_no_text(tmp_path):
     (tmp_path / "file.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="--mtraining-settings .*file.json is not UTF-8 text"):
         MTrainingConfig.from_options(settings=str(tmp_path / "file.json"))
-
-
-def test_what_coverage_1_keeps_is_up_to_the_caps():
-    text = "1 is dense attention only if --mtraining-slash-cap is the sequence length or more"
-    assert text in BY_NAME["coverage"].help
-    config = MTrainingConfig(policy=CoveragePolicy(coverage=1.0))
-    assert not config.keeps_all(8192)
-    assert MTrainingConfig(policy=CoveragePolicy(coverage=1.0, slash_cap=8192)).keeps_all(8192)
 
 
 def test_a_price_of_0_takes_no_caps():

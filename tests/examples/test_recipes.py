@@ -289,7 +289,7 @@ def test_a_dry_run_prints_what_would_start(recorder, tmp_path):
             "torchrun",
             *line,
         ]
-    for given in (["--mtraining-settings", "mine.json"], ["--mtraining-policy=coverage"]):
+    for given in (["--mtraining-settings", "mine.json"], ["--mtraining-policy=fixed"]):
         run, _ = recorder.start(script, "--dry-run", recorder.checkout, *given)
         assert not re.search("--mtraining-(price|vertical)", run.stdout) and given[0] in run.stdout
     run, _ = recorder.start(script, "--dry-run", recorder.checkout)

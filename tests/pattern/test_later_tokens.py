@@ -35,7 +35,6 @@ ANYWHERE = [
     dict(price=1.0, **STRATA),
     dict(price=1.0, estimator="last", sample_rows=16),
     dict(policy="fixed", vertical=1, slash=0, sink=0, **STRATA),
-    dict(policy="coverage", coverage=0.05, **STRATA),
 ]
 """Later tokens of the sequence change its output."""
 

@@ -15,7 +15,7 @@ from megatron_mtraining.cp_group import CPGroup, cp_group_of
 from megatron_mtraining.documents import Documents
 from megatron_mtraining.layout import stripe, unstripe
 from megatron_mtraining.pattern import price_policy, search_pattern
-from megatron_mtraining.pattern.budget_policies import SINK
+from megatron_mtraining.pattern.fixed_policy import SINK
 from megatron_mtraining.pattern.sampled_rows import last_rows, stratified_rows
 from tests.support.attention_cases import (
     dense_attention,
@@ -42,8 +42,7 @@ def probabilities(query, key, rows, starts, scale):
 
 POLICIES = [
     dict(price=0.6), dict(price=1.0, estimator="last"), dict(vertical=40, slash=3),
-    dict(policy="coverage", coverage=0.2), dict(policy="xattention", block_threshold=0.6),
-    dict(policy="moba", block_top_k=1),
+    dict(policy="xattention", block_threshold=0.6), dict(policy="moba", block_top_k=1),
 ]  # fmt: skip
 
 

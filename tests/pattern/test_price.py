@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Choosing at a price and by coverage: masses, costs and recall against dense attention in float64, and what
+"""Choosing at a price: masses, costs and recall against dense attention in float64, and what
 must hold whatever the input is."""
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ def dense_recall(index, query, key, rows, scale):
     "policy",
     [
         dict(price=0.6), dict(price=1.5, vertical_cap=30), dict(vertical=40, slash=3),
-        dict(policy="coverage", coverage=0.2),
-        dict(policy="coverage", coverage=0.2, estimator="last"),
+        dict(price=0.6, estimator="last"),
         dict(policy="xattention", block_threshold=0.6), dict(policy="moba", block_top_k=2),
     ],
 )  # fmt: skip
@@ -85,10 +84,8 @@ def test_what_rows_say_that_are_held_out_changes_nothing():
 
 def test_a_price_of_nothing_is_dense_and_a_high_one_leaves_what_always_holds():
     query, key = operands()
-    for policy in (dict(price=0.0), dict(policy="coverage", coverage=1.0, slash_cap=SEQ)):
-        assert (
-            search_pattern(query, key, settings(**policy), CPGroup(None), 0.125).density() == 1
-        ).all()
+    index = search_pattern(query, key, settings(price=0.0), CPGroup(None), 0.125)
+    assert (index.density() == 1).all()
     index = search_pattern(query, key, settings(price=1e9), CPGroup(None), 0.125)
     assert (index.member.sum(-1) == 2).all() and (index.column_ptr[..., -1] == 4).all()
 
@@ -142,23 +139,6 @@ def test_caps():
     config = settings(price=1e-6, vertical_cap=30, slash_cap=2)
     index = search_pattern(query, key, config, CPGroup(None), 0.125)
     assert (index.column_ptr[..., -1] <= 30).all() and (index.member.sum(-1) == 2 + 2).all()
-    config = settings(policy="coverage", coverage=1.0, vertical_cap=30, slash_cap=2)
-    index = search_pattern(query, key, config, CPGroup(None), 0.125)
-    assert (index.column_ptr[..., -1] == 30).all() and (index.member.sum(-1) <= 2 + 4).all()
-
-
-def test_coverage_holds_its_share():
-    """As few columns as hold it: one fewer would not."""
-    query, key = operands(seed=2)
-    config = settings(policy="coverage", coverage=0.5, held_out_rows=0, sink=0)
-    index = search_pattern(query, key, config, CPGroup(None), 0.125)
-    rows = stratified_rows(SEQ, 32, 2)
-    p = dense_probabilities(query, key, rows, 0.125)
-    p = p.masked_fill(rows[:, None] // 64 - torch.arange(SEQ) // 64 < 2, 0).sum(2)
-    for h in range(4):
-        taken = index.columns[0, h, : int(index.column_ptr[0, h, -1])].long()
-        share = p[0, h, taken] / p[0, h].sum()
-        assert share.sum() >= 0.5 > share.sum() - share.min()
 
 
 def test_heads_with_settings_of_their_own():
@@ -168,7 +148,7 @@ def test_heads_with_settings_of_their_own():
         base,
         settings(price=0.0),
         settings(vertical=25, slash=2),
-        settings(policy="coverage", coverage=0.4),
+        settings(vertical=9, slash=4),
     )
     index = search_pattern(query, key, base, CPGroup(None), 0.125, head_policies=policies_of(heads))
     for h, config in enumerate(heads):
@@ -256,7 +236,7 @@ def _choose(rank, world, query, key, config, inner):
 @pytest.mark.parametrize(
     "policy",
     [
-        dict(price=0.6), dict(policy="coverage", coverage=0.5), dict(vertical=20, slash=4),
+        dict(price=0.6), dict(vertical=20, slash=4),
         dict(policy="xattention", block_threshold=0.6), dict(policy="moba", block_top_k=2),
     ],
 )  # fmt: skip
@@ -280,7 +260,10 @@ def test_sets_do_not_depend_on_the_number_of_ranks(world, inner, policy):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        (dict(policy="best"), "--mtraining-policy is best: use one of price, coverage, fixed"),
+        (
+            dict(policy="best"),
+            "--mtraining-policy is best: use one of price, fixed, xattention, moba",
+        ),
         (dict(estimator="first"), "--mtraining-estimator is first"),
         (dict(price=-0.1), "--mtraining-price is -0.1"),
         (dict(price=float("nan")), "--mtraining-price must be a number"),
@@ -288,8 +271,6 @@ def test_sets_do_not_depend_on_the_number_of_ranks(world, inner, policy):
             dict(policy="price", vertical=9),
             "--mtraining-vertical is 9, but --mtraining-policy is price",
         ),
-        (dict(coverage=0.9), "--mtraining-coverage is 0.9, but --mtraining-policy is price"),
-        (dict(policy="coverage", coverage=1.1), "--mtraining-coverage is 1.1"),
         (dict(vertical_cap=0, sink=0), "--mtraining-vertical-cap is 0: use 1 or more"),
         (dict(vertical_cap=3), "--mtraining-sink is 4, more than --mtraining-vertical-cap"),
         (dict(sample_rows=2, held_out_rows=2), "leaves none of the --mtraining-sample-rows"),

@@ -380,8 +380,7 @@ POLICIES = [
     pytest.param(dict(price=0.9, vertical_cap=40, slash_cap=3), id="price-caps"),
     pytest.param(dict(vertical=24, slash=5), id="fixed"),
     pytest.param(dict(vertical=0, slash=5, sink=0), id="slashes-only"),
-    pytest.param(dict(policy="coverage", coverage=0.3), id="coverage"),
-    pytest.param(dict(policy="coverage", coverage=0.5, estimator="last"), id="coverage-last"),
+    pytest.param(dict(vertical=24, slash=5, estimator="last"), id="fixed-last"),
 ]
 
 

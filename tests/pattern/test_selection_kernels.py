@@ -51,8 +51,7 @@ def test_columns_and_diagonals_against_dense():
             dict(price=0.9, vertical_cap=40, slash_cap=3),
             id="price-floors-caps",
         ),
-        pytest.param(dict(policy="coverage", coverage=0.3), id="coverage"),
-        pytest.param(dict(policy="coverage", coverage=0.5, estimator="last"), id="coverage-last"),
+        pytest.param(dict(vertical=24, slash=5, estimator="last"), id="fixed-last"),
     ],
 )
 def test_the_same_index_from_kernels(triton_device, monkeypatch, policy):

@@ -220,11 +220,8 @@ def run_with_columns_told(rank, world, operands, config):
     return in_choice, len(asked) - in_choice, apart, index.recall
 
 
-@pytest.mark.parametrize(
-    "budget", [dict(vertical=20, slash=3), dict(policy="coverage", coverage=0.6, vertical_cap=40)]
-)
-def test_columns_travel_once_for_recall_and_attention(budget):
-    config = MTrainingConfig.from_options(block_size=BLOCK, sample_strata=16, **budget)
+def test_columns_travel_once_for_recall_and_attention():
+    config = MTrainingConfig.from_options(block_size=BLOCK, sample_strata=16, vertical=20, slash=3)
     operands = random_operands(BLOCK * 8, 2, 4, 2, 64, torch.float32, "cpu")[:3]
     results = run_ranks(2, run_with_columns_told, operands, config)
     for in_choice, in_forward, apart, recall in results:

@@ -11,7 +11,6 @@ from ...config import ConfigError, MTrainingConfig
 POINTS = 7
 """Settings in a series whose values are spaced geometrically."""
 PRICES = (3.0, 0.02)
-COVERAGES = (0.1, 0.3, 0.5, 0.7, 0.85, 0.95, 0.99)
 THRESHOLDS = (0.4, 0.6, 0.75, 0.85, 0.9, 0.95, 0.98)
 """Of policy xattention."""
 TOP_K = (1 / 64, 1 / 2)
@@ -61,7 +60,7 @@ class Series:
         setting = dict(low)
         for name in self.changing:
             a, b = low[name], high[name]
-            if name in ("coverage", "block_threshold"):
+            if name == "block_threshold":
                 # 1 minus such a value spans orders of magnitude.
                 value = 1 - _geometric(1 - a, 1 - b, fraction)
             elif min(a, b) > 0:
@@ -85,12 +84,9 @@ def series_for(seq_length: int, base: dict, policies: list[str] | None = None) -
     config = MTrainingConfig.from_options(**base)
     blocks = -(-seq_length // config.block_size)
     top_k = sorted({max(1, round(blocks * fraction)) for fraction in _grid(*TOP_K)})
+    prices = [{"price": value} for value in _grid(*PRICES)]
     swept = [
-        (policy, estimator, [{policy: value} for value in values])
-        for policy, values in {"price": _grid(*PRICES), "coverage": COVERAGES}.items()
-        for estimator in ESTIMATORS
-    ]
-    swept += [
+        *(("price", estimator, prices) for estimator in ESTIMATORS),
         ("fixed", None, _budgets(seq_length, blocks, config.sink)),
         ("xattention", None, [{"block_threshold": value} for value in THRESHOLDS]),
         ("moba", None, [{"block_top_k": value} for value in top_k]),

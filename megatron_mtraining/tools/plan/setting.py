@@ -295,7 +295,7 @@ def _backend(args) -> tuple[MTrainingConfig | None, int, int]:
     if isinstance(config.policy, BlockListPolicy):
         raise ConfigError(
             f"{mtraining_option('policy')} is {config.policy.name}: the size of its block lists depends on "
-            "the data, which mtraining plan does not see; use price, fixed or coverage"
+            "the data, which mtraining plan does not see; use price or fixed"
         )
     inner = inner_group_size(args, args.context_parallel_size, config.gathered_ranks, True)
     chunk = config.loss_chunk

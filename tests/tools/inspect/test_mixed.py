@@ -106,7 +106,7 @@ def test_a_run_writes_settings_that_training_takes(llama, words, tmp_path, capsy
     [
         (("--sensitivity", "heads"), "--mixed and --sensitivity"),
         (("--policy", "price"), "--policy is price, but --mixed"),
-        (("--policy", "moba", "coverage"), "--policy is moba coverage, but --mixed"),
+        (("--policy", "moba", "fixed"), "--policy is moba fixed, but --mixed"),
     ],
     ids=["with-sensitivity", "price-only", "without-price"],
 )

@@ -11,8 +11,12 @@ from megatron_mtraining.tools.inspect import sweep
 
 @pytest.mark.parametrize(
     ("name", "values", "middle"),
-    [("price", (4.0, 1.0), 2.0), ("coverage", (0.9, 0.999), 0.99), ("vertical", (10, 1000), 100)],
-    ids=["geometric", "coverage", "whole-numbers"],
+    [
+        ("price", (4.0, 1.0), 2.0),
+        ("block_threshold", (0.9, 0.999), 0.99),
+        ("vertical", (10, 1000), 100),
+    ],
+    ids=["geometric", "share", "whole-numbers"],
 )
 def test_settings_between_two(name, values, middle):
     settings = tuple({name: value} for value in values)
@@ -25,12 +29,12 @@ def test_settings_between_two(name, values, middle):
 def test_sweeps_are_settings_from_sparse_to_dense():
     found = sweep.series_for(8192, {"block_size": 64})
     assert [series.label for series in found] == [
-        "price, strata", "price, last", "coverage, strata", "coverage, last", "fixed", "xattention", "moba",
+        "price, strata", "price, last", "fixed", "xattention", "moba",
     ]  # fmt: skip
     for series in found:
         configs = [MTrainingConfig.from_options(**setting) for setting in series.settings]
         assert len(configs) > 3 and all(config.block_size == 64 for config in configs)
-    budgets = [(s["vertical"], s["slash"]) for s in found[4].settings]
+    budgets = [(s["vertical"], s["slash"]) for s in found[2].settings]
     assert budgets == sorted(set(budgets))
     top = [setting["block_top_k"] for setting in found[-1].settings]
     assert top == sorted(set(top)) and top[-1] == 64  # half of the blocks

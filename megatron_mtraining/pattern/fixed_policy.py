@@ -1,6 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Selection by a budget: fixed numbers of columns and diagonals per head, or the fewest that hold a share
-of its attention.
+"""Selection by a budget: fixed numbers of columns and diagonals per head.
 
 Candidates are ordered as integers, ties by position, so that all ranks select the same.
 """
@@ -8,18 +7,15 @@ Candidates are ordered as integers, ties by position, so that all ranks select t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..config import CoveragePolicy, FixedPolicy
+from ..config import FixedPolicy
 from ..cp_group import CPGroup
 from ..kernels.selection import attention_masses, diagonal_masses, merge_topk, select_topk
 from .constants import constant
 from .sampled_rows import SampledRows
-
-BudgetPolicy = FixedPolicy | CoveragePolicy
 
 SINK = 2**31 - 1
 """The value that stands for the mass of a sink column."""
@@ -64,7 +60,7 @@ def top_diagonals(mass: Tensor, count: int, seq_length: int, cp: CPGroup) -> Ten
     return offer
 
 
-def _in_order(offer: Tensor) -> tuple[Tensor, Tensor]:
+def in_order(offer: Tensor) -> tuple[Tensor, Tensor]:
     """Values and positions, the largest value first, ties to the lower position."""
     value, position = offer.long()
     order = ((value << 32) - position).argsort(-1, descending=True)
@@ -74,10 +70,6 @@ def _in_order(offer: Tensor) -> tuple[Tensor, Tensor]:
 def _first(counts: list[int], value: Tensor) -> Tensor:
     """Which of the sorted values are among the first ``counts`` of each head, and above 0."""
     count = constant(tuple(counts), value.device, torch.int64)[:, None]
-    return _up_to(count, value)
-
-
-def _up_to(count: Tensor, value: Tensor) -> Tensor:
     return (torch.arange(value.shape[-1], device=value.device) < count) & (value > 0)
 
 
@@ -90,15 +82,16 @@ def _threshold(taken: Tensor, value: Tensor, position: Tensor) -> Tensor:
     return torch.stack((torch.where(some, value, SINK), torch.where(some, position, -1))).int()
 
 
-def select_by_budget(
+def select_fixed(
     sample: SampledRows,
     key: Tensor,
     lse: Tensor,
-    policies: Sequence[BudgetPolicy],
+    policies: Sequence[FixedPolicy],
     sink: int,
     cp: CPGroup,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Columns and token diagonals of heads whose policies are all of one kind.
+    """The ``vertical`` columns and ``slash`` token diagonals with the most mass. Columns are judged by their
+    mass outside of the window, diagonals by that outside of the columns.
 
     Args:
         key: ``[s, b, hk, d]``, this rank's part.
@@ -110,32 +103,8 @@ def select_by_budget(
         Columns, int32 ``[b, h, C]``, and token diagonals, ``[b, h, K]``, N for none; int32 ``[2, b, h, NB]``,
         the masses by block distance of ``kernels.selection.attention_masses``, over all ranks.
     """
-    coverage = isinstance(policies[0], CoveragePolicy)
-    if coverage:
-        # As published, the last rows' share is of all attention, the window's too.
-        window_blocks = sample.window_blocks if sample.stratified else 0
-        sample = replace(sample, window_blocks=window_blocks, drop_max_stratum=False)
     values, masses = attention_masses(sample, key, lse, sink, divide_by_cost=False)
-    select = _select_coverage if coverage else _select_fixed
-    columns, diagonals = select(sample, key, lse, values, policies, sink, cp)
-    return columns, diagonals, cp.all_reduce(masses)
-
-
-def _select_fixed(
-    sample: SampledRows,
-    key: Tensor,
-    lse: Tensor,
-    values: Tensor,
-    policies: Sequence[FixedPolicy],
-    sink: int,
-    cp: CPGroup,
-) -> tuple[Tensor, Tensor]:
-    """The ``vertical`` columns and ``slash`` token diagonals with the most mass. Columns are judged by their
-    mass outside of the window, diagonals by that outside of the columns.
-
-    Args:
-        values: int32 ``[b, h, s]``: columns' masses, as ``kernels.selection.attention_masses`` returns them.
-    """
+    masses = cp.all_reduce(masses)
     batch, seq_length = values.shape[0], sample.seq_length
     verticals = [min(max(policy.vertical, sink), seq_length) for policy in policies]
     slashes = [min(policy.slash, seq_length) for policy in policies]
@@ -143,7 +112,7 @@ def _select_fixed(
         offer, threshold = top_columns(values, max(verticals), sample, cp)
         columns = offer[1]
         if min(verticals) < max(verticals):
-            value, position = _in_order(offer)
+            value, position = in_order(offer)
             taken = _first(verticals, value)
             columns = torch.where(taken, position, seq_length).int()
             threshold = _threshold(taken, value, position)
@@ -152,48 +121,11 @@ def _select_fixed(
         columns = torch.arange(sink, dtype=torch.int32, device=key.device)
         columns, taken = columns.expand(batch, len(policies), -1).contiguous(), None
     if not max(slashes):
-        return columns, columns.new_empty(batch, len(policies), 0)
+        return columns, columns.new_empty(batch, len(policies), 0), masses
     mass = diagonal_masses(sample, key, lse, sink, taken)
     offer = top_diagonals(mass, max(slashes), seq_length, cp)
     diagonals = offer[1]
     if min(slashes) < max(slashes):
-        value, position = _in_order(offer)
+        value, position = in_order(offer)
         diagonals = torch.where(_first(slashes, value), position, seq_length).int()
-    return columns, diagonals
-
-
-def _select_coverage(
-    sample: SampledRows,
-    key: Tensor,
-    lse: Tensor,
-    values: Tensor,
-    policies: Sequence[CoveragePolicy],
-    sink: int,
-    cp: CPGroup,
-) -> tuple[Tensor, Tensor]:
-    """The fewest columns, and the fewest token diagonals, that each hold the share ``coverage`` of attention
-    beyond the window and sinks, within caps."""
-    device, seq_length = key.device, sample.seq_length
-    share = constant(tuple(each.coverage for each in policies), device, torch.float64)
-
-    def fewest(offer: Tensor, whole: Tensor, kind: str, least: int) -> Tensor:
-        value, position = _in_order(offer)
-        weight = _weight(value.int()) if kind == "vertical" else value.double()
-        count = (weight.cumsum(-1) < (share * whole)[..., None]).sum(-1, keepdim=True) + 1
-        caps = [max(least, getattr(each, f"{kind}_cap")) for each in policies]
-        count = count.clamp(min=least).minimum(constant(tuple(caps), device, torch.int64)[:, None])
-        return torch.where(_up_to(count, value), position, seq_length).int()
-
-    whole = cp.all_reduce(_weight(values).sum(-1))
-    offer, _ = top_columns(values, max(each.vertical_cap for each in policies), sample, cp)
-    columns = fewest(offer, whole, "vertical", sink)
-    mass = diagonal_masses(sample, key, lse, sink, None)
-    whole = cp.all_reduce(mass.sum(-1, dtype=torch.float64))
-    most = max(max(each.slash_cap for each in policies), 1)
-    return columns, fewest(top_diagonals(mass, most, seq_length, cp), whole, "slash", 0)
-
-
-def _weight(bits: Tensor) -> Tensor:
-    """Masses of columns from their bits; 0 for sinks, which come before all others whatever they hold."""
-    sinks = bits == SINK
-    return torch.where(sinks, 0, bits).view(torch.float32).double()
+    return columns, diagonals, masses
