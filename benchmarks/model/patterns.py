@@ -16,7 +16,8 @@ the share of them that keep less than 0.9.
 - ``price`` with estimator ``oracle``: all rows choose, those that judge among them; at most
   ``--oracle-rows``, as masses are summed in 32 bits whose steps grow with the rows. The setting says how
   many.
-- ``xattention``, ``moba``: block lists in every head (:func:`select_key_blocks`).
+- ``xattention``, ``moba``: block lists in every head (:func:`select_key_blocks`), by a query block's own
+  queries, as published.
 - ``mixed``: at a price, the pattern of policy price or one of the lists of xattention, in each head what has
   the most ``recall - price x density``: a price is a share of attention for a share of the pairs. One half
   of the rows decides and the other judges, both ways around. ``mixed, oracle choice``: all rows do both.
@@ -112,11 +113,13 @@ def cases_for(seq: int, oracle_rows: int, samples: Sequence[tuple[int, int]] = (
         )
         cases.append(Case("price", "oracle", f"price {price:g}, {which}", how))
     for threshold in THRESHOLDS:
-        how = XAttentionPolicy(stride=STRIDE, threshold=threshold)
+        how = XAttentionPolicy(stride=STRIDE, threshold=threshold, lookahead=True)
         cases.append(Case("xattention", "own", f"threshold {threshold:g}", how))
     half = max(1, seq // BLOCK // 2).bit_length() - 1
     for power in range(max(0, half + 1 - MOST_TOP_K), half + 1):
-        cases.append(Case("moba", "own", f"top_k {2**power}", MobaPolicy(top_k=2**power)))
+        cases.append(
+            Case("moba", "own", f"top_k {2**power}", MobaPolicy(top_k=2**power, lookahead=True))
+        )
     return cases
 
 
