@@ -38,7 +38,7 @@ class AttentionResult(NamedTuple):
     """``[s, b, h, d]``, in the query's dtype, contiguous."""
     lse: Tensor
     """Log-sum-exp of the rows' scores, ``[b, h, s]``, float32 (float64 for float64); no gradient."""
-    # It hides a method of tuples, which a result has no use for.
+    # Shadows tuple.index(), which is never used.
     index: Pattern  # type: ignore[assignment]
     """The pattern that was attended to."""
     packed: Tensor | None = None

@@ -38,7 +38,7 @@ class RankGroup:
     """
 
     def __init__(self, group: ProcessGroup | None):
-        # What torch gives in place of a group to processes outside of it is no group either.
+        # GroupMember.NON_GROUP_MEMBER: this process is not in the group.
         outside = dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER
         if group is not None and not isinstance(group, ProcessGroup) and not outside:
             raise ValueError(

@@ -296,8 +296,8 @@ class Documents:
             position = torch.arange(n, device=device)
             starts = self.starts.long()
             apart = position // block - starts // block
-            # Of the block its document starts in a row sees a part; of those after, all; of its own, up to
-            # itself.
+            # A row sees part of the block where its document starts, all blocks between, and its own block
+            # up to itself.
             part = torch.where(apart > 0, block - starts % block, 0).double()
             pairs = torch.zeros(self.batch, num_blocks + 1, dtype=torch.float64, device=device)
             rows = pairs.clone().scatter_add_(1, apart, torch.ones_like(part))

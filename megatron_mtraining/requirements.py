@@ -83,7 +83,7 @@ def absent(error: ModuleNotFoundError, extra: str) -> ConfigError:
         extra: the extra of this package that brings it, or "".
 
     Raises:
-        ModuleNotFoundError: it is none of another package.
+        ModuleNotFoundError: re-raised if the missing module is ours or the standard library's.
     """
     name = (error.name or "").partition(".")[0]
     if not name or name in sys.stdlib_module_names or name == __name__.partition(".")[0]:

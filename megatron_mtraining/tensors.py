@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Checks of what is given as a tensor, by what it says of itself: values on a device are never read."""
+"""Checks of tensor arguments by their metadata (layout, dtype, device). They never wait for the GPU."""
 
 from __future__ import annotations
 

@@ -421,9 +421,9 @@ def sampling_from(given: Values) -> Sampling:
         if section in each.sections:
             values[each.field_name] = value
         elif StratifiedSampling in each.sections and value != {"sample_strata": 1}.get(key, 0):
-            why = "looks at one stretch" if key == "sample_strata" else "holds none out"
+            has = "no strata" if key == "sample_strata" else "no held-out rows"
             raise ConfigError(
-                f"{option(key)} is {value}, but {option('estimator')} is {name}, which {why}: leave it out"
+                f"{option(key)} is {value}, but {option('estimator')} {name} has {has}: remove {option(key)}"
             )
     return section(**values)
 

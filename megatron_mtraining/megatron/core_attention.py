@@ -185,7 +185,11 @@ class MTrainingAttention(MegatronModule):
                     documents=documents,
                     first_pass=first_pass,
                     observe_backward=self._observe_backward(),
-                    **({} if dense or first_pass is not None else self._of_this_step(query, tuned)),
+                    **(
+                        {}
+                        if dense or first_pass is not None
+                        else self._search_overrides(query, tuned)
+                    ),
                 )
         except ValueError as error:  # a ConfigError too
             raise ConfigError(f"the {place} cannot run: {error}{_hint(query, key)}") from error
@@ -267,7 +271,7 @@ class MTrainingAttention(MegatronModule):
                 )
             stages = getattr(args, "pipeline_model_parallel_size", 1)
             if stages > 1 and scope is not None and self.mtraining != settings():
-                # Ranks of other stages would not take part in this target's sums, and this one wait for them.
+                # Other pipeline stages would not join this target's all-reduce: a deadlock.
                 raise ConfigError(
                     f"the {place} has settings and a target of its own (config.mtraining), and there are "
                     f"{stages} pipeline stages: give the target on the command line, and the layer's "
@@ -294,7 +298,7 @@ class MTrainingAttention(MegatronModule):
         self.first_head = rank * own
         return None if policies is None else policies[self.first_head : self.first_head + own]
 
-    def _of_this_step(self, query: Tensor, tuned: tuple[Tensor, Tensor] | None) -> dict:
+    def _search_overrides(self, query: Tensor, tuned: tuple[Tensor, Tensor] | None) -> dict:
         """What the pattern search of this step takes beside the settings."""
         layer, heads = self.layer_number - 1, query.shape[2]
         price = self.steering.price(query.device, layer, self.first_head, heads)

@@ -179,7 +179,7 @@ def wrap_forward(original):
             if getattr(self.config, "context_parallel_size", 1) == 1 and hasattr(
                 params, "tokens_per_sample"
             ):
-                # By which layers of experts tell samples apart; striped tokens are of all samples.
+                # MoE layers split samples by it. With context parallelism a rank's tokens mix samples.
                 made.tokens_per_sample = params.tokens_per_sample
         return original(*bound.args, **bound.kwargs)
 

@@ -79,7 +79,7 @@ class BlockListIndex(PatternIndex):
         device, nb = self.member.device, self.local_blocks
         batch, heads, num_blocks = self.member.shape
         entry = torch.arange(len(self.round_list), dtype=self.round_ptr.dtype, device=device)
-        # Which list an entry is in; those past the count go to a head that there is not.
+        # Which list an entry is in; padding entries go to a dummy head, dropped below.
         number = torch.searchsorted(self.round_ptr, entry, right=True) - 1
         there = entry < self.round_ptr[-1]
         a = number % nb

@@ -4,12 +4,12 @@ heads.
 
 A candidate, a block distance or a column, has a mass (the share of attention that it adds) and a cost (the
 share of the causal query-key pairs that it adds). Those whose mass per unit of cost is at least the price
-are kept: the price is the Lagrange multiplier of density. Heads that need few keys become sparse, and
-    others stay dense.
+are kept: the price is the Lagrange multiplier of density. Heads that need few keys become sparse, and others
+stay dense.
 
-A slash's mass is what columns leave to it, and a column's what slashes leave. Both are judged by the others
-that would be kept at one reference price: so each candidate has a value of its own, whatever the price is,
-and a lower price keeps all that a higher one does.
+The mass of a slash excludes what columns hold, and that of a column what slashes hold. Both exclusions use a
+fixed reference price, so a candidate's mass does not depend on the run's price: selection is monotone, and a
+lower price keeps everything that a higher one keeps.
 """
 
 from __future__ import annotations
@@ -120,14 +120,14 @@ def select_at_price(
     """The candidates of each head whose mass per unit of cost is at least its price. Arguments as for
     :func:`select_by_price`."""
     masses, positions, keys, inside = candidates
-    pair, column = cost_units(sample)
+    pair_cost, column_cost = cost_units(sample)
     slashes, at_reference, outside, value = select_slashes_by_price(
-        masses[0], inside, price, REFERENCE_PRICE, sample.window_blocks, pair,
+        masses[0], inside, price, REFERENCE_PRICE, sample.window_blocks, pair_cost,
         fixed_point_one(len(sample.rows)), sample.stratified, sample.costs,
     )  # fmt: skip
     slashes = _cap_slashes(slashes, value, sample.window_blocks, policies)
     columns, value, held = select_columns_by_price(
-        sample, keys, positions, lse, slashes, at_reference, outside, price, sink, column
+        sample, keys, positions, lse, slashes, at_reference, outside, price, sink, column_cost
     )
     columns = _cap_columns(columns, positions, value, sample.seq_length, sink, policies)
     return Selection(slashes, columns, recall_of(sample, masses, slashes, columns, held))
