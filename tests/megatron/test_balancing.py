@@ -39,6 +39,7 @@ def balanced(monkeypatch):
     def use(multipliers=None, **others):
         balancer = balancer_for(multipliers, **others)
         run = SimpleNamespace(
+            has_run_dense=True,
             step_is_logged=lambda: True,
             balancer_of_run=lambda: balancer,
             steering_of=lambda config, layers, heads: Steering(config, 0, (layers, heads)),
