@@ -127,7 +127,7 @@ def attend(
         check_size(query, config.block_size, cp.world, cp.inner)
         pruning = BackwardPruning(config.backward_threshold, observe_backward)
     if first_pass is None:
-        if price is None and getattr(config.policy, "steps", None) is not None:
+        if price is None and config.steps is not None:
             raise ConfigError(
                 "the settings have a schedule, but price is None: give the price of this step, or settings "
                 "with a price of 0 for dense attention"

@@ -17,7 +17,6 @@ NAMED = {
     "target_schedule": {},
 }
 """By option, the points that a name stands for."""
-EXTENSION = "schedule_extension"
 EXTENSIONS = ("continue", "restart")
 """What a schedule does if a run that goes on from a checkpoint has another length."""
 
@@ -100,8 +99,9 @@ class Span:
         if saved is not None and extension is None:
             of_before = f"{saved.end}" if counted is None else f"{counted} {saved.end}"
             raise ConfigError(
-                f"{shown}, but the schedule of the checkpoint is to {of_before}: give {option(EXTENSION)} "
-                "continue for one schedule over the whole new length, or restart for a schedule from here on"
+                f"{shown}, but the schedule of the checkpoint is to {of_before}: give "
+                f"{option('schedule_extension')} continue for one schedule over the whole new length, or "
+                "restart for a schedule from here on"
             )
         begin = 0 if saved is None or counted is not None else saved.begin
         found = cls(done if extension == "restart" else begin, end)

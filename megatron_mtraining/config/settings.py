@@ -24,6 +24,7 @@ from .policies import (
     StratifiedSampling,
     XAttentionPolicy,
 )
+from .schedule import Schedule
 from .settings_content import settings_of_run
 from .validation import check_at_least, check_choice, check_share, check_type, option
 
@@ -147,6 +148,11 @@ class MTrainingConfig:
             )
 
     @property
+    def steps(self) -> Schedule | None:
+        """What the price, or the target recall, is over the run; None if it stays, or no policy has one."""
+        return getattr(self.policy, "steps", None)
+
+    @property
     def balances(self) -> bool:
         """Whether the run balances its data-parallel ranks: batching or tuning is on."""
         return self.batching != "off" or self.tuning == "on"
@@ -160,7 +166,7 @@ class MTrainingConfig:
                 f"{option('tuning')} is on, but {option('policy')} is {self.policy.name}, which has no price "
                 f"to tune: use {option('policy')} price, or {option('tuning')} off"
             )
-        if self.policy.steps is not None:
+        if self.steps is not None:
             raise ConfigError(
                 f"{option('tuning')} is on, but the price follows a schedule, which tuning does not support: "
                 f"leave the schedule out, or use {option('tuning')} off"

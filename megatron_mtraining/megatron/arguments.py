@@ -164,7 +164,7 @@ def _checked(args) -> tuple[MTrainingConfig, str | None]:
     warning = check_rotary_options(args)
     config = config_from_args(args)
     check_loss(args, config.loss_chunk, command_line=True)
-    if getattr(config.policy, "steps", None) is not None and hasattr(args, "train_iters"):
+    if config.steps is not None and hasattr(args, "train_iters"):
         length_of(args)  # a plan of memory has none
     seq_length = args.seq_length or getattr(args, "encoder_seq_length", None)
     layers, heads = getattr(args, "num_layers", None), args.num_attention_heads

@@ -169,6 +169,7 @@ class MTrainingAttention(MegatronModule):
         microbatch = self._begin_call(place) if replay is None else replay.microbatch
         tuned = self._tuning(microbatch) if replay is None else None
         dense = self.steering.is_dense or (not self.training and self.mtraining.dense_evaluation)
+        searches = not dense and first_pass is None
         if self.training and not RUN.has_run_dense:
             self._run_dense_ahead(query, key, value, documents)
         counted = self.calls is not None and microbatch is not None
@@ -185,11 +186,7 @@ class MTrainingAttention(MegatronModule):
                     documents=documents,
                     first_pass=first_pass,
                     observe_backward=self._observe_backward(),
-                    **(
-                        {}
-                        if dense or first_pass is not None
-                        else self._search_overrides(query, tuned)
-                    ),
+                    **(self._search_overrides(query, tuned) if searches else {}),
                 )
         except ValueError as error:  # a ConfigError too
             raise ConfigError(f"the {place} cannot run: {error}{_hint(query, key)}") from error
@@ -206,7 +203,7 @@ class MTrainingAttention(MegatronModule):
         """In the first step of a schedule that ends dense, run dense attention once, forward and backward:
         its kernels are compiled and its buffers allocated now, not after most of the run."""
         RUN.has_run_dense = True
-        steps = getattr(self.mtraining.policy, "steps", None)
+        steps = self.mtraining.steps
         if steps is None or not steps.ends_dense or not query.is_cuda or self.steering.is_dense:
             return
         with torch.enable_grad():

@@ -45,7 +45,7 @@ class RunState:
         self.step = 0
         self.span: Span | None = None
         self.restored_span: list | None = None
-        self._share: tuple[int, float] | None = None
+        self._share: tuple[tuple, float] | None = None
         self.balance: Planner | None = None
         self.restored_balance: dict | None = None
         self.logged = False
@@ -71,11 +71,12 @@ class RunState:
         Raises:
             ConfigError: nothing says how long the run is.
         """
+        if self.span is None:
+            self.resume_span(None)
         step = self.step_now()
-        if self._share is None or self._share[0] != step:
-            if self.span is None:
-                self.resume_span(None)
-            self._share = step, self.span.share(self._done(step))
+        at = step, self.span
+        if self._share is None or self._share[0] != at:
+            self._share = at, self.span.share(self._done(step))
         return self._share[1]
 
     def begin_forward(self) -> None:
@@ -124,7 +125,6 @@ class RunState:
             f"{name} is {end}",
             None if same else saved[0],
         )
-        self._share = None
 
     def span_state(self) -> list | None:
         """What a checkpoint has of a schedule: the option that gives the run's length, and the span."""

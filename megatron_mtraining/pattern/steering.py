@@ -62,7 +62,7 @@ class Steering:
         self._share = share
         policy = config.policy if isinstance(config.policy, PricePolicy) else None
         self._target = policy and policy.target_recall
-        self._schedule = policy and policy.steps
+        self._schedule = config.steps
         self._heads = policy is not None and policy.target_scope == "head"
         self._shape = shape if self._heads else (1, 1)
         # The target, or the targets of heads, NaN where a head has no price: float32 [layers, heads].
@@ -200,9 +200,8 @@ class Steering:
                 seen = torch.zeros(2, *self._shape, device=device)
             lost, exposed = ranks.all_reduce(seen)
             allowed = 1 - self._aims(seen.device)
-            if (
-                now := self.scheduled()
-            ) is not None:  # heads with targets of their own keep the ratio
+            now = self.scheduled()
+            if now is not None:  # heads with targets of their own keep the ratio
                 allowed = allowed * (now / (1 - self._target))
             self._prices(seen.device).move(lost, exposed, allowed.clamp(min=1e-5))
         self._seen, self.step = None, step

@@ -265,7 +265,7 @@ def _settings(values: argparse.Namespace, sparse: bool) -> dict:
                 "--settings with the prices that training has reached (mtraining convert prices)"
             )
     config = config_from_args(values)
-    if getattr(config.policy, "steps", None) is not None:
+    if config.steps is not None:
         raise ConfigError(
             f"--settings {config.settings} has a schedule of prices, which only training follows: give a "
             "file with the price of one step"

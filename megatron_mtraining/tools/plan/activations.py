@@ -164,7 +164,7 @@ def ring_bytes(layer: Layer) -> int:
         held = gradient + (sums if several else 0) + gathered + moving
     held += size(layer.heads, 4)  # row sums of output and its gradient
     held += column_bytes(layer) + pruning_bytes(layer)
-    steps = getattr(setting.mtraining.policy, "steps", None)
+    steps = setting.mtraining.steps
     if steps is None or not steps.ends_dense:
         return held
     dense = replace(setting, mtraining=setting.mtraining.dense())
