@@ -154,7 +154,8 @@ def untrained_table(rows: list[Row]) -> str:
     )
     body = [
         [
-            f"{model_of(row)}, {row['seq'] // 1024}K", name_of(row), percent(row["density"]), recall_of(row),
+            f"{model_of(row)}, {row['seq'] // 1024}K", name_of({**row, "decay": None}),
+            percent(row["density"]), recall_of(row),
             percent(row["zero_over_dense"], 2, True),
             "; ".join(filter(None, (number(row["zero_needle"]), number(row["zero_needle_tail"])))),
             number(row["zero_answer_loss"]), times_of(row),

@@ -39,7 +39,7 @@ from .profile_tables import (
     profile_errors,
     profile_seconds,
 )
-from .real_tables import later_tokens, mean, real_operands, real_share, real_times
+from .real_tables import later_tokens, mean, price_costs, real_operands, real_share, real_times
 from .ring_tables import (
     balance,
     balance_short,
@@ -118,6 +118,8 @@ OF_RUN: dict[str, Callable[[Row], str]] = {
     "own": lambda row: signed(row["trained_own_over_dense"]),
     "dense": lambda row: signed(row["trained_dense_over_dense"]),
     "cost": schedule_tables.cost_of,
+    "times": lambda row: f"{1 / row['mean_cost']:.1f}x cuDNN's dense attention",
+    "seeds": lambda row: str(row["seeds"]),
     "own_by_text": lambda row: texts_of(row["trained_own_by_text"]),
     "dense_by_text": lambda row: texts_of(row["trained_dense_by_text"]),
 }
@@ -130,19 +132,28 @@ def texts_of(losses: dict[str, float]) -> str:
 
 
 SCHEDULES = {
-    "second_falls": ("qwen.gguf", "0:0.31,0.9:0.1/3"),
+    "second_anneal": ("qwen.gguf", "0:0.62,0.9:0.15/3"),
+    "second_low": ("qwen.gguf", "0:0.31,0.9:0.1/3"),
+    "second_steep": ("qwen.gguf", "0:1.2,0.9:0.15/3"),
     "second_dense": ("qwen.gguf", "0:0.31,0.9:0/3"),
     "second_fixed": ("qwen.gguf", "0:0.31/3"),
     "second_middle": ("qwen.gguf", "0:0.31,0.7:0.31,0.7:0.01,0.8:0.01,0.8:0.65/3"),
     "second_sparser": ("qwen.gguf", "0:0.65,0.9:0/3"),
-    "falls": ("smol.gguf", "0:0.62,0.9:0.15"),
+    "anneal": ("smol.gguf", "0:0.62,0.9:0.15/3"),
+    "low": ("smol.gguf", "0:0.31,0.9:0.1/3"),
+    "steep": ("smol.gguf", "0:1.2,0.9:0.15/3"),
+    "high_end": ("smol.gguf", "0:0.62,0.9:0.2/3"),
     "dense": ("smol.gguf", "0:0.29,0.9:0/3"),
-    "fixed": ("smol.gguf", "0:0.29"),
+    "fixed": ("smol.gguf", "0:0.29/3"),
     "middle": ("smol.gguf", "0:0.29,0.7:0.29,0.7:0.01,0.8:0.01,0.8:0.65"),
     "high": ("smol.gguf", "0:1.2,0.9:0"),
     "high_constant": ("smol.gguf", "0:1.2,0.9:0", "constant"),
+    "long_anneal": ("smol.gguf", "0:0.62,0.9:0.15/3", "cosine", 1000),
+    "long_fixed": ("smol.gguf", "0:0.29/3", "cosine", 1000),
+    "second_64k": ("qwen.gguf", "0:0.62,0.9:0.15/3", "cosine", 100),
 }
-"""Schedules that sentences quote: model, points and threshold, and the decay where it is not cosine."""
+"""Schedules that sentences quote: model, points and threshold, and decay and steps if they are not cosine and
+300."""
 
 FIGURES: dict[str, Callable[[], str]] = {
     "profile_seconds": profile_seconds,
@@ -233,6 +244,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "frontier_schedules": schedules,
     "frontier_retrieval": retrieval,
     "later_tokens": later_tokens,
+    "price_costs": price_costs,
     "real_operands": real_operands,
     "frontier_steps": predicted_steps,
     "ablations_by_loss": ablations_by_loss,

@@ -47,9 +47,9 @@ def chosen(model: str = "smol.gguf", policy: str = "price", wanted: float = 0.15
     return _chosen(frontier_tables.trained(frontier_rows()), model, policy, wanted)
 
 
-def with_schedule(model: str, wanted: str, decay: str = "cosine") -> Row:
-    """The row of a schedule of a model with a decay, with most seeds, of the shortest training."""
-    found = [row for row in frontier_rows() if row["decay"] == decay]
+def with_schedule(model: str, wanted: str, decay: str = "cosine", steps: int = 300) -> Row:
+    """The row of a schedule of a model with a decay, with most seeds."""
+    found = [row for row in frontier_rows() if (row["decay"], row["steps"]) == (decay, steps)]
     return _chosen(found, model, "schedule", wanted)
 
 

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from benchmarks.model import frontier_tables
+from benchmarks.model import frontier_tables, mean_cost
 from benchmarks.model.frontier_rows import decay_of
 from benchmarks.model.mean_cost import cases, share
+from benchmarks.model.real_operands import SETTINGS
 
 from .common import NOT_MEASURED, Row, is_measured, last, percent, rows, source, table, tokens
 
@@ -20,9 +21,12 @@ def mean(found: list[Row], name: str) -> float:
 
 
 def real_operands() -> str:
-    """A line for each setting, over the layers."""
+    """A line for each usual setting, over the layers."""
     body, used = [], []
+    usual = {(each["price"], each["backward_threshold"]) for each in SETTINGS}
     for (*_, text, seq, price, threshold), found in real_cases().items():
+        if (price, threshold) not in usual:
+            continue
         used += found
         name = f"price {price:g}" if price else "dense forward"
         name += f", threshold {threshold:g}" if threshold else ""
@@ -42,6 +46,22 @@ def real_operands() -> str:
     header = ["text, tokens", "setting", "density; of the backward", "time / cuDNN dense"]
     header += ["/ FlashAttention-4 dense", "layers, / cuDNN", "layers"]
     return table(header, body) + source(used, "real_operands")
+
+
+def price_costs() -> str:
+    """What each measured price costs, as mean costs of runs count it: a line a threshold."""
+    measured = mean_cost.counted(rows("real_operands"))
+    costs = mean_cost.costs_of(measured)
+    prices = sorted({price for line in costs.values() for price in line})
+    body = [
+        [
+            f"{threshold:g}" if threshold else "off",
+            *(f"{line[p]:.3f}" if p in line else "–" for p in prices),
+        ]
+        for threshold, line in sorted(costs.items())
+    ]
+    header = ["threshold", *(f"price {price:g}" if price else "dense" for price in prices)]
+    return table(header, body) + source(measured, "real_operands")
 
 
 def real_share(seq: int, price: float, threshold: float, text: str = "code") -> list[Row]:

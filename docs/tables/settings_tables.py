@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from benchmarks.model import frontier_tables
+from megatron_mtraining.config.schedule import NAMED
 
 from . import backward_tables, frontier_docs, real_tables, step_tables
 from .common import Row, percent, source, table, tokens
@@ -13,7 +14,7 @@ LENGTHS = (131072, 524288)
 THRESHOLD = 3
 
 
-def _line(why: str, options: str, row: Row) -> list:
+def _line(why: str, options: str, row: Row, layer: str | None = None) -> list:
     name = f"{frontier_tables.MODELS[row['model']]}, {tokens(row['seq'])}"
     loss = f"{frontier_tables.losses(row, 'trained_dense')} ({row['seeds']})"
     texts = frontier_tables.by_text(row, "trained_dense")
@@ -24,8 +25,21 @@ def _line(why: str, options: str, row: Row) -> list:
         percent(row["density_trained"]),
         loss,
         texts,
-        frontier_tables.times(row, "128k"),
+        layer or frontier_tables.times(row, "128k"),
     ]
+
+
+def _schedules() -> tuple[list[list], list[Row]]:
+    """The lines of the named schedules, with the mean cost of the run, and the rows that they are from."""
+    lines, used = [], []
+    for why, name in (("the usual start", "anneal"), ("less loss", "anneal-low")):
+        for model in (SMALL, SECOND):
+            row = frontier_docs.with_schedule(model, f"{NAMED['schedule'][name]}/{THRESHOLD}")
+            options = f"`--mtraining-schedule {name} --mtraining-backward-threshold {THRESHOLD}`"
+            cost = f"{row['mean_cost']:.3f} (real operands, mean of the run)"
+            lines.append(_line(why if model == SMALL else "", options, row, cost))
+            used.append(row)
+    return lines, used
 
 
 def _exact() -> tuple[list, list[Row]]:
@@ -59,6 +73,7 @@ def settings() -> str:
         frontier_docs.chosen(SMALL, "price", 0.08),
     )
     exact, used = _exact()
+    scheduled, trained = _schedules()
     target = "`--mtraining-target-recall 0.95`"
 
     def price(row: Row) -> str:
@@ -67,11 +82,12 @@ def settings() -> str:
     steps = [step_tables.step(seq) for seq in LENGTHS]
     fixed = " and ".join(f"{percent(row['density'])} at {tokens(row['seq'])}" for row in steps)
     body = [
-        _line("the usual start", target, start),
+        *scheduled,
+        _line("one target for the run", target, start),
         _line("", target, second),
-        _line("less loss", price(denser), denser),
+        _line("one price", price(denser), denser),
         exact,
-        _line("more speed", price(sparser), sparser),
+        _line("more speed, and more loss", price(sparser), sparser),
         [
             "a step time that does not vary", "`--mtraining-vertical 1000 --mtraining-slash 100`",
             "Qwen2.5-3B's shape, random weights", fixed, "not known", "", "",
@@ -85,6 +101,6 @@ def settings() -> str:
         "dense-attention loss over dense (seeds)",
     ]
     header += ["code, book, speeches", "layer 128K / cuDNN dense"]
-    joined = frontier_docs.apart([start, second, denser, sparser])
+    joined = frontier_docs.apart([start, second, *trained, denser, sparser])
     files = ("frontier", "backward", "pretrain", *(["real_operands"] if len(used) > 3 else []))
     return table(header, body) + source([*joined, *used, *steps], *files)

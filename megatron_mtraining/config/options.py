@@ -215,7 +215,8 @@ OPTIONS = (
     ),
     Option(
         "schedule", str,
-        "Prices over the run, such as anneal or 0:1.2,0.9:0. anneal is " + NAMED["schedule"]["anneal"] + ". "
+        "Prices over the run, such as anneal or 0:1.2,0.9:0. "
+        + "".join(f"{name} is {points}. " for name, points in NAMED["schedule"].items()) +
         "Points are SHARE:PRICE: from each share of the run on the price is that of the point, and between "
         "points it changes geometrically; 0 at the last point is dense attention from there to the end. The "
         "share is of --train-samples, or of --train-iters.",

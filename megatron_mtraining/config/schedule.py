@@ -13,10 +13,10 @@ from .validation import option
 SCHEDULES = ("schedule", "target_schedule", "schedule_extension")
 """Options of a policy, which hold for all of its heads."""
 NAMED = {
-    "schedule": {"anneal": "0:0.62,0.9:0.15"},
+    "schedule": {"anneal": "0:0.62,0.9:0.15", "anneal-low": "0:0.31,0.9:0.1"},
     "target_schedule": {},
 }
-"""By option, the points that a name stands for."""
+"""By option, the points that a name stands for (measured: docs/frontier.md, "Schedules")."""
 EXTENSIONS = ("continue", "restart")
 """What a schedule does if a run that goes on from a checkpoint has another length."""
 

@@ -72,7 +72,7 @@ def test_names_and_many_points():
 @pytest.mark.parametrize(
     "name, text, problem",
     [
-        ("schedule", "", "'' is not SHARE:PRICE: give anneal, or points such as 0:1.2"),
+        ("schedule", "", "'' is not SHARE:PRICE: give anneal, or anneal-low, or points such as 0:1.2"),
         ("schedule", "anneals", "'anneals' is not SHARE:PRICE"),
         ("schedule", "0:1.2,0.9", "'0.9' is not SHARE:PRICE"),
         ("schedule", "0:1.2,", "'' is not SHARE:PRICE"),
