@@ -12,14 +12,11 @@ The files, in the order a run meets them:
   ``rotary_embedding`` (in the striped layout), ``output_layer`` (output layer and loss in chunks) and
   ``main_grad`` (where the weight's gradient goes)
 - ``checkpoint``: what checkpoints save and restore
-- ``batching``: the samples of a global batch, placed on data-parallel ranks; with ``balance_options`` (what
-  that needs of the arguments) and ``sample_documents`` (lengths of documents of samples)
 - ``batch``: a rank's part of the batch, and ``packed_documents``: documents, from there to the layers
 - ``core_attention``: :class:`MTrainingAttention`, the module in each layer
 - ``recompute``: its results under activation recomputation
 - ``run_state``: what layers share: the steering of their prices, and the step
-- ``balancing``: multipliers of the price by micro-batch, and accounting; with ``observation`` (what a layer's
-  attention sees in a step), ``balance_table`` (what ranks sum) and ``balance_log`` (the line in the log)
+- ``balance``: data-parallel ranks that take equally long: batching, and multipliers of the price
 - ``hosts``: whether inner groups fit the hosts
 - ``density``: the end of a step, and the line in the log
 """

@@ -21,7 +21,7 @@ from ..config import (
 from ..ring.pruning import check_entries
 from ..switches import check_switches
 from .backend import is_active, training_arguments
-from .balance_options import check_balance, lines_of_balance
+from .balance.options import check_balance, lines_of_balance
 from .checks import check_settings, inner_group_size, warning_of_loss
 from .options import FILLED_IN, add_arguments, attribute, config_from_args
 from .output_layer import check_loss, why_not

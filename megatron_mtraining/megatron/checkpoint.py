@@ -7,14 +7,10 @@ import copy
 
 from megatron.core.transformer.enums import AttnBackend
 
-from ..balance.estimates import DensityEstimates
 from ..config import ConfigError
-from .arguments import settings
 from .backend import is_active, training_arguments
-from .balance_options import origin_of_estimates
 from .rotary_options import warn_of_other_positions
 from .run_state import RUN, has_schedule
-from .wrapping import log
 
 
 def wrap_generate_state_dict(original):
@@ -31,10 +27,7 @@ def wrap_generate_state_dict(original):
             saved.mtraining_price_reached = reached[0] if reached else None
             saved.mtraining_further_prices_reached = reached[1:]
             saved.mtraining_schedule_span = RUN.span_state()
-            saved.mtraining_balance_reached = None
-            if RUN.balance is not None:
-                origin = origin_of_estimates(saved, settings())
-                saved.mtraining_balance_reached = {**RUN.balance.state(), "origin": origin}
+            saved.mtraining_balance_reached = RUN.balance.state(saved)
             state["args"] = saved
         return state
 
@@ -59,19 +52,7 @@ def wrap_check_checkpoint_args(original):
             if has_schedule(training_arguments()):
                 RUN.restored_span = getattr(checkpoint_args, "mtraining_schedule_span", None)
                 RUN.resume_span(RUN.restored_span)  # refuses; before the model's weights are read
-            estimates = getattr(checkpoint_args, "mtraining_balance_reached", None)
-            if estimates is not None and settings().balances:
-                try:
-                    DensityEstimates().restore(estimates)
-                except ConfigError as error:
-                    raise ConfigError(f"{error}; --finetune leaves them out") from None
-                if estimates.get("origin") == origin_of_estimates(training_arguments(), settings()):
-                    RUN.restored_balance = estimates
-                else:
-                    log(
-                        "the checkpoint's estimates of density are of another pattern, sequence length or "
-                        "blend of data: this run makes its own, and tunes when it has them"
-                    )
+            RUN.balance.restore(getattr(checkpoint_args, "mtraining_balance_reached", None))
         return result
 
     return check_checkpoint_args

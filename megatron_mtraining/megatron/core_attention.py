@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from megatron.core import parallel_state
@@ -14,18 +14,18 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from ..attention import attend
-from ..config import ConfigError, Policy, has_price, head_policies, option
+from ..config import ConfigError, Policy, head_policies
 from ..cp_group import CPGroup, cp_group_of
 from ..documents import Documents
 from ..pattern import Steering
 from . import recompute
 from .arguments import settings
 from .backend import is_active, training_arguments
+from .balance.observer import Call
 from .checks import check_settings, inner_group_size, is_p2p, show
 from .density import DensityMeter
 from .hosts import advise_on_hosts, check_hosts
 from .inputs import check_mask
-from .observation import in_backward
 from .packed_documents import documents_for_layer
 from .run_state import RUN
 
@@ -121,10 +121,7 @@ class MTrainingAttention(MegatronModule):
         self.head_policies = self._own_policies(pg_collection, place)
         self.density = DensityMeter(layer_number - 1, self.first_head)
         self.saves = recompute.what_to_save(self)
-        self.balancer = RUN.balancer_of_run()
-        self.calls = None if self.balancer is None else self.balancer.layer()
-        self.tunable_heads = self._tunable_heads()
-        self._tunable_mask: Tensor | None = None
+        self.observer = RUN.observer_of(self.mtraining, self.head_policies, place)
 
     def forward(
         self,
@@ -153,7 +150,7 @@ class MTrainingAttention(MegatronModule):
         Raises:
             ConfigError: something given is not supported.
             RuntimeError: a replay under activation recomputation that does not run the attentions
-                of its first pass, or whose first pass has left nothing for it and had a tuned price.
+                of its first pass, or that the layer's observer refuses.
         """
         place = f"attention of layer {self.layer_number}"
         if attention_bias is not None:
@@ -166,35 +163,26 @@ class MTrainingAttention(MegatronModule):
             check_mask(attention_mask, query, documents, cp, self.mtraining.block_size, place)
         replay = recompute.saved_call(self, query)
         first_pass = None if replay is None else replay.result
-        microbatch = self._begin_call(place) if replay is None else replay.microbatch
-        tuned = self._tuning(microbatch) if replay is None else None
+        call = None if replay is None else replay.call
+        if replay is None and self.observer is not None and self.training:
+            call = self.observer.begin()
         dense = self.steering.is_dense or (not self.training and self.mtraining.dense_evaluation)
         searches = not dense and first_pass is None
         if self.training and not RUN.has_run_dense:
             self._run_dense_ahead(query, key, value, documents)
-        counted = self.calls is not None and microbatch is not None
         try:
-            with self.calls.timed(microbatch, query.is_cuda) if counted else nullcontext():
-                result = attend(
-                    query,
-                    key,
-                    value,
-                    config=self._settings[self.training, dense],
-                    cp_group=self.cp_group,
-                    cp_inner=self.cp_inner,
-                    softmax_scale=self.softmax_scale,
-                    documents=documents,
-                    first_pass=first_pass,
-                    observe_backward=self._observe_backward(),
-                    **(self._search_overrides(query, tuned) if searches else {}),
-                )
+            run = partial(
+                attend, query, key, value, config=self._settings[self.training, dense],
+                cp_group=self.cp_group, cp_inner=self.cp_inner, softmax_scale=self.softmax_scale,
+                documents=documents, first_pass=first_pass, observe_backward=self._observe_backward(),
+                **(self._search_overrides(query, call) if searches else {}),
+            )  # fmt: skip
+            result = run() if call is None else call.timed(run, query.is_cuda)
         except ValueError as error:  # a ConfigError too
             raise ConfigError(f"the {place} cannot run: {error}{_hint(query, key)}") from error
-        recompute.save(self, result, microbatch)
-        if counted:
-            self.calls.time_backward(microbatch, result.out)
+        recompute.save(self, result, call)
         if self.training and first_pass is None:
-            self._count(result.index, microbatch, tuned)
+            self._count(result.index, call)
         return result.out.flatten(2)
 
     def _run_dense_ahead(
@@ -218,42 +206,6 @@ class MTrainingAttention(MegatronModule):
         """Who is told what a pruned backward leaves out, in the steps that are logged: it costs a sum in the
         backward, and the one-pass backward has none (:func:`~..kernels.attention.one_pass`)."""
         return self.density.add_backward if self.training and RUN.step_is_logged() else None
-
-    def _begin_call(self, place: str) -> int | None:
-        """The micro-batch that a first pass begins, where ranks are balanced and in training mode."""
-        if self.calls is None or not self.training:
-            return None
-        if not in_backward():
-            return self.calls.next()
-        if self.balancer.bounds is not None:
-            # It may be of any micro-batch: a pattern at another price has other gradients.
-            raise RuntimeError(
-                f"the {place} is run again in a backward, without the pattern of its first pass, and "
-                f"{option('tuning')} is on: use reentrant checkpoints, as Megatron's are, or "
-                f"{option('tuning')} off"
-            )
-        return None
-
-    def _tuning(self, microbatch: int | None) -> tuple[Tensor, Tensor] | None:
-        """The multiplier of this call's price, and the mass that it gives up: ``[]``, or ``[h]`` where heads
-        have no price."""
-        if microbatch is None or not any(self.tunable_heads):
-            return None
-        tuned = self.balancer.tuning(microbatch)
-        if tuned is None or all(self.tunable_heads):
-            return tuned
-        multiplier, mass = tuned
-        if self._tunable_mask is None:
-            self._tunable_mask = torch.tensor(self.tunable_heads, device=mass.device).float()
-        return multiplier, mass * self._tunable_mask
-
-    def _tunable_heads(self) -> list[bool]:
-        """Which heads of this rank have a price that tuning can move."""
-        own = self.mtraining.policy
-        if self.balancer is None or not has_price(own):
-            return [False]
-        policies = [own] if self.head_policies is None else self.head_policies
-        return [has_price(policy) for policy in policies]
 
     def _steering(self, place: str) -> Steering:
         """The run's, which all layers on all ranks share."""
@@ -295,27 +247,23 @@ class MTrainingAttention(MegatronModule):
         self.first_head = rank * own
         return None if policies is None else policies[self.first_head : self.first_head + own]
 
-    def _search_overrides(self, query: Tensor, tuned: tuple[Tensor, Tensor] | None) -> dict:
+    def _search_overrides(self, query: Tensor, call: Call | None) -> dict:
         """What the pattern search of this step takes beside the settings."""
         layer, heads = self.layer_number - 1, query.shape[2]
         price = self.steering.price(query.device, layer, self.first_head, heads)
-        if tuned is not None:
-            price = tuned[0] * (self.mtraining.policy.price if price is None else price)
+        if call is not None:
+            price = call.price(price)
         return dict(head_policies=self.head_policies, price=price)
 
-    def _count(self, index, microbatch: int | None, tuned: tuple[Tensor, Tensor] | None) -> None:
+    def _count(self, index, call: Call | None) -> None:
         density, recall, exposed = index.density(), index.recall, index.exposed
         self.density.add(density, recall, exposed)
-        if recall is not None:
-            layer, given_up = self.layer_number - 1, None if tuned is None else tuned[1]
-            self.steering.observe(
-                recall, layer, self.first_head, given_up, exposed, self.head_policies
-            )
-        if self.calls is not None and microbatch is not None:
-            # Without recall, everything is kept.
-            self.calls.observe(
-                microbatch, density, torch.ones_like(density) if recall is None else recall
-            )
+        lost = None if recall is None else 1 - recall
+        if call is not None:
+            lost = call.observe(density, recall)
+        if lost is not None:
+            layer = self.layer_number - 1
+            self.steering.observe(lost, layer, self.first_head, exposed, self.head_policies)
 
 
 def _check_hosts(cp: CPGroup, sizes, place: str) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..cp_group import RankGroup
 from .backend import is_active, training_arguments
-from .balance_log import log_balance
 from .run_state import RUN, has_schedule
 from .wrapping import log
 
@@ -204,9 +203,7 @@ def wrap_training_log(original):
         if is_logged:
             log_density(iteration, price, density, share)
             RUN.logged = True
-            if RUN.balancer is not None:
-                RUN.balancer.read()
-                log_balance(iteration, RUN.balancer.interval)
+            RUN.balance.log(iteration)
         return result
 
     return training_log

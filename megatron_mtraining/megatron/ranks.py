@@ -14,7 +14,7 @@ from ..config import option
 from ..cp_group import ProcessGroup, RankGroup
 from .arguments import settings
 from .backend import training_arguments
-from .balance_options import balance_of_rank
+from .balance.options import balance_of_rank
 
 ARGUMENTS = (
     "seq_length",

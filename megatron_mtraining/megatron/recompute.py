@@ -14,7 +14,7 @@ from collections import deque
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class _Saved(NamedTuple):
     attention: torch.nn.Module
     result: AttentionResult | Pattern
     shape: str
-    microbatch: int | None
+    call: Any
 
 
 class Replay(NamedTuple):
@@ -47,7 +47,7 @@ class Replay(NamedTuple):
 
     result: AttentionResult | Pattern
     """Its result, or its pattern alone if attention is to be computed again."""
-    microbatch: int | None
+    call: Any
     """What :func:`save` was given."""
 
 
@@ -90,13 +90,11 @@ def what_to_save(attention: torch.nn.Module) -> Saves:
     return Saves.PATTERN if again else Saves.RESULT
 
 
-def save(
-    attention: torch.nn.Module, result: AttentionResult, microbatch: int | None = None
-) -> None:
+def save(attention: torch.nn.Module, result: AttentionResult, call: Any = None) -> None:
     """Save a result for the replay, in the first pass of a checkpointed call; else do nothing.
 
     Args:
-        microbatch: the number of the call's micro-batch in its step; None if it has none.
+        call: what the layer's observer has of the call, for :attr:`Replay.call`.
     """
     sink = _current.get().sink
     if sink is None:
@@ -104,7 +102,7 @@ def save(
     saved: AttentionResult | Pattern = result.index
     if attention.saves is Saves.RESULT:
         saved = result._replace(out=result.out.detach(), lse=result.lse.detach())
-    sink.append(_Saved(attention, saved, _shape(result.out), microbatch))
+    sink.append(_Saved(attention, saved, _shape(result.out), call))
 
 
 def _shape(tensor: Tensor) -> str:
@@ -129,7 +127,7 @@ def saved_call(attention: torch.nn.Module, query: Tensor) -> Replay | None:
     wrong = _what_is_wrong(attention, source, query)
     if wrong is None:
         saved = source.popleft()
-        return Replay(saved.result, saved.microbatch)
+        return Replay(saved.result, saved.call)
     if attention.saves is Saves.PATTERN:  # it can do without
         source.clear()
         return None

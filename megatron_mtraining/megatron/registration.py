@@ -36,7 +36,6 @@ def live_changes() -> tuple[LiveChange, ...]:
     from . import (
         arguments,
         batch,
-        batching,
         checkpoint,
         density,
         gpt_model,
@@ -44,6 +43,7 @@ def live_changes() -> tuple[LiveChange, ...]:
         recompute,
         rotary_embedding,
     )
+    from .balance import batching
 
     gpt = "megatron.core.models.gpt.gpt_model:GPTModel"
     return (

@@ -4,13 +4,15 @@ training step."""
 
 from __future__ import annotations
 
-from ..balance.planner import Planner
-from ..config import ConfigError, MTrainingConfig, Span, option
+from torch import Tensor
+
+from ..config import ConfigError, MTrainingConfig, Policy, Span, option
 from ..cp_group import RankGroup
 from ..pattern import Steering
 from .arguments import length_of, settings
 from .backend import is_active, training_arguments
-from .balancing import Balancer, balancer_of_arguments
+from .balance.observer import LayerObserver
+from .balance.run import RunBalance
 from .options import attribute
 
 
@@ -31,14 +33,11 @@ class RunState:
         step: the training step under way, from 0.
         span: what a schedule is over, in samples or iterations; None if it is not known yet.
         restored_span: :meth:`span_state` of the checkpoint that training goes on from.
-        balance: the plans of steps, on ranks with a data loader; None elsewhere, and in other runs.
-        restored_balance: the state of their estimates in the checkpoint that training goes on from.
+        balance: what the run has of the balance of its ranks.
         logged: whether a step of this process has been logged.
         computed: the share of attention's dense operations that logged steps computed; 1 before the first.
         has_run_dense: whether dense attention has run, so that its kernels are compiled.
         warned_of_density: whether this run was told that its price leaves nothing out.
-        balancer: tuning and accounting; None where neither batching nor tuning is on. :meth:`balancer_of_run`
-            makes it in a run of Megatron-LM; other training loops set it.
     """
 
     def __init__(self):
@@ -46,14 +45,11 @@ class RunState:
         self.span: Span | None = None
         self.restored_span: list | None = None
         self._share: tuple[tuple, float] | None = None
-        self.balance: Planner | None = None
-        self.restored_balance: dict | None = None
+        self.balance = RunBalance(self.step_now)
         self.logged = False
         self.computed = 1.0
         self.has_run_dense = False
         self.warned_of_density = False
-        self.balancer: Balancer | None = None
-        self._balancer_made = False
         self._steerings: dict[tuple, Steering] = {}
 
     def steering_of(self, config: MTrainingConfig, num_layers: int, num_heads: int) -> Steering:
@@ -172,15 +168,22 @@ class RunState:
         prices = (steering.now() for steering in self.steerings)
         return next((price for price in prices if price is not None), None)
 
-    def balancer_of_run(self) -> Balancer | None:
-        """The balancer of a run, also on a rank without attention; None if it needs none."""
-        args = training_arguments()
-        if self.balancer is None and not self._balancer_made and is_active(args):
-            self._balancer_made = True
-            self.balancer = balancer_of_arguments(
-                args, settings(), self.step_now, lambda: self.balance
-            )
-        return self.balancer
+    def _typical_price(self) -> Tensor | None:
+        """The price that a target recall has moved, float32 ``[]`` on the device; None without one."""
+        prices = (steering.typical() for steering in self.steerings)
+        return next((price for price in prices if price is not None), None)
+
+    def observer_of(
+        self, config: MTrainingConfig, policies: tuple[Policy, ...] | None, place: str
+    ) -> LayerObserver | None:
+        """What a layer's attention calls in training mode; None where nothing is balanced.
+
+        Args:
+            config: the layer's settings.
+            policies: of this rank's heads; None if all have those of the settings.
+            place: the layer, for messages.
+        """
+        return self.balance.observer(config, policies, place)
 
     def step_now(self) -> int:
         """The training step under way, from 0: Megatron-LM skips those of ``--iterations-to-skip`` without an
@@ -205,8 +208,8 @@ class RunState:
         for steering in self.steerings:
             steering.step = step
             price = steering.now() if steering.moves else None
-            if self.balancer is not None and price is not None:
-                self.balancer.goes_on_at(price)
+            if price is not None:
+                self.balance.goes_on_at(price)
 
     def advance(self, step: int) -> None:
         """End a training step on all ranks: ``step`` steps are done. A collective where there are targets,
@@ -215,10 +218,7 @@ class RunState:
         ranks = RankGroup.everyone()
         for steering in self.steerings:
             steering.advance(step, ranks)
-        balancer = self.balancer_of_run()
-        if balancer is not None:
-            prices = (steering.typical() for steering in self.steerings)
-            balancer.end_step(step, ranks, next((p for p in prices if p is not None), None))
+        self.balance.end_step(step, ranks, self._typical_price)
 
 
 RUN = RunState()

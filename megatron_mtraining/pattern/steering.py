@@ -144,20 +144,16 @@ class Steering:
 
     def observe(
         self,
-        recall: Tensor,
+        lost: Tensor,
         layer: int = 0,
         first: int = 0,
-        given_up: Tensor | None = None,
         exposed: float | Tensor | None = None,
         policies: Sequence[Policy] | None = None,
     ) -> None:
-        """Count the recall of one call, float32 ``[b, h]``, for the target: of the heads from ``first`` on of
-        a layer, both from 0.
+        """Count the attention that one call has lost (1 - recall), float32 ``[b, h]``, for the target: of the
+        heads from ``first`` on of a layer, both from 0.
 
         Args:
-            given_up: the share of attention mass that this call has given up (negative: taken) because its
-                price was multiplied, float32 ``[]`` or ``[h]``. The target is of the recall without that:
-                prices that follow the target would undo it else.
             exposed: how many of the rows could lose attention, by which the call weighs:
                 ``PatternIndex.exposed``. None if that is not known: a call that has lost nothing weighs next
                 to nothing then.
@@ -166,9 +162,6 @@ class Steering:
         """
         if self._target is None or self.is_dense:
             return
-        lost = 1 - recall
-        if given_up is not None:
-            lost = (lost - given_up).clamp(min=0)
         if exposed is None:
             none = lost <= ROUNDING
             lost, weight = lost.masked_fill(none, 0), torch.where(none, UNTOLD, 1.0).sum(0)

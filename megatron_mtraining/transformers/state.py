@@ -156,7 +156,7 @@ class PatternState:
         if recall is None:  # everything is kept, whatever the price
             recall, exposed = torch.ones_like(density), 0.0
         elif training:
-            self.steering.observe(recall, layer, exposed=exposed, policies=self.policies(layer))
+            self.steering.observe(1 - recall, layer, exposed=exposed, policies=self.policies(layer))
         ones = torch.ones_like(density)
         weight = ones * (exposed[:, None] if isinstance(exposed, Tensor) else exposed)
         _add(self._sums[training], layer, density, ones, 1 - recall, weight)

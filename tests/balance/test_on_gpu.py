@@ -1,13 +1,15 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Observation of attention and the table of a step on a GPU: real events and copies, and no wait in them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 pytest.importorskip("megatron.core", reason="the table is part of the Megatron plug-in")
 
-from megatron_mtraining.megatron.balance_table import StepTable
-from megatron_mtraining.megatron.observation import LayerCalls, Observed
+from megatron_mtraining.megatron.balance.observer import LayerObserver, Observed
+from megatron_mtraining.megatron.balance.table import StepTable
 
 pytestmark = pytest.mark.gpu
 
@@ -75,13 +77,10 @@ def test_forward_and_backward_are_timed_by_events():
             return grad
 
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    calls = LayerCalls()
+    calls = LayerObserver()
     x = torch.ones(8, device="cuda", requires_grad=True)
     start.record()
-    number = calls.next()
-    with calls.timed(number, cuda=True):
-        out = Slow.apply(x)
-    calls.time_backward(number, out)
+    out = calls.begin().timed(lambda: SimpleNamespace(out=Slow.apply(x)), cuda=True).out
     torch.cuda._sleep(60_000_000)  # other work
     out.sum().backward()
     end.record()

@@ -13,9 +13,9 @@ from megatron_mtraining.agreement import check_agreement
 from megatron_mtraining.balance.latency import LatencyModel
 from megatron_mtraining.balance.plan import PlanSizes
 from megatron_mtraining.cp_group import RankGroup
-from megatron_mtraining.megatron import balance_options
 from megatron_mtraining.megatron.arguments import ArgumentsError, refuse
-from megatron_mtraining.megatron.balance_options import (
+from megatron_mtraining.megatron.balance import options as balance_options
+from megatron_mtraining.megatron.balance.options import (
     balance_of_rank,
     experts_span_replicas,
     sizes_of,

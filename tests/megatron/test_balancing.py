@@ -13,15 +13,17 @@ from megatron.core.tensor_parallel import random
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.balance.tuning import Groups, TuningBounds
 from megatron_mtraining.cp_group import RankGroup
-from megatron_mtraining.megatron import balance_log, core_attention, observation, register
-from megatron_mtraining.megatron.balance_table import OBSERVED, StepTable
-from megatron_mtraining.megatron.balancing import (
+from megatron_mtraining.megatron import core_attention, register
+from megatron_mtraining.megatron.balance import log as balance_log
+from megatron_mtraining.megatron.balance import observer
+from megatron_mtraining.megatron.balance.balancer import (
     Balancer,
     Layout,
     _typical_price,
     balancer_of_arguments,
 )
-from megatron_mtraining.megatron.observation import LayerCalls, Observed
+from megatron_mtraining.megatron.balance.observer import LayerObserver, Observed
+from megatron_mtraining.megatron.balance.table import OBSERVED, StepTable
 from megatron_mtraining.megatron.run_state import RunState
 from megatron_mtraining.pattern import Steering
 from tests.support.megatron_cases import DIM, GROUPS, HEADS, make, make_config
@@ -41,7 +43,7 @@ def balanced(monkeypatch):
         run = SimpleNamespace(
             has_run_dense=True,
             step_is_logged=lambda: True,
-            balancer_of_run=lambda: balancer,
+            observer_of=balancer.observer,
             steering_of=lambda config, layers, heads: Steering(config, 0, (layers, heads)),
         )
         monkeypatch.setattr(core_attention, "RUN", run)
@@ -111,9 +113,9 @@ def test_other_sequences_change_the_price_and_nothing_else(balanced):
         balancer = Balancer(Layout(2, 0), lambda: 1, lambda p=plans: p, bounds, 1.0, lambda: 0)
         balancer.end_step(0, RankGroup(None))
         price = balancer.tuning(0)[0].item()
-        core_attention.RUN.balancer_of_run = lambda b=balancer: b
+        core_attention.RUN.observer_of = balancer.observer
         out = attention_of()(*operands())
-        core_attention.RUN.balancer_of_run = lambda: None
+        core_attention.RUN.observer_of = lambda *_: None
         assert torch.equal(out, attention_of(price=price)(*operands()))
         found.append((price, out))
     (high, sparser), (one, plain), (low, denser) = found
@@ -127,10 +129,10 @@ def test_only_training_counts(balanced):
     attention(*operands())
     attention.eval()(*operands())
     attention.train()(*operands())
-    assert attention.calls.count == 2
+    assert attention.observer.count == 2
     record = end(balancer)
     assert record.density[0, 0] > record.density[1, 0]
-    assert attention.calls.count == 0
+    assert attention.observer.count == 0
 
 
 def test_a_step_without_a_plan_or_another_one_is_untuned(balanced):
@@ -170,12 +172,12 @@ def test_recomputation_counts_once_and_its_backward_is_timed(balanced, recompute
     attention = attention_of(recompute_attention=recompute)
     again = [[each.detach().clone().requires_grad_() for each in own] for own in given]
     outs = [tensor_parallel.checkpoint(partial(attention), False, *each) for each in again]
-    forward = len(attention.calls._times)
+    forward = len(attention.observer._times)
     for out in reversed(outs):  # of other micro-batches than the last one
         out.sum().backward()
-    numbers = [number for number, _ in attention.calls._times]
+    numbers = [number for number, _ in attention.observer._times]
     assert forward == 2 and numbers == [0, 1, 1, 1, 0, 0]
-    assert attention.calls.count == 2
+    assert attention.observer.count == 2
     for one, other in zip(given, again):
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(one, other))
     checkpointed = end(balancer)
@@ -201,7 +203,7 @@ def test_a_replay_without_its_first_pass_is_refused(balanced):
         out = call(Then(attention), *operands(), use_reentrant=False)
         if multipliers is None:  # the price is the same in all micro-batches
             out.sum().backward()
-            assert attention.calls.count == 1
+            assert attention.observer.count == 1
             continue
         with pytest.raises(RuntimeError, match="--mtraining-tuning is on: use reentrant"):
             out.sum().backward()
@@ -213,19 +215,19 @@ def test_heads_and_layers_without_a_price_are_left_alone(balanced, tmp_path):
     balancer = balanced([[4.0], [4.0]])
     own = dict(settings=str(path), layers=3)
     layers = [attention_of(number=number, **own) for number in (1, 2, 3)]
-    assert [attention.tunable_heads for attention in layers] == [
+    assert [attention.observer.tunable for attention in layers] == [
         [False] * 4, [True, True, False, True], [True],
     ]  # fmt: skip
     for attention in layers:
         attention(*operands())
-    tuned = layers[1]._tuning(0)
+    tuned = layers[1].observer._tuning(0)
     assert tuned[1].tolist() == [0.25, 0.25, 0, 0.25]
-    dense, mixed, sparse = (attention.calls._density[0][0] for attention in layers)
+    dense, mixed, sparse = (attention.observer._density[0][0] for attention in layers)
     assert (dense == 1).all() and mixed[2] == 1
     assert (mixed[[0, 1, 3]] == sparse[[0, 1, 3]]).all() and (sparse < 0.5).all()
     end(balancer)
     fixed = attention_of(policy="fixed", price=None, vertical=16, slash=1)
-    assert fixed.tunable_heads == [False]
+    assert fixed.observer.tunable == [False]
 
 
 def test_the_target_sees_recall_before_tuning(balanced):
@@ -235,7 +237,7 @@ def test_the_target_sees_recall_before_tuning(balanced):
     for _ in range(2):
         attention(*operands())
         seen.append(attention.steering._seen.clone())
-    now = torch.stack(attention.calls._recall)
+    now = torch.stack(attention.observer._recall)
     first, both = (float(each[0]) for each in seen)
     assert first == pytest.approx(float((1 - now[0] - 0.125).clamp(min=0).sum()))
     assert both - first == pytest.approx(float((1.25 - now[1]).sum()), rel=1e-5)
@@ -247,7 +249,7 @@ def test_what_is_no_number_stays_in_its_cell(balanced):
     balancer = balanced(None, observe=True)
     attention = attention_of()
     for value in (0.25, float("nan")):
-        attention.calls.observe(attention.calls.next(), *torch.full((2, 1, 4), value))
+        attention.observer.begin().observe(*torch.full((2, 1, 4), value))
     record = end(balancer)
     assert record.density[0, 0] == record.recall[0, 0] == 0.25
     assert np.isnan(record.density[1, 0]) and np.isnan(record.recall[1, 0])
@@ -444,7 +446,7 @@ def test_tuning_starts_from_the_prices_of_heads(tmp_path):
 def test_tuning_goes_on_from_the_price_of_a_checkpoint():
     """Before the first table of the run has been read."""
     run, prices = RunState(), []
-    run.balancer = SimpleNamespace(goes_on_at=prices.append)
+    run.balance.balancer = SimpleNamespace(goes_on_at=prices.append)
     run.steering_of(MTrainingConfig.from_options(price=0.3), 2, 2)
     run.resume(4)
     assert prices == [] and run.step == 4
@@ -473,13 +475,12 @@ def test_times_of_cuda_are_pairs_of_events(monkeypatch):
         def elapsed_time(self, other):
             return other.at - self.at
 
-    monkeypatch.setattr(observation.torch.cuda, "Event", Event)
-    calls = LayerCalls()
-    with calls.timed(calls.next(), cuda=True):
-        pass
-    with calls.timed(calls.next(), cuda=True):
-        with calls.timed(0, cuda=True):
-            pass
+    monkeypatch.setattr(observer.torch.cuda, "Event", Event)
+    calls = LayerObserver()
+    found = SimpleNamespace(out=torch.ones(1))
+    first, second = calls.begin(), calls.begin()
+    first.timed(lambda: found, cuda=True)
+    second.timed(lambda: first.timed(lambda: found, cuda=True), cuda=True)
     assert not any(event.waited for event in made)
     assert calls.take().times == [(0, 1.0), (0, 1.0), (1, 3.0)]
     assert [event.waited for event in made] == [False] * 3 + [False, False, True]

@@ -17,8 +17,10 @@ from megatron_mtraining.balance.estimates import DensityEstimates
 from megatron_mtraining.balance.latency import LatencyModel
 from megatron_mtraining.balance.plan import PlanSizes, Samples
 from megatron_mtraining.balance.planner import Planner
-from megatron_mtraining.megatron import balance_options, batching
-from megatron_mtraining.megatron.batching import BalancedSampler
+from megatron_mtraining.megatron.balance import batching
+from megatron_mtraining.megatron.balance import options as balance_options
+from megatron_mtraining.megatron.balance.batching import BalancedSampler
+from megatron_mtraining.megatron.balance.run import RunBalance
 from megatron_mtraining.megatron.run_state import RUN
 from tests.support.balance_cases import long_tailed, profile, training_dataset, write_documents
 
@@ -108,8 +110,7 @@ def run(monkeypatch, tmp_path):
         )  # fmt: skip
         monkeypatch.setattr(batching, "training_arguments", lambda: args)
         monkeypatch.setattr(batching, "settings", lambda: config)
-        monkeypatch.setattr(RUN, "balance", None)
-        monkeypatch.setattr(RUN, "restored_balance", None)
+        monkeypatch.setattr(RUN, "balance", RunBalance(RUN.step_now))
 
         def original(dataset, consumed_samples):
             if dataset is None:
@@ -134,8 +135,9 @@ def dataset(tmp_path):
 def test_the_loader_is_megatrons_but_for_its_sampler(run, dataset):
     build = run(iteration=3)
     loader = build(dataset, 24)
-    assert RUN.balance.first_step == 3 and RUN.balance.first_sample == 24 and RUN.balance.lag == 3
-    plan = RUN.balance.plan_of(3)
+    planner = RUN.balance.planner
+    assert planner.first_step == 3 and planner.first_sample == 24 and planner.lag == 3
+    plan = planner.plan_of(3)
     assert sorted(plan.order.ravel()) == list(range(24, 32))
     own = iter(loader.batch_sampler)
     assert [next(own) for _ in range(2)] == plan.order[:, 1].tolist()
@@ -144,7 +146,7 @@ def test_the_loader_is_megatrons_but_for_its_sampler(run, dataset):
     assert [each["tokens"].tolist() for each in first] == [
         dataset[number]["tokens"].tolist() for number in plan.order[0, 1]
     ]
-    assert build(dataset, 24).batch_sampler.planner is RUN.balance, (
+    assert build(dataset, 24).batch_sampler.planner is RUN.balance.planner, (
         "a model chunk's loader shares it"
     )
     loader = run(workers=2)(dataset, 0)
@@ -153,7 +155,9 @@ def test_the_loader_is_megatrons_but_for_its_sampler(run, dataset):
         True,
         print,
     )
-    assert loader.collate_fn is list and loader.prefetch_factor == 2 and RUN.balance.lag == 5
+    assert (
+        loader.collate_fn is list and loader.prefetch_factor == 2 and RUN.balance.planner.lag == 5
+    )
 
 
 def test_other_splits_and_runs_keep_megatrons(run, dataset):
@@ -163,13 +167,13 @@ def test_other_splits_and_runs_keep_megatrons(run, dataset):
         assert type(build(Numbers(split), 0).batch_sampler) is samplers.MegatronPretrainingSampler
     build = run(options=dict(batching="off", profile=None))
     assert type(build(dataset, 0).batch_sampler) is samplers.MegatronPretrainingSampler
-    assert RUN.balance is None
+    assert RUN.balance.planner is None
 
 
 def test_with_tuning_alone_the_order_is_megatrons(run, dataset):
     loader = run(options=dict(batching="off", tuning="on"))(dataset, 0)
     theirs = samplers.MegatronPretrainingSampler(len(dataset), 0, 2, 1, 2)
-    assert len(set(RUN.balance.plan_of(0).predicted_ms.ravel().tolist())) > 1
+    assert len(set(RUN.balance.planner.plan_of(0).predicted_ms.ravel().tolist())) > 1
     assert list(loader.batch_sampler) == list(theirs)
 
 
@@ -177,9 +181,9 @@ def test_restored_estimates_are_those_of_the_first_plan(run, dataset):
     build = run(iteration=2)
     known = DensityEstimates()
     known.observe(np.array([[[0, 6]]]), [0.625], [0.5])
-    RUN.restored_balance = known.state()
+    RUN.balance.restored = known.state()
     build(dataset, 16)
-    assert RUN.balance.plan_of(2).density == pytest.approx(0.625)
+    assert RUN.balance.planner.plan_of(2).density == pytest.approx(0.625)
 
 
 def test_loaders_and_datasets_of_others_are_named(run):

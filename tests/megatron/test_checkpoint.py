@@ -14,6 +14,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.balance.estimates import DensityEstimates
 from megatron_mtraining.megatron import checkpoint, register, run_state
+from megatron_mtraining.megatron.balance import run as run_balance
 from megatron_mtraining.megatron.checkpoint import (
     wrap_check_checkpoint_args,
     wrap_generate_state_dict,
@@ -55,23 +56,25 @@ def test_estimates_of_density_go_on_from_a_checkpoint(monkeypatch, capsys):
     refused with a way out."""
     known = DensityEstimates()
     known.observe(np.array([[[0, 6]]]), [0.6], [0.5])
-    monkeypatch.setattr(RUN, "balance", SimpleNamespace(state=known.state))
-    monkeypatch.setattr(checkpoint, "settings", MTrainingConfig)
+    monkeypatch.setattr(RUN.balance, "planner", SimpleNamespace(state=known.state))
+    monkeypatch.setattr(run_balance, "settings", MTrainingConfig)
     args = Namespace(
         attention_backend=AttnBackend["mtraining"], seq_length=512, data_path=["a", "b"]
     )
+    now = args
     saved = pickle.loads(pickle.dumps(state_of(args)["args"]))
     reached = saved.mtraining_balance_reached
     assert known.state().items() <= reached.items()
 
-    monkeypatch.setattr(RUN, "restored_balance", None)
-    monkeypatch.setattr(checkpoint, "training_arguments", lambda: args)
+    monkeypatch.setattr(RUN.balance, "restored", None)
+    for module in (checkpoint, run_balance):
+        monkeypatch.setattr(module, "training_arguments", lambda: now)
     restore = wrap_check_checkpoint_args(lambda checkpoint_args: None)
     for balances in (False, True):
         config = MTrainingConfig.from_options(batching="cost" if balances else "off")
-        monkeypatch.setattr(checkpoint, "settings", lambda config=config: config)
+        monkeypatch.setattr(run_balance, "settings", lambda config=config: config)
         restore(saved)
-        assert RUN.restored_balance == (reached if balances else None)
+        assert RUN.balance.restored == (reached if balances else None)
     assert "estimates of density" not in capsys.readouterr().out
     for change in (
         dict(price=0.1),
@@ -82,15 +85,14 @@ def test_estimates_of_density_go_on_from_a_checkpoint(monkeypatch, capsys):
     ):
         ours = {name: value for name, value in change.items() if not hasattr(args, name)}
         other = MTrainingConfig.from_options(batching="cost", **ours)
-        monkeypatch.setattr(checkpoint, "settings", lambda config=other: config)
+        monkeypatch.setattr(run_balance, "settings", lambda config=other: config)
         now = Namespace(**{**vars(args), **{k: v for k, v in change.items() if k not in ours}})
-        monkeypatch.setattr(checkpoint, "training_arguments", lambda now=now: now)
-        RUN.restored_balance = None
+        RUN.balance.restored = None
         restore(saved)
-        assert RUN.restored_balance is None, change
+        assert RUN.balance.restored is None, change
         assert "another pattern, sequence length or blend" in capsys.readouterr().out
-    monkeypatch.setattr(checkpoint, "settings", lambda: config)
-    monkeypatch.setattr(checkpoint, "training_arguments", lambda: args)
+    monkeypatch.setattr(run_balance, "settings", lambda: config)
+    now = args
     saved.mtraining_balance_reached = {"version": 99}
     with pytest.raises(ConfigError, match="--finetune leaves them out"):
         restore(saved)
@@ -108,8 +110,9 @@ def test_layers_with_settings_of_their_own_go_on_at_their_prices(monkeypatch):
         monkeypatch.setattr(RUN, "_steerings", {})
         return [RUN.steering_of(config, 2, 2) for config in configs]
 
-    for module in (checkpoint, run_state):
+    for module in (checkpoint, run_state, run_balance):
         monkeypatch.setattr(module, "training_arguments", lambda: args)
+    for module in (run_state, run_balance):
         monkeypatch.setattr(module, "settings", lambda: of_run)
     first, second = run(own, of_run)  # the first layer has its own
     first.restore([[0.5] * 2] * 2)
@@ -133,6 +136,6 @@ def test_layers_with_settings_of_their_own_go_on_at_their_prices(monkeypatch):
 
 
 def test_runs_that_balance_nothing_save_no_estimates(monkeypatch):
-    monkeypatch.setattr(RUN, "balance", None)
+    monkeypatch.setattr(RUN.balance, "planner", None)
     args = Namespace(attention_backend=AttnBackend["mtraining"])
     assert state_of(args)["args"].mtraining_balance_reached is None

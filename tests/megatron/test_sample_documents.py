@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
 from megatron_mtraining import ConfigError
-from megatron_mtraining.megatron.sample_documents import SampleDocuments
+from megatron_mtraining.megatron.balance.sample_documents import SampleDocuments
 from tests.support.balance_cases import long_tailed, training_dataset, write_documents
 
 SEQ = 128

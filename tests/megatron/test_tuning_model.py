@@ -79,7 +79,7 @@ def train(model, samples, cp_rank: int, cp_size: int) -> tuple[torch.Tensor, dic
 
 
 def balancer_of(dp_size, dp_rank, cp_size, plans, microbatches):
-    from megatron_mtraining.megatron.balancing import Balancer, Layout
+    from megatron_mtraining.megatron.balance.balancer import Balancer, Layout
     from megatron_mtraining.megatron.run_state import RUN
 
     return Balancer(
@@ -103,7 +103,7 @@ def tuned_steps(rank, world, cp_size):
     cp_rank = state.get_context_parallel_rank()
     pairs = [[sum(n * (n + 1) / 2e3 for n in LENGTHS[r]) for r in range(dp_size)]] * MICROBATCHES
     plans = Plans(pairs, np.full((MICROBATCHES, dp_size), 0.3)) if rank == 0 else None
-    RUN.balancer = balancer_of(dp_size, dp_rank, cp_size, plans, MICROBATCHES)
+    RUN.balance.balancer = balancer_of(dp_size, dp_rank, cp_size, plans, MICROBATCHES)
     model = build(cp_size)
     steps = []
     for step in (1, 2):
@@ -114,10 +114,10 @@ def tuned_steps(rank, world, cp_size):
         for value in (total, *gradients.values()):
             everyone.all_reduce(value)
         if step == 2:
-            own = [RUN.balancer.tuning(number)[0].item() for number in range(MICROBATCHES)]
+            own = [RUN.balance.balancer.tuning(number)[0].item() for number in range(MICROBATCHES)]
         run_state.advance(step)
-        RUN.balancer.read()
-        steps.append((total, gradients, RUN.balancer.interval.last))
+        RUN.balance.balancer.read()
+        steps.append((total, gradients, RUN.balance.balancer.interval.last))
     state.destroy_model_parallel()
     return dp_rank, own, steps, (plans.observed if plans else None)
 
@@ -130,7 +130,7 @@ def in_one_process(rank, world, multipliers):
 
     dp_size = multipliers.shape[1]
     flat = multipliers.reshape(-1, 1)
-    RUN.balancer = Given(flat, np.zeros_like(flat), False)
+    RUN.balance.balancer = Given(flat, np.zeros_like(flat), False)
     model = build(1)
     samples = [sample(k, r) for k in range(MICROBATCHES) for r in range(dp_size)]
     total, gradients = train(model, samples, 0, 1)

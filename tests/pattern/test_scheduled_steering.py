@@ -121,11 +121,11 @@ def test_a_target_schedule_moves_the_aim(scope):
             before = steering.state()
         if step >= 160:
             assert steering.is_dense and steering.now() == 0
-            steering.observe(torch.full((1, 1), 0.1))
+            steering.observe(torch.full((1, 1), 0.9))
             steering.advance(step + 1, Untouched())
             continue
         recalls.append(1 - 0.2 * steering.price(CPU).reshape(1, 1) ** 0.7)
-        steering.observe(recalls[-1])
+        steering.observe(1 - recalls[-1])
         steering.advance(step + 1, ALONE)
     assert recalls[79].item() == pytest.approx(0.8, abs=0.005)
     assert recalls[159].item() == pytest.approx(0.95, abs=0.005)
@@ -139,7 +139,7 @@ def test_an_aim_that_falls_is_followed_closely():
         lost = 0.2 * steering.price(CPU).reshape(1, 1) ** 0.7
         if step > 60:
             assert lost.item() == pytest.approx(steering.scheduled(), rel=0.1)
-        steering.observe(1 - lost)
+        steering.observe(lost)
         steering.advance(step + 1, ALONE)
     assert lost.item() == pytest.approx(0.02, rel=0.1)
 
@@ -155,7 +155,7 @@ def test_heads_with_targets_of_their_own_keep_their_ratio(tmp_path):
     steering, lost = scheduled(200, (1, 3), config), []
     for step in range(200):
         lost.append(0.2 * steering.price(CPU, 0, 0, 3) ** 0.7)
-        steering.observe(1 - lost[-1][None])
+        steering.observe(lost[-1][None])
         steering.advance(step + 1, ALONE)
     assert lost[99][:2].tolist() == pytest.approx([0.2, 0.1], abs=0.004)
     assert lost[199][:2].tolist() == pytest.approx([0.04, 0.02], abs=0.004)
@@ -170,7 +170,7 @@ def test_a_target_schedule_goes_on_from_a_checkpoint(stop):
         prices = []
         for step in steps:
             prices.append(0.0 if steering.is_dense else steering.price(CPU).item())
-            steering.observe(1 - 0.2 * torch.tensor([[prices[-1]]]) ** 0.7)
+            steering.observe(0.2 * torch.tensor([[prices[-1]]]) ** 0.7)
             steering.advance(step + 1, ALONE)
         return prices
 

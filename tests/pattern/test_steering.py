@@ -47,7 +47,7 @@ def test_a_target_is_met(start):
         for _ in range(3):  # layers
             noise = torch.exp(0.1 * torch.randn(2, 4))
             recall = (1 - 0.09 * price**0.75 * noise).clamp(min=0)
-            steering.observe(recall)
+            steering.observe(1 - recall)
         reached.append(recall.mean().item())
         steering.advance(step + 1, ALONE)
     late = sum(reached[40:]) / 40
@@ -62,7 +62,7 @@ def test_a_target_is_met(start):
 def test_a_target_that_cannot_be_met_leaves_a_price():
     steering = Steering(aimed(target_recall=0.99))
     for step in range(60):
-        steering.observe(torch.zeros(1, 2))
+        steering.observe(torch.ones(1, 2))
         steering.advance(step + 1, ALONE)
     assert steering.price(CPU).item() == pytest.approx(1e-4, rel=1e-3)
 
@@ -73,7 +73,7 @@ def test_steps_without_attention_move_nothing():
     steering.advance(1, ALONE)
     assert torch.equal(steering.price(CPU), before)
     # All was kept (dense steps, an index of everything): nothing is lost, so the price rises.
-    steering.observe(torch.ones(1, 2))
+    steering.observe(torch.zeros(1, 2))
     steering.advance(2, ALONE)
     assert steering.price(CPU) > before
 
@@ -95,7 +95,7 @@ def test_each_head_meets_its_target():
                 assert price.shape == (count,)
                 noise = torch.exp(0.3 * torch.randn(2, count))
                 kept = 1 - LOSSES[layer, first : first + count] * price**0.7 * noise
-                steering.observe(kept, layer, first)
+                steering.observe(1 - kept, layer, first)
         steering.advance(step + 1, ALONE)
         found.append(torch.stack([steering.price(CPU, layer, 0, 3) for layer in range(2)]))
     prices = torch.stack(found[60:])
@@ -127,12 +127,12 @@ def test_calls_that_can_lose_nothing_pay_for_no_others(scope, known):
     for step in range(100):
         kept = 1 - 0.1 * at_once.price(CPU).reshape(1, 1) ** 0.7
         for _ in range(9):
-            at_once.observe(torch.ones(1, 1), exposed=short)
-        at_once.observe(kept, exposed=long)
+            at_once.observe(torch.zeros(1, 1), exposed=short)
+        at_once.observe(1 - kept, exposed=long)
         at_once.advance(step + 1, ALONE)
         far = 1 - 0.1 * in_turn.price(CPU).reshape(1, 1) ** 0.7
         in_turn.observe(
-            torch.ones(1, 1) if step % 10 else far, exposed=short if step % 10 else long
+            torch.zeros(1, 1) if step % 10 else 1 - far, exposed=short if step % 10 else long
         )
         in_turn.advance(step + 1, ALONE)
     for recall in (kept, far):
@@ -143,7 +143,7 @@ def test_a_call_weighs_by_its_rows_that_could_lose():
     """Half of the first sample's rows are of short documents: the others lose twice what the mean says."""
     config = MTrainingConfig.from_options(target_recall=0.9, price=0.5)
     steering, rows = Steering(config, shape=(1, 2)), torch.tensor([0.5, 1.0])
-    steering.observe(torch.tensor([[0.95, 0.9], [0.9, 0.9]]), exposed=rows)
+    steering.observe(1 - torch.tensor([[0.95, 0.9], [0.9, 0.9]]), exposed=rows)
     steering.advance(1, ALONE)
     meets, falls = steering.price(CPU, 0, 0, 2)
     assert meets.item() == pytest.approx(0.5) and falls < 0.5
@@ -157,8 +157,10 @@ def test_heads_without_a_price_say_nothing_on_a_price_for_all(tmp_path):
     steering, alone = Steering(config, shape=(1, 3)), Steering(config, shape=(1, 3))
     policies = head_policies(config, 0, 1, 3)
     for exposed in (1.0, torch.ones(1), None):
-        steering.observe(torch.tensor([[1.0, 0.2, 0.94]]), 0, exposed=exposed, policies=policies)
-        alone.observe(torch.tensor([[0.94]]), 0, exposed=exposed)
+        steering.observe(
+            1 - torch.tensor([[1.0, 0.2, 0.94]]), 0, exposed=exposed, policies=policies
+        )
+        alone.observe(1 - torch.tensor([[0.94]]), 0, exposed=exposed)
     steering.advance(1, ALONE)
     alone.advance(1, ALONE)
     torch.testing.assert_close(steering.price(CPU), alone.price(CPU))
@@ -174,7 +176,7 @@ def test_targets_of_layers_and_heads(tmp_path):
     for step in range(80):
         for layer in range(2):
             kept = 1 - 0.1 * steering.price(CPU, layer, 0, 3) ** 0.7
-            steering.observe(kept[None], layer)
+            steering.observe(1 - kept[None], layer)
         steering.advance(step + 1, ALONE)
     lost = [0.1 * steering.price(CPU, layer, 0, 3) ** 0.7 for layer in range(2)]
     expected = torch.tensor([[0.05, 0.05, 0.05], [0.2, 0.2, 0.1]])
@@ -192,8 +194,8 @@ def test_heads_without_a_price_do_not_move_and_do_not_count(tmp_path):
     config = MTrainingConfig.from_options(target_recall=0.95, price=0.5, settings=str(file))
     steering = Steering(config, shape=(2, 3))
     for step in range(40):
-        steering.observe(torch.ones(1, 3), layer=0)
-        steering.observe(torch.tensor([[1.0, 0.95, 0.9]]), layer=1)
+        steering.observe(torch.zeros(1, 3), layer=0)
+        steering.observe(1 - torch.tensor([[1.0, 0.95, 0.9]]), layer=1)
         steering.advance(step + 1, ALONE)
     prices = torch.tensor(steering.state())
     assert prices[0].tolist() == pytest.approx([0.5] * 3) and prices[1, 0] == pytest.approx(0.5)
@@ -217,9 +219,9 @@ def _steer_heads(rank, world):
     for step in range(3):
         if rank < 3:
             recall = torch.full((1, 1), (0.8, 0.95, 0.5)[rank])
-            steering.observe(recall, 0, rank // 2)
+            steering.observe(1 - recall, 0, rank // 2)
         else:
-            steering.observe(torch.tensor([[0.99, 0.85]]), 1)
+            steering.observe(1 - torch.tensor([[0.99, 0.85]]), 1)
         steering.advance(step + 1, RankGroup.everyone())
     return torch.tensor(steering.state())
 
@@ -229,8 +231,8 @@ def test_all_ranks_have_every_head_s_price():
     assert all(torch.equal(each, found[0]) for each in found)
     alone = Steering(MTrainingConfig.from_options(price=1.0, target_recall=0.9), shape=(2, 2))
     for step in range(3):
-        alone.observe(torch.tensor([[0.8, 0.5], [0.95, 0.5]]), 0)
-        alone.observe(torch.tensor([[0.99, 0.85]]), 1)
+        alone.observe(1 - torch.tensor([[0.8, 0.5], [0.95, 0.5]]), 0)
+        alone.observe(1 - torch.tensor([[0.99, 0.85]]), 1)
         alone.advance(step + 1, ALONE)
     torch.testing.assert_close(found[0], torch.tensor(alone.state()))
     assert len(found[0].unique()) == 4
@@ -247,7 +249,7 @@ def _steer_unevenly(rank, world):
             if (rank, step) == (1, 5):
                 recall[0, 0] = float("nan")
             rows = torch.rand(2, generator=draw).round() if step % 3 else 1.0
-            steering.observe(recall, call % 2, exposed=rows)
+            steering.observe(1 - recall, call % 2, exposed=rows)
         steering.advance(step + 1, RankGroup.everyone())
         found.append(steering.price(CPU, 0, 0, 2).tolist() + steering.price(CPU, 1, 0, 2).tolist())
         if step == 11:
@@ -266,7 +268,7 @@ def _steer(rank, world):
     steering = Steering(aimed(target_recall=0.9))
     for step in range(3):
         if rank < 2:  # the others are a pipeline stage without attention
-            steering.observe(torch.full((1, 2), 0.8 + 0.15 * rank))
+            steering.observe(1 - torch.full((1, 2), 0.8 + 0.15 * rank))
         steering.advance(step + 1, RankGroup.everyone())
     return steering.price(CPU)
 
@@ -276,7 +278,7 @@ def test_all_ranks_have_one_price():
     assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
     alone = Steering(aimed(target_recall=0.9))
     for step in range(3):
-        alone.observe(torch.tensor([[0.8, 0.95]]))
+        alone.observe(1 - torch.tensor([[0.8, 0.95]]))
         alone.advance(step + 1, ALONE)
     torch.testing.assert_close(found[0], alone.price(CPU))
 
@@ -285,7 +287,7 @@ def test_recall_that_is_not_a_number_moves_nothing():
     """Once NaN, a price stayed it."""
     steering = Steering(aimed(target_recall=0.9))
     before = steering.price(CPU)
-    steering.observe(torch.tensor([[0.9, float("nan")]]))
+    steering.observe(1 - torch.tensor([[0.9, float("nan")]]))
     steering.advance(1, ALONE)
     assert torch.equal(steering.price(CPU), before)
 

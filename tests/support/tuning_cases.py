@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_mtraining.balance.tuning import TuningBounds
 from megatron_mtraining.cp_group import RankGroup
-from megatron_mtraining.megatron.balancing import Balancer, Layout
+from megatron_mtraining.megatron.balance.balancer import Balancer, Layout
 
 
 class Plans:

@@ -18,7 +18,7 @@ from unittest import mock
 from ...config import ConfigError
 from ...errors import short
 from ...megatron.backend import add_member
-from ...megatron.balance_options import REFUSED
+from ...megatron.balance.options import REFUSED
 from ...megatron.checks import REFUSALS, check_settings
 from ...megatron.options import add_arguments
 from ...megatron.output_layer import NEED_LOGITS

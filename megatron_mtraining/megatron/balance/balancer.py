@@ -1,7 +1,7 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Balance of data-parallel ranks in a step: prices of micro-batches, and the observations.
 
-At the end of step ``n`` all ranks sum one small table (:mod:`.balance_table`): the observations of step
+At the end of step ``n`` all ranks sum one small table (:mod:`.table`): the observations of step
 ``n``, and the multipliers of the price that the first rank has computed for step ``n + 1``. Multipliers stay
 on the device, where attention reads them. The host reads the table at the end of step ``n + 1``, without
 waiting. All ranks of a replica read the same column of the table, so they select the same pattern.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,15 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..balance.plan import StepPlan
-from ..balance.tuning import Groups, TuningBounds, tune
-from ..config import MTrainingConfig, has_price, head_policies, option
-from ..cp_group import RankGroup
-from .balance_log import Interval, StepRecord
-from .balance_options import experts_span_replicas
-from .balance_table import StepTable
-from .observation import LayerCalls
-from .wrapping import log
+from ...balance.plan import StepPlan
+from ...balance.tuning import Groups, TuningBounds, tune
+from ...config import MTrainingConfig, Policy, has_price, head_policies, option
+from ...cp_group import RankGroup
+from ..wrapping import log
+from .log import Interval, StepRecord
+from .observer import LayerObserver
+from .options import experts_span_replicas
+from .table import StepTable
 
 
 class PlanSource(Protocol):
@@ -104,7 +104,7 @@ class Balancer:
         self._num_microbatches, self._planner, self._step = num_microbatches, planner, step
         self._price = price
         # In order, so that sums are the same in each run.
-        self._layers: list[weakref.ref[LayerCalls]] = []
+        self._layers: list[weakref.ref[LayerObserver]] = []
         self._table: StepTable | None = None
         """The table of the end of the last step, with the plan of the current step."""
         self._planned_step = -1
@@ -117,9 +117,20 @@ class Balancer:
         """Take the price that a target recall had reached at a checkpoint."""
         self._price = price
 
-    def layer(self) -> LayerCalls:
-        """The calls of a new layer on this rank."""
-        made = LayerCalls()
+    def observer(
+        self, config: MTrainingConfig, policies: Sequence[Policy] | None, place: str
+    ) -> LayerObserver:
+        """The observer of a new layer on this rank.
+
+        Args:
+            config: the layer's settings.
+            policies: of this rank's heads; None if all have those of the settings.
+            place: the layer, for messages.
+        """
+        own = config.policy
+        tunable = [has_price(policy) and has_price(own) for policy in policies or [own]]
+        tuning = None if self.bounds is None else self.tuning
+        made = LayerObserver(tuning, place, getattr(own, "price", None) or 0.0, tunable)
         self._layers.append(weakref.ref(made))
         return made
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..balance.latency import AttentionShape, LatencyModel
-from ..balance.plan import PlanSizes, Predict
-from ..config import (
+from ...balance.latency import AttentionShape, LatencyModel
+from ...balance.plan import PlanSizes, Predict
+from ...config import (
     BLOCK_POLICY_NAMES,
     ConfigError,
     MTrainingConfig,
@@ -21,9 +21,9 @@ from ..config import (
     head_policies,
     option,
 )
-from ..files import read_bytes
-from .checks import show
-from .packed_documents import masks_documents
+from ...files import read_bytes
+from ..checks import show
+from ..packed_documents import masks_documents
 
 NOT_SINGLE = "batching and tuning need the sample order of --dataloader-type single"
 REFUSED = {
@@ -31,7 +31,7 @@ REFUSED = {
     "step_batch_size_schedule": "plans are made for global batches of one size; leave it out",
     "decrease_batch_size_if_needed": "plans are made for global batches of one size; leave it out",
 }
-"""Megatron's options that batching and tuning do not work with; :data:`.checks.REFUSALS` has more."""
+"""Megatron's options that batching and tuning do not work with; :data:`..checks.REFUSALS` has more."""
 
 
 def balancing_option(config: MTrainingConfig) -> str:

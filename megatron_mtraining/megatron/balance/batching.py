@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from megatron.core.datasets.utils import Split
 from torch.utils.data import DataLoader
 
-from ..balance.estimates import PRIOR_DENSITY, PRIOR_RECALL, DensityEstimates
-from ..balance.placement import megatron_order
-from ..balance.planner import Planner, lag_of
-from ..config import ConfigError
-from .arguments import settings
-from .backend import is_active, training_arguments
-from .balance_options import balancing_option, predictor, sizes_of
-from .run_state import RUN
+from ...balance.estimates import PRIOR_DENSITY, PRIOR_RECALL, DensityEstimates
+from ...balance.placement import megatron_order
+from ...balance.planner import Planner, lag_of
+from ...config import ConfigError
+from ..arguments import settings
+from ..backend import is_active, training_arguments
+from ..run_state import RUN
+from ..wrapping import log
+from .options import balancing_option, predictor, sizes_of
 from .sample_documents import SampleDocuments
-from .wrapping import log
 
 OWN = "MegatronPretrainingSampler"
 """Megatron's sampler of ``--dataloader-type single``."""
@@ -76,8 +76,9 @@ def wrap_build_data_loader(original):
                 f"{asked} replaces Megatron's {OWN}, but the training data loader is a "
                 f"{type(loader).__name__} with a {type(sampler).__name__}: leave {asked} out"
             )
-        RUN.balance = _planner(args, config, dataset, sampler, loader, RUN.balance)
-        return with_sampler(loader, BalancedSampler(RUN.balance, sampler.data_parallel_rank))
+        planner = _planner(args, config, dataset, sampler, loader, RUN.balance.planner)
+        RUN.balance.planner = planner
+        return with_sampler(loader, BalancedSampler(planner, sampler.data_parallel_rank))
 
     return build_pretraining_data_loader
 
@@ -93,8 +94,8 @@ def _planner(args, config, dataset, sampler, loader: DataLoader, before: Planner
             return before
     kept = config.keeps_all(args.seq_length)
     estimates = DensityEstimates(*((1.0, 1.0) if kept else (PRIOR_DENSITY, PRIOR_RECALL)))
-    if RUN.restored_balance is not None:
-        estimates.restore(RUN.restored_balance)
+    if RUN.balance.restored is not None:
+        estimates.restore(RUN.balance.restored)
     return Planner(
         *first,
         sizes,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .observation import Observed
+from .observer import Observed
 
 PLANNED = ("multipliers", "predicted_ms", "tuned_ms", "density", "recall", "mass")
 """Rows of the next step: multipliers of the price; attention time at the untuned price and at the tuned

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..balance.plan import Samples
-from ..config import ConfigError
-from .packed_documents import masks_documents
+from ...balance.plan import Samples
+from ...config import ConfigError
+from ..packed_documents import masks_documents
 
 
 class SampleDocuments:

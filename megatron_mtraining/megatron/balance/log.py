@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import numpy as np
 
-from ..balance.tuning import Groups
+from ...balance.tuning import Groups
 
 RANKS_WITH_SCALARS = 64
 """TensorBoard gets scalars of each data-parallel rank up to this number of ranks; the figure shows all
