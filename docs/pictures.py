@@ -20,7 +20,6 @@ from tables import (
     pattern_tables,
     peer_tables,
     ring_tables,
-    sparsebalance_tables,
     step_tables,
 )
 from tables.common import gpu_name, tokens
@@ -125,16 +124,6 @@ def recall_data() -> list[dict]:
         for (policy, estimator), name in pattern_tables.POLICIES.items()
         if (points := pattern_tables.curve("qwen.gguf", text, 32768, policy, estimator))
     ]
-
-
-def sparsebalance_data() -> list[dict]:
-    """Attention of the slowest rank and of the mean one on 64 GPUs, and max/mean by GPUs, of each mode."""
-    found = []
-    for (name, gpus, waits, mode), row in sparsebalance_tables.found("simulated").items():
-        if name == "bimodal" and waits == "step":
-            figures = ("attention_ms", "mean_attention_ms", "max_over_mean", "recall", "commit")
-            found.append(dict(mode=mode, gpus=gpus, **{figure: row[figure] for figure in figures}))
-    return found
 
 
 # How they are drawn
@@ -255,44 +244,12 @@ def draw_recall(figure, found: list[dict]) -> None:
     )
 
 
-def draw_sparsebalance(figure, found: list[dict]) -> None:
-    left, right = figure.subplots(1, 2)
-    modes = dict(zip(sparsebalance_tables.MODES, (GREY, ORANGE, BLUE, PINK, GREEN)))
-    own = {row["mode"]: row for row in found if row["gpus"] == sparsebalance_tables.GPUS}
-    for at, (mode, colour) in enumerate(modes.items()):
-        row = own[mode]
-        busy, slowest = row["mean_attention_ms"], row["attention_ms"]
-        left.bar(at, busy, 0.6, color=colour)
-        left.bar(at, slowest - busy, 0.6, busy, color="white", edgecolor=colour, hatch="//")
-        left.text(at, slowest, f"recall {row['recall']:.3f}", ha="center", va="bottom", fontsize=7)
-    left.set_xticks(range(len(modes)), modes)
-    left.set_ylabel("ms of attention in a step\n(hatched: the mean rank waits)")
-    left.set_title(f"{sparsebalance_tables.GPUS} GPUs")
-    left.margins(y=0.1)
-    for mode, colour in modes.items():
-        line = sorted((row["gpus"], row["max_over_mean"]) for row in found if row["mode"] == mode)
-        right.plot(*zip(*line), "o-", color=colour, label=mode)
-    right.set_xscale("log", base=2)
-    gpus = sorted({row["gpus"] for row in found})
-    right.set_xticks(gpus, gpus)
-    right.set_ylim(0.95, None)
-    right.set_xlabel("GPUs")
-    right.set_ylabel("attention of the slowest rank / mean")
-    right.grid(alpha=0.3)
-    right.legend(frameon=False)
-    figure.suptitle(
-        "Computed, not measured: 64K-token samples, half of the tokens in documents under 4K, half over 16K\n"
-        "(set bimodal); Qwen2.5-3B's shape; modes of --mtraining-batching and --mtraining-tuning", fontsize=9,
-    )  # fmt: skip
-
-
 PICTURES: dict[str, tuple[Callable, Callable]] = {
     "overview.png": (overview.overview_data, overview.draw_overview),
     "steps.png": (step_data, draw_steps),
     "kernels.png": (kernel_data, draw_kernels),
     "balance.png": (balance_data, draw_balance),
     "recall.png": (recall_data, draw_recall),
-    "sparsebalance.png": (sparsebalance_data, draw_sparsebalance),
     "frontier.png": (overview.frontier_data, frontier_tables.draw_panels),
     "schedules.png": (
         lambda: schedule_tables.places(tables.rows("frontier")),

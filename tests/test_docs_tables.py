@@ -191,13 +191,6 @@ def test_a_pruned_backward_is_compared_with_runs_of_its_decay(monkeypatch):
     assert backward_tables.over([run(3, 9.18, decay="cosine")], "dense", "dense") == "+2.00%"
 
 
-def test_losses_are_compared_with_the_run_of_the_same_seed():
-    off = [dict(seed=1, loss=1.0), dict(seed=2, loss=2.0), dict(seed=3, loss=9.0)]
-    own = [dict(seed=2, loss=1.9), dict(seed=1, loss=1.0)]
-    found = tables.sparsebalance_tables.over_off(own, off, "loss")
-    assert found == "−0.0500 ± 0.0500"
-
-
 def test_density_between_settings():
     points = [(0.1, 0.9), (0.2, 1.0)]
     assert tables.pattern_tables.density_at(points, 0.95) == pytest.approx(0.15)

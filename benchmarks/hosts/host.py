@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..layer.ring_cases import LENGTHS
-from ..sparsebalance.modes import MODES
+from ..sparsebalance.ranks import MODES
 
 STAGES = ("layer", "balance", "steps", "sparsebalance", "parity")
 NEED_MEGATRON = ("steps", "sparsebalance", "parity")

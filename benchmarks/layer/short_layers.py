@@ -31,9 +31,9 @@ from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import attend
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.pattern import search_pattern
-from megatron_mtraining.tools.profile.timing import Clock
 
 from ..lib import record
+from ..lib.clock import Clock
 from ..lib.environment import variable
 from ..lib.workloads import draw_structured
 

@@ -26,7 +26,7 @@ price at 15% and at 8% with the other seeds, the other runs, the other main runs
 
 Recall is measured on held-out query rows, but for policies from the last rows (``_last``), which have none:
 theirs is that of the rows that select, and too high. A step's density moves as the model is trained: rows of
-training have their own. A time is of the GPU, launched ahead (``tools/profile/timing.py``).
+training have their own. A time is of the GPU, launched ahead (``benchmarks/lib/clock.py``).
 
 On a GPU machine, with a model and a file of tokens (``benchmarks.model.corpus``; rows of training have its
 fingerprint as ``data``, and are compared with the dense runs on it), where OUT is a folder that is kept

@@ -13,9 +13,9 @@ from megatron_mtraining.attention import AttentionResult, attend
 from megatron_mtraining.config import XAttentionPolicy
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.pattern import search_pattern
-from megatron_mtraining.tools.profile.timing import Clock
 
 from ..lib import record
+from ..lib.clock import Clock
 from ..lib.policies_at_density import Setting, config_of
 from ..lib.workloads import draw_structured, fa4, heads_first, tokens_first
 

@@ -34,9 +34,16 @@ from megatron_mtraining import ConfigError
 from ..lib import record
 from ..model import pretrain
 from . import sets, texts
-from .modes import MODES
 
 SCRIPT = pretrain.ROOT / "examples" / "qwen2.5-0.5b-128k" / "run.sh"
+MODES = {
+    "off": ("off", False),
+    "length": ("length", False),
+    "cost": ("cost", False),
+    "tuning": ("off", True),
+    "both": ("cost", True),
+}
+"""How samples are placed, and whether prices are tuned."""
 VOCABULARY = 151936
 """Of that recipe without a converted model."""
 NOTHING = 1e-9
@@ -51,11 +58,11 @@ PRICES = re.compile(r"\| price times (\S+) to (\S+)$", re.MULTILINE)
 
 def words_of(mode: str, mass: float) -> list[str]:
     """The options of a mode."""
-    chosen = MODES[mode]
-    words = ["--mtraining-batching", chosen.batching]
-    if chosen.tuning or mode == "off":
+    batching, tuning = MODES[mode]
+    words = ["--mtraining-batching", batching]
+    if tuning or mode == "off":
         words += ["--mtraining-tuning", "on"]
-        words += ["--mtraining-tuning-mass", str(mass if chosen.tuning else NOTHING)]
+        words += ["--mtraining-tuning-mass", str(mass if tuning else NOTHING)]
     return words
 
 

@@ -1,29 +1,20 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-r"""Mixed sets of documents, packed into samples as ``mtraining data prepare`` packs them.
+"""Mixed sets of documents, packed into samples as ``mtraining data prepare`` packs them.
 
 Each kind of text is a dataset of its own in the blend. Lengths are those of real documents
 (``lengths.json``): source files of Python's standard library and of installed packages, C headers, API
 descriptions in JSON, speeches, chapters of a book. A set takes those within its ranges of length, so that
 each range has its share of the tokens; where a kind has too few in a range, those of all kinds.
-
-    python -m benchmarks.sparsebalance.sets show
-    python -m benchmarks.sparsebalance.sets measure --tokenizer MODEL.gguf KIND=PATH[:PATTERN] ...
-
-``measure`` writes ``lengths.json`` from files: each file is a document, and a file of chapters is cut at
-lines that begin with CHAPTER.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_mtraining.balance.latency import visible_pairs
-from megatron_mtraining.balance.plan import Samples
 from megatron_mtraining.tools.data.packing import samples as packed_samples
 
 LENGTHS = Path(__file__).with_name("lengths.json")
@@ -33,8 +24,6 @@ SHARES = (0.4, 0.2, 0.1, 0.15, 0.15)
 """Of the tokens."""
 FEW = 20
 """With fewer documents of a kind in a range, those of all kinds are drawn from."""
-MOST_LENGTHS = 400
-"""Of a kind, in the file: quantiles of more."""
 
 
 class Range(NamedTuple):
@@ -89,15 +78,6 @@ class PackedSet(NamedTuple):
     documents: list[np.ndarray]
     """Lengths of each sample's documents; they add up to ``seq_length``."""
 
-    def samples(self) -> Samples:
-        """What a plan needs of them."""
-        return Samples(
-            np.arange(len(self.datasets), dtype=np.int64),
-            self.datasets,
-            np.array([lengths.max() for lengths in self.documents], np.int64),
-            np.array([visible_pairs(lengths) for lengths in self.documents], np.float64),
-        )
-
 
 def real_lengths(path: Path = LENGTHS) -> dict[str, np.ndarray]:
     """Tokens of real documents by kind, ascending."""
@@ -145,19 +125,6 @@ def ranges_at(name: str, seq_length: int) -> tuple[Range, ...]:
     )
 
 
-def build(name: str, count: int, seed: int, kinds: tuple[str, ...] = KINDS) -> PackedSet:
-    """About ``count`` samples of a set.
-
-    Args:
-        kinds: those that the set has, each its share of the tokens.
-
-    Raises:
-        KeyError: there is no such set.
-    """
-    chosen = SETS[name]
-    return pack(chosen.ranges, chosen.seq_length, count, seed, kinds)
-
-
 def pack(
     ranges: tuple[Range, ...],
     seq_length: int,
@@ -186,91 +153,3 @@ def pack(
     return PackedSet(
         seq_length, np.array(datasets, np.int32)[order], [documents[number] for number in order]
     )
-
-
-# The file of lengths.
-
-
-def chapters(text: str) -> list[str]:
-    """A text cut at lines that begin with CHAPTER; a text without them is one."""
-    parts, lines = [], []
-    for line in text.splitlines(keepends=True):
-        if line.startswith("CHAPTER") and lines:
-            parts.append("".join(lines))
-            lines = []
-        lines.append(line)
-    return [*parts, "".join(lines)]
-
-
-def measure(sources: list[tuple[str, Path, str]], encode, output: Path) -> None:
-    """Write the file of lengths.
-
-    Args:
-        sources: kinds, files or folders, and patterns of files in folders.
-        encode: a text's tokens.
-    """
-    sizes: dict[str, list[int]] = {kind: [] for kind in KINDS}
-    rate: dict[str, float] = {}
-    for kind, path, pattern in sources:
-        files = [path] if path.is_file() else sorted(path.rglob(pattern))
-        texts = [file.read_text(encoding="utf-8", errors="ignore") for file in files]
-        if kind == "book":
-            texts = [chapter for text in texts for chapter in chapters(text)]
-        if kind not in rate:
-            some = "".join(texts[:: max(1, len(texts) // 40)])[:400_000]
-            rate[kind] = len(some) / len(encode(some))
-        sizes[kind] += [round(len(text) / rate[kind]) for text in texts]
-    found = {}
-    for kind in KINDS:
-        kept = np.sort([size for size in sizes[kind] if size >= 16])
-        if len(kept) > MOST_LENGTHS:
-            at = np.linspace(0, len(kept) - 1, MOST_LENGTHS).round().astype(int)
-            kept = kept[at]
-        found[kind] = kept.tolist()
-    about = {
-        "documents": {kind: len(sizes[kind]) for kind in KINDS},
-        "characters_per_token": {kind: round(rate[kind], 3) for kind in rate},
-        "tokens": found,
-    }
-    output.write_text(json.dumps(about) + "\n", encoding="utf-8")
-
-
-def show() -> None:
-    """A line for each set."""
-    for name, chosen in SETS.items():
-        found = build(name, 1000, 1)
-        samples = found.samples()
-        spread = samples.pairs / samples.pairs.mean()
-        low, middle, high = np.quantile(spread, (0.05, 0.5, 0.95))
-        counts = np.array([len(each) for each in found.documents])
-        print(
-            f"{name}: {chosen.what}; samples of {chosen.seq_length // K}K, {counts.mean():.1f} documents in "
-            f"each; pairs over their mean {low:.2f} {middle:.2f} {high:.2f} (5%, median, 95%)"
-        )
-
-
-def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("do", choices=("show", "measure"))
-    parser.add_argument("source", nargs="*", help="KIND=PATH[:PATTERN]")
-    parser.add_argument("--tokenizer", type=Path, help="a GGUF file or a Hugging Face folder")
-    parser.add_argument("--output", type=Path, default=LENGTHS)
-    options = parser.parse_args(words)
-    if options.do == "show":
-        return show()
-    if options.tokenizer is None or not options.source:
-        parser.error("measure takes --tokenizer and sources")
-    sources = []
-    for word in options.source:
-        kind, _, rest = word.partition("=")
-        path, _, pattern = rest.partition(":")
-        if kind not in KINDS or not Path(path).exists():
-            parser.error(f"{word!r} is no KIND=PATH of {', '.join(KINDS)}")
-        sources.append((kind, Path(path), pattern or "*"))
-    from megatron_mtraining.models.tokenizer import open_tokenizer
-
-    return measure(sources, open_tokenizer(options.tokenizer).encode, options.output)
-
-
-if __name__ == "__main__":
-    main()

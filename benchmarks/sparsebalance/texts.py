@@ -12,6 +12,7 @@ import argparse
 import functools
 import hashlib
 import sys
+import sysconfig
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +24,11 @@ from megatron_mtraining.errors import ConfigError
 from megatron_mtraining.models.tokenizer import open_tokenizer
 
 from . import sets
-from .record_patterns import CHARACTERS_PER_TOKEN, named_file, read_text
 
 HELD_OUT = 0.03
 """The last share of each text, which no sample of training is cut from."""
+CHARACTERS_PER_TOKEN = 6
+"""Text that is encoded at first for each token that is needed."""
 
 
 class Texts:
@@ -112,6 +114,32 @@ def _fingerprint(cache: Path, _changed: int, kinds: tuple[str, ...]) -> str:
             digest.update(f"{kind} {len(found[kind])} ".encode())
             digest.update(found[kind].astype("<u4").tobytes())
     return digest.hexdigest()[:12]
+
+
+def code_files() -> list[Path]:
+    """Python's standard library, tests left out, in order of names."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {"test", "tests", "site-packages", "dist-packages", "idlelib", "__pycache__"}
+    return [file for file in sorted(root.rglob("*.py")) if not skip & set(file.parts)]
+
+
+def read_text(kind: str, files: dict[str, Path], most: int) -> str:
+    """Up to ``most`` characters of a kind of text."""
+    parts, length = [], 0
+    for file in [files[kind]] if kind in files else code_files():
+        parts.append(file.read_text(encoding="utf-8", errors="ignore"))
+        length += len(parts[-1])
+        if length >= most:
+            break
+    return "".join(parts)[:most]
+
+
+def named_file(word: str) -> tuple[str, Path]:
+    """``KIND=FILE``."""
+    kind, equals, file = word.partition("=")
+    if not equals or not kind or not Path(file).is_file():
+        raise argparse.ArgumentTypeError(f"{word!r} is no KIND=FILE of a file that is there")
+    return kind, Path(file)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -51,16 +51,7 @@ from .ring_tables import (
     slow_link,
 )
 from .settings_tables import settings
-from .sparsebalance_tables import (
-    by_gpus,
-    by_waits,
-    denser,
-    measured,
-    over_ranks,
-    recorded,
-    simulated,
-    trained_with,
-)
+from .sparsebalance_tables import over_ranks
 from .step_tables import (
     breakdown,
     layouts,
@@ -225,14 +216,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "targets_kernels": target_tables.kernels,
     "targets_backward": target_tables.backward,
     "targets_search": target_tables.search,
-    "sparsebalance_patterns": recorded,
-    "sparsebalance_sets": simulated,
-    "sparsebalance_gpus": by_gpus,
-    "sparsebalance_dense": denser,
-    "sparsebalance_waits": by_waits,
-    "sparsebalance_measured": measured,
     "sparsebalance_ranks": over_ranks,
-    "sparsebalance_loss": trained_with,
     "profile_errors": profile_errors,
     "profile_command": profile_command,
     "backward_gradient": backward_tables.gradient,

@@ -42,7 +42,7 @@ class StepPlan:
         kinds: int32 ``[M, dp, mbs, 2]``: see :mod:`.estimates`.
         pairs: float64 ``[M, dp, mbs]``: visible query-key pairs.
         predicted_ms: float64 ``[M, dp]``: attention of the whole model on one rank, forward and backward, at
-            the untuned price.
+            the untuned price; NaN where times are not predicted.
         density: float64 ``[M, dp]``: expected share of the visible pairs that is attended, at the same price.
         recall: float64 ``[M, dp]``: expected recall at the untuned price. Density and recall are means over
             the samples of a micro-batch, weighted by their pairs.
@@ -90,13 +90,14 @@ def plan_step(
     sizes: PlanSizes,
     batching: str,
     estimates: DensityEstimates,
-    predict: Predict,
+    predict: Predict | None,
 ) -> StepPlan:
     """The plan of one step.
 
     Args:
         samples: of the global batch, in Megatron's order.
         batching: ``off``: Megatron's order; ``length``: by visible pairs; ``cost``: by predicted time.
+        predict: None predicts no times, which placing by length does not need.
 
     Raises:
         ConfigError: another ``batching``, another number of samples, or a cost that is not finite.
@@ -104,7 +105,9 @@ def plan_step(
     kinds = kinds_of(samples.datasets, samples.longest)
     pairs = np.asarray(samples.pairs, np.float64)
     density, recall = estimates.density(kinds), estimates.recall(kinds)
-    predicted = np.asarray(predict(pairs, density), np.float64)
+    predicted = np.full(len(pairs), np.nan)
+    if predict is not None:
+        predicted = np.asarray(predict(pairs, density), np.float64)
     shape = sizes.dp_size, sizes.num_microbatches, sizes.micro_batch_size
     if len(pairs) != sizes.samples:
         raise ConfigError(

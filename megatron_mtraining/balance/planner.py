@@ -43,7 +43,7 @@ class Planner:
         first_sample, num_samples: samples consumed so far, and samples of the dataset.
         sizes, batching: see :func:`.plan.plan_step`.
         look_up: returns properties of samples.
-        predict: milliseconds by visible pairs and density.
+        predict: milliseconds by visible pairs and density; None predicts none.
         estimates: as they are before ``first_step``; :meth:`observe` changes them.
         lag: see :func:`lag_of`.
         warn: called once with a text, if an observation is not finite or out of range.
@@ -57,7 +57,7 @@ class Planner:
         sizes: PlanSizes,
         batching: str,
         look_up: LookUp,
-        predict: Predict,
+        predict: Predict | None,
         estimates: DensityEstimates | None = None,
         lag: int = 3,
         warn: Callable[[str], None] = lambda text: None,

@@ -22,9 +22,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config.options import ANCHORS
-from ..errors import ConfigError
-
 if TYPE_CHECKING:
     from .plan import StepPlan
 
@@ -34,38 +31,10 @@ NEAR = 0.01
 """A rank keeps its price if its time differs from the time of its group by at most this share: a change would
 cost mass and save almost no time."""
 BALANCED = 0.05
-"""A group is balanced if each of its times differs from its anchor by at most this share."""
+"""A group is balanced if each of its times differs from its mean by at most this share."""
 _HALVINGS = 20
 Floats = NDArray[np.float64]
 LatencyOfDensity = Callable[[Floats], Floats]
-
-
-@dataclass(frozen=True)
-class TuningBounds:
-    """Anchor and bounds of tuning.
-
-    Attributes:
-        anchor: the time that a group is tuned to: mean, min or max of its predicted times.
-        max_mass: the largest share of attention mass that may be added to or taken from a micro-batch.
-        min_recall: expected recall below which no price is raised; 0 is no bound.
-        max_density: expected density above which no price is lowered; 1 is no bound.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-
-    anchor: str = "mean"
-    max_mass: float = 0.01
-    min_recall: float = 0.0
-    max_density: float = 1.0
-
-    def __post_init__(self):
-        if self.anchor not in ANCHORS:
-            raise ConfigError(f"the anchor of tuning is {self.anchor!r}: use one of {ANCHORS}")
-        for name in ("max_mass", "min_recall", "max_density"):
-            value = getattr(self, name)
-            if not 0 <= value <= 1:  # not a number either
-                raise ConfigError(f"{name} of tuning is {value}: use a number from 0 to 1")
 
 
 @dataclass(frozen=True)
@@ -75,21 +44,15 @@ class TunedStep:
     Attributes:
         multipliers: multipliers of the price, float32 ``[M, dp]``; 1 where nothing changes.
         predicted_ms: attention time at the tuned prices, float64 ``[M, dp]``.
-        density, recall: expected values at the tuned prices, float64 ``[M, dp]``.
         mass: the share of attention mass given up (positive) or taken (negative), float64 ``[M, dp]``.
-        target_ms: the anchor of each group, float64 ``[G]``.
-        level_ms: the time that each group reaches within the bounds, float64 ``[G]``; more than ``target_ms``
-            if the slowest rank cannot reach ``target_ms``.
-        met: whether all groups are balanced at their anchor.
+        target_ms: the mean time of each group, float64 ``[G]``.
+        met: whether all groups are balanced at their mean.
     """
 
     multipliers: NDArray[np.float32]
     predicted_ms: Floats
-    density: Floats
-    recall: Floats
     mass: Floats
     target_ms: Floats
-    level_ms: Floats
     met: bool
 
 
@@ -149,7 +112,7 @@ class Groups:
 def tune(
     plan: StepPlan,
     elasticity: float,
-    bounds: TuningBounds,
+    max_mass: float,
     price: float,
     *,
     per_microbatch: bool,
@@ -158,14 +121,15 @@ def tune(
 ) -> TunedStep:
     """Multipliers of the price that bring the predicted attention times of a step together.
 
-    All times of a group aim at the anchor. If the bounds keep a rank above the anchor, the others stop at the
-    time of this rank: no rank gives up mass to be faster than the slowest. Predicted max/mean therefore never
-    rises. Ranks without work and ranks whose predictions are not finite are not changed and do not count.
+    All times of a group aim at their mean. If the bound keeps a rank above it, the others stop at the time of
+    this rank: no rank gives up mass to be faster than the slowest. Predicted max/mean therefore never rises.
+    Ranks without work and ranks whose predictions are not finite are not changed and do not count.
 
     Args:
         plan: ``density`` and ``recall`` of the plan are read: expected values at the untuned price, float
             ``[M, dp]``.
         elasticity: elasticity of density to price, positive.
+        max_mass: the largest share of attention mass that may be added to or taken from a micro-batch.
         price: the untuned price.
         per_microbatch, pipeline: as for :class:`Groups`.
         latency: predicted attention time in ms, ``[M, dp]``, of densities ``[M, dp]``; rises with density.
@@ -182,7 +146,7 @@ def tune(
     can_move = np.isfinite(elasticity) and elasticity > 0 and np.isfinite(price) and price > 0
     moves = groups.spread(works) & (before > 0) & (density > 0) & can_move
     start = np.where(moves, density, 1.0)
-    low, high = _limits(start, recall, elasticity if can_move else 1.0, bounds, price, moves)
+    low, high = _limits(start, recall, elasticity if can_move else 1.0, max_mass, price, moves)
 
     def density_at(logs: Floats) -> Floats:
         return np.where(moves, start * np.exp(-elasticity * logs), density)
@@ -192,24 +156,20 @@ def tune(
         return groups.split(np.where(known, cells, 0.0)).sum(-1)
 
     now, fastest = times(np.zeros_like(low)), times(high)
-    target = _anchor(now, works, bounds.anchor)
+    target = np.where(works, now, 0.0).sum(-1) / np.maximum(works.sum(-1), 1)
     level = np.maximum(target, np.max(fastest, -1, where=works, initial=0.0))
     level = np.minimum(level, np.max(now, -1, where=works, initial=0.0))
     logs = _meet(now, level[:, None], works, low, high, times, groups)
     multipliers = np.exp(logs).astype(np.float32)
     logs = np.log(multipliers.astype(np.float64))
-    after = density_at(logs)
     mass = np.where(moves, np.sign(logs) * _mass(logs, start, elasticity, price), 0.0)
     reached = np.where(works, times(logs), level[:, None])
     balanced = np.abs(reached - target[:, None]) <= BALANCED * target[:, None]
     return TunedStep(
         multipliers,
-        np.asarray(latency(after), np.float64),
-        after,
-        np.minimum(recall - mass, np.maximum(recall, 1.0)),
+        np.asarray(latency(density_at(logs)), np.float64),
         mass,
         target,
-        level,
         bool(balanced.all()),
     )
 
@@ -224,21 +184,19 @@ def _limits(
     density: Floats,
     recall: Floats,
     elasticity: float,
-    bounds: TuningBounds,
+    max_mass: float,
     price: float,
     moves: NDArray[np.bool_],
 ) -> tuple[Floats, Floats]:
     """The logarithms of the smallest and the largest multiplier of each micro-batch."""
-    spare = np.where(np.isfinite(recall), recall - bounds.min_recall, 0.0)
-    if bounds.min_recall == 0:
-        spare = np.where(np.isfinite(recall), spare, 1.0)
-    given = np.clip(spare, 0.0, bounds.max_mass)
-    # With anchor min nobody becomes denser, also where the slowest cannot reach the anchor.
-    taken = np.full_like(density, 0.0 if bounds.anchor == "min" else bounds.max_mass)
-    room = np.log(np.maximum(bounds.max_density / density, 1.0)) / elasticity
+    given = np.clip(np.where(np.isfinite(recall), recall, 1.0), 0.0, max_mass)
+    room = np.log(np.maximum(1.0 / density, 1.0)) / elasticity
     farthest = np.log(FARTHEST)
     ends = []
-    for sign, limit, allowed in ((-1.0, np.minimum(room, farthest), taken), (1.0, farthest, given)):
+    for sign, limit, allowed in (
+        (-1.0, np.minimum(room, farthest), max_mass),
+        (1.0, farthest, given),
+    ):
         inside, outside = np.zeros_like(density), np.where(moves, limit, 0.0)
         fits = _mass(sign * outside, density, elasticity, price) <= allowed
         inside = np.where(fits, outside, inside)
@@ -248,16 +206,6 @@ def _limits(
             inside, outside = np.where(fits, middle, inside), np.where(fits, outside, middle)
         ends.append(sign * inside)
     return ends[0], ends[1]
-
-
-def _anchor(now: Floats, works: NDArray[np.bool_], anchor: str) -> Floats:
-    """The anchor of each group, ``[G]``; 0 for a group without work."""
-    count = works.sum(-1)
-    if anchor == "mean":
-        return np.where(works, now, 0.0).sum(-1) / np.maximum(count, 1)
-    if anchor == "max":
-        return np.max(now, -1, where=works, initial=0.0)
-    return np.where(count > 0, np.min(now, -1, where=works, initial=np.inf), 0.0)
 
 
 def _meet(

@@ -30,7 +30,6 @@ from .validation import check_choice, check_type, option
 
 BATCHING = ("off", "length", "cost")
 TUNING = ("off", "on")
-ANCHORS = ("mean", "min", "max")
 Section = type[Policy] | type[Sampling]
 """A dataclass of policies.py."""
 Values = dict[str, Any]
@@ -296,46 +295,22 @@ OPTIONS = (
         choices=TUNING, default_help="off",
     ),
     Option(
-        "tuning_anchor", str,
-        "With --mtraining-tuning on: the predicted time that ranks are tuned to. mean, min or max over the "
-        "ranks that wait for each other.",
-        choices=ANCHORS, default_help="mean",
-    ),
-    Option(
         "tuning_mass", float,
         "With --mtraining-tuning on: the largest share of attention mass that tuning may add to or take from "
         "a micro-batch.",
         default_help="0.01",
     ),
     Option(
-        "tuning_min_recall", float,
-        "With --mtraining-tuning on: expected recall below which tuning raises no price. 0 is no bound.",
-        default_help="0.0",
-    ),
-    Option(
-        "tuning_max_density", float,
-        "With --mtraining-tuning on: expected density above which tuning lowers no price. 1 is no bound.",
-        default_help="1.0",
-    ),
-    Option(
         "profile", str,
         "Latency profile of this GPU, a file that mtraining profile has written. For --mtraining-batching "
-        "and --mtraining-tuning.",
+        "cost and --mtraining-tuning.",
         default_help="the package's profile of the GPU; for other GPUs the relative times of the H200's",
     ),
 )  # fmt: skip
 """Every option, in the order of help and docs."""
 
 BY_NAME = {each.name: each for each in OPTIONS}
-BALANCE = (
-    "batching",
-    "tuning",
-    "tuning_anchor",
-    "tuning_mass",
-    "tuning_min_recall",
-    "tuning_max_density",
-    "profile",
-)
+BALANCE = ("batching", "tuning", "tuning_mass", "profile")
 """Options that balance data-parallel ranks. They are options of a run; layers do not read them."""
 MOVING = ("target_recall", "target_scope", *SCHEDULES)
 """Options that change prices from step to step, which only training does."""

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from ..errors import ConfigError, check_whole
 from .options import (
-    ANCHORS,
-    BALANCE,
     BATCHING,
     OPTIONS,
     SIZES,
@@ -50,7 +48,7 @@ class MTrainingConfig:
         loss_chunk: tokens whose logits exist at once; 0 for Megatron's own loss; None for a default.
         batching, tuning: whether samples are placed, and prices moved, so that data-parallel ranks have equal
             attention time; these and the following are options of the run, which layers do not read.
-        tuning_anchor, tuning_mass, tuning_min_recall, tuning_max_density: target and bounds of tuning.
+        tuning_mass: the bound of tuning.
         profile: a file with the latency profile of this GPU.
 
     Raises:
@@ -70,10 +68,7 @@ class MTrainingConfig:
     loss_chunk: int | None = None
     batching: str = "off"
     tuning: str = "off"
-    tuning_anchor: str = "mean"
     tuning_mass: float = 0.01
-    tuning_min_recall: float = 0.0
-    tuning_max_density: float = 1.0
     profile: str | None = None
 
     def __post_init__(self):
@@ -115,37 +110,26 @@ class MTrainingConfig:
             )
 
     def _check_balance(self) -> None:
-        for name, choices in (
-            ("batching", BATCHING),
-            ("tuning", TUNING),
-            ("tuning_anchor", ANCHORS),
-        ):
-            check_choice(name, getattr(self, name), choices)
+        check_choice("batching", self.batching, BATCHING)
+        check_choice("tuning", self.tuning, TUNING)
         check_share("tuning_mass", self.tuning_mass)
-        check_share("tuning_max_density", self.tuning_max_density)
-        check_at_least("tuning_min_recall", self.tuning_min_recall, 0, float)
-        if self.tuning_min_recall > 1:
+        if self.tuning_mass != type(self).tuning_mass and self.tuning == "off":
             raise ConfigError(
-                f"{option('tuning_min_recall')} is {self.tuning_min_recall}: use a share, at most 1"
+                f"{option('tuning_mass')} is {self.tuning_mass}, but {option('tuning')} is off: use "
+                f"{option('tuning')} on, or leave it out"
             )
         if self.profile is not None:
             check_type("profile", self.profile, str)
-        given = [
-            each.name
-            for each in fields(self)
-            if each.name in BALANCE and getattr(self, each.name) != each.default
-        ]
-        for name in given:
-            if name.startswith("tuning_") and self.tuning == "off":
+            if not self.predicts:
                 raise ConfigError(
-                    f"{option(name)} is {getattr(self, name)}, but {option('tuning')} is off: use "
-                    f"{option('tuning')} on, or leave it out"
+                    f"{option('profile')} is {self.profile}, but nothing reads it: use {option('batching')} "
+                    f"cost or {option('tuning')} on, or leave it out"
                 )
-        if self.profile is not None and not self.balances:
-            raise ConfigError(
-                f"{option('profile')} is {self.profile}, but {option('batching')} and {option('tuning')} "
-                "are off, so that nothing reads it: use one of them, or leave it out"
-            )
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the run predicts times of attention, from a latency profile."""
+        return self.batching == "cost" or self.tuning == "on"
 
     @property
     def steps(self) -> Schedule | None:

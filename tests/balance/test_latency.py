@@ -1,14 +1,21 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The latency model: what it predicts from its coefficients."""
+"""The latency model: what it predicts from its coefficients, and their file."""
 
 from __future__ import annotations
+
+import json
 
 import numpy as np
 import pytest
 
-from megatron_mtraining.balance import AttentionShape, Latency, LatencyModel, visible_pairs
-from megatron_mtraining.balance.profile_file import DEFAULT
-from megatron_mtraining.balance.terms import PARTS, Entry, quantities
+from megatron_mtraining.balance.latency import (
+    DEFAULT,
+    AttentionShape,
+    Entry,
+    LatencyModel,
+    quantities,
+    visible_pairs,
+)
 from megatron_mtraining.errors import ConfigError
 
 SHAPE = AttentionShape(16, 2, 128)
@@ -17,14 +24,7 @@ COEFFICIENTS = {
     "forward": {"launch": 0.5, "pairs": 2.0, "query_path": 0.25},
     "backward": {"key_rows": 3.0, "pairs": 4.0, "key_span": 0.5},
 }
-MODEL = LatencyModel(
-    "Test GPU", (Entry("vertical_slash", 128, COEFFICIENTS, Latency(1.5, 0.75, 1.0)),)
-)
-
-
-@pytest.fixture(scope="module")
-def h200():
-    return LatencyModel.for_gpu(DEFAULT)
+MODEL = LatencyModel("Test GPU", (Entry("vertical_slash", 128, COEFFICIENTS),))
 
 
 def test_the_sum_of_terms():
@@ -40,6 +40,8 @@ def test_the_sum_of_terms():
     )
     assert found == pytest.approx(expected)
     assert found.total_ms == pytest.approx(sum(expected))
+    many = MODEL.predict(np.array([tokens, 0]), pairs, np.array([density, 7.0]), SHAPE)
+    assert many.total_ms == pytest.approx([sum(expected), 0])
 
 
 def test_a_rank_has_its_share():
@@ -49,8 +51,6 @@ def test_a_rank_has_its_share():
     assert {name: whole[name] / 2 for name in shared} == pytest.approx({n: part[n] for n in shared})
     for name in ("launch", "heads", "query_path", "candidates"):  # of one query, or every rank's
         assert whole[name] == pytest.approx(part[name])
-    half = quantities(65536, pairs, 0.5, AttentionShape(8, 1, 128), packed=True)
-    assert {name: whole[name] / 2 for name in shared} == pytest.approx({n: half[n] for n in shared})
 
 
 def test_the_longest_program_of_the_gradient_of_keys():
@@ -60,8 +60,6 @@ def test_the_longest_program_of_the_gradient_of_keys():
     # 64 programs, whose longest has twice the mean: 264 of them would keep all busy.
     assert quantities(tokens, pairs, 1, SHAPE)["key_span"] == pytest.approx(work * 264 / 64)
     assert quantities(tokens, pairs, 1, SHAPE, processors=32)["key_span"] == pytest.approx(work)
-    many = AttentionShape(16, 16, 128)
-    assert quantities(tokens, pairs, 1, many)["key_span"] == pytest.approx(work)
     # With lists, the queries of 8 heads may all attend to one block, at any density.
     found = quantities(tokens, pairs, np.array([0.0, 0.01, 0.3]), SHAPE, kind="block_lists")
     longest = 128 * 8 * 2 * pairs / tokens / 1e9
@@ -75,79 +73,33 @@ def test_packed_documents():
     assert found["packed_rows"].tolist() == [0, 16 * 8192 / 1e6]
     # A layer that is given documents has masks, if there is only one.
     assert (quantities(tokens, pairs, 0.1, SHAPE, packed=True)["packed_rows"] > 0).all()
-    assert (quantities(tokens, pairs, 0.1, SHAPE, packed=False)["packed_rows"] == 0).all()
     assert found["candidates"] == pytest.approx([16 * 8193 / 1e6, 16 * 4097 / 1e6])
     far = found["far_pairs"] / found["pairs"]
     assert far == pytest.approx([8193 / (8193 + 524288), 4097 / (4097 + 524288)])
 
 
-def test_arrays_are_predicted_at_once():
-    tokens = np.array([[4096], [65536]])
-    density = np.array([0.01, 0.1, 1.0])
-    pairs = tokens * (tokens + 1) / 2
-    found = MODEL.predict(tokens, pairs, density, SHAPE)
-    for part in found:
-        assert part.shape == (2, 3)
-    for i in range(2):
-        for j in range(3):
-            one = MODEL.predict(int(tokens[i, 0]), float(pairs[i, 0]), density[j], SHAPE)
-            assert [part[i, j] for part in found] == pytest.approx(list(one))
-            assert all(np.ndim(part) == 0 for part in one)
-
-
-def test_what_waits_for_the_host():
-    tokens = np.array([0, 256, 1 << 20])
-    pairs = tokens * (tokens + 1) / 2
-    gpu = MODEL.predict(tokens, pairs, 0.1, SHAPE)
-    both = MODEL.predict(tokens, pairs, 0.1, SHAPE, launch_bound=True)
-    for time, bound, host in zip(gpu, both, (1.5, 0.75, 1.0)):
-        assert time[0] == bound[0] == 0  # no tokens: nothing is launched
-        assert time[1] < bound[1] == host
-        assert time[2] == bound[2] > host
-
-
 @pytest.mark.parametrize("kind", ["vertical_slash", "block_lists", "dense"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_committed_profile_is_sane(h200, kind, head_dim):
+def test_the_committed_profile_is_sane(kind, head_dim):
     """Never negative or falling in tokens, pairs, density or heads; work decides at a million tokens."""
-    shape = AttentionShape(16, 2, head_dim)
+    h200, shape = LatencyModel.for_gpu(DEFAULT), AttentionShape(16, 2, head_dim)
     tokens = 2.0 ** np.arange(9, 21)
-    pairs = tokens * (tokens + 1) / 2
-    density = np.linspace(0, 1, 21)[:, None]
-
-    def predict(pairs=pairs, shape=shape, **given):
-        return h200.predict(tokens, pairs, density, shape, kind=kind, **given)
-
+    pairs, density = tokens * (tokens + 1) / 2, np.linspace(0, 1, 21)[:, None]
     for given in (dict(), dict(packed=True), dict(cp_size=8)):
-        found = predict(**given)
+        found = h200.predict(tokens, pairs, density, shape, kind=kind, **given)
         for part in found:
             assert (part >= 0).all() and np.isfinite(part).all()
             assert (np.diff(part, axis=0) >= 0).all() and (np.diff(part, axis=1) >= 0).all()
-    packed = predict(packed=True)
-    assert (packed.total_ms >= predict().total_ms).all()
-    assert (predict(pairs=pairs / 2).total_ms <= packed.total_ms).all()
-    found = predict()
-    less = predict(shape=AttentionShape(8, 1, head_dim)).total_ms
-    assert (less < found.total_ms).all()
+    found = h200.predict(tokens, pairs, density, shape, kind=kind)
     # Twice the tokens at one density are about four times the work.
     dense = found.forward_ms[-1] + found.backward_ms[-1]
     assert 3.5 < dense[-1] / dense[-2] < 4.5
-    assert found.backward_ms[-1, -1] > found.forward_ms[-1, -1]
-
-
-def test_density_is_cut_and_nothing_is_negative():
-    least, most = (MODEL.predict(4096, 1e7, density, SHAPE) for density in (0, 1))
-    assert MODEL.predict(4096, 1e7, -3.0, SHAPE) == least
-    assert MODEL.predict(4096, 1e7, 7.0, SHAPE) == most
-    assert MODEL.predict(-5, -1e7, 0.5, SHAPE) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (dict(kind="diagonal"), "the kind of pattern is 'diagonal'"),
         (dict(kind="dense"), "of Test GPU has no dense attention of head dim 128: run mtraining"),
-        (dict(shape=AttentionShape(16, 2, 64)), "has no vertical_slash attention of head dim 64"),
         (dict(shape=AttentionShape(0, 2, 128)), "a layer has 0 query heads"),
         (dict(cp_size=0), "on each of 0 context-parallel ranks"),
     ],
@@ -157,8 +109,42 @@ def test_what_cannot_be_predicted(arguments, message):
         MODEL.predict(4096, 1e6, 0.1, **{"shape": SHAPE, **arguments})
 
 
+def test_a_profile_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(MODEL.as_text())
+    assert LatencyModel.load(path) == MODEL == LatencyModel.for_gpu("Test GPU", path)
+    warned = LatencyModel.for_gpu("Other GPU", path)
+    assert warned.gpu == "Test GPU" and "this one is Other GPU" in warned.warning
+    assert LatencyModel.for_gpu("Unknown").gpu == DEFAULT and LatencyModel.for_gpu("").warning
+    assert LatencyModel.for_gpu(DEFAULT).warning == ""
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (dict(format="other"), "its format is 'other'"),
+        (dict(gpu=None, entries=[]), "it has no entries"),
+        (dict(processors="many"), "many"),
+        (dict(kind="diagonal"), "a kind is 'diagonal'"),
+        (dict(search={"pairs": 1.0}), "search has 1.0 for 'pairs'"),
+        (dict(forward={"pairs": -1.0}), "forward has -1.0 for 'pairs'"),
+        (dict(backward={"pairs": 1e999}), "backward has inf for 'pairs'"),
+        (dict(backward={}), "backward takes no time"),
+        (dict(search=[1]), "AttributeError"),
+    ],
+    ids=str,
+)
+def test_a_file_that_is_no_profile(change, named, tmp_path):
+    content = json.loads(MODEL.as_text())
+    for name, value in change.items():
+        (content if name in content else content["entries"][0])[name] = value
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="give a file that mtraining profile wrote") as raised:
+        LatencyModel.load(path)
+    assert named in str(raised.value) and str(path) in str(raised.value)
+
+
 def test_visible_pairs():
     assert visible_pairs([3, 1, 2]) == 6 + 1 + 3
     assert visible_pairs(np.array([4])) == visible_pairs(iter([4])) == 10
-    assert visible_pairs([]) == 0
-    assert set(COEFFICIENTS) == set(PARTS)

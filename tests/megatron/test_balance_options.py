@@ -70,10 +70,10 @@ def own(tmp_path) -> list[str]:
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_runs_that_cannot_be_balanced(case, own):
+def test_runs_that_cannot_be_balanced(case):
     words, others, named = BAD[case]
     with pytest.raises(ArgumentsError) as raised:
-        check(parse(*words, *own, **others))
+        check(parse(*words, **others))
     assert named in str(raised.value)
 
 
@@ -91,7 +91,8 @@ GOOD = {
 @pytest.mark.parametrize("case", GOOD)
 def test_runs_that_are_balanced(case, own):
     words, others = GOOD[case]
-    lines = check(args := parse(*words, *own, **others))
+    given = [] if words == LENGTH else own
+    lines = check(args := parse(*words, *given, **others))
     assert not [line for line in lines if "warning" in line]
     assert (args.mtraining_batching, args.mtraining_tuning) != ("off", "off")
 
@@ -124,21 +125,28 @@ def test_one_data_parallel_rank_is_told(own):
     assert [line for line in lines if "there is one data-parallel rank" in line]
 
 
-def test_profiles_that_cannot_be_read(tmp_path):
-    for path, named in ((tmp_path / "none.json", "cannot be read"), (tmp_path, "cannot be read")):
+def test_placing_by_length_needs_no_profile(monkeypatch):
+    """Neither of the GPU, nor for the model's head dimension."""
+    monkeypatch.setattr(LatencyModel, "load", lambda path: pytest.fail("a profile is read"))
+    balance_options.latency_model.cache_clear()
+    lines = check(args := parse(*LENGTH, **APART))
+    config = MTrainingConfig.from_options(batching="length")
+    assert not [line for line in lines if "warning" in line]
+    assert balance_options.predictor(args, config, 4096) is None and balance_of_rank(config) == {}
+
+
+def test_profiles_that_cannot_be_used_are_told_at_the_start(tmp_path):
+    path = tmp_path / "profile.json"
+    for content, named in ((None, "cannot be read"), ('{"format": "other"}', "format is 'other'")):
+        if content is not None:
+            path.write_text(content)
+        balance_options.latency_model.cache_clear()
         with pytest.raises(ArgumentsError, match=named) as raised:
             check(parse(*COST, "--mtraining-profile", str(path), **APART))
         assert str(path) in str(raised.value)
-    wrong = tmp_path / "wrong.json"
-    wrong.write_text('{"format": "something else"}')
-    with pytest.raises(ArgumentsError, match=r"wrong\.json"):
-        check(parse(*COST, "--mtraining-profile", str(wrong), **APART))
-
-
-def test_a_profile_without_the_head_dimension_is_told_at_the_start(tmp_path):
-    path = tmp_path / "profile.json"
     whole = LatencyModel.load(profile(tmp_path))
-    LatencyModel("CPU", tuple(each for each in whole.entries if each.head_dim == 128)).save(path)
+    wide = tuple(each for each in whole.entries if each.head_dim == 128)
+    path.write_text(LatencyModel("CPU", wide).as_text())
     balance_options.latency_model.cache_clear()
     with pytest.raises(ArgumentsError, match="has no vertical_slash attention of head dim 64"):
         check(parse(*COST, "--mtraining-profile", str(path), **APART))
@@ -147,7 +155,7 @@ def test_a_profile_without_the_head_dimension_is_told_at_the_start(tmp_path):
 def test_the_profile_of_another_gpu_is_told(tmp_path):
     path = tmp_path / "profile.json"
     whole = LatencyModel.load(profile(tmp_path))
-    LatencyModel("NVIDIA H200", whole.entries).save(path)
+    path.write_text(LatencyModel("NVIDIA H200", whole.entries).as_text())
     balance_options.latency_model.cache_clear()
     lines = check(parse(*COST, "--mtraining-profile", str(path), **APART))
     assert [line for line in lines if line.startswith("warning: the latency profile")]
@@ -168,7 +176,8 @@ def test_ranks_with_different_profiles_are_refused(tmp_path):
     for number, folder in enumerate(folders):
         folder.mkdir()
         whole = LatencyModel.load(profile(folder))
-        LatencyModel(f"GPU {number}", whole.entries).save(folder / "profile.json")
+        text = LatencyModel(f"GPU {number}", whole.entries).as_text()
+        (folder / "profile.json").write_text(text)
     messages = run_ranks(2, agree, [str(folder) for folder in folders])
     assert (
         messages[0] == messages[1]

@@ -11,7 +11,7 @@ from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import random
 
 from megatron_mtraining import MTrainingConfig
-from megatron_mtraining.balance.tuning import Groups, TuningBounds
+from megatron_mtraining.balance.tuning import Groups
 from megatron_mtraining.cp_group import RankGroup
 from megatron_mtraining.megatron import core_attention, register
 from megatron_mtraining.megatron.balance import log as balance_log
@@ -109,8 +109,7 @@ def test_other_sequences_change_the_price_and_nothing_else(balanced):
     found = []
     for other in (0.2, 1.0, 3.0):
         plans = Plans(np.array([[1.0, other]]), np.full((1, 2), 0.1))
-        bounds = TuningBounds(max_mass=1)
-        balancer = Balancer(Layout(2, 0), lambda: 1, lambda p=plans: p, bounds, 1.0, lambda: 0)
+        balancer = Balancer(Layout(2, 0), lambda: 1, lambda p=plans: p, 1.0, 1.0, lambda: 0)
         balancer.end_step(0, RankGroup(None))
         price = balancer.tuning(0)[0].item()
         core_attention.RUN.observer_of = balancer.observer
@@ -330,34 +329,30 @@ def test_record_and_line_of_numbers_made_by_hand():
         " | density 0.3000 expected untuned, 0.2250 seen | recall 0.9000 expected untuned, 0.9000 seen"
         " | price times 0.5 to 1.5"
     )
-    scalars, drawn = {}, []
-    writer = SimpleNamespace(
-        add_scalar=lambda name, value, step: scalars.update({name: value}),
-        add_figure=lambda name, figure, step: drawn.append(figure),
-    )
-    balance_log.write(writer, 6, means, record)
-    assert scalars["mtraining-balance/predicted-ms"] == 5
-    assert scalars["mtraining-balance-idle-ms/rank-000"] == 2
-    assert scalars["mtraining-balance-measured-ms/rank-001"] == 5
-    if drawn:
-        (axes,) = drawn[0].axes
-        assert [bar.get_height() for bar in axes.containers[-2]] == [3, 5]
-        assert [bar.get_height() for bar in axes.containers[-1]] == [2, 0], "idle"
-        drawn[0].canvas.draw()
+
+
+def test_placing_by_length_predicts_no_times():
+    seen = dict.fromkeys(OBSERVED, np.ones((1, 2)))
+    names = ("multipliers", "density", "recall", "mass")
+    planned = {**dict.fromkeys(names, np.ones((1, 2))), **dict.fromkeys(
+        ("predicted_ms", "tuned_ms"), np.full((1, 2), np.nan)
+    )}  # fmt: skip
+    interval = balance_log.Interval()
+    interval.add(balance_log.StepRecord.of(4, seen, planned), Groups((1, 2)))
+    said = balance_log.line(5, interval.take())
+    assert "measured 1 ms" in said and "predicted" not in said and "density 1.0000 expected" in said
 
 
 def test_bounds_that_cannot_be_met_are_warned_of_once(capsys):
     plans = Plans(np.array([[1.0, 9.0]]), np.full((1, 2), 0.1))
-    balancer = Balancer(
-        Layout(2, 0), lambda: 1, lambda: plans, TuningBounds(max_mass=0.001), 0.25, lambda: 0
-    )
+    balancer = Balancer(Layout(2, 0), lambda: 1, lambda: plans, 0.001, 0.25, lambda: 0)
     for step in (1, 2):
         balancer.end_step(step, RankGroup(None))
     said = [text for text in capsys.readouterr().out.splitlines() if "warning" in text]
     assert len(said) == 1, said
     for part in (
         "times of 0.1 to 0.9 ms become",
-        "anchor mean is 0.5 ms",
+        "their mean is 0.5 ms",
         "--mtraining-tuning-mass 0.001",
     ):
         assert part in said[0]
@@ -367,8 +362,7 @@ def test_a_guess_is_not_tuned_by():
     plans = Plans(np.array([[1.0, 9.0]]), np.full((1, 2), 0.1))
     plans.known = 2
     now = [0]
-    bounds = TuningBounds(max_mass=1)
-    balancer = Balancer(Layout(2, 0), lambda: 1, lambda: plans, bounds, 0.25, lambda: now[0])
+    balancer = Balancer(Layout(2, 0), lambda: 1, lambda: plans, 1.0, 0.25, lambda: now[0])
     found = []
     for step in (1, 2):
         balancer.end_step(step, RankGroup(None))
@@ -412,7 +406,7 @@ def test_a_run_that_has_nobody_to_wait_for(dp, pp, count, off, warned, monkeypat
     args = SimpleNamespace(pipeline_model_parallel_size=pp, num_layers=2, num_attention_heads=4)
     config = MTrainingConfig.from_options(tuning="on")
     balancer = balancer_of_arguments(args, config, lambda: 0, lambda: None)
-    assert (balancer.bounds is None) == off
+    assert (balancer.max_mass is None) == off
     assert ("it changes nothing" in capsys.readouterr().out) == warned
     assert balancer.layout == Layout(dp, 0, 8, pp > 1, pp > 1)
     assert balancer_of_arguments(args, MTrainingConfig(), lambda: 0, lambda: None) is None

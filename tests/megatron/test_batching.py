@@ -12,9 +12,8 @@ from megatron.core.transformer.enums import AttnBackend
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_mtraining import ConfigError, MTrainingConfig
-from megatron_mtraining.balance import AttentionShape
 from megatron_mtraining.balance.estimates import DensityEstimates
-from megatron_mtraining.balance.latency import LatencyModel
+from megatron_mtraining.balance.latency import AttentionShape, LatencyModel
 from megatron_mtraining.balance.plan import PlanSizes, Samples
 from megatron_mtraining.balance.planner import Planner
 from megatron_mtraining.megatron.balance import batching
@@ -168,6 +167,13 @@ def test_other_splits_and_runs_keep_megatrons(run, dataset):
     build = run(options=dict(batching="off", profile=None))
     assert type(build(dataset, 0).batch_sampler) is samplers.MegatronPretrainingSampler
     assert RUN.balance.planner is None
+
+
+def test_by_length_nothing_is_predicted(run, dataset):
+    run(options=dict(batching="length", profile=None))(dataset, 0)
+    plan = RUN.balance.planner.plan_of(0)
+    assert np.isnan(plan.predicted_ms).all() and np.isfinite(plan.density).all()
+    assert plan.pairs.sum((0, 2)) == pytest.approx(plan.pairs.sum() / 2, rel=0.2)
 
 
 def test_with_tuning_alone_the_order_is_megatrons(run, dataset):

@@ -40,7 +40,7 @@ def packed(tree, tmp_path_factory):
         data = f"--data-path {folder / name} --data-cache-path {folder / 'cache'} --split 1,0,0"
         data += f" --tokenizer-type NullTokenizer --vocab-size {size}"
         given = [*BALANCE, *map(str, words)]
-        if any("batching" in word or "tuning" in word for word in given):
+        if "cost" in given:
             given += ["--mtraining-profile", profile(folder)]
         return tree.run("launcher", processes, *given, data=data)
 

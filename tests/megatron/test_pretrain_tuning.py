@@ -14,8 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_mtraining.balance import KINDS, Latency, LatencyModel
-from megatron_mtraining.balance.terms import Entry
+from megatron_mtraining.balance.latency import KINDS, Entry, LatencyModel
 from tests.support.balance_cases import EOD, long_tailed, write_documents
 from tests.support.pretrain_tree import MODEL, SEQUENCE, losses
 from tests.support.running import torchrun
@@ -47,12 +46,12 @@ def packed(tree, tmp_path_factory):
     write_documents(folder / "documents", long_tailed(900, 700))
     # A GPU so slow that pairs count beside what each launch takes.
     parts = dict(search={"launch": 0.1}, forward={"pairs": 1e5}, backward={"pairs": 3e5})
-    entries = tuple(Entry(kind, 64, parts, Latency(0.1, 0.1, 0.1)) for kind in KINDS)
-    LatencyModel("CPU", entries).save(folder / "profile.json")
+    model = LatencyModel("CPU", tuple(Entry(kind, 64, parts) for kind in KINDS))
+    (folder / "profile.json").write_text(model.as_text())
     root = tree.roots["launcher"]
     null = root / "megatron/core/tokenizers/text/libraries/null_tokenizer.py"
     size = EOD + 1 if "self._vocab_size - 1" in null.read_text() else EOD
-    model = [word for word in MODEL.split() if word not in ("--transformer-impl", "local")]
+    words_of_model = [word for word in MODEL.split() if word not in ("--transformer-impl", "local")]
     data = (
         f"--data-cache-path {folder / 'cache'} --tokenizer-type NullTokenizer --vocab-size {size}"
     )
@@ -60,7 +59,7 @@ def packed(tree, tmp_path_factory):
 
     def run(processes: int, *words):
         given = [
-            *model,
+            *words_of_model,
             *WORDS,
             *data.split(),
             "--mtraining-profile",
@@ -105,10 +104,6 @@ def test_a_tuned_run_is_the_same_again_and_says_what_it_did(packed):
         events = EventAccumulator(str(folder)).Reload()
         scalars = events.Tags()["scalars"]
         assert "mtraining-balance/predicted-max-over-mean" in scalars
-        assert "mtraining-balance-idle-ms/rank-003" in scalars
-        assert ("mtraining-balance/ranks" in events.Tags()["images"]) == (
-            find_spec("matplotlib") is not None
-        )
 
 
 LAYOUTS = {

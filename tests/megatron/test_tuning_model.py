@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_mtraining.balance.tuning import TuningBounds
 from tests.support.gpt_worker import start
 from tests.support.ranks import run_ranks
 from tests.support.tuning_cases import Plans
@@ -15,7 +14,7 @@ from tests.support.tuning_cases import Plans
 SEQUENCE, BLOCK, MICROBATCHES, LAYERS, HEADS = 1024, 64, 2, 2, 4
 LENGTHS = [[1024], [512, 512], [400, 340, 284], [256] * 4]
 """Documents of the samples of a data-parallel rank: the first one is the straggler."""
-BOUNDS = TuningBounds(max_mass=0.2)
+MAX_MASS = 0.2
 
 
 def build(cp_size: int):
@@ -86,7 +85,7 @@ def balancer_of(dp_size, dp_rank, cp_size, plans, microbatches):
         Layout(dp_size, dp_rank, cp_size),
         lambda: microbatches,
         lambda: plans,
-        BOUNDS,
+        MAX_MASS,
         0.8,
         lambda: RUN.step,
     )

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from megatron_mtraining.balance.tuning import TuningBounds
 from megatron_mtraining.cp_group import RankGroup
 from megatron_mtraining.megatron.balance.balancer import Balancer, Layout
 
@@ -46,8 +45,10 @@ class Given(Balancer):
         self.now = 0
         count = 2 if multipliers is None else len(multipliers)
         self.plans = Plans(np.ones((count, 1)), np.full((count, 1), 0.1))
-        bounds = None if observe else TuningBounds()
-        super().__init__(Layout(), lambda: count, lambda: self.plans, bounds, 1.0, lambda: self.now)
+        max_mass = None if observe else 0.01
+        super().__init__(
+            Layout(), lambda: count, lambda: self.plans, max_mass, 1.0, lambda: self.now
+        )
         self._given = None if multipliers is None else np.asarray(multipliers, float)
         self._given_mass = mass
         self.end_step(0, RankGroup(None))

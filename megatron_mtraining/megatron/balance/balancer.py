@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...balance.plan import StepPlan
-from ...balance.tuning import Groups, TuningBounds, tune
+from ...balance.tuning import Groups, tune
 from ...config import MTrainingConfig, Policy, has_price, head_policies, option
 from ...cp_group import RankGroup
 from ..wrapping import log
@@ -83,7 +83,7 @@ class Balancer:
         layout: where this rank is.
         num_microbatches: returns the number of micro-batches of a step.
         planner: returns the source of plans, or None on ranks without a data loader.
-        bounds: bounds of tuning; None to observe only.
+        max_mass: the largest share of attention mass that tuning may move; None to observe only.
         price: the run's price at the start, untuned: the median of heads that have one.
         step: returns the number of the step under way, from 0.
 
@@ -96,11 +96,11 @@ class Balancer:
         layout: Layout,
         num_microbatches: Callable[[], int],
         planner: Callable[[], PlanSource | None],
-        bounds: TuningBounds | None,
+        max_mass: float | None,
         price: float,
         step: Callable[[], int],
     ):
-        self.layout, self.bounds = layout, bounds
+        self.layout, self.max_mass = layout, max_mass
         self._num_microbatches, self._planner, self._step = num_microbatches, planner, step
         self._price = price
         # In order, so that sums are the same in each run.
@@ -129,7 +129,7 @@ class Balancer:
         """
         own = config.policy
         tunable = [has_price(policy) and has_price(own) for policy in policies or [own]]
-        tuning = None if self.bounds is None else self.tuning
+        tuning = None if self.max_mass is None else self.tuning
         made = LayerObserver(tuning, place, getattr(own, "price", None) or 0.0, tunable)
         self._layers.append(weakref.ref(made))
         return made
@@ -165,7 +165,7 @@ class Balancer:
         table.keep(ranks.all_reduce(filled))
         before = self._table if self._planned_step == step - 1 else None
         self._unread, self._table, self._planned_step = (step - 1, table, before), table, step
-        if self.bounds is not None:
+        if self.max_mass is not None:
             # Without a plan, multipliers are 0 in the table: they become 1.
             none = 1 - table.device[0]
             self._multipliers = table.on_device("multipliers") + none, table.on_device("mass")
@@ -200,11 +200,11 @@ class Balancer:
             multipliers=ones, predicted_ms=plan.predicted_ms, tuned_ms=plan.predicted_ms,
             density=plan.density, recall=plan.recall, mass=0 * ones,
         )  # fmt: skip
-        if self.bounds is None or not planner.knows(step):
+        if self.max_mass is None or not planner.knows(step):
             return rows
         layout = self.layout
         tuned = tune(
-            plan, planner.elasticity, self.bounds, self._price,
+            plan, planner.elasticity, self.max_mass, self._price,
             per_microbatch=layout.per_microbatch, pipeline=layout.pipeline,
             latency=lambda density: planner.predict(
                 plan.pairs, np.broadcast_to(density[..., None], plan.pairs.shape)
@@ -217,23 +217,18 @@ class Balancer:
         return rows
 
     def _warn(self, step: int, plan: StepPlan, tuned) -> None:
-        groups, bounds = self.layout.groups(len(plan.density)), self.bounds
+        groups = self.layout.groups(len(plan.density))
         before, after = (
             groups.split(np.asarray(ms)).sum(-1) for ms in (plan.predicted_ms, tuned.predicted_ms)
         )
         worst = int(np.argmax(np.ptp(after, -1)))
-        options = dict(
-            tuning_mass=bounds.max_mass, tuning_min_recall=bounds.min_recall,
-            tuning_max_density=bounds.max_density,
-        )  # fmt: skip
-        said = ", ".join(f"{option(name)} {value:g}" for name, value in options.items())
         log(
             f"warning: in step {step + 1} tuning cannot bring the ranks together: predicted attention times "
             f"of {before[worst].min():.4g} to {before[worst].max():.4g} ms become "
-            f"{after[worst].min():.4g} to {after[worst].max():.4g} ms, but {option('tuning_anchor')} "
-            f"{bounds.anchor} is {tuned.target_ms[worst]:.4g} ms; within the bounds ({said}) prices are "
-            f"multiplied by {tuned.multipliers.min():.3g} to {tuned.multipliers.max():.3g}. Widen the "
-            f"bounds, or place samples by cost ({option('batching')} cost). Said once"
+            f"{after[worst].min():.4g} to {after[worst].max():.4g} ms, but their mean is "
+            f"{tuned.target_ms[worst]:.4g} ms; within {option('tuning_mass')} {self.max_mass:g} prices are "
+            f"multiplied by {tuned.multipliers.min():.3g} to {tuned.multipliers.max():.3g}. Raise it, or "
+            f"place samples ({option('batching')} length or cost). Said once"
         )
 
 
@@ -266,25 +261,21 @@ def balancer_of_arguments(
         pipeline or experts_span_replicas(args),
         pipeline,
     )
-    bounds = None
+    max_mass, price = None, 0.0  # untuned, nothing reads the price
     if config.tuning == "on":
-        bounds = TuningBounds(
-            config.tuning_anchor, config.tuning_mass, config.tuning_min_recall, config.tuning_max_density
-        )  # fmt: skip
+        layers, heads = args.num_layers, args.num_attention_heads
         if dp_size == 1 and (not pipeline or get_num_microbatches() == 1):
-            bounds = None
             log(
                 f"warning: {option('tuning')} is on, but there is one data-parallel rank, and no pipeline "
                 "whose micro-batches wait for each other: it changes nothing"
             )
-        elif left := _without_price(config, args.num_layers, args.num_attention_heads):
-            log(
-                f"{option('tuning')}: {left} have no price to tune, and keep their patterns' settings"
-            )
-    price = 0.0  # untuned, nothing reads it
-    if bounds is not None:
-        price = _typical_price(config, args.num_layers, args.num_attention_heads)
-    return Balancer(layout, get_num_microbatches, planner, bounds, price, step)
+        else:
+            max_mass, price = config.tuning_mass, _typical_price(config, layers, heads)
+            if left := _without_price(config, layers, heads):
+                log(
+                    f"{option('tuning')}: {left} have no price to tune, and keep their patterns' settings"
+                )
+    return Balancer(layout, get_num_microbatches, planner, max_mass, price, step)
 
 
 def _typical_price(config: MTrainingConfig, layers: int, heads: int) -> float:

@@ -4,15 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import numpy as np
 
 from ...balance.tuning import Groups
-
-RANKS_WITH_SCALARS = 64
-"""TensorBoard gets scalars of each data-parallel rank up to this number of ranks; the figure shows all
-ranks."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +19,8 @@ class StepRecord:
         measured_ms: attention time of all layers on one rank, forward and backward.
         density, recall: observed, means over layers and heads; NaN where no attention has run.
         planned: whether there was a plan. The attributes below come from the plan.
-        predicted_ms, expected_density, expected_recall: at the untuned price; NaN without a plan.
+        predicted_ms, expected_density, expected_recall: at the untuned price; NaN without a plan, and times
+            also where none are predicted.
         tuned_ms: predicted time at the tuned price.
         multipliers: multipliers of the price.
         mass: the share of attention mass that tuning takes away (negative: adds).
@@ -66,7 +62,7 @@ class StepRecord:
         the others wait. ``idle-share`` is the mean share of the time that ranks wait, ``1 - mean / max``."""
         values = {}
         times = dict(measured=self.measured_ms)
-        if self.planned:
+        if self.planned and np.isfinite(self.predicted_ms).all():
             times.update(untuned=self.predicted_ms, predicted=self.tuned_ms)
         for name, cells in times.items():
             ratio = groups.max_over_mean(cells)
@@ -124,10 +120,11 @@ def log_balance(iteration: int, interval: Interval) -> None:
         return
     print_rank_last(line(iteration, figures))
     writer, wandb = get_tensorboard_writer(), get_wandb_writer()
-    if writer:
-        write(writer, iteration, figures, interval.last)
+    values = {f"mtraining-balance/{name}": value for name, value in figures.items()}
+    for name, value in values.items() if writer else ():
+        writer.add_scalar(name, value, iteration)
     if wandb:
-        wandb.log({f"mtraining-balance/{name}": each for name, each in figures.items()}, iteration)
+        wandb.log(values, iteration)
 
 
 def line(iteration: int, figures: dict[str, float]) -> str:
@@ -144,6 +141,7 @@ def line(iteration: int, figures: dict[str, float]) -> str:
     ]
     if "predicted-ms" in figures:
         said.append(f"predicted {time('predicted')}, untuned {time('untuned')}")
+    if "density-untuned" in figures:
         for name in ("density", "recall"):
             seen = figures.get(name, float("nan"))
             said.append(
@@ -153,61 +151,3 @@ def line(iteration: int, figures: dict[str, float]) -> str:
             f"price times {figures['multiplier-lowest']:.3g} to {figures['multiplier-highest']:.3g}"
         )
     return " | ".join(said)
-
-
-def write(writer, iteration: int, figures: dict[str, float], last: StepRecord | None) -> None:
-    """Write to TensorBoard: means of the interval, and times of the ranks and a picture of its last step."""
-    for name, value in figures.items():
-        writer.add_scalar(f"mtraining-balance/{name}", value, iteration)
-    if last is None:
-        return
-    by_rank = dict(measured_ms=last.measured_ms.sum(0))
-    if last.planned:
-        by_rank.update(untuned_ms=last.predicted_ms.sum(0), predicted_ms=last.tuned_ms.sum(0))
-    by_rank["idle_ms"] = by_rank["measured_ms"].max() - by_rank["measured_ms"]
-    if last.measured_ms.shape[1] <= RANKS_WITH_SCALARS:
-        for name, values in by_rank.items():
-            for rank, value in enumerate(values):
-                tag = f"mtraining-balance-{name.replace('_', '-')}/rank-{rank:03d}"
-                writer.add_scalar(tag, value, iteration)
-    if find_spec("matplotlib") is not None:
-        writer.add_figure("mtraining-balance/ranks", draw(last), iteration)
-
-
-def draw(record: StepRecord):
-    """A matplotlib Figure, without a window: bars of predicted and measured attention time and of the wait of
-    each data-parallel rank."""
-    from matplotlib.figure import Figure
-
-    shown = [("measured", record.measured_ms.sum(0), "#4477aa")]
-    if record.planned:
-        shown = [
-            ("predicted, untuned", record.predicted_ms.sum(0), "#ccbb44"),
-            ("predicted", record.tuned_ms.sum(0), "#66ccee"),
-            *shown,
-        ]
-    ranks = np.arange(record.measured_ms.shape[1])
-    figure = Figure(figsize=(min(4 + 0.4 * len(ranks), 16), 3.2), layout="constrained")
-    axes = figure.add_subplot()
-    width = 0.8 / len(shown)
-    for number, (name, times, colour) in enumerate(shown):
-        at = ranks - 0.4 + (number + 0.5) * width
-        axes.bar(at, times, width, color=colour, label=name)
-        idle = times.max() - times
-        label = "idle" if number == len(shown) - 1 else None
-        axes.bar(
-            at,
-            idle,
-            width,
-            times,
-            color="none",
-            edgecolor="#999999",
-            hatch="///",
-            linewidth=0.5,
-            label=label,
-        )
-    axes.set_xlabel("data-parallel rank")
-    axes.set_ylabel("attention, ms")
-    axes.set_title(f"step {record.step + 1}", fontsize=9)
-    axes.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.25), frameon=False)
-    return figure

@@ -84,7 +84,7 @@ def check_balance(args, config: MTrainingConfig, seq_length: int) -> None:
             raise ConfigError(f"{asked} does not work with {given}: {why}")
     _check_kinds_of_samples(args, config, asked)
     _check_normalization(args, config)
-    predictor(args, config, seq_length)
+    predictor(args, config, seq_length)  # refuses
 
 
 def _check_kinds_of_samples(args, config: MTrainingConfig, asked: str) -> None:
@@ -128,8 +128,9 @@ def lines_of_balance(args, config: MTrainingConfig) -> list[str]:
     """Lines for the log of a balanced run, whose arguments Megatron has validated."""
     if not config.balances:
         return []
-    model = latency_model(config.profile)
-    lines = [f"warning: {model.warning}"] if model.warning else []
+    lines = []
+    if config.predicts and (warning := latency_model(config.profile).warning):
+        lines.append(f"warning: {warning}")
     if getattr(args, "data_parallel_size", None) == 1 and config.batching != "off":
         lines.append(
             f"warning: {option('batching')} is {config.batching}, but there is one data-parallel rank: it "
@@ -159,6 +160,8 @@ def gpu_name() -> str:
 def balance_of_rank(config: MTrainingConfig) -> dict[str, Any]:
     """Values beside the options that determine the plans of a rank, by a name for messages: all ranks must
     have the same values."""
+    if not config.predicts:
+        return {}
     found: dict[str, Any] = {"the GPU of the latency profile": latency_model(config.profile).gpu}
     if config.profile is not None:
         found[f"the content (SHA-256) of {option('profile')}"] = _digest("profile", config.profile)
@@ -209,9 +212,15 @@ def experts_span_replicas(args) -> bool:
     return experts > 1 and experts * expert_tensor > tensor * context
 
 
-def predictor(args, config: MTrainingConfig, seq_length: int) -> Predict:
+def predictor(args, config: MTrainingConfig, seq_length: int) -> Predict | None:
     """Milliseconds of attention of all layers, also those of other pipeline stages, on one rank, by visible
-    pairs and density of a sample of ``seq_length`` tokens."""
+    pairs and density of a sample of ``seq_length`` tokens; None where nothing needs them.
+
+    Raises:
+        ConfigError: the profile cannot be read, or has no such attention.
+    """
+    if not config.predicts:
+        return None
     model = latency_model(config.profile)
     heads = args.num_attention_heads
     groups = heads
