@@ -67,7 +67,6 @@ setup(
     packages=find_namespace_packages(include=[PACKAGE, f"{PACKAGE}.*"]),
     package_data={
         f"{PACKAGE}.patches": ["*.patch"],
-        f"{PACKAGE}.balance.profiles": ["*.json"],
         f"{PACKAGE}.tools.quickstart": ["*.json"],
     },
     entry_points={"console_scripts": [f"mtraining = {PACKAGE}.tools.cli:main"]},

@@ -32,8 +32,7 @@ FLOORS = [
     ["models"],
     ["tools.common"],
     ["tools.report"],
-    ["tools.data", "tools.convert", "tools.inspect", "tools.plan", "tools.patching", "tools.profile",
-     "tools.quickstart"],
+    ["tools.data", "tools.convert", "tools.inspect", "tools.plan", "tools.patching", "tools.quickstart"],
     ["tools.eval"],
     ["tools.cli"],
 ]  # fmt: skip

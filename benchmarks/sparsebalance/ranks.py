@@ -141,7 +141,6 @@ def run(options) -> dict:
     words += ["--log", options.log] if options.log else []
     words += ["--reset-attention-mask", "--eod-mask-loss", *words_of(options.mode, options.mass)]
     words += ["--mtraining-slash-cap", options.slash_cap] if options.slash_cap else []
-    words += ["--mtraining-profile", options.profile] if options.profile else []
     given = pretrain.parse([str(word) for word in [*words, *options.more]])
     # Of a recipe, which are no options of pretrain.
     os.environ.update(CP=str(options.cp), BATCH=str(options.batch))
@@ -190,7 +189,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--price", type=float, default=0.25)
     add("--slash-cap", type=int, help="as --mtraining-slash-cap, for random weights")
     add("--mass", type=float, default=0.01, help="as --mtraining-tuning-mass")
-    add("--profile", type=Path, help="a latency profile; default: the GPU's own")
     add("--script", type=Path, default=SCRIPT, help="a recipe")
     add("--name", help="the row's name for the model (default: the recipe's)")
     add(

@@ -33,12 +33,6 @@ from .frontier_docs import (
 from .kernel_tables import backward_paths, kernels, selection, short_layers, worst_error
 from .pattern_tables import patterns, patterns_long, patterns_smol
 from .peer_tables import fa4_over_cudnn, peers, refused
-from .profile_tables import (
-    between_profiles,
-    profile_command,
-    profile_errors,
-    profile_seconds,
-)
 from .real_tables import later_tokens, mean, price_costs, real_operands, real_share, real_times
 from .ring_tables import (
     balance,
@@ -147,9 +141,6 @@ SCHEDULES = {
 300."""
 
 FIGURES: dict[str, Callable[[], str]] = {
-    "profile_seconds": profile_seconds,
-    "profile_moba": lambda: between_profiles("block_lists"),
-    "profile_slashes": lambda: between_profiles("vertical_slash"),
     **{
         f"{name}{end}": lambda row=row, figure=figure: figure(row())
         for name, row in STEPS.items()
@@ -217,8 +208,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "targets_backward": target_tables.backward,
     "targets_search": target_tables.search,
     "sparsebalance_ranks": over_ranks,
-    "profile_errors": profile_errors,
-    "profile_command": profile_command,
     "backward_gradient": backward_tables.gradient,
     "backward_times": backward_tables.times,
     "backward_trained": backward_tables.trained,

@@ -284,7 +284,7 @@ OPTIONS = (
         "batching", str,
         "How the samples of a global batch are placed on data-parallel ranks and micro-batches. off: in "
         "Megatron's order; length: ranks get nearly equal numbers of visible query-key pairs; cost: "
-        "ranks get nearly equal predicted attention time, from the latency profile and a running estimate "
+        "ranks get nearly equal predicted attention time, from the times of an H200 and a running estimate "
         "of density for each kind of data. The samples of each global batch stay the same.",
         choices=BATCHING, default_help="off",
     ),
@@ -300,17 +300,11 @@ OPTIONS = (
         "a micro-batch.",
         default_help="0.01",
     ),
-    Option(
-        "profile", str,
-        "Latency profile of this GPU, a file that mtraining profile has written. For --mtraining-batching "
-        "cost and --mtraining-tuning.",
-        default_help="the package's profile of the GPU; for other GPUs the relative times of the H200's",
-    ),
 )  # fmt: skip
 """Every option, in the order of help and docs."""
 
 BY_NAME = {each.name: each for each in OPTIONS}
-BALANCE = ("batching", "tuning", "tuning_mass", "profile")
+BALANCE = ("batching", "tuning", "tuning_mass")
 """Options that balance data-parallel ranks. They are options of a run; layers do not read them."""
 MOVING = ("target_recall", "target_scope", *SCHEDULES)
 """Options that change prices from step to step, which only training does."""

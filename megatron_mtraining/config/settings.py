@@ -49,7 +49,6 @@ class MTrainingConfig:
         batching, tuning: whether samples are placed, and prices moved, so that data-parallel ranks have equal
             attention time; these and the following are options of the run, which layers do not read.
         tuning_mass: the bound of tuning.
-        profile: a file with the latency profile of this GPU.
 
     Raises:
         ConfigError: a value that cannot work; the message names its option.
@@ -69,7 +68,6 @@ class MTrainingConfig:
     batching: str = "off"
     tuning: str = "off"
     tuning_mass: float = 0.01
-    profile: str | None = None
 
     def __post_init__(self):
         for name, kind in (("policy", Policy), ("sampling", Sampling)):
@@ -118,17 +116,10 @@ class MTrainingConfig:
                 f"{option('tuning_mass')} is {self.tuning_mass}, but {option('tuning')} is off: use "
                 f"{option('tuning')} on, or leave it out"
             )
-        if self.profile is not None:
-            check_type("profile", self.profile, str)
-            if not self.predicts:
-                raise ConfigError(
-                    f"{option('profile')} is {self.profile}, but nothing reads it: use {option('batching')} "
-                    f"cost or {option('tuning')} on, or leave it out"
-                )
 
     @property
     def predicts(self) -> bool:
-        """Whether the run predicts times of attention, from a latency profile."""
+        """Whether the run predicts times of attention."""
         return self.batching == "cost" or self.tuning == "on"
 
     @property

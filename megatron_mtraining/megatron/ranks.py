@@ -14,7 +14,6 @@ from ..config import option
 from ..cp_group import ProcessGroup, RankGroup
 from .arguments import settings
 from .backend import training_arguments
-from .balance.options import balance_of_rank
 
 ARGUMENTS = (
     "seq_length",
@@ -70,8 +69,6 @@ def given_to_rank(config) -> dict[str, Any]:
         content = Path(ours.settings).read_bytes()
         name = f"the content (SHA-256) of {option('settings')}"
         given[name] = hashlib.sha256(content).hexdigest()[:16]
-    if ours.balances:
-        given.update(balance_of_rank(ours))
     arguments = training_arguments()
     names = FIELDS if arguments is None else ARGUMENTS
     if ours.balances and arguments is not None:

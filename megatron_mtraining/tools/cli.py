@@ -64,11 +64,6 @@ COMMANDS = (
         "compute the memory that a training setting needs on each GPU",
     ),
     Command(
-        "profile",
-        "megatron_mtraining.tools.profile.command",
-        "measure what attention costs on this machine's GPU, for batching and tuning",
-    ),
-    Command(
         "eval",
         "megatron_mtraining.tools.eval.command",
         "run long-context benchmarks on a model with dense and sparse attention",

@@ -1,18 +1,15 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The latency model: what it predicts from its coefficients, and their file."""
+"""The latency model: what it predicts from its coefficients."""
 
 from __future__ import annotations
-
-import json
 
 import numpy as np
 import pytest
 
+from megatron_mtraining.balance.coefficients import H200
 from megatron_mtraining.balance.latency import (
-    DEFAULT,
     AttentionShape,
-    Entry,
-    LatencyModel,
+    predict,
     quantities,
     visible_pairs,
 )
@@ -24,13 +21,12 @@ COEFFICIENTS = {
     "forward": {"launch": 0.5, "pairs": 2.0, "query_path": 0.25},
     "backward": {"key_rows": 3.0, "pairs": 4.0, "key_span": 0.5},
 }
-MODEL = LatencyModel("Test GPU", (Entry("vertical_slash", 128, COEFFICIENTS),))
 
 
 def test_the_sum_of_terms():
     tokens, density = 1 << 16, 0.25
     pairs = visible_pairs([tokens])
-    found = MODEL.predict(tokens, pairs, density, SHAPE)
+    found = predict(COEFFICIENTS, tokens, pairs, density, SHAPE)
     attended = density * pairs
     each = attended / tokens / 1e3
     expected = (
@@ -40,7 +36,7 @@ def test_the_sum_of_terms():
     )
     assert found == pytest.approx(expected)
     assert found.total_ms == pytest.approx(sum(expected))
-    many = MODEL.predict(np.array([tokens, 0]), pairs, np.array([density, 7.0]), SHAPE)
+    many = predict(COEFFICIENTS, np.array([tokens, 0]), pairs, np.array([density, 7.0]), SHAPE)
     assert many.total_ms == pytest.approx([sum(expected), 0])
 
 
@@ -59,7 +55,8 @@ def test_the_longest_program_of_the_gradient_of_keys():
     work = 16 * pairs / 1e9
     # 64 programs, whose longest has twice the mean: 264 of them would keep all busy.
     assert quantities(tokens, pairs, 1, SHAPE)["key_span"] == pytest.approx(work * 264 / 64)
-    assert quantities(tokens, pairs, 1, SHAPE, processors=32)["key_span"] == pytest.approx(work)
+    many = AttentionShape(16, 16, 128)
+    assert quantities(tokens, pairs, 1, many)["key_span"] == pytest.approx(work)
     # With lists, the queries of 8 heads may all attend to one block, at any density.
     found = quantities(tokens, pairs, np.array([0.0, 0.01, 0.3]), SHAPE, kind="block_lists")
     longest = 128 * 8 * 2 * pairs / tokens / 1e9
@@ -80,69 +77,26 @@ def test_packed_documents():
 
 @pytest.mark.parametrize("kind", ["vertical_slash", "block_lists", "dense"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_committed_profile_is_sane(kind, head_dim):
+def test_the_coefficients_are_sane(kind, head_dim):
     """Never negative or falling in tokens, pairs, density or heads; work decides at a million tokens."""
-    h200, shape = LatencyModel.for_gpu(DEFAULT), AttentionShape(16, 2, head_dim)
+    h200, shape = H200[kind, head_dim], AttentionShape(16, 2, head_dim)
     tokens = 2.0 ** np.arange(9, 21)
     pairs, density = tokens * (tokens + 1) / 2, np.linspace(0, 1, 21)[:, None]
     for given in (dict(), dict(packed=True), dict(cp_size=8)):
-        found = h200.predict(tokens, pairs, density, shape, kind=kind, **given)
+        found = predict(h200, tokens, pairs, density, shape, kind=kind, **given)
         for part in found:
             assert (part >= 0).all() and np.isfinite(part).all()
             assert (np.diff(part, axis=0) >= 0).all() and (np.diff(part, axis=1) >= 0).all()
-    found = h200.predict(tokens, pairs, density, shape, kind=kind)
+    found = predict(h200, tokens, pairs, density, shape, kind=kind)
     # Twice the tokens at one density are about four times the work.
     dense = found.forward_ms[-1] + found.backward_ms[-1]
     assert 3.5 < dense[-1] / dense[-2] < 4.5
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (dict(kind="dense"), "of Test GPU has no dense attention of head dim 128: run mtraining"),
-        (dict(shape=AttentionShape(0, 2, 128)), "a layer has 0 query heads"),
-        (dict(cp_size=0), "on each of 0 context-parallel ranks"),
-    ],
-)
-def test_what_cannot_be_predicted(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        MODEL.predict(4096, 1e6, 0.1, **{"shape": SHAPE, **arguments})
-
-
-def test_a_profile_is_read_as_it_was_written(tmp_path):
-    path = tmp_path / "profile.json"
-    path.write_text(MODEL.as_text())
-    assert LatencyModel.load(path) == MODEL == LatencyModel.for_gpu("Test GPU", path)
-    warned = LatencyModel.for_gpu("Other GPU", path)
-    assert warned.gpu == "Test GPU" and "this one is Other GPU" in warned.warning
-    assert LatencyModel.for_gpu("Unknown").gpu == DEFAULT and LatencyModel.for_gpu("").warning
-    assert LatencyModel.for_gpu(DEFAULT).warning == ""
-
-
-@pytest.mark.parametrize(
-    "change, named",
-    [
-        (dict(format="other"), "its format is 'other'"),
-        (dict(gpu=None, entries=[]), "it has no entries"),
-        (dict(processors="many"), "many"),
-        (dict(kind="diagonal"), "a kind is 'diagonal'"),
-        (dict(search={"pairs": 1.0}), "search has 1.0 for 'pairs'"),
-        (dict(forward={"pairs": -1.0}), "forward has -1.0 for 'pairs'"),
-        (dict(backward={"pairs": 1e999}), "backward has inf for 'pairs'"),
-        (dict(backward={}), "backward takes no time"),
-        (dict(search=[1]), "AttributeError"),
-    ],
-    ids=str,
-)
-def test_a_file_that_is_no_profile(change, named, tmp_path):
-    content = json.loads(MODEL.as_text())
-    for name, value in change.items():
-        (content if name in content else content["entries"][0])[name] = value
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match="give a file that mtraining profile wrote") as raised:
-        LatencyModel.load(path)
-    assert named in str(raised.value) and str(path) in str(raised.value)
+def test_what_cannot_be_predicted():
+    for wrong in (dict(shape=AttentionShape(0, 2, 128)), dict(cp_size=0)):
+        with pytest.raises(ConfigError, match="use 1 or more of each"):
+            predict(COEFFICIENTS, 4096, 1e6, 0.1, **{"shape": SHAPE, **wrong})
 
 
 def test_visible_pairs():

@@ -39,7 +39,7 @@ def test_every_field_has_one_option():
 def test_defaults_in_help_are_those_of_the_settings():
     words = {"False": "off", "None": GENERAL["loss_chunk"].default}
     for field in fields(MTrainingConfig):
-        if field.name not in ("policy", "sampling", "settings", "profile"):
+        if field.name not in ("policy", "sampling", "settings"):
             default = str(field.default)
             assert GENERAL[field.name].default == words.get(default, default), field.name
     for option in OPTIONS:
@@ -58,7 +58,6 @@ CONFIGS = [
     MTrainingConfig(backward_threshold=3.0),
     MTrainingConfig(
         PricePolicy(price=0.2), batching="cost", tuning="on", tuning_mass=0.02,
-        profile="gpu.json",
     ),
 ]  # fmt: skip
 
@@ -84,7 +83,6 @@ def test_the_policy_follows_from_what_is_given():
         (dict(tuning=True), "--mtraining-tuning must be a text, but is True"),
         (dict(tuning="on", tuning_mass=0.0), "--mtraining-tuning-mass is 0.0: use a share"),
         (dict(batching="cost", tuning_mass=0.5), "--mtraining-tuning-mass is 0.5, but --mtraining-tuning is"),
-        (dict(batching="length", profile="gpu.json"), "--mtraining-profile is gpu.json, but nothing reads"),
     ],
 )  # fmt: skip
 def test_options_of_balancing_that_cannot_work(options, named):

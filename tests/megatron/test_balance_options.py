@@ -6,23 +6,16 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch.distributed as dist
 
-from megatron_mtraining import ConfigError, MTrainingConfig
-from megatron_mtraining.agreement import check_agreement
-from megatron_mtraining.balance.latency import LatencyModel
+from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.balance.plan import PlanSizes
-from megatron_mtraining.cp_group import RankGroup
 from megatron_mtraining.megatron.arguments import ArgumentsError, refuse
 from megatron_mtraining.megatron.balance import options as balance_options
 from megatron_mtraining.megatron.balance.options import (
-    balance_of_rank,
     experts_span_replicas,
     sizes_of,
 )
-from tests.support.balance_cases import profile
 from tests.support.megatron_cases import check, parse
-from tests.support.ranks import run_ranks
 
 COST = ["--mtraining-batching", "cost"]
 LENGTH = ["--mtraining-batching", "length"]
@@ -63,12 +56,6 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def own(tmp_path) -> list[str]:
-    """The option of a profile of this machine."""
-    return ["--mtraining-profile", profile(tmp_path)]
-
-
 @pytest.mark.parametrize("case", BAD)
 def test_runs_that_cannot_be_balanced(case):
     words, others, named = BAD[case]
@@ -89,10 +76,9 @@ GOOD = {
 
 
 @pytest.mark.parametrize("case", GOOD)
-def test_runs_that_are_balanced(case, own):
+def test_runs_that_are_balanced(case):
     words, others = GOOD[case]
-    given = [] if words == LENGTH else own
-    lines = check(args := parse(*words, *given, **others))
+    lines = check(args := parse(*words, **others))
     assert not [line for line in lines if "warning" in line]
     assert (args.mtraining_batching, args.mtraining_tuning) != ("off", "off")
 
@@ -102,14 +88,13 @@ FIXED = {"policy": "fixed", "vertical": 10, "slash": 10}
 
 
 @pytest.mark.parametrize("content", [[BEST] * 2, {"layers": {"0": FIXED, "1": {"dense": True}}}])
-def test_a_settings_file_with_every_head_has_no_price(content, own, tmp_path):
+def test_a_settings_file_with_every_head_has_no_price(content, tmp_path):
     path = tmp_path / "best.json"
     path.write_text(json.dumps(content))
     with pytest.raises(ArgumentsError, match="leaves no head with a price to tune"):
         check(
             parse(
                 *TUNING,
-                *own,
                 "--mtraining-settings",
                 str(path),
                 **APART,
@@ -120,71 +105,26 @@ def test_a_settings_file_with_every_head_has_no_price(content, own, tmp_path):
         )
 
 
-def test_one_data_parallel_rank_is_told(own):
-    lines = check(parse(*COST, *own, data_parallel_size=1, **APART))
+def test_one_data_parallel_rank_is_told():
+    lines = check(parse(*COST, data_parallel_size=1, **APART))
     assert [line for line in lines if "there is one data-parallel rank" in line]
 
 
-def test_placing_by_length_needs_no_profile(monkeypatch):
-    """Neither of the GPU, nor for the model's head dimension."""
-    monkeypatch.setattr(LatencyModel, "load", lambda path: pytest.fail("a profile is read"))
-    balance_options.latency_model.cache_clear()
-    lines = check(args := parse(*LENGTH, **APART))
-    config = MTrainingConfig.from_options(batching="length")
-    assert not [line for line in lines if "warning" in line]
-    assert balance_options.predictor(args, config, 4096) is None and balance_of_rank(config) == {}
-
-
-def test_profiles_that_cannot_be_used_are_told_at_the_start(tmp_path):
-    path = tmp_path / "profile.json"
-    for content, named in ((None, "cannot be read"), ('{"format": "other"}', "format is 'other'")):
-        if content is not None:
-            path.write_text(content)
-        balance_options.latency_model.cache_clear()
-        with pytest.raises(ArgumentsError, match=named) as raised:
-            check(parse(*COST, "--mtraining-profile", str(path), **APART))
-        assert str(path) in str(raised.value)
-    whole = LatencyModel.load(profile(tmp_path))
-    wide = tuple(each for each in whole.entries if each.head_dim == 128)
-    path.write_text(LatencyModel("CPU", wide).as_text())
-    balance_options.latency_model.cache_clear()
-    with pytest.raises(ArgumentsError, match="has no vertical_slash attention of head dim 64"):
-        check(parse(*COST, "--mtraining-profile", str(path), **APART))
-
-
-def test_the_profile_of_another_gpu_is_told(tmp_path):
-    path = tmp_path / "profile.json"
-    whole = LatencyModel.load(profile(tmp_path))
-    path.write_text(LatencyModel("NVIDIA H200", whole.entries).as_text())
-    balance_options.latency_model.cache_clear()
-    lines = check(parse(*COST, "--mtraining-profile", str(path), **APART))
-    assert [line for line in lines if line.startswith("warning: the latency profile")]
-
-
-def agree(rank, world, folders):
-    """Ranks of hosts whose profiles have one name and different content."""
-    config = MTrainingConfig.from_options(batching="cost", profile=f"{folders[rank]}/profile.json")
-    try:
-        check_agreement(RankGroup(dist.group.WORLD), balance_of_rank(config), "the ranks of a run")
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
-def test_ranks_with_different_profiles_are_refused(tmp_path):
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for number, folder in enumerate(folders):
-        folder.mkdir()
-        whole = LatencyModel.load(profile(folder))
-        text = LatencyModel(f"GPU {number}", whole.entries).as_text()
-        (folder / "profile.json").write_text(text)
-    messages = run_ranks(2, agree, [str(folder) for folder in folders])
-    assert (
-        messages[0] == messages[1]
-        and "the GPU of the latency profile is 'GPU 0' on rank 0" in messages[0]
-    )
-    assert "the content (SHA-256) of --mtraining-profile is" in messages[0]
-    assert run_ranks(2, agree, [str(folders[0])] * 2) == [None, None]
+def test_times_of_another_gpu(monkeypatch):
+    """Are needed for cost and tuning, and not for placing by length."""
+    monkeypatch.setattr(balance_options, "gpu_name", lambda: "NVIDIA A100")
+    for options, told in (
+        (dict(batching="cost"), 1),
+        (dict(tuning="on"), 1),
+        (dict(batching="length"), 0),
+    ):
+        config = MTrainingConfig.from_options(**options)
+        lines = balance_options.lines_of_balance(args := parse(**APART), config)
+        assert (
+            len([line for line in lines if "NVIDIA A100: relative times may differ" in line])
+            == told
+        )
+        assert (balance_options.predictor(args, config, 4096) is None) == (not told)
 
 
 def test_sizes_of_steps():
@@ -224,7 +164,6 @@ def test_replicas_that_share_experts(tp, cp, ep, etp, spans):
     assert experts_span_replicas(args) == spans == shared
 
 
-def test_length_by_megatrons_other_option(tmp_path):
+def test_length_by_megatrons_other_option():
     """Which fills in the usual one in Megatron's validation, after ours."""
-    words = ["--mtraining-batching", "cost", "--mtraining-profile", profile(tmp_path)]
-    refuse(parse(*words, **APART, seq_length=None, encoder_seq_length=4096))
+    refuse(parse(*COST, **APART, seq_length=None, encoder_seq_length=4096))

@@ -12,16 +12,17 @@ from megatron.core.transformer.enums import AttnBackend
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining.balance.coefficients import CPU
 from megatron_mtraining.balance.estimates import DensityEstimates
-from megatron_mtraining.balance.latency import AttentionShape, LatencyModel
+from megatron_mtraining.balance.latency import AttentionShape, predict
 from megatron_mtraining.balance.plan import PlanSizes, Samples
 from megatron_mtraining.balance.planner import Planner
 from megatron_mtraining.megatron.balance import batching
-from megatron_mtraining.megatron.balance import options as balance_options
 from megatron_mtraining.megatron.balance.batching import BalancedSampler
+from megatron_mtraining.megatron.balance.options import predictor
 from megatron_mtraining.megatron.balance.run import RunBalance
 from megatron_mtraining.megatron.run_state import RUN
-from tests.support.balance_cases import long_tailed, profile, training_dataset, write_documents
+from tests.support.balance_cases import long_tailed, training_dataset, write_documents
 
 samplers = pytest.importorskip("megatron.training.datasets.data_samplers")
 SEQ = 128
@@ -95,13 +96,11 @@ class Numbers(Dataset):
 
 
 @pytest.fixture
-def run(monkeypatch, tmp_path):
+def run(monkeypatch):
     """Lets Megatron's arguments say something, and gives the wrapped function around Megatron's sampler."""
 
     def start(workers=0, options=(), iteration=0, dp=(1, 2), **others):
-        config = MTrainingConfig.from_options(
-            **{"batching": "cost", "profile": profile(tmp_path), **dict(options)}
-        )
+        config = MTrainingConfig.from_options(**{"batching": "cost", **dict(options)})
         args = SimpleNamespace(
             attention_backend=AttnBackend.mtraining, seq_length=SEQ, micro_batch_size=2, global_batch_size=8,
             iteration=iteration, num_attention_heads=4, kv_channels=64, hidden_size=256, num_layers=2,
@@ -164,13 +163,13 @@ def test_other_splits_and_runs_keep_megatrons(run, dataset):
     assert build(None, 0) is None
     for split in (Split.valid, Split.test):
         assert type(build(Numbers(split), 0).batch_sampler) is samplers.MegatronPretrainingSampler
-    build = run(options=dict(batching="off", profile=None))
+    build = run(options=dict(batching="off"))
     assert type(build(dataset, 0).batch_sampler) is samplers.MegatronPretrainingSampler
     assert RUN.balance.planner is None
 
 
 def test_by_length_nothing_is_predicted(run, dataset):
-    run(options=dict(batching="length", profile=None))(dataset, 0)
+    run(options=dict(batching="length"))(dataset, 0)
     plan = RUN.balance.planner.plan_of(0)
     assert np.isnan(plan.predicted_ms).all() and np.isfinite(plan.density).all()
     assert plan.pairs.sum((0, 2)) == pytest.approx(plan.pairs.sum() / 2, rel=0.2)
@@ -204,21 +203,18 @@ def test_loaders_and_datasets_of_others_are_named(run):
         build(Numbers(), 0)
 
 
-def test_predicted_times_are_of_all_layers_on_one_rank(tmp_path):
-    config = MTrainingConfig.from_options(batching="cost", profile=profile(tmp_path))
+def test_predicted_times_are_of_all_layers_on_one_rank():
+    config = MTrainingConfig.from_options(batching="cost")
     usual = dict(
         num_attention_heads=8, kv_channels=64, hidden_size=512, num_layers=3,
         context_parallel_size=2, tensor_model_parallel_size=2, group_query_attention=True, num_query_groups=4,
     )  # fmt: skip
     pairs, density = np.array([1e6, 8e6]), np.array([0.2, 0.1])
-    found = balance_options.predictor(SimpleNamespace(**usual), config, 4096)(pairs, density)
-    model = LatencyModel.load(profile(tmp_path))
-    one = model.predict(4096, pairs, density, AttentionShape(4, 2, 64), cp_size=2)
+    found = predictor(SimpleNamespace(**usual), config, 4096)(pairs, density)
+    shape = AttentionShape(4, 2, 64)
+    one = predict(CPU["vertical_slash", 64], 4096, pairs, density, shape, cp_size=2)
     assert found == pytest.approx(3 * one.total_ms)
-    again = MTrainingConfig.from_options(
-        batching="cost", profile=profile(tmp_path), recompute_attention=True
-    )
-    found = balance_options.predictor(
-        SimpleNamespace(**usual, recompute_granularity="full"), again, 4096
-    )(pairs, density)
+    again = MTrainingConfig.from_options(batching="cost", recompute_attention=True)
+    full = SimpleNamespace(**usual, recompute_granularity="full")
+    found = predictor(full, again, 4096)(pairs, density)
     assert found == pytest.approx(3 * (one.total_ms + one.forward_ms))

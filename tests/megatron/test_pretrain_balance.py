@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.balance_cases import EOD, long_tailed, profile, write_documents
+from tests.support.balance_cases import EOD, long_tailed, write_documents
 from tests.support.pretrain_tree import SEQUENCE, check_same, losses
 
 STEPS, BATCH = 5, 8
@@ -40,8 +40,6 @@ def packed(tree, tmp_path_factory):
         data = f"--data-path {folder / name} --data-cache-path {folder / 'cache'} --split 1,0,0"
         data += f" --tokenizer-type NullTokenizer --vocab-size {size}"
         given = [*BALANCE, *map(str, words)]
-        if "cost" in given:
-            given += ["--mtraining-profile", profile(folder)]
         return tree.run("launcher", processes, *given, data=data)
 
     def alone(*words, name: str = "packed"):

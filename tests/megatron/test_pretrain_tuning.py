@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_mtraining.balance.latency import KINDS, Entry, LatencyModel
 from tests.support.balance_cases import EOD, long_tailed, write_documents
 from tests.support.pretrain_tree import MODEL, SEQUENCE, losses
 from tests.support.running import torchrun
@@ -44,14 +43,10 @@ def packed(tree, tmp_path_factory):
     folder = tmp_path_factory.mktemp("packed")
     write_documents(folder / "packed", long_tailed(900, 700), SEQUENCE)
     write_documents(folder / "documents", long_tailed(900, 700))
-    # A GPU so slow that pairs count beside what each launch takes.
-    parts = dict(search={"launch": 0.1}, forward={"pairs": 1e5}, backward={"pairs": 3e5})
-    model = LatencyModel("CPU", tuple(Entry(kind, 64, parts) for kind in KINDS))
-    (folder / "profile.json").write_text(model.as_text())
     root = tree.roots["launcher"]
     null = root / "megatron/core/tokenizers/text/libraries/null_tokenizer.py"
     size = EOD + 1 if "self._vocab_size - 1" in null.read_text() else EOD
-    words_of_model = [word for word in MODEL.split() if word not in ("--transformer-impl", "local")]
+    model = [word for word in MODEL.split() if word not in ("--transformer-impl", "local")]
     data = (
         f"--data-cache-path {folder / 'cache'} --tokenizer-type NullTokenizer --vocab-size {size}"
     )
@@ -59,11 +54,9 @@ def packed(tree, tmp_path_factory):
 
     def run(processes: int, *words):
         given = [
-            *words_of_model,
+            *model,
             *WORDS,
             *data.split(),
-            "--mtraining-profile",
-            folder / "profile.json",
             *words,
         ]
         data_path = folder / ("packed" if APART.strip() in words else "documents")

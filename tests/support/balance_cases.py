@@ -61,16 +61,3 @@ def training_dataset(
     )
     sizes = [samples, 0, 0]
     return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[0]
-
-
-def profile(folder: Path) -> str:
-    """The path of a latency profile with round numbers: a GPU that attends to 1e9 pairs in 4 ms."""
-    from megatron_mtraining.balance.latency import KINDS, Entry, LatencyModel
-
-    parts = dict(
-        search={"launch": 0.1}, forward={"pairs": 1.0, "launch": 0.1}, backward={"pairs": 3.0}
-    )
-    entries = tuple(Entry(kind, dim, parts) for kind in KINDS for dim in (64, 128))
-    path = folder / "profile.json"
-    path.write_text(LatencyModel("CPU", entries).as_text())
-    return str(path)

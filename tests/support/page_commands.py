@@ -37,7 +37,6 @@ NOT_RUN = {
     r"mtraining patch": "changes a checkout; tests/tools/test_patching.py does",
     r"mtraining plan memory .*\.\.\.": "abbreviated; tests/tools/plan runs its table",
     r"mtraining data prepare prolong": "needs mosaicml-streaming",
-    r"mtraining profile": "needs a GPU; tests/tools/profile measures small shapes on a CPU",
     r"mtraining eval": "needs a model with long positions; tests/tools/eval runs short ones",
     r"mtraining inspect .*--sensitivity": "runs for long; tests/tools/inspect does with short texts",
     r"(DATA_PATH|SPLIT)=.* \.\.\.": "shows variables of the command above it",

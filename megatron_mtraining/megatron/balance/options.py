@@ -6,12 +6,12 @@ from __future__ import annotations
 import hashlib
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from ...balance.latency import AttentionShape, LatencyModel
+from ...balance.coefficients import CPU, H200
+from ...balance.latency import AttentionShape, predict
 from ...balance.plan import PlanSizes, Predict
 from ...config import (
     BLOCK_POLICY_NAMES,
@@ -64,7 +64,7 @@ def check_balance(args, config: MTrainingConfig, seq_length: int) -> None:
         return
     asked = balancing_option(config)
     if config.settings is not None:  # now: checkpoints name the file as it is when the run starts
-        _digest("settings", config.settings)
+        _digest(config.settings)
     if config.tuning == "on" and not _has_price_to_tune(args, config):
         raise ConfigError(
             f"{option('tuning')} is on, but {option('settings')} {config.settings} leaves no head with a "
@@ -84,7 +84,6 @@ def check_balance(args, config: MTrainingConfig, seq_length: int) -> None:
             raise ConfigError(f"{asked} does not work with {given}: {why}")
     _check_kinds_of_samples(args, config, asked)
     _check_normalization(args, config)
-    predictor(args, config, seq_length)  # refuses
 
 
 def _check_kinds_of_samples(args, config: MTrainingConfig, asked: str) -> None:
@@ -129,24 +128,17 @@ def lines_of_balance(args, config: MTrainingConfig) -> list[str]:
     if not config.balances:
         return []
     lines = []
-    if config.predicts and (warning := latency_model(config.profile).warning):
-        lines.append(f"warning: {warning}")
+    if config.predicts and gpu_name() not in ("NVIDIA H200", "CPU"):
+        lines.append(
+            f"warning: times of attention are predicted from those of an NVIDIA H200, and this is a "
+            f"{gpu_name()}: relative times may differ; {option('batching')} length needs none"
+        )
     if getattr(args, "data_parallel_size", None) == 1 and config.batching != "off":
         lines.append(
             f"warning: {option('batching')} is {config.batching}, but there is one data-parallel rank: it "
             "only orders the micro-batches"
         )
     return lines
-
-
-@lru_cache(maxsize=4)
-def latency_model(path: str | None) -> LatencyModel:
-    """The latency profile of this process's GPU, or the file ``path``.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    return LatencyModel.for_gpu(gpu_name(), path)
 
 
 def gpu_name() -> str:
@@ -157,21 +149,10 @@ def gpu_name() -> str:
         return "CPU"
 
 
-def balance_of_rank(config: MTrainingConfig) -> dict[str, Any]:
-    """Values beside the options that determine the plans of a rank, by a name for messages: all ranks must
-    have the same values."""
-    if not config.predicts:
-        return {}
-    found: dict[str, Any] = {"the GPU of the latency profile": latency_model(config.profile).gpu}
-    if config.profile is not None:
-        found[f"the content (SHA-256) of {option('profile')}"] = _digest("profile", config.profile)
-    return found
-
-
-@lru_cache(maxsize=8)
-def _digest(name: str, path: str) -> str:
-    """Of the content of an option's file, as it was when the run read it."""
-    content = read_bytes(Path(path), f"{option(name)} {path}")
+@lru_cache(maxsize=4)
+def _digest(path: str) -> str:
+    """Of the content of the settings file, as it was when the run read it."""
+    content = read_bytes(Path(path), f"{option('settings')} {path}")
     return hashlib.sha256(content).hexdigest()[:16]
 
 
@@ -184,7 +165,7 @@ def origin_of_estimates(args, config: MTrainingConfig) -> list[str]:
     Another pattern has other densities, and another blend other datasets under the same numbers."""
     found = [repr(config.policy), f"blocks of {config.block_size}", f"window {config.window}"]
     if config.settings is not None:
-        found.append(f"settings {_digest('settings', config.settings)}")
+        found.append(f"settings {_digest(config.settings)}")
     data = [str(getattr(args, name, None)) for name in DATA]
     return [*found, f"{args.seq_length} tokens", *data]
 
@@ -214,14 +195,9 @@ def experts_span_replicas(args) -> bool:
 
 def predictor(args, config: MTrainingConfig, seq_length: int) -> Predict | None:
     """Milliseconds of attention of all layers, also those of other pipeline stages, on one rank, by visible
-    pairs and density of a sample of ``seq_length`` tokens; None where nothing needs them.
-
-    Raises:
-        ConfigError: the profile cannot be read, or has no such attention.
-    """
+    pairs and density of a sample of ``seq_length`` tokens; None where nothing needs them."""
     if not config.predicts:
         return None
-    model = latency_model(config.profile)
     heads = args.num_attention_heads
     groups = heads
     if getattr(args, "group_query_attention", False):
@@ -232,16 +208,16 @@ def predictor(args, config: MTrainingConfig, seq_length: int) -> Predict | None:
     kind = "block_lists" if config.policy.name in BLOCK_POLICY_NAMES else "vertical_slash"
     if config.keeps_all(seq_length):
         kind = "dense"
-    model.entry(kind, head_dim)  # refused now, if it is not there
+    coefficients = (CPU if gpu_name() == "CPU" else H200)[kind, head_dim]
     packed = masks_documents(args)  # samples of one document have document masks, too
     twice = config.recompute_attention and getattr(args, "recompute_granularity", None) is not None
 
-    def predict(pairs: np.ndarray, density: np.ndarray) -> np.ndarray:
-        found = model.predict(
-            seq_length, pairs, density, shape, kind=kind,
+    def of_model(pairs: np.ndarray, density: np.ndarray) -> np.ndarray:
+        found = predict(
+            coefficients, seq_length, pairs, density, shape, kind=kind,
             cp_size=args.context_parallel_size, packed=packed,
         )  # fmt: skip
         again = found.forward_ms if twice else 0.0
         return np.asarray((found.total_ms + again) * args.num_layers)
 
-    return predict
+    return of_model

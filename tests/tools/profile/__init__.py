@@ -1,1 +1,0 @@
-# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
