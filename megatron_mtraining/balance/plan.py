@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -55,13 +54,6 @@ class StepPlan:
     predicted_ms: np.ndarray
     density: np.ndarray
     recall: np.ndarray
-
-    @property
-    def fingerprint(self) -> int:
-        """24 bits of a hash of step and order, which float32 holds exactly. Different plans have different
-        bits (but for collisions)."""
-        content = np.int64(self.step).tobytes() + np.ascontiguousarray(self.order, "<i8").tobytes()
-        return int.from_bytes(hashlib.sha256(content).digest()[:3], "little")
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ def _checked(args) -> tuple[MTrainingConfig, str | None]:
             batch = getattr(args, "micro_batch_size", None) or 1
             own = max(heads // tensor, 1)
             check_entries(own, batch, seq_length // size, config.block_size, size, inner)
-        check_balance(args, config, seq_length)
+        check_balance(args, config)
     return config, warning
 
 

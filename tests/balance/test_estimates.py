@@ -12,7 +12,6 @@ from megatron_mtraining import ConfigError
 from megatron_mtraining.balance.estimates import (
     PRIOR_DENSITY,
     PRIOR_ELASTICITY,
-    PRIOR_RECALL,
     RATE,
     DensityEstimates,
     kinds_of,
@@ -31,15 +30,10 @@ def test_kinds():
     assert found.tolist() == [[0, 0], [0, 11], [1, 12], [1, 17], [2, 0]] and found.dtype == np.int32
 
 
-def test_before_anything_is_observed():
-    estimates = DensityEstimates()
-    assert estimates.density(kinds(PROSE, CODE)).tolist() == [[PRIOR_DENSITY]] * 2
-    assert estimates.recall(np.array([PROSE])).tolist() == [PRIOR_RECALL]
-    assert estimates.elasticity == pytest.approx(PRIOR_ELASTICITY)
-
-
 def test_a_moving_average_of_each_kind():
     estimates = DensityEstimates()
+    assert estimates.density(np.array([PROSE])).tolist() == [PRIOR_DENSITY]
+    assert estimates.elasticity == pytest.approx(PRIOR_ELASTICITY)
     assert estimates.observe(kinds(PROSE, PROSE, CODE), [0.1, 0.3, 0.5], [0.9, 0.8, 0.7]) == 0
     assert estimates.density(np.array([PROSE, CODE])) == pytest.approx([0.2, 0.5])
     assert estimates.recall(np.array([PROSE, CODE])) == pytest.approx([0.85, 0.7])
@@ -89,15 +83,6 @@ def test_no_number_changes_nothing(wrong):
     before = estimates.state()
     assert estimates.observe(kinds(PROSE), **{"density": [0.5], "recall": [0.5], **wrong}) == 1
     assert estimates.state() == {**before, "ignored": 1} and estimates.ignored == 1
-
-
-def test_a_wrong_number_does_not_hold_up_others():
-    estimates = DensityEstimates()
-    estimates.observe(kinds(PROSE, CODE), [float("nan"), 0.3], [0.9, 0.9])
-    assert estimates.density(np.array([PROSE, CODE])) == pytest.approx([0.3, 0.3]), (
-        "CODE is nearest"
-    )
-    assert [row[:2] for row in estimates.state()["kinds"]] == [CODE]
 
 
 @pytest.mark.parametrize("true", [0.4, 0.9])

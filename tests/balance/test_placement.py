@@ -30,10 +30,9 @@ def by_microbatch(placed: np.ndarray) -> np.ndarray:
     return placed.sum(-1).max(-1).sum(-1)
 
 
-def best(costs: np.ndarray, shape: tuple[int, int, int], measure) -> float:
-    """The least of all placements."""
-    every = np.array(list(permutations(range(len(costs)))))
-    return measure(costs[every.reshape(-1, *shape)]).min()
+def every(costs: np.ndarray, dp: int, m: int, mbs: int) -> np.ndarray:
+    """The costs of all placements."""
+    return costs[np.array(list(permutations(range(len(costs))))).reshape(-1, m, dp, mbs)]
 
 
 @pytest.mark.parametrize("per_microbatch", [False, True])
@@ -44,52 +43,36 @@ def test_each_sample_is_placed_once(sizes, per_microbatch):
     placed = place(costs, *sizes, per_microbatch=per_microbatch)
     assert placed.shape == (m, dp, mbs) and placed.dtype == np.int64
     assert sorted(placed.ravel()) == list(range(len(costs)))
-    again = place(list(costs), *sizes, per_microbatch=per_microbatch)
-    assert np.array_equal(placed, again)
+    # The last bits, which differ from one processor to the next, decide nothing.
+    noise = 1 + 1e-15 * np.random.default_rng(0).integers(-1, 2, len(costs))
+    assert np.array_equal(placed, place(costs * noise, *sizes, per_microbatch=per_microbatch))
     sums = costs[placed].sum(2)
-    rounding = 2 * mbs * costs.max() / LEVELS
     if not per_microbatch:
-        assert (sums[:-1] + rounding >= sums[1:]).all(), "micro-batches descend"
+        assert (sums[:-1] + 2 * mbs * costs.max() / LEVELS >= sums[1:]).all(), "they descend"
 
 
 @pytest.mark.parametrize("sizes", SIZES[:5])
 def test_near_the_best_of_all_placements(sizes):
-    dp, m, mbs = sizes
-    shape = m, dp, mbs
     ratios = []
     for seed in range(6):
-        costs = long_tailed(dp * m * mbs, seed)
+        costs = long_tailed(int(np.prod(sizes)), seed)
         found = by_rank(costs[place(costs, *sizes, per_microbatch=False)])
-        ratios.append(found / best(costs, shape, by_rank))
+        ratios.append(found / by_rank(every(costs, *sizes)).min())
     assert max(ratios) <= 1.1 and np.mean(ratios) <= 1.02
-
-
-@pytest.mark.parametrize("sizes", [(2, 2, 1), (2, 3, 1), (3, 2, 1)])
-def test_micro_batches_of_one_sample_have_the_least_maxima(sizes):
-    dp, m, mbs = sizes
-    for seed in range(6):
-        costs = long_tailed(dp * m * mbs, seed)
-        found = by_microbatch(costs[place(costs, *sizes, per_microbatch=True)])
-        least = best(costs, (m, dp, mbs), by_microbatch)
-        assert found == pytest.approx(least, rel=len(costs) / LEVELS)
 
 
 @pytest.mark.parametrize("sizes", [(2, 3, 1), (2, 4, 1), (2, 2, 2)])
 def test_micro_batches_that_wait_for_each_other(sizes):
     """Near the least sum of maxima; and of the placements with that, near the one with the least sums."""
-    dp, m, mbs = sizes
-    shape = m, dp, mbs
     maxima, sums = [], []
     for seed in range(6):
-        costs = long_tailed(dp * m * mbs, seed)
-        every = costs[np.array(list(permutations(range(len(costs))))).reshape(-1, *shape)]
-        each = by_microbatch(every)
-        placed = costs[place(costs, *sizes, per_microbatch=True)]
-        maxima.append(by_microbatch(placed) / each.min())
-        sums.append(
-            by_rank(placed) / by_rank(every[each <= by_microbatch(placed) * (1 + 1e-3)]).min()
-        )
-    assert max(maxima) <= 1.03 and np.mean(sums) <= 1.02 and max(sums) <= 1.05
+        costs = long_tailed(int(np.prod(sizes)), seed)
+        others, placed = every(costs, *sizes), costs[place(costs, *sizes, per_microbatch=True)]
+        each, found = by_microbatch(others), by_microbatch(placed)
+        maxima.append(found / each.min())
+        sums.append(by_rank(placed) / by_rank(others[each <= found * (1 + 1e-3)]).min())
+    assert max(maxima) <= (1.03 if sizes[2] > 1 else 1 + 8 / LEVELS)
+    assert np.mean(sums) <= 1.02 and max(sums) <= 1.05
 
 
 def test_swaps_mend_what_the_longest_first_leaves():
@@ -102,58 +85,27 @@ def test_swaps_mend_what_the_longest_first_leaves():
         assert sums.max() / sums.mean() < 1 + 1e-4
 
 
-def test_sums_meet_where_samples_are_many():
-    costs = long_tailed(1024, 3).clip(None, 1e8)
-    for per_microbatch in (False, True):
-        sums = costs[place(costs, 8, 128, 1, per_microbatch=per_microbatch)].sum((0, 2))
-        assert sums.max() / sums.mean() < 1.001
-    off = costs[megatron_order(8, 128, 1)].sum((0, 2))
-    assert off.max() / off.mean() > 1.02
-
-
-def test_a_rank_with_one_giant_gets_the_smallest():
-    costs = np.array([100.0, 1, 2, 3, 4, 5, 6, 7])
-    placed = place(costs, 2, 4, 1, per_microbatch=False)
-    giant = [rank for rank in range(2) if 0 in placed[:, rank]][0]
-    assert sorted(costs[placed[:, giant, 0]]) == [1, 2, 3, 100]
-
-
-def test_the_last_bits_of_costs_decide_nothing():
-    """Logarithms differ in the last bit from one processor to the next."""
-    costs = np.repeat(long_tailed(64, 5), 2)
-    noise = 1 + 1e-15 * np.random.default_rng(0).integers(-1, 2, 128)
-    for per_microbatch in (False, True):
-        ours = place(costs, 8, 8, 2, per_microbatch=per_microbatch)
-        assert np.array_equal(ours, place(costs * noise, 8, 8, 2, per_microbatch=per_microbatch))
-
-
 def test_equal_costs_and_no_costs():
     for costs in (np.ones(24), np.zeros(24)):
-        placed = place(costs, 4, 3, 2, per_microbatch=False)
-        assert sorted(placed.ravel()) == list(range(24))
+        assert sorted(place(costs, 4, 3, 2, per_microbatch=False).ravel()) == list(range(24))
 
 
 def test_megatron_order():
     """Micro-batch k of rank r begins at k * dp * mbs + r * mbs, as in MegatronPretrainingSampler."""
-    order = megatron_order(3, 2, 2)
-    assert order.shape == (2, 3, 2)
-    assert all(
-        order[k, r, j] == k * 6 + r * 2 + j for k in range(2) for r in range(3) for j in range(2)
-    )
+    assert megatron_order(3, 2, 2).tolist() == [
+        [[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9], [10, 11]],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("costs", "sizes", "named"),
     [
         ([1.0, float("nan")], (2, 1, 1), "the cost of sample 1 of the global batch is nan"),
-        ([float("inf"), 1.0], (2, 1, 1), "the cost of sample 0 of the global batch is inf"),
         ([1.0, -1.0], (2, 1, 1), "the cost of sample 1 of the global batch is -1.0"),
         ([1.0], (2, 1, 1), "give one for each of the 2 = 1 x 2 x 1 samples"),
         ([1.0], (0, 1, 1), "dp_size is 0: use 1 or more"),
-        ([1.0], (1, 1.0, 1), "num_microbatches is 1.0"),
     ],
 )
 def test_what_cannot_be_placed(costs, sizes, named):
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError, match=named):
         place(costs, *sizes, per_microbatch=False)
-    assert named in str(raised.value)

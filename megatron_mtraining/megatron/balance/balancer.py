@@ -13,13 +13,13 @@ import statistics
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...balance.plan import StepPlan
+from ...balance.planner import Planner
 from ...balance.tuning import Groups, tune
 from ...config import MTrainingConfig, Policy, has_price, head_policies, option
 from ...cp_group import RankGroup
@@ -28,31 +28,6 @@ from .log import Interval, StepRecord
 from .observer import LayerObserver
 from .options import experts_span_replicas
 from .table import StepTable
-
-
-class PlanSource(Protocol):
-    """A source of plans, on ranks with a data loader: :class:`~..balance.planner.Planner`."""
-
-    def begun(self, step: int) -> StepPlan | None:
-        """The plan of a step, if its making has begun; None else (past the last one, or after skipped
-        steps)."""
-
-    def knows(self, step: int) -> bool:
-        """Whether a step's plan is made from observations. Without observations there is no tuning, because
-        the bounds on mass would not hold."""
-
-    def predict(self, pairs: np.ndarray, density: np.ndarray) -> np.ndarray:
-        """Ms of attention of samples by visible pairs and density, as :data:`~..balance.plan.Predict`."""
-
-    @property
-    def elasticity(self) -> float:
-        """Elasticity of density to price."""
-
-    def observe(
-        self, step: int, density: np.ndarray, recall: np.ndarray, multipliers: np.ndarray
-    ) -> None:
-        """Takes the observations of a step, each ``[M, dp]``: observed density, recall at the untuned price,
-        and the multipliers of the price. Called in the order of steps, on all ranks with a planner."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +57,7 @@ class Balancer:
     Args:
         layout: where this rank is.
         num_microbatches: returns the number of micro-batches of a step.
-        planner: returns the source of plans, or None on ranks without a data loader.
+        planner: returns the plans of steps, or None on ranks without a data loader.
         max_mass: the largest share of attention mass that tuning may move; None to observe only.
         price: the run's price at the start, untuned: the median of heads that have one.
         step: returns the number of the step under way, from 0.
@@ -95,7 +70,7 @@ class Balancer:
         self,
         layout: Layout,
         num_microbatches: Callable[[], int],
-        planner: Callable[[], PlanSource | None],
+        planner: Callable[[], Planner | None],
         max_mass: float | None,
         price: float,
         step: Callable[[], int],
@@ -236,7 +211,7 @@ def balancer_of_arguments(
     args,
     config: MTrainingConfig,
     step: Callable[[], int],
-    planner: Callable[[], PlanSource | None],
+    planner: Callable[[], Planner | None],
 ) -> Balancer | None:
     """The balancer of a run of Megatron-LM, whose parallel state is initialized; None if it needs none.
 

@@ -50,11 +50,8 @@ def _has_price_to_tune(args, config: MTrainingConfig) -> bool:
     return any(policies is None or any(map(has_price, policies)) for policies in own)
 
 
-def check_balance(args, config: MTrainingConfig, seq_length: int) -> None:
+def check_balance(args, config: MTrainingConfig) -> None:
     """Refuse runs whose ranks cannot be balanced.
-
-    Args:
-        seq_length: of the run, which Megatron's validation may not have filled in yet.
 
     Raises:
         ConfigError: names the option, its value and what to do.
