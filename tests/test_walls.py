@@ -128,6 +128,25 @@ def test_references_are_imported_by_their_room_alone(edges):
     assert found == []
 
 
+def test_balance_is_entered_by_its_doors(edges):
+    """Core attention has an observer, the run one object for all else; neither recomputation nor the pattern
+    knows of it."""
+    rooms = tuple(f"{PACKAGE}.{room}balance" for room in ("", "megatron."))
+    doors = {
+        module.removeprefix(f"{PACKAGE}."): inside
+        for module, others in edges.items()
+        if not module.startswith(rooms)
+        and (inside := {other.rpartition(".")[2] for other in others if other.startswith(rooms)})
+    }
+    assert doors == {
+        "megatron.core_attention": {"observer"},
+        "megatron.run_state": {"observer", "run"},
+        "megatron.registration": {"batching"},
+        "megatron.arguments": {"options"},
+        "tools.plan.options": {"options"},
+    }
+
+
 def test_benchmarks():
     edges = graph(sources("benchmarks"))
     assert upward(edges, BENCHMARKS, "benchmarks") == [] and circles(edges) == []

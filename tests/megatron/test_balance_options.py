@@ -9,7 +9,7 @@ import pytest
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.balance.plan import PlanSizes
-from megatron_mtraining.megatron.arguments import ArgumentsError, refuse
+from megatron_mtraining.megatron.arguments import ArgumentsError
 from megatron_mtraining.megatron.balance import options as balance_options
 from megatron_mtraining.megatron.balance.options import (
     experts_span_replicas,
@@ -30,23 +30,13 @@ BAD = {
         COST, dict(APART, dataloader_type="cyclic"),
         "--mtraining-batching cost does not work with --dataloader-type cyclic",
     ),
-    "external": (
-        TUNING, dict(APART, dataloader_type="external"),
-        "--mtraining-tuning on does not work with --dataloader-type external",
-    ),
     "rampup": (
         COST, dict(APART, rampup_batch_size=["8", "8", "100"]),
         "--mtraining-batching cost does not work with --rampup-batch-size 8 8 100: plans are made for",
     ),
-    "schedule": (
-        COST, dict(APART, step_batch_size_schedule="0:8 100:16"),
-        "does not work with --step-batch-size-schedule 0:8 100:16",
-    ),
-    "hybrid": (COST, dict(APART, hybrid_context_parallel=True), "--hybrid-context-parallel is True"),
     "SFT": (COST, dict(APART, sft=True), "--sft is True"),
     "length without documents": (LENGTH, {}, "has nothing to place by: attention crosses documents"),
     "mock data without documents": (COST, dict(mock_data=True), "nothing to balance with --mock-data"),
-    "tuning on mock data": (TUNING, dict(mock_data=True), "--mtraining-tuning on has nothing to balance"),
     "object storage": (
         COST, dict(APART, object_storage_cache_path="/cache"), "--object-storage-cache-path /cache and",
     ),
@@ -83,26 +73,13 @@ def test_runs_that_are_balanced(case):
     assert (args.mtraining_batching, args.mtraining_tuning) != ("off", "off")
 
 
-BEST = {str(head): ["vertical_and_slash", 10, 10, 1] for head in range(2)}
-FIXED = {"policy": "fixed", "vertical": 10, "slash": 10}
-
-
-@pytest.mark.parametrize("content", [[BEST] * 2, {"layers": {"0": FIXED, "1": {"dense": True}}}])
-def test_a_settings_file_with_every_head_has_no_price(content, tmp_path):
+def test_a_settings_file_with_every_head_has_no_price(tmp_path):
     path = tmp_path / "best.json"
-    path.write_text(json.dumps(content))
+    fixed = {"policy": "fixed", "vertical": 10, "slash": 10}
+    path.write_text(json.dumps({"layers": {"0": fixed, "1": {"dense": True}}}))
+    words = [*TUNING, "--mtraining-settings", str(path)]
     with pytest.raises(ArgumentsError, match="leaves no head with a price to tune"):
-        check(
-            parse(
-                *TUNING,
-                "--mtraining-settings",
-                str(path),
-                **APART,
-                num_layers=2,
-                num_attention_heads=2,
-                kv_channels=64,
-            )
-        )
+        check(parse(*words, **APART, num_layers=2, num_attention_heads=2, kv_channels=64))
 
 
 def test_one_data_parallel_rank_is_told():
@@ -162,8 +139,3 @@ def test_replicas_that_share_experts(tp, cp, ep, etp, spans):
         len({rank // (tp * cp) for rank in group}) > 1 for group in ranks.get_ranks("tp-ep")
     )
     assert experts_span_replicas(args) == spans == shared
-
-
-def test_length_by_megatrons_other_option():
-    """Which fills in the usual one in Megatron's validation, after ours."""
-    refuse(parse(*COST, **APART, seq_length=None, encoder_seq_length=4096))

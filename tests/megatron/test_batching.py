@@ -59,7 +59,7 @@ def steps(of_ranks, sizes) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("total", [96, 103, 99, 7, 11])
+@pytest.mark.parametrize("total", [96, 103, 7])
 @pytest.mark.parametrize("sizes", [PlanSizes(4, 2, 1), PlanSizes(2, 3, 2), PlanSizes(1, 4, 2)])
 def test_global_batches_have_the_samples_that_megatrons_have(total, sizes):
     """The incomplete one at the end, which Megatron begins and cannot finish, and its missing ranks too."""

@@ -60,6 +60,10 @@ def test_documents_are_those_that_the_sample_has(sequence, prefixes, tmp_path):
         assert found.datasets[number] == int(dataset[number].get("dataset_id", 0))
     assert several > 20 and most == SEQ and len(set(found.datasets.tolist())) == prefixes
     assert found.numbers.tolist() == list(range(len(dataset)))
+    whole = look_up(dataset, reset_attention_mask=False)(
+        np.arange(5, 8)
+    )  # without masks, a sample is one
+    assert whole.longest.tolist() == [SEQ] * 3 and whole.pairs.tolist() == [SEQ * (SEQ + 1) / 2] * 3
 
 
 @pytest.mark.skipif(
@@ -78,14 +82,6 @@ def test_documents_by_the_index(tmp_path):
         assert documents.lengths(0, number).tolist() == ends.diff().tolist()
         several += len(ends) > 2
     assert several > 20
-
-
-def test_without_a_mask_of_documents_a_sample_is_one(tmp_path):
-    write_documents(tmp_path / "part", long_tailed(50, 400))
-    dataset = training_dataset([tmp_path / "part"], tmp_path / "cache", 10, SEQ)
-    found = look_up(dataset, reset_attention_mask=False)(np.arange(5, 8))
-    assert found.longest.tolist() == [SEQ] * 3 and found.pairs.tolist() == [SEQ * (SEQ + 1) / 2] * 3
-    assert found.numbers.tolist() == [5, 6, 7]
 
 
 def test_indices_that_are_loaded_at_first_access(tmp_path):
