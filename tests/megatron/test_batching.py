@@ -72,16 +72,6 @@ def test_global_batches_have_the_samples_that_megatrons_have(total, sizes):
         assert ours != theirs or total < sizes.samples or sizes.dp_size == 1
 
 
-def test_a_run_goes_on_at_another_data_parallel_size():
-    """In the middle of an epoch: each sample once, in the same global batches."""
-    before, after = PlanSizes(4, 2, 1), PlanSizes(2, 2, 2)
-    whole = steps(micro_batches(96, 0, before, "cost"), before)
-    first = steps(micro_batches(96, 0, before, "cost"), before)[:5]
-    second = steps(micro_batches(96, 40, after, "cost", 5), after)
-    assert first + second == whole
-    assert sorted(sample for step in whole for sample in step) == list(range(96))
-
-
 class Numbers(Dataset):
     """Its own numbers, as a dataset of Megatron's."""
 
@@ -144,18 +134,12 @@ def test_the_loader_is_megatrons_but_for_its_sampler(run, dataset):
     assert [each["tokens"].tolist() for each in first] == [
         dataset[number]["tokens"].tolist() for number in plan.order[0, 1]
     ]
-    assert build(dataset, 24).batch_sampler.planner is RUN.balance.planner, (
-        "a model chunk's loader shares it"
-    )
+    shared = build(dataset, 24).batch_sampler.planner
+    assert shared is RUN.balance.planner, "a model chunk's loader shares it"
     loader = run(workers=2)(dataset, 0)
-    assert (loader.num_workers, loader.persistent_workers, loader.worker_init_fn) == (
-        2,
-        True,
-        print,
-    )
-    assert (
-        loader.collate_fn is list and loader.prefetch_factor == 2 and RUN.balance.planner.lag == 5
-    )
+    kept = (loader.num_workers, loader.persistent_workers, loader.worker_init_fn, loader.collate_fn)
+    assert kept == (2, True, print, list) and loader.prefetch_factor == 2
+    assert RUN.balance.planner.lag == 5
 
 
 def test_other_splits_and_runs_keep_megatrons(run, dataset):

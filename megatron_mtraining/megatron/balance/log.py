@@ -62,7 +62,7 @@ class StepRecord:
         the others wait. ``idle-share`` is the mean share of the time that ranks wait, ``1 - mean / max``."""
         values = {}
         times = dict(measured=self.measured_ms)
-        if self.planned and np.isfinite(self.predicted_ms).all():
+        if self.planned and np.isfinite(self.predicted_ms).any():
             times.update(untuned=self.predicted_ms, predicted=self.tuned_ms)
         for name, cells in times.items():
             ratio = groups.max_over_mean(cells)
