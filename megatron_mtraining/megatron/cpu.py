@@ -182,6 +182,15 @@ def install_torch() -> None:
         return init_process_group(*args, **kwargs)
 
     torch.distributed.init_process_group = without_device
+    # Interleaved pipelines empty an output (deallocate_output_tensor) before its send has ended. Streams of
+    # a GPU order the two; gloo would send what comes into that memory next, unless it holds a tensor there.
+    isend = torch.distributed.isend
+
+    def isend_alias(tensor, *args, **kwargs):
+        return isend(tensor.detach(), *args, **kwargs)
+
+    # torch compares operations of a batch with the second name.
+    torch.distributed.isend = torch.distributed.distributed_c10d.isend = isend_alias
     # Megatron ends right after its last collective, and gloo's threads must not outlive Python: see
     # megatron_mtraining.ring.shut_down.
     atexit.register(time.sleep, 0.2)

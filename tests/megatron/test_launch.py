@@ -189,6 +189,27 @@ def test_cpu_sends_tokens_to_experts_on_other_ranks():
     assert run_ranks(2, exchange) == [[0.0, 1.0, 1.0]] * 2
 
 
+def emptied(rank, world):
+    """What the other rank gets of a tensor that is emptied before anyone receives it."""
+    cpu.install_torch()
+    tensor = torch.full([1 << 14], 1.0 - rank)
+    sent = None
+    if rank == 0:
+        sent = torch.distributed.isend(tensor, 1)
+        tensor.data = torch.empty(1)
+        memory = [torch.full([1 << 14], -1.0) for _ in range(4)]
+    torch.distributed.barrier()
+    if rank == 1:
+        torch.distributed.recv(tensor, 0)
+        return tensor.unique().tolist()
+    sent.wait()
+    return len(memory)
+
+
+def test_cpu_sends_what_a_pipeline_empties_meanwhile():
+    assert run_ranks(2, emptied) == [4, [1.0]]
+
+
 def test_cpu_refuses_arguments_that_need_a_gpu(tmp_path):
     fake_core(tmp_path, "__version__ = '0.19.0'\n")
     script = tmp_path / "script.py"
