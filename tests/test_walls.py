@@ -44,7 +44,7 @@ MEGATRON = (
 """What imports Megatron: the plug-in, and tools that build its models or write its datasets."""
 PROCESS_GROUPS = ("cp_group", "megatron", "models", "tools.quickstart")
 """What talks to process groups: imports ``torch.distributed``, but for its ``checkpoint``, which is files."""
-BENCHMARKS = [["lib"], ["kernels", "layer", "model", "tools"], ["hosts"]]
+BENCHMARKS = [["lib"], ["kernels", "layer", "model", "tools"], ["sparsebalance"], ["hosts"]]
 
 
 def room_of(module: str, floors=FLOORS, package=PACKAGE) -> tuple[int, str] | None:

@@ -110,7 +110,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--balance-weights", type=Path, metavar="FOLDER",
         help="a converted checkpoint for sparsebalance (default: random weights)")  # fmt: skip
     add("--balance-cache", type=Path, metavar="FILE",
-        help="tokens of texts for it (benchmarks.sparsebalance.texts)")  # fmt: skip
+        help="tokens of texts for it (benchmarks.model.texts)")  # fmt: skip
     add("--scratch", type=Path, default=Path(tempfile.gettempdir()) / "mtraining-hosts",
         help="datasets and checkpoints that jobs share (%(default)s)")  # fmt: skip
     options = parser.parse_args(words)

@@ -42,8 +42,7 @@ from megatron_mtraining.transformers.interface import mask
 from megatron_mtraining.transformers.state import ATTRIBUTE
 
 from ..lib import jobs, policies_at_density, record
-from ..sparsebalance import texts
-from . import continuing, frontier_rows, frontier_tables
+from . import continuing, frontier_rows, frontier_tables, texts
 from .frontier import RUN_SECONDS
 from .frontier_settings import about as about_model
 from .frontier_settings import on_frontier, run_of_frontier, setting_of, split

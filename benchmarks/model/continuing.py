@@ -25,8 +25,7 @@ from megatron_mtraining.loss import linear_cross_entropy
 from megatron_mtraining.models.hugging_face import unpacked
 from megatron_mtraining.transformers import NAME, advance, configure, state_of, take_means
 
-from ..sparsebalance import sets, texts
-from . import ruler_samples
+from . import ruler_samples, sets, texts
 from .material import Material, training
 from .ruler_samples import Sample
 

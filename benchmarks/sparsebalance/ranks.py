@@ -5,10 +5,10 @@ r"""Whole steps of Megatron-LM over real data-parallel ranks, on a mixed set, in
 
 Trains with a recipe (``--script``) on samples that are packed as ``mtraining data prepare`` packs them: a
 dataset for each kind of text, which the folder keeps for the other modes. Tokens are cut from real texts with
-``--cache`` (``texts.py`` writes it), and are random ones without. Weights are those of ``--weights``, a
-converted checkpoint, and random ones without. Random weights attend evenly: kinds of text do not differ in
-density then, only documents in length, and a cap on slashes sets the density (``--slash-cap``). Rows say
-which it was.
+``--cache`` (``benchmarks.model.texts`` writes it), and are random ones without. Weights are those of
+``--weights``, a converted checkpoint, and random ones without. Random weights attend evenly: kinds of text do
+not differ in density then, only documents in length, and a cap on slashes sets the density (``--slash-cap``).
+Rows say which it was.
 
 Appends a row to ``results/sparsebalance.jsonl`` with ``source`` ranks: from the log of the steps after
 ``--learn``, the attention time of the slowest rank, its ratio to the mean and the idle share, as measured and
@@ -32,8 +32,7 @@ import numpy as np
 from megatron_mtraining import ConfigError
 
 from ..lib import record
-from ..model import pretrain
-from . import sets, texts
+from ..model import pretrain, sets, texts
 
 SCRIPT = pretrain.ROOT / "examples" / "qwen2.5-0.5b-128k" / "run.sh"
 MODES = {
@@ -223,7 +222,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         if options.vocabulary is None:
             parser.error(f"--weights {options.weights} has no megatron_args.sh with a vocabulary")
     if options.cache and not options.cache.is_file():
-        parser.error(f"there is no {options.cache}: benchmarks.sparsebalance.texts writes it")
+        parser.error(f"there is no {options.cache}: benchmarks.model.texts writes it")
     return options
 
 

@@ -13,8 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks.model import corpus
-from benchmarks.sparsebalance import texts
+from benchmarks.model import corpus, texts
 
 
 def write_wheel(path, files: dict[str, str]) -> None:

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from benchmarks.model import real_operands
-from benchmarks.sparsebalance import texts
+from benchmarks.model import real_operands, texts
 from tests.support.inspect_cases import save_model
 
 SEQ = 512

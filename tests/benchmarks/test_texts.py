@@ -1,10 +1,10 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Texts and mixed sets of ``benchmarks/sparsebalance``; ``test_hosts.py`` runs its steps."""
+"""Texts and mixed sets of ``benchmarks/model``."""
 
 import numpy as np
 import pytest
 
-from benchmarks.sparsebalance import sets, texts
+from benchmarks.model import sets, texts
 
 
 def test_texts_are_cut_in_order():

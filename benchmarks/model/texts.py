@@ -1,7 +1,7 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 r"""Tokens of each kind of text, and the documents of packed samples cut from them.
 
-    python -m benchmarks.sparsebalance.texts --model MODEL.gguf --text book=book.txt ... --cache tokens.npz
+    python -m benchmarks.model.texts --model MODEL.gguf --text book=book.txt ... --cache tokens.npz
 
 writes the tokens to a file, which the scripts that run a model take with ``--cache``.
 """
