@@ -17,7 +17,13 @@ pytest.importorskip("matplotlib")
 import generate  # noqa: E402
 import pictures  # noqa: E402
 import tables  # noqa: E402
-from tables import backward_tables, common, real_tables, step_tables  # noqa: E402
+from tables import (  # noqa: E402
+    backward_tables,
+    common,
+    real_tables,
+    sparsebalance_tables,
+    step_tables,
+)
 
 RESULTS = sorted((ROOT / "benchmarks/results").glob("*.jsonl"))
 SCRIPT = re.compile(r"(?:(\w+)\.py|-m benchmarks\.(?:\w+\.)*(\w+)|mtraining (convert))\b")
@@ -189,6 +195,16 @@ def test_a_pruned_backward_is_compared_with_runs_of_its_decay(monkeypatch):
     monkeypatch.setattr(backward_tables, "rows", lambda name: others)
     assert backward_tables.over([pruned], "dense", "dense") == "+1.00%"
     assert backward_tables.over([run(3, 9.18, decay="cosine")], "dense", "dense") == "+2.00%"
+
+
+def test_balance_by_length_has_no_predicted_times(monkeypatch):
+    some = common.rows("sparsebalance")
+    none = [
+        {**row, **dict(predicted_over_measured=None)} for row in some if row["mode"] == "length"
+    ]
+    monkeypatch.setattr(sparsebalance_tables, "rows", lambda name: [*some, *none])
+    lines = sparsebalance_tables.over_ranks().splitlines()
+    assert {line.split(" | ")[-1] for line in lines if "by length" in line} == {"– |"}
 
 
 def test_density_between_settings():

@@ -60,6 +60,7 @@ def over_ranks() -> str:
             cells = [shape, label, *row_of(row, off, length)]
             cells.append(f"{statistics.mean(row['losses'][-row['steps'] :]):.4f}")
             cells.append(f"{low:.2f} to {high:.2f}" if low < high else "1")
-            body.append([*cells, f"{row['predicted_over_measured']:.2f}"])
+            predicted = row["predicted_over_measured"]  # batching by length predicts no times
+            body.append([*cells, "–" if predicted is None else f"{predicted:.2f}"])
     header = ["GPUs = DP x CP", "mode", *HEAD, "loss", "multipliers of the price"]
     return table([*header, "predicted / measured"], body) + source(some.values(), "sparsebalance")
