@@ -140,7 +140,7 @@ def test_balance_is_entered_by_its_doors(edges):
     }
     assert doors == {
         "megatron.core_attention": {"observer"},
-        "megatron.run_state": {"observer", "run"},
+        "megatron.run_state": {"run"},
         "megatron.registration": {"batching"},
         "megatron.arguments": {"options"},
         "tools.plan.options": {"options"},

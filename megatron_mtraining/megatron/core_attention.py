@@ -121,7 +121,7 @@ class MTrainingAttention(MegatronModule):
         self.head_policies = self._own_policies(pg_collection, place)
         self.density = DensityMeter(layer_number - 1, self.first_head)
         self.saves = recompute.what_to_save(self)
-        self.observer = RUN.observer_of(self.mtraining, self.head_policies, place)
+        self.observer = RUN.balance.observer(self.mtraining, self.head_policies, place)
 
     def forward(
         self,

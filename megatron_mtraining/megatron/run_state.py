@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..config import ConfigError, MTrainingConfig, Policy, Span, option
+from ..config import ConfigError, MTrainingConfig, Span, option
 from ..cp_group import RankGroup
 from ..pattern import Steering
 from .arguments import length_of, settings
 from .backend import is_active, training_arguments
-from .balance.observer import LayerObserver
 from .balance.run import RunBalance
 from .options import attribute
 
@@ -172,18 +171,6 @@ class RunState:
         """The price that a target recall has moved, float32 ``[]`` on the device; None without one."""
         prices = (steering.typical() for steering in self.steerings)
         return next((price for price in prices if price is not None), None)
-
-    def observer_of(
-        self, config: MTrainingConfig, policies: tuple[Policy, ...] | None, place: str
-    ) -> LayerObserver | None:
-        """What a layer's attention calls in training mode; None where nothing is balanced.
-
-        Args:
-            config: the layer's settings.
-            policies: of this rank's heads; None if all have those of the settings.
-            place: the layer, for messages.
-        """
-        return self.balance.observer(config, policies, place)
 
     def step_now(self) -> int:
         """The training step under way, from 0: Megatron-LM skips those of ``--iterations-to-skip`` without an

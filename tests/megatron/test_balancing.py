@@ -43,7 +43,7 @@ def balanced(monkeypatch):
         run = SimpleNamespace(
             has_run_dense=True,
             step_is_logged=lambda: True,
-            observer_of=balancer.observer,
+            balance=SimpleNamespace(observer=balancer.observer),
             steering_of=lambda config, layers, heads: Steering(config, 0, (layers, heads)),
         )
         monkeypatch.setattr(core_attention, "RUN", run)
@@ -113,9 +113,9 @@ def test_other_sequences_change_the_price_and_nothing_else(balanced):
         balancer = Balancer(Layout(2, 0), lambda: 1, lambda p=plans: p, 1.0, 1.0, lambda: 0)
         balancer.end_step(0, RankGroup(None))
         price = balancer.tuning(0)[0].item()
-        core_attention.RUN.observer_of = balancer.observer
+        core_attention.RUN.balance.observer = balancer.observer
         out = attention_of()(*operands())
-        core_attention.RUN.observer_of = lambda *_: None
+        core_attention.RUN.balance.observer = lambda *_: None
         assert torch.equal(out, attention_of(price=price)(*operands()))
         found.append((price, out))
     (high, sparser), (one, plain), (low, denser) = found

@@ -95,13 +95,7 @@ class Balancer:
     def observer(
         self, config: MTrainingConfig, policies: Sequence[Policy] | None, place: str
     ) -> LayerObserver:
-        """The observer of a new layer on this rank.
-
-        Args:
-            config: the layer's settings.
-            policies: of this rank's heads; None if all have those of the settings.
-            place: the layer, for messages.
-        """
+        """The observer of a new layer on this rank; arguments as for :meth:`.RunBalance.observer`."""
         own = config.policy
         tunable = [has_price(policy) and has_price(own) for policy in policies or [own]]
         tuning = None if self.max_mass is None else self.tuning

@@ -53,7 +53,13 @@ class RunBalance:
     def observer(
         self, config: MTrainingConfig, policies: tuple[Policy, ...] | None, place: str
     ) -> LayerObserver | None:
-        """See :meth:`.run_state.RunState.observer_of`."""
+        """What a layer's attention calls in training mode; None where nothing is balanced.
+
+        Args:
+            config: the layer's settings.
+            policies: of this rank's heads; None if all have those of the settings.
+            place: the layer, for messages.
+        """
         balancer = self.of_run()
         return None if balancer is None else balancer.observer(config, policies, place)
 
