@@ -27,7 +27,6 @@ square      h N n / 1e9          the pattern search of key blocks compares all p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -76,27 +75,26 @@ def predict(
     density: Numbers,
     shape: AttentionShape,
     *,
+    packed: bool,
     kind: str = "vertical_slash",
     cp_size: int = 1,
-    packed: bool | None = None,
 ) -> Latency:
     """The time of one attention layer of one sequence on one context-parallel rank.
 
     Args:
         coefficients: of the kind and head dimension, from :mod:`.coefficients`.
         tokens: tokens of the whole sequence, a number or an array. The time of 0 tokens is 0.
-        pairs: visible query-key pairs of the whole sequence (:func:`visible_pairs`), a number or an array.
+        pairs: visible query-key pairs of the whole sequence, a number or an array.
         density: the share of these pairs that is attended to, a number or an array; clipped to 0 to 1.
         shape: heads of one tensor-parallel rank.
+        packed: whether the layer is given documents (also if it is one document).
         kind: vertical_slash (slashes and columns), block_lists or dense.
         cp_size: context-parallel ranks, which have equal work.
-        packed: whether the layer is given documents (also if it is one document). None: yes if not all pairs
-            of the sequence are visible.
 
     Returns:
         Milliseconds, arrays of the shape that the arguments broadcast to.
     """
-    amounts = quantities(tokens, pairs, density, shape, cp_size, kind=kind, packed=packed)
+    amounts = quantities(tokens, pairs, density, shape, cp_size, packed=packed, kind=kind)
     there = np.asarray(tokens, dtype=np.float64) > 0
     found = []
     for part in ("search", "forward", "backward"):
@@ -106,14 +104,6 @@ def predict(
     return Latency(*found)
 
 
-def visible_pairs(lengths: Iterable[float] | np.ndarray) -> float:
-    """The visible query-key pairs of packed documents: the sum of ``l (l + 1) / 2`` over their lengths."""
-    if not isinstance(lengths, np.ndarray):
-        lengths = list(lengths)
-    lengths = np.asarray(lengths, dtype=np.float64)
-    return float((lengths * (lengths + 1) / 2).sum())
-
-
 def quantities(
     tokens,
     pairs,
@@ -121,8 +111,8 @@ def quantities(
     shape: AttentionShape,
     cp_size: int = 1,
     *,
+    packed: bool,
     kind: str = "vertical_slash",
-    packed: bool | None = None,
 ) -> dict:
     """The quantity of each term, by its name; see the module's text. Arguments as for
     :func:`predict`; all float64 of one shape, but numbers for ``launch`` and ``heads``."""
@@ -139,16 +129,12 @@ def quantities(
     rows = tokens / cp_size
     attended = pairs * np.clip(density, 0.0, 1.0) / cp_size
     length = 2 * pairs / np.maximum(tokens, 1.0)
-    if packed is None:
-        masked = pairs < (1 - 1e-6) * tokens * (tokens + 1) / 2
-    else:
-        masked = np.full(tokens.shape, packed)
     work = heads * attended / 1e9
     return {
         "launch": 1.0,
         "heads": float(heads),
         "rows": heads * rows / 1e6,
-        "packed_rows": np.where(masked, heads * rows / 1e6, 0.0)[()],
+        "packed_rows": packed * heads * rows / 1e6,
         "key_rows": kv_heads * rows / 1e6,
         "pairs": work,
         "far_pairs": work * length / (length + CACHED),

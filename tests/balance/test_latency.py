@@ -11,11 +11,16 @@ from megatron_mtraining.balance.latency import (
     AttentionShape,
     predict,
     quantities,
-    visible_pairs,
 )
 from megatron_mtraining.errors import ConfigError
 
 SHAPE = AttentionShape(16, 2, 128)
+
+
+def visible_pairs(lengths) -> float:
+    return sum(length * (length + 1) / 2 for length in lengths)
+
+
 COEFFICIENTS = {
     "search": {"launch": 0.25, "rows": 0.5, "square": 0.125},
     "forward": {"launch": 0.5, "pairs": 2.0, "query_path": 0.25},
@@ -26,7 +31,7 @@ COEFFICIENTS = {
 def test_the_sum_of_terms():
     tokens, density = 1 << 16, 0.25
     pairs = visible_pairs([tokens])
-    found = predict(COEFFICIENTS, tokens, pairs, density, SHAPE)
+    found = predict(COEFFICIENTS, tokens, pairs, density, SHAPE, packed=False)
     attended = density * pairs
     each = attended / tokens / 1e3
     expected = (
@@ -36,7 +41,8 @@ def test_the_sum_of_terms():
     )
     assert found == pytest.approx(expected)
     assert found.total_ms == pytest.approx(sum(expected))
-    many = predict(COEFFICIENTS, np.array([tokens, 0]), pairs, np.array([density, 7.0]), SHAPE)
+    several = np.array([tokens, 0]), pairs, np.array([density, 7.0])
+    many = predict(COEFFICIENTS, *several, SHAPE, packed=False)
     assert many.total_ms == pytest.approx([sum(expected), 0])
 
 
@@ -54,11 +60,14 @@ def test_the_longest_program_of_the_gradient_of_keys():
     tokens, pairs = 4096, visible_pairs([4096])
     work = 16 * pairs / 1e9
     # 64 programs, whose longest has twice the mean: 264 of them would keep all busy.
-    assert quantities(tokens, pairs, 1, SHAPE)["key_span"] == pytest.approx(work * 264 / 64)
+    assert quantities(tokens, pairs, 1, SHAPE, packed=True)["key_span"] == pytest.approx(
+        work * 264 / 64
+    )
     many = AttentionShape(16, 16, 128)
-    assert quantities(tokens, pairs, 1, many)["key_span"] == pytest.approx(work)
+    assert quantities(tokens, pairs, 1, many, packed=True)["key_span"] == pytest.approx(work)
     # With lists, the queries of 8 heads may all attend to one block, at any density.
-    found = quantities(tokens, pairs, np.array([0.0, 0.01, 0.3]), SHAPE, kind="block_lists")
+    density, lists = np.array([0.0, 0.01, 0.3]), dict(packed=True, kind="block_lists")
+    found = quantities(tokens, pairs, density, SHAPE, **lists)
     longest = 128 * 8 * 2 * pairs / tokens / 1e9
     assert found["key_span"] == pytest.approx([0, 132 * min(longest, 0.01 * work), 132 * longest])
 
@@ -66,10 +75,11 @@ def test_the_longest_program_of_the_gradient_of_keys():
 def test_packed_documents():
     tokens = np.array([8192, 8192])
     pairs = np.array([visible_pairs([8192]), visible_pairs([4096, 4096])])
-    found = quantities(tokens, pairs, 0.1, SHAPE)
-    assert found["packed_rows"].tolist() == [0, 16 * 8192 / 1e6]
+    found = quantities(tokens, pairs, 0.1, SHAPE, packed=False)
+    assert found["packed_rows"].tolist() == [0, 0]
     # A layer that is given documents has masks, if there is only one.
-    assert (quantities(tokens, pairs, 0.1, SHAPE, packed=True)["packed_rows"] > 0).all()
+    packed = quantities(tokens, pairs, 0.1, SHAPE, packed=True)
+    assert packed["packed_rows"].tolist() == [16 * 8192 / 1e6] * 2
     assert found["candidates"] == pytest.approx([16 * 8193 / 1e6, 16 * 4097 / 1e6])
     far = found["far_pairs"] / found["pairs"]
     assert far == pytest.approx([8193 / (8193 + 524288), 4097 / (4097 + 524288)])
@@ -82,12 +92,12 @@ def test_the_coefficients_are_sane(kind, head_dim):
     h200, shape = H200[kind, head_dim], AttentionShape(16, 2, head_dim)
     tokens = 2.0 ** np.arange(9, 21)
     pairs, density = tokens * (tokens + 1) / 2, np.linspace(0, 1, 21)[:, None]
-    for given in (dict(), dict(packed=True), dict(cp_size=8)):
+    for given in (dict(packed=False), dict(packed=True), dict(packed=True, cp_size=8)):
         found = predict(h200, tokens, pairs, density, shape, kind=kind, **given)
         for part in found:
             assert (part >= 0).all() and np.isfinite(part).all()
             assert (np.diff(part, axis=0) >= 0).all() and (np.diff(part, axis=1) >= 0).all()
-    found = predict(h200, tokens, pairs, density, shape, kind=kind)
+    found = predict(h200, tokens, pairs, density, shape, packed=False, kind=kind)
     # Twice the tokens at one density are about four times the work.
     dense = found.forward_ms[-1] + found.backward_ms[-1]
     assert 3.5 < dense[-1] / dense[-2] < 4.5
@@ -96,9 +106,4 @@ def test_the_coefficients_are_sane(kind, head_dim):
 def test_what_cannot_be_predicted():
     for wrong in (dict(shape=AttentionShape(0, 2, 128)), dict(cp_size=0)):
         with pytest.raises(ConfigError, match="use 1 or more of each"):
-            predict(COEFFICIENTS, 4096, 1e6, 0.1, **{"shape": SHAPE, **wrong})
-
-
-def test_visible_pairs():
-    assert visible_pairs([3, 1, 2]) == 6 + 1 + 3
-    assert visible_pairs(np.array([4])) == visible_pairs(iter([4])) == 10
+            predict(COEFFICIENTS, 4096, 1e6, 0.1, packed=True, **{"shape": SHAPE, **wrong})

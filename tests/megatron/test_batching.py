@@ -196,7 +196,7 @@ def test_predicted_times_are_of_all_layers_on_one_rank():
     pairs, density = np.array([1e6, 8e6]), np.array([0.2, 0.1])
     found = predictor(SimpleNamespace(**usual), config, 4096)(pairs, density)
     shape = AttentionShape(4, 2, 64)
-    one = predict(CPU["vertical_slash", 64], 4096, pairs, density, shape, cp_size=2)
+    one = predict(CPU["vertical_slash", 64], 4096, pairs, density, shape, packed=False, cp_size=2)
     assert found == pytest.approx(3 * one.total_ms)
     again = MTrainingConfig.from_options(batching="cost", recompute_attention=True)
     full = SimpleNamespace(**usual, recompute_granularity="full")
