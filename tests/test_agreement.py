@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_mtraining import ConfigError, MTrainingConfig, attention
+from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.agreement import check_agreement
 from megatron_mtraining.attention import attend
+from megatron_mtraining.attention_call import AttentionCall
 from megatron_mtraining.cp_group import RankGroup, cp_group_of
 from megatron_mtraining.documents import Documents
 from tests.support.ranks import run_ranks
@@ -79,7 +80,7 @@ LATER = {
     "price of before": (dict(price=3.0), "--mtraining-price is 0.25 on rank 0, 3.0 on rank 1"),
     "documents": (dict(first=101), "documents is 'packed (SHA-256 of their starts"),
     "price of a call": (dict(call_price=2.0), "price is [1.0] on rank 0, [2.0] on rank 1"),
-    "replay": (dict(replay=True), "first_pass is 'none' on rank 0, 'given' on rank 1"),
+    "replay": (dict(replay=True), "saved is 'none' on rank 0, 'given' on rank 1"),
 }  # fmt: skip
 
 
@@ -92,7 +93,7 @@ def part_later(rank, world, case):
             config=MTrainingConfig.from_options(**SETTINGS, price=price),
             cp_group=dist.group.WORLD, documents=documents, price=torch.tensor([call_price]),
         )  # fmt: skip
-        return attend(query, key, value, **given, first_pass=earlier if replay else None)
+        return attend(query, key, value, **given, saved=earlier if replay else None)
 
     earlier = call()
     for again in (dict(tokens=128), dict(price=3.0)):
@@ -126,7 +127,7 @@ def compare_alike(rank, world, on_gpus):
         shape = torch.Size((tokens, 1, HEADS, DIM))
         each = SimpleNamespace(shape=shape, dtype=torch.float32, is_cuda=on_gpus)
         cp = cp_group_of(dist.group.WORLD)
-        attention._compare_with_ranks(cp, each, each, each, config, 0.1, None, None, None, None)
+        AttentionCall(each, each, each, config, 0.1, *[None] * 5).compare_with_ranks(cp)
     return len(compared)
 
 

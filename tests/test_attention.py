@@ -70,30 +70,30 @@ def operands(heads=HEADS, dtype=torch.float32):
     return query, key, value
 
 
-NO_FIRST_PASS = {
-    "a text": (lambda first: "x", "first_pass is a str"),
-    "a plain tuple": (lambda first: tuple(first), "first_pass is a tuple"),
+NO_RESULT = {
+    "a text": (lambda first: "x", "saved is a str"),
+    "a plain tuple": (lambda first: tuple(first), "saved is a tuple"),
     "no pattern": (lambda first: first._replace(index="x"), "give the AttentionResult"),
-    "no out": (lambda first: first._replace(out=None), "first_pass.out is a NoneType"),
-    "no lse": (lambda first: first._replace(lse=None), "first_pass.lse is a NoneType"),
-    "another out": (lambda first: first._replace(out=first.out[:128]), r"first_pass.out is \[128, 1, 4, 64"),
-    "another lse": (lambda first: first._replace(lse=first.lse.half()), "first_pass.lse is .*float16"),
+    "no out": (lambda first: first._replace(out=None), "saved.out is a NoneType"),
+    "no lse": (lambda first: first._replace(lse=None), "saved.lse is a NoneType"),
+    "another out": (lambda first: first._replace(out=first.out[:128]), r"saved.out is \[128, 1, 4, 64"),
+    "another lse": (lambda first: first._replace(lse=first.lse.half()), "saved.lse is .*float16"),
     "another scale": (
         lambda first: first._replace(softmax_scale=0.3), "in the first pass it was 0.3: give the same",
     ),
-    "swapped": (lambda first: AttentionResult(first.lse, first.out, first.index), "first_pass.out is"),
-    "out elsewhere": (lambda first: first._replace(out=first.out.to("meta")), "first_pass.out is on device"),
+    "swapped": (lambda first: AttentionResult(first.lse, first.out, first.index), "saved.out is"),
+    "out elsewhere": (lambda first: first._replace(out=first.out.to("meta")), "saved.out is on device"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", NO_FIRST_PASS)
-def test_what_is_no_first_pass_is_refused(case):
+@pytest.mark.parametrize("case", NO_RESULT)
+def test_what_is_no_saved_result_is_refused(case):
     """A result of another shape would be given back as it is."""
-    make, named = NO_FIRST_PASS[case]
+    make, named = NO_RESULT[case]
     given = operands()
     first = attend(*given, config=PRICED)
     with pytest.raises(ValueError, match=named):
-        attend(*given, config=PRICED, first_pass=make(first))
+        attend(*given, config=PRICED, saved=make(first))
 
 
 def test_a_pruned_replay_needs_the_blocks_of_its_first_pass():
@@ -102,26 +102,26 @@ def test_a_pruned_replay_needs_the_blocks_of_its_first_pass():
     first = attend(*given, config=pruned)
     assert first.packed.shape == (1, HEADS, TOKENS // 64, 1)
     with pytest.raises(ValueError, match="--mtraining-backward-threshold is 2, but the first pass"):
-        attend(*given, config=pruned, first_pass=first._replace(packed=None))
+        attend(*given, config=pruned, saved=first._replace(packed=None))
     wrong = (
         first.packed[:, :1],
         first.packed.int(),
         torch.zeros(1, HEADS, TOKENS // 64, 2, dtype=torch.uint8),
     )
     for packed in wrong:
-        with pytest.raises(ValueError, match="first_pass.packed is .* but with this config"):
-            attend(*given, config=pruned, first_pass=first._replace(packed=packed))
-    again = attend(*given, config=pruned, first_pass=first)
+        with pytest.raises(ValueError, match="saved.packed is .* but with this config"):
+            attend(*given, config=pruned, saved=first._replace(packed=packed))
+    again = attend(*given, config=pruned, saved=first)
     assert torch.equal(again.packed, first.packed) and torch.equal(again.out, first.out)
     # Without pruning nobody reads them.
     assert attend(*given, config=PRICED).packed is None
-    attend(*given, config=PRICED, first_pass=first)
+    attend(*given, config=PRICED, saved=first)
 
 
 def test_a_pattern_alone_is_attended_to_again():
     given = operands(dtype=torch.float64)
     first = attend(*given, config=PRICED)
-    again = attend(*given, config=PRICED, first_pass=first.index)
+    again = attend(*given, config=PRICED, pattern=first.index)
     assert torch.equal(again.out, first.out) and torch.equal(again.lse, first.lse)
     assert again.index is first.index
 
@@ -131,10 +131,10 @@ def test_a_replay_is_of_the_same_blocks_and_documents():
     index = attend(*given, config=PRICED).index
     other = MTrainingConfig.from_options(block_size=128, sample_strata=8)
     with pytest.raises(ValueError, match="for blocks of 64, but config has 128"):
-        attend(*given, config=other, first_pass=index)
-    with pytest.raises(ValueError, match="first_pass had none"):
+        attend(*given, config=other, pattern=index)
+    with pytest.raises(ValueError, match="pattern was selected without"):
         documents = Documents.from_lengths([100, 156], TOKENS)
-        attend(*given, config=PRICED, first_pass=index, documents=documents)
+        attend(*given, config=PRICED, pattern=index, documents=documents)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_schedule_needs_the_price_of_the_step():
     found = attend(*operands(), config=config, price=torch.tensor(0.3)).index
     same = replace(config, policy=replace(config.policy, schedule=None, price=0.3))
     assert found.density().equal(attend(*operands(), config=same).index.density())
-    attend(*operands(), config=config, first_pass=found)  # a replay searches nothing
+    attend(*operands(), config=config, pattern=found)  # a replay searches nothing
 
 
 @contextmanager

@@ -23,6 +23,7 @@ FLOORS = [
     ["config"],
     ["pattern"],
     ["ring"],
+    ["attention_call"],
     ["attention", "loss"],
     ["balance"],
     ["patches"],

@@ -123,7 +123,7 @@ class Frozen:
         operands = (t.to(value.dtype).permute(2, 0, 1, 3) for t in (query, key, value))
         found = attend(
             *operands, config=state.config, softmax_scale=scaling, head_policies=state.policies(layer),
-            first_pass=self.patterns.get(layer),
+            pattern=self.patterns.get(layer),
         )  # fmt: skip
         self.patterns.setdefault(layer, found.index)
         state.observe(layer, found.index, module.training)

@@ -86,7 +86,7 @@ class Layer:
         def observe(*both: torch.Tensor) -> None:  # of a pruned backward; of the last draw
             kept[:] = [both]
 
-        run = partial(attend, config=config, first_pass=index, observe_backward=observe)
+        run = partial(attend, config=config, pattern=index, observe_backward=observe)
         forward, backward = self._both(lambda *given: run(*given).out, self.operands)
         found = dict(search_ms=searched.gpu, search_host_ms=searched.host, forward_ms=forward)
         found |= dict(
@@ -128,8 +128,12 @@ class Layer:
         def step(keeps: str):
             with torch.no_grad():
                 first: AttentionResult = attend(*inputs, config=config)
-            kept = {"result": first, "pattern": first.index, "nothing": None}[keeps]
-            out = attend(*leaves, config=config, first_pass=kept).out
+            kept = {
+                "result": dict(saved=first),
+                "pattern": dict(pattern=first.index),
+                "nothing": {},
+            }
+            out = attend(*leaves, config=config, **kept[keeps]).out
             torch.autograd.grad(out, leaves, grad)
 
         found = {}

@@ -162,26 +162,27 @@ class MTrainingAttention(MegatronModule):
             cp = cp_group_of(self.cp_group, self.cp_inner)
             check_mask(attention_mask, query, documents, cp, self.mtraining.block_size, place)
         replay = recompute.saved_call(self, query)
-        first_pass = None if replay is None else replay.result
-        call = None if replay is None else replay.call
+        given = replay or recompute.Replay()
+        call = given.call
         if replay is None and self.observer is not None and self.training:
             call = self.observer.begin()
         dense = self.steering.is_dense or (not self.training and self.mtraining.dense_evaluation)
-        searches = not dense and first_pass is None
+        searches = not dense and replay is None
         if self.training and not RUN.has_run_dense:
             self._run_dense_ahead(query, key, value, documents)
         try:
             run = partial(
                 attend, query, key, value, config=self._settings[self.training, dense],
                 cp_group=self.cp_group, cp_inner=self.cp_inner, softmax_scale=self.softmax_scale,
-                documents=documents, first_pass=first_pass, observe_backward=self._observe_backward(),
+                documents=documents, pattern=given.pattern, saved=given.saved,
+                observe_backward=self._observe_backward(),
                 **(self._search_overrides(query, call) if searches else {}),
             )  # fmt: skip
             result = run() if call is None else call.timed(run, query.is_cuda)
         except ValueError as error:  # a ConfigError too
             raise ConfigError(f"the {place} cannot run: {error}{_hint(query, key)}") from error
         recompute.save(self, result, call)
-        if self.training and first_pass is None:
+        if self.training and replay is None:
             self._count(result.index, call)
         return result.out.flatten(2)
 

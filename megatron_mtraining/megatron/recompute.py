@@ -35,20 +35,22 @@ class Saves(Enum):
     PATTERN = "the pattern alone: it is not searched again, but attention is computed again"
 
 
+class Replay(NamedTuple):
+    """What the first pass of a call has left for its replay: ``pattern`` or ``saved`` of
+    :func:`~..attention.attend`."""
+
+    pattern: Pattern | None = None
+    """Its pattern alone, if attention is to be computed again."""
+    saved: AttentionResult | None = None
+    """Else its result."""
+    call: Any = None
+    """What :func:`save` was given."""
+
+
 class _Saved(NamedTuple):
     attention: torch.nn.Module
-    result: AttentionResult | Pattern
+    replay: Replay
     shape: str
-    call: Any
-
-
-class Replay(NamedTuple):
-    """What the first pass of a call has left for its replay."""
-
-    result: AttentionResult | Pattern
-    """Its result, or its pattern alone if attention is to be computed again."""
-    call: Any
-    """What :func:`save` was given."""
 
 
 class _Pass(NamedTuple):
@@ -99,10 +101,12 @@ def save(attention: torch.nn.Module, result: AttentionResult, call: Any = None) 
     sink = _current.get().sink
     if sink is None:
         return
-    saved: AttentionResult | Pattern = result.index
     if attention.saves is Saves.RESULT:
-        saved = result._replace(out=result.out.detach(), lse=result.lse.detach())
-    sink.append(_Saved(attention, saved, _shape(result.out), call))
+        detached = result._replace(out=result.out.detach(), lse=result.lse.detach())
+        replay = Replay(saved=detached, call=call)
+    else:
+        replay = Replay(pattern=result.index, call=call)
+    sink.append(_Saved(attention, replay, _shape(result.out)))
 
 
 def _shape(tensor: Tensor) -> str:
@@ -126,8 +130,7 @@ def saved_call(attention: torch.nn.Module, query: Tensor) -> Replay | None:
         return None
     wrong = _what_is_wrong(attention, source, query)
     if wrong is None:
-        saved = source.popleft()
-        return Replay(saved.result, saved.call)
+        return source.popleft().replay
     if attention.saves is Saves.PATTERN:  # it can do without
         source.clear()
         return None
@@ -145,7 +148,7 @@ def _what_is_wrong(attention, source: deque[_Saved], query: Tensor) -> str | Non
             f"attention of layer {layer} runs in the second pass where the first pass ran the attention of "
             f"layer {saved.attention.layer_number}"
         )
-    out = getattr(saved.result, "out", None)
+    out = None if saved.replay.saved is None else saved.replay.saved.out
     first, now = saved.shape, _shape(query)
     if first != now:
         return f"attention of layer {layer} has queries {now} in the replay, but {first} in the first pass"

@@ -219,7 +219,14 @@ def advance(step: int, num_steps: int | None = None) -> None:
     Args:
         num_steps: steps of the run, which a schedule is over: given once, before the first step, with the
             number of steps that are done.
+
+    Raises:
+        ConfigError: the run has no step.
     """
     if num_steps is not None:
+        if num_steps < 1:
+            raise ConfigError(
+                f"num_steps is {num_steps}: give the number of the run's steps, 1 or more"
+            )
         RUN.span = Span(0, num_steps)
     RUN.advance(step)

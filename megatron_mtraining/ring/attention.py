@@ -310,17 +310,17 @@ class RingResult(NamedTuple):
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, index, ring, softmax_scale, first_pass, keys, pruning):
+    def forward(ctx, query, key, value, index, ring, softmax_scale, saved, keys, pruning):
         packed: Tensor | None = None
-        if first_pass is None:
+        if saved is None:
             marking = None if pruning is None else Marking(index, pruning)
             out, lse = _forward(query, key, value, index, ring, softmax_scale, keys, marking)
             if marking is not None:
                 packed = marking.packed()
         else:
-            out, lse = (each.detach() for each in first_pass[:2])
-            if first_pass.packed is not None:
-                packed = first_pass.packed.detach()
+            out, lse = (each.detach() for each in saved[:2])
+            if saved.packed is not None:
+                packed = saved.packed.detach()
         ctx.save_for_backward(query, key, value, out, lse, packed)
         ctx.rest = index, ring, softmax_scale, pruning
         ctx.mark_non_differentiable(*[each for each in (lse, packed) if each is not None])
@@ -345,7 +345,7 @@ def ring_attention(
     index: PatternIndex,
     ring: Ring,
     softmax_scale: float,
-    first_pass: RingResult | None = None,
+    saved: RingResult | None = None,
     keys: KeysAndValues | None = None,
     pruning: BackwardPruning | None = None,
 ) -> RingResult:
@@ -357,12 +357,12 @@ def ring_attention(
         ``d``.
         index: the pattern, the same on all ranks; or this rank's block lists of it.
         ring: transfers over the context-parallel group.
-        first_pass: the result of the first pass, in a replay under activation recomputation: no forward is
+        saved: the result of the first pass, in a replay under activation recomputation: no forward is
             run then, and nothing is sent.
         keys: the same key and value, if they are in flight already. Used up.
         pruning: of the backward's blocks (:mod:`.pruning`); None for the gradient of all.
     """
     found = _RingAttention.apply(
-        query, key, value, index, ring, softmax_scale, first_pass, keys, pruning
+        query, key, value, index, ring, softmax_scale, saved, keys, pruning
     )
     return RingResult(*found)

@@ -34,7 +34,7 @@ def sink_gradients(seq_length, heads, kv_heads, columns, dtype, device):
     index = build_index(distances, chosen.to(device), seq_length, 128, 1)
     leaves = [t.requires_grad_() for t in (query, key, value)]
     config = MTrainingConfig.from_options(block_size=128)
-    result = attend(*leaves, config=config, first_pass=index)
+    result = attend(*leaves, config=config, pattern=index)
     result.out.backward(grad_out)
 
     scale = dim**-0.5

@@ -224,6 +224,8 @@ def test_a_schedule_without_an_end_is_refused(monkeypatch):
     attention, _, given = watched(sparse(price=None, schedule="0:3,0.8:0"))
     with pytest.raises(ConfigError, match=r"nothing says how long the run is: call .*advance"):
         attention(*given)
+    with pytest.raises(ConfigError, match="num_steps is 0: give"):
+        run_state.advance(0, num_steps=0)
     run_state.advance(0, num_steps=10)
     attention(*given)
 

@@ -142,7 +142,9 @@ def test_a_replay_of_a_pruned_backward_changes_no_bit(count):
 def test_the_memory_it_takes_is_as_documented(monkeypatch):
     kept = []
     original = recompute._Saved
-    monkeypatch.setattr(recompute, "_Saved", lambda *all: kept.append(all[1]) or original(*all))
+    monkeypatch.setattr(
+        recompute, "_Saved", lambda *all: kept.append(all[1].saved) or original(*all)
+    )
     Layers(1)(*leaves(), checkpoint=megatron)
     ((out, lse, index, packed, _),) = kept
     assert packed is None
@@ -213,10 +215,10 @@ def results(monkeypatch):
     references = []
     original = recompute._Saved
 
-    def kept(attention, attended, *others):
-        references.extend(weakref.ref(tensor) for tensor in (attended.out, attended.lse))
-        references.append(weakref.ref(attended.index))
-        return original(attention, attended, *others)
+    def kept(attention, replay, *others):
+        result = replay.saved
+        references.extend(map(weakref.ref, (result.out, result.lse, result.index)))
+        return original(attention, replay, *others)
 
     monkeypatch.setattr(recompute, "_Saved", kept)
     gc.disable()  # what is not needed is freed at once, without the collector of cycles

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megatron_mtraining.attention import check_index
+from megatron_mtraining.attention_call import check_index
 from megatron_mtraining.cp_group import CPGroup, cp_group_of
 from megatron_mtraining.layout import block_at, stripe, unstripe
 from megatron_mtraining.pattern import block_list_index, build_block_index, build_index, full_index

@@ -195,11 +195,11 @@ def test_a_replay_keeps_documents_apart():
     gradients = []
     for replayed in (False, True):
         leaves = [t.clone().requires_grad_() for t in given[:3]]
-        first_pass = None
+        saved = None
         if replayed:
             with torch.no_grad():
-                first_pass = attend(*leaves, config=config, documents=documents)
-        out = attend(*leaves, config=config, first_pass=first_pass, documents=documents).out
+                saved = attend(*leaves, config=config, documents=documents)
+        out = attend(*leaves, config=config, saved=saved, documents=documents).out
         gradients.append(torch.autograd.grad(out, leaves, given[3]))
     for one, other in zip(*gradients):
         assert torch.equal(one, other)

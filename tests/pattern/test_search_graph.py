@@ -483,7 +483,7 @@ def test_attention_with_captured_searches(searches, monkeypatch):
             value = torch.randn_like(key)
             leaves = [each.requires_grad_() for each in (query, key, value)]
             result = attend(*leaves, config=CONFIG)
-            again = attend(*leaves, config=CONFIG, first_pass=result.index)
+            again = attend(*leaves, config=CONFIG, pattern=result.index)
             assert torch.equal(again.out, result.out)
             found += [result.out.detach(), *torch.autograd.grad(result.out.sum(), leaves)]
         results[captured] = found

@@ -371,7 +371,7 @@ def replay(rank, world, config, operands):
         leaves = [t.clone().requires_grad_() for t in parts[:3]]
         result = attend(
             *leaves, config=used, cp_group=dist.group.WORLD, cp_inner=1, softmax_scale=SCALE,
-            first_pass=first, observe_backward=lambda *both: told.append(both),
+            saved=first, observe_backward=lambda *both: told.append(both),
         )  # fmt: skip
         result.out.backward(parts[3])
         gradients.append([leaf.grad for leaf in leaves])

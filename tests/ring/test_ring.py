@@ -289,7 +289,7 @@ def test_operands_that_do_not_fit_are_named():
     config = MTrainingConfig()
 
     def replay(*operands, index):
-        attend(*operands, config=config, first_pass=index)
+        attend(*operands, config=config, pattern=index)
 
     attend(q, k, k, config=config)  # what fits is not remembered for what does not
     with pytest.raises(

@@ -168,9 +168,9 @@ class Watch:
             assert not taken or self.posts == before, "nothing is sent in a replay"
             return out
 
-        def keep(attention, attended, *more):
-            self.kept.append(weakref.ref(getattr(attended, "out", attended)))
-            return kept(attention, attended, *more)
+        def keep(attention, replay, *more):
+            self.kept.append(weakref.ref(replay.pattern or replay.saved.out))
+            return kept(attention, replay, *more)
 
         def post(*args, **kwargs):
             self.posts += 1
