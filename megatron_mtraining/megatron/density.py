@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +21,6 @@ from .wrapping import log
 
 NEARLY_DENSE = 0.95
 """Mean density from which on a run whose price should leave something out is told that it does not."""
-_meters: weakref.WeakSet[DensityMeter]
 
 
 class DensityMeter:
@@ -43,7 +41,7 @@ class DensityMeter:
         self.count = 0
         self.backward_total: Tensor | None = None
         self.backward_count = 0
-        _meters.add(self)
+        RUN.meters.add(self)
 
     def add(
         self, density: Tensor, recall: Tensor | None = None, exposed: float | Tensor = 1.0
@@ -80,9 +78,6 @@ class DensityMeter:
         mean = None if self.backward_total is None else self.backward_total / self.backward_count
         self.backward_total, self.backward_count = None, 0
         return mean
-
-
-_meters = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -144,7 +139,7 @@ def take_density() -> Density | None:
     several ranks. None if no layer has run."""
     found = [
         (meter, mean, meter.take_backward())
-        for meter in list(_meters)
+        for meter in list(RUN.meters)
         if (mean := meter.take()) is not None
     ]
     ranks = RankGroup.everyone()

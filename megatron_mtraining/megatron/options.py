@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection
+from functools import lru_cache
+from typing import Any
 
 from ..config import OPTIONS, ConfigError, MTrainingConfig, Option
 from ..config.options import config_fields
@@ -98,7 +100,13 @@ def config_from_args(args) -> MTrainingConfig:
         if value is not None:
             values[each.name] = value
     if getattr(args, FILLED_IN, False):
-        return MTrainingConfig(**config_fields(values))
+        return _filled_in(tuple(values.items()))
     if seq_length is None:
         return MTrainingConfig.from_options(**values)
     return MTrainingConfig.for_sequence(seq_length, **values)
+
+
+@lru_cache(maxsize=8, typed=True)
+def _filled_in(values: tuple[tuple[str, Any], ...]) -> MTrainingConfig:
+    """Made once: every micro-batch and layer asks for it."""
+    return MTrainingConfig(**config_fields(dict(values)))

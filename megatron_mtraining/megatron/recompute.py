@@ -20,12 +20,10 @@ import torch
 from torch import Tensor
 
 from ..config import option
+from .run_state import RUN
 
 if TYPE_CHECKING:
     from ..attention import AttentionResult, Pattern
-
-_has_attention = False
-"""Whether an attention was built in this process."""
 
 
 class Saves(Enum):
@@ -82,12 +80,11 @@ def what_to_save(attention: torch.nn.Module) -> Saves:
     The pattern alone, a few KB a head, where the settings ask to recompute, and where Megatron offloads the
     input of the output projection: it then empties that tensor's memory, which ``out`` shares.
     """
-    global _has_attention
     config = attention.config
     offloaded = getattr(config, "fine_grained_activation_offloading", False) and (
         "attn_proj" in (getattr(config, "offload_modules", None) or ())
     )
-    _has_attention = True
+    RUN.has_attention = True
     again = attention.mtraining.recompute_attention or offloaded
     return Saves.PATTERN if again else Saves.RESULT
 
@@ -207,7 +204,7 @@ def wrap_checkpoint(original):
     """
 
     def checkpoint(*args, **kwargs):
-        may_replay = _has_attention and torch.is_grad_enabled()
+        may_replay = RUN.has_attention and torch.is_grad_enabled()
         if not may_replay or not args or isinstance(args[0], torch.nn.Module):
             return original(*args, **kwargs)
         return original(_CheckpointedFunction(args[0]), *args[1:], **kwargs)

@@ -4,6 +4,8 @@ training step."""
 
 from __future__ import annotations
 
+from weakref import WeakSet
+
 from torch import Tensor
 
 from ..config import ConfigError, MTrainingConfig, Span, option
@@ -35,8 +37,10 @@ class RunState:
         balance: what the run has of the balance of its ranks.
         logged: whether a step of this process has been logged.
         computed: the share of attention's dense operations that logged steps computed; 1 before the first.
+        has_attention: whether an attention was built in this process.
         has_run_dense: whether dense attention has run, so that its kernels are compiled.
         warned_of_density: whether this run was told that its price leaves nothing out.
+        meters: of density, one for each layer that there is (:mod:`.density`).
     """
 
     def __init__(self):
@@ -47,8 +51,10 @@ class RunState:
         self.balance = RunBalance(self.step_now)
         self.logged = False
         self.computed = 1.0
+        self.has_attention = False
         self.has_run_dense = False
         self.warned_of_density = False
+        self.meters: WeakSet = WeakSet()
         self._steerings: dict[tuple, Steering] = {}
 
     def steering_of(self, config: MTrainingConfig, num_layers: int, num_heads: int) -> Steering:

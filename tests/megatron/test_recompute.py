@@ -15,6 +15,7 @@ import megatron_mtraining.attention as plain
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.megatron import recompute
 from megatron_mtraining.megatron.density import take_density
+from megatron_mtraining.megatron.run_state import RUN
 from megatron_mtraining.megatron.wrapping import is_wrapped
 from tests.support.megatron_cases import (
     BATCH,
@@ -318,7 +319,7 @@ def test_a_module_is_given_as_it_is():
 
 
 def test_other_runs_are_handed_over(monkeypatch):
-    monkeypatch.setattr(recompute, "_has_attention", False)
+    monkeypatch.setattr(RUN, "has_attention", False)
     checkpoint = recompute.wrap_checkpoint(lambda *args, **kwargs: (args, kwargs))
     assert checkpoint(max, False, 1, x=2) == ((max, False, 1), {"x": 2})
     assert checkpoint(function=max) == ((), {"function": max})
