@@ -25,7 +25,7 @@ import torch
 import triton
 
 from megatron_mtraining import MTrainingConfig
-from megatron_mtraining.config import BlockListPolicy, XAttentionPolicy
+from megatron_mtraining.config import XAttentionPolicy
 from megatron_mtraining.pattern import search_pattern
 
 from ..lib import record
@@ -147,7 +147,7 @@ def run_case(seq, world, settings, show_profile):
         return search_pattern(query, key, config, ring, DIM**-0.5, head_policies=heads)
 
     nbytes = run().nbytes
-    lists = mixed or isinstance(config.policy, BlockListPolicy)
+    lists = mixed or config.policy.has_block_lists
     flat, rows = config.options(), config.sampling.num_rows
     ms = None if lists else graph_milliseconds(run)
     launched = triton.testing.do_bench(run, warmup=50, rep=200, return_mode="median")

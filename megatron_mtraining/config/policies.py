@@ -13,8 +13,44 @@ from .validation import check_at_least, check_choice, check_share, check_type, o
 TARGET_SCOPES = ("head", "model")
 
 
+class Policy:
+    """How a head's pattern is selected: a frozen dataclass, whose fields are settings. A selector
+    (:mod:`..pattern.selector`) follows it.
+
+    Attributes:
+        name: by which options select it.
+        has_block_lists: whether each query block has a list of key blocks.
+        price, target_recall, target_scope, schedule, target_schedule, steps: of :class:`PricePolicy`; None
+            for a policy without a price.
+    """
+
+    name: ClassVar[str]
+    has_block_lists: ClassVar[bool] = False
+    price: float | None = None
+    target_recall: float | None = None
+    target_scope: str | None = None
+    schedule: str | None = None
+    target_schedule: str | None = None
+
+    @property
+    def steps(self) -> Schedule | None:
+        return None
+
+    @property
+    def most_columns(self) -> int:
+        """Columns that a head has at most."""
+        return 0
+
+    def keeps_all(self, seq_length: int, block_size: int) -> bool:
+        """Whether every pair of a sequence is kept, whatever the data."""
+        return False
+
+    def check_block_size(self, block_size: int) -> None:
+        """Raise :class:`ConfigError` unless the policy goes with blocks of this size."""
+
+
 @dataclass(frozen=True)
-class PricePolicy:
+class PricePolicy(Policy):
     """Vertical-slash: keep what has most attention mass per unit of cost, compared over all heads.
 
     Attributes:
@@ -119,13 +155,16 @@ class PricePolicy:
                     "everything: leave one of them out"
                 )
 
+    @property
+    def most_columns(self) -> int:
+        return self.vertical_cap
+
     def keeps_all(self, seq_length: int, block_size: int) -> bool:
-        """Whether every pair of a sequence is kept, whatever the data."""
         return self.price == 0
 
 
 @dataclass(frozen=True)
-class FixedPolicy:
+class FixedPolicy(Policy):
     """Vertical-slash: fixed numbers of columns and token diagonals per head, those with the most mass.
 
     Attributes:
@@ -142,13 +181,27 @@ class FixedPolicy:
         check_at_least("vertical", self.vertical, 0)
         check_at_least("slash", self.slash, 0)
 
+    @property
+    def most_columns(self) -> int:
+        return self.vertical
+
     def keeps_all(self, seq_length: int, block_size: int) -> bool:
-        """Whether every pair of a sequence is kept, whatever the data."""
         return max(self.vertical, self.slash) >= seq_length
 
 
+class BlockListPolicy(Policy):
+    """Selects key blocks for each query block.
+
+    Attributes:
+        lookahead: a query block's own queries select, in place of those of the block before it.
+    """
+
+    has_block_lists = True
+    lookahead: bool = False
+
+
 @dataclass(frozen=True)
-class XAttentionPolicy:
+class XAttentionPolicy(BlockListPolicy):
     """Block-sparse: the fewest key blocks of each query block that hold a share of its antidiagonal scores
     (arXiv 2503.16428).
 
@@ -170,12 +223,18 @@ class XAttentionPolicy:
         check_share("block_threshold", self.threshold)
 
     def keeps_all(self, seq_length: int, block_size: int) -> bool:
-        """Whether every pair of a sequence is kept, whatever the data."""
         return self.threshold == 1
+
+    def check_block_size(self, block_size: int) -> None:
+        if block_size % self.stride:
+            raise ConfigError(
+                f"{option('block_stride')} is {self.stride}, which does not divide "
+                f"{option('block_size')} ({block_size}): use 8 or 16, for example"
+            )
 
 
 @dataclass(frozen=True)
-class MobaPolicy:
+class MobaPolicy(BlockListPolicy):
     """Block-sparse: the key blocks of each query block with the best mean keys (arXiv 2502.13189).
 
     Attributes:
@@ -193,26 +252,18 @@ class MobaPolicy:
         check_at_least("block_top_k", self.top_k, 0)
 
     def keeps_all(self, seq_length: int, block_size: int) -> bool:
-        """Whether every pair of a sequence is kept, whatever the data."""
         return self.top_k * block_size >= seq_length
-
-
-BlockListPolicy = XAttentionPolicy | MobaPolicy
-"""Policies that select key blocks for each query block."""
-Policy = PricePolicy | FixedPolicy | BlockListPolicy
 
 
 def has_price(policy: Policy) -> TypeGuard[PricePolicy]:
     """Whether a price above 0 selects: one that a target recall or tuning can move."""
-    return isinstance(policy, PricePolicy) and policy.price > 0
+    return bool(policy.price)
 
 
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy for policy in (PricePolicy, FixedPolicy, XAttentionPolicy, MobaPolicy)
 }
-BLOCK_POLICY_NAMES = tuple(
-    n for n, policy in POLICIES.items() if issubclass(policy, BlockListPolicy)
-)
+BLOCK_POLICY_NAMES = tuple(name for name, policy in POLICIES.items() if policy.has_block_lists)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import get_args
 
 from ..errors import ConfigError, check_whole
 from .options import (
@@ -16,11 +15,12 @@ from .options import (
     config_fields,
 )
 from .policies import (
+    POLICIES,
+    SAMPLINGS,
     Policy,
     PricePolicy,
     Sampling,
     StratifiedSampling,
-    XAttentionPolicy,
 )
 from .schedule import Schedule
 from .settings_content import settings_of_run
@@ -70,10 +70,10 @@ class MTrainingConfig:
     tuning_mass: float = 0.01
 
     def __post_init__(self):
-        for name, kind in (("policy", Policy), ("sampling", Sampling)):
+        for name, kind, known in (("policy", Policy, POLICIES), ("sampling", Sampling, SAMPLINGS)):
             value = getattr(self, name)
             if not isinstance(value, kind):
-                names = ", ".join(each.__name__ for each in get_args(kind))
+                names = ", ".join(each.__name__ for each in known.values())
                 raise ConfigError(f"{name} is {value!r}: give one of {names}")
         for name in ("window", "sink", "gathered_ranks"):
             check_at_least(name, getattr(self, name), 0)
@@ -90,7 +90,7 @@ class MTrainingConfig:
         if self.loss_chunk is not None:
             check_at_least("loss_chunk", self.loss_chunk, 0)
         self._check_balance()
-        schedule, price = (getattr(self.policy, name, None) for name in ("schedule", "price"))
+        schedule, price = self.policy.schedule, self.policy.price
         if schedule is not None and self.settings is None and price != PricePolicy.price:
             raise _beside("schedule", schedule, "price", price)
         dense = price == 0  # whose caps are not read
@@ -101,11 +101,7 @@ class MTrainingConfig:
                     f"{option('sink')} is {self.sink}, more than {option(name)} ({columns}), which "
                     f"includes the sink columns: raise {option(name)} or lower {option('sink')}"
                 )
-        if isinstance(self.policy, XAttentionPolicy) and self.block_size % self.policy.stride:
-            raise ConfigError(
-                f"{option('block_stride')} is {self.policy.stride}, which does not divide "
-                f"{option('block_size')} ({self.block_size}): use 8 or 16, for example"
-            )
+        self.policy.check_block_size(self.block_size)
 
     def _check_balance(self) -> None:
         check_choice("batching", self.batching, BATCHING)
@@ -125,7 +121,7 @@ class MTrainingConfig:
     @property
     def steps(self) -> Schedule | None:
         """What the price, or the target recall, is over the run; None if it stays, or no policy has one."""
-        return getattr(self.policy, "steps", None)
+        return self.policy.steps
 
     @property
     def balances(self) -> bool:
@@ -136,7 +132,7 @@ class MTrainingConfig:
         """Raise :class:`ConfigError` if tuning is on and there is no price that it could move."""
         if self.tuning == "off":
             return
-        if not isinstance(self.policy, PricePolicy):
+        if self.policy.price is None:
             raise ConfigError(
                 f"{option('tuning')} is on, but {option('policy')} is {self.policy.name}, which has no price "
                 f"to tune: use {option('policy')} price, or {option('tuning')} off"

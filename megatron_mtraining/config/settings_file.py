@@ -179,13 +179,13 @@ def _check_is_followed(config: MTrainingConfig, content: dict, found: dict, name
     or if it has an option of a policy that no head has."""
     every = [policy for policies in found.values() for policy in policies]
     for mover in ("schedule", "target_schedule", "target_recall"):
-        value = getattr(config.policy, mover, None)
+        value = getattr(config.policy, mover)
         if value is not None and not any(map(has_price, every)):
             raise ConfigError(
                 f"{option(mover)} is {value}, but {name} leaves no head with policy price and a price above "
                 "0, and only such heads follow it: leave one of them out"
             )
-    if any(isinstance(policy, type(config.policy)) for policy in every):
+    if any(policy.name == config.policy.name for policy in every):
         return
     for setting, value in _not_default(config.policy).items():
         if setting not in content:  # where the file has both, it says what its heads have instead
@@ -259,7 +259,7 @@ def _changed(config: MTrainingConfig, policy: Policy, changes: dict, place: str)
             )
         if changes[setting] is None:  # would stand for the default
             raise ConfigError(f"{place} has {setting} null: give a value")
-    if "target_recall" in changes and getattr(config.policy, "target_scope", None) != "head":
+    if "target_recall" in changes and config.policy.target_scope != "head":
         raise ConfigError(
             f"{place} has target_recall {changes['target_recall']!r}, which needs a price for "
             f"each head: use {option('target_recall')} with {option('target_scope')} head"
@@ -276,7 +276,7 @@ def _changed(config: MTrainingConfig, policy: Policy, changes: dict, place: str)
         changed = config.with_policy(changed_policy(policy, changes)).policy
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
-    if changes.get("dense") is False and getattr(changed, "price", None) == 0:
+    if changes.get("dense") is False and changed.price == 0:
         raise ConfigError(
             f"{place} has dense false, but a price of 0 keeps everything: give a price"
         )

@@ -19,7 +19,6 @@ from ..config import (
     ConfigError,
     MTrainingConfig,
     Policy,
-    PricePolicy,
     has_price,
     head_policies,
     option,
@@ -60,15 +59,15 @@ class Steering:
         self.config = config
         self.step = step
         self._share = share
-        policy = config.policy if isinstance(config.policy, PricePolicy) else None
-        self._target = policy and policy.target_recall
+        policy = config.policy
+        self._target = policy.target_recall
         self._schedule = config.steps
-        self._heads = policy is not None and policy.target_scope == "head"
+        self._heads = policy.target_scope == "head"
         self._shape = shape if self._heads else (1, 1)
         # The target, or the targets of heads, NaN where a head has no price: float32 [layers, heads].
         self._aim: Tensor | None = None
         self._feedback: PriceFeedback | None = None  # of [layers, heads], or [1, 1]
-        self._start = policy and policy.price  # or a table of prices
+        self._start = policy.price  # or a table of prices
         # Float32 [2, layers, heads]: sums of lost attention, and of the rows that could lose some.
         self._seen: Tensor | None = None
 
@@ -255,7 +254,7 @@ class Steering:
     def now(self) -> float | None:
         """This step's price, the median of heads that have one, read from the device; None without one."""
         config = self.config
-        if not isinstance(config.policy, PricePolicy):
+        if config.policy.price is None:
             return None
         if config.settings is not None and sets_every_head(config.settings):
             return None

@@ -13,7 +13,6 @@ from ...config import (
     ConfigError,
     MTrainingConfig,
     Policy,
-    PricePolicy,
     check_settings_file,
     has_price,
     head_policies,
@@ -72,7 +71,7 @@ def prices_of(
             f"model of {layers} and {heads}: it is damaged"
         )
     found = _of_all_layers(args, config)
-    of_run = config.policy.price if isinstance(config.policy, PricePolicy) else 0.0
+    of_run = config.policy.price or 0.0
     prices: list[list[float]] = []
     of_layers = {}
     for layer in range(layers):
@@ -86,7 +85,7 @@ def prices_of(
                     "price": own[-1],
                     **_changed(policy, config.policy, length),
                 }
-            elif isinstance(policy, PricePolicy):
+            elif policy.price is not None:
                 of_heads[str(head)] = {"dense": True}
             else:
                 of_heads[str(head)] = {

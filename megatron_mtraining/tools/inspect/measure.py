@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...config import BlockListPolicy, ConfigError, MTrainingConfig, has_price
+from ...config import ConfigError, MTrainingConfig, has_price
 from ...cp_group import CPGroup
 from ...models.types import LayerInput
 from ...pattern import (
@@ -197,7 +197,7 @@ def _without_price(config: MTrainingConfig) -> MTrainingConfig | None:
 def pattern_of(given: LayerInput, config: MTrainingConfig, rows: Tensor) -> LayerPattern:
     """The pattern that a layer would have on one rank."""
     cp, policy = CPGroup(None), config.policy
-    if not isinstance(policy, BlockListPolicy) or config.keeps_all(len(given.query)):
+    if not policy.has_block_lists or config.keeps_all(len(given.query)):
         return VerticalSlashPattern(
             search_pattern(given.query, given.key, config, cp, given.softmax_scale)
         )

@@ -7,7 +7,7 @@ import argparse
 import math
 from dataclasses import dataclass
 
-from ...config import BlockListPolicy, ConfigError, FixedPolicy, MTrainingConfig
+from ...config import ConfigError, MTrainingConfig
 from ...config import option as mtraining_option
 from ...errors import short
 from ...megatron.arguments import fill_in, refuse
@@ -87,9 +87,7 @@ class Setting:
     @property
     def columns(self) -> int:
         """Columns per head that the index has room for."""
-        policy = self.mtraining.policy
-        most = policy.vertical if isinstance(policy, FixedPolicy) else policy.vertical_cap
-        return min(most, self.args.seq_length)
+        return min(self.mtraining.policy.most_columns, self.args.seq_length)
 
     @property
     def tied(self) -> bool:
@@ -292,7 +290,7 @@ def _backend(args) -> tuple[MTrainingConfig | None, int, int]:
         _check_own_loss(args)
         return None, 1, 0
     config = config_from_args(args)
-    if isinstance(config.policy, BlockListPolicy):
+    if config.policy.has_block_lists:
         raise ConfigError(
             f"{mtraining_option('policy')} is {config.policy.name}: the size of its block lists depends on "
             "the data, which mtraining plan does not see; use price or fixed"
