@@ -15,6 +15,9 @@ from ..cp_group import CPGroup
 from ..stream_graphs import ALIGNMENT, Memory, padded
 from .vertical_slash_index import VerticalSlashIndex
 
+METRIC = "metrics."
+"""Before the name of a metric, beside names of fields."""
+
 
 class CopiedIndex:
     """An index whose tensors are written again and again, to be copied each time.
@@ -29,7 +32,8 @@ class CopiedIndex:
             for each in fields(index)
             if isinstance(value := getattr(index, each.name), Tensor)
         }
-        self.index = replace(index, **tensors)
+        tensors |= {METRIC + name: value.contiguous() for name, value in index.metrics.items()}
+        self.index = _replaced(index, tensors)
         spare = torch.empty(ALIGNMENT, dtype=torch.uint8, device=index.columns.device)
         self._parts: list[Tensor] = []
         self._places: list[tuple[str, torch.dtype, torch.Size, tuple[int, ...], int]] = []
@@ -46,11 +50,17 @@ class CopiedIndex:
         """The index as it is now, in memory of its own."""
         memory = torch.cat(self._parts)
         typed = {dtype: memory.view(dtype) for dtype in {dtype for _, dtype, *_ in self._places}}
-        found: dict[str, Any] = {
+        tensors = {
             name: typed[dtype].as_strided(shape, stride, typed[dtype].storage_offset() + offset)
             for name, dtype, shape, stride, offset in self._places
         }
-        return replace(self.index, **found)
+        return _replaced(self.index, tensors)
+
+
+def _replaced(index: VerticalSlashIndex, tensors: dict[str, Tensor]) -> VerticalSlashIndex:
+    metrics = {name: tensors[METRIC + name] for name in index.metrics}
+    own: dict[str, Any] = {n: each for n, each in tensors.items() if not n.startswith(METRIC)}
+    return replace(index, metrics=metrics, **own)
 
 
 class CapturedGroup(CPGroup):

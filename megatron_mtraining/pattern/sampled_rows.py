@@ -200,7 +200,7 @@ def exposed_rows(sample: SampledRows, config: MTrainingConfig) -> float | Tensor
     )
 
 
-def sampled_lse(rows: SampledRows, key: Tensor, cp: CPGroup) -> Tensor:
-    """Log-sum-exp of the rows' scores over the keys of all ranks: float32 ``[b, h, R]``, in one small
+def sampled_lse(sample: SampledRows, key: Tensor, cp: CPGroup) -> Tensor:
+    """Log-sum-exp of the sampled rows' scores over the keys of all ranks: float32 ``[b, h, R]``, in one small
     collective. ``key`` ``[s, b, hk, d]`` is this rank's part."""
-    return merge_lse(cp.all_gather(partial_lse(rows, key)).flatten(0, 1))
+    return merge_lse(cp.all_gather(partial_lse(sample, key)).flatten(0, 1))

@@ -2,11 +2,8 @@
 """The pattern search: the pattern of one attention call, from its own queries and keys.
 
 All ranks select the same, from numbers that are alike on all of them. Nothing is read back to the host but
-the number of block-list entries, where the policies do not bound it. What the result is decides who searches:
-
-- everything is kept: :func:`.vertical_slash_index.full_index`;
-- no head has a policy of key blocks: :mod:`.vertical_slash_search`;
-- some have: :mod:`.block_list_search`.
+the number of block-list entries, where the policies do not bound it. What selects is each policy's selector
+(:mod:`.selector`); where everything is kept, nothing does.
 """
 
 from __future__ import annotations
@@ -17,16 +14,17 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from ..config import DENSE, BlockListPolicy, MTrainingConfig, Policy, PricePolicy
+from ..config import DENSE, MTrainingConfig, Policy
 from ..cp_group import CPGroup
 from ..documents import Documents
 from ..layout import check_layout
 from .block_list_index import BlockListIndex
-from .block_list_search import search_block_lists
+from .constants import constant
 from .sampled_rows import SampledRows, gather_sampled_rows, sampled_lse
 from .search_graph import SearchGraphs, SearchKind
+from .selector import SelectorCall, index_of, select, selector_of
+from .selectors.price import PriceSelector
 from .vertical_slash_index import VerticalSlashIndex, full_index
-from .vertical_slash_search import SearchInput, search_at_prices, search_vertical_slash
 
 
 def search_pattern(
@@ -56,7 +54,7 @@ def search_pattern(
             their own keep its ratio to that.
         documents: packed documents of the whole sequence; None for one document.
         gather_keys: returns the keys of an index's columns, ``[b, h, C, d]``, of all ranks: attention needs
-            them too, so they are sent just once. Not called by all policies.
+            them too, so they are sent just once. Not called by all selectors.
 
     Returns:
         The same index on all ranks. Block lists (policies xattention, moba) differ: each rank has the lists
@@ -69,36 +67,30 @@ def search_pattern(
     length, batch, num_heads, _ = query.shape
     seq_length = length * cp.world
     check_search(seq_length, config, cp.world)
-    graphs, kind = None, None
-    if documents is None:
-        graphs = SearchGraphs.of_stream(query, key, cp.world)
-    if graphs is not None:
-        kind = SearchKind.of(query, key, config, cp, softmax_scale, head_policies, price)
-        graph = graphs.get(kind)
-        if graph is not None:
-            return graph(query, key, config, cp, price)
-    policies = _effective_policies(
-        config, head_policies or (config.policy,) * num_heads, seq_length
-    )
+    own = None if head_policies is None else tuple(head_policies)
+    policies = _effective_policies(config, own, num_heads, seq_length)
     if all(policy == DENSE for policy in policies):
         index = full_index(
             batch, num_heads, seq_length, config.block_size, cp.world, cp.inner, query.device
         )
         return replace(index, documents=documents, is_dense=documents is None)
-    rows = _sampled_rows(query, config, cp, softmax_scale, documents)
-    if any(isinstance(policy, BlockListPolicy) for policy in policies):
-        given = _search_input(rows, key, config, cp, price)
-        return replace(search_block_lists(query, given, policies), documents=documents)
-    # Over several ranks, gather_keys is a collective of its own: all ranks must call it, or none.
-    if kind is not None and (cp.world == 1 or _all_have_prices(policies)):
+    prices = _prices(config, policies, price, query.device)
+    graphs = None if documents is not None else SearchGraphs.of_stream(query, key, cp.world)
+    if graphs is not None:
+        kind = SearchKind.of(query, key, config, cp, softmax_scale, own)
+        graph = graphs.get(kind)
+        if graph is not None:
+            return graph(query, key, config, cp, prices)
+    sample = _sample(query, config, cp, softmax_scale, documents)
+    if graphs is not None and all(selector_of(each).is_captured(cp.world) for each in policies):
 
-        def search(rows: SampledRows, key: Tensor, price: Tensor | None, cp: CPGroup):
-            return search_vertical_slash(_search_input(rows, key, config, cp, price), policies)
+        def search(sample: SampledRows, key: Tensor, prices: Tensor, cp: CPGroup):
+            call = _call(sample, key, config, cp, prices)
+            return index_of(select(query, key, call, policies), call)
 
-        graphs.capture(kind, search, rows, key, cp, price)  # for later searches of this kind
-    given = _search_input(rows, key, config, cp, price)
-    index = search_vertical_slash(given, policies, gather_keys)
-    return index if documents is None else replace(index, documents=documents)
+        graphs.capture(kind, search, sample, key, cp, prices)  # for later searches of this kind
+    call = _call(sample, key, config, cp, prices)._replace(gather_keys=gather_keys)
+    return index_of(select(query, key, call, policies), call)
 
 
 def search_price_series(
@@ -121,23 +113,25 @@ def search_price_series(
     """
     first = configs[0]
     for config in configs:
-        same = isinstance(config.policy, PricePolicy) and isinstance(first.policy, PricePolicy)
-        if (
-            not same
-            or replace(config, policy=replace(config.policy, price=first.policy.price)) != first
-        ):
+        policy, price = config.policy, first.policy.price
+        if policy.price is None or replace(config, policy=replace(policy, price=price)) != first:
             raise ValueError("configurations of a price series must differ in their price alone")
     query, key = query.detach(), key.detach()
-    seq_length = len(query) * cp.world
+    seq_length, heads = len(query) * cp.world, query.shape[2]
     check_search(seq_length, first, cp.world)
-    policies = _effective_policies(first, [config.policy for config in configs], seq_length)
+    own = tuple(each.policy for each in configs)
+    policies = _effective_policies(first, own, len(own), seq_length)
     if DENSE in policies:
         return [search_pattern(query, key, config, cp, softmax_scale) for config in configs]
-    given = _search_input(_sampled_rows(query, first, cp, softmax_scale), key, first, cp)
-    return list(search_at_prices(given, policies))
+    prices = [constant((policy.price,) * heads, key.device) for policy in policies]
+    call = _call(_sample(query, first, cp, softmax_scale), key, first, cp, prices[0])
+    selector = PriceSelector([first.policy] * heads)
+    candidates = selector.candidates(key, call)
+    calls = [call._replace(prices=each) for each in prices]
+    return [index_of(selector.select_from(candidates, each), each) for each in calls]
 
 
-def _sampled_rows(
+def _sample(
     query: Tensor,
     config: MTrainingConfig,
     cp: CPGroup,
@@ -152,20 +146,22 @@ def _sampled_rows(
     return gather_sampled_rows(query, config, cp, window_blocks, softmax_scale, documents)
 
 
-def _search_input(
-    rows: SampledRows,
-    key: Tensor,
-    config: MTrainingConfig,
-    cp: CPGroup,
-    price: Tensor | None = None,
-) -> SearchInput:
-    """Arguments as for :func:`search_pattern`."""
-    lse = sampled_lse(rows, key, cp)
-    return SearchInput(rows, key, lse, cp, config, min(config.sink, rows.seq_length), price)
+def _call(
+    sample: SampledRows, key: Tensor, config: MTrainingConfig, cp: CPGroup, prices: Tensor
+) -> SelectorCall:
+    return SelectorCall(sample, sampled_lse(sample, key, cp), cp, config, prices)
 
 
-def _all_have_prices(policies: Sequence[Policy]) -> bool:
-    return all(isinstance(policy, PricePolicy) for policy in policies)
+def _prices(
+    config: MTrainingConfig, policies: tuple[Policy, ...], price: Tensor | None, device
+) -> Tensor:
+    """The price of each head, float32 ``[h]``: its policy's, or with ``price`` that times the ratio of its
+    policy's to the run's. 1 where a policy has none."""
+    own = [1.0 if policy.price is None else policy.price for policy in policies]
+    of_run = config.policy.price
+    if price is None or not of_run:
+        return constant(tuple(own), device)
+    return price.float() * constant(tuple(each / of_run for each in own), device)
 
 
 @lru_cache(maxsize=256)
@@ -178,10 +174,13 @@ def check_search(seq_length: int, config: MTrainingConfig, world: int) -> None:
     config.check_sizes(seq_length)
 
 
+@lru_cache(maxsize=256)
 def _effective_policies(
-    config: MTrainingConfig, policies: Sequence[Policy], seq_length: int
-) -> list[Policy]:
+    config: MTrainingConfig, policies: tuple[Policy, ...] | None, num_heads: int, seq_length: int
+) -> tuple[Policy, ...]:
     """The policies of the heads; one and the same for those that keep everything."""
-    if config.window >= seq_length:
-        return [DENSE] * len(policies)
-    return [DENSE if p.keeps_all(seq_length, config.block_size) else p for p in policies]
+    everything = config.window >= seq_length
+    return tuple(
+        DENSE if everything or each.keeps_all(seq_length, config.block_size) else each
+        for each in policies or (config.policy,) * num_heads
+    )

@@ -11,8 +11,8 @@ graph reads, a few MB, and copies the index to new memory, in one launch. The gr
 memory, and run one after the other. Collectives are not captured: a collective ends a graph and begins the
 next one. So ranks that replay and ranks that launch kernel by kernel run the same collectives.
 
-These searches are not captured: with packed documents; with policies that choose key blocks; with policy
-fixed over several ranks; on a stream that is being captured. ``MTRAINING_SEARCH_GRAPH`` in the environment
+These searches are not captured: with packed documents; by selectors that a graph cannot hold
+(``Selector.is_captured``); on a stream that is being captured. ``MTRAINING_SEARCH_GRAPH`` in the environment
 chooses: ``0`` captures none, ``1`` all others; without it those of one rank are captured, as replays between
 collectives of several GPUs are not measured yet, and none with ``CUDA_LAUNCH_BLOCKING=1``.
 """
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import NamedTuple
@@ -43,8 +43,8 @@ MAX_TOKENS = 32768
 MAX_KEY_BYTES = 64 * 2**20
 """Bytes of keys up to which a search is captured. A stream holds one copy of them."""
 
-Search = Callable[[SampledRows, Tensor, Tensor | None, CPGroup], VerticalSlashIndex]
-"""A search of the given rows, keys and price, over a group of ranks."""
+Search = Callable[[SampledRows, Tensor, Tensor, CPGroup], VerticalSlashIndex]
+"""A search of the given sample, keys and prices, over a group of ranks."""
 
 
 class SearchKind(NamedTuple):
@@ -56,7 +56,6 @@ class SearchKind(NamedTuple):
     query: torch.Size
     key: torch.Size
     dtypes: tuple[torch.dtype, torch.dtype]
-    price: tuple[torch.Size, torch.dtype] | None
     layout: tuple[int, int, int]
 
     @classmethod
@@ -67,18 +66,16 @@ class SearchKind(NamedTuple):
         config: MTrainingConfig,
         cp: CPGroup,
         softmax_scale: float,
-        policies: Sequence[Policy] | None,
-        price: Tensor | None,
+        policies: tuple[Policy, ...] | None,
     ) -> SearchKind:
         """The kind of :func:`.search.search_pattern` with these arguments."""
         return cls(
             config,
-            None if policies is None else tuple(policies),
+            policies,
             softmax_scale,
             query.shape,
             key.shape,
             (query.dtype, key.dtype),
-            None if price is None else (price.shape, price.dtype),
             (cp.rank, cp.world, cp.inner),
         )
 
@@ -110,21 +107,21 @@ class SearchGraphs(StreamGraphs[SearchKind, "SearchGraph"]):
         self,
         kind: SearchKind,
         search: Search,
-        rows: SampledRows,
+        sample: SampledRows,
         key: Tensor,
         cp: CPGroup,
-        price: Tensor | None,
+        prices: Tensor,
     ) -> None:
         """Capture a search for later ones of its kind, if it is due. The caller still has to search. This
         runs no collective.
 
         Args:
-            rows, key, price: of this search.
+            sample, key, prices: of this search.
         """
         self.make(
             kind,
-            _inputs(rows, key, price),
-            lambda memory, lock: SearchGraph(search, rows, key, cp, price, memory, lock),
+            [sample.query, key, prices],
+            lambda memory, lock: SearchGraph(search, sample, key, cp, prices, memory, lock),
         )
 
 
@@ -139,7 +136,7 @@ class SearchGraph:
 
     Args:
         search: reads nothing back to the host.
-        rows, key, price, cp: as at the capture; those of later calls must be of the same kind.
+        sample, key, prices, cp: as at the capture; those of later calls must be of the same kind.
         memory: of the stream's graphs.
         lock: held while that memory is in use.
     """
@@ -147,45 +144,40 @@ class SearchGraph:
     def __init__(
         self,
         search: Search,
-        rows: SampledRows,
+        sample: SampledRows,
         key: Tensor,
         cp: CPGroup,
-        price: Tensor | None,
+        prices: Tensor,
         memory: Memory,
         lock: AbstractContextManager,
     ):
         self._lock = lock
-        given = _inputs(rows, key, price)
+        given = [sample.query, key, prices]
         own = memory.like(given)
-        self._query, self._key, self._price = (*own, None)[:3]
-        self._rows = replace(rows, query=self._query)  # the graph reads the positions, too
+        self._query, self._key, self._prices = own
+        self._sample = replace(sample, query=self._query)  # the graph reads the positions, too
         for each, value in zip(own, given):
             each.copy_(value)
         group = CapturedGroup(cp, memory)
         # Compiles kernels and makes constants, which cannot be done in a capture.
-        search(self._rows, self._key, self._price, group)
+        search(self._sample, self._key, self._prices, group)
         memory.side.wait_stream(torch.cuda.current_stream(memory.device))
         with torch.cuda.stream(memory.side), constants_read() as self._constants:
             group.begin()
             try:
-                found = CopiedIndex(search(self._rows, self._key, self._price, group))
+                found = CopiedIndex(search(self._sample, self._key, self._prices, group))
             finally:
                 group.end()
         self._steps, self._found = group.steps, found
 
     def __call__(
-        self, query: Tensor, key: Tensor, config: MTrainingConfig, cp: CPGroup, price: Tensor | None
+        self, query: Tensor, key: Tensor, config: MTrainingConfig, cp: CPGroup, prices: Tensor
     ) -> VerticalSlashIndex:
         """Launch the search of these operands, which are those of :func:`.search.search_pattern`."""
         with self._lock:
             gather_rows(query, config, cp, out=self._query)
             self._key.copy_(key)
-            if self._price is not None:
-                self._price.copy_(price)
+            self._prices.copy_(prices)
             for step in self._steps:
                 step(cp)
             return self._found.copy()
-
-
-def _inputs(rows: SampledRows, key: Tensor, price: Tensor | None) -> list[Tensor]:
-    return [rows.query, key] if price is None else [rows.query, key, price]

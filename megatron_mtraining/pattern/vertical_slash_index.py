@@ -20,7 +20,8 @@ the first ``column_ptr[i]`` of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -45,10 +46,10 @@ class PatternIndex(ABC):
         columns: int32 ``[b, h, C]``: V ascending, positions over all ranks; N past the count.
         column_ptr: int32 ``[b, h, NB + 1]``: how many of V come before each block.
         seq_length, block_size, world, inner: N tokens in all, B, W, I.
-        recall: float32 ``[b, h]``: the share of sampled rows' attention that is kept, measured as the pattern
-            was selected; None if it was not.
-        exposed: the share of those rows that could have lost attention (:func:`.sampled_rows.exposed_rows`),
-            a number or float32 ``[b]``: what the recall weighs. The others have recall 1 with any pattern.
+        metrics: float32 ``[b, h]``, by name: what was measured as the pattern was selected.
+        exposed: the share of the held-out rows that could have lost attention
+            (:func:`.sampled_rows.exposed_rows`), a number or float32 ``[b]``: what the recall weighs. The
+            others have recall 1 with any pattern.
         documents: packed ones, to which attention keeps as well: what the index has beside that is not
             attended to. None for one document.
         is_dense: whether the host knows that every query attends to all keys up to its own, in one document.
@@ -67,7 +68,7 @@ class PatternIndex(ABC):
     block_size: int
     world: int
     inner: int
-    recall: Tensor | None = None
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
     exposed: float | Tensor = 1.0
     documents: Documents | None = None
     is_dense: bool = False
@@ -108,12 +109,17 @@ class PatternIndex(ABC):
         return self.member.shape[-1] // self.world
 
     @property
+    def recall(self) -> Tensor | None:
+        """The share of the held-out rows' attention that is kept; None if it was not measured."""
+        return self.metrics.get("recall")
+
+    @property
     def nbytes(self) -> int:
-        """Bytes the index holds on the device, those of recall not counted."""
+        """Bytes the index holds on the device, those of metrics not counted."""
         tensors = [
             value
             for name, value in vars(self).items()
-            if isinstance(value, Tensor) and name not in ("recall", "exposed")
+            if isinstance(value, Tensor) and name != "exposed"
         ]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

@@ -289,7 +289,7 @@ def test_a_silent_ring_runs_the_same_kernels():
 def transfers_and_kernels(rank, world):
     """By what is timed, of a case with budgets and of a drawn one: how often it sent, and its kernels and the
     choice's collectives."""
-    from megatron_mtraining.pattern import vertical_slash_search
+    from megatron_mtraining.pattern import recall
     from megatron_mtraining.ring import attention
 
     rings = rings_script
@@ -308,7 +308,7 @@ def transfers_and_kernels(rank, world):
         setattr(CPGroup, name, recorded(kernels, name, getattr(CPGroup, name)))
     for name in (*KERNELS, "gather_columns", "pack_kv"):
         setattr(attention.kernels, name, recorded(kernels, name, getattr(attention.kernels, name)))
-    vertical_slash_search.gather_columns = attention.kernels.gather_columns
+    recall.gather_columns = attention.kernels.gather_columns
     setting = ring_runs.Setting("cpu", dist.group.WORLD, rank, world, 2, 1, 64)
     for case in (rings.CASES[0], rings.CASES[3]):
         case = case.at(1024)

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from megatron_mtraining.config import MobaPolicy, XAttentionPolicy
 from megatron_mtraining.cp_group import CPGroup, cp_group_of
 from megatron_mtraining.layout import block_at, stripe
-from megatron_mtraining.pattern import build_block_index, key_block_selection, select_key_blocks
+from megatron_mtraining.pattern import build_block_index, select_key_blocks
+from megatron_mtraining.pattern.selectors import key_blocks
 from megatron_mtraining.ring import Ring
 from megatron_mtraining.ring.attention import ring_attention
 from tests.support.attention_cases import random_operands
@@ -186,7 +187,7 @@ def test_what_holds_nothing_is_not_taken():
 def test_chunks_change_nothing(monkeypatch):
     query, key = planted_operands()
     whole = [select(query, key, 0.5, **o) for o in OPTIONS]
-    monkeypatch.setattr(key_block_selection, "CHUNK", 4 * 2 * 4 * 12 * 3)
+    monkeypatch.setattr(key_blocks, "CHUNK", 4 * 2 * 4 * 12 * 3)
     for options, expected in zip(OPTIONS, whole):
         blocks = select(query, key, 0.5, **options)
         assert torch.equal(blocks, expected)

@@ -14,9 +14,10 @@ from megatron_mtraining.attention import attend
 from megatron_mtraining.cp_group import CPGroup, cp_group_of
 from megatron_mtraining.documents import Documents
 from megatron_mtraining.layout import stripe, unstripe
-from megatron_mtraining.pattern import price_policy, search_pattern
-from megatron_mtraining.pattern.fixed_policy import SINK
+from megatron_mtraining.pattern import search_pattern
 from megatron_mtraining.pattern.sampled_rows import last_rows, stratified_rows
+from megatron_mtraining.pattern.selectors import price
+from megatron_mtraining.pattern.selectors.candidates import SINK
 from tests.support.attention_cases import (
     dense_attention,
     random_operands,
@@ -244,13 +245,13 @@ def test_columns_are_kept_at_the_same_price_as_slashes(monkeypatch):
         price=0.5, window=64, block_size=BLOCK, sample_strata=32, sample_rows=2
     )
     given = []
-    original = price_policy.slash_mass_in_columns
+    original = price.slash_mass_in_columns
 
     def seen(sample, keys, positions, values, least, *rest):
         given.append((values, least))
         return original(sample, keys, positions, values, least, *rest)
 
-    monkeypatch.setattr(price_policy, "slash_mass_in_columns", seen)
+    monkeypatch.setattr(price, "slash_mass_in_columns", seen)
     search_pattern(query, key, config, CPGroup(None), 0.125, documents=documents)
     (values, least), factor = given[0], float(documents.costs(BLOCK).factor)
     kept = values.view(torch.float32)[(values > 0) & (values < SINK)]

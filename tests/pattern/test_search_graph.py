@@ -39,6 +39,7 @@ CONFIG = MTrainingConfig.from_options(
 
 def tensors_of(index):
     found = {each.name: getattr(index, each.name) for each in dataclasses.fields(index)}
+    found |= index.metrics
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
@@ -48,8 +49,10 @@ def assert_same(found, expected):
         a, b = getattr(found, field.name), getattr(expected, field.name)
         if isinstance(b, torch.Tensor):
             assert a.dtype == b.dtype and a.is_contiguous() and torch.equal(a, b), field.name
-        else:
+        elif field.name != "metrics":
             assert a == b, field.name
+    assert found.metrics.keys() == expected.metrics.keys()
+    assert all(torch.equal(found.metrics[name], expected.metrics[name]) for name in found.metrics)
 
 
 # On the CPU.
@@ -97,7 +100,7 @@ def toy_search(rows, key, price, cp):
     columns = (own.abs().long() % 256)[..., None]
     distances = torch.zeros(*own.shape, 2, dtype=torch.bool)
     index = build_index(distances, columns, 256, 128, 2, 2)
-    return dataclasses.replace(index, recall=own)
+    return dataclasses.replace(index, metrics={"recall": own})
 
 
 @pytest.mark.parametrize("group", [lambda: CPGroup(None), Mirrored], ids=["one rank", "two"])
@@ -130,21 +133,22 @@ def test_a_replay_searches_what_it_is_given(cuda, group):
 def test_replays_of_whole_searches(cuda, monkeypatch, group):
     """The reference implementation: first a search kernel by kernel, then a capture, then replays."""
     graphs = SearchGraphs()
+    policies = [dataclasses.replace(CONFIG.policy, vertical_cap=cap) for cap in (90, 50, 90, 90)]
     # The number of columns that the reference implementation leaves out is no longer read from them.
     monkeypatch.setattr(reference_threshold, "int", lambda count: 90, raising=False)
     for number in range(4):
         query, key, _, _ = random_operands(512, 1, 4, 2, 64, torch.float32, "cpu")
         for of_stream in (lambda *both: None, lambda *both: graphs):
             monkeypatch.setattr(SearchGraphs, "of_stream", staticmethod(of_stream))
-            found = search_pattern(query, key, CONFIG, group(), SCALE)
+            found = search_pattern(query, key, CONFIG, group(), SCALE, head_policies=policies)
             if of_stream() is None:
                 expected = found
         assert_same(found, expected)
         assert len(graphs._graphs) == (number > 0)
     (graph,) = graphs._graphs.values()
     assert len(graph._steps) == (1 if group().world == 1 else 5 + 4)
-    prices = constant((CONFIG.policy.price,) * 4, query.device)
-    assert any(each is prices for each in graph._constants), "as long as the graph reads them"
+    caps = constant((90, 50, 90, 90), query.device, torch.int64)
+    assert any(each is caps for each in graph._constants), "while it is read"
 
 
 def test_constants_are_not_kept_for_good():
@@ -229,17 +233,15 @@ def test_short_searches_alone_are_captured(cuda, monkeypatch):
 
 
 def test_all_that_launches_depend_on_makes_the_kind():
-    query, key, cp, price = OnGPU(512, 1, 16, 128), OnGPU(512, 1, 2, 128), CPGroup(None), None
-    usual = (query, key, CONFIG, cp, SCALE, None, price)
+    query, key, cp = OnGPU(512, 1, 16, 128), OnGPU(512, 1, 2, 128), CPGroup(None)
+    usual = (query, key, CONFIG, cp, SCALE, None)
     others = [
         (OnGPU(640, 1, 16, 128), OnGPU(640, 1, 2, 128), *usual[2:]),
         (query, OnGPU(512, 1, 4, 128), *usual[2:]),
         (query, key, dataclasses.replace(CONFIG, window=256), *usual[3:]),
         (query, key, CONFIG, Mirrored(), *usual[4:]),
-        (query, key, CONFIG, cp, 0.5, None, None),
-        (query, key, CONFIG, cp, SCALE, [PricePolicy(price=0.1)] * 16, None),
-        (query, key, CONFIG, cp, SCALE, None, torch.ones(())),
-        (query, key, CONFIG, cp, SCALE, None, torch.ones(16)),
+        (query, key, CONFIG, cp, 0.5, None),
+        (query, key, CONFIG, cp, SCALE, (PricePolicy(price=0.1),) * 16),
     ]
     kinds = {SearchKind.of(*arguments) for arguments in (usual, *others)}
     assert len(kinds) == 1 + len(others)
@@ -260,7 +262,7 @@ def table(cuda, monkeypatch):
     def search(kind, tokens=256):
         if (graph := graphs.get(kind)) is None:
             key = torch.zeros(tokens, 1, 2, 64)
-            graphs.capture(kind, toy_search, rows, key, CPGroup(None), None)
+            graphs.capture(kind, toy_search, rows, key, CPGroup(None), torch.ones(2))
         return graph
 
     return SimpleNamespace(search=search, made=made, graphs=graphs)
@@ -414,7 +416,7 @@ def test_operands_as_megatron_gives_them(searches):
                 assert_same(
                     *searches.both(query, qkv[..., 128:192], price=given, head_policies=heads)
                 )
-    assert len(searches.replayed) == 6 * 2
+    assert len(searches.replayed) == 2 * (3 * 4 - 2), "whatever says the price"
 
 
 @pytest.mark.gpu

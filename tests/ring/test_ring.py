@@ -17,7 +17,7 @@ from megatron_mtraining.config import ConfigError
 from megatron_mtraining.cp_group import CPGroup, cp_group_of
 from megatron_mtraining.kernels.attention import reference
 from megatron_mtraining.layout import stripe, unstripe
-from megatron_mtraining.pattern import build_index, search_pattern, vertical_slash_search
+from megatron_mtraining.pattern import build_index, recall, search_pattern
 from megatron_mtraining.ring import Ring, attention, ring_of
 from megatron_mtraining.ring.attention import ring_attention
 from tests.support.attention_cases import (
@@ -208,13 +208,13 @@ def run_with_columns_told(rank, world, operands, config):
         asked.append(words)
         return gather(*words)
 
-    attention.kernels.gather_columns = vertical_slash_search.gather_columns = told
+    attention.kernels.gather_columns = recall.gather_columns = told
     try:
         alone = search_pattern(query, key, config, cp_group_of(group), 64**-0.5)
         in_choice = len(asked)
         _, _, index, *_ = attend(query, key, value, config=config, cp_group=group)
     finally:
-        attention.kernels.gather_columns = vertical_slash_search.gather_columns = gather
+        attention.kernels.gather_columns = recall.gather_columns = gather
     assert torch.equal(index.member, alone.member) and torch.equal(index.columns, alone.columns)
     apart = (index.recall - alone.recall).abs().max().item()
     return in_choice, len(asked) - in_choice, apart, index.recall
@@ -224,9 +224,9 @@ def test_columns_travel_once_for_recall_and_attention():
     config = MTrainingConfig.from_options(block_size=BLOCK, sample_strata=16, vertical=20, slash=3)
     operands = random_operands(BLOCK * 8, 2, 4, 2, 64, torch.float32, "cpu")[:3]
     results = run_ranks(2, run_with_columns_told, operands, config)
-    for in_choice, in_forward, apart, recall in results:
-        assert (in_choice, in_forward) == (1, 1) and apart < 1e-6 and (recall > 0).all()
-        assert torch.equal(recall, results[0][3])
+    for in_choice, in_forward, apart, kept in results:
+        assert (in_choice, in_forward) == (1, 1) and apart < 1e-6 and (kept > 0).all()
+        assert torch.equal(kept, results[0][3])
 
 
 def test_a_replay_gives_the_same_gradients_and_attends_nothing(monkeypatch):

@@ -11,7 +11,7 @@ import torch
 from megatron_mtraining.kernels import selection
 from megatron_mtraining.kernels.common.fixed_point import fixed_point_one
 from megatron_mtraining.kernels.selection import reference_threshold
-from megatron_mtraining.pattern.price_policy import cost_units
+from megatron_mtraining.pattern.selectors.price import cost_units
 from tests.support.selection_cases import column_operands
 
 SINK = 2**31 - 1
