@@ -72,7 +72,7 @@ class PackedDocuments(Protocol):
     """Documents that are packed into one sequence: queries attend to keys of their own document."""
 
     @property
-    def starts(self) -> Tensor:
+    def start(self) -> Tensor:
         """int32 ``[b, N]``: global position of the first token of each token's document."""
 
     def on(self, rank: int, world: int, inner: int | None, block_size: int) -> LocalDocuments:

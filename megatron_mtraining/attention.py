@@ -11,13 +11,13 @@ from torch import Tensor
 from .attention_call import AttentionCall, AttentionResult, Pattern
 from .config import ConfigError, MTrainingConfig, Policy
 from .cp_group import CPGroup, ProcessGroup, cp_group_of
-from .documents import Documents
 from .kernels.attention.operands import unit_stride
 from .pattern import check_search, search_pattern
 from .ring.attention import KeysAndValues, RingResult, ring_attention
 from .ring.pruning import BackwardPruning, check_size
 from .ring.transport import ring_of
 from .tensors import own_context
+from .visibility import VisibleRanges
 
 __all__ = ["AttentionResult", "Pattern", "attend"]
 
@@ -31,7 +31,7 @@ def attend(
     cp_group: ProcessGroup | None = None,
     cp_inner: int | None = None,
     softmax_scale: float | None = None,
-    documents: Documents | None = None,
+    documents: VisibleRanges | None = None,
     head_policies: Sequence[Policy] | None = None,
     price: Tensor | None = None,
     pattern: Pattern | None = None,

@@ -16,13 +16,13 @@ from torch import Tensor
 from .agreement import check_agreement
 from .config import ConfigError, MTrainingConfig, Policy, option
 from .cp_group import CPGroup
-from .documents import Documents
 from .kernels.attention.operands import check_operands
 from .pattern import BlockListIndex, VerticalSlashIndex
 from .pattern.vertical_slash_index import PatternIndex
 from .ring.pruning import packed_shape
 from .switches import SWITCHES
 from .tensors import check_values
+from .visibility import VisibleRanges
 
 Pattern = VerticalSlashIndex | BlockListIndex
 
@@ -56,7 +56,7 @@ class AttentionCall(NamedTuple):
     value: Tensor
     config: MTrainingConfig
     softmax_scale: float | None
-    documents: Documents | None
+    documents: VisibleRanges | None
     head_policies: Sequence[Policy] | None
     price: Tensor | None
     pattern: Pattern | None
@@ -124,8 +124,10 @@ class AttentionCall(NamedTuple):
         scale = self.softmax_scale
         if isinstance(scale, bool) or not isinstance(scale, int | float | None):
             raise ValueError(f"softmax_scale is {scale!r}: give a number")
-        if not isinstance(self.documents, Documents | None):
-            raise ValueError(f"documents are a {_kind(self.documents)}: give Documents, or None")
+        if not isinstance(self.documents, VisibleRanges | None):
+            raise ValueError(
+                f"documents are a {_kind(self.documents)}: give VisibleRanges, or None"
+            )
         if not isinstance(self.head_policies, list | tuple | None):
             raise ValueError(
                 f"head_policies are a {_kind(self.head_policies)}: give a list of policies"
@@ -261,13 +263,13 @@ def _shape_of(tensor: Tensor | None) -> tuple[int, ...] | None:
     return tuple(tensor.shape) if isinstance(tensor, Tensor) else None
 
 
-def _shape_of_documents(documents: Documents | None) -> tuple[int, ...] | None:
-    return None if documents is None else _shape_of(documents.starts)
+def _shape_of_documents(documents: VisibleRanges | None) -> tuple[int, ...] | None:
+    return None if documents is None else _shape_of(documents.start)
 
 
-def _shown(documents: Documents) -> str:
+def _shown(documents: VisibleRanges) -> str:
     """``packed``, and on the CPU a digest of where they start."""
-    starts = documents.starts
+    starts = documents.start
     if starts.device.type != "cpu":
         return "packed"
     digest = hashlib.sha256(starts.numpy().tobytes()).hexdigest()

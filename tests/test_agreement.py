@@ -14,7 +14,7 @@ from megatron_mtraining.agreement import check_agreement
 from megatron_mtraining.attention import attend
 from megatron_mtraining.attention_call import AttentionCall
 from megatron_mtraining.cp_group import RankGroup, cp_group_of
-from megatron_mtraining.documents import Documents
+from megatron_mtraining.visibility import VisibleRanges
 from tests.support.ranks import run_ranks
 
 SETTINGS = dict(block_size=64, window=64, sample_strata=8)
@@ -46,17 +46,17 @@ def attend_differently(rank, world, case):
     key, value = torch.randn(2, tokens, 1, KV_HEADS, DIM, dtype=dtype)
     more = dict(cp_inner=1) if changed == "inner" else {}
     if changed == "documents":
-        more = dict(documents=Documents.from_lengths([100, 2 * TOKENS - 100], 2 * TOKENS))
+        more = dict(documents=VisibleRanges.from_lengths([100, 2 * TOKENS - 100], 2 * TOKENS))
     if case == "other documents":
         lengths = [100 + rank, 2 * TOKENS - 100 - rank]
-        more = dict(documents=Documents.from_lengths(lengths, 2 * TOKENS))
+        more = dict(documents=VisibleRanges.from_lengths(lengths, 2 * TOKENS))
     if case == "price of a call":
         more = dict(price=torch.tensor([3.0 if rank else 0.25]))
     if case == "no price of a call" and rank == 0:
         more = dict(price=torch.tensor([0.25]))
     if case == "documents of a batch":
         more = dict(
-            documents=Documents.from_lengths([[100, 2 * TOKENS - 100]] * (1 + rank), 2 * TOKENS)
+            documents=VisibleRanges.from_lengths([[100, 2 * TOKENS - 100]] * (1 + rank), 2 * TOKENS)
         )
     config = MTrainingConfig.from_options(**options)
     try:
@@ -88,7 +88,7 @@ def part_later(rank, world, case):
     def call(tokens=TOKENS, price=0.25, first=100, call_price=1.0, replay=False):
         query = torch.randn(tokens, 1, HEADS, DIM)
         key, value = torch.randn(2, tokens, 1, KV_HEADS, DIM)
-        documents = Documents.from_lengths([first, 2 * tokens - first], 2 * tokens)
+        documents = VisibleRanges.from_lengths([first, 2 * tokens - first], 2 * tokens)
         given = dict(
             config=MTrainingConfig.from_options(**SETTINGS, price=price),
             cp_group=dist.group.WORLD, documents=documents, price=torch.tensor([call_price]),

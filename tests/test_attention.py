@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import AttentionResult, attend
 from megatron_mtraining.config import ConfigError, FixedPolicy, XAttentionPolicy
-from megatron_mtraining.documents import Documents
+from megatron_mtraining.visibility import VisibleRanges
 
 TOKENS, HEADS = 256, 4
 PRICED = MTrainingConfig.from_options(block_size=64, window=64, sample_strata=8)
@@ -133,7 +133,7 @@ def test_a_replay_is_of_the_same_blocks_and_documents():
     with pytest.raises(ValueError, match="for blocks of 64, but config has 128"):
         attend(*given, config=other, pattern=index)
     with pytest.raises(ValueError, match="pattern was selected without"):
-        documents = Documents.from_lengths([100, 156], TOKENS)
+        documents = VisibleRanges.from_lengths([100, 156], TOKENS)
         attend(*given, config=PRICED, pattern=index, documents=documents)
 
 

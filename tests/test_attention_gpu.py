@@ -13,9 +13,9 @@ import torch.multiprocessing as mp
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import attend
 from megatron_mtraining.cp_group import CPGroup
-from megatron_mtraining.documents import Documents
 from megatron_mtraining.layout import stripe, unstripe
 from megatron_mtraining.pattern import build_index, search_pattern
+from megatron_mtraining.visibility import VisibleRanges
 from tests.support.attention_cases import (
     dense_attention,
     random_operands,
@@ -105,7 +105,7 @@ def _nccl_rank(rank, world, inner, port, operands, lengths, results):
     )
     parts = [stripe(t, rank, world, CONFIG.block_size, inner=inner).cuda() for t in operands]
     leaves = [t.requires_grad_() for t in parts[:3]]
-    documents = lengths and Documents.from_lengths(lengths, len(operands[0]), "cuda")
+    documents = lengths and VisibleRanges.from_lengths(lengths, len(operands[0]), "cuda")
     out, _, index, *_ = attend(
         *leaves, config=CONFIG, cp_group=dist.group.WORLD, cp_inner=inner, documents=documents
     )

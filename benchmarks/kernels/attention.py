@@ -31,10 +31,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_mtraining.cp_group import CPGroup
-from megatron_mtraining.documents import Documents
 from megatron_mtraining.pattern import VerticalSlashIndex
 from megatron_mtraining.ring import Ring
 from megatron_mtraining.ring.attention import ring_attention
+from megatron_mtraining.visibility import VisibleRanges
 
 from ..lib import plots, record
 from ..lib.workloads import BLOCK, draw_index, draw_operands, heads_first, share_for
@@ -254,7 +254,7 @@ def index_of(case: Case, device: str = "cuda") -> VerticalSlashIndex:
     index = draw_index(case.seq, case.heads, case.share, case.columns, device)
     if case.documents:
         lengths = draw_lengths(case.seq, case.documents)
-        index = replace(index, documents=Documents.from_lengths(lengths, case.seq, device))
+        index = replace(index, documents=VisibleRanges.from_lengths(lengths, case.seq, device))
     return index
 
 

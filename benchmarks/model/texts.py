@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_mtraining.documents import Documents
 from megatron_mtraining.errors import ConfigError
 from megatron_mtraining.models.tokenizer import open_tokenizer
+from megatron_mtraining.visibility import VisibleRanges
 
 from . import sets
 
@@ -70,9 +70,9 @@ class Texts:
         return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
 
-def documents_of(lengths: np.ndarray, device) -> Documents:
+def documents_of(lengths: np.ndarray, device) -> VisibleRanges:
     """The documents of one packed sample."""
-    return Documents.from_lengths(lengths.tolist(), int(lengths.sum()), device)
+    return VisibleRanges.from_lengths(lengths.tolist(), int(lengths.sum()), device)
 
 
 def read(options) -> dict[str, np.ndarray]:

@@ -58,7 +58,7 @@ def slash_mask(
     mask = mask[:, :, rows // block - blocks.start]
     mask = mask & (q_position[:, None] >= k_position[None, :])
     if index.documents is not None:
-        mask &= (index.documents.starts[:, q_position, None] <= k_position)[:, None]
+        mask &= (index.documents.start[:, q_position, None] <= k_position)[:, None]
     return mask
 
 

@@ -8,9 +8,9 @@ import inspect
 from torch import Tensor
 
 from ..config import ConfigError
-from ..documents import Documents
 from ..layout import stripe_batch
 from ..tensors import check_dense
+from ..visibility import VisibleRanges
 from .backend import is_active, training_arguments
 from .checks import inner_group_size
 from .options import config_from_args
@@ -123,14 +123,14 @@ def slice_batch(
     return batch
 
 
-def _documents(batch: dict) -> Documents:
+def _documents(batch: dict) -> VisibleRanges:
     ids = batch.get("position_ids")
     if ids is None:
         raise ConfigError(
             "the batch has no position_ids: --reset-attention-mask finds the start of documents by them; "
             "give position_ids"
         )
-    return Documents.from_position_ids(ids, check=False)
+    return VisibleRanges.from_position_ids(ids, check=False)
 
 
 def _check_positions(ids: Tensor | None) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from ..attention import attend
 from ..config import ConfigError, Policy, head_policies
 from ..cp_group import CPGroup, cp_group_of
-from ..documents import Documents
 from ..pattern import Steering
+from ..visibility import VisibleRanges
 from . import recompute
 from .arguments import settings
 from .backend import is_active, training_arguments
@@ -187,7 +187,7 @@ class MTrainingAttention(MegatronModule):
         return result.out.flatten(2)
 
     def _run_dense_ahead(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None
+        self, query: Tensor, key: Tensor, value: Tensor, documents: VisibleRanges | None
     ) -> None:
         """In the first step of a schedule that ends dense, run dense attention once, forward and backward:
         its kernels are compiled and its buffers allocated now, not after most of the run."""

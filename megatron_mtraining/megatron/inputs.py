@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..config import ConfigError
 from ..cp_group import CPGroup
-from ..documents import Documents
 from ..layout import part_of, positions_at
+from ..visibility import VisibleRanges
 
 CHECKED = "mtraining_checked"
 """The attribute of an attention mask that has the documents it was compared with."""
@@ -56,7 +56,7 @@ def check_parts(model, given: dict) -> None:
 def check_mask(
     mask: Tensor,
     query: Tensor,
-    documents: Documents | None,
+    documents: VisibleRanges | None,
     cp: CPGroup,
     block_size: int,
     place: str,
@@ -79,7 +79,7 @@ def check_mask(
     hidden = (keys > positions[:, None]).expand(batch, 1, -1, -1)
     if documents is not None:
         documents.check(batch, len(keys), query.device)
-        hidden = hidden | (keys < documents.starts[:, None, positions, None])
+        hidden = hidden | (keys < documents.start[:, None, positions, None])
     shapes = (hidden.shape, (1, *hidden.shape[1:]))
     of_shape = mask.dtype == torch.bool and tuple(mask.shape) in shapes
     if not (of_shape and bool((mask.to(query.device) == hidden).all())):

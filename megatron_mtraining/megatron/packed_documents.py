@@ -16,8 +16,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from ..config import ConfigError
-from ..documents import MOST_TOKENS, Documents
 from ..tensors import check_values
+from ..visibility import MOST_TOKENS, VisibleRanges
 from .backend import is_active, training_arguments
 from .inputs import check_parts
 
@@ -29,27 +29,27 @@ class DocumentParams(PackedSeqParams):
     """What layers are given of documents: sequences stay ``[s, b, ...]``, and nothing but our core attention
     looks at it. Made by :func:`packed_seq_params_of`."""
 
-    documents: Documents
+    documents: VisibleRanges
 
 
-def packed_seq_params_of(documents: Documents) -> DocumentParams:
+def packed_seq_params_of(documents: VisibleRanges) -> DocumentParams:
     """``packed_seq_params`` of a forward of the model, for training loops that make their own batches."""
-    if not isinstance(documents, Documents):
-        raise ConfigError(f"documents are a {type(documents).__name__}: give Documents")
+    if not isinstance(documents, VisibleRanges):
+        raise ConfigError(f"documents are a {type(documents).__name__}: give VisibleRanges")
     length = documents.seq_length  # positions of the rotary table
     params = DocumentParams(qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length)
     params.documents = documents
     return params
 
 
-def attach_documents(batch: dict, documents: Documents) -> None:
+def attach_documents(batch: dict, documents: VisibleRanges) -> None:
     """Attach a batch's documents to its tokens and position ids, which the model is given."""
     for name in ("tokens", "position_ids"):
         if batch.get(name) is not None:
             setattr(batch[name], ATTRIBUTE, documents)
 
 
-def attached_documents(*tensors: Tensor | None) -> Documents | None:
+def attached_documents(*tensors: Tensor | None) -> VisibleRanges | None:
     """The documents attached to any of a batch's tensors."""
     for tensor in tensors:
         if isinstance(tensor, Tensor) and hasattr(tensor, ATTRIBUTE):
@@ -186,16 +186,16 @@ def wrap_forward(original):
     return forward
 
 
-def _documents_of(params) -> Documents:
+def _documents_of(params) -> VisibleRanges:
     is_ours = isinstance(params, DocumentParams)
     return params.documents if is_ours else documents_from_packed_seq_params(params)
 
 
-def _agreed(attached: Documents | None, given: Documents) -> Documents:
+def _agreed(attached: VisibleRanges | None, given: VisibleRanges) -> VisibleRanges:
     """The documents of ``packed_seq_params``, which must be those that the batch carries, if it does."""
     if attached is None or attached is given:
         return given
-    if not attached.starts.equal(given.starts.to(attached.starts)):
+    if not attached.start.equal(given.start.to(attached.start)):
         raise ConfigError(
             "packed_seq_params have other documents than the position ids of the batch: give one of them, or "
             "slice the batch with documents=False"
@@ -203,7 +203,7 @@ def _agreed(attached: Documents | None, given: Documents) -> Documents:
     return given
 
 
-def _check_length(documents: Documents, tokens: Tensor | None, pg_collection) -> None:
+def _check_length(documents: VisibleRanges, tokens: Tensor | None, pg_collection) -> None:
     """Raise :class:`ConfigError` if documents are of another length than the sequence: the rotary table is
     made for theirs. A pipeline stage without tokens cannot tell."""
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or pg_collection is None:
@@ -217,7 +217,7 @@ def _check_length(documents: Documents, tokens: Tensor | None, pg_collection) ->
         )
 
 
-def documents_from_packed_seq_params(params: PackedSeqParams) -> Documents:
+def documents_from_packed_seq_params(params: PackedSeqParams) -> VisibleRanges:
     """Documents of Megatron's packed sequences, one after the other in one sequence. Read on the host.
 
     Raises:
@@ -242,7 +242,7 @@ def documents_from_packed_seq_params(params: PackedSeqParams) -> Documents:
         )
     check_values(cu_seqlens_q=ends)
     length = int(ends.flatten()[-1]) if ends.numel() else 0
-    documents = Documents.from_cu_seqlens(ends, length)
+    documents = VisibleRanges.from_cu_seqlens(ends, length)
     for name, why in (
         ("cu_seqlens_q_padded", "does not support padding between documents"),
         ("cu_seqlens_kv", "supports self-attention only"),
@@ -260,19 +260,19 @@ def documents_from_packed_seq_params(params: PackedSeqParams) -> Documents:
     return documents
 
 
-def _check_seq_idx(index: Tensor | None, documents: Documents) -> None:
+def _check_seq_idx(index: Tensor | None, documents: VisibleRanges) -> None:
     """Megatron's number of each token's document, where it is given, tells the same bounds."""
     if index is None:
         return
     index = index.flatten()
-    bounds = documents.starts[0].diff() != 0
+    bounds = documents.start[0].diff() != 0
     if len(index) != documents.seq_length or not (index.diff() != 0).equal(bounds):
         raise ConfigError(
             "seq_idx of packed_seq_params tells other documents than cu_seqlens_q: give one of them"
         )
 
 
-def documents_for_layer(params, place: str) -> Documents | None:
+def documents_for_layer(params, place: str) -> VisibleRanges | None:
     """The documents that a layer is given; None if there are none.
 
     Raises:

@@ -139,7 +139,7 @@ class BlockListIndex(PatternIndex):
         apart = rows[:, None] // block - columns[None] // block
         mask[:, columns] |= ~self.distances()[batch, head][apart.clamp(min=0)]
         if self.documents is not None:
-            mask &= keys >= self.documents.starts[batch, rows, None]
+            mask &= keys >= self.documents.start[batch, rows, None]
         return mask & (rows[:, None] >= keys[None])
 
     def _positions(self) -> Tensor:

@@ -40,7 +40,7 @@ def _column_ends(index) -> tuple[Tensor, Tensor, Tensor]:
     """Of each column: its block, the last token that may see it, and whether it is one; ``[b, h, C]``."""
     there = index.columns < index.seq_length
     column = torch.where(there, index.columns, 0).long()
-    ends = index.documents.ends().long()[:, None].expand(-1, column.shape[1], -1).gather(-1, column)
+    ends = index.documents.end.long()[:, None].expand(-1, column.shape[1], -1).gather(-1, column)
     return column // index.block_size, ends, there
 
 

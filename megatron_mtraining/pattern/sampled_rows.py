@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..config import LastRowsSampling, MTrainingConfig, Sampling
 from ..cp_group import CPGroup
-from ..documents import Costs, Documents
 from ..kernels.selection import merge_lse, partial_lse
 from ..layout import located
+from ..visibility import Costs, VisibleRanges
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class SampledRows:
     inner: int
     block_size: int
     softmax_scale: float
-    documents: Documents | None = None
+    documents: VisibleRanges | None = None
     starts: Tensor | None = None
     costs: Costs | None = None
 
@@ -138,7 +138,7 @@ def gather_sampled_rows(
     cp: CPGroup,
     window_blocks: int,
     softmax_scale: float,
-    documents: Documents | None = None,
+    documents: VisibleRanges | None = None,
 ) -> SampledRows:
     """The sampled rows on all ranks (:func:`gather_rows`).
 
@@ -162,7 +162,7 @@ def gather_sampled_rows(
             stratified=True,
         )
     if documents is not None:
-        kind.update(documents=documents, starts=documents.starts[:, row.long()].contiguous())
+        kind.update(documents=documents, starts=documents.start[:, row.long()].contiguous())
         kind.update(costs=documents.costs(block) if kind["stratified"] else None)
     return SampledRows(
         sampled, row, **kind, window_blocks=window_blocks, seq_length=seq_length,
@@ -196,7 +196,7 @@ def exposed_rows(sample: SampledRows, config: MTrainingConfig) -> float | Tensor
     if documents is None:
         return _exposed_alone(sample.seq_length, *of_pattern)
     return documents.once(
-        of_pattern, lambda starts: _exposed(starts, sample.seq_length, *of_pattern)
+        of_pattern, lambda: _exposed(documents.start, sample.seq_length, *of_pattern)
     )
 
 

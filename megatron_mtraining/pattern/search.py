@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..config import DENSE, MTrainingConfig, Policy
 from ..cp_group import CPGroup
-from ..documents import Documents
 from ..layout import check_layout
+from ..visibility import VisibleRanges
 from .block_list_index import BlockListIndex
 from .constants import constant
 from .sampled_rows import SampledRows, gather_sampled_rows, sampled_lse
@@ -36,7 +36,7 @@ def search_pattern(
     *,
     head_policies: Sequence[Policy] | None = None,
     price: Tensor | None = None,
-    documents: Documents | None = None,
+    documents: VisibleRanges | None = None,
     gather_keys: Callable[[VerticalSlashIndex], Tensor] | None = None,
 ) -> VerticalSlashIndex | BlockListIndex:
     """The pattern of one attention call, from its own queries and keys.
@@ -136,7 +136,7 @@ def _sample(
     config: MTrainingConfig,
     cp: CPGroup,
     softmax_scale: float,
-    documents: Documents | None = None,
+    documents: VisibleRanges | None = None,
 ) -> SampledRows:
     """Arguments as for :func:`search_pattern`."""
     # From the first query of a block, the window's farthest key is a block further than from its last.

@@ -27,9 +27,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..documents import Documents
 from ..kernels.selection import vertical_slash_density, vertical_slash_lists
 from ..layout import block_at, inner_size, owner_of
+from ..visibility import VisibleRanges
 from . import packed_density
 
 
@@ -70,7 +70,7 @@ class PatternIndex(ABC):
     inner: int
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     exposed: float | Tensor = 1.0
-    documents: Documents | None = None
+    documents: VisibleRanges | None = None
     is_dense: bool = False
 
     @property
@@ -237,7 +237,7 @@ class VerticalSlashIndex(PatternIndex):
         count = int(self.column_ptr[batch, head, -1])
         mask[:, self.columns[batch, head, :count].long()] = True
         if self.documents is not None:
-            mask = mask & (position >= self.documents.starts[batch, :, None])
+            mask = mask & (position >= self.documents.start[batch, :, None])
         return mask & (position[:, None] >= position[None, :])
 
 

@@ -114,7 +114,7 @@ def least_share(index: PatternIndex, threshold: float) -> Tensor:
         visible = (index.seq_length + 1) / 2
         return torch.full((batch,), even / visible, dtype=torch.float32, device=device)
     position = torch.arange(index.seq_length, device=device)
-    return even / (position + 1 - index.documents.starts).float().mean(-1)
+    return even / (position + 1 - index.documents.start).float().mean(-1)
 
 
 def most_entries(index: PatternIndex, rank: int) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..attention import attend
 from ..config import DENSE, ConfigError, MTrainingConfig
-from ..documents import Documents
+from ..visibility import VisibleRanges
 from .masking import CacheMask, Part, PatternMask, under_way
 from .state import ATTRIBUTE, PatternState
 
@@ -164,7 +164,7 @@ def _by_pattern(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    documents: Documents | None,
+    documents: VisibleRanges | None,
     scaling: float | None,
 ) -> Tensor:
     """Attention by a layer's settings, which is counted: ``[b, s, h, d]``.
@@ -200,7 +200,7 @@ def with_dense_tail(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    documents: Documents | None,
+    documents: VisibleRanges | None,
     scaling: float | None,
     count: int,
 ) -> Tensor:
@@ -220,7 +220,7 @@ def with_dense_tail(
         own = position[first : first + number, None]  # [n, 1]
         sees = position <= own
         if documents is not None:
-            starts = documents.starts[:, first : first + number, None]
+            starts = documents.start[:, first : first + number, None]
             sees = sees & (position >= starts)  # [b, n, s]
         # The heads of a group are rows of one head: no key or value is copied for them.
         sees = sees.expand(batch, number, length).repeat(1, heads // groups, 1)[:, None]
@@ -229,7 +229,7 @@ def with_dense_tail(
         )
         tail = tail.reshape(batch, heads, number, dim).transpose(1, 2)
         if documents is not None:
-            last = (own >= documents.starts[:, None, -1:])[..., None]  # [b, n, 1, 1]
+            last = (own >= documents.start[:, None, -1:])[..., None]  # [b, n, 1, 1]
             tail = torch.where(last, tail, out[:, first : first + number])
         parts.append(tail)
     return torch.cat(parts, 1)

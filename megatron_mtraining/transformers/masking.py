@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..config import ConfigError
-from ..documents import Documents
+from ..visibility import VisibleRanges
 
 
 class Part(NamedTuple):
@@ -28,7 +28,7 @@ class Part(NamedTuple):
     """Place of their first token."""
     end: int
     """The place after their last token."""
-    documents: Documents | None = None
+    documents: VisibleRanges | None = None
     """Packed documents of these tokens; None for one document."""
 
 
@@ -76,7 +76,7 @@ class PatternMask:
             numbers = mask if is_numbered else None
         starts = self._starts(spans, numbers, batch, length, device)
         if spans is None:
-            documents = None if starts is None else Documents(starts, check=False)
+            documents = None if starts is None else VisibleRanges(starts, check=False)
             return [Part(slice(None), 0, length, documents)]
         entries_of: dict[tuple[int, int], list[int]] = {}
         for entry, (first, end) in enumerate(spans):
@@ -89,7 +89,7 @@ class PatternMask:
             documents = None
             if starts is not None:
                 own = starts[chosen, first:end].clamp(min=first) - first
-                documents = Documents(own, check=False)
+                documents = VisibleRanges(own, check=False)
             parts.append(Part(chosen, first, end, documents))
         return parts
 
@@ -183,7 +183,7 @@ def _after_ends(name: str, ends, batch: int, length: int) -> Tensor:
     """Where sequences start that end at ``ends``, counted over all batch entries, of all tokens but the first
     of each: bool ``[b, s - 1]``."""
     try:
-        starts = Documents.from_cu_seqlens(ends, batch * length, device="cpu").starts[0].long()
+        starts = VisibleRanges.from_cu_seqlens(ends, batch * length, device="cpu").start[0].long()
     except ConfigError as error:
         raise ConfigError(f"{name} of the batch: {error}") from error
     begins = (starts == torch.arange(batch * length)).view(batch, length)

@@ -11,13 +11,13 @@ import torch
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.cp_group import CPGroup
-from megatron_mtraining.documents import Documents
 from megatron_mtraining.kernels import attention as kernels
 from megatron_mtraining.kernels.attention import backward_path as paths
 from megatron_mtraining.pattern import full_index, search_pattern
 from megatron_mtraining.pattern.block_list_index import pruned_index
 from megatron_mtraining.ring import Ring
 from megatron_mtraining.ring.attention import ring_attention
+from megatron_mtraining.visibility import VisibleRanges
 from tests.support.attention_cases import (
     dense_attention,
     random_index,
@@ -278,7 +278,7 @@ def test_only_an_index_of_everything_is_dense():
     """Not one of packed documents, and not what a pruned backward makes of it."""
     operands = random_operands(256, 1, 4, 2, 64, torch.float32, "cpu")
     query, key, *_ = operands
-    documents = Documents.from_lengths([100, 156], 256, "cpu")
+    documents = VisibleRanges.from_lengths([100, 156], 256, "cpu")
     for options, dense in (
         (dict(policy="fixed", vertical=0, slash=256), True),
         (dict(policy="price", price=0), True),

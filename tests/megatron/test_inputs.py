@@ -10,11 +10,11 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_mtraining import ConfigError
-from megatron_mtraining.documents import Documents
 from megatron_mtraining.layout import Part, part_of, stripe
 from megatron_mtraining.megatron.batch import slice_batch
 from megatron_mtraining.megatron.inputs import check_mask, check_parts
 from megatron_mtraining.megatron.packed_documents import packed_seq_params_of
+from megatron_mtraining.visibility import VisibleRanges
 from tests.support.gpt_worker import CASES, build, draw_batch, start
 from tests.support.megatron_cases import BATCH_SEQUENCE, BLOCK, make, operands, whole_batch
 from tests.support.ranks import run_ranks
@@ -58,7 +58,11 @@ def layouts_that_a_model_meets(rank, size):
     errors = {}
     for name, lengths, params in (
         ("packed", LENGTHS, packed(LENGTHS)),
-        ("ours", LENGTHS, packed_seq_params_of(Documents.from_lengths(LENGTHS, BATCH_SEQUENCE))),
+        (
+            "ours",
+            LENGTHS,
+            packed_seq_params_of(VisibleRanges.from_lengths(LENGTHS, BATCH_SEQUENCE)),
+        ),
         ("plain", one, None),
     ):
         tokens, labels = (zigzag(batch[each], lengths, rank, size) for each in ("tokens", "labels"))
@@ -135,13 +139,13 @@ def causal(length: int, starts: torch.Tensor | None = None) -> torch.Tensor:
 def test_an_explicit_mask_is_what_attention_does_by_itself():
     query, key, value = operands()
     length, batch = query.shape[:2]
-    documents = Documents.from_lengths([[10, length - 10], [length]], length)
+    documents = VisibleRanges.from_lengths([[10, length - 10], [length]], length)
     params = packed_seq_params_of(documents)
     attention = make()
     expected = attention(query, key, value, None)
     for mask in (causal(length), causal(length).expand(batch, -1, -1, -1)):
         assert torch.equal(attention(query, key, value, mask), expected)
-    apart = causal(length, documents.starts)
+    apart = causal(length, documents.start)
     attention(query, key, value, apart, packed_seq_params=params)
     padding = causal(length).clone()
     padding[..., 100:] = True

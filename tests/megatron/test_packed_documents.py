@@ -11,10 +11,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_mtraining import ConfigError
-from megatron_mtraining.documents import Documents
 from megatron_mtraining.layout import token_positions
 from megatron_mtraining.megatron import packed_documents
 from megatron_mtraining.megatron.arguments import ArgumentsError
+from megatron_mtraining.visibility import VisibleRanges
 from tests.support.megatron_cases import (
     BATCH_SEQUENCE,
     BLOCK,
@@ -35,7 +35,7 @@ def restarting_ids() -> torch.Tensor:
 
 
 def test_the_batch_carries_documents_where_they_are_kept_apart(monkeypatch, group):
-    expected = Documents.from_lengths(LENGTHS, BATCH_SEQUENCE).starts
+    expected = VisibleRanges.from_lengths(LENGTHS, BATCH_SEQUENCE).start
     for apart in (False, True):
         run_with(monkeypatch, AttnBackend.mtraining, reset_attention_mask=apart)
         ours = slice_by_megatron(whole_batch(position_ids=restarting_ids()), group(1, 2))
@@ -44,7 +44,7 @@ def test_the_batch_carries_documents_where_they_are_kept_apart(monkeypatch, grou
         found = packed_documents.attached_documents(ours["tokens"], None)
         assert (found is None) == (not apart)
         if apart:
-            assert torch.equal(found.starts, expected)
+            assert torch.equal(found.start, expected)
             assert packed_documents.attached_documents(None, ours["position_ids"]) is found
 
 
@@ -107,8 +107,8 @@ def test_megatrons_packed_sequences_become_documents():
     ends = torch.tensor([0, 100, 101, 768, 768], dtype=torch.int32)
     packed = dict(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=667)
     ours = Model().wrapped(None, None, None, packed_seq_params=PackedSeqParams(**packed))
-    expected = Documents.from_lengths([100, 1, 667], 768).starts
-    assert torch.equal(ours.documents.starts, expected) and ours.max_seqlen_kv == 768
+    expected = VisibleRanges.from_lengths([100, 1, 667], 768).start
+    assert torch.equal(ours.documents.start, expected) and ours.max_seqlen_kv == 768
     for wrong, message in (
         (dict(cu_seqlens_q_padded=ends + 1), "padding between documents"),
         (dict(qkv_format="sbhd"), "thd"),
@@ -130,7 +130,7 @@ def test_two_carriers_of_documents_must_agree(monkeypatch, group):
     run_with(monkeypatch, AttnBackend.mtraining, reset_attention_mask=True)
     tokens = slice_by_megatron(whole_batch(position_ids=restarting_ids()), group(0, 2))["tokens"]
     for lengths in (LENGTHS, [[1, 767], [768]]):
-        params = packed_documents.packed_seq_params_of(Documents.from_lengths(lengths, 768))
+        params = packed_documents.packed_seq_params_of(VisibleRanges.from_lengths(lengths, 768))
         if lengths is LENGTHS:
             assert Model().wrapped(tokens, None, None, packed_seq_params=params).documents
             continue
@@ -153,7 +153,7 @@ def test_a_document_s_number_of_each_token_must_agree():
 
 def test_documents_of_another_length_are_named_by_the_model(group):
     """The rotary table is made for their length: it would not fit, or be too short to stripe."""
-    params = packed_documents.packed_seq_params_of(Documents.from_lengths([100, 668], 768))
+    params = packed_documents.packed_seq_params_of(VisibleRanges.from_lengths([100, 668], 768))
     model = Model()
     model.pg_collection = SimpleNamespace(cp=group(0, 2))
     assert model.wrapped(torch.zeros(1, 384).long(), None, None, packed_seq_params=params)
@@ -161,7 +161,7 @@ def test_documents_of_another_length_are_named_by_the_model(group):
         model.wrapped(torch.zeros(1, 768).long(), None, None, packed_seq_params=params)
 
 
-@pytest.mark.parametrize("wrong", [Documents.from_lengths([768], 768), "thd"])
+@pytest.mark.parametrize("wrong", [VisibleRanges.from_lengths([768], 768), "thd"])
 def test_what_are_no_packed_seq_params_is_refused(wrong):
     with pytest.raises(ConfigError, match="packed_seq_params are a .*packed_seq_params_of"):
         Model().wrapped(None, None, None, packed_seq_params=wrong)
@@ -179,7 +179,7 @@ def test_documents_that_do_not_reach_a_layer_are_missed(monkeypatch):
 def test_a_layer_keeps_documents_apart():
     query, key, value = operands()
     length, batch = query.shape[:2]
-    documents = Documents.from_lengths([[10, length - 10]] * batch, length)
+    documents = VisibleRanges.from_lengths([[10, length - 10]] * batch, length)
     attention = make()
     before = attention(
         query, key, value, None, packed_seq_params=packed_documents.packed_seq_params_of(documents)

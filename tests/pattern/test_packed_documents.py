@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Choosing a pattern where documents are packed, and attention with it over processes."""
+"""Choosing a pattern where documents are packed or windows slide, and attention with it over processes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch.distributed as dist
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.attention import attend
 from megatron_mtraining.cp_group import CPGroup, cp_group_of
-from megatron_mtraining.documents import Documents
 from megatron_mtraining.layout import stripe, unstripe
 from megatron_mtraining.pattern import search_pattern
 from megatron_mtraining.pattern.sampled_rows import last_rows, stratified_rows
 from megatron_mtraining.pattern.selectors import price
 from megatron_mtraining.pattern.selectors.candidates import SINK
+from megatron_mtraining.visibility import VisibleRanges
 from tests.support.attention_cases import (
     dense_attention,
     random_operands,
@@ -47,24 +47,27 @@ POLICIES = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_recall_is_of_attention_within_documents(policy):
+def test_recall_is_of_attention_to_visible_keys(policy, window):
     query, key = operands()
-    documents = Documents.from_lengths(LENGTHS, SEQ)
+    documents = VisibleRanges.from_lengths(LENGTHS, SEQ)
+    if window:
+        documents = VisibleRanges.from_lengths([SEQ], SEQ).windowed(window)
     rows = {}
     if "estimator" not in policy:
         rows = dict(sample_strata=24, sample_rows=4, held_out_rows=3)
     config = MTrainingConfig.from_options(**policy, **rows, window=64, block_size=BLOCK)
     index = search_pattern(query, key, config, CPGroup(None), 0.125, documents=documents)
     held = stratified_rows(SEQ, 24, 4).view(24, 4)[:, 1:].flatten() if rows else last_rows(SEQ, 64)
-    p = probabilities(query, key, held, documents.starts, 0.125)
+    p = probabilities(query, key, held, documents.start, 0.125)
     masks = written_out_mask(index, 1, query.shape[2])[:, :, held]
     truth = (p * masks).sum(-1).mean(-1)
     torch.testing.assert_close(index.recall, truth, atol=2e-5, rtol=1e-5, check_dtype=False)
     assert (index.density() < 1).any() and (index.recall < 1).any()
     # Rows that see nothing beyond window and sinks lose nothing, whatever is selected.
     row, key = held[:, None], torch.arange(SEQ)
-    seen = (key <= row) & (key >= documents.starts[0, held, None])
+    seen = (key <= row) & (key >= documents.start[0, held, None])
     free = seen & (row // BLOCK - key // BLOCK >= 2) & (key >= config.sink)
     assert index.exposed.tolist() == pytest.approx([free.any(1).float().mean().item()])
     assert 0 < index.exposed <= 1
@@ -75,7 +78,7 @@ def test_recall_is_of_attention_within_documents(policy):
 def test_short_documents_expose_no_rows():
     query, key = operands()
     config = MTrainingConfig.from_options(price=1e4, window=64, block_size=BLOCK, sample_strata=32)
-    documents = Documents.from_lengths([[BLOCK] * (SEQ // BLOCK)], SEQ)
+    documents = VisibleRanges.from_lengths([[BLOCK] * (SEQ // BLOCK)], SEQ)
     index = search_pattern(query, key, config, CPGroup(None), 0.125, documents=documents)
     assert index.exposed.tolist() == [0]
     torch.testing.assert_close(index.recall, torch.ones_like(index.recall))
@@ -86,7 +89,7 @@ def test_what_other_documents_hold_changes_no_mass(policy):
     """Whatever keys the first document has, what is chosen within the second stays, if the first one's
     queries ask for nothing in particular."""
     query, key = operands()
-    documents = Documents.from_lengths([[384, 384]], SEQ)
+    documents = VisibleRanges.from_lengths([[384, 384]], SEQ)
     config = MTrainingConfig.from_options(
         **policy, window=64, block_size=BLOCK, sample_strata=32, sample_rows=2, sink=0
     )
@@ -100,11 +103,14 @@ def test_what_other_documents_hold_changes_no_mass(policy):
     assert torch.equal(*found)
 
 
-def test_costs_are_of_visible_pairs():
-    documents = Documents.from_lengths([[60, 1, 300, 139], [500]], 500)
-    costs = documents.costs(64)
-    starts = documents.starts
-    seen = (starts[:, :, None] == starts[:, None]).tril()
+@pytest.mark.parametrize("window", [500, 150, 64, 7])
+def test_costs_are_of_visible_pairs(window):
+    lengths = [[60, 1, 300, 139], [500]]
+    costs = VisibleRanges.from_lengths(lengths, 500).windowed(window).costs(64)
+    number = [torch.arange(len(own)).repeat_interleave(torch.tensor(own)) for own in lengths]
+    position = torch.arange(500)
+    seen = torch.stack([each[:, None] == each for each in number]).tril()
+    seen &= position[:, None] - position < window
     pairs = seen.sum((-1, -2)).double()
     torch.testing.assert_close(costs.factor.double(), 500 * 501 / 2 / pairs, rtol=1e-6, atol=0)
     block = torch.arange(500) // 64
@@ -121,24 +127,26 @@ CONFIGS = [
     dict(policy="xattention", block_threshold=0.5),
 ]  # fmt: skip
 RUNS = {
-    1: [(None, each) for each in CONFIGS],
-    2: [(None, CONFIGS[0]), (1, CONFIGS[1])],
-    3: [(None, CONFIGS[3]), (1, CONFIGS[0])],
-    4: [(None, CONFIGS[0]), (1, CONFIGS[2]), (2, CONFIGS[1])],
+    1: [(None, each, None) for each in CONFIGS] + [(None, each, 100) for each in CONFIGS[1:]],
+    2: [(None, CONFIGS[0], None), (1, CONFIGS[1], 300)],
+    3: [(None, CONFIGS[3], 100), (1, CONFIGS[0], None)],
+    4: [(None, CONFIGS[0], 30), (1, CONFIGS[2], None), (2, CONFIGS[1], 100)],
 }
-"""Ranks a node and settings, by the number of ranks."""
+"""Ranks a node, settings, and the sliding window, by the number of ranks."""
 
 
 def run_packed(rank, world, operands, lengths):
     results = []
-    for inner, policy in RUNS[world]:
+    for inner, policy, window in RUNS[world]:
         config = MTrainingConfig.from_options(
             block_size=BLOCK, sample_strata=16, window=0, sink=2, **policy
         )
         group, cp = None, CPGroup(None)
         if world > 1:
             group, cp = dist.group.WORLD, cp_group_of(dist.group.WORLD, inner)
-        documents = Documents.from_lengths(lengths, operands[0].shape[0])
+        documents = VisibleRanges.from_lengths(lengths, operands[0].shape[0])
+        if window:
+            documents = documents.windowed(window)
         parts = [stripe(t, rank, world, BLOCK, inner=cp.inner) for t in operands]
         leaves = [t.clone().requires_grad_() for t in parts[:3]]
         out, _, index, *_ = attend(
@@ -152,7 +160,8 @@ def run_packed(rank, world, operands, lengths):
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_processes_agree_with_dense_attention(world):
-    """Packed documents against dense attention, and, with nothing left out, the documents one by one."""
+    """Packed documents, with and without a window, against dense attention, and, with nothing left out, the
+    documents one by one."""
     print("torch seed", torch.seed())
     seq = BLOCK * 12
     # One document on several ranks, one of a token, others on and off blocks' edges.
@@ -162,22 +171,26 @@ def test_processes_agree_with_dense_attention(world):
         results = [run_packed(0, 1, given, lengths)]
     else:
         results = run_ranks(world, run_packed, given, lengths)
-    starts = Documents.from_lengths(lengths, seq).starts
-    apart = starts[:, :, None] != starts[:, None]
+    starts = VisibleRanges.from_lengths(lengths, seq).start
+    position = torch.arange(seq)
     for number, ranks in enumerate(zip(*results)):
         masks, inner = ranks[0][:2]
-        policy = RUNS[world][number][1]
+        _, policy, window = RUNS[world][number]
+        apart = starts[:, :, None] != starts[:, None]
+        apart = apart | (position[:, None] - position >= (window or seq))
         if policy.get("policy") == "xattention":  # each rank has its own rows
             whole = [rank[0].transpose(0, 2) for rank in ranks]
             masks = unstripe(whole, BLOCK, inner=inner).transpose(0, 2)
         else:
             assert all(torch.equal(rank[0], masks) for rank in ranks)
         assert not (masks & apart[:, None]).any()
+        if policy == CONFIGS[0]:
+            assert masks.equal((~apart).tril()[:, None].expand_as(masks))
         expected = dense_attention(*given, masks, 64**-0.5)
         for i, truth in enumerate(expected):
             found = unstripe([rank[2 + i] for rank in ranks], BLOCK, inner=inner)
             assert relative_error(found, truth) < 1e-12
-        if policy != dict(price=0.0):
+        if policy != CONFIGS[0] or window:
             continue
         for entry, own in enumerate(lengths):
             parts = [t[:, entry : entry + 1].split(own) for t in given]
@@ -192,7 +205,7 @@ def test_processes_agree_with_dense_attention(world):
 def test_a_replay_keeps_documents_apart():
     given = random_operands(256, 1, 4, 2, 64, torch.float64, "cpu")
     config = MTrainingConfig.from_options(block_size=BLOCK, price=0.0)
-    documents = Documents.from_lengths([100, 156], 256)
+    documents = VisibleRanges.from_lengths([100, 156], 256)
     gradients = []
     for replayed in (False, True):
         leaves = [t.clone().requires_grad_() for t in given[:3]]
@@ -210,8 +223,8 @@ def test_documents_of_another_batch_are_named():
     query, key, value, _ = random_operands(256, 2, 4, 2, 64, torch.float32, "cpu")
     config = MTrainingConfig.from_options(block_size=BLOCK, price=0.0)
     for documents in (
-        Documents.from_lengths([256], 256),
-        Documents.from_lengths([[128], [128]], 128),
+        VisibleRanges.from_lengths([256], 256),
+        VisibleRanges.from_lengths([[128], [128]], 128),
     ):
         with pytest.raises(ConfigError, match="there are 2 of 256"):
             attend(query, key, value, config=config, documents=documents)
@@ -220,7 +233,7 @@ def test_documents_of_another_batch_are_named():
 def test_a_cap_counts_slashes_that_documents_have():
     """Most block distances are longer than any document, and no value ranks before a number."""
     query, key = operands()
-    documents = Documents.from_lengths([256] * 3, SEQ)
+    documents = VisibleRanges.from_lengths([256] * 3, SEQ)
     config = MTrainingConfig.from_options(
         price=1e-6,
         slash_cap=1,
@@ -240,7 +253,7 @@ def test_a_cap_counts_slashes_that_documents_have():
 def test_columns_are_kept_at_the_same_price_as_slashes(monkeypatch):
     """Of equal documents the visible pairs, and so all costs, are a known part of the causal ones."""
     query, key = operands()
-    documents = Documents.from_lengths([SEQ // 4] * 4, SEQ)
+    documents = VisibleRanges.from_lengths([SEQ // 4] * 4, SEQ)
     config = MTrainingConfig.from_options(
         price=0.5, window=64, block_size=BLOCK, sample_strata=32, sample_rows=2
     )

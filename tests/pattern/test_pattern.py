@@ -13,12 +13,12 @@ from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.attention import attend
 from megatron_mtraining.config import FixedPolicy, MobaPolicy, PricePolicy
 from megatron_mtraining.cp_group import CPGroup
-from megatron_mtraining.documents import Documents
 from megatron_mtraining.layout import stripe
 from megatron_mtraining.pattern import build_index, search_pattern
 from megatron_mtraining.pattern.sampled_rows import stratified_rows
 from megatron_mtraining.ring import Ring
 from megatron_mtraining.ring.attention import ring_attention
+from megatron_mtraining.visibility import VisibleRanges
 from tests.support.attention_cases import random_index, random_operands
 from tests.support.pattern_cases import structured
 from tests.support.ranks import run_ranks
@@ -281,7 +281,7 @@ def test_a_search_for_block_lists_of_known_length_waits_for_nothing():
 def test_lists_of_moba_fit_what_is_allocated_for_them(sink, window, packed):
     """The device checks it: a search with too small lists raises."""
     query, key = (torch.randn(2048, 2, h, 32) for h in (4, 2))
-    documents = Documents.from_lengths([700, 1000, 348], 2048) if packed else None
+    documents = VisibleRanges.from_lengths([700, 1000, 348], 2048) if packed else None
     config = MTrainingConfig(policy=MobaPolicy(top_k=3), sink=sink, window=window)
     index = search_pattern(query, key, config, CPGroup(None), 0.125, documents=documents)
     entries = int(index.round_ptr[-1])

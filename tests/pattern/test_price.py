@@ -11,10 +11,10 @@ from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.attention import attend
 from megatron_mtraining.config import LastRowsSampling
 from megatron_mtraining.cp_group import CPGroup, cp_group_of
-from megatron_mtraining.documents import Documents
 from megatron_mtraining.layout import stripe
 from megatron_mtraining.pattern import search_pattern
 from megatron_mtraining.pattern.sampled_rows import last_rows, stratified_rows
+from megatron_mtraining.visibility import VisibleRanges
 from tests.support.pattern_cases import operands, structured
 from tests.support.ranks import run_ranks
 from tests.support.selection_cases import dense_probabilities
@@ -298,7 +298,7 @@ def test_settings_that_cannot_be(changes, named):
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 8])
 def test_recall_of_few_rows_whose_mass_is_at_one_distance(rows):
     """Their probabilities sum to a little more than 1, by the rounding of the LSE."""
-    documents = Documents.from_lengths([924, 100], 1024)  # the last of one block
+    documents = VisibleRanges.from_lengths([924, 100], 1024)  # the last of one block
     config = MTrainingConfig(sampling=LastRowsSampling(rows))
     for seed in range(8):
         torch.manual_seed(seed)

@@ -20,7 +20,6 @@ from megatron_mtraining import ConfigError, MTrainingConfig, stream_graphs
 from megatron_mtraining.attention import attend
 from megatron_mtraining.config import PricePolicy
 from megatron_mtraining.cp_group import CPGroup
-from megatron_mtraining.documents import Documents
 from megatron_mtraining.kernels.selection import reference_threshold
 from megatron_mtraining.pattern import build_index, search_graph, search_pattern
 from megatron_mtraining.pattern.captured_search import CopiedIndex
@@ -28,6 +27,7 @@ from megatron_mtraining.pattern.constants import constant, constants_read
 from megatron_mtraining.pattern.sampled_rows import _local_rows, gather_rows, gather_sampled_rows
 from megatron_mtraining.pattern.search_graph import SearchGraph, SearchGraphs, SearchKind
 from megatron_mtraining.stream_graphs import MAX_GRAPHS, Memory, padded
+from megatron_mtraining.visibility import VisibleRanges
 from tests.support.attention_cases import random_operands
 from tests.support.recorded_graphs import RecordedGraph, fake_cuda
 from tests.support.selection_cases import SCALE
@@ -455,7 +455,7 @@ def test_searches_that_are_launched_kernel_by_kernel(searches):
         query, key = operands(1024)
         starts = torch.zeros(1, 1024, dtype=torch.int32, device="cuda")
         starts[:, 400:] = 400
-        documents = Documents(starts)
+        documents = VisibleRanges(starts)
         search_pattern(query, key, CONFIG, CPGroup(None), SCALE, documents=documents)
         blocks = MTrainingConfig.from_options(policy="moba", block_top_k=3)
         search_pattern(query, key, blocks, CPGroup(None), SCALE)

@@ -14,12 +14,12 @@ from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import attend
 from megatron_mtraining.config import ConfigError
 from megatron_mtraining.cp_group import cp_group_of
-from megatron_mtraining.documents import Documents
 from megatron_mtraining.layout import block_at, stripe, unstripe
 from megatron_mtraining.pattern.block_list_index import MAX_LIST_ENTRIES, pruned_index
 from megatron_mtraining.ring import Ring
 from megatron_mtraining.ring.attention import ring_attention
 from megatron_mtraining.ring.pruning import BackwardPruning, check_entries, check_size, least_share
+from megatron_mtraining.visibility import VisibleRanges
 from tests.support.attention_cases import (
     block_lists_of,
     dense_attention,
@@ -305,7 +305,7 @@ def test_packed_documents_have_their_own_mean():
     index = random_index(BLOCK * 6, 2, 1, BLOCK, 1, "all", "cpu")
     starts = torch.zeros(2, BLOCK * 6, dtype=torch.int32)
     starts[1, BLOCK * 2 :] = BLOCK * 2
-    found = least_share(replace(index, documents=Documents(starts)), 3.0)
+    found = least_share(replace(index, documents=VisibleRanges(starts)), 3.0)
     visible = [(torch.arange(BLOCK * 6) - start + 1).float().mean() for start in starts]
     assert torch.allclose(found, torch.tensor([3.0 * BLOCK / each for each in visible]))
     assert torch.allclose(found[0], least_share(index, 3.0)[0])
@@ -321,7 +321,7 @@ def test_what_later_tokens_reach():
     def found(query, key, value, grad_out, lengths=(end, length - end)):
         """Outputs before the query block and in it, but for its last query; and queries' gradients."""
         leaf = query.clone().requires_grad_()
-        documents = Documents.from_lengths(lengths, length)
+        documents = VisibleRanges.from_lengths(lengths, length)
         out = attend(leaf, key, value, config=config, documents=documents).out
         (grad,) = torch.autograd.grad(out, leaf, grad_out)
         return [each.detach()[part] for each in (out, grad) for part in parts]

@@ -146,10 +146,10 @@ def launch_all(
 ) -> None:
     """Launch the four kernels as rank 1 of 2 does in a round: with a pruned backward, the forward marks
     blocks, and the gradient of queries sums what it attends to."""
-    from megatron_mtraining.documents import Documents
     from megatron_mtraining.kernels.attention import new_marks
     from megatron_mtraining.pattern import build_block_index, build_index
     from megatron_mtraining.ring import RingStep
+    from megatron_mtraining.visibility import VisibleRanges
 
     blocks = LENGTH // BLOCK
     distances = torch.ones(1, HEADS, blocks, dtype=torch.bool)
@@ -160,7 +160,7 @@ def launch_all(
     else:
         index = build_index(distances, positions, LENGTH, BLOCK, 2, inner)
     if packed:
-        index = replace(index, documents=Documents.from_lengths([300, LENGTH - 300], LENGTH))
+        index = replace(index, documents=VisibleRanges.from_lengths([300, LENGTH - 300], LENGTH))
 
     marks = new_marks((1, HEADS, blocks // 2, blocks), torch.ones(1)) if pruned else None
     local = LENGTH // 2

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_mtraining.cp_group import cp_group_of
-from megatron_mtraining.documents import Documents
 from megatron_mtraining.kernels import attention as kernels
 from megatron_mtraining.layout import block_at, stripe
 from megatron_mtraining.pattern import build_index
 from megatron_mtraining.ring import Ring, Round
 from megatron_mtraining.ring.attention import ring_attention
 from megatron_mtraining.ring.pruning import BackwardPruning, least_share, packed_shape
+from megatron_mtraining.visibility import VisibleRanges
 from tests.support.attention_cases import block_lists_of, random_operands, written_out_mask
 
 BLOCK, SCALE, THRESHOLD, HIGH_THRESHOLD = 64, 0.5, 1.5, 4.0
@@ -45,7 +45,7 @@ def order_of(index, batch, q_block, head, heads):
     block, outer = index.block_size, index.outer
     first = unmasked = 0
     if index.documents is not None:
-        starts = index.documents.starts[batch, q_block * block : (q_block + 1) * block]
+        starts = index.documents.start[batch, q_block * block : (q_block + 1) * block]
         first, unmasked = int(starts.min()) // block, -(-int(starts.max()) // block)
     order = []
     for round_ in range(outer):
@@ -204,7 +204,7 @@ def with_documents(index, device="cpu"):
     starts = torch.zeros(batch, index.seq_length, dtype=torch.int32, device=device)
     cut = index.seq_length // 3
     starts[:, cut:] = cut
-    return replace(index, documents=Documents(starts))
+    return replace(index, documents=VisibleRanges(starts))
 
 
 @dataclass

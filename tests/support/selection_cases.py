@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_mtraining.documents import Documents
 from megatron_mtraining.kernels.selection import reference_masses
 from megatron_mtraining.layout import stripe
 from megatron_mtraining.pattern.sampled_rows import SampledRows, stratified_rows
+from megatron_mtraining.visibility import VisibleRanges
 from tests.support.attention_cases import random_operands
 
 SCALE = 0.3
@@ -126,8 +126,8 @@ def column_operands(device, packed: bool) -> ColumnOperands:
     query, key, _, _ = random_operands(500, 2, 4, 2, 64, torch.float32, device)
     rows = sampled_rows(query, 0, 1, 64, 8, 3, 2, held_out=1)
     if packed:
-        documents = Documents.from_lengths([[60, 1, 300, 139], [500]], 500, device)
-        starts = documents.starts[:, rows.rows.long()].contiguous()
+        documents = VisibleRanges.from_lengths([[60, 1, 300, 139], [500]], 500, device)
+        starts = documents.start[:, rows.rows.long()].contiguous()
         rows = replace(rows, documents=documents, starts=starts, costs=documents.costs(64))
     lse = reference_masses.merge_lse(reference_masses.partial_lse(rows, key))
     positions = torch.stack([torch.randperm(500)[:70] for _ in range(8)]).view(2, 4, 70).int()

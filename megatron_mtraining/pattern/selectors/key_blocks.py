@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ...config import BlockListPolicy, Policy
 from ...cp_group import CPGroup
-from ...documents import Documents
 from ...kernels.attention.operands import unit_stride
 from ...layout import block_at, owner_of
+from ...visibility import VisibleRanges
 from ..selector import Pattern, Selected, Selector, SelectorCall, selector_of
 
 CHUNK = 2**26
@@ -86,7 +86,7 @@ class KeyBlockSelector(Selector):
         softmax_scale: float,
         block_size: int,
         always: tuple[int, int],
-        documents: Documents | None,
+        documents: VisibleRanges | None,
     ) -> Tensor:
         """:func:`select_key_blocks`; ``always`` are its ``window_blocks`` and ``sink_blocks``."""
         query, key = unit_stride(query.detach(), key.detach())
@@ -120,7 +120,7 @@ def select_key_blocks(
     block_size: int = 128,
     window_blocks: int = 1,
     sink_blocks: int = 1,
-    documents: Documents | None = None,
+    documents: VisibleRanges | None = None,
 ) -> Tensor:
     """The key blocks that this rank's query blocks attend to, by one policy for all heads.
 
