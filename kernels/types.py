@@ -1,7 +1,7 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """What the kernels need of the objects that they are given.
 
-The package defines these objects above the kernels (``pattern``, ``ring``, ``documents``), and the kernels
+The package defines these objects above the kernels (``pattern``, ``ring``, ``visibility``), and the kernels
 import nothing from there. Sizes in the shapes:
 
 ======  =============================================================================================
@@ -46,12 +46,12 @@ class StripedLayout(Protocol):
         """I: ranks whose keys are attended to in one round."""
 
 
-class LocalDocuments(Protocol):
-    """Packed documents as one rank's kernels read them. Blocks are numbered over all ranks."""
+class LocalRanges(Protocol):
+    """Visible ranges as one rank's kernels read them. Blocks are numbered over all ranks."""
 
     @property
     def start(self) -> Tensor:
-        """int32 ``[b, s]``: global position of the first token of each local token's document."""
+        """int32 ``[b, s]``: global position of the first key that each local query sees."""
 
     @property
     def start_f32(self) -> Tensor:
@@ -60,27 +60,27 @@ class LocalDocuments(Protocol):
     @property
     def kv_block_bounds(self) -> Tensor:
         """int32 ``[b, 2, nb]``, by local query block: the first key block that it attends to
-        (first_kv_block), and the first from which on it needs no document mask (first_unmasked_kv_block)."""
+        (first_kv_block), and the first from which on it needs no mask of keys (first_unmasked_kv_block)."""
 
     @property
     def q_block_bounds(self) -> Tensor:
-        """int32 ``[b, 2, NB]``, by key block: the end of the query blocks that need no document mask for it
+        """int32 ``[b, 2, NB]``, by key block: the end of the query blocks that see it whole
         (end_unmasked_q_block), and the end of those that attend to it (end_q_block)."""
 
 
-class PackedDocuments(Protocol):
-    """Documents that are packed into one sequence: queries attend to keys of their own document."""
+class VisibleRanges(Protocol):
+    """Which keys queries see at all: those from a first one up to their own."""
 
     @property
     def start(self) -> Tensor:
-        """int32 ``[b, N]``: global position of the first token of each token's document."""
+        """int32 ``[b, N]``: global position of the first key that each query sees."""
 
-    def on(self, rank: int, world: int, inner: int | None, block_size: int) -> LocalDocuments:
-        """The documents as ``rank`` needs them."""
+    def on(self, rank: int, world: int, inner: int | None, block_size: int) -> LocalRanges:
+        """The ranges as ``rank`` needs them."""
 
 
 class Costs(Protocol):
-    """Cost of slashes and columns within packed documents."""
+    """Cost of slashes and columns within visible ranges."""
 
     @property
     def further(self) -> Tensor:
@@ -88,12 +88,12 @@ class Costs(Protocol):
 
     @property
     def seen(self) -> Tensor:
-        """float32 ``[b, NB]``, by block distance: causal query-key pairs within documents, divided by ``B^2``
+        """float32 ``[b, NB]``, by block distance: visible query-key pairs, divided by ``B^2``
         and multiplied by ``factor``."""
 
     @property
     def factor(self) -> Tensor:
-        """float32 ``[b]``: causal pairs of the sequence over causal pairs within documents."""
+        """float32 ``[b]``: causal pairs of the sequence over visible ones."""
 
 
 class Columns(StripedLayout, Protocol):
@@ -155,12 +155,12 @@ class PatternIndex(StripedLayout, Protocol):
         """int32 ``[b, h, NB + 1]``: how many columns lie before each block."""
 
     @property
-    def documents(self) -> PackedDocuments | None:
-        """Packed documents, or None for one document."""
+    def visible(self) -> VisibleRanges | None:
+        """Visible ranges, or None if queries see all keys up to their own."""
 
     @property
     def is_dense(self) -> bool:
-        """Whether the host knows that every query attends to all keys up to its own, in one document."""
+        """Whether the host knows that every query sees and attends to all keys up to its own."""
 
     @property
     def list_strides(self) -> tuple[int, int]:
@@ -268,14 +268,14 @@ class SampledRows(StripedLayout, Protocol):
         """Factor of the scores."""
 
     @property
-    def documents(self) -> PackedDocuments | None:
-        """Packed documents, or None for one document."""
+    def visible(self) -> VisibleRanges | None:
+        """Visible ranges, or None if queries see all keys up to their own."""
 
     @property
     def starts(self) -> Tensor | None:
-        """int32 ``[b, R]``: global position of the first token of each row's document; None without
-        documents."""
+        """int32 ``[b, R]``: global position of the first key that each row sees; None without
+        visible ranges."""
 
     @property
     def costs(self) -> Costs | None:
-        """Costs within documents; None without documents, and where the rows are not spread."""
+        """Costs of visible pairs; None without ranges, and where the rows are not spread."""

@@ -115,7 +115,7 @@ def _attend(
         keys = KeysAndValues(key, value, ring)  # in flight during the pattern search
         index = search_pattern(
             query, key, config, cp, scale, head_policies=call.head_policies, price=call.price,
-            documents=call.documents, gather_keys=keys.gather_column_keys,
+            visible=call.documents, gather_keys=keys.gather_column_keys,
         )  # fmt: skip
     found = ring_attention(query, key, value, index, ring, scale, computed, keys, pruning)
     return AttentionResult(found.out, found.lse, index, found.packed, scale)

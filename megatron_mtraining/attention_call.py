@@ -167,7 +167,7 @@ class AttentionCall(NamedTuple):
                 f"the pattern is for blocks of {index.block_size}, but config has {self.config.block_size}: "
                 "give the config that it was selected with"
             )
-        if self.documents is not None and index.documents is None:
+        if self.documents is not None and index.visible is None:
             raise ValueError(
                 "documents are given, but the pattern was selected without: give the same in both"
             )
@@ -308,5 +308,5 @@ def check_index(index: PatternIndex, query: Tensor, cp: CPGroup) -> None:
             f"the index is for {tuple(index.member.shape[:2])} (batch, heads), "
             f"but the query has {tuple(query.shape[1:3])}"
         )
-    if index.documents is not None:
-        index.documents.check(query.shape[1], index.seq_length, query.device)
+    if index.visible is not None:
+        index.visible.check(query.shape[1], index.seq_length, query.device)

@@ -70,7 +70,7 @@ def packed_index(seq_length, batch, heads, block, world, inner, budget, kind, de
     index = random_index(seq_length, batch, heads, block, world, budget, device, inner)
     mask = written_out_mask(index, batch, heads) & together[:, None]
     if not lists:
-        return replace(index, documents=ranges), mask, together.tril()
+        return replace(index, visible=ranges), mask, together.tril()
     num_blocks = index.member.shape[-1]
     blocks = torch.rand(batch, heads, num_blocks, num_blocks, device=device) < 0.4
     own = torch.arange(heads, device=device) % 2 == 0  # every second head has distances and columns
@@ -82,7 +82,7 @@ def packed_index(seq_length, batch, heads, block, world, inner, budget, kind, de
     of_blocks = of_blocks.tril()
     mask = torch.where(own[:, None, None], of_blocks, mask)
     indices = block_lists_of(blocks, distances, columns, seq_length, block, world, inner)
-    return [replace(each, documents=ranges) for each in indices], mask, together.tril()
+    return [replace(each, visible=ranges) for each in indices], mask, together.tril()
 
 
 def check(
@@ -172,7 +172,7 @@ def test_what_is_attended_to_is_counted(seq_length, world, inner, kind):
     assert torch.equal(written_out_mask(index, 2, 3), mask)
     assert torch.equal(index.work().sum((-1, -2)), pairs)
     assert torch.allclose(index.density().double(), pairs / causal[:, None])
-    assert torch.equal(index.documents.pairs(64).sum(-1), causal.double())
+    assert torch.equal(index.visible.pairs(64).sum(-1), causal.double())
     indices, mask, visible = packed_index(*case, True)
     for rank, own in enumerate(indices):
         rows = block_at(torch.arange(own.local_blocks), rank, world, inner)[:, None] * 64
@@ -263,7 +263,7 @@ def test_no_other_document_has_a_say():
     """NaN in one document stays in it, even where blocks hold tokens of both: they are skipped or masked."""
     query, key, value, grad_out = random_operands(256, 1, 2, 1, 64, torch.float64, "cpu")
     index = build_index(torch.ones(1, 2, 4, dtype=torch.bool), torch.zeros(1, 2, 0), 256, 64, 1)
-    index = replace(index, documents=VisibleRanges.from_lengths([128, 128], 256))
+    index = replace(index, visible=VisibleRanges.from_lengths([128, 128], 256))
     before = simulated_ring(query, key, value, grad_out, index, 0.1)
     for tensor in (query, key, value, grad_out):
         tensor[:128] += 1
@@ -277,9 +277,7 @@ def test_no_token_sees_padding():
     it."""
     operands = random_operands(256, 1, 2, 1, 64, torch.float64, "cpu")
     index = build_index(torch.ones(1, 2, 4, dtype=torch.bool), torch.zeros(1, 2, 0), 256, 64, 1)
-    index = replace(
-        index, documents=VisibleRanges.from_cu_seqlens(torch.tensor([0, 128, 256]), 256)
-    )
+    index = replace(index, visible=VisibleRanges.from_cu_seqlens(torch.tensor([0, 128, 256]), 256))
     tokens = [torch.arange(90), torch.arange(128, 188)]
     padding = torch.ones(256, dtype=torch.bool).index_fill(0, torch.cat(tokens), False)
     for tensor in operands[:3]:

@@ -254,7 +254,7 @@ def index_of(case: Case, device: str = "cuda") -> VerticalSlashIndex:
     index = draw_index(case.seq, case.heads, case.share, case.columns, device)
     if case.documents:
         lengths = draw_lengths(case.seq, case.documents)
-        index = replace(index, documents=VisibleRanges.from_lengths(lengths, case.seq, device))
+        index = replace(index, visible=VisibleRanges.from_lengths(lengths, case.seq, device))
     return index
 
 

@@ -79,7 +79,7 @@ def forward(
             place; not read in the first round.
         marks: the marks of the blocks of this round are added to these (:mod:`.marks`), from the share of
             each block in the attention to all keys up to it; None for no marks. The keys of a round come in
-            this order: the query block itself; columns; with packed documents, blocks that need a mask, the
+            this order: the query block itself; columns; with visible ranges, blocks that need a mask, the
             nearest first; the first block that the query block may attend to; all others, the nearest
             first. A key block that is the query block itself or the block before is always marked.
 

@@ -37,7 +37,7 @@ def gpu_of(device: torch.device) -> str:
 def is_faster_in_one_pass(dense: bool, length: int, gpu: str) -> bool:
     """Whether one pass is faster for ``length`` query tokens on a rank, whatever the heads. How much faster
     it is with a pattern depends on the pattern's density, which the host does not know: with few pairs,
-    columns or documents it can be slower."""
+    columns or visible ranges it can be slower."""
     return dense and length >= ONE_PASS_TOKENS[gpu]
 
 

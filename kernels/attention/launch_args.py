@@ -66,7 +66,7 @@ def round_arguments(index: PatternIndex, round_: Round) -> dict[str, Any]:
         BLOCK=index.block_size,
         FIRST=round_.first,
         LISTS=index.has_block_lists,
-        PACKED=index.documents is not None,
+        PACKED=index.visible is not None,
     )
 
 
@@ -101,12 +101,12 @@ def column_splits(index: PatternIndex, num_heads: int, block_n: int) -> int:
     return splits
 
 
-def key_documents(index: PatternIndex, rank: int) -> dict[str, Tensor | None]:
-    """Packed documents as kernels that hold keys take them, for the queries of ``rank``. Without documents
+def key_ranges(index: PatternIndex, rank: int) -> dict[str, Tensor | None]:
+    """Visible ranges as kernels that hold keys take them, for the queries of ``rank``. Without ranges
     None, which compiles to nothing."""
-    if index.documents is None:
+    if index.visible is None:
         return dict(document_starts=None, q_block_bounds=None)
-    local = index.documents.on(rank, index.world, index.inner, index.block_size)
+    local = index.visible.on(rank, index.world, index.inner, index.block_size)
     return dict(document_starts=local.start, q_block_bounds=local.q_block_bounds)
 
 

@@ -57,8 +57,8 @@ def slash_mask(
     mask = index.block_mask(rank)[:, :, blocks][..., k_position // block]
     mask = mask[:, :, rows // block - blocks.start]
     mask = mask & (q_position[:, None] >= k_position[None, :])
-    if index.documents is not None:
-        mask &= (index.documents.start[:, q_position, None] <= k_position)[:, None]
+    if index.visible is not None:
+        mask &= (index.visible.start[:, q_position, None] <= k_position)[:, None]
     return mask
 
 
@@ -71,8 +71,8 @@ def column_mask(index: PatternIndex, rank: int, queries: range) -> Tensor:
     slashes = index.distances()[:, :, None].expand(-1, -1, len(queries), -1)
     in_slash = slashes.gather(-1, distance.clamp(min=0))
     mask = (distance > 0) & ~in_slash & (index.columns < index.seq_length)[:, :, None]
-    if index.documents is not None:
-        start = index.documents.on(rank, index.world, index.inner, index.block_size).start
+    if index.visible is not None:
+        start = index.visible.on(rank, index.world, index.inner, index.block_size).start
         start = start[:, queries.start : queries.stop]
         mask &= start[:, None, :, None] <= index.columns[:, :, None]
     return mask
@@ -361,9 +361,9 @@ def _mark_blocks(
         earlier = torch.logaddexp(earlier, lse[..., None].to(earlier.dtype))
     listed = index.block_mask(round_.rank)
     bounds = None
-    if index.documents is not None:
-        documents = index.documents.on(round_.rank, index.world, index.inner, block)
-        bounds = documents.kv_block_bounds
+    if index.visible is not None:
+        visible = index.visible.on(round_.rank, index.world, index.inner, block)
+        bounds = visible.kv_block_bounds
     for local_block in range(rows.start // block, (rows.stop - 1) // block + 1):
         begin = max(local_block * block - rows.start, 0)
         part = slice(begin, (local_block + 1) * block - rows.start)
@@ -386,12 +386,12 @@ def _mark_blocks(
 def block_order(k_block: Tensor, q_block: int, first_block: int, first_unmasked: int) -> Tensor:
     """The order in which the forward comes to the key blocks of a round, as indices.
 
-    The query block itself; with packed documents, blocks that need a mask, the nearest first; the first block
+    The query block itself; with visible ranges, blocks that need a mask, the nearest first; the first block
     that the query block may attend to; all others, the nearest first.
 
     Args:
         k_block: key blocks, numbers of the sequence.
-        first_block, first_unmasked: ``LocalDocuments.kv_block_bounds``; 0 without documents.
+        first_block, first_unmasked: ``LocalRanges.kv_block_bounds``; 0 without visible ranges.
     """
     distance = q_block - k_block
     group = torch.full_like(k_block, 3)

@@ -94,7 +94,7 @@ def _diagonal_kernel(
         first_row = tl.where(selected, NO_POSITION, first_row)  # [BLOCK]
         r = first + i % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
         r = r // NUM_SELECTION_ROWS * ROWS_PER_STRATUM + r % NUM_SELECTION_ROWS  # [BLOCK_M]
-        # Documents are compared with the keys' positions below, not with the first rows that count.
+        # Visible ranges are compared with the keys' positions below, not with the first rows that count.
         p, row = probabilities_by_key(
             k,
             first_row,

@@ -63,7 +63,7 @@ def probabilities_by_key(
     PREC: tl.constexpr,
 ):
     """Probabilities [BLOCK_N, BLOCK_M] that sampled rows of a head give to keys, 0 where a key is after the
-    row or in another document; and the rows' positions [BLOCK_M]."""
+    row or before the first that it sees; and the rows' positions [BLOCK_M]."""
     row = tl.load(rows_ptr + r, mask=r < num_rows, other=NO_ROW)
     lse = tl.load(lse_ptr + head * num_rows + r, mask=r < num_rows, other=0.0) * LOG2E
     q = load_sampled_queries(q_ptr, r, head, batch_heads, num_rows, D)  # [BLOCK_M, D]

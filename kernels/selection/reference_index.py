@@ -65,7 +65,7 @@ def vertical_slash_lists(
 def vertical_slash_density(
     member: Tensor, column_ptr: Tensor, seq_length: int, block_size: int
 ) -> Tensor:
-    """The share of the causal pairs (of one document) that a vertical-slash pattern has: float32 ``[b, h]``,
+    """The share of the visible pairs that a vertical-slash pattern has: float32 ``[b, h]``,
     rounded once.
 
     Args:

@@ -148,7 +148,7 @@ def positions(length: int, rank: int, world: int, inner: int, block_size: int, d
 
 
 def unseen(sampled_rows: SampledRows, position: Tensor) -> Tensor:
-    """Keys that rows do not see: later keys, and keys of other documents. Broadcasts to ``[b, h, R, k]``;
+    """Keys that rows do not see: later keys, and keys before their ranges. Broadcasts to ``[b, h, R, k]``;
     ``position`` is ``[k]`` or ``[b, h, k]``."""
     later = position[..., None, :] > sampled_rows.rows[:, None]
     if sampled_rows.starts is None:

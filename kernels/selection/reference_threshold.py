@@ -82,7 +82,7 @@ def select_slashes_by_price(
         stratified: whether the rows are spread over the sequence. The last rows see all distances, so that
             their mass at a distance that few rows have would weigh too much: every distance costs the same
             for them.
-        costs: of packed documents, or None.
+        costs: of visible ranges, or None.
 
     Returns:
         slashes: uint8 ``[b, h, NB]``, 1 for the selected distances.
@@ -97,7 +97,7 @@ def select_slashes_by_price(
         block_pairs = costs.seen[:, None]
     mass = (slash_mass - mass_in_columns).clamp(min=0).float()
     value = mass / fixed_point_one / (cost_per_block_pair * block_pairs)
-    if costs is not None:  # no document is as long: not a number would rank before all others
+    if costs is not None:  # no range is as long: not a number would rank before all others
         value = torch.where(block_pairs > 0, value, 0.0)
     in_window = distance < window_blocks
     slashes = in_window | (value >= price[:, None])

@@ -169,9 +169,7 @@ def _slash_kernel(
             )
         # The difference of two sums that are rounded apart may be negative.
         value = tl.maximum(mass, 0).to(tl.float32) / one / (cost_per_block_pair * block_pairs)
-        if (
-            seen_ptr is not None
-        ):  # no document is as long: not a number would rank before all others
+        if seen_ptr is not None:  # no range is as long: not a number would rank before all others
             value = tl.where(block_pairs > 0, value, 0.0)
         selected = (distance < window_blocks) | (value >= price)
         reference = (distance < window_blocks) | (value >= reference_price)

@@ -6,7 +6,7 @@
 - :mod:`.selector`: what a selector is, and how those of a layer are joined;
   :mod:`.selectors`: one for each policy.
 - :mod:`.vertical_slash_index`, :mod:`.block_list_index`: the results, as the kernels read them;
-  :mod:`.packed_density`: their density where documents are packed.
+  :mod:`.visible_density`: their density where queries do not see all keys.
 - :mod:`.search_graph`, :mod:`.captured_search`: searches of short sequences, captured as CUDA graphs.
 - :mod:`.steering`: what changes from step to step.
 """

@@ -27,7 +27,7 @@ from torch import Tensor
 from ..cp_group import CPGroup
 from ..kernels.selection import block_list_offsets, block_lists, vertical_slash_lists
 from ..layout import block_at, inner_size, positions_at
-from . import packed_density
+from . import visible_density
 from .vertical_slash_index import PatternIndex
 
 MAX_LIST_ENTRIES = 2**29 - 1
@@ -98,8 +98,8 @@ class BlockListIndex(PatternIndex):
         What :meth:`.vertical_slash_index.VerticalSlashIndex.work` gives for this rank, and 0 for the
         others: the sum over ranks is the work of all ranks.
         """
-        if self.documents is not None:
-            return packed_density.work(self, [self.rank])
+        if self.visible is not None:
+            return visible_density.work(self, [self.rank])
         block, outer, nb = self.block_size, self.outer, self.local_blocks
         batch, heads, num_blocks = self.member.shape
         counts = self.round_ptr.diff().double().view(outer, batch, heads, nb)
@@ -123,8 +123,8 @@ class BlockListIndex(PatternIndex):
         index's device. The mean over ranks is the density of the whole, but for the last digits: ranks
         have not quite the same number of causal pairs."""
         rows = self._positions().double()
-        if self.documents is not None:
-            every = packed_density.visible_pairs(self, self.rank).sum((-1, -2))
+        if self.visible is not None:
+            every = visible_density.visible_pairs(self, self.rank).sum((-1, -2))
             return (self.work().sum((-1, -2)) / every[:, None]).float()
         return (self.work().sum((-1, -2)) / (rows + 1).sum()).float()
 
@@ -138,8 +138,8 @@ class BlockListIndex(PatternIndex):
         columns = self.columns[batch, head, : int(self.column_ptr[batch, head, -1])].long()
         apart = rows[:, None] // block - columns[None] // block
         mask[:, columns] |= ~self.distances()[batch, head][apart.clamp(min=0)]
-        if self.documents is not None:
-            mask &= keys >= self.documents.start[batch, rows, None]
+        if self.visible is not None:
+            mask &= keys >= self.visible.start[batch, rows, None]
         return mask & (rows[:, None] >= keys[None])
 
     def _positions(self) -> Tensor:
@@ -261,6 +261,6 @@ def pruned_index(index: PatternIndex, kept: Tensor, rank: int, capacity: int) ->
         block_size=index.block_size,
         world=index.world,
         inner=index.inner,
-        documents=index.documents,
+        visible=index.visible,
         rank=rank,
     )

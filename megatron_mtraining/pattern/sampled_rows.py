@@ -35,9 +35,9 @@ class SampledRows:
         stratified: the rows are spread over the sequence; False for its last rows.
         window_blocks: query and key blocks fewer than this apart are in the local window.
         seq_length: N.
-        documents: packed documents: a row sees keys of its own alone. None for one document.
-        starts: int32 ``[b, R]``: where the rows' documents start; None without ``documents``.
-        costs: what slashes and columns add within documents; None without, and where rows are the last.
+        visible: visible ranges of keys; None if rows see all up to their own.
+        starts: int32 ``[b, R]``: the first keys that the rows see; None without ``visible``.
+        costs: what slashes and columns add of visible pairs; None without, and where rows are the last.
         rank, world, inner, block_size: the striped layout of the keys.
         softmax_scale: factor of the scores.
     """
@@ -55,7 +55,7 @@ class SampledRows:
     inner: int
     block_size: int
     softmax_scale: float
-    documents: VisibleRanges | None = None
+    visible: VisibleRanges | None = None
     starts: Tensor | None = None
     costs: Costs | None = None
 
@@ -138,7 +138,7 @@ def gather_sampled_rows(
     cp: CPGroup,
     window_blocks: int,
     softmax_scale: float,
-    documents: VisibleRanges | None = None,
+    visible: VisibleRanges | None = None,
 ) -> SampledRows:
     """The sampled rows on all ranks (:func:`gather_rows`).
 
@@ -161,9 +161,9 @@ def gather_sampled_rows(
             drop_max_stratum=True,
             stratified=True,
         )
-    if documents is not None:
-        kind.update(documents=documents, starts=documents.start[:, row.long()].contiguous())
-        kind.update(costs=documents.costs(block) if kind["stratified"] else None)
+    if visible is not None:
+        kind.update(visible=visible, starts=visible.start[:, row.long()].contiguous())
+        kind.update(costs=visible.costs(block) if kind["stratified"] else None)
     return SampledRows(
         sampled, row, **kind, window_blocks=window_blocks, seq_length=seq_length,
         rank=cp.rank, world=cp.world, inner=cp.inner, block_size=block, softmax_scale=softmax_scale,
@@ -173,7 +173,7 @@ def gather_sampled_rows(
 def _exposed(
     starts: Tensor | None, n: int, sampling: Sampling, block: int, window_blocks: int, sink: int
 ) -> Tensor:
-    """:func:`exposed_rows` of rows whose documents start at ``starts``, ``[b, N]``."""
+    """:func:`exposed_rows` of rows that see keys from ``starts`` on, ``[b, N]``."""
     rows = rows_of(sampling, n, "cpu" if starts is None else starts.device)
     if not isinstance(sampling, LastRowsSampling):
         rows = rows.view(-1, sampling.rows)[:, -sampling.held_out_rows :].flatten()
@@ -189,15 +189,13 @@ def _exposed_alone(n: int, *of_pattern) -> float:
 
 def exposed_rows(sample: SampledRows, config: MTrainingConfig) -> float | Tensor:
     """The share of the rows that measure recall from which a pattern can take attention: those that see keys
-    beyond the local window and the sinks, which are always kept. A number, or with documents float32 ``[b]``,
+    beyond the local window and the sinks, which are always kept. A number, or with ranges float32 ``[b]``,
     computed once for all layers."""
     of_pattern = config.sampling, config.block_size, sample.window_blocks, config.sink
-    documents = sample.documents
-    if documents is None:
+    visible = sample.visible
+    if visible is None:
         return _exposed_alone(sample.seq_length, *of_pattern)
-    return documents.once(
-        of_pattern, lambda: _exposed(documents.start, sample.seq_length, *of_pattern)
-    )
+    return visible.once(of_pattern, lambda: _exposed(visible.start, sample.seq_length, *of_pattern))
 
 
 def sampled_lse(sample: SampledRows, key: Tensor, cp: CPGroup) -> Tensor:

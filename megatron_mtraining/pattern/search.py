@@ -36,7 +36,7 @@ def search_pattern(
     *,
     head_policies: Sequence[Policy] | None = None,
     price: Tensor | None = None,
-    documents: VisibleRanges | None = None,
+    visible: VisibleRanges | None = None,
     gather_keys: Callable[[VerticalSlashIndex], Tensor] | None = None,
 ) -> VerticalSlashIndex | BlockListIndex:
     """The pattern of one attention call, from its own queries and keys.
@@ -52,7 +52,7 @@ def search_pattern(
             than the sequence has are cut to it.
         price: float32 ``[]``, or ``[h]``, in place of the price of ``config``; heads with another price of
             their own keep its ratio to that.
-        documents: packed documents of the whole sequence; None for one document.
+        visible: of the whole sequence, which keys a query sees; None if all up to its own.
         gather_keys: returns the keys of an index's columns, ``[b, h, C, d]``, of all ranks: attention needs
             them too, so they are sent just once. Not called by all selectors.
 
@@ -73,15 +73,15 @@ def search_pattern(
         index = full_index(
             batch, num_heads, seq_length, config.block_size, cp.world, cp.inner, query.device
         )
-        return replace(index, documents=documents, is_dense=documents is None)
+        return replace(index, visible=visible, is_dense=visible is None)
     prices = _prices(config, policies, price, query.device)
-    graphs = None if documents is not None else SearchGraphs.of_stream(query, key, cp.world)
+    graphs = None if visible is not None else SearchGraphs.of_stream(query, key, cp.world)
     if graphs is not None:
         kind = SearchKind.of(query, key, config, cp, softmax_scale, own)
         graph = graphs.get(kind)
         if graph is not None:
             return graph(query, key, config, cp, prices)
-    sample = _sample(query, config, cp, softmax_scale, documents)
+    sample = _sample(query, config, cp, softmax_scale, visible)
     if graphs is not None and all(selector_of(each).is_captured(cp.world) for each in policies):
 
         def search(sample: SampledRows, key: Tensor, prices: Tensor, cp: CPGroup):
@@ -136,14 +136,14 @@ def _sample(
     config: MTrainingConfig,
     cp: CPGroup,
     softmax_scale: float,
-    documents: VisibleRanges | None = None,
+    visible: VisibleRanges | None = None,
 ) -> SampledRows:
     """Arguments as for :func:`search_pattern`."""
     # From the first query of a block, the window's farthest key is a block further than from its last.
     seq_length = len(query) * cp.world
     num_blocks = -(-seq_length // config.block_size)
     window_blocks = min(num_blocks, -(-config.window // config.block_size) + 1)
-    return gather_sampled_rows(query, config, cp, window_blocks, softmax_scale, documents)
+    return gather_sampled_rows(query, config, cp, window_blocks, softmax_scale, visible)
 
 
 def _call(

@@ -11,7 +11,7 @@ graph reads, a few MB, and copies the index to new memory, in one launch. The gr
 memory, and run one after the other. Collectives are not captured: a collective ends a graph and begins the
 next one. So ranks that replay and ranks that launch kernel by kernel run the same collectives.
 
-These searches are not captured: with packed documents; by selectors that a graph cannot hold
+These searches are not captured: with visible ranges; by selectors that a graph cannot hold
 (``Selector.is_captured``); on a stream that is being captured. ``MTRAINING_SEARCH_GRAPH`` in the environment
 chooses: ``0`` captures none, ``1`` all others; without it those of one rank are captured, as replays between
 collectives of several GPUs are not measured yet, and none with ``CUDA_LAUNCH_BLOCKING=1``.

@@ -215,8 +215,8 @@ def index_of(selected: Selected, call: SelectorCall) -> VerticalSlashIndex | Blo
             capacity=_capacity(pattern),
         )  # fmt: skip
     exposed = exposed_rows(call.sample, call.config)
-    documents = call.sample.documents
-    return replace(index, metrics=selected.metrics, exposed=exposed, documents=documents)
+    visible = call.sample.visible
+    return replace(index, metrics=selected.metrics, exposed=exposed, visible=visible)
 
 
 def _capacity(pattern: Pattern) -> int | None:

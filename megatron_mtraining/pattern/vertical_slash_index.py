@@ -30,7 +30,7 @@ from torch import Tensor
 from ..kernels.selection import vertical_slash_density, vertical_slash_lists
 from ..layout import block_at, inner_size, owner_of
 from ..visibility import VisibleRanges
-from . import packed_density
+from . import visible_density
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class PatternIndex(ABC):
         exposed: the share of the held-out rows that could have lost attention
             (:func:`.sampled_rows.exposed_rows`), a number or float32 ``[b]``: what the recall weighs. The
             others have recall 1 with any pattern.
-        documents: packed ones, to which attention keeps as well: what the index has beside that is not
-            attended to. None for one document.
-        is_dense: whether the host knows that every query attends to all keys up to its own, in one document.
+        visible: visible ranges, to which attention keeps as well: what the index has beside that is not
+            attended to. None if queries see all keys up to their own.
+        is_dense: whether the host knows that every query sees and attends to all keys up to its own.
     """
 
     has_block_lists: ClassVar[bool]
@@ -70,7 +70,7 @@ class PatternIndex(ABC):
     inner: int
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     exposed: float | Tensor = 1.0
-    documents: VisibleRanges | None = None
+    visible: VisibleRanges | None = None
     is_dense: bool = False
 
     @property
@@ -92,7 +92,7 @@ class PatternIndex(ABC):
 
     @abstractmethod
     def density(self) -> Tensor:
-        """Share of their causal pairs (of one document) that is attended: float32 ``[b, h]``."""
+        """Share of their visible pairs that is attended: float32 ``[b, h]``."""
 
     @abstractmethod
     def token_mask(self, batch: int, head: int) -> Tensor:
@@ -190,8 +190,8 @@ class VerticalSlashIndex(PatternIndex):
         In round ``o``, queries take the keys ``o`` blocks before them, modulo the number of rounds O, and the
         columns, of all ranks, of the heads h with ``h * O // H == o``.
         """
-        if self.documents is not None:
-            return packed_density.work(self, range(self.world))
+        if self.visible is not None:
+            return visible_density.work(self, range(self.world))
         block, outer = self.block_size, self.outer
         num_blocks, heads = self.member.shape[-1], self.member.shape[1]
         # slash[o, i]: key blocks that query block i sees in round o.
@@ -217,13 +217,13 @@ class VerticalSlashIndex(PatternIndex):
         return work.transpose(-1, -2)
 
     def density(self) -> Tensor:
-        """Share of the causal pairs (of one document) that is attended: float32 ``[b, h]``, on the index's
+        """Share of the visible pairs that is attended: float32 ``[b, h]``, on the index's
         device.
 
         The sum of :meth:`work`, in one launch whatever the number of ranks.
         """
-        if self.documents is not None:
-            return packed_density.density(self)
+        if self.visible is not None:
+            return visible_density.density(self)
         return vertical_slash_density(
             self.member, self.column_ptr, self.seq_length, self.block_size
         )
@@ -236,8 +236,8 @@ class VerticalSlashIndex(PatternIndex):
         mask = distances[(block[:, None] - block[None, :]).clamp(min=0)]
         count = int(self.column_ptr[batch, head, -1])
         mask[:, self.columns[batch, head, :count].long()] = True
-        if self.documents is not None:
-            mask = mask & (position >= self.documents.start[batch, :, None])
+        if self.visible is not None:
+            mask = mask & (position >= self.visible.start[batch, :, None])
         return mask & (position[:, None] >= position[None, :])
 
 
@@ -316,7 +316,7 @@ def index_of_diagonals(
 def full_index(
     batch: int, heads: int, seq_length: int, block_size: int, world: int, inner: int, device
 ) -> VerticalSlashIndex:
-    """The index that keeps every pair: dense causal attention, to one document."""
+    """The index that keeps every pair: dense causal attention."""
     num_blocks = -(-seq_length // block_size)
     distances = torch.ones(batch, heads, num_blocks, dtype=torch.bool, device=device)
     columns = torch.zeros(batch, heads, 0, dtype=torch.int64, device=device)

@@ -6,7 +6,7 @@ the keys up to them (:func:`..kernels.attention.forward`). After its last round 
 until the backward. Block lists of the blocks with a mark replace the pattern there, and small terms of the
 gradient are left out. The marks depend on query and key alone, up to the end of the query block: a block
 stays for all of its queries if one asks for it, so the gradient of a query depends on later queries of its
-block. With packed documents the marks depend on the lengths of all documents, later ones too
+block. With packed documents the marks depend on the lengths of all, later ones too
 (:func:`least_share`). Other later tokens change nothing here.
 
 Published relatives: SUS backprop (arXiv 2505.15080) drops single weights and samples them.
@@ -24,7 +24,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..kernels import attention as kernels
 from ..layout import block_at
-from ..pattern import packed_density
+from ..pattern import visible_density
 from ..pattern.block_list_index import MAX_LIST_ENTRIES, BlockListIndex, pruned_index
 from ..pattern.vertical_slash_index import PatternIndex
 
@@ -36,7 +36,7 @@ class BackwardPruning:
     Attributes:
         threshold: a block is kept if some query gives it at least ``threshold`` times the attention that it
             would have if each query's attention were even over the mean number of visible keys, ``(N + 1) /
-            2`` for one document. Positive.
+            2`` in causal attention. Positive.
         observe: called once a backward with the density of what is kept, float32 ``[b, h]``, and the share of
             attention in what is not, the mean over this rank's queries, float32 ``[b, h]``.
 
@@ -87,7 +87,7 @@ class PrunedPattern:
         kept = kernels.unpack_marks(packed, num_blocks)
         self.index = pruned_index(index, kept, rank, most_entries(index, rank))
         # A byte a pair of blocks, which nothing else needs longer.
-        self._kept = kept if self._observe is not None and index.documents is not None else None
+        self._kept = kept if self._observe is not None and index.visible is not None else None
 
     def new_attended(self, lse: Tensor) -> Tensor | None:
         """Memory for the share of attention that the gradient of queries sums; None if nobody asks."""
@@ -100,21 +100,21 @@ class PrunedPattern:
         if self._kept is None:
             density = self.index.density()
         else:  # the lists' own takes a kernel for each head and round
-            density = packed_density.pruned_density(self._full, self._kept, self._rank)
+            density = visible_density.pruned_density(self._full, self._kept, self._rank)
         # Rounding may leave a sum above 1.
         self._observe(density, (1 - attended.mean(-1)).clamp(min=0))
 
 
 def least_share(index: PatternIndex, threshold: float) -> Tensor:
-    """The share from which a block is kept: float32 ``[b]``, from the mean of all documents of a batch entry.
+    """The share from which a block is kept: float32 ``[b]``, from the mean of visible keys of a batch entry.
     It reads nothing on the host."""
     batch, device = index.member.shape[0], index.member.device
     even = threshold * index.block_size
-    if index.documents is None:
+    if index.visible is None:
         visible = (index.seq_length + 1) / 2
         return torch.full((batch,), even / visible, dtype=torch.float32, device=device)
     position = torch.arange(index.seq_length, device=device)
-    return even / (position + 1 - index.documents.start).float().mean(-1)
+    return even / (position + 1 - index.visible.start).float().mean(-1)
 
 
 def most_entries(index: PatternIndex, rank: int) -> int:

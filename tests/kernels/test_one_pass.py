@@ -289,7 +289,7 @@ def test_only_an_index_of_everything_is_dense():
         config = MTrainingConfig.from_options(block_size=64, window=64, sample_strata=16, **options)
         index = search_pattern(query, key, config, CPGroup(None), 0.1)
         assert index.is_dense == dense, options
-        index = search_pattern(query, key, config, CPGroup(None), 0.1, documents=documents)
+        index = search_pattern(query, key, config, CPGroup(None), 0.1, visible=documents)
         assert not index.is_dense
     pruned = pruned_index(
         full_index(1, 4, 256, 64, 1, 1, "cpu"),

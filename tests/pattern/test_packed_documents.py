@@ -58,7 +58,7 @@ def test_recall_is_of_attention_to_visible_keys(policy, window):
     if "estimator" not in policy:
         rows = dict(sample_strata=24, sample_rows=4, held_out_rows=3)
     config = MTrainingConfig.from_options(**policy, **rows, window=64, block_size=BLOCK)
-    index = search_pattern(query, key, config, CPGroup(None), 0.125, documents=documents)
+    index = search_pattern(query, key, config, CPGroup(None), 0.125, visible=documents)
     held = stratified_rows(SEQ, 24, 4).view(24, 4)[:, 1:].flatten() if rows else last_rows(SEQ, 64)
     p = probabilities(query, key, held, documents.start, 0.125)
     masks = written_out_mask(index, 1, query.shape[2])[:, :, held]
@@ -79,7 +79,7 @@ def test_short_documents_expose_no_rows():
     query, key = operands()
     config = MTrainingConfig.from_options(price=1e4, window=64, block_size=BLOCK, sample_strata=32)
     documents = VisibleRanges.from_lengths([[BLOCK] * (SEQ // BLOCK)], SEQ)
-    index = search_pattern(query, key, config, CPGroup(None), 0.125, documents=documents)
+    index = search_pattern(query, key, config, CPGroup(None), 0.125, visible=documents)
     assert index.exposed.tolist() == [0]
     torch.testing.assert_close(index.recall, torch.ones_like(index.recall))
 
@@ -98,7 +98,7 @@ def test_what_other_documents_hold_changes_no_mass(policy):
         other = key.clone()
         other[:384] *= far
         query[:384] = 0
-        index = search_pattern(query, other, config, CPGroup(None), 0.125, documents=documents)
+        index = search_pattern(query, other, config, CPGroup(None), 0.125, visible=documents)
         found.append(written_out_mask(index, 1, query.shape[2])[:, :, 384:])
     assert torch.equal(*found)
 
@@ -243,9 +243,9 @@ def test_a_cap_counts_slashes_that_documents_have():
         sample_strata=32,
         sample_rows=2,
     )
-    index = search_pattern(query, key, config, CPGroup(None), 0.125, documents=documents)
+    index = search_pattern(query, key, config, CPGroup(None), 0.125, visible=documents)
     free = replace(config, policy=replace(config.policy, slash_cap=None))
-    every = search_pattern(query, key, free, CPGroup(None), 0.125, documents=documents)
+    every = search_pattern(query, key, free, CPGroup(None), 0.125, visible=documents)
     assert every.distances()[..., 2:4].all(), "documents have four blocks"
     assert (index.distances()[..., 2:4].sum(-1) == 1).all()
 
@@ -265,7 +265,7 @@ def test_columns_are_kept_at_the_same_price_as_slashes(monkeypatch):
         return original(sample, keys, positions, values, least, *rest)
 
     monkeypatch.setattr(price, "slash_mass_in_columns", seen)
-    search_pattern(query, key, config, CPGroup(None), 0.125, documents=documents)
+    search_pattern(query, key, config, CPGroup(None), 0.125, visible=documents)
     (values, least), factor = given[0], float(documents.costs(BLOCK).factor)
     kept = values.view(torch.float32)[(values > 0) & (values < SINK)]
     assert factor == pytest.approx(4, rel=0.01) and len(kept) and kept.min() >= least * factor

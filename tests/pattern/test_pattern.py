@@ -283,7 +283,7 @@ def test_lists_of_moba_fit_what_is_allocated_for_them(sink, window, packed):
     query, key = (torch.randn(2048, 2, h, 32) for h in (4, 2))
     documents = VisibleRanges.from_lengths([700, 1000, 348], 2048) if packed else None
     config = MTrainingConfig(policy=MobaPolicy(top_k=3), sink=sink, window=window)
-    index = search_pattern(query, key, config, CPGroup(None), 0.125, documents=documents)
+    index = search_pattern(query, key, config, CPGroup(None), 0.125, visible=documents)
     entries = int(index.round_ptr[-1])
     assert 0 < entries <= len(index.round_list) == len(index.rank_list)
     assert int(index.block_mask(0).sum()) == entries

@@ -303,5 +303,5 @@ def test_recall_of_few_rows_whose_mass_is_at_one_distance(rows):
     for seed in range(8):
         torch.manual_seed(seed)
         query, key = torch.randn(1024, 1, 8, 64) * 4, torch.randn(1024, 1, 8, 64)
-        found = search_pattern(query, key, config, CPGroup(None), 64**-0.5, documents=documents)
+        found = search_pattern(query, key, config, CPGroup(None), 64**-0.5, visible=documents)
         assert found.recall.min() >= 0 and found.recall.max() <= 1 + 1e-5

@@ -456,7 +456,7 @@ def test_searches_that_are_launched_kernel_by_kernel(searches):
         starts = torch.zeros(1, 1024, dtype=torch.int32, device="cuda")
         starts[:, 400:] = 400
         documents = VisibleRanges(starts)
-        search_pattern(query, key, CONFIG, CPGroup(None), SCALE, documents=documents)
+        search_pattern(query, key, CONFIG, CPGroup(None), SCALE, visible=documents)
         blocks = MTrainingConfig.from_options(policy="moba", block_top_k=3)
         search_pattern(query, key, blocks, CPGroup(None), SCALE)
     assert not searches.replayed

@@ -305,7 +305,7 @@ def test_packed_documents_have_their_own_mean():
     index = random_index(BLOCK * 6, 2, 1, BLOCK, 1, "all", "cpu")
     starts = torch.zeros(2, BLOCK * 6, dtype=torch.int32)
     starts[1, BLOCK * 2 :] = BLOCK * 2
-    found = least_share(replace(index, documents=VisibleRanges(starts)), 3.0)
+    found = least_share(replace(index, visible=VisibleRanges(starts)), 3.0)
     visible = [(torch.arange(BLOCK * 6) - start + 1).float().mean() for start in starts]
     assert torch.allclose(found, torch.tensor([3.0 * BLOCK / each for each in visible]))
     assert torch.allclose(found[0], least_share(index, 3.0)[0])
@@ -348,7 +348,7 @@ def test_density_of_packed_documents(budget, lists):
     operands = peaked(BLOCK * 9, 2, (3, 1), 64, torch.float64)
     index = with_documents(random_index(BLOCK * 9, 2, 3, BLOCK, 1, budget, "cpu"))
     if lists:
-        index = replace(as_lists(index)[0], documents=index.documents)
+        index = replace(as_lists(index)[0], visible=index.visible)
     leaves = [t.clone().requires_grad_() for t in operands[:3]]
     told: list = []
     pruning = BackwardPruning(HIGH_THRESHOLD, lambda *both: told.append(both))

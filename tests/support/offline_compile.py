@@ -160,7 +160,7 @@ def launch_all(
     else:
         index = build_index(distances, positions, LENGTH, BLOCK, 2, inner)
     if packed:
-        index = replace(index, documents=VisibleRanges.from_lengths([300, LENGTH - 300], LENGTH))
+        index = replace(index, visible=VisibleRanges.from_lengths([300, LENGTH - 300], LENGTH))
 
     marks = new_marks((1, HEADS, blocks // 2, blocks), torch.ones(1)) if pruned else None
     local = LENGTH // 2

@@ -44,8 +44,8 @@ def order_of(index, batch, q_block, head, heads):
     """
     block, outer = index.block_size, index.outer
     first = unmasked = 0
-    if index.documents is not None:
-        starts = index.documents.start[batch, q_block * block : (q_block + 1) * block]
+    if index.visible is not None:
+        starts = index.visible.start[batch, q_block * block : (q_block + 1) * block]
         first, unmasked = int(starts.min()) // block, -(-int(starts.max()) // block)
     order = []
     for round_ in range(outer):
@@ -181,21 +181,21 @@ def moved(index):
         index.distances().cuda(), index.columns.cuda(), index.seq_length, index.block_size,
         index.world, index.inner,
     )  # fmt: skip
-    return with_documents(found, "cuda") if index.documents is not None else found
+    return with_documents(found, "cuda") if index.visible is not None else found
 
 
 def on_device(index, device):
     """The index with all that it holds on a device."""
     tensors = {n: v.to(device) for n, v in vars(index).items() if isinstance(v, torch.Tensor)}
     found = replace(index, **tensors)
-    return with_documents(found, device) if index.documents is not None else found
+    return with_documents(found, device) if index.visible is not None else found
 
 
 def over_ranks(index, world, inner):
     """The index for another number of ranks, which decides about rounds, and so about the order of keys."""
     pattern = index.distances(), index.columns, index.seq_length, index.block_size
     found = build_index(*pattern, world, inner)
-    return with_documents(found) if index.documents is not None else found
+    return with_documents(found) if index.visible is not None else found
 
 
 def with_documents(index, device="cpu"):
@@ -204,7 +204,7 @@ def with_documents(index, device="cpu"):
     starts = torch.zeros(batch, index.seq_length, dtype=torch.int32, device=device)
     cut = index.seq_length // 3
     starts[:, cut:] = cut
-    return replace(index, documents=VisibleRanges(starts))
+    return replace(index, visible=VisibleRanges(starts))
 
 
 @dataclass

@@ -128,7 +128,7 @@ def column_operands(device, packed: bool) -> ColumnOperands:
     if packed:
         documents = VisibleRanges.from_lengths([[60, 1, 300, 139], [500]], 500, device)
         starts = documents.start[:, rows.rows.long()].contiguous()
-        rows = replace(rows, documents=documents, starts=starts, costs=documents.costs(64))
+        rows = replace(rows, visible=documents, starts=starts, costs=documents.costs(64))
     lse = reference_masses.merge_lse(reference_masses.partial_lse(rows, key))
     positions = torch.stack([torch.randperm(500)[:70] for _ in range(8)]).view(2, 4, 70).int()
     positions[0, 0, 9:] = 500

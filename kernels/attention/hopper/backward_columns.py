@@ -20,7 +20,6 @@ from .key_common import (
     QueryDescriptors,
     TileLoader,
     allocate_tiles,
-    document_arguments,
     key_descriptors,
     key_start,
     key_step,
@@ -29,6 +28,7 @@ from .key_common import (
     no_gradients,
     put_aside,
     query_descriptors,
+    range_arguments,
 )
 from .masks import DOCUMENT, PER_KEY
 from .query_sums import QueryAdder
@@ -50,7 +50,7 @@ class ColumnTile:
     @gluon.jit
     def mask(self, inside, q_block):
         """0 for the columns that local query block ``q_block`` attends to as columns, -inf for the others. Of
-        packed documents their positions, and -1."""
+        visible ranges their positions, and -1."""
         distance = block_at(q_block, self.rank, self.world, self.inner) - self.block
         seen = inside & (distance > 0)
         covered = gl.load(self.member + distance, mask=seen, other=1)
@@ -182,7 +182,7 @@ def _column_kernel(
     q_desc, grad_out_desc, k_desc, v_desc, lse_desc, delta_desc, dk_ptr, dv_ptr,
     # The queries' gradient, to add to; or None
     dq_desc,
-    # The index, and packed documents
+    # The index, and visible ranges
     member, columns, column_ptr, starts_desc, q_block_bounds,
     ptr_len, column_len, local_blocks, softmax_scale, rank, world, inner,
     HEADS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
@@ -206,7 +206,7 @@ def _column_kernel(
     first_q_block = first_q_block // world + split
     end_q_block = local_blocks
     if PACKED:
-        # Nor does one after the last one's document.
+        # Nor does one after the last that sees the last one.
         last = (
             gl.load(columns + gl.minimum(first + BLOCK, end) - 1, mask=first < end, other=0)
             // BLOCK
@@ -287,7 +287,7 @@ def backward_columns(
         member=index.member,
         columns=index.columns,
         column_ptr=index.column_ptr,
-        **document_arguments(index, rank),
+        **range_arguments(index, rank),
         ptr_len=index.column_ptr.shape[-1],
         column_len=num_columns,
         local_blocks=index.local_blocks,
@@ -300,7 +300,7 @@ def backward_columns(
         BLOCK=block,
         STAGES=3,
         SPLITS=splits,
-        PACKED=index.documents is not None,
+        PACKED=index.visible is not None,
         BY_HEAD=by_head,
         CHAIN=chain_tiles(cdiv(index.local_blocks, splits) * (block // BLOCK_M)),
         num_warps=4,

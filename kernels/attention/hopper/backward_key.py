@@ -24,10 +24,10 @@ from ..portable.columns import invert_columns
 from .key_common import (
     QueryDescriptors,
     allocate_tiles,
-    document_arguments,
     key_descriptors,
     line_descriptors,
     query_descriptors,
+    range_arguments,
 )
 from .key_gradients import KeyResults, attend
 from .key_walk import RankIndex, add_sums, load_queries
@@ -74,7 +74,7 @@ def _key_kernel(
     dq_desc,
     # Results, and the columns' gradients: see KeyResults
     dk_ptr, dv_ptr, partial_ptr, column_dk, column_dv, column_entries, turns_ptr,
-    # The index, and packed documents: the ranks of the keys and of the queries
+    # The index, and visible ranges: the ranks of the keys and of the queries
     slash_ptr, slash_list, starts_desc, q_block_bounds, kv_rank, query_rank, world, inner,
     stride_n, stride_b, stride_h,
     ptr_len, list_len, column_len, key_len, local_blocks, softmax_scale,
@@ -267,7 +267,7 @@ def backward_key(
         if one_launch:
             shape = (batch * kv_heads, index.local_blocks, 2)
             turns = torch.zeros(shape, dtype=torch.int32, device=query.device)
-    packed = index.documents is not None
+    packed = index.visible is not None
     # A chain ends past the diagonal tiles.
     chain = chain_tiles(2 * index.local_blocks * group, 4 * group)
     for each in launches:
@@ -289,7 +289,7 @@ def backward_key(
             turns_ptr=turns if shared else None,
             slash_ptr=index.rank_ptr,
             slash_list=index.rank_list,
-            **document_arguments(index, ring_step.rank),
+            **range_arguments(index, ring_step.rank),
             kv_rank=ring_step.source if packed else None,
             query_rank=ring_step.rank if packed else None,
             world=index.world if packed else None,

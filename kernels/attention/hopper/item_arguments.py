@@ -48,11 +48,11 @@ def item_arguments(
     num_items: int,
     softmax_scale: float,
 ) -> dict[str, Any]:
-    """Arguments of both kernels: the pattern of a round and its documents, the layout of its keys, sizes, and
+    """Arguments of both kernels: the pattern of a round and its ranges, the layout of its keys, sizes, and
     options of the compiler."""
     document_starts, kv_block_bounds = None, None
-    if index.documents is not None:
-        local = index.documents.on(round_.rank, index.world, index.inner, index.block_size)
+    if index.visible is not None:
+        local = index.visible.on(round_.rank, index.world, index.inner, index.block_size)
         document_starts, kv_block_bounds = local.start_f32, local.kv_block_bounds
     return dict(
         **round_arguments(index, round_),

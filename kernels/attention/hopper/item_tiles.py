@@ -107,7 +107,7 @@ class QueryTiles:
 @aggregate
 class KeyMasks:
     """``RoundIndex.tile_mask`` of the tiles that have one: the first of an item, columns, and tiles that the
-    bounds of documents cut."""
+    bounds of visible ranges cut."""
 
     buffers: SharedMemory  # float32 [2 * STAGES, BLOCK_N]
     kv_blocks: SharedMemory | gl.constexpr  # int32 [2 * STAGES, 1], of every tile, or None

@@ -61,12 +61,12 @@ def line_descriptors(lse: Tensor, delta: Tensor) -> dict[str, TensorDescriptor]:
     return dict(lse_desc=line_descriptor(lse, width), delta_desc=line_descriptor(delta, width))
 
 
-def document_arguments(index: PatternIndex, rank: int) -> dict[str, Any]:
-    """Arguments of both kernels: where the documents of the query rows of ``rank`` start, and which query
+def range_arguments(index: PatternIndex, rank: int) -> dict[str, Any]:
+    """Arguments of both kernels: the first keys that the query rows of ``rank`` see, and which query
     blocks see each key block."""
-    if index.documents is None:
+    if index.visible is None:
         return dict(starts_desc=None, q_block_bounds=None)
-    local = index.documents.on(rank, index.world, index.inner, index.block_size)
+    local = index.visible.on(rank, index.world, index.inner, index.block_size)
     starts = line_descriptor(local.start_f32[:, None], BLOCK_M.value)
     return dict(starts_desc=starts, q_block_bounds=local.q_block_bounds)
 
@@ -79,7 +79,7 @@ class QueryDescriptors:
     grad_out: Descriptor
     lse: Descriptor
     delta: Descriptor
-    starts: Descriptor  # None unless documents are packed
+    starts: Descriptor  # None without visible ranges
 
 
 @aggregate
@@ -114,7 +114,7 @@ class QueryTiles:
     q_full: Barriers  # queries, lse and starts have landed
     grad_out_full: Barriers  # grad_out and delta have landed
     empty: Barriers  # both warpgroups have released the tile
-    starts: SharedMemory  # float32 [STAGES, 1, BLOCK_M]: starts of the rows' documents
+    starts: SharedMemory  # float32 [STAGES, 1, BLOCK_M]: the first keys that rows see
     D: gl.constexpr
     STAGES: gl.constexpr
     PACKED: gl.constexpr

@@ -53,7 +53,7 @@ def attend(
     D: gl.constexpr = resident.D
     layouts = make_layouts(D)
     scale = softmax_scale * LOG2E
-    # A tile that documents cut is rare, but where it is in the walk differs: all are masked.
+    # A tile that ranges cut is rare, but where it is in the walk differs: all are masked.
     MASK: gl.constexpr = DOCUMENT if PACKED else UNMASKED
     DIAGONAL_MASK: gl.constexpr = CAUSAL_DOCUMENT if PACKED else CAUSAL
     position = 0.0

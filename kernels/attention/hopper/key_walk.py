@@ -61,7 +61,7 @@ class RankIndex:
     @gluon.jit
     def block_distances(self, head_ptr, head_list, apart: gl.constexpr, kv_block, end_q_block):
         """The part of a head's list that has the query blocks which attend to ``kv_block``, from ``low`` to
-        ``high``, and the query block of the quotient 0. From ``end_q_block`` on, packed documents hide it, or
+        ``high``, and the query block of the quotient 0. From ``end_q_block`` on, visible ranges hide it, or
         it is for another chunk."""
         skipped = 0
         if self.LISTS:

@@ -21,7 +21,7 @@ class ItemKeys:
 
     slash_tiles: Scalar
     columns: Scalar
-    unmasked_tiles: Scalar  # of the slash tiles, the first ones, which need no mask of documents
+    unmasked_tiles: Scalar  # of the slash tiles, the first ones, which all rows see whole
     first_column: Scalar  # in its head's list
     first_unmasked: Scalar  # with marks: which of the slash tiles without a mask comes first
 
@@ -73,7 +73,7 @@ class RoundIndex:
     column_ptr: Pointer  # [b * h, ptr_len]: prefix counts of columns, by block
     columns: Pointer  # [b * h, column_len]: positions, ascending
     member: Pointer  # [b * h, ptr_len - 1]: whether a block distance is among the head's slashes
-    kv_block_bounds: Pointer  # [b, 2, local_blocks]: LocalDocuments.kv_block_bounds
+    kv_block_bounds: Pointer  # [b, 2, local_blocks]: LocalRanges.kv_block_bounds
     marks: Pointer  # BlockMarks.words, or None
     ptr_len: Scalar
     list_len: Scalar
@@ -271,8 +271,8 @@ class ItemIndex:
 
     @gluon.jit
     def tile_mask(self, index, start, item_keys, j):
-        """What masks the keys of the item's tile j, [BLOCK]: 0 or -inf, to add to their scores. Of packed
-        documents their positions, to compare with the starts of the rows' documents; -1 for a masked key.
+        """What masks the keys of the item's tile j, [BLOCK]: 0 or -inf, to add to their scores. Of visible
+        ranges their positions, to compare with the first keys that rows see; -1 for a masked key.
 
         A column is masked where a slash covers it already (``tiles.column_tile``).
         """

@@ -28,7 +28,7 @@ from ...common.tiles import (
 )
 from ...types import PatternIndex
 from .. import launch_args
-from ..launch_args import column_splits, key_documents
+from ..launch_args import column_splits, key_ranges
 from .query_tiles import add_tile, put_aside, query_tile
 
 
@@ -43,7 +43,7 @@ def _column_kernel(
     delta_ptr,  # [b, h, s]
     dk_ptr,  # [b, h, SPLITS, C, d] float32
     dv_ptr,
-    # The pattern (types.PatternIndex), and packed documents or None
+    # The pattern (types.PatternIndex), and visible ranges or None
     member,
     columns,
     column_ptr,
@@ -106,7 +106,7 @@ def _column_kernel(
     first_q_block = tl.load(columns + first) // BLOCK // world + split
     end_q_block = local_blocks
     if PACKED:
-        # Nor does one after the last column's document.
+        # Nor does one after the last that sees the last column.
         document_starts += batch * query_len
         q_block_bounds += (2 * batch + 1) * local_blocks * world
         end_q_block = blocks_before(
@@ -192,7 +192,7 @@ def backward_columns(
         member=index.member,
         columns=index.columns,
         column_ptr=index.column_ptr,
-        **key_documents(index, rank),
+        **key_ranges(index, rank),
         ptr_len=index.column_ptr.shape[-1],
         column_len=num_columns,
         local_blocks=index.local_blocks,
@@ -202,7 +202,7 @@ def backward_columns(
         HEADS=heads,
         BLOCK=index.block_size,
         D=dim,
-        PACKED=index.documents is not None,
+        PACKED=index.visible is not None,
         EVEN=length % index.block_size == 0,
         PREC=precision_for(query),
         SPLITS=splits,

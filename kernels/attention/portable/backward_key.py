@@ -32,7 +32,7 @@ from ..launch_args import (
     BLOCK_DISTANCES,
     block_distances,
     chain_tiles,
-    key_documents,
+    key_ranges,
     partial_sums,
 )
 from .query_tiles import add_tile, put_aside, query_tile
@@ -53,7 +53,7 @@ def _key_kernel(
     partial_dv_ptr,
     column_dk_ptr,  # [b, h, SPLITS, C, d] float32, read if COLUMNS
     column_dv_ptr,
-    # The pattern by key rank (types.PatternIndex); packed documents and the queries' rank, or None
+    # The pattern by key rank (types.PatternIndex); visible ranges and the queries' rank, or None
     slash_ptr,
     slash_list,
     columns,
@@ -147,7 +147,7 @@ def _key_kernel(
         position = block * BLOCK + part * BLOCK_N + offs_n  # [BLOCK_N]
         document_starts += batch * query_len
         q_block_bounds += 2 * batch * local_blocks * world + block
-        # Query blocks before end_unmasked need no document mask; from end_q_block on they attend to nothing.
+        # Query blocks before end_unmasked see it whole; from end_q_block on they attend to nothing.
         end_unmasked = blocks_before(tl.load(q_block_bounds), query_rank, world, inner)
         end_q_block = blocks_before(
             tl.load(q_block_bounds + local_blocks * world), query_rank, world, inner
@@ -326,8 +326,8 @@ def backward_key(
         slash_list=index.rank_list,
         ptr_len=index.rank_ptr.shape[-1],
         list_len=index.list_strides[1],
-        **key_documents(index, ring_step.rank),
-        query_rank=None if index.documents is None else ring_step.rank,
+        **key_ranges(index, ring_step.rank),
+        query_rank=None if index.visible is None else ring_step.rank,
         local_blocks=index.local_blocks,
         rank=ring_step.source,
         world=index.world,
@@ -341,7 +341,7 @@ def backward_key(
         ACCUMULATE=accumulator is not None,
         COLUMNS=column_gradients is not None,
         LISTS=index.has_block_lists,
-        PACKED=index.documents is not None,
+        PACKED=index.visible is not None,
         EVEN=length % index.block_size == 0,
         PREC=precision_for(query),
         SPLITS=splits,

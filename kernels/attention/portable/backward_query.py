@@ -66,7 +66,7 @@ def _query_kernel(
     lse_ptr,  # [b, h, s]
     delta_ptr,  # [b, h, s]
     attended_ptr,  # [b, h, s], or None
-    # The pattern (types.PatternIndex), the gathered columns [b, h, C, d], and packed documents or None
+    # The pattern (types.PatternIndex), the gathered columns [b, h, C, d], and visible ranges or None
     slash_ptr,
     slash_list,
     member,

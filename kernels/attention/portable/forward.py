@@ -10,7 +10,7 @@ with the sums in float32, where ``'`` marks the result of the rounds before (the
 computes BLOCK_M rows of one query block of one head.
 
 With marks (:mod:`..marks`), blocks come in another order, those first that have much attention in many
-heads: the query block itself, columns, blocks with a mask of documents, the first block that the query block
+heads: the query block itself, columns, blocks of which rows see a part, the first block that the query block
 may attend to, and all others, the nearest first. After each block, its share in the sums so far is known.
 """
 
@@ -133,7 +133,7 @@ def _forward_kernel(
     accumulator_ptr,  # [s, b, h, d] float32, read unless FIRST
     out_ptr,  # [s, b, h, d]
     lse_ptr,  # [b, h, s]
-    # The pattern (types.PatternIndex), the gathered columns [b, h, C, d], and packed documents or None
+    # The pattern (types.PatternIndex), the gathered columns [b, h, C, d], and visible ranges or None
     slash_ptr,
     slash_list,
     member,
@@ -196,7 +196,7 @@ def _forward_kernel(
     BLOCK_N: tl.constexpr,
 ):
     tiles: tl.constexpr = BLOCK // BLOCK_N
-    # Blocks with a mask of documents come last, or first.
+    # Blocks with a mask of visible keys come last, or first.
     FROM_MASKED: tl.constexpr = 1 if PACKED and MARKS else 0
     TO_MASKED: tl.constexpr = -1 if PACKED and MARKS else 2 if PACKED else 1
     q_block, part = query_rows_of_program(local_blocks, BLOCK, BLOCK_M)

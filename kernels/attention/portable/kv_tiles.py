@@ -39,8 +39,8 @@ def kv_arguments(
     """Arguments of both kernels: the keys of a round, and which of them the query blocks attend to."""
     column_k, column_v = (key, value) if column_kv is None else column_kv  # not read if None
     document_starts = kv_block_bounds = None
-    if index.documents is not None:
-        local = index.documents.on(round_.rank, index.world, index.inner, index.block_size)
+    if index.visible is not None:
+        local = index.visible.on(round_.rank, index.world, index.inner, index.block_size)
         document_starts, kv_block_bounds = local.start, local.kv_block_bounds
     stride_kr, stride_kn, stride_kb, stride_kh, _ = key.stride()
     stride_vr, stride_vn, stride_vb, stride_vh, _ = value.stride()
@@ -132,10 +132,10 @@ def slash_range(
     """The part of the slash list that a query block attends to.
 
     Returns:
-        low, unmasked_end, high: entries from low on are key blocks without a document mask, those from
-        unmasked_end to high have one.
+        low, unmasked_end, high: entries from low on are key blocks that all rows see whole, those from
+        unmasked_end to high need a mask.
         last_block: the last group block that the query block may attend to.
-        starts: [BLOCK_M], where the documents of its rows start.
+        starts: [BLOCK_M], the first keys that its rows see.
         first_block: the first block of the sequence that they attend to.
         group: the keys' inner group, numbered without wrap-around, as last_block is.
     """
@@ -190,7 +190,7 @@ def diagonal_tile(
     EVEN: tl.constexpr,
 ):
     """Tile ``tile`` of the query block's own key block: k and v [BLOCK_N, D], and the causal mask
-    [BLOCK_M, BLOCK_N], also of documents."""
+    [BLOCK_M, BLOCK_N], also of visible keys."""
     start = q_block * BLOCK + tile * BLOCK_N
     k = load_rows(k_ptr, start, stride_kn, offs_n, key_len, D, EVEN)
     v = load_rows(v_ptr, start, stride_vn, offs_n, key_len, D, EVEN)
@@ -224,7 +224,7 @@ def slash_tile(
     MASKED: tl.constexpr,
 ):
     """Tile ``j`` of the slashes' key blocks, counted from the begin of the head's list: k and v [BLOCK_N, D],
-    and the mask of documents [BLOCK_M, BLOCK_N] (0 if not MASKED)."""
+    and the mask of visible keys [BLOCK_M, BLOCK_N] (0 if not MASKED)."""
     tiles: tl.constexpr = BLOCK // BLOCK_N
     block = last_block - tl.load(slash_list + j // tiles).to(tl.int32)
     source, local_block = owner_of(block, INNER, INNER)
@@ -281,7 +281,7 @@ def column_tile(
 ):
     """Columns ``first`` to ``first + BLOCK_N`` of the head's list, which ends at ``end`` for query block
     ``block`` of the sequence: k and v [BLOCK_N, D], and a mask [1, BLOCK_N], or [BLOCK_M, BLOCK_N] with
-    documents. A column in a block that a slash covers is masked: the query block attends to it there."""
+    ranges. A column in a block that a slash covers is masked: the query block attends to it there."""
     entry = first + offs_n
     listed = entry < end
     position = tl.load(columns + entry, mask=listed, other=0)

@@ -42,7 +42,7 @@ class BlockCall(NamedTuple):
     """See :class:`..selector.SelectorCall`."""
     softmax_scale: float
     hidden: Tensor | None
-    """bool ``[b, 1, nb, NB]``: blocks of other documents; None without documents."""
+    """bool ``[b, 1, nb, NB]``: blocks that no query sees; None if all up to their own are seen."""
 
 
 class KeyBlockSelector(Selector):
@@ -69,7 +69,7 @@ class KeyBlockSelector(Selector):
     def select(self, query: Tensor, key: Tensor, call: SelectorCall) -> Selected:
         sample, always = call.sample, call.always
         blocks = self.blocks(
-            query, key, call.cp, sample.softmax_scale, sample.block_size, always, sample.documents
+            query, key, call.cp, sample.softmax_scale, sample.block_size, always, sample.visible
         )
         batch, heads, _, num_blocks = blocks.shape
         distances = torch.zeros(batch, heads, num_blocks, dtype=torch.uint8, device=query.device)
@@ -86,7 +86,7 @@ class KeyBlockSelector(Selector):
         softmax_scale: float,
         block_size: int,
         always: tuple[int, int],
-        documents: VisibleRanges | None,
+        visible: VisibleRanges | None,
     ) -> Tensor:
         """:func:`select_key_blocks`; ``always`` are its ``window_blocks`` and ``sink_blocks``."""
         query, key = unit_stride(query.detach(), key.detach())
@@ -99,8 +99,8 @@ class KeyBlockSelector(Selector):
                 torch.nn.functional.pad(t, (0, 0) * 3 + (0, missing)) for t in (query, key)
             )
         hidden = None
-        if documents is not None:
-            first = documents.on(cp.rank, cp.world, cp.inner, block_size).kv_block_bounds[:, 0]
+        if visible is not None:
+            first = visible.on(cp.rank, cp.world, cp.inner, block_size).kv_block_bounds[:, 0]
             every = torch.arange(first.shape[1] * cp.world, device=query.device)
             hidden = every < first[:, None, :, None]
         call = BlockCall(cp, length, block_size, always, softmax_scale, hidden)
@@ -120,7 +120,7 @@ def select_key_blocks(
     block_size: int = 128,
     window_blocks: int = 1,
     sink_blocks: int = 1,
-    documents: VisibleRanges | None = None,
+    visible: VisibleRanges | None = None,
 ) -> Tensor:
     """The key blocks that this rank's query blocks attend to, by one policy for all heads.
 
@@ -130,8 +130,8 @@ def select_key_blocks(
         key: ``[s, b, hk, d]``, likewise.
         window_blocks, sink_blocks: how many blocks before a query's own, and how many first ones, are always
             kept, as is its own.
-        documents: packed documents; blocks that lie in none of a query block's are not kept. A block that
-            has a part of them is scored as a whole.
+        visible: visible ranges; blocks that no query of a query block sees are not kept. A block
+            of which they see a part is scored as a whole.
 
     Returns:
         uint8 ``[b, h, nb, NB]``, by local query block and global key block: ``blocks`` of
@@ -143,7 +143,7 @@ def select_key_blocks(
     selector = selector_of(policy)([policy])
     assert isinstance(selector, KeyBlockSelector)
     always = window_blocks, sink_blocks
-    return selector.blocks(query, key, cp, softmax_scale, block_size, always, documents)
+    return selector.blocks(query, key, cp, softmax_scale, block_size, always, visible)
 
 
 def _of_previous_block(blocks: Tensor, cp: CPGroup, window_blocks: int, sink_blocks: int) -> Tensor:

@@ -85,7 +85,7 @@ class PriceSelector(Selector):
         least = REFERENCE_PRICE * cost_units(sample)[1] * (1 if sample.stratified else num_blocks)
         if (
             sample.costs is not None
-        ):  # pairs of other documents cost nothing, so the others cost more
+        ):  # pairs that are not visible cost nothing, so the others cost more
             bound = (least * sample.costs.factor).view(torch.int32)[:, None, None]
             values = torch.where(values >= bound, values, 0)
         inside = slash_mass_in_columns(sample, keys, positions, values, least, call.lse, num_blocks)

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""How much an index attends to where documents are packed: pairs of other documents do not count."""
+"""How much an index attends to where queries do not see all keys: only visible pairs count."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..layout import block_at, positions_at
 
 
 def visible_pairs(index, rank: int) -> Tensor:
-    """Pairs of a query and a key of one document, by own query block of a rank and key block: float64 ``[b,
+    """Pairs of a query and a key that it sees, by own query block of a rank and key block: float64 ``[b,
     nb, NB]``."""
-    documents, block = index.documents, index.block_size
-    start = documents.on(rank, index.world, index.inner, block).start.long()
+    visible, block = index.visible, index.block_size
+    start = visible.on(rank, index.world, index.inner, block).start.long()
     batch, length = start.shape
     num_blocks, device = index.member.shape[-1], start.device
     nb = num_blocks // index.world
@@ -40,26 +40,26 @@ def _column_ends(index) -> tuple[Tensor, Tensor, Tensor]:
     """Of each column: its block, the last token that may see it, and whether it is one; ``[b, h, C]``."""
     there = index.columns < index.seq_length
     column = torch.where(there, index.columns, 0).long()
-    ends = index.documents.end.long()[:, None].expand(-1, column.shape[1], -1).gather(-1, column)
+    ends = index.visible.end.long()[:, None].expand(-1, column.shape[1], -1).gather(-1, column)
     return column // index.block_size, ends, there
 
 
 def density(index) -> Tensor:
-    """Share of the causal pairs of one document that a vertical-slash index attends to: float32 ``[b,
+    """Share of the visible pairs that a vertical-slash index attends to: float32 ``[b,
     h]``."""
-    pairs = index.documents.pairs(index.block_size)
+    pairs = index.visible.pairs(index.block_size)
     kept = (index.distances() * pairs[:, None]).sum(-1)
     return ((kept + _column_pairs(index)) / pairs.sum(-1, keepdim=True)).float()
 
 
 def pruned_density(index, kept: Tensor, rank: int) -> Tensor:
-    """Share of the causal pairs of one document that is attended to if of an index's blocks only those stay
+    """Share of the visible pairs that is attended to if of an index's blocks only those stay
     where ``kept`` is not 0 (``[b, h, nb, NB]``, by own query block of a rank), and its columns: float32 ``[b,
     h]``. Of columns it is the mean over ranks. Nothing is read on the host."""
     pairs = visible_pairs(index, rank)
     # One head at a time: the blocks of all heads in float64 may take more memory than attention.
     heads = [((kept[:, head] > 0) * pairs).sum((-1, -2)) for head in range(kept.shape[1])]
-    every = index.documents.pairs(index.block_size).sum(-1, keepdim=True)
+    every = index.visible.pairs(index.block_size).sum(-1, keepdim=True)
     own = torch.stack(heads, 1) / pairs.sum((-1, -2))[:, None]
     return (own + _column_pairs(index) / every).float()
 
@@ -73,7 +73,7 @@ def _column_pairs(index) -> Tensor | int:
     apart = end // block - column
     outside = ~index.distances()
     upto = outside.long().cumsum(-1)
-    # Query blocks before the document's last see the column with all rows.
+    # Query blocks before the last that sees the column see it with all rows.
     seen = upto.gather(-1, (apart - 1).clamp(min=0)) * block
     seen += outside.gather(-1, apart) * (end % block + 1)
     return torch.where(there & (apart > 0), seen, 0).sum(-1)
