@@ -199,12 +199,12 @@ def over_ranks(index, world, inner):
 
 
 def with_documents(index, device="cpu"):
-    """The index for packed documents of a third and two thirds of the sequence."""
+    """The index for packed documents of a third and two thirds of the sequence, in a window of half of it."""
     batch = index.member.shape[0]
     starts = torch.zeros(batch, index.seq_length, dtype=torch.int32, device=device)
     cut = index.seq_length // 3
     starts[:, cut:] = cut
-    return replace(index, visible=VisibleRanges(starts))
+    return replace(index, visible=VisibleRanges(starts).windowed(index.seq_length // 2))
 
 
 @dataclass

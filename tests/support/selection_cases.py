@@ -126,9 +126,9 @@ def column_operands(device, packed: bool) -> ColumnOperands:
     query, key, _, _ = random_operands(500, 2, 4, 2, 64, torch.float32, device)
     rows = sampled_rows(query, 0, 1, 64, 8, 3, 2, held_out=1)
     if packed:
-        documents = VisibleRanges.from_lengths([[60, 1, 300, 139], [500]], 500, device)
-        starts = documents.start[:, rows.rows.long()].contiguous()
-        rows = replace(rows, visible=documents, starts=starts, costs=documents.costs(64))
+        ranges = VisibleRanges.from_lengths([[60, 1, 300, 139], [500]], 500, device).windowed(400)
+        starts = ranges.start[:, rows.rows.long()].contiguous()
+        rows = replace(rows, visible=ranges, starts=starts, costs=ranges.costs(64))
     lse = reference_masses.merge_lse(reference_masses.partial_lse(rows, key))
     positions = torch.stack([torch.randperm(500)[:70] for _ in range(8)]).view(2, 4, 70).int()
     positions[0, 0, 9:] = 500
