@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..common.dispatch import dispatch
-from ..types import PatternIndex, RingStep, Round
+from ..types import PatternOperand, RingStep, Round
 from . import marks as block_marks
 from . import reference
 from .backends import OnePassBackend, backend_for, one_pass
@@ -57,7 +57,7 @@ def forward(
     value: Tensor,
     *,
     column_kv: Tensor | None,
-    index: PatternIndex,
+    index: PatternOperand,
     round_: Round,
     softmax_scale: float,
     accumulator: Tensor | None,
@@ -113,7 +113,7 @@ def backward_query(
     grad_out: Tensor,
     lse: Tensor,
     delta: Tensor,
-    index: PatternIndex,
+    index: PatternOperand,
     round_: Round,
     softmax_scale: float,
     accumulator: Tensor | None,
@@ -169,7 +169,7 @@ def backward_columns(
     grad_out: Tensor,
     lse: Tensor,
     delta: Tensor,
-    index: PatternIndex,
+    index: PatternOperand,
     rank: int,
     softmax_scale: float,
     query_sums: Tensor | None = None,
@@ -207,7 +207,7 @@ def backward_key(
     grad_out: Tensor,
     lse: Tensor,
     delta: Tensor,
-    index: PatternIndex,
+    index: PatternOperand,
     ring_step: RingStep,
     softmax_scale: float,
     accumulator: Tensor | None = None,
@@ -255,7 +255,7 @@ def backward_key(
     return grad_kv
 
 
-def new_query_sums(query: Tensor, key: Tensor, value: Tensor, index: PatternIndex) -> Tensor:
+def new_query_sums(query: Tensor, key: Tensor, value: Tensor, index: PatternOperand) -> Tensor:
     """Zeros to add the queries' gradient of a one-pass backward to (:func:`.backends.one_pass`).
 
     :func:`backward_columns` and :func:`backward_key` add to it, over all keys; :func:`finish_query_sums`
@@ -273,7 +273,7 @@ def finish_query_sums(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    index: PatternIndex,
+    index: PatternOperand,
     *,
     softmax_scale: float,
 ) -> Tensor:

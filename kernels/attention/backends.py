@@ -12,7 +12,7 @@ from torch import Tensor
 from ...switches import switch
 from ..common.dispatch import uses_triton
 from ..common.triton_version import is_tested_triton
-from ..types import PatternIndex, RingStep, Round
+from ..types import PatternOperand, RingStep, Round
 from . import reference
 from .backward_path import gpu_of, is_faster_in_one_pass
 from .marks import BlockMarks
@@ -32,7 +32,7 @@ class Backend(Protocol):
         key: Tensor,
         value: Tensor,
         column_kv: Tensor | None,
-        index: PatternIndex,
+        index: PatternOperand,
         round_: Round,
         softmax_scale: float,
         accumulator: Tensor | None,
@@ -52,7 +52,7 @@ class Backend(Protocol):
         grad_out: Tensor,
         lse: Tensor,
         delta: Tensor,
-        index: PatternIndex,
+        index: PatternOperand,
         round_: Round,
         softmax_scale: float,
         accumulator: Tensor | None,
@@ -70,7 +70,7 @@ class Backend(Protocol):
         grad_out: Tensor,
         lse: Tensor,
         delta: Tensor,
-        index: PatternIndex,
+        index: PatternOperand,
         rank: int,
         softmax_scale: float,
         query_sums: Tensor | None = None,
@@ -87,7 +87,7 @@ class Backend(Protocol):
         grad_out: Tensor,
         lse: Tensor,
         delta: Tensor,
-        index: PatternIndex,
+        index: PatternOperand,
         ring_step: RingStep,
         softmax_scale: float,
         accumulator: Tensor | None,
@@ -109,7 +109,7 @@ class OnePassBackend(Backend, Protocol):
         """The gradient made of them."""
 
 
-def backend_for(index: PatternIndex, query: Tensor, *operands: Tensor) -> Backend:
+def backend_for(index: PatternOperand, query: Tensor, *operands: Tensor) -> Backend:
     """The backend that takes these operands, ``[s, b, h, d]`` (keys and values also ``[I, s, b, hk, d]``)."""
     if not uses_triton(query):
         return reference
@@ -122,7 +122,7 @@ def backend_for(index: PatternIndex, query: Tensor, *operands: Tensor) -> Backen
     return portable
 
 
-def one_pass(index: PatternIndex, query: Tensor, *operands: Tensor) -> bool:
+def one_pass(index: PatternOperand, query: Tensor, *operands: Tensor) -> bool:
     """Whether the backward of these operands computes all gradients in one pass over the keys: five matrix
     products in place of seven. It adds the queries' gradient in no fixed order, so that results differ in
     their last bits from run to run, and takes ``4 h s d`` bytes more.
@@ -146,7 +146,7 @@ def one_pass(index: PatternIndex, query: Tensor, *operands: Tensor) -> bool:
     )
 
 
-def uses_hopper(index: PatternIndex, query: Tensor, *operands: Tensor) -> bool:
+def uses_hopper(index: PatternOperand, query: Tensor, *operands: Tensor) -> bool:
     """Whether the Hopper kernels take these operands.
 
     They need a Hopper GPU, 16-bit operands with 16-byte aligned strides, blocks of 128, lengths that are

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..common.launch import cdiv
-from ..types import PatternIndex, RingStep, Round
+from ..types import PatternOperand, RingStep, Round
 from .marks import BlockMarks
 
 BLOCK_DISTANCES = [
@@ -43,7 +43,7 @@ def partial_sums(grad_kv: Tensor, accumulator: Tensor | None, chain: int) -> Ten
     return torch.empty_like(grad_kv, dtype=torch.float32)
 
 
-def round_arguments(index: PatternIndex, round_: Round) -> dict[str, Any]:
+def round_arguments(index: PatternOperand, round_: Round) -> dict[str, Any]:
     """Arguments of kernels that hold queries: which keys of a round they attend to, and constants of that."""
     return dict(
         slash_ptr=index.round_ptr,
@@ -70,7 +70,7 @@ def round_arguments(index: PatternIndex, round_: Round) -> dict[str, Any]:
     )
 
 
-def block_distances(index: PatternIndex, ring_step: RingStep) -> list[int]:
+def block_distances(index: PatternOperand, ring_step: RingStep) -> list[int]:
     """``RingStep.block_distances`` as the kernels take them: for key blocks of even and of odd local number,
     where the counts of each residue begin in a head's ``rank_ptr``, and the wrap. With block lists, the first
     is where the counts of the keys' rank begin, and the others are not read."""
@@ -91,7 +91,7 @@ def _block_distances(ring_step: RingStep, local_blocks: int) -> tuple[int, ...]:
     )
 
 
-def column_splits(index: PatternIndex, num_heads: int, block_n: int) -> int:
+def column_splits(index: PatternOperand, num_heads: int, block_n: int) -> int:
     """Into how many splits to divide the queries of each tile of ``block_n`` columns, for about 4 programs a
     multiprocessor. More splits cost memory and additions."""
     tiles = max(1, index.columns.shape[-1] // block_n) * num_heads
@@ -101,7 +101,7 @@ def column_splits(index: PatternIndex, num_heads: int, block_n: int) -> int:
     return splits
 
 
-def key_ranges(index: PatternIndex, rank: int) -> dict[str, Tensor | None]:
+def key_ranges(index: PatternOperand, rank: int) -> dict[str, Tensor | None]:
     """Visible ranges as kernels that hold keys take them, for the queries of ``rank``. Without ranges
     None, which compiles to nothing."""
     if index.visible is None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ...layout import block_at, located, positions_at
-from ..types import Columns, PatternIndex, RingStep, Round
+from ..types import PatternOperand, RingStep, Round, StripedColumns
 from .marks import BlockMarks
 
 FORWARD_SCORES = 1 << 22
@@ -33,7 +33,7 @@ FORWARD_SCORES = 1 << 22
 
 
 def slash_mask(
-    index: PatternIndex, rank: int, sources: Sequence[int], queries: range, key_length: int
+    index: PatternOperand, rank: int, sources: Sequence[int], queries: range, key_length: int
 ) -> Tensor:
     """Mask of the blocks that queries attend to, without columns.
 
@@ -62,7 +62,7 @@ def slash_mask(
     return mask
 
 
-def column_mask(index: PatternIndex, rank: int, queries: range) -> Tensor:
+def column_mask(index: PatternOperand, rank: int, queries: range) -> Tensor:
     """Mask of the columns that queries of a rank attend to as columns, not in a block: bool
     ``[b, h, len(queries), C]``."""
     rows = torch.arange(queries.start, queries.stop, device=index.columns.device)
@@ -84,7 +84,7 @@ def forward(
     key: Tensor,
     value: Tensor,
     column_kv: Tensor | None,
-    index: PatternIndex,
+    index: PatternOperand,
     round_: Round,
     softmax_scale: float,
     accumulator: Tensor | None,
@@ -126,7 +126,7 @@ def backward_query(
     grad_out: Tensor,
     lse: Tensor,
     delta: Tensor,
-    index: PatternIndex,
+    index: PatternOperand,
     round_: Round,
     softmax_scale: float,
     accumulator: Tensor | None,
@@ -159,7 +159,7 @@ def backward_columns(
     grad_out: Tensor,
     lse: Tensor,
     delta: Tensor,
-    index: PatternIndex,
+    index: PatternOperand,
     rank: int,
     softmax_scale: float,
     query_sums: Tensor | None = None,
@@ -183,7 +183,7 @@ def backward_key(
     grad_out: Tensor,
     lse: Tensor,
     delta: Tensor,
-    index: PatternIndex,
+    index: PatternOperand,
     ring_step: RingStep,
     softmax_scale: float,
     accumulator: Tensor | None,
@@ -227,7 +227,9 @@ def finish_query_sums(query_sums: Tensor, query: Tensor, softmax_scale: float) -
     return (query_sums * softmax_scale).to(query.dtype)
 
 
-def gather_columns(key: Tensor, value: Tensor | None, index: Columns, rank: int) -> Tensor:
+def gather_columns(
+    key: Tensor, value: Tensor | None, index: PatternOperand | StripedColumns, rank: int
+) -> Tensor:
     """Keys and values of each head's columns that lie on one rank.
 
     Args:
@@ -256,7 +258,9 @@ def pack_kv(key: Tensor, value: Tensor, out: Tensor) -> None:
     out[1].copy_(value)
 
 
-def _own_columns(index: Columns, rank: int, length: int) -> tuple[Tensor, Tensor]:
+def _own_columns(
+    index: PatternOperand | StripedColumns, rank: int, length: int
+) -> tuple[Tensor, Tensor]:
     """The row of each column in this rank's part (``length`` for columns of other ranks), and whether the
     rank has it."""
     owner, row = located(index.columns.long(), index.world, index.block_size, index.inner)
@@ -291,7 +295,7 @@ def _round_scores(
     query: Tensor,
     key: Tensor,
     column_kv: Tensor | None,
-    index: PatternIndex,
+    index: PatternOperand,
     round_: Round,
     queries: range,
     key_length: int,
@@ -334,7 +338,7 @@ def _forward_rows(
 def _mark_blocks(
     scores: Tensor,
     lse: Tensor | None,
-    index: PatternIndex,
+    index: PatternOperand,
     round_: Round,
     rows: range,
     key_length: int,

@@ -93,7 +93,7 @@ def owner_of(block, world, inner):
 
 @triton.jit
 def list_start(bh, a, ptr_len, local_blocks, round_start, LISTS: tl.constexpr):
-    """Offset, in ``PatternIndex.round_ptr``, of the prefix count where the list of query block ``a`` begins;
+    """Offset, in the index's ``round_ptr``, of the prefix count where the list of query block ``a`` begins;
     ``round_start`` is the index's. A block list ends at the next count. A head's list, which all query blocks
     share, ends for ``a`` at the count of the last key block that it may attend to. Entries are quotients of
     block distances."""

@@ -6,8 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...visibility import Costs
 from ..common.fixed_point import fixed_point_one, float_bits
-from ..types import Costs, SampledRows
+from ..types import SampledRows
 from .reference_masses import (
     add_masses,
     probabilities,

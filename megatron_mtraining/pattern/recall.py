@@ -7,8 +7,6 @@ Everywhere ``key`` is ``[s, b, hk, d]``, this rank's part, and ``lse`` the sampl
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -16,19 +14,8 @@ from ..cp_group import CPGroup
 from ..kernels.attention import gather_columns
 from ..kernels.common.fixed_point import fixed_point_one
 from ..kernels.selection import attention_masses, attention_recall, column_masses
+from ..kernels.types import SampledRows, StripedColumns
 from ..layout import block_at, owner_of, positions_at
-from .sampled_rows import SampledRows
-
-
-class StripedColumns(NamedTuple):
-    """Columns and their layout, as ``kernels.attention.gather_columns`` takes them."""
-
-    columns: Tensor
-    """int32 ``[b, h, C]``, positions; N for none."""
-    seq_length: int
-    block_size: int
-    world: int
-    inner: int
 
 
 def column_keys(key: Tensor, columns: Tensor, sample: SampledRows, cp: CPGroup) -> Tensor:

@@ -7,7 +7,6 @@ Here rows are spread over all of it, so that columns and diagonals which only ea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -16,48 +15,9 @@ from torch import Tensor
 from ..config import LastRowsSampling, MTrainingConfig, Sampling
 from ..cp_group import CPGroup
 from ..kernels.selection import merge_lse, partial_lse
+from ..kernels.types import SampledRows
 from ..layout import located
-from ..visibility import Costs, VisibleRanges
-
-
-@dataclass(frozen=True)
-class SampledRows:
-    """Query rows of all ranks, and what it takes to score them against this rank's keys.
-
-    Attributes:
-        query: ``[R, b, h, d]`` in the queries' dtype, contiguous, the same on all ranks.
-        rows: int32 ``[R]``, global positions of the rows, ascending.
-        rows_per_stratum: consecutive rows that belong to one stratum (stretch) of the sequence.
-        num_selection_rows: the first rows of each stratum, which select the pattern; the others are held out
-            and measure its recall.
-        drop_max_stratum: leave the stratum with the largest mass out of each column's sum, so that a column
-            must have mass in two strata to be selected.
-        stratified: the rows are spread over the sequence; False for its last rows.
-        window_blocks: query and key blocks fewer than this apart are in the local window.
-        seq_length: N.
-        visible: visible ranges of keys; None if rows see all up to their own.
-        starts: int32 ``[b, R]``: the first keys that the rows see; None without ``visible``.
-        costs: what slashes and columns add of visible pairs; None without, and where rows are the last.
-        rank, world, inner, block_size: the striped layout of the keys.
-        softmax_scale: factor of the scores.
-    """
-
-    query: Tensor
-    rows: Tensor
-    rows_per_stratum: int
-    num_selection_rows: int
-    drop_max_stratum: bool
-    stratified: bool
-    window_blocks: int
-    seq_length: int
-    rank: int
-    world: int
-    inner: int
-    block_size: int
-    softmax_scale: float
-    visible: VisibleRanges | None = None
-    starts: Tensor | None = None
-    costs: Costs | None = None
+from ..visibility import VisibleRanges
 
 
 def stratified_rows(seq_length: int, strata: int, rows: int, device=None) -> Tensor:

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from ..config import DENSE, MTrainingConfig, Policy
 from ..cp_group import CPGroup
+from ..kernels.types import SampledRows
 from ..layout import check_layout
 from ..visibility import VisibleRanges
 from .block_list_index import BlockListIndex
 from .constants import constant
-from .sampled_rows import SampledRows, gather_sampled_rows, sampled_lse
+from .sampled_rows import gather_sampled_rows, sampled_lse
 from .search_graph import SearchGraphs, SearchKind
 from .selector import SelectorCall, index_of, select, selector_of
 from .selectors.price import PriceSelector

@@ -31,10 +31,11 @@ from torch import Tensor
 
 from ..config import MTrainingConfig, Policy
 from ..cp_group import CPGroup
+from ..kernels.types import SampledRows
 from ..stream_graphs import Memory, StreamGraphs, of_current_stream
 from .captured_search import CapturedGroup, CopiedIndex
 from .constants import constants_read
-from .sampled_rows import SampledRows, gather_rows
+from .sampled_rows import gather_rows
 from .vertical_slash_index import VerticalSlashIndex
 
 MAX_TOKENS = 32768

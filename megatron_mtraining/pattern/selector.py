@@ -17,10 +17,11 @@ from torch import Tensor
 
 from ..config import ConfigError, MTrainingConfig, Policy
 from ..cp_group import CPGroup
+from ..kernels.types import SampledRows
 from .block_list_index import MAX_LIST_ENTRIES, BlockListIndex, build_block_index
 from .constants import constant
 from .recall import recall_of_blocks, recall_of_slashes
-from .sampled_rows import SampledRows, exposed_rows
+from .sampled_rows import exposed_rows
 from .vertical_slash_index import VerticalSlashIndex, build_index
 
 

@@ -19,7 +19,7 @@ the first ``column_ptr[i]`` of them.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -28,63 +28,25 @@ import torch
 from torch import Tensor
 
 from ..kernels.selection import vertical_slash_density, vertical_slash_lists
+from ..kernels.types import PatternOperand
 from ..layout import block_at, inner_size, owner_of
-from ..visibility import VisibleRanges
 from . import visible_density
 
 
 @dataclass(frozen=True)
-class PatternIndex(ABC):
-    """What the kernels and the ring take for a pattern: a :class:`VerticalSlashIndex`, or one of
-    :mod:`.block_list_index`.
+class PatternIndex(PatternOperand):
+    """A pattern as the kernels and the ring take it, and what it amounts to: a :class:`VerticalSlashIndex` or
+    a :class:`~.block_list_index.BlockListIndex`.
 
-    Attributes:
-        has_block_lists: whether each query block has a list of its own (key blocks), or a head has one for
-            all.
-        member: uint8 ``[b, h, NB]``: whether a block distance is in D; NB blocks of all ranks.
-        round_list, round_ptr, rank_list, rank_ptr: the lists, by round and by rank: see the two classes.
-        columns: int32 ``[b, h, C]``: V ascending, positions over all ranks; N past the count.
-        column_ptr: int32 ``[b, h, NB + 1]``: how many of V come before each block.
-        seq_length, block_size, world, inner: N tokens in all, B, W, I.
+    Attributes, in addition to :class:`~..kernels.types.PatternOperand`:
         metrics: float32 ``[b, h]``, by name: what was measured as the pattern was selected.
         exposed: the share of the held-out rows that could have lost attention
             (:func:`.sampled_rows.exposed_rows`), a number or float32 ``[b]``: what the recall weighs. The
             others have recall 1 with any pattern.
-        visible: visible ranges, to which attention keeps as well: what the index has beside that is not
-            attended to. None if queries see all keys up to their own.
-        is_dense: whether the host knows that every query sees and attends to all keys up to its own.
     """
 
-    has_block_lists: ClassVar[bool]
-
-    member: Tensor
-    round_list: Tensor
-    round_ptr: Tensor
-    rank_list: Tensor
-    rank_ptr: Tensor
-    columns: Tensor
-    column_ptr: Tensor
-    seq_length: int
-    block_size: int
-    world: int
-    inner: int
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     exposed: float | Tensor = 1.0
-    visible: VisibleRanges | None = None
-    is_dense: bool = False
-
-    @property
-    @abstractmethod
-    def list_strides(self) -> tuple[int, int]:
-        """Entries from one head's part of round_list, and of rank_list, to the next head's."""
-
-    @abstractmethod
-    def round_start(self, round_index: int) -> int:
-        """Where a round's prefix counts begin in ``round_ptr`` (of a head, or of all with block lists)."""
-
-    @abstractmethod
-    def block_mask(self, rank: int) -> Tensor:
-        """The slashes or lists of a rank's query blocks, written out: bool ``[b, h, nb, W * nb]``."""
 
     @abstractmethod
     def work(self) -> Tensor:
@@ -97,16 +59,6 @@ class PatternIndex(ABC):
     @abstractmethod
     def token_mask(self, batch: int, head: int) -> Tensor:
         """Their pattern in one head, written out: bool (query, key). For small N only."""
-
-    @property
-    def outer(self) -> int:
-        """Rounds (O)."""
-        return self.world // self.inner
-
-    @property
-    def local_blocks(self) -> int:
-        """Blocks on each rank (nb)."""
-        return self.member.shape[-1] // self.world
 
     @property
     def recall(self) -> Tensor | None:
@@ -122,10 +74,6 @@ class PatternIndex(ABC):
             if isinstance(value, Tensor) and name != "exposed"
         ]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    def distances(self) -> Tensor:
-        """D as bool ``[b, h, W * nb]``, by global block distance."""
-        return self.member.bool()
 
     def _columns_seen(self) -> Tensor:
         """Columns that each query block attends to as columns: float64 ``[b, h, W * nb]``.

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
 
+from ..kernels.types import RingStep, Round
+
 
 class Link(Enum):
     """Which ring: over the inner group, or over the ranks with the same inner rank."""
@@ -57,92 +59,6 @@ class Action(Enum):
     """Put the accumulator aside: its keys are this rank's own."""
     RESTORE_DKV = auto()
     """Take the accumulator that was put aside."""
-
-
-@dataclass(frozen=True)
-class Round:
-    """The keys of an inner group, to which one rank attends in one round.
-
-    Attributes:
-        rank: rank of the queries.
-        round_index: o, 0 to O - 1: how many inner groups the keys' group is before the queries'. The
-            columns of head i of h are attended to in round ``i * O // h``.
-        inner, outer: I and O.
-    """
-
-    rank: int
-    round_index: int
-    inner: int
-    outer: int
-
-    @property
-    def world(self) -> int:
-        """W."""
-        return self.inner * self.outer
-
-    @property
-    def first(self) -> bool:
-        """Whether there is no accumulator yet."""
-        return self.round_index == 0
-
-    @property
-    def last(self) -> bool:
-        """Whether no round follows."""
-        return self.round_index == self.outer - 1
-
-    @property
-    def sources(self) -> tuple[int, ...]:
-        """The ranks whose keys these are, in the order they are gathered in."""
-        group = (self.rank // self.inner - self.round_index) % self.outer
-        return tuple(group * self.inner + y for y in range(self.inner))
-
-    @property
-    def wrap(self) -> int:
-        """1 if the keys' inner group comes after the queries' in the layout, else 0.
-
-        With the blocks of a group numbered in the order of the sequence, query block n sees the key blocks
-        up to ``n - wrap``, which is ``o`` blocks of the sequence before it.
-        """
-        return int(self.round_index > self.rank // self.inner)
-
-
-@dataclass(frozen=True)
-class RingStep:
-    """The queries of one rank and the keys of one rank, as their dKV is computed.
-
-    Attributes:
-        rank, source: rank of the queries, and of the keys.
-        inner, outer: I and O.
-    """
-
-    rank: int
-    source: int
-    inner: int
-    outer: int
-
-    def block_distances(self, parity: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """How local key blocks ``c`` with ``c % 2 == parity`` meet local query blocks: those with the same
-        ``% 2``, and the others.
-
-        Returns:
-            For each a (residue, apart, wrap): key block ``c`` meets query block ``c + apart + 2 (e + wrap)``
-            at block distance ``e * 2W + residue``.
-        """
-
-        def place(rank: int, reversed_row: int) -> int:  # of its block within a row of I blocks
-            y = rank % self.inner
-            return self.inner - 1 - y if reversed_row else y
-
-        world = self.inner * self.outer
-        groups = self.rank // self.inner - self.source // self.inner
-
-        def block_distance(apart: int) -> tuple[int, int, int]:
-            query_place = place(self.rank, parity ^ apart)
-            least = apart * self.inner + query_place - place(self.source, parity)
-            least = least * self.outer + groups
-            return least % (2 * world), apart, int(least < 0)
-
-        return block_distance(0), block_distance(1)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from ...common.launch import cdiv, launch
 from ...common.tiles import LOG2E, block_at, blocks_before
-from ...types import PatternIndex
+from ...types import PatternOperand
 from ..launch_args import chain_tiles, column_splits
 from .compat import Pointer, Scalar, Value, aggregate
 from .descriptors import descriptor_heads_first
@@ -262,7 +262,7 @@ def backward_columns(
     grad_out: Tensor,
     lse: Tensor,
     delta: Tensor,
-    index: PatternIndex,
+    index: PatternOperand,
     rank: int,
     softmax_scale: float,
     query_sums: Tensor | None = None,

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from ...common.launch import launch, next_power_of_2
 from ...common.tiles import block_at, blocks_before
-from ...types import PatternIndex, RingStep
+from ...types import PatternOperand, RingStep
 from ..backward_path import chunk_blocks, chunks, gpu_of
 from ..launch_args import BLOCK_DISTANCES, block_distances, chain_tiles, partial_sums
 from ..portable.columns import invert_columns
@@ -209,7 +209,7 @@ def _launches(local_blocks: int, chunk: int, own: bool, one_launch: bool) -> lis
     return [*(Launch(first, 1, ahead, False) for first in firsts), last]
 
 
-def _chunks(index: PatternIndex, group: int, dim: int, device: torch.device) -> tuple[int, bool]:
+def _chunks(index: PatternOperand, group: int, dim: int, device: torch.device) -> tuple[int, bool]:
     """Query blocks of a chunk, 0 for all at once, and whether the chunks share a launch."""
     chunked, one_launch = chunks(index.local_blocks, index.is_dense, dim, gpu_of(device))
     chunk = chunk_blocks(group, dim, index.block_size) if chunked else 0
@@ -227,7 +227,7 @@ def backward_key(
     grad_out: Tensor,
     lse: Tensor,
     delta: Tensor,
-    index: PatternIndex,
+    index: PatternOperand,
     ring_step: RingStep,
     softmax_scale: float,
     accumulator: Tensor | None,

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...common.counters import work_counter
 from ...common.launch import launch
 from ...common.tiles import LOG2E
-from ...types import PatternIndex, Round
+from ...types import PatternOperand, Round
 from .compat import store_tile, thread_barrier
 from .descriptors import descriptor
 from .global_rows import GlobalRows
@@ -270,7 +270,7 @@ def backward_query(
     grad_out: Tensor,
     lse: Tensor,
     delta: Tensor,
-    index: PatternIndex,
+    index: PatternOperand,
     round_: Round,
     softmax_scale: float,
     accumulator: Tensor | None,

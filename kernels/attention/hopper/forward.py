@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...common.counters import work_counter
 from ...common.launch import launch
 from ...common.tiles import LN2, LOG2E
-from ...types import PatternIndex, Round
+from ...types import PatternOperand, Round
 from ..launch_args import mark_arguments
 from ..marks import BlockMarks
 from .compat import Pointer, Scalar, Value, aggregate, store_tile, thread_barrier
@@ -355,7 +355,7 @@ def forward(
     key: Tensor,
     value: Tensor,
     column_kv: Tensor | None,
-    index: PatternIndex,
+    index: PatternOperand,
     round_: Round,
     softmax_scale: float,
     accumulator: Tensor | None,

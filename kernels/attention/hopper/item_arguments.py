@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...types import PatternIndex, Round
+from ...types import PatternOperand, Round
 from ..launch_args import round_arguments
 from .descriptors import chunk_rows, descriptor_heads_first, gathered_descriptor
 
@@ -40,7 +40,7 @@ def key_descriptors(
 
 
 def item_arguments(
-    index: PatternIndex,
+    index: PatternOperand,
     round_: Round,
     key: Tensor,
     has_columns: bool,

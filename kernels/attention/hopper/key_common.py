@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...common.tiles import LOG2E
-from ...types import PatternIndex
+from ...types import PatternOperand
 from .compat import Descriptor, SharedMemory, Value, aggregate, load_tile
 from .descriptors import descriptor, line_descriptor, sums_descriptor
 from .masks import CAUSAL, CAUSAL_DOCUMENT, DOCUMENT, PER_KEY
@@ -61,7 +61,7 @@ def line_descriptors(lse: Tensor, delta: Tensor) -> dict[str, TensorDescriptor]:
     return dict(lse_desc=line_descriptor(lse, width), delta_desc=line_descriptor(delta, width))
 
 
-def range_arguments(index: PatternIndex, rank: int) -> dict[str, Any]:
+def range_arguments(index: PatternOperand, rank: int) -> dict[str, Any]:
     """Arguments of both kernels: the first keys that the query rows of ``rank`` see, and which query
     blocks see each key block."""
     if index.visible is None:

@@ -26,7 +26,7 @@ from ...common.tiles import (
     precision_for,
     tile_for,
 )
-from ...types import PatternIndex
+from ...types import PatternOperand
 from .. import launch_args
 from ..launch_args import column_splits, key_ranges
 from .query_tiles import add_tile, put_aside, query_tile
@@ -43,7 +43,7 @@ def _column_kernel(
     delta_ptr,  # [b, h, s]
     dk_ptr,  # [b, h, SPLITS, C, d] float32
     dv_ptr,
-    # The pattern (types.PatternIndex), and visible ranges or None
+    # The pattern (types.PatternOperand), and visible ranges or None
     member,
     columns,
     column_ptr,
@@ -154,7 +154,7 @@ def backward_columns(
     grad_out: Tensor,
     lse: Tensor,
     delta: Tensor,
-    index: PatternIndex,
+    index: PatternOperand,
     rank: int,
     softmax_scale: float,
     query_sums: Tensor | None = None,

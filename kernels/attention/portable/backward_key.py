@@ -27,7 +27,7 @@ from ...common.tiles import (
     store_rows,
     tile_for,
 )
-from ...types import PatternIndex, RingStep
+from ...types import PatternOperand, RingStep
 from ..launch_args import (
     BLOCK_DISTANCES,
     block_distances,
@@ -53,7 +53,7 @@ def _key_kernel(
     partial_dv_ptr,
     column_dk_ptr,  # [b, h, SPLITS, C, d] float32, read if COLUMNS
     column_dv_ptr,
-    # The pattern by key rank (types.PatternIndex); visible ranges and the queries' rank, or None
+    # The pattern by key rank (types.PatternOperand); visible ranges and the queries' rank, or None
     slash_ptr,
     slash_list,
     columns,
@@ -263,7 +263,7 @@ def backward_key(
     grad_out: Tensor,
     lse: Tensor,
     delta: Tensor,
-    index: PatternIndex,
+    index: PatternOperand,
     ring_step: RingStep,
     softmax_scale: float,
     accumulator: Tensor | None,

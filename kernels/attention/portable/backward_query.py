@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...common.launch import launch
 from ...common.tiles import LOG2E, load_rows, store_rows, tile_for
-from ...types import PatternIndex, Round
+from ...types import PatternOperand, Round
 from .kv_tiles import (
     column_range,
     column_tile,
@@ -66,7 +66,7 @@ def _query_kernel(
     lse_ptr,  # [b, h, s]
     delta_ptr,  # [b, h, s]
     attended_ptr,  # [b, h, s], or None
-    # The pattern (types.PatternIndex), the gathered columns [b, h, C, d], and visible ranges or None
+    # The pattern (types.PatternOperand), the gathered columns [b, h, C, d], and visible ranges or None
     slash_ptr,
     slash_list,
     member,
@@ -224,7 +224,7 @@ def backward_query(
     grad_out: Tensor,
     lse: Tensor,
     delta: Tensor,
-    index: PatternIndex,
+    index: PatternOperand,
     round_: Round,
     softmax_scale: float,
     accumulator: Tensor | None,

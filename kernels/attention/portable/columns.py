@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...common.launch import cdiv, launch
 from ...common.tiles import block_at, owner_of
-from ...types import Columns, PatternIndex
+from ...types import PatternOperand, StripedColumns
 
 
 @triton.jit
@@ -73,7 +73,9 @@ def _gather_kernel(
         tl.store(column_v_ptr + target, v, mask=inside)
 
 
-def gather_columns(key: Tensor, value: Tensor | None, index: Columns, rank: int) -> Tensor:
+def gather_columns(
+    key: Tensor, value: Tensor | None, index: PatternOperand | StripedColumns, rank: int
+) -> Tensor:
     """See :func:`..reference.gather_columns`."""
     batch, heads, num_columns = index.columns.shape
     dim, block_n = key.shape[3], 32
@@ -139,7 +141,7 @@ def _invert_kernel(
     tl.store(entries + position % BLOCK, entry, mask=mask)
 
 
-def invert_columns(index: PatternIndex, rank: int, key_len: int) -> Tensor:
+def invert_columns(index: PatternOperand, rank: int, key_len: int) -> Tensor:
     """Which entry of the list of columns each key of ``rank`` is: int32 ``[b, h, s]``, -1 if none."""
     batch, heads, num_columns = index.columns.shape
     entries = torch.empty((batch, heads, key_len), dtype=torch.int32, device=index.columns.device)

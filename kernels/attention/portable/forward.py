@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...common.launch import launch
 from ...common.tiles import LN2, LOG2E, block_at, load_rows, store_rows, tile_for
-from ...types import PatternIndex, Round
+from ...types import PatternOperand, Round
 from ..launch_args import mark_arguments
 from ..marks import BlockMarks
 from .kv_tiles import (
@@ -133,7 +133,7 @@ def _forward_kernel(
     accumulator_ptr,  # [s, b, h, d] float32, read unless FIRST
     out_ptr,  # [s, b, h, d]
     lse_ptr,  # [b, h, s]
-    # The pattern (types.PatternIndex), the gathered columns [b, h, C, d], and visible ranges or None
+    # The pattern (types.PatternOperand), the gathered columns [b, h, C, d], and visible ranges or None
     slash_ptr,
     slash_list,
     member,
@@ -325,7 +325,7 @@ def forward(
     key: Tensor,
     value: Tensor,
     column_kv: Tensor | None,
-    index: PatternIndex,
+    index: PatternOperand,
     round_: Round,
     softmax_scale: float,
     accumulator: Tensor | None,

@@ -24,7 +24,7 @@ from ...common.tiles import (
     precision_for,
     seen_from,
 )
-from ...types import PatternIndex, Round
+from ...types import PatternOperand, Round
 from ..launch_args import round_arguments
 
 
@@ -33,7 +33,7 @@ def kv_arguments(
     key: Tensor,
     value: Tensor,
     column_kv: Tensor | None,
-    index: PatternIndex,
+    index: PatternOperand,
     round_: Round,
 ) -> dict[str, Any]:
     """Arguments of both kernels: the keys of a round, and which of them the query blocks attend to."""

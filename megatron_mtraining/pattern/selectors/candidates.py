@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...cp_group import CPGroup
 from ...kernels.selection import merge_topk, select_topk
-from ..sampled_rows import SampledRows
+from ...kernels.types import SampledRows
 
 SINK = 2**31 - 1
 """The value that stands for the mass of a sink column."""

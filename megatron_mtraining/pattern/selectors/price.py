@@ -28,9 +28,9 @@ from ...kernels.selection import (
     select_slashes_by_price,
     slash_mass_in_columns,
 )
+from ...kernels.types import SampledRows
 from ..constants import constant
 from ..recall import column_keys, recall_of
-from ..sampled_rows import SampledRows
 from ..selector import Pattern, Selected, Selector, SelectorCall, selects_for
 from .candidates import top_columns
 
