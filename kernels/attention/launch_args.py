@@ -46,8 +46,8 @@ def partial_sums(grad_kv: Tensor, accumulator: Tensor | None, chain: int) -> Ten
 def round_arguments(index: PatternOperand, round_: Round) -> dict[str, Any]:
     """Arguments of kernels that hold queries: which keys of a round they attend to, and constants of that."""
     return dict(
-        slash_ptr=index.round_ptr,
-        slash_list=index.round_list,
+        block_ptr=index.round_ptr,
+        block_list=index.round_list,
         member=index.member,
         columns=index.columns,
         column_ptr=index.column_ptr,

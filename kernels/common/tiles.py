@@ -118,16 +118,16 @@ def first_beyond(entries, low, high, most):
 
 @triton.jit
 def seen_from(
-    first_block, slash_ptr, slash_list, low, high, last, group, outer, LISTS: tl.constexpr
+    first_block, block_ptr, block_list, low, high, last, group, outer, LISTS: tl.constexpr
 ):
     """Where, in a query block's list of a round (``low`` to ``high``), the key blocks from ``first_block`` of
     the sequence on end. The list is of blocks of the inner group ``group``, nearest first; ``last`` is the
     last of the group's blocks that the query block may attend to."""
     most = last - (first_block - group + outer - 1) // outer
     if LISTS:
-        end = first_beyond(slash_list, low, high, most)
+        end = first_beyond(block_list, low, high, most)
     else:
-        end = tl.maximum(tl.load(slash_ptr + tl.maximum(most + 1, 0)), low)
+        end = tl.maximum(tl.load(block_ptr + tl.maximum(most + 1, 0)), low)
     return end
 
 

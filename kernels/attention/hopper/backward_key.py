@@ -75,7 +75,7 @@ def _key_kernel(
     # Results, and the columns' gradients: see KeyResults
     dk_ptr, dv_ptr, partial_ptr, column_dk, column_dv, column_entries, turns_ptr,
     # The index, and visible ranges: the ranks of the keys and of the queries
-    slash_ptr, slash_list, starts_desc, q_block_bounds, kv_rank, query_rank, world, inner,
+    block_ptr, block_list, starts_desc, q_block_bounds, kv_rank, query_rank, world, inner,
     stride_n, stride_b, stride_h,
     ptr_len, list_len, column_len, key_len, local_blocks, softmax_scale,
     # The chunk of query blocks, with CHUNKS: of the diagonal blocks, up to the end of each one's own chunk.
@@ -113,7 +113,7 @@ def _key_kernel(
         stride_h,
     )
     index = RankIndex(
-        slash_ptr, slash_list, ptr_len, list_len,
+        block_ptr, block_list, ptr_len, list_len,
         residue_00, wrap_00, residue_01, wrap_01, residue_10, wrap_10, residue_11, wrap_11,
         local_blocks, first_q_block if CHUNKS else 0, LISTS, PACKED, CHUNKS, 1 if LISTS else 2,
     )  # fmt: skip
@@ -287,8 +287,8 @@ def backward_key(
             column_dv=column_dv,
             column_entries=column_entries,
             turns_ptr=turns if shared else None,
-            slash_ptr=index.rank_ptr,
-            slash_list=index.rank_list,
+            block_ptr=index.rank_ptr,
+            block_list=index.rank_list,
             **range_arguments(index, ring_step.rank),
             kv_rank=ring_step.source if packed else None,
             query_rank=ring_step.rank if packed else None,

@@ -219,7 +219,7 @@ def _query_kernel(
     grad_q_desc, accumulator_ptr, grad_q_ptr,
     lse_ptr, delta_ptr, attended_ptr,
     # Which keys each query block attends to: see RoundIndex
-    slash_ptr, slash_list, member, columns, column_ptr, document_starts, kv_block_bounds,
+    block_ptr, block_list, member, columns, column_ptr, document_starts, kv_block_bounds,
     # Strides of the accumulator and of the gradient
     stride_am, stride_ab, stride_ah,
     stride_dqm, stride_dqb, stride_dqh,
@@ -230,10 +230,12 @@ def _query_kernel(
     COLUMNS: gl.constexpr, LISTS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     index = RoundIndex(
-        slash_ptr, slash_list, column_ptr, columns, member, kv_block_bounds, None, ptr_len,
-        list_len, column_len, local_blocks, num_items, round_start, wrap, chunk_rows, rank, world,
-        round_index, outer,
-        INNER, HEADS, GROUP, BLOCK, COLUMNS, LISTS, PACKED, FIRST, False,
+        block_ptr=block_ptr, block_list=block_list, column_ptr=column_ptr, columns=columns, member=member,
+        kv_block_bounds=kv_block_bounds, marks=None, ptr_len=ptr_len, list_len=list_len,
+        column_len=column_len, local_blocks=local_blocks, num_items=num_items, round_start=round_start,
+        wrap=wrap, chunk_rows=chunk_rows, rank=rank, world=world, round_index=round_index, outer=outer,
+        INNER=INNER, HEADS=HEADS, GROUP=GROUP, BLOCK=BLOCK, COLUMNS=COLUMNS, LISTS=LISTS, PACKED=PACKED,
+        FIRST=FIRST, MARKS=False,
     )  # fmt: skip
     tiles = allocate_tiles(q_desc, grad_out_desc, k_desc, v_desc, BLOCK, D, STAGES, PACKED, False)
     grad_q_buffers = tiles.queries.q

@@ -304,7 +304,7 @@ def _forward_kernel(
     # Results: out by TMA (in the last round) or by pointers, on top of the rounds before
     out_desc, accumulator_ptr, out_ptr, lse_ptr,
     # Which keys each query block attends to: see RoundIndex
-    slash_ptr, slash_list, member, columns, column_ptr, document_starts, kv_block_bounds,
+    block_ptr, block_list, member, columns, column_ptr, document_starts, kv_block_bounds,
     # The marks of blocks (BlockMarks), or None
     words, least_share_ptr,
     # Strides of the accumulator and of out
@@ -318,10 +318,12 @@ def _forward_kernel(
     MARKS: gl.constexpr,
 ):  # fmt: skip
     index = RoundIndex(
-        slash_ptr, slash_list, column_ptr, columns, member, kv_block_bounds, words, ptr_len,
-        list_len, column_len, local_blocks, num_items, round_start, wrap, chunk_rows, rank, world,
-        round_index, outer,
-        INNER, HEADS, GROUP, BLOCK, COLUMNS, LISTS, PACKED, FIRST, MARKS,
+        block_ptr=block_ptr, block_list=block_list, column_ptr=column_ptr, columns=columns, member=member,
+        kv_block_bounds=kv_block_bounds, marks=words, ptr_len=ptr_len, list_len=list_len,
+        column_len=column_len, local_blocks=local_blocks, num_items=num_items, round_start=round_start,
+        wrap=wrap, chunk_rows=chunk_rows, rank=rank, world=world, round_index=round_index, outer=outer,
+        INNER=INNER, HEADS=HEADS, GROUP=GROUP, BLOCK=BLOCK, COLUMNS=COLUMNS, LISTS=LISTS, PACKED=PACKED,
+        FIRST=FIRST, MARKS=MARKS,
     )  # fmt: skip
     tiles = allocate_tiles(q_desc, None, k_desc, v_desc, BLOCK, D, STAGES, PACKED, MARKS)
     out_buffers = tiles.queries.q

@@ -23,8 +23,8 @@ class RankIndex:
     ``RingStep.block_distances``. Of block lists, each key block has its own list of query blocks.
     """
 
-    slash_ptr: Pointer  # prefix counts of the lists
-    slash_list: Pointer
+    block_ptr: Pointer  # prefix counts of the lists
+    block_list: Pointer
     ptr_len: Scalar
     list_len: Scalar
     # launch_args.block_distances: by c % 2 and apart, where a residue's prefix counts start, and wrap. With
@@ -51,12 +51,12 @@ class RankIndex:
             head_len = self.local_blocks
         else:
             head_len = self.ptr_len
-        return self.slash_ptr + batch_head.to(gl.int64) * head_len
+        return self.block_ptr + batch_head.to(gl.int64) * head_len
 
     @gluon.jit
     def head_list(self, batch_head):
         """The list of a head."""
-        return self.slash_list + batch_head.to(gl.int64) * self.list_len
+        return self.block_list + batch_head.to(gl.int64) * self.list_len
 
     @gluon.jit
     def block_distances(self, head_ptr, head_list, apart: gl.constexpr, kv_block, end_q_block):

@@ -68,8 +68,8 @@ class RoundIndex:
     Key blocks are listed by their distances: a list holds the quotients of the distances by ``outer``.
     """
 
-    slash_ptr: Pointer  # prefix counts of the lists
-    slash_list: Pointer
+    block_ptr: Pointer  # prefix counts of the lists
+    block_list: Pointer
     column_ptr: Pointer  # [b * h, ptr_len]: prefix counts of columns, by block
     columns: Pointer  # [b * h, column_len]: positions, ascending
     member: Pointer  # [b * h, ptr_len - 1]: whether a block distance is among the head's slashes
@@ -80,7 +80,7 @@ class RoundIndex:
     column_len: Scalar
     local_blocks: Scalar  # query blocks of this rank
     num_items: Scalar
-    round_start: Scalar  # where the round's prefix counts start in slash_ptr
+    round_start: Scalar  # where the round's prefix counts start in block_ptr
     wrap: Scalar  # Round.wrap
     chunk_rows: Scalar
     rank: Scalar
@@ -108,11 +108,11 @@ class RoundIndex:
         """Where the item's key blocks start in its list."""
         q_block = self.q_block(item)
         batch_head = item // self.local_blocks
-        return gl.load(self._slash_start_ptr(batch_head.to(gl.int64), q_block))
+        return gl.load(self._block_start_ptr(batch_head.to(gl.int64), q_block))
 
     @gluon.jit
-    def _slash_start_ptr(self, batch_head, q_block):
-        return self.slash_ptr + list_start(
+    def _block_start_ptr(self, batch_head, q_block):
+        return self.block_ptr + list_start(
             batch_head, q_block, self.ptr_len, self.local_blocks, self.round_start, self.LISTS
         )
 
@@ -124,7 +124,7 @@ class RoundIndex:
         batch_head = item // self.local_blocks
         q_block = self.q_block(item)
         inside = item < self.num_items
-        start_ptr = self._slash_start_ptr(batch_head.to(gl.int64), q_block)
+        start_ptr = self._block_start_ptr(batch_head.to(gl.int64), q_block)
         start = gl.load(start_ptr, mask=inside, other=0)
         # The last of the blocks of the round's ranks that this query block may see.
         last = block_at(q_block, self.rank % self.INNER, self.INNER, self.INNER) - self.wrap
@@ -136,7 +136,7 @@ class RoundIndex:
         if self.PACKED:
             blocks = self.kv_block_bounds
             blocks += (batch_head // self.HEADS).to(gl.int64) * 2 * self.local_blocks + q_block
-            entries = self.slash_list + batch_head.to(gl.int64) * self.list_len
+            entries = self.block_list + batch_head.to(gl.int64) * self.list_len
             first_block = gl.load(blocks)
             group = self.rank // self.INNER - self.round_index + self.wrap * self.outer
             end = start + slash_tiles
@@ -174,7 +174,7 @@ class RoundIndex:
         if self.MARKS:
             # The first block that the query block may attend to is listed last, if at all.
             own: gl.constexpr = 1 if self.FIRST else 0
-            entries = self.slash_list + batch_head.to(gl.int64) * self.list_len + start
+            entries = self.block_list + batch_head.to(gl.int64) * self.list_len + start
             several = unmasked_tiles > own
             quotient = gl.load(entries + unmasked_tiles - 1, mask=several, other=0).to(gl.int32)
             kv_block = block_at(q_block, self.rank, self.world, self.INNER)
@@ -202,7 +202,7 @@ class RoundIndex:
         """
         batch_head = (item // self.local_blocks).to(gl.int64)
         is_slash, entry, column_tile = self.place(item_keys, j)
-        entry_ptr = self.slash_list + batch_head * self.list_len + start + entry
+        entry_ptr = self.block_list + batch_head * self.list_len + start + entry
         distance = gl.load(entry_ptr, mask=is_slash, other=0).to(gl.int32)
         # An item without keys has one tile, past the end of everything: zeros.
         column = gl.where(
@@ -227,7 +227,7 @@ class RoundIndex:
             block,
             self.columns + batch_head * self.column_len,
             self.member + batch_head * (self.ptr_len - 1),
-            self.slash_list + batch_head * self.list_len,
+            self.block_list + batch_head * self.list_len,
             mark_row,
         )
 
@@ -247,13 +247,13 @@ class ItemIndex:
     block: Scalar  # its query block, of all ranks'
     columns: Pointer  # of its head
     member: Pointer
-    slash_list: Pointer
+    block_list: Pointer
     mark_row: Scalar  # offset of its marks, read with marks
 
     @gluon.jit
     def kv_block(self, index, start, is_slash, entry):
         """The key block of the sequence that an entry of the item's list is."""
-        quotient = gl.load(self.slash_list + start + entry, mask=is_slash, other=0).to(gl.int32)
+        quotient = gl.load(self.block_list + start + entry, mask=is_slash, other=0).to(gl.int32)
         return self.block - index.round_index - quotient * index.outer
 
     @gluon.jit
@@ -282,7 +282,7 @@ class ItemIndex:
         columns = self.columns
         is_slash, list_entry, column_tile = index.place(item_keys, j)
         if index.PACKED:
-            entry = self.slash_list + start + list_entry
+            entry = self.block_list + start + list_entry
             quotient = gl.load(entry, mask=is_slash, other=0).to(gl.int32)
             column_mask = gl.full([BLOCK], -1, gl.int32, layout)
             columns += item_keys.first_column

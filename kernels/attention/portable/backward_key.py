@@ -54,8 +54,8 @@ def _key_kernel(
     column_dk_ptr,  # [b, h, SPLITS, C, d] float32, read if COLUMNS
     column_dv_ptr,
     # The pattern by key rank (types.PatternOperand); visible ranges and the queries' rank, or None
-    slash_ptr,
-    slash_list,
+    block_ptr,
+    block_list,
     columns,
     column_ptr,
     document_starts,
@@ -175,24 +175,24 @@ def _key_kernel(
         for apart in tl.static_range(1 if LISTS else 2):
             if LISTS:  # entries are query blocks
                 first = 0
-                low = tl.load(slash_ptr + residue_00 + bh * local_blocks + k_block)
-                high = tl.load(slash_ptr + residue_00 + bh * local_blocks + k_block + 1)
+                low = tl.load(block_ptr + residue_00 + bh * local_blocks + k_block)
+                high = tl.load(block_ptr + residue_00 + bh * local_blocks + k_block + 1)
                 unmasked_end = high
                 if PACKED:
-                    own_list = slash_list + bh * list_len
+                    own_list = block_list + bh * list_len
                     unmasked_end = first_beyond(own_list, low, high, end_unmasked - 1)
                     high = first_beyond(own_list, low, high, end_q_block - 1)
             else:
                 residue = same_residue if apart == 0 else other_residue
                 first = k_block + apart + 2 * (same_wrap if apart == 0 else other_wrap)
-                low = tl.load(slash_ptr + bh * ptr_len + residue)
+                low = tl.load(block_ptr + bh * ptr_len + residue)
                 # Query blocks first, first + 2, and so on.
                 count = tl.maximum((end_q_block if PACKED else local_blocks) + 1 - first, 0) // 2
-                high = tl.load(slash_ptr + bh * ptr_len + residue + count)
+                high = tl.load(block_ptr + bh * ptr_len + residue + count)
                 unmasked_end = high
                 if PACKED:
                     count = tl.maximum(end_unmasked + 1 - first, 0) // 2
-                    unmasked_end = tl.load(slash_ptr + bh * ptr_len + residue + count)
+                    unmasked_end = tl.load(block_ptr + bh * ptr_len + residue + count)
             if DIAGONAL and apart == 0:
                 low += 1
             for MASKED in tl.static_range(2 if PACKED else 1):
@@ -203,7 +203,7 @@ def _key_kernel(
                 for start_tile in range(0, num_tiles, step):
                     end_tile = tl.minimum(start_tile + step, num_tiles)
                     for j in range(begin * tiles + start_tile, begin * tiles + end_tile):
-                        e = tl.load(slash_list + bh * list_len + j // tiles).to(tl.int32)
+                        e = tl.load(block_list + bh * list_len + j // tiles).to(tl.int32)
                         start_m = (first + (1 if LISTS else 2) * e) * BLOCK + j % tiles * BLOCK_M
                         q, do, lse, delta = query_tile(
                             start_m, offs_m, q_head, do_head, lse_head, delta_head, stride_qm,
@@ -322,8 +322,8 @@ def backward_key(
         column_ptr=index.column_ptr,
         column_ptr_len=index.column_ptr.shape[-1],
         column_len=num_columns,
-        slash_ptr=index.rank_ptr,
-        slash_list=index.rank_list,
+        block_ptr=index.rank_ptr,
+        block_list=index.rank_list,
         ptr_len=index.rank_ptr.shape[-1],
         list_len=index.list_strides[1],
         **key_ranges(index, ring_step.rank),

@@ -67,8 +67,8 @@ def _query_kernel(
     delta_ptr,  # [b, h, s]
     attended_ptr,  # [b, h, s], or None
     # The pattern (types.PatternOperand), the gathered columns [b, h, C, d], and visible ranges or None
-    slash_ptr,
-    slash_list,
+    block_ptr,
+    block_list,
     member,
     columns,
     column_ptr,
@@ -137,9 +137,9 @@ def _query_kernel(
     k_ptr += batch * stride_kb + kv_head * stride_kh
     v_ptr += batch * stride_vb + kv_head * stride_vh
     do_ptr += batch * stride_dob + head * stride_doh
-    slash_ptr, slash_list, member, columns, column_ptr, column_k_ptr, column_v_ptr = (
+    block_ptr, block_list, member, columns, column_ptr, column_k_ptr, column_v_ptr = (
         pattern_of_head(
-            bh, q_block, slash_ptr, slash_list, member, columns, column_ptr, column_k_ptr, column_v_ptr,
+            bh, q_block, block_ptr, block_list, member, columns, column_ptr, column_k_ptr, column_v_ptr,
             ptr_len, list_len, column_len, local_blocks, round_start, D, LISTS,
         )
     )  # fmt: skip
@@ -160,7 +160,7 @@ def _query_kernel(
     attended = tl.zeros([BLOCK_M], tl.float32)
 
     low, unmasked_end, high, last_block, starts, first_block, group = slash_range(
-        slash_ptr, slash_list, document_starts, kv_block_bounds, q_block, start, offs_m, inside, batch,
+        block_ptr, block_list, document_starts, kv_block_bounds, q_block, start, offs_m, inside, batch,
         query_len, local_blocks, rank, wrap, round_index, outer, INNER, LISTS, PACKED,
     )  # fmt: skip
     if FIRST:
@@ -181,7 +181,7 @@ def _query_kernel(
         end = high if MASKED else unmasked_end
         for j in range(begin * tiles, end * tiles):
             k, v, mask = slash_tile(
-                j, offs_n, slash_list, last_block, group, starts, k_ptr, v_ptr,
+                j, offs_n, block_list, last_block, group, starts, k_ptr, v_ptr,
                 stride_kr, stride_kn, stride_vr, stride_vn, key_len, outer,
                 INNER, BLOCK, BLOCK_N, D, MASKED,
             )  # fmt: skip

@@ -134,8 +134,8 @@ def _forward_kernel(
     out_ptr,  # [s, b, h, d]
     lse_ptr,  # [b, h, s]
     # The pattern (types.PatternOperand), the gathered columns [b, h, C, d], and visible ranges or None
-    slash_ptr,
-    slash_list,
+    block_ptr,
+    block_list,
     member,
     columns,
     column_ptr,
@@ -207,9 +207,9 @@ def _forward_kernel(
     q_ptr += batch * stride_qb + head * stride_qh
     k_ptr += batch * stride_kb + kv_head * stride_kh
     v_ptr += batch * stride_vb + kv_head * stride_vh
-    slash_ptr, slash_list, member, columns, column_ptr, column_k_ptr, column_v_ptr = (
+    block_ptr, block_list, member, columns, column_ptr, column_k_ptr, column_v_ptr = (
         pattern_of_head(
-            bh, q_block, slash_ptr, slash_list, member, columns, column_ptr, column_k_ptr, column_v_ptr,
+            bh, q_block, block_ptr, block_list, member, columns, column_ptr, column_k_ptr, column_v_ptr,
             ptr_len, list_len, column_len, local_blocks, round_start, D, LISTS,
         )
     )  # fmt: skip
@@ -234,7 +234,7 @@ def _forward_kernel(
         l = tl.where(m == float("-inf"), 0.0, 1.0)
 
     low, unmasked_end, high, last_block, starts, first_block, group = slash_range(
-        slash_ptr, slash_list, document_starts, kv_block_bounds, q_block, start, offs_m, inside, batch,
+        block_ptr, block_list, document_starts, kv_block_bounds, q_block, start, offs_m, inside, batch,
         query_len, local_blocks, rank, wrap, round_index, outer, INNER, LISTS, PACKED,
     )  # fmt: skip
     least = 0.0
@@ -274,7 +274,7 @@ def _forward_kernel(
             first_entry = begin
             if not MASKED:
                 # The first block that the query block may attend to is listed last, if at all.
-                last_entry = tl.load(slash_list + end - 1, mask=begin < end, other=0).to(tl.int32)
+                last_entry = tl.load(block_list + end - 1, mask=begin < end, other=0).to(tl.int32)
                 if (last_block - last_entry) * outer + of_round == first_block:
                     first_entry = end - 1
             for j in range(begin, end):
@@ -282,7 +282,7 @@ def _forward_kernel(
                 share = tl.zeros([BLOCK_M], tl.float32)
                 for piece in tl.static_range(tiles):
                     k, v, mask = slash_tile(
-                        entry * tiles + piece, offs_n, slash_list, last_block, group, starts, k_ptr, v_ptr,
+                        entry * tiles + piece, offs_n, block_list, last_block, group, starts, k_ptr, v_ptr,
                         stride_kr, stride_kn, stride_vr, stride_vn, key_len, outer,
                         INNER, BLOCK, BLOCK_N, D, MASKED,
                     )  # fmt: skip
@@ -290,7 +290,7 @@ def _forward_kernel(
                         q, k, v, mask, acc, m, l, scale, MASKED, PREC
                     )
                     share = share * alpha + tile_sum
-                k_block = (last_block - tl.load(slash_list + entry).to(tl.int32)) * outer + of_round
+                k_block = (last_block - tl.load(block_list + entry).to(tl.int32)) * outer + of_round
                 below = (share < least * l).to(tl.int32)
                 mark = (tl.sum(below, 0) < BLOCK_M).to(tl.int32)
                 mark = tl.where(block - k_block <= 1, 1, mark)
@@ -298,7 +298,7 @@ def _forward_kernel(
         else:
             for j in range(begin * tiles, end * tiles):
                 k, v, mask = slash_tile(
-                    j, offs_n, slash_list, last_block, group, starts, k_ptr, v_ptr,
+                    j, offs_n, block_list, last_block, group, starts, k_ptr, v_ptr,
                     stride_kr, stride_kn, stride_vr, stride_vn, key_len, outer,
                     INNER, BLOCK, BLOCK_N, D, MASKED,
                 )  # fmt: skip

@@ -82,8 +82,8 @@ def query_rows_of_program(local_blocks, BLOCK: tl.constexpr, BLOCK_M: tl.constex
 def pattern_of_head(
     bh,
     q_block,
-    slash_ptr,
-    slash_list,
+    block_ptr,
+    block_list,
     member,
     columns,
     column_ptr,
@@ -97,21 +97,21 @@ def pattern_of_head(
     D: tl.constexpr,
     LISTS: tl.constexpr,
 ):
-    """The pattern's pointers, advanced to a head (``slash_ptr`` to a query block)."""
-    slash_ptr += list_start(bh, q_block, ptr_len, local_blocks, round_start, LISTS)
-    slash_list += bh * list_len
+    """The pattern's pointers, advanced to a head (``block_ptr`` to a query block)."""
+    block_ptr += list_start(bh, q_block, ptr_len, local_blocks, round_start, LISTS)
+    block_list += bh * list_len
     member += bh * (ptr_len - 1)
     columns += bh * column_len
     column_ptr += bh * ptr_len
     column_k_ptr += bh * column_len * D
     column_v_ptr += bh * column_len * D
-    return slash_ptr, slash_list, member, columns, column_ptr, column_k_ptr, column_v_ptr
+    return block_ptr, block_list, member, columns, column_ptr, column_k_ptr, column_v_ptr
 
 
 @triton.jit
 def slash_range(
-    slash_ptr,
-    slash_list,
+    block_ptr,
+    block_list,
     document_starts,
     kv_block_bounds,
     q_block,
@@ -139,9 +139,9 @@ def slash_range(
         first_block: the first block of the sequence that they attend to.
         group: the keys' inner group, numbered without wrap-around, as last_block is.
     """
-    low = tl.load(slash_ptr)
+    low = tl.load(block_ptr)
     last_block = block_at(q_block, rank % INNER, INNER, INNER) - wrap
-    high = tl.load(slash_ptr + 1 if LISTS else slash_ptr + last_block + 1)
+    high = tl.load(block_ptr + 1 if LISTS else block_ptr + last_block + 1)
     unmasked_end = high
     starts = 0
     first_block = 0
@@ -153,8 +153,8 @@ def slash_range(
         group = rank // INNER - round_index + wrap * outer
         unmasked_end = seen_from(
             tl.load(kv_block_bounds + local_blocks),
-            slash_ptr,
-            slash_list,
+            block_ptr,
+            block_list,
             low,
             high,
             last_block,
@@ -163,7 +163,7 @@ def slash_range(
             LISTS,
         )
         high = seen_from(
-            first_block, slash_ptr, slash_list, low, high, last_block, group, outer, LISTS
+            first_block, block_ptr, block_list, low, high, last_block, group, outer, LISTS
         )
     return low, unmasked_end, high, last_block, starts, first_block, group
 
@@ -205,7 +205,7 @@ def diagonal_tile(
 def slash_tile(
     j,
     offs_n,
-    slash_list,
+    block_list,
     last_block,
     group,
     starts,
@@ -226,7 +226,7 @@ def slash_tile(
     """Tile ``j`` of the slashes' key blocks, counted from the begin of the head's list: k and v [BLOCK_N, D],
     and the mask of visible keys [BLOCK_M, BLOCK_N] (0 if not MASKED)."""
     tiles: tl.constexpr = BLOCK // BLOCK_N
-    block = last_block - tl.load(slash_list + j // tiles).to(tl.int32)
+    block = last_block - tl.load(block_list + j // tiles).to(tl.int32)
     source, local_block = owner_of(block, INNER, INNER)
     start = local_block * BLOCK + j % tiles * BLOCK_N
     source = source.to(tl.int64)
