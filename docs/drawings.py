@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from matplotlib import pyplot  # noqa: E402
 from matplotlib.patches import Patch, Rectangle  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from megatron_mtraining.kernels.types import BackwardPath  # noqa: E402
 from megatron_mtraining.layout import owner_of  # noqa: E402
 from megatron_mtraining.pattern.vertical_slash_index import (  # noqa: E402
     VerticalSlashIndex,
@@ -214,7 +216,10 @@ def colour_of(op: Op) -> str:
 
 def work_lists() -> pyplot.Figure:
     """The lists of operations of 4 ranks, forward and backward, in their order."""
-    parts = {"forward": forward_ops, "backward": backward_ops}
+    parts = {
+        "forward": forward_ops,
+        "backward": partial(backward_ops, path=BackwardPath.TWO_KERNELS, columns=True),
+    }
     lists = {
         name: [make(rank, INNER, OUTER) for rank in range(RANKS)] for name, make in parts.items()
     }

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from enum import Enum
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
@@ -190,6 +191,17 @@ class RingStep:
             return least % (2 * world), apart, int(least < 0)
 
         return block_distance(0), block_distance(1)
+
+
+class BackwardPath(Enum):
+    """How the gradients are computed; the values are those of ``MTRAINING_BACKWARD``."""
+
+    TWO_KERNELS = "two_kernels"
+    """The queries' gradient apart from that of keys and values: equal bits in each run."""
+    ONE_PASS = "one_pass"  # noqa: S105
+    """All in one pass over the keys: five matrix products in place of seven. The queries' gradient is added
+    up in no fixed order, so that results differ in their last bits from run to run, and takes ``4 h s d``
+    bytes more."""
 
 
 @dataclass(frozen=True)

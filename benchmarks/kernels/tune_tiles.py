@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from dataclasses import replace
 
 import torch
 import triton
@@ -44,19 +45,17 @@ def main():
         slashes = draw_index(65536, heads, 0.1, 0, "cuda")
         columns = draw_index(65536, heads, 0.0, 1000, "cuda")
         lse = torch.empty(1, heads, 65536, device="cuda")
-        held = k[None], v[None]  # of the one rank of a round
-        scale = dict(softmax_scale=dim**-0.5)
-        of_round = dict(column_kv=None, index=slashes, round_=round_, accumulator=None, **scale)
-        out = kernels.forward(q, *held, lse=lse, **of_round)
-        rest = dict(grad_out=do, lse=lse, delta=kernels.delta(out, do))
-        of_columns = dict(column_kv=kernels.gather_columns(k, v, columns, 0), index=columns, rank=0)
+        keys = kernels.RoundKeys(k[None], v[None], None, round_)
+        forward = kernels.ForwardInputs(q, keys, slashes, dim**-0.5, lse)
+        delta = kernels.delta(kernels.forward(forward), do)
+        backward = kernels.BackwardInputs(q, do, lse, delta, slashes, dim**-0.5)
+        of_columns = replace(backward, index=columns)
+        column_kv = kernels.gather_columns(k, v, columns, 0)
         runs = {
-            "forward": lambda: kernels.forward(q, *held, lse=lse, **of_round),
-            "query": lambda: kernels.backward_query(q, *held, **rest, **of_round),
-            "key": lambda: kernels.backward_key(
-                q, k, v, **rest, index=slashes, ring_step=ring_step, **scale
-            ),
-            "column": lambda: kernels.backward_columns(q, **rest, **of_columns, **scale),
+            "forward": lambda: kernels.forward(forward),
+            "query": lambda: kernels.backward_query(backward, keys),
+            "key": lambda: kernels.backward_key(backward, kernels.StepKeys(k, v, ring_step)),
+            "column": lambda: kernels.backward_columns(of_columns, column_kv, 0),
         }
         flops = slashes.work().sum().item() * dim * 2
         products = {"forward": 2, "query": 3, "key": 4}

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import attend
 from megatron_mtraining.cp_group import cp_group_of
-from megatron_mtraining.kernels.attention import one_pass
+from megatron_mtraining.kernels.attention import choose_backward
+from megatron_mtraining.kernels.types import BackwardPath
 from megatron_mtraining.layout import token_positions
 from megatron_mtraining.pattern import build_index, search_pattern
 from megatron_mtraining.ring import Ring, ring_of
@@ -241,7 +242,8 @@ def sparse_runs(case: Case, setting: Setting, operands, ring: Ring, inner: int) 
     if config and not config.keeps_all(case.seq):
         runs["index"] = chosen
     index = given or chosen()
-    backward: dict[str, float] = dict(one_pass=not pruning and one_pass(index, *operands))
+    in_one_pass = not pruning and choose_backward(index, *operands) is BackwardPath.ONE_PASS
+    backward: dict[str, float] = dict(one_pass=in_one_pass)
     if pruning:
         backward |= pruned_backward(layer, operands, setting)
     return Sparse(runs, over(ring), index, config, backward)

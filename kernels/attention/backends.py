@@ -12,88 +12,46 @@ from torch import Tensor
 from ...switches import switch
 from ..common.dispatch import uses_triton
 from ..common.triton_version import is_tested_triton
-from ..types import PatternOperand, RingStep, Round
+from ..types import BackwardPath, PatternOperand
 from . import reference
 from .backward_path import gpu_of, is_faster_in_one_pass
-from .marks import BlockMarks
+from .operands import BackwardInputs, ForwardInputs, RoundKeys, StepKeys
 
 GLUON_VERSIONS = ((3, 6), (3, 9))
 """First and last version of Triton for the Hopper kernels: Gluon still changes."""
+
+HOPPER_HEAD_DIMS = (64, 128)
+"""Head dimensions whose tiles fit the shared memory and the registers of the Hopper kernels."""
 
 
 class Backend(Protocol):
     """A module with the operations of ``__init__.py``, which documents the arguments. Results are written to
     memory that the caller provides (``out``, ``grad_query``, ``grad_kv``); it may be the accumulator's."""
 
-    def forward(
-        self,
-        *,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        column_kv: Tensor | None,
-        index: PatternOperand,
-        round_: Round,
-        softmax_scale: float,
-        accumulator: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        marks: BlockMarks | None = None,
-    ) -> None:
+    def forward(self, inputs: ForwardInputs, out: Tensor) -> None:
         """Attention to the keys of one round."""
 
     def backward_query(
         self,
-        *,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        column_kv: Tensor | None,
-        grad_out: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        index: PatternOperand,
-        round_: Round,
-        softmax_scale: float,
-        accumulator: Tensor | None,
+        inputs: BackwardInputs,
+        keys: RoundKeys,
         grad_query: Tensor,
+        accumulator: Tensor | None,
         head_range: range,
-        attended: Tensor | None = None,
     ) -> None:
         """The query's gradient through the keys of one round, for a range of the ``b * h`` heads."""
 
-    def backward_columns(
-        self,
-        *,
-        query: Tensor,
-        column_kv: Tensor,
-        grad_out: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        index: PatternOperand,
-        rank: int,
-        softmax_scale: float,
-        query_sums: Tensor | None = None,
-    ) -> Tensor:
+    def backward_columns(self, inputs: BackwardInputs, column_kv: Tensor, rank: int) -> Tensor:
         """Gradients of all columns through the queries of one rank. The backend chooses the number of splits,
         so it allocates the result."""
 
     def backward_key(
         self,
-        *,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        grad_out: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        index: PatternOperand,
-        ring_step: RingStep,
-        softmax_scale: float,
+        inputs: BackwardInputs,
+        keys: StepKeys,
+        grad_kv: Tensor,
         accumulator: Tensor | None,
         column_gradients: Tensor | None,
-        grad_kv: Tensor,
-        query_sums: Tensor | None = None,
     ) -> None:
         """Gradients of one rank's keys and values through the queries of one rank."""
 
@@ -122,40 +80,45 @@ def backend_for(index: PatternOperand, query: Tensor, *operands: Tensor) -> Back
     return portable
 
 
-def one_pass(index: PatternOperand, query: Tensor, *operands: Tensor) -> bool:
-    """Whether the backward of these operands computes all gradients in one pass over the keys: five matrix
-    products in place of seven. It adds the queries' gradient in no fixed order, so that results differ in
-    their last bits from run to run, and takes ``4 h s d`` bytes more.
+def choose_backward(
+    index: PatternOperand, query: Tensor, *operands: Tensor, attended: Tensor | None = None
+) -> BackwardPath:
+    """How the backward of these operands is computed.
 
     ``MTRAINING_BACKWARD`` in the environment chooses: ``two_kernels``; ``one_pass`` where the backend has it
     (the Hopper kernels and the references do); ``auto``, the default, where it has been measured to be faster
-    (:func:`.backward_path.is_faster_in_one_pass`). Never under ``torch.use_deterministic_algorithms(True)``.
+    (:func:`.backward_path.is_faster_in_one_pass`). Never one pass under
+    ``torch.use_deterministic_algorithms(True)``, nor with ``attended`` (:class:`.operands.BackwardInputs`),
+    which the kernel of the queries' gradient sums.
 
     Raises:
         ConfigError: another value of ``MTRAINING_BACKWARD``.
     """
     wanted = switch("MTRAINING_BACKWARD") or "auto"
-    if wanted == "auto" and not is_faster_in_one_pass(
-        index.is_dense, query.shape[0], gpu_of(query.device)
+    if wanted == "auto":
+        faster = is_faster_in_one_pass(index.is_dense, query.shape[0], gpu_of(query.device))
+        wanted = "one_pass" if faster else "two_kernels"
+    if (
+        wanted == "two_kernels"
+        or attended is not None
+        or torch.are_deterministic_algorithms_enabled()
+        or not hasattr(backend_for(index, query, *operands), "new_query_sums")
     ):
-        return False
-    return (
-        wanted != "two_kernels"
-        and not torch.are_deterministic_algorithms_enabled()
-        and hasattr(backend_for(index, query, *operands), "new_query_sums")
-    )
+        return BackwardPath.TWO_KERNELS
+    return BackwardPath(wanted)
 
 
 def uses_hopper(index: PatternOperand, query: Tensor, *operands: Tensor) -> bool:
     """Whether the Hopper kernels take these operands.
 
-    They need a Hopper GPU, 16-bit operands with 16-byte aligned strides, blocks of 128, lengths that are
-    multiples of 4, and a Triton of :data:`GLUON_VERSIONS`. ``MTRAINING_PORTABLE_KERNELS=1`` in the
-    environment disables them.
+    They need a Hopper GPU, 16-bit operands with 16-byte aligned strides, head dimensions of
+    :data:`HOPPER_HEAD_DIMS`, blocks of 128, lengths that are multiples of 4, and a Triton of
+    :data:`GLUON_VERSIONS`. ``MTRAINING_PORTABLE_KERNELS=1`` in the environment disables them.
     """
     return (
         query.is_cuda
         and query.element_size() == 2
+        and query.shape[-1] in HOPPER_HEAD_DIMS
         and index.block_size == 128
         and query.shape[0] % 4 == 0
         and _is_hopper(query.device)

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from ...layout import block_at, located, positions_at
-from ..types import PatternOperand, RingStep, Round, StripedColumns
+from ..types import PatternOperand, Round, StripedColumns
 from .marks import BlockMarks
+from .operands import BackwardInputs, ForwardInputs, RoundKeys, StepKeys
 
 FORWARD_SCORES = 1 << 22
 """Scores that the forward computes at a time: few enough that their memory is reused."""
@@ -78,36 +79,24 @@ def column_mask(index: PatternOperand, rank: int, queries: range) -> Tensor:
     return mask
 
 
-def forward(
-    *,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    column_kv: Tensor | None,
-    index: PatternOperand,
-    round_: Round,
-    softmax_scale: float,
-    accumulator: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    marks: BlockMarks | None = None,
-) -> None:
+def forward(inputs: ForwardInputs, out: Tensor) -> None:
     """:func:`..attention.forward` into ``out``, which may be the accumulator."""
+    query, keys, index, lse = inputs.query, inputs.keys, inputs.index, inputs.lse
+    accumulator, marks = inputs.accumulator, inputs.marks
     q = _heads_first(query, query.shape[2])
-    k, v = _keys_and_columns(query, key, value, column_kv)
+    k, v = _keys_and_columns(query, keys)
     step = max(1, FORWARD_SCORES // k.shape[:3].numel())
     for begin in range(0, len(query), step):
         rows = range(begin, min(begin + step, len(query)))
         part = slice(rows.start, rows.stop)
-        scores = _round_scores(
-            q[:, :, part], k, column_kv, index, round_, rows, key.shape[1], softmax_scale
-        )
+        scores = _round_scores(q[:, :, part], k, keys, index, rows, inputs.softmax_scale)
         before = None
-        if not round_.first and accumulator is not None:
+        if not keys.round.first and accumulator is not None:
             before = accumulator[part], lse[:, :, part]
         if marks is not None:
-            _mark_blocks(scores, before and before[1], index, round_, rows, key.shape[1], marks)
-        out_rows, lse[:, :, part] = _forward_rows(scores, v, round_.last, before)
+            key_length = keys.key.shape[1]
+            _mark_blocks(scores, before and before[1], index, keys.round, rows, key_length, marks)
+        out_rows, lse[:, :, part] = _forward_rows(scores, v, keys.round.last, before)
         out[part] = out_rows.permute(2, 0, 1, 3)
 
 
@@ -118,92 +107,64 @@ def delta(out: Tensor, grad_out: Tensor) -> Tensor:
 
 
 def backward_query(
-    *,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    column_kv: Tensor | None,
-    grad_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    index: PatternOperand,
-    round_: Round,
-    softmax_scale: float,
-    accumulator: Tensor | None,
+    inputs: BackwardInputs,
+    keys: RoundKeys,
     grad_query: Tensor,
+    accumulator: Tensor | None,
     head_range: range,
-    attended: Tensor | None = None,
 ) -> None:
     """:func:`..attention.backward_query` into ``grad_query``, which may be the accumulator, for some of the
     ``b * h`` heads of all batch entries."""
-    q, grad = (_heads_first(t, query.shape[2]) for t in (query, grad_out))
-    k, v = _keys_and_columns(query, key, value, column_kv)
-    rows = range(len(query))
-    scores = _round_scores(q, k, column_kv, index, round_, rows, key.shape[1], softmax_scale)
-    p, ds = _score_gradients(scores, v, grad, lse, delta)
-    dq = (ds @ k * softmax_scale).permute(2, 0, 1, 3)
+    query, attended = inputs.query, inputs.attended
+    q, grad = (_heads_first(t, query.shape[2]) for t in (query, inputs.grad_out))
+    k, v = _keys_and_columns(query, keys)
+    scores = _round_scores(q, k, keys, inputs.index, range(len(query)), inputs.softmax_scale)
+    p, ds = _score_gradients(scores, v, grad, inputs)
+    dq = (ds @ k * inputs.softmax_scale).permute(2, 0, 1, 3)
     if accumulator is not None:
         dq = dq + accumulator.to(dq.dtype)
     for batch_head in head_range:
         batch, head = divmod(batch_head, query.shape[2])
         grad_query[:, batch, head] = dq[:, batch, head].to(grad_query.dtype)
         if attended is not None:
-            before = 0 if round_.first else attended[batch, head]
+            before = 0 if keys.round.first else attended[batch, head]
             attended[batch, head] = p[batch, head].sum(-1) + before
 
 
-def backward_columns(
-    *,
-    query: Tensor,
-    column_kv: Tensor,
-    grad_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    index: PatternOperand,
-    rank: int,
-    softmax_scale: float,
-    query_sums: Tensor | None = None,
-) -> Tensor:
+def backward_columns(inputs: BackwardInputs, column_kv: Tensor, rank: int) -> Tensor:
     """:func:`..attention.backward_columns`, in one split."""
-    heads = query.shape[2]
-    q, grad = _heads_first(query, heads), _heads_first(grad_out, heads)
+    query, heads = inputs.query, inputs.query.shape[2]
+    q, grad = _heads_first(query, heads), _heads_first(inputs.grad_out, heads)
     k, v = column_kv.to(q.dtype)
-    scores = _scores(q, k, column_mask(index, rank, range(len(query))), softmax_scale)
-    p, ds = _score_gradients(scores, v, grad, lse, delta)
-    if query_sums is not None:
-        query_sums += (ds @ k).permute(2, 0, 1, 3)
+    mask = column_mask(inputs.index, rank, range(len(query)))
+    p, ds = _score_gradients(_scores(q, k, mask, inputs.softmax_scale), v, grad, inputs)
+    if inputs.query_sums is not None:
+        inputs.query_sums.add_((ds @ k).permute(2, 0, 1, 3))
     return torch.stack((ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad))[:, :, :, None]
 
 
 def backward_key(
-    *,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grad_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    index: PatternOperand,
-    ring_step: RingStep,
-    softmax_scale: float,
+    inputs: BackwardInputs,
+    keys: StepKeys,
+    grad_kv: Tensor,
     accumulator: Tensor | None,
     column_gradients: Tensor | None,
-    grad_kv: Tensor,
-    query_sums: Tensor | None = None,
 ) -> None:
     """:func:`..attention.backward_key` into ``grad_kv``, which may be the accumulator."""
-    heads, kv_heads, length = query.shape[2], key.shape[2], key.shape[0]
-    q, k, v, grad = (_heads_first(t, heads) for t in (query, key, value, grad_out))
+    index, ring_step = inputs.index, keys.ring_step
+    heads, kv_heads, length = inputs.query.shape[2], keys.key.shape[2], keys.key.shape[0]
+    q, k, v, grad = (
+        _heads_first(t, heads) for t in (inputs.query, keys.key, keys.value, inputs.grad_out)
+    )
     mask = slash_mask(index, ring_step.rank, [ring_step.source], range(length), length)
-    scores = _scores(q, k, mask, softmax_scale)
-    p, ds = _score_gradients(scores, v, grad, lse, delta)
+    p, ds = _score_gradients(_scores(q, k, mask, inputs.softmax_scale), v, grad, inputs)
     dk, dv = ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
-    if query_sums is not None:
-        query_sums += (ds @ k).permute(2, 0, 1, 3)
+    if inputs.query_sums is not None:
+        inputs.query_sums.add_((ds @ k).permute(2, 0, 1, 3))
     if column_gradients is not None:
         # Columns of other ranks go to one more row, which is dropped.
         row, _ = _own_columns(index, ring_step.source, length)
-        row = row[..., None].expand(-1, -1, -1, key.shape[3])
+        row = row[..., None].expand(-1, -1, -1, keys.key.shape[3])
         dk, dv = (
             torch.nn.functional.pad(t, (0, 0, 0, 1)).scatter_add(2, row, columns.sum(2).to(t.dtype))
             for t, columns in zip((dk, dv), column_gradients)
@@ -213,7 +174,7 @@ def backward_key(
         grad = grad[:, :, :length].unflatten(1, (kv_heads, heads // kv_heads))
         return grad.sum(2).permute(2, 0, 1, 3)
 
-    gradients = torch.stack((sum_groups(dk) * softmax_scale, sum_groups(dv)))
+    gradients = torch.stack((sum_groups(dk) * inputs.softmax_scale, sum_groups(dv)))
     grad_kv.copy_(gradients if accumulator is None else gradients + accumulator)
 
 
@@ -275,14 +236,12 @@ def _heads_first(tensor: Tensor, heads: int) -> Tensor:
     return tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
 
 
-def _keys_and_columns(
-    query: Tensor, key: Tensor, value: Tensor, column_kv: Tensor | None
-) -> Sequence[Tensor]:
+def _keys_and_columns(query: Tensor, keys: RoundKeys) -> Sequence[Tensor]:
     """The round's keys and values, the columns after them if there are any: ``[b, h, keys, d]`` each."""
-    k, v = (_heads_first(t, query.shape[2]) for t in (key.flatten(0, 1), value.flatten(0, 1)))
-    if column_kv is None:
+    k, v = (_heads_first(t.flatten(0, 1), query.shape[2]) for t in (keys.key, keys.value))
+    if keys.column_kv is None:
         return k, v
-    return [torch.cat((t, columns.to(t.dtype)), 2) for t, columns in zip((k, v), column_kv)]
+    return [torch.cat((t, columns.to(t.dtype)), 2) for t, columns in zip((k, v), keys.column_kv)]
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor, softmax_scale: float) -> Tensor:
@@ -294,17 +253,15 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor, softmax_scale: float) -> T
 def _round_scores(
     query: Tensor,
     key: Tensor,
-    column_kv: Tensor | None,
+    keys: RoundKeys,
     index: PatternOperand,
-    round_: Round,
     queries: range,
-    key_length: int,
     softmax_scale: float,
 ) -> Tensor:
     """Scores of some queries with the keys and columns of a round (:func:`_keys_and_columns`)."""
-    heads = query.shape[1]
-    mask = slash_mask(index, round_.rank, round_.sources, queries, key_length)
-    if column_kv is not None:
+    heads, round_ = query.shape[1], keys.round
+    mask = slash_mask(index, round_.rank, round_.sources, queries, keys.key.shape[1])
+    if keys.column_kv is not None:
         column_round = torch.arange(heads, device=query.device) * round_.outer // heads
         attends = (column_round == round_.round_index)[:, None, None]
         mask = torch.cat((mask, column_mask(index, round_.rank, queries) & attends), -1)
@@ -406,12 +363,8 @@ def block_order(k_block: Tensor, q_block: int, first_block: int, first_unmasked:
 
 
 def _score_gradients(
-    scores: Tensor,
-    v: Tensor,
-    grad_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    scores: Tensor, v: Tensor, grad_out: Tensor, inputs: BackwardInputs
 ) -> tuple[Tensor, Tensor]:
-    """Probabilities p, and the gradients ds of the scaled scores."""
-    p = torch.exp(scores - lse[..., None].to(scores.dtype))
-    return p, p * (grad_out @ v.transpose(-1, -2) - delta[..., None].to(p.dtype))
+    """Probabilities p, and the gradients ds of the scaled scores; ``grad_out`` ``[b, h, s, d]``."""
+    p = torch.exp(scores - inputs.lse[..., None].to(scores.dtype))
+    return p, p * (grad_out @ v.transpose(-1, -2) - inputs.delta[..., None].to(p.dtype))

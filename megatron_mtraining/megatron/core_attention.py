@@ -205,7 +205,7 @@ class MTrainingAttention(MegatronModule):
 
     def _observe_backward(self) -> Callable[[Tensor, Tensor], None] | None:
         """Who is told what a pruned backward leaves out, in the steps that are logged: it costs a sum in the
-        backward, and the one-pass backward has none (:func:`~..kernels.attention.one_pass`)."""
+        backward, and the one-pass backward has none (:func:`~..kernels.attention.choose_backward`)."""
         return self.density.add_backward if self.training and RUN.step_is_logged() else None
 
     def _steering(self, place: str) -> Steering:

@@ -5,7 +5,8 @@
 pattern; :func:`.attention.ring_attention` is private to it.
 """
 
-from .schedule import RingStep, Round, rounds
+from ..kernels.types import RingStep, Round
+from .schedule import rounds
 from .transport import Ring, ring_of
 
 __all__ = ["Ring", "RingStep", "Round", "ring_of", "rounds"]

@@ -14,14 +14,16 @@ ranks of an inner group, ``C`` columns.
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..kernels import attention as kernels
+from ..kernels.attention import BackwardInputs, ForwardInputs, RoundKeys, StepKeys
 from ..kernels.attention.operands import unit_stride
+from ..kernels.types import BackwardPath, Round
 from ..pattern.vertical_slash_index import PatternIndex
 from ..tensors import own_context
 from .pruning import BackwardPruning, Marking, PrunedPattern
@@ -97,6 +99,18 @@ class KeysAndValues:
         hop = self._ring.post(gathered[own], Ring.VALUES, Link.OUTER, received=following[own])
         self._next = following, hop
 
+    def of_round(self, round_: Round) -> RoundKeys:
+        """The keys of this round, with the columns of all ranks."""
+        key, value = self.current()
+        column_kv = None if self._columns is None else self._columns.wait()
+        return RoundKeys(key, value, column_kv, round_)
+
+    def of_step(self, op: Op) -> StepKeys:
+        """The keys of one rank of this round."""
+        assert op.ring_step is not None and op.slot is not None
+        key, value = self.current()
+        return StepKeys(key[op.slot], value[op.slot], op.ring_step)
+
 
 class _DkvAccumulator:
     """The dKV accumulator in flight, ``[2, s, b, hk, d]``, the one put aside, and transfers by link."""
@@ -129,16 +143,6 @@ class _DkvAccumulator:
             return self._receiving.pop(link).wait()
 
 
-class _Operands(TypedDict):
-    """What all kernels of the backward take."""
-
-    grad_out: Tensor
-    lse: Tensor
-    delta: Tensor
-    index: PatternIndex
-    softmax_scale: float
-
-
 def _forward(
     query: Tensor,
     key: Tensor,
@@ -153,25 +157,17 @@ def _forward(
     lse_dtype = torch.promote_types(query.dtype, torch.float32)
     lse = torch.empty(batch, heads, length, dtype=lse_dtype, device=query.device)
     keys = keys or KeysAndValues(key, value, ring, index)
-    columns = keys.columns(index)
+    keys.columns(index)
+    marks = None if marking is None else marking.marks
     out: Tensor | None = None
     for op in forward_ops(ring.cp.rank, ring.cp.inner, ring.cp.outer):
         keys.transfer(op)
         if op.action is Action.COMPUTE_OUT:
             assert op.round is not None
-            current = keys.current()
-            column_kv = columns.wait() if columns else None
+            of_round = keys.of_round(op.round)
             with ring.span("attend", op.round.round_index):
                 out = kernels.forward(
-                    query,
-                    *current,
-                    column_kv=column_kv,
-                    index=index,
-                    round_=op.round,
-                    softmax_scale=softmax_scale,
-                    accumulator=out,
-                    lse=lse,
-                    marks=None if marking is None else marking.marks,
+                    ForwardInputs(query, of_round, index, softmax_scale, lse, out, marks)
                 )
     assert out is not None, "there is a round"
     return out, lse
@@ -198,100 +194,71 @@ def _backward(
     """
     keys, dkv = KeysAndValues(key, value, ring, index), _DkvAccumulator(ring)
     columns = keys.columns(index)
-    delta = kernels.delta(out, grad_out)
-    rest = _Operands(
-        grad_out=grad_out, lse=lse, delta=delta, index=index, softmax_scale=softmax_scale
-    )
     pruned, attended = None, None
     if pruning is not None:
         assert packed is not None, "the forward has marked the blocks"
         with ring.span("prune"):
             pruned = PrunedPattern(index, packed, ring.cp.rank, pruning)
-        rest["index"], attended = pruned.index, pruned.new_attended(lse)
+        index, attended = pruned.index, pruned.new_attended(lse)
+    path = kernels.choose_backward(index, query, key, value, grad_out, attended=attended)
+    query_sums: Tensor | None = None
+    if path is BackwardPath.ONE_PASS:
+        query_sums = kernels.new_query_sums(query, key, value, index)
+    delta = kernels.delta(out, grad_out)
+    inputs = BackwardInputs(query, grad_out, lse, delta, index, softmax_scale, attended, query_sums)
     # The accumulator of a round's dQ is read by the kernel that writes the next one's.
     dq_before: Tensor | None = None
     dq: Tensor | None = None
     column_grads: Transfer | None = None
     more_to_add = ring.cp.inner > 1 and ring.cp.outer > 1
     kernel = 0
-    query_sums: Tensor | None = None
-    if attended is None and kernels.one_pass(rest["index"], query, key, value, grad_out):
-        query_sums = kernels.new_query_sums(query, key, value, rest["index"])
-    for op in backward_ops(ring.cp.rank, ring.cp.inner, ring.cp.outer):
+    for op in backward_ops(ring.cp.rank, ring.cp.inner, ring.cp.outer, path, columns is not None):
         keys.transfer(op)
         dkv.transfer(op)
-        if op.action is Action.COMPUTE_COLUMN_GRADS and columns:
-            column_grads = _start_column_grads(query, columns, ring, rest, query_sums)
+        if op.action is Action.COMPUTE_COLUMN_GRADS:
+            assert columns is not None, "the schedule knows whether there are any"
+            column_grads = _start_column_grads(inputs, columns, ring)
         elif op.action is Action.COMPUTE_DQ:
             assert op.round is not None and op.head_part is not None
             if op.head_part[0] == 0:
                 dq_before, dq = dq, None
-            current_kv = keys.current()
-            if query_sums is not None:
-                continue  # the other kernels add to it
-            column_kv = columns.wait() if columns else None
+            of_round = keys.of_round(op.round)
             with ring.span("query", kernel := kernel + 1):
                 dq = kernels.backward_query(
-                    query,
-                    *current_kv,
-                    **rest,
-                    column_kv=column_kv,
-                    round_=op.round,
+                    inputs,
+                    of_round,
                     accumulator=dq_before,
                     grad_query=dq,
                     head_part=op.head_part,
-                    attended=attended,
                 )
         elif op.action is Action.COMPUTE_DKV:
-            assert op.ring_step is not None
-            source = (tensor[op.slot] for tensor in keys.current())
+            of_step = keys.of_step(op)
             with ring.span("key", kernel := kernel + 1):
-                dkv.value = kernels.backward_key(
-                    query,
-                    *source,
-                    **rest,
-                    ring_step=op.ring_step,
-                    accumulator=dkv.value,
-                    query_sums=query_sums,
-                )
+                dkv.value = kernels.backward_key(inputs, of_step, accumulator=dkv.value)
         elif op.action is Action.COMPUTE_OWN_DKV:
             assert op.ring_step is not None
-            added = None
-            if columns:
-                assert column_grads is not None, "the first round has started them"
-                added = column_grads.wait()
-            # In float32 where another accumulator is to be added.
-            dtype = torch.float32 if more_to_add else key.dtype
+            added = None if column_grads is None else column_grads.wait()
             with ring.span("key", kernel := kernel + 1):
                 dkv.value = kernels.backward_key(
-                    query,
-                    key,
-                    value,
-                    **rest,
-                    ring_step=op.ring_step,
+                    inputs,
+                    StepKeys(key, value, op.ring_step),
                     accumulator=dkv.value,
                     column_gradients=added,
-                    dtype=dtype,
-                    query_sums=query_sums,
+                    # In float32 where another accumulator is to be added.
+                    dtype=torch.float32 if more_to_add else key.dtype,
                 )
-    if query_sums is not None:
-        dq = kernels.finish_query_sums(
-            query_sums, query, key, value, rest["index"], softmax_scale=softmax_scale
-        )
+        elif op.action is Action.FINISH_DQ:
+            dq = kernels.finish_query_sums(inputs, key, value)
     if pruned is not None:
         pruned.tell(attended)
     assert dq is not None and dkv.value is not None, "the schedule computes both"
     return dq, dkv.value.to(key.dtype)
 
 
-def _start_column_grads(
-    query: Tensor, columns: Transfer, ring: Ring, operands: _Operands, query_sums: Tensor | None
-) -> Transfer:
+def _start_column_grads(inputs: BackwardInputs, columns: Transfer, ring: Ring) -> Transfer:
     column_kv = columns.wait()
     with ring.span("columns"):
-        parts = kernels.backward_columns(
-            query, column_kv=column_kv, rank=ring.cp.rank, **operands, query_sums=query_sums
-        )
+        parts = kernels.backward_columns(inputs, column_kv, ring.cp.rank)
         if ring.cp.world > 1 and parts.shape[3] > 1:
             parts = parts.sum(3, keepdim=True)
         return ring.sum_columns(parts)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
 
-from ..kernels.types import RingStep, Round
+from ..kernels.types import BackwardPath, RingStep, Round
 
 
 class Link(Enum):
@@ -41,6 +41,8 @@ class Action(Enum):
     """Compute the gradient of the columns, and start to sum it over all ranks."""
     COMPUTE_DQ = auto()
     """Add the gradient of the queries from the keys of a round, for a part of the heads."""
+    FINISH_DQ = auto()
+    """In one pass: make the gradient of the queries of what the gradients of columns and keys have added."""
     COMPUTE_DKV = auto()
     """Add dKV of one other rank's keys to the accumulator."""
     COMPUTE_OWN_DKV = auto()
@@ -101,14 +103,16 @@ def forward_ops(rank: int, inner: int, outer: int) -> tuple[Op, ...]:
 
 
 @lru_cache(maxsize=64)
-def backward_ops(rank: int, inner: int, outer: int) -> tuple[Op, ...]:
-    """The operations of a rank's backward."""
+def backward_ops(
+    rank: int, inner: int, outer: int, path: BackwardPath, columns: bool
+) -> tuple[Op, ...]:
+    """The operations of a rank's backward, computed by ``path``, and whether there are columns."""
     ops = []
     of_round = _round_of_single_ranks if inner == 1 else _round_of_inner_groups
     for round_ in rounds(rank, inner, outer):
         if not round_.last:
             ops.append(Op(Action.SEND_KV, link=Link.OUTER))
-        if round_.first:
+        if round_.first and columns:
             ops.append(Op(Action.COMPUTE_COLUMN_GRADS))
         ops += of_round(round_)
         if not round_.last:
@@ -117,10 +121,15 @@ def backward_ops(rank: int, inner: int, outer: int) -> tuple[Op, ...]:
         Action.COMPUTE_OWN_DKV, ring_step=RingStep(rank, rank, inner, outer), slot=rank % inner
     )
     if outer == 1:
-        return (*ops, own)
-    if inner == 1:
-        return (*ops, Op(Action.RECEIVE_DKV, link=Link.OUTER), own)
-    return (*ops, Op(Action.RESTORE_DKV), own, Op(Action.ADD_DKV, link=Link.OUTER))
+        ops.append(own)
+    elif inner == 1:
+        ops += [Op(Action.RECEIVE_DKV, link=Link.OUTER), own]
+    else:
+        ops += [Op(Action.RESTORE_DKV), own, Op(Action.ADD_DKV, link=Link.OUTER)]
+    if path is BackwardPath.ONE_PASS:
+        # No transfer has a part of dQ to hide it.
+        ops = [op for op in ops if op.action is not Action.COMPUTE_DQ] + [Op(Action.FINISH_DQ)]
+    return tuple(ops)
 
 
 def _compute_dkv(round_: Round, slot: int) -> Op:

@@ -13,6 +13,7 @@ from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.kernels import attention as kernels
 from megatron_mtraining.kernels.attention import backward_path as paths
+from megatron_mtraining.kernels.types import BackwardPath
 from megatron_mtraining.pattern import full_index, search_pattern
 from megatron_mtraining.pattern.block_list_index import pruned_index
 from megatron_mtraining.ring import Ring
@@ -50,7 +51,7 @@ def gradients(operands, index, scale):
 
 
 def taken(dtype=torch.float32):
-    return kernels.one_pass(*operands_of(dtype))
+    return kernels.choose_backward(*operands_of(dtype)) is BackwardPath.ONE_PASS
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_not_with_portable_kernels(monkeypatch):
     monkeypatch.setenv("MTRAINING_BACKWARD", "one_pass")
     operands = operands_of()  # before: on a GPU machine no kernel is to be imported interpreted
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert not kernels.one_pass(*operands)
+    assert kernels.choose_backward(*operands) is BackwardPath.TWO_KERNELS
 
 
 @pytest.mark.parametrize("budget", ["none", "columns", "few", "all"])
@@ -134,9 +135,9 @@ def test_deterministic_algorithms_on_a_gpu(monkeypatch, deterministic):
     index = random_index(4096, 1, 8, 128, 1, "few", "cuda")
     calls, backward_query = [], kernels.backward_query
 
-    def spy(*args, **options):
-        calls.append(options["round_"])
-        return backward_query(*args, **options)
+    def spy(inputs, keys, **options):
+        calls.append(keys.round)
+        return backward_query(inputs, keys, **options)
 
     monkeypatch.setattr(kernels, "backward_query", spy)
     runs = [gradients(operands, index, 0.1) for _ in range(3)]
@@ -264,12 +265,13 @@ def test_auto_takes_it_for_long_dense_attention(monkeypatch):
     def taken(length):
         index = full_index(1, 4, length, 64, 1, 1, "cpu")
         operands = random_operands(length, 1, 4, 2, 64, torch.float32, "cpu")
-        return kernels.one_pass(index, *operands)
+        return kernels.choose_backward(index, *operands) is BackwardPath.ONE_PASS
 
     assert taken(256) and not taken(192)
     operands = random_operands(256, 1, 4, 2, 64, torch.float32, "cpu")
     # Also over all pairs, if the host does not know that they are all.
-    assert not kernels.one_pass(random_index(256, 1, 4, 64, 1, "all", "cpu"), *operands)
+    index = random_index(256, 1, 4, 64, 1, "all", "cpu")
+    assert kernels.choose_backward(index, *operands) is BackwardPath.TWO_KERNELS
     monkeypatch.setenv("MTRAINING_BACKWARD", "two_kernels")
     assert not taken(256)
 

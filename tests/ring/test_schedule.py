@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
+from functools import partial
 
 import pytest
 
+from megatron_mtraining.kernels.types import BackwardPath
 from megatron_mtraining.layout import GATHERED, block_at, inner_size
 from megatron_mtraining.ring.schedule import (
     Action,
@@ -34,6 +36,8 @@ SHAPES = [
     (8, 4),
 ]
 every_shape = pytest.mark.parametrize(("inner", "outer"), SHAPES)
+two_kernels = partial(backward_ops, path=BackwardPath.TWO_KERNELS, columns=True)
+one_pass = partial(backward_ops, path=BackwardPath.ONE_PASS, columns=False)
 MOVES = {Action.SEND_KV, Action.GATHER_KV, Action.SEND_DKV, Action.RECEIVE_DKV, Action.ADD_DKV}
 
 
@@ -49,7 +53,7 @@ class Rank:
         self.turn = 0
         self.moving, self.home = None, None
         self.attended, self.queries, self.parts = [], [], []
-        self.columns = 0
+        self.columns, self.finished = 0, False
         self.sent = {}
 
     def neighbour(self, inner, outer, link):
@@ -109,6 +113,9 @@ class Rank:
             self.home, self.moving = None, self.home
         elif op.action is Action.COMPUTE_COLUMN_GRADS:
             self.columns += 1
+        elif op.action is Action.FINISH_DQ:
+            assert not self.ops, "all gradients have been added"
+            self.finished = True
         elif op.action is Action.COMPUTE_OWN_DKV:
             self.add(op.ring_step, self.rank)
         elif op.action is Action.COMPUTE_DKV:
@@ -163,11 +170,20 @@ def test_forward_meets_every_key_once(inner, outer):
 @every_shape
 def test_backward_brings_every_gradient_home(inner, outer):
     world = inner * outer
-    for rank in run(backward_ops, inner, outer):
+    for rank in run(two_kernels, inner, outer):
         check_rounds(rank.queries, rank.rank, inner, outer)
-        assert rank.columns == 1
+        assert rank.columns == 1 and not rank.finished
         source, count = rank.moving
         assert source == rank.rank and count == Counter(range(world))
+
+
+@every_shape
+def test_one_pass_lists_no_kernel_of_the_queries(inner, outer):
+    """All else is as in two kernels."""
+    for rank in run(one_pass, inner, outer):
+        assert not rank.queries and not rank.columns and rank.finished
+        source, count = rank.moving
+        assert source == rank.rank and count == Counter(range(inner * outer))
 
 
 @every_shape
@@ -212,7 +228,7 @@ def test_query_blocks_of_a_key_block_are_found_by_their_distance(inner, outer, b
 def test_the_outer_ring_has_a_whole_round(inner, outer):
     """What goes over the outer link is computed upon for a round, before it is waited for."""
     computing = {Action.COMPUTE_OUT, Action.COMPUTE_DQ, Action.COMPUTE_DKV}
-    for ops in (forward_ops, backward_ops):
+    for ops in (forward_ops, two_kernels):
         for rank in range(inner * outer):
             sent = {}
             for op in ops(rank, inner, outer):
@@ -229,7 +245,7 @@ def test_the_outer_ring_has_a_whole_round(inner, outer):
 
 @pytest.mark.parametrize("inner", [2, 3, 8])
 def test_each_hop_in_a_node_has_a_part_of_the_queries(inner):
-    ops = backward_ops(0, inner, 1)
+    ops = two_kernels(0, inner, 1)
     for i, op in enumerate(ops):
         if op.action is Action.SEND_DKV:
             assert [later.action for later in ops[i + 1 : i + 3]] == [
@@ -246,7 +262,7 @@ def test_few_ranks_are_one_node():
 
 @every_shape
 def test_all_moves_name_their_link(inner, outer):
-    for ops in (forward_ops, backward_ops):
+    for ops in (forward_ops, two_kernels):
         for op in ops(0, inner, outer):
             assert (op.link is not None) == (op.action in MOVES)
 

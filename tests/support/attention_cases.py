@@ -8,6 +8,7 @@ import math
 import torch
 
 from megatron_mtraining.kernels import attention as kernels
+from megatron_mtraining.kernels.types import BackwardPath
 from megatron_mtraining.layout import block_at, stripe, unstripe
 from megatron_mtraining.pattern import build_block_index, build_index
 from megatron_mtraining.ring import RingStep, Round
@@ -104,7 +105,7 @@ def simulated_ring(query, key, value, grad_out, index, scale, parts_of_heads=1, 
     if index.columns.shape[-1]:
         columns = sum(kernels.gather_columns(k[r], v[r], index, r) for r in range(world))
         column_gradients = []
-    outs, dqs, dkvs, lses, deltas, query_sums = [], [], [None] * world, [], [], []
+    outs, dqs, dkvs, inputs = [], [], [None] * world, []
     for rank, index in enumerate(indices):
         length, batch, heads, _ = q[rank].shape
         dtype = torch.promote_types(query.dtype, torch.float32)
@@ -112,59 +113,50 @@ def simulated_ring(query, key, value, grad_out, index, scale, parts_of_heads=1, 
         out = dq = None
         rounds = [Round(rank, o, index.inner, index.outer) for o in range(index.outer)]
         for this in rounds:
-            out = kernels.forward(
-                q[rank], *gathered(k, v, this), column_kv=columns, index=index, round_=this,
-                softmax_scale=scale, accumulator=out, lse=lse,
-            )  # fmt: skip
+            keys = kernels.RoundKeys(*gathered(k, v, this), columns, this)
+            out = kernels.forward(kernels.ForwardInputs(q[rank], keys, index, scale, lse, out))
         delta = kernels.delta(out, do[rank])
-        rest = dict(grad_out=do[rank], lse=lse, delta=delta, index=index, softmax_scale=scale)
         seen = None
         if attended is not None:
             seen = torch.full_like(lse, float("nan"), dtype=torch.float32)
             attended.append(seen)
         sums = None
-        if kernels.one_pass(index, q[rank], k[rank], v[rank], do[rank]):
+        own = index, q[rank], k[rank], v[rank], do[rank]
+        path = kernels.choose_backward(*own, attended=seen)
+        if path is BackwardPath.ONE_PASS:
             sums = kernels.new_query_sums(q[rank], k[rank], v[rank], index)
-            query_sums.append(sums)
-        for this in [] if sums is not None and seen is None else rounds:
+        given = kernels.BackwardInputs(q[rank], do[rank], lse, delta, index, scale, seen, sums)
+        for this in [] if sums is not None else rounds:
             carry, dq = dq, None
+            keys = kernels.RoundKeys(*gathered(k, v, this), columns, this)
             for part in range(parts_of_heads):
                 dq = kernels.backward_query(
-                    q[rank], *gathered(k, v, this), **rest, column_kv=columns, round_=this,
-                    accumulator=carry, grad_query=dq, head_part=(part, parts_of_heads),
-                    attended=seen,
-                )  # fmt: skip
+                    given, keys, accumulator=carry, grad_query=dq, head_part=(part, parts_of_heads)
+                )
         for source in range(world):
             if source != rank:
                 step = RingStep(rank, source, index.inner, index.outer)
-                dkvs[source] = kernels.backward_key(
-                    q[rank], k[source], v[source], **rest, ring_step=step, accumulator=dkvs[source],
-                    query_sums=sums,
-                )  # fmt: skip
+                keys = kernels.StepKeys(k[source], v[source], step)
+                dkvs[source] = kernels.backward_key(given, keys, accumulator=dkvs[source])
         if columns is not None:
-            column_gradients.append(
-                kernels.backward_columns(
-                    q[rank], column_kv=columns, **rest, rank=rank, query_sums=sums
-                )
-            )
+            column_gradients.append(kernels.backward_columns(given, columns, rank))
         outs.append(out)
         dqs.append(dq)
-        lses.append(lse)
-        deltas.append(delta)
+        inputs.append(given)
     if columns is not None:
         parts = sum(column_gradients)
         column_gradients = parts.sum(3, keepdim=True) if world > 1 else parts
-    for rank, index in enumerate(indices):
+    for rank, given in enumerate(inputs):
+        step = RingStep(rank, rank, index.inner, index.outer)
         dkvs[rank] = kernels.backward_key(
-            q[rank], k[rank], v[rank], grad_out=do[rank], lse=lses[rank], delta=deltas[rank],
-            index=index, ring_step=RingStep(rank, rank, index.inner, index.outer), softmax_scale=scale,
-            accumulator=dkvs[rank], column_gradients=column_gradients, dtype=key.dtype,
-            query_sums=query_sums[rank] if query_sums else None,
-        )  # fmt: skip
-        if query_sums:
-            dqs[rank] = kernels.finish_query_sums(
-                query_sums[rank], q[rank], k[rank], v[rank], index, softmax_scale=scale
-            )
+            given,
+            kernels.StepKeys(k[rank], v[rank], step),
+            accumulator=dkvs[rank],
+            column_gradients=column_gradients,
+            dtype=key.dtype,
+        )
+        if given.query_sums is not None:
+            dqs[rank] = kernels.finish_query_sums(given, k[rank], v[rank])
     if world == 1:
         return outs[0], dqs[0], dkvs[0][0], dkvs[0][1]
     dk, dv = ([d[i] for d in dkvs] for i in range(2))

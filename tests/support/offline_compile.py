@@ -146,7 +146,13 @@ def launch_all(
 ) -> None:
     """Launch the four kernels as rank 1 of 2 does in a round: with a pruned backward, the forward marks
     blocks, and the gradient of queries sums what it attends to."""
-    from megatron_mtraining.kernels.attention import new_marks
+    from megatron_mtraining.kernels.attention import (
+        BackwardInputs,
+        ForwardInputs,
+        RoundKeys,
+        StepKeys,
+        new_marks,
+    )
     from megatron_mtraining.pattern import build_block_index, build_index
     from megatron_mtraining.ring import RingStep
     from megatron_mtraining.visibility import VisibleRanges
@@ -166,43 +172,26 @@ def launch_all(
     local = LENGTH // 2
     query = torch.zeros(local, 1, HEADS, head_dim, dtype=getattr(torch, dtype))
     kv = torch.zeros(inner, 2, local, 1, KV_HEADS, head_dim, dtype=query.dtype)
-    keys, values = kv.unbind(1)
     lse = torch.zeros(1, HEADS, local)
     accumulator = torch.zeros(query.shape)
     result = query.clone() if round_.last else accumulator
     column_kv = torch.zeros(2, 1, HEADS, columns, head_dim, dtype=query.dtype) if columns else None
-    shared = dict(query=query, lse=lse, index=index, softmax_scale=0.1)
-    gradients = dict(**shared, grad_out=query, delta=lse)
-    round_keys = dict(
-        key=keys,
-        value=values,
-        column_kv=column_kv,
-        round_=round_,
-        accumulator=None if round_.first else accumulator,
-    )
-    query_sums = (
-        {"query_sums": torch.zeros(HEADS, local // 64 * 2 * head_dim, 32)} if one_pass else {}
-    )
-    backend.forward(**shared, **round_keys, out=result, marks=marks)
-    backend.backward_query(
-        **gradients, **round_keys, grad_query=result, head_range=range(1, 3),
-        attended=torch.zeros_like(lse) if pruned else None,
-    )  # fmt: skip
-    column_gradients = None
-    if columns:
-        column_gradients = backend.backward_columns(
-            **gradients, **query_sums, column_kv=column_kv, rank=0
-        )
-    grad_kv = torch.zeros(2, *keys[0].shape)
+    keys = RoundKeys(*kv.unbind(1), column_kv, round_)
+    before = None if round_.first else accumulator
+    sums = torch.zeros(HEADS, local // 64 * 2 * head_dim, 32) if one_pass else None
+    seen = torch.zeros_like(lse) if pruned else None
+    backend.forward(ForwardInputs(query, keys, index, 0.1, lse, before, marks), result)
+    inputs = BackwardInputs(query, query, lse, lse, index, 0.1, seen, sums)
+    backend.backward_query(inputs, keys, result, before, range(1, 3))
+    column_gradients = backend.backward_columns(inputs, column_kv, 0) if columns else None
+    grad_kv = torch.zeros(2, *kv[0, 0].shape)
+    ring_step = RingStep(1, 1 - round_.round_index, inner, 2 // inner)
     backend.backward_key(
-        **gradients,
-        **query_sums,
-        key=keys[0],
-        value=values[0],
-        ring_step=RingStep(1, 1 - round_.round_index, inner, 2 // inner),
-        accumulator=None if round_.first else grad_kv,
-        column_gradients=column_gradients,
-        grad_kv=grad_kv,
+        inputs,
+        StepKeys(*kv[0], ring_step),
+        grad_kv,
+        None if round_.first else grad_kv,
+        column_gradients,
     )
 
 

@@ -162,10 +162,10 @@ def mark_all_rounds(operands, index, threshold, indices=None, device="cpu"):
         for number in range(index.outer):
             round_ = Round(rank, number, index.inner, index.outer)
             gathered = [torch.stack([each[r] for r in round_.sources]) for each in (keys, values)]
+            of_round = kernels.RoundKeys(*gathered, columns, round_)
             out = kernels.forward(
-                queries[rank], *gathered, column_kv=columns, index=index, round_=round_, softmax_scale=SCALE,
-                accumulator=out, lse=lse, marks=marks,
-            )  # fmt: skip
+                kernels.ForwardInputs(queries[rank], of_round, index, SCALE, lse, out, marks)
+            )
         packed = kernels.pack_marks(marks.marks(shape))
         assert packed.shape == packed_shape(index)
         local = torch.arange(index.local_blocks)

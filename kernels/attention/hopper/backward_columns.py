@@ -11,8 +11,8 @@ from triton.experimental.gluon import language as gl
 
 from ...common.launch import cdiv, launch
 from ...common.tiles import LOG2E, block_at, blocks_before
-from ...types import PatternOperand
 from ..launch_args import chain_tiles, column_splits
+from ..operands import BackwardInputs
 from .compat import Pointer, Scalar, Value, aggregate
 from .descriptors import descriptor_heads_first
 from .key_common import (
@@ -23,11 +23,10 @@ from .key_common import (
     key_descriptors,
     key_start,
     key_step,
-    line_descriptors,
     make_layouts,
     no_gradients,
     put_aside,
-    query_descriptors,
+    query_arguments,
     range_arguments,
 )
 from .masks import DOCUMENT, PER_KEY
@@ -255,19 +254,9 @@ def _column_kernel(
     )  # fmt: skip
 
 
-def backward_columns(
-    *,
-    query: Tensor,
-    column_kv: Tensor,
-    grad_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    index: PatternOperand,
-    rank: int,
-    softmax_scale: float,
-    query_sums: Tensor | None = None,
-) -> Tensor:
+def backward_columns(inputs: BackwardInputs, column_kv: Tensor, rank: int) -> Tensor:
     """See :func:`...attention.backward_columns`."""
+    query, index, query_sums = inputs.query, inputs.index, inputs.query_sums
     _, batch, heads, dim = query.shape
     block, num_columns = index.block_size, column_kv.shape[-2]
     splits = column_splits(index, batch * heads, block)
@@ -279,9 +268,8 @@ def backward_columns(
     launch(
         _column_kernel,
         (splits, tiles, lines) if by_head else (splits, lines, tiles),
-        **query_descriptors(query, grad_out, dim),
+        **query_arguments(inputs),
         **key_descriptors(*column_kv.unbind(), half, query_sums, descriptor_heads_first),
-        **line_descriptors(lse, delta),
         dk_ptr=gradients[0],
         dv_ptr=gradients[1],
         member=index.member,
@@ -291,7 +279,6 @@ def backward_columns(
         ptr_len=index.column_ptr.shape[-1],
         column_len=num_columns,
         local_blocks=index.local_blocks,
-        softmax_scale=softmax_scale,
         rank=rank,
         world=index.world,
         inner=index.inner,

@@ -17,16 +17,16 @@ from triton.experimental.gluon import language as gl
 
 from ...common.launch import launch, next_power_of_2
 from ...common.tiles import block_at, blocks_before
-from ...types import PatternOperand, RingStep
+from ...types import PatternOperand
 from ..backward_path import chunk_blocks, chunks, gpu_of
 from ..launch_args import BLOCK_DISTANCES, block_distances, chain_tiles, partial_sums
+from ..operands import BackwardInputs, StepKeys
 from ..portable.columns import invert_columns
 from .key_common import (
     QueryDescriptors,
     allocate_tiles,
     key_descriptors,
-    line_descriptors,
-    query_descriptors,
+    query_arguments,
     range_arguments,
 )
 from .key_gradients import KeyResults, attend
@@ -220,33 +220,21 @@ def _chunks(index: PatternOperand, group: int, dim: int, device: torch.device) -
 
 
 def backward_key(
-    *,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grad_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    index: PatternOperand,
-    ring_step: RingStep,
-    softmax_scale: float,
+    inputs: BackwardInputs,
+    keys: StepKeys,
+    grad_kv: Tensor,
     accumulator: Tensor | None,
     column_gradients: Tensor | None,
-    grad_kv: Tensor,
-    query_sums: Tensor | None = None,
 ) -> None:
     """:func:`...attention.backward_key` into ``grad_kv``, which may be the accumulator."""
+    query, index, query_sums = inputs.query, inputs.index, inputs.query_sums
+    key, ring_step = keys.key, keys.ring_step
     _, batch, heads, dim = query.shape
     kv_heads, block = key.shape[2], index.block_size
     group = heads // kv_heads
     half = [1, 1, block // 2, dim]
-    column_dk, column_dv, column_entries, splits, num_columns = (
-        lse,
-        lse,
-        index.columns,
-        1,
-        0,
-    )  # not read
+    column_dk, column_dv, column_entries = inputs.lse, inputs.lse, index.columns  # not read
+    splits, num_columns = 1, 0
     if column_gradients is not None:
         column_dk, column_dv = column_gradients.unbind()
         splits, num_columns = column_gradients.shape[3:5]
@@ -277,9 +265,8 @@ def backward_key(
         launch(
             _key_kernel,
             (each.kv_blocks(index.local_blocks, chunk), batch * kv_heads, each.chunks),
-            **query_descriptors(query, grad_out, dim),
-            **key_descriptors(key, value, half, query_sums),
-            **line_descriptors(lse, delta),
+            **query_arguments(inputs),
+            **key_descriptors(key, keys.value, half, query_sums),
             dk_ptr=result[0],
             dv_ptr=result[1],
             partial_ptr=partial_sums(result, accumulator, chain),
@@ -302,7 +289,6 @@ def backward_key(
             column_len=num_columns,
             key_len=key.shape[0],
             local_blocks=index.local_blocks,
-            softmax_scale=softmax_scale,
             first_q_block=each.first_q_block,
             chunk_blocks=None if each.first_q_block is None else chunk,
             kv_ahead=each.kv_ahead if shared else None,

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...common.counters import work_counter
 from ...common.launch import launch
 from ...common.tiles import LOG2E
-from ...types import PatternOperand, Round
+from ..operands import BackwardInputs, RoundKeys
 from .compat import store_tile, thread_barrier
 from .descriptors import descriptor
 from .global_rows import GlobalRows
@@ -264,25 +264,15 @@ def _query_kernel(
 
 
 def backward_query(
-    *,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    column_kv: Tensor | None,
-    grad_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    index: PatternOperand,
-    round_: Round,
-    softmax_scale: float,
-    accumulator: Tensor | None,
+    inputs: BackwardInputs,
+    keys: RoundKeys,
     grad_query: Tensor,
+    accumulator: Tensor | None,
     head_range: range,
-    attended: Tensor | None = None,
 ) -> None:
     """:func:`...attention.backward_query` into ``grad_query``, which may be the accumulator."""
-    length, _, _, dim = query.shape
-    half = [1, 1, index.block_size // 2, dim]
+    query, index = inputs.query, inputs.index
+    half = [1, 1, index.block_size // 2, query.shape[3]]
     acc_in = grad_query if accumulator is None else accumulator
     first, end = index.local_blocks * head_range.start, index.local_blocks * head_range.stop
     launch(
@@ -290,19 +280,19 @@ def backward_query(
         (num_programs(query, end - first),),
         work_counter=work_counter(first, query.device),
         q_desc=descriptor(query, half),
-        grad_out_desc=descriptor(grad_out, half),
-        **key_descriptors(key, value, column_kv, index.block_size),
-        grad_q_desc=descriptor(grad_query if round_.last else query, half),
+        grad_out_desc=descriptor(inputs.grad_out, half),
+        **key_descriptors(keys, index.block_size),
+        grad_q_desc=descriptor(grad_query if keys.round.last else query, half),
         accumulator_ptr=acc_in,
         grad_q_ptr=grad_query,
-        lse_ptr=lse,
-        delta_ptr=delta,
-        attended_ptr=attended,
+        lse_ptr=inputs.lse,
+        delta_ptr=inputs.delta,
+        attended_ptr=inputs.attended,
         stride_am=acc_in.stride(0),
         stride_ab=acc_in.stride(1),
         stride_ah=acc_in.stride(2),
         stride_dqm=grad_query.stride(0),
         stride_dqb=grad_query.stride(1),
         stride_dqh=grad_query.stride(2),
-        **item_arguments(index, round_, key, column_kv is not None, length, end, softmax_scale),
+        **item_arguments(query, keys, index, end, inputs.softmax_scale),
     )

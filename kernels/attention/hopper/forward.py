@@ -22,9 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...common.counters import work_counter
 from ...common.launch import launch
 from ...common.tiles import LN2, LOG2E
-from ...types import PatternOperand, Round
 from ..launch_args import mark_arguments
-from ..marks import BlockMarks
+from ..operands import ForwardInputs
 from .compat import Pointer, Scalar, Value, aggregate, store_tile, thread_barrier
 from .descriptors import descriptor
 from .global_rows import GlobalRows
@@ -351,22 +350,10 @@ def _forward_kernel(
     )  # fmt: skip
 
 
-def forward(
-    *,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    column_kv: Tensor | None,
-    index: PatternOperand,
-    round_: Round,
-    softmax_scale: float,
-    accumulator: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    marks: BlockMarks | None = None,
-) -> None:
+def forward(inputs: ForwardInputs, out: Tensor) -> None:
     """:func:`...attention.forward` into ``out``, which may be the accumulator."""
-    length, batch, heads, dim = query.shape
+    query, keys, index, accumulator = inputs.query, inputs.keys, inputs.index, inputs.accumulator
+    _, batch, heads, dim = query.shape
     half = [1, 1, index.block_size // 2, dim]
     acc_in = out if accumulator is None else accumulator
     num_items = index.local_blocks * batch * heads
@@ -375,19 +362,17 @@ def forward(
         (num_programs(query, num_items),),
         work_counter=work_counter(0, query.device),
         q_desc=descriptor(query, half),
-        **key_descriptors(key, value, column_kv, index.block_size),
-        out_desc=descriptor(out if round_.last else query, half),
+        **key_descriptors(keys, index.block_size),
+        out_desc=descriptor(out if keys.round.last else query, half),
         accumulator_ptr=acc_in,
         out_ptr=out,
-        lse_ptr=lse,
-        **mark_arguments(marks),
+        lse_ptr=inputs.lse,
+        **mark_arguments(inputs.marks),
         stride_am=acc_in.stride(0),
         stride_ab=acc_in.stride(1),
         stride_ah=acc_in.stride(2),
         stride_om=out.stride(0),
         stride_ob=out.stride(1),
         stride_oh=out.stride(2),
-        **item_arguments(
-            index, round_, key, column_kv is not None, length, num_items, softmax_scale
-        ),
+        **item_arguments(query, keys, index, num_items, inputs.softmax_scale),
     )

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...types import PatternOperand, Round
+from ...types import PatternOperand
 from ..launch_args import round_arguments
+from ..operands import RoundKeys
 from .descriptors import chunk_rows, descriptor_heads_first, gathered_descriptor
 
 
@@ -24,32 +25,24 @@ def num_programs(tensor, num_items: int) -> int:
     return min(_multiprocessors(tensor.device) if tensor.is_cuda else 132, num_items)
 
 
-def key_descriptors(
-    key: Tensor, value: Tensor, column_kv: Tensor | None, block: int
-) -> dict[str, Any]:
-    """Arguments of both kernels: descriptors of a round's keys and values; operands as in
-    ``portable/forward.py``."""
-    block_shape = [1, 1, block, key.shape[-1]]
-    keys, values = (gathered_descriptor(tensor, block_shape) for tensor in (key, value))
-    column_keys, column_values = keys, values  # not read
-    if column_kv is not None:
-        column_keys, column_values = (
-            descriptor_heads_first(tensor, block_shape) for tensor in column_kv.unbind()
+def key_descriptors(keys: RoundKeys, block: int) -> dict[str, Any]:
+    """Arguments of both kernels: descriptors of a round's keys and values."""
+    block_shape = [1, 1, block, keys.key.shape[-1]]
+    k, v = (gathered_descriptor(tensor, block_shape) for tensor in (keys.key, keys.value))
+    column_k, column_v = k, v  # not read
+    if keys.column_kv is not None:
+        column_k, column_v = (
+            descriptor_heads_first(tensor, block_shape) for tensor in keys.column_kv.unbind()
         )
-    return dict(k_desc=keys, v_desc=values, column_k_desc=column_keys, column_v_desc=column_values)
+    return dict(k_desc=k, v_desc=v, column_k_desc=column_k, column_v_desc=column_v)
 
 
 def item_arguments(
-    index: PatternOperand,
-    round_: Round,
-    key: Tensor,
-    has_columns: bool,
-    query_len: int,
-    num_items: int,
-    softmax_scale: float,
+    query: Tensor, keys: RoundKeys, index: PatternOperand, num_items: int, softmax_scale: float
 ) -> dict[str, Any]:
     """Arguments of both kernels: the pattern of a round and its ranges, the layout of its keys, sizes, and
     options of the compiler."""
+    key, round_ = keys.key, keys.round
     document_starts, kv_block_bounds = None, None
     if index.visible is not None:
         local = index.visible.on(round_.rank, index.world, index.inner, index.block_size)
@@ -58,7 +51,7 @@ def item_arguments(
         **round_arguments(index, round_),
         document_starts=document_starts,
         kv_block_bounds=kv_block_bounds,
-        query_len=query_len,
+        query_len=query.shape[0],
         num_items=num_items,
         softmax_scale=softmax_scale,
         chunk_rows=chunk_rows(key),
@@ -66,7 +59,7 @@ def item_arguments(
         D=key.shape[-1],
         STAGES=2,
         LAST=round_.last,
-        COLUMNS=has_columns,
+        COLUMNS=keys.column_kv is not None,
         num_warps=4,
         maxnreg=168,
     )

@@ -24,6 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...common.tiles import LOG2E
 from ...types import PatternOperand
+from ..operands import BackwardInputs
 from .compat import Descriptor, SharedMemory, Value, aggregate, load_tile
 from .descriptors import descriptor, line_descriptor, sums_descriptor
 from .masks import CAUSAL, CAUSAL_DOCUMENT, DOCUMENT, PER_KEY
@@ -31,10 +32,18 @@ from .pipeline import Barriers, allocate_barriers
 from .query_sums import BLOCK_M, QuerySums, allocate_sums
 
 
-def query_descriptors(query: Tensor, grad_out: Tensor, dim: int) -> dict[str, TensorDescriptor]:
-    """Arguments of both kernels: descriptors of the query tiles."""
-    shape = [1, 1, BLOCK_M.value, dim]
-    return dict(q_desc=descriptor(query, shape), grad_out_desc=descriptor(grad_out, shape))
+def query_arguments(inputs: BackwardInputs) -> dict[str, Any]:
+    """Arguments of both kernels: descriptors of the query tiles, of their log-sum-exp and delta, and the
+    factor of the scores."""
+    width = BLOCK_M.value
+    shape = [1, 1, width, inputs.query.shape[-1]]
+    return dict(
+        q_desc=descriptor(inputs.query, shape),
+        grad_out_desc=descriptor(inputs.grad_out, shape),
+        lse_desc=line_descriptor(inputs.lse, width),
+        delta_desc=line_descriptor(inputs.delta, width),
+        softmax_scale=inputs.softmax_scale,
+    )
 
 
 def key_descriptors(
@@ -53,12 +62,6 @@ def key_descriptors(
     if query_sums is not None:
         dq_desc = sums_descriptor(query_sums, dim)
     return dict(k_desc=describe(key, half, swizzle), v_desc=describe(value, half), dq_desc=dq_desc)
-
-
-def line_descriptors(lse: Tensor, delta: Tensor) -> dict[str, TensorDescriptor]:
-    """Arguments of both kernels: descriptors of the query rows' log-sum-exp and delta."""
-    width = BLOCK_M.value
-    return dict(lse_desc=line_descriptor(lse, width), delta_desc=line_descriptor(delta, width))
 
 
 def range_arguments(index: PatternOperand, rank: int) -> dict[str, Any]:

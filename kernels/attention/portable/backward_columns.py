@@ -26,10 +26,10 @@ from ...common.tiles import (
     precision_for,
     tile_for,
 )
-from ...types import PatternOperand
 from .. import launch_args
 from ..launch_args import column_splits, key_ranges
-from .query_tiles import add_tile, put_aside, query_tile
+from ..operands import BackwardInputs
+from .query_tiles import add_tile, put_aside, query_arguments, query_tile
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -147,20 +147,10 @@ def _column_kernel(
         put_aside(dv_ptr, row, D, offs_n, row + end - first, dv, start_tile == 0, D, False)
 
 
-def backward_columns(
-    *,
-    query: Tensor,
-    column_kv: Tensor,
-    grad_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    index: PatternOperand,
-    rank: int,
-    softmax_scale: float,
-    query_sums: Tensor | None = None,
-) -> Tensor:
+def backward_columns(inputs: BackwardInputs, column_kv: Tensor, rank: int) -> Tensor:
     """See :func:`...attention.backward_columns`."""
-    assert query_sums is None, "the portable kernels have no one-pass backward"
+    assert inputs.query_sums is None, "the portable kernels have no one-pass backward"
+    query, index = inputs.query, inputs.index
     length, batch, heads, dim = query.shape
     column_k, column_v = column_kv
     num_columns = column_k.shape[2]
@@ -173,18 +163,7 @@ def backward_columns(
     launch(
         _column_kernel,
         (cdiv(num_columns, tile.block_n), splits, batch * heads),
-        q_ptr=query,
-        do_ptr=grad_out,
-        lse_ptr=lse,
-        delta_ptr=delta,
-        stride_qm=query.stride(0),
-        stride_qb=query.stride(1),
-        stride_qh=query.stride(2),
-        stride_dom=grad_out.stride(0),
-        stride_dob=grad_out.stride(1),
-        stride_doh=grad_out.stride(2),
-        query_len=length,
-        softmax_scale=softmax_scale,
+        **query_arguments(inputs),
         column_k_ptr=column_k,
         column_v_ptr=column_v,
         dk_ptr=dk,

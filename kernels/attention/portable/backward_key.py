@@ -27,7 +27,6 @@ from ...common.tiles import (
     store_rows,
     tile_for,
 )
-from ...types import PatternOperand, RingStep
 from ..launch_args import (
     BLOCK_DISTANCES,
     block_distances,
@@ -35,7 +34,8 @@ from ..launch_args import (
     key_ranges,
     partial_sums,
 )
-from .query_tiles import add_tile, put_aside, query_tile
+from ..operands import BackwardInputs, StepKeys
+from .query_tiles import add_tile, put_aside, query_arguments, query_tile
 
 
 @triton.jit(do_not_specialize=["rank", "query_rank", *BLOCK_DISTANCES])
@@ -256,23 +256,16 @@ def _key_kernel(
 
 
 def backward_key(
-    *,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grad_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    index: PatternOperand,
-    ring_step: RingStep,
-    softmax_scale: float,
+    inputs: BackwardInputs,
+    keys: StepKeys,
+    grad_kv: Tensor,
     accumulator: Tensor | None,
     column_gradients: Tensor | None,
-    grad_kv: Tensor,
-    query_sums: Tensor | None = None,
 ) -> None:
     """:func:`...attention.backward_key` into ``grad_kv``, which may be the accumulator."""
-    assert query_sums is None, "the portable kernels have no one-pass backward"
+    assert inputs.query_sums is None, "the portable kernels have no one-pass backward"
+    query, index = inputs.query, inputs.index
+    key, value, ring_step = keys.key, keys.value, keys.ring_step
     length, batch, heads, dim = query.shape
     kv_heads = key.shape[2]
     tile = tile_for("key", dim, index.block_size, query)
@@ -281,25 +274,14 @@ def backward_key(
         index.local_blocks * (heads // kv_heads) * (index.block_size // tile.block_m)
     )
     partial_dk, partial_dv = partial_sums(grad_kv, accumulator, chain)
-    column_dk, column_dv, splits, num_columns = lse, lse, 1, 0  # not read
+    column_dk, column_dv, splits, num_columns = inputs.lse, inputs.lse, 1, 0  # not read
     if column_gradients is not None:
         column_dk, column_dv = column_gradients
         splits, num_columns = column_gradients.shape[3:5]
     launch(
         _key_kernel,
         (index.local_blocks * (index.block_size // tile.block_n), batch * kv_heads),
-        q_ptr=query,
-        do_ptr=grad_out,
-        lse_ptr=lse,
-        delta_ptr=delta,
-        stride_qm=query.stride(0),
-        stride_qb=query.stride(1),
-        stride_qh=query.stride(2),
-        stride_dom=grad_out.stride(0),
-        stride_dob=grad_out.stride(1),
-        stride_doh=grad_out.stride(2),
-        query_len=length,
-        softmax_scale=softmax_scale,
+        **query_arguments(inputs),
         k_ptr=key,
         v_ptr=value,
         dk_ptr=dk,

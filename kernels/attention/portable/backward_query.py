@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...common.launch import launch
 from ...common.tiles import LOG2E, load_rows, store_rows, tile_for
-from ...types import PatternOperand, Round
+from ..operands import BackwardInputs, RoundKeys
 from .kv_tiles import (
     column_range,
     column_tile,
@@ -28,6 +28,7 @@ from .kv_tiles import (
     slash_range,
     slash_tile,
 )
+from .query_tiles import query_arguments
 
 
 @triton.jit
@@ -216,52 +217,32 @@ def _query_kernel(
 
 
 def backward_query(
-    *,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    column_kv: Tensor | None,
-    grad_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    index: PatternOperand,
-    round_: Round,
-    softmax_scale: float,
-    accumulator: Tensor | None,
+    inputs: BackwardInputs,
+    keys: RoundKeys,
     grad_query: Tensor,
+    accumulator: Tensor | None,
     head_range: range,
-    attended: Tensor | None = None,
 ) -> None:
     """:func:`...attention.backward_query` into ``grad_query``, which may be the accumulator, for some of the
     ``b * h`` heads of all batch entries."""
+    query, index = inputs.query, inputs.index
     tile = tile_for("query", query.shape[3], index.block_size, query)
     acc_in = grad_query if accumulator is None else accumulator
     launch(
         _query_kernel,
         (index.local_blocks * (index.block_size // tile.block_m), len(head_range)),
-        q_ptr=query,
-        do_ptr=grad_out,
+        **query_arguments(inputs),
         accumulator_ptr=acc_in,
         dq_ptr=grad_query,
-        lse_ptr=lse,
-        delta_ptr=delta,
-        attended_ptr=attended,
-        stride_qm=query.stride(0),
-        stride_qb=query.stride(1),
-        stride_qh=query.stride(2),
-        stride_dom=grad_out.stride(0),
-        stride_dob=grad_out.stride(1),
-        stride_doh=grad_out.stride(2),
+        attended_ptr=inputs.attended,
         stride_am=acc_in.stride(0),
         stride_ab=acc_in.stride(1),
         stride_ah=acc_in.stride(2),
         stride_dqm=grad_query.stride(0),
         stride_dqb=grad_query.stride(1),
         stride_dqh=grad_query.stride(2),
-        query_len=query.shape[0],
-        softmax_scale=softmax_scale,
         first_head=head_range.start,
-        **kv_arguments(query, key, value, column_kv, index, round_),
+        **kv_arguments(query, keys, index),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         num_warps=tile.num_warps,

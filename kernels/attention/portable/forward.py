@@ -22,9 +22,8 @@ from torch import Tensor
 
 from ...common.launch import launch
 from ...common.tiles import LN2, LOG2E, block_at, load_rows, store_rows, tile_for
-from ...types import PatternOperand, Round
 from ..launch_args import mark_arguments
-from ..marks import BlockMarks
+from ..operands import ForwardInputs
 from .kv_tiles import (
     column_range,
     column_tile,
@@ -319,21 +318,9 @@ def _forward_kernel(
     tl.store(lse_ptr, (m + tl.math.log2(l)) * LN2, mask=inside)
 
 
-def forward(
-    *,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    column_kv: Tensor | None,
-    index: PatternOperand,
-    round_: Round,
-    softmax_scale: float,
-    accumulator: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    marks: BlockMarks | None = None,
-) -> None:
+def forward(inputs: ForwardInputs, out: Tensor) -> None:
     """:func:`...attention.forward` into ``out``, which may be the accumulator."""
+    query, keys, index, accumulator = inputs.query, inputs.keys, inputs.index, inputs.accumulator
     length, batch, heads, dim = query.shape
     tile = tile_for("forward", dim, index.block_size, query)
     acc_in = out if accumulator is None else accumulator
@@ -343,7 +330,7 @@ def forward(
         q_ptr=query,
         accumulator_ptr=acc_in,
         out_ptr=out,
-        lse_ptr=lse,
+        lse_ptr=inputs.lse,
         stride_qm=query.stride(0),
         stride_qb=query.stride(1),
         stride_qh=query.stride(2),
@@ -354,10 +341,10 @@ def forward(
         stride_ob=out.stride(1),
         stride_oh=out.stride(2),
         query_len=length,
-        softmax_scale=softmax_scale,
-        **kv_arguments(query, key, value, column_kv, index, round_),
-        **mark_arguments(marks),
-        LAST=round_.last,
+        softmax_scale=inputs.softmax_scale,
+        **kv_arguments(query, keys, index),
+        **mark_arguments(inputs.marks),
+        LAST=keys.round.last,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         num_warps=tile.num_warps,

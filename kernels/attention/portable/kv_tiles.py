@@ -24,23 +24,20 @@ from ...common.tiles import (
     precision_for,
     seen_from,
 )
-from ...types import PatternOperand, Round
+from ...types import PatternOperand
 from ..launch_args import round_arguments
+from ..operands import RoundKeys
 
 
-def kv_arguments(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    column_kv: Tensor | None,
-    index: PatternOperand,
-    round_: Round,
-) -> dict[str, Any]:
+def kv_arguments(query: Tensor, keys: RoundKeys, index: PatternOperand) -> dict[str, Any]:
     """Arguments of both kernels: the keys of a round, and which of them the query blocks attend to."""
-    column_k, column_v = (key, value) if column_kv is None else column_kv  # not read if None
+    key, value = keys.key, keys.value
+    column_k, column_v = key, value  # not read
+    if keys.column_kv is not None:
+        column_k, column_v = keys.column_kv
     document_starts = kv_block_bounds = None
     if index.visible is not None:
-        local = index.visible.on(round_.rank, index.world, index.inner, index.block_size)
+        local = index.visible.on(keys.round.rank, index.world, index.inner, index.block_size)
         document_starts, kv_block_bounds = local.start, local.kv_block_bounds
     stride_kr, stride_kn, stride_kb, stride_kh, _ = key.stride()
     stride_vr, stride_vn, stride_vb, stride_vh, _ = value.stride()
@@ -60,10 +57,10 @@ def kv_arguments(
         column_v_ptr=column_v,
         document_starts=document_starts,
         kv_block_bounds=kv_block_bounds,
-        **round_arguments(index, round_),
+        **round_arguments(index, keys.round),
         GROUP=query.shape[2] // key.shape[3],
         D=query.shape[3],
-        COLUMNS=column_kv is not None,
+        COLUMNS=keys.column_kv is not None,
         EVEN=query.shape[0] % index.block_size == 0,
         PREC=precision_for(query),
     )

@@ -6,10 +6,32 @@ A program holds [BLOCK_N, D] keys and values and loops over tiles of [BLOCK_M, D
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from ...common.tiles import LOG2E, load_line, load_rows, store_rows
+from ..operands import BackwardInputs
+
+
+def query_arguments(inputs: BackwardInputs) -> dict[str, Any]:
+    """Arguments of all kernels of the backward: the queries."""
+    query, grad_out = inputs.query, inputs.grad_out
+    return dict(
+        q_ptr=query,
+        do_ptr=grad_out,
+        lse_ptr=inputs.lse,
+        delta_ptr=inputs.delta,
+        stride_qm=query.stride(0),
+        stride_qb=query.stride(1),
+        stride_qh=query.stride(2),
+        stride_dom=grad_out.stride(0),
+        stride_dob=grad_out.stride(1),
+        stride_doh=grad_out.stride(2),
+        query_len=query.shape[0],
+        softmax_scale=inputs.softmax_scale,
+    )
 
 
 @triton.jit

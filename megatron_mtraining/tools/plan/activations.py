@@ -172,8 +172,8 @@ def ring_bytes(layer: Layer) -> int:
 
 
 def takes_one_pass(layer: Layer) -> bool:
-    """Whether the backward is in one pass on some Hopper GPU:
-    :func:`megatron_mtraining.kernels.attention.backends.one_pass`, with ``MTRAINING_BACKWARD`` unset."""
+    """Whether the backward is in one pass on some Hopper GPU, with ``MTRAINING_BACKWARD`` unset:
+    :func:`megatron_mtraining.kernels.attention.backends.choose_backward`."""
     config, args = layer.setting.mtraining, layer.setting.args
     if config.backward_threshold or layer.element == 4:
         return False
