@@ -3,37 +3,65 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Iterable
 from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
-from .output import Output
+from .packing import Piece
+from .store import Parts
+from .tally import Tally
+from .tokenization import Encoder
+
+OPEN_PARTS = 256
+"""Parts whose files are open at a time."""
 
 
 def write(
-    output: Output, samples: Iterable[np.ndarray], dtype, report: Callable[[], bytes]
+    new: dict[str, Path],
+    samples: Iterable[list[Piece]],
+    parts: Parts,
+    encoder: Encoder,
+    tally: Tally,
 ) -> None:
-    """Write a dataset whose sequences and documents are the samples, and its report.
+    """Write a dataset whose sequences and documents are the samples that are full.
 
     Args:
-        samples: token ids ``[seq_length]``.
-        report: gives the content of PREFIX.json; called after the last sample.
+        new: its files, by suffix.
+        samples: the pieces of each; a document is (number of its part, first token in it).
+        tally: counts them.
     """
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+    from tqdm import tqdm
 
-    builder = IndexedDatasetBuilder(str(output.new[".bin"]), dtype)
+    # Not mapped: mapped pages count as this process's memory.
+    tokens = lru_cache(OPEN_PARTS)(parts.tokens)
+    width = np.dtype(encoder.dtype).itemsize
+    total = tally.tokens["read"]
+    builder = IndexedDatasetBuilder(str(new[".bin"]), encoder.dtype)
     try:
-        for ids in samples:
-            builder.add_document(ids, [len(ids)])
-        builder.finalize(str(output.new[".idx"]))
+        with tqdm(total=total, desc="pack", unit="tok", unit_scale=True, file=sys.stderr) as bar:
+            for pieces in samples:
+                if sum(map(len, pieces)) < tally.seq_length:
+                    tally.left_over(pieces)
+                    continue
+                ids = np.full(tally.seq_length, encoder.eod, encoder.dtype)
+                at = 0
+                for piece in pieces:
+                    number, first = piece.document
+                    count = piece.stop - piece.start
+                    file = tokens(number)
+                    file.seek((first + piece.start) * width)
+                    ids[at : at + count] = np.fromfile(file, encoder.dtype, count)
+                    at += len(piece)
+                    bar.update(count)
+                tally.sample(pieces)
+                builder.add_document(ids, [len(ids)])
+        builder.finalize(str(new[".idx"]))
     except BaseException:
         with suppress(OSError):  # of what is left to write to a full disk
             builder.data_file.close()
         raise
-    output.new[".json"].write_bytes(report())
-    for path in output.new.values():
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-    output.move()

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from ...errors import ConfigError
 from ...requirements import first_line, require
+from . import shards
 from .options import Options
 from .output import Output
-from .shards import INDEX, missing, shard_entry, shards_of
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 KINDS = {
@@ -39,7 +39,7 @@ REFUSED = {
 }
 """What is not read, and should be neither left out in silence nor taken for a source file."""
 PACKED = re.compile(
-    r"\.(jsonl|ndjson|parquet|mds|csv|tsv)\.(gz|bz2|xz|zst|zip|lzma|z|br|lz4|lzo|snappy|sz|7z|tar|tgz)"
+    r"\.(jsonl|ndjson|parquet|mds|csv|tsv)\.(gz|bz2|xz|zst|zip|lzma|z|br|lz4|lzo|snappy|sz|7z|tar|tgz)\Z"
 )
 """The same: data in a compression that is not read."""
 ENDS = 2**16
@@ -50,18 +50,30 @@ NAMED = 100
 
 
 @dataclass(frozen=True)
-class State:
-    """What tells a file from the same one after a change.
+class File:
+    """A file of the input, as it was when it was found.
 
     Attributes:
+        kind: jsonl, parquet, text or mds.
+        named: given by name, not found in a folder.
+        joined: of text: the INPUT folder whose files are one document, or "" for a document of its own.
         size: bytes.
         changed: time, in nanoseconds.
         ends: a hash of its first and last :data:`ENDS` bytes, for changes that keep size and time.
     """
 
-    size: int
-    changed: int
-    ends: str
+    path: str
+    kind: str
+    named: bool
+    joined: str = ""
+    size: int = 0
+    changed: int = 0
+    ends: str = ""
+
+    @property
+    def state(self) -> list:
+        """What tells it from the same one after a change, for JSON."""
+        return [self.size, self.changed, self.ends]
 
 
 @dataclass(frozen=True)
@@ -69,29 +81,25 @@ class Part:
     """A stretch of the input that one worker reads.
 
     Attributes:
-        kind: jsonl, parquet, text or mds.
-        files: several only of text.
-        start, stop: bytes of a jsonl file where lines begin, row groups of a parquet file; (0, -1) is all.
+        files: of one kind; several only of text.
         size: bytes, for the progress bar.
-        named: files were given by name, not found in a folder.
-        states: of each file, when it was found.
-        joined: of text, for each file: the INPUT folder whose files are one document, or "" for a document
-            of its own.
+        start, stop: bytes of a jsonl file where lines begin, row groups of a parquet file; (0, -1) is all.
     """
 
-    kind: str
-    files: tuple[str, ...]
-    start: int
-    stop: int
+    files: tuple[File, ...]
     size: int
-    named: bool
-    joined: tuple[str, ...] = ()
-    states: tuple[State, ...] = ()
+    start: int = 0
+    stop: int = -1
+
+    @property
+    def kind(self) -> str:
+        return self.files[0].kind
 
 
-@dataclass(frozen=True)
-class LeftOut:
-    """What was found in folders and is not read; files of this run's own output are not counted.
+@dataclass
+class Inputs:
+    """The files that are read, in order, their parts, and what was found in folders and is not read; files
+    of this run's own output are not counted.
 
     Attributes:
         others: hidden files, links to what is there too or nowhere, pipes, devices, and parts of interrupted
@@ -99,34 +107,15 @@ class LeftOut:
         unreadable: what --skip-unreadable allows to leave out.
     """
 
+    files: list[File] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
 
-
-@dataclass(frozen=True)
-class Inputs:
-    """
-    Attributes:
-        parts: of all files, in order.
-        files: their states, by path.
-    """
-
-    parts: list[Part]
-    files: dict[str, State]
-    left_out: LeftOut
-
-
-@dataclass(frozen=True)
-class _File:
-    path: str
-    kind: str
-    named: bool
-    joined: str
-    state: State
-
-    @property
-    def size(self) -> int:
-        return self.state.size
+    def but(self) -> str:
+        """What there was instead of files."""
+        both = (self.others, "are left out"), (self.unreadable, "cannot be read")
+        return "".join(f"; {len(some)} {what}, such as {some[0]}" for some, what in both if some)
 
 
 def find(options: Options, output: Output) -> Inputs:
@@ -135,8 +124,7 @@ def find(options: Options, output: Output) -> Inputs:
     Raises:
         ConfigError: one is missing, unreadable, empty, given twice or of a kind that is not supported.
     """
-    files, seen, left_out = [], set(), LeftOut()
-    to_join = set(options.join)
+    found, seen = Inputs(), set()
     for given in options.inputs:
         named = not os.path.isdir(given)  # not Path's, which raises for a name that is too long
         try:
@@ -150,42 +138,37 @@ def find(options: Options, output: Output) -> Inputs:
                 f"INPUT is {given}, which --output {output.prefix} would replace or remove: name another "
                 "prefix"
             )
-        skip = options.skip_unreadable and not named
-        found = [given] if named else _in_folder(given, output, options, left_out)
-        if not found:
-            raise ConfigError(f"INPUT is {given}, a folder without files{_but(left_out)}")
-        first = len(files)
-        for path in found:
+        paths = [given] if named else _in_folder(given, output, options, found)
+        if not paths:
+            raise ConfigError(f"INPUT is {given}, a folder without files{found.but()}")
+        join = str(given) if given in options.join and not named else ""
+        files = []
+        for path in paths:
             real = os.path.realpath(path)
             if real in seen:
                 raise ConfigError(f"INPUT has {path} twice: name it, or a folder it is in, once")
             seen.add(real)
             kind = _kind(path, options.format, named)
-            joined = str(given) if given in to_join and kind == "text" and not named else ""
             try:
-                state = state_of(path)
+                file = File(str(path), kind, named, join if kind == "text" else "", *_state(path))
             except OSError as error:
-                if not skip:
+                if named or not options.skip_unreadable:
                     raise _unreadable(path, error) from None
-                left_out.unreadable.append(str(path))
+                found.unreadable.append(str(path))
                 continue
-            if not state.size and (kind != "text" or named):
+            if not file.size and (kind != "text" or named):
                 raise ConfigError(f"INPUT has {path}, which is empty: leave it out")
-            files.append(_File(str(path), kind, named, joined, state))
-        files[first:] = _together(files[first:])
-    if not files:
-        raise ConfigError(f"INPUT has no file that can be read{_but(left_out)}")
-    _check_options(options, files)
-    _check_part_bytes(options.part_bytes, sum(file.size for file in files))
-    parts = [
-        part
-        for text, some in groupby(files, key=lambda file: file.kind == "text")
-        for part in (_texts(list(some), options.part_bytes) if text else _records(some, options))
-    ]
-    return Inputs(parts, {file.path: file.state for file in files}, left_out)
+            files.append(file)
+        found.files += _together(files)
+    if not found.files:
+        raise ConfigError(f"INPUT has no file that can be read{found.but()}")
+    _check(options, found.files)
+    for text, some in groupby(found.files, key=lambda file: file.kind == "text"):
+        found.parts += (_texts if text else _records)(list(some), options.part_bytes)
+    return found
 
 
-def _together(files: list[_File]) -> list[_File]:
+def _together(files: list[File]) -> list[File]:
     """The files of an INPUT; those that --join makes a document in order of path, where the first was."""
     joined = sorted((file for file in files if file.joined), key=lambda file: Path(file.path).parts)
     others = [file for file in files if not file.joined]
@@ -193,8 +176,8 @@ def _together(files: list[_File]) -> list[_File]:
     return others[:place] + joined + others[place:]
 
 
-def state_of(path: Path | str) -> State:
-    """The state of a file that is there and can be read.
+def _state(path: Path) -> tuple[int, int, str]:
+    """Size, time and ends of a file that is there and can be read.
 
     Raises:
         OSError: it cannot.
@@ -210,7 +193,7 @@ def state_of(path: Path | str) -> State:
         if about.st_size > ENDS:
             file.seek(max(ENDS, about.st_size - ENDS))
             ends.update(file.read(ENDS))
-    return State(about.st_size, about.st_mtime_ns, ends.hexdigest()[:16])
+    return about.st_size, about.st_mtime_ns, ends.hexdigest()[:16]
 
 
 def _unreadable(path, error: OSError) -> ConfigError:
@@ -220,59 +203,48 @@ def _unreadable(path, error: OSError) -> ConfigError:
     )
 
 
-def _but(left_out: LeftOut) -> str:
-    """What there was instead of files."""
-    both = (left_out.others, "are left out"), (left_out.unreadable, "cannot be read")
-    return "".join(f"; {len(some)} {what}, such as {some[0]}" for some, what in both if some)
-
-
-def _in_folder(folder: Path, output: Output, options: Options, left_out: LeftOut) -> list[Path]:
-    """Its files, in each folder before its subfolders. Files of other types are added to ``left_out``;
-    with ``--skip-unreadable`` so are files that cannot be read."""
+def _in_folder(folder: Path, output: Output, options: Options, found: Inputs) -> list[Path]:
+    """Its files, in each folder before its subfolders. Those of other types are added to ``found.others``;
+    with ``--skip-unreadable``, those that cannot be read to ``found.unreadable``."""
 
     def failed(error: OSError):
         if not options.skip_unreadable:
             raise _unreadable(error.filename, error) from None
-        left_out.unreadable.append(str(error.filename))
+        found.unreadable.append(str(error.filename))
 
     def is_index(file: Path) -> bool:
         """Of shards, which all must be there: of a copy that was broken off, some are not."""
-        try:
-            listed = shards_of(file)
-        except OSError as error:
-            failed(error)
-            return True
-        gone = missing(file, listed) if options.format in ("auto", "mds") else []
+        listed = shards.listed(file)
+        gone = shards.missing(file, listed) if options.format in ("auto", "mds") else []
         if gone and not options.skip_unreadable:
             raise ConfigError(
                 f"INPUT has {file}, which lists {len(gone)} shards that are not there, such as "
                 f"{gone[0][:80]}: copy the folder again, or leave out what is not there with "
                 "--skip-unreadable"
             )
-        left_out.unreadable.extend(os.path.join(file.parent, name) for name in gone)
+        found.unreadable.extend(os.path.join(file.parent, name) for name in gone)
         return bool(listed)
 
     files = []
     inside = os.path.join(os.path.realpath(folder), "")
     for path, folders, names in os.walk(folder, onerror=failed):
         kept = [name for name in sorted(folders) if _is_entered(Path(path, name), output)]
-        left_out.others.extend(os.path.join(path, name) for name in sorted({*folders} - {*kept}))
+        found.others.extend(os.path.join(path, name) for name in sorted({*folders} - {*kept}))
         folders[:] = kept
-        shards = any(name.lower().endswith(".mds") for name in names)
+        has_shards = any(name.lower().endswith(".mds") for name in names)
         for name in sorted(names):
             file = Path(path, name)
             try:
                 regular = _is_regular(file)
+                again = file.is_symlink() and os.path.realpath(file).startswith(inside)
+                if name.startswith(".") or again or not regular:
+                    found.others.append(str(file))
+                elif name == shards.INDEX and (is_index(file) or has_shards):
+                    continue
+                elif not output.holds(file):
+                    files.append(file)
             except OSError as error:
                 failed(error)
-                continue
-            again = file.is_symlink() and os.path.realpath(file).startswith(inside)
-            if name.startswith(".") or again or not regular:
-                left_out.others.append(str(file))
-            elif name == INDEX and (is_index(file) or shards):
-                continue
-            elif not output.holds(file):
-                files.append(file)
     return files
 
 
@@ -288,10 +260,8 @@ def _is_regular(file: Path) -> bool:
     """Not Path.is_file, which calls a file that cannot be looked at none in Python 3.14."""
     try:
         return stat.S_ISREG(os.stat(file).st_mode)
-    except FileNotFoundError:  # a link that leads nowhere
-        return False
     except OSError as error:
-        if error.errno == errno.ELOOP:
+        if error.errno in (errno.ENOENT, errno.ELOOP):  # a link that leads nowhere
             return False
         raise
 
@@ -306,26 +276,29 @@ def _kind(file: Path, format: str, named: bool) -> str:
                 f"INPUT has {file}, and {suffix} files are not supported: {what}; or take all files as text "
                 "with --format text"
             )
-    packed = PACKED.search(name)
-    if packed and packed.end() == len(name) and not any(name.endswith(one) for one in KINDS):
-        raise ConfigError(
-            f"INPUT has {file}, and {packed[0]} files are not supported: decompress it, or leave it out"
-        )
     if named and name.endswith(".json"):
         raise ConfigError(
             f"INPUT is {file}: for a JSON object a line, use --format jsonl; for a document as it is, use "
             "--format text"
         )
-    return next((kind for suffix, kind in KINDS.items() if name.endswith(suffix)), "text")
+    for suffix, kind in KINDS.items():
+        if name.endswith(suffix):
+            return kind
+    if packed := PACKED.search(name):
+        raise ConfigError(
+            f"INPUT has {file}, and {packed[0]} files are not supported: decompress it, or leave it out"
+        )
+    return "text"
 
 
-def compression(name: str | Path) -> str:
+def compression(name: str) -> str:
     """The suffix of a compressed file, or nothing."""
     suffix = Path(name).suffix.lower()
     return suffix if suffix in COMPRESSED else ""
 
 
-def _check_options(options: Options, files: list[_File]) -> None:
+def _check(options: Options, files: list[File]) -> None:
+    """Refuse options that do not go with the files, and files whose library is missing."""
     if options.join and not any(file.joined for file in files):
         raise ConfigError(
             "--join is given, but no INPUT that it joins is a folder with text files: leave it out"
@@ -342,18 +315,15 @@ def _check_options(options: Options, files: list[_File]) -> None:
         require("backports.zstd", extra="data")
     if "mds" in kinds:
         require("streaming", extra="mds")
-
-
-def _check_part_bytes(part_bytes: int, total: int) -> None:
-    """Each part has three files and is read by a job of its own."""
-    if total > part_bytes * MOST_PARTS:
+    total = sum(file.size for file in files)
+    if total > options.part_bytes * MOST_PARTS:  # each has a file, and is read by a job of its own
         raise ConfigError(
-            f"--part-bytes is {part_bytes}, which divides the INPUT of {total} bytes into more than "
+            f"--part-bytes is {options.part_bytes}, which divides the INPUT of {total} bytes into more than "
             f"{MOST_PARTS} parts: use {-(-total // MOST_PARTS)} or more"
         )
 
 
-def _texts(files: list[_File], part_bytes: int) -> list[Part]:
+def _texts(files: list[File], part_bytes: int) -> list[Part]:
     """Text files in parts of about so many bytes; the files of one document stay together."""
     parts, some, size = [], [], 0
     for file, following in zip(files, [*files[1:], None]):
@@ -361,47 +331,41 @@ def _texts(files: list[_File], part_bytes: int) -> list[Part]:
         size += file.size
         in_one = following and file.joined and file.joined == following.joined
         if not following or following.named != file.named or (size >= part_bytes and not in_one):
-            paths, joined = tuple(one.path for one in some), tuple(one.joined for one in some)
-            states = tuple(one.state for one in some)
-            parts.append(Part("text", paths, 0, -1, size, file.named, joined, states))
+            parts.append(Part(tuple(some), size))
             some, size = [], 0
     return parts
 
 
-def _records(files, options: Options) -> list[Part]:
+def _records(files: list[File], part_bytes: int) -> list[Part]:
     parts = []
     for file in files:
         if file.kind == "parquet":
-            stretches = _row_groups(file.path, options.part_bytes)
+            parts += _row_groups(file, part_bytes)
         elif file.kind == "jsonl" and not compression(file.path):
-            bounds = [*range(0, file.size, options.part_bytes), file.size]
-            stretches = [(start, stop, stop - start) for start, stop in zip(bounds, bounds[1:])]
+            bounds = [*range(0, file.size, part_bytes), file.size]
+            parts += [Part((file,), b - a, a, b) for a, b in zip(bounds, bounds[1:])]
         else:
             if file.kind == "mds":
-                shard_entry(Path(file.path))
-            stretches = [(0, -1, file.size)]
-        parts += [
-            Part(file.kind, (file.path,), *stretch, file.named, (), (file.state,))
-            for stretch in stretches
-        ]
+                shards.entry(Path(file.path))
+            parts.append(Part((file,), file.size))
     return parts
 
 
-def _row_groups(name: str, part_bytes: int) -> list[tuple[int, int, int]]:
+def _row_groups(file: File, part_bytes: int) -> list[Part]:
     from pyarrow import parquet
 
     try:
-        metadata = parquet.read_metadata(name)
+        metadata = parquet.read_metadata(file.path)
     except Exception as error:
         raise ConfigError(
-            f"INPUT has {name}, which pyarrow cannot read: {first_line(error)}"
+            f"INPUT has {file.path}, which pyarrow cannot read: {first_line(error)}"
         ) from None
     if not metadata.num_rows:
-        raise ConfigError(f"INPUT has {name}, which is empty: leave it out")
-    stretches, start, size = [], 0, 0
+        raise ConfigError(f"INPUT has {file.path}, which is empty: leave it out")
+    parts, start, size = [], 0, 0
     for number in range(metadata.num_row_groups):
         size += metadata.row_group(number).total_byte_size
         if size >= part_bytes or number + 1 == metadata.num_row_groups:
-            stretches.append((start, number + 1, size))
+            parts.append(Part((file,), size, start, number + 1))
             start, size = number + 1, 0
-    return stretches
+    return parts

@@ -7,10 +7,14 @@ end-of-document token, except where its own last token is a sample's last.
 
 from __future__ import annotations
 
+import random
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
+
+from .options import Options
 
 POOL = 8192
 """Documents that best-fit chooses among."""
@@ -46,6 +50,40 @@ class Piece:
         return head, replace(self, start=middle, whole=False)
 
 
+def packed(documents: Iterable[tuple[Hashable, int]], options: Options) -> Iterator[list[Piece]]:
+    """The pieces of each sample, shuffled where the options say so; the last one may have fewer tokens.
+
+    Args:
+        documents: names and lengths in tokens, the end-of-document token not counted.
+    """
+    if options.shuffle:
+        documents = _shuffled(documents, options.buffer, random.Random(options.seed + 1))
+    how = "in-order" if options.pack == "as-is" else options.pack
+    groups: Iterable[list[list[Piece]]] = samples(documents, options.seq_length, how)
+    if options.shuffle:
+        # Else short documents, and those left for the last, would be together at the end: in --split's
+        # validation data.
+        rng = random.Random(options.seed + 2)
+        groups = _shuffled(groups, options.buffer, rng, lambda group: sum(map(len, group)))
+    return chain.from_iterable(groups)
+
+
+def _shuffled(items: Iterable, size: int, rng: random.Random, weigh=lambda item: 1) -> Iterator:
+    """Any of the items that wait, as soon as these weigh more than ``size``."""
+    waiting, weight = [], 0
+    for item in items:
+        waiting.append(item)
+        weight += weigh(item)
+        while weight > size:
+            place = int(rng.random() * len(waiting))
+            waiting[place], waiting[-1] = waiting[-1], waiting[place]
+            item = waiting.pop()
+            weight -= weigh(item)
+            yield item
+    rng.shuffle(waiting)
+    yield from waiting
+
+
 def cut(document: Hashable, length: int, seq_length: int) -> tuple[list[Piece], Piece | None]:
     """Pieces of a document that fill a sample each, from its start, and the rest, which does not."""
     count = length // seq_length
@@ -77,33 +115,13 @@ def samples(
             part of the shortest, not padded).
     """
     pieces = (cut(document, length, seq_length) for document, length in documents)
-    return {"in-order": _in_order, "best-fit": _best_fit}[how](pieces, seq_length, pool)
-
-
-def _in_order(pieces, seq_length: int, pool: int) -> Iterator[list[list[Piece]]]:
-    sample, free = [], seq_length
-    for full, rest in pieces:
-        if full:
-            yield [[piece] for piece in full]
-        while rest is not None:
-            if len(rest) <= free:
-                head, rest = rest, None
-            else:
-                head, rest = rest.split(free)
-            sample.append(head)
-            free -= len(head)
-            if not free:
-                yield [sample]
-                sample, free = [], seq_length
-    if sample:
-        yield [sample]
-
-
-def _best_fit(pieces, seq_length: int, pool: int) -> Iterator[list[list[Piece]]]:
     waiting = _Waiting()
     sample, free = [], seq_length
     while True:
-        while len(waiting) < pool and (found := next(pieces, None)) is not None:
+        # In order: best-fit with one to choose from.
+        while len(waiting) < (pool if how == "best-fit" else 1):
+            if (found := next(pieces, None)) is None:
+                break
             full, rest = found
             if full:
                 yield [[piece] for piece in full]

@@ -26,9 +26,9 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...requirements import first_line
-from .inputs import Part, compression
+from . import shards
+from .inputs import File, Part, compression
 from .options import DOCUMENT_BYTES
-from .shards import shard_entry
 
 TEXT, IDS, STRETCHES = "text", "input_ids", "indices"
 """Fields that are looked for; the last two are those of ProLong's packed datasets."""
@@ -166,12 +166,12 @@ def _named(name: str, library: str):
 
 
 def _texts(part: Part, limit: int) -> Iterator[tuple[Place, object]]:
-    for folder, files in groupby(zip(part.files, part.joined), key=lambda file: file[1]):
+    for folder, files in groupby(part.files, key=lambda file: file.joined):
         texts, size = [], 0
-        for name, _ in files:
-            text = _text(name, part.named, limit)
+        for file in files:
+            text = _text(file, limit)
             if text is NOT_TEXT or not folder:
-                yield Place(part, name, 0), text
+                yield Place(part, file.path, 0), text
             else:
                 texts.append(text if text.endswith("\n") else text + "\n")
                 size += len(texts[-1].encode())
@@ -180,24 +180,26 @@ def _texts(part: Part, limit: int) -> Iterator[tuple[Place, object]]:
             yield Place(part, folder, 0), "".join(texts)
 
 
-def _text(name: str, named: bool, limit: int):
-    with _named(name, "Python"), open(name, "rb") as file:
-        data = file.read(limit + 1)
+def _text(file: File, limit: int):
+    name = file.path
+    with _named(name, "Python"), open(name, "rb") as opened:
+        data = opened.read(limit + 1)
     whole = len(data) <= limit  # else the last character may be cut
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(data, final=whole)
         at = data.find(0)  # a zero byte is UTF-8, but in no text
     except UnicodeDecodeError as error:
-        text, at = NOT_TEXT, error.start
-    if at >= 0 and named:
-        raise ConfigError(f"{name} is not UTF-8 text (byte {at}): convert it, or leave it out")
+        at = error.start
     if at < 0:
         check_size(name, len(data), limit)
-    return NOT_TEXT if at >= 0 else text
+        return text
+    if file.named:
+        raise ConfigError(f"{name} is not UTF-8 text (byte {at}): convert it, or leave it out")
+    return NOT_TEXT
 
 
 def _lines(part: Part, limit: int) -> Iterator[tuple[Place, Mapping]]:
-    (name,) = part.files
+    name = part.files[0].path
     with _opened(name) as file:
         position = part.start
         if position:
@@ -289,34 +291,34 @@ class _Streams(io.RawIOBase):
     """
 
     def __init__(self, raw, decompressor):
-        self._raw, self._new = raw, decompressor
-        self._stream, self._data = decompressor(), b""
-        self._begun, self._padding = False, b""
+        self._pieces, self._piece = _decompressed_pieces(raw, decompressor), b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer) -> int:
-        while True:
-            if self._stream.eof:
-                self._data = self._stream.unused_data
-                self._stream, self._begun = self._new(), False
-                self._padding = b"\0" if self._new is lzma.LZMADecompressor else b""
-            if not self._begun:
-                self._data = self._data.lstrip(self._padding) if self._padding else self._data
-            if not self._data and (self._stream.needs_input or not self._begun):
-                self._data = self._raw.read(CHUNK)
-                if not self._data and self._begun:
+        piece = self._piece or next(self._pieces, b"")
+        count = min(len(piece), len(buffer))
+        buffer[:count], self._piece = piece[:count], piece[count:]
+        return count
+
+
+def _decompressed_pieces(raw, decompressor) -> Iterator[bytes]:
+    padding = b"\0" if decompressor is lzma.LZMADecompressor else b""
+    data = raw.read(CHUNK)
+    while data:
+        stream = decompressor()
+        while not stream.eof:
+            if stream.needs_input and not data:
+                data = raw.read(CHUNK)
+                if not data:
                     raise EOFError("it ends before the end of a stream")
-                if not self._data:
-                    return 0
-                continue
-            self._begun = True
-            out = self._stream.decompress(self._data, len(buffer))
-            self._data = b""
-            if out:
-                buffer[: len(out)] = out
-                return len(out)
+            if piece := stream.decompress(data, CHUNK):
+                yield piece
+            data = b""
+        data = stream.unused_data.lstrip(padding)
+        while not data and (more := raw.read(CHUNK)):
+            data = more.lstrip(padding)
 
 
 def _check_record(what: Place | str, size: int, limit: int) -> None:
@@ -331,7 +333,7 @@ def _check_record(what: Place | str, size: int, limit: int) -> None:
 def _rows(part: Part, field: str | None, limit: int) -> Iterator[tuple[Place, Mapping]]:
     from pyarrow import parquet
 
-    (name,) = part.files
+    name = part.files[0].path
     # Of pages that have a checksum: else a damaged one may be read as other text.
     checked = {"page_checksum_verification": True}
     with _named(name, "pyarrow"), parquet.ParquetFile(name, **checked) as file:
@@ -370,9 +372,9 @@ def _value(scalar):
 def _samples(part: Part, field: str | None, limit: int) -> Iterator[tuple[Place, Mapping]]:
     from streaming.base.format import reader_from_json
 
-    (name,) = part.files
+    name = part.files[0].path
     path = Path(name)
-    entry = shard_entry(path)
+    entry = shards.entry(path)
     wanted = {TEXT, IDS, STRETCHES} if field is None else {field, STRETCHES}
     columns = zip(entry["column_names"], entry["column_encodings"])
     # Others stay as they are: decoding may be slow, or, of a pickle, run code.

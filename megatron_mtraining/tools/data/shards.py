@@ -12,13 +12,11 @@ from ...errors import ConfigError
 INDEX = "index.json"
 LARGEST_INDEX = 2**28
 """Bytes: of some hundreds of thousands of shards. A larger file is no index."""
-
-
 PACKED = ("", ".zstd", ".gz", ".br", ".bz2", ".snappy")
 """Endings of a shard's file. Compressed ones are refused where they are found, with what to do."""
 
 
-def shards_of(index: Path) -> list[str]:
+def listed(index: Path) -> list[str]:
     """The shards that an index.json lists, as paths from its folder.
 
     None if it is no index of MDS: a folder of source files may have a file of this name.
@@ -36,17 +34,17 @@ def shards_of(index: Path) -> list[str]:
     return names if all(isinstance(name, str) for name in names) else []
 
 
-def missing(index: Path, shards: list[str]) -> list[str]:
+def missing(index: Path, names: list[str]) -> list[str]:
     """Those of its shards that are not there."""
-    folder = str(index.parent)
+    paths = {name: os.path.join(index.parent, name) for name in names}
     return [
         name
-        for name in shards
-        if not any(os.path.lexists(os.path.join(folder, f"{name}{ending}")) for ending in PACKED)
+        for name, path in paths.items()
+        if not any(os.path.lexists(path + ending) for ending in PACKED)
     ]
 
 
-def shard_entry(file: Path) -> dict:
+def entry(file: Path) -> dict:
     """What the index.json beside an MDS shard says of it.
 
     Raises:
@@ -55,14 +53,13 @@ def shard_entry(file: Path) -> dict:
     index = file.with_name(INDEX)
     try:
         shards = json.loads(index.read_bytes())["shards"]
-        (entry,) = [one for one in shards if one["raw_data"]["basename"] == file.name]
-        expected, size = entry["raw_data"]["bytes"], file.stat().st_size
-        columns = {
-            len(entry[name]) for name in ("column_names", "column_encodings", "column_sizes")
-        }
-        supported = (entry["format"], entry["version"], len(columns)) == ("mds", 2, 1)
-        supported = supported and type(entry["samples"]) is int
-        supported = supported and all(isinstance(name, str) for name in entry["column_names"])
+        (found,) = [one for one in shards if one["raw_data"]["basename"] == file.name]
+        expected, size = found["raw_data"]["bytes"], file.stat().st_size
+        names = found["column_names"]
+        lengths = {len(found[f"column_{what}"]) for what in ("names", "encodings", "sizes")}
+        supported = (found["format"], found["version"], len(lengths)) == ("mds", 2, 1)
+        supported = supported and type(found["samples"]) is int
+        supported = supported and all(isinstance(name, str) for name in names)
     except FileNotFoundError:
         raise ConfigError(f"INPUT has {file} without {index.name} beside it") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -77,4 +74,4 @@ def shard_entry(file: Path) -> dict:
         raise ConfigError(
             f"INPUT has {file} of {size} bytes, but {index} says {expected}: it is broken"
         )
-    return entry
+    return found

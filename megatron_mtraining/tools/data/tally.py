@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..report.table import table
-from .inputs import NAMED, LeftOut
+from .inputs import NAMED, Inputs
 from .packing import Piece
 
 DOCUMENTS = (
@@ -17,6 +17,7 @@ DOCUMENTS = (
     "longer_cut",
     "cut_at_end_of_sample",
     "eod_inside",
+    "left_over",
 )
 TOKENS = ("read", "short", "longer_dropped", "written", "end_of_document", "left_over")
 ROWS = (
@@ -40,19 +41,19 @@ class Tally:
 
     Args:
         seq_length: tokens of a sample.
-        left_out: of the folders.
+        found: what was left out of folders.
     """
 
-    def __init__(self, seq_length: int, left_out: LeftOut | None = None):
-        self.seq_length, self.left_out = seq_length, left_out or LeftOut()
+    def __init__(self, seq_length: int, found: Inputs):
+        self.seq_length, self.found = seq_length, found
         self.documents, self.tokens = dict.fromkeys(DOCUMENTS, 0), dict.fromkeys(TOKENS, 0)
-        self.documents["left_over"] = 0
         self.samples = self.of_one_document = self.skipped_files = 0
         self.skipped_names: list[str] = []
         self.by_length = np.zeros((32, 2), np.int64)
 
-    def read(self, counts: dict, lengths: np.ndarray) -> None:
-        """Count the documents of a part: int64 ``[documents]`` tokens each."""
+    def read(self, counts: dict) -> None:
+        """Count the documents of a part, see :meth:`~megatron_mtraining.tools.data.store.Parts.load`."""
+        lengths = np.array(counts["lengths"], np.int64)
         self.documents["read"] += len(lengths)
         self.tokens["read"] += int(lengths.sum())
         self.documents["empty"] += counts["empty"]
@@ -107,10 +108,10 @@ class Tally:
             "samples_of_one_document": self.of_one_document,
             "documents": self.documents,
             "tokens": self.tokens,
-            "left_out_in_folders": len(self.left_out.others),
-            "left_out_names": _printable(self.left_out.others[:NAMED]),
-            "unreadable": len(self.left_out.unreadable),
-            "unreadable_names": _printable(self.left_out.unreadable[:NAMED]),
+            "left_out_in_folders": len(self.found.others),
+            "left_out_names": _printable(self.found.others[:NAMED]),
+            "unreadable": len(self.found.unreadable),
+            "unreadable_names": _printable(self.found.unreadable[:NAMED]),
             "skipped_files": self.skipped_files,
             "skipped_names": _printable(self.skipped_names[:NAMED]),
             "histogram": self.histogram(),
@@ -126,38 +127,26 @@ class Tally:
         rows.append(("written", "", self.samples * self.seq_length))
         total = max(1, self.tokens["read"])
         lengths = [
-            (
-                f"{row['from']} to {row['to']}",
-                row["documents"],
-                row["tokens"],
-                row["tokens"] / total,
+            (f"{first} to {last}", documents, tokens, tokens / total)
+            for first, last, documents, tokens in (row.values() for row in self.histogram())
+        ]
+        shown = [
+            table(header, [_shown(row) for row in some])
+            for header, some in (
+                (("documents", "number", "tokens"), rows),
+                (("length (tokens)", "documents", "tokens", "share"), lengths),
             )
-            for row in self.histogram()
         ]
-        parts = [
-            table(("documents", "number", "tokens"), [_shown(row) for row in rows]),
-            table(
-                ("length (tokens)", "documents", "tokens", "share"),
-                [_shown(row) for row in lengths],
-            ),
-        ]
-        left_out = (
-            ("files that are not UTF-8 text", self.skipped_files, self.skipped_names),
-            ("files and folders that cannot be read", *_counted(self.left_out.unreadable)),
-            (
-                "hidden files, links and pipes, and unfinished runs,",
-                *_counted(self.left_out.others),
-            ),
-        )
-        for what, count, names in left_out:
+        others, unreadable = self.found.others, self.found.unreadable
+        for count, names, what in (
+            (self.skipped_files, self.skipped_names, "files that are not UTF-8 text"),
+            (len(unreadable), unreadable, "files and folders that cannot be read"),
+            (len(others), others, "hidden files, links and pipes, and unfinished runs,"),
+        ):
             if count:
                 told = ", ".join(_printable(names[:3])) + ", ..." * (count > 3)
-                parts.append(f"{count} {what} were left out: {told}")
-        return "\n\n".join(parts)
-
-
-def _counted(names: list[str]) -> tuple[int, list[str]]:
-    return len(names), names
+                shown.append(f"{count} {what} were left out: {told}")
+        return "\n\n".join(shown)
 
 
 def _printable(names: list[str]) -> list[str]:

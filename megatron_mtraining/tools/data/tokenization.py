@@ -17,10 +17,13 @@ from ...files import lone_surrogate
 from ...models.tokenizer import Tokenizer, open_tokenizer
 from ...requirements import first_line
 from .inputs import Part
-from .output import Parts
+from .options import Options
 from .readers import NOT_TEXT, Place, read
+from .store import Parts
 from .workers import WorkerEnded, unordered
 
+VERSION = 4
+"""Of what is kept of parts: that of another one is not used."""
 NAMED = 10
 """Files left out that a part's counts name."""
 
@@ -89,7 +92,22 @@ def open_encoder(path: Path, eod: str | None) -> Encoder:
     return Encoder(tokenizer, number)
 
 
-def fingerprint(path: Path) -> str:
+def keys(options: Options, inputs: list[Part], encoder: Encoder) -> list[str]:
+    """Names of the parts, see :class:`~megatron_mtraining.tools.data.store.Parts`."""
+    shared = (
+        VERSION,
+        options.text_field,
+        options.pack == "as-is",
+        _fingerprint(options.tokenizer),
+        encoder.eod,
+        encoder.tokenizer.vocab_size,
+    )
+    # A name may have bytes that are not UTF-8.
+    described = (repr((shared, part)).encode("utf-8", "surrogateescape") for part in inputs)
+    return [hashlib.sha256(one).hexdigest()[:32] for one in described]
+
+
+def _fingerprint(path: Path) -> str:
     """A hash of the files that make a tokenizer."""
     digest = hashlib.sha256()
     if path.is_file() and path.suffix in (".model", ".gguf"):
@@ -112,71 +130,68 @@ def fingerprint(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker process needs to know.
+    """What a worker process needs to know: how, what, and where to."""
 
-    Attributes:
-        folder, keys: see :class:`~megatron_mtraining.tools.data.output.Parts`.
-        tokenizer: its path.
-        as_is: documents are kept token for token; otherwise an end-of-document token at the end is taken
-            off, as packing sets them, and packed records are taken apart.
-    """
+    options: Options
+    inputs: list[Part]
+    parts: Parts
 
-    folder: Path
-    parts: list[Part]
-    keys: list[str]
-    tokenizer: Path
-    eod: str | None
-    text_field: str | None
-    as_is: bool
-    document_bytes: int
+    def run(self, encoder: Encoder, number: int) -> dict:
+        """Write the token ids of part ``number``, and return what was counted in it.
 
+        Raises:
+            ConfigError: the input is broken.
+        """
+        counts = {"empty": 0, "with_eod": 0, "skipped": 0, "skipped_names": []}
+        counts |= {"shortest": None, "longest": None}
+        documents = _documents(self.options, encoder, self.inputs[number], counts)
+        self.parts.save(number, documents, counts)
+        return counts
 
-def tokenize(job: Job, encoder: Encoder, number: int) -> dict:
-    """Write the token ids of part ``number``, and return what was counted in it.
-
-    Raises:
-        ConfigError: the input is broken.
-    """
-    counts = {"empty": 0, "with_eod": 0, "skipped": 0, "skipped_names": []}
-    counts |= {"shortest": None, "longest": None}
-    documents = _documents(job, encoder, job.parts[number], counts)
-    Parts(job.folder, job.keys).write(number, documents, counts)
-    return counts
+    def open(self) -> Callable[[int], dict]:
+        """In a worker process, before its first part."""
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are parallel
+        return partial(self.run, open_encoder(self.options.tokenizer, self.options.eod))
 
 
 def _check_unchanged(part: Part) -> None:
     """Refuse files that are being written: what was read of them is neither the old content nor the new."""
-    for name, state in zip(part.files, part.states):
+    for file in part.files:
         try:
-            now = os.stat(name)
+            now = os.stat(file.path)
         except OSError as error:
-            raise ConfigError(f"{name} cannot be read: {error.strerror}") from None
-        if (now.st_size, now.st_mtime_ns) != (state.size, state.changed):
+            raise ConfigError(f"{file.path} cannot be read: {error.strerror}") from None
+        if (now.st_size, now.st_mtime_ns) != (file.size, file.changed):
             raise ConfigError(
-                f"INPUT has {name}, which changed while it was read ({state.size} bytes, now {now.st_size}): "
-                "run the same command again when it is complete"
+                f"INPUT has {file.path}, which changed while it was read ({file.size} bytes, now "
+                f"{now.st_size}): run the same command again when it is complete"
             )
 
 
-def _read(job: Job, part: Part) -> Iterator[tuple[Place, object]]:
+def _read(options: Options, part: Part) -> Iterator[tuple[Place, object]]:
     """The documents of a part whose files are as they were when they were found."""
+    apart = options.pack != "as-is"
     try:
-        yield from read(part, job.text_field, not job.as_is, job.document_bytes)
+        yield from read(part, options.text_field, apart, options.document_bytes)
     except ConfigError:
         _check_unchanged(part)  # which explains the error
         raise
     _check_unchanged(part)
 
 
-def _documents(job: Job, encoder: Encoder, part: Part, counts: dict) -> Iterator[np.ndarray]:
-    for place, content in _read(job, part):
+def _documents(
+    options: Options, encoder: Encoder, part: Part, counts: dict
+) -> Iterator[np.ndarray]:
+    """Token ids of the documents that are not empty, without an end-of-document token at the end, which
+    packing sets; token for token with --pack as-is."""
+    for place, content in _read(options, part):
         if content is NOT_TEXT:
             counts["skipped"] += 1
             if len(counts["skipped_names"]) < NAMED:
                 counts["skipped_names"].append(place.file)
             continue
         ids = encoder.encode(place, content)
-        if not job.as_is and len(ids) and ids[-1] == encoder.eod:
+        if options.pack != "as-is" and len(ids) and ids[-1] == encoder.eod:
             ids = ids[:-1]
         if not len(ids) or (isinstance(content, str) and not content.strip()):
             counts["empty"] += 1
@@ -190,29 +205,21 @@ def _documents(job: Job, encoder: Encoder, part: Part, counts: dict) -> Iterator
         yield ids
 
 
-def tokenize_all(
-    job: Job, encoder: Encoder, numbers: list[int], workers: int
-) -> Iterator[tuple[int, dict]]:
+def tokenize(job: Job, encoder: Encoder, numbers: list[int]) -> Iterator[tuple[int, dict]]:
     """Tokenize parts, in any order; yields number and counts of each as it is done.
 
     Raises:
-        ConfigError: see :func:`tokenize`; or a worker process ended.
+        ConfigError: see :meth:`Job.run`; or a worker process ended.
     """
-    workers = min(workers, len(numbers))
+    workers = min(job.options.workers, len(numbers))
     if workers <= 1:
         for number in numbers:
-            yield number, tokenize(job, encoder, number)
+            yield number, job.run(encoder, number)
         return
     try:
-        yield from unordered(partial(_open, job), numbers, workers)
+        yield from unordered(job.open, numbers, workers)
     except WorkerEnded as error:
         raise ConfigError(
             f"one of {workers} worker processes {error} (out of memory?): run the same command again to go "
             "on with what is left, with fewer --workers if it was memory"
         ) from None
-
-
-def _open(job: Job) -> Callable[[int], dict]:
-    """In a worker process, before its first part."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are parallel
-    return partial(tokenize, job, open_encoder(job.tokenizer, job.eod))

@@ -13,6 +13,7 @@ import os
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 
 from ...errors import ConfigError
@@ -26,15 +27,12 @@ class WorkerEnded(Exception):
 def unordered(
     open_work: Callable[[], Callable[[int], object]], numbers: list[int], workers: int
 ) -> Iterator[tuple[int, object]]:
-    """Run ``work(number)`` for all numbers in worker processes.
+    """Run ``work(number)`` for all numbers in worker processes; yields number and result, as they are done.
 
     Args:
         open_work: is called once in each worker and returns ``work``. It has to be picklable, as have the
             results of ``work`` and its exceptions.
         workers: processes, at most one for each number.
-
-    Yields:
-        number and result, as they are done.
 
     Raises:
         WorkerEnded: see there.
@@ -49,12 +47,16 @@ def unordered(
             for _, number in zip(range(workers), waiting):  # not the other way: it would lose one
                 here, there = context.Pipe()
                 busy.append(here)
-                with there:
-                    processes.append(_start(context, there, open_work))
-                _send(here, number)
+                with there, _ended("could not be started: {}"):
+                    process = context.Process(target=_serve, args=(there, open_work), daemon=True)
+                    process.start()
+                processes.append(process)
+                with _ended():
+                    here.send(number)
         while busy:
             for connection in wait(busy):
-                number, result = _receive(connection)
+                with _ended():
+                    number, result = connection.recv()
                 if isinstance(result, Exception):
                     raise result
                 yield number, result
@@ -63,7 +65,8 @@ def unordered(
                     busy.remove(connection)
                     connection.close()
                 else:
-                    _send(connection, following)
+                    with _ended():
+                        connection.send(following)
     finally:
         for process in processes:
             process.terminate()
@@ -73,27 +76,13 @@ def unordered(
             connection.close()
 
 
-def _start(context, connection: Connection, open_work) -> multiprocessing.Process:
-    process = context.Process(target=_serve, args=(connection, open_work), daemon=True)
+@contextmanager
+def _ended(what: str = "ended"):
+    """Errors of a process or its pipe."""
     try:
-        process.start()
-    except OSError as error:
-        raise WorkerEnded(f"could not be started: {error.strerror or error}") from None
-    return process
-
-
-def _send(connection: Connection, number: int) -> None:
-    try:
-        connection.send(number)
-    except OSError:
-        raise WorkerEnded("ended") from None
-
-
-def _receive(connection: Connection) -> tuple[int, object]:
-    try:
-        return connection.recv()
-    except (EOFError, OSError):
-        raise WorkerEnded("ended") from None
+        yield
+    except (EOFError, OSError) as error:
+        raise WorkerEnded(what.format(getattr(error, "strerror", None) or error)) from None
 
 
 def _serve(connection: Connection, open_work) -> None:

@@ -304,8 +304,8 @@ def test_long_samples_of_mds_are_refused_before_they_are_decoded(tmp_path, monke
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, library.__name__, library)
     entry = {"column_names": ["text"], "column_encodings": ["str"]}
-    monkeypatch.setattr(readers, "shard_entry", lambda path: entry)
-    part = inputs_module.Part("mds", (str(file),), 0, -1, file.stat().st_size, True)
+    monkeypatch.setattr(readers.shards, "entry", lambda path: entry)
+    part = inputs_module.Part((inputs_module.File(str(file), "mds", True),), file.stat().st_size)
     found = readers.read(part, None, True, 1000)
     assert next(found)[1] == "short"
     with pytest.raises(ConfigError, match="mds, sample 1 is longer than 8 times --document-bytes"):

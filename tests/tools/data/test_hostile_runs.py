@@ -3,33 +3,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 
-import numpy as np
 import pytest
 
 from megatron_mtraining.tools.data import inputs as inputs_module
-from megatron_mtraining.tools.data import output as output_module
 from megatron_mtraining.tools.data import prepare as prepare_module
+from megatron_mtraining.tools.data import store
 from tests.support.data_cases import interrupted, refused, write_jsonl
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("no_hang")
-
-
-def spoilt(counts: dict) -> dict[str, str]:
-    """Contents of a part's file of counts that no run has written."""
-    values = {
-        "list": [], "dict": {}, "number": 5, "sums": {"sums": []},
-        "text for a number": counts | {"empty": "5"}, "negative": counts | {"empty": -5},
-        "names": counts | {"skipped_names": 5}, "place": counts | {"longest": [1]},
-        "not a number": counts | {"with_eod": float("nan")},
-    }  # fmt: skip
-    return {
-        **{name: json.dumps(value) for name, value in values.items()},
-        **{"empty": "", "cut": json.dumps(counts)[:-5], "deep": "[" * 200000, "bytes": "\udcff"},
-    }
 
 
 def test_broken_parts_are_tokenized_again(prepare, documents, tmp_path, capsys, monkeypatch):
@@ -38,22 +22,21 @@ def test_broken_parts_are_tokenized_again(prepare, documents, tmp_path, capsys, 
     assert prepare(given, output="whole", **options) == 0
     expected = (tmp_path / "whole.bin").read_bytes()
     interrupted(prepare, monkeypatch, given, **options)
-    counts = min((tmp_path / "out.parts").glob("*.json"))
-    good = counts.read_text()
-    number = len(list(counts.parent.glob("*.json")))
-    for name, content in spoilt(json.loads(good)).items():
-        counts.write_bytes(content.encode("utf-8", "surrogateescape"))
+    part = min((tmp_path / "out.parts").glob("*.part"))
+    good = part.read_bytes()
+    number = len(list(part.parent.glob("*.part")))
+    broken = {"empty": b"", "short": good[-11:], "cut": good[:-2], "without a start": good[2:]}
+    for at in (3, -50, -10, -1):  # tokens, counts, their size, the sum
+        broken[f"byte {at}"] = bytearray(good)
+        broken[f"byte {at}"][at] ^= 1
+    for name, content in broken.items():
+        part.write_bytes(content)
         capsys.readouterr()
         interrupted(prepare, monkeypatch, given, **options)
-        assert f"going on: {number - 1} of {number}" in capsys.readouterr().err, name
-        assert counts.read_text() == good, name
-    for suffix in (".lengths", ".tokens"):  # of the same size
-        file = counts.with_suffix(suffix)
-        data = np.fromfile(file, np.uint8)
-        data[3] ^= 1
-        data.tofile(file)
-        interrupted(prepare, monkeypatch, given, **options)
-        assert "a part of" in (err := capsys.readouterr().err) and "is broken" in err
+        error = capsys.readouterr().err
+        assert f"a part of {given} is broken" in error, name
+        assert f"going on: {number - 1} of {number}" in error, name
+        assert part.read_bytes() == good, name
     assert prepare(given, **options) == 0
     assert (tmp_path / "out.bin").read_bytes() == expected
 
@@ -121,8 +104,8 @@ def test_links_among_the_parts_are_not_followed(prepare, documents, tmp_path, ca
     interrupted(prepare, monkeypatch, given)
     parts = tmp_path / "out.parts"
     parts.chmod(0o777)
-    counts = next(parts.glob("*.json"))
-    link = parts / f"{counts.stem}.tokens.partial"
+    part = next(parts.glob("*.part"))
+    link = parts / f"{part.name}.partial"
     (tmp_path / "other").write_text("other")
     link.symlink_to(tmp_path / "other")
     capsys.readouterr()
@@ -132,10 +115,10 @@ def test_links_among_the_parts_are_not_followed(prepare, documents, tmp_path, ca
     interrupted(prepare, monkeypatch, given)
     assert parts.stat().st_mode & 0o777 == 0o700
     with pytest.raises(FileExistsError):
-        with output_module.Parts(parts, [])._written(parts / "new"):
+        with store.Parts(parts, [])._written(parts / "new"):
             (parts / "new.partial").unlink()
             (parts / "new.partial").symlink_to(tmp_path / "other")
-            with output_module.Parts(parts, [])._written(parts / "new"):
+            with store.Parts(parts, [])._written(parts / "new"):
                 raise AssertionError
     assert (tmp_path / "other").read_text() == "other"
 

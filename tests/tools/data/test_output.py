@@ -33,7 +33,7 @@ def test_output_inside_of_input_is_not_read(prepare, folder, tmp_path, monkeypat
     inside = {"output": "data/books", "part_bytes": 2000, **IN_ORDER}
     interrupted(prepare, monkeypatch, folder, **{**inside, "output": "data/others"})
     interrupted(prepare, monkeypatch, folder, **inside)
-    assert len(list((folder / "books.parts").glob("*.json"))) > 3
+    assert len(list((folder / "books.parts").glob("*.part"))) > 3
     assert prepare(folder, **inside) == 0
     assert ids(folder / "books") == expected
     about = report(folder / "books")
@@ -82,7 +82,7 @@ def test_files_of_others_are_not_overwritten(prepare, documents, tmp_path, capsy
     refused(capsys, ["out.idx", "folder"], prepare(given, overwrite=True))
 
 
-@pytest.mark.parametrize("name", ["mine.txt", "notes.partial", "folder", "a.tokens", "abc.json"])
+@pytest.mark.parametrize("name", ["mine.txt", "notes.partial", "folder", "a.part", "abc.json"])
 def test_parts_of_others_are_not_removed(name, prepare, documents, tmp_path, capsys):
     given = write_jsonl(tmp_path / "a.jsonl", documents)
     parts = tmp_path / "out.parts"

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_mtraining.tools.data.inputs import Part
+from megatron_mtraining.tools.data.inputs import File, Part
 from megatron_mtraining.tools.data.readers import read
 from tests.support.data_cases import (
     COMPRESS,
@@ -167,7 +167,9 @@ def test_lines_are_read_once_wherever_parts_begin(documents, tmp_path):
     first = path.read_bytes().index(b"\n") + 1  # and so a part begins where a line does
     for step in (1, 7, first, 100, size - 1, size):
         bounds = [*range(0, size, step), size]
-        parts = [Part("jsonl", (str(path),), a, b, b - a, True) for a, b in zip(bounds, bounds[1:])]
+        parts = [
+            Part((File(str(path), "jsonl", True),), b - a, a, b) for a, b in zip(bounds, bounds[1:])
+        ]
         found = [
             (str(place), text) for part in parts for place, text in read(part, None, stretches=True)
         ]

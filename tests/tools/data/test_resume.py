@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_mtraining.tools.data import prepare as prepare_module
+from megatron_mtraining.tools.data import packing
 from tests.support.data_cases import (
     IN_ORDER,
     SEQ,
@@ -58,7 +58,7 @@ def test_killed_run_goes_on_and_gives_the_same(prepare, tokenizer, tmp_path, cap
         cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     parts, deadline = tmp_path / "out.parts", time.monotonic() + 60
-    while len(list(parts.glob("*.json"))) < 3:
+    while len(list(parts.glob("*.part"))) < 3:
         assert running.poll() is None and time.monotonic() < deadline
         time.sleep(0.002)
     # Stopped first: else it may end before the signal that kills it.
@@ -69,7 +69,7 @@ def test_killed_run_goes_on_and_gives_the_same(prepare, tokenizer, tmp_path, cap
     running.wait()
     assert psutil.wait_procs(workers, timeout=20)[1] == []
     assert not list(tmp_path.glob("out.bin*")) and not list(tmp_path.glob("out.idx*"))
-    done = len(list(parts.glob("*.json")))
+    done = len(list(parts.glob("*.part")))
     assert prepare(given, part_bytes=20000) == 0
     assert f"going on: {done} of " in capsys.readouterr().err
     assert not parts.exists()
@@ -110,9 +110,9 @@ def test_parts_of_other_input_or_broken_ones_are_not_used(prepare, documents, tm
     assert prepare(given, keep_parts=True, part_bytes=5000, **IN_ORDER) == 0
     first = ids(tmp_path / "out")
     again = {"keep_parts": True, "part_bytes": 5000, "overwrite": True, **IN_ORDER}
-    tokens = sorted((tmp_path / "out.parts").glob("*.tokens"))
+    tokens = sorted((tmp_path / "out.parts").glob("*.part"))
     tokens[1].write_bytes(tokens[1].read_bytes()[:-2])
-    (tmp_path / "out.parts" / f"{tokens[1].stem}.tokens.partial").write_text("half")
+    (tmp_path / "out.parts" / f"{tokens[1].name}.partial").write_text("half")
     capsys.readouterr()
     assert prepare(given, **again) == 0
     assert f"going on: {len(tokens) - 1} of {len(tokens)}" in capsys.readouterr().err
@@ -131,16 +131,15 @@ def test_parts_of_other_input_or_broken_ones_are_not_used(prepare, documents, tm
     assert prepare(given, **again) == 0
     assert "going on" not in capsys.readouterr().err
     assert ids(tmp_path / "out") == in_order([ids_of(text) for text in documents[::-1]], SEQ)
-    left = {path.suffix for path in (tmp_path / "out.parts").iterdir()}
-    assert left == {"", ".json", ".lengths", ".tokens"}
-    assert len(list((tmp_path / "out.parts").glob("*.json"))) == len(tokens)
+    assert {path.suffix for path in (tmp_path / "out.parts").iterdir()} == {"", ".part"}
+    assert len(list((tmp_path / "out.parts").glob("*.part"))) == len(tokens)
 
 
 def test_interrupted_run_says_how_to_go_on(prepare, documents, tmp_path, capsys, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prepare_module, "_shuffled", interrupt)
+    monkeypatch.setattr(packing, "_shuffled", interrupt)
     given = write_jsonl(tmp_path / "a.jsonl", documents)
     assert prepare(given) == 130
     assert "goes on" in capsys.readouterr().err
@@ -187,7 +186,7 @@ def test_what_cannot_be_written_leaves_nothing_half(
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     refused(capsys, ["cannot be written", "File too large"], status)
     assert [path.name for path in tmp_path.glob("out*")] == ["out.parts"] * bool(parts)
-    assert len(list((tmp_path / "out.parts").glob("*.json"))) >= parts - 1
+    assert len(list((tmp_path / "out.parts").glob("*.part"))) >= parts - 1
     assert not list(tmp_path.glob("out.parts/*.partial"))
     assert prepare(given, part_bytes=size // 5) == 0
 
@@ -266,7 +265,7 @@ def test_parts_that_another_run_removes_meanwhile_are_its_own(
     given = write_jsonl(tmp_path / "a.jsonl", documents)
     parts = tmp_path / "out.parts"
     parts.mkdir()
-    gone = f"{'4' * 32}.lengths.partial"
+    gone = f"{'4' * 32}.part.partial"
     listdir = os.listdir
     monkeypatch.setattr(os, "listdir", lambda path: listdir(path) + [gone] * (path == parts))
     with open(parts / "lock", "w") as lock:

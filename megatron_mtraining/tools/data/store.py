@@ -1,0 +1,117 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Token ids of parts of the input, kept until all are packed: an interrupted run goes on from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+SUFFIX = ".part"
+"""Of a part's file: token ids of one document after those of the other, then what was counted in it, as JSON
+with the documents' lengths, its size, and a checksum against accidents: a disk that is full, or fails."""
+SIZE, SUM = struct.Struct("<Q"), struct.Struct("<I")
+RECORD = "inputs"
+"""The file with the states of the input files that the parts are of."""
+
+
+class Parts:
+    """Parts that are done, in a folder.
+
+    Args:
+        keys: a name for each part, a hash of all that its token ids depend on: a part of a changed file,
+            or tokenized in another way, is not found.
+    """
+
+    def __init__(self, folder: Path, keys: list[str]):
+        self.folder, self.keys = folder, keys
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{self.keys[number]}{SUFFIX}"
+
+    def save(self, number: int, documents: Iterator[np.ndarray], counts: dict) -> None:
+        """Write the token ids of a part; ``counts`` may be filled in while ``documents`` are read."""
+        lengths, total = [], 0
+        with self._written(self._path(number)) as file:
+            for ids in documents:
+                data = ids.tobytes()
+                file.write(data)
+                total = zlib.crc32(data, total)
+                lengths.append(len(ids))
+            about = json.dumps({**counts, "lengths": lengths}).encode()
+            about += SIZE.pack(len(about))
+            file.write(about + SUM.pack(zlib.crc32(about, total)))
+
+    def load(self, number: int, *, check: bool = False) -> dict | None:
+        """What was counted in a part, and ``lengths``: tokens of each document. None if it is not done.
+
+        Raises:
+            ValueError: with ``check``: the file is not what was written, to the byte.
+        """
+        try:
+            file = open(self._path(number), "rb")
+        except FileNotFoundError:
+            return None
+        with file:
+            if check:
+                _check_sum(file)
+            file.seek(-SIZE.size - SUM.size, os.SEEK_END)
+            (size,) = SIZE.unpack(file.read(SIZE.size))
+            file.seek(-size - SIZE.size, os.SEEK_CUR)
+            return json.loads(file.read(size))
+
+    def tokens(self, number: int):
+        """The open file of a part, which begins with its token ids."""
+        return open(self._path(number), "rb", buffering=0)
+
+    def remove_others(self) -> None:
+        """Remove parts that are not of this run."""
+        for path in self.folder.glob(f"*{SUFFIX}"):
+            if path.stem not in self.keys:
+                path.unlink()
+
+    def changed(self, files: dict[str, list]) -> list[str]:
+        """Files of the run before that are others now, by path; and remember ``files`` for the next run.
+
+        Args:
+            files: states by path.
+        """
+        record = self.folder / RECORD
+        try:
+            before = dict(json.loads(record.read_bytes()))
+        except (OSError, TypeError, ValueError, RecursionError):
+            before = {}
+        with self._written(record) as file:
+            file.write(json.dumps(files).encode())
+        return [path for path, state in files.items() if before.get(path, state) != state]
+
+    @contextmanager
+    def _written(self, path: Path):
+        partial = path.with_name(f"{path.name}.partial")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        try:
+            with open(os.open(partial, flags, 0o666), "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _check_sum(file) -> None:
+    left = os.fstat(file.fileno()).st_size - SUM.size
+    if left < SIZE.size:
+        raise ValueError("it is too short")
+    total = 0
+    while left:
+        data = file.read(min(left, 2**20))
+        total, left = zlib.crc32(data, total), left - len(data)
+    if (total,) != SUM.unpack(file.read(SUM.size)):
+        raise ValueError("its checksum is another one")
