@@ -23,7 +23,8 @@ from .packing import packed
 from .readers import Place
 from .store import Parts
 from .tally import Tally
-from .tokenization import Encoder, Job, keys, open_encoder, tokenize
+from .tokenization import Encoder, Job, keys, open_encoder
+from .workers import tokenize
 
 KEEP = {
     "short": "lower it, or make one document of all files of a folder (a repository) with --join FOLDER",

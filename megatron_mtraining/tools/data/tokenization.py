@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,6 @@ from .inputs import Part
 from .options import Options
 from .readers import NOT_TEXT, Place, read
 from .store import Parts
-from .workers import WorkerEnded, unordered
 
 VERSION = 4
 """Of what is kept of parts: that of another one is not used."""
@@ -148,11 +146,6 @@ class Job:
         self.parts.save(number, documents, counts)
         return counts
 
-    def open(self) -> Callable[[int], dict]:
-        """In a worker process, before its first part."""
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are parallel
-        return partial(self.run, open_encoder(self.options.tokenizer, self.options.eod))
-
 
 def _check_unchanged(part: Part) -> None:
     """Refuse files that are being written: what was read of them is neither the old content nor the new."""
@@ -203,23 +196,3 @@ def _documents(
         if counts["longest"] is None or len(ids) > counts["longest"][0]:
             counts["longest"] = where
         yield ids
-
-
-def tokenize(job: Job, encoder: Encoder, numbers: list[int]) -> Iterator[tuple[int, dict]]:
-    """Tokenize parts, in any order; yields number and counts of each as it is done.
-
-    Raises:
-        ConfigError: see :meth:`Job.run`; or a worker process ended.
-    """
-    workers = min(job.options.workers, len(numbers))
-    if workers <= 1:
-        for number in numbers:
-            yield number, job.run(encoder, number)
-        return
-    try:
-        yield from unordered(job.open, numbers, workers)
-    except WorkerEnded as error:
-        raise ConfigError(
-            f"one of {workers} worker processes {error} (out of memory?): run the same command again to go "
-            "on with what is left, with fewer --workers if it was memory"
-        ) from None

@@ -1,110 +1,96 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Worker processes that tokenize parts, and whose end is noticed whenever it comes.
-
-Not ``concurrent.futures.ProcessPoolExecutor``: a worker that ends while it starts the others makes it
-raise what it does not document, or (Python 3.10 and 3.11) wait for ever. Here each worker has a pipe of its
-own, which ends with it.
-"""
+"""Processes that tokenize parts, and whose end is noticed whenever it comes."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from multiprocessing.connection import Connection, wait
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from functools import cache
+from multiprocessing.connection import Connection
 
 from ...errors import ConfigError
 from ..common.signals import interrupts_ignored
+from .tokenization import Encoder, Job, open_encoder
 
 
-class WorkerEnded(Exception):
-    """A worker process has ended, or could not be started; the message says which."""
-
-
-def unordered(
-    open_work: Callable[[], Callable[[int], object]], numbers: list[int], workers: int
-) -> Iterator[tuple[int, object]]:
-    """Run ``work(number)`` for all numbers in worker processes; yields number and result, as they are done.
-
-    Args:
-        open_work: is called once in each worker and returns ``work``. It has to be picklable, as have the
-            results of ``work`` and its exceptions.
-        workers: processes, at most one for each number.
+def tokenize(job: Job, encoder: Encoder, numbers: list[int]) -> Iterator[tuple[int, dict]]:
+    """Tokenize parts, in any order; yields number and counts of each as it is done.
 
     Raises:
-        WorkerEnded: see there.
-        Exception: the first that ``open_work`` or ``work`` raised.
+        ConfigError: see :meth:`~megatron_mtraining.tools.data.tokenization.Job.run`; or a worker process
+            ended.
     """
+    workers = min(job.options.workers, len(numbers))
+    if workers <= 1:
+        for number in numbers:
+            yield number, job.run(encoder, number)
+        return
+    try:
+        yield from _unordered(job, numbers, workers)
+    except BrokenProcessPool:
+        raise _ended(workers, "ended") from None
+
+
+def _unordered(job: Job, numbers: list[int], workers: int) -> Iterator[tuple[int, dict]]:
     context = multiprocessing.get_context("spawn")  # not fork: this process has threads
+    theirs, ours = context.Pipe(duplex=False)
     waiting = iter(numbers)
-    processes = []
-    busy: list[Connection] = []
+    pools: list[ProcessPoolExecutor] = []
+    busy: dict[Future, tuple[ProcessPoolExecutor, int]] = {}
     try:
         with interrupts_ignored():  # in the workers: this process ends them
             for _, number in zip(range(workers), waiting):  # not the other way: it would lose one
-                here, there = context.Pipe()
-                busy.append(here)
-                with there, _ended("could not be started: {}"):
-                    process = context.Process(target=_serve, args=(there, open_work), daemon=True)
-                    process.start()
-                processes.append(process)
-                with _ended():
-                    here.send(number)
+                # Of one process each: a pool of several may wait for ever if one of them ends while it
+                # starts the others.
+                pools.append(ProcessPoolExecutor(1, context, _begin, (theirs, job)))
+                try:
+                    busy[pools[-1].submit(_run, number)] = pools[-1], number
+                except OSError as error:
+                    why = f"could not be started: {error.strerror or error}"
+                    raise _ended(workers, why) from None
         while busy:
-            for connection in wait(busy):
-                with _ended():
-                    number, result = connection.recv()
-                if isinstance(result, Exception):
-                    raise result
-                yield number, result
-                following = next(waiting, None)
-                if following is None:
-                    busy.remove(connection)
-                    connection.close()
-                else:
-                    with _ended():
-                        connection.send(following)
+            for done in wait(busy, return_when=FIRST_COMPLETED).done:
+                pool, number = busy.pop(done)
+                yield number, done.result()
+                if (following := next(waiting, None)) is not None:
+                    busy[pool.submit(_run, following)] = pool, following
     finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.join()
-        for connection in busy:
-            connection.close()
+        ours.close()
+        theirs.close()
+        for pool in pools:
+            pool.shutdown(cancel_futures=True)
 
 
-@contextmanager
-def _ended(what: str = "ended"):
-    """Errors of a process or its pipe."""
-    try:
-        yield
-    except (EOFError, OSError) as error:
-        raise WorkerEnded(what.format(getattr(error, "strerror", None) or error)) from None
+def _ended(workers: int, how: str) -> ConfigError:
+    return ConfigError(
+        f"one of {workers} worker processes {how} (out of memory?): run the same command again to go on "
+        "with what is left, with fewer --workers if it was memory"
+    )
 
 
-def _serve(connection: Connection, open_work) -> None:
-    """A worker process."""
-    # A parent that is killed tells nobody.
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    work = None
-    while True:
-        try:
-            number = connection.recv()
-        except EOFError:
-            return
-        try:
-            work = work or open_work()
-            result = work(number)
-        except Exception as error:
-            result = error
-            if not isinstance(error, (ConfigError, OSError)):
-                traceback.print_exc()  # of a fault in the code, the lines: they do not travel
-        connection.send((number, result))
+def _begin(parent: Connection, job: Job) -> None:
+    """In a worker process, before its first part."""
+    global _job
+    _job = job
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are parallel
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
+def _end_with(parent: Connection) -> None:
+    """End this process when the other end of its pipe is closed: by the parent, or as that is killed."""
+    parent.poll(None)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _run(number: int) -> dict:
+    return _job.run(_encoder(), number)
+
+
+@cache
+def _encoder() -> Encoder:
+    return open_encoder(_job.options.tokenizer, _job.options.eod)

@@ -83,21 +83,6 @@ def test_a_file_that_changes_while_it_is_read(
     assert not list(tmp_path.glob("out.[bij]*"))
 
 
-def test_a_dataset_that_appears_meanwhile_stays(prepare, documents, tmp_path, capsys, monkeypatch):
-    """Of a program that does not ask for our lock."""
-    given = write_jsonl(tmp_path / "a.jsonl", documents)
-    kept = prepare_module._kept
-
-    def slow(*args):
-        (tmp_path / "out.bin").write_text("another's")
-        return kept(*args)
-
-    monkeypatch.setattr(prepare_module, "_kept", slow)
-    refused(capsys, ["out.bin exists", "--overwrite"], prepare(given))
-    assert (tmp_path / "out.bin").read_text() == "another's"
-    assert not (tmp_path / "out.idx").exists()
-
-
 def test_links_among_the_parts_are_not_followed(prepare, documents, tmp_path, capsys, monkeypatch):
     """The folder is closed to others, and what is in it already has to be a file."""
     given = write_jsonl(tmp_path / "a.jsonl", documents)
@@ -121,15 +106,3 @@ def test_links_among_the_parts_are_not_followed(prepare, documents, tmp_path, ca
             with store.Parts(parts, [])._written(parts / "new"):
                 raise AssertionError
     assert (tmp_path / "other").read_text() == "other"
-
-
-def test_what_megatron_has_cached_is_not_removed_through_a_link(prepare, documents, tmp_path):
-    given = write_jsonl(tmp_path / "a.jsonl", documents)
-    assert prepare(given) == 0
-    (tmp_path / "other").mkdir()
-    kept = tmp_path / "other" / "0-GPTDataset-train-shuffle_index.npy"
-    kept.write_text("of another dataset")
-    (tmp_path / "out" / "cache").mkdir(parents=True)
-    (tmp_path / "out" / "cache" / "GPTDataset_indices").symlink_to(tmp_path / "other")
-    assert prepare(given, overwrite=True) == 0
-    assert kept.exists()

@@ -101,31 +101,32 @@ def test_parts_of_others_are_not_removed(name, prepare, documents, tmp_path, cap
     assert parts.read_text() == "mine"
 
 
-def test_what_comes_into_the_parts_meanwhile_stays(prepare, documents, tmp_path, monkeypatch):
+def test_files_and_folders_of_others_stay(prepare, documents, tmp_path, monkeypatch):
+    """What comes into PREFIX.parts meanwhile, and what is not Megatron's where it keeps its indices."""
     given = write_jsonl(tmp_path / "a.jsonl", documents)
-    mine = tmp_path / "out.parts" / "mine.txt"
+    cache = tmp_path / "out" / "cache" / "GPTDataset_indices"
+    cache.mkdir(parents=True)
+    mine, kept = tmp_path / "out.parts" / "mine.txt", prepare_module._kept
 
-    def kept(*args):
+    def slow(*args):
         mine.write_text("mine")
-        return original(*args)
+        return kept(*args)
 
-    original = prepare_module._kept
-    monkeypatch.setattr(prepare_module, "_kept", kept)
-    assert prepare(given) == 0
-    assert list(mine.parent.iterdir()) == [mine]
-
-
-def test_folders_of_others_stay(prepare, documents, tmp_path):
-    """Only what Megatron keeps is removed where it keeps it, and no folder that is merely empty."""
-    given = write_jsonl(tmp_path / "a.jsonl", documents)
-    kept = tmp_path / "out" / "cache" / "GPTDataset_indices"
-    kept.mkdir(parents=True)
-    assert prepare(given) == 0
-    assert kept.exists()
-    (kept / "mine.txt").write_text("mine")
-    (kept / "abc-GPTDataset-train-description.txt").write_text("kept")
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "_kept", slow)
+        assert prepare(given) == 0
+    assert list(mine.parent.iterdir()) == [mine] and cache.exists()
+    mine.unlink()
+    (cache / "mine.txt").write_text("mine")
+    (cache / "abc-GPTDataset-train-description.txt").write_text("kept")
     assert prepare(given, overwrite=True) == 0
-    assert [path.name for path in kept.iterdir()] == ["mine.txt"]
+    assert [path.name for path in cache.iterdir()] == ["mine.txt"]
+    # Not through a link, either
+    cache.rename(tmp_path / "other")
+    cache.symlink_to(tmp_path / "other")
+    (tmp_path / "other" / "0-GPTDataset-train-shuffle_index.npy").write_text("of another dataset")
+    assert prepare(given, overwrite=True) == 0
+    assert len(list((tmp_path / "other").iterdir())) == 2
 
 
 def test_links_are_not_followed(prepare, documents, tmp_path, capsys):
@@ -150,22 +151,33 @@ def test_links_are_not_followed(prepare, documents, tmp_path, capsys):
     assert (other / "kept").read_text() == "kept" and not (tmp_path / "out.bin").is_symlink()
 
 
-def test_existing_files_are_refused_under_the_lock(
-    prepare, documents, tmp_path, capsys, monkeypatch
+@pytest.mark.parametrize("suffix", ["idx", "bin"])
+def test_a_dataset_that_appears_meanwhile_stays(
+    suffix, prepare, documents, tmp_path, capsys, monkeypatch
 ):
-    """A run that waits to begin until another has ended sees what that has written."""
+    """While a run waits for the lock (.idx), or of a program that does not ask for it (.bin)."""
     given = write_jsonl(tmp_path / "a.jsonl", documents)
-    locked = output_module.locked_folder
+    theirs = tmp_path / f"out.{suffix}"
+    locked, kept = output_module.locked_folder, prepare_module._kept
 
     @contextlib.contextmanager
-    def slow(*args):
+    def late(*args):
         with locked(*args):
-            (tmp_path / "out.idx").write_text("of the run before")
+            theirs.write_text("another's")
             yield
 
-    monkeypatch.setattr(output_module, "locked_folder", slow)
-    refused(capsys, ["out.idx exists", "--overwrite"], prepare(given))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out.idx"]
+    def slow(*args):
+        theirs.write_text("another's")
+        return kept(*args)
+
+    if suffix == "idx":
+        monkeypatch.setattr(output_module, "locked_folder", late)
+    else:
+        monkeypatch.setattr(prepare_module, "_kept", slow)
+    refused(capsys, [f"out.{suffix} exists", "--overwrite"], prepare(given))
+    assert theirs.read_text() == "another's"
+    left = {path.name for path in tmp_path.iterdir()} - {"out.parts"}
+    assert left == {"a.jsonl", theirs.name}
 
 
 @pytest.mark.parametrize("moved", [1, 2], ids=["bin", "bin-json"])

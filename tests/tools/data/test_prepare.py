@@ -184,18 +184,22 @@ def test_folder_leaves_out_what_is_no_text_and_says_so(prepare, documents, tmp_p
     folder = as_files("text", documents, tmp_path / "in")
     (folder / "logo.png").write_bytes(b"\x89PNG\xff")
     (folder / "zero").write_bytes(b"a\0b")
+    (folder / ".hidden").write_text("")
     (folder / ".git").mkdir()
     (folder / ".git" / "config").write_text("hidden")
     (folder / "again").symlink_to(folder / "0")
     (folder / "again.py").symlink_to(folder / "0" / "0001.py")
     (folder / "nowhere.py").symlink_to(folder / "none")
+    (folder / "round").symlink_to("round")
     os.mkfifo(folder / "pipe")
     assert prepare(folder, **IN_ORDER) == 0
     assert ids(tmp_path / "out") == in_order([ids_of(text) for text in documents], SEQ)
     about = report(tmp_path / "out")
-    assert (about["skipped_files"], about["left_out_in_folders"]) == (2, 5)
+    assert (about["skipped_files"], about["left_out_in_folders"]) == (2, 7)
+    names = sorted(os.path.basename(name) for name in about["left_out_names"])
+    assert names == [".git", ".hidden", "again", "again.py", "nowhere.py", "pipe", "round"]
     shown = capsys.readouterr().out
-    assert "logo.png" in shown and "5 hidden files, links and" in shown
+    assert "logo.png" in shown and "7 hidden files, links and pipes" in shown
 
 
 def test_joined_folder_is_one_document(prepare, tmp_path):

@@ -82,22 +82,6 @@ def test_broken_input_is_named(name, data, named, prepare, tmp_path, capsys):
     assert not list(tmp_path.glob("out.[bij]*"))
 
 
-def test_broken_shards_are_named(prepare, tmp_path, capsys):
-    pytest.importorskip("streaming")
-    rows = [{"text": "abc" * 200}, {"text": "d" * 500}]
-    folder = write_mds(tmp_path / "books", rows, {"text": "str"})
-    shard, index = folder / "shard.00000.mds", folder / "index.json"
-    good = shard.read_bytes()
-    assert prepare(folder) == 0
-    shard.write_bytes(good[:-1])
-    refused(capsys, ["shard.00000.mds", "bytes"], prepare(folder, output="b"))
-    shard.write_bytes(good[:4] + b"\xff\xff" + good[6:])
-    refused(capsys, ["shard.00000.mds", "broken"], prepare(folder, output="b"))
-    shard.write_bytes(good)
-    index.write_text("[" * 200000)
-    refused(capsys, ["shard.00000.mds", "does not say"], prepare(folder, output="b"))
-
-
 INDEX = {
     "column_encodings": [["pkl"], [5], "t", ["ndarray:uint16:x"]],
     "column_names": [[5], {"body": 1}],
@@ -107,25 +91,39 @@ INDEX = {
 }
 
 
+@pytest.fixture
+def shards(tmp_path):
+    pytest.importorskip("streaming")
+    return write_mds(tmp_path / "in", [{"text": "abc" * 200}, {"text": "d" * 500}], {"text": "str"})
+
+
+def test_broken_shards_are_named(shards, prepare, capsys):
+    shard = shards / "shard.00000.mds"
+    good = shard.read_bytes()
+    assert prepare(shards) == 0
+    broken = good[:4] + b"\xff\xff" + good[6:]
+    for data, named in ((good[:-1], "bytes"), (broken, "broken")):
+        shard.write_bytes(data)
+        refused(capsys, ["shard.00000.mds", named], prepare(shards, output="b"))
+    shard.write_bytes(good)
+    (shards / "index.json").write_text("[" * 200000)
+    refused(capsys, ["shard.00000.mds", "does not say"], prepare(shards, output="b"))
+
+
 @pytest.mark.parametrize(
     ("key", "value"), [(key, value) for key, values in INDEX.items() for value in values]
 )
-def test_broken_indexes_of_shards_are_named(key, value, prepare, tmp_path, capsys):
-    pytest.importorskip("streaming")
-    rows = [{"text": "abc" * 200}, {"text": "d" * 500}]
-    folder = write_mds(tmp_path / "books", rows, {"text": "str"})
-    index = folder / "index.json"
-    about = json.loads(index.read_text())
+def test_broken_indexes_of_shards_are_named(key, value, shards, prepare, capsys):
+    about = json.loads((shards / "index.json").read_text())
     about["shards"][0][key] = value
-    index.write_text(json.dumps(about))
-    refused(capsys, ["shard.00000.mds"], prepare(folder))
+    (shards / "index.json").write_text(json.dumps(about))
+    refused(capsys, ["shard.00000.mds"], prepare(shards))
 
 
 @pytest.mark.parametrize("encoding", ["ndarray:uint16:2:3", "ndarray:uint16:99"])
 def test_broken_arrays_of_shards_are_named(encoding, prepare, tmp_path, capsys):
     pytest.importorskip("streaming")
-    rows = [{"input_ids": [1] * 300}]
-    folder = write_mds(tmp_path / "books", rows, {"input_ids": "ndarray:uint16"})
+    folder = write_mds(tmp_path / "in", [{"input_ids": [1] * 300}], {"input_ids": "ndarray:uint16"})
     index = folder / "index.json"
     index.write_text(index.read_text().replace("ndarray:uint16", encoding))
     refused(capsys, ["shard.00000.mds, sample 0", "mosaicml-streaming"], prepare(folder))
@@ -193,6 +191,11 @@ OPTIONS = [
     ({"no_shuffle": True, "buffer": 5}, ["--buffer is 5", "--no-shuffle"]),
     ({"format": "text", "text_field": "body"}, ["--text-field is body", "leave it out"]),
     ({"text_field": "body"}, ["line 1", "no body", "id, text"]),
+    ({"workers": 10**9}, ["--workers is 1000000000", "256"]),
+    ({"document_bytes": 0}, ["--document-bytes is 0"]),
+    ({"part_bytes": 1}, ["--part-bytes is 1:", "1024 or more"]),
+    ({"long_only": 10**9}, ["--long-only is 1000000000", "lower it"]),
+    ({"output": "a\0b"}, ["--output", "zero byte"]),
 ]
 
 

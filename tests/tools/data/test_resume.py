@@ -147,26 +147,16 @@ def test_interrupted_run_says_how_to_go_on(prepare, documents, tmp_path, capsys,
     assert not list(tmp_path.glob("out.parts/new*"))
 
 
-def test_overwriting_forgets_what_megatron_kept(prepare, documents, tmp_path, capsys):
-    given = write_jsonl(tmp_path / "a.jsonl", documents)
-    assert prepare(given) == 0
-    kept = tmp_path / "out" / "cache" / "GPTDataset_indices"
-    kept.mkdir(parents=True)
-    (kept / "abc-GPTDataset-train-document_index.npy").write_text("")
-    before = (tmp_path / "out.bin").read_bytes()
-    refused(capsys, ["out.idx", "--overwrite"], prepare(given, seed=5))
-    assert (tmp_path / "out.bin").read_bytes() == before and kept.exists()
-    assert prepare(given, seed=5, overwrite=True) == 0
-    assert (tmp_path / "out.bin").read_bytes() != before and not (tmp_path / "out").exists()
-
-
 def test_a_dataset_stays_until_there_is_another(prepare, documents, tmp_path, capsys):
     assert prepare(write_jsonl(tmp_path / "a.jsonl", documents)) == 0
     before = {path: path.read_bytes() for path in tmp_path.glob("out.*")}
+    refused(capsys, ["out.idx", "--overwrite"], prepare(tmp_path / "a.jsonl", seed=5))
     few = write_jsonl(tmp_path / "b.jsonl", ["few"])
     refused(capsys, ["--seq-length"], prepare(few, overwrite=True))
     shutil.rmtree(tmp_path / "out.parts")
     assert {path: path.read_bytes() for path in tmp_path.glob("out.*")} == before
+    assert prepare(tmp_path / "a.jsonl", seed=5, overwrite=True) == 0
+    assert (tmp_path / "out.bin").read_bytes() != before[tmp_path / "out.bin"]
 
 
 @pytest.mark.parametrize(("limit", "parts"), [(3000, 0), (30000, 6)])
@@ -245,17 +235,6 @@ def test_of_two_runs_at_once_one_is_refused(sentencepiece_model, tmp_path):
     assert "is in use by another run" in error or "exists: name another prefix" in error
 
 
-def test_one_run_at_a_time(prepare, documents, tmp_path, capsys):
-    import fcntl
-
-    given = write_jsonl(tmp_path / "a.jsonl", documents)
-    (tmp_path / "out.parts").mkdir()
-    with open(tmp_path / "out.parts" / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        refused(capsys, ["out.parts", "in use"], prepare(given))
-    assert prepare(given) == 0
-
-
 def test_parts_that_another_run_removes_meanwhile_are_its_own(
     prepare, documents, tmp_path, capsys, monkeypatch
 ):
@@ -271,5 +250,6 @@ def test_parts_that_another_run_removes_meanwhile_are_its_own(
     with open(parts / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         refused(capsys, ["out.parts", "in use"], prepare(given))
+    assert prepare(given, output="free") == 0
     (parts / gone).symlink_to("elsewhere")
     refused(capsys, [gone, "not of an earlier run"], prepare(given))

@@ -3,54 +3,45 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-from functools import partial
+from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from megatron_mtraining.errors import ConfigError
-from megatron_mtraining.tools.data.workers import WorkerEnded, unordered
+from megatron_mtraining.tools.data.workers import tokenize
 
 start = SpawnProcess.start
-
-
-def open_square():
-    return square
-
-
-def square(number: int) -> tuple[int, int]:
-    return number**2, os.getpid()
-
-
-def open_failing(error):
-    return partial(fail, error)
-
-
-def fail(error, number: int):
-    raise error
-
-
-def open_dying(at: int):
-    return partial(die, at)
-
-
-def die(at: int, number: int) -> int:
-    if number == at:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return number
-
-
-def refuse_to_open():
-    raise ConfigError("no tokenizer")
 
 
 class Unpicklable(Exception):
     def __reduce__(self):
         raise TypeError("not to be pickled")
+
+
+@dataclass(frozen=True)
+class Job:
+    """In place of the tool's: squares, and at one number another thing happens."""
+
+    options: SimpleNamespace
+    at: int = -1
+    what: object = None
+
+    def run(self, encoder, number: int) -> tuple[int, int]:
+        if number == self.at and self.what == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number == self.at:
+            raise self.what
+        return number**2, os.getpid()
+
+
+def run(sentencepiece_model, numbers: int, processes: int, *what):
+    options = SimpleNamespace(workers=processes, tokenizer=sentencepiece_model, eod=None)
+    return tokenize(Job(options, *what), None, list(range(numbers)))
 
 
 @pytest.fixture(autouse=True)
@@ -62,57 +53,59 @@ def none_is_left():
     assert not [one for one in left if "resource_tracker" not in " ".join(one.cmdline())]
 
 
-@pytest.mark.parametrize("count, numbers, processes", [(1, 3, 1), (3, 2, 2), (2, 40, 2), (2, 0, 0)])
-def test_each_number_once(count, numbers, processes):
-    done = dict(unordered(open_square, list(range(numbers)), count))
+@pytest.mark.parametrize("processes, numbers, most", [(3, 2, 2), (2, 40, 2), (2, 1, 1), (2, 0, 0)])
+def test_each_number_once(processes, numbers, most, sentencepiece_model):
+    done = dict(run(sentencepiece_model, numbers, processes))
     assert {number: value for number, (value, _) in done.items()} == {
         number: number**2 for number in range(numbers)
     }
-    assert os.getpid() not in {where for _, where in done.values()}
-    assert len({where for _, where in done.values()}) <= processes
+    where = {process for _, process in done.values()}
+    assert len(where) <= most and (os.getpid() in where) == (numbers == 1)
 
 
 @pytest.mark.parametrize(
-    "open_work, error, message",
+    "what, error, message",
     [
-        (refuse_to_open, ConfigError, "no tokenizer"),
-        (partial(open_failing, ConfigError("broken")), ConfigError, "broken"),
-        (partial(open_failing, OSError(28, "No space")), OSError, "No space"),
-        (partial(open_failing, ZeroDivisionError("fault")), ZeroDivisionError, "fault"),
-        (partial(open_failing, Unpicklable), WorkerEnded, "ended"),
-        *((partial(open_dying, at), WorkerEnded, "ended") for at in (0, 3, 7)),
+        (ConfigError("broken"), ConfigError, "broken"),
+        (OSError(28, "No space"), OSError, "No space"),
+        (ZeroDivisionError("fault"), ZeroDivisionError, "fault"),
+        (Unpicklable(), TypeError, "not to be pickled"),
+        ("killed", ConfigError, "one of 2 worker processes ended"),
     ],
 )
-def test_first_error_is_raised(open_work, error, message, capfd):
-    with pytest.raises(error, match=message):
-        list(unordered(open_work, list(range(8)), 2))
+@pytest.mark.parametrize("at", [0, 7])
+def test_first_error_is_raised(at, what, error, message, sentencepiece_model):
+    with pytest.raises(error, match=message) as raised:
+        list(run(sentencepiece_model, 8, 2, at, what))
     if error is ZeroDivisionError:  # of a fault in the code, the lines are shown
-        assert "in fail\n" in capfd.readouterr().err
+        assert "in run\n" in str(raised.value.__cause__)
 
 
-def test_a_worker_that_ends_before_the_next_starts(monkeypatch):
+def test_a_tokenizer_that_a_worker_cannot_open(tmp_path):
+    with pytest.raises(ConfigError, match="--tokenizer is"):
+        list(run(tmp_path / "none", 8, 2))
+
+
+def test_a_worker_that_ends_before_the_next_starts(sentencepiece_model, monkeypatch):
     def start_and_kill(process):
         start(process)
         process.kill()
         process.join()
 
     monkeypatch.setattr(SpawnProcess, "start", start_and_kill)
-    with pytest.raises(WorkerEnded, match="ended"):
-        list(unordered(open_square, list(range(8)), 3))
+    with pytest.raises(ConfigError, match="ended"):
+        list(run(sentencepiece_model, 8, 3))
 
 
-def test_a_worker_that_ends_between_two_parts():
-    # Not a process of an earlier test: a Manager's lives as long as something refers to it.
-    before = multiprocessing.active_children()
-    done = unordered(open_square, list(range(8)), 1)
-    next(done)
-    (worker,) = (one for one in multiprocessing.active_children() if one not in before)
-    worker.kill()
-    with pytest.raises(WorkerEnded, match="ended"):
+def test_a_worker_that_ends_between_two_parts(sentencepiece_model):
+    done = run(sentencepiece_model, 8, 2)
+    _, (_, worker) = next(done)
+    os.kill(worker, signal.SIGKILL)
+    with pytest.raises(ConfigError, match="ended"):
         list(done)
 
 
-def test_a_process_that_cannot_be_started(monkeypatch):
+def test_a_process_that_cannot_be_started(sentencepiece_model, monkeypatch):
     started = []
 
     def only_one(process):
@@ -122,12 +115,12 @@ def test_a_process_that_cannot_be_started(monkeypatch):
         start(process)
 
     monkeypatch.setattr(SpawnProcess, "start", only_one)
-    with pytest.raises(WorkerEnded, match="could not be started: Resource temporarily"):
-        list(unordered(open_square, list(range(8)), 2))
+    with pytest.raises(ConfigError, match="could not be started: Resource temporarily"):
+        list(run(sentencepiece_model, 8, 2))
     assert len(started) == 1
 
 
-def test_closed_before_the_end():
-    done = unordered(open_square, list(range(100)), 2)
+def test_closed_before_the_end(sentencepiece_model):
+    done = run(sentencepiece_model, 100, 2)
     next(done)
     done.close()
