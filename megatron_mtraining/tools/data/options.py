@@ -15,11 +15,11 @@ FORMATS = ("auto", "jsonl", "parquet", "text", "mds")
 PACKS = ("best-fit", "in-order", "as-is")
 LONGER = ("cut", "drop", "error")
 PART_BYTES = 32 * 2**20
-LEAST_PART_BYTES = 1024
 DOCUMENT_BYTES = 32 * 2**20
 MOST_WORKERS = 256
 SEED, BUFFER = 1234, 100000
 INT32 = 2**31 - 1
+LEAST = dict(seq_length=2, long_only=0, buffer=1, workers=1, part_bytes=1024, document_bytes=1)
 
 
 @dataclass(frozen=True)
@@ -55,54 +55,53 @@ class Options:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to ``parser``."""
-    add = parser.add_argument
+
+    def add(name: str, what: str, **how) -> None:
+        parser.add_argument(name, help=what, **how)
+
     what = "jsonl (.gz, .bz2, .xz, .zst), parquet, text or MDS files, and folders of these or of source files"
-    add("inputs", type=_path, nargs="*", metavar="INPUT", help=what)
+    add("inputs", what, type=_path, nargs="*", metavar="INPUT")
     what = "a Hugging Face folder, a .gguf file or a sentencepiece .model"
-    add("--tokenizer", type=_path, required=True, metavar="PATH", help=what)
+    add("--tokenizer", what, type=_path, required=True, metavar="PATH")
     what = "tokens in a sample: the --seq-length of the training run"
-    add("--seq-length", type=int, required=True, metavar="N", help=what)
+    add("--seq-length", what, type=int, required=True, metavar="N")
+    # Not a Path, which would drop a slash at the end.
     what = (
         "write PREFIX.bin, PREFIX.idx and the report PREFIX.json; PREFIX is the run's --data-path"
     )
-    # Not a Path, which would drop a slash at the end.
-    add("--output", required=True, metavar="PREFIX", help=what)
+    add("--output", what, required=True, metavar="PREFIX")
     what = "format of all files; auto decides by file name (%(default)s)"
-    add("--format", choices=FORMATS, default="auto", help=what)
+    add("--format", what, choices=FORMATS, default="auto")
     what = (
         "field of a record that has the text or a list of token ids (text; without it, input_ids)"
     )
-    add("--text-field", metavar="NAME", help=what)
+    add("--text-field", what, metavar="NAME")
     what = "more INPUT folders, such as repositories, each of whose text files are joined into one document; "
     what += "without FOLDER, all INPUT folders"
-    add("--join", type=_path, nargs="*", metavar="FOLDER", help=what)
-    what = "end-of-document token (the tokenizer's eos_token)"
-    add("--eod", metavar="TOKEN", help=what)
-    what = (
-        "how documents fill samples. best-fit: search for documents that fit; in-order: in input order; "
-        "as-is: each document is one sample already (%(default)s)"
-    )
-    add("--pack", choices=PACKS, default="best-fit", help=what)
+    add("--join", what, type=_path, nargs="*", metavar="FOLDER")
+    add("--eod", "end-of-document token (the tokenizer's eos_token)", metavar="TOKEN")
+    what = "how documents fill samples. best-fit: search for documents that fit; in-order: in input order; "
+    what += "as-is: each document is one sample already (%(default)s)"
+    add("--pack", what, choices=PACKS, default="best-fit")
     what = "what to do with documents longer than a sample: cut them into several samples, drop them, or "
     what += "stop with an error (%(default)s)"
-    add("--longer", choices=LONGER, default="cut", help=what)
+    add("--longer", what, choices=LONGER, default="cut")
     what = "drop documents with fewer tokens than MIN (%(default)s)"
-    add("--long-only", type=int, default=0, metavar="MIN", help=what)
+    add("--long-only", what, type=int, default=0, metavar="MIN")
     what = "keep the documents in the order of the input"
-    add("--no-shuffle", dest="shuffle", action="store_false", help=what)
-    add("--seed", type=int, metavar="N", help=f"seed of the shuffling ({SEED})")
-    what = f"documents in the shuffle buffer ({BUFFER})"
-    add("--buffer", type=int, metavar="N", help=what)
-    add("--workers", type=int, metavar="N", help="tokenizing processes (one per core)")
+    add("--no-shuffle", what, dest="shuffle", action="store_false")
+    add("--seed", f"seed of the shuffling ({SEED})", type=int, metavar="N")
+    add("--buffer", f"documents in the shuffle buffer ({BUFFER})", type=int, metavar="N")
+    add("--workers", "tokenizing processes (one per core)", type=int, metavar="N")
     what = "bytes of input in a part; an interruption loses the parts in progress (%(default)s)"
-    add("--part-bytes", type=int, default=PART_BYTES, metavar="N", help=what)
+    add("--part-bytes", what, type=int, default=PART_BYTES, metavar="N")
     what = "refuse longer documents, because tokenizing takes 150 times their memory (%(default)s)"
-    add("--document-bytes", type=int, default=DOCUMENT_BYTES, metavar="N", help=what)
+    add("--document-bytes", what, type=int, default=DOCUMENT_BYTES, metavar="N")
     what = "skip and report files and folders inside an INPUT folder that cannot be read"
-    add("--skip-unreadable", action="store_true", help=what)
-    add("--overwrite", action="store_true", help="replace an existing dataset")
+    add("--skip-unreadable", what, action="store_true")
+    add("--overwrite", "replace an existing dataset", action="store_true")
     what = "keep PREFIX.parts, to pack the same token ids again with other options"
-    add("--keep-parts", action="store_true", help=what)
+    add("--keep-parts", what, action="store_true")
 
 
 def options_from(values: argparse.Namespace) -> Options:
@@ -111,19 +110,11 @@ def options_from(values: argparse.Namespace) -> Options:
     Raises:
         ConfigError: values that cannot work; names all of them.
     """
-    problems = []
-    least = {
-        "seq_length": 2,
-        "long_only": 0,
-        "buffer": 1,
-        "workers": 1,
-        "part_bytes": LEAST_PART_BYTES,
-        "document_bytes": 1,
-    }
-    for name, low in least.items():
-        value = getattr(values, name)
-        if value is not None and value < low:
-            problems.append(f"--{name.replace('_', '-')} is {value}: use {low} or more")
+    problems = [
+        f"--{name.replace('_', '-')} is {value}: use {low} or more"
+        for name, low in LEAST.items()
+        if (value := getattr(values, name)) is not None and value < low
+    ]
     if values.workers is not None and values.workers > MOST_WORKERS:
         problems.append(f"--workers is {values.workers}: use {MOST_WORKERS} or fewer")
     if values.seq_length > INT32:
@@ -131,9 +122,14 @@ def options_from(values: argparse.Namespace) -> Options:
             f"--seq-length is {values.seq_length}: Megatron's index holds {INT32} at most"
         )
     if values.pack == "as-is":
-        given = {"--long-only": values.long_only, "--longer": values.longer != "cut"}
-        for name in [name for name, value in given.items() if value]:
-            problems.append(f"{name} has no meaning with --pack as-is: leave one of the two out")
+        for name, given in {
+            "long-only": values.long_only,
+            "longer": values.longer != "cut",
+        }.items():
+            if given:
+                problems.append(
+                    f"--{name} has no meaning with --pack as-is: leave one of the two out"
+                )
     for name in () if values.shuffle else ("seed", "buffer"):
         if getattr(values, name) is not None:
             problems.append(
@@ -153,19 +149,20 @@ def options_from(values: argparse.Namespace) -> Options:
         for path in join
         if os.path.exists(path) and not os.path.isdir(path)
     ]
-    for option, paths in {"INPUT": inputs, "--tokenizer": [values.tokenizer]}.items():
-        problems += [
-            f"{option} is {path}, which does not exist" for path in paths if _is_absent(path)
-        ]
+    problems += [f"INPUT is {path}, which does not exist" for path in inputs if _is_absent(path)]
+    if _is_absent(values.tokenizer):
+        problems.append(f"--tokenizer is {values.tokenizer}, which does not exist")
     if problems:
         raise ConfigError("; ".join(problems))
-    fields = dict(vars(values))
-    fields = {name: fields[name] for name in Options.__dataclass_fields__}
-    fields |= {"inputs": inputs, "join": inputs if values.join == [] else join}
-    fields["workers"] = values.workers or min(_cores(), MOST_WORKERS)
-    fields["seed"] = SEED if values.seed is None else values.seed
-    fields["buffer"] = values.buffer or BUFFER
-    fields["output"] = output
+    fields = {name: getattr(values, name) for name in Options.__dataclass_fields__}
+    fields |= {
+        "inputs": inputs,
+        "join": inputs if values.join == [] else join,
+        "workers": values.workers or min(_cores(), MOST_WORKERS),
+        "seed": SEED if values.seed is None else values.seed,
+        "buffer": values.buffer or BUFFER,
+        "output": output,
+    }
     return Options(**fields)
 
 

@@ -80,15 +80,11 @@ def read(
     if part.kind == "text":
         yield from _texts(part, limit)
         return
-    records = (
-        _lines(part, limit) if part.kind == "jsonl" else READERS[part.kind](part, field, limit)
-    )
-    for place, record in records:
+    for place, record in READERS[part.kind](part, field, limit):
         content = _content(place, record, field)
-        if isinstance(content, str):
-            # No more than 4 bytes a character: short ones need not be encoded to know.
-            if 4 * len(content) > limit:
-                check_size(place, len(content.encode("utf-8", "surrogatepass")), limit)
+        # No more than 4 bytes a character: short ones need not be encoded to know.
+        if isinstance(content, str) and 4 * len(content) > limit:
+            _check_size(place, len(content.encode("utf-8", "surrogatepass")), limit)
         if stretches and not isinstance(content, str) and record.get(STRETCHES) is not None:
             for number, ids in enumerate(_taken_apart(place, content, record[STRETCHES])):
                 yield replace(place, document=number), ids
@@ -107,16 +103,14 @@ def _content(place: Place | str, record: Mapping, field: str | None) -> str | np
     value = record[name]
     if value is None or isinstance(value, str):
         return value or ""
-    ids = None
-    # numpy would take true and false among numbers for 1 and 0.
-    if isinstance(value, np.ndarray) or (
-        isinstance(value, list) and bool not in set(map(type, value))
-    ):
-        try:
-            ids = np.asarray(value) if len(value) else np.empty(0, np.int64)
-        except (TypeError, ValueError):
-            pass
-    if ids is None or ids.ndim != 1 or ids.dtype.kind not in "iu":
+    try:
+        # numpy would take true and false among numbers for 1 and 0, and 0 numbers for floats.
+        plain = isinstance(value, list) and bool not in set(map(type, value))
+        ids = np.asarray(value if plain or isinstance(value, np.ndarray) else "")
+        ids = ids if len(ids) else np.empty(0, np.int64)
+    except (TypeError, ValueError):
+        ids = np.empty(())
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ConfigError(
             f"{place} has {name} of type {type(value).__name__}: text or a list of token ids is supported"
         )
@@ -137,19 +131,6 @@ def _taken_apart(place: Place, ids: np.ndarray, stretches) -> Iterator[np.ndarra
         )
     for start, stop in bounds:
         yield ids[start:stop]
-
-
-def check_size(what: Place | str, size: int, limit: int) -> None:
-    """Refuse a document that takes too much memory to tokenize.
-
-    Raises:
-        ConfigError: it has more bytes than ``limit``.
-    """
-    if size > limit:
-        raise ConfigError(
-            f"{what} is longer than --document-bytes ({limit}): divide it, leave it out, or raise the limit, "
-            "if each of the --workers may take about 150 times as many bytes of memory"
-        )
 
 
 @contextmanager
@@ -175,7 +156,7 @@ def _texts(part: Part, limit: int) -> Iterator[tuple[Place, object]]:
             else:
                 texts.append(text if text.endswith("\n") else text + "\n")
                 size += len(texts[-1].encode())
-                check_size(f"INPUT {folder}, with --join a document,", size, limit)
+                _check_size(f"INPUT {folder}, with --join a document,", size, limit)
         if texts:
             yield Place(part, folder, 0), "".join(texts)
 
@@ -191,14 +172,14 @@ def _text(file: File, limit: int):
     except UnicodeDecodeError as error:
         at = error.start
     if at < 0:
-        check_size(name, len(data), limit)
+        _check_size(name, len(data), limit)
         return text
     if file.named:
         raise ConfigError(f"{name} is not UTF-8 text (byte {at}): convert it, or leave it out")
     return NOT_TEXT
 
 
-def _lines(part: Part, limit: int) -> Iterator[tuple[Place, Mapping]]:
+def _lines(part: Part, field: str | None, limit: int) -> Iterator[tuple[Place, Mapping]]:
     name = part.files[0].path
     with _opened(name) as file:
         position = part.start
@@ -213,10 +194,10 @@ def _lines(part: Part, limit: int) -> Iterator[tuple[Place, Mapping]]:
                 break
             position += len(line)
             count += 1
-            if len(line) > LINE * limit:
-                _check_record(Place(part, name, count), len(line), limit)
+            place = Place(part, name, count)
+            _check_record(place, len(line), limit)
             if line.strip():
-                yield Place(part, name, count), _json_object(Place(part, name, count), line)
+                yield place, _json_object(place, line)
 
 
 def _json_object(place: Place, line: bytes) -> dict:
@@ -321,6 +302,15 @@ def _decompressed_pieces(raw, decompressor) -> Iterator[bytes]:
             data = more.lstrip(padding)
 
 
+def _check_size(what: Place | str, size: int, limit: int) -> None:
+    """Refuse a document that takes too much memory to tokenize."""
+    if size > limit:
+        raise ConfigError(
+            f"{what} is longer than --document-bytes ({limit}): divide it, leave it out, or raise the limit, "
+            "if each of the --workers may take about 150 times as many bytes of memory"
+        )
+
+
 def _check_record(what: Place | str, size: int, limit: int) -> None:
     """Refuse a record before it is decoded, if its fields have too many bytes."""
     if size > LINE * limit:
@@ -394,4 +384,4 @@ def _samples(part: Part, field: str | None, limit: int) -> Iterator[tuple[Place,
             yield place, {key: record[key] if key in wanted else None for key in record}
 
 
-READERS = {"parquet": _rows, "mds": _samples}
+READERS = {"jsonl": _lines, "parquet": _rows, "mds": _samples}

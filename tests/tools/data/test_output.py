@@ -12,6 +12,7 @@ import pytest
 
 from megatron_mtraining.tools.data import output as output_module
 from megatron_mtraining.tools.data import prepare as prepare_module
+from megatron_mtraining.tools.data import store
 from tests.support.data_cases import IN_ORDER, ids, interrupted, refused, report, write_jsonl
 
 pytest.importorskip("transformers")
@@ -231,3 +232,28 @@ def test_names_that_are_too_long(prepare, documents, tmp_path, capsys):
         refused(capsys, ["--output", "too long", "another prefix"], status)
     assert prepare(given, output="o" * 249) == 0
     assert json.loads((tmp_path / ("o" * 249 + ".json")).read_text())["samples"]
+
+
+def test_links_among_the_parts_are_not_followed(prepare, documents, tmp_path, capsys, monkeypatch):
+    """The folder is closed to others, and what is in it already has to be a file."""
+    given = write_jsonl(tmp_path / "a.jsonl", documents)
+    interrupted(prepare, monkeypatch, given)
+    parts = tmp_path / "out.parts"
+    parts.chmod(0o777)
+    part = next(parts.glob("*.part"))
+    link = parts / f"{part.name}.partial"
+    (tmp_path / "other").write_text("other")
+    link.symlink_to(tmp_path / "other")
+    capsys.readouterr()
+    refused(capsys, [str(link)], prepare(given))
+    assert (tmp_path / "other").read_text() == "other"
+    link.unlink()
+    interrupted(prepare, monkeypatch, given)
+    assert parts.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(FileExistsError):
+        with store.Parts(parts, [])._written(parts / "new"):
+            (parts / "new.partial").unlink()
+            (parts / "new.partial").symlink_to(tmp_path / "other")
+            with store.Parts(parts, [])._written(parts / "new"):
+                raise AssertionError
+    assert (tmp_path / "other").read_text() == "other"
