@@ -202,17 +202,6 @@ def test_folder_leaves_out_what_is_no_text_and_says_so(prepare, documents, tmp_p
     assert "logo.png" in shown and "7 hidden files, links and pipes" in shown
 
 
-def test_joined_folder_is_one_document(prepare, tmp_path):
-    for name, texts in {"one": ["def f():\n", "b = 2"], "two": ["x\n" * 600, "y"]}.items():
-        (tmp_path / name).mkdir()
-        for number, text in enumerate(texts):
-            (tmp_path / name / f"{number}.py").write_text(text)
-    assert prepare(tmp_path / "one", tmp_path / "two", join=True, part_bytes=1024, **IN_ORDER) == 0
-    joined = [ids_of("def f():\nb = 2\n"), ids_of("x\n" * 600 + "y\n")]
-    assert ids(tmp_path / "out") == in_order(joined, SEQ)
-    assert report(tmp_path / "out")["documents"]["read"] == 2
-
-
 def test_repositories_are_joined_and_books_are_not(prepare, tmp_path, capsys):
     """No file of a repository is as long as --long-only, and each book is."""
     books = {f"books/{name}.txt": name * 300 for name in "abc"}
@@ -243,21 +232,23 @@ def test_a_warning_of_long_documents_that_hold_most_tokens(longer, most, prepare
     assert (said in capsys.readouterr().err) is most
 
 
-def test_joined_folder_with_records_and_folders(prepare, tmp_path):
-    """Text files are one document, in the order of their paths, wherever records are between them."""
-    folder = tmp_path / "in"
-    (folder / "a").mkdir(parents=True)
-    (folder / "a" / "x.py").write_text("first")
-    (folder / "b.py").write_text("second")
+def test_joined_folders_with_records_and_folders(prepare, tmp_path):
+    """Text files of each are one document, longer than a part or not, in the order of their paths, wherever
+    records are between them."""
+    folder, other = tmp_path / "in", tmp_path / "other"
+    for path, text in {
+        folder / "a" / "x.py": "first", folder / "b.py": "second\n", folder / "d.py": "third",
+        other / "0.py": "x\n" * 600, other / "1.py": "y",
+    }.items():  # fmt: skip
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     write_jsonl(folder / "c.jsonl", ["a record"])
-    (folder / "d.py").write_text("third")
     write_jsonl(folder / "a" / "y.jsonl", ["another record"])
     options = dict(join=True, part_bytes=1024, pack="in-order", no_shuffle=True, seq_length=8)
-    assert prepare(folder, **options) == 0
-    expected = ["first\nsecond\nthird\n", "a record", "another record"]
-    found = ids(tmp_path / "out", 8)
-    assert found == in_order([ids_of(text) for text in expected], 8)
-    assert report(tmp_path / "out")["documents"]["read"] == 3
+    assert prepare(folder, other, **options) == 0
+    expected = ["first\nsecond\nthird\n", "a record", "another record", "x\n" * 600 + "y\n"]
+    assert ids(tmp_path / "out", 8) == in_order([ids_of(text) for text in expected], 8)
+    assert report(tmp_path / "out")["documents"]["read"] == 4
 
 
 @pytest.mark.parametrize("how", [{}, IN_ORDER], ids=["shuffled best fit", "in order"])
