@@ -19,7 +19,7 @@ PACKED = ("", ".zstd", ".gz", ".br", ".bz2", ".snappy")
 def listed(index: Path) -> list[str]:
     """The shards that an index.json lists, as paths from its folder.
 
-    None if it is no index of MDS: a folder of source files may have a file of this name.
+    Empty if it is no index of MDS: a folder of source files may have a file of this name.
 
     Raises:
         OSError: it cannot be read.

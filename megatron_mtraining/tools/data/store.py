@@ -72,8 +72,9 @@ class Parts:
 
     def remove_others(self) -> None:
         """Remove parts that are not of this run."""
+        ours = set(self.keys)
         for path in self.folder.glob(f"*{SUFFIX}"):
-            if path.stem not in self.keys:
+            if path.stem not in ours:
                 path.unlink()
 
     def changed(self, files: dict[str, list]) -> list[str]:
