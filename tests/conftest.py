@@ -124,7 +124,7 @@ def backward_path(request, monkeypatch):
     return request.param
 
 
-OF_KERNELS = ("benchmarks", "kernels", "pattern", "ring", "test_visibility.py")
+OF_KERNELS = ("kernels", "pattern", "ring", "test_visibility.py")
 """Where tests have many cases that differ in little."""
 
 

@@ -139,7 +139,7 @@ def times_of(row: Row) -> str:
 def by_text(row: Row, name: str) -> str:
     """A loss over dense by text."""
     found = row[f"{name}_by_text"]
-    return ", ".join(percent(found[kind], 2, True) for kind in TEXTS) if found else ""
+    return ", ".join(percent(found.get(kind), 2, True) or "–" for kind in TEXTS) if found else ""
 
 
 def untrained_table(rows: list[Row]) -> str:

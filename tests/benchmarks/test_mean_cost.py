@@ -39,7 +39,6 @@ def test_costs_are_of_the_newest_row_of_each_layer():
 
 def test_between_measured_prices_a_cost_is_geometric():
     assert mean_cost.at(0.2, COSTS[0.0]) == pytest.approx(0.2 / 2**0.5)
-    assert mean_cost.at(1.6, COSTS[0.0]) == pytest.approx(0.05)
     assert mean_cost.at(0.0, COSTS[0.0]) == 1
     assert mean_cost.at(0.09, COSTS[0.0]) is None and mean_cost.at(1.7, COSTS[0.0]) is None
     assert mean_cost.at(0.3, COSTS[3.0]) is None, "a dense step is no measured price"

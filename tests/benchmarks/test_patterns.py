@@ -1,13 +1,7 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""``benchmarks/model/patterns.py`` on the CPU: its numbers against dense ones, its tables, a whole run."""
+"""``benchmarks/model/patterns.py`` on the CPU: its numbers against dense ones."""
 
 from __future__ import annotations
-
-import json
-import os
-import sys
-from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +14,6 @@ from megatron_mtraining.models.types import LayerInput
 from megatron_mtraining.pattern import build_block_index, select_key_blocks
 from megatron_mtraining.tools.inspect import measure
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 SEQ, HEADS, KV_HEADS = 1024, 4, 2
 
 
@@ -66,43 +59,6 @@ def test_recall_and_density_are_those_of_dense_attention_under_the_mask(given, s
                 expected = kept[half::2].mean().item()
                 assert recall[number, half, head] == pytest.approx(expected, abs=1e-6)
     assert 0 < recall.min() and recall.max() < 0.999 and density.max() < 1
-
-
-def test_what_is_measured():
-    cases = patterns.cases_for(2048, 1 << 20)
-    assert len({(case.series, case.setting) for case in cases}) == len(cases)
-    strata = [case for case in cases if case.series == pattern_rows.DEFAULT]
-    assert [case.how.policy.price for case in strata] == list(patterns.PRICES)
-    assert all(
-        case.how.sampling.num_rows == 256 and case.how.sampling.held_out_rows == 1
-        for case in strata
-    )
-    assert {
-        case.how.sampling.num_rows for case in cases if case.series == ("coverage", "last")
-    } == {64}
-    oracle = [case for case in cases if case.estimator == "oracle"]
-    assert all(
-        case.how.sampling.num_rows == 2048 and not case.how.sampling.held_out_rows
-        for case in oracle
-    )
-    assert all(case.setting.endswith("all rows") for case in oracle)
-    some = [case for case in patterns.cases_for(2048, 101) if case.estimator == "oracle"]
-    assert all(
-        case.how.sampling.num_rows == 100 and case.setting.endswith("100 of 2048 rows")
-        for case in some
-    )
-    few = patterns.cases_for(2048, 64, [(64, 4), (256, 1)])
-    assert [case.estimator for case in few[:: len(patterns.PRICES)]] == [
-        "strata", "strata 64 x 4", "strata 256 x 1",
-    ]  # fmt: skip
-    assert [case.how.sampling.num_rows for case in few[:: len(patterns.PRICES)]] == [256, 256, 256]
-    assert [case.how.sampling.held_out_rows for case in few[:: len(patterns.PRICES)]] == [1, 2, 0]
-    assert patterns.options_from(["--model", "m", "--samples", "64x4"]).samples == [(64, 4)]
-    fixed = [case.how.policy for case in cases if case.series == ("fixed", "last")]
-    assert [(how.vertical, how.slash) for how in fixed] == [(1000, 100), (2048, 30), (1000, 2048)]
-    longer = [case.how.top_k for case in patterns.cases_for(131072, 64) if case.policy == "moba"]
-    assert longer == [4, 8, 16, 32, 64, 128, 256, 512]
-    assert [case.how.top_k for case in cases if case.policy == "moba"] == [1, 2, 4, 8]
 
 
 def measured_by_hand():
@@ -155,78 +111,3 @@ def test_density_at_a_recall():
     assert point["recall_p10"] == pytest.approx(0.775)
     assert pattern_rows.at_recall(rows, 0.95)["density"] == pytest.approx(0.4)
     assert pattern_rows.at_recall(rows, 0.8) is None and pattern_rows.at_recall(rows, 0.995) is None
-    moba = [row(r, 2 * d, policy="moba", estimator="own") for r, d in [(0.8, 0.1), (0.95, 0.4)]]
-    fixed = row(0.9, 0.5, policy="fixed")
-    lines = pattern_rows.summary(rows + moba + [fixed]).splitlines()
-    cells = {tuple(line.split()[:3]): line.split()[3:] for line in lines if line}
-    assert cells["moba", "own", "90%"] == ["40.0%", "77.5%", "12.5%", "2.00"]
-    assert cells["moba", "own", "98%"] == ["not", "reached"]
-    assert cells["price", "strata", "98%"][-1] == "1.00"
-    assert cells["strata", "price", "0.9"][-1] == "2.50"  # the setting of the fixed row
-    assert not [line for line in lines if "falls" in line]
-    worse = row(0.93, 0.6)
-    assert "0.9500" in pattern_rows.falls(pattern_rows.series_of([*rows, worse]))[0]
-
-
-def test_the_standard_library_is_text():
-    files = patterns.code_files()
-    assert files == sorted(files) and sum(path.stat().st_size for path in files) > 2_000_000
-
-
-@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
-def test_from_a_model_to_rows(tmp_path, monkeypatch, capsys):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    monkeypatch.setitem(sys.modules, "kernels", sys.modules.get("kernels"))
-    config = AutoConfig.for_model(
-        "llama", vocab_size=64, hidden_size=HEADS * 64, intermediate_size=64, num_hidden_layers=3,
-        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=384,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
-    text = tmp_path / "ids.npy"
-    np.save(text, torch.randint(64, (640,)).numpy())
-    output = tmp_path / "patterns.jsonl"
-    monkeypatch.setattr(patterns, "FIXED", ((50, 3),))
-    for name in ("PRICES", "COVERAGES", "THRESHOLDS"):
-        monkeypatch.setattr(patterns, name, getattr(patterns, name)[2:5:2])
-    words = ["patterns.py", "--model", str(tmp_path / "tiny"), "--text", str(text), "--seq", "384"]
-    words += ["640", "--yarn", "4", "--layers", "2", "--rows", "51", "--oracle-rows", "64"]
-    monkeypatch.setattr(sys, "argv", [*words, "--device", "cpu", "--output", str(output)])
-    for name in [name for name in os.environ if name.startswith(patterns.record.SETTINGS)]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("MTRAINING_COMMIT", "a commit")
-    monkeypatch.setenv("NVTE_ONE", "1")  # rows say what they ran under
-    monkeypatch.setenv("NCCL_OTHER", "0")
-    patterns.main()
-    printed = capsys.readouterr().out
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert {(row["seq"], row["yarn"]) for row in rows} == {(384, None), (640, 4.0)}
-    for row in rows:
-        assert (row["model"], row["text"], row["commit"]) == ("tiny", "ids.npy", "a commit")
-        assert (row["layers"], row["every"], row["heads"], row["rows"]) == (2, 2, HEADS, 50)
-        words = "python patterns.py --model tiny --text ids.npy --seq 384"
-        assert row["command"].startswith(f"NCCL_OTHER=0 NVTE_ONE=1 {words}")
-        assert 0 < row["density"] <= 1 and 0 < row["recall_p10"] <= row["recall"] < 1 + 1e-6
-    series = pattern_rows.series_of([row for row in rows if row["seq"] == 640])
-    assert {policy for policy, _ in series} == {
-        "price", "coverage", "fixed", "xattention", "moba", "mixed", "mixed, oracle choice",
-        "xattention, priced",
-    }  # fmt: skip
-    assert pattern_rows.falls(series) == []
-    for name in ("tiny ids.npy 384: 2 of 3 layers, 50 rows", "xattention, priced"):
-        assert name in printed
-    monkeypatch.setattr(sys, "argv", ["patterns.py", "--show", "--output", str(output)])
-    patterns.main()
-    tables = pattern_rows.summary([row for some in series.values() for row in some])
-    assert set(tables.splitlines()) <= set(capsys.readouterr().out.splitlines())
-
-
-def test_what_cannot_work_is_said(tmp_path, monkeypatch):
-    with pytest.raises(SystemExit):
-        patterns.options_from(["--model", "a", "--layers", "0"])
-    with pytest.raises(SystemExit):
-        patterns.options_from([])
-    monkeypatch.setattr(sys, "argv", ["patterns.py", "--model", str(tmp_path / "none")])
-    with pytest.raises(SystemExit, match="does not exist"):
-        patterns.main()

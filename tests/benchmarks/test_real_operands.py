@@ -1,7 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""benchmarks/model/real_operands.py on the CPU: operands are the model's own, a row a layer and setting."""
-
-import json
+"""benchmarks/model/real_operands.py on the CPU: operands are the model's own."""
 
 import pytest
 import torch
@@ -25,17 +23,6 @@ def words(tmp_path_factory):
     ]  # fmt: skip
 
 
-def test_a_row_for_each_setting(words, tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    real_operands.main([*words, "--settings", "0.31", "0:3", "--output", str(rows)])
-    sparse, dense = (json.loads(line) for line in rows.read_text().splitlines())
-    assert (sparse["layer"], sparse["text"], sparse["seq"]) == (1, "book", SEQ)
-    assert sparse["price"] == 0.31 and sparse["backward_density"] == sparse["density"] <= 1
-    assert dense["density"] == 1 > dense["backward_density"] > 0
-    assert dense["dense_forward_ms"] == sparse["dense_forward_ms"] > 0
-    assert dense["fa4_forward_ms"] is None, "only on a GPU"
-
-
 def test_operands_are_of_the_model(words):
     options = real_operands.options_from([*words, "--layers", "0"])
     [(query, key, value, grad)] = real_operands.operands_of(options).values()
@@ -45,8 +32,3 @@ def test_operands_are_of_the_model(words):
     assert len(first) > 1, "a token that comes again"
     # The first layer's values know neither position nor context.
     torch.testing.assert_close(value[first], value[-1:].expand(len(first), -1, -1, -1))
-
-
-def test_a_short_text_is_refused(words):
-    with pytest.raises(SystemExit, match="book has .* tokens: give 1048576 or more"):
-        real_operands.main([*words, "--seq", "1048576"])

@@ -1,6 +1,9 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Texts and mixed sets of ``benchmarks/model``."""
 
+import os
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -30,3 +33,28 @@ def test_a_set_has_its_share_of_tokens_in_each_range():
     short = drawn[drawn <= 4096].sum() / drawn.sum()
     assert short == pytest.approx(0.5, abs=0.05)
     assert not ((drawn > 4096) & (drawn < 16384)).any()
+
+
+def test_fingerprint_of_tokens(tmp_path):
+    options = SimpleNamespace(cache=tmp_path / "tokens.npz", kinds=["code", "book"])
+    assert texts.fingerprint(options) is None
+    tokens = dict(
+        code=np.arange(5, dtype=np.uint16),
+        book=np.arange(3, dtype=np.uint16),
+        c=np.ones(2, np.uint16),
+    )
+
+    def named(kinds=("code", "book"), **changed):
+        options.kinds = kinds
+        np.savez_compressed(options.cache, **{**tokens, **changed})
+        os.utime(options.cache, ns=(named.calls, named.calls))
+        named.calls += 1
+        return texts.fingerprint(options)
+
+    named.calls = 1
+    first = named()
+    assert len(first) == 12 and named(("book", "code")) == first
+    assert named(c=np.zeros(2, np.uint16)) == first  # not one of the kinds
+    assert named(code=np.arange(5, dtype=np.int32)) == first  # the same tokens
+    assert named(("code",)) != first
+    assert named(code=np.arange(6, dtype=np.uint16)) != first
