@@ -1,24 +1,22 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Attention kernels side by side on one GPU: this package's, FlexAttention on the same blocks, cuDNN and
 flash dense; then the pattern search (``selection.py``, unless cases or implementations are named). Prints a
-table, appends rows to ``results/kernels.jsonl`` and ``selection.jsonl``, and draws ``kernels.png`` there.
+table and appends rows to ``results/kernels.jsonl`` and ``selection.jsonl``.
 
 Rates count selected pairs (within documents, if they are packed): pairs x 4 x dim forward, x 2.5 backward. A
 GPU's clock falls with the power it has drawn, so implementations run alternately for equal times, and figures
 are medians over the repetitions. Each implementation gets the same numbers in its own layout.
 FlexAttention runs up to 64K tokens: its mask lists every pair of blocks of each head (67 MB there, 4.3 GB at
-512K). Dense attention runs at up to ``--dense-seq`` tokens, as one document: ``dense_seq`` in a row says
+512K). Dense attention runs at up to 128K tokens, as one document: ``dense_seq`` in a row says
 where its cuDNN rate was measured.
 
     python -m benchmarks.kernels.attention [--quick] [--case TEXT ...] [--impl NAME ...] [--output FILE]
-    python -m benchmarks.kernels.attention --plot-only
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
 import random
 import statistics
 import time
@@ -36,7 +34,7 @@ from megatron_mtraining.ring import Ring
 from megatron_mtraining.ring.attention import ring_attention
 from megatron_mtraining.visibility import VisibleRanges
 
-from ..lib import plots, record
+from ..lib import record
 from ..lib.workloads import BLOCK, draw_index, draw_operands, heads_first, share_for
 from . import selection as index
 
@@ -44,6 +42,8 @@ IMPLEMENTATIONS = ("mtraining", "flex", "cudnn", "flash")
 QUICK = ("mtraining", "cudnn")
 DENSE = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 FLEX_SEQ = 65536
+DENSE_SEQ = 131072
+"""The longest length that dense attention runs at: beyond it, a run takes seconds."""
 TURN = 0.1  # seconds; a turn is at least one run
 
 
@@ -279,10 +279,6 @@ def line(row: dict) -> str:
     )
 
 
-def read_rows(path: Path) -> list[dict]:
-    return [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines() if text]
-
-
 def selected(quick: bool, wanted: list[str] | None) -> list[Case]:
     """The cases to run: all, the quick ones, or those with one of the texts in their name."""
     if wanted:
@@ -299,10 +295,7 @@ def main():
     )
     parser.add_argument("--case", nargs="+", metavar="TEXT", help="cases with such a name only")
     parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS)
-    parser.add_argument("--no-flex", action="store_true")
     parser.add_argument("--list", action="store_true", help="print the cases' names and stop")
-    parser.add_argument("--dense-seq", type=int, default=131072, metavar="TOKENS")
-    parser.add_argument("--plot-only", action="store_true", help="draw what the file has already")
     parser.add_argument("--output", type=Path, default=record.RESULTS / "kernels.jsonl")
     options = parser.parse_args()
     cases = selected(options.quick, options.case)
@@ -311,27 +304,20 @@ def main():
         return
     if not cases:
         parser.error(f"no case has any of {options.case} in its name; --list names them")
-    picture = options.output.with_suffix(".png")
-    if not options.plot_only:
-        implementations = set(options.impl or (QUICK if options.quick else IMPLEMENTATIONS))
-        if options.no_flex:
-            implementations.discard("flex")
-        start, flash_done = time.perf_counter(), set()
-        for case in cases:
-            dense_seq = min(case.seq, options.dense_seq)
-            shape = (dense_seq, *case.shape[1:])
-            now = implementations - ({"flash"} if shape in flash_done else set())
-            flash_done.add(shape)
-            rows = run_case(case, now, dense_seq, 0.5 if options.quick else 1.0)
-            print(f"{case.name}  ({time.perf_counter() - start:.0f} s)")
-            print("\n".join("  " + line(row) for row in rows), flush=True)
-            record.append(options.output, rows)
-            torch.cuda.empty_cache()
-        if not (options.case or options.impl):
-            index.run_cases(options.quick, False, options.output.with_name("selection.jsonl"))
-    rows = read_rows(options.output)
-    if plots.newest(rows):  # of packed documents there is no picture
-        print(plots.kernels(picture, rows))
+    implementations = set(options.impl or (QUICK if options.quick else IMPLEMENTATIONS))
+    start, flash_done = time.perf_counter(), set()
+    for case in cases:
+        dense_seq = min(case.seq, DENSE_SEQ)
+        shape = (dense_seq, *case.shape[1:])
+        now = implementations - ({"flash"} if shape in flash_done else set())
+        flash_done.add(shape)
+        rows = run_case(case, now, dense_seq, 0.5 if options.quick else 1.0)
+        print(f"{case.name}  ({time.perf_counter() - start:.0f} s)")
+        print("\n".join("  " + line(row) for row in rows), flush=True)
+        record.append(options.output, rows)
+        torch.cuda.empty_cache()
+    if not (options.case or options.impl):
+        index.run_cases(options.quick, options.output.with_name("selection.jsonl"))
 
 
 if __name__ == "__main__":

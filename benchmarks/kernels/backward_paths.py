@@ -32,13 +32,11 @@ from megatron_mtraining.kernels.attention.hopper import backward_key
 from ..lib import record
 from ..lib.environment import variable
 from ..lib.workloads import share_for
-from .attention import Case, attention_runs, index_of, line, passes, rows_of, take_turns
+from .attention import DENSE_SEQ, Case, attention_runs, index_of, line, passes, rows_of, take_turns
 
 DENSITIES = (0.05, 0.12, 0.25, 1.0)
 SHAPES = ((65536, 16, 2), (65536, 28, 4), (131072, 16, 2), (131072, 28, 4))
 LONG = ((524288, 16, 2, DENSITIES), (524288, 28, 4, DENSITIES[:3]))
-DENSE_SEQ = 131072
-"""The longest length that cuDNN runs at."""
 QUICK = {(65536, 16): DENSITIES, (131072, 16): (0.12,), (65536, 28): (0.12,)}
 
 

@@ -8,7 +8,7 @@ of some keys of the last KV head, for which the log-sum-exp of all later queries
 computed. ``rows`` in a row says which: "spread" over the sequence, or the "fewest" pairs (the first
 queries, the last keys).
 
-    python -m benchmarks.kernels.numerics [--long] [--output FILE]
+    python -m benchmarks.kernels.numerics [--seq TOKENS ...] [--output FILE]
     python -m benchmarks.kernels.numerics --device cpu --seq 512    # against PyTorch's own attention
 """
 
@@ -254,7 +254,6 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--long", action="store_true", help="512K tokens too")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--seq", type=int, nargs="+", default=[65536, 131072])
     parser.add_argument("--dim", type=int, nargs="+", choices=SHAPES, default=list(SHAPES))
@@ -263,12 +262,11 @@ def main():
     )
     parser.add_argument("--output", type=Path, default=record.RESULTS / "numerics.jsonl")
     options = parser.parse_args()
-    seqs = options.seq + [524288] * options.long
     dtypes = [getattr(torch, name) for name in options.dtype]
     start, bad = time.perf_counter(), []
     # PyTorch's own attention keeps float32 between its parts, where fused kernels have the rounded out:
     # that shows with peaked scores, and is no fault of ours.
-    for inputs in inputs_for(seqs, options.dim, dtypes, peaked=options.device == "cuda"):
+    for inputs in inputs_for(options.seq, options.dim, dtypes, peaked=options.device == "cuda"):
         # At 512K tokens, the queries after the last 16K keys are what float64 has time for.
         rows = run(inputs, options.device, inputs.seq if inputs.seq <= 131072 else 16384)
         print(f"{inputs}  ({time.perf_counter() - start:.0f} s)\n{table(rows)}", flush=True)

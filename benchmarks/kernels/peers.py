@@ -11,7 +11,7 @@ installed, or refuses a case, has a row that says so.
 
 Patterns are block distances that each head draws by itself. A peer's rate counts the pairs that its own mask
 lets through: pairs x 4 x dim forward, x 2.5 backward. ``share_of_cudnn`` divides it by the rate of cuDNN's
-dense attention beside it, at up to ``--dense-seq`` tokens. Peers run in turns of equal time; figures are
+dense attention beside it, at up to 128K tokens. Peers run in turns of equal time; figures are
 medians. Lists of blocks and plans are made ahead, except where a row's note says otherwise.
 
     python -m benchmarks.kernels.peers [--case TEXT ...] [--peer NAME ...] [--minutes MINUTES]
@@ -34,7 +34,7 @@ from ..lib import record
 from ..lib.jobs import Deadline
 from ..lib.workloads import draw_index, share_for
 from . import peer_check
-from .attention import Case, take_turns
+from .attention import DENSE_SEQ, Case, take_turns
 from .peer_calls import PEERS, Call, Peer, Problem, Refusal, draw
 
 SHAPES = ((16, 2, 128), (28, 4, 128), (14, 2, 64))
@@ -236,15 +236,12 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--check", action="store_true", help="errors of short sequences, once for each shape; no rows"
     )  # fmt: skip
-    parser.add_argument("--dense-seq", type=int, default=131072, metavar="TOKENS")
     parser.add_argument("--minutes", type=float, help="begin no case that would end later")
     parser.add_argument("--output", type=Path, default=record.RESULTS / "peers.jsonl")
     options = parser.parse_args(words)
     options.cases = selected(options.case)
     if not options.cases:
         parser.error(f"no case has any of {options.case} in its name; --list names them")
-    if options.dense_seq < 1:
-        parser.error(f"--dense-seq is {options.dense_seq}: use 1 or more tokens")
     if options.minutes is not None and options.minutes <= 0:
         parser.error(f"--minutes is {options.minutes}: use more than 0")
     if not options.list and not torch.cuda.is_available():
@@ -277,7 +274,7 @@ def main() -> None:
         if case.shape != shape:
             torch.compiler.reset()  # FlexAttention is compiled for one shape, and only so often
             shape = case.shape
-        dense_seq = min(case.seq, options.dense_seq)
+        dense_seq = min(case.seq, DENSE_SEQ)
         names = peers_of(case._replace(seq=dense_seq), options.peer, measured)
         rows = run_case(case, names, dense_seq, BUDGET)
         record.append(options.output, rows)

@@ -12,7 +12,7 @@ rows are held out where a stratum has several. Of policies that choose lists of 
 some do (``mixed``: every second by xattention, the others by price), there is no ``ms``: making lists waits
 for the device.
 
-    python -m benchmarks.kernels.selection [--quick] [--profile] [--output FILE]
+    python -m benchmarks.kernels.selection [--quick] [--output FILE]
 """
 
 from __future__ import annotations
@@ -106,30 +106,7 @@ def transient_bytes(run) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def print_profile(run) -> None:
-    """GPU time by kernel, of ten choices."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        for _ in range(10):
-            run()
-        torch.cuda.synchronize()
-    averages = [
-        event
-        for event in profiler.key_averages()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
-    print(f"  {'kernel':70s} {'launches':>8s} {'ms each choice':>14s}")
-    for event in sorted(averages, key=lambda event: -event.device_time_total):
-        print(
-            f"  {event.key[:70]:70s} {event.count / 10:8.1f} {event.device_time_total / 1e4:14.4f}"
-        )
-    launches = sum(event.count for event in averages) / 10
-    total = sum(event.device_time_total for event in averages) / 1e4
-    print(f"  {'sum':70s} {launches:8.1f} {total:14.4f}", flush=True)
-
-
-def run_case(seq, world, settings, show_profile):
+def run_case(seq, world, settings):
     settings = dict(settings)
     standing_out, mixed = settings.pop("standing_out", 0), settings.pop("mixed", False)
     config = MTrainingConfig.from_options(**settings)
@@ -165,27 +142,24 @@ def run_case(seq, world, settings, show_profile):
         f"transient {row['transient_bytes'] / 1e6:.1f} MB, index {nbytes / 1e6:.2f} MB",
         flush=True,
     )
-    if show_profile:
-        print_profile(run)
     return row
 
 
-def run_cases(quick, show_profile, output):
+def run_cases(quick, output):
     torch.manual_seed(0)
     for layout in LAYOUTS:
         for settings in SETTINGS[:2] if quick else SETTINGS:
-            record.append(output, [run_case(*layout, settings, show_profile)])
+            record.append(output, [run_case(*layout, settings)])
     for settings in () if quick else BLOCK_SETTINGS:
-        record.append(output, [run_case(*LAYOUTS[0], settings, show_profile)])
+        record.append(output, [run_case(*LAYOUTS[0], settings)])
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="policy price only")
-    parser.add_argument("--profile", action="store_true", help="also GPU time by kernel")
     parser.add_argument("--output", type=Path, default=record.RESULTS / "selection.jsonl")
     options = parser.parse_args()
-    run_cases(options.quick, options.profile, options.output)
+    run_cases(options.quick, options.output)
 
 
 if __name__ == "__main__":

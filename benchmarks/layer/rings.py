@@ -22,10 +22,10 @@ longest of the ranks:
 - ``exposed_comm_ms``: ``fwdbwd_ms`` less ``kernel_ms``: the same of a forward with its backward.
 
 From one more run, watched (``timeline.py``) and queued, ``imbalance_worker`` and ``imbalance_step``: the
-slowest rank's time in kernels over the mean, and each step's slowest summed, over the same mean; ``--timeline
-FOLDER`` draws another, with what NCCL transfers meanwhile. ``peak_gib`` is memory that forward and backward
-need beyond the operands. ``rounds_ms`` has the kernels' milliseconds of each phase, rank and round in that
-run. ``hop_gb_s`` is the bandwidth of one hop when all ranks send to the next at once.
+slowest rank's time in kernels over the mean, and each step's slowest summed, over the same mean. ``peak_gib``
+is memory that forward and backward need beyond the operands. ``rounds_ms`` has the kernels' milliseconds of
+each phase, rank and round in that run. ``hop_gb_s`` is the bandwidth of one hop when all ranks send to the
+next at once.
 
 ``queued``: the same times of our rings where calls are launched while the GPU is busy, by what is timed
 (``fwd_ms``, ``fwdbwd_ms``, ``kernel_fwd_ms``, ``kernel_ms``, ``index_ms``). Attention layers right after one
@@ -46,7 +46,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -96,37 +95,24 @@ def has_dense(case: Case, options) -> bool:
 # Measuring: times are taken in ring_times.py.
 
 
-def watch(
-    run: Callable, ring: Ring, operands, setting: Setting, profiled: bool = False
-) -> list[list[timeline.Span]] | None:
-    """Every rank's spans in a forward and backward, the second of two; None if rings cannot be traced.
-
-    ``profiled``: with its transfers, for a picture; launches then take longer than they do.
-    """
-    if not hasattr(ring, "trace"):
-        return None
+def watch(run: Callable, ring: Ring, operands, setting: Setting) -> list[list[timeline.Span]]:
+    """Every rank's spans in a forward and backward, the second of two."""
     leaves = [tensor.detach().requires_grad_() for tensor in operands[:3]]
     ring.trace = trace = timeline.Trace(setting.device, setting.group)
-
-    def twice():
+    try:
         for _ in range(2):
             trace.begin()
             trace.phase = "forward"
             out = run(*leaves)
             trace.phase = "backward"
             torch.autograd.grad(out, leaves, operands[3])
-
-    try:
-        if profiled:
-            return trace.gather(trace.profiled(twice))
-        twice()
         return trace.gather()
     finally:
         ring.trace = None
 
 
-def run_case(case: Case, setting: Setting, rings: dict, options, common: dict):
-    """The rows of one case, and with ``--timeline``, by (name, inner) of our rings, what every rank did when.
+def run_case(case: Case, setting: Setting, rings: dict, options, common: dict) -> list[dict]:
+    """The rows of one case.
 
     Args:
         rings: our rings by their ``inner``.
@@ -160,14 +146,10 @@ def run_case(case: Case, setting: Setting, rings: dict, options, common: dict):
         times = {impl: {op: taken[impl, op] for op in ops} for impl, ops in runs.items()}
         peaks = {impl: peak_gib(ops["fwdbwd"], setting) for impl, ops in runs.items()}
         ahead = {impl: queued(runs[impl], times[impl], setting) for impl in sparse}
-    layers, drawn = {}, {}
+    layers = {}
     for impl, (_, run, *_) in sparse.items():
         ring = next(ring for ring in rings.values() if ring.cp.inner == impl[1])
-        spans = watch(run, ring, operands_in(ring.cp.inner), setting)
-        if spans is not None:
-            layers[impl] = spans
-            if options.timeline:
-                drawn[impl] = watch(run, ring, operands_in(ring.cp.inner), setting, profiled=True)
+        layers[impl] = watch(run, ring, operands_in(ring.cp.inner), setting)
     rows = []
     for impl, ms in times.items():
         ours = sparse.get(impl)
@@ -176,7 +158,7 @@ def run_case(case: Case, setting: Setting, rings: dict, options, common: dict):
         if ours:
             row |= settings_row(case, ours)
         rows.append(row | common)
-    return rows, drawn
+    return rows
 
 
 def row_of(case, setting, impl, index, ms, spans, peak, ahead=None) -> dict:
@@ -231,21 +213,6 @@ def line(row: dict) -> str:
     )
 
 
-def draw(folder: Path, case: Case, setting: Setting, layers: dict) -> None:
-    """A picture of what each rank did, and the spans that it is drawn from."""
-    from ..lib import plots
-
-    name = "timeline_" + "".join(c if c.isalnum() else "_" for c in case.name)
-    folder.mkdir(parents=True, exist_ok=True)
-    kept = {
-        f"nodes x ranks: {setting.world // inner} x {inner}": spans
-        for (_, inner), spans in layers.items()
-    }
-    (folder / f"{name}.json").write_text(json.dumps(kept), encoding="utf-8")
-    title = f"One layer's forward and backward: {case.name}"
-    print(plots.timeline(folder / f"{name}.png", kept, title))
-
-
 def say(setting: Setting, text: str) -> None:
     if setting.rank == 0:
         print(text, flush=True)
@@ -282,7 +249,6 @@ def parse(words: list[str] | None = None) -> tuple[argparse.Namespace, list[Case
         action="store_true",
         help="every two ranks are a host; cases for slow links run too",
     )
-    parser.add_argument("--timeline", type=Path, metavar="FOLDER", help="draw what ranks do when")
     parser.add_argument("--list", action="store_true", help="print the cases' names and stop")
     parser.add_argument("--output", type=Path, default=record.RESULTS / "rings.jsonl")
     options = parser.parse_args(words)
@@ -391,13 +357,11 @@ def main() -> None:
         for case in cases:
             say(setting, case.name)
             faulthandler.dump_traceback_later(LONG, repeat=True)
-            rows, layers = run_case(case, setting, rings, options, common)
+            rows = run_case(case, setting, rings, options, common)
             faulthandler.cancel_dump_traceback_later()
             if setting.rank == 0:
                 print("\n".join(line(row) for row in rows), flush=True)
                 record.append(options.output, rows)
-                if options.timeline and layers:
-                    draw(options.timeline, case, setting, layers)
             if options.device == "cuda":
                 torch.cuda.empty_cache()
     finally:

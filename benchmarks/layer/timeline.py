@@ -2,20 +2,14 @@
 """When each rank of a ring computes and when it waits, step by step.
 
 A :class:`Trace` is what a ring calls around the kernels of a step and around waits for transfers, if its
-``trace`` is set. On a GPU it records events on the current stream, which cost a few microseconds each. What
-NCCL transfers meanwhile, hidden or not, is in a profiler's trace alone (:func:`moves`): an event behind a
-transfer would need a stream that waits for it, which holds up all others where they share a queue.
+``trace`` is set. On a GPU it records events on the current stream, which cost a few microseconds each.
 """
 
 from __future__ import annotations
 
-import json
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -23,12 +17,8 @@ import torch.distributed as dist
 
 WAIT = "wait"
 """The name of spans in which a rank has nothing to compute."""
-MOVE = "transfer"
-"""The name of spans in which NCCL sends and receives, or waits for another rank to."""
 LEAD = 60_000_000
 """Cycles of a GPU's clock, about 30 ms: several times what launching a layer both ways takes."""
-MARK = "spin_kernel"
-"""In the name of the kernel by which a profiler's clock is set to a trace's."""
 
 
 class Span(NamedTuple):
@@ -72,8 +62,6 @@ class Trace:
             torch.cuda.synchronize()
             meet(self._group, LEAD)
         self._origin = self._now()
-        if self._on_gpu:
-            torch.cuda._sleep(1)  # MARK
 
     @contextmanager
     def __call__(self, name: str, step=None):
@@ -81,21 +69,6 @@ class Trace:
         start = self._now()
         yield
         self._marks.append((self.phase, name, self._number(step), start, self._now()))
-
-    def profiled(self, run: Callable[[], None]) -> list[Span]:
-        """This rank's spans while ``run`` calls :meth:`begin` and what is watched, and those of transfers,
-        under a profiler; on CPUs no transfers."""
-        if not self._on_gpu:
-            run()
-            return self.spans()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            run()
-            found = self.spans()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "trace.json")
-            profile.export_chrome_trace(str(path))
-            text = path.read_text(encoding="utf-8", errors="replace")
-        return found + moves(json.loads(text, strict=False)["traceEvents"], found)
 
     def spans(self) -> list[Span]:
         """Everything since :meth:`begin`, in order; waits for the GPU."""
@@ -106,11 +79,10 @@ class Trace:
             for phase, name, step, start, end in self._marks
         ]
 
-    def gather(self, spans: list[Span] | None = None) -> list[list[Span]]:
-        """The spans of every rank (None: :meth:`spans`), in rank order, on every rank."""
+    def gather(self) -> list[list[Span]]:
+        """The spans of every rank, in rank order, on every rank."""
         found = [None] * dist.get_world_size(self._group)
-        own = self.spans() if spans is None else spans
-        dist.all_gather_object(found, own, group=self._group)
+        dist.all_gather_object(found, self.spans(), group=self._group)
         return found
 
     def _number(self, step) -> int:
@@ -132,33 +104,13 @@ class Trace:
         return self._origin.elapsed_time(mark)
 
 
-def moves(events: Iterable[dict], spans: list[Span]) -> list[Span]:
-    """Transfers among a profiler's events, since the last :data:`MARK`; in the phases of ``spans``, a phase
-    being from its first span on."""
-    kernels = [event for event in events if event.get("cat") == "kernel"]
-    marks = [event["ts"] for event in kernels if MARK in event["name"]]
-    if not marks:
-        return []
-    begins = {}
-    for span in spans:
-        begins[span.phase] = min(span.start, begins.get(span.phase, span.start))
-    phases, found = sorted(begins, key=begins.get), []
-    for event in kernels:
-        start = (event["ts"] - max(marks)) / 1000
-        if event["name"].startswith("nccl") and start >= 0:
-            before = [phase for phase in phases if begins[phase] <= start]
-            phase = before[-1] if before else next(iter(phases), "")
-            found.append(Span(phase, MOVE, -1, start, start + event["dur"] / 1000))
-    return sorted(found, key=lambda span: span.start)
-
-
 def imbalance(ranks: list[list[Span]]) -> tuple[float, float] | tuple[None, None]:
-    """How unevenly ranks computed, waits and transfers left out: the slowest rank's time over the mean, and
+    """How unevenly ranks computed, waits left out: the slowest rank's time over the mean, and
     the sum of every step's slowest rank over the same mean. None if nothing was traced."""
     by_step = [defaultdict(float) for _ in ranks]
     for found, spans in zip(by_step, ranks):
         for span in spans:
-            if span.name not in (WAIT, MOVE):
+            if span.name != WAIT:
                 found[span.phase, span.step] += span.end - span.start
     totals = [sum(found.values()) for found in by_step]
     mean = sum(totals) / len(totals)
@@ -175,7 +127,7 @@ def by_round(ranks: list[list[Span]]) -> dict[str, list[list[float]]]:
     found: dict[str, list[dict[int, float]]] = {}
     for rank, spans in enumerate(ranks):
         for span in spans:
-            if span.name not in (WAIT, MOVE) and span.step >= 0:
+            if span.name != WAIT and span.step >= 0:
                 of_rank = found.setdefault(span.phase, [{} for _ in ranks])[rank]
                 of_rank[span.step] = of_rank.get(span.step, 0.0) + span.end - span.start
     return {

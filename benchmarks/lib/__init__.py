@@ -1,2 +1,2 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""What the benchmarks share: provenance of rows, operands, plots."""
+"""What the benchmarks share: provenance of rows and operands."""
