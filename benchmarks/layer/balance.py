@@ -33,7 +33,7 @@ In rows ``inner`` is as it was asked for: 0 is the package's default for so many
 
 ``--data FOLDER`` names a folder with safetensors files of a model's own queries and keys (``query``, ``key``,
 ``[heads, s, d]``), one file a layer: their patterns are chosen at 1000 columns and 100 diagonals, and
-counted at their own length and, stretched (:func:`stretch`), at 512K tokens. Prints a table and appends
+counted at their own length and, stretched (:func:`stretch`), at 512K tokens. Prints and appends
 rows to ``results/balance.jsonl``.
 
     python -m benchmarks.layer.balance [--data FOLDER] [--world N ...] [--inner I ...] [--output FILE]
@@ -341,24 +341,6 @@ def count(pattern: Pattern, world: int, inners: Iterable[int]) -> list[dict]:
     return rows
 
 
-def table(rows: list[dict]) -> str:
-    """Rows of one pattern: a line a ring, nodes x ranks; for each layout three of its figures."""
-    lines = [" " * 7 + "".join(f"{name:>23s}" for name in LAYOUTS)]
-    lines.append(" " * 7 + "   worker   step exposed" * len(LAYOUTS))
-    names = ("worker_imbalance", "step_imbalance", "exposed")
-    rings: dict[str, dict] = {}
-    for row in rows:
-        ring = f"{row['nodes']}x{row['world'] // row['nodes']}"
-        rings.setdefault(ring, {})[row["layout"]] = row
-    for ring, here in rings.items():
-        cells = [
-            "".join(f"{here[name][n]:7.3f}" for n in names) if name in here else " " * 21
-            for name in LAYOUTS
-        ]
-        lines.append(f"{ring:7s}" + "".join("  " + cell for cell in cells))
-    return "\n".join(lines)
-
-
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -383,9 +365,12 @@ def main():
     for pattern in (real(options.data) if options.data else []) + synthetic(SEQ, HEADS):
         found = [row for world in options.world for row in count(pattern, world, options.inner)]
         print(f"{pattern.name}: {pattern.seq} tokens, density {pattern.density():.4f}")
-        print(table(found), flush=True)
-        idle = {row["nodes"]: row["idle_rounds"] for row in found if row["layout"] == "striped"}
-        print("rounds without slashes, of so many:", idle)
+        for row in found:
+            ring = f"{row['nodes']}x{row['world'] // row['nodes']} {row['layout']}"
+            shown = {
+                n: row[n] for n in ("worker_imbalance", "step_imbalance", "exposed", "idle_rounds")
+            }
+            print(f"  {ring}: {shown}", flush=True)
         rows += found
     record.append(options.output, rows)
 

@@ -76,7 +76,7 @@ def command() -> str:
             "--weights",
         ):
             words[at] = Path(words[at]).name
-    places = ("--output", "--output-folder", "--log", "--traces", "--folder")
+    places = ("--output", "--output-folder", "--log", "--folder")
     for name in (*places, "--results", "--save", "--scratch"):
         while name in words:
             at = words.index(name)

@@ -213,7 +213,8 @@ def train(options) -> int:
     print(f"train: {len(wanted_runs)} runs are to be made", flush=True)
     if wanted_runs:
         texts.read(options)
-    deadline = jobs.Deadline(options.minutes, RUN_SECONDS * options.steps / 300)
+    expected = options.expect or RUN_SECONDS * options.steps / 300
+    deadline = jobs.Deadline(options.minutes, expected)
     todo = [(*each, options) for each in wanted_runs]
     return jobs.run_jobs(todo, work, options.output, options.jobs, deadline)
 
@@ -246,7 +247,7 @@ def time_layers(options) -> int:
 
 def recorded(options) -> int:
     """Rows from measurements in other files; rows that were written before are left out."""
-    rows = [*layouts(options.results), *rings(options.results), *policies(options)]
+    rows = [*layouts(record.RESULTS), *rings(record.RESULTS), *policies(options)]
     names = ("what", "setting", "seq", "source", "source_commit")
     there = {tuple(row.get(name) for name in names) for row in jobs.read(options.output)}
     record.append(
@@ -421,7 +422,6 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("stage", choices=STAGES)
     continuing.add_options(parser)
-    add("--minutes", type=float, help="that the stage may take, from its start (no end)")
     add("--base", default="price@0.15", help="policy and density of the base run (%(default)s)")
     add("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     add("--seeds", type=int, nargs="+", default=[1])
@@ -429,7 +429,6 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
     add("--lengths", type=int, nargs="+", default=list(LENGTHS), help="time: tokens")
     add("--shape", type=int, nargs=3, default=list(Shape()), metavar=("HEADS", "KV_HEADS", "DIM"))
     add("--frontier", type=Path, default=record.RESULTS / "frontier_runs.jsonl")
-    add("--results", type=Path, default=record.RESULTS, help="recorded: where the other files are")
     add("--output", type=Path, default=record.RESULTS / "ablations.jsonl")
     options = parser.parse_args(words)
     options.shape = Shape(*options.shape)

@@ -45,7 +45,7 @@ from .frontier_settings import about, rows_like, run_of_frontier, setting_of, sp
 from .layer_times import Layer, Shape
 from .material import Material, material
 
-STAGES = ("gradient", "train", "time", "table")
+STAGES = ("gradient", "train", "time")
 FORWARDS = ("dense", "price@0.1")
 THRESHOLDS = (1.0, 3.0, 10.0)
 LENGTHS = (131072, 524288)
@@ -310,25 +310,6 @@ def time_layers(options) -> int:
     return jobs.run_jobs(cases, work, options.output, 1, jobs.Deadline(options.minutes, 25.0))
 
 
-def show_table(options) -> int:
-    """Print the rows."""
-    rows = jobs.read(options.output)
-    names = {
-        "gradient": ("seq", "forward", "text", "what", "threshold", "forward_density", "backward_density",
-                     "dropped_mass", "cos_grad", "err_grad", "err_qkv", "norm_qkv"),
-        "train": ("seq", "forward", "threshold", "seed", "density", "backward_density", "dense", "own"),
-        "time": ("seq", "forward", "threshold", "forward_density", "backward_density", "forward_ms",
-                 "backward_ms", "dense_forward_ms", "dense_backward_ms"),
-    }  # fmt: skip
-    for stage, columns in names.items():
-        some = [row for row in rows if row["stage"] == stage]
-        if some:
-            print(f"{stage}\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-            for row in some:
-                print(f"| {' | '.join(str(row[name]) for name in columns)} |")
-    return 0
-
-
 def options_from(words: list[str] | None = None) -> argparse.Namespace:
     """The run that arguments ask for."""
     parser = argparse.ArgumentParser(
@@ -337,7 +318,6 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("stage", choices=STAGES)
     continuing.add_options(parser)
-    add("--minutes", type=float, help="that the stage may take, from its start (no end)")
     add(
         "--forward", nargs="+", default=list(FORWARDS), metavar="NAME", help="dense, POLICY@DENSITY"
     )
@@ -347,7 +327,6 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
         help="time: of the layer (%(default)s)")  # fmt: skip
     add("--seeds", type=int, nargs="+", default=[1, 2, 3])
     add("--steps", type=int, default=300)
-    add("--expect", type=float, metavar="SECONDS", help="that a run takes, until one has ended")
     add("--frontier", type=Path, default=record.RESULTS / "frontier_runs.jsonl",
         help="train: rows of frontier.py; its dense runs are not made again (%(default)s)")  # fmt: skip
     add("--output", type=Path, default=record.RESULTS / "backward.jsonl")
@@ -367,7 +346,7 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
 
 def main(words: list[str] | None = None) -> None:
     options = options_from(words)
-    stages = dict(gradient=gradient, train=train, time=time_layers, table=show_table)
+    stages = dict(gradient=gradient, train=train, time=time_layers)
     jobs.run_stage("backward.py", stages[options.stage], options)
 
 

@@ -1,20 +1,15 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""What a training step's time goes to, from a profiler's trace of it.
+"""What a training step's time goes to, from a profiler's trace of it (``pretrain.py run --breakdown``).
 
-    python -m benchmarks.model.breakdown TRACE.json ...
-
-The traces are those of ``benchmarks/pretrain.py run --breakdown --traces FOLDER``. Work of the GPU belongs
-to the part whose range (``instrument.py``) the CPU thread that launched it was in. Names of kernels tell only
-communication: products of the loss and of layers are of the same kernels.
+Work of the GPU belongs to the part whose range (``instrument.py``) the CPU thread that launched it was in.
+Names of kernels tell only communication: products of the loss and of layers are of the same kernels.
 """
 
 from __future__ import annotations
 
 import bisect
-import gzip
 import json
 import re
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -43,11 +38,10 @@ class Work(NamedTuple):
 
 
 def read(path: Path) -> dict:
-    """The parts of the steps in a trace file (``.json``, or ``.json.gz``); see :func:`split`."""
-    opened = gzip.open if path.suffix == ".gz" else open
+    """The parts of the steps in a trace file; see :func:`split`."""
     # Names of kernels may be any bytes.
-    with opened(path, "rt", encoding="utf-8", errors="replace") as file:
-        return split(json.load(file, strict=False)["traceEvents"])
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return split(json.loads(text, strict=False)["traceEvents"])
 
 
 def split(events: list[dict]) -> dict:
@@ -171,10 +165,3 @@ class _Ranges:
 
 def _thread(event: dict) -> tuple:
     return event["pid"], event["tid"]
-
-
-if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit(__doc__)
-    for name in sys.argv[1:]:
-        print(json.dumps({"trace": Path(name).name, **read(Path(name))}))

@@ -410,6 +410,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--token-losses", type=Path, metavar="FOLDER",
         help="write the loss of each held-out token before and after each run here")  # fmt: skip
     add("--jobs", type=int, default=3, help="runs of training at the same time (%(default)s)")
+    add("--minutes", type=float, help="that the stage may take, from its start (no end)")
+    add("--expect", type=float, metavar="SECONDS", help="that a run takes, until one has ended")
 
 
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

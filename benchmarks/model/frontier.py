@@ -16,7 +16,7 @@ job is begun that is not expected to end in time. Stages:
   found again.
 - ``long``: the main runs for 1,000 steps.
 - ``table``: joins rows to ``frontier.jsonl`` (a row a policy, density and length of training, with the mean
-  cost of its attention: ``mean_cost``), prints the tables and draws loss against density and against time.
+  cost of its attention: ``mean_cost``), and prints the tables.
 
 The order is by what a row says. zero and time: densities 15, 8, 4, 30, 2%, at each price, window, fixed,
 coverage from the last rows, xattention, moba, coverage. train: the main runs with the first seed, dense,
@@ -245,7 +245,6 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("stage", choices=STAGES)
     continuing.add_options(parser)
-    add("--minutes", type=float, help="that the stage may take, from its start (no end)")
     add("--densities", type=float, nargs="+", default=list(DENSITIES))
     add("--policies", nargs="+", choices=list(FAMILIES), default=list(POLICIES))
     add(
@@ -259,12 +258,6 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
         help="time: of the layer (%(default)s)")  # fmt: skip
     add("--seeds", type=int, nargs="+", default=[1, 2, 3])
     add("--steps", type=int, help="of training (300; of long, 1000)")
-    add(
-        "--expect",
-        type=float,
-        metavar="SECONDS",
-        help="that a run takes, until one has ended",
-    )
     add("--save", type=Path, metavar="FOLDER", help="keep trained models, for mtraining eval")
     add("--output", type=Path, default=record.RESULTS / "frontier_runs.jsonl")
     options = parser.parse_args(words)

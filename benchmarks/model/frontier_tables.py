@@ -252,7 +252,7 @@ def needle_noise(share: float, samples: int) -> float:
 
 
 def write(rows: list[Row], path: Path, measured: Iterable[Row] = ()) -> list[Row]:
-    """Write joined rows to a file, and the picture beside it; returns them.
+    """Write joined rows to a file; returns them.
 
     Args:
         measured: rows of real operands, for mean costs.
@@ -260,7 +260,6 @@ def write(rows: list[Row], path: Path, measured: Iterable[Row] = ()) -> list[Row
     found = joined(rows, measured)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
-    draw(path.with_suffix(".png"), found)
     return found
 
 
@@ -353,14 +352,3 @@ def title_of(own: list[Row]) -> str:
     said = f"{seeds[0]} to {seeds[-1]} seeds" if len(seeds) > 1 else f"{seeds[0]} seeds"
     first = f"{model_of(row)}, {row['seq'] // 1024}K tokens, {row['steps']} steps"
     return f"{first}\n{said}; bars: range over seeds"
-
-
-def draw(path: Path, rows: list[Row]) -> Path:
-    """Draw the picture to a file."""
-    from megatron_mtraining.tools.report.pictures import pyplot
-
-    figure = pyplot.figure(figsize=SIZE, layout="constrained")
-    draw_panels(figure, rows)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return path

@@ -184,7 +184,7 @@ def stage(options) -> int:
         (n, s, options) for s in options.seeds for n in options.run if (*key_of(n), s) not in there
     ]
     print(f"later tokens: {len(runs)} runs are to be made", flush=True)
-    deadline = jobs.Deadline(options.minutes, options.expect)
+    deadline = jobs.Deadline(options.minutes, options.expect or 120.0)
     return jobs.run_jobs(runs, work, options.output, options.jobs, deadline)
 
 
@@ -208,14 +208,6 @@ def main(words: list[str] | None = None) -> None:
         help="of training by the run's own attention (%(default)s)",
     )
     add("--seeds", type=int, nargs="+", default=[1])
-    add("--minutes", type=float, help="that all may take, from the start (no end)")
-    add(
-        "--expect",
-        type=float,
-        default=120.0,
-        metavar="SECONDS",
-        help="that a run takes, until one has ended",
-    )
     add("--frontier", type=Path, default=record.RESULTS / "frontier_runs.jsonl",
         help="rows of benchmarks.model.frontier, whose settings runs have (%(default)s)")  # fmt: skip
     add("--output", type=Path, default=record.RESULTS / "later_tokens.jsonl")

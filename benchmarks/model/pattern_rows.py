@@ -12,9 +12,6 @@ from megatron_mtraining.config import BlockListPolicy
 from megatron_mtraining.tools.report.table import table
 
 DEFAULT = ("price", "strata")
-TARGETS = (0.9, 0.95, 0.98)
-FALL = 0.002
-"""A fall of recall with rising density that is pointed out."""
 
 
 class Case(NamedTuple):
@@ -102,78 +99,13 @@ def rows_of(measured: Measured) -> list[dict]:
     return rows
 
 
-def series_of(rows: list[dict]) -> dict[tuple[str, str], list[dict]]:
-    """Rows by (policy, estimator), sparse ones first."""
-    found: dict = {}
-    for row in rows:
-        found.setdefault((row["policy"], row["estimator"]), []).append(row)
-    return {name: sorted(some, key=lambda row: row["density"]) for name, some in found.items()}
-
-
-def at_recall(rows: list[dict], target: float) -> dict | None:
-    """Density, ``recall_p10`` and ``heads_below_0.9`` where a series, sparse settings first, first has a
-    recall of ``target``; None where its settings are all on one side of it."""
-    for low, high in zip(rows, rows[1:]):
-        if low["recall"] < target <= high["recall"]:
-            lost = [np.log(max(1 - r, 1e-6)) for r in (low["recall"], target, high["recall"])]
-            share = (lost[0] - lost[1]) / (lost[0] - lost[2])
-            point = {
-                name: float(low[name] + share * (high[name] - low[name]))
-                for name in ("recall_p10", "heads_below_0.9")
-            }
-            log = np.log([low["density"], high["density"]])
-            density = float(np.exp(log[0] + share * (log[1] - log[0])))
-            return {"density": density, **point}
-    return None
-
-
-def _percent(value: float) -> str:
-    return f"{value:.1%}"
-
-
 def summary(rows: list[dict]) -> str:
-    """Tables of the rows of one model, text and length."""
-    series = series_of(rows)
-    default = series[DEFAULT]
-    lines = []
-    for (policy, estimator), some in series.items():
-        if policy == "fixed":
-            continue
-        for target in TARGETS:
-            point, ours = at_recall(some, target), at_recall(default, target)
-            line = [policy, estimator, f"{target:.0%}"]
-            if point is None:
-                first = some[0]["recall"] >= target
-                line += [f"<{_percent(some[0]['density'])}" if first else "not reached", "", "", ""]
-            else:
-                line += [_percent(point[name]) for name in point]
-                line.append(f"{point['density'] / ours['density']:.2f}" if ours else "")
-            lines.append(line)
-    head = ["policy", "estimator", "recall", "density", "p10", "below 0.9", "of default"]
-    text = table(head, lines)
-    lines = []
-    for (policy, estimator), some in series.items():
-        if policy != "fixed":
-            continue
-        for row in some:
-            ours = at_recall(default, row["recall"])
-            numbers = [row[n] for n in ("recall", "density", "recall_p10", "heads_below_0.9")]
-            ratio = f"{row['density'] / ours['density']:.2f}" if ours else ""
-            lines.append([estimator, row["setting"], *map(_percent, numbers), ratio])
-    if lines:
-        head = ["estimator", "fixed", "recall", "density", "p10", "below 0.9", "of default"]
-        text += "\n\n" + table(head, lines)
-    return "\n".join([text, *falls(series)])
-
-
-def falls(series: dict[tuple[str, str], list[dict]]) -> list[str]:
-    """Where recall falls as density rises, in words."""
-    found = []
-    for (policy, estimator), some in series.items():
-        for low, high in zip(some, some[1:]):
-            if policy != "fixed" and high["recall"] < low["recall"] - FALL:
-                found.append(
-                    f"{policy}, {estimator}: recall falls from {low['recall']:.4f} ({low['setting']}) to "
-                    f"{high['recall']:.4f} ({high['setting']})"
-                )
-    return found
+    """A line for each row, sparse ones of a series first. docs/tables/pattern_tables.py reads densities at a
+    recall from them."""
+    names = ("density", "recall", "recall_p10", "heads_below_0.9")
+    rows = sorted(rows, key=lambda row: (row["policy"], row["estimator"], row["density"]))
+    lines = [
+        [row["policy"], row["estimator"], row["setting"], *(f"{row[n]:.1%}" for n in names)]
+        for row in rows
+    ]
+    return table(["policy", "estimator", "setting", "density", "recall", "p10", "below 0.9"], lines)

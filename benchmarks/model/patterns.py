@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import platform
 import sys
 import sysconfig
@@ -280,17 +279,6 @@ def run_all(options) -> None:
                     run_text(run, source, text, tokens, yarn, options)
 
 
-def show(path: Path) -> None:
-    """Print the tables of rows that were written before."""
-    runs: dict = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        names = ("model", "text", "seq", "yarn", "every", "gpu", "commit", "command")
-        runs.setdefault(tuple(row[name] for name in names), []).append(row)
-    for about, rows in runs.items():
-        print(f"\n{' '.join(map(str, about[:3]))}\n{summary(rows)}")
-
-
 def stretches(word: str) -> tuple[int, int]:
     """``64x4`` as numbers."""
     strata, _, rows = word.partition("x")
@@ -301,7 +289,7 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
     """The run that arguments ask for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
-    add("--model", type=Path, nargs="+", help="Hugging Face folders or .gguf files")
+    add("--model", type=Path, nargs="+", required=True, help="Hugging Face folders or .gguf files")
     add("--text", nargs="+", default=["code"], help="files, or code: Python's standard library")
     add("--seq", type=int, nargs="+", default=[16384], help="tokens, multiples of 128")
     what = (
@@ -315,11 +303,8 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
     what = "nothing but policy price, with so many stretches x rows beside the default's"
     add("--samples", type=stretches, nargs="+", default=[], metavar="SxR", help=what)
     add("--device", type=torch.device, help="cuda where there is a GPU, else cpu")
-    add("--show", action="store_true", help="only print the tables of --output")
     add("--output", type=Path, default=record.RESULTS / "patterns.jsonl")
     options = parser.parse_args(words)
-    if options.model is None and not options.show:
-        parser.error("--model is missing")
     for name, least in dict(layers=1, rows=2, oracle_rows=2).items():
         if getattr(options, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be {least} or more")
@@ -332,7 +317,7 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
 def main():
     options = options_from()
     try:
-        show(options.output) if options.show else run_all(options)
+        run_all(options)
     except ConfigError as error:
         sys.exit(f"patterns.py: {error}")
 

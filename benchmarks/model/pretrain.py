@@ -165,8 +165,7 @@ def command(options, folder: Path) -> tuple[list[str], dict[str, str]]:
         drop += ["--recompute-method", "--recompute-num-layers"]
         words += ["--recompute-granularity", "selective", "--recompute-modules", "mlp"]
     if options.breakdown:
-        traces = (options.traces or folder / "traces").resolve()
-        changes.update(traces=str(traces), steps=options.breakdown)
+        changes.update(traces=str((folder / "traces").resolve()), steps=options.breakdown)
     if drop:
         changes["drop"] = drop
     checkout = options.megatron
@@ -197,7 +196,7 @@ def follow_run(options) -> tuple[str, dict]:
         log = follow(words, {**os.environ, **environment}, options.log)
         parts = {}
         if options.breakdown:
-            parts = breakdowns(options.traces or Path(folder) / "traces")
+            parts = breakdowns(Path(folder) / "traces")
     return log, parts
 
 
@@ -207,9 +206,7 @@ def run(options) -> None:
     record.append(options.output, [row])
     print(json.dumps(row))
     if options.breakdown and not parts:
-        sys.exit(
-            "the row has no breakdown, as rank 0's trace could not be read: see --log, --traces"
-        )
+        sys.exit("the row has no breakdown, as rank 0's trace could not be read: see --log")
 
 
 def follow(words: list[str], environment: dict, log: Path | None) -> str:
@@ -309,10 +306,6 @@ def check(options, refuse) -> None:
             "--dense-recompute is of Transformer Engine's attention: with --attention mtraining, give "
             "--mtraining-recompute-attention or leave both out"
         )
-    if options.traces and options.breakdown is None:
-        refuse("--traces is given without --breakdown")
-    if options.traces and options.traces.exists() and any(options.traces.iterdir()):
-        refuse(f"--traces {options.traces} is not empty: it would be read, too")
     if options.breakdown is not None:
         if options.breakdown < 1:
             refuse(f"--breakdown {options.breakdown}: use 1 or more iterations")
@@ -378,7 +371,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         "--breakdown", type=int, nargs="?", const=2, metavar="ITERATIONS",
         help="what the time of the last iterations (2) goes to",
     )  # fmt: skip
-    runs.add_argument("--traces", type=Path, help="keep the profiler's traces in this folder")
     runs.add_argument("--memory-interval", action="store_true", help="log memory each iteration")
     runs.add_argument("--log", type=Path, help="keep Megatron's log here")
     runs.add_argument("--output", type=Path, default=record.RESULTS / "pretrain.jsonl")

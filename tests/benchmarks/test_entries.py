@@ -210,19 +210,20 @@ FAST = [
         "kernels.backward_paths.run_case": partial(backward_paths.run_case, device="cpu", cudnn=False)}),
     Entry("kernels.numerics", ["--device cpu --seq 640 --dim 64 --dtype bfloat16"], of_numerics,
           {"kernels.numerics.SHAPES": {64: (4, 2)}}),
-    Entry("layer.short_layers", ["--seq 1024"], of_short_layers, {
-        "layer.short_layers.ROUNDS": 1, "layer.short_layers.RUNS": 1, "layer.short_layers.WARM_UP": 1,
-        "layer.short_layers.SHAPE": HEADS}),
     Entry("layer.balance", ["--data {operands} --world 8 --inner 4"], of_balance,
           {"layer.balance.SEQ": 4096, "layer.balance.HEADS": 2}),
-    Entry("model.patterns", ["--model {model} --text {ids} --seq 384 --rows 51 --oracle-rows 64 --device cpu",
-                             "--show"], of_patterns, FEWER),
+    Entry("model.patterns", [
+        "--model {model} --text {ids} --seq 384 --rows 51 --oracle-rows 64 --device cpu",
+    ], of_patterns, FEWER),
     Entry("model.real_operands",
           [f"{FROM_A_MODEL} --text-kind code --layers 1 --settings 0.31 0:3"], of_real_operands),
     Entry("model.backward",
           2 * [f"gradient {TRAINING} --forward dense --thresholds 0.000001 4"], of_gradients),
 ]  # fmt: skip
 SLOW = [
+    Entry("layer.short_layers", ["--seq 1024"], of_short_layers, {
+        "layer.short_layers.ROUNDS": 1, "layer.short_layers.RUNS": 1, "layer.short_layers.WARM_UP": 1,
+        "layer.short_layers.SHAPE": HEADS}),
     Entry("model.frontier", [f"zero {TRAINING} --densities 0.6 --policies price moba"], of_zero),
     Entry("model.frontier", [
         f"time {TRAINING} --densities 0.6 --policies price window --lengths 1024 --shape 2 1 64"], of_time),
@@ -230,7 +231,7 @@ SLOW = [
         f"time {TRAINING} --base moba@0.6 --lengths 1024 --shape 2 1 64"], of_recomputation),
     Entry("model.backward", [
         f"train {TRAINING} --forward dense --thresholds 4 --steps 2 --seeds 1",
-        f"time {TRAINING} --forward dense --thresholds 4 --lengths 512 --shape 2 1 64", f"table {TRAINING}",
+        f"time {TRAINING} --forward dense --thresholds 4 --lengths 512 --shape 2 1 64",
     ], of_backward),
     Entry("model.later_tokens", [
         f"{TRAINING} --seq 1024 --steps 1 --curve --frontier {{output}} "

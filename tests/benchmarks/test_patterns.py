@@ -97,17 +97,3 @@ def test_rows_weigh_heads_alike():
     assert first["recall"] == pytest.approx((0.9 + 0.7) / 2) and first["density"] == 0.25
     assert first["heads_below_0.9"] == 0.5 and first["recall_p10"] == pytest.approx(0.72)
     assert [row["lists"] for row in rows[3:]] == [0.25, 0.5, 1.0]
-
-
-def test_density_at_a_recall():
-    def row(recall, density, **more):
-        numbers = {"recall_p10": recall - 0.1, "heads_below_0.9": 1 - recall}
-        about = dict(policy="price", estimator="strata", setting=f"price {recall}")
-        return dict(recall=recall, density=density, **numbers, **about) | more
-
-    rows = [row(0.8, 0.1), row(0.95, 0.4), row(0.99, 0.8)]
-    point = pattern_rows.at_recall(rows, 0.9)  # half way in what is lost: 0.2, 0.1, 0.05
-    assert point["density"] == pytest.approx(0.2)
-    assert point["recall_p10"] == pytest.approx(0.775)
-    assert pattern_rows.at_recall(rows, 0.95)["density"] == pytest.approx(0.4)
-    assert pattern_rows.at_recall(rows, 0.8) is None and pattern_rows.at_recall(rows, 0.995) is None
