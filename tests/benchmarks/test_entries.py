@@ -27,6 +27,7 @@ from benchmarks.hosts import four, host_runs
 from benchmarks.kernels import attention, backward_paths
 from benchmarks.lib import jobs, record
 from benchmarks.model import continued
+from benchmarks.tools import ruler_agreement
 from tests.support import eval_cases
 from tests.support.convert_cases import save
 from tests.support.data_cases import save_tokenizer
@@ -184,7 +185,9 @@ def of_convert(rows: Rows) -> None:
 def of_ruler_agreement(rows: Rows) -> None:
     [row] = rows
     assert row["samples"] == row["same_prompts"] == row["same_answers"] == row["same_scores"] == 2
-    assert row["score"] == row["score_lm_eval"]
+    assert row["score"] == row["score_lm_eval"] and ruler_agreement.agrees(row)
+    assert not ruler_agreement.agrees({**row, "same_answers": 1})
+    assert not ruler_agreement.agrees({**row, "score_lm_eval": row["score"] + 1e-5})
 
 
 FROM_A_MODEL = (
@@ -243,6 +246,7 @@ SLOW = [
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, Path]:
     """A model, texts, and queries and keys."""
+    pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("files")
     (folder / "code.txt").write_text(Path(np.__file__).read_text()[:40000])
     np.save(folder / "ids.npy", torch.randint(64, (640,)).numpy())

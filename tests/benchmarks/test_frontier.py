@@ -12,7 +12,15 @@ import torch
 
 pytest.importorskip("transformers")
 from benchmarks.lib.policies_at_density import at_density
-from benchmarks.model import ablations, backward, continuing, frontier, frontier_settings
+from benchmarks.model import (
+    ablations,
+    backward,
+    continuing,
+    frontier,
+    frontier_settings,
+    real_operands,
+    texts,
+)
 from benchmarks.model.material import material, training
 from tests.support.frontier_cases import train_row
 from tests.support.inspect_cases import save_model
@@ -126,3 +134,15 @@ def test_errors_of_gradients():
     row = backward.compared({**exact, "rest": torch.tensor([0.0, 2.0])}, exact)
     assert row["err_qkv"] == 0 and row["cos_rest"] == 1 and row["norm_rest"] == 0.5
     assert row["err_grad"] == pytest.approx(2 / 5)
+
+
+def test_operands_are_of_the_model(words):
+    more = [*words[: words.index("--kinds")], "--seq", str(SEQ), "--layers", "0"]
+    options = real_operands.options_from(more)
+    [(query, key, value, grad)] = real_operands.operands_of(options).values()
+    assert query.shape == grad.shape and key.shape == value.shape
+    tokens = torch.from_numpy(texts.read(options)["code"][-SEQ:].astype("int64"))
+    first = (tokens == tokens[-1]).nonzero()[:, 0]
+    assert len(first) > 1, "a token that comes again"
+    # The first layer's values know neither position nor context.
+    torch.testing.assert_close(value[first], value[-1:].expand(len(first), -1, -1, -1))

@@ -1,11 +1,12 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Texts and mixed sets of ``benchmarks/model``."""
+"""Texts and mixed sets of ``benchmarks/model``, and texts with another future."""
 
 import os
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.model import sets, texts
 
@@ -58,3 +59,22 @@ def test_fingerprint_of_tokens(tmp_path):
     assert named(code=np.arange(5, dtype=np.int32)) == first  # the same tokens
     assert named(("code",)) != first
     assert named(code=np.arange(6, dtype=np.uint16)) != first
+
+
+def test_what_is_replaced_comes_after_what_counts():
+    pytest.importorskip("transformers")
+    from benchmarks.model import later_tokens
+
+    windows = torch.arange(2 * (1024 + 1)).view(2, -1)
+    for pairs in (
+        later_tokens.cuts(windows, windows.roll(1, 0), 64),
+        later_tokens.copies(windows, windows.roll(1, 0), 64, 9),
+    ):
+        for own, other, tokens in pairs:
+            same = own == other
+            assert same[: tokens.stop + 1].all() and not same[tokens.stop + 1 :].any()
+    for own, _, tokens in later_tokens.copies(windows, windows, 64, 9):
+        block = own[tokens.start : tokens.start + 64]
+        source = int((own == block[0]).nonzero()[0])
+        assert torch.equal(block, own[source : source + 64])
+        assert 2 * 64 <= tokens.start - source <= later_tokens.FARTHEST * 64
