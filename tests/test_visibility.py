@@ -14,6 +14,7 @@ from megatron_mtraining.layout import block_at, token_positions
 from megatron_mtraining.pattern import build_index
 from megatron_mtraining.visibility import VisibleRanges
 from tests.support.attention_cases import (
+    assert_results,
     block_lists_of,
     dense_attention,
     random_index,
@@ -25,7 +26,6 @@ from tests.support.attention_cases import (
 
 pytestmark = pytest.mark.usefixtures("fresh_inputs")
 
-NAMES = ("out", "grad_query", "grad_key", "grad_value")
 KINDS = ["random", "tokens", "edges", "one", "short end", "window"]
 
 
@@ -96,10 +96,7 @@ def check(
     scale = 0.7 * dim**-0.5
     expected = dense_attention(*operands, mask, scale)
     actual = simulated_ring(*operands, index, scale, parts_of_heads=max(1, inner - 1))
-    for name, a, e in zip(NAMES, actual, expected):
-        assert a.shape == e.shape
-        error = relative_error(a, e)
-        assert error < tolerance, f"{name}: relative error {error:.2e}"
+    assert_results(actual, expected, tolerance)
 
 
 SEQUENCES = [(500, 1, 1, "few"), (768, 2, 2, "all"), (768, 2, 1, "few"), (768, 6, 3, "few")]

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from megatron_mtraining.errors import ConfigError
 from megatron_mtraining.models.tokenizer import open_tokenizer
-from megatron_mtraining.visibility import VisibleRanges
 
 from . import sets
 
@@ -68,11 +67,6 @@ class Texts:
         kind = sets.KINDS[dataset]
         parts = [self.cut(kind, int(length)) for length in documents]
         return torch.from_numpy(np.concatenate(parts).astype(np.int64))
-
-
-def documents_of(lengths: np.ndarray, device) -> VisibleRanges:
-    """The documents of one packed sample."""
-    return VisibleRanges.from_lengths(lengths.tolist(), int(lengths.sum()), device)
 
 
 def read(options) -> dict[str, np.ndarray]:

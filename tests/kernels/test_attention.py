@@ -17,10 +17,10 @@ import torch
 
 from megatron_mtraining.kernels.attention import pack_kv
 from tests.support.attention_cases import (
+    assert_results,
     dense_attention,
     random_index,
     random_operands,
-    relative_error,
     simulated_ring,
     written_out_mask,
 )
@@ -28,7 +28,6 @@ from tests.support.ids import parametrize
 
 pytestmark = pytest.mark.usefixtures("fresh_inputs")
 
-NAMES = ("out", "grad_query", "grad_key", "grad_value")
 HEADS = [(1, 1), (4, 2), (7, 1), (8, 1)]  # query heads, key and value heads
 # (seq_length, world, inner): odd block counts, a partial last block (one rank only), sizes of no power of
 # 2; all ranks in one round, one a round, and several of both.
@@ -47,10 +46,7 @@ def check(
     scale = 0.7 * dim**-0.5
     expected = dense_attention(*operands, mask, scale)
     actual = simulated_ring(*operands, index, scale, parts_of_heads=max(1, inner - 1))
-    for name, a, e in zip(NAMES, actual, expected):
-        assert a.shape == e.shape
-        error = relative_error(a, e)
-        assert error < tolerance, f"{name}: relative error {error:.2e}"
+    assert_results(actual, expected, tolerance)
 
 
 @parametrize("budget", ["none", "columns", "few", "all"])

@@ -22,6 +22,7 @@ import torch
 
 from megatron_mtraining.pattern import build_index
 from tests.support.attention_cases import (
+    RESULTS,
     block_lists_of,
     random_operands,
     relative_error,
@@ -32,7 +33,6 @@ from tests.support.ids import parametrize
 
 pytestmark = pytest.mark.usefixtures("fresh_inputs")
 
-NAMES = ("out", "grad_query", "grad_key", "grad_value")
 OPERANDS = ("query", "key", "value")
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 64, 0.1
 # Token 0 is what a tile with fewer columns than it has room for may load in their stead.
@@ -128,7 +128,7 @@ def check(
     index = as_lists(index) if lists else index
     actual = [t.cpu() for t in simulated_ring(*operands, index, SCALE)]
     allowed = reach(where, token, mask.cpu(), block) if tiles else reach_of_reference(mask)
-    for name, a, e, may in zip(NAMES, actual, expected, allowed):
+    for name, a, e, may in zip(RESULTS, actual, expected, allowed):
         assert not (~e[:, 0].isfinite().all(-1) & ~may).any(), f"the test's own reach, {name}"
         hidden = a.isfinite() & ~e.isfinite()
         assert not hidden.any(), (

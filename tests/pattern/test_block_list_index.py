@@ -17,6 +17,7 @@ from megatron_mtraining.pattern import block_list_index, build_block_index, buil
 from megatron_mtraining.ring import Ring, ring_of
 from megatron_mtraining.ring.attention import ring_attention
 from tests.support.attention_cases import (
+    assert_results,
     block_lists_of,
     dense_attention,
     random_operands,
@@ -28,7 +29,6 @@ from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("fresh_inputs")
 
-NAMES = ("out", "grad_query", "grad_key", "grad_value")
 KINDS = ["none", "lists", "mixed", "slashes", "all"]
 # (seq_length, world, inner): odd block counts, a partial last block (one rank only), sizes of no power of
 # 2; all ranks in one round, one a round, and several of both.
@@ -78,10 +78,7 @@ def check(seq_length, world, inner, heads, dim, kind, dtype, block, tolerance, d
     expected = dense_attention(*operands, mask_of(*sets, seq_length, block), scale)
     indices = block_lists_of(*sets, seq_length, block, world, inner)
     actual = simulated_ring(*operands, indices, scale, parts_of_heads=max(1, inner - 1))
-    for name, a, e in zip(NAMES, actual, expected):
-        assert a.shape == e.shape
-        error = relative_error(a, e)
-        assert error < tolerance, f"{name}: relative error {error:.2e}"
+    assert_results(actual, expected, tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,6 +21,7 @@ from megatron_mtraining.ring.attention import ring_attention
 from megatron_mtraining.ring.pruning import BackwardPruning, check_entries, check_size, least_share
 from megatron_mtraining.visibility import VisibleRanges
 from tests.support.attention_cases import (
+    RESULTS,
     block_lists_of,
     dense_attention,
     random_index,
@@ -33,7 +34,6 @@ from tests.support.pruning_cases import (
     BLOCK,
     HIGH_THRESHOLD,
     INNER,
-    NAMES,
     SCALE,
     THRESHOLD,
     PruningCase,
@@ -149,9 +149,9 @@ def test_gradients(world):
     for case, truth, results in zip(cases, truths, zip(*ranks)):
         if truth.close.any():
             continue  # the side of the threshold is a matter of rounding
-        for name, *parts in zip(NAMES, *(result for result, _, _ in results)):
+        for name, *parts in zip(RESULTS, *(result for result, _, _ in results)):
             found = parts[0] if world == 1 else unstripe(parts, BLOCK, inner=case.inner)
-            exact = truth.results[NAMES.index(name)]
+            exact = truth.results[RESULTS.index(name)]
             error = relative_error(found, exact)
             assert error < 1e-12, f"{name}, inner groups of {case.inner}: {error:.1e}"
         dropped = torch.stack([each for _, _, each in results]).mean(0)
@@ -208,7 +208,7 @@ def test_gradients_compiled(monkeypatch, budget, lists, packed, dim, portable, b
             gradients = torch.autograd.grad(out, leaves, grad_out)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    for name, found, exact in zip(NAMES, (out.detach(), *gradients), truth.results):
+    for name, found, exact in zip(RESULTS, (out.detach(), *gradients), truth.results):
         error = relative_error(found.cpu(), exact)
         assert error < 1e-2, f"{name}: relative error {error:.2e}"
     if not observed:
@@ -270,7 +270,7 @@ def test_kernels_over_rounds(
         assert torch.allclose(
             seen, torch.ones_like(seen), atol=1e-2 if on_gpu else 1e-5 + rounding, rtol=0
         )
-    for name, one, other in zip(NAMES, found, exact):
+    for name, one, other in zip(RESULTS, found, exact):
         error = relative_error(one.detach().cpu(), other)
         assert error < (1e-2 if on_gpu else 1e-5), f"{name}: relative error {error:.2e}"
 
@@ -283,7 +283,7 @@ def test_a_tiny_threshold_keeps_everything():
     leaves = [t.clone().requires_grad_() for t in operands[:3]]
     out, *_ = ring_attention(*leaves, index, Ring(cp_group_of(None, None)), SCALE)
     out.backward(operands[3])
-    for name, found, exact in zip(NAMES, pruned, (out, *(leaf.grad for leaf in leaves))):
+    for name, found, exact in zip(RESULTS, pruned, (out, *(leaf.grad for leaf in leaves))):
         assert relative_error(found, exact) < 1e-14, name
     assert torch.equal(density, index.density()) and (dropped < 1e-12).all()
 

@@ -166,3 +166,14 @@ def simulated_ring(query, key, value, grad_out, index, scale, parts_of_heads=1, 
 def relative_error(actual, expected):
     """Norm of the difference over the norm expected; NaN anywhere never passes a comparison."""
     return ((actual.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+RESULTS = ("out", "grad_query", "grad_key", "grad_value")
+
+
+def assert_results(actual, expected, tolerance):
+    """Out and gradients have the shapes of the expected ones, and relative errors below the tolerance."""
+    for name, a, e in zip(RESULTS, actual, expected):
+        assert a.shape == e.shape
+        error = relative_error(a, e)
+        assert error < tolerance, f"{name}: relative error {error:.2e}"

@@ -19,7 +19,6 @@ from megatron_mtraining.visibility import VisibleRanges
 from tests.support.attention_cases import block_lists_of, random_operands, written_out_mask
 
 BLOCK, SCALE, THRESHOLD, HIGH_THRESHOLD = 64, 0.5, 1.5, 4.0
-NAMES = ("out", "grad_query", "grad_key", "grad_value")
 INNER = {1: [None], 2: [None, 1], 4: [None, 1, 2], 6: [2]}
 """Inner groups to test, by the number of ranks."""
 
