@@ -30,6 +30,9 @@ CASES = {
     "D128-C64-lists-pruned-packed": dict(
         rounds=[LAST], head_dim=128, columns=64, block_lists=True, packed=True, pruned=True
     ),
+    "D128-C64-tiles": dict(
+        rounds=[FIRST], head_dim=128, columns=64, packed=True, pruned=True, tile_bytes=16 * 1024
+    ),
     "D64-C0-slashes": dict(rounds=[LAST], head_dim=64, columns=0),
     "D128-C64-lists-packed": dict(
         rounds=[GATHERED], head_dim=128, columns=64, block_lists=True, packed=True

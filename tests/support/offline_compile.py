@@ -67,10 +67,11 @@ class OfflineDriver:
 
 
 def hopper(folder: str, case: dict) -> None:
-    from megatron_mtraining.kernels.attention.hopper import backend, backward_key
+    from megatron_mtraining.kernels.attention.hopper import backend, backward_key, item_arguments
 
     if case.pop("chunks", False):
         backward_key.CHUNK = 2
+    item_arguments.TILE_BYTES = case.pop("tile_bytes", item_arguments.TILE_BYTES)
     only, rounds = case.pop("only", None), case.pop("rounds", None)
 
     def describe(kernel):

@@ -110,12 +110,12 @@ def _attend(
     keys = tiles.keys
     queries = tiles.queries
     BLOCK: gl.constexpr = index.BLOCK
+    BLOCK_N: gl.constexpr = index.BLOCK_N
     D: gl.constexpr = keys.D
     HALF_M: gl.constexpr = BLOCK // 2
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    key_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     out_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = queries.q.dtype
@@ -128,7 +128,7 @@ def _attend(
     turn = 0  # items, that this program has had
     item, item_keys = tiles.channel.receive(0, 4)
     while item < index.num_items:
-        num_tiles = item_keys.num_tiles(BLOCK)
+        num_tiles = item_keys.num_tiles(BLOCK_N)
         batch_head = item // index.local_blocks
         q_block = index.q_block(item)
         start = q_block * BLOCK + HALF * HALF_M
@@ -160,24 +160,28 @@ def _attend(
         # The first tile is not in the loop, so that the compiler finds the loop's operands in place.
         if FIRST:
             # The diagonal block.
-            cols = q_block * BLOCK + gl.arange(0, BLOCK, layout=key_layout)
-            visible = rows[:, None] >= cols[None, :]  # [HALF_M, BLOCK]
-            if index.PACKED:
-                position = tiles.masks.tile(n).load(key_layout)  # [BLOCK]
-                visible = visible & (position[None, :] >= starts[:, None])
-            mask = gl.where(visible, 0.0, float("-inf"))
+            mask = tiles.masks.causal(n, rows, starts, q_block * BLOCK, index.PACKED, s_layout)
         FIRST_MASK: gl.constexpr = CAUSAL if FIRST else MASK
         ds, acc, attended = _step(
             n, num_tiles > 1, None, acc, attended, lse, delta, mask if FIRST else tiles.masks.tile(n), starts,
             q, grad_out, tiles, scale, ds_layout, FIRST_MASK, True, ATTENDED,
         )  # fmt: skip
-        for j in range(1, item_keys.unmasked_tiles):
+        if FIRST:
+            for j in gl.static_range(1, BLOCK // BLOCK_N):
+                ds, acc, attended = _step(
+                    n + j, j + 1 < num_tiles, ds, acc, attended, lse, delta,
+                    tiles.masks.causal(
+                        n + j, rows, starts, q_block * BLOCK + j * BLOCK_N, index.PACKED, s_layout
+                    ),
+                    starts, q, grad_out, tiles, scale, ds_layout, CAUSAL, False, ATTENDED,
+                )  # fmt: skip
+        for j in range(index.first_tiles(), item_keys.unmasked_tiles):
             ds, acc, attended = _step(
                 n + j, j + 1 < num_tiles, ds, acc, attended, lse, delta, 0.0, starts, q, grad_out, tiles,
                 scale, ds_layout, UNMASKED, False, ATTENDED,
             )  # fmt: skip
         if index.COLUMNS or index.PACKED:
-            for j in range(gl.maximum(item_keys.unmasked_tiles, 1), num_tiles):
+            for j in range(gl.maximum(item_keys.unmasked_tiles, index.first_tiles()), num_tiles):
                 ds, acc, attended = _step(
                     n + j, j + 1 < num_tiles, ds, acc, attended, lse, delta, tiles.masks.tile(n + j), starts,
                     q, grad_out, tiles, scale, ds_layout, MASK, False, ATTENDED,
@@ -226,7 +230,7 @@ def _query_kernel(
     ptr_len, list_len, column_len, query_len, local_blocks, num_items, softmax_scale,
     round_start, wrap, chunk_rows, rank, world, round_index, outer,
     INNER: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
     COLUMNS: gl.constexpr, LISTS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     index = RoundIndex(
@@ -234,10 +238,12 @@ def _query_kernel(
         kv_block_bounds=kv_block_bounds, marks=None, ptr_len=ptr_len, list_len=list_len,
         column_len=column_len, local_blocks=local_blocks, num_items=num_items, round_start=round_start,
         wrap=wrap, chunk_rows=chunk_rows, rank=rank, world=world, round_index=round_index, outer=outer,
-        INNER=INNER, HEADS=HEADS, GROUP=GROUP, BLOCK=BLOCK, COLUMNS=COLUMNS, LISTS=LISTS, PACKED=PACKED,
-        FIRST=FIRST, MARKS=False,
+        INNER=INNER, HEADS=HEADS, GROUP=GROUP, BLOCK=BLOCK, BLOCK_N=BLOCK_N, COLUMNS=COLUMNS, LISTS=LISTS,
+        PACKED=PACKED, FIRST=FIRST, MARKS=False,
     )  # fmt: skip
-    tiles = allocate_tiles(q_desc, grad_out_desc, k_desc, v_desc, BLOCK, D, STAGES, PACKED, False)
+    tiles = allocate_tiles(
+        q_desc, grad_out_desc, k_desc, v_desc, BLOCK, BLOCK_N, D, STAGES, PACKED, False
+    )
     grad_q_buffers = tiles.queries.q
     if LAST:
         grad_q_buffers = gl.allocate_shared_memory(
@@ -281,7 +287,7 @@ def backward_query(
         work_counter=work_counter(first, query.device),
         q_desc=descriptor(query, half),
         grad_out_desc=descriptor(inputs.grad_out, half),
-        **key_descriptors(keys, index.block_size),
+        **key_descriptors(keys, index),
         grad_q_desc=descriptor(grad_query if keys.round.last else query, half),
         accumulator_ptr=acc_in,
         grad_q_ptr=grad_query,

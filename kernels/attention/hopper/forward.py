@@ -31,7 +31,7 @@ from .item_arguments import item_arguments, key_descriptors, num_programs
 from .item_loads import load_keys, load_values
 from .item_tiles import allocate_tiles
 from .masks import CAUSAL, DOCUMENT, PER_KEY, UNMASKED
-from .round_index import RoundIndex, add_marks
+from .round_index import CONTINUED, RoundIndex, add_marks
 
 
 @gluon.jit
@@ -80,9 +80,12 @@ class RowMarks:
         """Add the marks of one tile. Each warp adds those of its rows: nothing waits for another warp.
 
         Args:
-            tile_sum: of the tile in each row, [HALF_M].
+            tile_sum: of the tile, and those before it in its key block, in each row, [HALF_M].
             l: of all tiles up to it, [HALF_M].
-            kv_block: the key block in shared memory, [1]; -1 if it has no mark.
+            kv_block: ``ItemIndex.to_mark`` of the tile, in shared memory, [1].
+
+        Returns:
+            what counts to the sum of the next tile, [HALF_M]: the sum, if the key block goes on there.
         """
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         number = gl.sum(kv_block.load(layout), 0)
@@ -92,12 +95,13 @@ class RowMarks:
         mark = gl.max(gl.reshape(above, [4, rows]), 1)
         byte = gl.full([4], self.row + number, gl.int64, mark.type.layout)
         add_marks(self.words, byte, mark, number >= 0)
+        return gl.where(number == CONTINUED, tile_sum, 0.0)
 
 
 @gluon.jit
 def _step(
     n, more, p, acc, m, l, tile_sum, mask, starts, q, tiles, scale, marks,
-    MASK: gl.constexpr, MARKS: gl.constexpr,
+    MASK: gl.constexpr, MARKS: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile n and the values product of tile n - 1, with tile n's exponentials between.
 
@@ -107,6 +111,7 @@ def _step(
         acc: [HALF_M, D].
         m, l: [HALF_M].
         tile_sum: of tile n - 1, [HALF_M], and marks: RowMarks; if MARKS.
+        SPLIT: tiles of a key block.
     """
     keys = tiles.keys
     values = tiles.values
@@ -122,7 +127,7 @@ def _step(
     acc = warpgroup_mma(p, v, acc, is_async=True)
     if MARKS:
         # Both products are in flight, and there is nothing else to do.
-        marks.add(tile_sum, l, tiles.masks.kv_block(n - 1))
+        before = marks.add(tile_sum, l, tiles.masks.kv_block(n - 1))
     scores = warpgroup_mma_wait(1, deps=[scores])
     keys.release(n)
     tiles.queries.release(more == 0)
@@ -130,6 +135,8 @@ def _step(
     p_new = p_new.to(p.dtype)
     if MARKS:
         tile_sum = new_sum
+        if SPLIT > 1:
+            tile_sum += before * alpha
     # The next tile's keys are waited for here because ptxas moves the exponentials across anything but
     # a branch, and they must come before the wait for the values product.
     keys.wait_full(n + 1, pred=more)
@@ -163,12 +170,13 @@ def _attend(
     values = tiles.values
     queries = tiles.queries
     BLOCK: gl.constexpr = index.BLOCK
+    BLOCK_N: gl.constexpr = index.BLOCK_N
+    SPLIT: gl.constexpr = BLOCK // BLOCK_N
     D: gl.constexpr = keys.D
     HALF_M: gl.constexpr = BLOCK // 2
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    key_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     out_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = queries.q.dtype
@@ -180,7 +188,7 @@ def _attend(
     turn = 0  # items, that this program has had
     item, item_keys = tiles.channel.receive(0, 4)
     while item < index.num_items:
-        num_tiles = item_keys.num_tiles(BLOCK)
+        num_tiles = item_keys.num_tiles(BLOCK_N)
         batch_head = item // index.local_blocks
         q_block = index.q_block(item)
         batch = (batch_head // index.HEADS).to(gl.int64)
@@ -213,18 +221,13 @@ def _attend(
         # The first tile: there is no values product yet to run beside its exponentials.
         keys.wait_full(n)
         queries.wait_full(turn)
-        zero = gl.zeros([HALF_M, BLOCK], gl.float32, s_layout)
+        zero = gl.zeros([HALF_M, BLOCK_N], gl.float32, s_layout)
         scores = warpgroup_mma(
             q, keys.tile(keys.slot(n)).permute((1, 0)), zero, use_acc=False, is_async=True
         )
         if FIRST:
             # The diagonal block.
-            cols = q_block * BLOCK + gl.arange(0, BLOCK, layout=key_layout)
-            visible = rows[:, None] >= cols[None, :]  # [HALF_M, BLOCK]
-            if index.PACKED:
-                position = tiles.masks.tile(n).load(key_layout)  # [BLOCK]
-                visible = visible & (position[None, :] >= starts[:, None])
-            mask = gl.where(visible, 0.0, float("-inf"))
+            mask = tiles.masks.causal(n, rows, starts, q_block * BLOCK, index.PACKED, s_layout)
         else:
             mask = tiles.masks.tile(n)
         scores = warpgroup_mma_wait(0, deps=[scores])
@@ -243,27 +246,36 @@ def _attend(
         p = gl.convert_layout(p.to(dtype), p_layout)
         keys.wait_full(n + 1, pred=num_tiles > 1)
 
-        first_unmasked = 1
+        if FIRST:
+            for j in gl.static_range(1, SPLIT):
+                p, acc, m, l, tile_sum = _step(
+                    n + j, j + 1 < num_tiles, p, acc, m, l, tile_sum,
+                    tiles.masks.causal(
+                        n + j, rows, starts, q_block * BLOCK + j * BLOCK_N, index.PACKED, s_layout
+                    ),
+                    starts, q, tiles, scale, marks, CAUSAL, MARKS, SPLIT,
+                )  # fmt: skip
+        first_unmasked = index.first_tiles()
         end_unmasked = item_keys.unmasked_tiles
         if MARKS:
             # Tiles with a mask come first.
-            first_unmasked = gl.maximum(index.masked_end(item_keys), 1)
+            first_unmasked = gl.maximum(index.masked_end(item_keys), index.first_tiles())
             end_unmasked = num_tiles
-            for j in range(1, first_unmasked):
+            for j in range(index.first_tiles(), first_unmasked):
                 p, acc, m, l, tile_sum = _step(
                     n + j, j + 1 < num_tiles, p, acc, m, l, tile_sum, tiles.masks.tile(n + j), starts,
-                    q, tiles, scale, marks, MASK, True,
+                    q, tiles, scale, marks, MASK, True, SPLIT,
                 )  # fmt: skip
         for j in range(first_unmasked, end_unmasked):
             p, acc, m, l, tile_sum = _step(
                 n + j, j + 1 < num_tiles, p, acc, m, l, tile_sum, 0.0, starts, q, tiles, scale, marks,
-                UNMASKED, MARKS,
+                UNMASKED, MARKS, SPLIT,
             )  # fmt: skip
         if (index.COLUMNS or index.PACKED) and not MARKS:
-            for j in range(gl.maximum(item_keys.unmasked_tiles, 1), num_tiles):
+            for j in range(gl.maximum(item_keys.unmasked_tiles, index.first_tiles()), num_tiles):
                 p, acc, m, l, tile_sum = _step(
                     n + j, j + 1 < num_tiles, p, acc, m, l, tile_sum, tiles.masks.tile(n + j), starts,
-                    q, tiles, scale, marks, MASK, False,
+                    q, tiles, scale, marks, MASK, False, SPLIT,
                 )  # fmt: skip
         n += num_tiles
         turn += 1
@@ -312,7 +324,7 @@ def _forward_kernel(
     ptr_len, list_len, column_len, query_len, local_blocks, num_items, softmax_scale,
     round_start, wrap, chunk_rows, rank, world, round_index, outer,
     INNER: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
     COLUMNS: gl.constexpr, LISTS: gl.constexpr, PACKED: gl.constexpr,
     MARKS: gl.constexpr,
 ):  # fmt: skip
@@ -321,10 +333,10 @@ def _forward_kernel(
         kv_block_bounds=kv_block_bounds, marks=words, ptr_len=ptr_len, list_len=list_len,
         column_len=column_len, local_blocks=local_blocks, num_items=num_items, round_start=round_start,
         wrap=wrap, chunk_rows=chunk_rows, rank=rank, world=world, round_index=round_index, outer=outer,
-        INNER=INNER, HEADS=HEADS, GROUP=GROUP, BLOCK=BLOCK, COLUMNS=COLUMNS, LISTS=LISTS, PACKED=PACKED,
-        FIRST=FIRST, MARKS=MARKS,
+        INNER=INNER, HEADS=HEADS, GROUP=GROUP, BLOCK=BLOCK, BLOCK_N=BLOCK_N, COLUMNS=COLUMNS, LISTS=LISTS,
+        PACKED=PACKED, FIRST=FIRST, MARKS=MARKS,
     )  # fmt: skip
-    tiles = allocate_tiles(q_desc, None, k_desc, v_desc, BLOCK, D, STAGES, PACKED, MARKS)
+    tiles = allocate_tiles(q_desc, None, k_desc, v_desc, BLOCK, BLOCK_N, D, STAGES, PACKED, MARKS)
     out_buffers = tiles.queries.q
     if LAST:
         out_buffers = gl.allocate_shared_memory(
@@ -362,7 +374,7 @@ def forward(inputs: ForwardInputs, out: Tensor) -> None:
         (num_programs(query, num_items),),
         work_counter=work_counter(0, query.device),
         q_desc=descriptor(query, half),
-        **key_descriptors(keys, index.block_size),
+        **key_descriptors(keys, index),
         out_desc=descriptor(out if keys.round.last else query, half),
         accumulator_ptr=acc_in,
         out_ptr=out,

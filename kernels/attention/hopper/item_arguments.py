@@ -25,9 +25,18 @@ def num_programs(tensor, num_items: int) -> int:
     return min(_multiprocessors(tensor.device) if tensor.is_cuda else 132, num_items)
 
 
-def key_descriptors(keys: RoundKeys, block: int) -> dict[str, Any]:
+TILE_BYTES = 32 * 1024
+"""Of a tile of keys or of values, at most: two of each, and the queries, fit the shared memory."""
+
+
+def tile_keys(key: Tensor, block: int) -> int:
+    """Keys of a tile: a whole block, where it is not larger than ``TILE_BYTES``."""
+    return min(block, TILE_BYTES // (key.shape[-1] * key.element_size()))
+
+
+def key_descriptors(keys: RoundKeys, index: PatternOperand) -> dict[str, Any]:
     """Arguments of both kernels: descriptors of a round's keys and values."""
-    block_shape = [1, 1, block, keys.key.shape[-1]]
+    block_shape = [1, 1, tile_keys(keys.key, index.block_size), keys.key.shape[-1]]
     k, v = (gathered_descriptor(tensor, block_shape) for tensor in (keys.key, keys.value))
     column_k, column_v = k, v  # not read
     if keys.column_kv is not None:
@@ -57,6 +66,7 @@ def item_arguments(
         chunk_rows=chunk_rows(key),
         GROUP=index.columns.shape[1] // key.shape[3],
         D=key.shape[-1],
+        BLOCK_N=tile_keys(key, index.block_size),
         STAGES=2,
         LAST=round_.last,
         COLUMNS=keys.column_kv is not None,

@@ -49,7 +49,7 @@ def load_keys(work_counter, tiles, q_desc, grad_out_desc, k_desc, column_k_desc,
         next_item = gl.atomic_add(work_counter, 1)
         next_start, next_keys = index.item_keys(next_item)
         channel.send(turn + 1, next_item, next_keys)
-        num_tiles = item_keys.num_tiles(index.BLOCK)
+        num_tiles = item_keys.num_tiles(index.BLOCK_N)
         batch_head = item // index.local_blocks
         batch = batch_head // index.HEADS
         head = batch_head % index.HEADS
@@ -60,15 +60,15 @@ def load_keys(work_counter, tiles, q_desc, grad_out_desc, k_desc, column_k_desc,
         for j in range(num_tiles):
             row = index.tile_row(item, start, item_keys, j)
             mask = item_index.tile_mask(index, start, item_keys, j)
-            is_masked = (j == 0) | (j >= item_keys.unmasked_tiles)
+            is_masked = (j < index.first_tiles()) | (j >= item_keys.unmasked_tiles)
             if index.MARKS:
                 tiles.masks.kv_block(n).store(item_index.to_mark(index, start, item_keys, j))
                 thread_barrier()
-                is_masked = (j == 0) | (j < masked_end)
+                is_masked = (j < index.first_tiles()) | (j < masked_end)
             if is_masked:
                 tiles.masks.tile(n).store(mask)
                 thread_barrier()
-            is_slash, _, _ = index.place(item_keys, j)
+            is_slash, _, _, _ = index.place(item_keys, j)
             _load_kv_tile(
                 keys,
                 n,
@@ -107,9 +107,9 @@ def load_values(tiles, v_desc, column_v_desc, index):
         batch = batch_head // index.HEADS
         head = batch_head % index.HEADS
         start = index.slash_start(item)
-        for j in range(item_keys.num_tiles(index.BLOCK)):
+        for j in range(item_keys.num_tiles(index.BLOCK_N)):
             row = index.tile_row(item, start, item_keys, j)
-            is_slash, _, _ = index.place(item_keys, j)
+            is_slash, _, _, _ = index.place(item_keys, j)
             _load_kv_tile(
                 tiles.values,
                 n,

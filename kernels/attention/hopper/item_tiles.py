@@ -120,9 +120,24 @@ class KeyMasks:
         return self.buffers.index(n % (2 * self.STAGES))
 
     @gluon.jit
+    def causal(self, n, rows, starts, first, PACKED: gl.constexpr, s_layout: gl.constexpr):
+        """The mask of tile n of the query block itself: 0 or -inf, to add to scores ``[HALF_M, BLOCK_N]``.
+
+        Args:
+            rows, starts: of the queries and the first keys that they see, [HALF_M]; starts if PACKED.
+            first: key of the tile, numbered as the rows.
+        """
+        key_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
+        cols = first + gl.arange(0, s_layout.instr_shape[1], layout=key_layout)
+        visible = rows[:, None] >= cols[None, :]
+        if PACKED:
+            position = self.tile(n).load(key_layout)
+            visible = visible & (position[None, :] >= starts[:, None])
+        return gl.where(visible, 0.0, float("-inf"))
+
+    @gluon.jit
     def kv_block(self, n):
-        """With marks, the key block whose mark the scores of tile n decide, or -1: [1], in a buffer that
-        lives as long as its mask."""
+        """With marks, ``ItemIndex.to_mark`` of tile n: [1], in a buffer that lives as long as its mask."""
         return self.kv_blocks.index(n % (2 * self.STAGES))
 
 
@@ -144,6 +159,7 @@ def allocate_tiles(
     k_desc,
     v_desc,
     BLOCK: gl.constexpr,
+    BLOCK_N: gl.constexpr,
     D: gl.constexpr,
     STAGES: gl.constexpr,
     PACKED: gl.constexpr,
@@ -154,8 +170,8 @@ def allocate_tiles(
     grad_out = None
     if grad_out_desc is not None:
         grad_out = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK // 2, D], q_desc.layout)
-    k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], v_desc.layout)
+    k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
     channel = allocate_channel(PACKED, MARKS)
     q_full = allocate_barriers(1)
     q_empty = allocate_barriers(1)
@@ -172,14 +188,14 @@ def allocate_tiles(
         mbarrier.init(k_empty.of(i), count=2)
         mbarrier.init(v_empty.of(i), count=2)
     mask_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    masks = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BLOCK], mask_layout)
+    masks = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BLOCK_N], mask_layout)
     kv_blocks = None
     if MARKS:
         kv_blocks = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1], mask_layout)
     return SharedTiles(
         channel,
         QueryTiles(q, grad_out, q_full, q_empty),
-        TilePipeline(k, k_full, k_empty, BLOCK, D),
-        TilePipeline(v, v_full, v_empty, BLOCK, D),
+        TilePipeline(k, k_full, k_empty, BLOCK_N, D),
+        TilePipeline(v, v_full, v_empty, BLOCK_N, D),
         KeyMasks(masks, kv_blocks, STAGES),
     )

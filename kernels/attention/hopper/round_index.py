@@ -2,8 +2,9 @@
 """Which keys a work item attends to in a round, and their masks and marks: the pattern index as the forward
 and the queries' gradient read it on Hopper GPUs.
 
-A work item is one query block of one head. Its tiles are the key blocks of its slashes, the diagonal block
-first, and then its gathered columns; if the forward marks blocks, in the order of ``portable/forward.py``.
+A work item is one query block of one head. Its tiles, of BLOCK_N keys, are the key blocks of its slashes,
+the diagonal block first, and then its gathered columns; if the forward marks blocks, in the order of
+``portable/forward.py``. A key block is one tile, or ``SPLIT = BLOCK // BLOCK_N`` of them.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ from triton.experimental.gluon import language as gl
 from ...common.tiles import block_at, list_start, owner_of, seen_from
 from .compat import Pointer, Scalar, aggregate
 
+CONTINUED = gl.constexpr(-2)
+"""With marks, in place of a tile's key block: its scores decide together with those of the next tile."""
+
 
 @aggregate
 class ItemKeys:
-    """The keys of a work item in a round: key blocks of its slashes, a tile each, and gathered columns."""
+    """The keys of a work item in a round: tiles of the key blocks of its slashes, and gathered columns."""
 
     slash_tiles: Scalar
     columns: Scalar
     unmasked_tiles: Scalar  # of the slash tiles, the first ones, which all rows see whole
     first_column: Scalar  # in its head's list
-    first_unmasked: Scalar  # with marks: which of the slash tiles without a mask comes first
+    first_unmasked: Scalar  # with marks: which of the key blocks without a mask comes first
 
     @gluon.jit
     def num_tiles(self, BLOCK_N: gl.constexpr):
@@ -31,34 +35,48 @@ class ItemKeys:
         return gl.maximum(self.slash_tiles + (self.columns + BLOCK_N - 1) // BLOCK_N, 1)
 
     @gluon.jit
-    def end_of_masked(self, BLOCK_N: gl.constexpr, FIRST: gl.constexpr):
+    def end_of_masked(self, BLOCK_N: gl.constexpr, OWN: gl.constexpr):
         """With marks, tiles without a mask come last, from this one on."""
-        masked_slashes = self.slash_tiles - gl.maximum(self.unmasked_tiles, FIRST)
-        return FIRST + (self.columns + BLOCK_N - 1) // BLOCK_N + masked_slashes
+        masked_slashes = self.slash_tiles - gl.maximum(self.unmasked_tiles, OWN)
+        return OWN + (self.columns + BLOCK_N - 1) // BLOCK_N + masked_slashes
 
     @gluon.jit
-    def place(self, j, BLOCK_N: gl.constexpr, FIRST: gl.constexpr, MARKS: gl.constexpr):
-        """What tile j is: whether it is a key block, then which of the list, else which tile of columns.
+    def place(
+        self,
+        j,
+        BLOCK_N: gl.constexpr,
+        SPLIT: gl.constexpr,
+        FIRST: gl.constexpr,
+        MARKS: gl.constexpr,
+    ):
+        """Where the keys of tile j are.
 
         Slashes and then columns; the order with marks is that of ``portable/forward.py``.
 
         Args:
             FIRST: 1 in the first round, where the query block itself is the first of the list, else 0.
+
+        Returns:
+            whether it is of a key block; then which of the list, and which of the block's tiles; else
+            which tile of columns.
         """
         is_slash = j < self.slash_tiles
-        entry = j
+        slash_tile = j
         column_tile = j - self.slash_tiles
+        entry = slash_tile // SPLIT
         if MARKS:
-            column_tile = j - FIRST
+            own: gl.constexpr = FIRST * SPLIT  # tiles of the query block itself
+            column_tile = j - own
             masked = column_tile - (self.columns + BLOCK_N - 1) // BLOCK_N
-            unmasked_tiles = gl.maximum(self.unmasked_tiles, FIRST)
+            unmasked_tiles = gl.maximum(self.unmasked_tiles, own)
             unmasked = masked - (self.slash_tiles - unmasked_tiles)
-            later = FIRST + unmasked - (self.first_unmasked > FIRST).to(gl.int32)
-            entry = gl.where(unmasked == 0, self.first_unmasked, later)
-            entry = gl.where(unmasked < 0, unmasked_tiles + masked, entry)
-            entry = gl.where(j < FIRST, 0, entry)
-            is_slash = ((masked >= 0) | (j < FIRST)) & (self.slash_tiles > 0)
-        return is_slash, entry, column_tile
+            later = FIRST + unmasked // SPLIT - (self.first_unmasked > FIRST).to(gl.int32)
+            entry = gl.where(unmasked // SPLIT == 0, self.first_unmasked, later)
+            entry = gl.where(unmasked < 0, (unmasked_tiles + masked) // SPLIT, entry)
+            entry = gl.where(j < own, 0, entry)
+            is_slash = ((masked >= 0) | (j < own)) & (self.slash_tiles > 0)
+            slash_tile = gl.where(j < own, j, masked)
+        return is_slash, entry, slash_tile % SPLIT, column_tile
 
 
 @aggregate
@@ -91,6 +109,7 @@ class RoundIndex:
     HEADS: gl.constexpr
     GROUP: gl.constexpr
     BLOCK: gl.constexpr
+    BLOCK_N: gl.constexpr
     COLUMNS: gl.constexpr
     LISTS: gl.constexpr
     PACKED: gl.constexpr
@@ -181,18 +200,30 @@ class RoundIndex:
             kv_block -= self.round_index + quotient * self.outer
             first = several & (kv_block == first_block)
             first_unmasked = gl.where(first, unmasked_tiles - 1, own)
-        keys = ItemKeys(slash_tiles, columns, unmasked_tiles, first_column, first_unmasked)
+        split: gl.constexpr = self.BLOCK // self.BLOCK_N
+        keys = ItemKeys(
+            slash_tiles * split, columns, unmasked_tiles * split, first_column, first_unmasked
+        )
         return start, keys
 
     @gluon.jit
     def place(self, item_keys, j):
         """``ItemKeys.place`` of a tile."""
-        return item_keys.place(j, self.BLOCK, 1 if self.FIRST else 0, self.MARKS)
+        return item_keys.place(
+            j, self.BLOCK_N, self.BLOCK // self.BLOCK_N, 1 if self.FIRST else 0, self.MARKS
+        )
+
+    @gluon.jit
+    def first_tiles(self):
+        """Tiles that come first and have a mask: those of the query block itself; one in later rounds."""
+        return self.BLOCK // self.BLOCK_N if self.FIRST else 1
 
     @gluon.jit
     def masked_end(self, item_keys):
         """With marks, tiles without a mask come last, from this one on."""
-        return item_keys.end_of_masked(self.BLOCK, 1 if self.FIRST else 0)
+        return item_keys.end_of_masked(
+            self.BLOCK_N, self.BLOCK // self.BLOCK_N if self.FIRST else 0
+        )
 
     @gluon.jit
     def tile_row(self, item, start, item_keys, j):
@@ -201,18 +232,18 @@ class RoundIndex:
         The keys of the round's ranks lie ``chunk_rows`` apart; see ``layout`` for the order of their blocks.
         """
         batch_head = (item // self.local_blocks).to(gl.int64)
-        is_slash, entry, column_tile = self.place(item_keys, j)
+        is_slash, entry, block_tile, column_tile = self.place(item_keys, j)
         entry_ptr = self.block_list + batch_head * self.list_len + start + entry
         distance = gl.load(entry_ptr, mask=is_slash, other=0).to(gl.int32)
         # An item without keys has one tile, past the end of everything: zeros.
         column = gl.where(
             item_keys.columns == 0,
             1 << 30,
-            column_tile * self.BLOCK + item_keys.first_column,
+            column_tile * self.BLOCK_N + item_keys.first_column,
         )
         q_block = block_at(self.q_block(item), self.rank % self.INNER, self.INNER, self.INNER)
         chunk, kv_block = owner_of(q_block - self.wrap - distance, self.INNER, self.INNER)
-        row = chunk * self.chunk_rows + kv_block * self.BLOCK
+        row = chunk * self.chunk_rows + kv_block * self.BLOCK + block_tile * self.BLOCK_N
         return gl.where(is_slash, row, column)
 
     @gluon.jit
@@ -258,38 +289,41 @@ class ItemIndex:
 
     @gluon.jit
     def to_mark(self, index, start, item_keys, j):
-        """Mark tile j if it is a block that is always kept. Returns the key block if its scores decide, else
-        -1; as a tensor [1]."""
+        """Mark tile j if it is of a block that is always kept. Returns the key block, at its last tile, if
+        its scores decide, CONTINUED at the tiles before, else -1; as a tensor [1]."""
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        is_slash, entry, _ = index.place(item_keys, j)
+        SPLIT: gl.constexpr = index.BLOCK // index.BLOCK_N
+        is_slash, entry, block_tile, _ = index.place(item_keys, j)
         kv_block = self.kv_block(index, start, is_slash, entry)
         near = self.block - kv_block <= 1
         mark = gl.where(near, 1, 0)
         byte = gl.full([1], self.mark_row + kv_block, gl.int64, layout)
         add_marks(index.marks, byte, gl.full([1], mark, gl.int32, layout), is_slash)
-        return gl.full([1], gl.where(is_slash & (near == 0), kv_block, -1), gl.int32, layout)
+        decides = gl.where(block_tile == SPLIT - 1, kv_block, CONTINUED)
+        return gl.full([1], gl.where(is_slash & (near == 0), decides, -1), gl.int32, layout)
 
     @gluon.jit
     def tile_mask(self, index, start, item_keys, j):
-        """What masks the keys of the item's tile j, [BLOCK]: 0 or -inf, to add to their scores. Of visible
+        """What masks the keys of the item's tile j, [BLOCK_N]: 0 or -inf, to add to their scores. Of visible
         ranges their positions, to compare with the first keys that rows see; -1 for a masked key.
 
         A column is masked where a slash covers it already (``tiles.column_tile``).
         """
         BLOCK: gl.constexpr = index.BLOCK
-        layout: gl.constexpr = gl.BlockedLayout([BLOCK // 32], [32], [1], [0])
-        keys = gl.arange(0, BLOCK, layout=layout)
+        BLOCK_N: gl.constexpr = index.BLOCK_N
+        layout: gl.constexpr = gl.BlockedLayout([BLOCK_N // 32], [32], [1], [0])
+        keys = gl.arange(0, BLOCK_N, layout=layout)
         columns = self.columns
-        is_slash, list_entry, column_tile = index.place(item_keys, j)
+        is_slash, list_entry, block_tile, column_tile = index.place(item_keys, j)
         if index.PACKED:
             entry = self.block_list + start + list_entry
             quotient = gl.load(entry, mask=is_slash, other=0).to(gl.int32)
-            column_mask = gl.full([BLOCK], -1, gl.int32, layout)
+            column_mask = gl.full([BLOCK_N], -1, gl.int32, layout)
             columns += item_keys.first_column
         else:
-            column_mask = gl.full([BLOCK], float("-inf"), gl.float32, layout)
+            column_mask = gl.full([BLOCK_N], float("-inf"), gl.float32, layout)
         if index.COLUMNS:
-            entry = column_tile * BLOCK + keys
+            entry = column_tile * BLOCK_N + keys
             inside = (is_slash == 0) & (entry < item_keys.columns)
             position = gl.load(columns + entry, mask=inside, other=0)
             covered = gl.load(self.member + self.block - position // BLOCK, mask=inside, other=1)
@@ -298,4 +332,5 @@ class ItemIndex:
         slash_mask = 0.0
         if index.PACKED:
             slash_mask = (self.block - index.round_index - quotient * index.outer) * BLOCK + keys
+            slash_mask += block_tile * BLOCK_N
         return gl.where(is_slash, slash_mask, column_mask).to(gl.float32)
