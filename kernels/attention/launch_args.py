@@ -66,7 +66,7 @@ def round_arguments(index: PatternOperand, round_: Round) -> dict[str, Any]:
         BLOCK=index.block_size,
         FIRST=round_.first,
         LISTS=index.has_block_lists,
-        PACKED=index.visible is not None,
+        RANGES=index.visible is not None,
     )
 
 
@@ -105,9 +105,9 @@ def key_ranges(index: PatternOperand, rank: int) -> dict[str, Tensor | None]:
     """Visible ranges as kernels that hold keys take them, for the queries of ``rank``. Without ranges
     None, which compiles to nothing."""
     if index.visible is None:
-        return dict(document_starts=None, q_block_bounds=None)
+        return dict(first_keys=None, q_block_bounds=None)
     local = index.visible.on(rank, index.world, index.inner, index.block_size)
-    return dict(document_starts=local.start, q_block_bounds=local.q_block_bounds)
+    return dict(first_keys=local.start, q_block_bounds=local.q_block_bounds)
 
 
 def mark_arguments(marks: BlockMarks | None) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from .key_common import (
     query_arguments,
     range_arguments,
 )
-from .masks import DOCUMENT, PER_KEY
+from .masks import PER_KEY, RANGE
 from .query_sums import QueryAdder
 
 
@@ -44,7 +44,7 @@ class ColumnTile:
     rank: Scalar  # of the queries
     world: Scalar
     inner: Scalar
-    PACKED: gl.constexpr
+    RANGES: gl.constexpr
 
     @gluon.jit
     def mask(self, inside, q_block):
@@ -53,7 +53,7 @@ class ColumnTile:
         distance = block_at(q_block, self.rank, self.world, self.inner) - self.block
         seen = inside & (distance > 0)
         covered = gl.load(self.member + distance, mask=seen, other=1)
-        if self.PACKED:
+        if self.RANGES:
             mask = gl.where(covered == 0, self.position, -1).to(gl.float32)
         else:
             mask = gl.where(covered == 0, 0.0, float("-inf"))
@@ -113,7 +113,7 @@ def _attend(
     dk_ptr, dv_ptr, columns, member, shared,
     # Where in the results, in the head's columns, and in the queries; rows in the results
     line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
-    HALF: gl.constexpr, BLOCK: gl.constexpr, SPLITS: gl.constexpr, PACKED: gl.constexpr,
+    HALF: gl.constexpr, BLOCK: gl.constexpr, SPLITS: gl.constexpr, RANGES: gl.constexpr,
     CHAIN: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: the gradients of half of the columns."""
@@ -129,8 +129,8 @@ def _attend(
     inside = entry < end
     position = gl.load(columns + entry, mask=inside, other=0)
     block = position // BLOCK
-    tile = ColumnTile(member, position, block, inside, rank, world, inner, PACKED)
-    MASK: gl.constexpr = DOCUMENT if PACKED else PER_KEY
+    tile = ColumnTile(member, position, block, inside, rank, world, inner, RANGES)
+    MASK: gl.constexpr = RANGE if RANGES else PER_KEY
     k, v, gradients = key_start(resident, tiles, layouts, HALF)
     mask = tile.mask(inside, first_q_block)
     gradients = key_step(
@@ -185,7 +185,7 @@ def _column_kernel(
     member, columns, column_ptr, starts_desc, q_block_bounds,
     ptr_len, column_len, local_blocks, softmax_scale, rank, world, inner,
     HEADS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    SPLITS: gl.constexpr, PACKED: gl.constexpr, BY_HEAD: gl.constexpr, CHAIN: gl.constexpr,
+    SPLITS: gl.constexpr, RANGES: gl.constexpr, BY_HEAD: gl.constexpr, CHAIN: gl.constexpr,
 ):  # fmt: skip
     # The first columns are seen by the most queries: start them first, of all heads. In one pass, of each
     # head: programs at work at one time then add to the same rows of the queries' gradient.
@@ -204,7 +204,7 @@ def _column_kernel(
     first_q_block = gl.load(columns + first, mask=first < end, other=0) // BLOCK
     first_q_block = first_q_block // world + split
     end_q_block = local_blocks
-    if PACKED:
+    if RANGES:
         # Nor does one after the last that sees the last one.
         last = (
             gl.load(columns + gl.minimum(first + BLOCK, end) - 1, mask=first < end, other=0)
@@ -221,7 +221,7 @@ def _column_kernel(
     line = (batch_head * SPLITS + split) * column_len + first
 
     shared = allocate_tiles(
-        q_desc, grad_out_desc, k_desc, v_desc, lse_desc, dq_desc, BLOCK // 2, D, STAGES, PACKED
+        q_desc, grad_out_desc, k_desc, v_desc, lse_desc, dq_desc, BLOCK // 2, D, STAGES, RANGES
     )
     descs = QueryDescriptors(q_desc, grad_out_desc, lse_desc, delta_desc, starts_desc)
     # Without the queries' gradient there are no warps that add to it.
@@ -231,12 +231,12 @@ def _column_kernel(
             (_attend, (
                 dk_ptr, dv_ptr, columns, member, shared,
                 line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
-                0, BLOCK, SPLITS, PACKED, CHAIN,
+                0, BLOCK, SPLITS, RANGES, CHAIN,
             )),
             (_attend, (
                 dk_ptr, dv_ptr, columns, member, shared,
                 line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
-                1, BLOCK, SPLITS, PACKED, CHAIN,
+                1, BLOCK, SPLITS, RANGES, CHAIN,
             )),
             (_load, (
                 descs, k_desc, v_desc, shared, batch, head, line_of_head,
@@ -287,7 +287,7 @@ def backward_columns(inputs: BackwardInputs, column_kv: Tensor, rank: int) -> Te
         BLOCK=block,
         STAGES=3,
         SPLITS=splits,
-        PACKED=index.visible is not None,
+        RANGES=index.visible is not None,
         BY_HEAD=by_head,
         CHAIN=chain_tiles(cdiv(index.local_blocks, splits) * (block // BLOCK_M)),
         num_warps=4,

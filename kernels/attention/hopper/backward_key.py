@@ -84,7 +84,7 @@ def _key_kernel(
     residue_00, wrap_00, residue_01, wrap_01, residue_10, wrap_10, residue_11, wrap_11,
     HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
     STAGES: gl.constexpr, SPLITS: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr,
-    ACCUMULATE: gl.constexpr, CHAIN: gl.constexpr, LISTS: gl.constexpr, PACKED: gl.constexpr,
+    ACCUMULATE: gl.constexpr, CHAIN: gl.constexpr, LISTS: gl.constexpr, RANGES: gl.constexpr,
     CHUNKS: gl.constexpr, ONE_LAUNCH: gl.constexpr, GROUP_SIZE: gl.constexpr,
 ):  # fmt: skip
     # The first key blocks are seen by the most queries: start them first.
@@ -115,12 +115,12 @@ def _key_kernel(
     index = RankIndex(
         block_ptr, block_list, ptr_len, list_len,
         residue_00, wrap_00, residue_01, wrap_01, residue_10, wrap_10, residue_11, wrap_11,
-        local_blocks, first_q_block if CHUNKS else 0, LISTS, PACKED, CHUNKS, 1 if LISTS else 2,
+        local_blocks, first_q_block if CHUNKS else 0, LISTS, RANGES, CHUNKS, 1 if LISTS else 2,
     )  # fmt: skip
     num_tiles = 0
     end_q_block = local_blocks
     first_position = 0
-    if PACKED:
+    if RANGES:
         block = block_at(kv_block, kv_rank, world, inner)
         first_position = block * BLOCK
         # From this block of the sequence on, queries see nothing of it.
@@ -133,7 +133,7 @@ def _key_kernel(
         if DIAGONAL:
             end_of_chunk = (kv_block // chunk_blocks + 1) * chunk_blocks
         end_q_block = gl.minimum(end_q_block, end_of_chunk)
-    if LISTS and (PACKED or CHUNKS):  # where a list ends is searched
+    if LISTS and (RANGES or CHUNKS):  # where a list ends is searched
         for g in range(GROUP):
             batch_head = batch * HEADS + kv_head * GROUP + g
             low, high, first = index.block_distances(
@@ -147,7 +147,7 @@ def _key_kernel(
     num_tiles = gl.maximum(num_tiles, 1)
 
     shared = allocate_tiles(
-        q_desc, grad_out_desc, k_desc, v_desc, lse_desc, dq_desc, BLOCK // 2, D, STAGES, PACKED
+        q_desc, grad_out_desc, k_desc, v_desc, lse_desc, dq_desc, BLOCK // 2, D, STAGES, RANGES
     )
     descs = QueryDescriptors(q_desc, grad_out_desc, lse_desc, delta_desc, starts_desc)
     # Without the queries' gradient there are no warps that add to it.
@@ -156,11 +156,11 @@ def _key_kernel(
         [
             (attend, (
                 results, shared, column_len, num_tiles, key_len, softmax_scale, first_position,
-                0, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, PACKED, ONE_LAUNCH,
+                0, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, RANGES, ONE_LAUNCH,
             )),
             (attend, (
                 results, shared, column_len, num_tiles, key_len, softmax_scale, first_position,
-                1, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, PACKED, ONE_LAUNCH,
+                1, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, RANGES, ONE_LAUNCH,
             )),
             (load_queries, (
                 descs, k_desc, v_desc, shared, index, end_q_block, HEADS, GROUP, BLOCK, DIAGONAL,
@@ -304,7 +304,7 @@ def backward_key(
             ACCUMULATE=accumulator is not None,
             CHAIN=chain,
             LISTS=index.has_block_lists,
-            PACKED=packed,
+            RANGES=packed,
             CHUNKS=each.first_q_block is not None,
             ONE_LAUNCH=shared,
             GROUP_SIZE=max(32, next_power_of_2(group)),

@@ -29,7 +29,7 @@ from .global_rows import GlobalRows
 from .item_arguments import item_arguments, key_descriptors, num_programs
 from .item_loads import load_keys, load_values
 from .item_tiles import allocate_tiles
-from .masks import CAUSAL, DOCUMENT, PER_KEY, UNMASKED
+from .masks import CAUSAL, PER_KEY, RANGE, UNMASKED
 from .round_index import RoundIndex
 
 
@@ -65,7 +65,7 @@ def _step(
     scores = warpgroup_mma_wait(1, deps=[scores])
     if MASK == CAUSAL:
         p = gl.exp2(scores * scale + mask - lse[:, None])
-    elif MASK == DOCUMENT:
+    elif MASK == RANGE:
         position = mask.load(gl.SliceLayout(0, s_layout))  # [BLOCK_N]
         visible = position[None, :] >= starts[:, None]
         p = gl.exp2(gl.where(visible, scores * scale - lse[:, None], float("-inf")))
@@ -98,7 +98,7 @@ def _attend(
     lse_ptr,  # [b, h, query_len]
     delta_ptr,  # [b, h, query_len]
     attended_ptr,  # [b, h, query_len], or None
-    document_starts,  # [b, query_len]
+    first_keys,  # [b, query_len]
     query_len,
     index,
     softmax_scale,
@@ -119,7 +119,7 @@ def _attend(
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     out_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = queries.q.dtype
-    MASK: gl.constexpr = DOCUMENT if index.PACKED else PER_KEY
+    MASK: gl.constexpr = RANGE if index.RANGES else PER_KEY
     ATTENDED: gl.constexpr = attended_ptr is not None
     scale = softmax_scale * LOG2E
     q = queries.q.index(HALF).reshape([HALF_M, D])
@@ -139,9 +139,9 @@ def _attend(
         delta = gl.load(delta_ptr + line, mask=rows < query_len, other=0.0)
         attended = gl.zeros([HALF_M], gl.float32, row_layout)
         starts = 0.0
-        if index.PACKED:
+        if index.RANGES:
             line = (batch_head // index.HEADS).to(gl.int64) * query_len + rows
-            starts = gl.load(document_starts + line, mask=rows < query_len, other=0.0)
+            starts = gl.load(first_keys + line, mask=rows < query_len, other=0.0)
         if FIRST:
             acc = warpgroup_mma_init(gl.zeros([HALF_M, D], gl.float32, o_layout))
         else:
@@ -160,7 +160,7 @@ def _attend(
         # The first tile is not in the loop, so that the compiler finds the loop's operands in place.
         if FIRST:
             # The diagonal block.
-            mask = tiles.masks.causal(n, rows, starts, q_block * BLOCK, index.PACKED, s_layout)
+            mask = tiles.masks.causal(n, rows, starts, q_block * BLOCK, index.RANGES, s_layout)
         FIRST_MASK: gl.constexpr = CAUSAL if FIRST else MASK
         ds, acc, attended = _step(
             n, num_tiles > 1, None, acc, attended, lse, delta, mask if FIRST else tiles.masks.tile(n), starts,
@@ -171,7 +171,7 @@ def _attend(
                 ds, acc, attended = _step(
                     n + j, j + 1 < num_tiles, ds, acc, attended, lse, delta,
                     tiles.masks.causal(
-                        n + j, rows, starts, q_block * BLOCK + j * BLOCK_N, index.PACKED, s_layout
+                        n + j, rows, starts, q_block * BLOCK + j * BLOCK_N, index.RANGES, s_layout
                     ),
                     starts, q, grad_out, tiles, scale, ds_layout, CAUSAL, False, ATTENDED,
                 )  # fmt: skip
@@ -180,7 +180,7 @@ def _attend(
                 n + j, j + 1 < num_tiles, ds, acc, attended, lse, delta, 0.0, starts, q, grad_out, tiles,
                 scale, ds_layout, UNMASKED, False, ATTENDED,
             )  # fmt: skip
-        if index.COLUMNS or index.PACKED:
+        if index.COLUMNS or index.RANGES:
             for j in range(gl.maximum(item_keys.unmasked_tiles, index.first_tiles()), num_tiles):
                 ds, acc, attended = _step(
                     n + j, j + 1 < num_tiles, ds, acc, attended, lse, delta, tiles.masks.tile(n + j), starts,
@@ -223,7 +223,7 @@ def _query_kernel(
     grad_q_desc, accumulator_ptr, grad_q_ptr,
     lse_ptr, delta_ptr, attended_ptr,
     # Which keys each query block attends to: see RoundIndex
-    block_ptr, block_list, member, columns, column_ptr, document_starts, kv_block_bounds,
+    block_ptr, block_list, member, columns, column_ptr, first_keys, kv_block_bounds,
     # Strides of the accumulator and of the gradient
     stride_am, stride_ab, stride_ah,
     stride_dqm, stride_dqb, stride_dqh,
@@ -231,7 +231,7 @@ def _query_kernel(
     round_start, wrap, chunk_rows, rank, world, round_index, outer,
     INNER: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
-    COLUMNS: gl.constexpr, LISTS: gl.constexpr, PACKED: gl.constexpr,
+    COLUMNS: gl.constexpr, LISTS: gl.constexpr, RANGES: gl.constexpr,
 ):  # fmt: skip
     index = RoundIndex(
         block_ptr=block_ptr, block_list=block_list, column_ptr=column_ptr, columns=columns, member=member,
@@ -239,10 +239,10 @@ def _query_kernel(
         column_len=column_len, local_blocks=local_blocks, num_items=num_items, round_start=round_start,
         wrap=wrap, chunk_rows=chunk_rows, rank=rank, world=world, round_index=round_index, outer=outer,
         INNER=INNER, HEADS=HEADS, GROUP=GROUP, BLOCK=BLOCK, BLOCK_N=BLOCK_N, COLUMNS=COLUMNS, LISTS=LISTS,
-        PACKED=PACKED, FIRST=FIRST, MARKS=False,
+        RANGES=RANGES, FIRST=FIRST, MARKS=False,
     )  # fmt: skip
     tiles = allocate_tiles(
-        q_desc, grad_out_desc, k_desc, v_desc, BLOCK, BLOCK_N, D, STAGES, PACKED, False
+        q_desc, grad_out_desc, k_desc, v_desc, BLOCK, BLOCK_N, D, STAGES, RANGES, False
     )
     grad_q_buffers = tiles.queries.q
     if LAST:
@@ -255,11 +255,11 @@ def _query_kernel(
         [
             (_attend, (
                 tiles, accumulator, grad_q, grad_q_desc, grad_q_buffers, lse_ptr, delta_ptr,
-                attended_ptr, document_starts, query_len, index, softmax_scale, 0, FIRST, LAST,
+                attended_ptr, first_keys, query_len, index, softmax_scale, 0, FIRST, LAST,
             )),
             (_attend, (
                 tiles, accumulator, grad_q, grad_q_desc, grad_q_buffers, lse_ptr, delta_ptr,
-                attended_ptr, document_starts, query_len, index, softmax_scale, 1, FIRST, LAST,
+                attended_ptr, first_keys, query_len, index, softmax_scale, 1, FIRST, LAST,
             )),
             (load_keys, (work_counter, tiles, q_desc, grad_out_desc, k_desc, column_k_desc, index)),
             (load_values, (tiles, v_desc, column_v_desc, index)),

@@ -30,7 +30,7 @@ from .global_rows import GlobalRows
 from .item_arguments import item_arguments, key_descriptors, num_programs
 from .item_loads import load_keys, load_values
 from .item_tiles import allocate_tiles
-from .masks import CAUSAL, DOCUMENT, PER_KEY, UNMASKED
+from .masks import CAUSAL, PER_KEY, RANGE, UNMASKED
 from .round_index import CONTINUED, RoundIndex, add_marks
 
 
@@ -42,7 +42,7 @@ def _softmax(scores, mask, starts, m, l, scale, MASK: gl.constexpr):
         the tile's probabilities, the running maximum m and sum l, the factor alpha for what was summed
         before, and the sum of the tile.
     """
-    if MASK == DOCUMENT:
+    if MASK == RANGE:
         position = mask.load(gl.SliceLayout(0, scores.type.layout))  # [BLOCK_N]
         visible = position[None, :] >= starts[:, None]
         scores = gl.where(visible, scores * scale, float("-inf"))
@@ -156,7 +156,7 @@ def _attend(
     out_desc,
     out_buffers,  # [2, 1, 1, HALF_M, D]
     lse_ptr,  # [b, h, query_len]
-    document_starts,  # [b, query_len]
+    first_keys,  # [b, query_len]
     least_share_ptr,  # [b], read with marks
     query_len,
     index,
@@ -180,7 +180,7 @@ def _attend(
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     out_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = queries.q.dtype
-    MASK: gl.constexpr = DOCUMENT if index.PACKED else PER_KEY
+    MASK: gl.constexpr = RANGE if index.RANGES else PER_KEY
     MARKS: gl.constexpr = index.MARKS
     scale = softmax_scale * LOG2E
     q = queries.q.index(HALF).reshape([HALF_M, D])
@@ -197,10 +197,10 @@ def _attend(
         rows = start + gl.arange(0, HALF_M, layout=row_layout)  # [HALF_M]
         lse = lse_ptr + batch_head.to(gl.int64) * query_len + rows
         starts = 0.0
-        if index.PACKED:
+        if index.RANGES:
             # [HALF_M]
             starts = gl.load(
-                document_starts + batch * query_len + rows, mask=rows < query_len, other=0.0
+                first_keys + batch * query_len + rows, mask=rows < query_len, other=0.0
             )
         if FIRST:
             acc = gl.zeros([HALF_M, D], gl.float32, o_layout)
@@ -227,7 +227,7 @@ def _attend(
         )
         if FIRST:
             # The diagonal block.
-            mask = tiles.masks.causal(n, rows, starts, q_block * BLOCK, index.PACKED, s_layout)
+            mask = tiles.masks.causal(n, rows, starts, q_block * BLOCK, index.RANGES, s_layout)
         else:
             mask = tiles.masks.tile(n)
         scores = warpgroup_mma_wait(0, deps=[scores])
@@ -251,7 +251,7 @@ def _attend(
                 p, acc, m, l, tile_sum = _step(
                     n + j, j + 1 < num_tiles, p, acc, m, l, tile_sum,
                     tiles.masks.causal(
-                        n + j, rows, starts, q_block * BLOCK + j * BLOCK_N, index.PACKED, s_layout
+                        n + j, rows, starts, q_block * BLOCK + j * BLOCK_N, index.RANGES, s_layout
                     ),
                     starts, q, tiles, scale, marks, CAUSAL, MARKS, SPLIT,
                 )  # fmt: skip
@@ -271,7 +271,7 @@ def _attend(
                 n + j, j + 1 < num_tiles, p, acc, m, l, tile_sum, 0.0, starts, q, tiles, scale, marks,
                 UNMASKED, MARKS, SPLIT,
             )  # fmt: skip
-        if (index.COLUMNS or index.PACKED) and not MARKS:
+        if (index.COLUMNS or index.RANGES) and not MARKS:
             for j in range(gl.maximum(item_keys.unmasked_tiles, index.first_tiles()), num_tiles):
                 p, acc, m, l, tile_sum = _step(
                     n + j, j + 1 < num_tiles, p, acc, m, l, tile_sum, tiles.masks.tile(n + j), starts,
@@ -315,7 +315,7 @@ def _forward_kernel(
     # Results: out by TMA (in the last round) or by pointers, on top of the rounds before
     out_desc, accumulator_ptr, out_ptr, lse_ptr,
     # Which keys each query block attends to: see RoundIndex
-    block_ptr, block_list, member, columns, column_ptr, document_starts, kv_block_bounds,
+    block_ptr, block_list, member, columns, column_ptr, first_keys, kv_block_bounds,
     # The marks of blocks (BlockMarks), or None
     words, least_share_ptr,
     # Strides of the accumulator and of out
@@ -325,7 +325,7 @@ def _forward_kernel(
     round_start, wrap, chunk_rows, rank, world, round_index, outer,
     INNER: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
-    COLUMNS: gl.constexpr, LISTS: gl.constexpr, PACKED: gl.constexpr,
+    COLUMNS: gl.constexpr, LISTS: gl.constexpr, RANGES: gl.constexpr,
     MARKS: gl.constexpr,
 ):  # fmt: skip
     index = RoundIndex(
@@ -334,9 +334,9 @@ def _forward_kernel(
         column_len=column_len, local_blocks=local_blocks, num_items=num_items, round_start=round_start,
         wrap=wrap, chunk_rows=chunk_rows, rank=rank, world=world, round_index=round_index, outer=outer,
         INNER=INNER, HEADS=HEADS, GROUP=GROUP, BLOCK=BLOCK, BLOCK_N=BLOCK_N, COLUMNS=COLUMNS, LISTS=LISTS,
-        PACKED=PACKED, FIRST=FIRST, MARKS=MARKS,
+        RANGES=RANGES, FIRST=FIRST, MARKS=MARKS,
     )  # fmt: skip
-    tiles = allocate_tiles(q_desc, None, k_desc, v_desc, BLOCK, BLOCK_N, D, STAGES, PACKED, MARKS)
+    tiles = allocate_tiles(q_desc, None, k_desc, v_desc, BLOCK, BLOCK_N, D, STAGES, RANGES, MARKS)
     out_buffers = tiles.queries.q
     if LAST:
         out_buffers = gl.allocate_shared_memory(
@@ -347,11 +347,11 @@ def _forward_kernel(
     gl.warp_specialize(
         [
             (_attend, (
-                tiles, accumulator, out, out_desc, out_buffers, lse_ptr, document_starts,
+                tiles, accumulator, out, out_desc, out_buffers, lse_ptr, first_keys,
                 least_share_ptr, query_len, index, softmax_scale, 0, FIRST, LAST,
             )),
             (_attend, (
-                tiles, accumulator, out, out_desc, out_buffers, lse_ptr, document_starts,
+                tiles, accumulator, out, out_desc, out_buffers, lse_ptr, first_keys,
                 least_share_ptr, query_len, index, softmax_scale, 1, FIRST, LAST,
             )),
             (load_keys, (work_counter, tiles, q_desc, None, k_desc, column_k_desc, index)),

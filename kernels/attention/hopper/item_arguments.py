@@ -52,13 +52,13 @@ def item_arguments(
     """Arguments of both kernels: the pattern of a round and its ranges, the layout of its keys, sizes, and
     options of the compiler."""
     key, round_ = keys.key, keys.round
-    document_starts, kv_block_bounds = None, None
+    first_keys, kv_block_bounds = None, None
     if index.visible is not None:
         local = index.visible.on(round_.rank, index.world, index.inner, index.block_size)
-        document_starts, kv_block_bounds = local.start_f32, local.kv_block_bounds
+        first_keys, kv_block_bounds = local.start_f32, local.kv_block_bounds
     return dict(
         **round_arguments(index, round_),
-        document_starts=document_starts,
+        first_keys=first_keys,
         kv_block_bounds=kv_block_bounds,
         query_len=query.shape[0],
         num_items=num_items,

@@ -21,7 +21,7 @@ class WorkChannel:
     slots: SharedMemory  # int32 [2 x what is sent, 1]
     full: SharedMemory  # mbarriers [2, 1]
     empty: SharedMemory  # mbarriers [2, 1]
-    PACKED: gl.constexpr
+    RANGES: gl.constexpr
     MARKS: gl.constexpr
 
     @gluon.jit
@@ -33,13 +33,13 @@ class WorkChannel:
         self.slots.index(slot).store(gl.full([1], item, gl.int32, layout))
         self.slots.index(2 + slot).store(gl.full([1], item_keys.slash_tiles, gl.int32, layout))
         self.slots.index(4 + slot).store(gl.full([1], item_keys.columns, gl.int32, layout))
-        if self.PACKED:
+        if self.RANGES:
             self.slots.index(6 + slot).store(
                 gl.full([1], item_keys.unmasked_tiles, gl.int32, layout)
             )
             self.slots.index(8 + slot).store(gl.full([1], item_keys.first_column, gl.int32, layout))
         if self.MARKS:
-            at: gl.constexpr = 10 if self.PACKED else 6
+            at: gl.constexpr = 10 if self.RANGES else 6
             self.slots.index(at + slot).store(
                 gl.full([1], item_keys.first_unmasked, gl.int32, layout)
             )
@@ -57,12 +57,12 @@ class WorkChannel:
         columns = gl.sum(self.slots.index(4 + slot).load(layout), 0)
         unmasked_tiles = slash_tiles
         first_column = 0
-        if self.PACKED:
+        if self.RANGES:
             unmasked_tiles = gl.sum(self.slots.index(6 + slot).load(layout), 0)
             first_column = gl.sum(self.slots.index(8 + slot).load(layout), 0)
         first_unmasked = 0
         if self.MARKS:
-            at: gl.constexpr = 10 if self.PACKED else 6
+            at: gl.constexpr = 10 if self.RANGES else 6
             first_unmasked = gl.sum(self.slots.index(at + slot).load(layout), 0)
         thread_barrier()
         mbarrier.arrive(self.empty.index(slot), count=1)
@@ -71,8 +71,8 @@ class WorkChannel:
 
 
 @gluon.jit
-def allocate_channel(PACKED: gl.constexpr, MARKS: gl.constexpr):
-    sent: gl.constexpr = (5 if PACKED else 3) + (1 if MARKS else 0)
+def allocate_channel(RANGES: gl.constexpr, MARKS: gl.constexpr):
+    sent: gl.constexpr = (5 if RANGES else 3) + (1 if MARKS else 0)
     slots = gl.allocate_shared_memory(
         gl.int32, [2 * sent, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
@@ -81,7 +81,7 @@ def allocate_channel(PACKED: gl.constexpr, MARKS: gl.constexpr):
     for i in gl.static_range(2):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=3)
-    return WorkChannel(slots, full, empty, PACKED, MARKS)
+    return WorkChannel(slots, full, empty, RANGES, MARKS)
 
 
 @aggregate
@@ -120,17 +120,17 @@ class KeyMasks:
         return self.buffers.index(n % (2 * self.STAGES))
 
     @gluon.jit
-    def causal(self, n, rows, starts, first, PACKED: gl.constexpr, s_layout: gl.constexpr):
+    def causal(self, n, rows, starts, first, RANGES: gl.constexpr, s_layout: gl.constexpr):
         """The mask of tile n of the query block itself: 0 or -inf, to add to scores ``[HALF_M, BLOCK_N]``.
 
         Args:
-            rows, starts: of the queries and the first keys that they see, [HALF_M]; starts if PACKED.
+            rows, starts: of the queries and the first keys that they see, [HALF_M]; starts if RANGES.
             first: key of the tile, numbered as the rows.
         """
         key_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
         cols = first + gl.arange(0, s_layout.instr_shape[1], layout=key_layout)
         visible = rows[:, None] >= cols[None, :]
-        if PACKED:
+        if RANGES:
             position = self.tile(n).load(key_layout)
             visible = visible & (position[None, :] >= starts[:, None])
         return gl.where(visible, 0.0, float("-inf"))
@@ -162,7 +162,7 @@ def allocate_tiles(
     BLOCK_N: gl.constexpr,
     D: gl.constexpr,
     STAGES: gl.constexpr,
-    PACKED: gl.constexpr,
+    RANGES: gl.constexpr,
     MARKS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
@@ -172,7 +172,7 @@ def allocate_tiles(
         grad_out = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK // 2, D], q_desc.layout)
     k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
-    channel = allocate_channel(PACKED, MARKS)
+    channel = allocate_channel(RANGES, MARKS)
     q_full = allocate_barriers(1)
     q_empty = allocate_barriers(1)
     k_full = allocate_barriers(STAGES)

@@ -27,7 +27,7 @@ from ...types import PatternOperand
 from ..operands import BackwardInputs
 from .compat import Descriptor, SharedMemory, Value, aggregate, load_tile
 from .descriptors import descriptor, line_descriptor, sums_descriptor
-from .masks import CAUSAL, CAUSAL_DOCUMENT, DOCUMENT, PER_KEY
+from .masks import CAUSAL, CAUSAL_RANGE, PER_KEY, RANGE
 from .pipeline import Barriers, allocate_barriers
 from .query_sums import BLOCK_M, QuerySums, allocate_sums
 
@@ -120,7 +120,7 @@ class QueryTiles:
     starts: SharedMemory  # float32 [STAGES, 1, BLOCK_M]: the first keys that rows see
     D: gl.constexpr
     STAGES: gl.constexpr
-    PACKED: gl.constexpr
+    RANGES: gl.constexpr
 
     @gluon.jit
     def load(self, n, descs, batch, head, batch_head, row):
@@ -128,10 +128,10 @@ class QueryTiles:
         self.empty.wait_previous(n)
         slot = n % self.STAGES
         full = self.q_full.of(n)
-        mbarrier.expect(full, BLOCK_M * self.D * 2 + BLOCK_M * (8 if self.PACKED else 4))
+        mbarrier.expect(full, BLOCK_M * self.D * 2 + BLOCK_M * (8 if self.RANGES else 4))
         load_tile(descs.q, [batch, head, row, 0], full, self.q.index(slot))
         load_tile(descs.lse, [batch_head, row], full, self.lse.index(slot))
-        if self.PACKED:
+        if self.RANGES:
             load_tile(descs.starts, [batch, row], full, self.starts.index(slot))
         full = self.grad_out_full.of(n)
         mbarrier.expect(full, BLOCK_M * self.D * 2 + BLOCK_M * 4)
@@ -179,7 +179,7 @@ def allocate_tiles(
     HALF_N: gl.constexpr,
     D: gl.constexpr,
     STAGES: gl.constexpr,
-    PACKED: gl.constexpr,
+    RANGES: gl.constexpr,
 ):
     """Shared memory and barriers of a program."""
     dtype: gl.constexpr = q_desc.dtype
@@ -190,7 +190,7 @@ def allocate_tiles(
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse_desc.layout)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse_desc.layout)
     starts = delta
-    if PACKED:
+    if RANGES:
         starts = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = allocate_barriers(STAGES)
@@ -203,7 +203,7 @@ def allocate_tiles(
         mbarrier.init(grad_out_full.of(i), count=1)
         mbarrier.init(empty.of(i), count=2)
     queries = QueryTiles(
-        q, grad_out, lse, delta, q_full, grad_out_full, empty, starts, D, STAGES, PACKED
+        q, grad_out, lse, delta, q_full, grad_out_full, empty, starts, D, STAGES, RANGES
     )  # fmt: skip
     resident = ResidentKeys(k, v, kv_full, HALF_N, D)
     sums = None
@@ -275,7 +275,7 @@ def key_step(
         previous: the tile before, whose products are in flight; -1 if there is none.
         more: whether there is a tile n + 1.
         mask: [HALF_N, BLOCK_M] if CAUSAL, [HALF_N] if PER_KEY.
-        position: of the keys, [HALF_N], if DOCUMENT.
+        position: of the keys, [HALF_N], if RANGE.
         sums: the warpgroup's ``query_sums.QuerySums``, or None: without the queries' gradient.
         BEFORE: whether there is a tile n - 1, whose sum is due. Read with sums.
     """
@@ -296,11 +296,11 @@ def key_step(
     scores = warpgroup_mma_wait(1, deps=[scores])
     lse = tiles.lse.index(slot).load(layouts.scores) * LOG2E  # [1, BLOCK_M]
     scores = scores * scale - lse
-    if MASK == CAUSAL or MASK == CAUSAL_DOCUMENT:
+    if MASK == CAUSAL or MASK == CAUSAL_RANGE:
         scores = scores + mask
     if MASK == PER_KEY:
         scores = scores + mask[:, None]
-    if MASK == DOCUMENT or MASK == CAUSAL_DOCUMENT:
+    if MASK == RANGE or MASK == CAUSAL_RANGE:
         starts = tiles.starts.index(slot).load(layouts.scores)  # [1, BLOCK_M]
         scores = gl.where(position[:, None] >= starts, scores, float("-inf"))
     p = gl.exp2(scores)

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from ...common.tiles import LOG2E
 from .compat import Pointer, Scalar, aggregate, thread_barrier
 from .key_common import BLOCK_M, key_start, key_step, make_layouts, no_gradients, put_aside
-from .masks import CAUSAL, CAUSAL_DOCUMENT, DOCUMENT, UNMASKED
+from .masks import CAUSAL, CAUSAL_RANGE, RANGE, UNMASKED
 
 
 @aggregate
@@ -43,7 +43,7 @@ def attend(
     results, shared, column_len, num_tiles, key_len, softmax_scale, first_position,
     HALF: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr,
     SPLITS: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr, ACCUMULATE: gl.constexpr,
-    CHAIN: gl.constexpr, PACKED: gl.constexpr, TURNS: gl.constexpr,
+    CHAIN: gl.constexpr, RANGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: the gradients of half of the keys."""
     HALF_N: gl.constexpr = BLOCK // 2
@@ -54,10 +54,10 @@ def attend(
     layouts = make_layouts(D)
     scale = softmax_scale * LOG2E
     # A tile that ranges cut is rare, but where it is in the walk differs: all are masked.
-    MASK: gl.constexpr = DOCUMENT if PACKED else UNMASKED
-    DIAGONAL_MASK: gl.constexpr = CAUSAL_DOCUMENT if PACKED else CAUSAL
+    MASK: gl.constexpr = RANGE if RANGES else UNMASKED
+    DIAGONAL_MASK: gl.constexpr = CAUSAL_RANGE if RANGES else CAUSAL
     position = 0.0
-    if PACKED:
+    if RANGES:
         position = first_position + HALF * HALF_N
         position += gl.arange(0, HALF_N, layout=gl.SliceLayout(1, layouts.scores))
         position = position.to(gl.float32)  # [HALF_N]

@@ -40,7 +40,7 @@ class RankIndex:
     local_blocks: Scalar
     begin: Scalar  # the first query block that counts, read if CHUNKS
     LISTS: gl.constexpr
-    PACKED: gl.constexpr
+    RANGES: gl.constexpr
     CHUNKS: gl.constexpr
     LISTS_PER_BLOCK: gl.constexpr  # 1 of block lists, 2 of slashes: one for each apart
 
@@ -78,13 +78,13 @@ class RankIndex:
                 wrap = gl.where(odd, self.wrap_11, self.wrap_01)
             first = kv_block + apart + 2 * wrap
             # Query blocks first, first + 2, and so on, before the end.
-            end = end_q_block if self.PACKED or self.CHUNKS else self.local_blocks
+            end = end_q_block if self.RANGES or self.CHUNKS else self.local_blocks
             count = gl.maximum(end + 1 - first, 0) // 2
             if self.CHUNKS:
                 skipped = gl.minimum(gl.maximum(self.begin + 1 - first, 0) // 2, count)
         low = gl.load(head_ptr + start + skipped)
         high = gl.load(head_ptr + start + count)
-        if (self.PACKED or self.CHUNKS) and self.LISTS:
+        if (self.RANGES or self.CHUNKS) and self.LISTS:
             high = first_beyond(head_list, low, high, end_q_block - 1)
         if self.CHUNKS and self.LISTS:
             low = first_beyond(head_list, low, high, self.begin - 1)

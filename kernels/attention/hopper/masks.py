@@ -8,5 +8,5 @@ from triton.experimental.gluon import language as gl
 UNMASKED = gl.constexpr(0)
 CAUSAL = gl.constexpr(1)  # 0 or -inf for each score, to add
 PER_KEY = gl.constexpr(2)  # 0 or -inf for each key, to add
-DOCUMENT = gl.constexpr(3)  # positions of keys: masked before the first key that the row sees
-CAUSAL_DOCUMENT = gl.constexpr(4)  # both CAUSAL and DOCUMENT
+RANGE = gl.constexpr(3)  # positions of keys: masked before the first key that the row sees
+CAUSAL_RANGE = gl.constexpr(4)  # both CAUSAL and RANGE

@@ -112,7 +112,7 @@ class RoundIndex:
     BLOCK_N: gl.constexpr
     COLUMNS: gl.constexpr
     LISTS: gl.constexpr
-    PACKED: gl.constexpr
+    RANGES: gl.constexpr
     FIRST: gl.constexpr
     MARKS: gl.constexpr
 
@@ -138,7 +138,7 @@ class RoundIndex:
     @gluon.jit
     def item_keys(self, item):
         """Where the item's key blocks start in its list, and its ItemKeys; none from ``num_items`` on."""
-        if self.PACKED:
+        if self.RANGES:
             item = gl.minimum(item, self.num_items - 1)
         batch_head = item // self.local_blocks
         q_block = self.q_block(item)
@@ -152,7 +152,7 @@ class RoundIndex:
         unmasked_tiles = slash_tiles
         first_column = 0
         first_block = 0
-        if self.PACKED:
+        if self.RANGES:
             blocks = self.kv_block_bounds
             blocks += (batch_head // self.HEADS).to(gl.int64) * 2 * self.local_blocks + q_block
             entries = self.block_list + batch_head.to(gl.int64) * self.list_len
@@ -186,7 +186,7 @@ class RoundIndex:
                 mask=inside & this_round,
                 other=0,
             )
-            if self.PACKED:
+            if self.RANGES:
                 first_column = gl.where(columns > 0, gl.load(column_ptr + first_block), 0)
                 columns -= first_column
         first_unmasked = 0
@@ -315,7 +315,7 @@ class ItemIndex:
         keys = gl.arange(0, BLOCK_N, layout=layout)
         columns = self.columns
         is_slash, list_entry, block_tile, column_tile = index.place(item_keys, j)
-        if index.PACKED:
+        if index.RANGES:
             entry = self.block_list + start + list_entry
             quotient = gl.load(entry, mask=is_slash, other=0).to(gl.int32)
             column_mask = gl.full([BLOCK_N], -1, gl.int32, layout)
@@ -327,10 +327,10 @@ class ItemIndex:
             inside = (is_slash == 0) & (entry < item_keys.columns)
             position = gl.load(columns + entry, mask=inside, other=0)
             covered = gl.load(self.member + self.block - position // BLOCK, mask=inside, other=1)
-            unmasked = position if index.PACKED else 0.0
+            unmasked = position if index.RANGES else 0.0
             column_mask = gl.where(inside & (covered == 0), unmasked, column_mask)
         slash_mask = 0.0
-        if index.PACKED:
+        if index.RANGES:
             slash_mask = (self.block - index.round_index - quotient * index.outer) * BLOCK + keys
             slash_mask += block_tile * BLOCK_N
         return gl.where(is_slash, slash_mask, column_mask).to(gl.float32)

@@ -47,7 +47,7 @@ def _column_kernel(
     member,
     columns,
     column_ptr,
-    document_starts,
+    first_keys,
     q_block_bounds,
     # Strides (m: query row, b: batch entry, h: head)
     stride_qm,
@@ -69,7 +69,7 @@ def _column_kernel(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     D: tl.constexpr,
-    PACKED: tl.constexpr,
+    RANGES: tl.constexpr,
     EVEN: tl.constexpr,
     PREC: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -105,9 +105,9 @@ def _column_kernel(
     # Columns are ascending: no query block before the first column's attends to any of this tile.
     first_q_block = tl.load(columns + first) // BLOCK // world + split
     end_q_block = local_blocks
-    if PACKED:
+    if RANGES:
         # Nor does one after the last that sees the last column.
-        document_starts += batch * query_len
+        first_keys += batch * query_len
         q_block_bounds += (2 * batch + 1) * local_blocks * world
         end_q_block = blocks_before(
             tl.load(q_block_bounds + tl.max(k_block, 0)), rank, world, inner
@@ -139,8 +139,8 @@ def _column_kernel(
                 D,
                 EVEN,
             )
-            if PACKED:
-                starts = load_line(document_starts, start, offs_m, query_len, 0, EVEN)
+            if RANGES:
+                starts = load_line(first_keys, start, offs_m, query_len, 0, EVEN)
                 mask &= position[:, None] >= starts[None, :]
             dk, dv = add_tile(q, k, v, do, mask, dk, dv, lse, delta, scale, True, PREC)
         put_aside(dk_ptr, row, D, offs_n, row + end - first, dk, start_tile == 0, D, False)
@@ -181,7 +181,7 @@ def backward_columns(inputs: BackwardInputs, column_kv: Tensor, rank: int) -> Te
         HEADS=heads,
         BLOCK=index.block_size,
         D=dim,
-        PACKED=index.visible is not None,
+        RANGES=index.visible is not None,
         EVEN=length % index.block_size == 0,
         PREC=precision_for(query),
         SPLITS=splits,

@@ -58,7 +58,7 @@ def _key_kernel(
     block_list,
     columns,
     column_ptr,
-    document_starts,
+    first_keys,
     q_block_bounds,
     query_rank,
     # Strides (m: query row, n: key row, b: batch entry, h: head; d: of dk, dv and the partial sums)
@@ -106,7 +106,7 @@ def _key_kernel(
     ACCUMULATE: tl.constexpr,
     COLUMNS: tl.constexpr,
     LISTS: tl.constexpr,
-    PACKED: tl.constexpr,
+    RANGES: tl.constexpr,
     EVEN: tl.constexpr,
     PREC: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -142,10 +142,10 @@ def _key_kernel(
     same_wrap = tl.where(parity, wrap_10, wrap_00)
     other_residue = tl.where(parity, residue_11, residue_01)
     other_wrap = tl.where(parity, wrap_11, wrap_01)
-    if PACKED:
+    if RANGES:
         block = block_at(k_block, rank, world, inner)
         position = block * BLOCK + part * BLOCK_N + offs_n  # [BLOCK_N]
-        document_starts += batch * query_len
+        first_keys += batch * query_len
         q_block_bounds += 2 * batch * local_blocks * world + block
         # Query blocks before end_unmasked see it whole; from end_q_block on they attend to nothing.
         end_unmasked = blocks_before(tl.load(q_block_bounds), query_rank, world, inner)
@@ -168,8 +168,8 @@ def _key_kernel(
                     query_len, D, EVEN,
                 )  # fmt: skip
                 mask = (start_n + offs_n)[:, None] <= (start_m + offs_m)[None, :]
-                if PACKED:
-                    starts = load_line(document_starts, start_m, offs_m, query_len, 0, EVEN)
+                if RANGES:
+                    starts = load_line(first_keys, start_m, offs_m, query_len, 0, EVEN)
                     mask &= position[:, None] >= starts[None, :]
                 dk, dv = add_tile(q, k, v, do, mask, dk, dv, lse, delta, scale, True, PREC)
         for apart in tl.static_range(1 if LISTS else 2):
@@ -178,7 +178,7 @@ def _key_kernel(
                 low = tl.load(block_ptr + residue_00 + bh * local_blocks + k_block)
                 high = tl.load(block_ptr + residue_00 + bh * local_blocks + k_block + 1)
                 unmasked_end = high
-                if PACKED:
+                if RANGES:
                     own_list = block_list + bh * list_len
                     unmasked_end = first_beyond(own_list, low, high, end_unmasked - 1)
                     high = first_beyond(own_list, low, high, end_q_block - 1)
@@ -187,15 +187,15 @@ def _key_kernel(
                 first = k_block + apart + 2 * (same_wrap if apart == 0 else other_wrap)
                 low = tl.load(block_ptr + bh * ptr_len + residue)
                 # Query blocks first, first + 2, and so on.
-                count = tl.maximum((end_q_block if PACKED else local_blocks) + 1 - first, 0) // 2
+                count = tl.maximum((end_q_block if RANGES else local_blocks) + 1 - first, 0) // 2
                 high = tl.load(block_ptr + bh * ptr_len + residue + count)
                 unmasked_end = high
-                if PACKED:
+                if RANGES:
                     count = tl.maximum(end_unmasked + 1 - first, 0) // 2
                     unmasked_end = tl.load(block_ptr + bh * ptr_len + residue + count)
             if DIAGONAL and apart == 0:
                 low += 1
-            for MASKED in tl.static_range(2 if PACKED else 1):
+            for MASKED in tl.static_range(2 if RANGES else 1):
                 begin = tl.maximum(low, unmasked_end) if MASKED else low
                 end = high if MASKED else unmasked_end
                 num_tiles = tl.maximum(end - begin, 0) * tiles
@@ -211,7 +211,7 @@ def _key_kernel(
                         )  # fmt: skip
                         mask = 0
                         if MASKED:
-                            starts = load_line(document_starts, start_m, offs_m, query_len, 0, EVEN)
+                            starts = load_line(first_keys, start_m, offs_m, query_len, 0, EVEN)
                             mask = position[:, None] >= starts[None, :]
                         dk, dv = add_tile(
                             q, k, v, do, mask, dk, dv, lse, delta, scale, MASKED, PREC
@@ -323,7 +323,7 @@ def backward_key(
         ACCUMULATE=accumulator is not None,
         COLUMNS=column_gradients is not None,
         LISTS=index.has_block_lists,
-        PACKED=index.visible is not None,
+        RANGES=index.visible is not None,
         EVEN=length % index.block_size == 0,
         PREC=precision_for(query),
         SPLITS=splits,

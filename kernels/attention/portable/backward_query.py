@@ -75,7 +75,7 @@ def _query_kernel(
     column_ptr,
     column_k_ptr,
     column_v_ptr,
-    document_starts,
+    first_keys,
     kv_block_bounds,
     # Strides (r: rank, m: query row, n: key row, b: batch entry, h: head)
     stride_qm,
@@ -122,7 +122,7 @@ def _query_kernel(
     FIRST: tl.constexpr,
     COLUMNS: tl.constexpr,
     LISTS: tl.constexpr,
-    PACKED: tl.constexpr,
+    RANGES: tl.constexpr,
     EVEN: tl.constexpr,
     PREC: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -161,8 +161,8 @@ def _query_kernel(
     attended = tl.zeros([BLOCK_M], tl.float32)
 
     low, unmasked_end, high, last_block, starts, first_block, group = slash_range(
-        block_ptr, block_list, document_starts, kv_block_bounds, q_block, start, offs_m, inside, batch,
-        query_len, local_blocks, rank, wrap, round_index, outer, INNER, LISTS, PACKED,
+        block_ptr, block_list, first_keys, kv_block_bounds, q_block, start, offs_m, inside, batch,
+        query_len, local_blocks, rank, wrap, round_index, outer, INNER, LISTS, RANGES,
     )  # fmt: skip
     if FIRST:
         # Block distance 0 is the first of the list, and the only one that needs a causal mask.
@@ -172,12 +172,12 @@ def _query_kernel(
         for tile in range(tl.cdiv((part + 1) * BLOCK_M, BLOCK_N)):
             k, v, mask = diagonal_tile(
                 tile, q_block, start + offs_m, offs_n, starts, own_k, own_v, stride_kn, stride_vn, key_len,
-                rank, world, INNER, BLOCK, BLOCK_N, D, PACKED, EVEN,
+                rank, world, INNER, BLOCK, BLOCK_N, D, RANGES, EVEN,
             )  # fmt: skip
             dq, p = _add_tile(q, k, v, do, mask, dq, lse, delta, scale, True, PREC)
             if attended_ptr is not None:
                 attended += tl.sum(p, 1)
-    for MASKED in tl.static_range(2 if PACKED else 1):
+    for MASKED in tl.static_range(2 if RANGES else 1):
         begin = tl.maximum(low, unmasked_end) if MASKED else low
         end = high if MASKED else unmasked_end
         for j in range(begin * tiles, end * tiles):
@@ -191,12 +191,12 @@ def _query_kernel(
                 attended += tl.sum(p, 1)
     if COLUMNS:
         low, high, block = column_range(
-            column_ptr, q_block, head, first_block, rank, world, round_index, outer, INNER, HEADS, PACKED
+            column_ptr, q_block, head, first_block, rank, world, round_index, outer, INNER, HEADS, RANGES
         )  # fmt: skip
         for first in range(low, high, BLOCK_N):
             k, v, mask = column_tile(
                 first, high, offs_n, block, starts, columns, member, column_k_ptr, column_v_ptr,
-                BLOCK, D, PACKED,
+                BLOCK, D, RANGES,
             )  # fmt: skip
             dq, p = _add_tile(q, k, v, do, mask, dq, lse, delta, scale, True, PREC)
             if attended_ptr is not None:

@@ -107,17 +107,17 @@ def _attend_columns(
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     D: tl.constexpr,
-    PACKED: tl.constexpr,
+    RANGES: tl.constexpr,
     PREC: tl.constexpr,
 ):
     """Add the columns of a query block."""
     low, high, block = column_range(
-        column_ptr, q_block, head, first_block, rank, world, round_index, outer, INNER, HEADS, PACKED
+        column_ptr, q_block, head, first_block, rank, world, round_index, outer, INNER, HEADS, RANGES
     )  # fmt: skip
     for first in range(low, high, BLOCK_N):
         k, v, mask = column_tile(
             first, high, offs_n, block, starts, columns, member, column_k_ptr, column_v_ptr,
-            BLOCK, D, PACKED,
+            BLOCK, D, RANGES,
         )  # fmt: skip
         acc, m, l, tile_sum, alpha = _online_softmax(q, k, v, mask, acc, m, l, scale, True, PREC)
     return acc, m, l
@@ -140,7 +140,7 @@ def _forward_kernel(
     column_ptr,
     column_k_ptr,
     column_v_ptr,
-    document_starts,
+    first_keys,
     kv_block_bounds,
     # The marks of blocks (BlockMarks), or None
     words,
@@ -186,7 +186,7 @@ def _forward_kernel(
     FIRST: tl.constexpr,
     COLUMNS: tl.constexpr,
     LISTS: tl.constexpr,
-    PACKED: tl.constexpr,
+    RANGES: tl.constexpr,
     EVEN: tl.constexpr,
     PREC: tl.constexpr,
     LAST: tl.constexpr,
@@ -196,8 +196,8 @@ def _forward_kernel(
 ):
     tiles: tl.constexpr = BLOCK // BLOCK_N
     # Blocks with a mask of visible keys come last, or first.
-    FROM_MASKED: tl.constexpr = 1 if PACKED and MARKS else 0
-    TO_MASKED: tl.constexpr = -1 if PACKED and MARKS else 2 if PACKED else 1
+    FROM_MASKED: tl.constexpr = 1 if RANGES and MARKS else 0
+    TO_MASKED: tl.constexpr = -1 if RANGES and MARKS else 2 if RANGES else 1
     q_block, part = query_rows_of_program(local_blocks, BLOCK, BLOCK_M)
     bh = tl.program_id(1).to(tl.int64)
     batch = bh // HEADS
@@ -233,8 +233,8 @@ def _forward_kernel(
         l = tl.where(m == float("-inf"), 0.0, 1.0)
 
     low, unmasked_end, high, last_block, starts, first_block, group = slash_range(
-        block_ptr, block_list, document_starts, kv_block_bounds, q_block, start, offs_m, inside, batch,
-        query_len, local_blocks, rank, wrap, round_index, outer, INNER, LISTS, PACKED,
+        block_ptr, block_list, first_keys, kv_block_bounds, q_block, start, offs_m, inside, batch,
+        query_len, local_blocks, rank, wrap, round_index, outer, INNER, LISTS, RANGES,
     )  # fmt: skip
     least = 0.0
     block = 0
@@ -253,7 +253,7 @@ def _forward_kernel(
         for tile in range(tl.cdiv((part + 1) * BLOCK_M, BLOCK_N)):
             k, v, mask = diagonal_tile(
                 tile, q_block, start + offs_m, offs_n, starts, own_k, own_v, stride_kn, stride_vn, key_len,
-                rank, world, INNER, BLOCK, BLOCK_N, D, PACKED, EVEN,
+                rank, world, INNER, BLOCK, BLOCK_N, D, RANGES, EVEN,
             )  # fmt: skip
             acc, m, l, tile_sum, alpha = _online_softmax(
                 q, k, v, mask, acc, m, l, scale, True, PREC
@@ -264,7 +264,7 @@ def _forward_kernel(
         acc, m, l = _attend_columns(
             q, acc, m, l, scale, offs_n, starts, columns, column_ptr, member, column_k_ptr, column_v_ptr,
             q_block, head, first_block, rank, world, round_index, outer,
-            INNER, HEADS, BLOCK, BLOCK_N, D, PACKED, PREC,
+            INNER, HEADS, BLOCK, BLOCK_N, D, RANGES, PREC,
         )  # fmt: skip
     for MASKED in tl.static_range(FROM_MASKED, TO_MASKED, -1 if FROM_MASKED > TO_MASKED else 1):
         begin = tl.maximum(low, unmasked_end) if MASKED else low
@@ -308,7 +308,7 @@ def _forward_kernel(
         acc, m, l = _attend_columns(
             q, acc, m, l, scale, offs_n, starts, columns, column_ptr, member, column_k_ptr, column_v_ptr,
             q_block, head, first_block, rank, world, round_index, outer,
-            INNER, HEADS, BLOCK, BLOCK_N, D, PACKED, PREC,
+            INNER, HEADS, BLOCK, BLOCK_N, D, RANGES, PREC,
         )  # fmt: skip
 
     out_ptr += batch * stride_ob + head * stride_oh

@@ -35,10 +35,10 @@ def kv_arguments(query: Tensor, keys: RoundKeys, index: PatternOperand) -> dict[
     column_k, column_v = key, value  # not read
     if keys.column_kv is not None:
         column_k, column_v = keys.column_kv
-    document_starts = kv_block_bounds = None
+    first_keys = kv_block_bounds = None
     if index.visible is not None:
         local = index.visible.on(keys.round.rank, index.world, index.inner, index.block_size)
-        document_starts, kv_block_bounds = local.start, local.kv_block_bounds
+        first_keys, kv_block_bounds = local.start, local.kv_block_bounds
     stride_kr, stride_kn, stride_kb, stride_kh, _ = key.stride()
     stride_vr, stride_vn, stride_vb, stride_vh, _ = value.stride()
     return dict(
@@ -55,7 +55,7 @@ def kv_arguments(query: Tensor, keys: RoundKeys, index: PatternOperand) -> dict[
         key_len=key.shape[1],
         column_k_ptr=column_k,
         column_v_ptr=column_v,
-        document_starts=document_starts,
+        first_keys=first_keys,
         kv_block_bounds=kv_block_bounds,
         **round_arguments(index, keys.round),
         GROUP=query.shape[2] // key.shape[3],
@@ -109,7 +109,7 @@ def pattern_of_head(
 def slash_range(
     block_ptr,
     block_list,
-    document_starts,
+    first_keys,
     kv_block_bounds,
     q_block,
     start,
@@ -124,7 +124,7 @@ def slash_range(
     outer,
     INNER: tl.constexpr,
     LISTS: tl.constexpr,
-    PACKED: tl.constexpr,
+    RANGES: tl.constexpr,
 ):
     """The part of the slash list that a query block attends to.
 
@@ -143,8 +143,8 @@ def slash_range(
     starts = 0
     first_block = 0
     group = 0
-    if PACKED:
-        starts = tl.load(document_starts + batch * query_len + start + offs_m, mask=inside, other=0)
+    if RANGES:
+        starts = tl.load(first_keys + batch * query_len + start + offs_m, mask=inside, other=0)
         kv_block_bounds += batch * 2 * local_blocks + q_block
         first_block = tl.load(kv_block_bounds)
         group = rank // INNER - round_index + wrap * outer
@@ -183,7 +183,7 @@ def diagonal_tile(
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     D: tl.constexpr,
-    PACKED: tl.constexpr,
+    RANGES: tl.constexpr,
     EVEN: tl.constexpr,
 ):
     """Tile ``tile`` of the query block's own key block: k and v [BLOCK_N, D], and the causal mask
@@ -192,7 +192,7 @@ def diagonal_tile(
     k = load_rows(k_ptr, start, stride_kn, offs_n, key_len, D, EVEN)
     v = load_rows(v_ptr, start, stride_vn, offs_n, key_len, D, EVEN)
     mask = rows[:, None] >= (start + offs_n)[None, :]
-    if PACKED:
+    if RANGES:
         position = block_at(q_block, rank, world, INNER) * BLOCK + tile * BLOCK_N + offs_n
         mask &= position[None, :] >= starts[:, None]
     return k, v, mask
@@ -248,7 +248,7 @@ def column_range(
     outer,
     INNER: tl.constexpr,
     HEADS: tl.constexpr,
-    PACKED: tl.constexpr,
+    RANGES: tl.constexpr,
 ):
     """The columns that a query block attends to, low to high in the head's list, and the block's number in
     the sequence. Each head has its columns in one of the rounds, so that rounds have equal work."""
@@ -256,7 +256,7 @@ def column_range(
     high = tl.load(column_ptr + block)
     high = tl.where(head * outer // HEADS == round_index, high, 0)
     low = 0
-    if PACKED:
+    if RANGES:
         low = tl.load(column_ptr + first_block)
     return low, high, block
 
@@ -274,7 +274,7 @@ def column_tile(
     column_v_ptr,
     BLOCK: tl.constexpr,
     D: tl.constexpr,
-    PACKED: tl.constexpr,
+    RANGES: tl.constexpr,
 ):
     """Columns ``first`` to ``first + BLOCK_N`` of the head's list, which ends at ``end`` for query block
     ``block`` of the sequence: k and v [BLOCK_N, D], and a mask [1, BLOCK_N], or [BLOCK_M, BLOCK_N] with
@@ -289,6 +289,6 @@ def column_tile(
     k = gather_rows(column_k_ptr, entry, D)
     v = gather_rows(column_v_ptr, entry, D)
     mask = mask[None, :]
-    if PACKED:
+    if RANGES:
         mask &= tl.load(columns + entry)[None, :] >= starts[:, None]
     return k, v, mask
