@@ -130,6 +130,12 @@ def locked_folder(path: Path, option: str) -> Iterator[Path]:
         _close(descriptors)
 
 
+def is_of_a_run(folder: Path) -> bool:
+    """Whether a folder is one that :func:`locked_folder` has made."""
+    lock = folder / LOCK
+    return lock.is_file() and lock.read_bytes()[: len(MARK)] == MARK
+
+
 def refuse_to_replace_input(option: str, path: Path, read: Iterable[Path]) -> None:
     """Raise :class:`ConfigError` if ``path`` is a file that is read, or is in a folder that is."""
     if not os.path.exists(path):
@@ -152,43 +158,50 @@ def cannot_write(option: str, path: Path, error: OSError) -> ConfigError:
 
 
 @contextmanager
-def _private_folder(private: Path, target: Path, option: str) -> Iterator[Path]:
-    """The folder, locked and empty; removed at the end, as are new parents of a target that failed."""
-    parents: list[Path] = []
+def writing(option: str, target: Path, folder: Path, *own: Path) -> Iterator[None]:
+    """Make a folder with its parents, which are removed again if the context fails and leaves them empty.
+
+    Args:
+        target: what messages name.
+        own: files and folders that nobody else writes.
+
+    Raises:
+        ConfigError: for an OSError of writing here, and not of some file that was read meanwhile.
+    """
+    missing: list[Path] = []
     try:
-        parents += _make_parents(private.parent)
-        with locked_folder(private, option):
-            try:
-                if _put_back(target, private / OLD):
-                    print(f"{target} is back: a killed run had moved it away", file=sys.stderr)
-                _empty(private)
-                yield private
-            finally:
-                _remove(private, target)
+        missing += [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
     except BaseException as error:
-        for parent in reversed(parents):
-            with suppress(OSError):  # in use by another
+        for parent in missing:
+            with suppress(OSError):  # in use
                 parent.rmdir()
-        if isinstance(error, OSError) and _is_about(error, private, target):
+        if isinstance(error, OSError) and _is_about(error, target, own):
             raise cannot_write(option, target, error) from error
         raise
 
 
-def _is_about(error: OSError, private: Path, target: Path) -> bool:
-    """Whether it comes from writing here, and not from some file that was read meanwhile."""
-    if error.errno is None:  # a library's own
+@contextmanager
+def _private_folder(private: Path, target: Path, option: str) -> Iterator[Path]:
+    """The folder, locked and empty; removed at the end, as are new parents of a target that failed."""
+    with writing(option, target, private.parent, private), locked_folder(private, option):
+        try:
+            if _put_back(target, private / OLD):
+                print(f"{target} is back: a killed run had moved it away", file=sys.stderr)
+            _empty(private)
+            yield private
+        finally:
+            _remove(private, target)
+
+
+def _is_about(error: OSError, target: Path, own: tuple[Path, ...]) -> bool:
+    if error.errno in (None, errno.EPIPE):  # a library's own, or of standard output
         return False
     if not isinstance(error.filename, str | os.PathLike):  # of an open file
         return True
     file = Path(error.filename)
-    return file in (target, *target.parents) or private in (file, *file.parents)
-
-
-def _make_parents(folder: Path) -> list[Path]:
-    """Make a folder and return those that were not there, the outermost first."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    return missing[::-1]
+    return file in (target, *target.parents) or not {file, *file.parents}.isdisjoint(own)
 
 
 def _try_lock(path: Path, option: str, descriptors: list[int]) -> bool:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
 import stat
@@ -30,21 +29,14 @@ KINDS = {
 _CONVERT = "convert it to jsonl or parquet"
 _MEGATRON = "if it is Megatron's dataset already, give it to --data-path"
 REFUSED = {
-    ".jsonl.lz4": "decompress it, or compress it with gzip or zstd",
-    ".json.gz": "jsonl.gz, a JSON object a line, is supported",
-    ".mds.zstd": "decompress it",
-    ".mds.gz": "decompress it",
     **dict.fromkeys((".arrow", ".feather", ".csv", ".tsv"), _CONVERT),
     **dict.fromkeys((".bin", ".idx"), _MEGATRON),
 }
 """What is not read, and should be neither left out in silence nor taken for a source file."""
 PACKED = re.compile(
-    r"\.(jsonl|ndjson|parquet|mds|csv|tsv)\.(gz|bz2|xz|zst|zip|lzma|z|br|lz4|lzo|snappy|sz|7z|tar|tgz)\Z"
+    r"\.(jsonl?|ndjson|parquet|mds|csv|tsv)\.(gz|bz2|xz|zstd?|zip|lzma|z|br|lz4|lzo|snappy|sz|7z|tar|tgz)\Z"
 )
 """The same: data in a compression that is not read."""
-ENDS = 2**16
-"""Bytes at the beginning and at the end of a file that tell it from another of its size and time."""
-MOST_PARTS = 2**20
 NAMED = 100
 """Files left out that the report names."""
 
@@ -59,7 +51,6 @@ class File:
         joined: of text: the INPUT folder whose files are one document, or "" for a document of its own.
         size: bytes.
         changed: time, in nanoseconds.
-        ends: a hash of its first and last :data:`ENDS` bytes, for changes that keep size and time.
     """
 
     path: str
@@ -68,12 +59,6 @@ class File:
     joined: str = ""
     size: int = 0
     changed: int = 0
-    ends: str = ""
-
-    @property
-    def state(self) -> list:
-        """What tells it from the same one after a change, for JSON."""
-        return [self.size, self.changed, self.ends]
 
 
 @dataclass(frozen=True)
@@ -104,18 +89,11 @@ class Inputs:
     Attributes:
         others: hidden files, links to what is there too or nowhere, pipes, devices, and parts of interrupted
             runs.
-        unreadable: what --skip-unreadable allows to leave out.
     """
 
     files: list[File] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
-    unreadable: list[str] = field(default_factory=list)
-
-    def but(self) -> str:
-        """What there was instead of files."""
-        both = (self.others, "are left out"), (self.unreadable, "cannot be read")
-        return "".join(f"; {len(some)} {what}, such as {some[0]}" for some, what in both if some)
 
 
 def find(options: Options, output: Output) -> Inputs:
@@ -127,20 +105,18 @@ def find(options: Options, output: Output) -> Inputs:
     found, seen = Inputs(), set()
     for given in options.inputs:
         named = not os.path.isdir(given)  # not Path's, which raises for a name that is too long
-        try:
-            os.stat(given)
-        except PermissionError as error:
-            raise _unreadable(given, error) from None
-        except OSError:
-            raise ConfigError(f"INPUT is {given}, which does not exist") from None
         if named and output.holds(given):
             raise ConfigError(
                 f"INPUT is {given}, which --output {output.prefix} would replace or remove: name another "
                 "prefix"
             )
-        paths = [given] if named else _in_folder(given, output, options, found)
+        try:
+            paths = [given] if named else _in_folder(given, output, found.others)
+        except OSError as error:
+            raise _unreadable(error.filename, error) from None
         if not paths:
-            raise ConfigError(f"INPUT is {given}, a folder without files{found.but()}")
+            left_out = f"; {len(found.others)} are left out" if found.others else ""
+            raise ConfigError(f"INPUT is {given}, a folder without files{left_out}")
         join = str(given) if given in options.join and not named else ""
         files = []
         for path in paths:
@@ -152,16 +128,11 @@ def find(options: Options, output: Output) -> Inputs:
             try:
                 file = File(str(path), kind, named, join if kind == "text" else "", *_state(path))
             except OSError as error:
-                if named or not options.skip_unreadable:
-                    raise _unreadable(path, error) from None
-                found.unreadable.append(str(path))
-                continue
+                raise _unreadable(path, error) from None
             if not file.size and (kind != "text" or named):
                 raise ConfigError(f"INPUT has {path}, which is empty: leave it out")
             files.append(file)
         found.files += _together(files)
-    if not found.files:
-        raise ConfigError(f"INPUT has no file that can be read{found.but()}")
     _check(options, found.files)
     for text, some in groupby(found.files, key=lambda file: file.kind == "text"):
         found.parts += (_texts if text else _records)(list(some), options.part_bytes)
@@ -176,8 +147,8 @@ def _together(files: list[File]) -> list[File]:
     return others[:place] + joined + others[place:]
 
 
-def _state(path: Path) -> tuple[int, int, str]:
-    """Size, time and ends of a file that is there and can be read.
+def _state(path: Path) -> tuple[int, int]:
+    """Size and time of a file that is there and can be read.
 
     Raises:
         OSError: it cannot.
@@ -188,80 +159,59 @@ def _state(path: Path) -> tuple[int, int, str]:
         raise ConfigError(
             f"INPUT is {path}, a pipe or a device: write it into a file, and give that"
         )
-    with open(path, "rb") as file:
-        ends = hashlib.sha256(file.read(ENDS))
-        if about.st_size > ENDS:
-            file.seek(max(ENDS, about.st_size - ENDS))
-            ends.update(file.read(ENDS))
-    return about.st_size, about.st_mtime_ns, ends.hexdigest()[:16]
+    with open(path, "rb"):
+        return about.st_size, about.st_mtime_ns
 
 
 def _unreadable(path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"INPUT has {path}, which cannot be read: {error.strerror}; fix that, or leave out what is in "
-        "folders and cannot be read with --skip-unreadable"
+        f"INPUT has {path}, which cannot be read: {error.strerror}; fix that, or move it away"
     )
 
 
-def _in_folder(folder: Path, output: Output, options: Options, found: Inputs) -> list[Path]:
-    """Its files, in each folder before its subfolders. Those of other types are added to ``found.others``;
-    with ``--skip-unreadable``, those that cannot be read to ``found.unreadable``."""
+def _in_folder(folder: Path, output: Output, others: list[str]) -> list[Path]:
+    """Its files, in each folder before its subfolders; what is left out is added to ``others``.
+
+    Raises:
+        OSError: a folder or a file cannot be looked at.
+    """
 
     def failed(error: OSError):
-        if not options.skip_unreadable:
-            raise _unreadable(error.filename, error) from None
-        found.unreadable.append(str(error.filename))
-
-    def is_index(file: Path) -> bool:
-        """Of shards, which all must be there: of a copy that was broken off, some are not."""
-        listed = shards.listed(file)
-        gone = shards.missing(file, listed) if options.format in ("auto", "mds") else []
-        if gone and not options.skip_unreadable:
-            raise ConfigError(
-                f"INPUT has {file}, which lists {len(gone)} shards that are not there, such as "
-                f"{gone[0][:80]}: copy the folder again, or leave out what is not there with "
-                "--skip-unreadable"
-            )
-        found.unreadable.extend(os.path.join(file.parent, name) for name in gone)
-        return bool(listed)
+        raise error
 
     files = []
     inside = os.path.join(os.path.realpath(folder), "")
     for path, folders, names in os.walk(folder, onerror=failed):
         kept = [name for name in sorted(folders) if _is_entered(Path(path, name), output)]
-        found.others.extend(os.path.join(path, name) for name in sorted({*folders} - {*kept}))
+        others += [os.path.join(path, name) for name in sorted({*folders} - {*kept})]
         folders[:] = kept
         has_shards = any(name.lower().endswith(".mds") for name in names)
         for name in sorted(names):
             file = Path(path, name)
-            try:
-                regular = _is_regular(file)
-                again = file.is_symlink() and os.path.realpath(file).startswith(inside)
-                if name.startswith(".") or again or not regular:
-                    found.others.append(str(file))
-                elif name == shards.INDEX and (is_index(file) or has_shards):
-                    continue
-                elif not output.holds(file):
-                    files.append(file)
-            except OSError as error:
-                failed(error)
+            again = file.is_symlink() and os.path.realpath(file).startswith(inside)
+            if name.startswith(".") or again or not _is_regular(file):
+                others.append(str(file))
+            elif name == shards.INDEX and (shards.is_index(file) or has_shards):
+                continue
+            elif not output.holds(file):
+                files.append(file)
     return files
 
 
 def _is_entered(folder: Path, output: Output) -> bool:
-    hidden = folder.name.startswith(".") or os.path.islink(folder)
-    try:
-        return not (hidden or output.is_parts_of_another(folder))
-    except PermissionError:  # of a look inside: said of the folder, when that is entered
-        return True
+    if folder.name.startswith(".") or os.path.islink(folder):
+        return False
+    return not output.is_parts_of_another(folder)
 
 
 def _is_regular(file: Path) -> bool:
-    """Not Path.is_file, which calls a file that cannot be looked at none in Python 3.14."""
+    """Not Path.is_file, which calls a file that cannot be looked at none."""
     try:
         return stat.S_ISREG(os.stat(file).st_mode)
+    except FileNotFoundError:  # a link that leads nowhere
+        return False
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ELOOP):  # a link that leads nowhere
+        if error.errno == errno.ELOOP:
             return False
         raise
 
@@ -286,7 +236,8 @@ def _kind(file: Path, format: str, named: bool) -> str:
             return kind
     if packed := PACKED.search(name):
         raise ConfigError(
-            f"INPUT has {file}, and {packed[0]} files are not supported: decompress it, or leave it out"
+            f"INPUT has {file}, and {packed[0]} files are not supported: decompress it (JSON lines may be "
+            "compressed with gzip or zstd), or leave it out"
         )
     return "text"
 
@@ -315,12 +266,6 @@ def _check(options: Options, files: list[File]) -> None:
         require("backports.zstd", extra="data")
     if "mds" in kinds:
         require("streaming", extra="mds")
-    total = sum(file.size for file in files)
-    if total > options.part_bytes * MOST_PARTS:  # each has a file, and is read by a job of its own
-        raise ConfigError(
-            f"--part-bytes is {options.part_bytes}, which divides the INPUT of {total} bytes into more than "
-            f"{MOST_PARTS} parts: use {-(-total // MOST_PARTS)} or more"
-        )
 
 
 def _texts(files: list[File], part_bytes: int) -> list[Part]:

@@ -48,7 +48,6 @@ class Options:
     part_bytes: int
     document_bytes: int
     """A longer document is refused: tokenizing takes up to about 150 times as much memory."""
-    skip_unreadable: bool
     overwrite: bool
     keep_parts: bool
 
@@ -97,8 +96,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--part-bytes", what, type=int, default=PART_BYTES, metavar="N")
     what = "refuse longer documents, because tokenizing takes 150 times their memory (%(default)s)"
     add("--document-bytes", what, type=int, default=DOCUMENT_BYTES, metavar="N")
-    what = "skip and report files and folders inside an INPUT folder that cannot be read"
-    add("--skip-unreadable", what, action="store_true")
     add("--overwrite", "replace an existing dataset", action="store_true")
     what = "keep PREFIX.parts, to pack the same token ids again with other options"
     add("--keep-parts", what, action="store_true")
@@ -170,8 +167,6 @@ def _path(text: str) -> Path:
     """A path that is given; an empty one, of a shell variable that is not set, would be this folder."""
     if not text.strip():
         raise argparse.ArgumentTypeError("is empty: name a file or a folder")
-    if "\0" in text:
-        raise argparse.ArgumentTypeError(f"is {text!r}, which has a zero byte")
     if "://" in text and not os.path.exists(text):
         raise argparse.ArgumentTypeError(
             f"is {text}: download it, and name the file or folder here"

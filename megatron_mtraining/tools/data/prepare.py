@@ -33,8 +33,6 @@ KEEP = {
 """What to do where documents are left out, by the tally's name of the reason."""
 REPORTED = ("pack", "longer", "long_only", "shuffle", "seed", "buffer", "workers", "part_bytes")
 """Options that the report repeats."""
-TOLD = 10
-"""Changed files that are named."""
 
 
 def prepare(options: Options) -> None:
@@ -86,32 +84,19 @@ def _tokenize(job: Job, encoder: Encoder, found: inputs.Inputs) -> None:
     total = sum(part.size for part in found.parts)
     with tqdm(total=total, desc="tokenize", unit="B", unit_scale=True, file=sys.stderr) as bar:
 
-        def tell(what: str) -> None:
-            bar.write(what, sys.stderr)
-
-        sizes = {file.path: file.size for file in found.files}
-        changed = job.parts.changed({file.path: file.state for file in found.files})
-        for path in changed[:TOLD]:
-            tell(f"{path} ({sizes[path]} bytes) has changed: it is tokenized again")
-        if len(changed) > TOLD:
-            tell(f"so have {len(changed) - TOLD} other files")
-
         def done(number: int, counts: dict) -> None:
             _check_lengths(job.options, found.parts[number], counts)
             bar.update(found.parts[number].size)
 
-        for number, part in enumerate(found.parts):
-            try:
-                counts = job.parts.load(number, check=True)
-            except (OSError, ValueError):
-                tell(f"a part of {part.files[0].path} is broken: it is tokenized again")
-                counts = None
+        for number in range(len(found.parts)):
+            counts = job.parts.load(number)
             if counts is None:
                 todo.append(number)
             else:
                 done(number, counts)
         if len(todo) < len(found.parts):
-            tell(f"going on: {len(found.parts) - len(todo)} of {len(found.parts)} parts are done")
+            done_before = len(found.parts) - len(todo)
+            bar.write(f"going on: {done_before} of {len(found.parts)} parts are done", sys.stderr)
         with closing(tokenize(job, encoder, todo)) as results:
             for number, counts in results:
                 done(number, counts)

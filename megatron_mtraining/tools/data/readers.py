@@ -35,8 +35,6 @@ TEXT, IDS, STRETCHES = "text", "input_ids", "indices"
 NOT_TEXT = object()
 """In place of the document of a file that is not UTF-8, found in a folder."""
 RECORD = {"jsonl": "line", "parquet": "row", "mds": "sample"}
-LINE = 8
-"""Bytes of a line, for each of the longest document: escapes take 6 for one, and there are other fields."""
 CHUNK = 2**20
 
 
@@ -80,7 +78,7 @@ def read(
     if part.kind == "text":
         yield from _texts(part, limit)
         return
-    for place, record in READERS[part.kind](part, field, limit):
+    for place, record in READERS[part.kind](part, field):
         content = _content(place, record, field)
         # No more than 4 bytes a character: short ones need not be encoded to know.
         if isinstance(content, str) and 4 * len(content) > limit:
@@ -179,7 +177,7 @@ def _text(file: File, limit: int):
     return NOT_TEXT
 
 
-def _lines(part: Part, field: str | None, limit: int) -> Iterator[tuple[Place, Mapping]]:
+def _lines(part: Part, field: str | None) -> Iterator[tuple[Place, Mapping]]:
     name = part.files[0].path
     with _opened(name) as file:
         position = part.start
@@ -189,14 +187,13 @@ def _lines(part: Part, field: str | None, limit: int) -> Iterator[tuple[Place, M
             position += _skip_line(file) - 1
         count = 0
         while part.stop < 0 or position < part.stop:
-            line = file.readline(LINE * limit + 1)
+            line = file.readline()
             if not line:
                 break
             position += len(line)
             count += 1
-            place = Place(part, name, count)
-            _check_record(place, len(line), limit)
             if line.strip():
+                place = Place(part, name, count)
                 yield place, _json_object(place, line)
 
 
@@ -311,16 +308,7 @@ def _check_size(what: Place | str, size: int, limit: int) -> None:
         )
 
 
-def _check_record(what: Place | str, size: int, limit: int) -> None:
-    """Refuse a record before it is decoded, if its fields have too many bytes."""
-    if size > LINE * limit:
-        raise ConfigError(
-            f"{what} is longer than {LINE} times --document-bytes ({limit}): divide it, leave it out, or "
-            "raise the limit"
-        )
-
-
-def _rows(part: Part, field: str | None, limit: int) -> Iterator[tuple[Place, Mapping]]:
+def _rows(part: Part, field: str | None) -> Iterator[tuple[Place, Mapping]]:
     from pyarrow import parquet
 
     name = part.files[0].path
@@ -334,14 +322,6 @@ def _rows(part: Part, field: str | None, limit: int) -> Iterator[tuple[Place, Ma
         wanted += [STRETCHES] if wanted[0] != TEXT and STRETCHES in names else []
         row = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
         groups = range(part.start, part.stop)
-        first = row
-        for group in map(file.metadata.row_group, groups):
-            for chunk in map(group.column, range(group.num_columns)):
-                if chunk.path_in_schema.partition(".")[0] in wanted and group.num_rows:
-                    last = first + group.num_rows - 1
-                    what = f"{name}, mean of rows {first} to {last},"
-                    _check_record(what, chunk.total_uncompressed_size // group.num_rows, limit)
-            first += group.num_rows
         # A row may be a book: few of them at a time.
         for batch in file.iter_batches(batch_size=16, row_groups=groups, columns=wanted):
             for values in zip(*(map(_value, batch.column(column)) for column in wanted)):
@@ -359,7 +339,7 @@ def _value(scalar):
     return scalar.as_py()
 
 
-def _samples(part: Part, field: str | None, limit: int) -> Iterator[tuple[Place, Mapping]]:
+def _samples(part: Part, field: str | None) -> Iterator[tuple[Place, Mapping]]:
     from streaming.base.format import reader_from_json
 
     name = part.files[0].path
@@ -378,7 +358,6 @@ def _samples(part: Part, field: str | None, limit: int) -> Iterator[tuple[Place,
             raise ConfigError(f"{name} is broken: its samples are not where index.json says")
         for number in range(count):
             place = Place(part, name, number)
-            _check_record(place, ends[number + 1] - ends[number], limit)
             with _named(str(place), "mosaicml-streaming"):
                 record = reader[number]
             yield place, {key: record[key] if key in wanted else None for key in record}

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +14,8 @@ import numpy as np
 
 SUFFIX = ".part"
 """Of a part's file: token ids of one document after those of the other, then what was counted in it, as JSON
-with the documents' lengths, its size, and a checksum against accidents: a disk that is full, or fails."""
-SIZE, SUM = struct.Struct("<Q"), struct.Struct("<I")
-RECORD = "inputs"
-"""The file with the states of the input files that the parts are of."""
+with the documents' lengths, and its size. It gets this name when it is whole and on the disk."""
+SIZE = struct.Struct("<Q")
 
 
 class Parts:
@@ -37,31 +34,22 @@ class Parts:
 
     def save(self, number: int, documents: Iterator[np.ndarray], counts: dict) -> None:
         """Write the token ids of a part; ``counts`` may be filled in while ``documents`` are read."""
-        lengths, total = [], 0
+        lengths = []
         with self._written(self._path(number)) as file:
             for ids in documents:
-                data = ids.tobytes()
-                file.write(data)
-                total = zlib.crc32(data, total)
+                file.write(ids.tobytes())
                 lengths.append(len(ids))
             about = json.dumps({**counts, "lengths": lengths}).encode()
-            about += SIZE.pack(len(about))
-            file.write(about + SUM.pack(zlib.crc32(about, total)))
+            file.write(about + SIZE.pack(len(about)))
 
-    def load(self, number: int, *, check: bool = False) -> dict | None:
-        """What was counted in a part, and ``lengths``: tokens of each document. None if it is not done.
-
-        Raises:
-            ValueError: with ``check``: the file is not what was written, to the byte.
-        """
+    def load(self, number: int) -> dict | None:
+        """What was counted in a part, and ``lengths``: tokens of each document. None if it is not done."""
         try:
             file = open(self._path(number), "rb")
         except FileNotFoundError:
             return None
         with file:
-            if check:
-                _check_sum(file)
-            file.seek(-SIZE.size - SUM.size, os.SEEK_END)
+            file.seek(-SIZE.size, os.SEEK_END)
             (size,) = SIZE.unpack(file.read(SIZE.size))
             file.seek(-size - SIZE.size, os.SEEK_CUR)
             return json.loads(file.read(size))
@@ -77,21 +65,6 @@ class Parts:
             if path.stem not in ours:
                 path.unlink()
 
-    def changed(self, files: dict[str, list]) -> list[str]:
-        """Files of the run before that are others now, by path; and remember ``files`` for the next run.
-
-        Args:
-            files: states by path.
-        """
-        record = self.folder / RECORD
-        try:
-            before = dict(json.loads(record.read_bytes()))
-        except (OSError, TypeError, ValueError, RecursionError):
-            before = {}
-        with self._written(record) as file:
-            file.write(json.dumps(files).encode())
-        return [path for path, state in files.items() if before.get(path, state) != state]
-
     @contextmanager
     def _written(self, path: Path):
         partial = path.with_name(f"{path.name}.partial")
@@ -104,15 +77,3 @@ class Parts:
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
-
-
-def _check_sum(file) -> None:
-    left = os.fstat(file.fileno()).st_size - SUM.size
-    if left < SIZE.size:
-        raise ValueError("it is too short")
-    total = 0
-    while left:
-        data = file.read(min(left, 2**20))
-        total, left = zlib.crc32(data, total), left - len(data)
-    if (total,) != SUM.unpack(file.read(SUM.size)):
-        raise ValueError("its checksum is another one")

@@ -110,8 +110,6 @@ class Tally:
             "tokens": self.tokens,
             "left_out_in_folders": len(self.found.others),
             "left_out_names": _printable(self.found.others[:NAMED]),
-            "unreadable": len(self.found.unreadable),
-            "unreadable_names": _printable(self.found.unreadable[:NAMED]),
             "skipped_files": self.skipped_files,
             "skipped_names": _printable(self.skipped_names[:NAMED]),
             "histogram": self.histogram(),
@@ -137,10 +135,9 @@ class Tally:
                 (("length (tokens)", "documents", "tokens", "share"), lengths),
             )
         ]
-        others, unreadable = self.found.others, self.found.unreadable
+        others = self.found.others
         for count, names, what in (
             (self.skipped_files, self.skipped_names, "files that are not UTF-8 text"),
-            (len(unreadable), unreadable, "files and folders that cannot be read"),
             (len(others), others, "hidden files, links and pipes, and unfinished runs,"),
         ):
             if count:

@@ -20,7 +20,7 @@ from .options import Options
 from .readers import NOT_TEXT, Place, read
 from .store import Parts
 
-VERSION = 4
+VERSION = 5
 """Of what is kept of parts: that of another one is not used."""
 NAMED = 10
 """Files left out that a part's counts name."""
@@ -69,8 +69,6 @@ def open_encoder(path: Path, eod: str | None) -> Encoder:
     Raises:
         ConfigError: it cannot be read, or has no such token.
     """
-    if os.path.exists(path) and not (path.is_dir() or path.is_file()):
-        raise ConfigError(f"--tokenizer is {path}, a pipe or a device: give a file or a folder")
     tokenizer = open_tokenizer(path, extra="data")
     number = tokenizer.eos if eod is None else tokenizer.id_of(eod)
     if number is None and eod is None:

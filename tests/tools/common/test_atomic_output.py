@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -81,20 +80,11 @@ def test_names_that_are_known_are_looked_for_before_writing(tmp_path):
     assert names(tmp_path) == ["both", "folder"]
 
 
-def test_the_private_folder_is_closed_to_others(tmp_path):
-    """Also one that was there."""
-    private = tmp_path / ".out.partial"
-    private.mkdir()
-    private.chmod(0o777)
-    with atomic_file(tmp_path / "out"):
-        assert private.stat().st_mode & 0o777 == 0o700
-
-
 ALL = [atomic_file, atomic_folder, atomic_files]
 
 
 @pytest.mark.parametrize("atomic", ALL)
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, SystemExit])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_errors_leave_nothing(atomic, error, tmp_path):
     with pytest.raises(error), atomic(tmp_path / "new" / "folders" / "out"):
         raise error
@@ -112,23 +102,6 @@ def test_existing_target_is_refused_under_the_lock(atomic, tmp_path):
         with atomic(out, option="--data"):
             raise AssertionError
     assert names(tmp_path) == ["out"]
-
-
-@pytest.mark.parametrize("atomic", [atomic_file, atomic_folder])
-def test_the_callers_check_decides(atomic, tmp_path):
-    asked = []
-
-    def check(path):
-        asked.append(path)
-        if len(asked) == 2:
-            raise ConfigError("changed meanwhile")
-
-    with (
-        pytest.raises(ConfigError, match="changed meanwhile"),
-        atomic(tmp_path / "out", check=check),
-    ):
-        pass
-    assert asked == [tmp_path / "out"] * 2 and names(tmp_path) == []
 
 
 @pytest.mark.parametrize("atomic", ALL)
@@ -160,17 +133,8 @@ def test_links_are_not_followed(atomic, tmp_path):
     assert not (tmp_path / "out").is_symlink() and names(other) == ["kept"]
 
 
-def test_a_link_in_place_of_the_lock(tmp_path):
-    private = tmp_path / ".out.partial"
-    private.mkdir()
-    (private / "lock").symlink_to(tmp_path / "made")
-    with pytest.raises(ConfigError, match="is a link"), atomic_file(tmp_path / "out"):
-        raise AssertionError
-    assert not (tmp_path / "made").exists()
-
-
 @pytest.mark.parametrize("atomic", ALL)
-@pytest.mark.parametrize("name", ["thesis.tex", "new", "old", "lock"])
+@pytest.mark.parametrize("name", ["thesis.tex", "lock"])
 def test_a_strangers_private_folder_stays(atomic, name, tmp_path):
     """Whatever is in it; the same folder of a killed run is removed, see below."""
     out = tmp_path / "out"
@@ -190,30 +154,6 @@ def test_what_a_stranger_puts_into_the_private_folder_stays(tmp_path, capsys):
         (tmp_path / ".out.partial" / "mine").write_text("")
     assert names(tmp_path / ".out.partial") == ["mine"] and (tmp_path / "out").exists()
     assert ".out.partial cannot be removed" in capsys.readouterr().err
-
-
-def test_a_run_that_was_killed_before_it_marked_its_folder(tmp_path):
-    (tmp_path / ".out.partial").mkdir()
-    (tmp_path / ".out.partial" / "lock").touch()
-    with atomic_file(tmp_path / "out"):
-        pass
-    assert names(tmp_path) == ["out"]
-
-
-def test_what_was_replaced_and_cannot_be_removed_is_named(tmp_path, monkeypatch, capsys):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "kept").write_text("")
-
-    def denied(path):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(atomic_output.shutil, "rmtree", denied)
-    with atomic_folder(tmp_path / "out", overwrite=True) as folder:
-        (folder / "new").write_text("")
-    assert names(tmp_path / "out") == ["new"]
-    assert names(tmp_path / ".out.partial" / "old") == ["kept"]
-    said = capsys.readouterr().err
-    assert ".out.partial cannot be removed" in said and "Permission denied" in said
 
 
 def test_targets_of_the_wrong_kind(tmp_path):
@@ -309,18 +249,12 @@ def test_a_run_that_ends_between_moving_away_and_replacing(how, tmp_path, capsys
     assert names(tmp_path) == ["out"] and names(tmp_path / "out") == ["old"]
 
 
-@pytest.mark.parametrize("kind", ["pipe", "device", "link to one"])
+@pytest.mark.parametrize("kind", ["pipe", "link to one"])
 def test_what_is_no_file_is_not_replaced(kind, tmp_path):
     """A rename over /dev/null, as root, takes it from every program of the machine."""
     path = tmp_path / "there"
     os.mkfifo(path)
-    if kind == "device":
-        path.unlink()
-        try:
-            os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 3))  # never the machine's own
-        except PermissionError:
-            pytest.skip("only root makes devices")
-    elif kind == "link to one":
+    if kind == "link to one":
         path = tmp_path / "link"
         path.symlink_to("there")
     before = os.lstat(path)

@@ -97,14 +97,6 @@ def test_a_worker_that_ends_before_the_next_starts(sentencepiece_model, monkeypa
         list(run(sentencepiece_model, 8, 3))
 
 
-def test_a_worker_that_ends_between_two_parts(sentencepiece_model):
-    done = run(sentencepiece_model, 8, 2)
-    _, (_, worker) = next(done)
-    os.kill(worker, signal.SIGKILL)
-    with pytest.raises(ConfigError, match="ended"):
-        list(done)
-
-
 def test_a_process_that_cannot_be_started(sentencepiece_model, monkeypatch):
     started = []
 
@@ -118,9 +110,3 @@ def test_a_process_that_cannot_be_started(sentencepiece_model, monkeypatch):
     with pytest.raises(ConfigError, match="could not be started: Resource temporarily"):
         list(run(sentencepiece_model, 8, 2))
     assert len(started) == 1
-
-
-def test_closed_before_the_end(sentencepiece_model):
-    done = run(sentencepiece_model, 100, 2)
-    next(done)
-    done.close()
