@@ -7,13 +7,10 @@ needs no repository.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from ..checkout import PACKAGE_INFO, python_mismatch, read_version
@@ -33,17 +30,18 @@ NOT_APPLIED = 1
 ENVIRONMENT = {
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_CONFIG_GLOBAL": os.devnull,
+    "GIT_DIR": os.devnull,
     "LC_ALL": "C",
 }
 """git's environment: a user's settings, of whitespace for example, change nothing."""
 
 
-def git(root: Path, *words: str, repository: bool = False) -> subprocess.CompletedProcess[bytes]:
-    """Run git in a folder. Unless ``repository`` is set, it sees no repository: inside of one that is not the
-    checkout's own, ``git apply`` would leave paths out in silence."""
+def git(root: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
+    """Run git in a folder. It sees no repository: inside of one that is not the checkout's own, ``git apply``
+    would leave paths out in silence."""
     environment = {name: value for name, value in os.environ.items() if name[:4] != "GIT_"}
-    environment |= ENVIRONMENT | ({} if repository else {"GIT_DIR": os.devnull})
-    command = ["git", "-c", "safe.directory=*", *words]
+    environment |= ENVIRONMENT
+    command = ["git", *words]
     # A list of words, no shell.
     return subprocess.run(command, cwd=root, env=environment, capture_output=True)  # noqa: S603
 
@@ -99,42 +97,17 @@ def is_applied(root: Path, version: str) -> bool:
         return True
     if fits(root):
         return False
-    states = {}
-    for path in FILES:
-        clean, applied = (fits(root, *how, f"--include={path}") for how in ([], ["--reverse"]))
-        states[path] = "clean" if clean else "applied" if applied else "unknown"
-    unknown = [path for path, state in states.items() if state == "unknown"]
-    if unknown:
-        raise ConfigError(
-            f"{', '.join(unknown)} in {root} {'is' if len(unknown) == 1 else 'are'} not as in Megatron-Core "
-            f"{version}: the lines around the change were edited, or only part of it is there; restore "
-            f"upstream's file, or put in by hand what {PATCH.name} does"
-        )
-    told = ", ".join(f"{path} {state}" for path, state in states.items())
     raise ConfigError(
-        f"{root} is half patched ({told}): restore upstream's files (git checkout -- {' '.join(FILES)}), "
-        "then apply again"
+        f"{' and '.join(FILES)} in {root} are not as in Megatron-Core {version}: lines around the change "
+        "were edited, or only part of it is there; restore upstream's files (git checkout -- "
+        f"{' '.join(FILES)}), or put in by hand what {PATCH.name} does"
     )
 
 
-def uncommitted_files(root: Path) -> list[str]:
-    """Files of the patch that differ from the last commit; none where the tree is not a repository."""
-    found = []
-    for path in FILES:
-        blob = git(root, "cat-file", "blob", f"HEAD:./{path}", repository=True)
-        if blob.returncode == 0 and blob.stdout != (root / path).read_bytes():
-            found.append(path)
-    return found
-
-
 def change(root: Path, *options: str) -> None:
-    """Apply the patch, or with ``--reverse`` revert it: in both files or, on an error, in none."""
-    before = {root / path: (root / path).read_bytes() for path in FILES}
+    """Apply the patch, or with ``--reverse`` revert it."""
     done = git(root, "apply", *options, str(PATCH))
     if done.returncode:
-        for path, content in before.items():
-            if not path.is_file() or path.read_bytes() != content:
-                path.write_bytes(content)
         reason = done.stderr.decode(errors="replace").strip().removeprefix("error: ")
         raise ConfigError(f"{root} cannot be written: {reason}")
 
@@ -149,37 +122,10 @@ def add_arguments(parser) -> None:
     )
 
 
-@contextmanager
-def alone(root: Path) -> Iterator[None]:
-    """Hold the checkout: of two runs, the one that fails would put back what it found.
-
-    Raises:
-        ConfigError: another run holds it.
-    """
-    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(folder)
-        raise ConfigError(
-            f"{root} is in use by another mtraining patch: run this one when that has ended"
-        ) from None
-    except OSError:  # a file system without locks
-        pass
-    try:
-        yield
-    finally:
-        os.close(folder)
-
-
 def run(args) -> int:
     """Do it, and say what changes. Returns the exit status."""
-    version = find_version(args.tree)
-    with alone(args.tree):
-        return _run(args.tree, args.action, version)
-
-
-def _run(root: Path, action: str, version: str) -> int:
+    root, action = args.tree, args.action
+    version = find_version(root)
     applied = is_applied(root, version)
     mismatch = python_mismatch(read_version(root))
     if mismatch and action != "revert":
@@ -195,12 +141,6 @@ def _run(root: Path, action: str, version: str) -> int:
     if applied == (action == "apply"):
         print(f"{told(applied)}; nothing to do")
         return 0
-    uncommitted = uncommitted_files(root) if action == "apply" else []
-    if uncommitted:
-        raise ConfigError(
-            f"{', '.join(uncommitted)} in {root} {'has' if len(uncommitted) == 1 else 'have'} changes that "
-            "are not committed: commit or stash them first"
-        )
     change(root, *([] if action == "apply" else ["--reverse"]))
     print(told(not applied))
     for path, what in FILES.items():

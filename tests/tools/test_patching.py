@@ -2,7 +2,6 @@
 """``mtraining patch``: applied and reverted to the byte, refused where the checkout is not as expected, and
 what the patch does to training scripts with and without the package."""
 
-import errno
 import shutil
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import megatron_mtraining
-from megatron_mtraining import ConfigError
 from megatron_mtraining.tools import patching
 from megatron_mtraining.tools.cli import main
 from megatron_mtraining.tools.patching import FILES, MADE_FOR, PATCH
@@ -56,7 +54,7 @@ def patch(action: str, root: Path) -> int:
 
 
 @pytest.mark.parametrize("version", MADE_FOR)
-@pytest.mark.parametrize("before", [2, 60, 500])
+@pytest.mark.parametrize("before", [2, 500])
 def test_apply_check_revert(version, before, tmp_path, capsys):
     root = make_tree(tmp_path, version, before)
     clean = contents(root)
@@ -74,13 +72,6 @@ def test_apply_check_revert(version, before, tmp_path, capsys):
     assert patch("apply", root) == 0 and contents(root) == applied, "idempotent"
     assert patch("revert", root) == 0
     assert contents(root) == clean, "to the byte"
-
-
-def test_mode_of_a_file_stays(tmp_path):
-    root = make_tree(tmp_path)
-    (root / TRAINING).chmod(0o755)
-    assert patch("apply", root) == 0
-    assert (root / TRAINING).stat().st_mode & 0o777 == 0o755
 
 
 def refused(root: Path, capsys, *words: str, action: str = "apply") -> None:
@@ -112,7 +103,7 @@ def test_edited_half_applied_and_missing_files(tmp_path, capsys, action):
     clean = (root / TRAINING).read_bytes()
     assert patch("apply", root) == 0
     (root / TRAINING).write_bytes(clean)
-    refused(root, capsys, "half patched", f"{TRAINING} clean", f"{ENUMS} applied", action=action)
+    refused(root, capsys, TRAINING, "only part of it", action=action)
 
     root = make_tree(tmp_path / "c")
     assert patch("apply", root) == 0
@@ -125,12 +116,6 @@ def test_edited_half_applied_and_missing_files(tmp_path, capsys, action):
     refused(root, capsys, f"no {TRAINING}", action=action)
 
 
-def test_lines_that_somebody_put_at_the_end(tmp_path, capsys):
-    root = make_tree(tmp_path)
-    (root / TRAINING).write_text((root / TRAINING).read_text() + "import mine\n")
-    refused(root, capsys, TRAINING, "not as in")
-
-
 def commit(root: Path) -> None:
     """A repository of the checkout, with all committed."""
     who = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
@@ -138,58 +123,13 @@ def commit(root: Path) -> None:
         subprocess.run([GIT, "-C", str(root), *who, *words], check=True, capture_output=True)
 
 
-def test_changes_that_are_not_committed(tmp_path, capsys):
-    root = make_tree(tmp_path)
-    commit(root)
-    file = root / TRAINING
-    file.write_text("# mine\n" + file.read_text())
-    refused(root, capsys, TRAINING, "not committed")
-    commit(root)
-    (root / "other.py").write_text("# not touched by the patch\n")
-    assert patch("apply", root) == 0
-    assert patch("check", root) == 0 and patch("apply", root) == 0
-    assert patch("revert", root) == 0
-    status = subprocess.run([GIT, "-C", str(root), "diff", "--stat"], capture_output=True)
-    assert status.stdout == b""
-
-
-def test_a_checkout_inside_of_another_repository(tmp_path, capsys):
+def test_a_checkout_inside_of_another_repository(tmp_path):
     """Where git apply would take paths as the outer repository's, and leave them out in silence."""
     root = make_tree(tmp_path / "third_party" / "megatron")
     commit(tmp_path)
     for action in ("apply", "check", "revert"):
         assert patch(action, root) == 0
     assert patch("check", root) == 1
-    (root / TRAINING).write_text("# mine\n" + (root / TRAINING).read_text())
-    refused(root, capsys, TRAINING, "not committed")
-
-
-@pytest.mark.parametrize("path", FILES)
-def test_links_are_not_followed(path, tmp_path, capsys):
-    root = make_tree(tmp_path / "tree")
-    outside = tmp_path / "outside.py"
-    (root / path).rename(outside)
-    (root / path).symlink_to(outside)
-    before = outside.read_bytes()
-    refused(root, capsys, path)
-    assert outside.read_bytes() == before
-
-
-@pytest.mark.parametrize("action", ["apply", "check", "revert"])
-def test_of_two_runs_at_once_one_is_refused(action, tmp_path, capsys):
-    root = make_tree(tmp_path / "tree")
-    with patching.alone(root):
-        refused(root, capsys, "another mtraining patch", action=action)
-    assert patch("apply", root) == 0
-
-
-def test_a_file_system_without_locks(tmp_path, monkeypatch):
-    def flock(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    root = make_tree(tmp_path / "tree")
-    monkeypatch.setattr(patching.fcntl, "flock", flock)
-    assert patch("apply", root) == 0 and patch("check", root) == 0
 
 
 def test_the_files_that_are_named_are_those_of_the_patch():
@@ -201,21 +141,6 @@ def test_git_is_missing(tmp_path, capsys, monkeypatch):
     root = make_tree(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     refused(root, capsys, "git is not installed", "megatron_mtraining.launch")
-
-
-def test_files_that_cannot_be_written(tmp_path, capsys, monkeypatch):
-    """What git has written of two files when it fails is undone."""
-    root = make_tree(tmp_path)
-    git = patching.git
-
-    def fails_half_way(folder, *words, **options):
-        if words[0] == "apply" and "--check" not in words:
-            git(folder, *words, f"--include={ENUMS}")
-            return subprocess.CompletedProcess(words, 1, b"", b"error: No space left on device\n")
-        return git(folder, *words, **options)
-
-    monkeypatch.setattr(patching, "git", fails_half_way)
-    refused(root, capsys, "cannot be written: No space left")
 
 
 def added(path: str) -> str:
@@ -276,12 +201,6 @@ def test_command_line(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["patch", "undo", "."])
     assert stopped.value.code == 2
-
-
-def test_a_config_error_is_a_message_not_a_traceback(capsys, tmp_path):
-    assert isinstance(ConfigError("x"), ValueError)
-    assert main(["patch", "apply", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("mtraining patch: ")
 
 
 def test_real_checkouts(checkout, tmp_path):
