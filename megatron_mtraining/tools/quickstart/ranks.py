@@ -20,10 +20,6 @@ from .options import Options
 
 GRACE = 5.0
 """Seconds in which the others find that a process has failed, and fail themselves."""
-BEAT = 0.5
-"""Seconds between two signs of life of a process."""
-STARTING = 300.0
-"""Seconds that a process may take to its first one: it imports torch."""
 TIMED_OUT = re.compile(r"tim(ed|e)[ -]?out", re.IGNORECASE)
 
 
@@ -46,16 +42,15 @@ def run_ranks(options: Options, folder: Path) -> None:
         RankFailed: one has failed; the others are ended.
     """
     context = multiprocessing.get_context("spawn")
-    beats = context.RawArray("L", options.processes)
     ranks = [
-        context.Process(target=_rank, args=(rank, options, str(folder), beats), daemon=True)
+        context.Process(target=_rank, args=(rank, options, str(folder)), daemon=True)
         for rank in range(options.processes)
     ]
     try:
         with interrupts_ignored():  # in them: this process ends them
             for rank in ranks:
                 rank.start()
-        _wait(ranks, _Watch(ranks, beats, options), options, folder)
+        _wait(ranks, options, folder)
     finally:
         started = [rank for rank in ranks if rank.pid is not None]
         for rank in started:
@@ -64,9 +59,9 @@ def run_ranks(options: Options, folder: Path) -> None:
             rank.join()
 
 
-def _rank(rank: int, options: Options, folder: str, beats) -> None:
+def _rank(rank: int, options: Options, folder: str) -> None:
     """In a training process: train, and leave what has failed in a file."""
-    threading.Thread(target=_beat, args=(rank, beats), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         from tqdm import tqdm
 
@@ -85,48 +80,10 @@ def _rank(rank: int, options: Options, folder: str, beats) -> None:
         os._exit(1)  # not by way of a process group that waits for the others
 
 
-def _beat(rank: int, beats) -> None:
-    """Give signs of life as long as the parent lives: one that is killed tells nobody."""
-    parent = multiprocessing.parent_process()
-    while parent.is_alive():
-        beats[rank] += 1
-        parent.join(BEAT)
+def _end_with_parent() -> None:
+    """A parent that is killed tells nobody."""
+    multiprocessing.parent_process().join()
     os._exit(1)
-
-
-class _Watch:
-    """For how long each process has given no sign of life: one that is stopped gives none.
-
-    If only some are stopped, the others' exchanges time out first, and say more.
-    """
-
-    def __init__(self, ranks: list, beats, options: Options):
-        self.ranks, self.beats, self.options = ranks, beats, options
-        self.seen, self.silent = list(beats), [0.0] * len(ranks)
-        self.looked = time.monotonic()
-
-    def look(self) -> None:
-        """Raise :class:`RankFailed` if a process has been silent for too long."""
-        now = time.monotonic()
-        # Not the clock's time if this process was stopped itself, as by Ctrl-Z with all others.
-        passed, self.looked = min(now - self.looked, 2 * BEAT), now
-        for number, count in enumerate(self.beats):
-            self.silent[number] = (
-                0.0 if count != self.seen[number] else self.silent[number] + passed
-            )
-            self.seen[number] = count
-        timeout = self.options.timeout
-        alive = [number for number, rank in enumerate(self.ranks) if rank.is_alive()]
-        if any(self.silent[number] > GRACE + self._limit(number) for number in alive):
-            late = [number for number in alive if self.silent[number] > GRACE]
-            raise RankFailed(
-                f"--timeout is {timeout} s, and process {_named(self.ranks, late)} did not run for longer: "
-                "it is stopped, or the machine has no time for it; look at it, or raise --timeout"
-            )
-
-    def _limit(self, number: int) -> float:
-        timeout = self.options.timeout
-        return timeout if self.seen[number] else max(timeout, STARTING)
 
 
 def _named(ranks: list, numbers: list[int]) -> str:
@@ -137,11 +94,10 @@ def _error_file(folder: Path | str, rank: int) -> Path:
     return Path(folder, f"error{rank}")
 
 
-def _wait(ranks: list, watch: _Watch, options: Options, folder: Path) -> None:
+def _wait(ranks: list, options: Options, folder: Path) -> None:
     running = {rank.sentinel: rank for rank in ranks}
     while running:
-        watch.look()
-        for sentinel in connection.wait(list(running), BEAT):
+        for sentinel in connection.wait(list(running)):
             rank = running.pop(sentinel)
             rank.join()
             if rank.exitcode:
