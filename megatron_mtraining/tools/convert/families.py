@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import ConfigError
-from .config_schema import check_types, required
+from .fields import required
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,6 @@ def model_of(config: dict, file: Path, padded_vocab: int | None = None) -> Model
     Raises:
         ConfigError: names the file, the field and its value.
     """
-    check_types(config, file)
     names = config.get("architectures") or []
     family = FAMILIES.get(names[0]) if len(names) == 1 else None
     if family is None:
@@ -136,7 +135,7 @@ def model_of(config: dict, file: Path, padded_vocab: int | None = None) -> Model
         vocab=vocab,
         padded_vocab=padded,
         tied=bool(config.get("tie_word_embeddings", False)),
-        norm_eps=size("rms_norm_eps"),
+        norm_eps=required(config, "rms_norm_eps", file, (int, float)),
         **experts,
     )
 

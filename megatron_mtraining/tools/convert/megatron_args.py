@@ -6,14 +6,10 @@ from __future__ import annotations
 import math
 import shlex
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 from ...errors import ConfigError
 from ...megatron.rotary_options import DROPPED, passed_on
 from ...models.megatron_gpt import ROUTING
-from ...requirements import first_line
 from .families import Model
 
 
@@ -180,23 +176,6 @@ COMPARED = (
 )  # fmt: skip
 COMPARED_MOE = ("moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax")
 """Arguments that must agree with config.json."""
-
-
-@contextmanager
-def wrong_types_refused(place: Path | str) -> Iterator[None]:
-    """An error in one line for arguments of types that Megatron-LM never saves.
-
-    Args:
-        place: the checkpoint, for messages.
-    """
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (TypeError, ValueError, ArithmeticError, LookupError) as error:
-        raise ConfigError(
-            f"the arguments in {place} have a value that Megatron-LM does not save: {first_line(error)}"
-        ) from None
 
 
 def check_expressible(model: Model, args: Namespace, folder: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...errors import ConfigError
 from ...models.megatron_gpt import interpolation_factor, rope_scaling_factor
-from .config_schema import ROPE, check_types, required
+from .fields import required
 
 LLAMA3 = {
     "low_freq_factor": 1.0,
@@ -29,17 +29,11 @@ ARGUMENTS = YARN_ARGUMENTS | {
 """Megatron's arguments about positions."""
 
 
-def rope_fields(config: dict, file: Path) -> dict:
-    """config.json's RoPE in transformers' newer form: rope_type, rope_theta and others.
-
-    Raises:
-        ConfigError: a field has the wrong type.
-    """
-    check_types(config, file)
+def rope_fields(config: dict) -> dict:
+    """config.json's RoPE in transformers' newer form: rope_type, rope_theta and others."""
     # transformers prefers the older field.
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = dict(config.get(field) or {})
-    check_types(rope, file, ROPE, field)
     if "type" in rope:
         rope.setdefault("rope_type", rope.pop("type"))
     rope.setdefault("rope_type", "default")
@@ -53,7 +47,7 @@ def arguments_of(config: dict, file: Path) -> dict:
     Raises:
         ConfigError: names the file, the field and its value.
     """
-    rope = rope_fields(config, file)
+    rope = rope_fields(config)
     kind, base = rope.pop("rope_type"), rope.pop("rope_theta")
     length = required(config, "max_position_embeddings", file)
     if base != int(base):

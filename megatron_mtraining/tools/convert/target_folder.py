@@ -67,13 +67,6 @@ class Target:
 
     def check_place(self, *sources: Path) -> None:
         """Raise :class:`ConfigError` if the target may not be there, given that these folders are read."""
-        if os.path.ismount(self.path):
-            raise ConfigError(f"DST is {self.given}, a mount point: name a folder in it")
-        current = _real(Path())
-        if self.path == current or self.path in current.parents:
-            raise ConfigError(
-                f"DST is {self.given}, which is or contains the current directory: name another folder"
-            )
         target = _real(self.path)
         for source in sources:
             read = _real(source)
@@ -102,14 +95,8 @@ class Target:
             self._refuse_to_replace(f"has no {self.kind.mark}")
 
     def _files(self) -> Iterator[str]:
-        """Paths in the target of all that is no folder; rglob would pass over folders it cannot read."""
-
-        def refuse(error: OSError) -> None:
-            self._refuse_to_replace(
-                f"has {error.filename}, which cannot be read ({error.strerror})"
-            )
-
-        for folder, folders, files in os.walk(self.path, onerror=refuse):
+        """Paths in the target of all that is no folder."""
+        for folder, folders, files in os.walk(self.path):
             links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
             for name in (*files, *links):
                 yield os.path.relpath(os.path.join(folder, name), self.path)

@@ -15,6 +15,7 @@ from ...models.integrity import verify_checksums
 from ...models.megatron_folder import args_in, find_iteration, read_common
 from . import megatron_args, rope
 from .families import Model, model_of
+from .fields import wrong_types_refused
 from .hf_folder import Planned, check_lossless, copy_files, read_json, write_json, write_shards
 from .mapping import Mapped, Region, locations, mapped, part_of
 from .target_folder import MODEL, Target, progress
@@ -52,8 +53,9 @@ def convert(
     if vocab_size is not None:
         config["vocab_size"] = vocab_size
     args = read_args(folder)
-    model = model_of(config, file)
-    with megatron_args.wrong_types_refused(folder):
+    with wrong_types_refused(file):
+        model = model_of(config, file)
+    with wrong_types_refused(folder):
         megatron_args.check_same(model, args, str(folder), str(file))
     reader = Reader(folder)
     model = replace(model, padded_vocab=_embedding_rows(reader, model, folder, file))
@@ -61,7 +63,7 @@ def convert(
     verify_checksums(folder)
     if model.tied:
         _check_tied(reader, model, folder, file)
-    with megatron_args.wrong_types_refused(folder):
+    with wrong_types_refused(folder):
         config = rope.into_config(config, args, file)
     plan = []
     for tensor, region in tensors:

@@ -19,6 +19,7 @@ from ...errors import ConfigError
 from ...models.integrity import write_checksums
 from . import megatron_args, rope, torch_dist
 from .families import Model, model_of
+from .fields import wrong_types_refused
 from .hf_folder import Shards, check_lossless, copy_files, has_tokenizer, read_json, write_json
 from .mapping import Mapped, Region, extra_states, interleave, mapped
 from .target_folder import CHECKPOINT, Target, progress
@@ -54,10 +55,11 @@ def convert(
     output = Target(target, overwrite, CHECKPOINT, source)
     file = source / "config.json"
     config = read_json(file)
-    model = model_of(config, file, padded_vocab_size)
-    positions = rope.arguments_of(config, file)
-    positions = rope.extended(positions, rotary_base, yarn, max_position_embeddings)
-    args = megatron_args.namespace(model, positions)
+    with wrong_types_refused(file):
+        model = model_of(config, file, padded_vocab_size)
+        positions = rope.arguments_of(config, file)
+        positions = rope.extended(positions, rotary_base, yarn, max_position_embeddings)
+        args = megatron_args.namespace(model, positions)
     shards = Shards(source)
     tensors = list(mapped(model))
     check_tensors(shards, tensors, model)

@@ -24,6 +24,7 @@ from ...models.types import ModelOptions
 from ...requirements import first_line, require
 from ..report.table import table
 from .families import FAMILIES, Model, model_of
+from .fields import wrong_types_refused
 from .hf_folder import Shards, has_tokenizer, read_json
 from .mapping import mapped
 from .megatron_args import (
@@ -31,7 +32,6 @@ from .megatron_args import (
     check_same,
     flags,
     what_megatron_drops,
-    wrong_types_refused,
 )
 from .rope import into_config, rope_of
 from .to_megatron import check_tensors
@@ -146,7 +146,8 @@ def _open(
     shards, config = Shards(folder), read_json(file)
     model = None
     if config.get("architectures") in [[family] for family in FAMILIES]:
-        model = model_of(config, file)
+        with wrong_types_refused(file):
+            model = model_of(config, file)
         check_tensors(shards, list(mapped(model)), model)
     ours, theirs = MegatronCheckpoint(megatron), open_folder(hugging_face)
     positions = words = None

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 
 from megatron_mtraining import ConfigError
-from megatron_mtraining.tools.convert import megatron_args, rope
+from megatron_mtraining.tools.convert import megatron_args
 from megatron_mtraining.tools.convert.families import model_of
 from tests.support.convert_cases import (
     MOE_CONFIG,
@@ -102,7 +102,6 @@ BAD_CONFIGS = {
     "heads": (dict(num_key_value_heads=3), ["num_key_value_heads", "3"]),
     "layers": (dict(num_hidden_layers="4"), ["num_hidden_layers"]),
     "shape": (dict(intermediate_size=160), ["gate_proj.weight", "[176, 128]", ".safetensors"]),
-    "more layers": (dict(num_hidden_layers=5, layer_types=None), ["model.layers.4."]),
     "fewer layers": (
         dict(num_hidden_layers=3, layer_types=None),
         ["model.layers.3.", ".safetensors"],
@@ -144,47 +143,29 @@ def test_routers_that_megatron_core_cannot_build(changes, named, plain, tmp_path
     assert megatron_args.namespace(model, {}).moe_router_pre_softmax
 
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
-WRONG_TYPES = [
-    ("architectures", "Qwen2ForCausalLM"), ("architectures", 5), ("architectures", [{"a": 1}]),
-    ("head_dim", 16.0), ("head_dim", "16"), ("hidden_size", True), ("max_position_embeddings", -3),
-    ("max_window_layers", None), ("num_hidden_layers", 0), ("num_key_value_heads", -2),
-    ("rms_norm_eps", None), ("rms_norm_eps", "1e-6"), ("rms_norm_eps", float("nan")),
-    ("tie_word_embeddings", "false"), ("rope_theta", "abc"), ("rope_theta", float("inf")),
-    ("rope_parameters", "yarn"), ("rope_scaling", ["yarn"]), ("layer_types", "full_attention"),
-    ("norm_topk_prob", "true"), ("vocab_size", 1e3),
-]  # fmt: skip
-WRONG_IN_ROPE = [
-    ("rope_theta", "abc"), ("rope_theta", float("inf")), ("rope_theta", -1.0), ("factor", "4"),
-    ("factor", float("inf")), ("factor", 0.5), ("factor", True), ("beta_fast", "x"),
-    ("attention_factor", float("nan")), ("original_max_position_embeddings", "64"),
-    ("original_max_position_embeddings", 1e3), ("mscale", "1"), ("truncate", "no"), ("rope_type", 3),
-]  # fmt: skip
-
-
 def value_id(value) -> str:
     return str(value) if isinstance(value, str) else json.dumps(value, default=repr)
 
 
-@pytest.mark.parametrize(("field", "value"), WRONG_TYPES, ids=value_id)
-def test_fields_of_wrong_types(field, value, plain):
-    file = plain[0] / "config.json"
-    config = {**config_of(plain[0]), "rope_theta": 1e4, field: value}
-    with pytest.raises(ConfigError, match=rf"config\.json: {field} is .*, which is not"):
-        model_of(config, file)
-    with pytest.raises(ConfigError, match=rf"config\.json: {field} is .*, which is not"):
-        rope.arguments_of(config, file)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("architectures", 5), ("head_dim", "16"), ("hidden_size", True), ("num_hidden_layers", 0),
+        ("rms_norm_eps", float("nan")), ("rope_theta", "abc"), ("rope_parameters", "yarn"),
+        ("rope_scaling", {"rope_type": "yarn", "factor": "x"}),
+    ],
+    ids=value_id,
+)  # fmt: skip
+def test_fields_of_wrong_types(field, value, plain, tmp_path, capsys):
+    shutil.copytree(plain[0], tmp_path / "hf")
+    config = {**config_of(plain[0]), field: value}
+    config.pop("rope_parameters") if field == "rope_theta" else None
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    words = ("hf-to-megatron", tmp_path / "hf", tmp_path / "out")
+    refused(capsys, tmp_path / "out", words, ["config.json"])
 
 
-@pytest.mark.parametrize(("field", "value"), WRONG_IN_ROPE, ids=value_id)
-def test_fields_of_rope_of_wrong_types(field, value, plain):
-    config = {**config_of(plain[0]), "rope_parameters": {**YARN, field: value}}
-    named = rf"config\.json: {field} in rope_parameters is .*, which is not"
-    with pytest.raises(ConfigError, match=named):
-        rope.arguments_of(config, plain[0] / "config.json")
-
-
-@pytest.mark.parametrize("field", ["hidden_size", "max_position_embeddings", "rms_norm_eps"])
+@pytest.mark.parametrize("field", ["max_position_embeddings", "rms_norm_eps"])
 def test_missing_fields(field, plain, tmp_path, capsys):
     shutil.copytree(plain[0], tmp_path / "hf")
     config = config_of(plain[0])
@@ -201,7 +182,7 @@ def test_invalid_index(plain, tmp_path, capsys):
     words = ("hf-to-megatron", folder, tmp_path / "out")
     index = json.loads((folder / INDEX).read_text())
     name, file = next(iter(index["weight_map"].items()))
-    for other in (f"sub/{file}", f"../hf/{file}", 3, None):
+    for other in (f"../hf/{file}", 3):
         index["weight_map"][name] = other
         (folder / INDEX).write_text(json.dumps(index))
         refused(capsys, tmp_path / "out", words, [folder / INDEX, name, repr(other)])
