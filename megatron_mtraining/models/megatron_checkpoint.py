@@ -33,19 +33,17 @@ REFUSED = {
     "is_hybrid_model": "layers other than attention",
     "spec": "a layer specification of its own",
     "fp8_param_gather": "FP8 weights",
-}
-NOT_BUILT = {
     "use_mup": "MuP",
     "activation_func_clamp_value": "clamped activations",
     "glu_linear_offset": "an offset in gated linear units",
 }
-"""Arguments that :func:`~megatron_mtraining.models.megatron_gpt.transformer_config` leaves out, though they
-change what a model computes."""
-NOT_BUILT_MOE = {
+REFUSED_MOE = {
     "moe_mlp_glu_interleave_size": "interleaved rows of experts",
     "moe_apply_probs_on_input": "probabilities on the input of experts",
 }
-"""The same for models with experts."""
+"""Arguments that change what a model computes, and that
+:func:`~megatron_mtraining.models.megatron_gpt.transformer_config` leaves out: of all models, and of models
+with experts."""
 
 
 class MegatronCheckpoint:
@@ -79,14 +77,22 @@ class MegatronCheckpoint:
         return self.options.label
 
     def _check(self) -> None:
-        for name, what in REFUSED.items():
-            value = arg(self.args, name)
+        experts = arg(self.args, "num_experts")
+        found = {
+            name: (what, arg(self.args, name))
+            for name, what in (REFUSED | (REFUSED_MOE if experts else {})).items()
+        }
+        name = "moe_router_load_balancing_type"
+        routing = arg(self.args, name)
+        kinds = routing if isinstance(routing, list) else [routing]
+        if experts and any(kind in kinds for kind in ROUTING):
+            found[name] = "a routing that is not top-k", routing
+        for name, (what, value) in found.items():
             if value not in (None, False):
                 raise ConfigError(
-                    f"{self._label} was trained with {what} ({name} {value}): GPT models with full causal "
-                    "attention in every layer are supported"
+                    f"{self._label} was trained with {what} ({name} {value}), which mtraining does not "
+                    "compute: evaluate it with Megatron-LM"
                 )
-        self._check_built()
         softmax = arg(self.args, "softmax_type", "vanilla")
         if softmax != "vanilla":
             raise ConfigError(f"{self._label} was trained with softmax_type {softmax}: use vanilla")
@@ -103,24 +109,6 @@ class MegatronCheckpoint:
             raise ConfigError(
                 f"--yarn is {factor:g}, but {self._label} has {found}: leave --yarn out"
             )
-
-    def _check_built(self) -> None:
-        experts = arg(self.args, "num_experts")
-        found = {
-            name: (what, arg(self.args, name))
-            for name, what in (NOT_BUILT | (NOT_BUILT_MOE if experts else {})).items()
-        }
-        name = "moe_router_load_balancing_type"
-        routing = arg(self.args, name)
-        kinds = routing if isinstance(routing, list) else [routing]
-        if experts and any(kind in kinds for kind in ROUTING):
-            found[name] = "a routing that is not top-k", routing
-        for name, (what, value) in found.items():
-            if value not in (None, False):
-                raise ConfigError(
-                    f"{self._label} was trained with {what} ({name} {value}), which mtraining does not "
-                    "compute: evaluate it with Megatron-LM"
-                )
 
     def _shape(self) -> Shape:
         names = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")

@@ -41,41 +41,33 @@ def open_tokenizer(path: Path, extra: str = "inspect") -> Tokenizer:
     Raises:
         ConfigError: it does not exist or cannot be read, or a package is missing.
     """
-    if not path.exists():
-        raise ConfigError(f"--tokenizer is {path}, which does not exist: give {KINDS}")
-    if path.suffix == ".model":
-        require("sentencepiece", extra=extra)
-        library, load = "sentencepiece", lambda: _sentencepiece(path)
-    else:
-        gguf = path.suffix == ".gguf"
-        if not (gguf or path.is_dir() or path.name in ("tokenizer.json", "tokenizer_config.json")):
-            raise ConfigError(f"--tokenizer is {path}: give {KINDS}")
-        require("transformers", *(["gguf"] if gguf else []), extra=extra)
-        folder = path if path.is_dir() else path.parent
-        more = {"gguf_file": path.name} if gguf else {}
-        library, load = "transformers", lambda: hugging_face_tokenizer(folder, **more)
+    if path.suffix != ".model" or not path.exists():
+        return _of_transformers(open_transformers_tokenizer(path, extra, KINDS))
+    require("sentencepiece", extra=extra)
     try:
-        return load()
+        return _sentencepiece(path)
     except Exception as error:
         raise ConfigError(
-            f"--tokenizer is {path}, which {library} cannot read: {reason(error)}"
+            f"--tokenizer is {path}, which sentencepiece cannot read: {reason(error)}"
         ) from None
 
 
-def open_transformers_tokenizer(path: Path):
+def open_transformers_tokenizer(
+    path: Path, extra: str = "inspect", kinds: str = TRANSFORMERS_KINDS
+):
     """The tokenizer of ``--tokenizer PATH`` as transformers opens it: of a folder or a .gguf file.
 
-    Raises:
-        ConfigError: it does not exist, cannot be read, or is of another kind.
+    Args, Raises: as for :func:`open_tokenizer`. ``kinds`` are those that messages name.
     """
     if not path.exists():
-        raise ConfigError(f"--tokenizer is {path}, which does not exist: give {TRANSFORMERS_KINDS}")
+        raise ConfigError(f"--tokenizer is {path}, which does not exist: give {kinds}")
     gguf = path.suffix == ".gguf"
-    if not (gguf or path.is_dir()):
-        raise ConfigError(f"--tokenizer is {path}: give {TRANSFORMERS_KINDS}")
+    if not (gguf or path.is_dir() or path.name in ("tokenizer.json", "tokenizer_config.json")):
+        raise ConfigError(f"--tokenizer is {path}: give {kinds}")
+    require("transformers", *(["gguf"] if gguf else []), extra=extra)
     more = {"gguf_file": path.name} if gguf else {}
     try:
-        return transformers_tokenizer(path.parent if gguf else path, **more)
+        return transformers_tokenizer(path if path.is_dir() else path.parent, **more)
     except Exception as error:
         raise ConfigError(
             f"--tokenizer is {path}, which transformers cannot read: {reason(error)}"
@@ -94,12 +86,11 @@ def transformers_tokenizer(folder: Path, **more):
 
 
 def hugging_face_tokenizer(folder: Path, **more) -> Tokenizer:
-    """The tokenizer of a folder, by transformers; raises what transformers raises.
+    """The tokenizer of a folder; arguments and errors as for :func:`transformers_tokenizer`."""
+    return _of_transformers(transformers_tokenizer(folder, **more))
 
-    Args:
-        more: arguments of ``AutoTokenizer.from_pretrained``, such as ``gguf_file``.
-    """
-    tokenizer = transformers_tokenizer(folder, **more)
+
+def _of_transformers(tokenizer) -> Tokenizer:
     # If verbose, it warns about texts longer than the model's positions.
     return Tokenizer(
         encode=lambda text: tokenizer(text, verbose=False)["input_ids"],

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from megatron_mtraining import ConfigError
 from megatron_mtraining.models.environment import (
-    default_dtype,
     device_of,
     megatron_on_cpu,
     quietly,
@@ -21,20 +20,10 @@ from megatron_mtraining.models.environment import (
 )
 
 
-def test_device_of_names_and_the_default():
-    assert device_of("cpu") == torch.device("cpu")
-    assert device_of(None).type == ("cuda" if torch.cuda.is_available() else "cpu")
-
-
 @pytest.mark.parametrize("name", ["abacus", "meta", "cuda:99"])
 def test_unknown_devices_are_refused(name):
     with pytest.raises(ConfigError, match=f"--device is {name}"):
         device_of(name)
-
-
-def test_default_dtype_is_one_that_the_device_multiplies_in():
-    assert default_dtype(torch.device("cuda")) == torch.bfloat16
-    assert default_dtype(torch.device("cpu")) in (torch.bfloat16, torch.float32)
 
 
 def test_quietly_holds_back_notices_and_restores_the_log_level():

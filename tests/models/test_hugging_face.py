@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 
 from megatron_mtraining import ConfigError
 from megatron_mtraining.models.hugging_face import open_folder, open_gguf
-from megatron_mtraining.models.types import ModelOptions, Shape
+from megatron_mtraining.models.types import ModelOptions
 from tests.support.inspect_cases import LAYERS, SEQ
 
 ROOT = Path(__file__).parents[2]
@@ -40,13 +39,6 @@ def test_the_loss_is_the_models_own(llama):
     assert loss == pytest.approx(expected, abs=1e-5) and abs(other - loss) > 1e-4
     assert none == 0 and divergence > 1e-4
     assert len(seen) == LAYERS and seen[0].value.shape == seen[0].key.shape
-
-
-def test_shape_is_checked():
-    shape = Shape(1, 2, 2, 64, 128, 1000)
-    shape.check("MODEL")
-    with pytest.raises(ConfigError, match="dimension 80"):
-        replace(shape, head_dim=80).check("MODEL")
 
 
 def python(code: str, *path) -> str:

@@ -160,12 +160,6 @@ def test_hostile_tensors_do_not_run(plain, ran):
     assert not ran.exists()
 
 
-def test_objects_in_place_of_weights_are_not_read(plain, ran):
-    store(plain, KEY, saved(Touch(ran)))
-    assert KEY not in torch_dist.Reader(plain).tensors
-    assert not ran.exists()
-
-
 def test_classes_stay_as_they_are(plain):
     """A pickle can set attributes of classes that it may name."""
     before = dict(vars(Metadata))
