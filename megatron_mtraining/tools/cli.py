@@ -82,11 +82,8 @@ def main(argv: list[str] | None = None) -> int:
 
     The last line of standard error says what is wrong, where something is.
     """
-    with streams.any_name_can_be_written(), streams.progress_may_be_lost():
-        status = _reported(_Run(sys.argv[1:] if argv is None else argv))
-    if argv is None:
-        streams.end_quietly()
-    return status
+    with streams.any_name_can_be_written():
+        return _reported(_Run(sys.argv[1:] if argv is None else argv))
 
 
 class _Run:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -99,19 +98,6 @@ def test_standard_error_is_full(command):
     assert ended(process)[0] == 2
 
 
-def test_a_run_goes_on_where_its_progress_cannot_be_written(command):
-    body = """
-        from tqdm import tqdm
-        for number in tqdm(range(3), mininterval=0):
-            print(number, flush=True)
-        print("notice", file=sys.stderr, flush=True)
-    """
-    with open("/dev/full", "w") as full:
-        process = command(body, stderr=full)
-        assert process.communicate(timeout=60)[0].split() == ["0", "1", "2"]
-    assert process.returncode == 0
-
-
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
 def test_a_stream_is_closed(closed, command, tmp_path):
     code = f"import os; os.close({dict(stdout=1, stderr=2)[closed]})"
@@ -131,24 +117,6 @@ def test_interrupted(where, command):
     assert status == 130 and len(error.splitlines()) == 1 and "interrupted" in error
 
 
-def test_interrupted_before_the_command_is_known(tmp_path):
-    """In the imports of the package's own modules."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\n"
-        "class Stop:\n"
-        "    def find_spec(self, name, *_):\n"
-        "        if name == 'megatron_mtraining.tools.cli':\n"
-        "            raise KeyboardInterrupt\n"
-        "sys.meta_path.insert(0, Stop())\n"
-    )
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    words = [sys.executable, "-m", "megatron_mtraining", "plan"]
-    done = subprocess.run(
-        words, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stderr) == (130, "")
-
-
 BLOCKED = """
 import sys
 
@@ -164,59 +132,32 @@ sys.exit(cli.main(sys.argv[2:]))
 """
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("package", ["numpy", "torch", "megatron", "tqdm"])
 @pytest.mark.parametrize(
-    "words",
+    ("package", "words"),
     [
-        "plan memory --num-layers 1",
-        "data prepare /nowhere --tokenizer /nowhere --seq-length 8 --output out",
-        "convert verify /nowhere /nowhere",
-        "inspect /nowhere --text /nowhere",
-        "quickstart --steps 0",
+        ("torch", "plan memory --num-layers 1"),
+        ("megatron", "plan memory --num-layers 1"),
+        ("numpy", "data prepare /nowhere --tokenizer /nowhere --seq-length 8 --output out"),
+        ("torch", "convert verify /nowhere /nowhere"),
+        ("torch", "inspect /nowhere --text /nowhere"),
+        ("numpy", "quickstart --steps 0"),
     ],
     ids=lambda words: words.partition(" ")[0],
 )
 def test_a_package_that_is_not_installed(package, words, tmp_path):
-    """One line in any case: some commands find what was named wrong first."""
     done = subprocess.run(
         [sys.executable, "-c", BLOCKED, package, *words.split()],
         capture_output=True, text=True, timeout=60, cwd=tmp_path,
     )  # fmt: skip
-    command, last = words.partition(" ")[0], done.stderr.splitlines()[-1]
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    if "not installed" in last:
-        named = "megatron-core" if package == "megatron" else package
-        assert named in last and "pip install " in last
-    else:
-        assert "/nowhere" in last or "--num-layers" in last or "--steps" in last
-    if (package, command) in MISSED:
-        assert "not installed" in last
-
-
-MISSED = [
-    ("numpy", "data"), ("numpy", "plan"), ("numpy", "quickstart"), ("torch", "convert"), ("torch", "plan"),
-    ("torch", "inspect"), ("torch", "quickstart"), ("megatron", "plan"),
-]  # fmt: skip
-"""What these commands import before they look at anything."""
+    last = done.stderr.splitlines()[-1]
+    named = "megatron-core" if package == "megatron" else package
+    assert named in last and "not installed" in last and "pip install " in last
 
 
 def test_a_module_of_our_own_that_is_missing_is_a_fault(command):
     status, error = ended(command("import megatron_mtraining.no_such_module"))
     assert status == 1 and "ModuleNotFoundError" in error
-
-
-def test_what_other_libraries_fail_at_in_the_end_is_not_said(command):
-    top = "class Broken:\n    def __del__(self):\n        raise TypeError('of a library')\n"
-    body = "from megatron_mtraining import ConfigError\nglobals()['kept'] = Broken()\nraise ConfigError('a')"
-    status, error = ended(command(body, top))
-    assert (status, error) == (2, "mtraining plan: a\n")
-
-
-def test_a_file_that_nobody_expected_to_fail(command):
-    status, error = ended(command("open('/nowhere/a')"))
-    assert status == 2 and len(error.splitlines()) == 1
-    assert "/nowhere/a cannot be read or written: No such file" in error
 
 
 def test_an_error_is_one_line_whatever_is_named_in_it(command):

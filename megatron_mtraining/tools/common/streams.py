@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 
 @contextmanager
@@ -39,40 +39,6 @@ class Parser(argparse.ArgumentParser):
             stream.write(message)
 
 
-class _Forgiving:
-    """Standard error whose failures are passed over."""
-
-    def __init__(self, stream):
-        self._stream = stream
-
-    def __getattr__(self, name: str):
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        with suppress(OSError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            self._stream.flush()
-
-
-@contextmanager
-def progress_may_be_lost():
-    """Go on where standard error cannot be written, as on a full disk: it has progress bars and notices."""
-    before = sys.stderr
-    if before is None:
-        yield
-        return
-    sys.stderr = ours = _Forgiving(before)
-    try:
-        yield
-    finally:
-        if sys.stderr is ours:
-            sys.stderr = before
-
-
 def what_failed(error: OSError) -> str:
     """An error of the system that no part of a run knows more about."""
     reason = error.strerror or str(error)
@@ -93,8 +59,3 @@ def drop_stdout() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)
-
-
-def end_quietly() -> None:
-    """Before the process ends: what other libraries fail at from now on is not the last line."""
-    sys.unraisablehook = lambda *_: None

@@ -89,8 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--long-only", what, type=int, default=0, metavar="MIN")
     what = "keep the documents in the order of the input"
     add("--no-shuffle", what, dest="shuffle", action="store_false")
-    add("--seed", f"seed of the shuffling ({SEED})", type=int, metavar="N")
-    add("--buffer", f"documents in the shuffle buffer ({BUFFER})", type=int, metavar="N")
+    add("--seed", "seed of the shuffling (%(default)s)", type=int, default=SEED, metavar="N")
+    what = "documents in the shuffle buffer (%(default)s)"
+    add("--buffer", what, type=int, default=BUFFER, metavar="N")
     add("--workers", "tokenizing processes (one per core)", type=int, metavar="N")
     what = "bytes of input in a part; an interruption loses the parts in progress (%(default)s)"
     add("--part-bytes", what, type=int, default=PART_BYTES, metavar="N")
@@ -127,12 +128,6 @@ def options_from(values: argparse.Namespace) -> Options:
                 problems.append(
                     f"--{name} has no meaning with --pack as-is: leave one of the two out"
                 )
-    for name in () if values.shuffle else ("seed", "buffer"):
-        if getattr(values, name) is not None:
-            problems.append(
-                f"--{name} is {getattr(values, name)}, which has no meaning with --no-shuffle: leave one of "
-                "the two out"
-            )
     try:
         output = prefix_of(os.fspath(values.output))
     except ConfigError as error:
@@ -146,8 +141,10 @@ def options_from(values: argparse.Namespace) -> Options:
         for path in join
         if os.path.exists(path) and not os.path.isdir(path)
     ]
-    problems += [f"INPUT is {path}, which does not exist" for path in inputs if _is_absent(path)]
-    if _is_absent(values.tokenizer):
+    problems += [
+        f"INPUT is {path}, which does not exist" for path in inputs if not os.path.exists(path)
+    ]
+    if not os.path.exists(values.tokenizer):
         problems.append(f"--tokenizer is {values.tokenizer}, which does not exist")
     if problems:
         raise ConfigError("; ".join(problems))
@@ -156,8 +153,6 @@ def options_from(values: argparse.Namespace) -> Options:
         "inputs": inputs,
         "join": inputs if values.join == [] else join,
         "workers": values.workers or min(_cores(), MOST_WORKERS),
-        "seed": SEED if values.seed is None else values.seed,
-        "buffer": values.buffer or BUFFER,
         "output": output,
     }
     return Options(**fields)
@@ -172,17 +167,6 @@ def _path(text: str) -> Path:
             f"is {text}: download it, and name the file or folder here"
         )
     return Path(text)
-
-
-def _is_absent(path: Path) -> bool:
-    """Whether there is surely no such file; other errors are told where it is opened."""
-    try:
-        os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except (OSError, ValueError):
-        return False
-    return False
 
 
 def _cores() -> int:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from ...requirements import first_line
 from ..common.signals import interrupts_ignored
-from ..common.streams import progress_may_be_lost
 from .options import Options
 
 GRACE = 5.0
@@ -69,8 +68,7 @@ def _rank(rank: int, options: Options, folder: str) -> None:
 
         # Its own is shared among processes, and Python complains at the end of one that was not given back.
         tqdm.set_lock(threading.RLock())
-        with progress_may_be_lost():
-            worker(rank, options, folder)
+        worker(rank, options, folder)
     except Exception as error:
         whole = "".join(traceback.format_exception(error))
         partial = Path(folder, f"error{rank}.partial")
