@@ -149,7 +149,6 @@ def killed(how, where: str, words, folder) -> int:
     return run.wait(30)
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("how", "where"),
     [
