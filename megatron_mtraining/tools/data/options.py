@@ -89,9 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--long-only", what, type=int, default=0, metavar="MIN")
     what = "keep the documents in the order of the input"
     add("--no-shuffle", what, dest="shuffle", action="store_false")
-    add("--seed", "seed of the shuffling (%(default)s)", type=int, default=SEED, metavar="N")
-    what = "documents in the shuffle buffer (%(default)s)"
-    add("--buffer", what, type=int, default=BUFFER, metavar="N")
+    add("--seed", f"seed of the shuffling ({SEED})", type=int, metavar="N")
+    add("--buffer", f"documents in the shuffle buffer ({BUFFER})", type=int, metavar="N")
     add("--workers", "tokenizing processes (one per core)", type=int, metavar="N")
     what = "bytes of input in a part; an interruption loses the parts in progress (%(default)s)"
     add("--part-bytes", what, type=int, default=PART_BYTES, metavar="N")
@@ -128,6 +127,12 @@ def options_from(values: argparse.Namespace) -> Options:
                 problems.append(
                     f"--{name} has no meaning with --pack as-is: leave one of the two out"
                 )
+    for name in () if values.shuffle else ("seed", "buffer"):
+        if getattr(values, name) is not None:
+            problems.append(
+                f"--{name} is {getattr(values, name)}, which has no meaning with --no-shuffle: leave one of "
+                "the two out"
+            )
     try:
         output = prefix_of(os.fspath(values.output))
     except ConfigError as error:
@@ -153,6 +158,8 @@ def options_from(values: argparse.Namespace) -> Options:
         "inputs": inputs,
         "join": inputs if values.join == [] else join,
         "workers": values.workers or min(_cores(), MOST_WORKERS),
+        "seed": SEED if values.seed is None else values.seed,
+        "buffer": values.buffer or BUFFER,
         "output": output,
     }
     return Options(**fields)

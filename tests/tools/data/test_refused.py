@@ -209,6 +209,7 @@ OPTIONS = [
     ({"join": True}, ["--join"]),
     ({"join": [__file__]}, ["--join is", "not a folder: name it before --join"]),
     ({"join": ["nowhere/none"]}, ["INPUT is", "none, which does not exist"]),
+    ({"no_shuffle": True, "seed": 1234}, ["--seed is 1234", "--no-shuffle"]),
     ({"format": "text", "text_field": "body"}, ["--text-field is body", "leave it out"]),
     ({"text_field": "body"}, ["line 1", "no body", "id, text"]),
     ({"workers": 10**9}, ["--workers is 1000000000", "256"]),
