@@ -3,6 +3,6 @@
 
 ``command`` runs everything, ``options`` is what a user can set, ``sweep`` the settings that are tried,
 ``measure`` recall and density of a layer, ``collect`` gathers them over layers. ``results`` recommends
-settings, ``mixed`` block-sparse heads among the others, ``sensitivity`` a target for each layer or head;
-``output`` writes files and pictures.
+settings, ``settled`` measures these, ``sensitivity`` sets a target for each layer or head; ``output`` writes
+files and pictures.
 """

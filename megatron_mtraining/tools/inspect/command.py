@@ -15,8 +15,6 @@ from ..common.atomic_output import atomic_file, atomic_files
 from .options import SETTINGS, Options, add_arguments, options_from, settings_path
 
 if TYPE_CHECKING:  # --help needs none of it
-    from pathlib import Path
-
     import torch
     from torch import Tensor
 
@@ -46,11 +44,7 @@ def run(args) -> int:
 
 def when_ended(args) -> str:
     """What a run has written that was interrupted."""
-    from .kept_layers import measured_before
-
-    settings, layers = settings_path(args), measured_before(args.output)
-    if layers:
-        return f"{layers} measured layers are kept in {args.output}: the same command goes on from there"
+    settings = settings_path(args)
     if args.output.exists() or settings.exists():
         return f"files in {args.output}, and {settings}, may be from an earlier run"
     return "nothing was written"
@@ -67,12 +61,9 @@ def inspect(options: Options) -> None:
 
     from ...models.open import open_model
     from ...models.types import ModelOptions
-    from ..common.digests import digest_of_array, digest_of_files
     from ..common.settings_bytes import settings_bytes
     from .collect import Collector
-    from .kept_layers import kept_layers
     from .measure import held_out_rows
-    from .mixed import mixed_of
     from .output import draw, heads_to_draw, write_json
     from .results import Recommendation, numbers, recommendation, summary
     from .sensitivity import check_sensitivity, measure_sensitivity
@@ -95,7 +86,7 @@ def inspect(options: Options) -> None:
             )
     layers = options.measured_layers(shape.layers)
     configs = [config for one in series for config in one.configs()]
-    rows = held_out_rows(length, options.rows, configs, options.seed)
+    rows = held_out_rows(length, options.rows, configs)
     dtype = str(options.dtype).removeprefix("torch.")
     print(
         f"{source.description}: {shape.layers} layers, {shape.heads}/{shape.kv_heads} heads of dimension "
@@ -112,31 +103,16 @@ def inspect(options: Options) -> None:
         if SETTINGS not in options.files:
             file = atomic_file(options.settings, option="--settings", overwrite=replace)
             written = stack.enter_context(file)
-        run_of = {
-            "model": [
-                str(options.model.resolve()),
-                digest_of_files(options.model, _written(options)),
-            ],
-            "text, tokenizer or --seq": digest_of_array(tokens.numpy()),
-            "--yarn": options.yarn,
-            "--rows or --seed": digest_of_array(rows.numpy()),
-            "--policy, --block-size or --window": [one.settings for one in series],
-            "--dtype or --device": [dtype, options.device.type],
-            "version of megatron-mtraining": __version__,
-        }
-        kept = stack.enter_context(kept_layers(options.output, run_of, overwrite=replace))
         started = time.perf_counter()
         sensitivity = None
         with source.loaded(options.sensitivity is not None) as run_model:
             loaded = time.perf_counter()
-            with Collector(series, configs, rows, layers, kept) as collected:
+            with Collector(series, configs, rows, layers) as collected:
                 run_model(tokens, collected)
             measured = collected.measured(options.target_recall)
-            recommended, mixed = Recommendation(measured), mixed_of(measured)
-            best, final = recommended.measured, mixed if options.mixed else recommended
-            assert final is not None  # checked with the options
-            drawn = heads_to_draw(best, options.heads)
-            with Settled(final, rows, layers, set(drawn.values())) as settled:
+            recommended = Recommendation(measured)
+            drawn = heads_to_draw(recommended.measured, options.heads)
+            with Settled(recommended, rows, layers, set(drawn.values())) as settled:
                 run_model(tokens, settled)
             if options.sensitivity is not None:
                 sensitivity = measure_sensitivity(run_model, tokens, shape, options)
@@ -162,23 +138,17 @@ def inspect(options: Options) -> None:
             "torch": torch.__version__,
         }
         text = summary(measured, recommended, options.target_recall)
-        settings = final.settings_file()
-        if mixed is not None:
-            about["mixed"] = mixed.numbers()
-        if mixed is not None and options.mixed:
-            text += "\n" + mixed.summary(recall.mean(), density.mean())
-        else:
-            text += "\n" + recommendation(recommended, recall, density, shape.layers)
-            text += "" if mixed is None else "\n" + mixed.summary()
+        text += "\n" + recommendation(recommended, recall, density, shape.layers)
+        settings = recommended.settings_file()
         if sensitivity is not None:
             text += "\n" + sensitivity.summary()
             settings = sensitivity.settings_file(options.base)
             about["sensitivity"] = sensitivity.numbers() | {"settings": settings}
         print(f"\n{text}\n", flush=True)
-        found = numbers(measured, recommended, settled, about)
+        found = numbers(measured, settled, about)
         write_json(folder / "results.json", found)
         (folder / "summary.txt").write_text(text + "\n", encoding="utf-8")
-        draw(folder, measured, best, settled, drawn, length, options)
+        draw(folder, measured, settled, drawn, length, options)
         content = settings_bytes(options.settings, settings)
         if written is None:
             (folder / SETTINGS).write_bytes(content)
@@ -189,15 +159,6 @@ def inspect(options: Options) -> None:
         f"{memory / 2**30:.1f} GiB. Pictures and numbers: {options.output.resolve()}; settings: "
         f"{options.settings.resolve()}"
     )
-
-
-def _written(options: Options) -> list[Path]:
-    """Files and folders that a run writes: they may be in the model's folder, and are no part of it."""
-    from .kept_layers import FOLDER
-
-    output, settings = options.output, options.settings
-    own = [output / name for name in (*options.files, FOLDER, ".partial")]
-    return [output, *own, settings, settings.with_name(f".{settings.name}.partial")]
 
 
 def read_tokens(options: Options, source: Source) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...models.types import LayerInput
-from .measure import CHUNK_BYTES, HeadPattern, attention_of_rows
+from .measure import CHUNK_BYTES, LayerPattern, attention_of_rows
 
 CELLS = 256
 """Cells along a side of a picture, at most."""
@@ -42,18 +42,23 @@ def attention_picture(given: LayerInput, head: int) -> Tensor:
     return _mean_over_rows(picture, rows, size)
 
 
-def density_picture(pattern: HeadPattern, seq_length: int, device: torch.device) -> Tensor:
+def density_picture(
+    pattern: LayerPattern | None, head: int, seq_length: int, device: torch.device
+) -> Tensor:
     """The fraction of the pairs in each cell that a head's pattern keeps: float32 ``[cells, cells]`` on the
     CPU.
 
     Args:
+        pattern: None for dense attention.
         device: the pattern's.
     """
     cells, rows = cells_of(seq_length), rows_of_picture(seq_length, device)
     position, size = torch.arange(seq_length, device=device), seq_length // cells
     density = torch.zeros(cells, cells, device=device)
     for here in rows.split(max(1, CHUNK_BYTES // (16 * seq_length))):
-        kept = pattern.mask(here)[:, :seq_length] & (position <= here[:, None])
+        kept = position <= here[:, None]
+        if pattern is not None:
+            kept &= pattern.mask(head, here)[:, :seq_length]
         density.index_add_(0, here // size, kept.unflatten(-1, (cells, size)).float().mean(-1))
     return _mean_over_rows(density, rows, size)
 

@@ -28,7 +28,7 @@ CHUNK_BYTES = 2**28
 
 
 def held_out_rows(
-    seq_length: int, count: int | None, configs: list[MTrainingConfig], seed: int
+    seq_length: int, count: int | None, configs: list[MTrainingConfig], seed: int = 0
 ) -> Tensor:
     """Query rows to evaluate patterns on: int64 ``[count]``, ascending; no estimator samples them.
 
@@ -62,14 +62,6 @@ def held_out_rows(
     return rows[edges[:-1] + (drawn * edges.diff()).long()]
 
 
-class HeadPattern(Protocol):
-    """One head's pattern."""
-
-    def mask(self, rows: Tensor) -> Tensor:
-        """The keys that rows ``[r]`` attend to: bool ``[r, NB x block_size]``, on the device of the pattern,
-        as are the rows. Later keys are not masked out."""
-
-
 class LayerPattern(Protocol):
     """The patterns of a layer's heads on one rank."""
 
@@ -85,8 +77,9 @@ class LayerPattern(Protocol):
             rows: int64 ``[r]``.
         """
 
-    def head(self, head: int) -> HeadPattern:
-        """One head's pattern."""
+    def mask(self, head: int, rows: Tensor) -> Tensor:
+        """The keys that rows ``[r]`` of a head attend to: bool ``[r, NB x block_size]``, on the device of the
+        pattern, as are the rows. Later keys are not masked out."""
 
 
 class VerticalSlashPattern:
@@ -113,26 +106,14 @@ class VerticalSlashPattern:
         in_columns = (p * is_column[:, None, :keys]).unflatten(-1, (-1, block)).sum(-1)
         return kept + (in_columns * ~by_slash).sum(-1)
 
-    def head(self, head: int) -> HeadPattern:
+    def mask(self, head: int, rows: Tensor) -> Tensor:
         distances, columns = self.index.distances()[0, head], self.index.columns[0, head]
-        return _VerticalSlashHead(distances, columns, self.index.block_size)
-
-
-class _VerticalSlashHead:
-    def __init__(self, distances: Tensor, columns: Tensor, block_size: int):
-        """
-        Args:
-            distances: bool ``[NB]``; columns: int ``[C]``, padded with values of at least N.
-        """
-        length, device = len(distances) * block_size, distances.device
-        self.distances, self.block_size = distances, block_size
-        self.key_block = torch.arange(length, device=device) // block_size
-        self.is_column = torch.zeros(length, dtype=torch.bool, device=device)
-        self.is_column[columns[columns < length].long()] = True
-
-    def mask(self, rows: Tensor) -> Tensor:
-        distance = rows[:, None] // self.block_size - self.key_block
-        return self.distances[distance.clamp_(min=0)] | self.is_column
+        block = self.index.block_size
+        length = len(distances) * block
+        is_column = torch.zeros(length, dtype=torch.bool, device=distances.device)
+        is_column[columns[columns < length].long()] = True
+        key_block = torch.arange(length, device=distances.device) // block
+        return distances[(rows[:, None] // block - key_block).clamp_(min=0)] | is_column
 
 
 class BlockSparsePattern:
@@ -158,17 +139,9 @@ class BlockSparsePattern:
         at = torch.searchsorted(self.query_blocks, rows // self.block_size)
         return (block_mass * self.seen[:, at, : block_mass.shape[-1]]).sum(-1)
 
-    def head(self, head: int) -> HeadPattern:
-        return _BlockSparseHead(self.query_blocks, self.seen[head], self.block_size)
-
-
-class _BlockSparseHead:
-    def __init__(self, query_blocks: Tensor, seen: Tensor, block_size: int):
-        self.query_blocks, self.seen, self.block_size = query_blocks, seen, block_size
-
-    def mask(self, rows: Tensor) -> Tensor:
+    def mask(self, head: int, rows: Tensor) -> Tensor:
         at = torch.searchsorted(self.query_blocks, rows // self.block_size)
-        return self.seen[at].repeat_interleave(self.block_size, -1)
+        return self.seen[head, at].repeat_interleave(self.block_size, -1)
 
 
 def patterns_of(

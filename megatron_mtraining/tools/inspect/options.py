@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...config import BLOCK_POLICY_NAMES, ConfigError, MTrainingConfig
+from ...config import ConfigError, MTrainingConfig
 from ...requirements import require
 from ..common.atomic_output import refuse_to_replace_input
 
@@ -43,7 +43,6 @@ class Options:
         layers: how many layers to measure, or which; None for all.
         policies: None for all.
         sensitivity: "layers" or "heads" to measure the sensitivity of each, or None.
-        mixed: write block-sparse heads into the settings file.
         heads: (layer, head) of further heads to draw.
         base: options of MTrainingConfig that all settings have, without those left at their default.
         settings: the file of recommended settings, in ``output`` or elsewhere.
@@ -60,12 +59,10 @@ class Options:
     layers: int | tuple[int, ...] | None
     policies: list[str] | None
     sensitivity: str | None
-    mixed: bool
     heads: list[tuple[int, int]]
     base: dict
     device: torch.device
     dtype: torch.dtype
-    seed: int
     output: Path
     settings: Path
     overwrite: bool
@@ -137,8 +134,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "measure how much predictions depend on each layer or head, and set its target recall by it"
     )
     add("--sensitivity", choices=("layers", "heads"), help=what)
-    what = "let the settings file make heads block-sparse where that holds more attention at equal density"
-    add("--mixed", action="store_true", help=what)
     what = "also draw this head, counted from 0; may be repeated"
     add("--head", dest="heads", action="append", default=[], metavar="LAYER:HEAD", help=what)
     add("--window", type=int, help="local window of all settings, in tokens")
@@ -146,7 +141,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", help="cuda or cpu (cuda if there is a GPU)")
     what = "dtype of the model (bf16 if the device computes in it; float32 with --sensitivity)"
     add("--dtype", choices=("bf16", "float32", "fp16"), help=what)
-    add("--seed", type=int, default=0, help="seed that draws the evaluated rows (%(default)s)")
     what = "folder for pictures, numbers and settings (%(default)s)"
     add("--output", type=Path, default=Path("inspect-out"), metavar="FOLDER", help=what)
     what = "file for the recommended settings: YAML if it ends in .yaml, else JSON (FOLDER/settings.json)"
@@ -175,7 +169,6 @@ def options_from(values: argparse.Namespace) -> Options:
             raise ConfigError(f"--text is {path}, which {problem}: give a text file")
     if values.tokenizer is not None and not values.tokenizer.exists():
         raise ConfigError(f"--tokenizer is {values.tokenizer}, which does not exist")
-    _check_mixed(values)
     device = device_of(values.device)
     settings = settings_path(values)
     if settings.suffix in (".yaml", ".yml"):
@@ -207,7 +200,7 @@ def options_from(values: argparse.Namespace) -> Options:
             f"--layers is {values.layers}, but --sensitivity measures all layers: leave one of them out"
         )
     policies = values.policies
-    if policies is None and device.type == "cpu" and not values.mixed:
+    if policies is None and device.type == "cpu":
         policies = ["price"]
     elif policies == ["all"]:
         policies = None
@@ -237,28 +230,10 @@ def _check_numbers(values: argparse.Namespace, base: dict) -> None:
             raise ConfigError(f"{name} is {value}: use 1 or more")
     if values.yarn is not None and not 1 < values.yarn < 1e6:  # as of mtraining convert
         raise ConfigError(f"--yarn is {values.yarn:g}: use a factor above 1, such as 4")
-    if not -(2**63) <= values.seed < 2**64:  # the seeds of torch's generators
-        raise ConfigError(f"--seed is {values.seed}: use a number of at most 64 bits, such as 0")
     try:
         MTrainingConfig.from_options(**base)
     except ConfigError as error:
         raise ConfigError(str(error).replace("--mtraining-", "--")) from None
-
-
-def _check_mixed(values: argparse.Namespace) -> None:
-    if not values.mixed:
-        return
-    if values.sensitivity is not None:
-        raise ConfigError(
-            "--mixed and --sensitivity each write the settings file: give one of them"
-        )
-    every = ("price", *BLOCK_POLICY_NAMES)
-    names = {*(every if values.policies in (None, ["all"]) else values.policies)}
-    if "price" not in names or not names & {*BLOCK_POLICY_NAMES}:
-        raise ConfigError(
-            f"--policy is {' '.join(values.policies)}, but --mixed compares price with "
-            f"{' or '.join(BLOCK_POLICY_NAMES)}: add them to --policy, or leave it out"
-        )
 
 
 def _head(word: str) -> tuple[int, int]:

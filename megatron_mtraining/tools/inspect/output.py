@@ -36,7 +36,6 @@ def heads_to_draw(best: Measured, asked: list[tuple[int, int]]) -> dict[str, tup
 def draw(
     folder: Path,
     measured: list[Measured],
-    best: Measured,
     settled: Settled,
     named: dict[str, tuple[int, int]],
     length: int,
@@ -45,8 +44,7 @@ def draw(
     """Write all pictures into ``folder``.
 
     Args:
-        best: the series whose densities are shown.
-        settled: the recommended settings, and the heads drawn with them.
+        settled: the recommended settings, whose series' densities are shown, and the heads drawn with them.
         named: from :func:`heads_to_draw`.
     """
     from ..report import pictures
@@ -60,7 +58,7 @@ def draw(
         )
         for one in measured
     }
-    target = options.target_recall
+    best, target = settled.settings.measured, options.target_recall
     path = folder / "recall_density.png"
     pictures.recall_density(path, curves, target, f"{title}: mean over all heads")
     pictures.layers_by_heads(
@@ -74,8 +72,7 @@ def draw(
         setting = settled.settings.setting_of(place, head)
         described = "dense"
         if setting is not None:
-            series = next(one.series for one in measured if one.series.has(setting))
-            described = f"{series.label}, {series.describe(setting)}"
+            described = f"{best.series.label}, {best.series.describe(setting)}"
         recall, density = settled.recall[place][head], settled.density[place][head]
         drawn = settled.drawn[place, head]
         pictures.attention_and_pattern(

@@ -43,11 +43,6 @@ class Point:
             return values[self.before]
         return (1 - self.fraction) * values[self.before] + self.fraction * values[self.before + 1]
 
-    @property
-    def denser(self) -> int:
-        """The sparsest setting that is at least as dense as this point."""
-        return self.before + (self.fraction > 0)
-
 
 def reach(recall: np.ndarray, target: float) -> Point:
     """The sparsest point where recall ``[settings]``, from sparse to dense, is the target."""
@@ -145,7 +140,11 @@ class Recommendation:
         return self.measured.series.between(self.point.before, self.point.fraction)
 
     def setting_of(self, place: int, head: int) -> dict | None:
-        """See :class:`.settled.Settings`."""
+        """Options of MTrainingConfig for a head; None if it is dense.
+
+        Args:
+            place: of the layer among those that were measured.
+        """
         return None if self.dense[place, head] else self.setting
 
     def settings_file(self) -> dict:
@@ -256,14 +255,13 @@ def _why_dense(recommended: Recommendation) -> str:
     )
 
 
-def numbers(
-    measured: list[Measured], recommended: Recommendation, settled: Settled, about: dict
-) -> dict:
+def numbers(measured: list[Measured], settled: Settled, about: dict) -> dict:
     """Everything that was measured, for JSON; densities that are out of reach are null.
 
     Args:
-        settled: the settings of the run's settings file, measured.
+        settled: the recommended settings, measured.
     """
+    recommended = settled.settings
     return {
         **about,
         "layout": "recall, density and density_needed are [layer][head], of the layers in measured_layers",
@@ -277,7 +275,7 @@ def numbers(
             "settings": recommended.settings_file(),
         },
         "measured": {
-            "settings": settled.settings.settings_file(),
+            "settings": recommended.settings_file(),
             "mean_recall": _round(np.mean(settled.recall)),
             "mean_density": _round(np.mean(settled.density)),
             "recall": _round(settled.recall),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,20 +15,7 @@ from ...config import MTrainingConfig
 from ...models.types import LayerInput
 from .head_pictures import attention_picture, density_picture
 from .measure import LayerPattern, for_search, patterns_of, recall_of_patterns
-
-
-class Settings(Protocol):
-    """Settings of each measured head."""
-
-    def setting_of(self, place: int, head: int) -> dict | None:
-        """Options of MTrainingConfig; None if the head is dense.
-
-        Args:
-            place: of the layer among those that were measured.
-        """
-
-    def settings_file(self) -> dict:
-        """Options of MTrainingConfig, and under ``layers`` the options of heads that differ."""
+from .results import Recommendation
 
 
 @dataclass(frozen=True)
@@ -49,13 +35,13 @@ class Settled:
     """
 
     def __init__(
-        self, settings: Settings, rows: Tensor, layers: list[int], draw: set[tuple[int, int]]
+        self, settings: Recommendation, rows: Tensor, layers: list[int], draw: set[tuple[int, int]]
     ):
         """
         Args:
             rows: the evaluated rows.
             layers: the measured layers.
-            draw: (place, head) of the heads to draw; see :class:`Settings`.
+            draw: (place, head) of the heads to draw, by the place of the layer in ``layers``.
         """
         self.settings, self.rows, self.layers, self.draw = settings, rows, layers, draw
         self.recall: list[np.ndarray] = []
@@ -96,21 +82,9 @@ class Settled:
         self.density.append(density)
         for at, head in sorted(self.draw):
             if at == place:
-                setting = own[head]
-                sparse = setting is not None
-                pattern = patterns[distinct.index(setting)].head(head) if sparse else _Dense(length)
+                pattern = None if own[head] is None else patterns[distinct.index(own[head])]
                 self.drawn[at, head] = DrawnHead(
                     attention_picture(given, head),
-                    density_picture(pattern, length, given.query.device),
+                    density_picture(pattern, head, length, given.query.device),
                 )
         self.progress.update()
-
-
-class _Dense:
-    """See :class:`.measure.HeadPattern`."""
-
-    def __init__(self, length: int):
-        self.length = length
-
-    def mask(self, rows: Tensor) -> Tensor:
-        return torch.ones(len(rows), self.length, dtype=torch.bool, device=rows.device)

@@ -43,11 +43,6 @@ class Series:
     def configs(self) -> list[MTrainingConfig]:
         return [MTrainingConfig.from_options(**setting) for setting in self.settings]
 
-    def has(self, setting: dict) -> bool:
-        """Whether a setting is one of this series, or between two of them."""
-        fixed = {name: v for name, v in self.settings[0].items() if name not in self.changing}
-        return fixed == {name: v for name, v in setting.items() if name not in self.changing}
-
     def describe(self, setting: dict) -> str:
         """The swept options of a setting."""
         return " ".join(f"{name} {setting[name]:.4g}" for name in self.changing)

@@ -40,8 +40,8 @@ def test_density_of_a_head(length, monkeypatch):
     distances = torch.zeros(1, 1, length // 64, dtype=torch.bool)
     distances[..., 2] = True
     index = build_index(distances, torch.tensor([[[3, 70, length]]]), length, 64, 1)
-    pattern = measure.VerticalSlashPattern(index).head(0)
-    found = head_pictures.density_picture(pattern, length, torch.device("cpu"))
+    pattern = measure.VerticalSlashPattern(index)
+    found = head_pictures.density_picture(pattern, 0, length, torch.device("cpu"))
     cells = head_pictures.cells_of(length)
     assert found.shape == (cells, cells) and length % cells == 0
     mask = index.token_mask(0, 0).float()

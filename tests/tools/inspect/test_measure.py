@@ -65,7 +65,7 @@ def test_heads_masks_are_those_of_the_index():
     distances[..., 2] = True
     index = build_index(distances, torch.tensor([[[3, 70, 256]]]), 256, 64, 1)
     rows = torch.arange(0, 256, 3)
-    kept = measure.VerticalSlashPattern(index).head(0).mask(rows)
+    kept = measure.VerticalSlashPattern(index).mask(0, rows)
     past = torch.arange(256) <= rows[:, None]
     assert torch.equal(kept & past, index.token_mask(0, 0)[rows].bool())
 
@@ -89,7 +89,7 @@ def test_recall_of_block_sparse_patterns_is_that_of_the_written_out_mask(policy,
         assert found.density[0, head] == pytest.approx(pairs, abs=1e-6)
         assert 0.1 < found.density[0, head] < 0.9
         past = torch.arange(SEQ) <= rows[:, None]
-        assert torch.equal(pattern.head(head).mask(rows) & past, mask[rows].bool())
+        assert torch.equal(pattern.mask(head, rows) & past, mask[rows].bool())
 
 
 SERIES = {

@@ -15,7 +15,7 @@ def test_reach_interpolates_from_sparse_to_dense():
     recall = np.array([0.5, 0.9, 1.0])
     point = results.reach(recall, 0.95)
     assert point.reached and point.before == 1 and point.fraction == pytest.approx(0.5)
-    assert point.of(np.array([0.1, 0.2, 0.4])) == pytest.approx(0.3) and point.denser == 2
+    assert point.of(np.array([0.1, 0.2, 0.4])) == pytest.approx(0.3)
     assert results.reach(recall, 0.4) == results.Point(0, 0.0, True)
     assert results.reach(recall[:2], 0.95) == results.Point(1, 0.0, False)
 
@@ -69,7 +69,7 @@ def test_numbers_are_json_and_out_of_reach_is_null():
     one = measured([[0.8, 0.2], [1.0, 0.3]], [[0.1] * 2, [0.3] * 2])
     best = results.Recommendation([one])
     settled = Settled(best, np.array([0.9, 1.0]), np.array([0.2, 1.0]))
-    found = results.numbers([one], best, settled, {"model": "m"})
+    found = results.numbers([one], settled, {"model": "m"})
     found = json.loads(json.dumps(found, allow_nan=False))
     assert found["series"][0]["density_needed"] == [[pytest.approx(0.2), None]]
     assert found["series"][0]["settings"][1]["recall"] == [[1.0, 0.3]]
@@ -87,7 +87,7 @@ def test_sampled_layers_have_their_own_numbers():
     assert best.settings_file()["layers"] == {"7": {"heads": {"0": {"dense": True}}}}
     assert best.setting_of(0, 0) is None and best.setting_of(0, 1) == best.setting
     settled = Settled(best, np.ones(2), np.ones(2))
-    assert results.numbers([one], best, settled, {})["measured_layers"] == [7]
+    assert results.numbers([one], settled, {})["measured_layers"] == [7]
     rows = results.summary([one], best, 0.9).splitlines()
     assert [row.split()[0] for row in rows if row.strip()[:1].isdigit()] == ["7"]
     said = results.recommendation(best, np.ones((1, 2)), np.full((1, 2), 0.2), total_layers=9)
