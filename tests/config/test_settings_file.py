@@ -208,7 +208,7 @@ def test_settings_of_the_run_must_be_the_runs(layers, tmp_path):
 
 def test_options_take_what_inspect_has_written(tmp_path):
     one = results.Measured(
-        sweep.Series("price", None, ("price",), tuple({"price": 0.5**i} for i in range(2))),
+        sweep.Series("price", ("price",), tuple({"price": 0.5**i} for i in range(2))),
         np.array([[[0.7, 0.5]], [[1.0, 0.6]]]),
         np.array([[[0.1, 0.1]], [[0.3, 0.9]]]),
         0.9,

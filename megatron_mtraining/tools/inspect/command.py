@@ -145,7 +145,7 @@ def inspect(options: Options) -> None:
             settings = sensitivity.settings_file(options.base)
             about["sensitivity"] = sensitivity.numbers() | {"settings": settings}
         print(f"\n{text}\n", flush=True)
-        found = numbers(measured, settled, about)
+        found = numbers(measured, recommended, recall, density, about)
         write_json(folder / "results.json", found)
         (folder / "summary.txt").write_text(text + "\n", encoding="utf-8")
         draw(folder, measured, settled, drawn, length, options)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ...config import ConfigError, MTrainingConfig
 from ...requirements import require
 from ..common.atomic_output import refuse_to_replace_input
+from ..common.model_options import add_model_arguments, check_model_arguments
 
 if TYPE_CHECKING:  # --help needs none of it
     import torch
@@ -111,18 +112,15 @@ class Options:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to ``parser``."""
     add = parser.add_argument
-    what = "a Hugging Face folder, a .gguf file or a Megatron checkpoint's folder"
-    add("model", type=Path, metavar="MODEL", help=what)
+    add_model_arguments(
+        parser,
+        tokenizer="a Hugging Face folder, a .gguf file or a sentencepiece .model (the model's own)",
+        dtype="dtype of the model (bf16 if the device computes in it; float32 with --sensitivity)",
+    )
     what = "UTF-8 text (several files are concatenated), or token ids: .npy, or Megatron's .bin"
     add("--text", type=Path, nargs="+", required=True, metavar="FILE", help=what)
-    what = (
-        "tokenizer: a Hugging Face folder, a .gguf file or a sentencepiece .model (the model's own)"
-    )
-    add("--tokenizer", type=Path, metavar="PATH", help=what)
     what = "number of tokens (the whole text, up to the model's positions)"
     add("--seq", dest="seq_length", type=int, metavar="N", help=what)
-    what = "extend the model's positions by this factor with YaRN"
-    add("--yarn", type=float, metavar="FACTOR", help=what)
     what = "fraction of the attention mass that patterns must hold (%(default)s)"
     add("--target-recall", type=float, default=0.95, metavar="FRACTION", help=what)
     add("--rows", type=int, help=f"query rows that patterns are evaluated on (at most {ROWS})")
@@ -138,9 +136,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--head", dest="heads", action="append", default=[], metavar="LAYER:HEAD", help=what)
     add("--window", type=int, help="local window of all settings, in tokens")
     add("--block-size", type=int, help="block size of all settings: 64 or 128")
-    add("--device", help="cuda or cpu (cuda if there is a GPU)")
-    what = "dtype of the model (bf16 if the device computes in it; float32 with --sensitivity)"
-    add("--dtype", choices=("bf16", "float32", "fp16"), help=what)
     what = "folder for pictures, numbers and settings (%(default)s)"
     add("--output", type=Path, default=Path("inspect-out"), metavar="FOLDER", help=what)
     what = "file for the recommended settings: YAML if it ends in .yaml, else JSON (FOLDER/settings.json)"
@@ -160,15 +155,10 @@ def options_from(values: argparse.Namespace) -> Options:
     from ...models.environment import DTYPES, default_dtype, device_of
 
     require("matplotlib", "tqdm", extra="inspect")
+    check_model_arguments(values)
     given = {"window": values.window, "block_size": values.block_size}
     base = {name: value for name, value in given.items() if value is not None}
     _check_numbers(values, base)
-    for path in values.text:
-        if not path.is_file():
-            problem = "is a folder" if path.is_dir() else "does not exist"
-            raise ConfigError(f"--text is {path}, which {problem}: give a text file")
-    if values.tokenizer is not None and not values.tokenizer.exists():
-        raise ConfigError(f"--tokenizer is {values.tokenizer}, which does not exist")
     device = device_of(values.device)
     settings = settings_path(values)
     if settings.suffix in (".yaml", ".yml"):
@@ -184,8 +174,6 @@ def options_from(values: argparse.Namespace) -> Options:
             )
     for name in (*FILES, SETTINGS):
         refuse_to_replace_input("--output", values.output / name, read)
-    if values.output.exists() and not values.output.is_dir():
-        raise ConfigError(f"--output is {values.output}, which is a file: name a folder")
     if values.dtype is not None:
         dtype = DTYPES[values.dtype]
     else:  # rounding to bf16 moves predictions as far as sparse attention in one layer does
@@ -228,8 +216,6 @@ def _check_numbers(values: argparse.Namespace, base: dict) -> None:
     for name, value in {"--rows": values.rows, "--seq": values.seq_length}.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}: use 1 or more")
-    if values.yarn is not None and not 1 < values.yarn < 1e6:  # as of mtraining convert
-        raise ConfigError(f"--yarn is {values.yarn:g}: use a factor above 1, such as 4")
     try:
         MTrainingConfig.from_options(**base)
     except ConfigError as error:

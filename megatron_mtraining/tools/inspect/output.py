@@ -51,7 +51,7 @@ def draw(
 
     title = f"{options.model.name or options.model}, {length} tokens"
     curves = {
-        one.series.label: (
+        one.series.policy: (
             one.density.mean((1, 2)),
             one.recall.mean((1, 2)),
             np.quantile(one.recall, 0.1, axis=(1, 2)),
@@ -64,7 +64,7 @@ def draw(
     pictures.layers_by_heads(
         folder / "density_needed.png",
         best.needed,
-        f"{title}\n{best.series.label}; crossed out: recall not reached",
+        f"{title}\n{best.series.policy}; crossed out: recall not reached",
         f"density at which a head's recall is {target:.0%}",
         layers=best.layers,
     )
@@ -72,7 +72,7 @@ def draw(
         setting = settled.settings.setting_of(place, head)
         described = "dense"
         if setting is not None:
-            described = f"{best.series.label}, {best.series.describe(setting)}"
+            described = f"{best.series.policy}, {best.series.describe(setting)}"
         recall, density = settled.recall[place][head], settled.density[place][head]
         drawn = settled.drawn[place, head]
         pictures.attention_and_pattern(

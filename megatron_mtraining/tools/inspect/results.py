@@ -5,15 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..report.table import table
 from .sweep import Series
-
-if TYPE_CHECKING:
-    from .settled import Settled
 
 DENSE_ABOVE = 0.7
 """Heads that need a larger density for the target recall are recommended to be dense: sparse attention would
@@ -170,11 +166,11 @@ def summary(measured: list[Measured], recommended: Recommendation, target: float
         if point.reached and point.before == 0 and point.fraction == 0:
             limit = " (sparsest tried)"
         rows.append([
-            one.series.label, one.series.describe(one.setting) + limit, f"{recall.mean():.1%}",
+            one.series.policy, one.series.describe(one.setting) + limit, f"{recall.mean():.1%}",
             f"{density.mean():.1%}", f"{recall.min():.1%}", f"{density.max():.1%}",
         ])  # fmt: skip
     header = [
-        "policy, estimator",
+        "policy",
         "setting",
         "recall",
         "density",
@@ -194,8 +190,8 @@ def summary(measured: list[Measured], recommended: Recommendation, target: float
         rows.append([str(layer), *(f"{mean:.1%}" for mean in means), f"{hardest}: {shown}"])
     header = [
         "layer",
-        *(one.series.label for one in measured),
-        f"hardest head ({best.series.label})",
+        *(one.series.policy for one in measured),
+        f"hardest head ({best.series.policy})",
     ]
     parts += [
         f"\nDensity needed for a recall of {target:.1%}, mean over each layer's heads:",
@@ -216,7 +212,7 @@ def recommendation(
     best, dense = recommended.measured, int(recommended.dense.sum())
     heads = f"{dense} of {recommended.dense.size} heads dense, " if dense else ""
     lines = [
-        f"\nRecommended: {best.series.label}, {best.series.describe(recommended.setting)}, {heads}"
+        f"\nRecommended: {best.series.policy}, {best.series.describe(recommended.setting)}, {heads}"
         f"recall {recall.mean():.1%} at density {density.mean():.1%} (measured with these settings)"
     ]
     if not recommended.point.reached:
@@ -255,20 +251,24 @@ def _why_dense(recommended: Recommendation) -> str:
     )
 
 
-def numbers(measured: list[Measured], settled: Settled, about: dict) -> dict:
+def numbers(
+    measured: list[Measured],
+    recommended: Recommendation,
+    recall: np.ndarray,
+    density: np.ndarray,
+    about: dict,
+) -> dict:
     """Everything that was measured, for JSON; densities that are out of reach are null.
 
     Args:
-        settled: the recommended settings, measured.
+        recall, density: as of :func:`recommendation`.
     """
-    recommended = settled.settings
     return {
         **about,
         "layout": "recall, density and density_needed are [layer][head], of the layers in measured_layers",
         "measured_layers": recommended.measured.layers,
         "recommended": {
             "policy": recommended.measured.series.policy,
-            "estimator": recommended.measured.series.estimator,
             "reached": recommended.point.reached,
             "expected_recall": _round(recommended.recall),
             "expected_density": _round(recommended.density),
@@ -276,15 +276,14 @@ def numbers(measured: list[Measured], settled: Settled, about: dict) -> dict:
         },
         "measured": {
             "settings": recommended.settings_file(),
-            "mean_recall": _round(np.mean(settled.recall)),
-            "mean_density": _round(np.mean(settled.density)),
-            "recall": _round(settled.recall),
-            "density": _round(settled.density),
+            "mean_recall": _round(recall.mean()),
+            "mean_density": _round(density.mean()),
+            "recall": _round(recall),
+            "density": _round(density),
         },
         "series": [
             {
                 "policy": one.series.policy,
-                "estimator": one.series.estimator,
                 "at_target": {
                     "reached": one.point.reached,
                     "settings": one.setting,

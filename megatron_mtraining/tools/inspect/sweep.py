@@ -17,28 +17,21 @@ TOP_K = (1 / 64, 1 / 2)
 """Fraction of the key blocks that policy moba selects."""
 SLASHES = (1 / 128, 1)
 """Fraction of the block distances that policy fixed keeps; a quarter of it of the tokens are columns."""
-ESTIMATORS = ("strata", "last")
 
 
 @dataclass(frozen=True)
 class Series:
-    """Settings of one policy and estimator, from the sparsest to the densest.
+    """Settings of one policy, from the sparsest to the densest.
 
     Attributes:
         policy: its name.
-        estimator: its name, or None if the policy has only one.
         changing: the options that are swept.
         settings: options of MTrainingConfig for each setting, without defaults.
     """
 
     policy: str
-    estimator: str | None
     changing: tuple[str, ...]
     settings: tuple[dict, ...]
-
-    @property
-    def label(self) -> str:
-        return self.policy if self.estimator is None else f"{self.policy}, {self.estimator}"
 
     def configs(self) -> list[MTrainingConfig]:
         return [MTrainingConfig.from_options(**setting) for setting in self.settings]
@@ -79,24 +72,22 @@ def series_for(seq_length: int, base: dict, policies: list[str] | None = None) -
     config = MTrainingConfig.from_options(**base)
     blocks = -(-seq_length // config.block_size)
     top_k = sorted({max(1, round(blocks * fraction)) for fraction in _grid(*TOP_K)})
-    prices = [{"price": value} for value in _grid(*PRICES)]
     swept = [
-        *(("price", estimator, prices) for estimator in ESTIMATORS),
-        ("fixed", None, _budgets(seq_length, blocks, config.sink)),
-        ("xattention", None, [{"block_threshold": value} for value in THRESHOLDS]),
-        ("moba", None, [{"block_top_k": value} for value in top_k]),
+        ("price", [{"price": value} for value in _grid(*PRICES)]),
+        ("fixed", _budgets(seq_length, blocks, config.sink)),
+        ("xattention", [{"block_threshold": value} for value in THRESHOLDS]),
+        ("moba", [{"block_top_k": value} for value in top_k]),
     ]
-    names = sorted({policy for policy, *_ in swept})
+    names = sorted(policy for policy, _ in swept)
     for name in policies or ():
         if name not in names:
             raise ConfigError(f"--policy is {name}: use some of {', '.join(names)}")
     found = []
-    for policy, estimator, values in swept:
+    for policy, values in swept:
         if policies is not None and policy not in policies:
             continue
-        same = {**base, "policy": policy} | ({"estimator": estimator} if estimator else {})
-        settings = tuple({**same, **value} for value in values)
-        found.append(Series(policy, estimator, tuple(values[0]), settings))
+        settings = tuple({**base, "policy": policy, **value} for value in values)
+        found.append(Series(policy, tuple(values[0]), settings))
         for config in found[-1].configs():
             _check(config, seq_length)
     return found

@@ -22,7 +22,7 @@ def test_reach_interpolates_from_sparse_to_dense():
 
 def measured(recall, density, target=0.9):
     """Of one layer: recall and density are [settings][heads]."""
-    series = sweep.Series("fixed", None, ("slash",), tuple({"slash": 2**i} for i in range(2)))
+    series = sweep.Series("fixed", ("slash",), tuple({"slash": 2**i} for i in range(2)))
     recall, density = (np.array(values, dtype=float)[:, None] for values in (recall, density))
     return results.Measured(series, recall, density, target)
 
@@ -58,18 +58,11 @@ def test_heads_out_of_reach_are_ordered_by_recall():
     assert results.by_difficulty(needed, recall).tolist() == [3, 1, 4, 2, 0]
 
 
-class Settled:
-    """Stands for the settings measured: one layer of two heads."""
-
-    def __init__(self, settings, recall, density):
-        self.settings, self.recall, self.density = settings, [recall], [density]
-
-
 def test_numbers_are_json_and_out_of_reach_is_null():
     one = measured([[0.8, 0.2], [1.0, 0.3]], [[0.1] * 2, [0.3] * 2])
     best = results.Recommendation([one])
-    settled = Settled(best, np.array([0.9, 1.0]), np.array([0.2, 1.0]))
-    found = results.numbers([one], settled, {"model": "m"})
+    recall, density = np.array([[0.9, 1.0]]), np.array([[0.2, 1.0]])
+    found = results.numbers([one], best, recall, density, {"model": "m"})
     found = json.loads(json.dumps(found, allow_nan=False))
     assert found["series"][0]["density_needed"] == [[pytest.approx(0.2), None]]
     assert found["series"][0]["settings"][1]["recall"] == [[1.0, 0.3]]
@@ -81,13 +74,13 @@ def test_numbers_are_json_and_out_of_reach_is_null():
 
 def test_sampled_layers_have_their_own_numbers():
     recall, density = (np.array(v)[:, None] for v in ([[0.1, 0.8], [0.2, 1.0]], [[0.1] * 2] * 2))
-    series = sweep.Series("fixed", None, ("slash",), ({"slash": 1}, {"slash": 2}))
+    series = sweep.Series("fixed", ("slash",), ({"slash": 1}, {"slash": 2}))
     one = results.Measured(series, recall, density, 0.9, layers=[7])
     best = results.Recommendation([one])
     assert best.settings_file()["layers"] == {"7": {"heads": {"0": {"dense": True}}}}
     assert best.setting_of(0, 0) is None and best.setting_of(0, 1) == best.setting
-    settled = Settled(best, np.ones(2), np.ones(2))
-    assert results.numbers([one], settled, {})["measured_layers"] == [7]
+    ones = np.ones((1, 2))
+    assert results.numbers([one], best, ones, ones, {})["measured_layers"] == [7]
     rows = results.summary([one], best, 0.9).splitlines()
     assert [row.split()[0] for row in rows if row.strip()[:1].isdigit()] == ["7"]
     said = results.recommendation(best, np.ones((1, 2)), np.full((1, 2), 0.2), total_layers=9)
