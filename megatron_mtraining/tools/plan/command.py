@@ -19,6 +19,7 @@ from .assumptions import GIB, OVERHEAD_GIB, SLACK
 FIND = ("seq-length", "context-parallel-size")
 LARGEST = dict(world_size=10**9, gpu_memory_gib=1e9, overhead_gib=1e9, slack=1e3)
 """Of the plan's own numbers: larger ones are mistakes, and overflow."""
+MAY_BE_0 = ("overhead_gib", "slack")
 EPILOG = """\
 FLAGS are Megatron's flags, as pretrain_gpt.py takes them, or a whole training command:
 
@@ -125,21 +126,14 @@ def _check(options) -> None:
         raise ConfigError(
             "--find context-parallel-size finds the world size: leave --world-size out"
         )
-    for name in ("world_size", "gpu_memory_gib"):
-        value = getattr(options, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}: it must be positive")
     for name, most in LARGEST.items():
         value = getattr(options, name)
-        if value is not None and not value <= most:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is {short(value)}: it must be at most {most:g}"
-            )
-    for name in ("overhead_gib", "slack"):
-        if not getattr(options, name) >= 0:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is {getattr(options, name)}: it must not be negative"
-            )
+        if value is None or 0 < value <= most or (value == 0 and name in MAY_BE_0):
+            continue
+        limit = "must not be negative" if name in MAY_BE_0 else "must be positive"
+        if value > most:
+            limit = f"must be at most {most:g}"
+        raise ConfigError(f"--{name.replace('_', '-')} is {short(value)}: it {limit}")
 
 
 def _words_of(path: Path) -> list[str]:

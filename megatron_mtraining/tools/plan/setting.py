@@ -150,20 +150,11 @@ def _check_given(args) -> None:
         raise ConfigError(
             "--vocab-size is not given: mtraining plan reads no tokenizer, so give its vocabulary size"
         )
-    for name in (
-        *needed, "tensor_model_parallel_size", "pipeline_model_parallel_size", "kv_channels",
-        "context_parallel_size", "ffn_hidden_size", "vocab_size", "padded_vocab_size",
-        "num_query_groups", "make_vocab_size_divisible_by", "global_batch_size", "recompute_num_layers",
-        "num_distributed_optimizer_instances", "yarn_original_max_position_embeddings",
-        "rotary_seq_len_interpolation_factor",
-    ):  # fmt: skip
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{option(name)} is {value}: it must be positive")
     for name in WHOLE_NUMBERS:
         value, most = getattr(args, name), LARGEST.get(name, LARGEST_NUMBER)
-        if value is not None and not abs(value) <= most:
-            raise ConfigError(f"{option(name)} is {short(value)}: it must be at most {most}")
+        if value is not None and not 1 <= value <= most:
+            limit = "positive" if value < 1 else f"at most {most}"
+            raise ConfigError(f"{option(name)} is {short(value)}: it must be {limit}")
     for name in FLOATS:
         value = getattr(args, name)
         if value is None:

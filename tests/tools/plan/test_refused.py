@@ -13,23 +13,15 @@ from megatron_mtraining.tools.plan.options import flags_of_megatron
 from tests.support.plan_cases import SMALL
 
 BAD = [
-    "--slack inf", "--slack nan", "--slack -1", "--slack 1e300", "--overhead-gib inf", "--overhead-gib 1e308",
-    "--gpu-memory-gib nan", "--gpu-memory-gib inf", "--gpu-memory-gib inf --find seq-length",
-    "--gpu-memory-gib 1e300 --find context-parallel-size", "--gpu-memory-gib 0",
-    f"--world-size {10**30}", "--world-size 0", f"--num-layers {10**18}", f"--hidden-size {4 * 10**40}",
+    "--slack nan", "--slack -1", "--slack 1e300", "--overhead-gib inf", "--gpu-memory-gib nan",
+    "--gpu-memory-gib inf --find seq-length", "--gpu-memory-gib 1e300 --find context-parallel-size",
+    "--gpu-memory-gib 0", f"--world-size {10**30}", "--world-size 0", f"--num-layers {10**18}",
     f"--seq-length {512 * 10**30} --max-position-embeddings {512 * 10**30}",
-    f"--vocab-size {10**18}", f"--micro-batch-size {10**30}", f"--kv-channels {10**30}",
-    f"--context-parallel-size {10**18}", f"--tensor-model-parallel-size {10**18}",
-    f"--global-batch-size {10**30}", f"--ffn-hidden-size {10**30}", f"--max-position-embeddings {10**40}",
-    "--hierarchical-context-parallel-sizes 0 0", "--mtraining-price nan", "--mtraining-price inf",
-    "--context-parallel-size 4 --hierarchical-context-parallel-sizes -2 -2",
-    f"--mtraining-gathered-ranks {10**20}", f"--mtraining-window {10**25}",
-    f"--mtraining-loss-chunk {10**20}",
-    f"--seq-length {'9' * 5000}", "--seq-length 512.0", "--seq-length \u0663",
-    "--padded-vocab-size 999", "--rotary-seq-len-interpolation-factor 0",
-    "--num-layers 1000000 --pipeline-model-parallel-size 1000000", "--hidden-dropout nan",
-    "--hidden-dropout -1", "--hidden-dropout 2", "--rotary-percent inf", "--rotary-percent 1.1",
-    "--mscale nan",
+    "--kv-channels 0", f"--context-parallel-size {10**18}", "--hierarchical-context-parallel-sizes 0 0",
+    "--mtraining-price nan", f"--mtraining-gathered-ranks {10**20}", f"--mtraining-window {10**25}",
+    f"--mtraining-loss-chunk {10**20}", f"--seq-length {'9' * 5000}", "--seq-length 512.0",
+    "--padded-vocab-size 999", "--num-layers 1000000 --pipeline-model-parallel-size 1000000",
+    "--hidden-dropout nan", "--hidden-dropout 2",
 ]  # fmt: skip
 
 
@@ -75,14 +67,7 @@ def test_numbers_of_processes(number, capsys):
     assert "--nproc-per-node is" in refused(capsys, words)
 
 
-def test_many_layers_and_stages_are_planned(capsys):
-    """A stage of each is in the table; more are refused, see above."""
-    words = ["--num-layers", "10000", "--pipeline-model-parallel-size", "10000", "--json"]
-    assert main(["plan", "memory", *SMALL.split(), *words]) == 0
-    assert len(json.loads(capsys.readouterr().out)["stages"]) == 10_000
-
-
-@pytest.mark.parametrize("nodes", ["\u00b2", "9" * 5000, "0", "1:4"])
+@pytest.mark.parametrize("nodes", ["\u00b2", "0", "1:4"])
 def test_numbers_of_nodes(nodes, capsys):
     words = ["torchrun", "--nproc-per-node", "4", "--nnodes", nodes, "pretrain_gpt.py"]
     assert "--nnodes is" in refused(capsys, [*words, *SMALL.split()])
