@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Digests that tell one run from another: of files, arrays and values."""
+"""Digests that tell one run from another: of files and values."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-
-import numpy as np
 
 LENGTH = 16
 """Characters of a digest."""
@@ -39,11 +37,6 @@ def digest_of_files(path: Path, without: Iterable[Path] = ()) -> str:
         for file in files
     ]
     return hashlib.sha256(repr(about).encode("utf-8", "surrogateescape")).hexdigest()[:LENGTH]
-
-
-def digest_of_array(values: np.ndarray) -> str:
-    """Of an array's elements."""
-    return hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()[:LENGTH]
 
 
 def digest_of_value(value: object) -> str:

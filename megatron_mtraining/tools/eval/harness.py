@@ -26,7 +26,7 @@ from ...errors import ConfigError
 from ...requirements import first_line
 from ..common.digests import digest_of_value
 from .kept_samples import KeptSamples
-from .model import AttendingModel, Density, check_finite
+from .model import AttendingModel, check_finite
 from .planned import Planned
 
 TAIL = 200
@@ -132,10 +132,10 @@ class KeptLM(HFLM):
 
     def _measured(self, request) -> dict:
         prompt, how = request.args
-        started, density = time.perf_counter(), Density()
-        self.attending.measure(Density())
+        started = time.perf_counter()
+        self.attending.density()
         [answer] = super().generate_until([request], disable_tqdm=True)
-        self.attending.measure(density)
+        density = self.attending.density()
         cache, first, used = self._last
         self._last = None
         where, dtype = f"sample {request.doc_id} ({self.title})", self.attending.options.dtype
@@ -147,7 +147,7 @@ class KeptLM(HFLM):
             "answer": answer,
             "tokens": tokens,
             "truncated": max(0, tokens - used),
-            **density.numbers(),
+            **density,
         }
         target = self._target(request)
         if target is not None:
@@ -187,7 +187,7 @@ class KeptLM(HFLM):
 
 def evaluated(
     lm: KeptLM, planned: Planned, kept: KeptSamples, title: str, *, samples: int, chat: bool
-):
+) -> list[dict]:
     """Run a task, and return its samples' results: rows of :class:`.KeptSamples` with ``score``.
 
     Args:

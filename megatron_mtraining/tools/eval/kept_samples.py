@@ -5,10 +5,12 @@ adds to a smaller one."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ...errors import ConfigError
-from ..common.atomic_output import LOCK
+from ..common.atomic_output import LOCK, locked_folder
 
 FOLDER = "samples"
 """In the output folder."""
@@ -30,41 +32,36 @@ class KeptSamples:
     def __init__(self, file: Path, run: dict, *, overwrite: bool):
         self.file, self.run = file, json.loads(json.dumps(run))
         self.rows: dict[int, dict] = {}
-        self.begun = self._read(overwrite)
+        self._read(overwrite)
 
-    def _read(self, overwrite: bool) -> bool:
-        """Whether the file can be added to."""
+    def _read(self, overwrite: bool) -> None:
         try:
             content = self.file.read_bytes()
         except FileNotFoundError:
-            return False
+            return
         # A process that was killed may have left a part of the last line.
         whole = content[: content.rfind(b"\n") + 1]
         try:
-            lines = [json.loads(line, parse_constant=_refused) for line in whole.splitlines()]
-            before = lines[0]["run"] if lines else None
+            lines = [json.loads(line) for line in whole.splitlines()]
+            before = lines[0]["run"] if lines else self.run
             rows = {row["id"]: row for row in lines[1:]}
         except (ValueError, LookupError, TypeError):
             if overwrite:
-                return False
+                return
             raise ConfigError(
                 f"{self.file} is damaged: remove it, or give --overwrite to measure its samples again"
             ) from None
-        if before is None:
-            return False
-        if before != self.run:
-            if overwrite:
-                return False
+        if before == self.run:
+            self.rows = rows
+            if len(whole) < len(content):
+                with self.file.open("r+b") as file:
+                    file.truncate(len(whole))
+        elif rows and not overwrite:
             raise ConfigError(
                 f"--output is {self.file.parents[1]}, where {self.file.name} has {len(rows)} samples of a "
                 f"run that differs in {_differences(before, self.run)}: give the same options to go on, name "
                 "another folder, or --overwrite them"
             )
-        self.rows = rows
-        if len(whole) < len(content):
-            with self.file.open("r+b") as file:
-                file.truncate(len(whole))
-        return True
 
     def get(self, number: int, prompt: str) -> dict | None:
         """A finished sample; None if it is not there.
@@ -85,17 +82,12 @@ class KeptSamples:
 
     def add(self, row: dict) -> None:
         """Keep a sample: numbers and texts by name, with its number as ``id`` and ``prompt``."""
-        if not self.begun:
-            self.file.write_text(json.dumps({"run": self.run}) + "\n", encoding="utf-8")
-            self.begun = True
-        with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
+        line = json.dumps(row, allow_nan=False) + "\n"
+        if not self.rows:  # of this run: what is there is another's, or has no samples
+            line = json.dumps({"run": self.run}) + "\n" + line
+        with self.file.open("a" if self.rows else "w", encoding="utf-8") as file:
+            file.write(line)
         self.rows[row["id"]] = row
-
-
-def _refused(constant: str) -> None:
-    """Python's parser takes NaN and infinities for JSON; no sample has them."""
-    raise ValueError(f"{constant} is not JSON")
 
 
 def _differences(before: dict, now: dict) -> str:
@@ -106,29 +98,35 @@ def _differences(before: dict, now: dict) -> str:
             return "none"
         return value if isinstance(value, str) else json.dumps(value)
 
-    pairs = ((name, before.get(name), now.get(name)) for name in {**before, **now})
     return ", ".join(
-        f"{name} ({shown(one)} there, {shown(other)} now)"
-        for name, one, other in pairs
-        if one != other
+        f"{name} ({shown(before.get(name))} there, {shown(now.get(name))} now)"
+        for name in {**before, **now}
+        if before.get(name) != now.get(name)
     )
 
 
-def remove_if_unused(samples: Path) -> None:
-    """Remove files of samples that have none, and the lock if nothing else is left.
+@contextmanager
+def samples_folder(output: Path) -> Iterator[Path]:
+    """The folder of samples in the output folder, locked. Both are made, and are removed again if the context
+    leaves nothing in them.
 
-    Args:
-        samples: the folder, locked by this process. What others have put there stays.
+    Raises:
+        ConfigError: another run uses it, or it has files that no run has put there.
     """
-    for file in samples.glob("*.jsonl"):
-        if file.is_symlink() or not file.is_file():
-            continue
-        with file.open("rb") as lines:
-            header = lines.readline()
-            if header.startswith(b'{"run": ') and header.endswith(b"\n") and not lines.read(1):
-                file.unlink()
-    if [path.name for path in samples.iterdir()] == [LOCK]:
-        (samples / LOCK).unlink()
+    folder = output / FOLDER
+    made = [path for path in (folder, output) if not path.exists()]
+    output.mkdir(parents=True, exist_ok=True)
+    try:
+        with locked_folder(folder, "--output"):
+            try:
+                yield folder
+            finally:
+                if [path.name for path in folder.iterdir()] == [LOCK]:
+                    (folder / LOCK).unlink()
+    finally:
+        for path in made:
+            with suppress(OSError):  # not empty
+                path.rmdir()
 
 
 def number_kept(output: Path) -> int:

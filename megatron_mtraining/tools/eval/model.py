@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
-from .options import CONVERTED, DENSE, TEMPLATE_TOKENS, Options
+from .kept_samples import FOLDER
+from .options import DENSE, TEMPLATE_TOKENS, Options
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,7 @@ LENGTHS = "--lengths"
 @contextmanager
 def opened(options: Options, longest: int | None) -> Iterator[HuggingFaceModel]:
     """Open the model without reading its weights; a Megatron checkpoint is converted to a temporary folder in
-    the output folder, which lasts as long as the context.
+    the folder of samples, which lasts as long as the context.
 
     Args:
         longest: the most tokens of a sequence, if that is known.
@@ -56,7 +57,7 @@ def opened(options: Options, longest: int | None) -> Iterator[HuggingFaceModel]:
     positions = getattr(read_args(folder), "max_position_embeddings", None)
     if isinstance(positions, int):
         check_length(longest, int(positions * (options.yarn or 1)), options)
-    with tempfile.TemporaryDirectory(prefix=CONVERTED, dir=options.output) as made:
+    with tempfile.TemporaryDirectory(prefix="model-", dir=options.output / FOLDER) as made:
         target = Path(made) / "hf"
         try:
             convert(options.model, target, like=options.like)
@@ -118,26 +119,6 @@ def check_finite(values: Tensor, what: str, dtype: torch.dtype) -> None:
         )
 
 
-class Density:
-    """Density and recall of the patterns in one sample, means over layers and heads."""
-
-    def __init__(self):
-        self._sums = []
-
-    def add(self, means) -> None:
-        """Add what a forward has measured (:func:`megatron_mtraining.transformers.take_means`)."""
-        found = [each[~each.isnan()] for each in means]
-        if found[0].numel():
-            self._sums.append([each.mean().item() for each in found])
-
-    def numbers(self) -> dict:
-        """For a sample's row; empty with dense attention."""
-        if not self._sums:
-            return {}
-        density, recall = (sum(each) / len(each) for each in zip(*self._sums))
-        return {"density": round(density, 6), "recall": round(recall, 6)}
-
-
 @dataclass
 class AttendingModel:
     """A loaded model, whose attention can be changed."""
@@ -155,12 +136,19 @@ class AttendingModel:
         else:
             self.model.set_attn_implementation("sdpa")
 
-    def measure(self, density: Density) -> None:
-        """Add density and recall since the last call."""
-        if self._sparse:
-            from ...transformers import take_means
+    def density(self) -> dict[str, float]:
+        """Density and recall of the patterns since the last call, means over layers and heads, for a sample's
+        row; empty with dense attention."""
+        if not self._sparse:
+            return {}
+        from ...transformers import take_means
 
-            density.add(take_means(self.model, training=False))
+        found = [each[~each.isnan()] for each in take_means(self.model, training=False)]
+        if not found[0].numel():
+            return {}
+        return {
+            name: round(each.mean().item(), 6) for name, each in zip(("density", "recall"), found)
+        }
 
 
 def check_settings(options: Options, source: HuggingFaceModel) -> None:

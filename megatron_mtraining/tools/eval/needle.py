@@ -37,7 +37,7 @@ def planned(options: Options, tokenizer) -> list[Planned]:
     Raises:
         ConfigError: the haystack is too short, or a length too small.
     """
-    data: dict[str, Any] = {"--seed": options.seed, "--depths": len(options.depths)}
+    data: dict[str, Any] = {"--depths": len(options.depths)}
     text = None
     if options.text:
         text = read_text(options.text)
@@ -128,7 +128,7 @@ def document(
         depth: where the needle is, in percent of the sentences before it.
         number: of the sample, at this length and depth.
     """
-    generator = random.Random(f"{options.seed}-{length}-{depth:g}-{number}")
+    generator = random.Random(f"0-{length}-{depth:g}-{number}")
     key = generator.choice(KEYS)
     value = str(generator.randint(10**6, 10**7 - 1))
     needle = NEEDLE.format(key=key, value=value)
@@ -163,16 +163,7 @@ def document(
 
 KEYS = tuple(
     f"{one}-{other}"
-    for one in ("quiet", "amber", "hollow", "eager", "distant", "silver", "gentle", "crooked")
-    for other in (
-        "harbour",
-        "lantern",
-        "meadow",
-        "compass",
-        "orchard",
-        "violin",
-        "glacier",
-        "feather",
-    )
+    for one in "quiet amber hollow eager distant silver gentle crooked".split()
+    for other in "harbour lantern meadow compass orchard violin glacier feather".split()
 )
 """What a needle's number is asked for by."""

@@ -14,6 +14,7 @@ from ...files import size_of
 from ...megatron.options import add_arguments as add_settings
 from ...megatron.options import attribute, config_from_args
 from ...requirements import require
+from ..common.model_options import add_model_arguments, check_model_arguments
 from .tasks import RULER_FILES, TASKS
 
 if TYPE_CHECKING:  # --help needs none of it
@@ -39,8 +40,6 @@ TEMPLATE_TOKENS = 64
 """Left free for a chat template with --chat: of a length (needle), or beside it (ruler)."""
 NO_EFFECT = (*MEGATRON_ONLY, *BALANCE, "backward_threshold")
 """Options that an evaluation does not read."""
-CONVERTED = ".model-"
-"""What the name of a converted Megatron checkpoint begins with, in the output folder."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,16 @@ class Options:
     longppl: int | None
     evaluator: Path | None
     chat: bool
-    seed: int
     device: torch.device
     dtype: torch.dtype
     output: Path
     overwrite: bool
+
+
+NOT_GIVEN = dict(
+    dense_tail=0, lengths=[], data=None, text=[], longppl=None, evaluator=None, chat=False
+)
+"""Of options that not every benchmark has."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,9 +98,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, what in BENCHMARKS.items():
         command = benchmarks.add_parser(name, help=what, description=what)
+        command.set_defaults(**NOT_GIVEN)  # before the options, whose own defaults count
         add = command.add_argument
-        what = "a Hugging Face folder, a .gguf file or a Megatron checkpoint's folder"
-        add("model", type=Path, metavar="MODEL", help=what)
+        add_model_arguments(
+            command,
+            tokenizer="a Hugging Face folder or a .gguf file (the model's own)",
+            dtype="dtype of the model (bf16 where the device multiplies in it)",
+        )
         what = "dense attention, mtraining (sparse by the settings), or both (%(default)s)"
         add("--attention", choices=(DENSE, SPARSE, "both"), default="both", help=what)
         if name in SHORTEST:
@@ -105,7 +113,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         per = {"needle": "samples of a length and depth", "perplexity": "windows of a length"}
         what = f"the most {per.get(name, 'samples of a task and length')} (%(default)s)"
         add("--samples", type=int, default=SAMPLES[name], metavar="N", help=what)
-        command.set_defaults(dense_tail=0)
         if name != "perplexity":  # whose windows are no prompts
             what = (
                 "with sparse attention, the last N tokens of each prompt attend to all keys, as a question "
@@ -129,7 +136,6 @@ def _add_needle(add) -> None:
     add("--depths", type=int, default=5, metavar="N", help=what)
     what = "UTF-8 text to hide the needle in (a sentence over and over, as RULER's niah_single_1)"
     add("--text", type=Path, nargs="+", default=[], metavar="FILE", help=what)
-    add("--seed", type=int, default=0, help="of keys and numbers (%(default)s)")
     _add_chat(add)
 
 
@@ -170,18 +176,11 @@ def _add_chat(add) -> None:
 
 def _add_common(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    what = "a Hugging Face folder or a .gguf file (the model's own)"
-    add("--tokenizer", type=Path, metavar="PATH", help=what)
     what = (
         "for a Megatron checkpoint: folder to take config.json and tokenizer from (default: hf/ of a "
         "converted checkpoint)"
     )
     add("--like", type=Path, metavar="HF_FOLDER", help=what)
-    what = "extend the model's positions by this factor with YaRN"
-    add("--yarn", type=float, metavar="FACTOR", help=what)
-    add("--device", help="cuda if there is a GPU, else cpu")
-    what = "dtype of the model (bf16 where the device multiplies in it)"
-    add("--dtype", choices=("bf16", "float32", "fp16"), help=what)
     what = "folder for samples, results and pictures (%(default)s)"
     add("--output", type=Path, default=Path("eval-out"), metavar="FOLDER", help=what)
     what = "measure samples again that a run with other options has left in the output folder"
@@ -206,28 +205,16 @@ def options_from(values: argparse.Namespace) -> Options:
     from ...models.environment import DTYPES, default_dtype, device_of
 
     _check_packages(values)
+    check_model_arguments(values)
     name = values.benchmark
     given = {each: value for each, value in vars(values).items() if each in Options.__annotations__}
     attentions = (DENSE, SPARSE) if values.attention == "both" else (values.attention,)
     given |= {"attentions": attentions, **_settings(values, SPARSE in attentions)}
-    given["lengths"] = tuple(sorted(set(getattr(values, "lengths", []))))
+    given["lengths"] = tuple(sorted(set(values.lengths)))
     _check_numbers(values, given["lengths"])
     given["depths"] = _depths(values)
-    given["text"] = tuple(getattr(values, "text", ()))
-    for path in given["text"]:
-        if not path.is_file():
-            problem = "is a folder" if path.is_dir() else "does not exist"
-            raise ConfigError(f"--text is {path}, which {problem}: give a text file")
+    given["text"] = tuple(values.text)
     given["tasks"] = _tasks(values) if name in TASKS else ()
-    for each in ("data", "longppl", "evaluator", "chat", "seed"):
-        given[each] = getattr(values, each, None)
-    given |= {"chat": bool(given["chat"]), "seed": given["seed"] or 0}
-    for each in ("tokenizer", "like", "evaluator"):
-        path = given[each]
-        if path is not None and not path.exists():
-            raise ConfigError(f"--{each} is {path}, which does not exist")
-    if values.output.exists() and not values.output.is_dir():
-        raise ConfigError(f"--output is {values.output}, which is a file: name a folder")
     device = device_of(values.device)
     dtype = default_dtype(device) if values.dtype is None else DTYPES[values.dtype]
     return Options(**{**given, "device": device, "dtype": dtype})
@@ -292,8 +279,6 @@ def _check_numbers(values: argparse.Namespace, lengths: tuple[int, ...]) -> None
             raise ConfigError(
                 f"--lengths has {length}: {values.benchmark} needs {shortest} tokens or more"
             )
-    if values.yarn is not None and not 1 < values.yarn < 1e6:  # as of mtraining inspect
-        raise ConfigError(f"--yarn is {values.yarn:g}: use a factor above 1, such as 4")
     if values.benchmark != "perplexity":
         return
     if values.evaluator is not None and values.longppl is None:

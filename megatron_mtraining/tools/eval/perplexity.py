@@ -17,10 +17,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ...errors import ConfigError
+from ...models.hugging_face import HuggingFaceModel, check_logits
+from ...models.open import open_model
 from ...models.text import read_text
-from ..common.digests import digest_of_value
+from ...models.types import ModelOptions
+from ..common.digests import digest_of_files, digest_of_value
 from .kept_samples import KeptSamples
-from .model import AttendingModel, Density, check_finite
+from .model import AttendingModel, check_finite
 from .options import Options
 
 BINS = 16
@@ -45,6 +48,47 @@ class Window:
     @property
     def digest(self) -> str:
         return digest_of_value(self.ids.tolist())
+
+
+@dataclass
+class Windows:
+    """All windows of one length; to the command as :class:`.planned.Planned`.
+
+    Attributes:
+        data: see there.
+        keys: where the key tokens are, by the window's number; None without LongPPL.
+    """
+
+    length: int
+    windows: list[Window]
+    data: dict
+    keys: dict[int, list] | None = None
+    name: str = "perplexity"
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}-{self.length}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} {self.length}"
+
+
+def planned(options: Options, source: HuggingFaceModel, tokenizer) -> list[Windows]:
+    """The windows of each length.
+
+    Raises:
+        ConfigError: the text has none, or the model's logits or its tokenizer are of no use here.
+    """
+    check_logits(source.config, f"MODEL ({options.model})", "mtraining eval perplexity")
+    check_offsets(tokenizer, str(options.tokenizer or options.model))
+    data = {
+        "the files of --text": [digest_of_files(path) for path in options.text],
+        "--longppl": options.longppl,
+    }
+    return [
+        Windows(length, windows_of(options, tokenizer, length), data) for length in options.lengths
+    ]
 
 
 def check_offsets(tokenizer, place: str) -> None:
@@ -179,45 +223,67 @@ def _encoded(tokenizer, window: Window) -> dict[str, Tensor]:
     return {"input_ids": torch.tensor([ids]), "offset_mapping": torch.tensor([offsets])}
 
 
-def find_keys(
-    model, tokenizer, windows: list[Window], context: int, kept: KeptSamples, title: str
-) -> None:
-    """Find the key tokens of all windows, and keep them."""
-    for window in _progress(windows, title):
-        if kept.get(window.number, window.digest) is None:
-            keys = key_intervals(model, tokenizer, window, context)
-            kept.add({"id": window.number, "prompt": window.digest, "keys": keys})
+def evaluator(options: Options) -> tuple:
+    """The model of --evaluator, loaded, and its tokenizer.
+
+    Raises:
+        ConfigError: it is no model that can find the key tokens of these lengths.
+    """
+    label = f"--evaluator ({options.evaluator})"
+    asked = ModelOptions(options.evaluator, options.device, options.dtype, name="--evaluator")
+    source = open_model(asked)
+    if not isinstance(source, HuggingFaceModel):
+        raise ConfigError(
+            f"--evaluator is {options.evaluator}: give a Hugging Face folder or a .gguf file"
+        )
+    if max(options.lengths) > source.shape.positions:
+        raise ConfigError(
+            f"--lengths has {max(options.lengths)}, and {label} has {source.shape.positions} positions: use "
+            "at most that"
+        )
+    check_logits(source.config, label, "--longppl")
+    tokenizer = source.transformers_tokenizer()
+    check_offsets(tokenizer, label)
+    return source.causal_model(), tokenizer
 
 
-def measured(
-    model: AttendingModel, windows: list[Window], kept: KeptSamples, keys: KeptSamples | None, title: str
-) -> list[dict]:  # fmt: skip
-    """The samples of one length and attention.
+def find_keys(model, tokenizer, planned: list[Windows], kept: dict, options: Options) -> None:
+    """Set ``keys`` of all that is planned, for the windows that are still to be measured.
 
     Args:
-        keys: the windows' key tokens; None without LongPPL.
+        model, tokenizer: see :func:`key_intervals`.
+        kept: samples by label and attention.
     """
+    for each in planned:
+        done = [kept[each.label, attention].rows for attention in options.attentions]
+        todo = [one for one in each.windows if any(one.number not in rows for rows in done)]
+        each.keys = {}
+        for window in _progress(todo, f"longppl's key tokens {each.length}"):
+            each.keys[window.number] = key_intervals(model, tokenizer, window, options.longppl)
+
+
+def measured(model: AttendingModel, planned: Windows, kept: KeptSamples, title: str) -> list[dict]:
+    """The samples of one length and attention."""
     losses = Losses(model.model)
-    for window in _progress(windows, title):
+    for window in _progress(planned.windows, title):
         if kept.get(window.number, window.digest) is not None:
             continue
-        started, density = time.perf_counter(), Density()
-        model.measure(Density())
+        started = time.perf_counter()
+        model.density()
         found = losses(window.ids)
         check_finite(found, f"the losses of window {window.number} ({title})", losses.dtype)
-        model.measure(density)
         row = {
             "id": window.number,
             "prompt": window.digest,
             "tokens": len(found),
             "loss": round(found.double().mean().item(), 6),
             "loss_by_position": _by_position(found),
-            **density.numbers(),
+            **model.density(),
         }
-        if keys is not None:
-            row |= _of_keys(found, window, keys.rows[window.number]["keys"])
+        if planned.keys is not None:
+            row |= _of_keys(found, window, planned.keys[window.number])
         kept.add({**row, "seconds": round(time.perf_counter() - started, 3)})
-    rows = (kept.rows[window.number] for window in windows)
+    rows = (kept.rows[window.number] for window in planned.windows)
     return [{name: value for name, value in row.items() if name != "prompt"} for row in rows]
 
 

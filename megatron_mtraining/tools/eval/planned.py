@@ -33,5 +33,10 @@ class Planned:
 
     @property
     def label(self) -> str:
-        """Name and length, for files and progress bars."""
+        """Name and length, for files."""
         return self.name if self.length is None else f"{self.name}-{self.length}"
+
+    @property
+    def title(self) -> str:
+        """For progress bars and messages."""
+        return self.label

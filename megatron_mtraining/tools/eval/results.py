@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..report.table import table
-from .noise import Mean, mean_of
+from .noise import mean_of
 from .options import DENSE, SPARSE, Options
 from .perplexity import BINS
 
+COMPARED = ("score", "loss", "key_loss")
+"""Values of a sample whose differences between attentions are shown."""
 Sample = dict
 """A row of a file of samples, with ``task``, ``length`` and ``attention``."""
 
@@ -66,7 +68,7 @@ def differences_of(samples: list[Sample]) -> list[dict]:
             if names == ("length",) and len({each["task"] for each in of_both}) < 2:
                 continue
             row = {"task": "all", **where}
-            for name in ("score", "loss", "key_loss"):
+            for name in COMPARED:
                 pairs = _pairs(of_both, name)
                 if pairs:
                     apart = [sparse[name] - dense[name] for dense, sparse in pairs]
@@ -121,27 +123,16 @@ def _grouped(samples: Iterable[Sample], names: tuple[str, ...]) -> list[tuple[di
 
 def summary(rows: list[dict], differences: list[dict]) -> str:
     """The tables."""
-    columns: list[tuple[str, Callable[[dict], str]]] = [
-        (name, lambda row, name=name: _shown(row.get(name)))
-        for name in ("score", "loss", "density", "recall")
-        if any(name in row for row in rows)
-    ]
-    for name in ("perplexity", "longppl"):
-        if any(name in row for row in rows):
-            columns.append((name, lambda row, name=name: _number(row.get(name))))
-    head = ["task", "length", "attention", "samples", "tokens", *(name for name, _ in columns)]
+    values = ("score", "loss", "density", "recall", "perplexity", "longppl")
+    names = [name for name in values if any(name in row for row in rows)]
     lines = [
         [row["task"], _length(row), row["attention"], str(row["samples"]),
-         f"{row['tokens']['mean']:.0f}", *(of(row) for _, of in columns)]
+         f"{row['tokens']['mean']:.0f}", *(_shown(row.get(name)) for name in names)]
         for row in rows
     ]  # fmt: skip
-    text = table(head, lines)
+    text = table(["task", "length", "attention", "samples", "tokens", *names], lines)
     if differences:
-        names = [
-            name
-            for name in ("score", "loss", "key_loss")
-            if any(name in each for each in differences)
-        ]
+        names = [name for name in COMPARED if any(name in each for each in differences)]
         lines = [
             [each["task"], _length(each), *(_shown(each.get(name)) for name in names)]
             for each in differences
@@ -158,16 +149,15 @@ def _length(row: dict) -> str:
     return "-" if row["length"] is None else str(row["length"])
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
-
-
-def _shown(mean: dict | None) -> str:
-    if mean is None:
+def _shown(value: dict | float | None) -> str:
+    """A cell: a mean and its interval, or a number that has none."""
+    if value is None:
         return "-"
-    if mean["low"] is None:
-        return f"{mean['mean']:.3f}"
-    return f"{mean['mean']:.3f} [{mean['low']:.3f}, {mean['high']:.3f}]"
+    if not isinstance(value, dict):
+        return f"{value:.4g}"
+    if value["low"] is None:
+        return f"{value['mean']:.3f}"
+    return f"{value['mean']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
 
 
 def write(
@@ -199,7 +189,7 @@ def write(
     else:
         bars = {
             attention: {
-                f"{row['task']} {_length(row)}".removesuffix(" -"): Mean(**_of(row["score"]))
+                f"{row['task']} {_length(row)}".removesuffix(" -"): row["score"]
                 for row in rows
                 if row["attention"] == attention
             }
@@ -208,7 +198,3 @@ def write(
         scores.score_by_task(folder / f"{name}.png", bars, f"{title}, {name}")
     text = json.dumps(found, indent=1) + "\n"
     (folder / f"{name}.json").write_text(text, encoding="utf-8")
-
-
-def _of(numbers: dict) -> dict:
-    return {"value": numbers["mean"], **{k: v for k, v in numbers.items() if k != "mean"}}

@@ -22,8 +22,6 @@ from .options import Options
 from .planned import Planned
 from .tasks import ESSAYS, RULER_FILES, RULER_TASKS
 
-SHORTEST = 1024
-"""Tokens: the smallest samples of vt have an example of 500."""
 GENERATORS = (
     "generate_samples", "sys_vartrack_w_noise_random", "sys_word_pair_random", "sys_kwext"
 )  # fmt: skip

@@ -5,26 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from .pictures import COLOURS, _save, pyplot, ticker
 
 
-class Interval(Protocol):
-    """A mean, and the ends of its interval; None if it has none."""
-
-    value: float
-    low: float | None
-    high: float | None
-
-
-def score_by_task(path: Path, bars: Mapping[str, Mapping[str, Interval]], title: str) -> Path:
+def score_by_task(path: Path, bars: Mapping[str, Mapping[str, dict]], title: str) -> Path:
     """A bar for each task and attention, with its interval.
 
     Args:
-        bars: for each attention, the score of each task.
+        bars: for each attention the score of each task: ``mean``, and ``low`` and ``high`` of its interval,
+            None without one.
     """
     tasks = list(dict.fromkeys(task for of in bars.values() for task in of))
     figure, axes = pyplot.subplots(
@@ -34,13 +26,14 @@ def score_by_task(path: Path, bars: Mapping[str, Mapping[str, Interval]], title:
     for number, (attention, of) in enumerate(bars.items()):
         found = [of[task] for task in tasks]
         at = np.arange(len(tasks)) + (number - (len(bars) - 1) / 2) * width
+        means = np.array([each["mean"] for each in found])
         ends = [
-            [each.value - (each.value if each.low is None else each.low) for each in found],
-            [(each.value if each.high is None else each.high) - each.value for each in found],
+            [mean if each[end] is None else each[end] for each, mean in zip(found, means)]
+            for end in ("low", "high")
         ]
         axes.bar(
-            at, [each.value for each in found], width, color=COLOURS[number], label=attention,
-            yerr=np.maximum(ends, 0), capsize=2, error_kw={"linewidth": 0.8},
+            at, means, width, color=COLOURS[number], label=attention,
+            yerr=np.maximum([means - ends[0], ends[1] - means], 0), capsize=2, error_kw={"linewidth": 0.8},
         )  # fmt: skip
     axes.set_xticks(range(len(tasks)), tasks, rotation=40, ha="right", fontsize=8)
     axes.set_ylabel("score (95% interval)")

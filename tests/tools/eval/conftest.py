@@ -25,3 +25,23 @@ def words(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.py"
     path.write_text(eval_cases.text())
     return path
+
+
+@pytest.fixture
+def lm(monkeypatch):
+    """lm-eval's model with answers of the test's own in place of what ``KeptLM`` generates: a function that
+    takes one, from a request to its text, and returns a list of the requests that are asked."""
+    from megatron_mtraining.tools.eval import harness
+
+    def answer_with(answer):
+        asked = []
+
+        def measured(self, request):
+            asked.append(request)
+            return {"id": request.doc_id, "prompt": self._digest(request), "answer": answer(request),
+                    "loss": 1.0, "tokens": 9, "truncated": 0, "answer_tokens": 2, "seconds": 0.0}  # fmt: skip
+
+        monkeypatch.setattr(harness.KeptLM, "_measured", measured)
+        return asked
+
+    return answer_with

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
 
 from megatron_mtraining import ConfigError
-from megatron_mtraining.tools.eval.command import _output
-from megatron_mtraining.tools.eval.kept_samples import KeptSamples
+from megatron_mtraining.tools.eval.kept_samples import KeptSamples, samples_folder
 from tests.support.eval_cases import QUIET, refused, run
 
 
@@ -39,88 +37,55 @@ def test_files_of_the_user_stay(linked, tmp_path, capsys):
 
 def test_a_refused_second_run_leaves_the_first_alone(tmp_path, capsys):
     out = tmp_path / "out"
-    with _output(out):
+    with samples_folder(out) as samples:
         refused(capsys, ["in use by another run"], *no_model(tmp_path, out))
-        KeptSamples(out / "samples" / "one.jsonl", {}, overwrite=False).add({"id": 0, "prompt": ""})
-        with pytest.raises(ConfigError, match="in use"), _output(out):
-            pass
-    assert sorted(path.name for path in (out / "samples").iterdir()) == ["lock", "one.jsonl"]
-
-
-def test_a_failed_run_removes_what_it_made(tmp_path):
-    out, samples = tmp_path / "out", tmp_path / "out" / "samples"
-
-    def fails(*, header=False, sample=False, other=False):
-        with pytest.raises(ZeroDivisionError), _output(out):
-            kept = KeptSamples(samples / "one.jsonl", {"run": 1}, overwrite=False)
-            if header:
-                (samples / "one.jsonl").write_text(json.dumps({"run": {"run": 1}}) + "\n")
-            if sample:
-                kept.add({"id": 0, "prompt": ""})
-            if other:
-                (samples / "two.jsonl").write_text('{"song": 1}\n')
-            raise ZeroDivisionError
-
-    fails(header=True)
-    assert not out.exists()
-    out.mkdir()
-    (out / "notes.txt").write_text("own")
-    fails()
-    assert [path.name for path in out.iterdir()] == ["notes.txt"]
-    fails(header=True, other=True)
-    assert sorted(path.name for path in samples.iterdir()) == ["lock", "two.jsonl"]
-    (samples / "two.jsonl").unlink()
-    fails(sample=True)
+        KeptSamples(samples / "one.jsonl", {}, overwrite=False).add({"id": 0, "prompt": ""})
     assert sorted(path.name for path in samples.iterdir()) == ["lock", "one.jsonl"]
 
 
-def test_an_empty_folder_of_the_user_stays(tmp_path, capsys):
-    (tmp_path / "out" / "samples").mkdir(parents=True)
-    refused(capsys, ["does not exist"], *no_model(tmp_path, tmp_path / "out"))
-    assert list((tmp_path / "out").rglob("*")) == [tmp_path / "out" / "samples"]
+def test_a_failed_run_removes_what_it_made(tmp_path):
+    out, own = tmp_path / "out", tmp_path / "own"
+    (own / "samples").mkdir(parents=True)
+
+    def fails(output, *, sample=False):
+        with pytest.raises(ZeroDivisionError), samples_folder(output) as samples:
+            kept = KeptSamples(samples / "one.jsonl", {"run": 1}, overwrite=False)
+            if sample:
+                kept.add({"id": 0, "prompt": ""})
+            raise ZeroDivisionError
+
+    for output in (out, own):
+        fails(output)
+    assert not out.exists() and list(own.rglob("*")) == [own / "samples"]
+    out.mkdir()
+    (out / "notes.txt").write_text("own")
+    fails(out)
+    assert [path.name for path in out.iterdir()] == ["notes.txt"]
+    fails(out, sample=True)
+    fails(out)
+    assert sorted(path.name for path in (out / "samples").iterdir()) == ["lock", "one.jsonl"]
 
 
 @pytest.mark.parametrize("output", ["eval-out", "."])
-def test_an_output_in_the_model_s_folder(output, llama, tmp_path, monkeypatch):
+def test_an_output_in_the_model_s_folder(output, llama, lm, tmp_path, monkeypatch):
     """What the run writes there is not a change of the model."""
-    from megatron_mtraining.tools.eval import harness
-
-    done = []
-
-    def measured(self, request):
-        done.append(request.doc_id)
-        return {"id": request.doc_id, "prompt": self._digest(request), "answer": "1", "loss": 1.0,
-                "tokens": 9, "truncated": 0, "answer_tokens": 2, "seconds": 0.0}  # fmt: skip
-
-    monkeypatch.setattr(harness.KeptLM, "_measured", measured)
+    asked = lm(lambda request: "1")
     shutil.copytree(llama, tmp_path / "model")
     monkeypatch.chdir(tmp_path / "model")
     words = ("needle", ".", "--lengths", 384, "--depths", 1, "--attention", "dense", *QUIET)
     for samples in (1, 2):
         assert run(*words, "--samples", samples, "--output", output) == 0
-    assert done == [0, 1]
+    assert [request.doc_id for request in asked] == [0, 1]
 
 
 def test_what_differs_is_named_with_both_values(tmp_path):
     file = tmp_path / "out" / "samples" / "one.jsonl"
     file.parent.mkdir(parents=True)
-    before = {"MODEL": "/a", "--yarn": None, "--seed": 0, "--depths": 2}
+    before = {"MODEL": "/a", "--yarn": None, "--data": 0, "--depths": 2}
     KeptSamples(file, before, overwrite=False).add({"id": 0, "prompt": ""})
     now = {"MODEL": "/b", "--yarn": 2.0, "--depths": 2, "--chat": True}
     named = r"1 samples .*differs in MODEL \(/a there, /b now\), --yarn \(none there, 2.0 now\), "
-    named += r"--seed \(0 there, none now\), --chat \(none there, true now\): "
+    named += r"--data \(0 there, none now\), --chat \(none there, true now\): "
     with pytest.raises(ConfigError, match=named):
         KeptSamples(file, now, overwrite=False)
     assert KeptSamples(file, now, overwrite=True).rows == {}
-
-
-def test_no_sample_has_nan(tmp_path):
-    """It is not JSON: neither written nor read."""
-    file = tmp_path / "out" / "samples" / "one.jsonl"
-    file.parent.mkdir(parents=True)
-    kept = KeptSamples(file, {}, overwrite=False)
-    with pytest.raises(ValueError, match="JSON"):
-        kept.add({"id": 0, "prompt": "", "loss": float("nan")})
-    file.write_text('{"run": {}}\n{"id": 0, "prompt": "", "loss": NaN}\n')
-    with pytest.raises(ConfigError, match="damaged"):
-        KeptSamples(file, {}, overwrite=False)

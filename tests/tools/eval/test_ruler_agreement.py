@@ -29,11 +29,8 @@ TEMPLATE = (
 """A chat template that begins with the token that begins every text."""
 CASES = {
     # name of the case: task, length, what the model's folder has, dtype
-    "niah_single_1": ("niah_single_1", 1024, "", "float32"),
     "niah_single_2": ("niah_single_2", 1024, "", "float32"),
     "niah_multikey_3": ("niah_multikey_3", 2048, "", "bfloat16"),
-    "niah_multiquery": ("niah_multiquery", 1024, "", "float32"),
-    "vt": ("vt", 1024, "", "float32"),
     "cwe": ("cwe", 2048, "", "float32"),  # its smallest samples are longer than 1024
     "fwe": ("fwe", 1024, "", "float32"),
     "fwe, as long as the model's positions": ("fwe", 1024, "short", "float32"),
@@ -109,7 +106,7 @@ def of_lm_eval(folder: Path, name: str, case: Namespace, data: Path) -> list[dic
 
 
 @pytest.mark.slow
-@pytest.mark.thinned(13)
+@pytest.mark.thinned(10)
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_lm_eval_sample_by_sample(name, data, tmp_path):
     """Prompts, arguments of generation, answers and scores; and the likelihood of the right answer."""
@@ -163,8 +160,8 @@ def test_agrees_with_lm_eval_sample_by_sample(name, data, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.thinned(4)
-@pytest.mark.parametrize("asked", [1, 4, 50, 600])
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("asked", [1, 50, 600])
 def test_samples_that_do_not_fit_are_skipped(asked, data, llama, tmp_path):
     """lm-eval's run skips them, and takes the next ones up to the number that is asked for."""
     from transformers import AutoTokenizer

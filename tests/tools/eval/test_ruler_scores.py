@@ -13,39 +13,27 @@ from tests.support.eval_cases import QUIET, ruler_data, run
 ALL = ["12", "34", "56", "78"]
 CASES = [
     # task, right answers, text, score: the share of the right answers that are in the text
-    ("niah_single_1", ["1234567"], "1234567", 1),
-    ("niah_single_1", ["1234567"], " 1234567.", 1),
-    ("niah_single_1", ["1234567"], "\n\n\t 1234567 \n", 1),
-    ("niah_single_1", ["1234567"], "the number is1234567and more", 1),
+    ("niah_single_1", ["1234567"], "\n\t 1234567.", 1),
     ("niah_single_1", ["1234567"], "91234567", 1),  # digits around it are not looked at
-    ("niah_single_1", ["1234567"], "123456", 0),
     ("niah_single_1", ["1234567"], "1234 567", 0),
-    ("niah_single_1", ["1234567"], "1,234,567", 0),
     ("niah_single_1", ["1234567"], "123\x004567", 0),  # a control character becomes a line break
-    ("niah_single_1", ["1234567"], "\x001234567\x1f", 1),
     ("niah_single_1", ["1234567"], "", 0),
-    ("niah_single_1", ["1234567"], " \n", 0),
-    ("niah_multivalue", ALL, " 12, 34, 56, 78", 1),
     ("niah_multivalue", ALL, "78 56 34 12", 1),  # in any order
-    ("niah_multivalue", ALL, "12, 34, and 90", 0.5),
     ("niah_multivalue", ALL, "12 12 12 12", 0.25),  # once each
     ("niah_multivalue", ALL, "123456", 0.75),
-    ("niah_multivalue", ALL, "none of them", 0),
     ("vt", ["AB", "CD", "EF", "GH", "IJ"], "ab Cd eF", 0.6),  # in any case
-    ("vt", ["AB", "CD", "EF", "GH", "IJ"], "VAR AB = VAR CD", 0.4),
-    ("vt", ["AB", "CD", "EF", "GH", "IJ"], "A B", 0),
     ("cwe", ["one", "two words"], "1. one 2. TWO WORDS", 1),
-    ("cwe", ["one", "two words"], "two\nwords", 0),  # whitespace inside has to be the same
-    ("cwe", ["one", "two words"], "two  words, and phone", 0.5),
+    (
+        "cwe",
+        ["one", "two words"],
+        "two  words, and phone",
+        0.5,
+    ),  # whitespace inside has to be the same
     ("fwe", ["abcdef", "ghijkl", "mnopqr"], "'abcdef', 'ghijkl'", 2 / 3),
-    ("qa_hotpot", ["Ann"], "It was ann.", 1),
     ("qa_hotpot", ["Ann"], "Planning", 1),  # a part of a word
-    ("qa_hotpot", ["Ann"], "Bob", 0),
     # lm-eval's score of a question with several right answers is a share too; RULER's own would be 1.
     ("qa_squad", ["Paris", "in Paris"], "Paris", 0.5),
     ("qa_squad", ["Paris", "in Paris"], "in paris, France", 1),
-    ("qa_squad", ["Paris", "Paris", "Lyon", "Nice"], " Paris\n", 0.5),
-    ("qa_squad", ["Paris", "in Paris"], "Par is", 0),
 ]
 
 
@@ -72,20 +60,16 @@ def test_score_of_an_answer(task, right, text, score, planned):
     assert found[each.metric] == pytest.approx(score)
 
 
-def test_means_of_a_run(llama, tmp_path, monkeypatch):
+def test_means_of_a_run(llama, lm, tmp_path):
     """The command's means over samples with hand-made answers."""
-    from megatron_mtraining.tools.eval import harness
 
-    def measured(self, request):
+    def answer(request):
         right, number = request.doc["outputs"], request.doc_id
-        texts = {
-            "niah_single_1": [f"\nIt is {right[0]}!", right[0][:-1], f"{right[0]} "][number],
-            "ruler_vt": " ".join(right[: number + 1]).lower(),
-        }
-        return {"id": number, "prompt": self._digest(request), "seconds": 0.0, "tokens": 9,
-                "answer": texts[self.planned.task.task_name], "truncated": 0}  # fmt: skip
+        if request.task_name == "ruler_vt":
+            return " ".join(right[: number + 1]).lower()
+        return [f"\nIt is {right[0]}!", right[0][:-1], f"{right[0]} "][number]
 
-    monkeypatch.setattr(harness.KeptLM, "_measured", measured)
+    lm(answer)
     out = tmp_path / "out"
     words = ("--samples", 3, "--tasks", "vt", "niah_single_1", "--attention", "dense")
     assert run("ruler", llama, "--output", out, "--lengths", 1024, *QUIET, *words) == 0
