@@ -60,16 +60,6 @@ def test_a_column_under_a_slash_counts_once():
     torch.testing.assert_close(kept[0], (p[0] * index.token_mask(0, 0)).sum(-1))
 
 
-def test_heads_masks_are_those_of_the_index():
-    distances = torch.zeros(1, 1, 4, dtype=torch.bool)
-    distances[..., 2] = True
-    index = build_index(distances, torch.tensor([[[3, 70, 256]]]), 256, 64, 1)
-    rows = torch.arange(0, 256, 3)
-    kept = measure.VerticalSlashPattern(index).mask(0, rows)
-    past = torch.arange(256) <= rows[:, None]
-    assert torch.equal(kept & past, index.token_mask(0, 0)[rows].bool())
-
-
 @pytest.mark.parametrize("policy", ["xattention", "moba"])
 def test_recall_of_block_sparse_patterns_is_that_of_the_written_out_mask(policy, monkeypatch):
     monkeypatch.setattr(measure, "CHUNK_BYTES", 7 * 4 * HEADS * SEQ)  # rows in several parts

@@ -140,17 +140,6 @@ def test_a_pruned_backward_that_is_too_long_is_refused(batch):
     made(flags + "--mtraining-backward-threshold 0")
 
 
-def test_query_groups_that_ranks_share():
-    flags = SMALL + "--num-attention-heads 8 --group-query-attention --num-query-groups 2 "
-    setting = made(flags + "--tensor-model-parallel-size 4")
-    layer, split = Layer(setting), Layer(made(flags + "--tensor-model-parallel-size 2"))
-    assert layer.kv == split.kv == setting.head_dim
-    assert layer.q == split.q // 2
-    # Values are a view of what is gathered from all ranks.
-    assert layer.saved["queries, keys, values"] == layer.bytes_of((8 + 2 * 2) * setting.head_dim)
-    assert split.saved["queries, keys, values"] == layer.bytes_of((4 + 2 * 1) * setting.head_dim)
-
-
 def test_packed_documents_are_the_same_by_either_flag():
     flags = SMALL + ROPE + "--mtraining-backward-threshold 3 "
     found = [activations.pruning_bytes(Layer(made(flags + more))) for more in (PACKED, INTER, "")]
