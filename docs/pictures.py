@@ -22,9 +22,7 @@ from tables import (
     ring_tables,
     step_tables,
 )
-from tables.common import gpu_name, tokens
-
-from benchmarks.model import frontier_tables, schedule_tables
+from tables.common import cell, rows
 
 IMAGES = Path(__file__).parent / "images"
 KEY = "Rows"
@@ -44,7 +42,7 @@ def step_data() -> list[dict]:
     bars = []
     profiled = {
         (row["seq"], row["attention"], step_tables.recompute_of(row)): row
-        for row in step_tables.profiled() if row["world"] == 4
+        for row in step_tables.breakdown.shown() if row["world"] == 4
     }  # fmt: skip
     for seq in (131072, 524288):
         sparse = tables.step(seq)
@@ -53,7 +51,7 @@ def step_data() -> list[dict]:
         ]
         for row in filter(None, (*shown, sparse, step_tables.step_at_price(seq))):
             recompute = step_tables.recompute_of(row)
-            kind = f"sparse,\n{tables.percent(row['density'])}"
+            kind = cell("sparse,\n{density:share}", row)
             if row["attention"] == "fused":
                 kind = "dense,\n" + ("run twice" if recompute == step_tables.TWICE else recompute)
             same = profiled.get((seq, row["attention"], recompute), row)
@@ -65,8 +63,8 @@ def step_data() -> list[dict]:
                 parts = {name: parts.get(name, small) / 1000 for name in PART_COLOURS}
             bars.append(
                 dict(
-                    seq=tokens(seq), kind=kind, seconds=row["iter_ms"] / 1000, parts=parts,
-                    commit=row["commit"], gpu=f"{row['world']} {gpu_name(row['gpu'])}",
+                    seq=cell("{seq:K}", row), kind=kind, seconds=row["iter_ms"] / 1000, parts=parts,
+                    commit=row["commit"], gpu=cell("{world} {gpu:gpu}", row),
                 )
             )  # fmt: skip
         if step_tables.dense_of(sparse, step_tables.KEPT) is None:
@@ -109,7 +107,7 @@ def balance_data() -> list[dict]:
     found = []
     for layout in ("striped", "zigzag", "contiguous"):
         for world in (4, *ring_tables.WORLDS):
-            row = ring_tables.balance_row("real layer08, stretched", world, layout)
+            [row] = ring_tables.balance_rows(524288, layout, world, ring_tables.REAL)
             found.append(
                 dict(layout=layout, world=world, ratio=row["exposed"], commit=row["commit"])
             )
@@ -250,14 +248,14 @@ PICTURES: dict[str, tuple[Callable, Callable]] = {
     "kernels.png": (kernel_data, draw_kernels),
     "balance.png": (balance_data, draw_balance),
     "recall.png": (recall_data, draw_recall),
-    "frontier.png": (overview.frontier_data, frontier_tables.draw_panels),
+    "frontier.png": (overview.frontier_data, overview.draw_panels),
     "schedules.png": (
-        lambda: schedule_tables.places(tables.rows("frontier")),
-        schedule_tables.draw_schedules,
+        lambda: overview.places(rows("frontier")),
+        overview.draw_schedules,
     ),
 }
 """By file name: what is shown, and how it is drawn."""
-NAMES = {"frontier.png": [frontier_tables.ACROSS, frontier_tables.LABELS, frontier_tables.MODELS]}
+NAMES = {"frontier.png": [overview.ACROSS, overview.LABELS, overview.MODELS]}
 """What axes and lines are called, where that is not from the rows."""
 
 
@@ -291,7 +289,7 @@ def draw(name: str, folder: Path = IMAGES) -> Path:
 
     data, make = PICTURES[name]
     with pyplot.rc_context({"font.size": 9}):
-        size = frontier_tables.SIZE if name == "frontier.png" else (8.5, 4.4)
+        size = overview.SIZE if name == "frontier.png" else (8.5, 4.4)
         figure = pyplot.figure(figsize=size, layout="constrained")
         make(figure, data())
         folder.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
 
-from tables import peer_tables
+from tables import common, peer_tables
 
 ORIGIN = dict(gpu="NVIDIA H200", torch="2.11.0", triton="3.6.0", command="python")
 
@@ -34,14 +34,14 @@ def found(monkeypatch):
         row("cudnn", "forward", 20.0, block=None, density=1.0),
         row("cudnn_blocks", "forward", 2.0),
         row("fa4", "forward", 8.0, seq=131072, block=None, density=1.0),
-        row("flash_sparse", "forward", None, density=None, why="takes no blocks | none"),
+        row("flash_msa", "forward", None, density=None, why="takes no blocks | none"),
         row("mtraining", "backward", 2.0),
         row("cudnn", "backward", 50.0, block=None, density=1.0),
         row("cudnn_blocks", "backward", None, why="no groups"),
         row("fa4", "backward", 16.0, seq=131072, block=None, density=1.0),
-        row("flash_sparse", "backward", None, density=None, why="takes no blocks | none"),
+        row("flash_msa", "backward", None, density=None, why="takes no blocks | none"),
     ]
-    monkeypatch.setattr(peer_tables, "rows", lambda name: tuple(rows))
+    monkeypatch.setattr(common, "read", lambda name: tuple(rows))
     return rows
 
 
@@ -60,7 +60,7 @@ def test_what_ran(found):
 def test_what_did_not_run(found):
     *lines, blank, source = peer_tables.refused().splitlines()
     assert lines[2:] == [
-        "| flash-sparse-attn | x 1.0 | forward and backward | takes no blocks \\| none | 64K 16/2 d128 5% |",
+        "| flash-msa | x 1.0 | forward and backward | takes no blocks \\| none | 64K 16/2 d128 5% |",
         "| cuDNN frontend, block-sparse | x 1.0 | backward | no groups | 64K 16/2 d128 5% |",
     ]
 

@@ -13,17 +13,22 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 pytest.importorskip("matplotlib")
+pytest.importorskip("transformers")
 
 import generate  # noqa: E402
+import overview  # noqa: E402
 import pictures  # noqa: E402
 import tables  # noqa: E402
 from tables import (  # noqa: E402
     backward_tables,
     common,
-    real_tables,
+    frontier_tables,
     sparsebalance_tables,
     step_tables,
 )
+
+from benchmarks.model import frontier_rows  # noqa: E402
+from tests.support.frontier_cases import time_row, train_row, zero_row  # noqa: E402
 
 RESULTS = sorted((ROOT / "benchmarks/results").glob("*.jsonl"))
 SCRIPT = re.compile(r"(?:(\w+)\.py|-m benchmarks\.(?:\w+\.)*(\w+)|mtraining (convert))\b")
@@ -38,8 +43,6 @@ def test_nothing_is_stale():
 @pytest.mark.parametrize("name", tables.TABLES)
 def test_a_table_is_a_table_with_its_source(name):
     made = tables.TABLES[name]()
-    if made == common.NOT_MEASURED:
-        pytest.skip(f"no rows of {name} yet")
     *lines, blank, source = made.splitlines()
     assert blank == "" and re.fullmatch(
         r"Rows: `\w+\.jsonl?`(, `\w+\.jsonl`)*; .*; commit [0-9a-f, ]+\.", source
@@ -62,32 +65,59 @@ def test_every_table_and_figure_is_shown_somewhere():
         generate.filled(unknown)
 
 
-def test_a_new_row_makes_table_figure_and_picture_stale(monkeypatch):
-    def faster(name):
-        if name != "pretrain":
-            return common.rows(name)
-        return tuple({**row, "iter_ms": row["iter_ms"] / 2} for row in common.rows(name))
+@pytest.fixture
+def files(monkeypatch):
+    """Rows of files in place of those that are there: by name."""
+    found: dict = {}
+    read = common.read
+    monkeypatch.setattr(common, "read", lambda name: found[name] if name in found else read(name))
+    return found
 
-    monkeypatch.setattr(step_tables, "rows", faster)
+
+def test_a_new_row_makes_table_figure_and_picture_stale(files):
+    files["pretrain"] = [{**row, "iter_ms": row["iter_ms"] / 2} for row in common.read("pretrain")]
     assert "| 3.71 |" in tables.TABLES["steps"]() and tables.FIGURES["step_512k"]() == "3.71 s"
     assert pictures.is_stale("steps.png") and not pictures.is_stale("kernels.png")
     assert "docs/performance.md" in generate.stale()
 
 
-def with_steps(monkeypatch, *more):
-    """The rows of steps, and more."""
-    monkeypatch.setattr(
-        step_tables,
-        "rows",
-        lambda name: common.rows(name) + (more if name == "pretrain" else ()),
+def test_cells():
+    row = dict(seq=2**20, gpu="NVIDIA H100 80GB HBM3", share=1, less=-0.001, none=None)
+    assert common.cell("{seq:K} {gpu:gpu} {share:share} {less:over} {less:share2}", row) == (
+        "1M H100 100% −0.10% -0.10%"
+    )
+    assert common.cell("{none:.2f}|{none:–share}|{x:K}", row, x=131072) == "|–|128K"
+
+
+def test_a_table_leaves_out_empty_columns_and_names_the_rows_behind_its_lines(files):
+    of = dict(gpu="none", torch="2", triton="3")
+    files["made"] = [dict(a=n, b=None, kind=n % 2, commit=f"c{n}", **of) for n in range(4)]
+    made = common.Table(
+        "made more",
+        {"a": "{a}", "b": "{b}", "c": lambda row: row["a"] + 1},
+        where=lambda row: row["a"],
+        newest=("kind",),
+        order=lambda row: (-row["a"],),
+    )
+    assert made() == (
+        "| a | c |\n| --- | --- |\n| 3 | 4 |\n| 2 | 3 |\n\n"
+        "Rows: `made.jsonl`, `more.jsonl`; no GPU, torch 2, Triton 3; commit c3, c2."
+    )
+    joined = common.Table("made", {"a": "{a}"}, find=lambda rows: [dict(a="all", used=rows)])
+    assert joined().endswith(
+        "| all |\n\nRows: `made.jsonl`; no GPU, torch 2, Triton 3; commit c0, c1, c2, c3."
     )
 
 
-def test_steps_that_differ_in_what_the_backward_keeps_have_rows_of_their_own(monkeypatch):
+def with_steps(files, *more):
+    """The rows of steps, and more."""
+    files["pretrain"] = [*common.read("pretrain"), *more]
+
+
+def test_steps_that_differ_in_what_the_backward_keeps_have_rows_of_their_own(files):
     step = tables.step(524288)
     price = dict(step, vertical=None, slash=None, price=0.25, slash_cap=308, weights="random")
-    new = [price, dict(price, backward_threshold=3.0), dict(step, weights="qwen2.5-3b")]
-    with_steps(monkeypatch, *new)
+    with_steps(files, price, dict(price, backward_threshold=3.0), dict(step, weights="qwen2.5-3b"))
     found = tables.TABLES["steps"]()
     capped = "| price 0.25, at most 1000 columns and 308 slashes"
     assert found.count(capped) == 2 and "and 110 slashes" not in found
@@ -96,14 +126,14 @@ def test_steps_that_differ_in_what_the_backward_keeps_have_rows_of_their_own(mon
     assert step_tables.step(524288)["weights"] == "random"
 
 
-def test_a_ratio_is_over_a_dense_step_with_the_same_recomputation(monkeypatch):
+def test_a_ratio_is_over_a_dense_step_with_the_same_recomputation(files):
     row = tables.step(524288)
     twice = step_tables.dense_of(row, "twice")
     kept = dict(twice, dense_recompute="output kept", iter_ms=5 * row["iter_ms"], commit="another")
     before = step_tables.ratio(row, "output kept")
     assert before.startswith("~"), "estimated"
     assert 3 * row["iter_ms"] < 1000 * step_tables.kept_seconds(row)[0] < twice["iter_ms"]
-    with_steps(monkeypatch, kept)
+    with_steps(files, kept)
     assert step_tables.ratio(row, "output kept") == "5.0x" and step_tables.over_dense(row) == 5
     assert step_tables.ratio(row, "twice") == f"{twice['iter_ms'] / row['iter_ms']:.1f}x"
     assert "dense, Transformer Engine, loss in chunks; output kept" in tables.TABLES["steps"]()
@@ -138,23 +168,20 @@ def real_row(layer, price=0.31, text="code", **more):
     return row | times | dict(commit="abc") | more  # fmt: skip
 
 
-def test_real_operands_are_summed_over_layers(monkeypatch):
-    found = (
+def test_real_operands_are_summed_over_layers(files):
+    files["real_operands"] = (
         real_row(1, forward_ms=99.0),
         real_row(1),
         real_row(2, forward_ms=8.0),
         real_row(3, text="book"),
     )
-    monkeypatch.setattr(real_tables, "rows", lambda name: found)
-    monkeypatch.setattr(real_tables, "is_measured", lambda name: True)
     code, _ = [line for line in tables.TABLES["real_operands"]().splitlines() if "price" in line]
     assert code == "| code, 128K | price 0.31 | 15.0% | 0.300 | 0.375 | 0.200 to 0.400 | 2 |"
     said = "3.3x cuDNN's dense attention, 2.7x FlashAttention-4's"
     assert tables.FIGURES["real_price"]() == said
-    assert tables.FIGURES["real_exact"]() == "not measured yet"
 
 
-def test_later_tokens(monkeypatch):
+def test_later_tokens(files):
     def of_text(text, tokens, difference):
         return dict(text=text, tokens=tokens, difference=difference, stderr=0.003)
 
@@ -169,40 +196,34 @@ def test_later_tokens(monkeypatch):
         }.items()
         for text, value in zip(("code", "book"), values)
     ]  # fmt: skip
-    found = {"later_tokens": (row,), "frontier_runs": (dict(dense, seed=2, dense=9.0), dense)}
-    monkeypatch.setattr(real_tables, "rows", found.__getitem__)
-    monkeypatch.setattr(real_tables, "is_measured", lambda name: True)
+    files.update(later_tokens=[row], frontier_runs=[dict(dense, seed=2, dense=9.0), dense])
     expected = (
         "| moba, as published, 15.0% | its block | +1.00%; +1.50% ± 0.11 | +0.50% | +0.0100 ± 0.0021 | "
         "+0.0000 ± 0.0021 | +0.6000 ± 0.0021 |"
     )
     assert expected in tables.TABLES["later_tokens"]()
-    decayed = dict(row, decay="cosine"), dict(dense, decay="cosine", dense=1.0)
-    found = {name: (*rows, more) for (name, rows), more in zip(found.items(), decayed)}
-    monkeypatch.setattr(real_tables, "rows", found.__getitem__)
+    files["later_tokens"].append(dict(row, decay="cosine"))
+    files["frontier_runs"].append(dict(dense, decay="cosine", dense=1.0))
     made = tables.TABLES["later_tokens"]()
     assert expected in made and made.count("| moba, as published") == 2 and "+102.00%" in made
 
 
-def test_a_pruned_backward_is_compared_with_runs_of_its_decay(monkeypatch):
+def test_a_pruned_backward_is_compared_with_runs_of_its_decay(files):
     def run(threshold, loss, **more):
         same = dict(
             model="smol.gguf", seq=16384, seed=1, steps=300, lr=3e-5, data="a", stage="train"
         )
         return dict(same, forward="dense", threshold=threshold, dense=loss, **more)
 
-    pruned, *others = run(3, 1.01), run(0, 1.0), run(0, 9.0, decay="cosine")
-    monkeypatch.setattr(backward_tables, "rows", lambda name: others)
+    pruned, *files["backward"] = run(3, 1.01), run(0, 1.0), run(0, 9.0, decay="cosine")
     assert backward_tables.over([pruned], "dense", "dense") == "+1.00%"
     assert backward_tables.over([run(3, 9.18, decay="cosine")], "dense", "dense") == "+2.00%"
 
 
-def test_balance_by_length_has_no_predicted_times(monkeypatch):
-    some = common.rows("sparsebalance")
-    none = [
-        {**row, **dict(predicted_over_measured=None)} for row in some if row["mode"] == "length"
-    ]
-    monkeypatch.setattr(sparsebalance_tables, "rows", lambda name: [*some, *none])
+def test_balance_by_length_has_no_predicted_times(files):
+    some = common.read("sparsebalance")
+    none = [{**row, "predicted_over_measured": None} for row in some if row["mode"] == "length"]
+    files["sparsebalance"] = [*some, *none]
     lines = sparsebalance_tables.over_ranks().splitlines()
     assert {line.split(" | ")[-1] for line in lines if "by length" in line} == {"– |"}
 
@@ -211,6 +232,32 @@ def test_density_between_settings():
     points = [(0.1, 0.9), (0.2, 1.0)]
     assert tables.pattern_tables.density_at(points, 0.95) == pytest.approx(0.15)
     assert tables.pattern_tables.density_at(points, 0.5) is None
+
+
+def test_tables_of_the_frontier_have_the_spread_of_seeds(files):
+    """A row that is not trained, or dense, is in no table of trained ones."""
+    runs = [train_row("dense", None, seed, base, base) for seed, base in ((1, 2.0), (2, 3.0))]
+    runs += [train_row("price", 0.15, 1, 2.02, 2.01), train_row("price", 0.15, 2, 3.06, 3.03)]
+    runs += [train_row("target", 0.95, 1, 2.04, 2.0), zero_row("window", 0.15, 0.2)]
+    files["frontier"] = frontier_rows.joined([*runs, time_row("price", 0.15, 131072, 20.0)])
+    trained = tables.TABLES["frontier_trained"]()
+    assert "| +0.75% ± 0.25 | +1.50% ± 0.50 |" in trained
+    kept = frontier_tables.trained(files["frontier"])
+    assert [row["policy"] for row in kept] == ["price", "target"]
+    assert overview.points(kept, "density")["price"] == [
+        (kept[0]["density_trained"], pytest.approx(0.75), pytest.approx(0.25))
+    ]
+    base = dict(
+        base="price@0.15", model="m", seq=16384, steps=300, what="dense steps", setting="last 10%"
+    )
+    base |= dict(variant="cool-10", own_over_dense=0.03, dense_share=0.1, density=0.1)
+    base |= dict(gpu="none", torch="2", triton="3", commit="abc")
+    files["ablations"] = [
+        dict(base, seed=seed, loss_over_dense=loss) for seed, loss in ((1, 0.01), (2, 0.03))
+    ]
+    line = tables.TABLES["ablations_by_loss"]().splitlines()[2]
+    assert "| m, 16K | dense steps: last 10% | 2 | 10.0% | +2.00% | +3.00% |" in line
+    assert f"| {0.1 + 0.9 * 0.203:.3f} |" in line
 
 
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
@@ -239,7 +286,5 @@ def test_performance_page_is_short():
 
 def test_the_frontier_is_that_of_its_runs():
     """benchmarks.model.frontier table joins the rows of runs; docs show what it has joined."""
-    from benchmarks.model.frontier_rows import joined
-
-    found = joined(tables.rows("frontier_runs"), tables.rows("real_operands"))
-    assert found == list(tables.rows("frontier"))
+    found = frontier_rows.joined(common.read("frontier_runs"), common.read("real_operands"))
+    assert found == list(common.read("frontier"))

@@ -1,6 +1,6 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Attention kernels side by side on one GPU: this package's, FlexAttention on the same blocks, cuDNN and
-flash dense; then the pattern search (``selection.py``, unless cases or implementations are named). Prints a
+"""Attention kernels side by side on one GPU: this package's, FlexAttention on the same blocks, cuDNN
+dense; then the pattern search (``selection.py``, unless cases or implementations are named). Prints a
 table and appends rows to ``results/kernels.jsonl`` and ``selection.jsonl``.
 
 Rates count selected pairs (within documents, if they are packed): pairs x 4 x dim forward, x 2.5 backward. A
@@ -15,13 +15,11 @@ where its cuDNN rate was measured.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import random
 import statistics
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -38,9 +36,11 @@ from ..lib import record
 from ..lib.workloads import BLOCK, draw_index, draw_operands, heads_first, share_for
 from . import selection as index
 
-IMPLEMENTATIONS = ("mtraining", "flex", "cudnn", "flash")
+SHOWN = ("op", "impl", "seq", "density", "vertical", "documents", "ms", "tflops", "share_of_cudnn")
+"""Of a row, on the screen."""
+IMPLEMENTATIONS = ("mtraining", "flex", "cudnn")
 QUICK = ("mtraining", "cudnn")
-DENSE = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+DENSE = {"cudnn": SDPBackend.CUDNN_ATTENTION}
 FLEX_SEQ = 65536
 DENSE_SEQ = 131072
 """The longest length that dense attention runs at: beyond it, a run takes seconds."""
@@ -149,7 +149,7 @@ def seconds(run, count: int, device: str) -> float:
     return start.elapsed_time(end) / 1000 / count
 
 
-def take_turns(runs: dict, budget: float, device: str, aside=("flash",)) -> dict[str, float]:
+def take_turns(runs: dict, budget: float, device: str, aside=()) -> dict[str, float]:
     """Milliseconds of each run: medians over at least three rounds, within about ``budget`` seconds. Runs
     that are ``aside`` do not lengthen the others' turns: they are slow, and nothing is set against them. The
     order is drawn anew in each round: after one that leaves the GPU cool a run can be 8% faster."""
@@ -268,17 +268,6 @@ def run_case(
     return rows_of(case, pairs, slash, dense_seq, measure(runs, budget, device))
 
 
-def line(row: dict) -> str:
-    share = row["share_of_cudnn"]
-    return (
-        f"{row['op']:8s} {row['impl']:9s} {row['seq']:7d} {row['heads']:2d}/{row['kv_heads']} "
-        f"d{row['dim']:<3d} density {row['density']:<8g} columns {row['vertical']:<4d} "
-        + (f"{row['documents']} documents " if row["documents"] else "")
-        + f"{row['ms']:10.3f} ms {row['tflops']:6.1f} TFLOP/s"
-        + (f"  {share:5.2f} of cuDNN" if share is not None else "")
-    )
-
-
 def selected(quick: bool, wanted: list[str] | None) -> list[Case]:
     """The cases to run: all, the quick ones, or those with one of the texts in their name."""
     if wanted:
@@ -287,16 +276,13 @@ def selected(quick: bool, wanted: list[str] | None) -> list[Case]:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__, "kernels.jsonl")
     parser.add_argument(
         "--quick", action="store_true", help="six cases, ours and cuDNN, fewer rounds"
     )
     parser.add_argument("--case", nargs="+", metavar="TEXT", help="cases with such a name only")
     parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS)
     parser.add_argument("--list", action="store_true", help="print the cases' names and stop")
-    parser.add_argument("--output", type=Path, default=record.RESULTS / "kernels.jsonl")
     options = parser.parse_args()
     cases = selected(options.quick, options.case)
     if options.list:
@@ -305,15 +291,12 @@ def main():
     if not cases:
         parser.error(f"no case has any of {options.case} in its name; --list names them")
     implementations = set(options.impl or (QUICK if options.quick else IMPLEMENTATIONS))
-    start, flash_done = time.perf_counter(), set()
+    start = time.perf_counter()
     for case in cases:
         dense_seq = min(case.seq, DENSE_SEQ)
-        shape = (dense_seq, *case.shape[1:])
-        now = implementations - ({"flash"} if shape in flash_done else set())
-        flash_done.add(shape)
-        rows = run_case(case, now, dense_seq, 0.5 if options.quick else 1.0)
+        rows = run_case(case, implementations, dense_seq, 0.5 if options.quick else 1.0)
         print(f"{case.name}  ({time.perf_counter() - start:.0f} s)")
-        print("\n".join("  " + line(row) for row in rows), flush=True)
+        print("\n".join(record.line(row, *SHOWN) for row in rows), flush=True)
         record.append(options.output, rows)
         torch.cuda.empty_cache()
     if not (options.case or options.impl):

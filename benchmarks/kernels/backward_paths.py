@@ -20,9 +20,7 @@ commit 180a6b5 rows of one pass had tiles of all heads' columns at work at one t
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -32,7 +30,7 @@ from megatron_mtraining.kernels.attention.hopper import backward_key
 from ..lib import record
 from ..lib.environment import variable
 from ..lib.workloads import share_for
-from .attention import DENSE_SEQ, Case, attention_runs, index_of, line, passes, rows_of, take_turns
+from .attention import DENSE_SEQ, SHOWN, Case, attention_runs, index_of, passes, rows_of, take_turns
 
 DENSITIES = (0.05, 0.12, 0.25, 1.0)
 SHAPES = ((65536, 16, 2), (65536, 28, 4), (131072, 16, 2), (131072, 28, 4))
@@ -129,15 +127,12 @@ def run_case(
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__, "backward_paths.jsonl")
     parser.add_argument("--quick", action="store_true", help="six of the cases")
     parser.add_argument("--case", nargs="+", metavar="TEXT", help="cases with such a name only")
     parser.add_argument("--chunks", nargs="+", type=int, default=[64], metavar="N")
     parser.add_argument("--one-launch", action="store_true")
     parser.add_argument("--budget", type=float, default=1.0, metavar="SECONDS", help="for a case")
-    parser.add_argument("--output", type=Path, default=record.RESULTS / "backward_paths.jsonl")
     options = parser.parse_args()
     cases = [case for case in CASES if case.quick or not options.quick]
     if options.case:
@@ -151,8 +146,7 @@ def main():
         rows = run_case(case, options.budget, chunks=options.chunks, one_launch=options.one_launch)
         print(f"{case.name}  ({time.perf_counter() - start:.0f} s)")
         for row in rows:
-            apart = "" if row["difference"] is None else f", difference {row['difference']:.1e}"
-            print(f"  {row['path'] or '':20s}" + line(row) + apart, flush=True)
+            print(record.line(row, "path", *SHOWN, "difference"), flush=True)
         record.append(options.output, rows)
         torch.cuda.empty_cache()
 

@@ -28,7 +28,6 @@ from .peer_blocks import key_blocks, key_intervals, query_blocks
 
 BLOCKS = (BLOCK, BLOCK)
 MSA_BLOCKS = 32  # key blocks of a query, the most that flash-msa takes
-NO_BACKWARD = "its wheels have no backward"
 ATOMIC = "backward with deterministic=False, the default"
 
 
@@ -197,16 +196,6 @@ def fa4_dense(problem: Problem) -> Call:
     return Call(*calls, problem.dense_pairs, block=None, note=ATOMIC)
 
 
-def fa3_dense(problem: Problem) -> Call:
-    """FlashAttention-3 from the wheels of PyPI, which have the forward alone."""
-    module = import_module(
-        "fa3_fwd_interface" if record.installed("fa3-fwd") != "none" else "flash_attn_interface"
-    )
-    *inputs, _ = _tokens_first(problem.dense)
-    forward = functools.partial(module.flash_attn_func, *inputs, causal=True)
-    return Call(forward, None, problem.dense_pairs, block=None, refused=NO_BACKWARD)
-
-
 def msa_blocks(problem: Problem) -> int:
     """The fewest key blocks of a query, its own included, with which flash-msa attends to as many pairs."""
     blocks = torch.arange(1, problem.distances.shape[-1] + 1)
@@ -235,10 +224,6 @@ def flash_msa(problem: Problem) -> Call:
     calls = passes(run, (*proxies, query, key, value, grad_out))
     note = f"its own selection of {most} blocks, which is timed too; backward with the proxies' gradients"
     return Call(*calls, pairs, "own", (1, BLOCK), note)
-
-
-def flash_sparse(problem: Problem) -> Call:
-    raise Refusal("takes no blocks: it skips keys below a threshold of the softmax in its kernel")
 
 
 class Peer(NamedTuple):
@@ -274,9 +259,7 @@ PEERS = {
     "cudnn_flex": Peer(cudnn_flex, ("nvidia-cudnn-frontend",)),
     "fa4_blocks": Peer(fa4_blocks, ("flash-attn-4",)),
     "fa4": Peer(fa4_dense, ("flash-attn-4",), dense=True),
-    "fa3": Peer(fa3_dense, ("flash-attn-3", "fa3-fwd", "tokenspeed-fa3"), dense=True),
     "flash_msa": Peer(flash_msa, ("flash-msa",)),
-    "flash_sparse": Peer(flash_sparse, ("flash-sparse-attn",)),
 }
 
 

@@ -3,11 +3,10 @@
 in one run on one GPU. Appends rows to ``results/peers.jsonl``.
 
 Peers: cuDNN's dense attention through torch; FlexAttention of torch; block-sparse and flex attention of the
-cuDNN frontend; FlashAttention-4 with lists of blocks and dense; FlashAttention-3 dense; flash-msa;
-flash-sparse-attn. Install those that are wanted: ``nvidia-cudnn-frontend``, ``flash-attn-4``, ``fa3-fwd``,
-``flash-msa``, ``flash-sparse-attn``. Where wheels are copied to a machine without network, most need all
-parts of ``nvidia-cutlass-dsl`` too (``-libs-base``, ``-libs-core``, ``-libs-cu13``). A peer that is not
-installed, or refuses a case, has a row that says so.
+cuDNN frontend; FlashAttention-4 with lists of blocks and dense; flash-msa. Install those that are wanted:
+``nvidia-cudnn-frontend``, ``flash-attn-4``, ``flash-msa``. Where wheels are copied to a machine without
+network, most need all parts of ``nvidia-cutlass-dsl`` too (``-libs-base``, ``-libs-core``, ``-libs-cu13``).
+A peer that is not installed, or refuses a case, has a row that says so.
 
 Patterns are block distances that each head draws by itself. A peer's rate counts the pairs that its own mask
 lets through: pairs x 4 x dim forward, x 2.5 backward. ``share_of_cudnn`` divides it by the rate of cuDNN's
@@ -25,7 +24,6 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -209,27 +207,13 @@ def check(
     return found
 
 
-def line(row: dict[str, Any]) -> str:
-    name = f"  {row['op']:8s} {row['peer']:12s}"
-    if row["ms"] is None:
-        return f"{name} none: {row['why']}"
-    share = row["share_of_cudnn"]
-    return (
-        f"{name} {row['seq']:7d} density {row['density']:<8g} blocks {row['block'] or 'none':8s}"
-        f"{row['ms']:10.3f} ms {row['tflops']:6.1f} TFLOP/s"
-        + (f"  {share:5.2f} of cuDNN" if share is not None else "")
-    )
-
-
 def selected(wanted: Sequence[str] | None) -> list[Case]:
     """All cases, or those with one of the texts in their name."""
     return [case for case in CASES if not wanted or any(text in case.name for text in wanted)]
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__, "peers.jsonl")
     parser.add_argument("--case", nargs="+", metavar="TEXT", help="cases with such a name only")
     parser.add_argument("--peer", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--list", action="store_true", help="print the cases' names and stop")
@@ -237,7 +221,6 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--check", action="store_true", help="errors of short sequences, once for each shape; no rows"
     )  # fmt: skip
     parser.add_argument("--minutes", type=float, help="begin no case that would end later")
-    parser.add_argument("--output", type=Path, default=record.RESULTS / "peers.jsonl")
     options = parser.parse_args(words)
     options.cases = selected(options.case)
     if not options.cases:
@@ -280,7 +263,8 @@ def main() -> None:
         record.append(options.output, rows)
         deadline.took(time.monotonic() - began)
         print(f"{case.name}  ({time.monotonic() - began:.0f} s)")
-        print("\n".join(line(row) for row in rows), flush=True)
+        names = ("op", "peer", "seq", "density", "block", "ms", "tflops", "share_of_cudnn", "why")
+        print("\n".join(record.line(row, *names) for row in rows), flush=True)
         torch.cuda.empty_cache()
 
 

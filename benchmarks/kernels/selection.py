@@ -17,9 +17,7 @@ for the device.
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
 
 import torch
 import triton
@@ -155,9 +153,8 @@ def run_cases(quick, output):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = record.parser(__doc__, "selection.jsonl")
     parser.add_argument("--quick", action="store_true", help="policy price only")
-    parser.add_argument("--output", type=Path, default=record.RESULTS / "selection.jsonl")
     options = parser.parse_args()
     run_cases(options.quick, options.output)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -14,6 +15,17 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+
+
+def parser(text: str, file: str | None = None) -> argparse.ArgumentParser:
+    """A script's parser, whose help is the script's text; with ``--output``, a file of rows in
+    ``results/`` by default, if it is named."""
+    made = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if file:
+        made.add_argument("--output", type=Path, default=RESULTS / file)
+    return made
 
 
 def provenance() -> dict:
@@ -90,6 +102,16 @@ def command() -> str:
         and not name.startswith("MTRAINING_TEST_")
     )
     return " ".join([*(f"{name}={os.environ[name]}" for name in found), *words])
+
+
+def line(row: dict, *names: str) -> str:
+    """Fields of a row, to print."""
+
+    def said(name: str) -> str:
+        value = row[name]
+        return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+
+    return "  " + ", ".join(said(name) for name in names if row[name] is not None)
 
 
 def append(path: Path, rows: list[dict]) -> None:

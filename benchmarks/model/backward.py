@@ -14,7 +14,6 @@ what has a row there, and begins no job that is not expected to end within ``--m
   them.
 - ``time``: forward and backward of one layer of Qwen2.5-3B's shape, on operands that look like a usual
   head's, beside the same without pruning and beside cuDNN.
-- ``table``: prints all.
 
 ``--forward`` has the forward's patterns: ``dense``, or ``POLICY@DENSITY`` as in ``frontier.py``; of a density
 the setting is found once. A threshold of 0 is the backward without pruning.
@@ -29,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -42,7 +40,7 @@ from ..lib.policies_at_density import at_density, config_of
 from . import continuing
 from .frontier import RUN_SECONDS
 from .frontier_settings import about, rows_like, run_of_frontier, setting_of, split
-from .layer_times import Layer, Shape
+from .layer_times import Layer
 from .material import Material, material
 
 STAGES = ("gradient", "train", "time")
@@ -312,9 +310,7 @@ def time_layers(options) -> int:
 
 def options_from(words: list[str] | None = None) -> argparse.Namespace:
     """The run that arguments ask for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__, "backward.jsonl")
     add = parser.add_argument
     add("stage", choices=STAGES)
     continuing.add_options(parser)
@@ -322,16 +318,8 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
         "--forward", nargs="+", default=list(FORWARDS), metavar="NAME", help="dense, POLICY@DENSITY"
     )
     add("--thresholds", type=float, nargs="+", default=list(THRESHOLDS))
-    add("--lengths", type=int, nargs="+", default=list(LENGTHS), help="time: tokens")
-    add("--shape", type=int, nargs=3, default=list(Shape()), metavar=("HEADS", "KV_HEADS", "DIM"),
-        help="time: of the layer (%(default)s)")  # fmt: skip
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    add("--steps", type=int, default=300)
-    add("--frontier", type=Path, default=record.RESULTS / "frontier_runs.jsonl",
-        help="train: rows of frontier.py; its dense runs are not made again (%(default)s)")  # fmt: skip
-    add("--output", type=Path, default=record.RESULTS / "backward.jsonl")
+    continuing.add_layer_options(parser, LENGTHS, seeds=[1, 2, 3])
     options = parser.parse_args(words)
-    options.shape = Shape(*options.shape)
     for name in options.forward:
         try:
             split_forward(name)

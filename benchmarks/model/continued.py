@@ -12,7 +12,6 @@ losses of every step, held-out losses, and seconds of each part.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -175,9 +174,7 @@ def continued(options, root: Path) -> dict:
 
 
 def parse(words=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__, "continued.jsonl")
     parser.add_argument("megatron", type=Path, metavar="MEGATRON_LM")
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
     parser.add_argument("--name", help="what the row calls the model")
@@ -190,7 +187,6 @@ def parse(words=None):
     )
     parser.add_argument("--folder", type=Path, help="where there is room (default: that of TMPDIR)")
     parser.add_argument("--log", type=Path, help="keep Megatron's logs in this folder")
-    parser.add_argument("--output", type=Path, default=record.RESULTS / "continued.jsonl")
     # What this does not know goes to Megatron.
     options, options.more = parser.parse_known_args(words)
     options.megatron = options.megatron.resolve()  # runs start elsewhere

@@ -25,7 +25,9 @@ from megatron_mtraining.loss import linear_cross_entropy
 from megatron_mtraining.models.hugging_face import unpacked
 from megatron_mtraining.transformers import NAME, advance, configure, state_of, take_means
 
+from ..lib import record
 from . import ruler_samples, sets, texts
+from .layer_times import Shape
 from .material import Material, training
 from .ruler_samples import Sample
 
@@ -112,28 +114,10 @@ def loss_of(model, tokens: Tensor) -> Tensor:
     return token_losses(model, tokens).mean()
 
 
-class Judged(NamedTuple):
-    """Losses of the held-out windows: by kind of text, float32 ``[windows, s]``, one of each token."""
-
-    losses: dict[str, Tensor]
-
-    def means(self) -> dict[str, float]:
-        """Mean loss of each kind of text, and ``all``: of all windows."""
-        found = {kind: round(each.double().mean().item(), 6) for kind, each in self.losses.items()}
-        whole = torch.cat(list(self.losses.values())).double().mean().item()
-        return {"all": round(whole, 6), **found}
-
-    def by_window(self) -> dict[str, list[float]]:
-        """Mean loss of each window of each kind of text."""
-        return {
-            kind: [round(loss, 5) for loss in each.double().mean(1).tolist()]
-            for kind, each in self.losses.items()
-        }
-
-
 @torch.no_grad()
-def judged(model, held_out: dict[str, Tensor]) -> Judged:
-    """Losses of the held-out windows with the model's attention as it is set."""
+def judged(model, held_out: dict[str, Tensor]) -> dict[str, float]:
+    """Mean loss of the held-out windows of each kind of text, with the model's attention as it is set; and
+    ``all``: of all windows."""
     was_training = model.training
     model.eval()
     losses = {
@@ -141,7 +125,8 @@ def judged(model, held_out: dict[str, Tensor]) -> Judged:
         for kind, some in held_out.items()
     }
     model.train(was_training)
-    return Judged(losses)
+    found = {kind: round(each.double().mean().item(), 6) for kind, each in losses.items()}
+    return {"all": round(torch.cat(list(losses.values())).double().mean().item(), 6), **found}
 
 
 def teacher_forced(model, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -256,7 +241,7 @@ def train(run: Run, given: Material, options) -> tuple[dict, object]:
             spent += time.perf_counter() - started
             means.take(take(model, run))
             now = judge(model, run, given)
-            curve.append([done, *(each.means() for each in now)])
+            curve.append([done, *now])
             print(
                 f"  {run.name}, seed {run.seed}, {done:4d}: loss {shown:.4f}, {spent:.0f} s",
                 flush=True,
@@ -267,20 +252,15 @@ def train(run: Run, given: Material, options) -> tuple[dict, object]:
         raise ConfigError(f"a loss of run {run.name}, seed {run.seed} is not finite")
     row = dict(
         seed=run.seed, steps=run.steps, lr=options.lr, decay=options.decay, **means.row(),
-        before_own=before[0].means()["all"], before_dense=before[1].means()["all"],
-        before_dense_by_text=before[1].means(),
+        before_own=before[0]["all"], before_dense=before[1]["all"], before_dense_by_text=before[1],
         own=curve[-1][1]["all"], dense=curve[-1][2]["all"],
         own_by_text=curve[-1][1], dense_by_text=curve[-1][2],
-        own_by_window=now[0].by_window(), dense_by_window=now[1].by_window(),
         curve=[[step, own["all"], dense["all"]] for step, own, dense in curve],
         dense_curve_by_text=[[step, dense] for step, _, dense in curve],
         loss_last_50=round(float(np.mean(losses[-50:])), 5),
         seconds=round(spent, 1), step_ms=round(1e3 * spent / run.steps, 2), jobs=options.jobs,
         losses=[round(loss, 4) for loss in losses],
     )  # fmt: skip
-    if options.token_losses is not None:
-        name = f"{run.name}_seed{run.seed}_steps{run.steps}.npz"
-        write_token_losses(options.token_losses / name, own=now[0], dense=now[1], before=before[1])
     samples = options.ruler and ruler_samples.read(options.ruler, options.device)
     dense = run.config is None or ends_dense(model, run)
     found: dict = {}
@@ -323,9 +303,9 @@ def ends_dense(model, run: Run) -> bool:
     return run.config is not None and state_of(model).steering.is_dense
 
 
-def judge(model, run: Run, given: Material) -> tuple[Judged, Judged]:
+def judge(model, run: Run, given: Material) -> tuple[dict[str, float], dict[str, float]]:
     """Held-out losses with the run's own attention, and with dense attention."""
-    found: list[Judged] = []
+    found: list[dict[str, float]] = []
     names = [None] if ends_dense(model, run) else [run.attention, None]
     for name in names:
         if run.config is not None:
@@ -335,18 +315,6 @@ def judge(model, run: Run, given: Material) -> tuple[Judged, Judged]:
     if run.config is not None:
         take_means(model, training=False)
     return found[0], found[-1]
-
-
-def write_token_losses(path: Path, **attentions: Judged) -> None:
-    """Write the losses of tokens to a NumPy archive: float16 ``[windows, s]`` for each attention and kind of
-    text, such as ``dense_code``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    arrays = {
-        f"{name}_{kind}": losses.half().cpu().numpy()
-        for name, each in attentions.items()
-        for kind, losses in each.losses.items()
-    }
-    np.savez_compressed(path, **arrays)
 
 
 def take(model, run: Run) -> tuple[float, float]:
@@ -407,15 +375,35 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "0.9-1 (%(default)s)")  # fmt: skip
     add("--curve", type=int, nargs="*", default=list(CURVE), metavar="STEP",
         help="steps after which a run is judged, beside its last; none: less time (%(default)s)")  # fmt: skip
-    add("--token-losses", type=Path, metavar="FOLDER",
-        help="write the loss of each held-out token before and after each run here")  # fmt: skip
     add("--jobs", type=int, default=3, help="runs of training at the same time (%(default)s)")
     add("--minutes", type=float, help="that the stage may take, from its start (no end)")
     add("--expect", type=float, metavar="SECONDS", help="that a run takes, until one has ended")
 
 
+def add_training_options(parser: argparse.ArgumentParser, seeds: list[int]) -> None:
+    """Options of runs of training, which are compared with those of the frontier."""
+    add = parser.add_argument
+    add("--steps", type=int, default=300, help="of training (%(default)s)")
+    add("--seeds", type=int, nargs="+", default=seeds)
+    add("--frontier", type=Path, default=record.RESULTS / "frontier_runs.jsonl",
+        help="rows of benchmarks.model.frontier: settings, and dense runs (%(default)s)")  # fmt: skip
+
+
+def add_layer_options(
+    parser: argparse.ArgumentParser, lengths: tuple[int, ...], seeds: list[int]
+) -> None:
+    """Those, and options of the stage that times a layer."""
+    add_training_options(parser, seeds)
+    add = parser.add_argument
+    add("--lengths", type=int, nargs="+", default=list(lengths), help="time: tokens")
+    add("--shape", type=int, nargs=3, default=list(Shape()), metavar=("HEADS", "KV_HEADS", "DIM"),
+        help="time: of the layer (%(default)s)")  # fmt: skip
+
+
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """End in an error of the parser if a count is not 1 or more; ``options.steps`` is the script's own."""
+    if hasattr(options, "shape"):
+        options.shape = Shape(*options.shape)
     if options.ruler is not None and not options.ruler.is_file():
         parser.error(f"--ruler {options.ruler} is no file")
     try:

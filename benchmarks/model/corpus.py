@@ -21,7 +21,6 @@ and the State of the Union are in the public domain, the essays are Paul Graham'
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import re
@@ -31,6 +30,8 @@ import zipfile
 from pathlib import Path
 
 from megatron_mtraining import ConfigError
+
+from ..lib import record
 
 REPOSITORIES = (
     "sympy-1.14.0-py3-none-any.whl",
@@ -104,9 +105,7 @@ def write(packages: Path, output: Path) -> None:
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__)
     parser.add_argument("packages", type=Path, help="folder with the downloaded packages")
     parser.add_argument("--output", type=Path, required=True, help="folder of the texts")
     options = parser.parse_args(words)

@@ -14,15 +14,13 @@ job is begun that is not expected to end in time. Stages:
   with the run's own attention and with dense attention, during training and after. ``target`` moves the
   prices to a recall, ``schedule`` over the run. Settings are those of ``zero``; without its row they are
   found again.
-- ``long``: the main runs for 1,000 steps.
 - ``table``: joins rows to ``frontier.jsonl`` (a row a policy, density and length of training, with the mean
-  cost of its attention: ``mean_cost``), and prints the tables.
+  cost of its attention: ``mean_cost``).
 
 The order is by what a row says. zero and time: densities 15, 8, 4, 30, 2%, at each price, window, fixed,
 coverage from the last rows, xattention, moba, coverage. train: the main runs with the first seed, dense,
 price at 15% and at 8% with the other seeds, the other runs, the other main runs with the other seeds.
-``--run price@0.15 dense target@0.95 schedule@anneal/3 settings@FILE`` says which instead; FILE is such as
-``mtraining inspect --sensitivity`` writes.
+``--run price@0.15 dense target@0.95 schedule@anneal/3`` says which instead.
 
 Recall is measured on held-out query rows, but for policies from the last rows (``_last``), which have none:
 theirs is that of the rows that select, and too high. A step's density moves as the model is trained: rows of
@@ -36,7 +34,6 @@ fingerprint as ``data``, and are compared with the dense runs on it), where OUT 
     python -m benchmarks.model.frontier zero $M --minutes 5             # 37 rows, 6 s each
     python -m benchmarks.model.frontier time $M --minutes 4             # 105 rows, 1 to 8 s each
     python -m benchmarks.model.frontier train $M --minutes 9 --jobs 4   # 30 runs, 40 s each
-    python -m benchmarks.model.frontier long $M --minutes 9 --jobs 4    # 4 runs, 8 minutes in all
     python -m benchmarks.model.frontier table $M                        # no GPU
 
 Times are estimates for an H200 from other runs of this model; rows say what they took (``seconds``).
@@ -55,13 +52,13 @@ from megatron_mtraining import ConfigError, MTrainingConfig
 
 from ..lib import jobs, record
 from ..lib.policies_at_density import AS_PUBLISHED, FAMILIES, at_density, config_of
-from . import continuing, frontier_tables, texts
-from .frontier_settings import Judge, about, key_of, label_of, rows_like, setting_of, split
-from .layer_times import Layer, Shape
+from . import continuing, texts
+from .frontier_rows import joined
+from .frontier_settings import Judge, about, rows_like, setting_of, split
+from .layer_times import Layer
 from .material import material
-from .schedule_tables import schedule_table
 
-STAGES = ("zero", "time", "train", "long", "table")
+STAGES = ("zero", "time", "train", "table")
 DENSITIES = (0.15, 0.08, 0.04, 0.3, 0.02)
 POLICIES = ("price", "window", "fixed", "coverage_last", "xattention", "moba", "coverage")
 LENGTHS = (131072, 524288, 32768)
@@ -73,9 +70,8 @@ OTHERS = (
     "moba@0.15", "target@0.95", "price@0.04", "price@0.3", "window@0.08", "fixed@0.08", "target@0.9",
     "coverage_last@0.08", "coverage@0.15",
 )  # fmt: skip
-MOVING = ("target", "settings", "schedule")
+MOVING = ("target", "schedule")
 """Runs whose prices move: they have no setting at a density."""
-LONG = ("dense", "price@0.15", "price@0.08", "window@0.15")
 
 
 # The model as it is.
@@ -188,8 +184,6 @@ def wanted_runs(options) -> list[tuple[str, int]]:
     seeds, first = options.seeds, options.seeds[:1]
     if options.run:
         return [(name, seed) for seed in seeds for name in options.run]
-    if options.stage == "long":
-        return [(name, seed) for seed in first for name in LONG]
     found = [(name, seed) for seed in first for name in MAIN]
     found += [(name, seed) for seed in seeds[1:] for name in KEY]
     found += [(name, seed) for seed in first for name in OTHERS]
@@ -205,14 +199,12 @@ def work(job: tuple[str, int, argparse.Namespace]) -> dict:
     config: MTrainingConfig | None = (
         None if setting is None else config_of(setting, options.block_size)
     )
-    run = continuing.Run(label_of(name), seed, options.steps, config)
+    run = continuing.Run(name.replace("/", "_"), seed, options.steps, config)
     row, model = continuing.train(run, given, options)
     if options.save is not None:
         model.save_pretrained(options.save / f"{run.name}_seed{seed}_steps{options.steps}")
-    if policy == "settings":
-        setting |= dict(settings=json.loads(Path(wanted).read_text(encoding="utf-8")))
     return dict(
-        zip(("policy", "wanted"), key_of(name)),
+        zip(("policy", "wanted"), split(name)),
         stage="train",
         setting=setting,
         **row,
@@ -226,7 +218,7 @@ def train(options) -> int:
         (row["policy"], row["wanted"], row["seed"])
         for row in rows_like(options, "train", steps=options.steps, lr=options.lr)
     }
-    runs = [each for each in wanted_runs(options) if (*key_of(each[0]), each[1]) not in there]
+    runs = [each for each in wanted_runs(options) if (*split(each[0]), each[1]) not in there]
     print(f"{options.stage}: {len(runs)} runs of {options.steps} steps are to be made", flush=True)
     if runs:
         texts.read(options)  # makes the file of tokens, once
@@ -239,9 +231,7 @@ def train(options) -> int:
 
 def options_from(words: list[str] | None = None) -> argparse.Namespace:
     """The run that arguments ask for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__, "frontier_runs.jsonl")
     add = parser.add_argument
     add("stage", choices=STAGES)
     continuing.add_options(parser)
@@ -251,18 +241,11 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
         "--run",
         nargs="+",
         metavar="NAME",
-        help="dense, target@RECALL, settings@FILE, schedule@POINTS[/THRESHOLD], POLICY@DENSITY",
+        help="dense, target@RECALL, schedule@POINTS[/THRESHOLD], POLICY@DENSITY",
     )
-    add("--lengths", type=int, nargs="+", default=list(LENGTHS), help="time: tokens")
-    add("--shape", type=int, nargs=3, default=list(Shape()), metavar=("HEADS", "KV_HEADS", "DIM"),
-        help="time: of the layer (%(default)s)")  # fmt: skip
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    add("--steps", type=int, help="of training (300; of long, 1000)")
+    continuing.add_layer_options(parser, LENGTHS, seeds=[1, 2, 3])
     add("--save", type=Path, metavar="FOLDER", help="keep trained models, for mtraining eval")
-    add("--output", type=Path, default=record.RESULTS / "frontier_runs.jsonl")
     options = parser.parse_args(words)
-    options.shape = Shape(*options.shape)
-    options.steps = options.steps or (1000 if options.stage == "long" else 300)
     for name in options.run or ():
         try:
             split(name)
@@ -275,17 +258,18 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def show_table(options) -> int:
+def join(options) -> int:
+    """Write the joined rows."""
     rows, path = jobs.read(options.output), options.output.with_name("frontier.jsonl")
-    measured = jobs.read(record.RESULTS / "real_operands.jsonl")
-    found = frontier_tables.write(rows, path, measured)
-    print(frontier_tables.frontier_table(found), schedule_table(found), sep="\n\n")
+    found = joined(rows, jobs.read(record.RESULTS / "real_operands.jsonl"))
+    path.write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
+    print(f"{len(found)} rows are in {path}")
     return 0
 
 
 def main(words: list[str] | None = None) -> None:
     options = options_from(words)
-    stages = dict(zero=zero, time=time_layers, train=train, long=train, table=show_table)
+    stages = dict(zero=zero, time=time_layers, train=train, table=join)
     jobs.run_stage("frontier.py", stages[options.stage], options)
 
 

@@ -196,7 +196,7 @@ def _time_of(
         whole = last["dense_forward_ms"] + last["dense_backward_ms"]
         return dict(layer_ms=whole, search_ms=0.0, dense_ms=whole, row=last)
     own = [row for row in timed if row.get("forward_ms")]
-    if policy not in ("target", "settings"):
+    if policy != "target":
         own = [row for row in own if (row["policy"], row["wanted"]) == (policy, wanted)]
         return _times([(1.0, own[-1])]) if own else found
     own = sorted((row for row in own if row["policy"] == "price"), key=lambda row: row["density"])

@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
 
 from megatron_mtraining import ConfigError, MTrainingConfig
-from megatron_mtraining.config import settings_of_run
 from megatron_mtraining.config.schedule import NAMED
 from megatron_mtraining.transformers import configure, state_of, take_means
 
@@ -21,11 +19,9 @@ from .material import Material
 
 
 def split(name: str) -> tuple[str, float | str | None]:
-    """``price@0.15`` as the policy and the wanted density (of target: recall; of settings: their file; of
-    schedule: its points, and after a ``/`` the threshold of the backward); dense has none."""
+    """``price@0.15`` as the policy and the wanted density (of target: recall; of schedule: its points, and
+    after a ``/`` the threshold of the backward); dense has none."""
     policy, at, number = name.partition("@")
-    if policy == "settings" and number:
-        return policy, number
     if policy == "schedule" and number:
         return policy, _scheduled(name, *number.split("/", 1))
     try:
@@ -38,7 +34,7 @@ def split(name: str) -> tuple[str, float | str | None]:
     )
     if not fits:
         raise argparse.ArgumentTypeError(
-            f"{name!r} is not dense, target@RECALL, settings@FILE, schedule@POINTS[/THRESHOLD], or "
+            f"{name!r} is not dense, target@RECALL, schedule@POINTS[/THRESHOLD], or "
             f"POLICY@DENSITY of {', '.join(FAMILIES)}"
         )
     return policy, wanted
@@ -53,18 +49,6 @@ def _scheduled(name: str, points: str, threshold: str = "0") -> str:
     except (ValueError, ConfigError) as error:
         raise argparse.ArgumentTypeError(f"{name!r}: {error}") from None
     return f"{points}/{pruned:g}" if pruned else points
-
-
-def key_of(name: str) -> tuple[str, float | str | None]:
-    """What rows have as policy and wanted density; of settings, the name of their file."""
-    policy, wanted = split(name)
-    return policy, Path(wanted).name if policy == "settings" else wanted
-
-
-def label_of(name: str) -> str:
-    """A run in the names of files."""
-    policy, wanted = key_of(name)
-    return wanted if policy == "settings" else name.replace("/", "_")
 
 
 def about(options) -> dict:
@@ -136,7 +120,7 @@ class Judge:
         """Losses and answers of dense attention."""
         if self._dense is None:
             self.model.set_attn_implementation("sdpa")
-            losses = continuing.judged(self.model, self.given.held_out).means()
+            losses = continuing.judged(self.model, self.given.held_out)
             answers = continuing.answered(self.model, self.given)
             self._dense = dict(loss=losses["all"], by_text=losses, **answers)
         return self._dense
@@ -147,7 +131,7 @@ class Judge:
         found = dense
         if setting is not None:
             configure(self.model, config_of(setting, self.options.block_size))
-            losses = continuing.judged(self.model, self.given.held_out).means()
+            losses = continuing.judged(self.model, self.given.held_out)
             means = take_means(self.model, training=False)
             density, recall = (each.double().mean().item() for each in means)
             answers = continuing.answered(self.model, self.given)
@@ -178,8 +162,6 @@ def setting_of(policy: str, wanted: float | str | None, options, given) -> dict 
     if policy == "schedule":
         steps, _, threshold = wanted.partition("/")
         return dict(policy="price", schedule=steps, backward_threshold=float(threshold or 0))
-    if policy == "settings":
-        return {**settings_of_run(wanted), "settings": wanted}
     rows = rows_like(options, "zero", policy=policy, wanted=wanted)
     if rows:
         setting, density, reached = rows[-1]["setting"], rows[-1]["density"], rows[-1]["reached"]

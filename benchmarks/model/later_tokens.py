@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ from ..lib.policies_at_density import config_of
 from . import continuing
 from .continuing import attend_by, token_losses
 from .frontier_rows import decay_of
-from .frontier_settings import about, key_of, label_of, on_frontier, setting_of, split
+from .frontier_settings import about, on_frontier, setting_of, split
 from .material import material
 
 NEAR = 32
@@ -150,7 +149,7 @@ def work(job: tuple[str, int, argparse.Namespace]) -> dict:
     given = material(options)
     setting = setting_of(policy, wanted, on_frontier(options), given)
     config = None if setting is None else config_of(setting, options.block_size)
-    run = continuing.Run(label_of(name), seed, options.steps, config)
+    run = continuing.Run(name.replace("/", "_"), seed, options.steps, config)
     row, model = continuing.train(run, given, options)
     kept = (
         "steps",
@@ -165,7 +164,7 @@ def work(job: tuple[str, int, argparse.Namespace]) -> dict:
         "seconds",
     )
     return dict(
-        zip(("policy", "wanted"), key_of(name)), setting=setting, seed=seed,
+        zip(("policy", "wanted"), split(name)), setting=setting, seed=seed,
         **{each: row[each] for each in kept},
         measured=measured(model, given.held_out, options, None if config is None else run.attention),
         **about(options),
@@ -181,7 +180,7 @@ def stage(options) -> int:
         == (options.model.name, options.seq, options.steps, options.decay)
     }
     runs = [
-        (n, s, options) for s in options.seeds for n in options.run if (*key_of(n), s) not in there
+        (n, s, options) for s in options.seeds for n in options.run if (*split(n), s) not in there
     ]
     print(f"later tokens: {len(runs)} runs are to be made", flush=True)
     deadline = jobs.Deadline(options.minutes, options.expect or 120.0)
@@ -189,9 +188,7 @@ def stage(options) -> int:
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__, "later_tokens.jsonl")
     continuing.add_options(parser)
     add = parser.add_argument
     add(
@@ -201,16 +198,7 @@ def main(words: list[str] | None = None) -> None:
         metavar="NAME",
         help="dense, target@RECALL, POLICY@DENSITY",
     )
-    add(
-        "--steps",
-        type=int,
-        default=300,
-        help="of training by the run's own attention (%(default)s)",
-    )
-    add("--seeds", type=int, nargs="+", default=[1])
-    add("--frontier", type=Path, default=record.RESULTS / "frontier_runs.jsonl",
-        help="rows of benchmarks.model.frontier, whose settings runs have (%(default)s)")  # fmt: skip
-    add("--output", type=Path, default=record.RESULTS / "later_tokens.jsonl")
+    continuing.add_training_options(parser, seeds=[1])
     options = parser.parse_args(words)
     continuing.check_options(parser, options)
     jobs.run_stage("later_tokens.py", stage, options)

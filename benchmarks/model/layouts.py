@@ -27,7 +27,6 @@ from typing import NamedTuple
 from ..lib import jobs, record
 from .pretrain import follow, megatron_version, read_log
 
-OUTPUT = record.RESULTS / "layouts.jsonl"
 BF16 = 2.0**-8
 """A rounding of bf16: losses that differ by no more are equal."""
 FLOAT32 = 1e-4
@@ -210,9 +209,7 @@ def earlier(options) -> list[dict]:
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Options that can work; else ends with what is wrong."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__, "layouts.jsonl")
     add = parser.add_argument
     add("megatron", type=Path, nargs="?", help="a Megatron-LM checkout")
     add("--layout", choices=LAYOUTS, help="the layout to run")
@@ -224,7 +221,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--transformer-impl", choices=("transformer_engine", "local"),
         help="on GPUs (default: transformer_engine where it is installed)")  # fmt: skip
     add("--log", type=Path, help="keep Megatron's log here")
-    add("--output", type=Path, default=OUTPUT)
     options = parser.parse_args(words)
     if options.list:
         print("\n".join(f"{name} ({layout.ranks} ranks)" for name, layout in LAYOUTS.items()))

@@ -35,9 +35,9 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "pretrain_qwen2.5_3b.sh"
 DEFAULT_CHUNK = 4096  # of the plug-in, without --mtraining-loss-chunk
 WARM_UP = 4
-DENSE_RECOMPUTE = {"twice": "twice", "kept": "output kept", "selective": "selective: MLP"}
-"""What a dense step recomputes: whole layers, as full recomputation does; all but attention's forward
-(:func:`~.instrument.kept`); or MLPs alone (``--recompute-modules mlp``), for five times the memory."""
+DENSE_RECOMPUTE = {"twice": "twice", "kept": "output kept"}
+"""What a dense step recomputes: whole layers, as full recomputation does, or all but attention's forward
+(:func:`~.instrument.kept`)."""
 ITERATION = re.compile(
     r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: ([-+\d.Ena]+)"
 )
@@ -161,9 +161,6 @@ def command(options, folder: Path) -> tuple[list[str], dict[str, str]]:
         changes["loss_chunk"] = options.loss_chunk
     if options.dense_recompute == "kept":
         changes["keep_output"] = True
-    elif options.dense_recompute == "selective":
-        drop += ["--recompute-method", "--recompute-num-layers"]
-        words += ["--recompute-granularity", "selective", "--recompute-modules", "mlp"]
     if options.breakdown:
         changes.update(traces=str((folder / "traces").resolve()), steps=options.breakdown)
     if drop:
@@ -328,9 +325,7 @@ def megatron_version(checkout: Path) -> str:
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Options that can work; else ends with what is wrong."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     texts = commands.add_parser("data")
     texts.add_argument("folder", type=Path)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 import torch
 
@@ -78,9 +77,7 @@ def operands_of(options) -> dict[int, tuple[torch.Tensor, ...]]:
 
 def options_from(words: list[str] | None = None) -> argparse.Namespace:
     """The run that arguments ask for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__, "real_operands.jsonl")
     texts.add_options(parser)
     add = parser.add_argument
     add("--text-kind", default="code", help="of the file of tokens (%(default)s)")
@@ -91,7 +88,6 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
         help="price 0 is a dense forward (0.31 0.31:3 0.65 0.65:3 0:3)",
     )  # fmt: skip
     add("--block-size", type=int, default=128)
-    add("--output", type=Path, default=record.RESULTS / "real_operands.jsonl")
     options = parser.parse_args(words)
     options.kinds = [options.text_kind]
     return options

@@ -62,7 +62,7 @@ def heads_of(given: LayerInput, config: MTrainingConfig) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--text", type=Path, nargs="+", required=True)
     parser.add_argument("--tokens", type=int, default=4096)

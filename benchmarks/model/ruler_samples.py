@@ -24,6 +24,8 @@ from torch import Tensor
 from megatron_mtraining import ConfigError
 from megatron_mtraining.models.tokenizer import transformers_tokenizer
 
+from ..lib import record
+
 TASKS = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
 CONTEXT = 200
 """Characters of a prompt that decide how the answer behind it is tokenized."""
@@ -105,7 +107,7 @@ def read(path: Path, device: str | torch.device) -> dict[str, list[Sample]]:
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = record.parser(__doc__)
     add = parser.add_argument
     add("--model", type=Path, required=True, help="Hugging Face folder or .gguf, for its tokenizer")
     add("--length", type=int, default=16384, help="tokens of prompt and answer, at most")

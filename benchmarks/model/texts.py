@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_mtraining.errors import ConfigError
 from megatron_mtraining.models.tokenizer import open_tokenizer
 
+from ..lib import record
 from . import sets
 
 HELD_OUT = 0.03
@@ -148,7 +149,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = record.parser(__doc__)
     add_options(parser)
     try:
         read(parser.parse_args(words))

@@ -10,53 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.model import schedule_tables
-
-from . import backward_tables, step_tables, target_tables
-from .common import Row, gpu_name, percent
-from .common import rows as rows
-from .eval_tables import ruler_agreement, ruler_agreement_samples
-from .frontier_docs import (
-    ablations_by_loss,
-    ablations_by_ring,
-    ablations_by_time,
-    after_training,
-    chosen,
-    predicted_over_measured,
-    predicted_seconds,
-    predicted_steps,
-    retrieval,
-    schedules,
-    untrained,
-    with_schedule,
+from . import (
+    ablation_tables,
+    backward_tables,
+    eval_tables,
+    frontier_tables,
+    kernel_tables,
+    pattern_tables,
+    peer_tables,
+    real_tables,
+    ring_tables,
+    settings_tables,
+    sparsebalance_tables,
+    step_tables,
+    target_tables,
 )
-from .kernel_tables import backward_paths, kernels, selection, short_layers, worst_error
-from .pattern_tables import patterns, patterns_long, patterns_smol
-from .peer_tables import fa4_over_cudnn, peers, refused
-from .real_tables import later_tokens, mean, price_costs, real_operands, real_share, real_times
-from .ring_tables import (
-    balance,
-    balance_short,
-    layers,
-    layers_before,
-    layers_shorter,
-    layers_two,
-    rounds,
-    slow_link,
-)
-from .settings_tables import settings
-from .sparsebalance_tables import over_ranks
-from .step_tables import (
-    breakdown,
-    layouts,
-    loss,
-    signed,
-    step,
-    step_at_price,
-    steps,
-    steps_two,
-    training,
-)
+from .common import Row, cell, mean
+from .frontier_tables import chosen, with_schedule
+from .real_tables import real_share, real_times
+from .step_tables import step, step_at_price
 
 STEPS: dict[str, Callable[[], Row]] = {
     "step_512k": lambda: step(524288),
@@ -68,7 +40,7 @@ STEPS: dict[str, Callable[[], Row]] = {
 
 
 def seconds_of(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds < 50 else f"{seconds:.1f} s"
+    return f"{step_tables.seconds_of(seconds)} s"
 
 
 def dense_kept(row: Row) -> str:
@@ -79,11 +51,11 @@ def dense_kept(row: Row) -> str:
 
 OF_STEP: dict[str, Callable[[Row], str]] = {
     "": lambda row: seconds_of(row["iter_ms"] / 1000),
-    "_density": lambda row: percent(row["density"]),
-    "_recall": lambda row: percent(row["recall"]),
+    "_density": lambda row: cell("{density:share}", row),
+    "_recall": lambda row: cell("{recall:share}", row),
     "_rate": lambda row: f"{step_tables.tokens_a_second(row):,.0f}",
     "_mfu": lambda row: f"{100 * step_tables.mfu(row):.0f}%",
-    "_gpus": lambda row: f"{row['world']} {gpu_name(row['gpu'])}",
+    "_gpus": lambda row: cell("{world} {gpu:gpu}", row),
     "_dense": dense_kept,
     "_ratio": lambda row: step_tables.ratio(row, step_tables.KEPT).replace("~", "about "),
     "_dense_twice": lambda row: seconds_of(step_tables.dense_of(row, step_tables.TWICE)["iter_ms"] / 1000),
@@ -98,11 +70,11 @@ def target(model: str) -> Row:
 
 
 OF_RUN: dict[str, Callable[[Row], str]] = {
-    "density": lambda row: percent(row["density_trained"]),
-    "recall": lambda row: percent(row["recall_trained"]),
-    "own": lambda row: signed(row["trained_own_over_dense"]),
-    "dense": lambda row: signed(row["trained_dense_over_dense"]),
-    "cost": schedule_tables.cost_of,
+    "density": lambda row: cell("{density_trained:share}", row),
+    "recall": lambda row: cell("{recall_trained:share}", row),
+    "own": lambda row: cell("{trained_own_over_dense:over}", row),
+    "dense": lambda row: cell("{trained_dense_over_dense:over}", row),
+    "cost": lambda row: cell("{mean_cost:–.3f}", row),
     "times": lambda row: f"{1 / row['mean_cost']:.1f}x cuDNN's dense attention",
     "seeds": lambda row: str(row["seeds"]),
     "own_by_text": lambda row: texts_of(row["trained_own_by_text"]),
@@ -113,7 +85,9 @@ OF_RUN: dict[str, Callable[[Row], str]] = {
 
 def texts_of(losses: dict[str, float]) -> str:
     names = {"code": "code", "book": "book", "speech": "speeches"}
-    return ", ".join(f"{name} {signed(losses[text])}" for text, name in names.items())
+    return ", ".join(
+        cell("{name} {x:over}", name=name, x=losses[text]) for text, name in names.items()
+    )
 
 
 SCHEDULES = {
@@ -146,10 +120,10 @@ FIGURES: dict[str, Callable[[], str]] = {
         for name, row in STEPS.items()
         for end, figure in OF_STEP.items()
     },
-    "predicted_over_measured_128k": lambda: predicted_over_measured(131072),
-    "predicted_over_measured_512k": lambda: predicted_over_measured(524288),
-    "step_512k_predicted": lambda: f"{predicted_seconds(524288):.1f} s",
-    "step_128k_predicted": lambda: f"{predicted_seconds(131072):.1f} s",
+    "predicted_over_measured_128k": lambda: frontier_tables.predicted_over_measured(131072),
+    "predicted_over_measured_512k": lambda: frontier_tables.predicted_over_measured(524288),
+    "step_512k_predicted": lambda: f"{frontier_tables.predicted_seconds(524288):.1f} s",
+    "step_128k_predicted": lambda: f"{frontier_tables.predicted_seconds(131072):.1f} s",
     **{
         f"{name}_{figure}": lambda row=row, model=model, make=make: make(row(model))
         for name, model, row in (
@@ -165,64 +139,61 @@ FIGURES: dict[str, Callable[[], str]] = {
         for name, kind in SCHEDULES.items()
         for figure, make in OF_RUN.items()
     },
-    "fa4_over_cudnn": lambda: f"{fa4_over_cudnn():.2f}",
+    "fa4_over_cudnn": lambda: f"{peer_tables.fa4_over_cudnn():.2f}",
     "real_price": lambda: real_times(131072, 0.31),
     "real_price_speech": lambda: real_times(131072, 0.31, text="speech"),
-    "real_gpu": lambda: gpu_name(real_share(131072, 0.31, 0.0)[0]["gpu"]),
-    "real_density": lambda: percent(mean(real_share(131072, 0.31, 0.0), "density")),
-    "real_sparser": lambda: real_times(131072, 0.65),
-    "real_exact": lambda: real_times(131072, 0.0, 3.0),
-    "worst_error": lambda: f"{worst_error():.2f}",
-    "ruler_agreement_samples": ruler_agreement_samples,
+    "real_gpu": lambda: cell("{gpu:gpu}", real_share(131072, 0.31, 0.0)[0]),
+    "real_density": lambda: cell("{x:share}", x=mean(real_share(131072, 0.31, 0.0), "density")),
+    "worst_error": lambda: f"{kernel_tables.worst_error():.2f}",
+    "ruler_agreement_samples": eval_tables.ruler_agreement_samples,
 }  # fmt: skip
 """Figures in sentences, by name."""
 
 TABLES: dict[str, Callable[[], str]] = {
-    "steps": steps,
-    "steps_two": steps_two,
-    "breakdown": breakdown,
-    "kernels": kernels,
-    "selection": selection,
-    "short_layers": short_layers,
-    "backward_paths": backward_paths,
-    "peers": peers,
-    "peers_refused": refused,
-    "layers": layers,
-    "layers_shorter": layers_shorter,
-    "layers_two": layers_two,
-    "layers_before": layers_before,
-    "rounds": rounds,
-    "layouts": layouts,
-    "balance": balance,
-    "balance_short": balance_short,
-    "slow_link": slow_link,
-    "patterns": patterns,
-    "patterns_long": patterns_long,
-    "patterns_smol": patterns_smol,
-    "training": training,
-    "loss": loss,
+    "steps": step_tables.steps,
+    "steps_two": step_tables.steps_two,
+    "breakdown": step_tables.breakdown,
+    "layouts": step_tables.layouts,
+    "training": step_tables.training,
+    "kernels": kernel_tables.kernels,
+    "selection": kernel_tables.selection,
+    "short_layers": kernel_tables.short_layers,
+    "backward_paths": kernel_tables.backward_paths,
+    "loss": kernel_tables.loss,
+    "peers": peer_tables.peers,
+    "peers_refused": peer_tables.refused,
+    "layers": ring_tables.layers,
+    "layers_shorter": ring_tables.layers_shorter,
+    "layers_two": ring_tables.layers_two,
+    "rounds": ring_tables.rounds,
+    "balance": ring_tables.balance,
+    "balance_short": ring_tables.balance_short,
+    "slow_link": ring_tables.slow_link,
+    "patterns": pattern_tables.patterns,
+    "patterns_long": pattern_tables.patterns_long,
+    "patterns_smol": pattern_tables.patterns_smol,
     "targets_loss": target_tables.losses,
     "targets_steps": target_tables.steps,
     "targets_layers": target_tables.layers,
     "targets_kernels": target_tables.kernels,
     "targets_backward": target_tables.backward,
     "targets_search": target_tables.search,
-    "sparsebalance_ranks": over_ranks,
+    "sparsebalance_ranks": sparsebalance_tables.over_ranks,
     "backward_gradient": backward_tables.gradient,
     "backward_times": backward_tables.times,
     "backward_trained": backward_tables.trained,
-    "settings": settings,
-    "frontier_untrained": untrained,
-    "frontier_trained": after_training,
-    "frontier_schedules": schedules,
-    "frontier_retrieval": retrieval,
-    "later_tokens": later_tokens,
-    "price_costs": price_costs,
-    "real_operands": real_operands,
-    "frontier_steps": predicted_steps,
-    "ablations_by_loss": ablations_by_loss,
-    "ablations_by_time": ablations_by_time,
-    "ablations_by_ring": ablations_by_ring,
-    "ruler_agreement": ruler_agreement,
+    "settings": settings_tables.settings,
+    "frontier_untrained": frontier_tables.untrained,
+    "frontier_trained": frontier_tables.after_training,
+    "frontier_schedules": frontier_tables.schedules,
+    "frontier_retrieval": frontier_tables.retrieval,
+    "frontier_steps": frontier_tables.predicted_steps,
+    "later_tokens": real_tables.later_tokens,
+    "price_costs": real_tables.price_costs,
+    "real_operands": real_tables.real_operands,
+    "ablations_by_loss": ablation_tables.by_loss,
+    "ablations_by_time": ablation_tables.by_time,
+    "ablations_by_ring": ablation_tables.by_ring,
+    "ruler_agreement": eval_tables.ruler_agreement,
 }
 """Tables, by name."""

@@ -3,22 +3,20 @@
 
 from __future__ import annotations
 
-from benchmarks.model import frontier_tables
-from benchmarks.model.frontier_rows import decay_of, mean, spread
+from benchmarks.model.frontier_rows import decay_of, spread
+from benchmarks.model.frontier_rows import mean as mean_of
 
-from .common import Row, gpu_name, last, percent, rows, source, table, tokens
+from . import frontier_tables
+from .common import Row, Table, cell, grouped, rows, values
 
 TEXTS = {"code": "code", "book": "novel, essays", "speech": "speeches"}
-
-
-def found(stage: str) -> list[Row]:
-    """The rows of a stage."""
-    return [row for row in rows("backward") if row["stage"] == stage]
+ORDER = ("pruned", "forward", "another window")
+"""What a gradient is compared with."""
 
 
 def forward_of(row: Row) -> str:
     policy, _, density = row["forward"].partition("@")
-    return f"{policy}, {percent(float(density))} wanted" if density else policy
+    return policy + (cell(", {d:share} wanted", d=float(density)) if density else "")
 
 
 def threshold_of(row: Row) -> str:
@@ -28,52 +26,44 @@ def threshold_of(row: Row) -> str:
 def what_of(row: Row) -> str:
     if row["what"] == "forward":
         return "the forward's pattern against a dense forward"
-    if row["what"] == "pruned":
-        return f"T = {threshold_of(row)}"
-    return row["what"]
+    return f"T = {threshold_of(row)}" if row["what"] == "pruned" else row["what"]
 
 
-def gradient() -> str:
-    """The gradient of all parameters beside the unpruned one's, and beside two yardsticks."""
-    names = ("forward", "text", "what", "threshold", "seq", "data")
-    every = [*last(found("gradient"), *names).values()]
-    order = {name: number for number, name in enumerate(("pruned", "forward", "another window"))}
-    every.sort(
-        key=lambda row: (
-            row["forward"],
-            row.get("data") or "",
-            row["text"],
-            order[row["what"]],
-            row["threshold"],
-        )
-    )
-    header = [
-        "tokens",
-        "forward",
-        "text",
-        "texts",
-        "gradient",
-        "density of the backward",
-        "attention left out",
-    ]
-    header += ["cosine", "relative error", "norm / unpruned, Q K V projections"]
-    body = [
-        [
-            tokens(row["seq"]), forward_of(row),
-            TEXTS[row["text"]], row.get("data") or "earlier", what_of(row),
-            percent(row["backward_density"]), percent(row["dropped_mass"]), f"{row['cos_grad']:.4f}",
-            f"{row['err_grad']:.3f}", f"{row['norm_qkv']:.3f}",
-        ]
-        for row in every
-    ]  # fmt: skip
-    return table(header, body) + source(every, "backward")
+gradient = Table(
+    "backward",
+    {
+        "tokens": "{seq:K}",
+        "forward": forward_of,
+        "text": lambda row: TEXTS[row["text"]],
+        "texts": lambda row: row.get("data") or "earlier",
+        "gradient": what_of,
+        "density of the backward": "{backward_density:share}",
+        "attention left out": "{dropped_mass:share}",
+        "cosine": "{cos_grad:.4f}",
+        "relative error": "{err_grad:.3f}",
+        "norm / unpruned, Q K V projections": "{norm_qkv:.3f}",
+    },
+    where=lambda row: row["stage"] == "gradient",
+    newest=("forward", "text", "what", "threshold", "seq", "data"),
+    order=lambda row: (
+        row["forward"], row.get("data") or "", row["text"], ORDER.index(row["what"]), row["threshold"]
+    ),
+)  # fmt: skip
+"""The gradient of all parameters beside the unpruned one's, and beside two yardsticks."""
+
+
+# Training
+
+
+def trained_rows() -> list[Row]:
+    return [row for row in rows("backward") if row["stage"] == "train"]
 
 
 def over(some: list[Row], judged: str, forward: str) -> str:
     """A loss (``dense`` or ``own``) of runs over unpruned runs with a forward, of the same seeds and texts:
     the mean over seeds, with half of their range."""
     ratios = [row[judged] / base[judged] - 1 for row, base in _pairs(some, forward)]
-    return frontier_tables.with_spread(mean(ratios), spread(ratios))
+    return frontier_tables.with_spread(mean_of(ratios), spread(ratios))
 
 
 def over_by_text(some: list[Row], forward: str) -> str:
@@ -82,105 +72,87 @@ def over_by_text(some: list[Row], forward: str) -> str:
     if not all("dense_by_text" in row for pair in pairs for row in pair):
         return ""
     means = (
-        mean(row["dense_by_text"][text] / base["dense_by_text"][text] - 1 for row, base in pairs)
+        mean_of(row["dense_by_text"][text] / base["dense_by_text"][text] - 1 for row, base in pairs)
         for text in TEXTS
     )
-    return ", ".join(frontier_tables.percent(value, 2, True) for value in means)
+    return ", ".join(cell("{x:over}", x=value) for value in means)
 
 
 def _pairs(some: list[Row], forward: str) -> list[tuple[Row, Row]]:
     """Each run with the unpruned one of a forward, of the same seed, text and learning rates."""
 
     def kind(row: Row) -> tuple:
-        return (
-            *(row[name] for name in ("model", "seq", "seed", "steps", "lr", "data")),
-            decay_of(row),
-        )
+        return *values(row, "model", "seq", "seed", "steps", "lr", "data"), decay_of(row)
 
-    bases = {(row["forward"], *kind(row)): row for row in found("train") if not row["threshold"]}
+    bases = {(row["forward"], *kind(row)): row for row in trained_rows() if not row["threshold"]}
     return [(row, bases[(forward, *kind(row))]) for row in some]
 
 
-def trained() -> str:
-    """Losses after training, over the unpruned run of the same forward and over the dense run."""
-    every = found("train")
-    groups: dict[tuple, list[Row]] = {}
-    for row in every:
-        kind = (
-            row["model"],
-            row["seq"],
-            row["steps"],
-            row["forward"],
-            row["threshold"],
-            decay_of(row),
-        )
-        groups.setdefault(kind, []).append(row)
-    header = [
-        "tokens",
-        "steps",
-        "forward",
-        "T",
-        "runs",
-        "density of the backward",
-        "attention left out",
-    ]
-    header += [
-        "dense-attention loss over unpruned",
-        "own-attention loss over unpruned",
-        "dense-attention loss over dense",
-    ]
-    body = []
-    for some in groups.values():
-        one = some[-1]
-        compared = (("dense", one["forward"]), ("own", one["forward"]), ("dense", "dense"))
-        body.append(
-            [
-                tokens(one["seq"]), one["steps"], forward_of(one),
-                threshold_of(one), len(some),
-                *(
-                    percent(mean(row[name] for row in some), digits)
-                    for name, digits in (("backward_density", 1), ("dropped_mass", 2))
-                ),
-                *(over(some, *each) for each in compared),
-            ]
-        )  # fmt: skip
-    return table(header, body) + source(every, "backward")
+def _runs(found: list[Row]) -> list[Row]:
+    """A row for each setting, with its runs."""
+    names = ("model", "seq", "steps", "forward", "threshold")
+    groups = grouped(found, lambda row: (*values(row, *names), decay_of(row)))
+    return [
+        {**some[-1], "used": some,
+         **{name: mean_of(row[name] for row in some) for name in ("backward_density", "dropped_mass")}}
+        for some in groups.values()
+    ]  # fmt: skip
+
+
+trained = Table(
+    "backward",
+    {
+        "tokens": "{seq:K}",
+        "steps": "{steps}",
+        "forward": forward_of,
+        "T": threshold_of,
+        "runs": lambda row: len(row["used"]),
+        "density of the backward": "{backward_density:share}",
+        "attention left out": "{dropped_mass:share2}",
+        "dense-attention loss over unpruned": lambda row: over(
+            row["used"], "dense", row["forward"]
+        ),
+        "own-attention loss over unpruned": lambda row: over(row["used"], "own", row["forward"]),
+        "dense-attention loss over dense": lambda row: over(row["used"], "dense", "dense"),
+    },
+    where=lambda row: row["stage"] == "train",
+    find=_runs,
+)
+"""Losses after training, over the unpruned run of the same forward and over the dense run."""
+
+
+# Time
 
 
 def over_unpruned(row: Row) -> float:
     """A layer's time over that of the unpruned one of the same call."""
     names = ("gpu", "forward", "seq", "commit")
-    whole = last((each for each in found("time") if not each["threshold"]), *names)
-    return row["layer_ms"] / whole[tuple(row[name] for name in names)]["layer_ms"]
+    whole = [
+        other for other in rows("backward")
+        if other["stage"] == "time" and not other["threshold"]
+        and values(other, *names) == values(row, *names)
+    ]  # fmt: skip
+    return row["layer_ms"] / whole[-1]["layer_ms"]
 
 
-def over_dense_layer(row: Row) -> float:
+def _over_dense(row: Row) -> str:
     """A layer's time over that of cuDNN's dense forward and backward."""
-    return row["layer_ms"] / (row["dense_forward_ms"] + row["dense_backward_ms"])
+    return f"{row['layer_ms'] / (row['dense_forward_ms'] + row['dense_backward_ms']):.2f}"
 
 
-def times() -> str:
-    """One layer's forward and backward, and what it takes of the unpruned one's."""
-    every = found("time")
-    header = [
-        "GPU",
-        "tokens",
-        "forward",
-        "density",
-        "T",
-        "density of the backward",
-        "forward ms",
-        "backward ms",
-    ]
-    header += ["layer / unpruned", "layer / cuDNN dense"]
-    body = []
-    for row in every:
-        body.append(
-            [
-                gpu_name(row["gpu"]), tokens(row["seq"]), forward_of(row), percent(row["forward_density"]),
-                threshold_of(row),
-                percent(row["backward_density"]), f"{row['forward_ms']:.1f}", f"{row['backward_ms']:.1f}",
-                f"{over_unpruned(row):.2f}", f"{over_dense_layer(row):.2f}",
-            ]
-        )  # fmt: skip
-    return table(header, body) + source(every, "backward")
+times = Table(
+    "backward",
+    {
+        "GPU": "{gpu:gpu}",
+        "tokens": "{seq:K}",
+        "forward": forward_of,
+        "density": "{forward_density:share}",
+        "T": threshold_of,
+        "density of the backward": "{backward_density:share}",
+        "forward ms": "{forward_ms:.1f}",
+        "backward ms": "{backward_ms:.1f}",
+        "layer / unpruned": lambda row: f"{over_unpruned(row):.2f}",
+        "layer / cuDNN dense": _over_dense,
+    },
+    where=lambda row: row["stage"] == "time",
+)

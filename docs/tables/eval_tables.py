@@ -3,45 +3,28 @@
 
 from __future__ import annotations
 
-from .common import Row, last, rows, table
+from .common import Row, Table
 
 SAME = ("prompts", "answers", "scores")
 
-
-def agreement_rows() -> list[Row]:
-    """The last row of each task, with and without chat template."""
-    return list(last(rows("ruler_agreement"), "model", "task", "length", "dtype", "chat").values())
-
-
-def ruler_agreement() -> str:
-    found = agreement_rows()
-    header = ["task", "samples", "tokens, at most", *(f"same {name}" for name in SAME)]
-    header += ["mean score", "of lm-eval"]
-    body = [
-        [
-            f"`{row['task']}`" + (", `--chat`" if row["chat"] else ""),
-            row["samples"],
-            f"{row['tokens']:,}",
-            *(row[f"same_{name}"] for name in SAME),
-            f"{row['score']:.3f}",
-            f"{row['score_lm_eval']:.3f}",
-        ]
-        for row in found
-    ]
-
-    def all_of(name: str) -> str:
-        return ", ".join(dict.fromkeys(str(row[name]) for row in found))
-
-    return (
-        table(header, body)
-        + f"\n\nRows: `ruler_agreement.jsonl`; {all_of('model')}, {all_of('dtype')}, "
-        f"{all_of('device').upper()}, lm-eval {all_of('lm_eval')}, transformers {all_of('transformers')}, "
-        f"torch {all_of('torch')}; commit {all_of('commit')}."
-    )
+ruler_agreement = Table(
+    "ruler_agreement",
+    {
+        "task": lambda row: f"`{row['task']}`" + (", `--chat`" if row["chat"] else ""),
+        "samples": "{samples}",
+        "tokens, at most": "{tokens:,}",
+        **{f"same {name}": f"{{same_{name}}}" for name in SAME},
+        "mean score": "{score:.3f}",
+        "of lm-eval": "{score_lm_eval:.3f}",
+    },
+    newest=("model", "task", "length", "dtype", "chat"),
+    origin="{model}, {dtype}, {device}, lm-eval {lm_eval}, transformers {transformers}, torch {torch}",
+)
+"""The last row of each task, with and without chat template."""
 
 
 def ruler_agreement_samples() -> str:
     """How many of the samples have the same prompts, answers and scores."""
-    found = agreement_rows()
+    found: list[Row] = ruler_agreement.shown()
     same = sum(min(row[f"same_{name}"] for name in SAME) for row in found)
     return f"{same} of {sum(row['samples'] for row in found)} samples"

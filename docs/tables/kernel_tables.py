@@ -1,9 +1,9 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Kernels and pattern search on one GPU."""
+"""Kernels, pattern search, output layer and loss on one GPU."""
 
 from __future__ import annotations
 
-from .common import Row, gpu_name, last, percent, rows, source, table, tokens
+from .common import Columns, Row, Table, cell, grouped, last, rows
 
 CHUNKS = "one_pass_64"
 ONE_LAUNCH = "one_pass_64_one_launch"
@@ -17,51 +17,43 @@ def kernel_rows() -> list[dict[str, Row]]:
     found = [
         row for row in rows("kernels") if row["op"] in ("forward", "backward") and row.get("case")
     ]
-    commit = found[-1]["commit"]
-    cases: dict[str, dict[str, Row]] = {}
-    for row in found:
-        if row["commit"] == commit:
-            cases.setdefault(row["case"], {})[f"{row['op']} {row['impl']}"] = row
-    return list(cases.values())
+    cases = grouped(
+        (row for row in found if row["commit"] == found[-1]["commit"]), lambda r: r["case"]
+    )
+    return [{f"{row['op']} {row['impl']}": row for row in case} for case in cases.values()]  # fmt: skip
 
 
 def selected_of(row: Row) -> str:
     what = "slashes" if not row["vertical"] else f"slashes, {row['vertical']} columns"
     if row["density"] > 0.99:
         what = "dense through these kernels"
-    return f"{percent(row['density'])}, {what}" + (", 16 documents" if row["documents"] else "")
+    return cell("{density:share}, ", row) + what + (", 16 documents" if row["documents"] else "")
 
 
-def kernels() -> str:
-    body, used = [], []
+def _cases(_: list[Row]) -> list[Row]:
+    found = []
     for case in kernel_rows():
-        if "128K d128" in (name := case["forward mtraining"]["case"]) and "3500" in name:
+        pair = ahead, back = case["forward mtraining"], case["backward mtraining"]
+        if "128K d128" in ahead["case"] and "3500" in ahead["case"]:
             continue  # between its neighbours
-        ahead, back = case["forward mtraining"], case["backward mtraining"]
-        used += [ahead, back]
-        flex = [
-            f"{row['tflops'] / case[f'{op} flex']['tflops']:.2f}" if f"{op} flex" in case else ""
-            for op, row in (("forward", ahead), ("backward", back))
-        ]
-        body.append(
-            [
-                f"{tokens(ahead['seq'])}, {ahead['heads']}/{ahead['kv_heads']}, {ahead['dim']}",
-                selected_of(ahead),
-                f"{ahead['ms']:.3g} / {back['ms']:.3g}",
-                f"{ahead['tflops']:.0f} / {back['tflops']:.0f}",
-                f"{ahead['share_of_cudnn']:.2f} / {back['share_of_cudnn']:.2f}",
-                " / ".join(flex) if any(flex) else "",
-            ]
-        )
-    header = [
-        "tokens, heads, dim",
-        "density",
-        "ms",
-        "TFLOP/s",
-        "of cuDNN dense",
-        "of FlexAttention",
-    ]
-    return table(header, body) + source(used, "kernels")
+        others = ((row, case.get(f"{row['op']} flex")) for row in pair)
+        flex = [f"{row['tflops'] / other['tflops']:.2f}" for row, other in others if other]
+        found.append({**ahead, "back": back, "flex": " / ".join(flex), "used": pair})
+    return found
+
+
+kernels = Table(
+    "kernels",
+    {
+        "tokens, heads, dim": "{seq:K}, {heads}/{kv_heads}, {dim}",
+        "density": selected_of,
+        "ms": "{ms:.3g} / {back[ms]:.3g}",
+        "TFLOP/s": "{tflops:.0f} / {back[tflops]:.0f}",
+        "of cuDNN dense": "{share_of_cudnn:.2f} / {back[share_of_cudnn]:.2f}",
+        "of FlexAttention": "{flex}",
+    },
+    find=_cases,
+)
 
 
 def worst_error() -> float:
@@ -69,59 +61,67 @@ def worst_error() -> float:
     return max(row["of_dense"] for row in rows("numerics") if row["impl"] == "mtraining")
 
 
-def selection() -> str:
-    found = [row for row in rows("selection") if row.get("policy")]
-    commit = found[-1]["commit"]
-    found = [row for row in found if row["commit"] == commit and row["vertical"] != 3500]
-    found = [row for row in found if (row["seq"], row["world"]) != (131072, 4)]
-    body = []
-    for row in found:
-        what = row["policy"]
-        if what == "price":
-            what += (
-                ", 1000 columns selected"
-                if row["standing_out"]
-                else ", all 4096 candidates selected"
-            )
-        elif what == "fixed":
-            what += f", {row['vertical']} columns"
-        elif what == "mixed":
-            what = "every second head price, xattention"
-        gpu = f"{row['ms']:.2f}" if row["ms"] else f"{row['launched_ms']:.1f} (with host time)"
-        body.append(
-            [tokens(row["seq"]), row["world"], what, row["rows"], gpu, f"{row['host_ms']:.2f}"]
-        )
-    header = ["tokens", "ranks", "policy", "sampled rows", "GPU ms", "host ms"]
-    return table(header, body) + source(found, "selection")
+def searches(found: list[Row]) -> list[Row]:
+    """Rows of the newest commit; those between their neighbours are left out."""
+    return [
+        row for row in found
+        if row["commit"] == found[-1]["commit"] and row["vertical"] != 3500
+        and (row["seq"], row["world"]) != (131072, 4)
+    ]  # fmt: skip
 
 
-def short_layers() -> str:
-    all_rows = [
-        {**row, "launch": "Triton" if "MTRAINING_TRITON_LAUNCH=1" in row["command"] else "direct"}
-        for row in rows("short_layers")
-    ]
-    found = last(all_rows, "gpu", "seq", "policy", "search", "launch")
-    names = {"kernels": "kernel by kernel", "graph": "captured"}
-    parts = ("search", "forward", "backward")
+def _searched(row: Row) -> str:
+    if row["policy"] == "price":
+        columns = "1000 columns" if row["standing_out"] else "all 4096 candidates"
+        return f"price, {columns} selected"
+    mixed = "every second head price, xattention"
+    return {"fixed": cell("fixed, {vertical} columns", row), "mixed": mixed}.get(
+        row["policy"], row["policy"]
+    )
 
-    def all_parts(row: Row, what: str, form: str) -> str:
-        return " / ".join(f"{row[f'{part}_{what}']:{form}}" for part in parts)
 
-    body = [
-        [
-            gpu_name(row["gpu"]),
-            tokens(row["seq"]),
-            row["policy"],
-            names[row["search"]],
-            row["launch"],
-            all_parts(row, "launches", "d"),
-            all_parts(row, "host_us", ".0f"),
-            all_parts(row, "ms", ".2f"),
-        ]
-        for row in sorted(found.values(), key=lambda row: (row["gpu"], row["seq"], row["launch"]))
-    ]
-    header = ["GPU", "tokens", "policy", "search", "launched by", "launches", "host us", "GPU ms"]
-    return table(header, body) + source(found.values(), "short_layers")
+selection = Table(
+    "selection",
+    {
+        "tokens": "{seq:K}",
+        "ranks": "{world}",
+        "policy": _searched,
+        "sampled rows": "{rows}",
+        "GPU ms": lambda row: cell(
+            "{ms:.2f}" if row["ms"] else "{launched_ms:.1f} (with host time)", row
+        ),
+        "host ms": "{host_ms:.2f}",
+    },
+    where=lambda row: row.get("policy"),
+    find=searches,
+)
+
+
+def _launched(row: Row) -> str:
+    return "Triton" if "MTRAINING_TRITON_LAUNCH=1" in row["command"] else "direct"
+
+
+short_layers = Table(
+    "short_layers",
+    {
+        "GPU": "{gpu:gpu}",
+        "tokens": "{seq:K}",
+        "policy": "{policy}",
+        "search": lambda row: {"kernels": "kernel by kernel", "graph": "captured"}[row["search"]],
+        "launched by": "{launch}",
+        "launches": "{search_launches} / {forward_launches} / {backward_launches}",
+        "host us": "{search_host_us:.0f} / {forward_host_us:.0f} / {backward_host_us:.0f}",
+        "GPU ms": "{search_ms:.2f} / {forward_ms:.2f} / {backward_ms:.2f}",
+    },
+    find=lambda found: last(
+        ({**row, "launch": _launched(row)} for row in found),
+        "gpu", "seq", "policy", "search", "launch",
+    ),
+    order=lambda row: (row["gpu"], row["seq"], row["launch"]),
+)  # fmt: skip
+
+
+# The backward's ways
 
 
 def backward_rows() -> list[Row]:
@@ -136,48 +136,84 @@ def backward_rows() -> list[Row]:
     return found
 
 
-def backward_paths() -> str:
-    """The ways of the backward, in turns in one run, beside cuDNN."""
-    ways = {
-        "two_kernels": "two kernels", "one_pass": "one pass, all at once", CHUNKS: "one pass in chunks of 64",
-        ONE_LAUNCH: "chunks in one launch",
-    }  # fmt: skip
-    cases: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in backward_rows():
-        if row["way"] in ways:
-            cases.setdefault((row["gpu"], row["case"]), {})[row["way"]] = row
-    body = []
+WAYS = {
+    "two_kernels": "two kernels", "one_pass": "one pass, all at once", CHUNKS: "one pass in chunks of 64",
+    ONE_LAUNCH: "chunks in one launch",
+}  # fmt: skip
 
-    def place(case):
-        row = case["two_kernels"]
-        return (
-            row["gpu"],
-            -row["dim"],
-            bool(row["documents"]),
-            row["vertical"],
-            row["seq"],
-            row["heads"],
-            row["density"],
-        )
 
-    for case in sorted(cases.values(), key=place):
-        one = case["two_kernels"]
-        found = [case.get(way) for way in ways]
-        what = [
-            tokens(one["seq"]),
-            f"{one['heads']}/{one['kv_heads']} x {one['dim']}",
-            selected_of(one),
-        ]
-        times = [f"{each['ms']:.1f}" if each else "" for each in found]
-        rates = [f"{each['share_of_cudnn']:.2f}" if each else "" for each in found]
-        body.append([gpu_name(one["gpu"]), *what, *times, *rates])
-    header = [
-        "GPU",
-        "tokens",
-        "heads x dimension",
-        "pairs",
-        *(f"{way}, ms" for way in ways.values()),
-    ]
-    header += [f"rate of {way} / cuDNN" for way in ways.values()]
-    used = [row for case in cases.values() for row in case.values()]
-    return table(header, body) + source(used, "backward_paths")
+def _by_way(_: list[Row]) -> list[Row]:
+    """The ways of the backward, in turns in one run, beside cuDNN: a row a case."""
+    shown = (row for row in backward_rows() if row["way"] in WAYS)
+    found = []
+    for case in grouped(shown, lambda row: (row["gpu"], row["case"])).values():
+        ways = {row["way"]: row for row in case}
+        found.append({**ways["two_kernels"], "ways": ways, "used": ways.values()})
+    return found
+
+
+def _ways(field: str, digits: int, header: str) -> Columns:
+    def of(way: str):
+        return lambda row: cell(f"{{{field}:.{digits}f}}", row["ways"].get(way) or {field: None})
+
+    return {header.format(name): of(way) for way, name in WAYS.items()}
+
+
+backward_paths = Table(
+    "backward_paths",
+    {
+        "GPU": "{gpu:gpu}",
+        "tokens": "{seq:K}",
+        "heads x dimension": "{heads}/{kv_heads} x {dim}",
+        "pairs": selected_of,
+        **_ways("ms", 1, "{}, ms"),
+        **_ways("share_of_cudnn", 2, "rate of {} / cuDNN"),
+    },
+    find=_by_way,
+    order=lambda row: (
+        row["gpu"], -row["dim"], bool(row["documents"]), row["vertical"], row["seq"], row["heads"],
+        row["density"],
+    ),
+)  # fmt: skip
+
+
+# Output layer and loss
+
+LOSSES = {
+    "chunked": "in chunks of 4096", "megatron": "Megatron", "megatron_fused": "Megatron, fused",
+    "megatron_te": "Megatron, fused by Transformer Engine",
+}  # fmt: skip
+
+
+def _losses(found: list[Row]) -> list[Row]:
+    """A row for each implementation, with those of both lengths."""
+    commit = [row for row in found if row["impl"].startswith("megatron")][-1]["commit"]
+    newest = [row for row in found if row["commit"] == commit]
+    groups = grouped(newest, lambda row: (row["impl"], row["main_grad"]))
+    return [{**some[0], **{f"{row['tokens']}": row for row in some}, "used": some}
+            for some in groups.values()]  # fmt: skip
+
+
+def _of_length(tokens: int) -> Columns:
+    def times(row: Row) -> str:
+        own = row[str(tokens)]
+        return "out of memory" if own["out_of_memory"] else cell("{fwd_ms:.1f} / {bwd_ms:.1f}", own)
+
+    def peak(row: Row) -> str:
+        own = row[str(tokens)]
+        return "" if own["out_of_memory"] else cell("{peak_gib:.1f}", own)
+
+    return {cell("{n:K} tokens: ms", n=tokens): times, cell("{n:K}: GiB", n=tokens): peak}
+
+
+loss = Table(
+    "loss",
+    {
+        "output layer and loss": lambda row: (
+            LOSSES[row["impl"]] + (", into `main_grad`" if row["main_grad"] else "")
+        ),
+        **_of_length(16384),
+        **_of_length(131072),
+    },
+    find=_losses,
+)

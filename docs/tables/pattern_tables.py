@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .common import Row, last, rows, source, table, tokens
+from .common import Columns, Row, Table, cell, last, rows, values
 
 POLICIES = {
     ("price", "strata"): "**price, strata** (default)",
@@ -15,22 +15,16 @@ POLICIES = {
 }
 RECALLS = (0.9, 0.95, 0.98)
 TEXTS = {"code": "code", "moby.txt": "prose"}
+FIELDS = ("model", "text", "seq", "policy", "estimator")
 
 
-def whole_models() -> list[Row]:
-    """Rows of all layers, on a GPU."""
-    return [row for row in rows("patterns") if row["gpu"] != "none"]
-
-
-def curve(
-    model: str, text: str, seq: int, policy: str, estimator: str
-) -> list[tuple[float, float]]:
-    """(density, recall) of each setting, by density."""
-    wanted = (model, text, seq, policy, estimator)
-    fields = ("model", "text", "seq", "policy", "estimator")
-    found = [row for row in whole_models() if tuple(row[field] for field in fields) == wanted]
-    found = list(last(found, "setting").values())
-    return sorted((row["density"], row["recall"]) for row in found)
+def curve(*wanted: object) -> list[tuple[float, float]]:
+    """(density, recall) of each setting of all layers of a model, on a GPU, by density; ``wanted`` are the
+    values of :data:`FIELDS`."""
+    found = (
+        row for row in rows("patterns") if row["gpu"] != "none" and values(row, *FIELDS) == wanted
+    )
+    return sorted((row["density"], row["recall"]) for row in last(found, "setting"))
 
 
 def density_at(points: list[tuple[float, float]], recall: float) -> float | None:
@@ -41,33 +35,30 @@ def density_at(points: list[tuple[float, float]], recall: float) -> float | None
     return None
 
 
-def patterns_of(model: str, lengths: tuple[int, ...]) -> str:
-    places = [(text, seq) for seq in lengths for text in TEXTS]
-    used = [row for row in whole_models() if row["model"] == model and row["seq"] in lengths]
-    body = []
-    for (policy, estimator), name in POLICIES.items():
-        cells = []
-        for text, seq in places:
-            points = curve(model, text, seq, policy, estimator)
+def _patterns_of(model: str, *lengths: int) -> Table:
+    """A row a policy, a column a text and length: the densities of :data:`RECALLS`."""
+
+    def densities(text: str, seq: int):
+        def said(row: Row) -> str:
+            points = curve(model, text, seq, *row["kind"])
             found = [density_at(points, recall) for recall in RECALLS]
-            cells.append(
-                " / ".join("-" if each is None else f"{each:.3f}".lstrip("0") for each in found)
-            )
-        body.append([name, *cells])
-    header = [
-        "policy, rows that select",
-        *(f"{TEXTS[text]}, {tokens(seq)}" for text, seq in places),
-    ]
-    return table(header, body) + source(used, "patterns")
+            return " / ".join("-" if d is None else f"{d:.3f}".lstrip("0") for d in found)
+
+        return said
+
+    places = [(text, seq) for seq in lengths for text in TEXTS]
+    columns: Columns = {
+        cell("{text}, {seq:K}", text=TEXTS[text], seq=seq): densities(text, seq)
+        for text, seq in places
+    }
+    return Table(
+        "patterns",
+        {"policy, rows that select": lambda row: POLICIES[row["kind"]], **columns},
+        where=lambda row: row["gpu"] != "none" and row["model"] == model and row["seq"] in lengths,
+        find=lambda found: [dict(kind=kind, used=found) for kind in POLICIES],
+    )
 
 
-def patterns() -> str:
-    return patterns_of("qwen.gguf", (16384, 32768))
-
-
-def patterns_long() -> str:
-    return patterns_of("qwen.gguf", (65536, 131072))
-
-
-def patterns_smol() -> str:
-    return patterns_of("smol.gguf", (8192,))
+patterns = _patterns_of("qwen.gguf", 16384, 32768)
+patterns_long = _patterns_of("qwen.gguf", 65536, 131072)
+patterns_smol = _patterns_of("smol.gguf", 8192)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .common import Row, percent, rows, source, table, tokens
+from .common import Row, Table, cell, grouped, rows, values
 
 NAMES = {
     "mtraining": "this package",
@@ -14,22 +14,17 @@ NAMES = {
     "cudnn_flex": "cuDNN frontend, flex",
     "fa4_blocks": "FlashAttention-4, blocks",
     "fa4": "FlashAttention-4, dense",
-    "fa3": "FlashAttention-3, dense",
     "flash_msa": "flash-msa",
-    "flash_sparse": "flash-sparse-attn",
 }
 OPS = ("forward", "backward")
 
 
 def peer_rows() -> dict[str, dict[tuple[str, str], Row]]:
     """Rows by case, of the newest commit that has it, then by peer and op."""
-    found = rows("peers")
-    newest = {row["case"]: row["commit"] for row in found}
-    cases: dict[str, dict[tuple[str, str], Row]] = {}
-    for row in found:
-        if row["commit"] == newest[row["case"]]:
-            cases.setdefault(row["case"], {})[row["peer"], row["op"]] = row
-    return cases
+    newest = {row["case"]: row["commit"] for row in rows("peers")}
+    found = (row for row in rows("peers") if row["commit"] == newest[row["case"]])
+    cases = grouped(found, lambda row: row["case"])
+    return {case: {values(row, "peer", "op"): row for row in some} for case, some in cases.items()}
 
 
 def fa4_over_cudnn() -> float:
@@ -44,61 +39,77 @@ def fa4_over_cudnn() -> float:
     return whole["cudnn"] / whole["fa4"]
 
 
-def _both(pair: list[Row], field: str, digits: str) -> str:
+def _ran(_: list[Row]) -> list[Row]:
+    """A row for each case and peer that ran. A peer that refuses a case both ways is in :data:`refused`."""
+    found = []
+    for case in peer_rows().values():
+        for peer in dict.fromkeys(peer for peer, _ in case):
+            pair = [case[peer, op] for op in OPS]
+            if any(row["ms"] is not None for row in pair):
+                own = [case.get(("mtraining", op)) for op in OPS]
+                found.append({**pair[0], "used": pair, "own": own})
+    return found
+
+
+def _both(field: str, digits: str):
     """A figure of forward and backward. Where a time is missing, it is "none"."""
-    cells = ["none" if row[field] is None else format(row[field], digits) for row in pair]
-    return " / ".join(cells) if any(row[field] is not None for row in pair) else ""
+
+    def said(row: Row) -> str:
+        figures = [each[field] for each in row["used"]]
+        texts = ["none" if figure is None else format(figure, digits) for figure in figures]
+        return " / ".join(texts) if any(figure is not None for figure in figures) else ""
+
+    return said
 
 
-def _over(pair: list[Row], case: dict[tuple[str, str], Row]) -> str:
+def _over(row: Row) -> str:
     """A peer's times over this package's, of the same length."""
-    cells = []
-    for row in pair:
-        own = case.get(("mtraining", row["op"]))
-        if own is None or own["ms"] is None or own["seq"] != row["seq"]:
+    texts = []
+    for peer, own in zip(row["used"], row["own"]):
+        if own is None or own["ms"] is None or own["seq"] != peer["seq"]:
             return ""
-        cells.append("none" if row["ms"] is None else f"{row['ms'] / own['ms']:.2f}")
-    return " / ".join(cells)
+        texts.append("none" if peer["ms"] is None else f"{peer['ms'] / own['ms']:.2f}")
+    return " / ".join(texts)
 
 
-def peers() -> str:
-    """What ran: a line for each case and peer. Peers that refuse a case both ways are in :func:`refused`."""
-    body, used = [], []
-    for case in peer_rows().values():
-        for name in dict.fromkeys(peer for peer, _ in case):
-            pair = [case[name, op] for op in OPS]
-            if all(row["ms"] is None for row in pair):
-                continue
-            used += pair
-            row = pair[0]
-            density = next((each["density"] for each in pair if each["density"]), 1.0)
-            body.append(
-                [
-                    f"{tokens(row['seq'])}, {row['heads']}/{row['kv_heads']}, {row['dim']}",
-                    NAMES[name],
-                    percent(round(density, 4)),
-                    (row["block"] or "").replace("x", " x "),
-                    _both(pair, "ms", ".3g"),
-                    _both(pair, "tflops", ".0f"),
-                    _both(pair, "share_of_cudnn", ".2f"),
-                    _over(pair, case),
-                ]
-            )
-    header = ["tokens, heads, dim", "kernel", "density", "block", "ms", "TFLOP/s", "of cuDNN dense"]
-    return table([*header, "time over this package's"], body) + source(used, "peers")
+def _density(row: Row) -> str:
+    density = next((each["density"] for each in row["used"] if each["density"]), 1.0)
+    return cell("{density:share}", density=round(density, 4))
 
 
-def refused() -> str:
-    """What did not run, and why."""
-    reasons: dict[tuple[str, str, str], list[Row]] = {}
-    for case in peer_rows().values():
-        for (name, _), row in case.items():
-            if row["ms"] is None:
-                reasons.setdefault((name, row["version"], row["why"]), []).append(row)
-    body, used = [], []
-    for (name, version, why), found in reasons.items():
-        used += found
-        ops = " and ".join(op for op in OPS if any(row["op"] == op for row in found))
-        cases = ", ".join(dict.fromkeys(row["case"] for row in found))
-        body.append([NAMES[name], version, ops, why.replace("|", "\\|"), cases])
-    return table(["kernel", "version", "pass", "why", "cases"], body) + source(used, "peers")
+peers = Table(
+    "peers",
+    {
+        "tokens, heads, dim": "{seq:K}, {heads}/{kv_heads}, {dim}",
+        "kernel": lambda row: NAMES[row["peer"]],
+        "density": _density,
+        "block": lambda row: (row["block"] or "").replace("x", " x "),
+        "ms": _both("ms", ".3g"),
+        "TFLOP/s": _both("tflops", ".0f"),
+        "of cuDNN dense": _both("share_of_cudnn", ".2f"),
+        "time over this package's": _over,
+    },
+    find=_ran,
+)
+
+
+def _refusals(_: list[Row]) -> list[Row]:
+    """What did not run: a row for each peer, version and reason."""
+    missing = (row for case in peer_rows().values() for row in case.values() if row["ms"] is None)
+    groups = grouped(missing, lambda row: (row["peer"], row["version"], row["why"]))
+    return [{**some[0], "used": some} for some in groups.values()]
+
+
+refused = Table(
+    "peers",
+    {
+        "kernel": lambda row: NAMES[row["peer"]],
+        "version": "{version}",
+        "pass": lambda row: " and ".join(
+            op for op in OPS if any(each["op"] == op for each in row["used"])
+        ),
+        "why": lambda row: row["why"].replace("|", "\\|"),
+        "cases": lambda row: ", ".join(dict.fromkeys(each["case"] for each in row["used"])),
+    },
+    find=_refusals,
+)

@@ -3,250 +3,207 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from math import fsum  # sum rounds otherwise before Python 3.12
 
-from .common import Row, last, last_two, percent, rows, source, table
+from .common import Columns, Row, Table, cell, last, rows
 
 DENSE_RINGS = {"te_p2p": "Transformer Engine, p2p", "torch_cp_cudnn": "PyTorch, cuDNN"}
+SAME = ("case", "impl", "inner")
 
 
-def _four_gpus() -> list[Row]:
-    """Rows of layers over four GPUs of one host."""
-    return [
-        row
-        for row in rows("rings")
-        if row["world"] == 4
-        and row["hosts"] == 1
-        and row.get("ranks_per_gpu", 1) == 1
+def is_of_four(row: Row) -> bool:
+    """Whether a layer ran over four GPUs of one host."""
+    return (
+        (row["world"], row["hosts"], row.get("ranks_per_gpu", 1)) == (4, 1, 1)
         and "NVTE_BATCH" not in row["command"]
-    ]
+    )  # fmt: skip
 
 
-def _of_four(row: Row) -> bool:
+def _is_of_hosts(row: Row) -> bool:
     """Whether ``benchmarks.hosts.four`` has measured a row."""
-    return "--shape" in row["command"]
+    return is_of_four(row) and "--shape" in row["command"]
 
 
-def layers() -> str:
-    """Layers of 512K tokens."""
-    return _layers_of(lambda row: row["seq"] == 512 * 1024 and not row.get("backward_density"))
+def _layers_of(wanted: Callable[[Row], object]) -> Table:
+    return Table(
+        "rings",
+        {
+            "tokens, pattern": "{case}",
+            "keys": lambda row: {**DENSE_RINGS, "mtraining_hier": "2 x 2"}.get(
+                row["impl"], "all gathered"
+            ),
+            "density; of the backward": lambda row: (
+                cell("{density:share2}", row)
+                + cell("; {backward_density:share2}" if row.get("backward_density") else "", row)
+            ),
+            "forward / both, ms": "{fwd_ms:.3g} / {fwdbwd_ms:.4g}",
+            "over dense, both": _over_dense_ring,
+            "exposed ms": lambda row: cell("{x:.2g}", x=row["exposed_comm_ms"] or None),
+            "max/mean": lambda row: cell("{x:.3f}", x=row["imbalance_worker"] or None),
+            "peak GiB": "{peak_gib:.2f}",
+            "commit": "{commit}",
+        },
+        where=lambda row: _is_of_hosts(row) and row["inner"] != 1 and wanted(row),
+        newest=SAME,
+        order=lambda row: (-row["seq"], row["density"]),
+    )
 
 
-def layers_shorter() -> str:
-    """Layers of fewer tokens, and those with a pruned backward."""
-    return _layers_of(lambda row: row["seq"] < 512 * 1024 or row.get("backward_density"))
-
-
-def _layers_of(wanted: Callable[[Row], object]) -> str:
-    found = [row for row in _four_gpus() if _of_four(row)]
-    shown = [row for row in found if row["inner"] != 1 and wanted(row)]
-    four = last(shown, "case", "impl", "inner")
-    body, used = [], []
-    names = {**DENSE_RINGS, "mtraining_hier": "2 x 2"}
-    for row in sorted(four.values(), key=lambda row: (-row["seq"], row["density"])):
-        used.append(row)
-        exposed, ranks = row["exposed_comm_ms"], row["imbalance_worker"]
-        density = percent(row["density"], 2)
-        if row.get("backward_density"):
-            density += f"; {percent(row['backward_density'], 2)}"
-        dense = _dense_ring_of(row, found)
-        body.append(
-            [
-                row["case"],
-                names.get(row["impl"], "all gathered"),
-                density,
-                f"{row['fwd_ms']:.3g} / {row['fwdbwd_ms']:.4g}",
-                _times(dense["fwdbwd_ms"] / row["fwdbwd_ms"]) if dense else "",
-                f"{exposed:.2g}" if exposed else "",
-                f"{ranks:.3f}" if ranks else "",
-                f"{row['peak_gib']:.2f}",
-                row["commit"],
-            ]
-        )
-    header = [
-        "tokens, pattern",
-        "keys",
-        "density; of the backward",
-        "forward / both, ms",
-        "over dense, both",
-        "exposed ms",
-        "max/mean",
-        "peak GiB",
-    ]
-    return table([*header, "commit"], body) + source(used, "rings")
-
-
-def _change(times: Iterable[float]) -> str:
-    before, now = times
-    return f"{100 * (now / before - 1):+.1f}%"
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.2f}x" if ratio < 2 else f"{ratio:.1f}x" if ratio < 20 else f"{ratio:.0f}x"
-
-
-def layers_before() -> str:
-    """Layers over four GPUs that ``benchmarks.hosts.four`` has measured, and an earlier commit."""
-    pairs = [
-        (before, now)
-        for before, now in last_two(_four_gpus(), "case", "impl", "inner")
-        if _of_four(now)
-    ]
-    body = []
-    for before, now in pairs:
-        inner = now["inner"]
-        keys = {0: DENSE_RINGS.get(now["impl"]), 1: "plain ring", 2: "2 x 2", 4: "all gathered"}[
-            inner
-        ]
-        times = [f"{row['fwd_ms']:.3g} / {row['fwdbwd_ms']:.4g}" for row in (before, now)]
-        changes = [_change(row["fwdbwd_ms"] for row in (before, now))]
-        # Calls of more than 50 ms are not queued.
-        ahead = [(row.get("queued") or {}).get("fwdbwd_ms") for row in (before, now)]
-        changes += [_change(ahead) if all(ahead) else ""]
-        body.append([now["case"], keys, *times, *changes])
-    header = ["tokens, pattern", "keys", "before, ms", "now, ms", "both", "both, GPU time"]
-    return table(header, body) + source([row for pair in pairs for row in pair], "rings")
-
-
-def _dense_ring_of(row: Row, found: list[Row]) -> Row | None:
-    """Transformer Engine's dense ring in the run of a row of this project's."""
+def _over_dense_ring(row: Row) -> str:
+    """Transformer Engine's dense ring in the run of a row of this project's, over it."""
     same = ("commit", "command", "seq")
-    for other in found:
+    for other in filter(_is_of_hosts, rows("rings")):
         if other["impl"] == "te_p2p" and all(other[name] == row[name] for name in same):
-            return other if row["impl"].startswith("mtraining") else None
-    return None
+            if not row["impl"].startswith("mtraining"):
+                return ""
+            ratio = other["fwdbwd_ms"] / row["fwdbwd_ms"]
+            return f"{ratio:.{2 if ratio < 2 else 1 if ratio < 20 else 0}f}x"
+    return ""
+
+
+def _is_whole(row: Row) -> bool:
+    """Whether a layer has 512K tokens, and its backward is not pruned."""
+    return row["seq"] == 512 * 1024 and not row.get("backward_density")
+
+
+layers = _layers_of(_is_whole)
+layers_shorter = _layers_of(lambda row: not _is_whole(row))
 
 
 def _over_mean(times) -> float:
     return max(times) * len(times) / fsum(times)
 
 
-def rounds() -> str:
-    """Four GPUs, a ring of single ranks: the kernels of each rank in each round."""
-    plain = (row for row in _four_gpus() if row["inner"] == 1 and row.get("rounds_ms"))
-    found = list(last(plain, "case").values())
-    body = []
-    for row in found:
-        cells = []
-        for way in ("forward", "backward"):
-            ranks = row["rounds_ms"][way]
-            whole = [fsum(rank) for rank in ranks]
-            cells += [
-                f"{min(whole):.3g} to {max(whole):.3g}",
-                f"{_over_mean(whole):.3f}",
-                f"{max(map(_over_mean, zip(*ranks))):.3f}",
-            ]
-        body.append([row["case"], percent(row["density"], 2), *cells, row["commit"]])
-    each = ("ms of a rank", "max/mean over ranks", "of the worst round")
-    header = [f"{way}: {what}" for way in ("forward", "backward") for what in each]
-    return table(["tokens, pattern", "density", *header, "commit"], body) + source(found, "rings")
+def _rounds(way: str) -> Columns:
+    """A ring of single ranks: the kernels of each rank in each round."""
+
+    def whole(row: Row) -> list[float]:
+        return [fsum(rank) for rank in row["rounds_ms"][way]]
+
+    return {
+        f"{way}: ms of a rank": lambda row: f"{min(whole(row)):.3g} to {max(whole(row)):.3g}",
+        f"{way}: max/mean over ranks": lambda row: f"{_over_mean(whole(row)):.3f}",
+        f"{way}: of the worst round": lambda row: (
+            f"{max(map(_over_mean, zip(*row['rounds_ms'][way]))):.3f}"
+        ),
+    }
 
 
-def layers_two() -> str:
-    """Two GPUs, with host time and in GPU time."""
-    found = [
-        row
-        for row in rows("rings")
-        if row["world"] == 2 and row.get("queued") and row["hop_gb_s"] > 200
-    ]
-    commit = found[-1]["commit"]
-    found = [row for row in found if row["commit"] == commit]
-    body = [
-        [
-            row["case"],
-            percent(row["density"], 2),
-            f"{row['fwd_ms']:.2f} / {row['fwdbwd_ms']:.1f}",
-            f"{row['queued']['fwd_ms']:.2f} / {row['queued']['fwdbwd_ms']:.1f}",
-            f"{row['queued']['index_ms']:.2f}",
-        ]
-        for row in found
-    ]
-    header = ["tokens, pattern", "density", "with host time, ms", "GPU time, ms", "search, GPU ms"]
-    return table(header, body) + source(found, "rings")
+rounds = Table(
+    "rings",
+    {
+        "tokens, pattern": "{case}",
+        "density": "{density:share2}",
+        **_rounds("forward"),
+        **_rounds("backward"),
+        "commit": "{commit}",
+    },
+    where=lambda row: is_of_four(row) and row["inner"] == 1 and row.get("rounds_ms"),
+    newest=("case",),
+)
 
+layers_two = Table(
+    "rings",
+    {
+        "tokens, pattern": "{case}",
+        "density": "{density:share2}",
+        "with host time, ms": "{fwd_ms:.2f} / {fwdbwd_ms:.1f}",
+        "GPU time, ms": "{queued[fwd_ms]:.2f} / {queued[fwdbwd_ms]:.1f}",
+        "search, GPU ms": "{queued[index_ms]:.2f}",
+    },
+    where=lambda row: row["world"] == 2 and row.get("queued") and row["hop_gb_s"] > 200,
+    find=lambda found: [row for row in found if row["commit"] == found[-1]["commit"]],
+)
 
-def slow_link() -> str:
-    """Two emulated hosts of two ranks: inner groups of one rank and of two."""
-    found = [row for row in rows("rings") if row["hosts"] == 2]
-    body = []
-    for (case, inner, _), row in sorted(
-        last(found, "case", "inner", "ranks_per_gpu").items(), key=str
-    ):
-        exposed = row["exposed_comm_ms"]
-        body.append(
-            [
-                case,
-                f"{inner} x {4 // inner}",
-                row["world"] // row.get("ranks_per_gpu", 1),
-                f"{row['hop_gb_s']:.1f}",
-                f"{row['fwd_ms']:.1f} / {row['fwdbwd_ms']:.0f}",
-                f"{exposed:.1f} ({100 * exposed / row['fwdbwd_ms']:.0f}%)",
-                row["commit"],
-            ]
-        )
-    header = [
-        "tokens, pattern",
-        "groups",
-        "GPUs",
-        "GB/s per link",
-        "forward / both, ms",
-        "exposed, both",
-    ]
-    return table([*header, "commit"], body) + source(found, "rings")
+slow_link = Table(
+    "rings",
+    {
+        "tokens, pattern": "{case}",
+        "groups": lambda row: f"{row['inner']} x {4 // row['inner']}",
+        "GPUs": lambda row: row["world"] // row.get("ranks_per_gpu", 1),
+        "GB/s per link": "{hop_gb_s:.1f}",
+        "forward / both, ms": "{fwd_ms:.1f} / {fwdbwd_ms:.0f}",
+        "exposed, both": lambda row: (
+            cell("{exposed_comm_ms:.1f} ", row)
+            + f"({100 * row['exposed_comm_ms'] / row['fwdbwd_ms']:.0f}%)"
+        ),
+        "commit": "{commit}",
+    },
+    where=lambda row: row["hosts"] == 2,
+    newest=("case", "inner", "ranks_per_gpu"),
+    order=lambda row: (row["case"], row["inner"], -row.get("ranks_per_gpu", 1)),
+)
 
 
 # Balance
 
+REAL = "real layer08, stretched"
 PATTERNS = {
     "1000 columns, 100 local diagonals": "1000 columns, 100 local diagonals",
     "3%, heads unequal, 1000 columns": "3%, unequal heads, 1000 columns",
-    "real layer08, stretched": "layer 8 of a 0.5B model, stretched",
+    REAL: "layer 8 of a 0.5B model, stretched",
     "all distances": "dense",
 }
 WORLDS = (8, 32, 64, 256)
 
 
-def balance_row(pattern: str, world: int, layout: str) -> Row:
-    found = [
-        row for row in rows("balance")
-        if (row["pattern"], row["world"], row["inner"], row["layout"], row["seq"])
-        == (pattern, world, 0, layout, 524288)
+def balance_rows(seq: int, layout: str, world: int, pattern: str | None = None) -> list[Row]:
+    """The last row of each pattern, or of one, without inner groups."""
+    return [
+        row for row in last(rows("balance"), "seq", "layout", "world", "pattern", "inner")
+        if (row["seq"], row["layout"], row["world"], row["inner"]) == (seq, layout, world, 0)
+        and pattern in (None, row["pattern"])
     ]  # fmt: skip
-    return found[-1]
 
 
-def balance() -> str:
-    body, used = [], []
-    for pattern, name in PATTERNS.items():
-        for layout in ("striped", "zigzag"):
-            found = [balance_row(pattern, world, layout) for world in WORLDS]
-            used += found
-            cells = [f"{row['worker_imbalance']:.3f} / {row['exposed']:.3f}" for row in found]
-            body.append(
-                [
-                    name if layout == "striped" else "",
-                    layout.replace("striped", "block-striped"),
-                    *cells,
-                ]
-            )
-    header = ["pattern, 512K tokens", "layout", *(f"{world} ranks" for world in WORLDS)]
-    return table(header, body) + source(used, "balance")
+def _by_layout(_: list[Row]) -> list[Row]:
+    return [
+        dict(pattern=PATTERNS[pattern] if layout == "striped" else "", layout=layout,
+             used=[balance_rows(524288, layout, world, pattern)[0] for world in WORLDS])
+        for pattern in PATTERNS for layout in ("striped", "zigzag")
+    ]  # fmt: skip
 
 
-def balance_short() -> str:
+balance = Table(
+    "balance",
+    {
+        "pattern, 512K tokens": "{pattern}",
+        "layout": lambda row: row["layout"].replace("striped", "block-striped"),
+        **{
+            f"{world} ranks": f"{{used[{at}][worker_imbalance]:.3f}} / {{used[{at}][exposed]:.3f}}"
+            for at, world in enumerate(WORLDS)
+        },
+    },
+    find=_by_layout,
+)
+
+SHORT = {
+    "block-striped": "striped", "without the snake order": "one direction", "zigzag": "zigzag"
+}  # fmt: skip
+
+
+def _few_blocks(_: list[Row]) -> list[Row]:
     """Few blocks per rank: real layers' patterns at their own 16K tokens, the range over three layers."""
-    body, used = [], []
-    for world, blocks in ((4, 32), (8, 16), (32, 4), (64, 2)):
-        cells = []
-        for layout in ("striped", "one direction", "zigzag"):
-            found = [
-                row for row in rows("balance")
-                if (row["seq"], row["world"], row["inner"], row["layout"]) == (16384, world, 0, layout)
-            ]  # fmt: skip
-            used += found
-            ratios = [row["worker_imbalance"] for row in found]
-            cells.append(f"{min(ratios):.3f} to {max(ratios):.3f}")
-        body.append([world, blocks, *cells])
-    header = ["ranks", "blocks per rank", "block-striped", "without the snake order", "zigzag"]
-    return table(header, body) + source(used, "balance")
+    found = []
+    for world in (4, 8, 32, 64):
+        by = {layout: balance_rows(16384, layout, world) for layout in SHORT.values()}
+        used = [row for some in by.values() for row in some]
+        ranges = {name: [row["worker_imbalance"] for row in some] for name, some in by.items()}
+        found.append(dict(world=world, blocks=128 // world, used=used, **ranges))
+    return found
+
+
+def _range(layout: str):
+    return lambda row: f"{min(row[layout]):.3f} to {max(row[layout]):.3f}"
+
+
+balance_short = Table(
+    "balance",
+    {
+        "ranks": "{world}",
+        "blocks per rank": "{blocks}",
+        **{name: _range(layout) for name, layout in SHORT.items()},
+    },
+    find=_few_blocks,
+)

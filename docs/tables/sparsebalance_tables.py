@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 
-from .common import Row, last, percent, rows, source, table
+from .common import Row, Table, grouped, values
 
 MODES = {
     "off": "off",
@@ -14,53 +14,47 @@ MODES = {
     "tuning": "tuning alone",
     "both": "**batching by cost, tuning**",
 }
+LAYOUT = ("gpus", "dp", "cp", "set", "weights", "texts")
 
 
-def ratio(slow: Row, fast: Row, name: str) -> str:
-    return f"{slow[name] / fast[name]:.2f}x"
+def _modes(found: list[Row]) -> list[Row]:
+    """The modes of each layout and weights, beside those that they are compared with."""
+    some = []
+    for _, own in sorted(grouped(found, lambda row: values(row, *LAYOUT)).items()):
+        modes = {row["mode"]: row for row in own}
+        for mode in MODES:
+            some.append({**modes[mode], "off": modes["off"], "length": modes["length"]})
+    return some
 
 
-def row_of(row: Row, off: Row, length: Row) -> list[str]:
-    return [
-        f"{row['max_over_mean']:.2f}",
-        f"{row['attention_ms']:.0f}",
-        ratio(off, row, "attention_ms"),
-        ratio(length, row, "attention_ms"),
-        percent(row["idle_share"]),
-        f"{row['step_ms'] / 1000:.2f}",
-        ratio(off, row, "step_ms"),
-        percent(row["density"]),
-        f"{row['recall']:.3f}",
-    ]
+def _over(base: str, field: str):
+    return lambda row: f"{row[base][field] / row[field]:.2f}x"
 
 
-HEAD = [
-    "max/mean",
-    "attention, slowest rank, ms",
-    "over off",
-    "over length",
-    "attention idle",
-    "s / step",
-    "over off",
-    "density",
-    "recall",
-]
+def _multipliers(row: Row) -> str:
+    low, high = row["multipliers"] or (1, 1)
+    return f"{low:.2f} to {high:.2f}" if low < high else "1"
 
 
-def over_ranks() -> str:
-    """Whole steps of Megatron over data-parallel ranks, the modes of each layout and weights."""
-    layout = ("gpus", "dp", "cp", "set", "weights", "texts")
-    some, body = last(rows("sparsebalance"), *layout, "mode"), []
-    for own in sorted({key[:-1] for key in some}):
-        off, length = (some[(*own, mode)] for mode in ("off", "length"))
-        for mode, label in MODES.items():
-            row = some[(*own, mode)]
-            low, high = row["multipliers"] or (1, 1)
-            shape = f"{row['gpus']} = {row['dp']} x {row['cp']}"
-            cells = [shape, label, *row_of(row, off, length)]
-            cells.append(f"{statistics.mean(row['losses'][-row['steps'] :]):.4f}")
-            cells.append(f"{low:.2f} to {high:.2f}" if low < high else "1")
-            predicted = row["predicted_over_measured"]  # batching by length predicts no times
-            body.append([*cells, "–" if predicted is None else f"{predicted:.2f}"])
-    header = ["GPUs = DP x CP", "mode", *HEAD, "loss", "multipliers of the price"]
-    return table([*header, "predicted / measured"], body) + source(some.values(), "sparsebalance")
+over_ranks = Table(
+    "sparsebalance",
+    {
+        "GPUs = DP x CP": "{gpus} = {dp} x {cp}",
+        "mode": lambda row: MODES[row["mode"]],
+        "max/mean": "{max_over_mean:.2f}",
+        "attention, slowest rank, ms": "{attention_ms:.0f}",
+        "attention over off": _over("off", "attention_ms"),
+        "over length": _over("length", "attention_ms"),
+        "attention idle": "{idle_share:share}",
+        "s / step": lambda row: f"{row['step_ms'] / 1000:.2f}",
+        "step over off": _over("off", "step_ms"),
+        "density": "{density:share}",
+        "recall": "{recall:.3f}",
+        "loss": lambda row: f"{statistics.mean(row['losses'][-row['steps'] :]):.4f}",
+        "multipliers of the price": _multipliers,
+        "predicted / measured": "{predicted_over_measured:–.2f}",
+    },
+    newest=(*LAYOUT, "mode"),
+    find=_modes,
+)
+"""Whole steps of Megatron over data-parallel ranks. Batching by length predicts no times."""

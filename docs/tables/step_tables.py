@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from .common import Row, gpu_name, last, percent, rows, source, table, tokens
+from collections.abc import Callable
+
+from .common import Row, Table, cell, last, rows
 
 SETTING = ("model", "world", "seq", "gpu", "attention", "vertical", "price", "slash_cap", "weights")
 SETTING += ("backward_threshold", "recompute")
@@ -50,15 +52,13 @@ def _measured() -> list[Row]:
 
 def steps_rows() -> list[Row]:
     """A row for each setting."""
-    return list(last(_measured(), *SETTING).values())
+    return last(_measured(), *SETTING)
 
 
 def density_of(row: Row) -> str:
     """Density, and that of a pruned backward if something was pruned."""
-    said, backward = percent(row["density"]), row.get("backward_density")
-    if backward and backward < row["density"]:
-        said += f", backward {percent(backward)}"
-    return said
+    pruned = row.get("backward_density") and row["backward_density"] < row["density"]
+    return cell("{density:share}" + (", backward {backward_density:share}" if pruned else ""), row)
 
 
 def dense_of(row: Row, recompute: str) -> Row | None:
@@ -95,6 +95,10 @@ def kept_seconds(row: Row) -> tuple[float, bool] | None:
         return dense["iter_ms"] / 1000, True
     estimate = kept_estimate(row)
     return None if estimate is None else (estimate, False)
+
+
+def seconds_of(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds < 50 else f"{seconds:.1f}"
 
 
 def over_dense(row: Row) -> float:
@@ -172,101 +176,85 @@ def attention_of(row: Row) -> str:
     return said + ("; run twice" if recompute_of(row) == TWICE else "")
 
 
-def steps() -> str:
-    """Over four GPUs or more."""
-    return _steps([row for row in steps_rows() if row["world"] > 2])
+def _steps_of(wanted: Callable[[Row], bool]) -> Table:
+    def over(recompute: str, text: str) -> Callable[[Row], str]:
+        def said(row: Row) -> str:
+            is_sparse = row["attention"] == "mtraining" and row["price"] != 0
+            ratio_ = (
+                ratio(row, recompute)
+                if is_sparse and recompute in (TWICE, row["recompute"])
+                else ""
+            )
+            return ratio_ and text.format(ratio_)
 
+        return said
 
-def steps_two() -> str:
-    """Over two GPUs."""
-    return _steps([row for row in steps_rows() if row["world"] == 2])
-
-
-def _steps(found: list[Row]) -> str:
-    body, used = [], []
-    order = sorted(found, key=lambda row: (-row["seq"], row["gpu"], row["iter_ms"]))
-    for row in order:
-        used.append(row)
-        seconds = row["iter_ms"] / 1000
-        is_sparse = row["attention"] == "mtraining" and row["price"] != 0
-        kept = ratio(row, KEPT) if is_sparse and row["recompute"] == KEPT else ""
-        body.append(
-            [
-                f"{tokens(row['seq'])}, {row['world']} {gpu_name(row['gpu'])}",
-                attention_of(row),
-                density_of(row),
-                "1" if row["recall"] is None else f"{row['recall']:.2f}",
-                f"{seconds:.2f}" if seconds < 50 else f"{seconds:.1f}",
-                kept and f"**{kept}**",
-                ratio(row, TWICE) if is_sparse else "",
-                f"{tokens_a_second(row):,.0f}",
-                f"{100 * mfu(row):.0f}%",
-                f"{row['max_alloc_gb']:.1f}",
-            ]
-        )
-    header = [
-        "tokens, GPUs",
-        "attention",
-        "density",
-        "recall",
-        "s / step",
-        "over dense, output kept",
-    ]
-    header += ["over dense, run twice", "tokens/s/GPU", "MFU", "peak GiB"]
-    return table(header, body) + source(used, "pretrain")
-
-
-PARTS = ("attention", "layers", "loss", "optimizer", "communication", "waiting")
-
-
-def profiled() -> list[Row]:
-    found = [row for row in rows("pretrain") if row.get("breakdown")]
-    fields = ("model", "world", "seq", "attention", "vertical")
-    return sorted(
-        last(found, *fields).values(), key=lambda row: (row["model"], -row["seq"], row["density"])
+    return Table(
+        "pretrain",
+        {
+            "tokens, GPUs": "{seq:K}, {world} {gpu:gpu}",
+            "attention": attention_of,
+            "density": density_of,
+            "recall": lambda row: "1" if row["recall"] is None else cell("{recall:.2f}", row),
+            "s / step": lambda row: seconds_of(row["iter_ms"] / 1000),
+            "over dense, output kept": over(KEPT, "**{}**"),
+            "over dense, run twice": over(TWICE, "{}"),
+            "tokens/s/GPU": lambda row: f"{tokens_a_second(row):,.0f}",
+            "MFU": lambda row: f"{100 * mfu(row):.0f}%",
+            "peak GiB": "{max_alloc_gb:.1f}",
+        },
+        find=lambda _: [row for row in steps_rows() if wanted(row)],
+        order=lambda row: (-row["seq"], row["gpu"], row["iter_ms"]),
     )
 
 
-def breakdown() -> str:
-    body = [
-        [
-            f"{row['model'].title()}, {tokens(row['seq'])}",
-            row["world"],
-            attention_of(row),
-            percent(row["density"]),
-        ]
-        + [f"{row['breakdown'][part] / 1000:.2f}" for part in PARTS]
-        + [row["commit"]]
-        for row in profiled()
-    ]
-    header = ["setting", "GPUs", "attention", "density", *PARTS, "commit"]
-    return table(header, body) + source(profiled(), "pretrain")
+steps = _steps_of(lambda row: row["world"] > 2)
+steps_two = _steps_of(lambda row: row["world"] == 2)
 
 
-# Losses over layouts of ranks
+def _part(name: str) -> Callable[[Row], str]:
+    return lambda row: f"{row['breakdown'][name] / 1000:.2f}"
 
 
-def layouts() -> str:
-    found = list(last(rows("layouts"), "layout").values())
-    body = []
-    for row in found:
-        like = row["like"] or ""
-        worst = "" if row["worst"] is None else f"{100 * row['worst']:.3f}%"
-        same = "every digit" if row["equal"] else "yes" if row["within"] else "**no**"
-        body.append(
-            [
-                row["layout"],
-                row["world"],
-                "dense, Transformer Engine" if row["attention"] == "fused" else "sparse",
-                f"{row['losses'][0]:.4f}, {row['losses'][-1]:.4f}",
-                like,
-                worst,
-                same if like else "",
-            ]
-        )
-    header = ["layout", "GPUs", "attention", "loss, first and last step", "compared with"]
-    header += ["largest difference", "equal"]
-    return table(header, body) + source(found, "layouts")
+PARTS = ("attention", "layers", "loss", "optimizer", "communication", "waiting")
+breakdown = Table(
+    "pretrain",
+    {
+        "setting": lambda row: row["model"].title() + cell(", {seq:K}", row),
+        "GPUs": "{world}",
+        "run": attention_of,
+        "density": "{density:share}",
+        **{name: _part(name) for name in PARTS},
+        "commit": "{commit}",
+    },
+    where=lambda row: row.get("breakdown"),
+    newest=("model", "world", "seq", "attention", "vertical"),
+    order=lambda row: (row["model"], -row["seq"], row["density"]),
+)
+
+
+def _equal(row: Row) -> str:
+    same = "every digit" if row["equal"] else "yes" if row["within"] else "**no**"
+    return same if row["like"] else ""
+
+
+layouts = Table(
+    "layouts",
+    {
+        "layout": "{layout}",
+        "GPUs": "{world}",
+        "attention": lambda row: (
+            "dense, Transformer Engine" if row["attention"] == "fused" else "sparse"
+        ),
+        "loss, first and last step": lambda row: f"{row['losses'][0]:.4f}, {row['losses'][-1]:.4f}",
+        "compared with": "{like}",
+        "largest difference": lambda row: (
+            "" if row["worst"] is None else f"{100 * row['worst']:.3f}%"
+        ),
+        "equal": _equal,
+    },
+    newest=("layout",),
+)
 
 
 # Training beside dense
@@ -281,69 +269,32 @@ TRAINED = "0fe1024"
 """The commit of the run with all four policies."""
 
 
-def trained() -> dict[str, Row]:
-    found = [row for row in rows("parity") if row["commit"] == TRAINED]
-    return {("overrides" if row.get("overrides") else row["run"]): row for row in found}
+def _runs(found: list[Row]) -> list[Row]:
+    """The runs in order, with their losses over dense."""
+    named = {("overrides" if row.get("overrides") else row["run"]): row for row in found}
+    dense = named["dense"]["held_out_after"]
+    return [
+        {**named[name], "label": label, "judged": named[name].get("held_out_after_dense", dense) / dense - 1}
+        for name, label in RUNS.items()
+    ]  # fmt: skip
 
 
-def signed(share: float) -> str:
-    return f"{100 * share:+.2f}%"
+def _loss(field: str, over: str) -> Callable[[Row], str]:
+    return lambda row: cell(
+        f"{{{field}:.4f}}" + ("" if row["run"] == "dense" else f" {{{over}:over}}"), row
+    )
 
 
-def training() -> str:
-    found = trained()
-    dense = found["dense"]["held_out_after"]
-    body = []
-    for name, label in RUNS.items():
-        row = found[name]
-        over = ["", "", ""]
-        if name != "dense":
-            judged = row["held_out_after_dense"] / dense - 1
-            over = [
-                signed(row["loss_last_50_over_dense"]),
-                signed(row["held_out_after_over_dense"]),
-                signed(judged),
-            ]
-        body.append(
-            [
-                label,
-                percent(row["density"]),
-                f"{row['recall']:.3f}",
-                f"{row['loss_last_50']:.4f} {over[0]}",
-                f"{row['held_out_after']:.4f} {over[1]}",
-                f"{row['held_out_after_dense']:.4f} {over[2]}",
-            ]
-        )
-    header = ["run", "density", "recall", "training loss, last 50 steps", "held-out, own attention"]
-    return table([*header, "held-out, dense attention"], body) + source(found.values(), "parity")
-
-
-# Output layer and loss
-
-
-def loss() -> str:
-    found = [row for row in rows("loss") if row["impl"].startswith("megatron")]
-    commit = found[-1]["commit"]
-    found = [row for row in rows("loss") if row["commit"] == commit]
-    names = {
-        "chunked": "in chunks of 4096", "megatron": "Megatron", "megatron_fused": "Megatron, fused",
-        "megatron_te": "Megatron, fused by Transformer Engine",
-    }  # fmt: skip
-    body = []
-    for (impl, main_grad), name in {
-        (row["impl"], row["main_grad"]): names[row["impl"]] for row in found
-    }.items():
-        cells = []
-        for length in (16384, 131072):
-            [row] = [
-                r
-                for r in found
-                if (r["impl"], r["main_grad"], r["tokens"]) == (impl, main_grad, length)
-            ]
-            if row["out_of_memory"]:
-                cells += ["out of memory", ""]
-            else:
-                cells += [f"{row['fwd_ms']:.1f} / {row['bwd_ms']:.1f}", f"{row['peak_gib']:.1f}"]
-        body.append([name + (", into `main_grad`" if main_grad else ""), *cells])
-    header = ["output layer and loss", "16K tokens: ms", "GiB", "128K tokens: ms", "GiB"]
-    return table(header, body) + source(found, "loss")
+training = Table(
+    "parity",
+    {
+        "run": "{label}",
+        "density": "{density:share}",
+        "recall": "{recall:.3f}",
+        "training loss, last 50 steps": _loss("loss_last_50", "loss_last_50_over_dense"),
+        "held-out, own attention": _loss("held_out_after", "held_out_after_over_dense"),
+        "held-out, dense attention": _loss("held_out_after_dense", "judged"),
+    },
+    where=lambda row: row["commit"] == TRAINED,
+    find=_runs,
+)

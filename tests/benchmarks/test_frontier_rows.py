@@ -1,13 +1,12 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Joined rows and tables of benchmarks/model/frontier.py and ablations.py, from made-up rows."""
+"""Joined rows of benchmarks/model/frontier.py, from made-up rows."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 pytest.importorskip("transformers")
-from benchmarks.model import ablations, frontier_rows, frontier_tables
+from benchmarks.model import frontier_rows
 from megatron_mtraining.config.schedule import NAMED
 from tests.support.frontier_cases import layer_row, time_row, train_row, zero_row
 
@@ -47,18 +46,6 @@ def test_joined_rows(made_up):
     assert rows["target"]["layer_ms_128k"] == pytest.approx(
         120 + (0.855 - 0.3) / 0.65 * 150, rel=1e-3
     )
-
-
-def test_tables_have_the_spread_of_seeds(made_up):
-    """A row that is not trained, or dense, is in no table of trained ones."""
-    rows = frontier_rows.joined(made_up)
-    _, trained, _ = frontier_tables.frontier_table(rows).split("\n\n")
-    assert "| +0.75% ± 0.25 | +1.50% ± 0.50 |" in trained
-    kept = frontier_tables.trained(rows)
-    assert [row["policy"] for row in kept] == ["price", "target"]
-    assert frontier_tables.points(kept, "density")["price"] == [
-        (kept[0]["density_trained"], pytest.approx(0.75), pytest.approx(0.25))
-    ]
 
 
 def test_runs_of_two_learning_rates_are_two_rows(made_up):
@@ -152,26 +139,3 @@ def test_ruler_of_the_runs_that_have_it(made_up):
     assert row["ruler_loss_more"] == [0.5, 0.5, 0.5]  # each sample has half a nat more
     more, low, high = row["ruler_more"]
     assert low <= more <= high and more == pytest.approx(-1 / 3, abs=1e-4)
-
-
-def test_ablation_table(made_up):
-    base = dict(
-        base="price@0.15", model="m", seq=16384, steps=300, what="dense steps", setting="last 10%"
-    )
-    same = dict(own_over_dense=0.03, dense_share=0.1, density=0.1)
-    rows = [
-        {**base, **same, "seed": 1, "loss_over_dense": 0.01},
-        {**base, **same, "seed": 2, "loss_over_dense": 0.03},
-    ]
-    joined = frontier_rows.joined(made_up)
-    lines = ablations.ablation_table(rows, joined).splitlines()
-    assert "| m, 16K | dense steps: last 10% | 2 | 10.0% | +2.00% | +3.00% |" in lines[2]
-    assert f"| {0.1 + 0.9 * 0.203:.3f} |" in lines[2]
-
-
-def test_needle_noise_is_the_bootstrap_s():
-    right = np.zeros(50)
-    right[:20] = 1
-    rng = np.random.default_rng(0)
-    drawn = right[rng.integers(50, size=(20000, 50))].mean(1).std()
-    assert frontier_tables.needle_noise(0.4, 50) == pytest.approx(drawn, rel=0.03)

@@ -77,7 +77,7 @@ def test_rows_of_a_case(monkeypatch):
     monkeypatch.setitem(attention.DENSE, "cudnn", torch.nn.attention.SDPBackend.MATH)
     monkeypatch.setattr(attention, "TURN", 1e-3)
     monkeypatch.setattr(record, "installed", lambda name: "none")
-    names = ["mtraining", "cudnn", "fa3", "flash_sparse"]
+    names = ["mtraining", "cudnn", "fa4"]
     rows = peers.run_case(CASE, names, 512, 1e-3, "cpu")
     of = {(row["op"], row["peer"]): row for row in rows}
     assert list(of) == [(op, name) for op in ("forward", "backward") for name in names]
@@ -89,8 +89,7 @@ def test_rows_of_a_case(monkeypatch):
         share = row["pairs"] / row["ms"] / (dense["pairs"] / dense["ms"])
         assert row["share_of_cudnn"] == pytest.approx(share, rel=0.02, abs=1e-3)
         assert (dense["seq"], dense["share_of_cudnn"], row["dense_seq"]) == (512, 1, 512)
-        assert of[op, "fa3"]["why"].endswith("not installed") and of[op, "fa3"]["ms"] is None
-        assert of[op, "flash_sparse"]["ms"] is None and of[op, "flash_sparse"]["why"]
+        assert of[op, "fa4"]["why"].endswith("not installed") and of[op, "fa4"]["ms"] is None
 
 
 def test_flash_msa_takes_as_many_blocks_as_the_pattern_has():
