@@ -15,14 +15,12 @@ figures. Those of one number of tokens run in turns; times are medians.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import inspect
 import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -194,19 +192,8 @@ def run_case(tokens: int, options) -> list[dict]:
     return rows
 
 
-def line(row: dict) -> str:
-    name = row["impl"] if row["chunk"] is None else f"{row['impl']} {row['chunk']}"
-    name += " main_grad" if row["main_grad"] else ""
-    if row["out_of_memory"]:
-        return f"{row['tokens']:>8} tokens  {name:<26} out of memory"
-    peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:9.2f} GiB"
-    return f"{row['tokens']:>8} tokens  {name:<26}{row['fwd_ms']:10.2f} ms{row['bwd_ms']:10.2f} ms{peak}"
-
-
 def parse(words=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__, "loss.jsonl")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 65536, 131072])
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--vocab", type=int, default=151936)
@@ -217,7 +204,6 @@ def parse(words=None):
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--output", type=Path, default=record.RESULTS / "loss.jsonl")
     options = parser.parse_args(words)
     for name in ("tokens", "hidden", "vocab", "chunk", "rounds"):
         values = getattr(options, name)
@@ -238,7 +224,12 @@ def main() -> None:
     for tokens in options.tokens:
         rows = run_case(tokens, options)
         for row in rows:
-            print(line(row), flush=True)
+            print(
+                record.line(
+                    row, "tokens", "impl", "chunk", "main_grad", "fwd_ms", "bwd_ms", "peak_gib"
+                ),
+                flush=True,
+            )
         record.append(options.output, rows)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -14,10 +14,8 @@ queries, the last keys).
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -238,29 +236,18 @@ def too_far(rows: list[dict]) -> list[dict]:
     return [row for row in rows if not row["of_dense"] <= LIMIT]  # NaN is too far
 
 
-def table(rows: list[dict]) -> str:
-    """A line for each implementation and pattern: errors, and how many times the dense baseline's."""
-    lines = {}
-    for row in rows:
-        text = f"{row['tensor']} {row['error']:.1e} ({row['of_dense']:.2f})"
-        lines.setdefault((row["rows"], row["impl"], row["pattern"]), []).append(text)
-    return "\n".join(
-        f"  {group:7s} {impl:10s} {pattern:18s} " + "   ".join(texts)
-        for (group, impl, pattern), texts in sorted(lines.items())
-    )
+def shown(row: dict) -> str:
+    return record.line(row, "rows", "impl", "pattern", "tensor", "error", "of_dense")
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__, "numerics.jsonl")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--seq", type=int, nargs="+", default=[65536, 131072])
     parser.add_argument("--dim", type=int, nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument(
         "--dtype", nargs="+", choices=["bfloat16", "float16"], default=["bfloat16", "float16"]
     )
-    parser.add_argument("--output", type=Path, default=record.RESULTS / "numerics.jsonl")
     options = parser.parse_args()
     dtypes = [getattr(torch, name) for name in options.dtype]
     start, bad = time.perf_counter(), []
@@ -269,11 +256,19 @@ def main():
     for inputs in inputs_for(options.seq, options.dim, dtypes, peaked=options.device == "cuda"):
         # At 512K tokens, the queries after the last 16K keys are what float64 has time for.
         rows = run(inputs, options.device, inputs.seq if inputs.seq <= 131072 else 16384)
-        print(f"{inputs}  ({time.perf_counter() - start:.0f} s)\n{table(rows)}", flush=True)
+        print(f"{inputs}  ({time.perf_counter() - start:.0f} s)")
+        for row in rows:
+            print(
+                record.line(row, "rows", "impl", "pattern", "tensor", "error", "of_dense"),
+                flush=True,
+            )
         record.append(options.output, rows)
         bad += too_far(rows)
     if bad:
-        sys.exit(f"{len(bad)} errors are over {LIMIT} times the dense baseline's:\n{table(bad)}")
+        sys.exit(
+            f"{len(bad)} errors are over {LIMIT} times the dense baseline's:\n"
+            + "\n".join(map(shown, bad))
+        )
     print(f"every error is at most {LIMIT} times the dense baseline's")
 
 

@@ -10,7 +10,6 @@ For every pattern, number of ranks and size of the nodes, layouts beside each ot
   gathered, and all ranks' are attended, those of each head in one of the rounds.
 - ``one direction``: the same, but a node's blocks are dealt to its ranks 0 to I - 1 each time. Left out where
   nodes are single ranks, as it is ``striped`` there.
-- ``columns at owner``: as ``striped``, but a column is attended in the round of the keys of its owner.
 - ``zigzag``: 2W chunks, rank r has chunks r and 2W - 1 - r (Megatron's); columns with their owner's keys.
 - ``contiguous``: W chunks; likewise.
 
@@ -25,9 +24,6 @@ With w[r, o] the pairs of rank r in round o, and as 1 what a rank has to do in t
 All counts are exact integers, and of the forward. The backward's gradient of queries has the same rounds and
 pairs; its gradient of keys, which goes one rank's keys at a time, is not counted.
 
-``idle_rounds`` of the striped layouts: rounds in which no head of the layer has a slash, so that their keys
-need not have come (columns travel by themselves).
-
 In rows ``inner`` is as it was asked for: 0 is the package's default for so many ranks, 1 the plain ring;
 ``nodes`` is O, so that I is ``world / nodes``.
 
@@ -41,7 +37,6 @@ rows to ``results/balance.jsonl``.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -61,7 +56,7 @@ WORLDS = (4, 8, 32, 64, 256)
 INNER = (0, 1, 4)
 SEQ = 524288
 HEADS = 16
-LAYOUTS = ("striped", "one direction", "columns at owner", "zigzag", "contiguous")
+LAYOUTS = ("striped", "one direction", "zigzag", "contiguous")
 
 
 class Pattern(NamedTuple):
@@ -125,16 +120,6 @@ def dealt_columns(pattern: Pattern, outer: int) -> np.ndarray:
     seen = columns_seen(pattern.columns, ~pattern.distances) * BLOCK
     for head, of_head in enumerate(seen):
         pairs[head * outer // len(seen)] += of_head
-    return pairs
-
-
-def columns_with_keys(pattern: Pattern, outer: int) -> np.ndarray:
-    """Pairs of columns, each in the round of the keys it is one of."""
-    pairs = np.zeros((outer, pattern.blocks), dtype=np.int64)
-    for o in range(outer):
-        outside = np.zeros_like(pattern.distances)
-        outside[:, o::outer] = ~pattern.distances[:, o::outer]
-        pairs[o] = columns_seen(pattern.columns, outside).sum(0) * BLOCK
     return pairs
 
 
@@ -241,8 +226,6 @@ def synthetic(seq: int, heads: int) -> list[Pattern]:
     drawn = {
         "3%, heads unequal, 1000 columns": lambda: workloads.draw_unequal(seq, heads, 0.03, 1000),
         "1000 columns, 100 local diagonals": lambda: workloads.draw_local(seq, heads, 100, 1000),
-        "8 far distances a head, no columns": lambda: workloads.draw_few_far(seq, heads, 8, 0),
-        "8 far distances a head, 1000 columns": lambda: workloads.draw_few_far(seq, heads, 8, 1000),
         "all distances": lambda: workloads.draw_pattern(seq, heads, 1.0, 0),
     }
     patterns = []
@@ -303,14 +286,7 @@ def striped_work(pattern: Pattern, world: int, inner: int) -> dict[str, np.ndarr
     work = {"striped": by_rank(dealt, world, inner)}
     if inner > 1:
         work["one direction"] = by_rank(dealt, world, inner, turned=False)
-    at_owner = slash + columns_with_keys(pattern, outer)
-    return {**work, "columns at owner": by_rank(at_owner, world, inner)}
-
-
-def idle_rounds(pattern: Pattern, outer: int) -> int:
-    """Rounds of a striped ring of ``outer`` nodes whose keys no slash of any head reaches."""
-    kept = pattern.distances.any(0)
-    return sum(not kept[number::outer].any() for number in range(outer))
+    return work
 
 
 def count(pattern: Pattern, world: int, inners: Iterable[int]) -> list[dict]:
@@ -328,30 +304,25 @@ def count(pattern: Pattern, world: int, inners: Iterable[int]) -> list[dict]:
         seen.add(inner)
         work = striped_work(pattern, world, inner)
         work |= {name: on_schedule(pairs, inner) for name, pairs in chunked.items()}
-        idle = idle_rounds(pattern, world // inner)
         for name, of_rank in work.items():
-            striped = name in ("striped", "one direction")
             rows.append(
                 dict(
                     world=world, inner=asked, nodes=world // inner, layout=name,
                     pattern=pattern.name, seq=pattern.seq, density=density,
-                    idle_rounds=idle if striped else None, **figures(of_rank),
+                    **figures(of_rank),
                 )
             )  # fmt: skip
     return rows
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__, "balance.jsonl")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="a model's queries and keys")
     parser.add_argument("--world", type=int, nargs="+", default=WORLDS, metavar="N")
     parser.add_argument(
         "--inner", type=int, nargs="+", default=INNER, metavar="I",
         help="ranks of a node, where they divide N: 0 the default for N, 1 a plain ring",
     )  # fmt: skip
-    parser.add_argument("--output", type=Path, default=record.RESULTS / "balance.jsonl")
     options = parser.parse_args()
     if options.data and not options.data.is_dir():
         parser.error(f"--data {options.data}: no such folder")
@@ -367,9 +338,7 @@ def main():
         print(f"{pattern.name}: {pattern.seq} tokens, density {pattern.density():.4f}")
         for row in found:
             ring = f"{row['nodes']}x{row['world'] // row['nodes']} {row['layout']}"
-            shown = {
-                n: row[n] for n in ("worker_imbalance", "step_imbalance", "exposed", "idle_rounds")
-            }
+            shown = {n: row[n] for n in ("worker_imbalance", "step_imbalance", "exposed")}
             print(f"  {ring}: {shown}", flush=True)
         rows += found
     record.append(options.output, rows)

@@ -50,7 +50,6 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -74,6 +73,11 @@ from .ring_runs import (
 )
 from .ring_times import hop_gb_s, peak_gib, queued, take_turns
 
+SHOWN = (
+    "impl", "inner", "density", "fwd_ms", "fwdbwd_ms", "index_ms", "exposed_fwd_ms", "exposed_comm_ms",
+    "imbalance_worker", "imbalance_step", "peak_gib", "queued",
+)  # fmt: skip
+"""Of a row, on the screen."""
 RANKS_A_HOST = 2  # of an emulated one
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Megatron wants 1 of them, which sets what can overlap: so does this, unless the environment has it."""
@@ -196,23 +200,6 @@ def settings_row(case: Case, ours: Sparse) -> dict:
     return dict(price=price, **pruned, **ours.backward)
 
 
-def line(row: dict) -> str:
-    def number(name, form):
-        return format(row[name], form) if row[name] is not None else "-"
-
-    ahead = ", ".join(
-        f"{name.removesuffix('_ms')} {ms:.2f}" for name, ms in (row["queued"] or {}).items()
-    )
-    impl = row["impl"] + (f" {row['world'] // row['inner']}x{row['inner']}" if row["inner"] else "")
-    return (
-        f"  {impl:20s} density {row['density']:<8g} forward {number('fwd_ms', '.2f'):>9s} ms, both "
-        f"{number('fwdbwd_ms', '.2f'):>9s} ms, index {number('index_ms', '.2f'):>6s}, exposed "
-        f"{number('exposed_comm_ms', '.2f'):>7s} (forward {number('exposed_fwd_ms', '.2f'):>6s}), ranks "
-        f"{number('imbalance_worker', '.3f'):>5s}, steps {number('imbalance_step', '.3f'):>5s}, "
-        f"{number('peak_gib', '.2f')} GiB" + (f"; queued {ahead}" if ahead else "")
-    )
-
-
 def say(setting: Setting, text: str) -> None:
     if setting.rank == 0:
         print(text, flush=True)
@@ -220,9 +207,7 @@ def say(setting: Setting, text: str) -> None:
 
 def parse(words: list[str] | None = None) -> tuple[argparse.Namespace, list[Case]]:
     """Options that can work, and the cases they name; else ends with what is wrong."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__, "rings.jsonl")
     parser.add_argument("--case", nargs="+", metavar="TEXT", help="cases with such a name only")
     parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
     parser.add_argument(
@@ -250,7 +235,6 @@ def parse(words: list[str] | None = None) -> tuple[argparse.Namespace, list[Case
         help="every two ranks are a host; cases for slow links run too",
     )
     parser.add_argument("--list", action="store_true", help="print the cases' names and stop")
-    parser.add_argument("--output", type=Path, default=record.RESULTS / "rings.jsonl")
     options = parser.parse_args(words)
     cases = cases_for(options.case, options.emulate_hosts)
     if options.list:
@@ -360,7 +344,7 @@ def main() -> None:
             rows = run_case(case, setting, rings, options, common)
             faulthandler.cancel_dump_traceback_later()
             if setting.rank == 0:
-                print("\n".join(line(row) for row in rows), flush=True)
+                print("\n".join(record.line(row, *SHOWN) for row in rows), flush=True)
                 record.append(options.output, rows)
             if options.device == "cuda":
                 torch.cuda.empty_cache()

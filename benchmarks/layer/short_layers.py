@@ -16,13 +16,11 @@ the backward, a row has
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -151,10 +149,9 @@ def measured(tensors: tuple[Tensor, ...], name: str) -> list[dict]:
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = record.parser(__doc__, "short_layers.jsonl")
     parser.add_argument("--seq", type=int, nargs="+", default=[8192, 16384, 32768])
     parser.add_argument("--policy", nargs="+", choices=list(POLICIES), default=["price"])
-    parser.add_argument("--output", type=Path, default=record.RESULTS / "short_layers.jsonl")
     options = parser.parse_args(words)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for seq in options.seq:

@@ -54,13 +54,6 @@ def draw_unequal(seq: int, heads: int, density: float, columns: int) -> tuple[Te
     return distances, draw_pattern(seq, heads, 0.0, columns)[1]
 
 
-def draw_few_far(seq: int, heads: int, few: int, columns: int) -> tuple[Tensor, Tensor]:
-    """:func:`draw_pattern` with just ``few`` far distances a head: the hardest to spread over ranks."""
-    distances, picked = draw_pattern(seq, heads, 0.0, columns)
-    far = torch.rand(1, heads, distances.shape[-1] - BAND).argsort(-1)[..., :few] + BAND
-    return distances.scatter(-1, far, True), picked
-
-
 def draw_local(seq: int, heads: int, diagonals: int, columns: int) -> tuple[Tensor, Tensor]:
     """:func:`draw_pattern` with ``diagonals`` token diagonals right beyond a window of a block: what the
     best diagonals of a usual head are, its local ones. They cross few block distances."""

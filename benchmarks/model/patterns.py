@@ -18,14 +18,9 @@ the share of them that keep less than 0.9.
   many.
 - ``xattention``, ``moba``: block lists in every head (:func:`select_key_blocks`), by a query block's own
   queries, as published.
-- ``mixed``: at a price, the pattern of policy price or one of the lists of xattention, in each head what has
-  the most ``recall - price x density``: a price is a share of attention for a share of the pairs. One half
-  of the rows decides and the other judges, both ways around. ``mixed, oracle choice``: all rows do both.
-  ``xattention, priced``: as ``mixed``, of lists alone. ``lists`` is the share of heads that take lists.
-
-Prints, for each series, the density at some recalls, on the line between two settings in logarithms of
-density and of what is lost, and appends rows to ``results/patterns.jsonl``. Memory is linear in the length,
-but for the lists of one choice: a byte a head and pair of blocks, 14 MB at 128K tokens and 14 heads.
+Prints a table and appends rows to ``results/patterns.jsonl``; docs/tables/pattern_tables.py reads the density
+at a recall from them. Memory is linear in the length, but for the lists of one choice: a byte a head and pair
+of blocks, 14 MB at 128K tokens and 14 heads.
 
     python -m benchmarks.model.patterns --model PATH ... --text FILE ... --seq N ... [--yarn FACTOR]
         [--layers EVERY]
@@ -41,13 +36,14 @@ import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_mtraining import ConfigError, MTrainingConfig
-from megatron_mtraining.config import MobaPolicy, XAttentionPolicy
+from megatron_mtraining.config import BlockListPolicy, MobaPolicy, XAttentionPolicy
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.models.environment import default_dtype
 from megatron_mtraining.models.open import open_model
@@ -62,10 +58,10 @@ from megatron_mtraining.tools.inspect.measure import (
     attention_of_rows,
     held_out_rows,
 )
+from megatron_mtraining.tools.report.table import table
 
 from ..lib import record
 from ..lib.coverage import from_options
-from .pattern_rows import Case, Measured, rows_of, summary
 
 BLOCK = 128
 PRICES = (2.0, 1.3, 0.8, 0.5, 0.3, 0.18, 0.11, 0.065, 0.04)
@@ -76,6 +72,24 @@ THRESHOLDS = (0.4, 0.6, 0.75, 0.85, 0.9, 0.95, 0.98, 0.99)
 STRIDE = 16
 MOST_TOP_K = 8
 """Settings of moba: powers of 2, the largest half of all blocks."""
+
+
+class Case(NamedTuple):
+    """One setting of all heads."""
+
+    policy: str
+    estimator: str
+    setting: str
+    how: MTrainingConfig | BlockListPolicy
+    """Settings of the search; a policy to select key blocks by alone."""
+
+
+class Measured(NamedTuple):
+    """What all layers gave: recall and density, float64 ``[cases, layers, h]``."""
+
+    cases: list[Case]
+    recall: np.ndarray
+    density: np.ndarray
 
 
 def cases_for(seq: int, oracle_rows: int, samples: Sequence[tuple[int, int]] = ()) -> list[Case]:
@@ -139,14 +153,7 @@ def choose(case: Case, given: LayerInput, rows: Tensor) -> LayerPattern:
 
 
 def measure(given: LayerInput, cases: list[Case], rows: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Recall by half of the rows, and density, of a layer's heads.
-
-    Args:
-        rows: int64 ``[n]``, ascending, n even; every other one is of the same half.
-
-    Returns:
-        float64 ``[cases, 2, h]`` and ``[cases, h]``.
-    """
+    """Recall by rows (int64 ``[n]``, ascending), and density, of a layer's heads: float64 ``[cases, h]``."""
     query, key = given.query, given.key
     if not query.is_cuda:  # the search's references on CPUs do so each time, exactly
         query, key = query.float(), key.float()
@@ -154,20 +161,42 @@ def measure(given: LayerInput, cases: list[Case], rows: Tensor) -> tuple[np.ndar
     rows = rows.to(query.device)
     patterns = [choose(case, given, rows) for case in cases]
     density = torch.stack([pattern.density for pattern in patterns])
-    recall = torch.zeros(len(cases), 2, query.shape[2], dtype=torch.float64, device=query.device)
-    at = 0
+    recall = torch.zeros(len(cases), query.shape[2], dtype=torch.float64, device=query.device)
     for here, p in attention_of_rows(query, key, rows, given.softmax_scale, BLOCK):
         mass = p.unflatten(-1, (-1, BLOCK)).sum(-1)
-        odd = (at + torch.arange(len(here), device=p.device)) % 2 == 1
         for number, pattern in enumerate(patterns):
-            kept = pattern.kept_mass(p, mass, here).double()
-            recall[number, 0] += kept.masked_fill(odd, 0).sum(-1)
-            recall[number, 1] += kept.masked_fill(~odd, 0).sum(-1)
-        at += len(here)
-    recall /= len(rows) / 2
+            recall[number] += pattern.kept_mass(p, mass, here).double().sum(-1)
+    recall /= len(rows)
     if not recall.isfinite().all():
         raise ConfigError(f"the attention scores of layer {given.layer} are not finite numbers")
     return recall.cpu().numpy(), density.cpu().numpy()
+
+
+def rows_of(measured: Measured) -> list[dict]:
+    """A row for each case, of all heads."""
+    return [
+        {
+            "estimator": case.estimator,
+            "policy": case.policy,
+            "setting": case.setting,
+            "density": round(float(density.mean()), 5),
+            "recall": round(float(recall.mean()), 5),
+            "recall_p10": round(float(np.quantile(recall, 0.1)), 5),
+            "heads_below_0.9": round(float((recall < 0.9).mean()), 5),
+        }
+        for case, recall, density in zip(*measured)
+    ]
+
+
+def summary(rows: list[dict]) -> str:
+    """A line for each row, sparse ones of a series first."""
+    names = ("density", "recall", "recall_p10", "heads_below_0.9")
+    rows = sorted(rows, key=lambda row: (row["policy"], row["estimator"], row["density"]))
+    lines = [
+        [row["policy"], row["estimator"], row["setting"], *(f"{row[n]:.1%}" for n in names)]
+        for row in rows
+    ]
+    return table(["policy", "estimator", "setting", "density", "recall", "p10", "below 0.9"], lines)
 
 
 # Running.
@@ -176,26 +205,6 @@ def measure(given: LayerInput, cases: list[Case], rows: Tensor) -> tuple[np.ndar
 def code_files() -> list[Path]:
     """Python's standard library, top-level sources in order of their names."""
     return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-
-
-class Progress:
-    """A bar of measured layers, if tqdm is there."""
-
-    def __init__(self, total: int, title: str):
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            self.bar = None
-        else:
-            self.bar = tqdm(total=total, desc=title, unit="layer", file=sys.stderr)
-
-    def update(self) -> None:
-        if self.bar is not None:
-            self.bar.update()
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
 
 
 def run_model(run, tokens: Tensor, layers: int, options, title: str) -> tuple[Measured, int]:
@@ -208,17 +217,14 @@ def run_model(run, tokens: Tensor, layers: int, options, title: str) -> tuple[Me
     ]
     rows = held_out_rows(len(tokens), options.rows, estimated, seed=0)
     rows = rows[: len(rows) // 2 * 2]
-    found, progress = [], Progress(len(range(0, layers, options.layers)), title)
+    found: list[tuple[np.ndarray, np.ndarray]] = []
 
     def visit(given: LayerInput) -> None:
         if given.layer % options.layers == 0:
             found.append(measure(given, cases, rows))
-            progress.update()
+            print(f"{title}: layer {given.layer + 1} of {layers}", file=sys.stderr)
 
-    try:
-        run(tokens, visit)
-    finally:
-        progress.close()
+    run(tokens, visit)
     recall, density = (np.stack(values, 1) for values in zip(*found))
     return Measured(cases, recall, density), len(rows)
 
@@ -287,7 +293,7 @@ def stretches(word: str) -> tuple[int, int]:
 
 def options_from(words: list[str] | None = None) -> argparse.Namespace:
     """The run that arguments ask for."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = record.parser(__doc__, "patterns.jsonl")
     add = parser.add_argument
     add("--model", type=Path, nargs="+", required=True, help="Hugging Face folders or .gguf files")
     add("--text", nargs="+", default=["code"], help="files, or code: Python's standard library")
@@ -303,7 +309,6 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
     what = "nothing but policy price, with so many stretches x rows beside the default's"
     add("--samples", type=stretches, nargs="+", default=[], metavar="SxR", help=what)
     add("--device", type=torch.device, help="cuda where there is a GPU, else cpu")
-    add("--output", type=Path, default=record.RESULTS / "patterns.jsonl")
     options = parser.parse_args(words)
     for name, least in dict(layers=1, rows=2, oracle_rows=2).items():
         if getattr(options, name) < least:

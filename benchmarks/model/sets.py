@@ -1,9 +1,9 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Mixed sets of documents, packed into samples as ``mtraining data prepare`` packs them.
+"""A mixed set of documents, packed into samples as ``mtraining data prepare`` packs them.
 
 Each kind of text is a dataset of its own in the blend. Lengths are those of real documents
 (``lengths.json``): source files of Python's standard library and of installed packages, C headers, API
-descriptions in JSON, speeches, chapters of a book. A set takes those within its ranges of length, so that
+descriptions in JSON, speeches, chapters of a book. The set takes those within two ranges of length, so that
 each range has its share of the tokens; where a kind has too few in a range, those of all kinds.
 """
 
@@ -34,39 +34,10 @@ class Range(NamedTuple):
     share: float
 
 
-class MixedSet(NamedTuple):
-    """A set: the length of samples, and of documents."""
-
-    seq_length: int
-    ranges: tuple[Range, ...]
-    what: str
-
-
-def _octaves(low: int, high: int) -> tuple[Range, ...]:
-    """Equal shares of the tokens in each power of two of length."""
-    edges = [low]
-    while edges[-1] * 2 < high:
-        edges.append(edges[-1] * 2)
-    edges.append(high)
-    share = 1 / (len(edges) - 1)
-    return tuple(Range(a, b, share) for a, b in zip(edges, edges[1:]))
-
-
 K = 1024
-SETS = {
-    "bimodal": MixedSet(
-        64 * K,
-        (Range(128, 4 * K, 0.5), Range(16 * K, 64 * K, 0.5)),
-        "half of the tokens in documents under 4K, half in documents over 16K",
-    ),
-    "8K-72K": MixedSet(72 * K, (Range(8 * K, 72 * K, 1.0),), "documents of 8K to 72K"),
-    "long-tailed": MixedSet(
-        128 * K, (Range(128, 128 * K, 1.0),), "documents as long as they are, up to 128K"
-    ),
-    "to 256K": MixedSet(
-        256 * K, _octaves(1 * K, 256 * K), "equally many tokens in each power of two, 1K to 256K"
-    ),
-}
+SEQ_LENGTH = 64 * K
+RANGES = (Range(128, 4 * K, 0.5), Range(16 * K, 64 * K, 0.5))
+"""Half of the tokens in documents under 4K, half in documents over 16K."""
 
 
 class PackedSet(NamedTuple):
@@ -113,15 +84,12 @@ def draw_lengths(
     return found
 
 
-def ranges_at(name: str, seq_length: int) -> tuple[Range, ...]:
-    """The ranges of a set whose samples are made shorter or longer, in proportion."""
-    chosen = SETS[name]
-    if seq_length == chosen.seq_length:
-        return chosen.ranges
-    ratio = seq_length / chosen.seq_length
+def ranges_at(seq_length: int) -> tuple[Range, ...]:
+    """The ranges of documents where samples are shorter or longer, in proportion."""
+    ratio = seq_length / SEQ_LENGTH
     return tuple(
         Range(max(16, round(low * ratio)), round(high * ratio), share)
-        for low, high, share in chosen.ranges
+        for low, high, share in RANGES
     )
 
 

@@ -47,7 +47,6 @@ VOCABULARY = 151936
 """Of that recipe without a converted model."""
 NOTHING = 1e-9
 """A share of attention mass that moves no price, but lets ranks report their times."""
-OUTPUT = record.RESULTS / "sparsebalance.jsonl"
 LINE = re.compile(
     r"\[mtraining\] iteration (\d+) \| attention of the slowest rank: measured (\S+) ms \(max/mean (\S+), "
     r"idle (\S+)%\)(?: \| predicted (\S+) ms)?"
@@ -77,7 +76,7 @@ def write_set(folder: Path, options) -> None:
             tokens = texts.Texts({kind: found[kind] for kind in found.files}, seed=options.seed)
         kinds = tuple(kind for kind in sets.KINDS if kind in tokens.streams)
     count = options.iterations * options.batch + 2 * len(kinds)
-    ranges = sets.ranges_at(options.set, options.seq)
+    ranges = sets.ranges_at(options.seq)
     packed = sets.pack(ranges, options.seq, count, options.seed, kinds)
     end = options.vocabulary - 1
     dtype = np.uint16 if options.vocabulary <= 2**16 else np.int32
@@ -104,7 +103,7 @@ def prefixes(options) -> list[Path]:
     """The datasets of the set, written if they are not there."""
     texts_of = options.cache.stem if options.cache else "random"
     size = f"{options.seq}-{options.batch}-{options.iterations}-{options.seed}"
-    folder = options.folder / f"{options.set}-{texts_of}-{size}".replace(" ", "-")
+    folder = options.folder / f"bimodal-{texts_of}-{size}"
     if not folder.is_dir():
         write_set(folder, options)
     return [path.with_suffix("") for path in sorted(folder.glob("*.idx"))]
@@ -149,7 +148,7 @@ def run(options) -> dict:
     kept = ("density", "recall", "max_alloc_gb", "losses", "weights", "versions", "layers")
     dp = options.gpus // options.cp
     return dict(
-        source="ranks", set=options.set, gpus=options.gpus, dp=dp, cp=options.cp, pp=1,
+        source="ranks", set="bimodal", gpus=options.gpus, dp=dp, cp=options.cp, pp=1,
         microbatches=options.batch // dp, waits="step", mode=options.mode, price=options.price,
         slash_cap=options.slash_cap, max_mass=options.mass, seq=options.seq, seed=options.seed,
         model=options.name or pretrain.model_of(options.script),
@@ -171,15 +170,13 @@ def vocabulary_of(weights: Path) -> int | None:
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Options that can work; else ends with what is wrong."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__, "sparsebalance.jsonl")
     add = parser.add_argument
     add("megatron", type=Path)
     add("--mode", choices=list(MODES), required=True)
     add("--folder", type=Path, required=True, help="keeps the datasets, which modes share")
-    add("--set", choices=list(sets.SETS), default="bimodal")
-    add("--seq", type=int, help="tokens of a sample, and all lengths in proportion")
+    add("--seq", type=int, default=sets.SEQ_LENGTH,
+        help="tokens of a sample, and all lengths in proportion (%(default)s)")  # fmt: skip
     add("--gpus", type=int, default=4)
     add("--cp", type=int, default=1)
     add("--batch", type=int, default=16, help="samples of a step")
@@ -199,10 +196,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--cache", type=Path, help="tokens of texts by kind (default: random tokens)")
     add("--seed", type=int, default=1)
     add("--log", type=Path, help="keep Megatron's log here")
-    add("--output", type=Path, default=OUTPUT)
     # What this does not know goes to Megatron.
     options, options.more = parser.parse_known_args(words)
-    options.seq = options.seq or sets.SETS[options.set].seq_length
     options.megatron, options.folder = options.megatron.resolve(), options.folder.resolve()
     if not (options.megatron / "pretrain_gpt.py").is_file():
         parser.error(f"there is no pretrain_gpt.py in {options.megatron}")

@@ -1,11 +1,9 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-r"""Conversion: time, peak memory, whether every tensor comes back, and logits of both sides, without a GPU.
-Rows go to ``results/convert.jsonl``.
+"""Conversion: time, peak memory, and whether every tensor comes back, without a GPU. Rows go to
+``results/convert.jsonl``. (``mtraining convert verify`` compares logits.)
 
     python -m benchmarks.tools.convert time --shape qwen2.5-3b          random weights, made on disk
     python -m benchmarks.tools.convert time --model HF_FOLDER --name NAME
-    python -m benchmarks.tools.convert verify --model HF_FOLDER CHECKPOINT --name NAME [--seq N] \
-        [--text FILE ...]
 
 ``time`` takes disk for the model twice: one that was made is deleted once it is converted, and digests of
 its tensors are kept. ``--layers`` takes fewer layers of a shape, where the whole has no room. Each conversion
@@ -15,12 +13,10 @@ it has mapped).
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import multiprocessing
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -140,7 +136,7 @@ def times(options) -> dict:
     """There and back of one model."""
     with tempfile.TemporaryDirectory(prefix="convert-", dir=options.folder) as name:
         root = Path(name)
-        source = options.model[0].resolve() if options.model else root / "hf"
+        source = options.model.resolve() if options.model else root / "hf"
         if not options.model:
             config = config_of(options.shape, options.layers, options.dtype)
             apart(make, source, config, options.shard_bytes)
@@ -179,88 +175,35 @@ def times(options) -> dict:
     return row
 
 
-def verified(options) -> dict:
-    """The logits of both sides."""
-    with tempfile.TemporaryDirectory(prefix="convert-") as name:
-        output = Path(name) / "found.json"
-        words = ["verify", *(folder.resolve() for folder in options.model), "--output", output]
-        words += ["--dtype", options.dtype, "--seq", options.seq]
-        if options.device:
-            words += ["--device", options.device]
-        if options.text:
-            words += ["--text", *(file.resolve() for file in options.text)]
-        seconds, peak = converted(*words)
-        found = json.loads(output.read_text())
-    text = [file.name for file in options.text] or [
-        f"argparse.py of Python {platform.python_version()}"
-    ]
-    return dict(
-        what="verify",
-        model=options.name or options.model[0].name,
-        dtype=options.dtype,
-        text=text,
-        seconds=round(seconds, 2),
-        peak_bytes=peak,
-        **found,
-    )
-
-
-def line(row: dict) -> str:
-    if row["what"] == "verify":
-        whole = row["all"]
-        return (
-            f"{row['model']}: {row['tokens']} tokens in {row['seconds']:.0f} s, largest difference "
-            f"{whole['max']:.2e}, top-1 {whole['top1']:.3%}, perplexities "
-            f"{whole['perplexity_hugging_face']:.5f} and {whole['perplexity_megatron']:.5f}"
-        )
-    ways = ", ".join(
-        f"{way.replace('_', '-')} {row[way]['seconds']:.1f} s and {row[way]['peak_bytes'] / GB:.2f} GB"
-        for way in ("hf_to_megatron", "megatron_to_hf")
-    )
-    same = "bit-identical" if row["identical"] else "NOT the same"
-    return f"{row['model']}, {row['layers']} layers, {row['bytes'] / GB:.2f} GB: {ways}, {same}"
-
-
 def parse(words=None):
     from megatron_mtraining.tools.convert.command import size
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=("time", "verify"))
+    parser = record.parser(__doc__, "convert.jsonl")
+    parser.add_argument("what", choices=("time",))
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--layers", type=int, help="fewer of them (default: the shape's)")
-    parser.add_argument("--model", type=Path, nargs="+", default=[])
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder")
     parser.add_argument("--name", help="what the row calls the model")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"),
-        help="of weights that are made, or to compute in (default: bfloat16, float32)",
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16",
+        help="of weights that are made (%(default)s)",
     )  # fmt: skip
     parser.add_argument("--shard-bytes", type=size, default="4GB", metavar="SIZE")
-    parser.add_argument("--seq", type=int, default=8192)
-    parser.add_argument("--text", type=Path, nargs="+", default=[])
-    parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--folder", type=Path, help="where there is room (default: that of TMPDIR)")
-    parser.add_argument("--output", type=Path, default=record.RESULTS / "convert.jsonl")
     options = parser.parse_args(words)
-    if options.what == "verify" and len(options.model) != 2:
-        parser.error("verify: give --model the Hugging Face folder and the checkpoint")
-    if options.what == "time" and (
-        len(options.model) > 1 or bool(options.model) == bool(options.shape)
-    ):
-        parser.error("time: give --shape, or --model with one Hugging Face folder")
+    if bool(options.model) == bool(options.shape):
+        parser.error("give --shape, or --model")
     if options.layers is not None and options.layers < 1:
         parser.error(f"--layers {options.layers}: use 1 or more")
-    options.dtype = options.dtype or ("bfloat16" if options.what == "time" else "float32")
     return options
 
 
 def main() -> int:
     options = parse()
-    row = (times if options.what == "time" else verified)(options)
-    print(line(row), flush=True)
+    row = times(options)
+    print(json.dumps(row), flush=True)
     record.append(options.output, [row])
-    return 0 if row.get("identical", True) else 1
+    return 0 if row["identical"] else 1
 
 
 if __name__ == "__main__":

@@ -127,14 +127,6 @@ def compared(options: argparse.Namespace, task: str) -> dict:
     }
 
 
-def line(row: dict) -> str:
-    counts = ", ".join(f"{row[f'same_{name}']} {name}" for name in ("prompts", "answers", "scores"))
-    return (
-        f"{row['task']}: of {row['samples']} samples the same {counts}; mean score {row['score']:g}, "
-        f"lm-eval {row['score_lm_eval']:g}"
-    )
-
-
 def agrees(row: dict) -> bool:
     """Whether every sample has the same prompt, answer and score on both sides."""
     counts = {row[f"same_{name}"] for name in ("prompts", "answers", "scores")}
@@ -144,9 +136,7 @@ def agrees(row: dict) -> bool:
 def parse(words=None) -> argparse.Namespace:
     from megatron_mtraining.tools.eval.tasks import RULER_FILES, RULER_TASKS
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
     parser.add_argument("--name", help="what the rows call the model (the folder's name)")
     what = "those to run (all; without --data those that need none)"
@@ -174,7 +164,8 @@ def main(words=None) -> int:
     options.folder = options.folder.resolve()
     options.data = options.data and options.data.resolve()
     for row in map(partial(compared, options), options.tasks):
-        print(line(row), flush=True)
+        names = ("same_prompts", "same_answers", "same_scores", "score", "score_lm_eval")
+        print(record.line(row, "task", "samples", *names), flush=True)
         record.append(options.output, [row])
         differs |= not agrees(row)
     return int(differs)

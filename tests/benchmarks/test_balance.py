@@ -21,7 +21,7 @@ SHAPES = [(4, 1), (1, 4), (2, 4)]
 def chosen():
     """Distances and columns of three heads."""
     torch.manual_seed(3)
-    distances, picked = balance.workloads.draw_few_far(SEQ, 3, 4, 40)
+    distances, picked = balance.workloads.draw_pattern(SEQ, 3, 0.3, 40)
     picked[0, 1, 7:] = SEQ  # a head with fewer columns
     return distances, picked
 

@@ -8,10 +8,8 @@ import time
 
 import pytest
 
-from benchmarks.hosts import four, host_runs
-from benchmarks.hosts.host import FULL, Host, Job
-from benchmarks.hosts.host_runs import States
-from benchmarks.hosts.training_jobs import slash_cap
+from benchmarks.hosts import four
+from benchmarks.hosts.host_jobs import Job, jobs_of, slash_cap
 from benchmarks.lib import jobs as lib_jobs
 from benchmarks.model import layouts
 from benchmarks.sparsebalance import ranks
@@ -20,15 +18,25 @@ HERE = dict(gpu="a GPU", commit="abc", torch="2", triton="3", command="python")
 
 
 @pytest.fixture
-def host(tmp_path):
+def options(tmp_path):
     core = tmp_path / "Megatron-LM/megatron/core"
     core.mkdir(parents=True)
     (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\nPATCH = 1\n")
     (tmp_path / "Megatron-LM/pretrain_gpt.py").touch()
     (tmp_path / "out").mkdir()
-    return Host(
-        4, "cuda", FULL, tmp_path / "out", tmp_path / "scratch", tmp_path / "Megatron-LM", True
-    )
+    words = ["--megatron", tmp_path / "Megatron-LM", "--output-folder", tmp_path / "out", "--list"]
+    found = four.parse(list(map(str, words)))
+    found.has_te, found.local = True, False
+    return found
+
+
+def test_jobs_have_names_of_their_own_and_come_after_what_they_need(options):
+    names = [(job.stage, job.name) for job in jobs_of(options)]
+    assert len(names) == len(set(names)) > 40
+    for at, job in enumerate(jobs_of(options)):
+        assert job.needs is None or (job.stage, job.needs) in names[:at]
+    options.job = ["512K, dense"]
+    assert [job.name for job in jobs_of(options)] == ["data", "512K, dense"]
 
 
 def test_random_weights_get_the_frontier_s_density_from_a_cap():
@@ -38,40 +46,48 @@ def test_random_weights_get_the_frontier_s_density_from_a_cap():
         assert kept / (blocks * (blocks + 1) / 2) == pytest.approx(0.145, abs=0.002)
 
 
-def test_it_goes_on_after_a_failure_and_in_the_next_call(host, capsys):
+def test_it_goes_on_after_a_failure_and_in_the_next_call(options, capsys):
     def fake(name, code, seconds=1.0, **more):
-        rows = (dict(name=name),)
-        return Job("layer", name, seconds, ("-c", code), file="rows.jsonl", rows=rows, **more)
+        return Job("layer", name, seconds, ["-c", code], "rows.jsonl", **more)
 
-    def writes(name, commit="abc"):
-        row = json.dumps(dict(name=name, gpu="a GPU", commit=commit)) + "\n"
-        return f"open({str(host.folder / 'rows.jsonl')!r}, 'a').write({row!r})"
-
-    states = States(host, HERE)
+    row = json.dumps(dict(name="a row")) + "\n"
+    writes = f"open({str(options.output_folder / 'rows.jsonl')!r}, 'a').write({row!r})"
+    states = four.States(options, HERE)
     todo = [
-        fake("good", writes("good")),
+        fake("good", writes),
         fake("bad", "raise ValueError('no such thing')"),
-        fake("late", writes("late"), 1000),
-        fake("after", writes("after"), needs=("bad",)),
-        fake("other commit", writes("other commit", commit="xyz")),
-        fake("next", writes("next")),
+        fake("late", writes, 1000),
+        fake("after", writes, needs="bad"),
+        fake("no row", ""),
+        fake("next", writes, needs="good"),
     ]
     deadline = lib_jobs.Deadline(None, 1.0)
     deadline.end = time.monotonic() + 300
-    host_runs.run_all(todo, states, deadline)
-    assert [job.name for job in todo if not states.missing(job)] == ["good", "next"]
-    assert states.failure(todo[1]) == "ValueError: no such thing"
-    assert "without 1 of its rows" in states.failure(todo[4])
+    four.run_all(todo, states, deadline)
+    found = [states.status(job) for job in todo]
+    assert found == ["done", "failed", "missing", "missing", "failed", "done"]
+    why = [states.of(todo[at])[-1]["why"] for at in (1, 4)]
+    assert why == ["ValueError: no such thing", "it ended without a row"]
     # The next call has more time; what has failed is not run again.
     capsys.readouterr()
     deadline.end = time.monotonic() + 3000
-    host_runs.run_all(todo, states, deadline)
-    assert capsys.readouterr().out.count("layer: ") == 1 and not states.missing(todo[2])
-    assert four.show(todo, states, True, 9) == 1
-    # Rows of another GPU or commit do not count, unless they are said to.
-    assert States(host, dict(HERE, gpu="another")).missing(todo[0])
-    assert States(host, dict(HERE, commit="later")).missing(todo[0])
-    assert not States(host, dict(HERE, commit="later"), commits=["abc"]).missing(todo[0])
+    four.run_all(todo, states, deadline)
+    assert capsys.readouterr().out.count("layer: ") == 1 and states.status(todo[2]) == "done"
+    assert four.show(todo, states, True) == 1
+    # What another GPU or commit has done does not count, unless it is said to.
+    assert four.States(options, dict(HERE, gpu="another")).status(todo[0]) == "missing"
+    later = four.States(options, dict(HERE, commit="later"))
+    assert later.status(todo[0]) == "missing"
+    options.commit = ["abc"]
+    assert later.status(todo[0]) == "done"
+
+
+def test_a_job_that_does_not_end_is_stopped(options):
+    states = four.States(options, HERE)
+    job = Job("layer", "long", 1.0, ["-c", "import time; time.sleep(60)"], "")
+    four.run([job], states, time.monotonic() + 1)
+    assert states.status(job) == "missing" and states.of(job)[-1]["status"] == "stopped"
+    assert states.seconds(job) == pytest.approx(1.5 * states.of(job)[-1]["seconds"])
 
 
 def test_figures_of_a_log_of_ranks():
@@ -89,10 +105,17 @@ def test_figures_of_a_log_of_ranks():
         ranks.figures(log, 3)
 
 
-def test_losses_are_compared_with_the_layout_they_should_have(host, monkeypatch, capsys):
-    output = host.folder / "layouts.jsonl"
+def test_losses_are_compared_with_the_layout_they_should_have(options, monkeypatch, capsys):
+    output = options.output_folder / "layouts.jsonl"
     monkeypatch.setenv("MTRAINING_COMMIT", "abc")
-    words = [str(host.megatron), "--folder", str(host.scratch), "--output", str(output), "--layout"]
+    words = [
+        str(options.megatron),
+        "--folder",
+        str(options.scratch),
+        "--output",
+        str(output),
+        "--layout",
+    ]
     with pytest.raises(SystemExit):
         layouts.main([*words, "CP 2"])
     assert "is compared with 'CP 1', which has no row" in capsys.readouterr().err

@@ -45,15 +45,14 @@ def test_texts_are_cut_in_order():
 
 
 def test_sets_are_packed_to_the_last_token():
-    chosen = sets.SETS["bimodal"]
-    packed, again = (sets.pack(chosen.ranges, chosen.seq_length, 60, 1) for _ in range(2))
+    packed, again = (sets.pack(sets.RANGES, sets.SEQ_LENGTH, 60, 1) for _ in range(2))
     assert len(packed.documents) >= 55 and (again.datasets == packed.datasets).all()
     assert all(each.sum() == packed.seq_length for each in packed.documents)
     assert all((a == b).all() for a, b in zip(again.documents, packed.documents))
 
 
 def test_a_set_has_its_share_of_tokens_in_each_range():
-    ranges, rng = sets.SETS["bimodal"].ranges, np.random.default_rng(0)
+    ranges, rng = sets.ranges_at(sets.SEQ_LENGTH), np.random.default_rng(0)
     drawn = np.array(sets.draw_lengths("code", ranges, 20_000_000, sets.real_lengths(), rng))
     short = drawn[drawn <= 4096].sum() / drawn.sum()
     assert short == pytest.approx(0.5, abs=0.05)
