@@ -15,7 +15,7 @@ from megatron_mtraining.megatron.batch import slice_batch
 from megatron_mtraining.megatron.inputs import check_mask, check_parts
 from megatron_mtraining.megatron.packed_documents import packed_seq_params_of
 from megatron_mtraining.visibility import VisibleRanges
-from tests.support.gpt_worker import CASES, build, draw_batch, start
+from tests.support.gpt_models import build, draw_batch, start
 from tests.support.megatron_cases import BATCH_SEQUENCE, BLOCK, make, operands, whole_batch
 from tests.support.ranks import run_ranks
 
@@ -51,9 +51,11 @@ def said(call, *args, **kwargs) -> str:
 
 
 def layouts_that_a_model_meets(rank, size):
-    start(size)
-    model = build(CASES["rope"], ours=True, cp_size=size)
-    batch = {name: value[:1] for name, value in draw_batch(False).items()}
+    start(context_parallel_size=size)
+    model = build(
+        dict(block_size=BLOCK, slash=BATCH_SEQUENCE, vertical=0), dict(context_parallel_size=size)
+    )
+    batch = draw_batch(1, BATCH_SEQUENCE)
     one = [BATCH_SEQUENCE]
     errors = {}
     for name, lengths, params in (

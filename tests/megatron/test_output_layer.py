@@ -1,9 +1,8 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The loss in chunks in megatron-core's GPTModel, and where it is refused."""
+"""The output layer with the loss in chunks: which models and runs have it, and where it is refused."""
 
 import copy
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,19 +15,7 @@ from megatron_mtraining import ConfigError
 from megatron_mtraining.megatron import output_layer
 from megatron_mtraining.megatron.arguments import ArgumentsError
 from megatron_mtraining.megatron.options import config_from_args
-from tests.support import loss_worker
 from tests.support.megatron_cases import check, parse
-from tests.support.ranks import run_script
-
-WORKER = Path(loss_worker.__file__)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_losses_and_gradients_are_megatron_s(size):
-    run = run_script(size, WORKER)
-    assert run.returncode == 0, run.stdout[-4000:]
-    done = [line for line in run.stdout.splitlines() if line.startswith("ok: ")]
-    assert len(done) == sum(case["ranks"] == size for case in loss_worker.CASES), run.stdout
 
 
 class Model(GPTModel):
@@ -130,38 +117,34 @@ def test_loss_chunk_on_the_command_line():
     words = ["--mtraining-loss-chunk", "100"]  # which need not divide anything
     check(args := parse(*words))
     assert config_from_args(args).loss_chunk == 100
-    for name, given in {
-        "config_logger_dir": "--config-logger-dir is logs",
-        "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute is True",
-        "logit_dtype": "--output-logit-dtype is fp32",
-        "save_dgrads_interval": "--save-dgrads-interval is 10",
-        "export_kd_teacher_load": "--export-kd-teacher-load is teacher",
-        "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards is 2",
-    }.items():
-        value = {"True": True, "2": 2, "10": 10}.get(given.split()[-1], given.split()[-1])
-        with pytest.raises(ArgumentsError, match=f"chunk is 100, but {given}.*-chunk 0"):
-            check(parse(*words, **{name: value}))
-        check(parse("--mtraining-loss-chunk", "0", **{name: value}))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "logits_save_dir",
-        "logits_load_dir",
-        "save_activations_interval",
-        "save_dgrads_interval",
-        "export_kd_teacher_load",
-    ],
-)
-def test_hooks_of_the_output_layer_get_logits(name, monkeypatch):
-    """Megatron's distillation takes what the output layer returns, which in chunks are losses."""
-    option = "--" + name.replace("_", "-")
-    args = parse(context_parallel_size=1, **{name: "logits"})
-    monkeypatch.setattr(output_layer, "training_arguments", lambda: args)
-    with pytest.warns(UserWarning, match=f"all tokens are held at once, as {option} is logits"):
-        output_layer.chunk_loss(model := Model(linear()), None)
-    assert type(model.output_layer) is ColumnParallelLinear
-    asked = parse("--mtraining-loss-chunk", "64", context_parallel_size=1, **{name: "logits"})
-    with pytest.raises(ArgumentsError, match=f"--mtraining-loss-chunk is 64, but {option} is"):
-        check(asked)
+IN_HOOKS = {
+    "logits_save_dir": "--logits-save-dir is logits",
+    "logits_load_dir": "--logits-load-dir is logits",
+    "save_activations_interval": "--save-activations-interval is 10",
+    "save_dgrads_interval": "--save-dgrads-interval is 10",
+    "export_kd_teacher_load": "--export-kd-teacher-load is logits",
+}
+"""Megatron's options that take what the output layer returns, which in chunks are losses."""
+ALL_LOGITS = {
+    "config_logger_dir": "--config-logger-dir is logs",
+    "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute is True",
+    "logit_dtype": "--output-logit-dtype is fp32",
+    "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards is 2",
+}
+
+
+@pytest.mark.parametrize("name", [*ALL_LOGITS, *IN_HOOKS])
+def test_options_that_need_all_logits(name, monkeypatch):
+    said = {**ALL_LOGITS, **IN_HOOKS}[name]
+    value = {"True": True, "2": 2, "10": 10}.get(said.split()[-1], said.split()[-1])
+    given = {"context_parallel_size": 1, name: value}
+    with pytest.raises(ArgumentsError, match=f"--mtraining-loss-chunk is 64, but {said}.*-chunk 0"):
+        check(parse("--mtraining-loss-chunk", "64", **given))
+    check(parse("--mtraining-loss-chunk", "0", **given))
+    if name in IN_HOOKS:
+        monkeypatch.setattr(output_layer, "training_arguments", lambda: parse(**given))
+        with pytest.warns(UserWarning, match=f"all tokens are held at once, as {said}"):
+            output_layer.chunk_loss(model := Model(linear()), None)
+        assert type(model.output_layer) is ColumnParallelLinear
