@@ -48,11 +48,7 @@ def kinds_of(datasets, longest) -> np.ndarray:
 
 
 class DensityEstimates:
-    """Density and recall by kind, at the untuned price: exponential moving averages over steps.
-
-    Attributes:
-        ignored: observations left out so far because a number in them was not finite.
-    """
+    """Density and recall by kind, at the untuned price: exponential moving averages over steps."""
 
     def __init__(
         self,
@@ -63,11 +59,8 @@ class DensityEstimates:
         self._prior = prior_density, prior_recall
         self._prior_elasticity = prior_elasticity
         self._kinds: dict[tuple[int, int], list[float]] = {}  # density, recall, steps
-        self._slope = [
-            0.0,
-            0.0,
-        ]  # sums of x y and x x, x and y being logarithms of multiplier and density
-        self.ignored = 0
+        # Sums of x y and x x, x and y being logarithms of multiplier and density.
+        self._slope = [0.0, 0.0]
 
     @property
     def elasticity(self) -> float:
@@ -84,8 +77,9 @@ class DensityEstimates:
         """Expected recall, as :meth:`density`."""
         return self._look_up(kinds, 1)
 
-    def observe(self, kinds, density, recall, multipliers=None, weights=None) -> int:
-        """Update the estimates with the observations of a step.
+    def observe(self, kinds, density, recall, multipliers=None, weights=None) -> None:
+        """Update the estimates with the observations of a step. Micro-batches whose density, recall or
+        multiplier is not finite or out of range change none.
 
         Args:
             kinds: kinds of the samples of each micro-batch, ``[..., mbs, 2]``.
@@ -94,10 +88,6 @@ class DensityEstimates:
             multipliers: by which the price of each micro-batch was multiplied, ``[...]``; None for 1.
             weights: weights of the samples, for example their visible pairs, ``[..., mbs]``; None: equal
                 weights.
-
-        Returns:
-            The number of micro-batches that were left out, because density, recall or multiplier was not
-            finite or out of range. They change no estimate.
         """
         kinds = np.asarray(kinds)
         density = np.asarray(density, np.float64).ravel()
@@ -114,10 +104,8 @@ class DensityEstimates:
             valid = (density > 0) & (density <= 1.001) & (recall >= 0) & (recall <= 1.001)
             valid &= np.isfinite(moved) & (moved > 0)
         valid &= np.isfinite(shares).all(1)
-        left_out = int((~valid).sum())
-        self.ignored += left_out
-        if left_out == len(valid):
-            return left_out
+        if not valid.any():
+            return
         kinds, shares = kinds[valid], shares[valid]
         density, recall, moved = (each[valid] for each in (density, recall, moved))
         self._observe_slope(kinds, shares, density, moved)
@@ -132,7 +120,6 @@ class DensityEstimates:
             now[2] += 1
             rate = max(RATE, 1 / now[2])
             now[:2] = [old + rate * (new - old) for old, new in zip(now, means)]
-        return left_out
 
     def _observe_slope(self, kinds, shares, density, moved) -> None:
         """Update the elasticity with micro-batches of known kinds whose price was moved."""
@@ -169,12 +156,7 @@ class DensityEstimates:
     def state(self) -> dict[str, Any]:
         """Plain numbers in dicts and lists, for a checkpoint."""
         kinds = [[*kind, *values] for kind, values in sorted(self._kinds.items())]
-        return {
-            "version": VERSION,
-            "kinds": kinds,
-            "slope": list(self._slope),
-            "ignored": self.ignored,
-        }
+        return {"version": VERSION, "kinds": kinds, "slope": list(self._slope)}
 
     def restore(self, state) -> None:
         """Continue from the result of :meth:`state`.
@@ -191,8 +173,7 @@ class DensityEstimates:
             }
             xy, xx = map(float, state["slope"])
             numbers = [xy, xx, *(number for values in kinds.values() for number in values)]
-            ignored = int(state["ignored"])
-            if not all(map(math.isfinite, numbers)) or xx < 0 or ignored < 0:
+            if not all(map(math.isfinite, numbers)) or xx < 0:
                 raise ValueError
             if not all(0 < d <= 1 and 0 <= r <= 1.01 and n >= 1 for d, r, n in kinds.values()):
                 raise ValueError
@@ -201,4 +182,4 @@ class DensityEstimates:
                 "the checkpoint's estimates of density (mtraining_balance_reached) cannot be read: they are "
                 f"not of version {VERSION}, or damaged"
             ) from None
-        self._kinds, self._slope, self.ignored = kinds, [xy, xx], ignored
+        self._kinds, self._slope = kinds, [xy, xx]

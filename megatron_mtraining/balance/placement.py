@@ -12,7 +12,7 @@ import heapq
 
 import numpy as np
 
-from ..errors import ConfigError, check_whole
+from ..errors import ConfigError
 
 LEVELS = 1 << 16
 """Costs are rounded to this many levels of the largest. The last bits of a cost may differ between
@@ -25,32 +25,26 @@ FEW = 64
 
 def megatron_order(dp_size: int, num_microbatches: int, micro_batch_size: int) -> np.ndarray:
     """Megatron's own placement: positions in the global batch, int64 ``[M, dp, mbs]``."""
-    _check_sizes(dp_size, num_microbatches, micro_batch_size)
     shape = (num_microbatches, dp_size, micro_batch_size)
     return np.arange(np.prod(shape), dtype=np.int64).reshape(shape)
 
 
-def place(
-    costs, dp_size: int, num_microbatches: int, micro_batch_size: int, *, per_microbatch: bool
-) -> np.ndarray:
+def place(costs, dp_size: int, num_microbatches: int, micro_batch_size: int) -> np.ndarray:
     """Place the samples of a global batch so that ranks have equal sums of costs.
 
-    Micro-batches of a rank are in descending order of cost, so micro-batch k has a similar cost on all ranks.
+    Micro-batches of a rank are in descending order of cost, so micro-batch k has a similar cost on all ranks:
+    experts make ranks wait for each other in each micro-batch.
 
     Args:
         costs: the cost of each sample of the global batch, ``[M * dp * mbs]``, in any unit, finite, 0 or
             more.
-        per_microbatch: ranks wait for each other in each micro-batch (expert parallelism). Placement then
-            first minimizes the sum over micro-batches of the largest cost of any rank, and then balances the
-            sums of the ranks.
 
     Returns:
         Positions in the global batch, each once: int64 ``[M, dp, mbs]``. Equal costs give equal results.
 
     Raises:
-        ConfigError: sizes that are no counts, another number of costs, or a cost that is not finite.
+        ConfigError: another number of costs, or a cost that is negative or not finite.
     """
-    _check_sizes(dp_size, num_microbatches, micro_batch_size)
     costs = np.asarray(costs, np.float64)
     number = dp_size * num_microbatches * micro_batch_size
     if costs.shape != (number,):
@@ -65,23 +59,11 @@ def place(
             "of 0 or more"
         )
     levels = _levels(costs)
-    if per_microbatch:
-        return _by_microbatch(levels, dp_size, num_microbatches, micro_batch_size)
     ranks = _by_rank(levels, dp_size)
     bins = _even_bins(levels, ranks, num_microbatches)
     sums = levels[bins].sum(2)
     order = np.argsort(-sums, axis=1, kind="stable")
     return np.ascontiguousarray(np.take_along_axis(bins, order[:, :, None], 1).transpose(1, 0, 2))
-
-
-def _check_sizes(dp_size: int, num_microbatches: int, micro_batch_size: int) -> None:
-    sizes = dict(
-        dp_size=dp_size, num_microbatches=num_microbatches, micro_batch_size=micro_batch_size
-    )
-    check_whole(**sizes)
-    for name, size in sizes.items():
-        if size < 1:
-            raise ConfigError(f"{name} is {size}: use 1 or more")
 
 
 def _levels(costs: np.ndarray) -> np.ndarray:
@@ -183,51 +165,3 @@ def _even_bins(levels: np.ndarray, groups: np.ndarray, num_bins: int) -> np.ndar
             sums, emptiest, np.take_along_axis(sums, emptiest, 1) + levels[samples], 1
         )
     return bins
-
-
-def _by_microbatch(
-    levels: np.ndarray, dp_size: int, num_microbatches: int, micro_batch_size: int
-) -> np.ndarray:
-    """Placement by micro-batch: micro-batches of similar cost run at the same time.
-
-    Micro-batches in descending order are cut into groups of ``dp``, which minimizes the sum of the groups'
-    maxima. The rank of each micro-batch within its group does not change this sum; it is selected to balance
-    the sums of the ranks. Micro-batches of several samples are filled evenly, from all samples or within a
-    group: the better of both.
-    """
-    ordered = _descending(levels)
-    found = []
-    for cut in (1, num_microbatches):
-        rows = _even_bins(levels, ordered.reshape(cut, -1), num_microbatches * dp_size // cut)
-        bins = rows.reshape(-1, micro_batch_size)
-        sums = levels[bins].sum(1)
-        groups = _descending(sums).reshape(num_microbatches, dp_size)
-        found.append((int(sums[groups[:, 0]].sum()), bins, sums, groups))
-    _, bins, sums, groups = min(found, key=lambda each: each[0])
-    placed: np.ndarray = np.empty((num_microbatches, dp_size), np.int64)
-    total: np.ndarray = np.zeros(dp_size, np.int64)
-    for group, micro_batch in zip(placed, groups):
-        group[np.argsort(total, kind="stable")] = micro_batch
-        total += sums[group]
-    for _ in range(PASSES):
-        if not _swap_columns(sums, placed):
-            break
-    return bins[placed]
-
-
-def _swap_columns(sums: np.ndarray, placed: np.ndarray) -> bool:
-    """As :func:`_swap`, between ranks of the same micro-batch number, in place: ``placed`` ``[M, dp]``."""
-    half = placed.shape[1] // 2
-    if half == 0:
-        return False
-    cost = sums[placed]
-    total = cost.sum(0)
-    by_sum = np.argsort(-total, kind="stable")
-    slow, fast = by_sum[:half], by_sum[::-1][:half]
-    gaps = total[slow] - total[fast]
-    left = np.abs(gaps - 2 * (cost[:, slow] - cost[:, fast]))
-    at = left.argmin(0)
-    better = left[at, np.arange(half)] < gaps
-    slow, fast, at = slow[better], fast[better], at[better]
-    placed[at, slow], placed[at, fast] = placed[at, fast], placed[at, slow]
-    return bool(better.any())

@@ -62,13 +62,11 @@ class PlanSizes:
 
     Attributes:
         dp_size, num_microbatches, micro_batch_size: of a global batch.
-        per_microbatch: ranks wait for each other in each micro-batch (expert parallelism).
     """
 
     dp_size: int
     num_microbatches: int
     micro_batch_size: int
-    per_microbatch: bool = False
 
     @property
     def samples(self) -> int:
@@ -110,7 +108,7 @@ def plan_step(
         order = megatron_order(*shape)
     elif batching in ("length", "cost"):
         costs = pairs if batching == "length" else predicted
-        order = place(costs, *shape, per_microbatch=sizes.per_microbatch)
+        order = place(costs, *shape)
     else:
         raise ConfigError(f"batching is {batching!r}: use off, length or cost")
     weights = pairs[order] / pairs[order].sum(-1, keepdims=True)

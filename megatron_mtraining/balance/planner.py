@@ -46,7 +46,6 @@ class Planner:
         predict: milliseconds by visible pairs and density; None predicts none.
         estimates: as they are before ``first_step``; :meth:`observe` changes them.
         lag: see :func:`lag_of`.
-        warn: called once with a text, if an observation is not finite or out of range.
     """
 
     def __init__(
@@ -60,14 +59,12 @@ class Planner:
         predict: Predict | None,
         estimates: DensityEstimates | None = None,
         lag: int = 3,
-        warn: Callable[[str], None] = lambda text: None,
     ):
         self.first_step, self.first_sample, self.num_samples = first_step, first_sample, num_samples
         self.sizes, self.batching, self.lag = sizes, batching, lag
         self.estimates = estimates or DensityEstimates()
         self.predict = predict
-        self._look_up, self._warn = look_up, warn
-        self._warned = False
+        self._look_up = look_up
         self._plans: dict[int, Future[StepPlan | None]] = {}
         # Plans before are made from priors alone.
         self._first_known = first_step + (0 if self.estimates.state()["kinds"] else lag)
@@ -138,13 +135,7 @@ class Planner:
         plan = self.begun(step)
         if plan is None:
             return
-        left_out = self.estimates.observe(plan.kinds, density, recall, multipliers, plan.pairs)
-        if left_out and not self._warned:
-            self._warned = True
-            self._warn(
-                f"density or recall of {left_out} of {plan.density.size} micro-batches of step {step + 1} is "
-                "not finite or not a share: estimates leave them out, these and later ones"
-            )
+        self.estimates.observe(plan.kinds, density, recall, multipliers, plan.pairs)
         self._start(step + self.lag)
         self._forget(step)
 

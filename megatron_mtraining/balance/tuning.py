@@ -28,10 +28,8 @@ if TYPE_CHECKING:
 FARTHEST = 16.0
 """The largest multiplier, and the inverse of the smallest: a power law does not hold farther out."""
 NEAR = 0.01
-"""A rank keeps its price if its time differs from the time of its group by at most this share: a change would
-cost mass and save almost no time."""
-BALANCED = 0.05
-"""A group is balanced if each of its times differs from its mean by at most this share."""
+"""A rank keeps its price if its time is at most this share from the time that it aims at: a change would cost
+mass and save almost no time."""
 _HALVINGS = 20
 Floats = NDArray[np.float64]
 LatencyOfDensity = Callable[[Floats], Floats]
@@ -45,68 +43,56 @@ class TunedStep:
         multipliers: multipliers of the price, float32 ``[M, dp]``; 1 where nothing changes.
         predicted_ms: attention time at the tuned prices, float64 ``[M, dp]``.
         mass: the share of attention mass given up (positive) or taken (negative), float64 ``[M, dp]``.
-        target_ms: the mean time of each group, float64 ``[G]``.
-        met: whether all groups are balanced at their mean.
     """
 
     multipliers: NDArray[np.float32]
     predicted_ms: Floats
     mass: Floats
-    target_ms: Floats
-    met: bool
 
 
-class Groups:
-    """The groups of times that are compared, because ranks wait for each other.
+class Group:
+    """The times that are compared, because ranks wait for each other.
 
-    By default, ranks wait for each other at the end of a step. The sums over their micro-batches are
-    compared.
+    By default, ranks wait for each other at the end of a step: a member of the group is a rank, and its
+    micro-batches are its cells, which run one after the other.
 
     Args:
         shape: ``M`` micro-batches and ``dp`` data-parallel ranks.
-        per_microbatch: they wait for each other in each micro-batch (expert parallelism).
-        pipeline: all micro-batches of all ranks are one group: a pipeline is as slow as its slowest
+        pipeline: each micro-batch of each rank is a member: a pipeline is as slow as its slowest
             micro-batch.
     """
 
-    def __init__(
-        self, shape: tuple[int, int], per_microbatch: bool = False, pipeline: bool = False
-    ):
-        self.shape = shape
-        self._kind = "pipeline" if pipeline else "microbatch" if per_microbatch else "step"
+    def __init__(self, shape: tuple[int, int], pipeline: bool = False):
+        self.shape, self.pipeline = shape, pipeline
 
     def split(self, cells: np.ndarray) -> np.ndarray:
-        """Values of micro-batches, ``[M, dp]``, as ``[G, members, cells]``: members of a group wait for each
-        other, and the cells of a member run one after the other."""
-        if self._kind == "step":
-            return cells.T[None]
-        return cells.reshape(1, -1, 1) if self._kind == "pipeline" else cells[..., None]
+        """Values of micro-batches, ``[M, dp]``, as ``[members, cells]``."""
+        return cells.reshape(-1, 1) if self.pipeline else cells.T
 
     def spread(self, members: np.ndarray) -> np.ndarray:
-        """A value of each member, ``[G, members]``, for each of its cells: ``[M, dp]``."""
-        if self._kind == "step":
-            return np.broadcast_to(members, self.shape)
-        return members.reshape(self.shape)
+        """A value of each member, ``[members]``, for each of its cells: ``[M, dp]``."""
+        if self.pipeline:
+            return members.reshape(self.shape)
+        return np.broadcast_to(members, self.shape)
 
     def slowest(self, times: np.ndarray) -> float:
-        """Attention time of a step in which every group waits for its slowest member.
+        """Attention time of a step whose members wait for the slowest.
 
         Args:
             times: times of micro-batches, ``[M, dp]``; values that are not finite count as 0.
         """
         of_members = self.split(np.where(np.isfinite(times), times, 0.0)).sum(-1)
-        rounds = self.shape[0] if self._kind == "pipeline" else 1
-        return float(of_members.max(-1).sum()) * rounds
+        return float(of_members.max()) * (self.shape[0] if self.pipeline else 1)
 
     def max_over_mean(self, times: np.ndarray) -> float:
-        """Sum of the groups' largest times / sum of their mean times; 1 if all times are 0.
+        """The largest time / the mean time; 1 if all times are 0.
 
         Args:
             times: as for :meth:`slowest`.
         """
         of_members = self.split(np.where(np.isfinite(times), times, 0.0)).sum(-1)
-        mean = of_members.mean(-1).sum()
-        return float(of_members.max(-1).sum() / mean) if mean > 0 else 1.0
+        mean = of_members.mean()
+        return float(of_members.max() / mean) if mean > 0 else 1.0
 
 
 def tune(
@@ -115,13 +101,12 @@ def tune(
     max_mass: float,
     price: float,
     *,
-    per_microbatch: bool,
     latency: LatencyOfDensity,
     pipeline: bool = False,
 ) -> TunedStep:
     """Multipliers of the price that bring the predicted attention times of a step together.
 
-    All times of a group aim at their mean. If the bound keeps a rank above it, the others stop at the time of
+    All times aim at their mean. If the bound keeps a rank above it, the others stop at the time of
     this rank: no rank gives up mass to be faster than the slowest. Predicted max/mean therefore never rises.
     Ranks without work and ranks whose predictions are not finite are not changed and do not count.
 
@@ -131,20 +116,20 @@ def tune(
         elasticity: elasticity of density to price, positive.
         max_mass: the largest share of attention mass that may be added to or taken from a micro-batch.
         price: the untuned price.
-        per_microbatch, pipeline: as for :class:`Groups`.
         latency: predicted attention time in ms, ``[M, dp]``, of densities ``[M, dp]``; rises with density.
+        pipeline: as for :class:`Group`.
 
     Returns:
         The result. Equal arguments give bitwise equal results.
     """
     density = np.asarray(plan.density, np.float64)
     recall = np.asarray(plan.recall, np.float64)
-    groups = Groups((len(density), density.shape[1]), per_microbatch, pipeline)
+    group = Group((len(density), density.shape[1]), pipeline)
     before = np.asarray(latency(density), np.float64)
     known = np.isfinite(before) & np.isfinite(density)
-    works = groups.split(known).all(-1) & (groups.split(np.where(known, before, 0.0)).sum(-1) > 0)
+    works = group.split(known).all(-1) & (group.split(np.where(known, before, 0.0)).sum(-1) > 0)
     can_move = np.isfinite(elasticity) and elasticity > 0 and np.isfinite(price) and price > 0
-    moves = groups.spread(works) & (before > 0) & (density > 0) & can_move
+    moves = group.spread(works) & (before > 0) & (density > 0) & can_move
     start = np.where(moves, density, 1.0)
     low, high = _limits(start, recall, elasticity if can_move else 1.0, max_mass, price, moves)
 
@@ -153,25 +138,17 @@ def tune(
 
     def times(logs: Floats) -> Floats:
         cells = np.asarray(latency(density_at(logs)), np.float64)
-        return groups.split(np.where(known, cells, 0.0)).sum(-1)
+        return group.split(np.where(known, cells, 0.0)).sum(-1)
 
     now, fastest = times(np.zeros_like(low)), times(high)
-    target = np.where(works, now, 0.0).sum(-1) / np.maximum(works.sum(-1), 1)
-    level = np.maximum(target, np.max(fastest, -1, where=works, initial=0.0))
-    level = np.minimum(level, np.max(now, -1, where=works, initial=0.0))
-    logs = _meet(now, level[:, None], works, low, high, times, groups)
+    target = np.where(works, now, 0.0).sum() / max(works.sum(), 1)
+    level = max(target, np.max(fastest, where=works, initial=0.0))
+    level = min(level, np.max(now, where=works, initial=0.0))
+    logs = _meet(now, level, works, low, high, times, group)
     multipliers = np.exp(logs).astype(np.float32)
     logs = np.log(multipliers.astype(np.float64))
     mass = np.where(moves, np.sign(logs) * _mass(logs, start, elasticity, price), 0.0)
-    reached = np.where(works, times(logs), level[:, None])
-    balanced = np.abs(reached - target[:, None]) <= BALANCED * target[:, None]
-    return TunedStep(
-        multipliers,
-        np.asarray(latency(density_at(logs)), np.float64),
-        mass,
-        target,
-        bool(balanced.all()),
-    )
+    return TunedStep(multipliers, np.asarray(latency(density_at(logs)), np.float64), mass)
 
 
 def _mass(logs: Floats, density: Floats, elasticity: float, price: float) -> Floats:
@@ -210,12 +187,12 @@ def _limits(
 
 def _meet(
     now: Floats,
-    level: Floats,
+    level: float,
     works: NDArray[np.bool_],
     low: Floats,
     high: Floats,
     times: LatencyOfDensity,
-    groups: Groups,
+    group: Group,
 ) -> Floats:
     """Logarithms of multipliers ``[M, dp]`` at which each member is at the level, or at its bounds.
 
@@ -226,11 +203,11 @@ def _meet(
     slower = works & (now > level * (1 + NEAR))
     faster = works & (now < level * (1 - NEAR))
     sign = slower.astype(np.float64) - faster
-    farthest = np.where(slower, groups.split(high).max(-1), -groups.split(low).min(-1))
+    farthest = np.where(slower, group.split(high).max(-1), -group.split(low).min(-1))
     farthest = np.where(slower | faster, farthest, 0.0)
 
     def cells(sizes: Floats) -> Floats:
-        return np.clip(groups.spread(sign * sizes), low, high)
+        return np.clip(group.spread(sign * sizes), low, high)
 
     def short(sizes: Floats) -> NDArray[np.bool_]:
         """Whether members have not got to the level yet."""

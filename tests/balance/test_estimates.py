@@ -34,7 +34,7 @@ def test_a_moving_average_of_each_kind():
     estimates = DensityEstimates()
     assert estimates.density(np.array([PROSE])).tolist() == [PRIOR_DENSITY]
     assert estimates.elasticity == pytest.approx(PRIOR_ELASTICITY)
-    assert estimates.observe(kinds(PROSE, PROSE, CODE), [0.1, 0.3, 0.5], [0.9, 0.8, 0.7]) == 0
+    estimates.observe(kinds(PROSE, PROSE, CODE), [0.1, 0.3, 0.5], [0.9, 0.8, 0.7])
     assert estimates.density(np.array([PROSE, CODE])) == pytest.approx([0.2, 0.5])
     assert estimates.recall(np.array([PROSE, CODE])) == pytest.approx([0.85, 0.7])
     estimates.observe(kinds(PROSE), [0.4], [0.9])
@@ -63,26 +63,18 @@ def test_a_kind_that_was_not_seen():
     assert estimates.density(asked).tolist() == [0.5, 0.2, 0.2, 0.05, 0.05, 0.5]
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        dict(density=[float("nan")]),
-        dict(recall=[float("nan")]),
-        dict(density=[float("inf")]),
-        dict(density=[0.0]),
-        dict(density=[1.5]),
-        dict(multipliers=[float("nan")]),
-        dict(multipliers=[0.0]),
-        dict(weights=[[float("nan")]]),
-    ],
-    ids=str,
-)
+NAN, INF = float("nan"), float("inf")
+WRONG = [dict(density=[each]) for each in (NAN, INF, 0.0, 1.5)] + [dict(recall=[NAN])]
+WRONG += [dict(multipliers=[NAN]), dict(multipliers=[0.0]), dict(weights=[[NAN]])]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_no_number_changes_nothing(wrong):
     estimates = DensityEstimates()
     estimates.observe(kinds(PROSE), [0.1], [0.9])
     before = estimates.state()
-    assert estimates.observe(kinds(PROSE), **{"density": [0.5], "recall": [0.5], **wrong}) == 1
-    assert estimates.state() == {**before, "ignored": 1} and estimates.ignored == 1
+    estimates.observe(kinds(PROSE), **{"density": [0.5], "recall": [0.5], **wrong})
+    assert estimates.state() == before
 
 
 @pytest.mark.parametrize("true", [0.4, 0.9])
@@ -110,20 +102,13 @@ def test_the_state_of_a_checkpoint():
     assert other.state() == estimates.state()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        dict(version=2),
-        dict(kinds=[[0, 1, float("nan"), 0.9, 1]]),
-        dict(kinds=[[0, 1, 0.5]]),
-        dict(kinds=[[0, 1, 5.0, 0.9, 1]]),
-        dict(kinds=None),
-        dict(slope=[0.0]),
-        dict(slope=[0.0, -1.0]),
-        dict(ignored=-1),
-    ],
-    ids=str,
-)
+DAMAGED = [
+    dict(kinds=each) for each in ([[0, 1, NAN, 0.9, 1]], [[0, 1, 0.5]], [[0, 1, 5.0, 0.9, 1]], None)
+]
+DAMAGED += [dict(version=2), dict(slope=[0.0]), dict(slope=[0.0, -1.0])]
+
+
+@pytest.mark.parametrize("change", DAMAGED, ids=str)
 def test_a_state_that_cannot_be_read(change):
     estimates = DensityEstimates()
     with pytest.raises(ConfigError, match="mtraining_balance_reached"):

@@ -11,10 +11,7 @@ from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.balance.plan import PlanSizes
 from megatron_mtraining.megatron.arguments import ArgumentsError
 from megatron_mtraining.megatron.balance import options as balance_options
-from megatron_mtraining.megatron.balance.options import (
-    experts_span_replicas,
-    sizes_of,
-)
+from megatron_mtraining.megatron.balance.options import sizes_of
 from tests.support.megatron_cases import check, parse
 
 COST = ["--mtraining-batching", "cost"]
@@ -90,52 +87,17 @@ def test_one_data_parallel_rank_is_told():
 def test_times_of_another_gpu(monkeypatch):
     """Are needed for cost and tuning, and not for placing by length."""
     monkeypatch.setattr(balance_options, "gpu_name", lambda: "NVIDIA A100")
-    for options, told in (
-        (dict(batching="cost"), 1),
-        (dict(tuning="on"), 1),
-        (dict(batching="length"), 0),
+    for name, value, told in (
+        ("batching", "cost", 1),
+        ("tuning", "on", 1),
+        ("batching", "length", 0),
     ):
-        config = MTrainingConfig.from_options(**options)
+        config = MTrainingConfig.from_options(**{name: value})
         lines = balance_options.lines_of_balance(args := parse(**APART), config)
-        assert (
-            len([line for line in lines if "NVIDIA A100: relative times may differ" in line])
-            == told
-        )
+        assert "\n".join(lines).count("NVIDIA A100: relative times may differ") == told
         assert (balance_options.predictor(args, config, 4096) is None) == (not told)
 
 
 def test_sizes_of_steps():
     usual = dict(micro_batch_size=2, global_batch_size=48)
     assert sizes_of(parse(**usual), 4) == PlanSizes(4, 6, 2)
-    assert sizes_of(parse(**usual, pipeline_model_parallel_size=2), 4) == PlanSizes(4, 6, 2)
-    assert sizes_of(parse(**usual, expert_model_parallel_size=4), 4) == PlanSizes(4, 6, 2, True)
-
-
-@pytest.mark.parametrize(
-    "tp, cp, ep, etp, spans",
-    [
-        (1, 1, 2, None, True),
-        (1, 8, 8, None, False),
-        (1, 4, 8, None, True),
-        (2, 1, 2, None, True),
-        (2, 1, 2, 1, False),
-        (2, 2, 4, 2, True),
-    ],
-)
-def test_replicas_that_share_experts(tp, cp, ep, etp, spans):
-    """As Megatron lays expert groups out over ranks."""
-    from megatron.core.parallel_state import RankGenerator
-
-    args = parse(
-        tensor_model_parallel_size=tp, context_parallel_size=cp, expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
-    )  # fmt: skip
-    of_expert = (etp or tp) * ep
-    world = 2 * of_expert * tp * cp
-    ranks = RankGenerator(
-        tp=etp or tp, ep=ep, dp=world // of_expert, pp=1, cp=1, order="tp-cp-ep-dp-pp"
-    )
-    shared = any(
-        len({rank // (tp * cp) for rank in group}) > 1 for group in ranks.get_ranks("tp-ep")
-    )
-    assert experts_span_replicas(args) == spans == shared

@@ -11,18 +11,17 @@ from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import random
 
 from megatron_mtraining import MTrainingConfig
-from megatron_mtraining.balance.tuning import Groups
+from megatron_mtraining.balance.tuning import Group
 from megatron_mtraining.cp_group import RankGroup
 from megatron_mtraining.megatron import core_attention, register
 from megatron_mtraining.megatron.balance import log as balance_log
-from megatron_mtraining.megatron.balance import observer
 from megatron_mtraining.megatron.balance.balancer import (
     Balancer,
     Layout,
     _typical_price,
     balancer_of_arguments,
 )
-from megatron_mtraining.megatron.balance.observer import LayerObserver, Observed
+from megatron_mtraining.megatron.balance.observer import Observed
 from megatron_mtraining.megatron.balance.table import OBSERVED, StepTable
 from megatron_mtraining.megatron.run_state import RunState
 from megatron_mtraining.pattern import Steering
@@ -102,25 +101,6 @@ def test_the_price_of_a_microbatch_is_multiplied(balanced):
         assert record.recall[number, 0] == pytest.approx(float(recall.mean()), rel=1e-6)
     assert record.density[0, 0] > record.density[1, 0]
     assert record.multipliers.tolist() == [[0.5], [2.0]]
-
-
-def test_other_sequences_change_the_price_and_nothing_else(balanced):
-    """What later tokens can change (docs/how-it-works.md): of other ranks' sequences, the predicted cost."""
-    balanced()
-    found = []
-    for other in (0.2, 1.0, 3.0):
-        plans = Plans(np.array([[1.0, other]]), np.full((1, 2), 0.1))
-        balancer = Balancer(Layout(2, 0), lambda: 1, lambda p=plans: p, 1.0, 1.0, lambda: 0)
-        balancer.end_step(0, RankGroup(None))
-        price = balancer.tuning(0)[0].item()
-        core_attention.RUN.balance.observer = balancer.observer
-        out = attention_of()(*operands())
-        core_attention.RUN.balance.observer = lambda *_: None
-        assert torch.equal(out, attention_of(price=price)(*operands()))
-        found.append((price, out))
-    (high, sparser), (one, plain), (low, denser) = found
-    assert high > one == 1 > low
-    assert not torch.equal(sparser, plain) and not torch.equal(denser, plain)
 
 
 def test_only_training_counts(balanced):
@@ -248,7 +228,7 @@ def test_what_is_no_number_stays_in_its_cell(balanced):
     record = end(balancer)
     assert record.density[0, 0] == record.recall[0, 0] == 0.25
     assert np.isnan(record.density[1, 0]) and np.isnan(record.recall[1, 0])
-    figures = record.figures(Groups((2, 1)))
+    figures = record.figures(Group((2, 1)))
     assert figures["density"] == figures["recall"] == 0.25
     assert "nan" not in balance_log.line(1, balancer.interval.take())
 
@@ -303,7 +283,7 @@ def test_record_and_line_of_numbers_made_by_hand():
     planned = {name: np.array(rows) for name, rows in planned.items()}
     record = balance_log.StepRecord.of(4, seen, planned)
     assert record.density.tolist() == [[0.1, 0.4], [0.2, 0.2]]
-    figures = record.figures(Groups((2, 2)))
+    figures = record.figures(Group((2, 2)))
     expected = {
         "measured-ms": 5, "measured-max-over-mean": 1.25, "measured-idle-share": 0.2,
         "untuned-ms": 8, "untuned-max-over-mean": 1.6, "untuned-idle-share": 0.375,
@@ -312,46 +292,27 @@ def test_record_and_line_of_numbers_made_by_hand():
         "multiplier-lowest": 0.5, "multiplier-highest": 1.5, "mass-moved": 0.01,
     }  # fmt: skip
     assert figures == pytest.approx(expected)
-    in_microbatches = record.figures(Groups((2, 2), per_microbatch=True))
-    assert in_microbatches["measured-ms"] == 5 and in_microbatches["untuned-ms"] == 8
+    in_a_pipeline = record.figures(Group((2, 2), pipeline=True))
+    assert in_a_pipeline["measured-ms"] == 6 and in_a_pipeline["untuned-ms"] == 8
     interval = balance_log.Interval()
-    interval.add(record, Groups((2, 2)))
-    interval.add(balance_log.StepRecord.of(5, seen, None), Groups((2, 2)))
+    interval.add(record, Group((2, 2)))
+    interval.add(balance_log.StepRecord.of(5, seen, None), Group((2, 2)))
     means = interval.take()
     assert means == pytest.approx(expected) and interval.take() == {}
-    assert balance_log.line(6, means) == (
-        " [mtraining] iteration 6 | attention of the slowest rank: measured 5 ms (max/mean 1.250, idle 20.0%)"
-        " | predicted 5 ms (max/mean 1.250, idle 20.0%), untuned 8 ms (max/mean 1.600, idle 37.5%)"
-        " | density 0.3000 expected untuned, 0.2250 seen | recall 0.9000 expected untuned, 0.9000 seen"
+    times = (
+        "measured 5 ms (max/mean 1.250, idle 20.0%)",
+        "predicted 5 ms (max/mean 1.250, idle 20.0%), untuned 8 ms (max/mean 1.600, idle 37.5%)",
+    )
+    rest = (
+        "density 0.3000 expected untuned, 0.2250 seen | recall 0.9000 expected untuned, 0.9000 seen"
         " | price times 0.5 to 1.5"
     )
-
-
-def test_placing_by_length_predicts_no_times():
-    seen = dict.fromkeys(OBSERVED, np.ones((1, 2)))
-    names = ("multipliers", "density", "recall", "mass")
-    planned = {**dict.fromkeys(names, np.ones((1, 2))), **dict.fromkeys(
-        ("predicted_ms", "tuned_ms"), np.full((1, 2), np.nan)
-    )}  # fmt: skip
-    interval = balance_log.Interval()
-    interval.add(balance_log.StepRecord.of(4, seen, planned), Groups((1, 2)))
-    said = balance_log.line(5, interval.take())
-    assert "measured 1 ms" in said and "predicted" not in said and "density 1.0000 expected" in said
-
-
-def test_bounds_that_cannot_be_met_are_warned_of_once(capsys):
-    plans = Plans(np.array([[1.0, 9.0]]), np.full((1, 2), 0.1))
-    balancer = Balancer(Layout(2, 0), lambda: 1, lambda: plans, 0.001, 0.25, lambda: 0)
-    for step in (1, 2):
-        balancer.end_step(step, RankGroup(None))
-    said = [text for text in capsys.readouterr().out.splitlines() if "warning" in text]
-    assert len(said) == 1, said
-    for part in (
-        "times of 0.1 to 0.9 ms become",
-        "their mean is 0.5 ms",
-        "--mtraining-tuning-mass 0.001",
-    ):
-        assert part in said[0]
+    begin = " [mtraining] iteration 6 | attention of the slowest rank: "
+    assert balance_log.line(6, means) == f"{begin}{times[0]} | {times[1]} | {rest}"
+    # Placing by length predicts no times.
+    planned |= dict.fromkeys(("predicted_ms", "tuned_ms"), np.full((2, 2), np.nan))
+    interval.add(balance_log.StepRecord.of(4, seen, planned), Group((2, 2)))
+    assert balance_log.line(6, interval.take()) == f"{begin}{times[0]} | {rest}"
 
 
 def test_a_guess_is_not_tuned_by():
@@ -395,17 +356,8 @@ def test_a_run_that_has_nobody_to_wait_for(dp, pp, count, off, parallel, capsys)
     balancer = parallel(MTrainingConfig.from_options(tuning="on"), dp, pp, count)
     assert (balancer.max_mass is None) == off
     assert ("it changes nothing" in capsys.readouterr().out) == off
-    assert balancer.layout == Layout(dp, 0, 8, pp > 1, pp > 1)
+    assert balancer.layout == Layout(dp, 0, 8, pp > 1)
     assert parallel(MTrainingConfig(), dp, pp, count) is None
-
-
-def test_layers_without_a_price_are_named_once(tmp_path, parallel, capsys):
-    path = tmp_path / "settings.json"
-    path.write_text('{"layers": {"0": {"dense": true}, "1": {"heads": {"2": {"dense": true}}}}}')
-    config = MTrainingConfig.from_options(tuning="on", settings=str(path))
-    balancer = parallel(config, 2, 1, 1, expert_model_parallel_size=16)
-    assert "layer 0; heads 2 of layer 1 have no price to tune" in capsys.readouterr().out
-    assert balancer.layout.per_microbatch and not balancer.layout.pipeline
 
 
 def test_tuning_starts_from_the_prices_of_heads(tmp_path):
@@ -428,34 +380,3 @@ def test_tuning_goes_on_from_the_price_of_a_checkpoint():
     run.steering_of(config, 2, 2).restore([[0.5, 0.7], [0.6, 0.9]])
     run.resume(5)
     assert prices == [pytest.approx(0.65)]
-
-
-def test_times_of_cuda_are_pairs_of_events(monkeypatch):
-    """On a stand-in for events: recorded around the call, read once the step is over."""
-    made = []
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-            self.at, self.waited = None, False
-            made.append(self)
-
-        def record(self):
-            self.at = float(len(made))
-
-        def synchronize(self):
-            self.waited = True
-
-        def elapsed_time(self, other):
-            return other.at - self.at
-
-    monkeypatch.setattr(observer.torch.cuda, "Event", Event)
-    calls = LayerObserver()
-    found = SimpleNamespace(out=torch.ones(1))
-    first, second = calls.begin(), calls.begin()
-    first.timed(lambda: found, cuda=True)
-    second.timed(lambda: first.timed(lambda: found, cuda=True), cuda=True)
-    assert not any(event.waited for event in made)
-    assert calls.take().times == [(0, 1.0), (0, 1.0), (1, 3.0)]
-    assert [event.waited for event in made] == [False] * 3 + [False, False, True]
-    assert calls.take().times == []

@@ -21,6 +21,8 @@ from megatron_mtraining.tools.cli import main
 from tests.support import recipes
 from tests.support.eval_cases import QUIET, samples
 from tests.support.pretrain_tree import (
+    FULL,
+    INTER_DOCUMENT,
     MOCK,
     MODEL,
     PACKING,
@@ -36,46 +38,41 @@ from tests.support.running import torchrun
 
 OURS = ["--attention-backend", "mtraining", "--mtraining-block-size", "64"]
 EVERYTHING = [*OURS, "--mtraining-slash", "all"]
-PARALLEL = {
-    "CP 1": ("launcher", 1, ""),
-    "CP 2": ("launcher", 2, "--context-parallel-size 2"),
-    "TP 2": ("launcher", 2, "--tensor-model-parallel-size 2"),
-    "CP 2 x TP 2": (
-        "launcher",
-        4,
-        "--context-parallel-size 2 --tensor-model-parallel-size 2 --mtraining-loss-chunk 100",
-    ),
+CP, TP, PP = (
+    f"--{kind}-parallel-size 2 " for kind in ("context", "tensor-model", "pipeline-model")
+)
+DOCUMENTS = "--reset-attention-mask --reset-position-ids " + PACKING
+YARN = f"""
+    --position-embedding-type yarn --rotary-base 1000000 --rotary-scaling-factor 16
+    --yarn-original-max-position-embeddings {SEQUENCE // 16}
+"""
+EXPERTS = """
+    --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01
+    --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall
+"""
+CASES = {
+    # how, processes, and what else; of the run of dense attention: processes, and what else
+    "CP 1": ("launcher", 1, "", 1, ""),
+    "CP 2": ("launcher", 2, CP, 1, ""),
+    "CP 2 x TP 2": ("launcher", 4, CP + TP + "--mtraining-loss-chunk 100", 1, ""),
     "CP 4 in nodes of 2": (
-        "launcher",
-        4,
-        "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2",
+        "launcher", 4, "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2", 1, "",
     ),
-    "CP 2, a ring of single ranks": (
-        "launcher",
-        2,
-        "--context-parallel-size 2 --mtraining-gathered-ranks 1",
-    ),
-    "CP 1, patched": ("patch", 1, ""),
+    "CP 2, a ring of single ranks": ("launcher", 2, CP + "--mtraining-gathered-ranks 1", 1, ""),
+    "CP 1, patched": ("patch", 1, "", 1, ""),
     "CP 2, patched, distributed optimizer, full recompute": (
-        "patch",
-        2,
-        "--context-parallel-size 2 --use-distributed-optimizer --recompute-granularity full "
-        "--recompute-method uniform --recompute-num-layers 1",
+        "patch", 2, CP + FULL + "--use-distributed-optimizer", 1, "",
     ),
-}
-
-
-PACKED = {
-    "CP 2, full recompute": (
-        2,
-        "--context-parallel-size 2 --reset-attention-mask --recompute-granularity full "
-        "--recompute-method uniform --recompute-num-layers 1",
+    "PP 2": ("launcher", 2, PP, 2, PP),  # with weights of their own
+    "experts of two ranks": ("launcher", 2, EXPERTS, 2, EXPERTS),
+    "YaRN, CP 2": ("launcher", 2, CP + YARN, 1, YARN),
+    "documents, CP 2, full recompute": (
+        "launcher", 2, CP + FULL + "--reset-attention-mask " + PACKING, 1, DOCUMENTS,
     ),
-    "CP 2, from lengths of documents": (
-        2,
-        "--context-parallel-size 2 --dataloader-inter-document-masking",
+    "documents by their lengths, CP 2": (
+        "launcher", 2, f"{CP} {INTER_DOCUMENT} {PACKING}", 1, DOCUMENTS,
     ),
-}
+}  # fmt: skip
 
 
 def densities(run) -> list[float]:
@@ -83,13 +80,17 @@ def densities(run) -> list[float]:
     return [float(density) for density in found]
 
 
-@pytest.mark.parametrize("name", PARALLEL)
+@pytest.mark.parametrize("name", CASES)
 def test_with_everything_kept_steps_are_those_of_dense_attention(name, tree):
-    way, processes, words = PARALLEL[name]
+    way, processes, words, dense_processes, dense_words = CASES[name]
+    tree.skip_without(words)
+    dense = tree.plain(dense_processes, *dense_words.split())
     run = tree.run(way, processes, *words.split(), *EVERYTHING)
-    check_same(run, tree.dense())
+    check_same(run, dense, within=1e-4 if PACKING in words else 1e-5)
     assert densities(run) == [1.0] * STEPS
     assert run.stdout.count("the data loader makes no") == 1
+    if dense_words:
+        assert losses(dense) != pytest.approx(losses(tree.plain()), abs=1e-4), "it has an effect"
 
 
 def test_launcher_on_a_cpu_adds_what_that_needs(tree):
@@ -104,55 +105,16 @@ def test_launcher_on_a_cpu_adds_what_that_needs(tree):
     assert "--cpu: on CPU tensors, with --transformer-impl local" in run.stdout
 
 
-@pytest.mark.parametrize("name", PACKED)
-def test_packed_documents_train_as_with_megatrons_own_mask(name, tree, checkout):
-    processes, words = PACKED[name]
-    has = "inter_document_masking" in (checkout / "megatron/training/arguments.py").read_text()
-    if "inter-document" in words and not has:
-        pytest.skip("this Megatron-LM has no --dataloader-inter-document-masking")
-    run = tree.run("launcher", processes, *words.split(), *PACKING, *EVERYTHING)
-    check_same(run, tree.apart(), within=1e-4)
-    assert densities(run) == [1.0] * STEPS
-
-
-YARN = f"""
-    --position-embedding-type yarn --rotary-base 1000000 --rotary-scaling-factor 16
-    --yarn-original-max-position-embeddings {SEQUENCE // 16}
-""".split()
-
-
-def test_yarn(tree):
-    """From 0.19 on Megatron-LM has options for it; before, the model has no settings."""
-    arguments = tree.roots["launcher"] / "megatron/training/arguments.py"
-    if "--yarn-original-max-position-embeddings" not in arguments.read_text():
-        run = tree.run("launcher", 1, *EVERYTHING, *YARN[:2])
-        said = "invalid choice: 'yarn'" in run.stderr or "the config has no yarn_" in run.stderr
-        assert run.returncode and said, run.stderr[-4000:]
-        return
-    wanted = tree.run("plain", 1, *YARN)
-    assert losses(wanted) != pytest.approx(losses(tree.dense()), abs=1e-4), "YaRN has an effect"
-    run = tree.run("launcher", 2, "--context-parallel-size", "2", *EVERYTHING, *YARN)
-    check_same(run, wanted)
-
-
 SPARSE = ["--mtraining-slash", "0", "--mtraining-vertical", "16", "--mtraining-window", "0"]
 
 
-@pytest.mark.parametrize("way", ["launcher", "patch"])
-def test_a_sparse_run_trains(way, tree):
-    run = tree.run(way, 2, "--context-parallel-size", "2", *OURS, *SPARSE)
-    found, dense = losses(run), losses(tree.dense())
+def test_a_sparse_run_trains(tree):
+    run = tree.run("launcher", 2, "--context-parallel-size", "2", *OURS, *SPARSE)
+    found, dense = losses(run), losses(tree.plain())
     assert found[-1] < found[0] - 0.05
     assert found != pytest.approx(dense, abs=1e-5), "it is sparse"
     assert found == pytest.approx(dense, rel=0.2)
     assert all(0.1 < density < 0.5 for density in densities(run)), densities(run)
-
-
-def test_pipeline_stages(tree):
-    stages = ["--pipeline-model-parallel-size", "2"]  # with weights of their own
-    run, dense = tree.run("launcher", 2, *stages, *EVERYTHING), tree.run("plain", 2, *stages)
-    check_same(run, dense)
-    assert densities(run) == [1.0] * STEPS
 
 
 def test_a_benchmark_s_run(tree, tmp_path, monkeypatch):
@@ -165,34 +127,12 @@ def test_a_benchmark_s_run(tree, tmp_path, monkeypatch):
     words = [*MODEL.split(), *TRAINING.split(), *MOCK.split(), "--mtraining-price", "0.2"]
     launched = [SHIM, "-m", "megatron_mtraining.launch", root / "pretrain_gpt.py", *words]
     run = torchrun(1, *launched, timeout=300, PYTHONPATH=str(root))
-    check_same(run, tree.dense())
+    check_same(run, tree.plain())
     assert json.loads((traces / "rank-0.json").read_text())["profiled_steps"] == 2
     ranges = re.findall(r'"mtraining: (\w+)"', (traces / "trace-0.json").read_text())
     assert {"loss", "attention", "optimizer", "step"} == set(ranges)
     # Two samples a step, two layers.
     assert (ranges.count("loss"), ranges.count("attention")) == (2 * 2 * 2, 2 * 2 * 2 * 2)
-
-
-def test_prepared_data_trains_as_it_is(tree, tmp_path):
-    """What ``mtraining data prepare`` wrote, over more than an epoch."""
-    pytest.importorskip("transformers")
-    from tests.support.data_cases import make_documents, save_tokenizer, write_jsonl
-
-    tokenizer = save_tokenizer(tmp_path / "tokenizer", eos_token="<eod>")
-    given = write_jsonl(tmp_path / "a.jsonl", make_documents(70))
-    words = ["data", "prepare", given, "--tokenizer", tokenizer, "--output", tmp_path / "out"]
-    words += ["--seq-length", SEQUENCE, "--workers", 1]
-    assert main([str(word) for word in words]) == 0
-    samples = (tmp_path / "out.bin").stat().st_size // (2 * SEQUENCE)
-    assert 2 * STEPS > samples > STEPS
-    data = f"--data-path {tmp_path / 'out'} --data-cache-path {tmp_path / 'cache'} --split 1,0,0"
-    data += f" --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tokenizer}"
-    data += " --make-vocab-size-divisible-by 4"
-    run = tree.run("launcher", 2, "--context-parallel-size", "2", *EVERYTHING, data=data)
-    found = losses(run)
-    assert found[0] == pytest.approx(5.56, abs=0.2)  # ln 260
-    assert found[-1] < found[0] - 1
-    check_same(run, tree.run("plain", 1, data=data))
 
 
 # What the converted checkpoint's own flags do not say.
@@ -213,12 +153,9 @@ def hugging_face_loss(folder: Path, tokens) -> float:
 
 
 LAYOUTS = {
-    "CP 1": (1, "qwen2 tied", ""),
-    "CP 2": (2, "qwen3", "--context-parallel-size 2"),
-    "TP 2 x PP 2": (
-        4, "qwen3", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
-    ),
-}  # fmt: skip
+    "CP 2": (2, "qwen2 tied", CP),
+    "TP 2 x PP 2": (4, "qwen3", TP + PP),
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -275,14 +212,11 @@ def test_a_converted_checkpoint_trains_and_goes_back(layout, tree, tmp_path):
     assert losses_of["run"] == losses_of["back"] and len(losses_of["run"]) == 2
 
 
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 RECOMPUTED = {
-    "CP 2, full": f"--context-parallel-size 2 {FULL}",
-    "CP 2, selective": "--context-parallel-size 2 --recompute-granularity selective",
-    "TP 2, activations distributed": (
-        f"--tensor-model-parallel-size 2 --distribute-saved-activations {FULL}"
-    ),
-    "PP 2, full": f"--pipeline-model-parallel-size 2 --global-batch-size 4 {FULL}",
+    "CP 2, full": CP + FULL,
+    "CP 2, selective": CP + "--recompute-granularity selective",
+    "TP 2, activations distributed": TP + FULL + "--distribute-saved-activations",
+    "PP 2, full": PP + FULL + "--global-batch-size 4",
 }
 
 
@@ -299,15 +233,14 @@ def test_a_pruned_backward(tree):
     """The forward is dense: the first loss equals dense attention's. Recomputation prunes the same blocks."""
     words = ["--context-parallel-size", "2", *EVERYTHING, "--mtraining-backward-threshold", "3"]
     run = tree.run("launcher", 2, *words)
-    found, dense = losses(run), losses(tree.dense())
+    found, dense = losses(run), losses(tree.plain())
     assert found[0] == pytest.approx(dense[0], abs=1e-5, rel=0)
     assert found != pytest.approx(dense, abs=1e-6, rel=0), "gradients differ"
     assert densities(run) == [1.0] * STEPS
     said = re.findall(r"\| backward density (\S+) without (\S+) of attention", run.stdout)
     assert len(said) == STEPS
     assert all(0 < float(kept) < 1 and 0 < float(left_out) < 1 for kept, left_out in said)
-    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    again = tree.run("launcher", 2, *words, *full.split(), "--mtraining-recompute-attention")
+    again = tree.run("launcher", 2, *words, *FULL.split(), "--mtraining-recompute-attention")
     assert losses(again) == pytest.approx(found, abs=1e-6, rel=0)
     assert re.findall(r"\| backward density (\S+) without (\S+) of attention", again.stdout) == said
 
@@ -331,7 +264,7 @@ def test_a_pruned_backward_is_observed_in_logged_steps(tree):
 
 @pytest.mark.parametrize("way", ["launcher", "patch"])
 def test_other_runs_are_unchanged_by_an_installed_plug_in(way, tree):
-    run, dense = tree.run(way, 1), tree.dense()
+    run, dense = tree.run(way, 1), tree.plain()
     assert losses(run) == losses(dense) and norms(run) == norms(dense)
 
 
@@ -377,8 +310,7 @@ os.execv(sys.executable, command)
 @pytest.mark.parametrize("recipe", recipes.RECIPES)
 def test_a_recipe_trains(recipe, tree, tmp_path):
     root = tree.roots["launcher"]
-    if "--yarn-original-" not in (root / "megatron/training/arguments.py").read_text():
-        pytest.skip("recipes need Megatron-LM 0.19")
+    tree.skip_without(RECIPE)
     text = TORCHRUN.format(python=sys.executable, shim=str(SHIM))
     recipes.command(tmp_path, "torchrun", text)
     run = recipes.start(
@@ -395,18 +327,6 @@ def test_a_recipe_trains(recipe, tree, tmp_path):
     found = losses(run)
     assert found[-1] < found[0] - 0.05
     assert len(densities(run)) == STEPS
-
-
-def test_help_shows_the_options(tree):
-    run = tree.run("launcher", 1, "--mtraining-help-all")
-    assert run.returncode == 0 and "--mtraining-held-out-rows" in run.stdout, run.stderr[-3000:]
-    run = tree.run("launcher", 1, "--help")
-    if run.returncode and "unsupported format character" in run.stderr:
-        # 0.19.0: a bare % in one of Megatron's own help texts.
-        assert tree.run("plain", 1, "--help").returncode
-        pytest.skip("this Megatron-LM's own --help fails")
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert "--mtraining-vertical" in run.stdout and "AttnBackend.mtraining" in run.stdout
 
 
 SCRIPT = """

@@ -49,11 +49,9 @@ def uneven(tree, tmp_path_factory):
         document[masked.numpy()] = EOD
         builder.add_document(document, [SEQUENCE])
     builder.finalize(str(folder / "data.idx"))
-    null = tree.roots["launcher"] / "megatron/core/tokenizers/text/libraries/null_tokenizer.py"
-    size = EOD + 1 if "self._vocab_size - 1" in null.read_text() else EOD
     return (
         f"--data-path {folder / 'data'} --data-cache-path {folder / 'cache'} --split 1,0,0 "
-        f"--tokenizer-type NullTokenizer --vocab-size {size} --eod-mask-loss"
+        f"{tree.null_tokenizer(EOD)} --eod-mask-loss"
     )
 
 
@@ -87,14 +85,6 @@ def test_auxiliary_losses_of_experts_do_not_depend_on_ranks(tree):
     two = run(2, DENSE + PER_TOKEN + CP + EXPERTS.format(2 if old else 1))
     check_same(two, one, steps=STEPS)
     assert ("give --moe-aux-loss-coeff 2 times as large" in two.stdout) == old
-
-
-def test_experts_of_two_ranks_are_sent_their_tokens(tree):
-    """Their weights are not those of one rank."""
-    words = [*EXPERTS.format(0.01).split(), "--expert-model-parallel-size", "2"]
-    words += ["--train-iters", str(STEPS), "--moe-token-dispatcher-type", "alltoall"]
-    run = tree.run("launcher", 2, *DENSE.split(), *words)
-    check_same(run, tree.run("plain", 2, *words), steps=STEPS)
 
 
 OPERATIONS = """

@@ -6,14 +6,13 @@ import re
 import pytest
 
 from megatron_mtraining.config.schedule import parse
-from tests.support.pretrain_tree import MOCK, MODEL, SHIM, STEPS, TRAINING, losses
+from tests.support.pretrain_tree import FULL, MOCK, MODEL, SHIM, STEPS, TRAINING, losses
 from tests.support.running import torchrun
 
 # Weights are random, whose attention is even.
 POINTS = "0:8,0.3:8,0.7:1.5,0.8:0"
 SCHEDULED = "--attention-backend mtraining --mtraining-block-size 64".split()
 SCHEDULED += [*"--mtraining-window 0 --mtraining-sink 0 --mtraining-schedule".split(), POINTS]
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LINE = r"iteration (\d+) \| density (\S+) .*\| price (\S+) \| schedule (\S+)%$"
 
 

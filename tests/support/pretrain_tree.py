@@ -35,9 +35,10 @@ TRAINING = f"""
     --train-iters {STEPS} --log-interval 1 --eval-iters 0 --eval-interval 1000 --seed 11
 """
 MOCK = "--mock-data --tokenizer-type NullTokenizer --vocab-size 500"
+INTER_DOCUMENT = "--dataloader-inter-document-masking"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
 # With a larger vocabulary no token of the mock data but the last of a document is its end.
-PACKING = ["--eod-mask-loss", "--calculate-per-token-loss", "--vocab-size", "4200"]
-DOCUMENTS = ["--reset-attention-mask", "--reset-position-ids", *PACKING]
+PACKING = "--eod-mask-loss --calculate-per-token-loss --vocab-size 4200"
 
 
 class Tree:
@@ -63,7 +64,20 @@ class Tree:
         )
         shutil.copytree(plain, patched)
         assert main(["patch", "apply", str(patched)]) == 0
-        self._dense, self._apart = None, None
+        self._plain: dict[tuple, subprocess.CompletedProcess] = {}
+
+    def skip_without(self, words: str) -> None:
+        """Skip the test if ``words`` have options that this Megatron-LM does not have."""
+        known = (self.roots["launcher"] / "megatron/training/arguments.py").read_text()
+        for option in ("--yarn-original-max-position-embeddings", INTER_DOCUMENT):
+            if option in words and option not in known:
+                pytest.skip(f"this Megatron-LM has no {option}")
+
+    def null_tokenizer(self, eod: int) -> str:
+        """Arguments of a tokenizer whose last word is ``eod``, for datasets that have it."""
+        null = "megatron/core/tokenizers/text/libraries/null_tokenizer.py"
+        less = "self._vocab_size - 1" in (self.roots["launcher"] / null).read_text()
+        return f"--tokenizer-type NullTokenizer --vocab-size {eod + less}"
 
     def run(self, way: str, processes: int, *words: str, timeout: float = 300, data: str = MOCK):
         """pretrain_gpt.py: ``way`` is "launcher", "patch", or "plain" for neither."""
@@ -79,17 +93,12 @@ class Tree:
         script = root / "pretrain_gpt.py"
         return [SHIM, *how, script, *MODEL.split(), *TRAINING.split(), *data.split(), *words], root
 
-    def dense(self):
-        """The run of Megatron's own attention in one process, without the plug-in."""
-        if self._dense is None:
-            self._dense = self.run("plain", 1)
-        return self._dense
-
-    def apart(self):
-        """The same with packed documents, by Megatron's own mask of documents."""
-        if self._apart is None:
-            self._apart = self.run("plain", 1, *DOCUMENTS)
-        return self._apart
+    def plain(self, processes: int = 1, *words: str):
+        """The run of Megatron's own attention, without the plug-in; made once."""
+        at = processes, *words
+        if at not in self._plain:
+            self._plain[at] = self.run("plain", *at)
+        return self._plain[at]
 
 
 def check_same(run, expected, within: float = 1e-5, steps: int = STEPS) -> None:

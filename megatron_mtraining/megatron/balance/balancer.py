@@ -18,15 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...balance.plan import StepPlan
 from ...balance.planner import Planner
-from ...balance.tuning import Groups, tune
+from ...balance.tuning import Group, tune
 from ...config import MTrainingConfig, Policy, has_price, head_policies, option
 from ...cp_group import RankGroup
 from ..wrapping import log
 from .log import Interval, StepRecord
 from .observer import LayerObserver
-from .options import experts_span_replicas
 from .table import StepTable
 
 
@@ -37,18 +35,17 @@ class Layout:
     Attributes:
         dp_size, dp_rank: number of data-parallel ranks (without context parallelism), and this rank's number.
         ranks_of_layer: tensor- times context-parallel ranks.
-        per_microbatch, pipeline: as for :class:`~..balance.tuning.Groups`.
+        pipeline: as for :class:`~..balance.tuning.Group`.
     """
 
     dp_size: int = 1
     dp_rank: int = 0
     ranks_of_layer: int = 1
-    per_microbatch: bool = False
     pipeline: bool = False
 
-    def groups(self, num_microbatches: int) -> Groups:
-        """The groups of times that tuning compares, in a step of ``num_microbatches`` micro-batches."""
-        return Groups((num_microbatches, self.dp_size), self.per_microbatch, self.pipeline)
+    def group(self, num_microbatches: int) -> Group:
+        """The times that tuning compares, in a step of ``num_microbatches`` micro-batches."""
+        return Group((num_microbatches, self.dp_size), self.pipeline)
 
 
 class Balancer:
@@ -85,7 +82,6 @@ class Balancer:
         self._planned_step = -1
         self._multipliers: tuple[Tensor, Tensor] | None = None
         self._unread: tuple[int, StepTable, StepTable | None] | None = None
-        self._warned = False
         self.interval = Interval()
 
     def goes_on_at(self, price: float) -> None:
@@ -152,7 +148,7 @@ class Balancer:
             planned, rows = before.read()
             plan = rows if planned["planned"] and before.shape == table.shape else None
         record = StepRecord.of(step, seen, plan)
-        self.interval.add(record, self.layout.groups(len(record.measured_ms)))
+        self.interval.add(record, self.layout.group(len(record.measured_ms)))
         planner = self._planner()
         if planner is not None:
             untuned = np.minimum(record.recall + record.mass, 1.0)
@@ -171,34 +167,14 @@ class Balancer:
         )  # fmt: skip
         if self.max_mass is None or not planner.knows(step):
             return rows
-        layout = self.layout
         tuned = tune(
-            plan, planner.elasticity, self.max_mass, self._price,
-            per_microbatch=layout.per_microbatch, pipeline=layout.pipeline,
+            plan, planner.elasticity, self.max_mass, self._price, pipeline=self.layout.pipeline,
             latency=lambda density: planner.predict(
                 plan.pairs, np.broadcast_to(density[..., None], plan.pairs.shape)
             ).sum(-1),
         )  # fmt: skip
-        if not tuned.met and not self._warned:
-            self._warned = True
-            self._warn(step, plan, tuned)
         rows.update(multipliers=tuned.multipliers, tuned_ms=tuned.predicted_ms, mass=tuned.mass)
         return rows
-
-    def _warn(self, step: int, plan: StepPlan, tuned) -> None:
-        groups = self.layout.groups(len(plan.density))
-        before, after = (
-            groups.split(np.asarray(ms)).sum(-1) for ms in (plan.predicted_ms, tuned.predicted_ms)
-        )
-        worst = int(np.argmax(np.ptp(after, -1)))
-        log(
-            f"warning: in step {step + 1} tuning cannot bring the ranks together: predicted attention times "
-            f"of {before[worst].min():.4g} to {before[worst].max():.4g} ms become "
-            f"{after[worst].min():.4g} to {after[worst].max():.4g} ms, but their mean is "
-            f"{tuned.target_ms[worst]:.4g} ms; within {option('tuning_mass')} {self.max_mass:g} prices are "
-            f"multiplied by {tuned.multipliers.min():.3g} to {tuned.multipliers.max():.3g}. Raise it, or "
-            f"place samples ({option('batching')} length or cost). Said once"
-        )
 
 
 def balancer_of_arguments(
@@ -227,7 +203,6 @@ def balancer_of_arguments(
         parallel_state.get_data_parallel_rank(with_context_parallel=False),
         parallel_state.get_tensor_model_parallel_world_size()
         * parallel_state.get_context_parallel_world_size(),
-        pipeline or experts_span_replicas(args),
         pipeline,
     )
     max_mass, price = None, 0.0  # untuned, nothing reads the price
@@ -240,10 +215,6 @@ def balancer_of_arguments(
             )
         else:
             max_mass, price = config.tuning_mass, _typical_price(config, layers, heads)
-            if left := _without_price(config, layers, heads):
-                log(
-                    f"{option('tuning')}: {left} have no price to tune, and keep their patterns' settings"
-                )
     return Balancer(layout, get_num_microbatches, planner, max_mass, price, step)
 
 
@@ -254,16 +225,3 @@ def _typical_price(config: MTrainingConfig, layers: int, heads: int) -> float:
         policies = head_policies(config, layer, layers, heads) or [config.policy] * heads
         found += [policy.price for policy in policies if has_price(policy)]
     return statistics.median(found or [0.0])
-
-
-def _without_price(config: MTrainingConfig, layers: int, heads: int) -> str:
-    """Which layers and heads have policies without a price, in words; empty for none."""
-    found = []
-    for layer in range(layers):
-        policies = head_policies(config, layer, layers, heads) or ()
-        fixed = [head for head, policy in enumerate(policies) if not has_price(policy)]
-        if len(fixed) == heads:
-            found.append(f"layer {layer}")
-        elif fixed:
-            found.append(f"heads {', '.join(map(str, fixed))} of layer {layer}")
-    return "; ".join(found)

@@ -20,7 +20,6 @@ from ...config import ConfigError
 from ..arguments import settings
 from ..backend import is_active, training_arguments
 from ..run_state import RUN
-from ..wrapping import log
 from .options import balancing_option, predictor, sizes_of
 from .sample_documents import SampleDocuments
 
@@ -104,7 +103,6 @@ def _planner(args, config, dataset, sampler, loader: DataLoader, before: Planner
         predictor(args, config, args.seq_length),
         estimates,
         lag_of(loader.num_workers, loader.prefetch_factor or 0, sizes.num_microbatches),
-        lambda text: log(f"warning: {text}"),
     )
 
 

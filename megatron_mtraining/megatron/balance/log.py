@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...balance.tuning import Groups
+from ...balance.tuning import Group
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,16 @@ class StepRecord:
             plan.get("mass", np.zeros_like(calls)),
         )  # fmt: skip
 
-    def figures(self, groups: Groups) -> dict[str, float]:
-        """Numbers of the step, by name. Milliseconds are times of the slowest rank of each group, for which
-        the others wait. ``idle-share`` is the mean share of the time that ranks wait, ``1 - mean / max``."""
+    def figures(self, group: Group) -> dict[str, float]:
+        """Numbers of the step, by name. Milliseconds are times of the slowest rank, for which the
+        others wait. ``idle-share`` is the mean share of the time that ranks wait, ``1 - mean / max``."""
         values = {}
         times = dict(measured=self.measured_ms)
         if self.planned and np.isfinite(self.predicted_ms).any():
             times.update(untuned=self.predicted_ms, predicted=self.tuned_ms)
         for name, cells in times.items():
-            ratio = groups.max_over_mean(cells)
-            values[f"{name}-ms"] = groups.slowest(cells)
+            ratio = group.max_over_mean(cells)
+            values[f"{name}-ms"] = group.slowest(cells)
             values[f"{name}-max-over-mean"] = ratio
             values[f"{name}-idle-share"] = 1 - 1 / ratio
         both = ("density", self.density), ("recall", self.recall)
@@ -94,10 +94,10 @@ class Interval:
         self.last: StepRecord | None = None
         self._sums: dict[str, list[float]] = {}
 
-    def add(self, record: StepRecord, groups: Groups) -> None:
+    def add(self, record: StepRecord, group: Group) -> None:
         """Count a step."""
         self.last = record
-        for name, value in record.figures(groups).items():
+        for name, value in record.figures(group).items():
             if np.isfinite(value):
                 entry = self._sums.setdefault(name, [0.0, 0])
                 entry[0] += value

@@ -25,12 +25,10 @@ from ...files import read_bytes
 from ..checks import show
 from ..packed_documents import masks_documents
 
-NOT_SINGLE = "batching and tuning need the sample order of --dataloader-type single"
-REFUSED = {
-    "rampup_batch_size": "plans are made for global batches of one size; leave it out",
-    "step_batch_size_schedule": "plans are made for global batches of one size; leave it out",
-    "decrease_batch_size_if_needed": "plans are made for global batches of one size; leave it out",
-}
+PLANNED = "plans are made for global batches of one size; leave it out"
+REFUSED = dict.fromkeys(
+    ("rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"), PLANNED
+)
 """Megatron's options that batching and tuning do not work with; :data:`..checks.REFUSALS` has more."""
 
 
@@ -70,8 +68,8 @@ def check_balance(args, config: MTrainingConfig) -> None:
     kind = getattr(args, "dataloader_type", None)
     if kind not in (None, "single"):
         raise ConfigError(
-            f"{asked} does not work with --dataloader-type {kind}: {NOT_SINGLE}; use it, or leave "
-            f"{asked.split()[0]} out"
+            f"{asked} does not work with --dataloader-type {kind}: it needs the sample order of "
+            f"--dataloader-type single; use it, or leave {asked.split()[0]} out"
         )
     for name, why in REFUSED.items():
         value = getattr(args, name, None)
@@ -170,24 +168,7 @@ def origin_of_estimates(args, config: MTrainingConfig) -> list[str]:
 def sizes_of(args, dp_size: int) -> PlanSizes:
     """The sizes of a run's steps."""
     micro_batch = args.micro_batch_size
-    return PlanSizes(
-        dp_size,
-        args.global_batch_size // (dp_size * micro_batch),
-        micro_batch,
-        # Stages of a pipeline wait for their own replica alone.
-        per_microbatch=experts_span_replicas(args),
-    )
-
-
-def experts_span_replicas(args) -> bool:
-    """Whether data-parallel replicas exchange tokens of experts, and so wait for each other, in each
-    micro-batch. An expert group has consecutive ranks, and so has a layer of a replica: a group that is not
-    larger lies within a replica. Where a group spans some of the replicas, all are taken to wait."""
-    tensor = getattr(args, "tensor_model_parallel_size", 1) or 1
-    context = getattr(args, "context_parallel_size", 1) or 1
-    experts = getattr(args, "expert_model_parallel_size", 1) or 1
-    expert_tensor = getattr(args, "expert_tensor_parallel_size", None) or tensor
-    return experts > 1 and experts * expert_tensor > tensor * context
+    return PlanSizes(dp_size, args.global_batch_size // (dp_size * micro_batch), micro_batch)
 
 
 def predictor(args, config: MTrainingConfig, seq_length: int) -> Predict | None:
