@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.tensor_parallel import random
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.balance.tuning import Group
 from megatron_mtraining.cp_group import RankGroup
-from megatron_mtraining.megatron import core_attention, register
+from megatron_mtraining.megatron import core_attention
 from megatron_mtraining.megatron.balance import log as balance_log
 from megatron_mtraining.megatron.balance.balancer import (
     Balancer,
@@ -31,6 +30,7 @@ from tests.support.tuning_cases import Plans, balancer_for
 
 SEQUENCE = 512
 SPARSE = dict(block_size=64, window=64, sample_strata=16)
+pytestmark = pytest.mark.usefixtures("cpu_random")
 
 
 @pytest.fixture
@@ -49,16 +49,6 @@ def balanced(monkeypatch):
         return balancer
 
     return use
-
-
-@pytest.fixture(autouse=True)
-def cpu_random(monkeypatch):
-    """Megatron's checkpoint keeps the state of the GPU's random generator."""
-    register()
-    monkeypatch.setattr(random, "_get_cuda_rng_state", lambda **_: torch.get_rng_state())
-    monkeypatch.setattr(
-        random, "_set_cuda_rng_state", lambda state, **_: torch.set_rng_state(state)
-    )
 
 
 def attention_of(layers=1, number=1, **options):

@@ -13,7 +13,6 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.config import DENSE, Span
 from megatron_mtraining.megatron import arguments, core_attention, run_state
-from megatron_mtraining.megatron.density import take_density
 from megatron_mtraining.megatron.run_state import RUN
 from tests.support.megatron_cases import (
     BATCH,
@@ -81,21 +80,10 @@ def test_as_megatron_builds_it_without_parameters(group):
     assert attention.cp_group is None
 
 
-def test_density_counts_training_only():
-    attention = make()
-    take_density()
-    attention.eval()(*operands())
-    assert take_density() is None
-    attention.train()(*operands())
-    assert take_density().density.mean == pytest.approx(1.0)
-
-
 BUILT = {
     "dropout in the config": (dict(config=dict(attention_dropout=0.1)), "config.attention_dropout"),
     "dropout given": (dict(attention_dropout=0.1), "dropout 0.1"),
     "window": (dict(config=dict(window_size=(8, 0))), "config.window_size is 8 0"),
-    "softmax offset": (dict(config=dict(softmax_type="off-by-one")), "config.softmax_type"),
-    "fp8": (dict(config=dict(fp8_dot_product_attention=True)), "fp8_dot_product_attention"),
     "MLA": (dict(config=dict(multi_latent_attention=True)), "config.multi_latent_attention"),
     "MLA's head dims": (dict(k_channels=192, v_channels=128), "k_channels, v_channels"),
     "cross": (dict(attention_type="cross"), "cross attention"),

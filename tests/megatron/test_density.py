@@ -117,14 +117,6 @@ def test_a_price_that_leaves_nothing_out_is_warned_of_once(
     assert printed.count("--mtraining-price") == expected
 
 
-def test_a_layer_that_is_recomputed_weighs_no_more():
-    once, twice = DensityMeter(0), DensityMeter(1)
-    once.add(torch.tensor([[0.2]]))
-    for _ in range(2):
-        twice.add(torch.tensor([[0.4]]))
-    assert take_density().density.mean == pytest.approx(0.3)
-
-
 def test_meters_of_deleted_models_are_gone():
     meter = DensityMeter()
     meter.add(torch.ones(1, 1))
@@ -180,27 +172,6 @@ def run_of_arguments(monkeypatch, backend: str) -> tuple[RunState, SimpleNamespa
     return run, args
 
 
-@pytest.mark.parametrize("backend", ["mtraining", "auto"])
-def test_log_on_megatron_s_interval_and_only_in_our_runs(backend, monkeypatch):
-    run_of_arguments(monkeypatch, backend)
-    logged, called = [], []
-    monkeypatch.setattr(module, "log_density", lambda iteration, *_: logged.append(iteration))
-    ended = []
-    monkeypatch.setattr(module, "end_step", ended.append)
-
-    def original(loss_dict, iteration, is_first_iteration=False):
-        called.append(iteration)
-        return "report_memory_flag"
-
-    training_log = module.wrap_training_log(original)
-    assert training_log({}, 1, is_first_iteration=True) == "report_memory_flag"
-    for iteration in range(2, 11):
-        training_log({}, iteration=iteration)
-    assert called == list(range(1, 11))
-    assert ended == (called if backend == "mtraining" else [])
-    assert logged == ([1, 5, 10] if backend == "mtraining" else [])
-
-
 def test_the_price_in_the_log_is_that_of_the_step(monkeypatch):
     run, _ = run_of_arguments(monkeypatch, "mtraining")
     prices = [0.2]
@@ -252,17 +223,24 @@ def test_throughput_counts_the_pairs_that_attention_computed(backend, given, mon
 def test_steps_that_are_logged(backend, resumed, monkeypatch):
     """Known before a step as after it; in other training loops, any may be."""
     run, args = run_of_arguments(monkeypatch, backend)
-    monkeypatch.setattr(module, "end_step", lambda iteration: None)
+    ended, logged, called, expected = [], [], [], []
+    monkeypatch.setattr(module, "end_step", ended.append)
     monkeypatch.setattr(module, "log_density", lambda iteration, *_: logged.append(iteration))
-    training_log = module.wrap_training_log(lambda iteration, is_first_iteration: None)
-    logged, expected = [], []
+
+    def original(iteration, is_first_iteration):
+        called.append(iteration)
+        return "report_memory_flag"
+
+    training_log = module.wrap_training_log(original)
     for step in range(resumed, resumed + 12):
         args.curr_iteration = step
         if run.step_is_logged():
             expected.append(step + 1)
-        training_log(step + 1, is_first_iteration=step == resumed)
+        found = training_log(iteration=step + 1, is_first_iteration=step == resumed)
+        assert found == "report_memory_flag"
+    assert called == list(range(resumed + 1, resumed + 13))
     if backend == "mtraining":
         by_interval = [step for step in (5, 10, 15) if resumed < step <= resumed + 12]
-        assert logged == expected == [resumed + 1, *by_interval]
+        assert logged == expected == [resumed + 1, *by_interval] and ended == called
     else:
-        assert not logged and len(expected) == 12
+        assert not logged and not ended and len(expected) == 12

@@ -38,6 +38,13 @@ def config(backend):
     return made
 
 
+def build(made, **more):
+    return GPTModel(
+        config=made, transformer_layer_spec=get_gpt_layer_local_spec(), vocab_size=64,
+        max_sequence_length=128, **more,
+    )  # fmt: skip
+
+
 # Megatron's YAML files leave the backend's name a string.
 @pytest.mark.parametrize("backend", ["member", "mtraining"])
 @pytest.mark.parametrize("model", [Encoder, Translator])
@@ -49,13 +56,7 @@ def test_other_models_are_refused(model, backend):
 
 def test_multi_token_prediction_is_refused():
     with pytest.raises(ConfigError, match="--mtp-num-layers"):
-        GPTModel(
-            config=config(AttnBackend["mtraining"]),
-            transformer_layer_spec=get_gpt_layer_local_spec(),
-            vocab_size=64,
-            max_sequence_length=128,
-            mtp_block_spec=get_gpt_layer_local_spec(),
-        )
+        build(config(AttnBackend["mtraining"]), mtp_block_spec=get_gpt_layer_local_spec())
 
 
 def test_batch_and_model_must_be_cut_alike(monkeypatch):
@@ -64,25 +65,14 @@ def test_batch_and_model_must_be_cut_alike(monkeypatch):
     arguments = Namespace(attention_backend=AttnBackend["mtraining"], mtraining_block_size=128)
     monkeypatch.setattr(model_module, "training_arguments", lambda: arguments)
     with pytest.raises(ConfigError, match="block_size 64.*--mtraining-block-size.*128"):
-        GPTModel(
-            config=made,
-            transformer_layer_spec=get_gpt_layer_local_spec(),
-            vocab_size=64,
-            max_sequence_length=128,
-        )
+        build(made)
 
 
 def test_yarn_without_its_settings_is_refused():
     made = config(AttnBackend["mtraining"])
     made.yarn_rotary_scaling_factor = 4.0
     with pytest.raises(ConfigError, match=r"no yarn_original\w+, yarn_beta_fast.* 0.19"):
-        GPTModel(
-            config=made,
-            transformer_layer_spec=get_gpt_layer_local_spec(),
-            vocab_size=64,
-            max_sequence_length=128,
-            position_embedding_type="yarn",
-        )
+        build(made, position_embedding_type="yarn")
 
 
 @pytest.mark.parametrize("backend", ["mtraining", "auto"])
@@ -93,19 +83,12 @@ def test_rotary_options_that_megatron_drops(backend, monkeypatch, capsys):
     made = config(AttnBackend[backend])
     made.use_cpu_initialization, made.attention_dropout = True, 0.0
 
-    def build():
-        return GPTModel(
-            config=made,
-            transformer_layer_spec=get_gpt_layer_local_spec(),
-            vocab_size=64,
-            max_sequence_length=128,
-            position_embedding_type="rope",
-            rope_scaling=True,
-        ).rotary_pos_emb  # as Megatron-LM before 0.19 builds it
+    def rotary():  # as Megatron-LM before 0.19 builds it
+        return build(made, position_embedding_type="rope", rope_scaling=True).rotary_pos_emb
 
     scalings = dict(rope_scaling=True, use_cpu_initialization=True)
     with single_process(torch.device("cpu")):
-        found = quietly(build)
+        found = quietly(rotary)
         if backend == "mtraining":
             scalings |= dict(rope_scaling_factor=32.0, seq_len_interpolation_factor=4)
         expected = RotaryEmbedding(64, 1.0, **scalings)

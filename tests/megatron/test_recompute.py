@@ -31,13 +31,7 @@ from tests.support.megatron_cases import (
 SPARSE = dict(block_size=64, slash=2, vertical=8, window=0, sample_strata=32)
 
 
-@pytest.fixture(autouse=True)
-def cpu_random(monkeypatch):
-    """Megatron's checkpoint keeps the state of the GPU's random generator."""
-    monkeypatch.setattr(random, "_get_cuda_rng_state", lambda **_: torch.get_rng_state())
-    monkeypatch.setattr(
-        random, "_set_cuda_rng_state", lambda state, **_: torch.set_rng_state(state)
-    )
+pytestmark = pytest.mark.usefixtures("cpu_random")
 
 
 @pytest.fixture
@@ -342,20 +336,6 @@ def test_functions_without_our_attention_are_as_before():
     Layers(1)
     unwrapped = random.checkpoint.__wrapped__
     assert same(run(megatron), run(lambda function, *args: unwrapped(function, False, *args)))
-
-
-def test_random_states_are_those_of_the_opt_out():
-    def run(again):
-        layers = Layers(1, again=again)
-        torch.manual_seed(5)
-
-        def region(*tensors):
-            return torch.dropout(layers(*tensors), 0.3, True)
-
-        tensors = leaves()
-        return [*gradients(megatron(region, *tensors), tensors), torch.rand(3)]
-
-    assert same(run(False), run(True))
 
 
 def test_density_counts_the_first_pass_alone():
