@@ -150,9 +150,6 @@ def test_a_price_of_0_is_dense_whatever_the_run_caps_and_aims_at(tmp_path):
 def test_a_target_that_no_head_follows_is_refused(tmp_path):
     target = dict(target_recall=0.95)
     refused = "--mtraining-target-recall is 0.95, but --mtraining-settings .*file.json"
-    config = with_file(tmp_path, [layer_of()] * LAYERS, **target)
-    with pytest.raises(ConfigError, match=f"{refused} has the policies of all heads"):
-        check_settings_file(config, LAYERS, HEADS)
     every = {str(head): {"vertical": 9} for head in range(HEADS)}
     layers = {"0": {"dense": True}, "1": {"policy": "moba"}, "2": {"heads": every}}
     config = with_file(tmp_path, {"layers": layers}, **target)
@@ -164,13 +161,6 @@ def test_a_target_that_no_head_follows_is_refused(tmp_path):
     check_settings_file(with_file(tmp_path, {"layers": layers}, **target), LAYERS, HEADS)
     del layers["2"]
     check_settings_file(with_file(tmp_path, {"layers": layers}, **target), LAYERS, HEADS)
-
-
-def test_settings_that_a_best_pattern_file_would_overrule(tmp_path):
-    content = [layer_of()] * LAYERS
-    with pytest.raises(ConfigError, match="--mtraining-slash-cap is 9, but --mtraining-settings"):
-        check_settings_file(with_file(tmp_path, content, slash_cap=9), LAYERS, HEADS)
-    check_settings_file(with_file(tmp_path, content, sink=3), LAYERS, HEADS)
 
 
 @pytest.mark.parametrize("place", ["run", "layer", "head"])
@@ -339,24 +329,12 @@ def test_budgets_in_yaml_may_have_numbers_as_keys(tmp_path):
         check_settings_file(config, LAYERS, HEADS)
 
 
-def test_a_file_that_is_no_text(tmp_path):
+def test_no_file_and_one_that_is_no_text(tmp_path):
+    with pytest.raises(ConfigError, match="--mtraining-settings /no/such.json cannot be read"):
+        check_settings_file(MTrainingConfig(settings="/no/such.json"), LAYERS, HEADS)
     (tmp_path / "file.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="--mtraining-settings .*file.json is not UTF-8 text"):
         MTrainingConfig.from_options(settings=str(tmp_path / "file.json"))
-
-
-def test_a_price_of_0_takes_no_caps():
-    """It keeps everything; what a cap would be for is not to be guessed."""
-    for cap in ("vertical_cap", "slash_cap"):
-        name = f"--mtraining-{cap.replace('_', '-')}"
-        with pytest.raises(ConfigError, match=f"{name} is 9, but --mtraining-price is 0"):
-            MTrainingConfig.from_options(price=0.0, **{cap: 9})
-    assert MTrainingConfig.from_options(price=0.0).keeps_all(4096)
-
-
-def test_no_file():
-    with pytest.raises(ConfigError, match="--mtraining-settings /no/such.json cannot be read"):
-        check_settings_file(MTrainingConfig(settings="/no/such.json"), LAYERS, HEADS)
 
 
 def test_a_file_is_read_again_when_it_has_changed(tmp_path, monkeypatch):
@@ -401,6 +379,7 @@ def test_settings_that_are_made_again_have_the_layers_of_the_changed_file(tmp_pa
     "given, named",
     [
         (dict(price=0.9), "--mtraining-price is 0.9"),
+        (dict(slash_cap=9), "--mtraining-slash-cap is 9"),
         (dict(vertical=500, slash=20), "--mtraining-vertical is 500"),
         (dict(policy="moba", block_top_k=3), "--mtraining-block-top-k is 3"),
         (dict(policy="xattention"), "--mtraining-policy is xattention"),
@@ -413,7 +392,7 @@ def test_options_that_a_best_pattern_file_leaves_without_a_head(given, named, tm
         ConfigError, match=f"{named}, but .*file.json has the policies of all heads"
     ):
         check_settings_file(config, LAYERS, HEADS)
-    check_settings_file(with_file(tmp_path, [layer_of()] * LAYERS), LAYERS, HEADS)
+    check_settings_file(with_file(tmp_path, [layer_of()] * LAYERS, sink=3), LAYERS, HEADS)
 
 
 def test_options_of_a_policy_that_no_head_has(tmp_path):

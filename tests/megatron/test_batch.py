@@ -26,6 +26,7 @@ def test_every_rank_gets_its_stripes(size):
         assert torch.equal(ours["position_ids"], positions.repeat(2, 1))
         assert torch.equal(ours["tokens"][1], positions + BATCH_SEQUENCE)
         assert torch.equal(ours["labels"], ours["tokens"] + 1)
+        assert torch.equal(ours["loss_mask"], (ours["tokens"] % 3 > 0).float())
         assert ours["attention_mask"] is None
 
 

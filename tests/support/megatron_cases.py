@@ -57,7 +57,7 @@ def whole_batch(**others) -> dict:
     return {
         "tokens": tokens,
         "labels": tokens + 1,
-        "loss_mask": torch.ones(2, BATCH_SEQUENCE),
+        "loss_mask": (tokens % 3 > 0).float(),
         "position_ids": torch.arange(BATCH_SEQUENCE).repeat(2, 1),
         "attention_mask": None,
         **others,

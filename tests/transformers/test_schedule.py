@@ -14,7 +14,7 @@ import torch
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.config.schedule import parse
 from megatron_mtraining.transformers import advance, configure, state_of, take_means
-from tests.support.trainer_cases import arguments, logged, tokenizer, trainer_of
+from tests.support.trainer_cases import logged, trainer_of
 from tests.support.transformers_cases import small_model
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
@@ -86,9 +86,8 @@ def test_a_run_goes_on_from_a_checkpoint(done, whole, tmp_path):
         assert column(resumed, name) == pytest.approx(column(trainer, name), rel=1e-4), name
 
 
-@pytest.mark.parametrize("done", [6, 7])
-def test_dense_steps_are_those_of_a_price_of_0(done, whole, tmp_path):
-    folder, trainer = whole
+def test_dense_steps_are_those_of_a_price_of_0(whole, tmp_path):
+    (folder, trainer), done = whole, 6
     dense = MTrainingConfig.from_options(price=0.0, **SIZES)
     resumed = run(tmp_path, dense, folder / f"checkpoint-{done}")
     for name in ("loss", "grad_norm"):
@@ -261,24 +260,3 @@ def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
     assert state_of(model).steering.scheduled() == parse("schedule", "anneal").at(1)
     for points in re.findall('schedule="([0-9].*?)"', page):
         assert MTrainingConfig.from_options(schedule=points).policy.steps.ends_dense
-
-
-@pytest.mark.slow
-def test_sft_trainer(tmp_path):
-    pytest.importorskip("trl", reason="SFTTrainer is TRL's")
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    rows = torch.randint(1, 97, (8, 320), generator=torch.Generator().manual_seed(3)).tolist()
-    model = small_model(num_hidden_layers=1)
-    options = dict(max_length=320, packing=True, bf16=False, max_steps=4)
-    trainer = SFTTrainer(
-        model,
-        arguments(SFTConfig, tmp_path, **options),
-        train_dataset=Dataset.from_dict({"input_ids": rows}),
-        processing_class=tokenizer(),
-    )
-    configure(trainer.model, settings())
-    trainer.train()
-    assert column(trainer, "mtraining_price") == pytest.approx([4, 4, 4 / 8**0.5, 0], abs=1e-5)
-    assert column(trainer, "mtraining_density")[-1] == 1
