@@ -9,7 +9,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import importlib
 import pkgutil
 import shutil
-from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -40,7 +39,6 @@ if not torch.cuda.is_available():
     import_kernels_interpreted()
 
 
-TESTS = Path(__file__).parent
 SHORT = dict(world="cp", inner="I", dim="D", head_dim="D", seq_length="N", length="N", block="B")
 """Parameters that ids name by a letter, as the cases of kernels do: ``N512-cp4-I2-H2-KV1-D64-few-B64``."""
 
@@ -96,27 +94,15 @@ def triton_device(request, monkeypatch):
     return "cpu"
 
 
-BACKWARD_PATHS = {
-    "two_kernels": None,
-    "one_pass": (0, False),
-    "one_pass_chunks": (3, False),
-    "one_pass_one_launch": (3, True),
-}
-"""Ways of the backward, and of one pass ``backward_key.CHUNK`` and ``ONE_LAUNCH``."""
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(name, marks=[pytest.mark.gpu] if how and how[0] else [])
-        for name, how in BACKWARD_PATHS.items()
-    ]
-)
+@pytest.fixture
 def backward_path(request, monkeypatch):
-    """All ways of the backward, on a Hopper GPU or the references, which have no chunks."""
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("only the Hopper kernels have a choice")
+    """The way of the backward that a test's cases name, one of ``attention_cases.BACKWARD_PATHS``."""
+    from tests.support.attention_cases import BACKWARD_PATHS
+
     how = BACKWARD_PATHS[request.param]
-    if torch.cuda.is_available() and how is not None:
+    if how is not None:
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("only the Hopper kernels have a choice")
         key = "megatron_mtraining.kernels.attention.hopper.backward_key"
         monkeypatch.setattr(f"{key}.CHUNK", how[0])
         monkeypatch.setattr(f"{key}.ONE_LAUNCH", how[1])
@@ -124,32 +110,8 @@ def backward_path(request, monkeypatch):
     return request.param
 
 
-OF_KERNELS = ("kernels", "pattern", "ring", "test_visibility.py")
-"""Where tests have many cases that differ in little."""
-
-
-@pytest.hookimpl(tryfirst=True)  # before -m leaves tests out
 def pytest_collection_modifyitems(config, items):
-    cases, thinned = Counter(), Counter()
-    with_gpu = torch.cuda.is_available()
-    every_kernel_case = 1 if with_gpu else 8
-    for item in items:
-        test = item.nodeid.partition("[")[0]
-        every = max([1, *(mark.args[0] for mark in item.iter_markers("thinned"))])
-        is_thin = cases[test] % every == 0
-        cases[test] += 1
-        folder = item.path.relative_to(TESTS).parts[0]
-        is_repeated = not is_thin
-        is_fast = item.get_closest_marker("slow") is None
-        if is_thin and is_fast and folder in OF_KERNELS:
-            # Cases for a GPU count apart: others must not be left to them where there is none.
-            kind = test, "gpu" in item.keywords
-            is_repeated = thinned[kind] % every_kernel_case != 0
-            thinned[kind] += 1
-        if is_repeated:
-            item.add_marker(pytest.mark.slow)
-            item.add_marker(pytest.mark.repeated)
-    if with_gpu:
+    if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch finds none")
     for item in items:

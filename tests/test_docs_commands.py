@@ -61,13 +61,8 @@ def test_programs_begin_commands():
 
 
 def _pages():
-    """Pages with commands to run. Recipes repeat examples/README.md, docs/serving.md docs/checkpoints.md."""
-    recipes = [page for page in RUN if page.name == "README.md" and len(page.parts) == 3]
-    for page, found in RUN.items():
-        if found:
-            repeats = (*recipes, Path("docs/serving.md"))
-            marks = [pytest.mark.repeated] if page in repeats else []
-            yield pytest.param(page, marks=marks, id=str(page))
+    """Pages with commands to run."""
+    return [pytest.param(page, id=str(page)) for page, found in RUN.items() if found]
 
 
 @pytest.mark.slow

@@ -14,15 +14,19 @@ from megatron_mtraining.layout import block_at, token_positions
 from megatron_mtraining.pattern import build_index
 from megatron_mtraining.visibility import VisibleRanges
 from tests.support.attention_cases import (
+    BACKWARD_PATHS,
+    TOLERANCE,
     assert_results,
     block_lists_of,
     dense_attention,
+    has_backward_path,
     random_index,
     random_operands,
     relative_error,
     simulated_ring,
     written_out_mask,
 )
+from tests.support.pairs import pairwise
 
 pytestmark = pytest.mark.usefixtures("fresh_inputs")
 
@@ -99,61 +103,67 @@ def check(
     assert_results(actual, expected, tolerance)
 
 
-SEQUENCES = [(500, 1, 1, "few"), (768, 2, 2, "all"), (768, 2, 1, "few"), (768, 6, 3, "few")]
-
-
-@pytest.mark.parametrize("lists", [False, True], ids=["slashes", "lists"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("seq_length", "world", "inner", "budget"), SEQUENCES)
+@pairwise(
+    {
+        "seq_length, world, inner, budget": [
+            (300, 1, 1, "few"), (384, 2, 2, "all"), (384, 2, 1, "few"), (768, 6, 3, "few"),
+        ],
+        "kind": KINDS,
+        "lists": [False, True],
+    }
+)  # fmt: skip
 def test_references(seq_length, world, inner, budget, kind, lists, monkeypatch):
     # The forward goes by parts of about 30 queries.
-    monkeypatch.setattr(reference, "FORWARD_SCORES", 1 << 17)
+    monkeypatch.setattr(reference, "FORWARD_SCORES", 1 << 16)
     case = seq_length, world, inner, (4, 2), 64, budget, kind
     check(*case, torch.float64, 64, 1e-12, lists=lists)
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("lists", [False, True], ids=["slashes", "lists"])
-@pytest.mark.parametrize(
-    ("seq_length", "world", "inner", "heads", "dim", "budget", "kind", "block"),
-    [
-        (320, 1, 1, (2, 1), 64, "few", "random", 64),
-        (150, 1, 1, (2, 2), 64, "few", "tokens", 64),
-        (300, 1, 1, (3, 1), 64, "all", "random", 128),
-        (128, 1, 1, (2, 1), 128, "columns", "short end", 64),
-        (384, 2, 1, (2, 1), 64, "few", "random", 64),
-        (384, 3, 3, (2, 1), 64, "few", "random", 64),
-        (512, 2, 2, (2, 1), 64, "all", "edges", 128),
-        (256, 4, 2, (2, 1), 64, "few", "tokens", 64),
-        (300, 1, 1, (2, 1), 64, "few", "window", 64),
-        (256, 4, 2, (2, 1), 64, "few", "window", 64),
-    ],
+@pairwise(
+    {
+        "seq_length, world, inner, block, kind": [
+            (300, 1, 1, 64, "random"),
+            (150, 1, 1, 64, "tokens"),
+            (200, 1, 1, 128, "window"),
+            (128, 1, 1, 64, "short end"),
+            (256, 2, 1, 64, "window"),
+            (192, 3, 3, 64, "random"),
+            (256, 2, 2, 128, "edges"),
+            (256, 4, 2, 64, "tokens"),
+        ],
+        "batch": [1, 2],
+        "dim": [64, 128],
+        "budget": ["few", "all"],
+        "lists": [False, True],
+    }
 )
 def test_kernels_interpreted(
-    interpreter, seq_length, world, inner, heads, dim, budget, kind, block, lists
+    interpreter, seq_length, world, inner, block, kind, batch, dim, budget, lists
 ):
-    case = seq_length, world, inner, heads, dim, budget, kind
-    check(*case, torch.float32, block, 1e-5, lists=lists, batch=2 if world == 1 else 1)
-
-
-TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-6}
+    case = seq_length, world, inner, (2, 1), dim, budget, kind
+    check(*case, torch.float32, block, 1e-5, lists=lists, batch=batch)
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("backward_path")
-@pytest.mark.parametrize("lists", [False, True], ids=["slashes", "lists"])
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda d: str(d).removeprefix("torch."))
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("budget", ["few", "all"])
-@pytest.mark.parametrize(
-    ("seq_length", "world", "inner", "heads", "dim", "block"),
-    [
-        (1000, 1, 1, (7, 1), 128, 128),
-        (1152, 3, 1, (4, 2), 64, 128),
-        (2048, 4, 2, (4, 2), 128, 128),
-        (1536, 2, 2, (8, 1), 128, 128),
-        (768, 4, 4, (2, 2), 64, 64),
-    ],
+@pairwise(
+    {
+        "seq_length, world, inner, heads, block": [
+            (1000, 1, 1, (7, 1), 128),
+            (1152, 3, 1, (4, 2), 128),
+            (2048, 4, 2, (4, 2), 128),
+            (1536, 2, 2, (8, 1), 128),
+            (768, 4, 4, (2, 2), 64),
+        ],
+        "dim": [64, 128],
+        "budget": ["few", "all"],
+        "kind": KINDS,
+        "dtype": TOLERANCE,
+        "lists": [False, True],
+        "backward_path": BACKWARD_PATHS,
+    },
+    has_backward_path,
+    indirect=["backward_path"],
 )
 def test_kernels_compiled(seq_length, world, inner, heads, dim, block, budget, kind, dtype, lists):
     case = seq_length, world, inner, heads, dim, budget, kind, dtype, block, TOLERANCE[dtype]

@@ -17,24 +17,25 @@ import torch
 
 from megatron_mtraining.kernels.attention import pack_kv
 from tests.support.attention_cases import (
+    BACKWARD_PATHS,
+    COMPILED_SEQUENCES,
+    INTERPRETED_SEQUENCES,
+    SEQUENCES,
+    TOLERANCE,
     assert_results,
     dense_attention,
+    has_backward_path,
     random_index,
     random_operands,
     simulated_ring,
     written_out_mask,
 )
-from tests.support.ids import parametrize
+from tests.support.pairs import pairwise
 
 pytestmark = pytest.mark.usefixtures("fresh_inputs")
 
+BUDGETS = ["none", "columns", "few", "all"]
 HEADS = [(1, 1), (4, 2), (7, 1), (8, 1)]  # query heads, key and value heads
-# (seq_length, world, inner): odd block counts, a partial last block (one rank only), sizes of no power of
-# 2; all ranks in one round, one a round, and several of both.
-SEQUENCES = [
-    (64, 1, 1), (320, 1, 1), (500, 1, 1), (37, 1, 1),
-    (768, 2, 2), (768, 2, 1), (576, 3, 3), (384, 6, 2), (768, 6, 3),
-]  # fmt: skip
 
 
 def check(
@@ -49,74 +50,56 @@ def check(
     assert_results(actual, expected, tolerance)
 
 
-@parametrize("budget", ["none", "columns", "few", "all"])
-@parametrize("dim", [64, 128])
-@parametrize("heads", HEADS)
-@parametrize("seq_length, world, inner", SEQUENCES)
+@pairwise(
+    {
+        "seq_length, world, inner": SEQUENCES,
+        "heads": HEADS,
+        "dim": [64, 128],
+        "budget": BUDGETS,
+    }
+)
 def test_references(seq_length, world, inner, heads, dim, budget):
     check(seq_length, world, inner, heads, dim, budget, torch.float64, 64, 1e-12, batch=1)
 
 
-@pytest.mark.thinned(2)
-@parametrize(
-    "seq_length, world, inner, heads, dim, budget, block",
-    [
-        (192, 1, 1, (2, 1), 64, "few", 64),
-        (150, 1, 1, (2, 2), 64, "few", 64),
-        (200, 1, 1, (7, 1), 64, "columns", 128),
-        (128, 1, 1, (1, 1), 128, "none", 64),
-        (384, 2, 1, (4, 2), 64, "few", 64),
-        (384, 3, 3, (2, 1), 128, "few", 64),
-        (256, 2, 2, (2, 1), 64, "all", 128),
-        (512, 4, 2, (2, 1), 64, "few", 64),
-        (192, 3, 3, (2, 1), 64, "few", 64),  # one block a rank
-    ],
+@pairwise(
+    {
+        "seq_length, world, inner, block": INTERPRETED_SEQUENCES,
+        "heads": [(4, 2), (2, 2)],
+        "dim": [64, 128],
+        "budget": ["few", "all"],
+    }
 )
 def test_kernels_interpreted(interpreter, seq_length, world, inner, heads, dim, budget, block):
-    if torch.cuda.is_available():
-        pytest.skip("the kernels run compiled here: see test_kernels_compiled")
     check(seq_length, world, inner, heads, dim, budget, torch.float32, block, 1e-5, batch=1)
 
 
-@parametrize(
+@pytest.mark.parametrize(
     "seq_length, world, heads, budget, block",
     [
-        (512, 1, (2, 1), "few", 64),
-        (500, 1, (1, 1), "all", 64),
-        (384, 1, (2, 1), "columns", 128),
-        (512, 2, (2, 1), "few", 64),
+        (300, 1, (2, 1), "few", 64),
+        (256, 1, (2, 2), "columns", 128),
+        (384, 2, (2, 1), "few", 64),
     ],
 )
 def test_long_sums_interpreted(monkeypatch, interpreter, seq_length, world, heads, budget, block):
     """Sums are put aside after every CHAIN query tiles: here often."""
-    if torch.cuda.is_available():
-        pytest.skip("the kernels run compiled here: see test_long_sums")
     monkeypatch.setattr("megatron_mtraining.kernels.attention.launch_args.CHAIN", 2)
     check(seq_length, world, 1, heads, 64, budget, torch.float32, block, 1e-5, batch=1)
 
 
-# A gradient's operands are rounded to 16 bits: 3 mantissa digits in bf16.
-TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-6}
-
-
 @pytest.mark.gpu
 @pytest.mark.usefixtures("backward_path")
-@parametrize("dtype", TOLERANCE)
-@parametrize("budget", ["none", "columns", "few", "all"])
-@parametrize("dim", [64, 128])
-@parametrize(
-    "seq_length, world, inner, heads, block",
-    [
-        (1152, 1, 1, (1, 1), 128),
-        (1000, 1, 1, (7, 1), 128),
-        (1000, 1, 1, (4, 2), 64),
-        (1536, 2, 2, (8, 1), 128),
-        (1152, 3, 1, (4, 2), 128),
-        (2048, 4, 2, (4, 2), 128),
-        (768, 4, 4, (2, 2), 64),
-        (256, 2, 2, (2, 1), 128),  # one block a rank
-        (64, 1, 1, (2, 1), 64),
-    ],
+@pairwise(
+    {
+        "seq_length, world, inner, heads, block": COMPILED_SEQUENCES,
+        "dim": [64, 128],
+        "budget": BUDGETS,
+        "dtype": TOLERANCE,
+        "backward_path": BACKWARD_PATHS,
+    },
+    has_backward_path,
+    indirect=["backward_path"],
 )
 def test_kernels_compiled(seq_length, world, inner, heads, dim, budget, block, dtype):
     check(seq_length, world, inner, heads, dim, budget, dtype, block, TOLERANCE[dtype], "cuda")
@@ -124,9 +107,15 @@ def test_kernels_compiled(seq_length, world, inner, heads, dim, budget, block, d
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("backward_path")
-@parametrize("budget", ["columns", "few", "all"])
-@parametrize("dim", [64, 128])
-@parametrize("seq_length, world", [(2996, 1), (3072, 2)])
+@pairwise(
+    {
+        "seq_length, world": [(2996, 1), (3072, 2)],
+        "dim": [64, 128],
+        "budget": ["few", "all"],
+        "backward_path": BACKWARD_PATHS,
+    },
+    indirect=["backward_path"],
+)
 def test_long_sums(monkeypatch, seq_length, world, dim, budget):
     """Sums are put aside after every CHAIN query tiles: here often."""
     monkeypatch.setattr("megatron_mtraining.kernels.attention.launch_args.CHAIN", 32)
@@ -169,7 +158,7 @@ def test_bitwise_equal_from_run_to_run():
         assert all(torch.equal(a, b) for a, b in zip(first, again))
 
 
-@parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 2])
 def test_no_future_token_leaks_under_a_pattern(world):
     """Changing keys and values from a token on changes nothing before it, in any budget. How later tokens
     change the pattern itself: see tests/pattern."""

@@ -13,7 +13,6 @@ from tests.support.attention_cases import (
     random_operands,
     simulated_ring,
 )
-from tests.support.ids import parametrize
 from tests.support.pruning_cases import (
     THRESHOLD,
     as_lists,
@@ -33,7 +32,7 @@ CASES = [
     (1152, 3, 1, (4, 2), 64, "columns", True, False, 64),
     (2048, 4, 2, (4, 2), 128, "few", False, True, 32),
 ]
-parametrize_cases = parametrize(
+parametrize_cases = pytest.mark.parametrize(
     "length, world, inner, heads, dim, budget, packed, lists, keys", CASES
 )
 

@@ -22,14 +22,16 @@ import torch
 
 from megatron_mtraining.pattern import build_index
 from tests.support.attention_cases import (
+    BACKWARD_PATHS,
     RESULTS,
     block_lists_of,
+    has_backward_path,
     random_operands,
     relative_error,
     simulated_ring,
     written_out_mask,
 )
-from tests.support.ids import parametrize
+from tests.support.pairs import pairwise
 
 pytestmark = pytest.mark.usefixtures("fresh_inputs")
 
@@ -37,11 +39,14 @@ OPERANDS = ("query", "key", "value")
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 64, 0.1
 # Token 0 is what a tile with fewer columns than it has room for may load in their stead.
 TOKENS = {"first": 0, "inner": 70, "last": -1}
-PLACES = [
-    *[("query", "inner"), ("key", "first"), ("key", "inner"), ("key", "column")],
-    *[("value", "first"), ("value", "inner"), ("value", "column"), ("value", "last")],
-]
+PLACES = {
+    "query": ["inner"],
+    "key": ["first", "inner", "column"],
+    "value": ["first", "inner", "column", "last"],
+}
+PLACE = {"where": OPERANDS, "token": ["first", "inner", "column", "last"]}
 BAD = [float("nan"), float("inf"), float("-inf")]
+SMALL = [(192, 1, 64), (128, 2, 64)]  # seq_length, world, block
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
 
@@ -115,10 +120,13 @@ def reach_of_reference(mask):
     return rows, rows, keys, keys
 
 
+def is_place(where, token, **_):
+    return token in PLACES[where]
+
+
 def check(
-    where, token, bad, size, dtype=torch.float32, device="cpu", tiles=True, lists=False
+    seq_length, world, block, where, token, bad, dtype=torch.float32, device="cpu", tiles=True, lists=False,
 ):  # fmt: skip
-    seq_length, world, block = size
     token = columns_of(seq_length, block)[2] if token == "column" else TOKENS[token] % seq_length
     operands = random_operands(seq_length, 1, HEADS, KV_HEADS, DIM, dtype, device)
     operands[OPERANDS.index(where)][token, 0, 0, 5] = bad
@@ -141,74 +149,44 @@ def check(
         assert error < TOLERANCE[dtype], f"{name}: relative error {error:.1e} where it is finite"
 
 
-def size_id(size):
-    return "N{}-cp{}-B{}".format(*size)
+@pairwise({"seq_length, world, block": SMALL, **PLACE, "bad": BAD}, is_place)
+def test_reference(seq_length, world, block, where, token, bad):
+    check(seq_length, world, block, where, token, bad, tiles=False)
 
 
-every_bad = pytest.mark.parametrize("bad", BAD, ids=str)
-every_place = pytest.mark.parametrize(("where", "token"), PLACES)
-# (tokens, ranks, block), what is bad
-small = pytest.mark.parametrize(
-    ("size", "bad"),
-    [
-        pytest.param(size, bad, id=f"{size_id(size)}-{bad}")
-        for size in ((192, 1, 64), (256, 2, 64))
-        for bad in BAD
-    ],
-)
-
-
-@every_place
-@small
-def test_reference(size, where, token, bad):
-    check(where, token, bad, size, tiles=False)
-
-
-@pytest.mark.thinned(4)
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, in the interpreter
-@every_place
-@every_bad
-def test_kernels_interpreted(monkeypatch, where, token, bad):
-    if torch.cuda.is_available():
-        pytest.skip("the kernels run compiled here: see test_kernels_compiled")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    check(where, token, bad, (256, 2, 64))
-
-
-@pytest.mark.thinned(3)
-@pytest.mark.filterwarnings("ignore:invalid value encountered")
-@every_place
-def test_kernels_interpreted_with_lists(monkeypatch, where, token):
-    if torch.cuda.is_available():
-        pytest.skip("the kernels run compiled here: see test_kernels_compiled_with_lists")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    check(where, token, float("nan"), (192, 1, 64), lists=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("backward_path")
-@every_bad
-@every_place
-@pytest.mark.parametrize("size", [(320, 1, 64), (512, 2, 128)], ids=size_id)
-def test_kernels_compiled_with_lists(size, where, token, bad):
-    check(where, token, bad, size, torch.bfloat16, "cuda", lists=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("backward_path")
-@every_bad
-@every_place
-@parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(
-    "size", [(320, 1, 64), (512, 1, 128), (512, 2, 64), (512, 2, 128)], ids=size_id
+@pairwise(
+    {
+        "seq_length, world, block, lists": [(192, 1, 64, True), (128, 2, 64, False)],
+        **PLACE,
+        "bad": BAD[:2],  # -inf makes scores of either sign, as inf does
+    },
+    is_place,
 )
-def test_kernels_compiled(size, dtype, where, token, bad):
-    check(where, token, bad, size, dtype, "cuda")
+def test_kernels_interpreted(interpreter, seq_length, world, block, lists, where, token, bad):
+    check(seq_length, world, block, where, token, bad, lists=lists)
 
 
-def check_late_maximum(size, dtype, device):
+@pytest.mark.gpu
+@pytest.mark.usefixtures("backward_path")
+@pairwise(
+    {
+        "seq_length, world, block": [(320, 1, 64), (512, 1, 128), (512, 2, 64), (512, 2, 128)],
+        **PLACE,
+        "bad": BAD,
+        "lists": [False, True],
+        "dtype": TOLERANCE,
+        "backward_path": BACKWARD_PATHS,
+    },
+    lambda **case: is_place(**case) and has_backward_path(**case),
+    indirect=["backward_path"],
+)
+def test_kernels_compiled(seq_length, world, block, where, token, bad, lists, dtype):
+    check(seq_length, world, block, where, token, bad, dtype, "cuda", lists=lists)
+
+
+def check_late_maximum(seq_length, world, block, dtype, device):
     """A row's first tile has scores of -inf only, and a later tile, or rank, finite ones."""
-    seq_length, world, block = size
     query, key, value, grad_out = random_operands(
         seq_length, 1, HEADS, KV_HEADS, DIM, dtype, device
     )
@@ -223,27 +201,21 @@ def check_late_maximum(size, dtype, device):
     assert relative_error(out, expected) < TOLERANCE[dtype]
 
 
-LATE = [(192, 1, 64), (256, 2, 64)]
-
-
-@pytest.mark.parametrize("size", LATE, ids=size_id)
-def test_reference_late_maximum(size):
-    check_late_maximum(size, torch.float32, "cpu")
+@pytest.mark.parametrize("seq_length, world, block", SMALL)
+def test_reference_late_maximum(seq_length, world, block):
+    check_late_maximum(seq_length, world, block, torch.float32, "cpu")
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
-@pytest.mark.parametrize("size", LATE, ids=size_id)
-def test_kernels_interpreted_late_maximum(monkeypatch, size):
-    if torch.cuda.is_available():
-        pytest.skip("the kernels run compiled here: see test_kernels_compiled_late_maximum")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    check_late_maximum(size, torch.float32, "cpu")
+@pytest.mark.parametrize("seq_length, world, block", SMALL)
+def test_kernels_interpreted_late_maximum(interpreter, seq_length, world, block):
+    check_late_maximum(seq_length, world, block, torch.float32, "cpu")
 
 
 @pytest.mark.gpu
-@parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
-    "size", [(320, 1, 64), (512, 1, 128), (512, 2, 128), (768, 3, 128)], ids=size_id
+    "seq_length, world, block", [(320, 1, 64), (512, 1, 128), (512, 2, 128), (768, 3, 128)]
 )
-def test_kernels_compiled_late_maximum(size, dtype):
-    check_late_maximum(size, dtype, "cuda")
+def test_kernels_compiled_late_maximum(seq_length, world, block, dtype):
+    check_late_maximum(seq_length, world, block, dtype, "cuda")

@@ -87,7 +87,7 @@ def test_not_with_portable_kernels(monkeypatch):
 
 @pytest.mark.parametrize("budget", ["none", "columns", "few", "all"])
 @pytest.mark.parametrize(
-    ("seq_length", "world", "inner"), [(500, 1, 1), (768, 2, 2), (768, 2, 1), (768, 6, 3)]
+    ("seq_length", "world", "inner"), [(300, 1, 1), (384, 2, 2), (512, 2, 1), (768, 6, 3)]
 )
 def test_references(monkeypatch, seq_length, world, inner, budget):
     monkeypatch.setenv("MTRAINING_BACKWARD", "one_pass")

@@ -129,7 +129,7 @@ def dense(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "size", [1, 2, *(pytest.param(n, marks=[pytest.mark.slow, pytest.mark.repeated]) for n in (3, 4))]
+    "size", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))]
 )  # fmt: skip
 def test_losses_and_gradients_are_those_of_dense_attention(size, dense):
     if size > 1:

@@ -79,7 +79,6 @@ for backend in {backends}:
 """
 
 
-@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "backends, rank, count",
     [(["auto", "mtraining", "mtraining"], 0, 1), (["auto"], 0, 0), (["mtraining"], 1, 0)],

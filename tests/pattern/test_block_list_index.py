@@ -17,25 +17,26 @@ from megatron_mtraining.pattern import block_list_index, build_block_index, buil
 from megatron_mtraining.ring import Ring, ring_of
 from megatron_mtraining.ring.attention import ring_attention
 from tests.support.attention_cases import (
+    BACKWARD_PATHS,
+    COMPILED_SEQUENCES,
+    INTERPRETED_SEQUENCES,
+    SEQUENCES,
+    TOLERANCE,
     assert_results,
     block_lists_of,
     dense_attention,
+    has_backward_path,
     random_operands,
     relative_error,
     simulated_ring,
     written_out_mask,
 )
+from tests.support.pairs import pairwise
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("fresh_inputs")
 
 KINDS = ["none", "lists", "mixed", "slashes", "all"]
-# (seq_length, world, inner): odd block counts, a partial last block (one rank only), sizes of no power of
-# 2; all ranks in one round, one a round, and several of both.
-SEQUENCES = [
-    (64, 1, 1), (320, 1, 1), (500, 1, 1), (37, 1, 1),
-    (768, 2, 2), (768, 2, 1), (576, 3, 3), (512, 4, 2), (384, 6, 2), (768, 6, 3),
-]  # fmt: skip
 
 
 def random_sets(seq_length, batch, heads, block, kind, device="cpu"):
@@ -71,9 +72,11 @@ def mask_of(blocks, distances, columns, seq_length, block):
     return mask & (position[:, None] >= position)
 
 
-def check(seq_length, world, inner, heads, dim, kind, dtype, block, tolerance, device="cpu"):
-    operands = random_operands(seq_length, 2, *heads, dim, dtype, device)
-    sets = random_sets(seq_length, 2, heads[0], block, kind, device)
+def check(
+    seq_length, world, inner, heads, dim, kind, dtype, block, tolerance, device="cpu", batch=2
+):
+    operands = random_operands(seq_length, batch, *heads, dim, dtype, device)
+    sets = random_sets(seq_length, batch, heads[0], block, kind, device)
     scale = 0.7 * dim**-0.5
     expected = dense_attention(*operands, mask_of(*sets, seq_length, block), scale)
     indices = block_lists_of(*sets, seq_length, block, world, inner)
@@ -81,54 +84,42 @@ def check(seq_length, world, inner, heads, dim, kind, dtype, block, tolerance, d
     assert_results(actual, expected, tolerance)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("heads", [(4, 2), (7, 1)])
-@pytest.mark.parametrize(("seq_length", "world", "inner"), SEQUENCES)
-def test_references(seq_length, world, inner, heads, kind):
-    check(seq_length, world, inner, heads, 64, kind, torch.float64, 64, 1e-12)
+@pairwise(
+    {
+        "seq_length, world, inner": SEQUENCES,
+        "batch": [1, 2],
+        "heads": [(4, 2), (7, 1)],
+        "kind": KINDS,
+    }
+)
+def test_references(seq_length, world, inner, batch, heads, kind):
+    check(seq_length, world, inner, heads, 64, kind, torch.float64, 64, 1e-12, batch=batch)
 
 
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize(
-    ("seq_length", "world", "inner", "heads", "dim", "kind", "block"),
-    [
-        (192, 1, 1, (2, 1), 64, "mixed", 64),
-        (150, 1, 1, (2, 2), 64, "mixed", 64),
-        (300, 1, 1, (3, 1), 64, "lists", 128),
-        (128, 1, 1, (1, 1), 128, "none", 64),
-        (384, 2, 1, (4, 2), 64, "mixed", 64),
-        (384, 3, 3, (2, 1), 128, "lists", 64),
-        (256, 2, 2, (2, 1), 64, "all", 128),
-        (512, 4, 2, (2, 1), 64, "mixed", 64),
-        (192, 3, 3, (2, 1), 64, "slashes", 64),  # one block a rank
-    ],
+@pairwise(
+    {
+        "seq_length, world, inner, block": INTERPRETED_SEQUENCES,
+        "heads": [(4, 2), (2, 2)],
+        "dim": [64, 128],
+        "kind": ["lists", "mixed"],
+    }
 )
 def test_kernels_interpreted(interpreter, seq_length, world, inner, heads, dim, kind, block):
-    check(seq_length, world, inner, heads, dim, kind, torch.float32, block, 1e-5)
-
-
-# A gradient's operands are rounded to 16 bits: 3 mantissa digits in bf16.
-TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-6}
+    check(seq_length, world, inner, heads, dim, kind, torch.float32, block, 1e-5, batch=1)
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("backward_path")
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda d: str(d).removeprefix("torch."))
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize(
-    ("seq_length", "world", "inner", "heads", "block"),
-    [
-        (1152, 1, 1, (1, 1), 128),
-        (1000, 1, 1, (7, 1), 128),
-        (1000, 1, 1, (4, 2), 64),
-        (1536, 2, 2, (8, 1), 128),
-        (1152, 3, 1, (4, 2), 128),
-        (2048, 4, 2, (4, 2), 128),
-        (768, 4, 4, (2, 2), 64),
-        (256, 2, 2, (2, 1), 128),  # one block a rank
-        (64, 1, 1, (2, 1), 64),
-    ],
+@pairwise(
+    {
+        "seq_length, world, inner, heads, block": COMPILED_SEQUENCES,
+        "dim": [64, 128],
+        "kind": ["none", "lists", "mixed", "slashes"],
+        "dtype": TOLERANCE,
+        "backward_path": BACKWARD_PATHS,
+    },
+    has_backward_path,
+    indirect=["backward_path"],
 )
 def test_kernels_compiled(seq_length, world, inner, heads, dim, kind, block, dtype):
     check(seq_length, world, inner, heads, dim, kind, dtype, block, TOLERANCE[dtype], "cuda")
@@ -136,13 +127,19 @@ def test_kernels_compiled(seq_length, world, inner, heads, dim, kind, block, dty
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("backward_path")
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize(("seq_length", "world"), [(2996, 1), (3072, 2)])
-def test_long_sums(monkeypatch, seq_length, world, dim):
+@pairwise(
+    {
+        "seq_length, world": [(2996, 1), (3072, 2)],
+        "dim": [64, 128],
+        "kind": ["mixed", "all"],
+        "backward_path": BACKWARD_PATHS,
+    },
+    indirect=["backward_path"],
+)
+def test_long_sums(monkeypatch, seq_length, world, dim, kind):
     """Sums are put aside after every CHAIN query tiles: here often."""
     monkeypatch.setattr("megatron_mtraining.kernels.attention.launch_args.CHAIN", 32)
-    for kind in ("mixed", "all"):
-        check(seq_length, world, 1, (8, 2), dim, kind, torch.bfloat16, 128, 1e-2, "cuda")
+    check(seq_length, world, 1, (8, 2), dim, kind, torch.bfloat16, 128, 1e-2, "cuda")
 
 
 @pytest.mark.gpu
@@ -194,8 +191,9 @@ def test_slashes_as_lists_are_the_same_interpreted(interpreter):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("world", "inner"), [(1, 1), (2, 1), (4, 2), (3, 3)])
-@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize(
+    ("world", "inner", "block"), [(1, 1, 64), (1, 1, 128), (2, 1, 64), (4, 2, 128), (3, 3, 128)]
+)
 def test_slashes_as_lists_are_the_same_compiled(world, inner, block):
     check_slashes(world, inner, torch.bfloat16, block, 2e-3, "cuda")
 
@@ -233,22 +231,21 @@ def check_lists(seq_length, world, inner, kind, device="cpu"):
     assert torch.equal(whole, mask)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("seq_length", "world", "inner"), SEQUENCES)
+@pairwise({"seq_length, world, inner": SEQUENCES, "kind": KINDS})
 def test_lists(seq_length, world, inner, kind):
     check_lists(seq_length, world, inner, kind)
 
 
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("kind", ["mixed", "all"])
-@pytest.mark.parametrize(("seq_length", "world", "inner"), [(500, 1, 1), (768, 6, 2), (384, 3, 3)])
+@pytest.mark.parametrize(
+    ("seq_length", "world", "inner", "kind"),
+    [(500, 1, 1, "mixed"), (768, 6, 2, "mixed"), (384, 3, 3, "all")],
+)
 def test_lists_interpreted(interpreter, seq_length, world, inner, kind):
     check_lists(seq_length, world, inner, kind)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("seq_length", "world", "inner"), SEQUENCES)
+@pairwise({"seq_length, world, inner": SEQUENCES, "kind": KINDS})
 def test_lists_compiled(seq_length, world, inner, kind):
     check_lists(seq_length, world, inner, kind, "cuda")
 

@@ -21,15 +21,17 @@ from megatron_mtraining.ring.attention import ring_attention
 from megatron_mtraining.ring.pruning import BackwardPruning, check_entries, check_size, least_share
 from megatron_mtraining.visibility import VisibleRanges
 from tests.support.attention_cases import (
+    BACKWARD_PATHS,
     RESULTS,
     block_lists_of,
     dense_attention,
+    has_backward_path,
     random_index,
     relative_error,
     simulated_ring,
     written_out_mask,
 )
-from tests.support.ids import parametrize
+from tests.support.pairs import pairwise
 from tests.support.pruning_cases import (
     BLOCK,
     HIGH_THRESHOLD,
@@ -51,12 +53,16 @@ from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("fresh_inputs")
 
-SEQUENCES = [(64, 1, 1), (500, 1, 1), (768, 2, 1), (576, 3, 3), (768, 6, 2)]
+SEQUENCES = [(64, 1, 1), (300, 1, 1), (512, 2, 1), (576, 3, 3), (768, 6, 2)]
 
 
-@parametrize("budget", ["none", "few", "all"])
-@parametrize("heads", [(1, 1), (4, 2)])
-@parametrize("seq_length, world, inner", SEQUENCES)
+@pairwise(
+    {
+        "seq_length, world, inner": SEQUENCES,
+        "heads": [(1, 1), (4, 2)],
+        "budget": ["none", "few", "all"],
+    }
+)
 def test_blocks_that_are_kept(seq_length, world, inner, heads, budget):
     operands = peaked(seq_length, 2, heads, 64, torch.float64)
     index = random_index(seq_length, 2, heads[0], BLOCK, world, budget, "cpu", inner)
@@ -66,24 +72,18 @@ def test_blocks_that_are_kept(seq_length, world, inner, heads, budget):
     assert torch.equal(kept.bool() | truth.close, truth.kept | truth.close)
 
 
-@pytest.mark.thinned(2)
-@parametrize(
-    "seq_length, world, inner, heads, dim, budget, packed, lists",
-    [
-        (320, 1, 1, (4, 2), 64, "few", False, False),
-        (300, 1, 1, (2, 1), 128, "all", False, True),
-        (512, 4, 2, (2, 1), 64, "all", False, False),
-        (384, 3, 3, (2, 2), 64, "few", False, False),
-        (384, 2, 1, (2, 1), 64, "all", True, False),
-        (512, 2, 1, (2, 1), 64, "few", True, True),
-        (256, 1, 1, (2, 1), 64, "few", True, False),
-    ],
+@pairwise(
+    {
+        "seq_length, world, inner": [(300, 1, 1), (384, 2, 1), (384, 3, 3), (512, 4, 2)],
+        "heads": [(2, 1), (2, 2)],
+        "dim": [64, 128],
+        "budget, lists": [("few", False), ("all", False), ("all", True)],
+        "packed": [False, True],
+    }
 )
 def test_kernel_interpreted(
-    monkeypatch, seq_length, world, inner, heads, dim, budget, packed, lists
+    interpreter, monkeypatch, seq_length, world, inner, heads, dim, budget, packed, lists
 ):
-    if torch.cuda.is_available():
-        pytest.skip("the kernel runs compiled here: see test_kernel_compiled")
     operands = peaked(seq_length, 1, heads, dim, torch.float32)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # the lists by the reference
     index = random_index(seq_length, 1, heads[0], BLOCK, world, budget, "cpu", inner)
@@ -91,12 +91,16 @@ def test_kernel_interpreted(
 
 
 @pytest.mark.gpu
-@parametrize("portable", [False, True])
-@parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@parametrize("dim", [64, 128])
-@parametrize("budget, lists", [("few", False), ("all", False), ("all", True)])
-@parametrize("packed", [False, True])
-@parametrize("blocks, world, inner", [(9, 1, 1), (16, 4, 2)])
+@pairwise(
+    {
+        "blocks, world, inner": [(9, 1, 1), (16, 4, 2)],
+        "dim": [64, 128],
+        "budget, lists": [("few", False), ("all", False), ("all", True)],
+        "packed": [False, True],
+        "dtype": [torch.bfloat16, torch.float16, torch.float32],
+        "portable": [False, True],
+    }
+)
 def test_kernel_compiled(
     monkeypatch, blocks, world, inner, dim, budget, packed, lists, dtype, portable
 ):
@@ -129,7 +133,7 @@ def compare_with_reference(
     assert found.any() and (found == 0).any()
 
 
-@parametrize("world", [1, 2, 4, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, 2, 4, pytest.param(6, marks=pytest.mark.slow)])
 def test_gradients(world):
     cases, truths = [], []
     seq_length = BLOCK * world * (5 if world == 1 else 2)
@@ -161,17 +165,20 @@ def test_gradients(world):
 
 
 @pytest.mark.gpu
-@parametrize("portable", [False, True])
-@parametrize("dim", [64, 128])
-@parametrize(
-    "budget, lists, packed",
-    [
-        ("few", False, False),
-        ("all", False, False),
-        ("all", True, False),
-        ("few", False, True),
-        ("all", False, True),
-    ],
+@pairwise(
+    {
+        "budget, lists, packed": [
+            ("few", False, False),
+            ("all", False, False),
+            ("all", True, False),
+            ("few", False, True),
+        ],
+        "dim": [64, 128],
+        "portable": [False, True],
+        "backward_path": BACKWARD_PATHS,
+    },
+    has_backward_path,
+    indirect=["backward_path"],
 )
 def test_gradients_compiled(monkeypatch, budget, lists, packed, dim, portable, backward_path):
     """With Hopper's kernels where there is such a GPU, and with the portable ones; nothing waits for it."""
@@ -218,26 +225,43 @@ def test_gradients_compiled(monkeypatch, budget, lists, packed, dim, portable, b
     assert torch.allclose(dropped.cpu().double(), truth.dropped.mean(-1), atol=1e-3)
 
 
-@parametrize("portable", [False, True])
-@parametrize("dim", [64, 128])
-@parametrize("budget", ["few", "all"])
-@parametrize("blocks, world, inner", [(3, 1, 1), (8, 2, 1), (6, 3, 3), (8, 4, 2)])
-def test_kernels_over_rounds(
-    triton_device, monkeypatch, blocks, world, inner, budget, dim, portable, backward_path
+@pairwise(
+    {
+        "blocks, world, inner": [(3, 1, 1), (6, 2, 1), (6, 3, 3), (8, 4, 2)],
+        "heads": [(2, 1), (2, 2)],
+        "budget": ["few", "all"],
+    }
+)
+def test_kernels_over_rounds_interpreted(
+    interpreter, monkeypatch, blocks, world, inner, heads, budget
 ):
-    """Kernels with lists of random blocks of a pattern, and the attention that the queries' gradient sums: a
-    GPU takes Hopper's kernels where it has them, and portable ones."""
-    on_gpu = triton_device == "cuda"
-    if portable and backward_path != "two_kernels":
-        pytest.skip("the portable kernels have no one-pass backward")
+    check_over_rounds(monkeypatch, blocks, world, inner, heads, 64, budget, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("backward_path")
+@pairwise(
+    {
+        "blocks, world, inner": [(3, 1, 1), (8, 2, 1), (6, 3, 3), (8, 4, 2)],
+        "dim": [64, 128],
+        "budget": ["few", "all"],
+        "portable": [False, True],
+        "backward_path": BACKWARD_PATHS,
+    },
+    has_backward_path,
+    indirect=["backward_path"],
+)
+def test_kernels_over_rounds_compiled(monkeypatch, blocks, world, inner, dim, budget, portable):
     if portable:
         monkeypatch.setenv("MTRAINING_PORTABLE_KERNELS", "1")
-    elif not on_gpu:
-        pytest.skip("the Hopper kernels need a GPU")
-    if dim != 64 and not on_gpu:
-        pytest.skip("interpreted with dimension 64 only: it takes 10 seconds")
+    check_over_rounds(monkeypatch, blocks, world, inner, (4, 2), dim, budget, "cuda")
+
+
+def check_over_rounds(monkeypatch, blocks, world, inner, heads, dim, budget, device):
+    """Kernels with lists of random blocks of a pattern, and the attention that the queries' gradient sums."""
+    on_gpu = device == "cuda"
     block, dtype = (128, torch.bfloat16) if on_gpu else (BLOCK, torch.float32)
-    length, heads = block * blocks, (4, 2)
+    length = block * blocks
     operands = [t.to(dtype) for t in peaked(length, 1, heads, dim, torch.float32, block=block)]
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # the lists by the reference
     index = random_index(length, 1, heads[0], block, world, budget, "cpu", inner)
@@ -253,18 +277,18 @@ def test_kernels_over_rounds(
     indices = []
     for rank in range(world):
         own = kept[:, :, block_at(torch.arange(blocks // world), rank, world, inner)]
-        own = own.to(torch.uint8).to(triton_device).contiguous()
+        own = own.to(torch.uint8).to(device).contiguous()
         indices.append(pruned_index(full, own, rank, own.numel()))
     if not on_gpu:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     attended: list = []
-    found = simulated_ring(
-        *(t.to(triton_device) for t in operands), indices, SCALE, 2, attended=attended
-    )
+    found = simulated_ring(*(t.to(device) for t in operands), indices, SCALE, 2, attended=attended)
     # The forward attended to the same blocks. The two passes add the products of a score in their own orders:
     # scores differ by the rounding of sums of that size, and a sum of shares by as much.
     sizes = [t.double().abs() for t in operands[:2]]
-    products = SCALE * torch.einsum("sbhd,tbhd->bhst", sizes[0], sizes[1].repeat_interleave(2, 2))
+    products = SCALE * torch.einsum(
+        "sbhd,tbhd->bhst", sizes[0], sizes[1].repeat_interleave(heads[0] // heads[1], 2)
+    )
     rounding = 2 * dim**0.5 * torch.finfo(torch.float32).eps / 2 * products[mask].max().item()
     for seen in attended:
         assert torch.allclose(
@@ -342,7 +366,7 @@ def test_what_later_tokens_reach():
             assert error > 0.01 if moved_ else error < 1e-12, f"{name}: {error}"
 
 
-@parametrize("budget, lists", [("few", False), ("all", False), ("all", True)])
+@pytest.mark.parametrize("budget, lists", [("few", False), ("all", False), ("all", True)])
 def test_density_of_packed_documents(budget, lists):
     """Of one rank it is what the pruned lists themselves have."""
     operands = peaked(BLOCK * 9, 2, (3, 1), 64, torch.float64)
@@ -395,7 +419,7 @@ def test_a_replay_keeps_the_same():
         assert (dropped > 0).any()
 
 
-@parametrize("value", [-1, -0.001, float("nan"), float("inf"), True, "1"])
+@pytest.mark.parametrize("value", [-1, -0.001, float("nan"), float("inf"), True, "1"])
 def test_bad_thresholds_are_refused(value):
     with pytest.raises(ConfigError, match="--mtraining-backward-threshold"):
         MTrainingConfig.from_options(backward_threshold=value)

@@ -27,6 +27,7 @@ from tests.support.attention_cases import (
     relative_error,
     written_out_mask,
 )
+from tests.support.pairs import pairwise
 from tests.support.ranks import run_ranks, run_to_their_ends
 
 BLOCK = 64
@@ -353,10 +354,13 @@ def run_until_a_rank_fails(rank, world, operands, index_sets, inner, where, how)
     dist.barrier()  # a rank that needs nothing more of the others meets them at the next collective
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("where", FAILING)
-@pytest.mark.parametrize("how", ["raises", "dies"])
-@pytest.mark.parametrize(("world", "inner"), [(2, 2), (2, 1), (4, 1), (4, 2)])
+@pairwise(
+    {
+        "world, inner": [(2, 2), (2, 1), (4, 2)],
+        "how": ["raises", "dies"],
+        "where": FAILING,
+    }
+)
 def test_a_rank_that_fails_ends_all(world, inner, how, where):
     operands = random_operands(BLOCK * world, 1, 4, 2, 64, torch.float32, "cpu")
     index = random_index(BLOCK * world, 1, 4, BLOCK, 1, "few", "cpu")

@@ -13,6 +13,51 @@ from megatron_mtraining.layout import block_at, stripe, unstripe
 from megatron_mtraining.pattern import build_block_index, build_index
 from megatron_mtraining.ring import RingStep, Round
 
+SEQUENCES = [
+    (64, 1, 1), (37, 1, 1), (320, 1, 1), (300, 1, 1),
+    (384, 2, 2), (512, 2, 1), (576, 3, 3), (512, 4, 2), (384, 6, 2), (768, 6, 3),
+]  # fmt: skip
+"""(seq_length, world, inner) of the references, in blocks of 64: odd block counts, a partial last block (one
+rank only), sizes of no power of 2; all ranks in one round, one a round, and several of both; one block a
+rank."""
+
+INTERPRETED_SEQUENCES = [
+    (192, 1, 1, 64), (150, 1, 1, 64), (200, 1, 1, 128), (256, 2, 1, 64), (192, 3, 3, 64), (256, 4, 2, 64),
+    (256, 2, 2, 128),
+]  # fmt: skip
+"""(seq_length, world, inner, block) of the kernels in Triton's interpreter, which takes seconds for each."""
+
+COMPILED_SEQUENCES = [
+    (1152, 1, 1, (1, 1), 128),
+    (1000, 1, 1, (7, 1), 128),
+    (1000, 1, 1, (4, 2), 64),
+    (1536, 2, 2, (8, 1), 128),
+    (1152, 3, 1, (4, 2), 128),
+    (2048, 4, 2, (4, 2), 128),
+    (768, 4, 4, (2, 2), 64),
+    (256, 2, 2, (2, 1), 128),  # one block a rank
+]
+"""(seq_length, world, inner, heads, block) of the compiled kernels. Heads go with the sequence: compiling the
+kernels for their number takes most of the time."""
+
+BACKWARD_PATHS = {
+    "two_kernels": None,
+    "one_pass": (0, False),
+    "one_pass_chunks": (3, False),
+    "one_pass_one_launch": (3, True),
+}
+"""Ways of the backward, for the fixture ``backward_path``; of one pass ``backward_key.CHUNK`` and
+``ONE_LAUNCH``."""
+
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-6}
+"""Relative errors of the compiled kernels: a gradient's operands are rounded to the 16 bits of the inputs."""
+
+
+def has_backward_path(backward_path, block=128, dtype=torch.bfloat16, portable=False, **_):
+    """Whether the kernels that take these operands on a Hopper GPU have this way of the backward."""
+    on_hopper = block == 128 and dtype != torch.float32 and not portable
+    return on_hopper or backward_path == "two_kernels"
+
 
 def random_operands(seq_length, batch, heads, kv_heads, dim, dtype, device):
     """query, key, value and a gradient of out; the value as Megatron gives it, a strided view."""

@@ -106,7 +106,6 @@ def of_lm_eval(folder: Path, name: str, case: Namespace, data: Path) -> list[dic
 
 
 @pytest.mark.slow
-@pytest.mark.thinned(10)
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_lm_eval_sample_by_sample(name, data, tmp_path):
     """Prompts, arguments of generation, answers and scores; and the likelihood of the right answer."""
@@ -160,7 +159,6 @@ def test_agrees_with_lm_eval_sample_by_sample(name, data, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.thinned(3)
 @pytest.mark.parametrize("asked", [1, 50, 600])
 def test_samples_that_do_not_fit_are_skipped(asked, data, llama, tmp_path):
     """lm-eval's run skips them, and takes the next ones up to the number that is asked for."""
