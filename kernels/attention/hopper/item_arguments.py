@@ -26,7 +26,7 @@ def num_programs(tensor, num_items: int) -> int:
 
 
 TILE_BYTES = 32 * 1024
-"""Of a tile of keys or of values, at most: two of each, and the queries, fit the shared memory."""
+"""Of a tile of keys or of values, at most; two of each are in shared memory, beside queries and results."""
 
 
 def tile_keys(key: Tensor, block: int) -> int:
